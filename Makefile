@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+BASE := $(VENV)/.base
 STAMP := $(VENV)/.installed
 VLLM ?= .venv-vllm
 
@@ -10,12 +11,17 @@ VLLM ?= .venv-vllm
 
 install: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt
+# What runs need. Python files are compiled when they are first imported, which most of them never are.
+$(BASE): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("pipelinerl needs Python 3.11 or newer; set PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
 	# torch first and alone: later requirements then find the pinned build and pull no other.
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,tensorboard,gguf]'
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable .
+	touch $@
+
+$(STAMP): $(BASE)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,gguf]'
 	touch $@
 
 # Without it the tests of runs over several machines are skipped.
@@ -27,7 +33,7 @@ install-locked:
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --require-hashes --requirement requirements.lock
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
-	touch $(STAMP)
+	touch $(BASE) $(STAMP)
 
 # After a change of constraints.txt. Asks PyPI only.
 lock: install
@@ -40,7 +46,7 @@ lock: install
 # Most tests compute on one core; each worker takes about 1 GB.
 PYTEST := $(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist worksteal
 
-demo: install
+demo: $(BASE)
 	$(BIN)/pipelinerl train
 
 test: install

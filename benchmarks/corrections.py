@@ -27,8 +27,9 @@ from statistics import fmean
 
 from benchmarks import common
 from benchmarks.common import Record
-from pipelinerl import load_config, train
+from pipelinerl import load_config
 from pipelinerl.errors import TrainingDivergedError
+from pipelinerl.launch.run import train
 from pipelinerl.metrics.reading import read_records
 from pipelinerl.metrics.records import StepRecord
 

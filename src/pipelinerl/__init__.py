@@ -1,21 +1,26 @@
 """Reinforcement learning for language models with in-flight weight updates (the PipelineRL method).
 
     import pipelinerl
-    summary = pipelinerl.train(pipelinerl.load_config(None, ["--trainer.steps", "20"]))
+    run = pipelinerl.train({"trainer.steps": 20}, environment="gcd")
+    run.summary["reward_last"], run.metrics, run.load_model()
 
 The engine can be used on its own: `pipelinerl.engine.LocalEngine`.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipelinerl.config.schema import RunConfig
 
+if TYPE_CHECKING:
+    from pipelinerl.api import Run, StartedRun, start, train
+
 __version__ = "0.1.0"
-__all__ = ["RunConfig", "__version__", "load_config", "train"]
+__all__ = ["Run", "RunConfig", "StartedRun", "__version__", "load_config", "start", "train"]
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] | Mapping[str, Any] = ()) -> RunConfig:
@@ -25,8 +30,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] | Mapping[str,
     return load.load_config(path, overrides)
 
 
-def train(config: RunConfig, *, resume: str | Path | None = None) -> dict[str, Any]:
-    """Run the training of `config` and return the contents of `summary.json` (see `pipelinerl.launch.run.train`)."""
-    from pipelinerl.launch import run  # noqa: PLC0415 - most users of this package start no run
-
-    return run.train(config, resume=None if resume is None else Path(resume))
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        return getattr(importlib.import_module("pipelinerl.api"), name)  # a run's processes start no run
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

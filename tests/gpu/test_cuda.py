@@ -144,6 +144,6 @@ def test_deltas_on_the_device_are_those_on_the_cpu() -> None:
 def test_the_demo_learns_with_engine_and_trainer_on_the_device(tmp_path: Path) -> None:
     flags = "--engine.device cuda:0 --trainer.device cuda:0 --trainer.steps 40 --evaluation.problems 256 --metrics.view none"
     config = pipelinerl.load_config(None, [*flags.split(), "--run_dir", str(tmp_path / "run")])
-    summary = pipelinerl.train(config)
+    summary = pipelinerl.train(config).summary
     assert summary["eval_reward_after"] > summary["eval_reward_before"] + 0.2
     assert summary["ess_mean"] > 0.9

@@ -15,7 +15,8 @@ from typing import Any
 import msgspec
 import xxhash
 
-from pipelinerl import RunConfig, load_config, train
+from pipelinerl import RunConfig, load_config
+from pipelinerl.launch.run import train
 from pipelinerl.metrics.reading import read_json_lines, read_records
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.status.board import MmapBoard, last_statuses

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl import load_config, train
+from pipelinerl import load_config
 from pipelinerl.cli import main
+from pipelinerl.launch.run import train
 from tests.integration.runs import command, flags, run, start, trained, until, wait
 
 SMALL = [

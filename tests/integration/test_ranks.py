@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from pipelinerl import train
 from pipelinerl.checkpoint import load_checkpoint
 from pipelinerl.checkpoint_folders import latest_checkpoint
 from pipelinerl.errors import ConfigError
+from pipelinerl.launch.run import train
 from pipelinerl.models.folder import resolve_path
 from tests.integration.runs import (
     Ended,

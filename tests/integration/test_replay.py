@@ -17,11 +17,11 @@ import yaml
 
 from pipelinerl.cli import main
 from pipelinerl.config.schema import ModelConfig
+from pipelinerl.config.secrets import REMOVED
 from pipelinerl.errors import RunDirectoryError, UserError
 from pipelinerl.experiments.replay.export import export_run
 from pipelinerl.experiments.replay.replay import Request, replay
 from pipelinerl.experiments.replay.results import ReplayResult
-from pipelinerl.launch.stages.recording import REMOVED
 from pipelinerl.models.folder import resolve_path
 from tests.integration.runs import (
     in_training,

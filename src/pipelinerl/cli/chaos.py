@@ -35,7 +35,7 @@ def add_to(commands: Commands) -> None:
     flag("--layouts", default="as-is", metavar="LIST", help=text)
     flag("--replay", action="store_true", help="also repeat the training of each run, and compare its weights to the bit")
     flag("--keep", action="store_true", help="keep the directories of runs without a violation too")
-    flag("--out", type=Path, metavar="DIR", help="folder for the results (default: runs/chaos-DATE)")
+    flag("-o", "--out", type=Path, metavar="DIR", help="folder for the results (default: runs/chaos-DATE)")
 
 
 def run_command(options: argparse.Namespace, settings: Sequence[str]) -> int:

@@ -39,7 +39,7 @@ def add_to(commands: Commands) -> None:
     flag("--evaluate-every", type=int, metavar="E", help=text)
     text = "value of environment.args for held-out problems only, e.g. to remove a delay; may be repeated"
     flag("--held-out-arg", action="append", default=[], metavar="KEY=VALUE", help=text)
-    flag("--out", type=Path, metavar="DIR", help="a new folder, or one to continue (default: runs/compare-DATE)")
+    flag("-o", "--out", type=Path, metavar="DIR", help="a new folder, or one to continue (default: runs/compare-DATE)")
 
     flag = commands.add("study", "Run a study on the checkpoints of a run.", _STUDY, run=run_study).add_argument
     flag("what", choices=["kv-cache"], help="the study")
@@ -53,7 +53,7 @@ def add_to(commands: Commands) -> None:
     text = "longest completion, in tokens (default: the 90th percentile of the run's)"
     flag("--max-tokens", type=at_least(1), metavar="L", help=text)
     flag("--seed", type=at_least(0), default=0, help="seed of sampling and resampling (default: 0)")
-    flag("--out", type=Path, metavar="DIR", help="output folder (default: RUN_DIR/study)")
+    flag("-o", "--out", type=Path, metavar="DIR", help="output folder (default: RUN_DIR/study)")
 
 
 def run_compare(options: argparse.Namespace, settings: Sequence[str]) -> int:

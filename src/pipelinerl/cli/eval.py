@@ -47,7 +47,7 @@ def add_to(commands: Commands) -> None:
     flag("--attempts", type=at_least(1), default=4, metavar="K", help="attempts per problem (default: 4)")
     flag("--pass-at", type=float, default=1.0, metavar="R", help="lowest reward that counts as a pass (default: 1)")
     flag("--seed", type=at_least(0), default=0, help="seed of sampling and resampling (default: 0)")
-    flag("--out", type=Path, metavar="DIR", help="output folder (default: evaluations/DATE-ENVIRONMENT)")
+    flag("-o", "--out", type=Path, metavar="DIR", help="output folder (default: evaluations/DATE-ENVIRONMENT)")
     flag("--overwrite", action="store_true", help="replace the evaluation that is in DIR")
 
 
@@ -66,6 +66,14 @@ def run(options: argparse.Namespace, settings: Sequence[str]) -> int:
     if summary.status == "interrupted":
         raise RunInterruptedError(f"interrupted before the evaluation was complete; the results so far are in {plan.out}")
     return status
+
+
+def plan_of(words: Sequence[str]) -> EvaluationPlan:
+    """The plan of `pipelinerl eval WORDS`. Raises UserError."""
+    commands = Commands()
+    add_to(commands)
+    own, settings = commands.split(["eval", *words])
+    return _plan(commands.root.parse_args(own), settings)
 
 
 def _plan(options: argparse.Namespace, settings: Sequence[str]) -> EvaluationPlan:

@@ -21,12 +21,19 @@ MODULES = {
     "watch": ("watch",),
     "browse": ("browse",),
     "eval": ("eval",),
+    "hub": ("push", "chat"),
     "plan": ("plan", "calibrate", "simulate"),
     "serve": ("serve", "check-engine"),
     "replay": ("replay", "export"),
     "chaos": ("chaos",),
 }
-"""The modules of this package that add subcommands, in the order of `pipelinerl --help`, and the names of theirs."""
+"""The modules of this package that add subcommands, and the names of theirs."""
+GROUPS = {
+    "your runs": ("init", "train", "config", "browse", "report", "eval", "chat", "push", "replay", "export"),
+    "models and servers": ("serve", "check-engine", "convert-gguf"),
+    "experiments of the paper, and tests of runs": ("compare", "study", "plan", "calibrate", "simulate", "chaos"),
+}
+"""The commands as `pipelinerl --help` lists them."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,6 +61,8 @@ def _run(arguments: list[str]) -> int:
     given = [module for module, names in MODULES.items() if arguments and arguments[0] in names]
     for module in given or MODULES:  # help and spelling need all commands
         importlib.import_module(f"pipelinerl.cli.{module}").add_to(commands)
+    if not given:
+        commands.describe(GROUPS)
     own, settings = commands.split(arguments)
     options = commands.root.parse_args(own)
     if options.command is None:

@@ -6,7 +6,8 @@ import argparse
 import difflib
 import os
 import sys
-from collections.abc import Callable, Sequence
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,6 +23,7 @@ SETTINGS_HELP = (
 """Epilog of the subcommands that take a run file."""
 
 
+_USAGE = "pipelinerl COMMAND ...          (pipelinerl COMMAND --help has the flags of each)"
 Run = Callable[[argparse.Namespace, Sequence[str]], int]
 """Runs a subcommand with its options and the flags of the run file. Returns the exit status."""
 
@@ -47,18 +49,29 @@ class Commands:
 
     def __init__(self) -> None:
         text = "Reinforcement learning for language models, with in-flight weight updates."
-        self.root = Parser(prog="pipelinerl", description=text)
+        self.root = Parser(
+            prog="pipelinerl", description=text, formatter_class=argparse.RawDescriptionHelpFormatter, usage=_USAGE
+        )
         self.root.add_argument("--version", action="version", version=f"pipelinerl {__version__}")
         self.root.add_argument("--debug", action="store_true", help=argparse.SUPPRESS)
-        self._subparsers = self.root.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
+        self._subparsers = self.root.add_subparsers(
+            dest="command", prog="pipelinerl", help=argparse.SUPPRESS, parser_class=Parser
+        )
         self._parsers: dict[str, Parser] = {}
 
     def add(self, name: str, text: str, epilog: str | None = None, *, run: Run) -> Parser:
         """Add the parser of a subcommand, which `run` executes."""
-        parser = self._parsers[name] = self._subparsers.add_parser(name, help=text, description=text, epilog=epilog)
+        parser = self._parsers[name] = self._subparsers.add_parser(name, description=text, epilog=epilog)
         parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
         parser.set_defaults(run=run)
         return parser
+
+    def describe(self, groups: Mapping[str, Sequence[str]]) -> None:
+        """Have the help list these commands, by group."""
+        wrap = textwrap.TextWrapper(100, subsequent_indent=" " * 16)
+        for title, names in groups.items():
+            lines = (wrap.fill(f"  {name:12}  {self._parsers[name].description}") for name in names)
+            self.root.epilog = "\n".join([*([self.root.epilog, ""] if self.root.epilog else []), f"{title}:", *lines])
 
     def split(self, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
         """Split into arguments for argparse and run-file settings (`--key value`, `--key=value`, `--switch`).
@@ -75,6 +88,8 @@ class Commands:
             flag, equals, _ = argument.partition("=")
             is_flag = flag.startswith("--")
             is_setting = is_flag and flag not in (*flags, "--")
+            if equals and "." in flag and flag.partition(".")[0] in RunConfig.model_fields and not takes_value:
+                raise UserError(f"{argument}: a key of the run file is set by a flag: `--{argument}`")
             (settings if is_setting or (takes_value and not is_flag) else own).append(argument)
             takes_value = is_setting and not equals
         self._check_command(own)

@@ -63,7 +63,7 @@ def add_to(commands: Commands) -> None:
     )
     flag = commands.add("calibrate", text, SETTINGS_HELP, run=run_calibrate).add_argument
     flag("run_file", nargs="?", type=Path, metavar="RUN.yaml", help="the run file")
-    flag("--out", type=Path, default=CALIBRATION, metavar="FILE", help=f"output file (default: {CALIBRATION})")
+    flag("-o", "--out", type=Path, default=CALIBRATION, metavar="FILE", help=f"output file (default: {CALIBRATION})")
 
     text = (
         "Predict a run (default: the demo) by discrete-event simulation, from the calibration of a machine. With --compare: "

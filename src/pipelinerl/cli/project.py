@@ -28,7 +28,7 @@ def add_to(commands: Commands) -> None:
     flag = commands.add("report", text, run=run_report).add_argument
     flag("run_dirs", nargs="+", type=Path, metavar="RUN_DIR", help="a run directory")
     text = "output file (default: report.html in the first run directory)"
-    flag("--out", type=Path, metavar="FILE.html", help=text)
+    flag("-o", "--out", type=Path, metavar="FILE.html", help=text)
 
     text = "Convert a GGUF file to a Hugging Face model folder (extra `pipelinerl[gguf]`)."
     flag = commands.add("convert-gguf", text, run=run_convert_gguf).add_argument

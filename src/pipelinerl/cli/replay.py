@@ -29,7 +29,7 @@ def add_to(commands: Commands) -> None:
     text = "after the last step, answer N held-out problems with the weights (default: 0)"
     flag("--held-out", type=at_least(0), default=0, metavar="N", help=text)
     flag("--seed", type=at_least(0), default=0, help="seed of the choice of groups, and of held-out sampling (default: 0)")
-    flag("--out", type=Path, metavar="DIR", help="a new folder for the results, the metrics and the last weights")
+    flag("-o", "--out", type=Path, metavar="DIR", help="a new folder for the results, the metrics and the last weights")
 
     text = "Write what a run recorded to one tar file, without secrets: to replay, browse or evaluate it elsewhere."
     flag = commands.add("export", text, run=run_export).add_argument

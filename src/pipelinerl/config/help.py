@@ -55,12 +55,16 @@ _SYNONYMS = {
     "trainer.checkpoint_every": "save_steps save_freq",
     "trainer.keep_checkpoints": "save_total_limit",
     "evaluation.every": "eval_steps test_freq",
-    "metrics.tensorboard": "report_to",
+    "metrics.trackers": "report_to",
+    "metrics.callback": "callbacks",
 }
 SYNONYMS = {name: key for key, names in _SYNONYMS.items() for name in names.split()}
 """What other libraries (TRL, verl, prime-rl, transformers, vLLM) call a setting -> the key of the run file."""
 
-MOVED = {"trainer.clamp": "`{prefix}correction.token_high` (with `correction.token: truncate`, the default of reinforce)"}
+MOVED = {
+    "trainer.clamp": "`{prefix}correction.token_high` (with `correction.token: truncate`, the default of reinforce)",
+    "metrics.tensorboard": "`{prefix}metrics.trackers`, as `[tensorboard]`",
+}
 """Keys of earlier versions and where to set the same thing now."""
 
 

@@ -1,9 +1,10 @@
 """A run file and dotted command-line flags, made into a `RunConfig`; every mistake is one line that names its place.
 
-Relative paths. Two values of a run file may name something on disk: `model.path` (a folder) and the file part of
-`environment.kind` (`tasks/my.py:MyTask`). If it exists relative to the run file's folder, or else relative to the working
-directory, it becomes an absolute path, so that the resolved configuration means the same from anywhere. In flags only the
-working directory counts. Nothing else is touched: not `run_dir`, and no value in `environment.args`.
+Relative paths. Three values of a run file may name something on disk: `model.path` (a folder), and the file part of
+`environment.kind` (`tasks/my.py:MyTask`) and of `metrics.callback`. If it exists relative to the run file's folder, or else
+relative to the working directory, it becomes an absolute path, so that the resolved configuration means the same from
+anywhere. In flags only the working directory counts. Nothing else is touched: not `run_dir`, and no value in
+`environment.args`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import ConfigError
 
 DEMO_SOURCE = "the built-in demo.yaml"
+PATHS = ("model.path", "environment.kind", "metrics.callback")
+"""Keys whose value may name something on disk."""
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] | Mapping[str, Any] = ()) -> RunConfig:
@@ -39,7 +42,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] | Mapping[str,
         draft, folders = _Draft.of_text(text, DEMO_SOURCE), [Path.cwd()]
     else:
         draft, folders = _Draft.of_text(_read(Path(path)), str(path)), [Path(path).parent, Path.cwd()]
-    for key in ("model.path", "environment.kind"):
+    for key in PATHS:
         if (before := draft.get(key)) is not None:
             draft.set(key, _absolute(key, before, folders), draft.origin(key))
     if isinstance(overrides, str):  # a sequence of its letters, to Python
@@ -59,6 +62,13 @@ def config_from_yaml(text: str, source: str = "config.yaml") -> RunConfig:
     Keys, types and ranges are checked, combinations are not, and paths stay as they are. Raises ConfigError.
     """
     return _Draft.of_text(text, source).config()
+
+
+def config_of_values(values: Mapping[str, Any], base: RunConfig | None = None) -> RunConfig:
+    """`base`, or the defaults, with values by key on top (as `overrides` of `load_config`). Raises ConfigError."""
+    draft = _Draft({} if base is None else base.model_dump(), "RunConfig")
+    draft.set_values(values)
+    return draft.checked()
 
 
 def with_own_model(config: RunConfig, run_dir: Path) -> RunConfig:
@@ -99,6 +109,8 @@ class _Draft:
         if not isinstance(parsed.value, dict | None):
             raise ConfigError(f"{source}: a run file is a mapping of keys to values, this is {show(parsed.value)}")
         draft = cls(parsed.value or {}, source)
+        if draft.get("metrics.tensorboard") is False:  # runs of earlier versions have recorded their default
+            del draft.values["metrics"]["tensorboard"]
         draft.origins = {key: f"{source}:{line}: {key}" for key, line in parsed.lines.items()}
         return draft
 
@@ -192,6 +204,8 @@ def _unknown(key: str, prefix: str = "", *, keys: Collection[str] | None = None)
 
 
 def _read(path: Path) -> str:
+    if path.suffix == ".toml":
+        raise ConfigError(f"{path}: a run file is YAML; [trainer] with steps = 20 is `trainer: {{steps: 20}}` there")
     try:
         return path.read_text(encoding="utf-8-sig")
     except OSError as error:
@@ -204,7 +218,7 @@ def _absolute(key: str, value: Any, folders: Sequence[Path]) -> Any:
     """`value` with an absolute path if it names something that exists relative to one of `folders`."""
     if key == "model.path" and isinstance(value, str) and value != "demo":
         return _first(value, folders, os.path.isdir) or value
-    if key == "environment.kind" and isinstance(value, str) and ".py:" in value:
+    if key in PATHS[1:] and isinstance(value, str) and ".py:" in value:
         file, _, name = value.rpartition(":")
         return f"{_first(file, folders, os.path.isfile) or file}:{name}"
     return value

@@ -331,8 +331,12 @@ class EvaluationConfig(Section, frozen=True):
 class MetricsConfig(Section, frozen=True):
     view: Literal["auto", "live", "plain", "none"] = "auto"
     """The view in the terminal; `auto`: live in a terminal, plain lines otherwise."""
-    tensorboard: bool = False
-    """Also write TensorBoard events (extra `tensorboard`)."""
+    trackers: Annotated[tuple[Literal["tensorboard", "wandb", "trackio", "mlflow"], ...], Strict(False)] = ()
+    """Also send curves, evaluations and samples to these trackers, like `[wandb]` (extras of the same names)."""
+    callback: str | None = None
+    """A function, `path/to/file.py:function` or `package.module:function`, that is called with every record of a step or an
+    evaluation, in a process of its own. An error in it never ends the run.
+    """
     plot: bool = True
     """Draw `curves.png` into the run directory at the end."""
 

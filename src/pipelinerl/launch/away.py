@@ -274,7 +274,7 @@ class ReadyFiles:
 
 
 class Sending:
-    """What an agent sends of its machine's folder: what is new in logs and in TensorBoard's files, and ready files.
+    """What an agent sends of its machine's folder: what is new in logs, and ready files.
 
     Any thread may use it.
     """
@@ -290,7 +290,7 @@ class Sending:
         """Waits while the launcher is behind. Raises OSError and StreamError."""
         with self._one:
             self._ready.exchange()
-            for path in [*(self._root / "logs").glob("*"), *(self._root / "tensorboard").glob("*")]:
+            for path in (self._root / "logs").glob("*"):
                 while path not in self._sent or path.stat().st_size > self._sent[path]:
                     sent = self._sent.get(path, 0)
                     with path.open("rb") as file:

@@ -1,4 +1,6 @@
-"""The checks before a run: the devices and the model exist, the run fits into memory, the environment's code is right."""
+"""The checks before a run: the devices and the model exist, the run fits into memory, the environment's code is right,
+and what follows the run is installed.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +34,10 @@ def check_without_running(config: RunConfig) -> Judgement:
         _check_devices(config)
     memory = check_memory(config)
     check_statically(config.environment.kind, config.environment.args, held_out=config.evaluation.problems)
+    if config.metrics.trackers or config.metrics.callback:
+        from pipelinerl.launch.following import check_followers  # noqa: PLC0415 - few runs have one
+
+        check_followers(config.metrics)
     return memory
 
 

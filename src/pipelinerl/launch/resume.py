@@ -87,7 +87,7 @@ def _set_aside(run: RunDirectory) -> Path:
         kept.mkdir()
         records = (
             *(run.metrics, run.evaluations, run.sessions, run.published, run.summary, run.curves, run.rollouts),
-            run.root / "tensorboard",
+            *(run.trackers, run.root / "tensorboard"),
         )
         for path in (*records, *run.root.glob("timeline-*.jsonl")):
             if path.exists():

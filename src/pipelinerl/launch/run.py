@@ -98,6 +98,8 @@ def _train_session(
             _write_start(session)
             notices = [line for line in (restart_notice, *memory.lines, began(run.root)) if line]
             with closing(_make_view(session, notices)) as view:
+                if config.metrics.trackers or config.metrics.callback:  # they also get the summary
+                    stack.enter_context(_followed(session, view))
                 outcome = _run_stages(session, lock, cluster, broker, view)
                 if losses is None and outcome.lost and config.launch.restarts:
                     losses = _first_loss(session)
@@ -210,6 +212,12 @@ def _take_what_is_left(config: RunConfig, run: RunDirectory, redis_url: str | No
     from pipelinerl.launch.hosts.head import take_what_is_left  # noqa: PLC0415 - only for several machines
 
     take_what_is_left(config, run, redis_url, session_id)
+
+
+def _followed(session: Session, view: View) -> AbstractContextManager[None]:
+    from pipelinerl.launch.following import followed  # noqa: PLC0415 - few runs have trackers
+
+    return followed(session.run, view.say)
 
 
 def _make_view(session: Session, notices: list[str]) -> View:

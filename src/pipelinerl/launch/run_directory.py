@@ -14,6 +14,7 @@ class RunDirectory:
     config, settings   the configuration, for people and as the processes of the session read it
     sessions           a record of each session, and
     published          the checksums of all published weights, for a replay
+    trackers           the ids of the tracked runs, and what they have been sent
     plan               the `StartPlan` of the current or latest session; only this package writes it
     scratch            the folder for what processes of one machine share by maps and locks; in `control`, unless the run
                        directory is shared by several machines
@@ -30,6 +31,7 @@ class RunDirectory:
         self.published = root / "published.jsonl"
         self.summary = root / "summary.json"
         self.curves = root / "curves.png"
+        self.trackers = root / "trackers.json"
         self.rollouts = root / "rollouts"
         self.checkpoints = root / "checkpoints"
         self.streams = root / "streams"

@@ -89,7 +89,7 @@ def create_run_directory(config: RunConfig) -> RunLock:
     Raises RunDirectoryError if `run_dir` already has a run, is in use or can't be written to.
     """
     with errors_explained():
-        root = Path(config.run_dir).absolute() if config.run_dir else _fresh_directory(config)
+        root = Path(config.run_dir).absolute() if config.run_dir else fresh_directory(config)
         run = RunDirectory(root)
         run.root.mkdir(parents=True, exist_ok=True)
         lock = RunLock(run, _lock_file(run, config))
@@ -125,7 +125,8 @@ def _remove_failed_start(run: RunDirectory) -> None:
     for path in run.checkpoints.glob("step_*"):
         shutil.rmtree(path)
     records = (*run.root.glob("timeline-*.jsonl"), *run.rollouts.glob("*.jsonl"))
-    for path in (run.evaluations, run.sessions, run.published, run.summary, run.config, *records, *run.control.iterdir()):
+    files = (run.evaluations, run.sessions, run.published, run.summary, run.config, run.trackers)
+    for path in (*files, *records, *run.control.iterdir()):
         path.unlink(missing_ok=True)
 
 
@@ -140,7 +141,7 @@ def errors_explained() -> Iterator[None]:
         ) from error
 
 
-def _fresh_directory(config: RunConfig) -> Path:
+def fresh_directory(config: RunConfig) -> Path:
     """Make the folder `runs/<date>-<environment>-<schedule>`, with a number appended if it exists already."""
     environment = Path(config.environment.kind.split(":")[0]).stem
     stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{environment}-{config.schedule.kind}"

@@ -1,4 +1,4 @@
-"""Metric sinks: JSONL always, TensorBoard on request."""
+"""Where records are written: JSON lines in the run directory. Trackers read them there (`tail`)."""
 
 from __future__ import annotations
 
@@ -46,15 +46,3 @@ class JsonlSink:
         for file in self._files.values():
             file.close()
         self._files.clear()
-
-
-def make_sink(run_dir: Path, *, tensorboard: bool = False, lines: Callable[[Path], Lines] = JsonLines) -> Sink:
-    """A sink for JSONL in `run_dir` and, with `tensorboard`, TensorBoard events in `run_dir/tensorboard`.
-
-    Raises MissingDependencyError if TensorBoard is wanted but not installed.
-    """
-    if tensorboard:
-        from pipelinerl.metrics.tensorboard import TensorboardSink  # noqa: PLC0415 - costs a second of imports
-
-        return TensorboardSink(run_dir, lines)
-    return JsonlSink(run_dir, lines)

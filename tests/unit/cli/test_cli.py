@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import pipelinerl.cli.project
 from pipelinerl import __version__
 from pipelinerl.cli import main
+from pipelinerl.cli.main import MODULES
 from pipelinerl.config.keys import config_to_yaml
 from pipelinerl.config.load import config_from_yaml, load_config
 from pipelinerl.errors import StalledError
@@ -31,7 +33,7 @@ def test_config_prints_a_run_file(capsys: Capture, tmp_path: Path) -> None:
     for arguments in orders:
         assert main(arguments) == 0
         assert config_from_yaml(capsys.readouterr().out) == load_config(Path(path), ["--seed", "7"])
-    assert main(["config", "--metrics.tensorboard", "--trainer.betas", "[0.8, 0.9]"]) == 0
+    assert main(["config", "--metrics.plot", "--trainer.betas", "[0.8, 0.9]"]) == 0
     assert "betas: [0.8, 0.9]" in capsys.readouterr().out
 
 
@@ -46,6 +48,9 @@ def test_version_and_help(capsys: Capture) -> None:
     for arguments in (["--help"], ["train", "--help"], ["config", "-h"], ["convert-gguf", "--help"]):
         assert main(arguments) == 0
         assert capsys.readouterr().out.startswith("usage: pipelinerl")
+    assert main(["--help"]) == 0
+    listed = re.findall(r"^  ([\w-]+)  ", capsys.readouterr().out.partition("your runs:")[2], re.MULTILINE)
+    assert sorted(listed) == sorted(name for names in MODULES.values() for name in names), "each command once"
     assert main([]) == 2
     assert "usage: pipelinerl" in capsys.readouterr().err
 
@@ -57,6 +62,8 @@ def test_version_and_help(capsys: Capture) -> None:
         (["frobnicate", "x"], "unknown command 'frobnicate'; there are train, init,"),
         (["--foo"], "pipelinerl without a command has no flag --foo (see `pipelinerl --help`)"),
         (["train", "-x"], "unrecognized arguments: -x"),
+        (["train", "trainer.steps=3"], "a key of the run file is set by a flag: `--trainer.steps=3`"),
+        (["train", "run.toml"], "a run file is YAML"),
         (["train", "a.yaml", "b.yaml"], "unrecognized arguments: b.yaml"),
         (["train", "absent.yaml"], "can't read the run file absent.yaml"),
         (["train", "--trainer.stepz", "3"], "--trainer.stepz: unknown key; did you mean `--trainer.steps`?"),

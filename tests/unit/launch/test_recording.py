@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pipelinerl.config.load import load_config
 from pipelinerl.config.schema import RunConfig
-from pipelinerl.launch.stages.recording import REMOVED, this_machine, without_secrets
+from pipelinerl.config.secrets import REMOVED, without_secrets
+from pipelinerl.launch.stages.recording import this_machine
 
 
 def test_passwords_and_keys_are_removed_and_nothing_else() -> None:

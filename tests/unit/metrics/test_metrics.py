@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from pathlib import Path
 
 import msgspec
@@ -13,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelinerl.errors import MissingDependencyError, RunDirectoryError
+from pipelinerl.errors import RunDirectoryError
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.reading import read_records
 from pipelinerl.metrics.records import EngineRecord, StepRecord
-from pipelinerl.metrics.sinks import EVALUATIONS_FILE, METRICS_FILE, JsonlSink, make_sink
+from pipelinerl.metrics.sinks import EVALUATIONS_FILE, METRICS_FILE, JsonlSink
 from pipelinerl.metrics.statistics import mean_metrics, quantile
 from pipelinerl.status.screen import Rate
 from pipelinerl.types import EngineProgress
@@ -189,32 +188,6 @@ def test_quantile_interpolates_between_order_statistics(values: list[float], q: 
     result = quantile(values, q)
     assert result is not None
     assert np.isclose(result, expected, rtol=1e-9, atol=1e-6)
-
-
-def test_tensorboard_events_hold_every_number(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    sink = make_sink(tmp_path, tensorboard=True)
-    sink.write(step(1, loss=0.5))
-    sink.write(step(2, loss=0.25))
-    sink.write(evaluation("after", 2))
-    sink.close()
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    values = {
-        tag: [(e.step, float(e.tensor_proto.float_val[0])) for e in events.Tensors(tag)]
-        for tag in ("loss", "evaluation/reward_mean")
-    }
-    assert values == {"loss": [(1, 0.5), (2, 0.25)], "evaluation/reward_mean": [(2, 0.5)]}
-    assert len(read_records(tmp_path / METRICS_FILE, StepRecord)) == 2
-
-
-def test_without_tensorboard_the_error_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "tensorboard.summary", None)
-    monkeypatch.delitem(sys.modules, "pipelinerl.metrics.tensorboard", raising=False)
-    with pytest.raises(MissingDependencyError, match=r"pipelinerl\[tensorboard\]"):
-        make_sink(tmp_path, tensorboard=True)
 
 
 def test_rate_starts_with_the_first_movement() -> None:

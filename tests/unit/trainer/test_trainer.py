@@ -26,7 +26,7 @@ from pipelinerl.files import JsonLines
 from pipelinerl.interfaces import Schedule
 from pipelinerl.metrics.reading import read_json_lines, read_records
 from pipelinerl.metrics.records import StepRecord
-from pipelinerl.metrics.sinks import make_sink
+from pipelinerl.metrics.sinks import JsonlSink
 from pipelinerl.models.state import checksum, digests_of, named_weights
 from pipelinerl.preprocess import PreparingReader, Preprocessor, pack
 from pipelinerl.schedule import ConventionalSchedule, PipelineSchedule
@@ -138,7 +138,7 @@ class Setup:
             self.channel.sender,
             output=TrainerOutput(
                 board=self.board,
-                sink=make_sink(run_dir),
+                sink=JsonlSink(run_dir),
                 trained_log=JsonLines(run_dir / "rollouts" / "trained.jsonl"),
                 published_log=JsonLines(run_dir / "published.jsonl"),
             ),

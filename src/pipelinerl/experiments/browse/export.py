@@ -14,10 +14,11 @@ from typing import Any
 
 import msgspec
 
+from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import MissingDependencyError, RunDirectoryError, UserError
 from pipelinerl.experiments.browse.groups import Query
 from pipelinerl.experiments.browse.records import Damaged, RunRollouts
-from pipelinerl.experiments.browse.tokens import TokenText
+from pipelinerl.experiments.browse.tokens import TokenText, load_token_text
 from pipelinerl.types import Group, Rollout
 
 _BATCH_ROWS = 1024
@@ -86,6 +87,14 @@ def export(run: RunRollouts, texts: TokenText, out: Path, query: Query | None, w
     finally:
         temporary.unlink(missing_ok=True)
     return count
+
+
+def read_rows(run_dir: Path, config: RunConfig, warn: Callable[[str], None]) -> Iterator[Row]:
+    """A row for each rollout of a run. Damaged lines are omitted and reported with `warn`. Raises RunDirectoryError."""
+    run = RunRollouts(run_dir)
+    while run.look():
+        pass
+    yield from _rows(run, load_token_text(config.model), None, warn)
 
 
 def _rows(run: RunRollouts, texts: TokenText, query: Query | None, warn: Callable[[str], None]) -> Iterator[Row]:

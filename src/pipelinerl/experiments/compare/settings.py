@@ -249,7 +249,7 @@ def run_config(
         "seed": seed,
         "schedule": schedule,
         "evaluation": EvaluationConfig(problems=0, temperature=base.evaluation.temperature),
-        "metrics": base.metrics.model_copy(update={"view": "none", "plot": False, "tensorboard": False}),
+        "metrics": base.metrics.model_copy(update={"view": "none", "plot": False, "trackers": (), "callback": None}),
         "trainer": config.trainer.model_copy(update=trainer),
     }
     return validate(config.model_copy(update=changes))

@@ -25,9 +25,9 @@ import msgspec
 from pipelinerl.config import yaml_text
 from pipelinerl.config.load import config_from_yaml
 from pipelinerl.config.schema import RunConfig
+from pipelinerl.config.secrets import without_secrets
 from pipelinerl.errors import RunDirectoryError, UserError
 from pipelinerl.launch.run_directory import RunDirectory
-from pipelinerl.launch.stages.recording import without_secrets
 from pipelinerl.metrics.reading import read_lines
 from pipelinerl.models.folder import DEMO
 from pipelinerl.report import writing_to

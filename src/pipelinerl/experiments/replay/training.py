@@ -39,7 +39,7 @@ from pipelinerl.launch.share import PREPROCESSING_THREADS
 from pipelinerl.launch.stages.preprocessing import make_preprocessor
 from pipelinerl.launch.stages.training import Policy, TrainingLogs, build_trainer, lead_ranks, load_policy
 from pipelinerl.metrics.records import StepRecord
-from pipelinerl.metrics.sinks import Record, Sink, make_sink
+from pipelinerl.metrics.sinks import JsonlSink, Record, Sink
 from pipelinerl.models.state import checksum, digests_of
 from pipelinerl.schedule import make_schedule
 from pipelinerl.status.board import MemoryBoard
@@ -153,7 +153,7 @@ class TrainingReplay:
     @contextmanager
     def _logs(self) -> Iterator[TrainingLogs]:
         with (
-            closing(_ObservedSink(make_sink(self.folder.root), self.observer)) as metrics,
+            closing(_ObservedSink(JsonlSink(self.folder.root), self.observer)) as metrics,
             JsonLines(self.folder.rollouts / TRAINED_FILE) as trained,
             JsonLines(self.folder.published) as published,
         ):

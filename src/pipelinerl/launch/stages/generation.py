@@ -40,7 +40,7 @@ from pipelinerl.launch.stages.engines import EngineHandle, make_engine, waits_fo
 from pipelinerl.launch.stages.streams import group_writer, redis_of
 from pipelinerl.ledger import GroupLedger
 from pipelinerl.metrics.evaluations import EvaluationRecord
-from pipelinerl.metrics.sinks import make_sink
+from pipelinerl.metrics.sinks import JsonlSink
 from pipelinerl.metrics.timeline import TimelineWriter
 from pipelinerl.models.loading import load_tokenizer
 from pipelinerl.parent_pipe import stop_on_sigterm
@@ -355,8 +355,7 @@ def _record(session: Session, evaluation: Evaluation) -> None:
         skipped=evaluation.skipped,
         metrics=[problem.metrics for problem in answered],
     )
-    sink = make_sink(session.run.root, tensorboard=session.config.metrics.tensorboard, lines=session.lines)
-    with closing(sink):
+    with closing(JsonlSink(session.run.root, session.lines)) as sink:
         sink.write(record)
 
 

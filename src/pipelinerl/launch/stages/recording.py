@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import re
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -13,15 +12,12 @@ import msgspec
 import torch
 
 from pipelinerl.checkpoint import rng_state
-from pipelinerl.config.schema import RunConfig
+from pipelinerl.config.secrets import without_secrets
 from pipelinerl.launch.session import Session
 
 FORMAT = 1
 """Version of the records that a replay reads: those of sessions, steps, rollouts and published weights together."""
 PACKAGES = ("pipelinerl", "torch", "transformers", "numpy", "safetensors", "peft")
-REMOVED = "(removed)"
-_SECRET_NAME = re.compile(r"(^|[_-])(api[_-]?key|key|token|secret|passw(or)?d|credentials?|authorization)$", re.IGNORECASE)
-_LOGIN = re.compile(r"(?<=://)[^/@\s]+@")
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,23 +68,6 @@ def this_machine() -> Machine:
         instructions=torch.backends.cpu.get_cpu_capability(),
         packages={"python": platform.python_version(), **{name: found for name in PACKAGES if (found := _installed(name))}},
     )
-
-
-def without_secrets(config: RunConfig) -> dict[str, Any]:
-    """The configuration as JSON-like values, without passwords in addresses and without texts whose key names a secret."""
-    cleaned: dict[str, Any] = _clean(config.model_dump(mode="json"))
-    return cleaned
-
-
-def _clean(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {
-            key: REMOVED if isinstance(item, str) and _SECRET_NAME.search(key) else _clean(item)
-            for key, item in value.items()
-        }
-    if isinstance(value, list):
-        return [_clean(item) for item in value]
-    return _LOGIN.sub("", value) if isinstance(value, str) else value
 
 
 def _installed(package: str) -> str | None:

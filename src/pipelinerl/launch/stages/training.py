@@ -25,7 +25,7 @@ from pipelinerl.launch.roles import TRAINING, rank_roles
 from pipelinerl.launch.session import Session, write_error
 from pipelinerl.launch.stages.preprocessing import prepared_groups
 from pipelinerl.launch.stages.recording import record_session
-from pipelinerl.metrics.sinks import Sink, make_sink
+from pipelinerl.metrics.sinks import JsonlSink, Sink
 from pipelinerl.metrics.totals import ENDED_ACTORS, ENDED_ENGINES
 from pipelinerl.models.loading import load_model, load_tokenizer
 from pipelinerl.models.lora import LoraModel, refuse_adapter
@@ -151,7 +151,7 @@ class TrainingLogs:
 @contextmanager
 def open_logs(session: Session) -> Iterator[TrainingLogs]:
     run = session.run
-    metrics = make_sink(run.root, tensorboard=session.config.metrics.tensorboard, lines=session.lines)
+    metrics = JsonlSink(run.root, session.lines)
     with closing(metrics), session.lines(run.rollouts / TRAINED_FILE) as trained, session.lines(run.published) as published:
         yield TrainingLogs(metrics, trained, published)
 

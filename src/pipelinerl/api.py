@@ -1,0 +1,354 @@
+"""Runs from Python: `train`, `start`, and what a run left (`Run`)."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import msgspec
+
+from pipelinerl import errors
+from pipelinerl.child import ChildProcess
+from pipelinerl.config.keys import config_to_yaml
+from pipelinerl.config.load import config_of_values, load_config, validate
+from pipelinerl.config.schema import RunConfig
+from pipelinerl.environments.user.source import name_by_file
+from pipelinerl.errors import (
+    INVALID_DATA,
+    MissingDependencyError,
+    PipelineRLError,
+    RunDirectoryError,
+    UserError,
+)
+from pipelinerl.launch.run_directory import RunDirectory
+from pipelinerl.launch.run_lock import errors_explained, fresh_directory
+from pipelinerl.metrics.evaluations import EvaluationRecord
+from pipelinerl.metrics.reading import read_records
+from pipelinerl.metrics.records import StepRecord
+from pipelinerl.metrics.sinks import Record
+from pipelinerl.metrics.tail import Place, Tail
+
+if TYPE_CHECKING:
+    from pipelinerl.experiments.evaluate.results import EvaluationSummary
+
+LOOK_EVERY_S = 0.2
+STOP_PATIENCE_S = 180.0
+
+Config = RunConfig | Mapping[str, Any] | str | Path | None
+Reward = Callable[..., Any] | str
+Callback = Callable[[Record], object]
+
+
+class Run:
+    """What the run in a directory has recorded; it may still be running. Data frames need pandas (extra `pandas`)."""
+
+    def __init__(self, path: str | Path) -> None:
+        """Raises RunDirectoryError if this is not a run directory."""
+        self.path = Path(path).absolute()
+        if not self._files.config.is_file():
+            raise RunDirectoryError(f"{path} is not a run directory (it has no config.yaml)")
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.path)!r})"
+
+    @property
+    def config(self) -> RunConfig:
+        return load_config(self._files.config)
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """The contents of `summary.json`. Raises RunDirectoryError if the run has not ended."""
+        try:
+            return msgspec.json.decode(self._files.summary.read_bytes(), type=dict[str, Any])
+        except (OSError, *INVALID_DATA) as error:
+            raise RunDirectoryError(f"{self.path} has no summary: the run has not ended") from error
+
+    @property
+    def metrics(self) -> Any:
+        """A data frame with a row for each optimizer step; its columns are those of `StepRecord`, nested ones as `a/b`."""
+        return _frame([record.numbers() for record in read_records(self._files.metrics, StepRecord)])
+
+    @property
+    def evaluations(self) -> Any:
+        """A data frame with a row for each evaluation."""
+        records = read_records(self._files.evaluations, EvaluationRecord)
+        return _frame([{"when": one.when, "version": one.version, **_evaluated(one)} for one in records])
+
+    @property
+    def rollouts(self) -> Any:
+        """A data frame with a row for each rollout, as `pipelinerl browse --export` writes them."""
+        from pipelinerl.experiments.browse.export import read_rows  # noqa: PLC0415 - few need it
+
+        return _frame([msgspec.structs.asdict(row) for row in read_rows(self.path, self.config, warnings.warn)])
+
+    def evaluate(self, *, problems: int = 100, attempts: int = 4, before: bool = False, **flags: Any) -> EvaluationSummary:
+        """Measure the last checkpoint on held-out problems, like `pipelinerl eval`; with `before`, also the initial model.
+
+        flags: those of the command, with `_` for `-`, as in `training=True`. Results are in `RUN_DIR/evaluations`.
+        """
+        from pipelinerl.cli.eval import plan_of  # noqa: PLC0415 - loads torch
+        from pipelinerl.experiments.evaluate.evaluate import evaluate  # noqa: PLC0415 - as above
+
+        out = self.path / "evaluations" / time.strftime("%Y%m%d-%H%M%S")
+        given = {"problems": problems, "attempts": attempts, "out": out, **flags}
+        words = [f"{self.path}@0"] * before + [str(self.path)]
+        for key, value in given.items():
+            flag = f"--{key.replace('_', '-')}"
+            words += [flag] if value is True else [] if value is False else [flag, str(value)]
+        return evaluate(plan_of(words), lambda: False, print)
+
+    def load_model(self, version: int | None = None) -> tuple[Any, Any]:
+        """The model and tokenizer of the last checkpoint, or of `version`, as transformers objects."""
+        from pipelinerl.checkpoint import load_checkpoint  # noqa: PLC0415 - loads torch
+        from pipelinerl.experiments.evaluate.models import find_targets  # noqa: PLC0415 - as above
+        from pipelinerl.models.loading import load_model, load_tokenizer  # noqa: PLC0415 - as above
+
+        (target,) = find_targets([str(self.path) if version is None else f"{self.path}@{version}"])
+        if target.checkpoint:
+            load_checkpoint(Path(target.model.path))  # verifies every file
+        return load_model(target.model), load_tokenizer(target.model)
+
+    @property
+    def _files(self) -> RunDirectory:
+        return RunDirectory(self.path)
+
+
+class StartedRun:
+    """A run in a process of its own. Iterating over it yields the records of steps and evaluations, as they come.
+
+    As a context manager it is stopped at the end. It ends with this process.
+    """
+
+    def __init__(self, config: RunConfig, inputs: Path) -> None:
+        """`inputs` is the folder in the run directory for what the run is given."""
+        inputs.mkdir(parents=True, exist_ok=True)
+        self.path = inputs.parent
+        self._log = inputs / "output.log"
+        run_file = inputs / "run.yaml"
+        run_file.write_text(config_to_yaml(config), encoding="utf-8")
+        command = [sys.executable, "-m", "pipelinerl", "train", str(run_file), "--metrics.view", "plain"]
+        self._stopped = False
+        self._process = ChildProcess(command, log=self._log)
+
+    def __iter__(self) -> Iterator[Record]:
+        """Raises the error that the run ends with, except after `stop`."""
+        tail = Tail(self.path)
+        while True:
+            running = self.running
+            yield from tail.read()
+            if not running:
+                break
+            time.sleep(LOOK_EVERY_S)
+        self._raise_failure()
+
+    @property
+    def running(self) -> bool:
+        return self._process.running
+
+    def stop(self) -> Run:
+        """End the run with a checkpoint, like Ctrl-C, and wait for that."""
+        self._stopped = True
+        self._process.ask_to_stop()
+        self._process.wait(STOP_PATIENCE_S)
+        self._process.kill()
+        return Run(self.path)
+
+    def wait(self) -> Run:
+        """Wait for the end of the run. Raises the error that it ends with, except after `stop`."""
+        for _ in self:
+            pass
+        return Run(self.path)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self.running:
+            self.stop()
+
+    def _raise_failure(self) -> None:
+        if not (status := self._process.status) or self._stopped:
+            return
+        text = "\n".join(self._process.log_lines())
+        _, found, message = text.rpartition("error: ")
+        kinds = {kind.exit_status: kind for kind in (errors.StageDiedError, errors.StalledError, UserError)}
+        message = message if found else f"the run {self._process.how_it_ended()}{self._process.log_excerpt()}"
+        raise kinds.get(status, PipelineRLError)(message)
+
+
+def train(
+    config: Config = None,
+    *,
+    model: str | Path | None = None,
+    environment: type | str | None = None,
+    reward: Reward | Sequence[Any] | Mapping[str, Any] | None = None,
+    data: str | Path | Sequence[Mapping[str, Any]] | None = None,
+    callbacks: Sequence[Callback] = (),
+    resume: str | Path | None = None,
+) -> Run:
+    """Train, and return the run. See `start` for the arguments.
+
+    callbacks   functions that are called with every record, in a thread of this process. Their errors do not end the run
+    resume      the directory of a run to continue, with its configuration unless `config` is given
+
+    Raises the error that ended the run (see `errors`) if it did not reach its goal.
+    """
+    from pipelinerl.launch import run  # noqa: PLC0415 - most users of this package start no run
+
+    _refuse_imported_scripts()
+    if resume is not None:
+        path = Path(resume)
+        done = Run(path)
+        with _calling(callbacks, path, new=False):
+            run.train(done.config if config is None else _resolved(config), resume=path)
+        return done
+    prepared, inputs = _prepare(config, model, environment, reward, data)
+    try:
+        with _calling(callbacks, inputs.parent, new=True):
+            run.train(prepared)
+    except PipelineRLError:
+        with suppress(OSError):
+            inputs.parent.rmdir()  # only if nothing was written
+        raise
+    return Run(inputs.parent)
+
+
+def start(
+    config: Config = None,
+    *,
+    model: str | Path | None = None,
+    environment: type | str | None = None,
+    reward: Reward | Sequence[Any] | Mapping[str, Any] | None = None,
+    data: str | Path | Sequence[Mapping[str, Any]] | None = None,
+) -> StartedRun:
+    """Start a run in a process of its own, and return it at once.
+
+    config        a `RunConfig`, a run file, or values by key (`{"trainer.steps": 20}`, or nested), on top of the defaults.
+                  Without any argument: the demo
+    model         a folder or hub id of a causal language model, instead of `model.path`
+    environment   a class, or what `environment.kind` names
+    reward        a function (completion, example) -> number, for the environment `function`
+    data          the examples for `reward`: a file of JSON lines, a data set, or a list of dicts
+
+    Functions and classes are imported by other processes from their files. The source of those defined in a notebook is
+    written to the run directory. Raises UserError.
+    """
+    _refuse_imported_scripts()
+    return StartedRun(*_prepare(config, model, environment, reward, data))
+
+
+def _prepare(
+    config: Config,
+    model: str | Path | None,
+    environment: type | str | None,
+    reward: Reward | Sequence[Any] | Mapping[str, Any] | None,
+    data: str | Path | Sequence[Mapping[str, Any]] | None,
+) -> tuple[RunConfig, Path]:
+    """The configuration of a new run, with its directory, and the folder there for what it is given."""
+    given = any(value is not None for value in (model, environment, reward, data))
+    base = _resolved({} if config is None and given else config)
+    with errors_explained():
+        root = Path(base.run_dir).absolute() if base.run_dir else fresh_directory(base)
+    inputs = root / "inputs"
+    try:
+        kind, args = base.environment.kind, dict(base.environment.args)
+        if environment is not None:
+            kind = environment if isinstance(environment, str) else name_by_file(environment, inputs)
+        if reward is not None:
+            kind = "function" if environment is None else kind
+            args["reward"] = _named_rewards(reward, inputs)
+        if data is not None:
+            args["data"] = str(data) if isinstance(data, str | Path) else _written(data, inputs)
+        values: dict[str, Any] = {"run_dir": str(root), "environment.kind": kind, "environment.args": args}
+        if model is not None:
+            values["model.path"] = str(model)
+        return config_of_values(values, base), inputs
+    except PipelineRLError:
+        with suppress(OSError):
+            root.rmdir()
+        raise
+
+
+def _resolved(config: Config) -> RunConfig:
+    if isinstance(config, RunConfig):
+        return validate(config)
+    return config_of_values(config) if isinstance(config, Mapping) else load_config(config)
+
+
+def _named_rewards(reward: Any, inputs: Path) -> Any:
+    """The same with functions named by their files."""
+    if isinstance(reward, Mapping):
+        return {key: _named_rewards(value, inputs) for key, value in reward.items()}
+    if isinstance(reward, list | tuple):
+        return [_named_rewards(value, inputs) for value in reward]
+    return name_by_file(reward, inputs) if callable(reward) else reward
+
+
+def _written(examples: Sequence[Mapping[str, Any]], inputs: Path) -> str:
+    inputs.mkdir(parents=True, exist_ok=True)
+    path = inputs / "data.jsonl"
+    path.write_bytes(msgspec.json.Encoder().encode_lines(list(examples)))
+    return str(path)
+
+
+def _refuse_imported_scripts() -> None:
+    """Raise UserError if the caller is a file that a process of a run imports, which would then start a run of its own."""
+    name = sys._getframe(2).f_globals.get("__name__", "")
+    if name.startswith("pipelinerl_file_"):
+        raise UserError("this file starts a run when it is imported: put that below `if __name__ == '__main__':`")
+
+
+@contextmanager
+def _calling(callbacks: Sequence[Callback], run_dir: Path, *, new: bool) -> Iterator[None]:
+    """Call the callbacks with the records that are written while inside, in a thread."""
+    if not callbacks:
+        yield
+        return
+    tail, stopping = Tail(run_dir, Place()), threading.Event()
+    if not new:
+        with suppress(OSError):
+            tail.read()  # earlier sessions' are left out
+    failed: set[int] = set()
+
+    def call() -> None:
+        while True:
+            last = stopping.wait(LOOK_EVERY_S)
+            for record in tail.read():
+                for number, callback in enumerate(callbacks):
+                    try:
+                        callback(record)
+                    except Exception as error:  # noqa: BLE001 - user code may raise anything
+                        if number not in failed:
+                            failed.add(number)
+                            print(
+                                f"callback {callback!r}: {type(error).__name__}: {error}; training goes on", file=sys.stderr
+                            )
+            if last:
+                return
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stopping.set()
+        thread.join()
+
+
+def _evaluated(record: EvaluationRecord) -> dict[str, float]:
+    return {name.removeprefix("evaluation/"): value for name, value in record.numbers().items()}
+
+
+def _frame(rows: list[dict[str, Any]]) -> Any:
+    try:
+        import pandas  # noqa: PLC0415 - optional
+    except ImportError as error:
+        raise MissingDependencyError("data frames need pandas: pip install 'pipelinerl[pandas]'") from error
+    return pandas.DataFrame(rows)

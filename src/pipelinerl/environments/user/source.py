@@ -1,0 +1,138 @@
+"""Names a function or class of the user by its file, `path/to/file.py:name`, so that other processes can import it.
+
+What was defined in a notebook has no file: its source is written to one, with the imports, constants, functions and classes
+that it uses.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import linecache
+import os
+import symtable
+import sys
+import sysconfig
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+from pipelinerl.errors import UserError
+from pipelinerl.files import write_atomically
+
+Named = FunctionType | type
+_ADVICE = "put it into a file, and give `path/to/file.py:name`"
+
+
+def name_by_file(found: object, folder: Path) -> str:
+    """`path/to/file.py:name` or `package.module:name` of a function or class. Raises UserError if that can't be.
+
+    If it has no file, its source is written to `folder/NAME.py`.
+    """
+    if not isinstance(found, FunctionType | type):
+        raise UserError(
+            f"{found!r} is neither a function nor a class; other processes make their own, so give the class, and its "
+            "arguments in `config`, as environment.args"
+        )
+    name = found.__qualname__
+    if name == "<lambda>":
+        raise UserError("a lambda has no name by which other processes can import it; write a function with `def`")
+    if "." in name:
+        raise UserError(f"{name} is defined inside a function or class; define it at the top of a file or cell")
+    module = sys.modules.get(found.__module__)
+    dotted = getattr(getattr(module, "__spec__", None), "name", "")
+    if file := getattr(module, "__file__", None):
+        path = Path(file).resolve()
+        return f"{dotted}:{name}" if "." in dotted and _is_installed(path) else f"{path}:{name}"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.py"
+    write_atomically(path, _Written(found).text().encode())
+    return f"{path.resolve()}:{name}"
+
+
+def _is_installed(file: Path) -> bool:
+    """Whether other processes find the file's module by its name."""
+    places = [
+        sysconfig.get_path("purelib"),
+        sysconfig.get_path("platlib"),
+        *os.environ.get("PYTHONPATH", "").split(os.pathsep),
+    ]
+    return any(place and file.is_relative_to(Path(place).resolve()) for place in places)
+
+
+def _file_of(found: Named) -> str:
+    """The file name in the code of a function, or of a method of a class."""
+    if isinstance(found, FunctionType):
+        return found.__code__.co_filename
+    codes = [getattr(inspect.unwrap(value), "__code__", None) for value in vars(found).values() if callable(value)]
+    return next((code.co_filename for code in codes if code and code.co_filename != "<string>"), "")
+
+
+def _source_of(found: Named) -> ast.stmt:
+    """The last definition of its name in the text that it was compiled from."""
+    text = "".join(linecache.getlines(_file_of(found)))
+    kinds = (ast.ClassDef,) if isinstance(found, type) else (ast.FunctionDef, ast.AsyncFunctionDef)
+    try:
+        nodes = ast.parse(text).body
+    except SyntaxError:  # a cell with commands of IPython
+        nodes = []
+    for node in reversed(nodes):
+        if isinstance(node, kinds) and node.name == found.__name__:
+            return node
+    raise UserError(f"the source of {found.__name__} is not known here; {_ADVICE}")
+
+
+def _globals_of(node: ast.stmt) -> set[str]:
+    """The global names that a definition uses."""
+    whole = symtable.symtable(ast.unparse(node), "source", "exec")
+    names: set[str] = set()
+    tables = [whole]
+    while tables:
+        table = tables.pop()
+        tables += table.get_children()
+        used = (symbol for symbol in table.get_symbols() if symbol.is_referenced())
+        names |= {symbol.get_name() for symbol in used if symbol.is_global() or table is whole}
+    return names
+
+
+class _Written:
+    """The source of a function or class, after all that it uses."""
+
+    def __init__(self, found: Named) -> None:
+        self._imports: dict[str, str] = {}
+        self._parts: dict[str, str] = {}
+        self._begun: set[str] = set()
+        self._add(found)
+
+    def text(self) -> str:
+        imports = "\n".join(dict.fromkeys(self._imports.values()))
+        return "\n\n".join(["from __future__ import annotations", imports, *self._parts.values()]) + "\n"
+
+    def _add(self, found: Named) -> None:
+        self._begun.add(found.__name__)
+        node = _source_of(found)
+        known = vars(sys.modules[found.__module__])
+        for name in sorted(_globals_of(node) & known.keys() - self._begun):
+            self._add_used(name, known[name], found)
+        self._parts[found.__name__] = ast.unparse(node)
+
+    def _add_used(self, name: str, value: Any, user: Named) -> None:
+        if isinstance(value, ModuleType):
+            self._imports[name] = f"import {value.__name__} as {name}"
+        elif isinstance(value, FunctionType | type) and value.__module__ == user.__module__:
+            self._add(value)
+        elif getattr(value, "__module__", None) and getattr(value, "__qualname__", None):
+            self._imports[name] = f"from {value.__module__} import {value.__qualname__} as {name}"
+        else:
+            self._begun.add(name)
+            self._parts[name] = f"{name} = {_literal(name, value, user.__name__)}"
+
+
+def _literal(name: str, value: Any, user: str) -> str:
+    text = repr(value)
+    try:
+        if ast.literal_eval(text) == value:
+            return text
+    except (ValueError, SyntaxError):
+        pass
+    raise UserError(f"{user} uses {name}, a {type(value).__name__} that can't be written to a file; {_ADVICE}")

@@ -1,0 +1,88 @@
+"""A conversation with a model in the embedded engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipelinerl.checkpoint import load_checkpoint
+from pipelinerl.config.schema import LONGEST_SLOT, RunConfig
+from pipelinerl.engine import LocalEngine
+from pipelinerl.environments.prompts import encode_prompt, has_chat_template
+from pipelinerl.errors import PromptTooLongError, UserError
+from pipelinerl.experiments.evaluate.models import find_targets
+from pipelinerl.models.loading import load_model, load_tokenizer, model_max_length, stop_token_ids
+from pipelinerl.types import GenerationRequest, SamplingParams
+
+UNFINISHED = "\ufffd"
+"""What the first bytes of a character are decoded to."""
+
+
+class Chat:
+    """Messages so far. A model without a chat template gets each text alone, and continues it."""
+
+    def __init__(self, config: RunConfig, *, system: str = "", seed: int = 0) -> None:
+        """`model.path` is what `find_targets` takes. Raises UserError."""
+        targets = find_targets([config.model.path])
+        if len(targets) > 1:
+            raise UserError(f"{config.model.path} names {len(targets)} models; give one version")
+        (target,) = targets
+        if target.checkpoint:
+            load_checkpoint(Path(target.model.path))  # verifies every file
+        named = config.model.model_copy(update={"path": target.model.path})
+        self.name = target.name
+        self._tokenizer: Any = load_tokenizer(named)
+        model = load_model(named, config.engine.device)
+        if config.engine.threads is not None:
+            torch.set_num_threads(config.engine.threads)
+        self._length = config.engine.max_length or min(model_max_length(model) or LONGEST_SLOT, LONGEST_SLOT)
+        self._engine = LocalEngine(model, slots=1, max_length=self._length)
+        self._stop = stop_token_ids(model, self._tokenizer)
+        self._actor, self._seed = config.actor, seed
+        self._first = [{"role": "system", "content": system}] if system else []
+        self.has_template = has_chat_template(self._tokenizer)
+        self.reset()
+
+    def reset(self) -> None:
+        self._messages = list(self._first)
+
+    def answer(self, text: str) -> Iterator[str]:
+        """The answer, piece by piece. Raises PromptTooLongError. If the iterator is closed, the answer ends there."""
+        if self.has_template:
+            asked = [*self._messages, {"role": "user", "content": text}]
+            prompt = encode_prompt(self._tokenizer, asked)
+        else:
+            asked, prompt = [], encode_prompt(self._tokenizer, text)
+        room = self._length - len(prompt)
+        if room < 1:
+            raise PromptTooLongError(f"the chat has {len(prompt)} tokens, and engine.max_length is {self._length}")
+        self._seed += 1
+        sampling = SamplingParams(
+            max_tokens=min(room, self._actor.max_tokens),
+            temperature=self._actor.temperature,
+            top_p=self._actor.top_p,
+            top_k=self._actor.top_k,
+            stop_token_ids=self._stop,
+            seed=self._seed,
+        )
+        request = GenerationRequest(id=f"chat-{self._seed}", prompt_ids=prompt, sampling=sampling, stream=True)
+        self._engine.submit(request)
+        said = ""
+        ids: list[int] = []
+        try:
+            done = False
+            while not done:
+                output = self._engine.step()
+                ids += [event.token_id for event in output.tokens]
+                done = bool(output.finished)
+                whole = self._tokenizer.decode(ids, skip_special_tokens=True)
+                if done or not whole.endswith(UNFINISHED):
+                    yield whole[len(said) :]
+                    said = whole
+        finally:
+            self._engine.cancel(request.id)
+            self._engine.step()
+            self._messages = [*asked, {"role": "assistant", "content": said}] if self.has_template else self._messages

@@ -1,0 +1,169 @@
+"""A run's model for the Hugging Face Hub: its weights, without the optimizer's state, and a model card."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from pipelinerl.checkpoint import OPTIMIZER_NAME, STATE_FILE, load_checkpoint
+from pipelinerl.config import yaml_text
+from pipelinerl.config.secrets import without_secrets
+from pipelinerl.errors import UserError
+from pipelinerl.experiments.evaluate.models import Target, find_targets
+from pipelinerl.launch.run_directory import RunDirectory
+from pipelinerl.launch.stages.recording import SessionRecord
+from pipelinerl.metrics.reading import read_lines
+from pipelinerl.report.series import read_config, read_summary
+
+CURVES = "curves.png"
+
+
+@contextmanager
+def prepared(run_dir: Path, repo: str, version: int | None = None) -> Iterator[Path]:
+    """A temporary folder with what is uploaded to `repo`. Raises UserError, and CheckpointError for a damaged checkpoint."""
+    _check_repo(repo)
+    (target,) = find_targets([str(run_dir) if version is None else f"{run_dir}@{version}"])
+    source = Path(target.model.path)
+    load_checkpoint(source)  # verifies every file
+    with tempfile.TemporaryDirectory(prefix="pipelinerl-push-") as name:
+        folder = Path(name)
+        shutil.copytree(source, folder, copy_function=_link, ignore=_of_a_resume, dirs_exist_ok=True)
+        if (run_dir / CURVES).is_file():
+            shutil.copyfile(run_dir / CURVES, folder / CURVES)
+        (folder / "README.md").write_text(model_card(run_dir, repo, target), encoding="utf-8")
+        yield folder
+
+
+def upload(folder: Path, repo: str, *, private: bool) -> str:
+    """Upload the folder to the hub; returns its address. Raises UserError if the hub refuses it."""
+    from huggingface_hub import HfApi  # noqa: PLC0415 - takes a second
+    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError  # noqa: PLC0415 - as above
+
+    api = HfApi()
+    try:
+        api.create_repo(repo, private=private, exist_ok=True)
+        return str(api.upload_folder(repo_id=repo, folder_path=folder, commit_message="Upload a model"))
+    except (HfHubHTTPError, LocalTokenNotFoundError, OSError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"the hub did not take {repo}: {reason} (log in with `hf auth login`, or set HF_TOKEN)") from error
+
+
+def model_card(run_dir: Path, repo: str, target: Target) -> str:
+    """The README of the repository, as Markdown."""
+    config = read_config(run_dir)
+    summary = read_summary(run_dir) or {}
+    shown = _without_paths(without_secrets(config))
+    base = config.model.path
+    front = {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["reinforcement-learning", "pipelinerl"],
+        **({"base_model": base} if base.count("/") == 1 and not os.path.isabs(base) else {}),
+    }
+    figure = f"![curves of the run]({CURVES})\n" if (run_dir / CURVES).is_file() else ""
+    return f"""---
+{yaml_text.dump(front)}---
+
+# {repo.rpartition("/")[2]}
+
+{_name(base)}, trained by reinforcement learning with [pipelinerl](https://arxiv.org/abs/2509.19128) (in-flight weight
+updates) on the environment `{_name(config.environment.kind)}`. These are the weights after {target.version} optimizer steps.
+
+{_table(summary)}
+{figure}
+## Use
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{repo}")
+tokenizer = AutoTokenizer.from_pretrained("{repo}")
+```
+
+## How it was made
+
+{_provenance(run_dir)}
+With the run file below: `pipelinerl train run.yaml`
+
+```yaml
+{yaml_text.dump(shown).rstrip()}
+```
+"""
+
+
+def _table(summary: Mapping[str, Any]) -> str:
+    rows = {
+        "held-out reward, before": _with_error(summary, "before"),
+        "held-out reward, after": _with_error(summary, "after"),
+        "training reward, first and last steps": _pair(summary, "reward_first", "reward_last"),
+        "optimizer steps": summary.get("optimizer_steps"),
+        "rollouts trained on": summary.get("samples_trained"),
+        "effective sample size, mean": _number(summary.get("ess_mean")),
+        "lag, mean and longest, in steps": _pair(summary, "lag_mean", "lag_max"),
+        "the run": summary.get("status"),
+    }
+    lines = [f"| {name} | {value} |" for name, value in rows.items() if value is not None]
+    return "\n".join(["| | |", "|---|---|", *lines]) + "\n"
+
+
+def _with_error(summary: Mapping[str, Any], when: str) -> str | None:
+    mean, error = summary.get(f"eval_reward_{when}"), summary.get(f"eval_reward_{when}_standard_error")
+    return None if mean is None else f"{mean:.3g}" + ("" if error is None else f" ± {error:.2g}")
+
+
+def _pair(summary: Mapping[str, Any], first: str, second: str) -> str | None:
+    values = [_number(summary.get(key)) for key in (first, second)]
+    return None if None in values else ", ".join(map(str, values))
+
+
+def _number(value: Any) -> str | None:
+    return None if value is None else f"{value:.3g}"
+
+
+def _provenance(run_dir: Path) -> str:
+    try:
+        sessions = read_lines(RunDirectory(run_dir).sessions, SessionRecord)
+    except FileNotFoundError:
+        return ""
+    if not sessions:
+        return ""
+    machine = sessions[-1].machine
+    packages = ", ".join(f"{name} {version}" for name, version in machine.packages.items())
+    return f"On {machine.processor} ({machine.instructions}), in {len(sessions)} session(s), with {packages}.\n"
+
+
+def _without_paths(value: Any) -> Any:
+    """The same with the last part of each absolute path."""
+    if isinstance(value, dict):
+        return {key: _without_paths(item) for key, item in value.items()} | ({"run_dir": None} if "run_dir" in value else {})
+    if isinstance(value, list):
+        return [_without_paths(item) for item in value]
+    return _name(value) if isinstance(value, str) else value
+
+
+def _name(text: str) -> str:
+    return Path(text).name if os.path.isabs(text) else text
+
+
+def _check_repo(repo: str) -> None:
+    from pipelinerl.models.hub import can_be_an_id  # noqa: PLC0415 - takes a second
+
+    if repo.count("/") > 1 or not can_be_an_id(repo):
+        raise UserError(f"{repo!r} can't be the id of a model on the hub; give owner/name")
+
+
+def _of_a_resume(_folder: str, names: list[str]) -> list[str]:
+    return [name for name in names if name == STATE_FILE or OPTIMIZER_NAME.fullmatch(name)]
+
+
+def _link(source: str, target: str) -> None:
+    """A hard link, or a copy where there can be none: a model may be large."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)

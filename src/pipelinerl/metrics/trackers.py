@@ -1,0 +1,248 @@
+"""Experiment trackers, by their own clients: TensorBoard, Weights & Biases, Trackio, MLflow. Each is an extra of that name.
+
+Each tracker is made, used and closed in one thread. It may raise anything and take its time: see `launch.following`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from pipelinerl.errors import MissingDependencyError
+from pipelinerl.metrics.sinks import Record
+from pipelinerl.metrics.statistics import flatten
+
+COLUMNS = ("version", "problem", "completion", "reward", "tokens")
+"""The columns of a table of samples."""
+Row = tuple[int, str, str, float, int]
+
+
+class Tracked(NamedTuple):
+    """What a tracker is told of the run. `id`: the tracked run to continue, as the tracker named it; None for a new one."""
+
+    folder: Path
+    config: Mapping[str, Any]
+    id: str | None = None
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    @property
+    def numbers_and_texts(self) -> dict[str, Any]:
+        """The configuration without nesting: `trainer.steps`."""
+        return {
+            f"{section}.{key}" if isinstance(values, dict) else section: value
+            for section, values in self.config.items()
+            for key, value in (values.items() if isinstance(values, dict) else [("", values)])
+        }
+
+
+class Tracker(Protocol):
+    """`id` names the tracked run, for a later session; None if the tracker needs no name."""
+
+    id: str | None
+
+    def write(self, record: Record) -> None:
+        """Add a point to each curve, at the version of the weights."""
+        ...
+
+    def table(self, name: str, version: int, rows: Sequence[Row]) -> None: ...
+
+    def flush(self) -> None: ...
+
+    def close(self, summary: Mapping[str, Any]) -> None: ...
+
+
+def require(names: Sequence[str]) -> None:
+    """Raise MissingDependencyError if the client of a tracker is not installed."""
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            raise MissingDependencyError(f"metrics.trackers: {name} is not installed: pip install 'pipelinerl[{name}]'")
+
+
+def open_tracker(name: str, run: Tracked) -> Tracker:
+    """The tracker, with a new tracked run or the one of `run.id`."""
+    kinds: dict[str, Callable[[Tracked], Tracker]]
+    kinds = {"tensorboard": Tensorboard, "wandb": Wandb, "trackio": Trackio, "mlflow": Mlflow}
+    return kinds[name](run)
+
+
+class Tensorboard:
+    """Writes event files to `RUN_DIR/tensorboard`, with TensorBoard's own writer: charts, and texts as Markdown."""
+
+    id: str | None = None
+
+    def __init__(self, run: Tracked) -> None:
+        from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2  # noqa: PLC0415 - costs a second
+        from tensorboard.plugins.text.metadata import create_summary_metadata  # noqa: PLC0415 - as above
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter  # noqa: PLC0415 - as above
+
+        self._event, self._summary, self._tensor = event_pb2.Event, summary_pb2.Summary, tensor_pb2.TensorProto
+        self._text_metadata = create_summary_metadata
+        self._writer = EventFileWriter(str(run.folder / "tensorboard"))
+        self._version = 0
+        self._text("config", 0, _code(run.config))
+
+    def write(self, record: Record) -> None:
+        self._version = record.version
+        numbers = [self._summary.Value(tag=tag, simple_value=value) for tag, value in _curves(record).items()]
+        self._add(record.version, numbers)
+
+    def table(self, name: str, version: int, rows: Sequence[Row]) -> None:
+        lines = [COLUMNS, ["---"] * len(COLUMNS), *([_cell(value) for value in row] for row in rows)]
+        self._text(f"samples/{name}", version, "\n".join(f"| {' | '.join(line)} |" for line in lines))
+
+    def flush(self) -> None:
+        self._writer.flush()
+
+    def close(self, summary: Mapping[str, Any]) -> None:
+        self._text("summary", self._version, _code(summary))
+        self._writer.close()
+
+    def _text(self, tag: str, version: int, text: str) -> None:
+        tensor = self._tensor(dtype="DT_STRING", string_val=[text.encode()])
+        self._add(version, [self._summary.Value(tag=tag, tensor=tensor, metadata=self._text_metadata(tag, ""))])
+
+    def _add(self, version: int, values: Sequence[Any]) -> None:
+        self._writer.add_event(self._event(wall_time=time.time(), step=version, summary=self._summary(value=values)))
+
+
+class Wandb:
+    """Weights & Biases. Its environment variables apply (WANDB_MODE, WANDB_PROJECT, ...); files are in `RUN_DIR/wandb`."""
+
+    def __init__(self, run: Tracked) -> None:
+        import wandb  # noqa: PLC0415 - costs a second
+
+        self.id: str | None = run.id or secrets.token_hex(4)
+        self._table = wandb.Table
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "pipelinerl"),
+            name=os.environ.get("WANDB_NAME", run.name),
+            dir=os.environ.get("WANDB_DIR", str(run.folder)),
+            id=self.id,
+            resume="allow",
+            config=dict(run.config),
+            settings=wandb.Settings(console="off"),
+        )
+        # The step of the client only grows, and a resumed run may repeat versions.
+        self._run.define_metric("version")
+        self._run.define_metric("*", step_metric="version")
+
+    def write(self, record: Record) -> None:
+        self._run.log({**_curves(record), "version": record.version})
+
+    def table(self, name: str, version: int, rows: Sequence[Row]) -> None:
+        table = self._table(columns=list(COLUMNS), data=[list(row) for row in rows])
+        self._run.log({f"samples/{name}": table, "version": version})
+
+    def flush(self) -> None:
+        """The client writes in the background."""
+
+    def close(self, summary: Mapping[str, Any]) -> None:
+        self._run.summary.update({f"summary/{key}": value for key, value in summary.items()})
+        self._run.finish()
+
+
+class Trackio:
+    """Trackio: a local database, or a Space if TRACKIO_SPACE_ID names one. The name of a tracked run is its id."""
+
+    def __init__(self, run: Tracked) -> None:
+        import trackio  # noqa: PLC0415 - costs a second
+
+        self.id: str | None = run.id or f"{run.name}-{secrets.token_hex(3)}"
+        self._table = trackio.Table
+        self._version = 0
+        self._run = trackio.init(
+            project=os.environ.get("TRACKIO_PROJECT", "pipelinerl"),
+            name=self.id,
+            space_id=os.environ.get("TRACKIO_SPACE_ID"),
+            resume="allow",
+            config=run.numbers_and_texts,
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+
+    def write(self, record: Record) -> None:
+        self._version = record.version
+        self._run.log(_curves(record), step=record.version)
+
+    def table(self, name: str, version: int, rows: Sequence[Row]) -> None:
+        table = self._table(columns=list(COLUMNS), data=[list(row) for row in rows])
+        self._run.log({f"samples/{name}": table}, step=version)
+
+    def flush(self) -> None:
+        """The client writes in the background."""
+
+    def close(self, summary: Mapping[str, Any]) -> None:
+        self._run.log(_numbers("summary/", summary), step=self._version)
+        self._run.finish()
+
+
+class Mlflow:
+    """MLflow, at MLFLOW_TRACKING_URI (its default: a database in the working directory)."""
+
+    def __init__(self, run: Tracked) -> None:
+        from mlflow import MlflowClient  # noqa: PLC0415 - costs seconds
+        from mlflow.entities import Metric, Param  # noqa: PLC0415 - as above
+
+        self._client, self._metric = MlflowClient(), Metric
+        self.id: str | None = run.id
+        if run.id is not None:
+            self._client.update_run(self.id, "RUNNING")
+            return
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "pipelinerl")
+        experiment = self._client.get_experiment_by_name(name)
+        where = self._client.create_experiment(name) if experiment is None else experiment.experiment_id
+        self.id = self._client.create_run(where, run_name=run.name).info.run_id
+        parameters = [Param(key, str(value)[:6000]) for key, value in run.numbers_and_texts.items()]
+        for start in range(0, len(parameters), 100):  # the most that a server takes at once
+            self._client.log_batch(self.id, params=parameters[start : start + 100])
+
+    def write(self, record: Record) -> None:
+        self._log(_curves(record), record.version)
+
+    def table(self, name: str, version: int, rows: Sequence[Row]) -> None:
+        contents = {"columns": list(COLUMNS), "data": [list(row) for row in rows]}
+        self._client.log_dict(self.id, contents, f"samples/{name}-{version:06d}.json")
+
+    def flush(self) -> None:
+        """Nothing is kept back."""
+
+    def close(self, summary: Mapping[str, Any]) -> None:
+        self._client.log_dict(self.id, dict(summary), "summary.json")
+        self._log(_numbers("summary/", summary), 0)
+        self._client.set_terminated(self.id, "FINISHED" if summary.get("status") == "finished" else "FAILED")
+
+    def _log(self, numbers: Mapping[str, float], version: int) -> None:
+        now = int(1000 * time.time())
+        metrics = [self._metric(re.sub(r"[^\w./ -]", "_", key), value, now, version) for key, value in numbers.items()]
+        for start in range(0, len(metrics), 500):
+            self._client.log_batch(self.id, metrics=metrics[start : start + 500])
+
+
+def _curves(record: Record) -> dict[str, float]:
+    return {name: value for name, value in record.numbers().items() if name != "version"}
+
+
+def _numbers(prefix: str, values: Mapping[str, Any]) -> dict[str, float]:
+    flat: dict[str, float] = {}
+    flatten(prefix, dict(values), flat)
+    return flat
+
+
+def _code(values: Mapping[str, Any]) -> str:
+    """A mapping as Markdown: an indented block of JSON."""
+    return "".join(f"    {line}\n" for line in json.dumps(values, indent=2, default=str).splitlines())
+
+
+def _cell(value: object) -> str:
+    return str(value).replace("|", "\\|").replace("\n", "<br>")

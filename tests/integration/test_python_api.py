@@ -1,0 +1,136 @@
+"""Runs from Python: what is given to `train` and `start`, what they return, and what is done with a trained model."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pipelinerl
+from pipelinerl.cli import main
+from pipelinerl.errors import RunDirectoryError, UserError
+from pipelinerl.metrics.records import StepRecord
+from pipelinerl.metrics.sinks import Record
+
+pytestmark = pytest.mark.exhaustive
+
+SMALL: dict[str, Any] = {
+    "actor": {"group_size": 4, "max_tokens": 8},
+    "engine": {"slots": 16, "threads": 1, "max_length": 64},
+    "trainer": {"steps": 3, "batch_size": 16, "threads": 1, "learning_rate": 1e-3},
+    "launch.kind": "embedded",
+    "metrics.view": "none",
+}
+DATA = [{"prompt": f"{a},{b}:", "answer": str(a)} for a in range(10, 20) for b in range(20, 25)]
+
+
+def reward(completion: str, example: dict[str, Any]) -> float:
+    return float(completion.startswith(f">{example['answer']}")) + 0.01 * len(completion)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[pipelinerl.Run, list[Record]]:
+    seen: list[Record] = []
+
+    def failing(_record: Record) -> None:
+        raise ValueError("mine")
+
+    run_dir = str(tmp_path_factory.mktemp("api") / "run")
+    config = {**SMALL, "run_dir": run_dir, "evaluation.problems": 4}
+    run = pipelinerl.train(config, model="demo", reward=reward, data=DATA, callbacks=[failing, seen.append])
+    return run, seen
+
+
+def test_a_function_and_a_list_are_trained_on(trained: tuple[pipelinerl.Run, list[Record]]) -> None:
+    run, seen = trained
+    assert run.summary["status"] == "finished"
+    assert run.config.environment.kind == "function"
+    assert run.config.environment.args["reward"] == f"{Path(__file__).resolve()}:reward"
+    assert [record.version for record in seen if isinstance(record, StepRecord)] == [1, 2, 3]
+    assert len(seen) == 5, "and two evaluations"
+
+
+def test_the_run_as_data_frames(trained: tuple[pipelinerl.Run, list[Record]]) -> None:
+    pytest.importorskip("pandas")
+    run, _ = trained
+    assert list(run.metrics["version"]) == [1, 2, 3]
+    assert list(run.evaluations["when"]) == ["before", "after"]
+    assert len(run.rollouts) >= 48
+    assert {"completion", "reward", "step"} <= set(run.rollouts.columns)
+
+
+def test_the_trained_model_is_loaded_and_measured(trained: tuple[pipelinerl.Run, list[Record]]) -> None:
+    run, _ = trained
+    model, tokenizer = run.load_model()
+    assert tokenizer.decode(tokenizer("12,30:")["input_ids"]).startswith("12")
+    assert sum(weight.numel() for weight in model.parameters()) > 1e5
+    result = run.evaluate(problems=4, attempts=2, **{"engine.slots": 8})
+    assert result.status == "finished"
+    assert len(result.models) == 1
+    assert list((run.path / "evaluations").glob("*/summary.json"))
+
+
+def test_a_dry_run_of_push_lists_the_weights_and_prints_the_card(
+    trained: tuple[pipelinerl.Run, list[Record]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, _ = trained
+    assert main(["push", str(run.path), "someone/my-model", "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    assert "model.safetensors" in printed
+    assert "optimizer" not in printed.split("---")[0]
+    assert "state.json" not in printed
+    assert "| held-out reward, after |" in printed
+    assert "training reward, first and last steps" in printed
+    assert 'from_pretrained("someone/my-model")' in printed
+    assert str(run.path) not in printed, "paths of this machine are not for others"
+    assert main(["push", str(run.path), "a/b/c", "--dry-run"]) == 2
+
+
+def test_a_chat_streams_an_answer_and_continues(
+    trained: tuple[pipelinerl.Run, list[Record]], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, _ = trained
+    monkeypatch.setattr(sys, "stdin", io.StringIO("12,30:\n12,30:\n/reset\n"))
+    assert main(["chat", str(run.path), "--actor.temperature", "1e-6", "--actor.max_tokens", "5"]) == 0
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert first == second != ""
+
+
+def test_a_started_run_is_followed_and_stopped(tmp_path: Path) -> None:
+    config = {**SMALL, "run_dir": str(tmp_path / "run"), "trainer": {**SMALL["trainer"], "steps": 10000}}
+    with pipelinerl.start(config, environment="gcd") as run:
+        for record in run:
+            if record.version == 3:
+                break
+        assert run.running
+    assert not run.running
+    done = pipelinerl.Run(run.path)
+    assert done.summary["status"] == "interrupted"
+    assert done.summary["optimizer_steps"] >= 3
+
+
+def test_a_started_run_raises_what_it_ends_with(tmp_path: Path) -> None:
+    run = pipelinerl.start({**SMALL, "run_dir": str(tmp_path / "run")}, reward=reward, data=str(tmp_path / "none.jsonl"))
+    with pytest.raises(UserError, match=r"none\.jsonl"):
+        run.wait()
+
+
+def test_a_notebook_draws_a_run_while_it_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    path = Path(__file__).parents[2] / "examples" / "live_plot.ipynb"
+    monkeypatch.chdir(tmp_path)
+    notebook = nbformat.read(path, as_version=4)
+    nbclient.NotebookClient(notebook, timeout=900, kernel_name="python3").execute()
+    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    assert any("image/png" in output.get("data", {}) for output in outputs), "the plot"
+    (written,) = tmp_path.glob("runs/*/inputs/*.py")
+    assert "def reward" in written.read_text()
+
+
+def test_what_is_not_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunDirectoryError, match="not a run directory"):
+        pipelinerl.Run(tmp_path)

@@ -1,0 +1,170 @@
+"""What follows a run: trackers and the callback get each record, also after errors and in a resumed run."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from pipelinerl.config.schema import MetricsConfig, RunConfig
+from pipelinerl.errors import EnvironmentSetupError, MissingDependencyError
+from pipelinerl.launch import following
+from pipelinerl.launch.following import Follower, Notes, Sent, check_followers, follow_all
+from pipelinerl.launch.run_directory import RunDirectory
+from pipelinerl.metrics.evaluations import EvaluatedProblem, EvaluationRecord
+from pipelinerl.metrics.records import StepRecord
+from pipelinerl.metrics.sinks import JsonlSink, Record
+from pipelinerl.metrics.trackers import Row
+
+
+def step(version: int) -> StepRecord:
+    return StepRecord(version=version, time_s=float(version), samples=8, loss=1 / version)
+
+
+def a_run(root: Path, steps: int = 3, **metrics: Any) -> RunDirectory:
+    """A run directory with records, as a session leaves it."""
+    run = RunDirectory(root)
+    run.make_folders()
+    config = RunConfig.model_validate({"metrics": metrics, "environment": {"args": {"api_key": "hush"}}})
+    run.settings.write_text(config.model_dump_json())
+    sink = JsonlSink(run.root)
+    for version in range(1, steps + 1):
+        sink.write(step(version))
+    return run
+
+
+def ended() -> threading.Event:
+    stopping = threading.Event()
+    stopping.set()
+    return stopping
+
+
+class Kept:
+    """A tracker that keeps what it gets, and fails for the versions in `broken`, once each."""
+
+    def __init__(self, known: str | None, broken: set[int]) -> None:
+        self.id = known or "new"
+        self.broken = broken
+        self.got: list[int] = []
+        self.summaries: list[Mapping[str, Any]] = []
+
+    def write(self, record: Record) -> None:
+        if record.version in self.broken:
+            self.broken.remove(record.version)
+            raise ConnectionError("no network")
+        self.got.append(record.version)
+
+    def table(self, name: str, version: int, rows: Sequence[Row]) -> None: ...
+
+    def flush(self) -> None: ...
+
+    def close(self, summary: Mapping[str, Any]) -> None:
+        self.summaries.append(summary)
+
+
+def test_a_failing_tracker_is_tried_again_from_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(following, "EVERY_S", 0.001)
+    run, said, made = a_run(tmp_path), [], []
+    run.summary.write_text('{"status":"finished"}')
+
+    def make(known: str | None, _failed: object) -> Kept:
+        made.append(Kept(known, {2}))
+        if len(made) < 3:
+            raise PermissionError("no key")
+        return made[-1]
+
+    notes = Notes(run.trackers)
+    follower = Follower("kept", make, run, notes, steps=3, say=said.append)
+    stopping = threading.Event()
+    thread = threading.Thread(target=follower.follow, args=(stopping,))
+    thread.start()
+    while notes["kept"].place.steps == 0 and thread.is_alive():
+        stopping.wait(0.001)
+    stopping.set()
+    thread.join()
+    assert made[-1].got == [1, 1, 2, 3], "the records from the last place on, again"
+    assert made[-1].summaries == [{"status": "finished"}]
+    assert follower.errors == 3
+    assert [line.partition(";")[0] for line in said] == ["kept: PermissionError: no key"], "shown once"
+
+    again: list[Kept] = []
+    JsonlSink(run.root).write(step(4))
+
+    def make_again(known: str | None, _failed: object) -> Kept:
+        again.append(Kept(known, set()))
+        return again[-1]
+
+    Follower("kept", make_again, run, Notes(run.trackers), steps=3, say=said.append).follow(ended())
+    assert (again[0].id, again[0].got) == ("new", [4])
+
+
+def test_a_callback_gets_each_record_and_its_errors_end_nothing(tmp_path: Path) -> None:
+    code = """
+    seen = []
+    def note(record):
+        with open({out!r}, "a") as file:
+            print(type(record).__name__, record.version, file=file)
+        if record.version != 2:
+            raise SystemExit("enough")
+    """
+    file, out = tmp_path / "mine.py", tmp_path / "out"
+    file.write_text("\n".join(line[4:] for line in code.format(out=str(out)).splitlines()))
+    run, said = a_run(tmp_path / "run", callback=f"{file}:note"), []
+    JsonlSink(run.root).write(EvaluationRecord(when="after", version=3, time_s=9.0, problems=1))
+    follow_all(run, ended(), said.append)
+    assert out.read_text().split() == ["StepRecord", "1", "StepRecord", "2", "StepRecord", "3", "EvaluationRecord", "3"]
+    assert [line.partition(";")[0] for line in said] == [f"{file}:note: SystemExit: enough", f"{file}:note: 3 errors"]
+    follow_all(run, ended(), said.append)
+    assert len(out.read_text().splitlines()) == 4, "the place is kept"
+
+
+def test_tensorboard_gets_curves_texts_and_samples(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run, said = a_run(tmp_path, trackers=["tensorboard"]), []
+    JsonlSink(run.root).write(EvaluationRecord(when="after", version=3, time_s=9.0, problems=1, reward_mean=0.5))
+    answer = EvaluatedProblem(problem_id="1", reward=0.5, prompt="1|1", completion="two\nlines")
+    run.evaluation("after").write_bytes(msgspec.json.encode(answer) + b"\n")
+    run.summary.write_text('{"status":"finished","reward_last":0.75}')
+    follow_all(run, ended(), said.append)
+    assert said == []
+    events = EventAccumulator(str(run.root / "tensorboard"))
+    events.Reload()
+    values = {
+        tag: [(event.step, round(event.value, 3)) for event in events.Scalars(tag)]
+        for tag in ("loss", "evaluation/reward_mean")
+    }
+    assert values == {"loss": [(1, 1.0), (2, 0.5), (3, 0.333)], "evaluation/reward_mean": [(3, 0.5)]}
+    texts = {
+        tag: events.Tensors(tag)[-1].tensor_proto.string_val[0].decode() for tag in ("config", "summary", "samples/held_out")
+    }
+    assert "hush" not in texts["config"]
+    assert '"reward_last": 0.75' in texts["summary"]
+    assert texts["samples/held_out"].splitlines()[-1] == "| 3 | 1\\|1 | two<br>lines | 0.5 | 0 |"
+
+
+def test_what_is_not_there_is_refused_before_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(MissingDependencyError, match=r"pipelinerl\[wandb\]"):
+        check_followers(MetricsConfig(trackers=("wandb",)))
+    file = tmp_path / "mine.py"
+    file.write_text("def note(record): ...\n")
+    check_followers(MetricsConfig(callback=f"{file}:note"))
+    for wrong, message in (
+        (f"{file}:notes", "it has note"),
+        (f"{tmp_path}/none.py:note", "no file"),
+        ("note", "name a function"),
+    ):
+        with pytest.raises(EnvironmentSetupError, match=message):
+            check_followers(MetricsConfig(callback=wrong))
+
+
+def test_damaged_notes_are_none(tmp_path: Path) -> None:
+    (tmp_path / "trackers.json").write_text("{")
+    assert Notes(tmp_path / "trackers.json")["wandb"] == Sent()
