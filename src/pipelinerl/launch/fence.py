@@ -17,6 +17,7 @@ import os
 import secrets
 import shutil
 from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -148,9 +149,9 @@ def take_over_keys(config: RunConfig, run: RunDirectory, redis_url: str | None) 
         rename = connection.client.register_script(_RENAME)
         for name in earlier:
             pairs = [key for pair in zip(kept(name), kept(new), strict=True) for key in pair]
-            connection.patiently(lambda pairs=pairs: rename(pairs))
             others = [f"{{{name}}}{key}" for key in ("admission", "board", "board-changes", "alive")]
-            connection.patiently(lambda others=others: connection.client.delete(*others))
+            connection.patiently(partial(rename, pairs))
+            connection.patiently(partial(connection.client.delete, *others))
     write_atomically(name_in_redis(run), new.encode())
 
 
