@@ -27,7 +27,7 @@ from pipelinerl.actor.client import Awake, Produced, RolloutClient
 from pipelinerl.actor.deadline import CodeAlarm, CodeDeadline, CodeDeadlineError, CodeGivenUpError
 from pipelinerl.config.schema import ActorConfig
 from pipelinerl.errors import PromptTooLongError, RolloutError, TooManyFailuresError
-from pipelinerl.interfaces import AsyncEngine, Environment, ScoresGroups, Tokenizer
+from pipelinerl.interfaces import AsyncEngine, Environment, Tokenizer
 from pipelinerl.types import Completion, Problem, Rollout, SamplingParams, Turn
 
 FailureReason = Literal["timeout", "raised", "bad_rollout", "prompt_too_long"]
@@ -109,32 +109,12 @@ async def attempt(
         return check_rollout(await environment.rollout(problem, client), client.produced())
 
     try:
-        return await _guarded(play, limits, "the rollout")
+        return await guarded(play, limits, "the rollout")
     finally:
         client.close()
 
 
-async def score(
-    environment: ScoresGroups, problem: Problem, rollouts: Sequence[Rollout], limits: TimeLimits
-) -> list[Rollout] | Failure:
-    """The rollouts of a group with the rewards and metrics that the environment gives them when all have ended."""
-
-    async def compare() -> list[Rollout]:
-        scored = await environment.score_group(problem, rollouts)
-        if not isinstance(scored, Sequence) or len(scored) != len(rollouts):
-            raise RolloutError(f"score_group returned {_type_name(scored)}, not a list of {len(rollouts)} rollouts")
-        return [_rescored(before, after) for before, after in zip(rollouts, scored, strict=True)]
-
-    return await _guarded(compare, limits, "score_group")
-
-
-def _rescored(before: Rollout, after: object) -> Rollout:
-    if not isinstance(after, Rollout) or after.turns != before.turns:
-        raise RolloutError("score_group may change only rewards and metrics, and not the order of the rollouts")
-    return msgspec.structs.replace(before, reward=_finite(after.reward, "the reward"), metrics=_metrics(after.metrics))
-
-
-async def _guarded(code: Callable[[], Coroutine[Any, Any, T]], limits: TimeLimits, what: str) -> T | Failure:
+async def guarded(code: Callable[[], Coroutine[Any, Any, T]], limits: TimeLimits, what: str) -> T | Failure:
     """The result of user code, which is stopped at its time limits. Cancelling this raises CancelledError."""
     deadline = CodeDeadline(limits.alarm)
     task = asyncio.current_task()
@@ -168,7 +148,7 @@ def problem_for(environment: Environment, index: int, limits: TimeLimits) -> tup
     try:
         problem = limits.alarm.call(lambda: environment.problem(index))
         if not isinstance(cast("object", problem), Problem):
-            return Failure("raised", f"problem({index}) returned {_type_name(problem)}, not a Problem")
+            return Failure("raised", f"problem({index}) returned {type_name(problem)}, not a Problem")
         return problem, msgspec.json.decode(msgspec.json.encode(problem), type=Problem)
     except CodeGivenUpError as error:
         return Failure("timeout", str(error))
@@ -225,7 +205,7 @@ def check_rollout(returned: object, produced: Mapping[str, Produced]) -> Rollout
     Raises RolloutError, saying what is wrong.
     """
     if not isinstance(returned, Rollout):
-        raise RolloutError(f"the environment returned {_type_name(returned)}, not a Rollout")
+        raise RolloutError(f"the environment returned {type_name(returned)}, not a Rollout")
     if not isinstance(returned.turns, (tuple, Sequence)) or not returned.turns:
         raise RolloutError("the rollout has no turns")
     turns: dict[str, Turn] = {}
@@ -234,19 +214,19 @@ def check_rollout(returned: object, produced: Mapping[str, Produced]) -> Rollout
         if checked.completion.request_id in turns:
             raise RolloutError(f"turn {number} repeats request {checked.completion.request_id}")
         turns[checked.completion.request_id] = checked
-    reward, metrics = _finite(returned.reward, "the reward"), _metrics(returned.metrics)
+    reward, metrics = finite(returned.reward, "the reward"), metrics_of(returned.metrics)
     return Rollout(turns=tuple(turns.values()), reward=reward, metrics=metrics)
 
 
-def _metrics(metrics: object) -> dict[str, float]:
+def metrics_of(metrics: object) -> dict[str, float]:
     if not isinstance(metrics, (dict, Mapping)):
-        raise RolloutError(f"metrics are {_type_name(metrics)}, not a dict of numbers")
-    return {str(name): _finite(value, f"metric {name!r}") for name, value in metrics.items()}
+        raise RolloutError(f"metrics are {type_name(metrics)}, not a dict of numbers")
+    return {str(name): finite(value, f"metric {name!r}") for name, value in metrics.items()}
 
 
 def _check_turn(turn: object, number: int, produced: Mapping[str, Produced]) -> Turn:
     if not isinstance(turn, Turn) or not isinstance(turn.completion, Completion):
-        raise RolloutError(f"turn {number} is {_type_name(turn)}, not a Turn with a Completion")
+        raise RolloutError(f"turn {number} is {type_name(turn)}, not a Turn with a Completion")
     request_id = turn.completion.request_id
     if request_id not in produced:
         raise RolloutError(f"turn {number}: this rollout's client has produced no completion {request_id!r}")
@@ -260,17 +240,17 @@ def _check_turn(turn: object, number: int, produced: Mapping[str, Produced]) -> 
     if not completion.token_ids:
         raise RolloutError(f"turn {number}: {request_id} has no tokens")
     if not isinstance(turn.text, str):
-        raise RolloutError(f"turn {number}: `text` is {_type_name(turn.text)}, not a string")
+        raise RolloutError(f"turn {number}: `text` is {type_name(turn.text)}, not a string")
     text = turn.text.encode(errors="replace").decode()  # a lone surrogate can't be written as JSON
     return Turn(prompt_ids=prompt_ids, completion=completion, text=text)
 
 
-def _finite(value: object, what: str) -> float:
+def finite(value: object, what: str) -> float:
     """Convert a finite real number (bool, int, float, NumPy scalar) to float. Raises RolloutError for anything else."""
     if type(value) is float and math.isfinite(value):  # fast path for the common case: checks of abstract types are slow
         return value
     if not isinstance(value, numbers.Real):
-        raise RolloutError(f"{what} is {_type_name(value)}, not a number")
+        raise RolloutError(f"{what} is {type_name(value)}, not a number")
     try:
         number = float(value)
     except OverflowError:
@@ -280,7 +260,7 @@ def _finite(value: object, what: str) -> float:
     return number
 
 
-def _type_name(value: object) -> str:
+def type_name(value: object) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
 
 

@@ -1,20 +1,12 @@
-"""The contents of the terminal view: pure functions from stage statuses to rich renderables or a line of text."""
+"""What terminal views show: rates, and lines of text. Pure functions of stage statuses and the time."""
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
-from itertools import pairwise
-
-from rich.console import Group, RenderableType
-from rich.markup import escape
-from rich.panel import Panel
-from rich.progress_bar import ProgressBar
-from rich.table import Table
-from rich.text import Text
+from collections.abc import Mapping
 
 from pipelinerl.metrics.totals import actor_total, engine_total, trainer_progress
-from pipelinerl.types import ActorProgress, EngineProgress, StageStatus, TrainerProgress
+from pipelinerl.types import EngineProgress, StageStatus, TrainerProgress
 
 # ---- Rates of counters. There is no clock here: the caller passes the time.
 
@@ -56,19 +48,6 @@ class Rate:
 SILENT_S = 15.0
 """A stage that has not reported for longer than this is shown as silent."""
 
-NARROW = 92
-"""Columns of a terminal below which a stage takes two lines."""
-NO_STAGE = "no stage has reported yet"
-
-_BARS = "▁▂▃▄▅▆▇█"
-MARKS = {
-    "starting": ("◌", "cyan"),
-    "working": ("●", "green"),
-    "waiting": ("◦", "yellow"),
-    "done": ("✓", "blue"),
-    "failed": ("✗", "bold red"),
-}
-
 
 class Trends:
     """Values computed from many statuses: throughputs and the history of the reward.
@@ -105,33 +84,6 @@ class Trends:
         return steps_left / rate if rate else None
 
 
-def render(
-    statuses: Mapping[str, StageStatus],
-    now: float,
-    target: int,
-    *,
-    trends: Trends | None = None,
-    elapsed_s: float | None = None,
-    title: str = "pipelinerl",
-    width: int = 120,
-) -> RenderableType:
-    """The whole view at `now` (`time.monotonic`) of a run of `target` optimizer steps. Stages may be missing."""
-    trends, progress, stages = trends or Trends(), _progress_line, _stages
-    if width < NARROW:
-        from pipelinerl.status.narrow import progress, stages  # noqa: PLC0415 - few terminals are narrow
-    trainer = trainer_progress(statuses) or TrainerProgress()
-    body = Group(
-        progress(trainer.version, target, trends, elapsed_s),
-        Text(),
-        _learning_line(statuses, trends),
-        Text(),
-        stages(statuses, trends, now),
-        Text(),
-        _facts(statuses, now),
-    )
-    return Panel(body, title=escape(title), title_align="left", border_style="dim", padding=(0, 1))
-
-
 def runners_line(statuses: Mapping[str, StageStatus]) -> str | None:
     """How engine and trainer run the model, once both are ready. An engine behind HTTP says so in its own log."""
     engine, trainer = engine_total(statuses), trainer_progress(statuses)
@@ -146,12 +98,12 @@ def plain_line(statuses: Mapping[str, StageStatus], target: int, trends: Trends,
     trainer = trainer_progress(statuses) or TrainerProgress()
     latest = trainer.latest
     parts = [f"[{duration(elapsed_s):>7}]", f"step {trainer.version}/{target}"]
-    parts += [f"{name} {shown}" for name, shown in _headline(latest) if shown != "-"]
+    parts += [f"{name} {shown}" for name, shown in headline(latest) if shown != "-"]
     parts += [per_second(trends.generated, "tok"), per_second(trends.samples, "samples")]
     parts.append(f"queued {trainer.queued}")
     dropped = dropped_by_reason(statuses)
     if dropped:
-        parts.append(f"dropped {dropped.total()} ({_reasons(dropped)})")
+        parts.append(f"dropped {dropped.total()} ({reasons(dropped)})")
     left_s = trends.remaining_s(max(0, target - trainer.version))
     parts.append(f"left {duration(left_s)}")
     return "  ".join(parts)
@@ -215,31 +167,7 @@ def per_second(rate: Rate, unit: str) -> str:
     return f"{'-' if value is None else short(value)} {unit}/s"
 
 
-def sparkline(values: Iterable[float], width: int) -> str:
-    """The values as bars, scaled to their minimum and maximum; more than `width` values are averaged to `width` bars."""
-    points = list(values)
-    count = min(width, len(points))
-    edges = [len(points) * i // count for i in range(count + 1)] if count else []
-    means = [sum(points[a:b]) / (b - a) for a, b in pairwise(edges)]
-    if not means:
-        return ""
-    low, spread = min(means), max(means) - min(means)
-    return "".join(_BARS[int((mean - low) / spread * (len(_BARS) - 1) + 0.5) if spread else 0] for mean in means)
-
-
-def _progress_line(version: int, target: int, trends: Trends, elapsed_s: float | None) -> RenderableType:
-    line = Table.grid(padding=(0, 2), expand=True)
-    line.add_column(no_wrap=True)
-    line.add_column(ratio=1)
-    line.add_column(no_wrap=True, justify="right")
-    share = version / target if target else 0.0
-    left = trends.remaining_s(max(0, target - version))
-    times = f"{share:4.0%}   {duration(elapsed_s)} elapsed, {duration(left)} left"
-    line.add_row(Text(f"step {version}/{target}", "bold"), ProgressBar(max(1, target), version), times)
-    return line
-
-
-def _headline(latest: Mapping[str, float]) -> list[tuple[str, str]]:
+def headline(latest: Mapping[str, float]) -> list[tuple[str, str]]:
     def shown(name: str, pattern: str) -> str:
         return format(latest[name], pattern) if name in latest else "-"
 
@@ -251,46 +179,6 @@ def _headline(latest: Mapping[str, float]) -> list[tuple[str, str]]:
         ("entropy", shown("entropy_mean", ".2f")),
         ("length", shown("completion_length_mean", ".0f")),
     ]
-
-
-def _learning_line(statuses: Mapping[str, StageStatus], trends: Trends) -> RenderableType:
-    actor = actor_total(statuses) or ActorProgress()
-    trainer = trainer_progress(statuses) or TrainerProgress()
-    known = [(name, shown) for name, shown in _headline(trainer.latest) if shown != "-"]
-    line = Text() if known else Text("no optimizer step yet   ", "dim")
-    for name, shown in known:
-        line.append(f"{name} ", "dim").append(shown, "bold")
-        if name == "reward" and len(trends.rewards) > 1:
-            line.append(f" {sparkline(trends.rewards, 16)}", "green")
-        line.append("   ")
-    for when, reward in actor.evaluations.items():
-        line.append(f"held-out {when} ", "dim").append(f"{reward:.3f}   ", "bold")
-    return line
-
-
-def _stages(statuses: Mapping[str, StageStatus], trends: Trends, now: float) -> RenderableType:
-    table = Table(box=None, padding=(0, 2, 0, 0), expand=True, header_style="dim")
-    for name in ("stage", "state"):
-        table.add_column(name, no_wrap=True)
-    table.add_column("for", no_wrap=True, justify="right")
-    table.add_column("doing, or waiting for", ratio=1)
-    table.add_column("busy", no_wrap=True, justify="right")
-    table.add_column("throughput", no_wrap=True)
-    for status in statuses.values():
-        mark, style = MARKS[status.state]
-        since = duration(now - status.since_s)
-        busy, rates = throughput(status, trends)
-        table.add_row(status.stage, Text(f"{mark} {status.state}", style), since, detail_of(status, now), busy, rates)
-    if not statuses:
-        table.add_row("-", Text("◌ starting", "cyan"), "", NO_STAGE, "", "")
-    return table
-
-
-def detail_of(status: StageStatus, now: float) -> Text:
-    silent_s = now - status.written_s
-    if status.state in ("working", "waiting") and silent_s > SILENT_S:
-        return Text(f"no report for {duration(silent_s)}; {status.detail}", "bold red")
-    return Text(status.detail, "" if status.state == "working" else MARKS[status.state][1])
 
 
 def throughput(status: StageStatus, trends: Trends) -> tuple[str, str]:
@@ -309,32 +197,5 @@ def _share(busy_s: float, ready_s: float) -> str:
     return f"{busy_s / ready_s:.0%}" if ready_s > 0 else "-"
 
 
-def _facts(statuses: Mapping[str, StageStatus], now: float) -> RenderableType:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column()
-    engine, actor, trainer = (
-        engine_total(statuses),
-        actor_total(statuses),
-        trainer_progress(statuses) or TrainerProgress(),
-    )
-    if statuses:
-        table.add_row("wait", Text(wait_line(statuses, now)))
-    if engine is not None:
-        last = f", last pause {pause(engine.pauses_s[-1])}" if engine.pauses_s else ""
-        published = f"trainer at version {trainer.version}, engine at {engine.version}"
-        table.add_row("weights", f"{published}; {engine.weight_updates} updates applied{last}")
-        table.add_row("engine", f"{engine.in_progress} of {engine.slots} slots in progress, {engine.queued} queued")
-    if actor is not None:
-        counts = (
-            f"{actor.rollouts_started} started, {trainer.trained} trained, {trainer.queued} queued, "
-            f"{actor.rollouts_in_progress} in progress"
-        )
-        dropped = dropped_by_reason(statuses)
-        text = Text(f"{counts}, ").append(f"{dropped.total()} dropped", "bold yellow" if dropped else "")
-        table.add_row("rollouts", text.append(f" ({_reasons(dropped)})" if dropped else ""))
-    return table
-
-
-def _reasons(dropped: Counter[str]) -> str:
+def reasons(dropped: Counter[str]) -> str:
     return ", ".join(f"{reason} {count}" for reason, count in dropped.most_common())

@@ -10,12 +10,8 @@ import os
 from collections.abc import Mapping
 from typing import Literal, TextIO
 
-import msgspec
-from rich.console import Console
-from rich.live import Live
-
 from pipelinerl.metrics.totals import trainer_progress
-from pipelinerl.status.screen import Trends, plain_line, render, runners_line, waiting_lines
+from pipelinerl.status.screen import Trends, plain_line, runners_line, waiting_lines
 from pipelinerl.types import StageStatus
 
 REDRAW_S = 0.5
@@ -54,47 +50,6 @@ class View:
 
     def close(self) -> None:
         """Leave the last state on the screen and release the terminal. May be called twice."""
-
-
-class LiveView(View):
-    """A view redrawn in place. Takes over the terminal at the first update, and releases it in `close`."""
-
-    def __init__(self, stream: TextIO, *, target: int, title: str = "pipelinerl") -> None:
-        super().__init__(stream)
-        self._target = target
-        self._title = title
-        self._trends = Trends()
-        self._first_s = self._drawn_s = 0.0
-        self._last: tuple[Mapping[str, StageStatus], float] | None = None
-        console = Console(file=stream, force_terminal=True)
-        self._live = Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
-
-    def update(self, statuses: Mapping[str, StageStatus], now: float) -> None:
-        super().update(statuses, now)
-        first = self._last is None
-        shown = {stage: msgspec.structs.replace(one, detail=printable(one.detail)) for stage, one in statuses.items()}
-        self._last = (shown, now)
-        if first:
-            self._first_s = now
-            self._live.start()
-        if first or now - self._drawn_s >= REDRAW_S:
-            self._draw(*self._last)
-
-    def say(self, text: str) -> None:
-        self._live.console.print(printable(text.expandtabs()), markup=False, highlight=False)
-
-    def close(self) -> None:
-        if self._last is not None and self._live.is_started:
-            self._draw(*self._last)
-            self._live.stop()
-
-    def _draw(self, statuses: Mapping[str, StageStatus], now: float) -> None:
-        self._drawn_s = now
-        self._trends.observe(statuses, now)
-        elapsed_s = now - self._first_s
-        width, title = self._live.console.width, self._title
-        screen = render(statuses, now, self._target, trends=self._trends, elapsed_s=elapsed_s, title=title, width=width)
-        self._live.update(screen, refresh=True)
 
 
 class PlainView(View):
@@ -148,6 +103,8 @@ def make_view(
         log = os.environ.get("TERM") == "dumb" or os.environ.get("CI", "").lower() not in ("", "0", "false")
         kind = "live" if stream.isatty() and not log else "plain"
     if kind == "live":
+        from pipelinerl.status.live import LiveView  # noqa: PLC0415 - logs need no drawing
+
         return LiveView(stream, target=target, title=title)
     return PlainView(stream, target=target)
 

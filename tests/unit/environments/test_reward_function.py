@@ -10,7 +10,8 @@ import pytest
 
 from pipelinerl.actor.client import EngineClient, RolloutClient
 from pipelinerl.actor.deadline import CodeAlarm
-from pipelinerl.actor.rollouts import Failure, TimeLimits, attempt, score
+from pipelinerl.actor.rollouts import Failure, TimeLimits, attempt
+from pipelinerl.actor.scoring import score
 from pipelinerl.environments import make_environment
 from pipelinerl.environments.user.code import finite_number, names_a_function
 from pipelinerl.errors import EnvironmentSetupError, RolloutError

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from rich.console import Console
 
-from pipelinerl.status.screen import Rate, Trends, duration, render, short, sparkline, wait_line
-from pipelinerl.status.view import LiveView, PlainView, View, make_view
+from pipelinerl.status.live import LiveView, render, sparkline
+from pipelinerl.status.screen import Rate, Trends, duration, short, wait_line
+from pipelinerl.status.view import PlainView, View, make_view
 from pipelinerl.types import ActorProgress, EngineProgress, StageStatus, TrainerProgress
 
 LATEST = {"reward_mean": 0.625, "ess": 0.971, "lag_mean": 1.75, "lag_max": 5.0, "entropy_mean": 0.3}
