@@ -11,8 +11,8 @@ from pathlib import Path
 
 import msgspec
 
-from pipelinerl.checkpoint import load_checkpoint
 from pipelinerl.checkpoint_folders import latest_checkpoint
+from pipelinerl.checkpoint_state import QueuePosition, TrainerCounters, read_state
 from pipelinerl.config.load import config_from_yaml
 from pipelinerl.config.schema import LoraConfig, RunConfig
 from pipelinerl.errors import RunDirectoryError
@@ -26,8 +26,6 @@ from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.reading import read_records
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.preprocess import newest_version
-from pipelinerl.trainer import QueuePosition, TrainerCounters
-from pipelinerl.trainer.records import TRAINED_FILE
 from pipelinerl.types import Group, Prepared
 
 
@@ -133,7 +131,7 @@ def plan_resume(config: RunConfig, run: RunDirectory, store: StreamStore) -> Sta
     path = latest_checkpoint(run.root)
     if path is None:
         raise RunDirectoryError(f"{run.root} has no checkpoint to resume from")
-    state = load_checkpoint(path).state
+    state = read_state(path)
     if state.version > config.trainer.steps:
         raise RunDirectoryError(
             f"{run.root} is at version {state.version}, beyond trainer.steps {config.trainer.steps}: set --trainer.steps to "
@@ -154,7 +152,7 @@ def plan_resume(config: RunConfig, run: RunDirectory, store: StreamStore) -> Sta
         evaluated=max((one.version for one in evaluated), default=0),
         elapsed_s=steps[-1].time_s if steps else 0.0,
         rollouts_bytes=_size(run.rollouts / "rollouts.jsonl"),
-        trained_bytes=_size(run.rollouts / TRAINED_FILE),
+        trained_bytes=_size(run.trained),
     )
 
 

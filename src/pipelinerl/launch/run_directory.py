@@ -30,6 +30,7 @@ class RunDirectory:
         self.summary = root / "summary.json"
         self.curves = root / "curves.png"
         self.rollouts = root / "rollouts"
+        self.trained = self.rollouts / "trained.jsonl"
         self.checkpoints = root / "checkpoints"
         self.streams = root / "streams"
         self.logs = root / "logs"
