@@ -31,41 +31,18 @@ from typing import Any
 
 import msgspec
 import torch
-import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers.utils import logging
 
 from pipelinerl.checkpoint_folders import HIDDEN, FileRecord, Folders, files_in, folder_name, record_of
-from pipelinerl.errors import INVALID_DATA, CheckpointError
+from pipelinerl.checkpoint_state import STATE_FILE, CheckpointState, encode_state, read_state
+from pipelinerl.errors import CheckpointError
 
-FORMAT = 1
-STATE_FILE = "state.json"
 OPTIMIZER_FILE = "optimizer.safetensors"
 OPTIMIZER_SHARD = "optimizer-{:05d}-of-{:05d}.safetensors"
 OPTIMIZER_NAME = re.compile(r"optimizer(-\d{5}-of-\d{5})?\.safetensors")
-
-
-class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
-    """The contents of a checkpoint besides the model and the optimizer's moments.
-
-    `positions` and `counters` are JSON-like values that are returned to the caller unchanged. `rng` is the state of
-    torch's generators by device, in base64. `files` lists all other files in the folder.
-    """
-
-    version: int
-    rng: dict[str, str] = {}
-    positions: dict[str, Any] = {}
-    counters: dict[str, Any] = {}
-    config_checksum: str = ""
-    files: dict[str, FileRecord] = {}
-    format: int = FORMAT
-
-
-class _Envelope(msgspec.Struct, frozen=True):
-    checksum: str
-    state: msgspec.Raw
 
 
 class Checkpoint(msgspec.Struct, frozen=True):
@@ -250,50 +227,12 @@ def _write_state(folder: Path, state: CheckpointState, others: Mapping[str, File
     for path in files_in(folder):
         if (name := str(path.relative_to(folder))) not in files:
             files[name] = record_of(path)
-    (folder / STATE_FILE).write_bytes(_encode(msgspec.structs.replace(state, files=files)))
+    (folder / STATE_FILE).write_bytes(encode_state(msgspec.structs.replace(state, files=files)))
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
-    """Read a checkpoint's state and verify all of its files.
-
-    Raises CheckpointError naming the file that is missing, damaged, or in another format.
-    """
-    state = _read_state(path / STATE_FILE)
-    for name, record in state.files.items():
-        try:
-            actual = record_of(path / name)
-        except OSError as error:
-            raise CheckpointError(f"checkpoint {path}: can't read {name}: {error.strerror}{_ADVICE}") from error
-        if actual != record:
-            raise CheckpointError(
-                f"checkpoint {path}: {name} is damaged ({actual.size} bytes, checksum {actual.checksum}; "
-                f"expected {record.size} bytes, checksum {record.checksum}){_ADVICE}"
-            )
-    return Checkpoint(path, state)
-
-
-_ADVICE = "; delete this checkpoint to resume from the one before"
-
-
-def _encode(state: CheckpointState) -> bytes:
-    encoded = msgspec.json.encode(state)
-    return msgspec.json.encode(_Envelope(_checksum(encoded), msgspec.Raw(encoded)))
-
-
-def _read_state(path: Path) -> CheckpointState:
-    try:
-        envelope = msgspec.json.decode(path.read_bytes(), type=_Envelope)
-        encoded = bytes(envelope.state)
-        if _checksum(encoded) != envelope.checksum:
-            raise CheckpointError(f"checkpoint file {path} is damaged: its checksum is not {envelope.checksum}{_ADVICE}")
-        found = msgspec.json.decode(encoded, type=dict[str, Any]).get("format")
-        if found != FORMAT:
-            raise CheckpointError(f"checkpoint file {path} has format {found}; this version reads format {FORMAT}")
-        return msgspec.json.decode(encoded, type=CheckpointState)
-    except OSError as error:
-        raise CheckpointError(f"checkpoint {path.parent}: can't read {path.name}: {error.strerror}{_ADVICE}") from error
-    except INVALID_DATA as error:
-        raise CheckpointError(f"checkpoint file {path} is damaged: {error}{_ADVICE}") from error
+    """Read a checkpoint's state and verify all of its files. Raises CheckpointError (see `read_state`)."""
+    return Checkpoint(path, read_state(path))
 
 
 @contextmanager
@@ -306,10 +245,6 @@ def _no_progress_bars() -> Iterator[None]:
     finally:
         if shown:
             logging.enable_progress_bar()
-
-
-def _checksum(data: bytes) -> str:
-    return xxhash.xxh3_128(data).hexdigest()
 
 
 def _first_line(error: Exception) -> str:

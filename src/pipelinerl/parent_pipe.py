@@ -1,5 +1,5 @@
 """How a started process learns that it should end: the child's end of a parent-death pipe (`child` has the parent's), and
-SIGTERM.
+signals.
 """
 
 from __future__ import annotations
@@ -38,3 +38,36 @@ def stop_on_sigterm(stopping: threading.Event) -> Callable[[], bool]:
     """From now on SIGTERM asks for a clean stop. Before, it ends the process, which has nothing to save yet."""
     signal.signal(signal.SIGTERM, lambda *_: stopping.set())
     return stopping.is_set
+
+
+POLL_S = 0.02
+
+
+class Turns:
+    """What a process is told that may take part in several sessions of a run.
+
+    SIGTERM asks it to stop. SIGUSR2 asks it to end its part of the session, and later to take part in the next one.
+    """
+
+    def __init__(self) -> None:
+        self._stopping, self._told = threading.Event(), threading.Event()
+
+    def listen(self) -> None:
+        """Obey signals from now on. Before, they end the process."""
+        stop_on_sigterm(self._stopping)
+        signal.signal(signal.SIGUSR2, lambda *_: self._told.set())
+
+    def over(self) -> bool:
+        """Whether its part of the session shall end."""
+        return self._stopping.is_set() or self._told.is_set()
+
+    def another(self, ready: Callable[[], object]) -> bool:
+        """If it was asked to wait for another session, call `ready` and wait. Returns whether there is one."""
+        if not self._told.is_set():
+            return False
+        self._told.clear()
+        ready()
+        while not self.over():
+            time.sleep(POLL_S)
+        self._told.clear()
+        return not self._stopping.is_set()

@@ -238,16 +238,3 @@ def test_an_evaluation_that_a_death_interrupts_is_repeated(when: str, tmp_path: 
     assert sum('"before"' in line for line in lines) == sum('"after"' in line for line in lines) == 1
     versions = [record["version"] for record in counts["eval_online"]]
     assert versions == sorted(set(versions))
-
-
-@exhaustive
-@pytest.mark.parametrize(("victim", "kind"), [("generation", "collective"), ("training", "shared")])
-def test_other_processes_are_not_started_again(victim: str, kind: str, tmp_path: Path) -> None:
-    run_dir = tmp_path / "r"
-    process = start_processes(run_dir, weights__kind=kind, trainer__steps=100_000)
-    with in_training(process, run_dir) as pids:
-        os.kill(pids[victim], signal.SIGKILL)
-        ended = wait(process)
-    assert ended.status == 4
-    assert f"the {victim} process (pid {pids[victim]}) was killed by SIGKILL" in ended.error
-    assert "such a process is not started again" in ended.error

@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 
+import pipelinerl
+from pipelinerl.experiments.chaos.invariants import check
+from pipelinerl.experiments.replay.replay import Request, replay
 from tests.integration.runs import (
     alive,
     assert_gone_on,
@@ -77,13 +80,24 @@ def assert_went_on(run_dir: Path, process: subprocess.Popen[str], count: int) ->
 def test_a_killed_process_costs_the_steps_since_the_last_checkpoint(
     tmp_path: Path, role: str, settings: dict[str, Any]
 ) -> None:
+    """Generation processes of one machine go on with the same engine, unless weights are broadcast."""
     run_dir = tmp_path / "r"
     process = going(run_dir, 6, **settings)
     before = process_ids(run_dir)
     kill(run_dir, role)
+    until(lambda: process_ids(run_dir).get("training", before["training"]) != before["training"], process)
+    generating = {name for name in before if name.startswith("generation")}
+    kept = generating if role.startswith("training") and "weights__kind" not in settings else set()
+    until(lambda: process_ids(run_dir).keys() >= generating, process)
+    now = process_ids(run_dir)
+    assert {name for name in generating if now[name] == before[name]} == kept
     counts = assert_went_on(run_dir, process, 1)
     assert counts["resumed_from"] >= 4
-    assert counts["restarts"]["run"]["steps_lost"] <= 5
+    restarts = counts["restarts"]["run"]
+    assert restarts["steps_lost"] <= 5
+    assert restarts["processes_kept"] == len(kept)
+    assert restarts["rollouts_abandoned"] > 0
+    assert check(run_dir) == []
     assert not any(alive(pid) for pid in before.values())
 
 
@@ -107,6 +121,50 @@ def test_a_stopped_trainer_is_noticed_and_the_run_goes_on(tmp_path: Path) -> Non
 
 
 @exhaustive
+def test_a_generation_process_that_does_not_answer_is_not_kept(tmp_path: Path) -> None:
+    run_dir = tmp_path / "r"
+    process = going(run_dir, 6, engine__processes=3)
+    before = process_ids(run_dir)
+    kill(run_dir, "generation-1", signal.SIGSTOP)
+    kill(run_dir, "training")
+    until(lambda: process_ids(run_dir).get("generation-1", before["generation-1"]) != before["generation-1"], process)
+    now = process_ids(run_dir)
+    assert {role for role in ("generation-0", "generation-2") if now[role] == before[role]} == {
+        "generation-0",
+        "generation-2",
+    }
+    assert assert_went_on(run_dir, process, 1)["restarts"]["run"]["processes_kept"] == 2
+
+
+@exhaustive
+def test_a_kept_process_that_dies_is_replaced(tmp_path: Path) -> None:
+    run_dir = tmp_path / "r"
+    process = going(run_dir, 6)
+    before = kill(run_dir, "training")
+    until(lambda: process_ids(run_dir).get("training", before) != before, process)
+    kept = kill(run_dir, "generation")
+    until(lambda: process_ids(run_dir).get("generation", kept) != kept, process)
+    counts = assert_went_on(run_dir, process, 1)
+    assert counts["restarts"]["run"]["processes_kept"] == counts["restarts"]["generation"]["count"] == 1
+    assert check(run_dir) == []
+
+
+@exhaustive
+def test_a_run_that_may_not_go_on_ends_its_kept_processes(tmp_path: Path) -> None:
+    """Also while they wait: it is interrupted in the pause before the next session."""
+    run_dir = tmp_path / "r"
+    process = going(run_dir, 6, launch__restarts=1, trainer__checkpoint_every=1000)
+    pids = process_ids(run_dir)
+    kill(run_dir, "training")
+    assert process.stdout is not None
+    while "the run goes on" not in process.stdout.readline():
+        pass
+    process.send_signal(signal.SIGINT)
+    assert wait(process).status != 0
+    until(lambda: not any(alive(pid) for pid in pids.values()))
+
+
+@exhaustive
 def test_without_a_checkpoint_it_starts_again_from_the_beginning(tmp_path: Path) -> None:
     run_dir = tmp_path / "r"
     process = going(run_dir, 3, trainer__checkpoint_every=0)
@@ -117,7 +175,7 @@ def test_without_a_checkpoint_it_starts_again_from_the_beginning(tmp_path: Path)
     assert (run_dir / "before-1" / "metrics.jsonl").exists()
 
 
-DIES = """
+KILLS = """
 def problem(self, index):
     if index >= 20:
         os.kill(os.getpid(), 9)
@@ -128,7 +186,7 @@ def problem(self, index):
 @exhaustive
 def test_a_run_that_dies_at_the_same_place_ends_with_all_reports(tmp_path: Path) -> None:
     """With a broadcast of weights, a generation process can't be replaced."""
-    kind = write_environment(tmp_path, DIES, ["import os"])
+    kind = write_environment(tmp_path, KILLS, ["import os"])
     settings = {"weights__kind": "collective", "environment__kind": kind, "trainer__checkpoint_every": 100}
     ended = wait(start_processes(tmp_path / "r", launch__restarts=2, trainer__steps=GOAL, **settings))
     assert ended.status == 4
@@ -166,3 +224,74 @@ def test_a_stopped_process_of_a_killed_launcher_keeps_the_next_session_out(
     ended = command("train", "--resume", str(run_dir))
     assert (ended.status, ended.error) == (0, "")
     assert_gone_on(run_dir, GOAL)
+
+
+# ------------------------------------------------------------------------------------------------ at chosen moments
+
+
+DIES = """
+import os, signal, sys
+
+def dies(owner, name, number, after):
+    inner, calls = getattr(owner, name), []
+    def call(*arguments, **options):
+        calls.append(None)
+        now = len(calls) == number
+        result = None if now and not after else inner(*arguments, **options)
+        if now:
+            print(name, file=open(os.environ["DIED"], "a"), flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+    setattr(owner, name, call)
+
+if "training" in sys.orig_argv:
+    from pipelinerl.checkpoint_folders import Folders
+    from pipelinerl.launch.stages import training
+    from pipelinerl.trainer.step import Learner
+    from pipelinerl.trainer.trainer import Trainer
+    from pipelinerl.weights.shared.file import Control
+    deaths = open(os.environ["DIED"]).read().count("\\n")
+    if deaths < len(MOMENTS):
+        dies(*MOMENTS[deaths])
+"""
+MOMENTS = {
+    "before a step": ["Learner, 'step', 7, False"],
+    "after a step": ["Learner, 'step', 8, True"],
+    "weights are not published": ["Control, 'write_offer', 7, False"],
+    "weights are published": ["Control, 'write_offer', 7, True"],
+    "a checkpoint has no name": ["Folders, 'install', 2, False"],
+    "a checkpoint is there": ["Folders, 'install', 2, True"],
+    "all steps are taken": ["Trainer, 'finish', 1, False"],
+    "no weights are published": ["Control, 'write_offer', 1, False"],
+    "the first weights are published": ["Control, 'write_offer', 1, True"],
+    "twice, before it has recorded its session": ["Learner, 'step', 8, True", "training, 'record_session', 1, False"],
+    "twice, when the engines have worked without it": ["Learner, 'step', 8, True", "Control, 'write_offer', 1, False"],
+}
+"""Which call of which method ends the training process, and whether after the call."""
+
+
+@exhaustive
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_version_is_one_set_of_weights_whenever_the_trainer_dies(
+    moment: str, every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that was trained on was sampled by the weights that its versions have at the end, and training is repeated."""
+    deaths = MOMENTS[moment]
+    listed = ", ".join(f"({death})" for death in deaths)
+    (tmp_path / "sitecustomize.py").write_text(DIES.replace("MOMENTS", f"[{listed}]"))
+    (tmp_path / "died").touch()
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(Path(pipelinerl.__file__).parents[1])]))
+    monkeypatch.setenv("DIED", str(tmp_path / "died"))
+    run_dir, goal = tmp_path / "r", 12
+    settings = {"trainer__checkpoint_every": every, "trainer__keep_versions": "all", "engine__processes": 2}
+    ended = wait(start_processes(run_dir, trainer__steps=goal, schedule__max_lag=4, **settings))
+    assert (ended.status, ended.error) == (0, "")
+    counts = assert_gone_on(run_dir, goal)
+    assert counts["lag_max"] <= 4
+    assert counts["restarts"]["run"]["count"] == len(deaths)
+    assert check(run_dir) == []
+    result = replay(Request(run_dir=run_dir, settings=[], verify=1000), lambda: False, lambda _: None)
+    assert result.differences == ()
+    assert result.generation is not None
+    assert result.generation.drawn == result.generation.tokens

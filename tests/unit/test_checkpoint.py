@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from pipelinerl import checkpoint as module
+from pipelinerl import checkpoint_state
 from pipelinerl.checkpoint import load_checkpoint, rng_state, save_checkpoint
 from pipelinerl.checkpoint_folders import checkpoints, keep_latest, latest_checkpoint
 from pipelinerl.config.schema import TrainerConfig
@@ -216,7 +217,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str, damage: str) -> None
 
 def test_another_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save(tmp_path, 1)
-    monkeypatch.setattr(module, "FORMAT", 2)
+    monkeypatch.setattr(checkpoint_state, "FORMAT", 2)
     with pytest.raises(CheckpointError, match="format 1; this version reads format 2"):
         load_checkpoint(path)
 

@@ -27,6 +27,7 @@ PROCESSES = {
         "environments.static_check environments.tasks.gcd",
         "environments.chat environments.data environments.user.function environments.user.pool torch",
     ),
+    "launcher, after a loss": ("launch.losses launch.resume", "checkpoint models trainer torch"),
     "launcher, after a run": ("report.curves report.terminal", "report.figures report.html report.series torch"),
     "worker": (
         "launch.hosts.worker",

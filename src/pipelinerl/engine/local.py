@@ -127,6 +127,14 @@ class LocalEngine:
             begun=Counter(first for one in self._requests.values() if (first := one.versions.first) is not None),
         )
 
+    def restart(self) -> None:
+        """Begin again as if it had just been made, with the weights that it holds: without requests, at version 0."""
+        self._cancelled.update(self._requests)
+        self.step()
+        self._version = self._tokens_generated = self._decode_steps = self._updates = 0
+        self._busy_s = 0.0
+        self._pauses_s.clear()
+
     # ---- requests
 
     def submit(self, request: GenerationRequest) -> None:

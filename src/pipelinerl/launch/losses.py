@@ -12,11 +12,14 @@ from typing import NamedTuple
 
 from pipelinerl.checkpoint_folders import by_version
 from pipelinerl.errors import PipelineRLError
-from pipelinerl.launch.session import Session
+from pipelinerl.launch.hosts.keeping import Kept
+from pipelinerl.launch.run_lock import RunLock
+from pipelinerl.launch.session import Session, StartPlan
 from pipelinerl.launch.summary import Outcome
 from pipelinerl.metrics.reading import read_lines
 from pipelinerl.metrics.records import StepRecord
-from pipelinerl.types import TRAINER, trainer_progress
+from pipelinerl.metrics.totals import actor_total
+from pipelinerl.types import TRAINER, ActorProgress, trainer_progress
 
 FIRST_PAUSE_S = 0.5
 """Pause before another session follows one that lost a process; it doubles with each one that made no progress."""
@@ -34,15 +37,18 @@ class Losses:
     """The sessions of a run that lost a process which can't be replaced, and whether another session follows.
 
     error            why the latest session ended, if another one follows
+    lock             on the run directory, over all sessions
     records_from_s   of all these sessions: times in records include what a restart takes
     """
 
-    def __init__(self, first: Session) -> None:
+    def __init__(self, first: Session, lock: RunLock) -> None:
         self.error: PipelineRLError | None = None
-        self.run_dir, self.records_from_s = first.run.root, first.records_from_s
+        self._kept: Kept | None = None
+        self.lock, self.records_from_s = lock, first.records_from_s
         self._allowed = first.config.launch.restarts
         self._losses: list[Loss] = []
         self._reports: list[str] = []  # of the sessions since the latest new checkpoint
+        self._rollouts = self._rollouts_abandoned = self._processes_kept = 0
 
     def allow(self, session: Session, outcome: Outcome) -> bool:
         """Whether another session follows this one, which has ended."""
@@ -58,8 +64,16 @@ class Losses:
             return False
         trainer = trainer_progress(outcome.statuses.get(TRAINER))
         self._losses.append(Loss(time.monotonic(), max(trainer.version - latest, 0) if trainer else 0))
-        self.error = outcome.error
+        self.error, self._kept = outcome.error, outcome.kept
+        self._processes_kept += outcome.kept.count if outcome.kept else 0
+        actors = actor_total(outcome.statuses) or ActorProgress()
+        self._rollouts = _rollouts(session.plan) + actors.rollouts_started - sum(actors.rollouts_dropped.values())
         return True
+
+    def begin(self, plan: StartPlan) -> Kept | None:
+        """Another session begins: count what the rewind to its plan has given up. Returns the processes that were kept."""
+        self._rollouts_abandoned += max(0, self._rollouts - _rollouts(plan))
+        return self._kept
 
     @property
     def pause_s(self) -> float:
@@ -87,6 +101,8 @@ class Losses:
         found = {
             "count": len(self._losses),
             "steps_lost": sum(loss.steps for loss in self._losses),
+            "rollouts_abandoned": self._rollouts_abandoned,
+            "processes_kept": self._processes_kept,
             "recovery_s": [
                 round(min(after) - loss.time_s, 3)
                 for loss in self._losses
@@ -94,3 +110,8 @@ class Losses:
             ],
         }
         return replace(outcome, error=error, restarts={**outcome.restarts, "run": found})
+
+
+def _rollouts(plan: StartPlan) -> int:
+    """The rollouts that a session begins with: those that the trainer is done with, and those in the streams."""
+    return plan.settled + sum(kept.left for kept in plan.kept)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import msgspec
 
-from pipelinerl.checkpoint import load_checkpoint
 from pipelinerl.checkpoint_folders import latest_checkpoint
+from pipelinerl.checkpoint_state import QueuePosition, TrainerCounters, read_state
 from pipelinerl.config.load import config_from_yaml
 from pipelinerl.config.schema import LoraConfig, RunConfig
 from pipelinerl.errors import RunDirectoryError
@@ -23,11 +23,9 @@ from pipelinerl.launch.session import KeptGroup, StartPlan
 from pipelinerl.launch.stages.streams import PREPARED, ROLLOUTS, StreamStore, group_reader
 from pipelinerl.ledger import GroupLedger
 from pipelinerl.metrics.evaluations import EvaluationRecord
-from pipelinerl.metrics.reading import read_records
+from pipelinerl.metrics.reading import read_lines, read_records
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.preprocess import newest_version
-from pipelinerl.trainer import QueuePosition, TrainerCounters
-from pipelinerl.trainer.records import TRAINED_FILE
 from pipelinerl.types import Group, Prepared
 
 
@@ -133,7 +131,7 @@ def plan_resume(config: RunConfig, run: RunDirectory, store: StreamStore) -> Sta
     path = latest_checkpoint(run.root)
     if path is None:
         raise RunDirectoryError(f"{run.root} has no checkpoint to resume from")
-    state = load_checkpoint(path).state
+    state = read_state(path)
     if state.version > config.trainer.steps:
         raise RunDirectoryError(
             f"{run.root} is at version {state.version}, beyond trainer.steps {config.trainer.steps}: set --trainer.steps to "
@@ -148,14 +146,40 @@ def plan_resume(config: RunConfig, run: RunDirectory, store: StreamStore) -> Sta
     return StartPlan(
         checkpoint=str(path),
         version=state.version,
+        checksum=_published(run, state.version),
         taken=ledger.to_record(),
         kept=tuple(kept),
         settled=counts.trained + sum(counts.dropped.values()),
         evaluated=max((one.version for one in evaluated), default=0),
         elapsed_s=steps[-1].time_s if steps else 0.0,
-        rollouts_bytes=_size(run.rollouts / "rollouts.jsonl"),
-        trained_bytes=_size(run.rollouts / TRAINED_FILE),
+        rollouts_bytes=_unrecorded(run) or _size(run.rollouts / "rollouts.jsonl"),
+        trained_bytes=_size(run.trained),
     )
+
+
+class _Published(msgspec.Struct):
+    version: int
+    checksum: str
+
+
+def _published(run: RunDirectory, version: int) -> str | None:
+    found = read_lines(run.published, _Published) if run.published.exists() else []
+    return next((record.checksum for record in reversed(found) if record.version == version), None)
+
+
+class _Began(msgspec.Struct):
+    rollouts_bytes: int = 0
+
+
+def _unrecorded(run: RunDirectory) -> int | None:
+    """Where the groups begin of a session whose trainer ended before it recorded the session: they are the next one's.
+
+    Engines that were kept have sampled them with the weights of the checkpoint.
+    """
+    if not (run.plan.exists() and run.sessions.exists()):
+        return None
+    recorded, planned = read_lines(run.sessions, _Began)[-1:], msgspec.json.decode(run.plan.read_bytes(), type=_Began)
+    return None if recorded == [planned] else planned.rollouts_bytes
 
 
 def _size(path: Path) -> int:

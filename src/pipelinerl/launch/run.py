@@ -54,28 +54,37 @@ def train(config: RunConfig, *, resume: Path | None = None, began: Began = lambd
     config = validate(config)
     memory = check_before_the_start(config)
     losses: Losses | None = None
-    while True:
-        try:
-            ended = _train_session(config, resume, memory, started_s, losses, began=began)
-        except PipelineRLError as error:
-            if losses is None or losses.error is None:
-                raise
-            raise StageDiedError(f"{losses.error}\nthe run can't go on from its checkpoint: {error}") from error
-        if isinstance(ended, dict):
-            return ended
-        losses, resume = ended, ended.run_dir
-        time.sleep(losses.pause_s)
+    with ExitStack() as held:
+        while True:
+            try:
+                ended = _train_session(config, resume, memory, started_s, losses=losses, held=held, began=began)
+            except PipelineRLError as error:
+                if losses is None or losses.error is None:
+                    raise
+                raise StageDiedError(f"{losses.error}\nthe run can't go on from its checkpoint: {error}") from error
+            if isinstance(ended, dict):
+                return ended
+            losses, resume = ended, ended.lock.run.root
+            time.sleep(losses.pause_s)
 
 
 def _train_session(
-    config: RunConfig, resume: Path | None, memory: Judgement, started_s: float, losses: Losses | None, *, began: Began
+    config: RunConfig,
+    resume: Path | None,
+    memory: Judgement,
+    started_s: float,
+    *,
+    losses: Losses | None,
+    held: ExitStack,
+    began: Began,
 ) -> dict[str, Any] | Losses:
-    """One session, from the lock on the run directory to its summary. Returns the losses if another one shall follow."""
+    """One session, from the lock on the run directory to its summary. Returns the losses if another one shall follow.
+
+    `held` closes at the end of the last session what is kept from one to the next: the lock, and processes that wait.
+    """
     with ExitStack() as stack:
         cluster = stack.enter_context(_cluster(config))
-        lock = stack.enter_context(
-            closing(create_run_directory(config) if resume is None else open_run_directory(resume, config))
-        )
+        lock = losses.lock if losses else held.enter_context(closing(_locked(config, resume)))
         run = lock.run
         session_id = StartPlan().id
         if cluster is not None:
@@ -100,9 +109,12 @@ def _train_session(
             with closing(_make_view(session, notices)) as view:
                 if config.metrics.trackers or config.metrics.callback:  # they also get the summary
                     stack.enter_context(_followed(session, view))
-                outcome = _run_stages(session, lock, cluster, broker, view)
+                here = LocalHost(session, lock.fd, losses.begin(plan) if losses else None)
+                outcome = _run_stages(session, here, cluster, broker, view)
+                if outcome.kept is not None:
+                    held.callback(outcome.kept.close)
                 if losses is None and outcome.lost and config.launch.restarts:
-                    losses = _first_loss(session)
+                    losses = _first_loss(session, lock)
                 if follows := losses is not None and losses.allow(session, outcome):
                     view.say(losses.message)
             if cluster is not None:
@@ -113,14 +125,18 @@ def _train_session(
             return losses if follows else _conclude(session, losses.counted(session, outcome))
 
 
-def _first_loss(session: Session) -> Losses:
+def _locked(config: RunConfig, resume: Path | None) -> RunLock:
+    return create_run_directory(config) if resume is None else open_run_directory(resume, config)
+
+
+def _first_loss(session: Session, lock: RunLock) -> Losses:
     from pipelinerl.launch.losses import Losses  # noqa: PLC0415 - few runs need it
 
-    return Losses(session)
+    return Losses(session, lock)
 
 
 def _prepare_resume(config: RunConfig, run: RunDirectory) -> str | None:
-    from pipelinerl.launch.resume import prepare_resume  # noqa: PLC0415 - as below
+    from pipelinerl.launch.resume import prepare_resume  # noqa: PLC0415 - only a resumed run needs it
 
     return prepare_resume(config, run)
 
@@ -132,7 +148,7 @@ def _gather(session: Session, *, redis: bool) -> PipelineRLError | None:
 
 
 def _plan_resume(config: RunConfig, run: RunDirectory, redis_url: str | None) -> StartPlan:
-    from pipelinerl.launch.resume import plan_resume  # noqa: PLC0415 - reads a checkpoint, with torch
+    from pipelinerl.launch.resume import plan_resume  # noqa: PLC0415 - only a resumed run needs it
 
     return plan_resume(config, run, stream_store(config, run, redis_url))
 
@@ -231,7 +247,9 @@ def _make_view(session: Session, notices: list[str]) -> View:
     return view
 
 
-def _run_stages(session: Session, lock: RunLock, cluster: Cluster | None, broker: RedisServer | None, view: View) -> Outcome:
+def _run_stages(
+    session: Session, here: LocalHost, cluster: Cluster | None, broker: RedisServer | None, view: View
+) -> Outcome:
     if session.config.launch.kind == "embedded":
         from pipelinerl.launch.hosts.embedded import run_embedded  # noqa: PLC0415 - loads torch into this process
 
@@ -244,7 +262,7 @@ def _run_stages(session: Session, lock: RunLock, cluster: Cluster | None, broker
         for line in placement_lines(places, cluster.machines):
             view.say(line)
         return run_processes(session, view, RayHost(session, cluster, places, view.say), broker)
-    return run_processes(session, view, LocalHost(session, lock.fd), broker)
+    return run_processes(session, view, here, broker)
 
 
 def _conclude(session: Session, outcome: Outcome) -> dict[str, Any]:

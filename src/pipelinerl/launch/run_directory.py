@@ -33,6 +33,7 @@ class RunDirectory:
         self.curves = root / "curves.png"
         self.trackers = root / "trackers.json"
         self.rollouts = root / "rollouts"
+        self.trained = self.rollouts / "trained.jsonl"
         self.checkpoints = root / "checkpoints"
         self.streams = root / "streams"
         self.logs = root / "logs"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import msgspec
 from rich.console import Console
@@ -20,6 +20,9 @@ from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.summary import summarize
 from pipelinerl.types import ActorProgress, StageStatus
 
+if TYPE_CHECKING:
+    from pipelinerl.launch.hosts.keeping import Kept
+
 FINISHED = "finished"
 
 
@@ -27,7 +30,7 @@ FINISHED = "finished"
 class Outcome:
     """`error` is None for a run that reached its goal. `stream_rollouts` are in a stream, not yet read by the trainer.
 
-    `lost`: the session ended because a process was lost, so that another session can go on.
+    `lost`: the session ended because a process was lost, so that another session can go on. `kept`: processes for it.
     """
 
     statuses: Mapping[str, StageStatus]
@@ -37,6 +40,7 @@ class Outcome:
     peak_memory_bytes: Mapping[str, int] = field(default_factory=dict)
     restarts: Mapping[str, Any] = field(default_factory=dict)
     lost: bool = False
+    kept: Kept | None = None
 
     @property
     def status(self) -> str:

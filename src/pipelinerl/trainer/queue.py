@@ -10,34 +10,14 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from statistics import fmean
 
-import msgspec
-
+from pipelinerl.checkpoint_state import QueueCounts, QueuePosition
 from pipelinerl.errors import StreamError
 from pipelinerl.interfaces import StreamReader
-from pipelinerl.ledger import GroupLedger, LedgerRecord
+from pipelinerl.ledger import GroupLedger
 from pipelinerl.types import Prepared, TrainingSample
 
 RECENT_ROLLOUTS = 1024
 """Number of rollouts that `sampled_length_mean` is computed over."""
-
-
-class QueuePosition(msgspec.Struct, frozen=True, kw_only=True):
-    """The trainer's position in the stream.
-
-    All groups before `offset` are retired. `settled_ids` are the retired rollouts of groups that are only partly retired.
-    `ledger` holds the indices of all groups that are fully retired.
-    """
-
-    offset: int = 0
-    settled_ids: tuple[str, ...] = ()
-    ledger: LedgerRecord = LedgerRecord()
-
-
-class QueueCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """Rollouts that left the queue over the whole run."""
-
-    trained: int = 0
-    dropped: dict[str, int] = {}
 
 
 class _OpenGroup:

@@ -105,9 +105,6 @@ class EngineWatch:
 # ---- which rollouts were trained on: one line per optimizer step in `rollouts/trained.jsonl`
 
 
-TRAINED_FILE = "trained.jsonl"
-
-
 class TrainedSample(msgspec.Struct, frozen=True, kw_only=True):
     """One rollout of a step: its number of sampled tokens, their smallest and largest lag, and its advantage.
 

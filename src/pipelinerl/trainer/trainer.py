@@ -23,25 +23,17 @@ import msgspec
 
 from pipelinerl.checkpoint import Checkpoint, rng_state, save_weights, write_checkpoint
 from pipelinerl.checkpoint_folders import WEIGHTS_FOLDER, Folders
+from pipelinerl.checkpoint_state import QueuePosition, TrainerCounters
 from pipelinerl.config.schema import TrainerConfig
 from pipelinerl.errors import PolicyMismatchError
 from pipelinerl.interfaces import Schedule, Verdict, WeightSender
 from pipelinerl.trainer.probe import ProbeCheck
-from pipelinerl.trainer.queue import QueueCounts, QueuePosition, SampleQueue
+from pipelinerl.trainer.queue import SampleQueue
 from pipelinerl.trainer.status import TrainerOutput, TrainerStatus
 from pipelinerl.trainer.step import Learner, StepResult
 from pipelinerl.types import ENGINE, TrainerProgress, TrainingSample
 
 POLL_S = 0.002
-
-
-class TrainerCounters(msgspec.Struct, frozen=True, kw_only=True):
-    """Totals over the whole run, including the time before a resume."""
-
-    queue: QueueCounts = QueueCounts()
-    micro_batches: int = 0
-    tokens_trained: int = 0
-    ess_guard_trips: int = 0
 
 
 class TrainerState(msgspec.Struct, frozen=True, kw_only=True):

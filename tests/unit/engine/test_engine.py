@@ -248,6 +248,23 @@ def test_a_temperature_that_is_no_temperature_is_refused(temperature: float) -> 
         engine().submit(request("x", temperature=temperature))
 
 
+def test_after_a_restart_it_is_as_if_it_had_just_been_made() -> None:
+    """Wherever its requests were. It then takes weights of a lower version, and draws what a new engine draws."""
+    used, new = engine(slots=2), engine(slots=2)
+    used.update_weights(update_of(1, 7))
+    for name, prompt in (("decoding", (3, 4)), ("prefilling", tuple(range(3, 43))), ("waiting", (5, 6))):
+        used.submit(request(name, prompt, 50))
+        used.step()
+    assert (used.in_progress, used.queued) == (2, 1)
+    used.restart()
+    assert used.progress() == new.progress()
+    receipt = used.update_weights(update_of(2, 3))
+    new.update_weights(update_of(2, 3))
+    assert receipt.sequences_in_flight == 0
+    again = [request("decoding"), request("other", (9, 8, 7))]
+    assert used.generate(again) == new.generate(again)
+
+
 def test_recomputed_prompts_have_the_version_that_recomputed_them() -> None:
     served = engine(kv_on_update="recompute", prefill_tokens=2048)
     served.submit(request("x", max_tokens=10))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,11 @@ from pipelinerl.errors import StageDiedError
 from pipelinerl.files import JsonLines
 from pipelinerl.launch.losses import Losses
 from pipelinerl.launch.run_directory import RunDirectory
-from pipelinerl.launch.session import Session, StartPlan
+from pipelinerl.launch.run_lock import RunLock
+from pipelinerl.launch.session import KeptGroup, Session, StartPlan
 from pipelinerl.launch.summary import Outcome
 from pipelinerl.schedule import make_schedule
-from pipelinerl.types import StageStatus, TrainerProgress
+from pipelinerl.types import ActorProgress, StageStatus, TrainerProgress
 
 
 def session(root: Path, version: int) -> Session:
@@ -34,7 +36,7 @@ def ended(error: str, version: int, *, lost: bool = True) -> Outcome:
 
 def test_sessions_follow_until_too_many_made_no_checkpoint(tmp_path: Path) -> None:
     first = session(tmp_path, 0)
-    losses = Losses(first)
+    losses = Losses(first, RunLock(first.run))
     pauses_s = []
     for number in (1, 2):
         assert losses.allow(session(tmp_path, 0), ended(f"death {number}", version=3))
@@ -53,7 +55,7 @@ def test_sessions_follow_until_too_many_made_no_checkpoint(tmp_path: Path) -> No
 
 def test_a_new_checkpoint_begins_the_count_again(tmp_path: Path) -> None:
     first = session(tmp_path, 0)
-    losses = Losses(first)
+    losses = Losses(first, RunLock(first.run))
     steps_lost = 0
     for number in range(5):
         (first.run.checkpoints / folder_name(10 * number + 4)).mkdir(parents=True)
@@ -62,12 +64,34 @@ def test_a_new_checkpoint_begins_the_count_again(tmp_path: Path) -> None:
         assert "(restart 1 of 2)" in losses.message
     JsonLines(first.run.metrics).close()
     found = losses.counted(first, ended("", version=50, lost=False)).restarts["run"]
-    assert found == {"count": 5, "steps_lost": steps_lost, "recovery_s": []}
+    assert found == {
+        "count": 5,
+        "steps_lost": steps_lost,
+        "rollouts_abandoned": 0,
+        "processes_kept": 0,
+        "recovery_s": [],
+    }
+
+
+def test_rollouts_are_abandoned_that_were_started_and_are_not_in_the_next_plan(tmp_path: Path) -> None:
+    """Failed attempts are not among them: the next session starts their groups again, or the trainer had counted them."""
+    first = session(tmp_path, 0)
+    first = replace(first, plan=StartPlan(settled=10, kept=(KeptGroup(3, 4),)))
+    losses = Losses(first, RunLock(first.run))
+    progress = ActorProgress(rollouts_started=50, rollouts_dropped={"timeout": 2})
+    actor = StageStatus(stage="actor", pid=1, state="done", detail="", since_s=0, written_s=0, progress=progress)
+    outcome = ended("death", version=3)
+    outcome = replace(outcome, statuses={**outcome.statuses, "actor": actor})
+    assert losses.allow(first, outcome)
+    assert losses.begin(StartPlan(settled=20, kept=(KeptGroup(5, 4), KeptGroup(6, 1)))) is None
+    JsonLines(first.run.metrics).close()
+    restarts = losses.counted(first, ended("", version=9, lost=False)).restarts["run"]
+    assert restarts["rollouts_abandoned"] == 10 + 4 + 50 - 2 - 20 - 5
 
 
 @pytest.mark.parametrize("lost", [False, True])
 def test_an_error_that_would_happen_again_ends_the_run(tmp_path: Path, lost: bool) -> None:
     first = session(tmp_path, 0)
-    losses = Losses(first)
+    losses = Losses(first, RunLock(first.run))
     assert losses.allow(first, ended("a mistake", version=1, lost=lost)) is lost
     assert (losses.error is not None) is lost

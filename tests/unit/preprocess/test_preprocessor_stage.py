@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipelinerl.checkpoint_state import QueueCounts, QueuePosition
 from pipelinerl.config.schema import LaunchConfig, PreprocessConfig, RunConfig
 from pipelinerl.errors import RolloutError
 from pipelinerl.launch.hosts.processes import rollouts_in_streams
@@ -27,7 +28,7 @@ from pipelinerl.preprocess import PreparingReader, Preprocessor, PreprocessorSta
 from pipelinerl.status.board import MemoryBoard
 from pipelinerl.stream.files import FileStore
 from pipelinerl.stream.memory import MemoryStream
-from pipelinerl.trainer.queue import QueueCounts, QueuePosition, SampleQueue
+from pipelinerl.trainer.queue import SampleQueue
 from pipelinerl.types import Group, Prepared
 from tests.unit.trainer.test_queue import ids, make_group, pull_all
 

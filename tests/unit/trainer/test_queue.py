@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipelinerl.checkpoint_state import QueueCounts, QueuePosition
 from pipelinerl.config.schema import PreprocessConfig
 from pipelinerl.errors import StreamError
 from pipelinerl.preprocess import PreparingReader, Preprocessor
 from pipelinerl.stream.memory import MemoryStream
-from pipelinerl.trainer.queue import QueueCounts, QueuePosition, SampleQueue
+from pipelinerl.trainer.queue import SampleQueue
 from pipelinerl.types import Completion, Group, Problem, Rollout, Turn, spans_from_versions
 
 

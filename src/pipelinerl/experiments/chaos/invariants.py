@@ -22,7 +22,7 @@ from pipelinerl.launch.stages.recording import SessionRecord
 from pipelinerl.metrics.reading import read_json_lines, read_records
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.preprocess import Preprocessor, newest_version
-from pipelinerl.trainer.records import TRAINED_FILE, PublishedRecord, TrainedRecord, TrainedSample
+from pipelinerl.trainer.records import PublishedRecord, TrainedRecord, TrainedSample
 from pipelinerl.types import Group, TrainingSample
 
 MOST_SAID = 3
@@ -72,14 +72,14 @@ class _Records:
         self.recorded = RecordedRun(self.run_dir)
         self.groups = read_json_lines(self.run.rollouts / "rollouts.jsonl", Group)
         self.metrics = read_records(self.run.metrics, StepRecord)
-        self.raw = read_json_lines(self.run.rollouts / TRAINED_FILE, TrainedRecord)
+        self.raw = read_json_lines(self.run.trained, TrainedRecord)
         self.trained = _surviving(self.raw)
         self.summary: dict[str, Any] = msgspec.json.decode(self.run.summary.read_bytes(), type=dict[str, Any])
         self.config = self.recorded.segments[-1].config
         self.sessions = read_json_lines(self.run.sessions, SessionRecord)
         groups = (self.run.rollouts / "rollouts.jsonl").read_bytes()
         self.first_groups = [groups.count(b"\n", 0, session.rollouts_bytes) for session in self.sessions]
-        steps = (self.run.rollouts / TRAINED_FILE).read_bytes()
+        steps = self.run.trained.read_bytes()
         self.first_steps = [steps.count(b"\n", 0, session.trained_bytes) for session in self.sessions]
 
     def steps(self) -> Found:
@@ -92,7 +92,7 @@ class _Records:
             )
         for name, versions in (
             ("metrics.jsonl", [step.version for step in self.metrics]),
-            (TRAINED_FILE, [record.version for record in self.trained]),
+            (self.run.trained.name, [record.version for record in self.trained]),
         ):
             if versions != list(range(1, goal + 1)):
                 odd = next((number for number, version in enumerate(versions, 1) if number != version), len(versions) + 1)

@@ -24,7 +24,7 @@ from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.stages.recording import FORMAT, SessionRecord
 from pipelinerl.metrics.reading import read_lines, read_records
 from pipelinerl.metrics.records import StepRecord
-from pipelinerl.trainer.records import TRAINED_FILE, PublishedRecord, TrainedRecord, TrainedSample
+from pipelinerl.trainer.records import PublishedRecord, TrainedRecord, TrainedSample
 from pipelinerl.types import Group, Prepared, TrainingSample
 
 _RecordT = TypeVar("_RecordT", TrainedRecord, PublishedRecord)
@@ -57,9 +57,9 @@ class RecordedRun:
         if not self.run.config.is_file():
             raise RunDirectoryError(f"{run_dir} is not a run directory (there is no {self.run.config})")
         sessions = _read_sessions(self.run)
-        trained = self._lines(self.run.rollouts / TRAINED_FILE, TrainedRecord, _repeats)
+        trained = self._lines(self.run.trained, TrainedRecord, _repeats)
         if [record.version for record in trained] != list(range(1, len(trained) + 1)):
-            raise RunDirectoryError(f"{self.run.rollouts / TRAINED_FILE} lacks steps: its versions are not 1, 2, 3, ...")
+            raise RunDirectoryError(f"{self.run.trained} lacks steps: its versions are not 1, 2, 3, ...")
         published = self._lines(self.run.published, PublishedRecord, _repeats)
         self.published = {record.version: record for record in published}
         self.metrics = {record.version: record for record in read_records(self.run.metrics, StepRecord)}
@@ -119,7 +119,7 @@ def _segments(run: RunDirectory, sessions: Sequence[SessionRecord], trained: Seq
         for batch in batches:
             if len(batch.samples) != config.trainer.batch_size:
                 raise RunDirectoryError(
-                    f"{run.rollouts / TRAINED_FILE}: a batch of step {batch.version} has {len(batch.samples)} rollouts, not "
+                    f"{run.trained}: a batch of step {batch.version} has {len(batch.samples)} rollouts, not "
                     f"{config.trainer.batch_size} (trainer.batch_size)"
                 )
         yield Segment(record=record, config=config, start=record.version, end=end, batches=batches)

@@ -44,7 +44,6 @@ from pipelinerl.models.state import checksum, digests_of
 from pipelinerl.schedule import make_schedule
 from pipelinerl.status.board import MemoryBoard
 from pipelinerl.trainer import Trainer
-from pipelinerl.trainer.records import TRAINED_FILE
 from pipelinerl.types import Group, Prepared, TrainingSample, UpdateReceipt, WeightTransfer
 
 if TYPE_CHECKING:
@@ -154,7 +153,7 @@ class TrainingReplay:
     def _logs(self) -> Iterator[TrainingLogs]:
         with (
             closing(_ObservedSink(JsonlSink(self.folder.root), self.observer)) as metrics,
-            JsonLines(self.folder.rollouts / TRAINED_FILE) as trained,
+            JsonLines(self.folder.trained) as trained,
             JsonLines(self.folder.published) as published,
         ):
             yield TrainingLogs(metrics, trained, published)

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 
 import msgspec
 
@@ -26,6 +26,9 @@ from pipelinerl.launch.roles import server_roles, worker_roles
 from pipelinerl.launch.session import Here, Session, WorkerReport
 from pipelinerl.launch.share import shares_of, thread_environment, usable_cores
 from pipelinerl.status.board import MmapBoard
+
+if TYPE_CHECKING:
+    from pipelinerl.launch.hosts.keeping import Kept
 
 
 class Channels(NamedTuple):
@@ -148,8 +151,8 @@ class LocalWorker(ChildProcess):
         run = session.run
         self.role = role
         self.machine = here.machine
-        self._report_file = run.report(role)
-        self._report_file.unlink(missing_ok=True)
+        self.report_file = run.report(role)
+        self.report_file.unlink(missing_ok=True)
         said = msgspec.json.encode(msgspec.structs.replace(here, session=session.plan.id)).decode()
         arguments = [role, str(run.root), *map(str, channels), str(session.records_from_s), said]
         super().__init__(
@@ -186,7 +189,7 @@ class LocalWorker(ChildProcess):
     def _report(self) -> WorkerReport | None:
         """What the worker wrote when it ended."""
         try:
-            return msgspec.json.decode(self._report_file.read_bytes(), type=WorkerReport)
+            return msgspec.json.decode(self.report_file.read_bytes(), type=WorkerReport)
         except (OSError, *INVALID_DATA):
             return None
 
@@ -198,27 +201,32 @@ def named(worker: Worker) -> str:
 
 
 class LocalHost:
-    """This machine. All processes inherit `lock_fd`: it stays open until they have ended, also if the launcher is killed."""
+    """This machine. All processes inherit `lock_fd`: it stays open until they have ended, also if the launcher is killed.
 
-    def __init__(self, session: Session, lock_fd: int) -> None:
+    `kept` are processes of the session before.
+    """
+
+    def __init__(self, session: Session, lock_fd: int, kept: Kept | None = None) -> None:
         self.board: Board = MmapBoard(session.run.scratch)
-        self._session, self._lock_fd = session, lock_fd
+        self._session, self._lock_fd, self._kept = session, lock_fd, kept
         self._workers: list[LocalWorker] = []
         self._stack = ExitStack()
         roles = [*server_roles(session.config), *worker_roles(session.config)]
         self._shares = shares_of(session.config, session.schedule, roles, usable_cores())
 
     def start(self, role: str) -> LocalWorker:
+        worker = (self._kept and self._kept.next_session(role)) or self._start(role)
+        self._workers.append(worker)
+        return worker
+
+    def _start(self, role: str) -> LocalWorker:
         share = self._shares[role]
         here = Here(threads=share.threads, yields=share.yields)
         if role in server_roles(self._session.config):
-            worker = LocalWorker(self._session, role, here, fds=[self._lock_fd])
-        else:
-            # The workers are parents of the servers too: if the launcher is killed, servers end after the last worker.
-            fds = [self._lock_fd, *(worker.parent_fd for worker in self._servers)]
-            worker = LocalWorker(self._session, role, here, channels=self.channels, fds=fds)
-        self._workers.append(worker)
-        return worker
+            return LocalWorker(self._session, role, here, fds=[self._lock_fd])
+        # The workers are parents of the servers too: if the launcher is killed, servers end after the last worker.
+        fds = [self._lock_fd, *(worker.parent_fd for worker in self._servers)]
+        return LocalWorker(self._session, role, here, channels=self.channels, fds=fds)
 
     def failure(self) -> PipelineRLError | None:
         return None
@@ -232,7 +240,7 @@ class LocalHost:
             from pipelinerl.channel import listen  # noqa: PLC0415 - only several ranks need it
 
             ranks = listen().detach()
-        self.channels = Channels(make_channel(self._session.config), ranks)
+        self.channels = Channels(self._kept.channel() if self._kept else make_channel(self._session.config), ranks)
         for fd in self.channels.opened:
             self._stack.callback(os.close, fd)
         return self

@@ -132,7 +132,7 @@ def run_processes(session: Session, view: View, host: Host, broker: RedisServer 
     processes = Processes(host, broker)
     beginning = (0, 0, 0)
     error: PipelineRLError | None = None
-    lost = False
+    lost, kept = False, None
 
     def healing() -> Healing:
         from pipelinerl.launch.healing import Beginning, Healing  # noqa: PLC0415 - few runs need it
@@ -153,7 +153,10 @@ def run_processes(session: Session, view: View, host: Host, broker: RedisServer 
             for role in worker_roles(session.config):
                 processes.workers.append(host.start(role))
             error = _watch(session.config, processes, healing, view=view, interrupts=interrupts)
-            lost = processes.lost(error)
+            if (lost := processes.lost(error)) and isinstance(host, LocalHost):
+                from pipelinerl.launch.hosts.keeping import keep  # noqa: PLC0415 - few runs need it
+
+                kept = keep(session.config, processes, host.channels.weights, lambda: interrupts.count > 0)
         except PipelineRLError as raised:
             error, lost = raised, processes.lost(raised)
         finally:
@@ -177,6 +180,7 @@ def run_processes(session: Session, view: View, host: Host, broker: RedisServer 
         peak_memory_bytes={worker.role: peak for worker in started if (peak := worker.peak_memory_bytes()) is not None},
         restarts=processes.healing.summary() if processes.healing else {},
         lost=lost and not isinstance(error, RunInterruptedError),
+        kept=kept,
     )
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipelinerl.config.schema import EngineConfig, RunConfig
 from pipelinerl.interfaces import AsyncEngine, Tokenizer
-from pipelinerl.launch.session import Session
+from pipelinerl.launch.session import Session, StartPlan
 from pipelinerl.types import ENGINE
 
 if TYPE_CHECKING:
@@ -17,11 +17,16 @@ if TYPE_CHECKING:
 
 
 class EngineHandle(NamedTuple):
-    """An engine that is ready. `slots` is its H, summed over all servers."""
+    """An engine that is ready. `slots` is its H, summed over all servers.
+
+    `restart` prepares it for another session: without requests, and with the weights of the plan's checkpoint if they are
+    exactly those that the run had published. Otherwise it has to wait for the trainer's.
+    """
 
     engine: AsyncEngine
     slots: int
     stop_token_ids: Sequence[int]
+    restart: Callable[[StartPlan], None] = lambda _: None
 
 
 def waits_for(config: EngineConfig) -> str:
@@ -73,4 +78,12 @@ def _local(config: RunConfig, name: str, tokenizer: Tokenizer) -> EngineHandle:
     from pipelinerl.models.loading import stop_token_ids  # noqa: PLC0415 - as above
 
     model, engine = load_local_engine(config, name)
-    return EngineHandle(EngineClient(engine), config.engine.slots, stop_token_ids(model, tokenizer))
+
+    def restart(plan: StartPlan) -> None:
+        from pipelinerl.launch.stages.rejoining import weights_of  # noqa: PLC0415 - few processes need it
+
+        engine.restart()
+        if update := weights_of(plan, model):
+            engine.update_weights(update)
+
+    return EngineHandle(EngineClient(engine), config.engine.slots, stop_token_ids(model, tokenizer), restart)

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import threading
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,7 +34,8 @@ from pipelinerl.environments.registry import make_environment, no_held_out
 from pipelinerl.errors import StalledError
 from pipelinerl.files import JsonLines, Lines
 from pipelinerl.interfaces import AsyncEngine, Board, Environment, StreamStats, StreamWriter, Tokenizer, WeightReceiver
-from pipelinerl.launch.session import Session, yield_to_the_trainer
+from pipelinerl.launch.roles import generation_roles
+from pipelinerl.launch.session import Session, read_session, write_report, yield_to_the_trainer
 from pipelinerl.launch.stages.engines import EngineHandle, make_engine, waits_for
 from pipelinerl.launch.stages.streams import group_writer, redis_of
 from pipelinerl.ledger import GroupLedger
@@ -43,7 +43,7 @@ from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.sinks import JsonlSink
 from pipelinerl.metrics.timeline import TimelineWriter
 from pipelinerl.models.loading import load_tokenizer
-from pipelinerl.parent_pipe import stop_on_sigterm
+from pipelinerl.parent_pipe import Turns
 from pipelinerl.status.board import MmapBoard
 from pipelinerl.status.reporter import ALONE, GenerationStages, generation_stages, starting
 from pipelinerl.types import TRAINER, Group, TrainerProgress, trainer_progress
@@ -103,20 +103,47 @@ YOUNG_OBJECTS = 50_000
 
 
 def run_generation(session: Session, index: int, weights_fd: int) -> None:
-    """Generation process number `index`, to its end. SIGTERM asks it to stop."""
-    config = session.config
+    """Generation process number `index`, to its end. `Turns` are the signals that it obeys.
+
+    If it is kept for another session (see `hosts.keeping`), it has the same environment and the same engine there.
+    """
     torch.set_num_threads(session.here.threads)
     yield_to_the_trainer(session.here)
-    stage = generation_stages(config.engine.processes)[index].engine
+    turns, report = Turns(), session.run.report(generation_roles(session.config)[index])
+    with asyncio.Runner() as runner:
+        generation = _take_part(session, index, weights_fd, runner=runner, turns=turns)
+        while turns.another(lambda: write_report(report)):
+            here = msgspec.structs.replace(session.here, session="")  # whichever has begun
+            session = read_session(session.run, session.records_from_s, here)
+            generation = _take_part(session, index, weights_fd, runner=runner, turns=turns, kept=generation)
+
+
+def _take_part(
+    session: Session,
+    index: int,
+    weights_fd: int,
+    *,
+    runner: asyncio.Runner,
+    turns: Turns,
+    kept: Generation | None = None,
+) -> Generation:
+    """Take part in a session until it ends or `turns` says so. `kept` has the environment and the engine, if they exist."""
+    stage = generation_stages(session.config.engine.processes)[index].engine
     board = MmapBoard(session.run.scratch)
 
     def on_drop(group: Group) -> None:  # generation is made after the stream
         generation.stream_dropped(group)
 
+    def make() -> Generation:
+        if kept is None:
+            return build_generation(session, board, writer, receiver, index=index, weights_fd=weights_fd)
+        admission = _admission(session, board, writer, index)
+        return replace(kept, session=session, again=True, board=board, writer=writer, receiver=receiver, admission=admission)
+
     with (
-        closing(group_writer(session.streams(), config, on_drop)) as writer,
+        closing(group_writer(session.streams(), session.config, on_drop)) as writer,
         closing(_receiver(session, weights_fd, index, stage)) as receiver,
-        closing(build_generation(session, board, writer, receiver, index=index, weights_fd=weights_fd)) as generation,
+        closing(make()) as generation,
     ):
         # The objects of the model and the libraries live until the end: keep the collector from traversing them every time.
         gc.collect()
@@ -124,7 +151,9 @@ def run_generation(session: Session, index: int, weights_fd: int) -> None:
         # Reference counts free finished rollouts. With the default threshold of 700, rollouts alone would trigger 10
         # collections a second.
         gc.set_threshold(YOUNG_OBJECTS)
-        asyncio.run(generate(generation, stop=stop_on_sigterm(threading.Event())))
+        turns.listen()
+        runner.run(generate(generation, stop=turns.over))
+    return generation
 
 
 def _receiver(session: Session, fd: int, index: int, engine: str) -> WeightReceiver:
@@ -142,7 +171,7 @@ def _receiver(session: Session, fd: int, index: int, engine: str) -> WeightRecei
 class Generation:
     """What generation process number `index` works with. Made by `build_generation`; call `close` at the end.
 
-    `groups` is set once the engine is ready.
+    `again`: the engine was in another session before. `groups` is set once the engine is ready.
     """
 
     session: Session
@@ -155,6 +184,7 @@ class Generation:
     tokenizer: Tokenizer
     engine: AbstractAsyncContextManager[EngineHandle]
     admission: Admission
+    again: bool = False
     groups: GroupRunner = field(init=False)
 
     @property
@@ -245,6 +275,9 @@ async def _generate(
     generation: Generation, handle: EngineHandle, stop: Callable[[], bool], between: Callable[[], object]
 ) -> None:
     session, engine = generation.session, handle.engine
+    if generation.again:
+        starting(generation.board, generation.stages, "takes the weights of the checkpoint")
+        handle.restart(session.plan)
     starting(generation.board, generation.stages, "waits for the trainer's first weights")
     await _take_weights(generation, engine, stop, until=lambda: engine.progress().weight_updates > 0)
     if stop():

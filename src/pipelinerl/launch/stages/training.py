@@ -34,7 +34,6 @@ from pipelinerl.preprocess.packing import pack
 from pipelinerl.status.board import MmapBoard
 from pipelinerl.status.reporter import generation_stages, starting
 from pipelinerl.trainer import CheckpointPlan, Learner, SampleQueue, Trainer, TrainerOutput, TrainerState
-from pipelinerl.trainer.records import TRAINED_FILE
 from pipelinerl.types import TRAINER, Prepared
 
 if TYPE_CHECKING:
@@ -152,7 +151,7 @@ class TrainingLogs:
 def open_logs(session: Session) -> Iterator[TrainingLogs]:
     run = session.run
     metrics = JsonlSink(run.root, session.lines)
-    with closing(metrics), session.lines(run.rollouts / TRAINED_FILE) as trained, session.lines(run.published) as published:
+    with closing(metrics), session.lines(run.trained) as trained, session.lines(run.published) as published:
         yield TrainingLogs(metrics, trained, published)
 
 

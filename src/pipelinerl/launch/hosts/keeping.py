@@ -1,0 +1,93 @@
+"""Generation processes that are kept while the run goes on from its checkpoint: their models stay loaded.
+
+    launcher                                              generation process (`parent_pipe.Turns`)
+    a session has lost the trainer
+      SIGUSR2 ────────────────────────────────────────▶   ends its rollouts, closes stream, records and admission
+      ◀─────────────────────────────────────── report     waits
+    ends all other processes, rewinds the run to its checkpoint, plans the next session
+      SIGUSR2 ────────────────────────────────────────▶   opens what the plan says; its engine takes the weights of the
+                                                          checkpoint from its folder, and generates
+    starts a trainer ───────── the same weights ──────▶   takes them, as any update
+
+Between two sessions nothing of the old one is left in the process but its environment and its engine. So the new session
+has no token of weights that the rewind gave up: groups that were in progress start again under their index, like all that a
+resume does not find in the streams.
+
+The launcher imports this module when a session is lost.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from pipelinerl.child import HUNG_PATIENCE_S, stop_all
+from pipelinerl.config.schema import RunConfig
+from pipelinerl.launch.hosts.host import LocalWorker
+from pipelinerl.launch.roles import generation_roles
+from pipelinerl.weights.shared.file import CONTROL_BYTES
+
+if TYPE_CHECKING:
+    from pipelinerl.launch.hosts.processes import Processes
+
+POLL_S = 0.02
+
+
+class Kept:
+    """Processes that wait for the next session, and the shared file in which they get weights."""
+
+    def __init__(self, workers: Sequence[LocalWorker], weights_fd: int) -> None:
+        self._waiting = {worker.role: worker for worker in workers}
+        self._weights_fd = os.dup(weights_fd)
+        self.count = len(workers)
+
+    def channel(self) -> int:
+        """The shared file, as if it were new. The caller closes it."""
+        forget_updates(self._weights_fd)
+        return os.dup(self._weights_fd)
+
+    def next_session(self, role: str) -> LocalWorker | None:
+        """Have the process of this role take part in the session that was planned. None if there is none."""
+        worker = self._waiting.pop(role, None)
+        if worker is None:
+            return None
+        if not worker.running:  # it has died since
+            worker.kill()
+            return None
+        worker.report_file.unlink(missing_ok=True)
+        worker.send_signal(signal.SIGUSR2)
+        return worker
+
+    def close(self) -> None:
+        """End the processes that still wait."""
+        stop_all(list(self._waiting.values()), HUNG_PATIENCE_S)
+        os.close(self._weights_fd)
+
+
+def forget_updates(weights_fd: int) -> None:
+    """Make the shared file as if it were new, for another sender. Nobody may use it meanwhile."""
+    os.pwrite(weights_fd, bytes(CONTROL_BYTES), 0)
+
+
+def keep(config: RunConfig, processes: Processes, weights_fd: int, hurry: Callable[[], bool]) -> Kept | None:
+    """Have the generation processes wait for the next session. Those that do are no workers of this one any more.
+
+    One that still starts ends. One that does not answer within `HUNG_PATIENCE_S`, or until `hurry()`, is not kept.
+    """
+    if config.engine.kind != "local" or not processes.replaceable or processes.broker_failure():
+        return None  # engine servers refuse weights of a lower version
+    generating = set(generation_roles(config))
+    workers = [one for one in processes.workers if isinstance(one, LocalWorker) and one.role in generating]
+    for worker in workers:
+        worker.send_signal(signal.SIGUSR2)
+    deadline_s = time.monotonic() + HUNG_PATIENCE_S
+    while any(worker.running and not worker.report_file.exists() for worker in workers):
+        if time.monotonic() > deadline_s or hurry():
+            break
+        time.sleep(POLL_S)
+    waiting = [worker for worker in workers if worker.running and worker.report_file.exists()]
+    processes.workers[:] = [worker for worker in processes.workers if worker not in waiting]
+    return Kept(waiting, weights_fd)
