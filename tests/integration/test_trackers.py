@@ -56,7 +56,7 @@ def test_trackio_local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert {1, 2, 3} <= {row[1] for row in rows if "loss" in json.loads(row[2])}
     texts = "".join(str(row[2]) for row in rows)
     assert all(key in texts for key in ("evaluation/reward_mean", "samples/held_out", "summary/reward_last"))
-    assert "trainer.steps" in configs[0][0]
+    assert "trainer.steps" in str(configs[0][0])
 
 
 @pytest.mark.exhaustive
