@@ -39,8 +39,8 @@ install-locked:
 lock: install
 	$(BIN)/python -m pip install --quiet uv
 	$(BIN)/uv pip compile --quiet --no-config --default-index https://pypi.org/simple --universal --generate-hashes \
-		--no-annotate --no-emit-index-url --custom-compile-command 'make lock' --python-version 3.11 \
-		--constraint constraints.txt --extra dev --extra tensorboard --extra gguf --extra ray pyproject.toml \
+		--no-annotate --no-emit-index-url --custom-compile-command 'make lock' --python-version 3.11.5 \
+		--constraint constraints.txt --all-extras pyproject.toml \
 		--output-file requirements.lock
 
 # Most tests compute on one core; each worker takes about 1 GB.

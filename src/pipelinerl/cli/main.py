@@ -29,7 +29,7 @@ MODULES = {
 }
 """The modules of this package that add subcommands, and the names of theirs."""
 GROUPS = {
-    "your runs": ("init", "train", "config", "browse", "report", "eval", "chat", "push", "replay", "export"),
+    "your runs": ("init", "train", "config", "watch", "browse", "report", "eval", "chat", "push", "replay", "export"),
     "models and servers": ("serve", "check-engine", "convert-gguf"),
     "experiments of the paper, and tests of runs": ("compare", "study", "plan", "calibrate", "simulate", "chaos"),
 }
