@@ -179,6 +179,15 @@ def test_a_whole_run_has_no_violation_and_a_lost_group_is_one(whole: Path) -> No
     assert "was handed over, but" in check(whole, max(indices))[0]
 
 
+def test_groups_of_a_killed_session_stay_unfinished_if_the_next_one_begins_at_the_goal(copied: Path) -> None:
+    summary = json.loads((copied / "summary.json").read_text())
+    indices = {json.loads(line)["index"] for line in (copied / GROUPS).read_text().splitlines()}
+    started = len(indices) + summary["rollouts_in_progress"] // GROUP
+    sizes = {f"{name}_bytes": (copied / f"rollouts/{name}.jsonl").stat().st_size for name in ("rollouts", "trained")}
+    change(copied, "sessions.jsonl", lambda lines: lines.append({**lines[-1], "version": GOAL, **sizes}))
+    assert check(copied, started + 1) == []
+
+
 def test_weights_that_a_resume_abandoned_are_found(copied: Path) -> None:
     """With groups of the second session counted to the first, tokens are of versions after its checkpoint."""
     size = (copied / GROUPS).stat().st_size

@@ -59,11 +59,14 @@ def require_equal(results: Results, who: str, name: str, steps: slice = slice(No
     """The scenario ended as in one process: records and weights within 1e-6.
 
     A loss is a sum of terms of both signs, each larger than the sum: 2e-6 of its size. In bfloat16 a difference of 1e-9 can
-    be rounded to either side, which happens to one weight in thousands.
+    be rounded to either side, which happens to a few weights in thousands. Processors that multiply matrices in bfloat16 round
+    gradients in another order: 2e-4 of their norm.
     """
     ours, theirs = results.outcome(who, name), results.outcome("alone", name)
     for step, expected in zip(ours.steps, theirs.steps[steps], strict=True):
-        assert step == pytest.approx(expected, rel=2e-6, abs=1e-6)
+        norm = "grad_norm" if "bfloat16" in name else ""
+        assert without(step, norm) == pytest.approx(without(expected, norm), rel=2e-6, abs=1e-6)
+        assert not norm or step[norm] == pytest.approx(expected[norm], rel=1e-3)
     assert ours.logits == pytest.approx(theirs.logits, abs=1e-5)
     assert ours.reference == pytest.approx(theirs.reference, abs=1e-5)
     weights, expected_weights = results.weights(who, name), results.weights("alone", name)
@@ -75,13 +78,17 @@ def require_equal(results: Results, who: str, name: str, steps: slice = slice(No
         difference = (weights[key].double() - expected_weights[key].double()).abs()
         assert weights[key].dtype == expected_weights[key].dtype
         if weights[key].dtype == torch.bfloat16:
-            assert (difference > 0).float().mean() < 1e-3
+            assert (difference > 0).float().mean() < 5e-3
         else:
             assert difference.max() <= 1e-6
         moved += float((expected_weights[key].double() - first.double()).square().sum())
         off += float(difference.square().sum())
     assert off <= (1e-3**2) * moved, "small against what the steps changed"
     assert (moved > 0) == (name not in {"no_gradient", "refused"})
+
+
+def without(step: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in step.items() if key != name}
 
 
 def with_ties(weights: dict[str, Tensor]) -> dict[str, Tensor]:

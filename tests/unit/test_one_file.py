@@ -80,7 +80,7 @@ def test_the_optimizer_step_is_that_of_the_package(one_file: ModuleType) -> None
 
     assert result.metrics is not None
     assert result.metrics.truncated_fraction > 0.1
-    assert loss == pytest.approx(result.loss, rel=1e-5)
+    assert loss == pytest.approx(result.loss, rel=1e-5, abs=1e-6)  # a small sum of large terms
     assert ess == pytest.approx(result.metrics.ess, rel=1e-5)
     gradients = {name: parameter.grad for name, parameter in package.model.named_parameters()}
     for name, parameter in model.named_parameters():  # clipped; AdamW's first step would blow rounding up

@@ -78,12 +78,12 @@ def test_places(layout: str, kind: Kind, expected: list[str]) -> None:
     assert places(config).get(kind, []) == expected
 
 
-LABELS = ("experiments/", "serving/server/service.py", "serving/server/openai/")
-"""Where the wall clock is read: dates in reports and exports, and `created` in answers of OpenAI's API."""
+LABELS = ("experiments/", "metrics/trackers.py", "serving/server/service.py", "serving/server/openai/")
+"""Where the wall clock is read: dates in reports, exports and trackers, and `created` in answers of OpenAI's API."""
 
 
 def test_no_decision_of_a_run_reads_the_wall_clock() -> None:
-    """So a clock that jumps, which no fault here can cause, changes none."""
+    """So a clock that jumps changes none."""
     source = Path(pipelinerl.__file__).parent
     reads = re.compile(r"\btime\.time(_ns)?\(|datetime\.(now|utcnow|today)\(|st_mtime|getmtime|CLOCK_REALTIME")
     readers = {str(path.relative_to(source)) for path in source.rglob("*.py") if reads.search(path.read_text())}

@@ -161,7 +161,10 @@ class _Records:
         missing = [index for index in started if index not in latest]
         size = self.config.actor.group_size
         most = in_progress + sum(dropped.values())  # failed attempts of unfinished groups count as dropped
-        if len(missing) * size > most or (self.next_index is not None and len(missing) * size < in_progress):
+        # A session that begins at the goal starts nothing: groups that a killed one had in progress stay unfinished.
+        resumed_at_goal = self.sessions[-1].version >= self.config.trainer.steps
+        too_many = len(missing) * size > most and not resumed_at_goal
+        if too_many or (self.next_index is not None and len(missing) * size < in_progress):
             text = f"{len(missing)} groups were started and not handed over ({str(missing[:5])[1:-1]})"
             yield "conservation", f"{text}, but {in_progress} rollouts are in progress"
         if latest and max(latest) not in started:
