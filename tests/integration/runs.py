@@ -8,7 +8,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +147,7 @@ def process_ids(run_dir: Path) -> dict[str, int]:
     if url := msgspec.json.decode((control / "plan.json").read_bytes())["redis_url"]:
         import redis
 
-        with redis.Redis.from_url(url) as client:
+        with redis.Redis.from_url(url) as client, suppress(redis.ConnectionError):  # it may just have been killed
             found["redis-server"] = int(client.info("server")["process_id"])  # type: ignore[index,arg-type]
     return found
 

@@ -37,6 +37,8 @@ NOT_RUN = {
     "simulate": "needs a calibration (tests/integration/test_calibrate.py)",
     "chaos": "minutes (tests/integration/test_chaos.py)",
     "serve": "does not end (tests/integration/test_serve.py)",
+    "watch": "does not end (tests/integration/test_watch_page.py)",
+    "chat": "reads from a terminal (tests/unit/cli)",
     "check-engine": "needs a server (tests/integration/test_serve.py)",
     "convert-gguf": "needs a download (tests/unit/models)",
 }

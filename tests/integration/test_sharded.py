@@ -59,8 +59,8 @@ def require_equal(results: Results, who: str, name: str, steps: slice = slice(No
     """The scenario ended as in one process: records and weights within 1e-6.
 
     A loss is a sum of terms of both signs, each larger than the sum: 2e-6 of its size. In bfloat16 a difference of 1e-9 can
-    be rounded to either side, which happens to a few weights in thousands. Processors that multiply matrices in bfloat16 round
-    gradients in another order: 2e-4 of their norm.
+    be rounded to either side, which happens to a few weights in thousands. Processors that multiply matrices in bfloat16
+    round gradients in another order: 2e-4 of their norm.
     """
     ours, theirs = results.outcome(who, name), results.outcome("alone", name)
     for step, expected in zip(ours.steps, theirs.steps[steps], strict=True):
@@ -83,7 +83,7 @@ def require_equal(results: Results, who: str, name: str, steps: slice = slice(No
             assert difference.max() <= 1e-6
         moved += float((expected_weights[key].double() - first.double()).square().sum())
         off += float(difference.square().sum())
-    assert off <= (1e-3**2) * moved, "small against what the steps changed"
+    assert off <= ((2e-2 if "bfloat16" in name else 1e-3) ** 2) * moved, "small against what the steps changed"
     assert (moved > 0) == (name not in {"no_gradient", "refused"})
 
 
