@@ -1,6 +1,6 @@
 """Predicted and measured rates of short demo runs with 1 to 3 trainer ranks and 1 to 4 generation processes on this machine.
 
-    python -m benchmarks.predictions            # about 25 minutes on two idle cores
+    python -m benchmarks.predictions            # about 25 minutes on two idle cores, at the default priority
 
 Every repetition calibrates the machine for each case and then makes one run of it. The calibration predicts the run:
 nothing is fitted to runs. Each prediction replays the lengths that its run sampled (`pipelinerl simulate --compare`), so it

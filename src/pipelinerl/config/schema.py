@@ -197,7 +197,7 @@ class PreprocessConfig(Section, frozen=True):
     zero_advantage: Literal["skip", "keep", "drop"] = "skip"
     """Samples whose advantage is 0 have no gradient. `skip`: they count towards the B of a step but cost no forward pass
     (not possible with a KL penalty or `correction.drift`). `keep`: compute them anyway. `drop`: leave them out, so that a
-    step has B other samples.
+    step has B other samples (DAPO's dynamic sampling; `dropped/zero_advantage` in the metrics says what it costs).
     """
     overlong: Literal["keep", "drop"] = "keep"
     """Completions that reached their token limit: train on them, or drop them (counted by length)."""
