@@ -364,8 +364,8 @@ class WatchedRun:
     def _counts(self) -> dict[str, Any]:
         """Slots, weights and rollouts, as the stages have counted them."""
         statuses, found = self._statuses, dict[str, Any]()
+        trainer = trainer_progress(statuses) or TrainerProgress()
         if (engine := engine_total(statuses)) is not None:
-            trainer = trainer_progress(statuses) or TrainerProgress()
             found["engine"] = {
                 "slots": engine.slots,
                 "in_progress": engine.in_progress,
@@ -377,7 +377,6 @@ class WatchedRun:
                 "published": trainer.published_version,
             }
         if (actor := actor_total(statuses)) is not None:
-            trainer = trainer_progress(statuses) or TrainerProgress()
             found["rollouts"] = {
                 "started": actor.rollouts_started,
                 "in_progress": actor.rollouts_in_progress,
