@@ -188,7 +188,7 @@ def train(
     *,
     model: str | Path | None = None,
     environment: type | str | None = None,
-    reward: Reward | Sequence[Any] | Mapping[str, Any] | None = None,
+    reward: Reward | Mapping[Any, float] | None = None,
     data: str | Path | Sequence[Mapping[str, Any]] | None = None,
     callbacks: Sequence[Callback] = (),
     resume: str | Path | None = None,
@@ -225,7 +225,7 @@ def start(
     *,
     model: str | Path | None = None,
     environment: type | str | None = None,
-    reward: Reward | Sequence[Any] | Mapping[str, Any] | None = None,
+    reward: Reward | Mapping[Any, float] | None = None,
     data: str | Path | Sequence[Mapping[str, Any]] | None = None,
 ) -> StartedRun:
     """Start a run in a process of its own, and return it at once.
@@ -234,7 +234,7 @@ def start(
                   Without any argument: the demo
     model         a folder or hub id of a causal language model, instead of `model.path`
     environment   a class, or what `environment.kind` names
-    reward        a function (completion, example) -> number, for the environment `function`
+    reward        a function (completion, example) -> number, for the environment `function`; or several with their weights
     data          the examples for `reward`: a file of JSON lines, a data set, or a list of dicts
 
     Functions and classes are imported by other processes from their files. The source of those defined in a notebook is
@@ -248,7 +248,7 @@ def _prepare(
     config: Config,
     model: str | Path | None,
     environment: type | str | None,
-    reward: Reward | Sequence[Any] | Mapping[str, Any] | None,
+    reward: Reward | Mapping[Any, float] | None,
     data: str | Path | Sequence[Mapping[str, Any]] | None,
 ) -> tuple[RunConfig, Path]:
     """The configuration of a new run, with its directory, and the folder there for what it is given."""
@@ -285,9 +285,7 @@ def _resolved(config: Config) -> RunConfig:
 def _named_rewards(reward: Any, inputs: Path) -> Any:
     """The same with functions named by their files."""
     if isinstance(reward, Mapping):
-        return {key: _named_rewards(value, inputs) for key, value in reward.items()}
-    if isinstance(reward, list | tuple):
-        return [_named_rewards(value, inputs) for value in reward]
+        return {_named_rewards(function, inputs): weight for function, weight in reward.items()}
     return name_by_file(reward, inputs) if callable(reward) else reward
 
 

@@ -12,6 +12,7 @@ from pipelinerl.actor.client import EngineClient, RolloutClient
 from pipelinerl.actor.deadline import CodeAlarm
 from pipelinerl.actor.rollouts import Failure, TimeLimits, attempt
 from pipelinerl.actor.scoring import score
+from pipelinerl.api import _named_rewards
 from pipelinerl.environments import make_environment
 from pipelinerl.environments.user.code import finite_number, names_a_function
 from pipelinerl.errors import EnvironmentSetupError, RolloutError
@@ -370,3 +371,9 @@ def test_a_function_adds_to_the_rewards_of_a_group(task, tmp_path, isolate):
     environment = task(**files, group_reward="rewards.py:too_few")
     failed = asyncio.run(score(environment, problem, rollouts, LIMITS))
     assert (failed.reason, failed.message) == ("bad_rollout", "group_reward returned [0.0, 0.0], not a list of 3 numbers")
+
+
+def test_functions_that_are_given_from_python_are_named_by_their_files(tmp_path):
+    named = f"{__file__}:{weights.__name__}"
+    assert _named_rewards({weights: 0.5, "rewards.py:right": 1.0}, tmp_path) == {named: 0.5, "rewards.py:right": 1.0}
+    assert _named_rewards(weights, tmp_path) == named
