@@ -38,8 +38,9 @@ from tests.parity.test_engine import full_forward_logprobs, mixed_cache_logprobs
 
 pytestmark = pytest.mark.slow
 PROMPT = "12,18:"
-TOLERANCE = 1e-4
 STREAMED = 480
+TOLERANCE = 3e-4
+"""A float32 forward of `STREAMED` tokens is up to 6e-5 from one in float64, so two of them are up to 1.3e-4 apart."""
 
 
 class Server:

@@ -26,6 +26,14 @@ class Terminal(StringIO):
         return True
 
 
+@pytest.fixture(autouse=True)
+def a_terminal_of_a_person(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests' own surroundings, a log of CI for example, decide nothing."""
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("CI", raising=False)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+
+
 def statuses(now: float, version: int = 37) -> dict[str, StageStatus]:
     load = {"slots": 64, "in_progress": 63, "queued": 2, "tokens_generated": int(1000 * now)}
     times = {"busy_s": 96.0, "ready_s": 100.0, "pauses_s": (0.5, 0.0012)}
@@ -241,7 +249,6 @@ def test_the_current_wait_is_one_line() -> None:
 
 
 def test_logs_of_ci_are_plain_and_no_color_has_no_colour(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("CI", "true")
     assert isinstance(make_view("auto", Terminal(), target=1), PlainView)
     monkeypatch.setenv("CI", "false")
