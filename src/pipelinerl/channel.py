@@ -6,6 +6,7 @@ Only its methods for bytes are used, so nothing is unpickled.
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
 import threading
@@ -41,23 +42,13 @@ class Channel(Generic[M]):
         connected.setblocking(True)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         # A stopped peer may leave a message half sent or half read: neither side waits for it without a bound.
-        for bound in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-            connected.setsockopt(socket.SOL_SOCKET, bound, struct.pack("@ll", _SOCKET_BOUND_S, 0))
+        _bound(connected, _SOCKET_BOUND_S)
         self.local_host: str = connected.getsockname()[0]
         self.peer_host: str = connected.getpeername()[0]
         self._decoder = msgspec.json.Decoder(incoming)
         self._sending = threading.Lock()
         self._connection = Connection(connected.detach())
-        challenges = (answer_challenge, deliver_challenge) if dialled else (deliver_challenge, answer_challenge)
-        try:
-            for challenge in challenges:
-                challenge(self._connection, key.encode())
-        except (EOFError, ConnectionError):
-            self.close()
-            raise
-        except (AuthenticationError, AssertionError, OSError) as error:  # AssertionError: Python 3.11, for other protocols
-            self.close()
-            raise ProtocolError(f"it does not have the key of this run ({error})") from error
+        _prove(self._connection, key, dialled=dialled)
 
     def send(self, message: msgspec.Struct) -> bool:
         """False if the connection is broken or the other side does not read. The cause is raised by `receive`."""
@@ -87,6 +78,42 @@ class Channel(Generic[M]):
     def close(self) -> None:
         with self._sending:
             self._connection.close()
+
+
+def prove(connected: socket.socket, key: str, *, dialled: bool, bound_s: float) -> socket.socket:
+    """Have both ends prove that they have the key, as for a `Channel`, within `bound_s`. Any bytes may follow.
+
+    Takes the socket over and returns it. Raises EOFError or OSError if the other side breaks off, ProtocolError if it has
+    another key.
+    """
+    connected.setblocking(True)
+    _bound(connected, bound_s)
+    connection = Connection(connected.detach())
+    _prove(connection, key, dialled=dialled)
+    proven = socket.socket(fileno=os.dup(connection.fileno()))
+    connection.close()
+    _bound(proven, 0)
+    return proven
+
+
+def _prove(connection: Connection, key: str, *, dialled: bool) -> None:
+    """Closes the connection if the other side fails."""
+    challenges = (answer_challenge, deliver_challenge) if dialled else (deliver_challenge, answer_challenge)
+    try:
+        for challenge in challenges:
+            challenge(connection, key.encode())
+    except (EOFError, ConnectionError):
+        connection.close()
+        raise
+    except (AuthenticationError, AssertionError, OSError) as error:  # AssertionError: Python 3.11, for other protocols
+        connection.close()
+        raise ProtocolError(f"it does not have the key of this run ({error})") from error
+
+
+def _bound(connected: socket.socket, seconds: float) -> None:
+    """The longest time for one read or write; 0: any."""
+    for direction in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        connected.setsockopt(socket.SOL_SOCKET, direction, struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6)))
 
 
 def listen(host: str = "127.0.0.1", port: int = 0) -> socket.socket:

@@ -18,7 +18,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.connection import wait
 from typing import Any, Literal, TypeVar
@@ -28,10 +28,11 @@ import torch
 from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from pipelinerl.channel import POLL_S, Channel, ProtocolError, dial, listen
+from pipelinerl.channel import POLL_S, Channel, ProtocolError, dial
 from pipelinerl.checkpoint_folders import FileRecord
 from pipelinerl.config.schema import TrainerConfig
 from pipelinerl.errors import RankLostError, UserError
+from pipelinerl.rendezvous import join_store, prove_members, serve_store
 from pipelinerl.types import Segment, TrainingSample
 
 BEAT_S = 1.0
@@ -41,7 +42,6 @@ COLLECTIVE_BOUND = timedelta(minutes=30)
 """The last resort: lost ranks are noticed by their heartbeats, ranks that hang by the run's watchdog."""
 SIOCGIFADDR = 0x8915
 """Linux's request for an interface's address."""
-_distributed: Any = distributed  # Its type declarations are incomplete.
 
 MessageT = TypeVar("MessageT", bound=msgspec.Struct)
 
@@ -309,14 +309,11 @@ def lead(
     peers = Peers(lines, pids, stall_s=stall_s, end=end)
     with _closing(peers), peers.naming_the_lost():
         host = listener.getsockname()[0]
-        store_listener = listen(host)
-        port = store_listener.getsockname()[1]
-        store = _distributed.TCPStore(
-            host, port, is_master=True, wait_for_workers=False, master_listen_fd=store_listener.detach()
-        )
-        peers.send(Form(port))
-        with _group(config, store, 0, peers, host, one_gpu=one_gpu) as team:
-            yield team
+        with closing(serve_store(host, key, bound_s)) as rendezvous:
+            peers.send(Form(rendezvous.port))
+            parts = (config, rendezvous.store, 0, peers)
+            with _group(*parts, host=host, key=key, bound_s=bound_s, one_gpu=one_gpu) as team:
+                yield team
 
 
 @contextmanager
@@ -344,9 +341,14 @@ def follow(
     pid = _first_message(line, Hello, bound_s).pid
     peers = Peers({0: line}, {0: pid}, stall_s=stall_s, end=end)
     with _closing(peers), peers.naming_the_lost():
-        store = _distributed.TCPStore(address[0], peers.receive(Form).store_port, wait_for_workers=False)
-        with _group(config, store, rank, peers, line.local_host, one_gpu=one_gpu) as team:
-            yield team
+        try:
+            rendezvous = join_store(address[0], peers.receive(Form).store_port, key, bound_s)
+        except (OSError, EOFError, ProtocolError) as error:
+            raise RankLostError(f"the store of rank 0 of the trainer can't be used: {error}") from error
+        with closing(rendezvous):
+            parts = (config, rendezvous.store, rank, peers)
+            with _group(*parts, host=line.local_host, key=key, bound_s=bound_s, one_gpu=one_gpu) as team:
+                yield team
 
 
 def _accept_all(listener: socket.socket, key: str, size: int, bound_s: float) -> tuple[dict[int, Line], dict[int, int]]:
@@ -405,10 +407,12 @@ def device_of(config: TrainerConfig, rank: int) -> torch.device:
 
 
 @contextmanager
-def _group(config: TrainerConfig, store: Any, rank: int, peers: Peers, host: str, *, one_gpu: bool) -> Iterator[Team]:
-    """Form the default group of torch.distributed, whose members reach this one at `host`.
+def _group(
+    config: TrainerConfig, store: Any, rank: int, peers: Peers, *, host: str, key: str, bound_s: float, one_gpu: bool
+) -> Iterator[Team]:
+    """Form the default group of torch.distributed, whose members reach this one at `host`, and prove that they have `key`.
 
-    Raises UserError if this PyTorch lacks the backend.
+    Raises UserError if this PyTorch lacks the backend, RankLostError if a member does not have the key.
     """
     backend, device = backend_of(config), device_of(config, 0 if one_gpu else rank)
     if not distributed.is_available() or not distributed.is_backend_available(backend):
@@ -425,6 +429,10 @@ def _group(config: TrainerConfig, store: Any, rank: int, peers: Peers, host: str
             timeout=COLLECTIVE_BOUND,
         )
         mesh = init_device_mesh(device.type, (config.ranks,))
+        try:
+            prove_members(distributed.group.WORLD, key, rank=rank, size=config.ranks, bound_s=bound_s)
+        except ProtocolError as error:
+            raise RankLostError(f"the ranks of the trainer can't exchange tensors: {error}") from error
     yield Team(rank, config.ranks, peers, mesh, device)
     distributed.destroy_process_group()  # not after an error: it would wait for operations that never end
 

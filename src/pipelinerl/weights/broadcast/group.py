@@ -7,7 +7,6 @@ thread (`end`), and the process can exit at any time.
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,7 +16,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, distributed
 
+from pipelinerl.channel import ProtocolError
 from pipelinerl.errors import UserError, WeightUpdateError
+from pipelinerl.rendezvous import Rendezvous, prove_members
 
 Backend = Literal["gloo", "nccl"]
 _FIRST_POLL_S, _LONGEST_POLL_S = 0.0002, 0.005
@@ -29,23 +30,39 @@ class Group:
     """One member's end of the group."""
 
     def __init__(
-        self, backend: str, store: Any, *, rank: int, size: int, host: str, bound_s: float, device: torch.device
+        self,
+        backend: str,
+        rendezvous: Rendezvous,
+        key: str,
+        *,
+        rank: int,
+        size: int,
+        host: str,
+        bound_s: float,
+        device: torch.device,
     ) -> None:
-        """Form the group with the other members. `store`: a `TCPStore`. `host`: the address at which they reach this member.
+        """Form the group with the other members. `host`: the address at which they reach this member.
 
-        Raises WeightUpdateError if they do not join within `bound_s`, UserError if this PyTorch lacks the backend.
+        Takes `rendezvous` over. Raises WeightUpdateError if they do not join within `bound_s` or one does not have `key`,
+        UserError if this PyTorch lacks the backend.
         """
-        require_backend(backend, device)
-        self._store, self._bound_s = store, bound_s
+        self._rendezvous, self._bound_s = rendezvous, bound_s
         self._works: list[Any] = []
         try:
-            store.set_timeout(timedelta(seconds=bound_s))
+            require_backend(backend, device)
+            rendezvous.store.set_timeout(timedelta(seconds=bound_s))
             kind, options = _gloo(host, bound_s) if backend == "gloo" else _nccl(device)
-            self._group = kind(store, rank, size, options)
-        except RuntimeError as error:
+            self._group = kind(rendezvous.store, rank, size, options)
+            if backend == "gloo":
+                prove_members(self._group, key, rank=rank, size=size, bound_s=bound_s)
+        except (RuntimeError, ProtocolError) as error:
+            rendezvous.close()
             raise WeightUpdateError(
                 f"the group of weight sender and receivers was not formed: {_first_line(error)}"
             ) from error
+        except UserError:
+            rendezvous.close()
+            raise
 
     def broadcast(self, flat_U8: Tensor, bucket_bytes: int, check: Callable[[], None]) -> None:
         """Copy `flat_U8` (bytes, [n]) from rank 0 to every member.
@@ -71,6 +88,7 @@ class Group:
 
     def end(self) -> None:
         """Release the group without waiting. It can't be used afterwards."""
+        self._rendezvous.close()
         if not isinstance(self._group, _distributed.ProcessGroupGloo):
             self._group.abort()
         elif not all(work.is_completed() for work in self._works):
@@ -115,24 +133,6 @@ def staging_buffer(size: int, device: torch.device) -> Tensor:
     except RuntimeError as error:
         raise WeightUpdateError(
             f"no room for a copy of the weights ({size / 1e6:.0f} MB) on {device}. Free memory, or send a smaller type"
-        ) from error
-
-
-def serve_store(host: str) -> Any:
-    """The group's rendezvous store, a `TCPStore`, served on this address only; PyTorch's default is all addresses."""
-    family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
-    listener = socket.create_server((host, 0), family=family, backlog=128)
-    port = listener.getsockname()[1]
-    return _distributed.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-
-
-def join_store(host: str, port: int, bound_s: float) -> Any:
-    """Connect to the group's rendezvous store. Raises WeightUpdateError if it can't be reached within `bound_s`."""
-    try:
-        return _distributed.TCPStore(host, port, wait_for_workers=False, timeout=timedelta(seconds=bound_s))
-    except RuntimeError as error:
-        raise WeightUpdateError(
-            f"no group of weight receivers can be formed at {host}:{port}: {_first_line(error)}"
         ) from error
 
 

@@ -17,9 +17,10 @@ from pipelinerl.channel import POLL_S, Channel, ProtocolError
 from pipelinerl.errors import INVALID_DATA, PipelineRLError, WeightUpdateError
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models.state import checksum
+from pipelinerl.rendezvous import join_store
 from pipelinerl.types import Encoding, UpdateReceipt
 from pipelinerl.weights.broadcast import control
-from pipelinerl.weights.broadcast.group import Group, gpu_of, join_store, staging_buffer, staging_device
+from pipelinerl.weights.broadcast.group import Group, gpu_of, staging_buffer, staging_device
 from pipelinerl.weights.delta import apply
 from pipelinerl.weights.layout import Layout
 
@@ -213,8 +214,15 @@ class CollectiveWeightReceiver:
     def _form_group(self, channel: Channel[control.FromSender], form: control.Form, index: int) -> Group:
         self._device = staging_device(form.backend, self._device)
         bound_s, host = 2 * form.stall_s, channel.local_host
-        store = join_store(channel.peer_host, form.store_port, bound_s)
-        return Group(form.backend, store, rank=index + 1, size=form.size, host=host, bound_s=bound_s, device=self._device)
+        try:
+            rendezvous = join_store(channel.peer_host, form.store_port, self._key, bound_s)
+        except (OSError, EOFError, ProtocolError) as error:
+            where = f"{channel.peer_host}:{form.store_port}"
+            raise WeightUpdateError(f"no group of weight receivers can be formed at {where}: {error}") from error
+        rank, device = index + 1, self._device
+        return Group(
+            form.backend, rendezvous, self._key, rank=rank, size=form.size, host=host, bound_s=bound_s, device=device
+        )
 
     def _get_ready(self, offer: control.Offer) -> None:
         """Have memory for the offered update. Asks for all weights if they are not here to apply its delta to."""

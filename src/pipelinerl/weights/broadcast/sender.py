@@ -23,6 +23,7 @@ from torch import Tensor
 from pipelinerl.channel import POLL_S, Channel, ProtocolError
 from pipelinerl.errors import PipelineRLError, WeightUpdateError
 from pipelinerl.models.state import checksum, digests_of, first_names
+from pipelinerl.rendezvous import serve_store
 from pipelinerl.types import MAX_RECEIVERS, Encoding, UpdateReceipt, WeightTransfer
 from pipelinerl.weights.broadcast import control
 from pipelinerl.weights.broadcast.group import (
@@ -30,7 +31,6 @@ from pipelinerl.weights.broadcast.group import (
     Group,
     choose_backend,
     gpu_of,
-    serve_store,
     staging_buffer,
     staging_device,
 )
@@ -308,6 +308,7 @@ class CollectiveWeightSender:
         self._gpu = gpu_of(device)
         self._give_up = give_up
         self.host, self.port = listener.getsockname()[:2]
+        self._key = key
         self._members = Members(listener, key, receivers, stall_s=stall_s, coordinated=coordinated, give_up=give_up)
         self._layout: Layout | None = None
         self._encoding, self._full_every = encoding, full_every
@@ -442,18 +443,19 @@ class CollectiveWeightSender:
         """The group, or None if the run ended before all members had connected."""
         if not self._wait_until_joined():
             return None
-        backend, size, store = self._backend, len(self._members.receivers) + 1, serve_store(self.host)
+        backend, size = self._backend, len(self._members.receivers) + 1
+        device, bound_s = staging_device(backend, self._device), 2 * self._stall_s
+        rendezvous = serve_store(self.host, self._key, bound_s)
         form = control.Form(
             backend=backend,
             size=size,
-            store_port=store.port,
+            store_port=rendezvous.port,
             bucket_bytes=self._bucket_bytes,
             stall_s=self._stall_s,
             coordinated=self._members.coordinator is not None,
         )
         self._members.send(form)
-        device, bound_s = staging_device(backend, self._device), 2 * self._stall_s
-        return Group(backend, store, rank=0, size=size, host=self.host, bound_s=bound_s, device=device)
+        return Group(backend, rendezvous, self._key, rank=0, size=size, host=self.host, bound_s=bound_s, device=device)
 
     def _broadcast(self, group: Group, offer: control.Offer) -> None:
         """Offer the update, broadcast it once all receivers are ready, and release it once all have staged it.

@@ -1,0 +1,169 @@
+"""How the members of a torch.distributed group find each other, and prove to each other that they have the run's key.
+
+PyTorch's rendezvous store, a `TCPStore`, answers whoever connects. So it listens on the loopback address only. Members on
+other machines reach it through forwarded connections, each of which begins with the proof of both ends (`Channel`'s).
+
+    member's TCPStore client ──loopback──▶ member's forward ══proof══▶ server's forward ──loopback──▶ TCPStore
+
+The store tells the members each other's addresses. Over gloo's own connections between them they then prove it again
+(`prove_members`), before anything else is sent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import distributed
+
+from pipelinerl.channel import ProtocolError, listen, prove
+
+_CHUNK_BYTES = 1 << 16
+_NONCE_BYTES = 32
+_distributed: Any = distributed  # Its type declarations are incomplete.
+
+Ends = tuple[socket.socket, socket.socket]
+
+
+class Rendezvous:
+    """A group's `store`, as one member uses it. `port`: where the others reach it, if it is served here."""
+
+    def __init__(self, store: Any, forward: _Forward) -> None:
+        self.store, self.port = store, forward.port
+        self._forward = forward
+
+    def close(self) -> None:
+        """Stop forwarding. The store can't be used afterwards."""
+        self._forward.close()
+
+
+def serve_store(host: str, key: str, bound_s: float) -> Rendezvous:
+    """A new store for members that have the key. They reach it at `host`. Raises OSError if that is no address of ours."""
+    inside = listen()
+    address = inside.getsockname()[:2]
+    store = _distributed.TCPStore(*address, is_master=True, wait_for_workers=False, master_listen_fd=inside.detach())
+
+    def admit(connected: socket.socket) -> Ends:
+        return prove(connected, key, dialled=False, bound_s=bound_s), socket.create_connection(address, timeout=bound_s)
+
+    return Rendezvous(store, _Forward(listen(host), admit))
+
+
+def join_store(host: str, port: int, key: str, bound_s: float) -> Rendezvous:
+    """Connect to the store that another member serves.
+
+    Raises OSError or EOFError if it can't be reached within `bound_s`, ProtocolError if it has another key.
+    """
+
+    def dial() -> socket.socket:
+        return prove(socket.create_connection((host, port), timeout=bound_s), key, dialled=True, bound_s=bound_s)
+
+    ready = [dial()]
+    forward = _Forward(listen(), lambda connected: (connected, ready.pop() if ready else dial()))
+    try:
+        timeout = timedelta(seconds=bound_s)
+        store = _distributed.TCPStore("127.0.0.1", forward.port, wait_for_workers=False, timeout=timeout)
+    except RuntimeError as error:
+        forward.close()
+        raise ConnectionError(str(error).partition("\n")[0]) from error
+    return Rendezvous(store, forward)
+
+
+def prove_members(group: Any, key: str, *, rank: int, size: int, bound_s: float) -> None:
+    """Prove to each member of a gloo group that this one has the key, and have it prove the same, within `bound_s`.
+
+    For each pair: both send random bytes, and answer those of the other with an HMAC of both and of the direction. Somebody
+    without the key who took a member's place on a connection can't answer. Raises ProtocolError that names the member.
+    """
+    others = [other for other in range(size) if other != rank]
+    bound = timedelta(seconds=bound_s)
+
+    def exchange(sent: dict[int, bytes], length: int) -> dict[int, bytes]:
+        tensors = {other: torch.frombuffer(bytearray(data), dtype=torch.uint8) for other, data in sent.items()}
+        received = {other: torch.empty(length, dtype=torch.uint8) for other in others}
+        sending = [group.send([tensors[other]], other, 0) for other in others]
+        receiving = {other: group.recv([received[other]], other, 0) for other in others}
+        for other, work in receiving.items():
+            try:
+                work.wait(bound)
+            except RuntimeError as error:
+                raise ProtocolError(f"member {other} of the group did not answer: {error}".partition("\n")[0]) from error
+        for work in sending:
+            work.wait(bound)
+        return {other: bytes(tensor.tolist()) for other, tensor in received.items()}
+
+    def answer(by: int, to: int, mine: bytes, theirs: bytes) -> bytes:
+        return hmac.digest(key.encode(), b"%d to %d:" % (by, to) + mine + theirs, hashlib.sha256)
+
+    mine = {other: secrets.token_bytes(_NONCE_BYTES) for other in others}
+    theirs = exchange(mine, _NONCE_BYTES)
+    answers = {other: answer(rank, other, mine[other], theirs[other]) for other in others}
+    for other, found in exchange(answers, hashlib.sha256().digest_size).items():
+        if not hmac.compare_digest(found, answer(other, rank, theirs[other], mine[other])):
+            raise ProtocolError(f"member {other} of the group does not have the key of this run")
+
+
+class _Forward:
+    """Joins each connection that `listener` accepts with another one, as `join` decides. Owns and closes the listener."""
+
+    def __init__(self, listener: socket.socket, join: Callable[[socket.socket], Ends]) -> None:
+        self.port: int = listener.getsockname()[1]
+        self._listener, self._join = listener, join
+        self._lock = threading.Lock()
+        self._open: set[socket.socket] | None = set()  # None: closed
+        threading.Thread(target=self._accept, name="rendezvous", daemon=True).start()
+
+    def close(self) -> None:
+        with self._lock:
+            ends, self._open = self._open or set(), None
+        for end in (self._listener, *ends):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for it
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connected, _ = self._listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._forward, args=(connected,), name="rendezvous", daemon=True).start()
+
+    def _forward(self, connected: socket.socket) -> None:
+        try:
+            ends = self._join(connected)
+        except (OSError, EOFError, ProtocolError):  # a stranger, or a side that has ended
+            connected.close()
+            return
+        with self._lock:
+            closed = self._open is None
+            if self._open is not None:
+                self._open.update(ends)
+        if not closed:
+            back = threading.Thread(target=_copy, args=(*ends[::-1],), name="rendezvous", daemon=True)
+            back.start()
+            _copy(*ends)
+            back.join()
+        with self._lock:
+            if self._open is not None:
+                self._open.difference_update(ends)
+        for end in ends:
+            end.close()
+
+
+def _copy(source: socket.socket, target: socket.socket) -> None:
+    """Copy all bytes until one side ends, and then end both."""
+    with suppress(OSError):
+        while data := source.recv(_CHUNK_BYTES):
+            target.sendall(data)
+    for end in (source, target):
+        with suppress(OSError):
+            end.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,112 @@
+"""Nobody without the key uses a group's store, or takes part in the group."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed
+
+from pipelinerl.channel import ProtocolError
+from pipelinerl.rendezvous import Rendezvous, join_store, prove_members, serve_store
+
+KEY, BOUND_S = "the key of the run", 10.0
+_distributed: Any = distributed
+Proof = Callable[[Any, int], None]
+
+
+@contextmanager
+def rendezvous_of(size: int) -> Iterator[list[Rendezvous]]:
+    """Of a group's members in this process, rank 0 first."""
+    with closing(serve_store("127.0.0.1", KEY, BOUND_S)) as served:
+        joined = [join_store("127.0.0.1", served.port, KEY, BOUND_S) for _ in range(1, size)]
+        yield [served, *joined]
+        for rendezvous in joined:
+            rendezvous.close()
+
+
+def in_a_group(*proofs: Proof) -> list[ProtocolError | None]:
+    """Form a gloo group of as many members and have each do its proof. Returns what each raised."""
+
+    def member(rank: int, rendezvous: Rendezvous) -> ProtocolError | None:
+        gloo = _distributed.ProcessGroupGloo
+        options = gloo._Options()
+        options._devices, options._timeout = [gloo.create_device(hostname="127.0.0.1")], timedelta(seconds=BOUND_S)
+        group = gloo(rendezvous.store, rank, len(proofs), options)
+        try:
+            proofs[rank](group, rank)
+        except ProtocolError as error:
+            return error
+        return None
+
+    with rendezvous_of(len(proofs)) as members, ThreadPoolExecutor(len(proofs)) as pool:
+        return list(pool.map(member, range(len(proofs)), members))
+
+
+def with_key(key: str, size: int, bound_s: float = BOUND_S) -> Proof:
+    return lambda group, rank: prove_members(group, key, rank=rank, size=size, bound_s=bound_s)
+
+
+def echo(group: Any, rank: int) -> None:
+    """Send back whatever comes."""
+    for _ in range(2):
+        data_U8 = torch.empty(32, dtype=torch.uint8)
+        group.recv([data_U8], 1 - rank, 0).wait()
+        group.send([data_U8], 1 - rank, 0).wait()
+
+
+def silent(group: Any, rank: int) -> None:
+    group.recv([torch.empty(32, dtype=torch.uint8)], 1 - rank, 0).wait()
+
+
+def test_members_with_the_key_use_the_store_and_the_group() -> None:
+    with rendezvous_of(3) as members:
+        members[0].store.set("a", b"from the first")
+        assert members[1].store.get("a") == b"from the first"
+        members[2].store.set("b", bytes(range(256)) * 1000)
+        assert members[0].store.get("b") == members[1].store.get("b") == bytes(range(256)) * 1000
+    assert in_a_group(*[with_key(KEY, 3)] * 3) == [None] * 3
+
+
+def test_who_has_taken_a_members_place_is_noticed_by_every_other_member() -> None:
+    first, second, stranger = map(str, in_a_group(with_key(KEY, 3), with_key(KEY, 3), with_key("a guess", 3)))
+    assert first == second == "member 2 of the group does not have the key of this run"
+    assert stranger == "member 0 of the group does not have the key of this run"
+
+
+def test_an_echo_is_no_proof() -> None:
+    found, _ = in_a_group(with_key(KEY, 2), echo)
+    assert str(found) == "member 1 of the group does not have the key of this run"
+
+
+def test_a_silent_member_is_named_within_the_bound() -> None:
+    found, _ = in_a_group(with_key(KEY, 2, bound_s=0.5), silent)
+    assert str(found).startswith("member 1 of the group did not answer: ")
+
+
+def test_without_the_key_there_is_no_store() -> None:
+    with closing(serve_store("127.0.0.1", KEY, BOUND_S)) as served:
+        with pytest.raises((ProtocolError, EOFError, OSError)):
+            join_store("127.0.0.1", served.port, "a guess", BOUND_S)
+        with pytest.raises(RuntimeError):  # PyTorch's own client
+            _distributed.TCPStore("127.0.0.1", served.port, wait_for_workers=False, timeout=timedelta(seconds=0.5))
+        with closing(join_store("127.0.0.1", served.port, KEY, BOUND_S)) as joined:
+            joined.store.set("still", b"here")
+        assert served.store.get("still") == b"here"
+
+
+def test_a_closed_store_can_not_be_reached() -> None:
+    with closing(serve_store("127.0.0.1", KEY, BOUND_S)) as served, socket.socket() as waiting:
+        waiting.connect(("127.0.0.1", served.port))
+        joined = join_store("127.0.0.1", served.port, KEY, BOUND_S)
+    with pytest.raises(RuntimeError):
+        joined.store.get("anything")
+    joined.close()
+    with pytest.raises(ConnectionRefusedError):
+        join_store("127.0.0.1", served.port, KEY, BOUND_S)
