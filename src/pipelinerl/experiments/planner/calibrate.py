@@ -6,8 +6,9 @@
     4. the training process stops and reports the costs of its steps
 
 Processes slow each other down even on separate cores, because they share caches and memory bandwidth. So everything that
-runs at the same time in the run is measured at the same time. If its schedule alternates between generation and training,
-step 4 comes before the other generation processes and step 3.
+runs at the same time in the run is measured at the same time. Step 4 comes before the other generation processes and step 3
+in two cases: the run's schedule alternates between generation and training, or generation yields to the trainer on shared
+cores, and so computes mostly while the trainer waits.
 On CPUs the times are those that a process computes (`clock_of`): other programs on the machine do not count.
 """
 
@@ -51,7 +52,7 @@ from pipelinerl.experiments.planner.measure_generation import (
     prompt_tokens_mean,
     update_pause_s,
 )
-from pipelinerl.launch.share import plan_threads, side_by_side, thread_environment, usable_cores
+from pipelinerl.launch.share import plan_threads, side_by_side, thread_environment, trainer_goes_first, usable_cores
 from pipelinerl.schedule import make_schedule
 from pipelinerl.types import Group
 
@@ -66,7 +67,8 @@ def calibrate(config: RunConfig, report: Callable[[str], None] = lambda _: None)
     """
     schedule = make_schedule(config)
     threads = plan_threads(config, schedule, usable_cores())
-    together = side_by_side(config, schedule)
+    overlap, yields = side_by_side(config, schedule), trainer_goes_first(config, schedule, usable_cores())
+    together = overlap and not yields
     machine = describe_machine(config.engine.device, max(threads))
     torch.set_num_threads(threads.generation)
     report("loading the model")
@@ -99,7 +101,8 @@ def calibrate(config: RunConfig, report: Callable[[str], None] = lambda _: None)
         batch_size=config.trainer.batch_size,
         group_size=config.actor.group_size,
         processes=config.engine.processes,
-        side_by_side=together,
+        side_by_side=overlap,
+        generation_yields=yields,
         generation=generation_cost,
         training=training_cost,
         lengths=dict(sorted(Counter(_lengths(sampled)).items())),

@@ -99,8 +99,10 @@ class TrainingCost(msgspec.Struct, frozen=True, kw_only=True):
 class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     """Costs for one machine and one run file.
 
-    side_by_side   generation and training were measured while both were running, as in a pipeline run; otherwise each had
-                   the machine to itself, as in a conventional run
+    side_by_side   generation and training run at the same time in the run, and were measured so; otherwise each had the
+                   machine to itself, as in a conventional run
+    generation_yields   they do, but on the same cores, where generation has a low priority and computes mostly while the
+                   trainer waits; each had the machine to itself here, too
     processes      number of generation processes in the run; `generation` has the costs of one of them, while the others
                    generated too if they share the machine's cores
     lengths        sampled tokens -> number of rollouts, with the initial model (training changes lengths)
@@ -114,6 +116,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     group_size: int
     processes: int
     side_by_side: bool
+    generation_yields: bool = False
     generation: GenerationCost
     training: TrainingCost
     lengths: dict[int, int]

@@ -109,8 +109,9 @@ def calibration_text(calibration: Calibration) -> str:
     lengths = calibration.length_distribution()
     table.add_row("tokens that have a gradient", f"{training.used_share:.0%}, initial model")
     table.add_row("lengths, initial model", f"mean {lengths.mean:.1f}, longest {lengths.longest} tokens")
-    together = "at the same time, as in a run" if calibration.side_by_side else "one after the other, as in a run"
-    table.add_row("measured", f"generation ({generation.threads} threads) and training ({training.threads}) {together}")
+    in_turn = calibration.generation_yields or not calibration.side_by_side
+    how = "one after the other" if in_turn else "at the same time, as in a run"
+    table.add_row("measured", f"generation ({generation.threads} threads) and training ({training.threads}) {how}")
     text = rendered(table)
     if machine.busy:
         text += f"the machine was busy (load average {machine.load_average:g}): measure again when it is not\n"
