@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Sequence
 
 from pipelinerl.cli.parser import Commands, refuse_settings
-from pipelinerl.errors import PipelineRLError, RunInterruptedError
+from pipelinerl.errors import PipelineRLError, RunInterruptedError, is_out_of_memory
 
 MODULES = {
     "train": ("train",),
@@ -48,6 +48,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         status, message, failure = error.exit_status, f"error: {error}", error
     except KeyboardInterrupt as stop:
         status, message, failure = 130, "interrupted", stop
+    except (MemoryError, RuntimeError, OSError) as error:
+        if not is_out_of_memory(error):
+            raise
+        status, failure = PipelineRLError.exit_status, error
+        why = str(error).partition("\n")[0] or type(error).__name__
+        message = f"error: no memory is left: {why}. Free some, or lower what the command needs; a run goes on with --resume"
     except SystemExit as exit_:  # argparse, after --help and --version
         return exit_.code if isinstance(exit_.code, int) else 1
     if "--debug" in arguments:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import subprocess
@@ -9,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import pipelinerl.cli.project
 from pipelinerl import __version__
@@ -125,6 +127,28 @@ def test_every_error_has_its_exit_status(
     monkeypatch.setattr(pipelinerl.cli.project, "load_config", fail)
     assert main(["config"]) == status
     assert capsys.readouterr().err == message
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+        RuntimeError("can't start new thread"),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 912384 bytes."),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    ],
+)
+def test_no_memory_is_one_line(error: Exception, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        try:
+            raise error
+        finally:
+            raise RuntimeError("while it ended")
+
+    monkeypatch.setattr(pipelinerl.cli.project, "load_config", fail)
+    assert main(["config"]) == 1
+    assert capsys.readouterr().err.startswith("error: no memory is left: ")
 
 
 def test_bugs_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
