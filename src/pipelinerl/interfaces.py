@@ -143,6 +143,10 @@ class Engine(EngineState, Protocol):
         """Apply new weights between two decode steps: all of them, or none (then the receipt has an error)."""
         ...
 
+    def restart(self, version: int = 0) -> None:
+        """Begin again as if it had just been made with the weights that it holds, as `version`: without requests."""
+        ...
+
 
 CANCELLED_KEPT = 4096
 """Number of completions of cancelled requests that an engine keeps for `AsyncEngine.take_cancelled`: the latest ones."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import pipelinerl
 from pipelinerl.experiments.chaos.invariants import check
 from pipelinerl.experiments.replay.replay import Request, replay
+from pipelinerl.serving.client.weights_file import SHARED_MEMORY
 from tests.integration.runs import (
     alive,
     assert_gone_on,
@@ -25,6 +27,7 @@ from tests.integration.runs import (
     wait,
     write_environment,
 )
+from tests.integration.test_serve import serving
 
 pytestmark = pytest.mark.slow
 exhaustive = pytest.mark.exhaustive
@@ -99,6 +102,31 @@ def test_a_killed_process_costs_the_steps_since_the_last_checkpoint(
     assert restarts["rollouts_abandoned"] > 0
     assert check(run_dir) == []
     assert not any(alive(pid) for pid in before.values())
+
+
+@exhaustive
+@pytest.mark.parametrize("whose", ["the run's", "external"])
+def test_engine_servers_outlive_the_trainer(tmp_path: Path, whose: str) -> None:
+    """They hold later weights than those of the checkpoint, and answers with these weights."""
+    run_dir, settings = tmp_path / "r", {"engine__kind": "http", "engine__slots": 16}
+    with ExitStack() as stack:
+        if whose == "external":
+            server = stack.enter_context(serving(tmp_path, "--engine.slots", "16", "--weights-dir", str(SHARED_MEMORY)))
+            settings["engine__urls"] = f"[{server.url}]"
+            serving_pids = [server.process.pid]
+        process = going(run_dir, 6, **settings)
+        if whose != "external":
+            serving_pids = [rank_pid(run_dir, "server-0")]
+        kill(run_dir, "training")
+        counts = assert_went_on(run_dir, process, 1)
+        assert counts["resumed_from"] >= 4
+        restarts = counts["restarts"]["run"]
+        assert restarts["processes_kept"] == (whose != "external")
+        assert restarts["rollouts_abandoned"] > 0
+        assert check(run_dir) == []
+        for path in (run_dir / "logs").glob("server-*.log"):
+            assert path.read_text().count("serves") <= 1
+        assert [alive(pid) for pid in serving_pids] == [whose == "external"]
 
 
 @exhaustive

@@ -127,11 +127,12 @@ class LocalEngine:
             begun=Counter(first for one in self._requests.values() if (first := one.versions.first) is not None),
         )
 
-    def restart(self) -> None:
-        """Begin again as if it had just been made, with the weights that it holds: without requests, at version 0."""
+    def restart(self, version: int = 0) -> None:
+        """Begin again as if it had just been made with the weights that it holds, as `version`: without requests."""
         self._cancelled.update(self._requests)
         self.step()
-        self._version = self._tokens_generated = self._decode_steps = self._updates = 0
+        self._version = version
+        self._tokens_generated = self._decode_steps = self._updates = 0
         self._busy_s = 0.0
         self._pauses_s.clear()
 

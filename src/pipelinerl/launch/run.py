@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -104,12 +104,13 @@ def _train_session(
             plan = msgspec.structs.replace(plan, id=session_id, redis_url=redis_url, predicted_memory_bytes=predicted)
             records_from_s = losses.records_from_s if losses else started_s - plan.elapsed_s
             session = Session(config, run, plan, make_schedule(config), records_from_s)
-            _write_start(session)
+            kept = losses.begin(plan) if losses else None
+            _write_start(session, kept.roles if kept else ())
             notices = [line for line in (restart_notice, *memory.lines, began(run.root)) if line]
             with closing(_make_view(session, notices)) as view:
                 if config.metrics.trackers or config.metrics.callback:  # they also get the summary
                     stack.enter_context(_followed(session, view))
-                here = LocalHost(session, lock.fd, losses.begin(plan) if losses else None)
+                here = LocalHost(session, lock.fd, kept)
                 outcome = _run_stages(session, here, cluster, broker, view)
                 if outcome.kept is not None:
                     held.callback(outcome.kept.close)
@@ -153,13 +154,17 @@ def _plan_resume(config: RunConfig, run: RunDirectory, redis_url: str | None) ->
     return plan_resume(config, run, stream_store(config, run, redis_url))
 
 
-def _write_start(session: Session) -> None:
-    """Write the files that the session's processes, and a later resume, read. Raises RunDirectoryError."""
+def _write_start(session: Session, kept: Collection[str]) -> None:
+    """Write the files that the session's processes, and a later resume, read. `kept`: roles of processes that run already.
+
+    Raises RunDirectoryError.
+    """
     run = session.run
     try:
         write_session(session)
         write_atomically(run.config, config_to_yaml(session.config).encode())
-        for stale in (*run.control.glob("*.board"), *run.control.glob("*.ready.json")):
+        running = {run.ready_file(role) for role in kept}
+        for stale in {*run.control.glob("*.board"), *run.control.glob("*.ready.json")} - running:
             stale.unlink()
         handed_over = sum(kept.left for kept in session.plan.kept)
         if session.config.launch.kind == "ray":

@@ -79,7 +79,8 @@ class WeightUpdateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     The file has all weights under the names of the Hugging Face model, tied ones under each of their names. `checksum` is
     `models.state.checksum` of its tensors. Without a path: apply the weights that the trainer has broadcast to the group.
-    `session`: who updates the weights. Once another one has, the server refuses this one.
+    `session`: who updates the weights. Once another one has, the server refuses this one. Versions rise within a session.
+    Its first update may have any version, and the server cancels all requests before it.
     """
 
     version: int

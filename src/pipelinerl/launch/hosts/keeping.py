@@ -1,4 +1,7 @@
-"""Generation processes that are kept while the run goes on from its checkpoint: their models stay loaded.
+"""Processes that are kept while the run goes on from its checkpoint: their models stay loaded.
+
+Engine servers that the run has started only stay as they are: the first weights of a session end all that came before (see
+`serving.wire.WeightUpdateRequest`). Generation processes with engines of their own do this:
 
     launcher                                              generation process (`parent_pipe.Turns`)
     a session has lost the trainer
@@ -21,7 +24,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 from pipelinerl.child import HUNG_PATIENCE_S, stop_all
@@ -37,11 +40,14 @@ POLL_S = 0.02
 
 
 class Kept:
-    """Processes that wait for the next session, and the shared file in which they get weights."""
+    """Processes that wait for the next session, and the shared file in which they get weights.
 
-    def __init__(self, workers: Sequence[LocalWorker], weights_fd: int) -> None:
+    `obey`: they wait for a signal (`parent_pipe.Turns`).
+    """
+
+    def __init__(self, workers: Sequence[LocalWorker], weights_fd: int, *, obey: bool = True) -> None:
         self._waiting = {worker.role: worker for worker in workers}
-        self._weights_fd = os.dup(weights_fd)
+        self._weights_fd, self._obey = os.dup(weights_fd), obey
         self.count = len(workers)
 
     def channel(self) -> int:
@@ -57,9 +63,14 @@ class Kept:
         if not worker.running:  # it has died since
             worker.kill()
             return None
-        worker.report_file.unlink(missing_ok=True)
-        worker.send_signal(signal.SIGUSR2)
+        if self._obey:
+            worker.report_file.unlink(missing_ok=True)
+            worker.send_signal(signal.SIGUSR2)
         return worker
+
+    @property
+    def roles(self) -> Collection[str]:
+        return self._waiting.keys()
 
     def close(self) -> None:
         """End the processes that still wait."""
@@ -73,12 +84,15 @@ def forget_updates(weights_fd: int) -> None:
 
 
 def keep(config: RunConfig, processes: Processes, weights_fd: int, hurry: Callable[[], bool]) -> Kept | None:
-    """Have the generation processes wait for the next session. Those that do are no workers of this one any more.
+    """Have the processes that hold models wait for the next session. Those that do belong to this one no more.
 
-    One that still starts ends. One that does not answer within `HUNG_PATIENCE_S`, or until `hurry()`, is not kept.
+    Generation processes end their part of the session first. One that still starts ends. One that does not answer within
+    `HUNG_PATIENCE_S`, or until `hurry()`, is not kept.
     """
-    if config.engine.kind != "local" or not processes.replaceable or processes.broker_failure():
-        return None  # engine servers refuse weights of a lower version
+    if not processes.replaceable or processes.broker_failure():
+        return None
+    if config.engine.kind != "local":
+        return _keep_servers(processes, weights_fd)
     generating = set(generation_roles(config))
     workers = [one for one in processes.workers if isinstance(one, LocalWorker) and one.role in generating]
     for worker in workers:
@@ -91,3 +105,11 @@ def keep(config: RunConfig, processes: Processes, weights_fd: int, hurry: Callab
     waiting = [worker for worker in workers if worker.running and worker.report_file.exists()]
     processes.workers[:] = [worker for worker in processes.workers if worker not in waiting]
     return Kept(waiting, weights_fd)
+
+
+def _keep_servers(processes: Processes, weights_fd: int) -> Kept:
+    """The run's own engine servers go on. The first weights of the next session end what they have left to do."""
+    roles = set(processes.replaceable)
+    servers = [one for one in processes.servers if isinstance(one, LocalWorker) and one.role in roles and one.running]
+    processes.servers[:] = [server for server in processes.servers if server not in servers]
+    return Kept(servers, weights_fd, obey=False)

@@ -182,8 +182,10 @@ async def connected_engine(session: Session, name: str, weights_fd: int | None) 
     alone_s = config.launch.startup_timeout_s if _are_started_again(config) else 0.0
     bounds = Bounds(startup_s=left_s, join_s=left_s, alone_s=alone_s)
     servers = server_clients(config.engine.kind, urls, facts, key, session.plan.id)
-    async with RemoteEngine.connect(servers, name=name, weight_dirs=directories, bounds=bounds) as engine:
-        _refuse_newer(engine.newest_version, session.plan.version)
+    first = session.plan.version if config.engine.kind == "http" else None
+    async with RemoteEngine.connect(servers, name=name, first=first, weight_dirs=directories, bounds=bounds) as engine:
+        if first is None:
+            _refuse_newer(engine.newest_version, session.plan.version)
         if config.weights.kind == "collective" and weights_fd is not None:
             from pipelinerl.launch.stages.broadcast import sender_address  # noqa: PLC0415 - few runs need it
 
@@ -198,7 +200,7 @@ def _are_started_again(config: RunConfig) -> bool:
 
 
 def _refuse_newer(held: int, first: int) -> None:
-    """Raises UserError if a server's version, `held`, is above the run's `first` one: versions can only increase."""
+    """Raises UserError if a server's version, `held`, is above the run's `first` one: vLLM does not know sessions."""
     if held > first:
         raise UserError(
             f"engine.urls: a server holds weights of version {held}, of another run or of lost steps, but this run begins "

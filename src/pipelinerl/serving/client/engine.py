@@ -40,14 +40,16 @@ class RemoteEngine:
         files: WeightFiles,
         *,
         name: str,
+        first: int | None,
         bounds: Bounds,
         step_s: float,
         clock: Callable[[], float],
     ) -> None:
         self.name = name
         self.limits = Limits(min(info.max_length for info in infos), infos[0].vocabulary)
-        self._version = min(info.version for info in infos)
-        self.newest_version = max(info.version for info in infos)
+        held = [info.version for info in infos]
+        self._version = min(held if first is None else [first, *held])
+        self.newest_version = max(held)
         self._pool = pool
         self._dispatcher = Dispatcher(pool, bounds, self.limits.vocabulary, clock)
         self._files = files
@@ -67,6 +69,7 @@ class RemoteEngine:
         servers: Sequence[EngineServer],
         *,
         name: str = "engine",
+        first: int | None = None,
         weight_dirs: Sequence[Path] = (SHARED_MEMORY,),
         bounds: Bounds = Bounds(),  # noqa: B008 - immutable
         step_s: float = 0.005,
@@ -74,6 +77,7 @@ class RemoteEngine:
     ) -> AsyncIterator[Self]:
         """An engine over `servers`, once all of them answer. At the end, its requests are cancelled and its files removed.
 
+        `first`: the version of the first weights, if these may replace later ones of another session.
         `weight_dirs`: directories for weight files, preferred first; the servers read the files there. `step_s`: how long
         `advance` waits for results.
 
@@ -84,7 +88,8 @@ class RemoteEngine:
             raise UserError(f"give each engine server once, and at least one: {urls}")
         pool, files = ReplicaPool(servers, bounds, clock), WeightFiles(*weight_dirs)
         try:
-            engine = cls(pool, await pool.start(), files, name=name, bounds=bounds, step_s=step_s, clock=clock)
+            infos = await pool.start()
+            engine = cls(pool, infos, files, name=name, first=first, bounds=bounds, step_s=step_s, clock=clock)
             watch = asyncio.create_task(pool.watch())
             watch.add_done_callback(engine._watch_ended)
             try:

@@ -79,8 +79,12 @@ class Replica:
 
     def record_info(self, info: ServerInfo) -> None:
         """Record an answer of the server. If the process is a new one, cancel the calls to the old one: they are lost."""
-        if self.info is None or info.instance != self.instance:
-            self._steps_before += self.info.decode_steps if self.info else -info.decode_steps
+        new = self.info is None or info.instance != self.instance
+        if self.info is None:
+            self._steps_before = -info.decode_steps
+        elif new or info.decode_steps < self.info.decode_steps:  # it counts from zero again in another session
+            self._steps_before += self.info.decode_steps
+        if new:
             self._cancel_calls()
         self.info = info
 

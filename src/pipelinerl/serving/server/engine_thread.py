@@ -104,8 +104,8 @@ class EngineThread:
         for request_id in list(self._open):
             self.cancel(request_id)
 
-    def update(self, update: WeightUpdate) -> Future[UpdateReceipt]:
-        """Apply new weights at the next token boundary.
+    def update(self, update: WeightUpdate, *, anew: bool = False) -> Future[UpdateReceipt]:
+        """Apply new weights at the next token boundary. `anew`: cancel all requests first; the version may be lower.
 
         The future raises WeightUpdateError if they do not fit (the old ones stay), RefusedError if the engine is not
         available.
@@ -116,7 +116,9 @@ class EngineThread:
                 future.set_exception(unavailable(self._refusing))
                 return future
             self._updates.add(future)
-            self._enqueue(lambda: self._update(update, future))
+            if anew:
+                self.cancel_all()
+            self._enqueue(lambda: self._update(update, future, anew))
         return future
 
     def refuse(self, reason: str) -> None:
@@ -180,11 +182,14 @@ class EngineThread:
             commands, self._commands = self._commands, []
         for command in commands:
             command()
-        output = engine.step()
-        self._progress = engine.progress()
+        self._step()
+        return True
+
+    def _step(self) -> None:
+        output = self._engine.step()
+        self._progress = self._engine.progress()
         failed, self._failed = self._failed, []
         self._deliver_results(Delivery(output.tokens, output.finished, failed))
-        return True
 
     def _deliver_results(self, delivery: Delivery) -> None:
         if not any(delivery):
@@ -200,13 +205,18 @@ class EngineThread:
         except RequestError as error:
             self._failed.append((request.id, error))
 
-    def _update(self, update: WeightUpdate, future: Future[UpdateReceipt]) -> None:
+    def _update(self, update: WeightUpdate, future: Future[UpdateReceipt], anew: bool) -> None:
+        if anew:
+            self._step()  # ends the cancelled requests
+            self._engine.restart()  # any version may follow
         try:
             receipt = self._engine.update_weights(update)
         except WeightUpdateError as error:
             # The engine reports that it kept the old weights. Verify that.
             if self._held() != self._holding.checksum:
                 raise
+            if anew:
+                self._engine.restart(self._holding.version)
             self._resolve(future, error)
             return
         self._holding = Holding(receipt.version, receipt.checksum)

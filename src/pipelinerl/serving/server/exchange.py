@@ -127,6 +127,13 @@ class Exchange:
             await known.ended()
         return self.submit(request, keep=True)
 
+    def forget(self) -> None:
+        """Answer no request with what was completed before now: the next one with its id generates again."""
+        for kept in self._kept:
+            del self._known[kept.request_id]
+        self._kept.clear()
+        self._kept_tokens = 0
+
     def cancel(self, request_id: str) -> None:
         """End a request at the next token boundary. Unknown ids are ignored."""
         self.engine.cancel(request_id)

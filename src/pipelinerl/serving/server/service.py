@@ -170,7 +170,9 @@ class Service:
         self.engine = loaded.engine
         self.exchange = Exchange(loaded.engine)
         self.prompts = Prompts(loaded.tokenizer, loaded.max_length)
-        self.updates = WeightUpdates(loaded.engine, loaded.weights, options.weight_directories)
+        self.updates = WeightUpdates(
+            loaded.engine, loaded.weights, options.weight_directories, on_new_session=self.exchange.forget
+        )
         self.created = int(time.time())
         self._model = options.model.path
         self._instance = secrets.token_hex(8)

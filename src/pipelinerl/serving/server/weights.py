@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import stat
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -129,18 +129,27 @@ POLL_S = 0.002
 class WeightUpdates:
     """Applies weight updates from files or the trainer's broadcast. `paused_s`: the sum of all pauses.
 
-    `held`: the engine's own tensors. Files are read only from `directories`.
+    `held`: the engine's own tensors. Files are read only from `directories`. `on_new_session` is called after the first
+    weights of a session were applied. No request is open then but those that came after them.
     """
 
-    def __init__(self, engine: EngineThread, held: Mapping[str, Tensor], directories: Sequence[Path]) -> None:
+    def __init__(
+        self,
+        engine: EngineThread,
+        held: Mapping[str, Tensor],
+        directories: Sequence[Path],
+        on_new_session: Callable[[], None],
+    ) -> None:
         self._engine = engine
         self._held = held
         self._directories = directories
+        self._on_new_session = on_new_session
         self._lock = asyncio.Lock()
         self._last: UpdateReceipt | None = None
         self._group: CollectiveWeightReceiver | None = None
         self._session = ""
         self._replaced: set[str] = set()
+        self._anew = False  # no weights of this session have been applied yet
         self.paused_s = 0.0
 
     async def join(self, request: ProcessGroupRequest) -> None:
@@ -188,12 +197,14 @@ class WeightUpdates:
         async with self._lock:
             self._let_in(request.session)
             holding = self._engine.holding
-            if (request.version, request.checksum) == holding:
+            if (request.version, request.checksum) == holding and not (self._anew and self._engine.open_requests):
+                self._begun()
                 receipt = self._receipt_of(holding)
                 if request.path is None:
                     self._acknowledge_current(receipt)
                 return receipt
-            self._check_version(request.version, holding.version)
+            if not self._anew:
+                self._check_version(request.version, holding.version)
             if request.path is None:
                 return await self._apply_broadcast(request)
             reading = asyncio.to_thread(read_update, request, self._directories, self._held)
@@ -231,8 +242,10 @@ class WeightUpdates:
 
     async def apply(self, update: WeightUpdate) -> UpdateReceipt:
         """Apply a verified update to the engine."""
-        receipt = await _with_timeout(asyncio.wrap_future(self._engine.update(update)), "the engine's next token")
+        applying = asyncio.wrap_future(self._engine.update(update, anew=self._anew))
+        receipt = await _with_timeout(applying, "the engine's next token")
         self._last = receipt
+        self._begun()
         self.paused_s += receipt.pause_s
         return receipt
 
@@ -250,22 +263,31 @@ class WeightUpdates:
         )
 
     def _let_in(self, session: str) -> None:
-        """A session that is new here replaces the one before for good: a late request of that one is refused."""
+        """A session that is new here replaces the one before for good: a late request of that one is refused.
+
+        Its first weights may have any version, and end all requests: none continues with weights of another session.
+        """
         if session in self._replaced:
             raise RefusedError(
                 "stale_session", "a later session updates the weights of this server: nothing was changed", param="session"
             )
         if session and session != self._session:
             self._replaced |= {self._session} - {""}
-            self._session = session
+            self._session, self._anew = session, True
+
+    def _begun(self) -> None:
+        """The engine holds weights of the session."""
+        if self._anew:
+            self._anew = False
+            self._on_new_session()
 
     def _check_version(self, version: int, newest: int) -> None:
         """Raises RefusedError unless the version increases. Only the first update may repeat the loaded model's version."""
         if version < newest or (version == newest and self._engine.progress().weight_updates):
             raise RefusedError(
                 "stale_version",
-                f"version {version} is not newer than version {newest}, which this server holds (restart the servers for "
-                "another run)",
+                f"version {version} is not newer than version {newest}, which this server holds; another run gives "
+                "a `session` of its own",
                 param="version",
             )
 

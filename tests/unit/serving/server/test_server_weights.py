@@ -20,7 +20,7 @@ from pipelinerl.models.state import checksum, first_names, named_weights
 from pipelinerl.serving.server.http import RefusedError
 from pipelinerl.serving.server.weights import allowed_file, read_update
 from pipelinerl.serving.wire import ProcessGroupRequest, WeightUpdateRequest
-from pipelinerl.types import UpdateReceipt
+from pipelinerl.types import GenerationRequest, SamplingParams, UpdateReceipt
 from pipelinerl.weights.broadcast.sender import CollectiveWeightSender
 from tests.parity.models import make_model
 from tests.unit.fake_engine_servers import in_event_loop, wait_until
@@ -144,6 +144,55 @@ async def test_versions_rise_and_an_answer_that_was_lost_can_be_asked_for(tmp_pa
         assert isinstance(await refused(WeightUpdateRequest(version=6, checksum="", path=second.path)), WeightUpdateError)
         assert checksum(service.loaded.weights) == second.checksum
         assert service.engine.progress().weight_updates == 2
+
+
+@in_event_loop
+async def test_another_session_begins_at_any_version_and_ends_what_came_before(tmp_path: Path) -> None:
+    weights = [{n: t.clone() for n, t in named_weights(byte_model(seed)).items()} for seed in range(3)]
+    async with running(tmp_path) as (service, _):
+
+        async def take(version: int, session: str, seed: int) -> UpdateReceipt:
+            request = saved(tmp_path / f"{version}-{session}", weights[seed], version=version)
+            return await service.updates.take(msgspec.structs.replace(request, session=session))
+
+        def asked(name: str, tokens: int) -> GenerationRequest:
+            return GenerationRequest(id=name, prompt_ids=(5, 6, 7), sampling=SamplingParams(max_tokens=tokens, seed=1))
+
+        await take(7, "first", 1)
+        done = await (await service.exchange.submit_once(asked("done", 4))).completion()
+        assert await (await service.exchange.submit_once(asked("done", 4))).completion() == done
+        going = await service.exchange.submit_once(asked("going", 80))
+        with pytest.raises(RefusedError, match="not newer than version 7"):
+            await take(3, "first", 2)
+        receipt = await take(3, "second", 2)
+        assert (receipt.version, receipt.sequences_in_flight) == (3, 0)
+        assert service.engine.holding == (3, checksum(weights[2]))
+        ended = await going.completion()
+        assert ended.finish_reason == "cancelled"
+        assert {span.version for span in ended.weight_versions} <= {7}
+        for name, tokens in (("done", 4), ("going", 80)):
+            again = await (await service.exchange.submit_once(asked(name, tokens))).completion()
+            assert [span.version for span in again.weight_versions] == [3], "an answer of the session before"
+        with pytest.raises(RefusedError, match="not newer than version 3"):
+            await take(2, "second", 1)
+
+
+@in_event_loop
+async def test_weights_that_another_session_begins_with_in_vain_leave_the_old_ones(tmp_path: Path) -> None:
+    good, broken = ({n: t.clone() for n, t in named_weights(byte_model(seed)).items()} for seed in (1, 2))
+    broken["model.norm.weight"][0] = float("nan")
+    async with running(tmp_path) as (service, _):
+        first = saved(tmp_path / "good", good, version=7)
+        await service.updates.take(msgspec.structs.replace(first, session="first"))
+        second = msgspec.structs.replace(saved(tmp_path / "broken", broken, version=3), session="second")
+        with pytest.raises(WeightUpdateError, match="finite"):
+            await service.updates.take(second)
+        assert service.engine.holding == (7, first.checksum)
+        request = GenerationRequest(id="a", prompt_ids=(5, 6, 7), sampling=SamplingParams(max_tokens=4, seed=1))
+        done = await service.exchange.submit(request).completion()
+        assert [span.version for span in done.weight_versions] == [7]
+        mended = msgspec.structs.replace(saved(tmp_path / "mended", good, version=4), session="second")
+        assert (await service.updates.take(mended)).version == 4
 
 
 @in_event_loop
