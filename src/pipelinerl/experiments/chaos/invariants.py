@@ -154,6 +154,11 @@ class _Records:
         handed_over = {rollout.id for group in latest.values() for rollout in group.rollouts}
         waiting = len(handed_over - settled - left_out)
         queued, late = self.summary["rollouts_queued"], sum(dropped.values()) - len(left_out)
+        # A resume starts groups again that ended after its checkpoint. They may be in progress when it ends.
+        before = {group.index: group for group in self.groups[: self.first_groups[-1]]}
+        open_before = [group for index, group in before.items() if group is latest[index]]
+        again = [group for group in open_before if not {rollout.id for rollout in group.rollouts} & (settled | left_out)]
+        late += sum(len(group.rollouts) for group in again)
         if not queued <= waiting <= queued + late:
             yield "conservation", f"{waiting} rollouts that were handed over have no end, but {queued} are queued"
         in_progress = self.summary["rollouts_in_progress"]
@@ -164,7 +169,8 @@ class _Records:
         # A session that begins at the goal starts nothing: groups that a killed one had in progress stay unfinished.
         resumed_at_goal = self.sessions[-1].version >= self.config.trainer.steps
         too_many = len(missing) * size > most and not resumed_at_goal
-        if too_many or (self.next_index is not None and len(missing) * size < in_progress):
+        too_few = self.next_index is not None and (len(missing) + len(again)) * size < in_progress
+        if too_many or too_few:
             text = f"{len(missing)} groups were started and not handed over ({str(missing[:5])[1:-1]})"
             yield "conservation", f"{text}, but {in_progress} rollouts are in progress"
         if latest and max(latest) not in started:
