@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from pipelinerl.cli.parser import Commands, refuse_settings
 from pipelinerl.errors import PipelineRLError, RunInterruptedError, is_out_of_memory
+from pipelinerl.files import UNWRITABLE
 
 MODULES = {
     "train": ("train",),
@@ -49,11 +50,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as stop:
         status, message, failure = 130, "interrupted", stop
     except (MemoryError, RuntimeError, OSError) as error:
-        if not is_out_of_memory(error):
-            raise
-        status, failure = PipelineRLError.exit_status, error
         why = str(error).partition("\n")[0] or type(error).__name__
-        message = f"error: no memory is left: {why}. Free some, or lower what the command needs; a run goes on with --resume"
+        if is_out_of_memory(error):
+            message = f"error: no memory is left: {why}. Free some, or lower what the command needs"
+        elif isinstance(error, OSError) and error.errno in UNWRITABLE:
+            message = f"error: can't write: {why}. Make room on that disk, or make it writable"
+        else:
+            raise
+        status, message, failure = PipelineRLError.exit_status, f"{message}; a run goes on with --resume", error
     except SystemExit as exit_:  # argparse, after --help and --version
         return exit_.code if isinstance(exit_.code, int) else 1
     if "--debug" in arguments:

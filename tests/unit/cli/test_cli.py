@@ -151,6 +151,16 @@ def test_no_memory_is_one_line(error: Exception, capsys: Capture, monkeypatch: p
     assert capsys.readouterr().err.startswith("error: no memory is left: ")
 
 
+def test_a_full_disk_is_one_line(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.EFBIG, "File too large")
+
+    monkeypatch.setattr(pipelinerl.cli.project, "load_config", fail)
+    assert main(["config"]) == 1
+    said = "error: can't write: [Errno 27] File too large. Make room on that disk, or make it writable; a run goes on with"
+    assert capsys.readouterr().err == f"{said} --resume\n"
+
+
 def test_bugs_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise ZeroDivisionError
