@@ -12,7 +12,7 @@ from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import ErrorDetails
 
 from pipelinerl.config import yaml_text
-from pipelinerl.config.keys import Key, key_of, run_keys, run_sections, settable, show, spell
+from pipelinerl.config.keys import EXTENDS, Key, key_of, run_keys, run_sections, settable, show, spell
 from pipelinerl.config.schema import RunConfig
 
 WIDTH = 100
@@ -156,7 +156,10 @@ def render(config: RunConfig) -> str:
 
 def json_schema() -> str:
     """The JSON schema of run files, for editors."""
-    return json.dumps({"$schema": GenerateJsonSchema.schema_dialect, **RunConfig.model_json_schema()}, indent=2) + "\n"
+    schema = RunConfig.model_json_schema()
+    described = "A run file, relative to this one, with the keys that this one does not set."
+    schema["properties"] = {EXTENDS: {"type": "string", "description": described}, **schema["properties"]}
+    return json.dumps({"$schema": GenerateJsonSchema.schema_dialect, **schema}, indent=2) + "\n"
 
 
 def _documented(key: Key, value: Any) -> str:

@@ -10,6 +10,9 @@ from typing import Any
 from pipelinerl.config import yaml_text
 from pipelinerl.config.schema import RunConfig
 
+EXTENDS = "extends"
+"""The key of a run file that names another one. No configuration has it: `load` puts the two together."""
+
 
 @dataclass(frozen=True)
 class Key:

@@ -5,6 +5,9 @@ Relative paths. Three values of a run file may name something on disk: `model.pa
 relative to the working directory, it becomes an absolute path, so that the resolved configuration means the same from
 anywhere. In flags only the working directory counts. Nothing else is touched: not `run_dir`, and no value in
 `environment.args`.
+
+`extends: base.yaml`, relative to the run file, takes the keys that the run file does not set from another one. A file that
+sets `environment.kind` takes nothing of `environment.args`.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from pydantic import ValidationError
 
 from pipelinerl.config import yaml_text
 from pipelinerl.config.checks import mistakes
-from pipelinerl.config.keys import Key, run_keys, run_sections, settable, show
+from pipelinerl.config.keys import EXTENDS, Key, run_keys, run_sections, settable, show
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import ConfigError
 
@@ -39,12 +42,10 @@ def load_config(path: str | Path | None, overrides: Sequence[str] | Mapping[str,
     """
     if path is None:
         text = (resources.files("pipelinerl") / "assets" / "demo.yaml").read_text(encoding="utf-8")
-        draft, folders = _Draft.of_text(text, DEMO_SOURCE), [Path.cwd()]
+        draft = _Draft.of_text(text, DEMO_SOURCE)
+        draft.make_absolute([Path.cwd()])
     else:
-        draft, folders = _Draft.of_text(_read(Path(path)), str(path)), [Path(path).parent, Path.cwd()]
-    for key in PATHS:
-        if (before := draft.get(key)) is not None:
-            draft.set(key, _absolute(key, before, folders), draft.origin(key))
+        draft = _Draft.of_file(Path(path))
     if isinstance(overrides, str):  # a sequence of its letters, to Python
         raise ConfigError(
             f"overrides: {show(overrides)} is one text; give a list of words, or a dict of values by dotted key"
@@ -114,6 +115,36 @@ class _Draft:
         draft.origins = {key: f"{source}:{line}: {key}" for key, line in parsed.lines.items()}
         return draft
 
+    @classmethod
+    def of_file(cls, path: Path, extending: Sequence[Path] = ()) -> _Draft:
+        """With the keys of the files that it extends. `extending`: the files that extend this one."""
+        draft = cls.of_text(_read(path), str(path))
+        draft.make_absolute([path.parent, Path.cwd()])
+        base, chain = draft.values.pop(EXTENDS, None), [*extending, path]
+        if base is None:
+            return draft
+        here = draft.origin(EXTENDS)
+        if not isinstance(base, str):
+            raise ConfigError(f"{here}: must be the path of a run file, not {show(base)}")
+        other = path.parent / os.path.expanduser(base)
+        if any(other.resolve() == one.resolve() for one in chain):
+            raise ConfigError(f"{here}: {' extends '.join(map(str, [*chain, other]))}: take one of them out")
+        if not other.is_file():
+            raise ConfigError(f"{here}: there is no file {other}")
+        draft.put_over(cls.of_file(other, chain))
+        return draft
+
+    def put_over(self, base: _Draft) -> None:
+        """Take from `base` what is not set here."""
+        if self.get("environment.kind") is not None and isinstance(environment := base.get("environment"), dict):
+            base.values["environment"] = {name: value for name, value in environment.items() if name != "args"}
+        self.values, self.origins = _merged(base.values, self.values), base.origins | self.origins
+
+    def make_absolute(self, folders: Sequence[Path]) -> None:
+        for key in PATHS:
+            if (before := self.get(key)) is not None:
+                self.set(key, _absolute(key, before, folders), self.origin(key))
+
     def set_values(self, values: Mapping[str, Any]) -> None:
         for key, value in values.items():
             whole = key not in run_sections() or not isinstance(value, Mapping)
@@ -165,6 +196,13 @@ class _Draft:
             key, _, text = mistake.partition(": ")
             raise ConfigError(f"{self.origin(key)}: {text}" if key in self.origins else mistake)
         return config
+
+
+def _merged(base: Any, over: Any) -> Any:
+    """`over` where it says something. Mappings are merged key by key, everything else is replaced."""
+    if not isinstance(base, dict) or not isinstance(over, dict):
+        return over
+    return base | {name: _merged(base[name], value) if name in base else value for name, value in over.items()}
 
 
 def _values_of_flags(arguments: Sequence[str], keys: Collection[str] | None) -> Iterator[tuple[str, Any]]:

@@ -619,3 +619,60 @@ def test_thresholds_left_out_are_those_of_their_kind() -> None:
     assert thresholds(sequence="geo_mask") == (0.0, 5.0, 0.9, 1.1)
     # One weight for the whole sequence: nothing is left to truncate by token.
     assert thresholds(sequence="truncate") == (0.0, math.inf, 0.0, 5.0)
+
+
+# ------------------------------------------------------------------------------------------------ files that extend others
+
+
+def written(folder: Path, **files: str) -> Path:
+    """`a="..."` writes `a.yaml`. Returns the first file."""
+    folder.mkdir(exist_ok=True, parents=True)
+    for name, text in files.items():
+        (folder / f"{name}.yaml").write_text(text)
+    return folder / f"{next(iter(files))}.yaml"
+
+
+def test_a_run_file_extends_another(tmp_path: Path) -> None:
+    (tmp_path / "shared" / "weights").mkdir(parents=True)
+    written(
+        tmp_path / "shared",
+        base="extends: first.yaml\nmodel: {path: weights}\nenvironment: {args: {low: 2, high: 9}}\n",
+        first="seed: 3\ntrainer: {steps: 7, batch_size: 16}\nenvironment: {kind: gcd}\nactor: {group_size: 4}\n",
+    )
+    path = written(
+        tmp_path / "own",
+        run="extends: ../shared/base.yaml\ntrainer: {steps: 9}\nenvironment: {args: {high: 30}}\nactor:\n",
+    )
+    config = load_config(path, ["--seed", "4"])
+    assert (config.seed, config.trainer.steps, config.trainer.batch_size, config.actor.group_size) == (4, 9, 16, 4)
+    assert config.environment.args == {"low": 2, "high": 30}
+    assert config.model.path == str(tmp_path / "shared" / "weights"), "relative to the file that sets it"
+
+
+def test_another_kind_of_environment_takes_no_arguments(tmp_path: Path) -> None:
+    path = written(
+        tmp_path,
+        run="extends: base.yaml\nenvironment: {kind: sum}\n",
+        base="environment: {kind: gcd, args: {high: 9}}\ntrainer: {batch_size: 32}\n",
+    )
+    assert load_config(path).environment.args == {}
+    assert load_config(path).trainer.batch_size == 32
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"a": "seed: 1\nextends: b.yaml\n"}, "a.yaml:2: extends: there is no file {}/b.yaml"),
+        ({"a": "extends: [b.yaml]\n"}, "a.yaml:1: extends: must be the path of a run file"),
+        (
+            {"a": "extends: b.yaml\n", "b": "extends: a.yaml\n"},
+            "b.yaml:1: extends: {0}/a.yaml extends {0}/b.yaml extends {0}/a.yaml: take one of them out",
+        ),
+        ({"a": "extends: b.yaml\n", "b": "trainer: {steps: x}\n"}, "b.yaml:1: trainer.steps: "),
+        ({"a": "extends: b.yaml\n", "b": "trainr: {steps: 1}\n"}, "b.yaml:1: trainr: unknown key"),
+    ],
+)
+def test_a_mistake_names_the_file_that_has_it(tmp_path: Path, files: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(written(tmp_path, **files))
+    assert str(caught.value).removeprefix(f"{tmp_path}/").startswith(message.format(tmp_path))
