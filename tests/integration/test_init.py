@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from pipelinerl.cli import project
 from pipelinerl.cli.parser import Commands
+from pipelinerl.config.load import load_config
 from pipelinerl.errors import UserError
 
 from .runs import assert_conserved, command, groups, summary
@@ -25,10 +27,13 @@ SMALL = (
 )
 
 
-def pipelinerl_init(folder: Path) -> int:
+REWARD_FILES = ["README.md", "problems.jsonl", "rewards.py", "run.yaml"]
+
+
+def pipelinerl_init(folder: Path, *flags: str) -> int:
     commands = Commands()
     project.add_to(commands)
-    options = commands.root.parse_args(["init", str(folder)])
+    options = commands.root.parse_args(["init", str(folder), *flags])
     status: int = options.run(options, [])
     return status
 
@@ -36,7 +41,7 @@ def pipelinerl_init(folder: Path) -> int:
 def test_what_is_there_stays_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "new" / "task"
     assert pipelinerl_init(folder) == 0
-    assert sorted(path.name for path in folder.iterdir()) == sorted(project.FILES)
+    assert sorted(path.name for path in folder.iterdir()) == REWARD_FILES
     assert f"cd {folder} && pipelinerl train run.yaml" in capsys.readouterr().out
     (folder / "rewards.py").write_text("mine")
     (folder / "run.yaml").unlink()
@@ -46,6 +51,46 @@ def test_what_is_there_stays_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixt
     assert not (folder / "run.yaml").exists()
     with pytest.raises(UserError, match="can't write the project into"):
         pipelinerl_init(folder / "rewards.py" / "below")
+
+
+@pytest.mark.parametrize("template", project.TEMPLATES)
+def test_every_template_has_a_run_file_that_loads(template: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert pipelinerl_init(tmp_path, "--template", template) == 0
+    config = load_config(tmp_path / "run.yaml")
+    assert config.evaluation.problems
+    files = [word for line in capsys.readouterr().out.splitlines()[:1] for word in line.replace(",", "").split()[2:]]
+    assert sorted(path.name for path in tmp_path.iterdir()) == files
+    for path in tmp_path.glob("*.py"):
+        compile(path.read_text(), path, "exec")
+
+
+def dataset_on_disk(folder: Path) -> None:
+    """In place of the hub's data and model: two files of a folder, and a model that takes no chats."""
+    (folder / "data").mkdir()
+    for split, first in (("train", 2), ("test", 40)):
+        rows = [{"question": f"{n},{n + 2}:", "answer": f"it is #### {n}"} for n in range(first, first + 30, 2)]
+        (folder / "data" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = (
+        (folder / "run.yaml")
+        .read_text()
+        .replace("openai/gsm8k/main", "data")
+        .replace("HuggingFaceTB/SmolLM2-135M-Instruct", "demo")
+    )
+    (folder / "run.yaml").write_text(text.replace("prompt: rewards.py:prompt", "prompt: question"))
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("template", ["environment", "agent", "dataset"])
+def test_every_template_runs(template: str, tmp_path: Path) -> None:
+    pipelinerl_init(tmp_path, "--template", template)
+    if template == "dataset":
+        dataset_on_disk(tmp_path)
+    tried = command("train", "run.yaml", "--dry-run", cwd=tmp_path)
+    assert tried.status == 0, tried.error
+    ended = command("train", "run.yaml", *SMALL, "--actor.max_tokens=60", "--engine.max_length=128", cwd=tmp_path)
+    assert ended.status == 0, ended.error
+    assert_conserved(summary(tmp_path / "r"))
 
 
 @pytest.mark.slow

@@ -11,13 +11,21 @@ from pipelinerl.cli.parser import SETTINGS_HELP, Commands, refuse_settings, writ
 from pipelinerl.config.load import load_config
 from pipelinerl.errors import UserError
 
-FILES = ("README.md", "problems.jsonl", "rewards.py", "run.yaml")
+TEMPLATES = {
+    "reward": "problems in a file and a reward function",
+    "environment": "a class that makes its own problems",
+    "agent": "a program that uses an OpenAI-compatible API",
+    "dataset": "a data set of the hub and a chat model",
+}
+"""Folders in `assets/templates`, and what each is an example of."""
 
 
 def add_to(commands: Commands) -> None:
-    text = "Write an example project that can be run at once: problems, a reward function, a run file."
+    text = "Write an example project that can be run at once: a task and its run file."
     flag = commands.add("init", text, run=run_init).add_argument
     flag("folder", type=Path, metavar="DIR", help="the project's folder; existing files are never overwritten")
+    text = "; ".join(f"{name}: {what}" for name, what in TEMPLATES.items())
+    flag("--template", choices=TEMPLATES, default="reward", metavar="NAME", help=f"{text} (default: reward)")
 
     text = "Print the resolved configuration, with the documentation of every key."
     flag = commands.add("config", text, SETTINGS_HELP, run=run_config).add_argument
@@ -41,18 +49,19 @@ def run_init(options: argparse.Namespace, settings: Sequence[str]) -> int:
     """Write the example files. Raises UserError, without writing any, if one exists already or the folder can't be made."""
     refuse_settings("pipelinerl init", settings)
     folder: Path = options.folder
-    there = [name for name in FILES if (folder / name).exists()]
+    source = resources.files("pipelinerl") / "assets" / "templates" / options.template
+    names = sorted(file.name for file in source.iterdir() if file.is_file())
+    there = [name for name in names if (folder / name).exists()]
     if there:
         raise UserError(f"{folder} already has {', '.join(there)}; choose another folder")
-    source = resources.files("pipelinerl") / "assets" / "project"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name in FILES:
+        for name in names:
             with open(folder / name, "xb") as file:
                 file.write((source / name).read_bytes())
     except OSError as error:
         raise UserError(f"can't write the project into {folder}: {error.strerror or error}") from error
-    return write(f"{folder} has {', '.join(FILES)}\nrun it with: cd {folder} && pipelinerl train run.yaml\n")
+    return write(f"{folder} has {', '.join(names)}\nrun it with: cd {folder} && pipelinerl train run.yaml\n")
 
 
 def run_config(options: argparse.Namespace, settings: Sequence[str]) -> int:
