@@ -8,8 +8,7 @@ import pytest
 
 from pipelinerl.types import Rollout
 from tests.integration.runs import assert_whole, rollouts_by_id, run, steps
-from tests.parity.models import tiny_llama
-from tests.unit.chat_parts import make_tokenizer
+from tests.unit.chat_parts import write_model
 
 pytest.importorskip("verifiers")
 
@@ -37,16 +36,6 @@ def load_environment(turns):
     rubric = vf.Rubric(funcs=[odd])
     return Echo(dataset=Dataset.from_list(rows), tools=[fourth], max_turns=turns, rubric=rubric)
 """
-
-
-def write_model(folder: Path) -> Path:
-    """A model of random weights with a chat template."""
-    tokenizer = make_tokenizer()
-    sizes = {"vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024}
-    tiny_llama(**sizes, **heads, eos_token_id=tokenizer.eos_token_id, pad_token_id=0).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 def assert_continues(rollout: Rollout) -> None:

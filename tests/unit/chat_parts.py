@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,6 +13,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 
 from pipelinerl.types import Completion, SamplingParams, TokenEvent, spans_from_versions
+from tests.parity.models import tiny_llama
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
 CORPUS = [
@@ -136,3 +138,13 @@ class SamplingClient:
                     weight_versions=spans_from_versions([0] * seen),
                     finish_reason="cancelled",
                 )
+
+
+def write_model(folder: Path, positions: int = 1024) -> Path:
+    """A model of random weights with a chat template."""
+    tokenizer = make_tokenizer()
+    sizes = {"vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": positions}
+    tiny_llama(**sizes, **heads, eos_token_id=tokenizer.eos_token_id, pad_token_id=0).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

@@ -1,0 +1,140 @@
+"""Every example runs as it is: the run files unchanged, in a small world.
+
+The world is a folder with `examples/`, a model of random weights in the place of SmolLM2, and a cache of the package
+`datasets` that has a few problems as `openai/gsm8k`. Flags make the runs short; they change no model, source or environment.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from pipelinerl import load_config
+from pipelinerl.launch.checks import check_without_running
+from pipelinerl.launch.run import train
+from tests.integration.runs import assert_whole, flags
+from tests.unit.chat_parts import write_model
+
+ROOT = Path(__file__).parents[2]
+RUN_FILES = sorted(path.name for path in ROOT.glob("examples/*.yaml"))
+ELSEWHERE = {
+    "pipeline_rl_in_one_file.py": "tests/unit/test_one_file.py",
+    "live_plot.ipynb": "tests/integration/test_python_api.py",
+}
+"""Examples without a run file, and the tests that run them."""
+SHORT = {"trainer__steps": 1, "trainer__batch_size": 8, "trainer__warmup_steps": 0, "evaluation__problems": 1}
+SHORT_ANSWERS = {"actor__max_tokens": 4}
+OF_RANDOM_WEIGHTS = {"engine__max_length": 4000, **SHORT_ANSWERS}
+"""Such a model has no words: a prompt has nearly as many tokens as characters."""
+OWN = {
+    "agent.yaml": {},
+    "apart.yaml": {"launch__kind": "processes", **SHORT_ANSWERS},
+    "slow_judge.yaml": {"environment__args__median_s": 0.01, **SHORT_ANSWERS},
+    **{name: OF_RANDOM_WEIGHTS for name in RUN_FILES if "smollm2" in (ROOT / "examples" / name).read_text()},
+}
+NEEDS = {
+    "agent.yaml": ["openai", "starlette"],
+    "difficulty_filter.yaml": ["datasets"],
+    "mixture.yaml": ["datasets", "math_verify"],
+    "smollm2_gsm8k.yaml": ["datasets"],
+    "smollm2_long_tail.yaml": ["peft"],
+    "smollm2_sums.yaml": ["reasoning_gym"],
+    "verifiers_env.yaml": ["verifiers"],
+}
+SLOW = {
+    "apart.yaml": "five processes, and tests/integration/test_apart.py runs the same parts",
+    "smollm2_sums.yaml": "importing reasoning-gym takes seconds",
+    "verifiers_env.yaml": "importing verifiers takes seconds",
+}
+CLUSTERS = {"cluster.yaml": "tests/integration/test_ray.py runs the same parts on a cluster"}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("world")
+    (folder / "examples").symlink_to(ROOT / "examples")
+    write_model(folder / "models/smollm2-135m-instruct", positions=4096)
+    rates = folder / "rates/smollm2-135m-instruct"
+    rates.mkdir(parents=True)
+    lines = [{"id": f"main:train/{number}", "attempts": 8, "passes": number % 9} for number in range(1, 9)]
+    (rates / "pass_rates.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if importlib.util.find_spec("datasets") is not None:
+        download_gsm8k(folder / "cache")
+    return folder
+
+
+def download_gsm8k(cache: Path) -> None:
+    """What `datasets.load_dataset("openai/gsm8k", "main")` leaves in its cache, with few problems."""
+    from datasets import DatasetInfo, Features, Value
+    from datasets.arrow_writer import ArrowWriter
+
+    folder = cache / "openai___gsm8k/main/0.0.0" / ("0" * 40)
+    folder.mkdir(parents=True)
+    splits = {}
+    for name, numbers in (("train", range(8)), ("test", range(90, 93))):
+        with ArrowWriter(path=str(folder / f"gsm8k-{name}.arrow")) as writer:
+            for n in numbers:
+                writer.write({"question": f"What is {n} + {n}?", "answer": f"Add them.\n#### {2 * n}"})
+            examples, size = writer.finalize()
+        splits[name] = {"name": name, "num_examples": examples, "num_bytes": size, "dataset_name": "gsm8k"}
+    features = Features({"question": Value("string"), "answer": Value("string")})
+    named = {"builder_name": "parquet", "dataset_name": "gsm8k", "config_name": "main", "version": "0.0.0"}
+    DatasetInfo(features=features, splits=splits, **named).write_to_directory(str(folder))
+
+
+@pytest.fixture
+def here(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The world as working directory, without a network; runs are in a folder of their own."""
+    for path in world.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    monkeypatch.chdir(tmp_path)
+    if importlib.util.find_spec("datasets") is not None:
+        import datasets
+
+        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+        monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    return tmp_path
+
+
+def require(name: str) -> None:
+    for package in NEEDS.get(name, []):
+        pytest.importorskip(package)
+
+
+@pytest.mark.parametrize("name", [name for name in RUN_FILES if name not in CLUSTERS])
+def test_a_run_file_passes_the_checks_before_a_run(name: str, here: Path) -> None:
+    require(name)
+    check_without_running(load_config(f"examples/{name}", ["--run_dir", str(here / "run")]))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow, pytest.mark.exhaustive] if name in SLOW else [])
+        for name in RUN_FILES
+        if name not in CLUSTERS
+    ],
+)
+def test_a_run_file_trains(name: str, here: Path) -> None:
+    require(name)
+    if name == "apart.yaml" and shutil.which("redis-server") is None:
+        pytest.skip("needs the program redis-server")
+    summary = train(load_config(f"examples/{name}", flags(Path("run"), **SHORT, **OWN.get(name, SHORT_ANSWERS))))
+    assert (summary["status"], summary["optimizer_steps"]) == ("finished", 1)
+    assert summary["rollouts_trained"] == 8
+    assert_whole(here / "run")
+
+
+def test_every_example_is_run_and_has_its_place_in_the_table() -> None:
+    page = (ROOT / "docs/examples.md").read_text(encoding="utf-8")
+    listed = set(re.findall(r"\(\.\./examples/([\w.]+)\)", page))
+    files = {path.name for path in (ROOT / "examples").iterdir() if path.is_file()}
+    assert listed == files
+    named = "".join((ROOT / "examples" / name).read_text(encoding="utf-8") for name in RUN_FILES)
+    for name in files - {*RUN_FILES}:
+        assert name in named or (ROOT / ELSEWHERE[name]).is_file(), name
