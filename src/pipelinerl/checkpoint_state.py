@@ -100,10 +100,11 @@ class QueuePosition(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QueueCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """Rollouts that left the queue over the whole run."""
+    """Rollouts that left the queue over the whole run. `dropped_tokens`: the tokens sampled for those that were dropped."""
 
     trained: int = 0
     dropped: dict[str, int] = {}
+    dropped_tokens: dict[str, int] = {}
 
 
 class TrainerCounters(msgspec.Struct, frozen=True, kw_only=True):

@@ -142,11 +142,26 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     attempt: int = 0
 
 
+class Skip(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a problem was skipped (`actor.online_filter`), from its groups that were recorded before.
+
+    Its latest `equal_groups` groups had equal rewards; `last_group` is the index of the last one. `reward_mean` is over all
+    of its `rollouts`. `probability`: with which it would have been generated.
+    """
+
+    equal_groups: int
+    last_group: int
+    rollouts: int
+    reward_mean: float
+    probability: float
+
+
 class Group(msgspec.Struct, frozen=True, kw_only=True):
     """The K finished and scored attempts at one problem: the unit that the actor writes to the stream.
 
     `index` numbers groups in the order in which they were started. An index is never reused within a run, even after a
-    resume. `started` counts all attempts, `dropped` the failed ones by reason; `rollouts` holds the others.
+    resume. `started` counts all attempts, `dropped` the failed ones by reason; `rollouts` holds the others. A problem that
+    was `skipped` has none.
     """
 
     index: int
@@ -155,6 +170,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     started: int
     dropped: dict[str, int] = {}
     started_version: int = 0
+    skipped: Skip | None = None
 
 
 class Segment(msgspec.Struct, frozen=True, kw_only=True):
@@ -272,7 +288,7 @@ class EngineProgress(msgspec.Struct, frozen=True, kw_only=True, tag="engine"):
 
 
 class ActorProgress(msgspec.Struct, frozen=True, kw_only=True, tag="actor"):
-    """Counts of rollouts: started = handed_over + sum(dropped) + in_progress.
+    """Counts of rollouts: started = handed_over + sum(dropped) + in_progress. Groups that were skipped are not started.
 
     Rollouts are handed over when their group is written to the stream. Until then, finished attempts of an open group
     count as in progress. `rollouts_cut` counts the handed-over rollouts that ended at their token limit. `dropped_tokens`
@@ -281,6 +297,7 @@ class ActorProgress(msgspec.Struct, frozen=True, kw_only=True, tag="actor"):
     """
 
     groups_started: int = 0
+    groups_skipped: int = 0
     rollouts_started: int = 0
     rollouts_handed_over: int = 0
     rollouts_cut: int = 0
@@ -297,15 +314,16 @@ class ActorProgress(msgspec.Struct, frozen=True, kw_only=True, tag="actor"):
 class TrainerProgress(msgspec.Struct, frozen=True, kw_only=True, tag="trainer"):
     """Counts of rollouts over the whole run, including the parts before a resume.
 
-    `queued` rollouts are in the trainer's queue; `dropped` counts those that the trainer dropped, by reason. Rollouts in
-    the stream and rollouts that the actor dropped are not counted. `probe_ids` is the prompt of the weight canary (see
-    `ProbeReading`), `runner` how the model is trained. `sent_bytes`: how much of a checkpoint is on the launcher's machine,
-    while it is sent there.
+    `queued` rollouts are in the trainer's queue; `dropped` counts those that the trainer dropped, by reason, and
+    `dropped_tokens` their sampled tokens. Rollouts in the stream and rollouts that the actor dropped are not counted.
+    `probe_ids` is the prompt of the weight canary (see `ProbeReading`), `runner` how the model is trained. `sent_bytes`: how
+    much of a checkpoint is on the launcher's machine, while it is sent there.
     """
 
     version: int = 0
     trained: int = 0
     dropped: dict[str, int] = {}
+    dropped_tokens: dict[str, int] = {}
     queued: int = 0
     steps_target: int = 0
     micro_batches: int = 0

@@ -93,8 +93,9 @@ class Actor:
         """Write finished groups, oldest first, until the stream is full."""
         while self._groups.finished:
             group = self._groups.finished[0]
-            counts = {"started": group.started, "rollouts": len(group.rollouts)}
-            if not self._admission.hand_over(group.index, group.started_version, **counts, write=self._write_oldest):
+            counts = {"started": self._groups.config.group_size, "rollouts": len(group.rollouts)}
+            skipped, write = group.skipped is not None, self._write_oldest
+            if not self._admission.hand_over(group.index, group.started_version, **counts, skipped=skipped, write=write):
                 return
 
     async def _take_weights(self) -> None:
@@ -125,8 +126,10 @@ class Actor:
             index, verdict = self._admission.claim(self._engine.version, own, size)
             if index is None:
                 return verdict
-            self._groups.start(index, self._engine.version)
-            room -= size
+            if self._groups.start(index, self._engine.version):
+                room -= size
+            else:  # the problem was skipped: that is recorded before the next one is chosen
+                self._hand_over()
         return ALLOWED
 
     def _may_start(self) -> Verdict:

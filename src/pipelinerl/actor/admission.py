@@ -83,10 +83,13 @@ class Admission(ABC):
         """
 
     @abstractmethod
-    def hand_over(self, index: int, version: int, *, started: int, rollouts: int, write: Callable[[], bool]) -> bool:
+    def hand_over(
+        self, index: int, version: int, *, started: int, rollouts: int, write: Callable[[], bool], skipped: bool = False
+    ) -> bool:
         """Call `write`, which writes group `index` to the stream, and count the group as handed over.
 
-        Returns False if `write` does. The record and the stream have groups in the same order.
+        `started`: the attempts that were claimed; none was made if the problem was `skipped`. Returns False if `write` does.
+        The record and the stream have groups in the same order.
         """
 
     @abstractmethod
@@ -188,14 +191,17 @@ class LocalAdmission(Admission):
                 self._denial = _Denial(self._database.changes(), trainer, asked, admitted.verdict)
         return admitted
 
-    def hand_over(self, index: int, version: int, *, started: int, rollouts: int, write: Callable[[], bool]) -> bool:
+    def hand_over(
+        self, index: int, version: int, *, started: int, rollouts: int, write: Callable[[], bool], skipped: bool = False
+    ) -> bool:
         with self._locked():
             if not write():
                 return False
             state = self.read()
             state.hand_over(version, started=started, rollouts=rollouts)
             self._write(state)
-            self._database.rows("UPDATE groups SET kept = ? WHERE number = ?", rollouts, index)
+            attempts = 0 if skipped else started
+            self._database.rows("UPDATE groups SET kept = ?, started = ? WHERE number = ?", rollouts, attempts, index)
         return True
 
     def stream_dropped(self, rollouts: int) -> None:

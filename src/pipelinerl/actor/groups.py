@@ -7,7 +7,7 @@ from collections import Counter, deque
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -16,6 +16,9 @@ from pipelinerl.actor.rollouts import Failure, FailureLog, RolloutContext, attem
 from pipelinerl.config.schema import ActorConfig
 from pipelinerl.interfaces import ScoresGroups
 from pipelinerl.types import ActorProgress, Group, Problem, Rollout
+
+if TYPE_CHECKING:
+    from pipelinerl.actor.difficulty import DifficultyFilter
 
 RECENT_ATTEMPTS = 1024
 """Number of attempts that `started_length_mean` is computed over."""
@@ -72,18 +75,20 @@ class OpenGroup:
 
 
 class GroupRunner:
-    """Runs the attempts of groups as tasks of the event loop.
+    """Runs the attempts of groups as tasks of the event loop. `skips` decides which problems are skipped.
 
     `finished` holds complete groups in order of completion. `running` counts attempts that have not ended, and groups
     whose rollouts are being scored together.
     """
 
-    def __init__(self, context: RolloutContext, config: ActorConfig) -> None:
+    def __init__(self, context: RolloutContext, config: ActorConfig, skips: DifficultyFilter | None = None) -> None:
         self.context = context
         self.config = config
         self.finished: deque[Group] = deque()
         self.groups_started = 0
+        self.groups_skipped = 0
         self.running = 0
+        self._filter = skips
         self._failures = FailureLog(config.max_failure_fraction, config.failure_window)
         self._open: dict[int, OpenGroup] = {}
         self._waiting_lengths: dict[int, list[int]] = {}  # lengths of complete groups started after an open one
@@ -112,6 +117,7 @@ class GroupRunner:
             dropped[STREAM_DROP] = self._dropped_by_stream
         return ActorProgress(
             groups_started=self.groups_started,
+            groups_skipped=self.groups_skipped,
             rollouts_started=self.groups_started * self.config.group_size,
             rollouts_handed_over=self._handed_over - self._dropped_by_stream,
             rollouts_cut=self._cut,
@@ -123,23 +129,29 @@ class GroupRunner:
             recent_reward=fmean(self._recent_rewards) if self._recent_rewards else None,
         )
 
-    def start(self, index: int, version: int) -> None:
+    def start(self, index: int, version: int) -> bool:
         """Start the attempts at problem `index`; `version` is the engine's. They begin in the next event-loop pass.
 
-        If the environment fails to create the problem, all attempts of the group count as failed.
+        If the environment fails to create the problem, all attempts of the group count as failed. Returns False if the
+        problem is skipped: the group is then finished, without attempts.
         """
-        self.groups_started += 1
         made = problem_for(self.context.environment, index, self.context.limits)
         recorded = Problem(id=f"problem {index}", payload={}) if isinstance(made, Failure) else made[1]
-        group = OpenGroup(index, recorded, self.config.group_size, version)
-        self._open[index] = group
-        self.running += group.size
-        for number in range(group.size):
+        if self._filter is not None and (skip := self._filter.decide(index, recorded.id)) is not None:
+            self.groups_skipped += 1
+            group = Group(index=index, problem=recorded, rollouts=(), started=0, started_version=version, skipped=skip)
+            self.finished.append(group)
+            return False
+        self.groups_started += 1
+        self._open[index] = opened = OpenGroup(index, recorded, self.config.group_size, version)
+        self.running += opened.size
+        for number in range(opened.size):
             if isinstance(made, Failure):
-                self._ended(group, number, made, 0)
+                self._ended(opened, number, made, 0)
                 continue
-            client = self.context.rollout_client(group.rollout_name(number), derive_seed(self.context.seed, index, number))
-            self._run(self._attempt(group, number, made[0], client))
+            client = self.context.rollout_client(opened.rollout_name(number), derive_seed(self.context.seed, index, number))
+            self._run(self._attempt(opened, number, made[0], client))
+        return True
 
     def check(self) -> None:
         """Raises TooManyFailuresError when too many attempts failed, and errors that are not the environment's."""
@@ -152,6 +164,8 @@ class GroupRunner:
     def handed_over(self) -> None:
         """Remove the oldest finished group, which is in the stream now."""
         group = self.finished.popleft()
+        if self._filter is not None:
+            self._filter.observe(group.index, group.problem.id, [rollout.reward for rollout in group.rollouts])
         self._handed_over += len(group.rollouts)
         self._cut += sum(rollout.turns[-1].completion.finish_reason == "length" for rollout in group.rollouts)
         self._recent_rewards.extend(rollout.reward for rollout in group.rollouts)

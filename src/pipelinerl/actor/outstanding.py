@@ -84,8 +84,8 @@ class Outstanding(msgspec.Struct):
         else:
             del self.in_progress[version]
         self.handed_over += rollouts
-        if version == self.first_version:
-            return  # the trainer had nothing to train on while this group was generated
+        if version == self.first_version or not rollouts:
+            return  # the trainer had nothing to train on while this group was generated, or there is nothing in it
         steps = max(0, self.newest_version - version)
         self.latency = steps if self.latency is None else self.latency + LATENCY_WEIGHT * (steps - self.latency)
 

@@ -15,7 +15,18 @@ from pipelinerl.config.schema import EngineConfig, RunConfig
 def mistakes(config: RunConfig) -> Iterator[str]:
     """Every invalid combination of settings, as `key: what is wrong; how to fix it`."""
     yield from engine_mistakes(config.engine)
-    for checks in (_schedule, _stream, _weights, _sampling, _trainer, correction.mistakes, _engines, _ranks, _processes):
+    for checks in (
+        _schedule,
+        _stream,
+        _weights,
+        _sampling,
+        _online_filter,
+        _trainer,
+        correction.mistakes,
+        _engines,
+        _ranks,
+        _processes,
+    ):
         yield from checks(config)
     yield from _machines(config)
 
@@ -112,6 +123,18 @@ def _weights(config: RunConfig) -> Iterator[str]:
             "weights.encoding: `delta` sends fewer bytes, but `shared` weights are not sent: all are copied within this "
             "machine; set weights.kind to collective, or weights.encoding to full"
         )
+
+
+def _online_filter(config: RunConfig) -> Iterator[str]:
+    if config.actor.online_filter is None:
+        return
+    if config.engine.processes > 1 or config.launch.kind == "ray":
+        yield (
+            "actor.online_filter: a generation process must know all groups, but several would know only their own; set "
+            "engine.processes to 1 and launch.kind to processes, or actor.online_filter to null"
+        )
+    if config.stream.when_full == "drop_oldest":
+        yield "actor.online_filter: skipped problems would replace groups in the stream; set stream.when_full to block"
 
 
 def _sampling(config: RunConfig) -> Iterator[str]:

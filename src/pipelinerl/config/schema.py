@@ -83,6 +83,15 @@ class ScheduleConfig(Section, frozen=True):
     """
 
 
+class OnlineFilterConfig(Section, frozen=True):
+    """Generate a problem whose latest n groups had equal rewards with probability max(keep ** n, at_least)."""
+
+    keep: PositiveShare = 0.5
+    """The factor for each group in a row with equal rewards. A group with different rewards resets the probability to 1."""
+    at_least: Annotated[float, Field(ge=0.01, le=1)] = 0.1
+    """Lowest probability: a skipped problem comes back, as the model changes."""
+
+
 class ActorConfig(Section, frozen=True):
     group_size: Count = 8
     """K, attempts at each problem."""
@@ -99,6 +108,10 @@ class ActorConfig(Section, frozen=True):
     max_open_rollouts: Count | None = None
     """pipeline: maximum number of open rollouts in a process. Rollouts that wait for a tool or a judge take no slot; a
     higher limit keeps the engine busy and increases lag. null: four per slot.
+    """
+    online_filter: OnlineFilterConfig | None = None
+    """Online difficulty filter: skip problems before generation if their latest groups taught nothing (as GRESO does). `{}`:
+    with the defaults. null: off.
     """
     rollout_timeout_s: Positive = 600.0
     """A rollout that takes longer is dropped (reason `timeout`)."""
@@ -197,7 +210,7 @@ class PreprocessConfig(Section, frozen=True):
     zero_advantage: Literal["skip", "keep", "drop"] = "skip"
     """Samples whose advantage is 0 have no gradient. `skip`: they count towards the B of a step but cost no forward pass
     (not possible with a KL penalty or `correction.drift`). `keep`: compute them anyway. `drop`: leave them out, so that a
-    step has B other samples (DAPO's dynamic sampling; `dropped/zero_advantage` in the metrics says what it costs).
+    step has B other samples (DAPO's dynamic sampling; `generated_per_trained` in the summary says what it costs).
     """
     overlong: Literal["keep", "drop"] = "keep"
     """Completions that reached their token limit: train on them, or drop them (counted by length)."""

@@ -201,9 +201,7 @@ class DifficultyFilter(ProblemSet):
     `pass_rates.jsonl`.
 
     The pass rates come from a file and do not follow the rewards of the run, because `problem` must stay a pure function of
-    the index. Otherwise a resumed run would continue with other problems, several actors would each choose their own
-    problems, and a run could not be reproduced. To follow the model, measure again and continue from the checkpoint with the
-    new file.
+    the index. `actor.online_filter` follows the model: it skips indices.
 
     Held-out problems are not filtered, so evaluation does not depend on which problems are trained on.
     """

@@ -273,7 +273,9 @@ class Healing:
                     rollouts = len(group.rollouts)
                     if not written:
                         stream.try_write(group, line)
-                    record.execute("UPDATE groups SET kept = ? WHERE number = ?", (rollouts, index))
+                    record.execute(
+                        "UPDATE groups SET kept = ?, started = ? WHERE number = ?", (rollouts, group.started, index)
+                    )
                 else:
                     record.execute("DELETE FROM groups WHERE number = ?", (index,))
                     state.returned.append(index)
@@ -300,7 +302,7 @@ class Healing:
         actor = _progress(board.read(actor_stage), worker.pid, ActorProgress)
         engine = _progress(board.read(engine_stage), worker.pid, EngineProgress)
         (counts,) = record.execute(
-            "SELECT count(*), total(started), total(kept), (SELECT total(rollouts) FROM drops WHERE process = ?1) "
+            "SELECT total(started > 0), total(started), total(kept), (SELECT total(rollouts) FROM drops WHERE process = ?1) "
             "FROM groups WHERE process = ?1 AND kept IS NOT NULL",
             (process,),
         ).fetchall()

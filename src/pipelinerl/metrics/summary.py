@@ -49,6 +49,10 @@ def summarize(
     sampled tokens of the rollouts that actors dropped, by reason.
     `update_bytes_mean`, `update_s_p50` and `update_delta_fraction` are over the weight updates in the records of steps:
     bytes to each engine, time until every engine had it, and share that was sent as a delta.
+    `generated_per_trained`: rollouts, and sampled tokens, that were trained on or dropped, per one that was trained on.
+    `dropped_fraction`: share of these rollouts, by reason. `no_gradient_fraction`: share of the rollouts trained on whose
+    advantage was 0. `groups_skipped`: how often `actor.online_filter` skipped a problem in this session; `skipped_fraction`
+    is their share of all groups whose turn had come.
     `rollouts_dropped` is the sum of the actor's and the trainer's counts. If the number of started rollouts is not the sum
     of those trained, dropped, queued and in progress, the key `conservation_error` is added, with the numbers.
     """
@@ -98,7 +102,7 @@ def summarize(
         "trainer_busy_fraction": _ratio(trainer.busy_s, trainer.ready_s) if trainer else None,
         "peak_memory_bytes": dict(peak_memory_bytes or {}),
     }
-    return summary | account_for_rollouts(actor, trainer, stream_rollouts)
+    return summary | account_for_rollouts(actor, trainer, stream_rollouts) | _costs(steps, actor, trainer)
 
 
 def account_for_rollouts(
@@ -141,6 +145,25 @@ def account_for_rollouts(
                 "handed_over": actor.rollouts_handed_over,
             }
     return account
+
+
+def _costs(steps: Sequence[StepRecord], actor: ActorProgress | None, trainer: TrainerProgress | None) -> dict[str, Any]:
+    """What was generated for what was trained on."""
+    actor, trainer = actor or ActorProgress(), trainer or TrainerProgress()
+    dropped = Counter(trainer.dropped) + Counter(actor.rollouts_dropped)
+    dropped_tokens = sum(trainer.dropped_tokens.values()) + sum(actor.dropped_tokens.values())
+    tokens = round(sum(step.samples * (step.completion_length_mean or 0.0) for step in steps))
+    ended = trainer.trained + dropped.total()
+    return {
+        "generated_per_trained": {
+            "rollouts": _ratio(ended, trainer.trained),
+            "tokens": _ratio(tokens + dropped_tokens, tokens),
+        },
+        "dropped_fraction": {reason: rollouts / ended for reason, rollouts in dropped.most_common()},
+        "no_gradient_fraction": _ratio(sum(step.samples_skipped for step in steps), sum(step.samples for step in steps)),
+        "groups_skipped": actor.groups_skipped,
+        "skipped_fraction": _ratio(actor.groups_skipped, actor.groups_skipped + actor.groups_started),
+    }
 
 
 def nothing_learned(steps: Sequence[StepRecord], cut: float | None, max_tokens: int) -> str | None:

@@ -60,6 +60,7 @@ def actor_total(statuses: Mapping[str, StageStatus]) -> ActorProgress | None:
     rewards = [actor.recent_reward for actor in actors if actor.recent_reward is not None]
     return ActorProgress(
         groups_started=sum(actor.groups_started for actor in actors),
+        groups_skipped=sum(actor.groups_skipped for actor in actors),
         rollouts_started=sum(actor.rollouts_started for actor in actors),
         rollouts_handed_over=sum(actor.rollouts_handed_over for actor in actors),
         rollouts_cut=sum(actor.rollouts_cut for actor in actors),

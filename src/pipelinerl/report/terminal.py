@@ -148,11 +148,24 @@ def _rollouts(summary: Mapping[str, Any]) -> list[Row]:
         f"+ {number(summary['rollouts_in_progress'], 'd')} in progress"
     )
     rows = [("rollouts", account)]
+    rows += _costs(summary)
     if lengths := summary.get("actor_dropped_length_mean"):
         rows.append(("dropped by actor", ", ".join(f"{why}: {mean:.1f} tokens each" for why, mean in lengths.items())))
     if "conservation_error" in summary:
         rows.append(("NOT ACCOUNTED FOR", f"{summary['conservation_error']['missing']} rollouts: see summary.json"))
     return rows
+
+
+def _costs(summary: Mapping[str, Any]) -> list[Row]:
+    """What was generated for what was trained on; empty for summaries of older versions."""
+    if "generated_per_trained" not in summary:
+        return []
+    rollouts, tokens = (number(summary["generated_per_trained"][name], ".2f") for name in ("rollouts", "tokens"))
+    dropped = "".join(f", {share:.1%} {reason}" for reason, share in summary["dropped_fraction"].items())
+    without = number(summary["no_gradient_fraction"], ".1%")
+    cost = f"{rollouts} rollouts, {tokens} tokens per one trained on{dropped}; {without} of these without gradient"
+    skipped = f"{summary['groups_skipped']} problems ({number(summary['skipped_fraction'], '.1%')}) by the online filter"
+    return [("generated", cost), *([("skipped", skipped)] if summary["groups_skipped"] else [])]
 
 
 def _evaluated(summary: Mapping[str, Any], when: str) -> str:

@@ -6,7 +6,7 @@ rollouts are retired; `position` records which ones, so that a resumed run does 
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from statistics import fmean
 
@@ -56,7 +56,8 @@ class SampleQueue:
         self._retired_before = set(position.settled_ids)  # of groups that were not read again yet
         self._ledger = GroupLedger.from_record(position.ledger)
         self._trained = counts.trained
-        self._dropped = dict(counts.dropped)
+        self._dropped = Counter(counts.dropped)
+        self._dropped_tokens = Counter(counts.dropped_tokens)
         self._dropped_lengths: dict[str, list[int]] = {}
         self._dropped_ids: dict[str, list[str]] = {}
         self._recent_lengths: deque[int] = deque(maxlen=RECENT_ROLLOUTS)
@@ -82,7 +83,7 @@ class SampleQueue:
 
     @property
     def counts(self) -> QueueCounts:
-        return QueueCounts(trained=self._trained, dropped=self.dropped)
+        return QueueCounts(trained=self._trained, dropped=self.dropped, dropped_tokens=dict(self._dropped_tokens))
 
     @property
     def sampled_length_mean(self) -> float | None:
@@ -190,6 +191,7 @@ class SampleQueue:
             self._ledger.add(sample.group_index)
 
     def _count_dropped(self, reason: str, lengths: Sequence[int], ids: Sequence[str]) -> None:
-        self._dropped[reason] = self._dropped.get(reason, 0) + len(lengths)
+        self._dropped[reason] += len(lengths)
+        self._dropped_tokens[reason] += sum(lengths)
         self._dropped_lengths.setdefault(reason, []).extend(lengths)
         self._dropped_ids.setdefault(reason, []).extend(ids)

@@ -334,6 +334,7 @@ class Trainer:
             version=self._version,
             trained=self._queue.trained,
             dropped=self._queue.dropped,
+            dropped_tokens=self._queue.counts.dropped_tokens,
             queued=self._queue.outstanding,
             steps_target=self._config.steps,
             micro_batches=self._micro_batches,

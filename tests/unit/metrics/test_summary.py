@@ -56,6 +56,11 @@ CONTRACT = [
     "rollouts_in_progress",
 ]
 ALSO = [
+    "generated_per_trained",
+    "dropped_fraction",
+    "no_gradient_fraction",
+    "groups_skipped",
+    "skipped_fraction",
     "version",
     "status",
     "seed",

@@ -322,7 +322,14 @@ def _groups(generation: Generation, handle: EngineHandle) -> GroupRunner:
         slots=handle.slots,
         stop_token_ids=handle.stop_token_ids,
     )
-    return GroupRunner(context, config.actor)
+    skips = None
+    if config.actor.online_filter is not None:
+        from pipelinerl.actor.difficulty import DifficultyFilter  # noqa: PLC0415 - few runs have one
+
+        records, plan = generation.session.run.rollouts_of(0, shared=False), generation.session.plan
+        skips = DifficultyFilter(config.actor.online_filter, config.seed)
+        skips.read(records, GroupLedger.from_record(plan.taken), plan.rollouts_bytes)
+    return GroupRunner(context, config.actor, skips)
 
 
 def _actor_of(generation: Generation, writer: RolloutWriter, timeline: TimelineWriter) -> Actor:

@@ -1,0 +1,116 @@
+"""The online difficulty filter and dynamic sampling in real runs: what is skipped or dropped, and what it costs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelinerl.actor.difficulty import DifficultyFilter
+from pipelinerl.config.schema import OnlineFilterConfig
+from pipelinerl.types import Group
+from tests.integration.runs import (
+    assert_gone_on,
+    assert_whole,
+    groups,
+    resume,
+    run,
+    start_processes,
+    steps,
+    trained,
+    wait,
+    write_environment,
+)
+
+# Of eight problems, three are always solved and three never. The reward of the other two depends on the answer.
+BODY = """
+def problem(self, index):
+    found = super().problem(index % 8)
+    return Problem(id=f"p{index % 8}", payload=found.payload)
+
+def reward(self, problem, text):
+    number = int(problem.id[1:])
+    return 1.0 if number < 3 else 0.0 if number < 6 else float(len(text) % 2)
+"""
+FILTER = OnlineFilterConfig(keep=0.3, at_least=0.1)
+
+
+def settings(folder: Path, **more: Any) -> dict[str, Any]:
+    own = {f"actor__online_filter__{name}": value for name, value in FILTER.model_dump().items()}
+    return {"environment__kind": write_environment(folder, BODY), "actor__max_tokens": 8, **own, **more}
+
+
+def assert_filtered(run_dir: Path) -> list[Group]:
+    """Every decision follows from the groups recorded before it. Returns the groups."""
+    skips, found = DifficultyFilter(FILTER, 0), groups(run_dir)
+    assert len({group.index for group in found}) == len(found)
+    for group in found:
+        if group.skipped is not None:
+            assert (group.started, group.rollouts) == (0, ())
+            assert skips.decide(group.index, group.problem.id) == group.skipped
+        skips.observe(group.index, group.problem.id, [rollout.reward for rollout in group.rollouts])
+    return found
+
+
+@pytest.mark.parametrize("schedule", ["conventional", "pipeline"])
+def test_problems_that_teach_nothing_are_skipped_and_come_back(tmp_path: Path, schedule: str) -> None:
+    counts = run(tmp_path / "r", schedule__kind=schedule, trainer__steps=12, **settings(tmp_path))
+    assert_whole(tmp_path / "r")
+    found = assert_filtered(tmp_path / "r")
+    skipped = [group for group in found if group.skipped]
+    assert {group.problem.id for group in skipped} == {"p0", "p1", "p2", "p3", "p4", "p5"}
+    assert {group.skipped.reward_mean for group in skipped} == {0.0, 1.0}
+    generated = [group.problem.id for group in found if not group.skipped]
+    assert all(generated.count(f"p{number}") >= 2 for number in range(8))
+    assert generated.count("p6") + generated.count("p7") > len(generated) / 2
+    assert counts["groups_skipped"] == len(skipped)
+    started = counts["rollouts_started"] / 4
+    assert counts["skipped_fraction"] == pytest.approx(len(skipped) / (len(skipped) + started))
+    assert counts["generated_per_trained"]["rollouts"] == 1.0
+
+
+def test_a_resumed_run_skips_what_it_would_have_skipped(tmp_path: Path) -> None:
+    """In rounds nothing is on its way at a checkpoint: the two halves are the whole, to the last decision."""
+    common = settings(tmp_path, schedule__kind="conventional")
+    run(tmp_path / "straight", trainer__steps=8, **common)
+    run(tmp_path / "halves", trainer__steps=4, **common)
+    resume(tmp_path / "halves", trainer__steps=8)
+    assert_gone_on(tmp_path / "halves", 8)
+    straight, halves = assert_filtered(tmp_path / "straight"), assert_filtered(tmp_path / "halves")
+    assert any(group.skipped for group in straight)
+    assert [(group.index, group.skipped) for group in straight] == [(group.index, group.skipped) for group in halves]
+    assert trained(tmp_path / "straight") == trained(tmp_path / "halves")
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_processes_filter_too_and_a_killed_run_goes_on(tmp_path: Path) -> None:
+    process = start_processes(tmp_path / "r", trainer__steps=30, trainer__checkpoint_every=5, **settings(tmp_path))
+    while len(steps(tmp_path / "r")) < 12 and process.poll() is None:
+        pass
+    process.kill()
+    wait(process)
+    before = len(groups(tmp_path / "r"))
+    counts = resume(tmp_path / "r", launch__kind="processes")
+    assert_gone_on(tmp_path / "r", 30)
+    assert counts["groups_skipped"] > 0
+    known = {group.problem.id for group in groups(tmp_path / "r")[:before]}
+    first = next(group for group in groups(tmp_path / "r")[before:] if group.skipped)
+    assert first.problem.id in known
+
+
+def test_dynamic_sampling_says_what_it_costs(tmp_path: Path) -> None:
+    """DAPO's: groups without a gradient are generated and dropped, so that a step has others."""
+    own = {name: value for name, value in settings(tmp_path).items() if "filter" not in name}
+    counts = run(tmp_path / "r", preprocess__zero_advantage="drop", trainer__steps=4, **own)
+    assert_whole(tmp_path / "r")
+    dropped = counts["rollouts_dropped"]["zero_advantage"]
+    lengths = {one.id: len(one.turns[0].completion.token_ids) for group in groups(tmp_path / "r") for one in group.rollouts}
+    tokens = sum(lengths[sample.id] for record in trained(tmp_path / "r") for sample in record.samples)
+    out = sum(lengths[one] for record in trained(tmp_path / "r") for ids in record.dropped_ids.values() for one in ids)
+    assert dropped > counts["rollouts_trained"], "three problems of four teach nothing"
+    assert counts["generated_per_trained"]["rollouts"] == 1 + dropped / 64
+    assert counts["generated_per_trained"]["tokens"] == pytest.approx(1 + out / tokens)
+    assert counts["dropped_fraction"] == {"zero_advantage": dropped / (64 + dropped)}
+    assert counts["no_gradient_fraction"] == 0.0

@@ -1,0 +1,96 @@
+"""The online difficulty filter: which problems it skips, how often, and what it reads from the records of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from pipelinerl.actor.difficulty import DifficultyFilter
+from pipelinerl.config.load import load_config
+from pipelinerl.config.schema import OnlineFilterConfig
+from pipelinerl.errors import ConfigError, RunDirectoryError
+from pipelinerl.ledger import GroupLedger
+from pipelinerl.types import Group, Problem, Rollout, Skip
+
+SOLVED, FAILED, MIXED = [1.0, 1.0], [0.0, 0.0], [0.0, 1.0]
+
+
+def made(seed: int = 0, **config: float) -> DifficultyFilter:
+    return DifficultyFilter(OnlineFilterConfig(**config), seed)
+
+
+def test_a_problem_is_skipped_more_often_with_each_group_of_equal_rewards_and_always_comes_back() -> None:
+    skips = made(keep=0.5, at_least=0.1)
+    turns = range(10_000)
+    for group, (rewards, expected) in enumerate(
+        [(None, 1.0), (SOLVED, 0.5), (FAILED, 0.25), (SOLVED, 0.125), *[(SOLVED, 0.1)] * 3]
+    ):
+        if rewards:
+            skips.observe(group, "p", rewards)
+        found = [skips.decide(index, "p") for index in turns]
+        assert found.count(None) / len(turns) == pytest.approx(expected, abs=0.02)
+        assert {skip.probability for skip in found if skip} <= {expected}, "what is recorded is what was drawn with"
+    skips.observe(9, "p", MIXED)
+    assert not any(skips.decide(index, "p") for index in turns)
+    assert not any(skips.decide(index, "another") for index in turns)
+
+
+def test_a_skip_says_what_was_known_of_the_problem() -> None:
+    skips = made(keep=0.01, at_least=0.01)
+    for group, rewards in ((3, MIXED), (5, SOLVED), (8, []), (9, [0.0]), (11, SOLVED)):
+        skips.observe(group, "p", rewards)
+    (skip,) = {skips.decide(index, "p") for index in range(20)} - {None}
+    assert skip == Skip(equal_groups=2, last_group=11, rollouts=6, reward_mean=5 / 6, probability=0.01)
+
+
+def test_decisions_depend_on_the_seed_and_the_index_alone() -> None:
+    def decisions(seed: int, *groups: int) -> list[bool]:
+        skips = made(seed)
+        for group in groups:
+            skips.observe(group, "p", SOLVED)
+        return [skips.decide(index, "p") is None for index in range(100)]
+
+    assert decisions(0, 1) == decisions(0, 7)
+    assert decisions(0, 1) != decisions(1, 1)
+
+
+def recorded(index: int, problem: str, rewards: list[float]) -> bytes:
+    rollouts = tuple(Rollout(turns=(), reward=reward) for reward in rewards)
+    group = Group(index=index, problem=Problem(id=problem, payload={}), rollouts=rollouts, started=len(rewards))
+    return msgspec.json.encode(group) + b"\n"
+
+
+def test_only_groups_that_a_resume_keeps_are_read_and_of_two_with_the_same_index_the_later_one(tmp_path: Path) -> None:
+    path = tmp_path / "rollouts.jsonl"
+    before = [recorded(0, "p", SOLVED), recorded(1, "q", SOLVED), recorded(2, "r", SOLVED), recorded(1, "q", MIXED)]
+    now = [recorded(2, "r", FAILED), recorded(3, "p", SOLVED)]
+    path.write_bytes(b"".join([*before, *now]) + b'{"index":4,')
+    skips = made(keep=0.01, at_least=0.01)
+    skips.read(path, GroupLedger([0, 1]), len(b"".join(before)))
+    p, q, r = ({skips.decide(index, problem) for index in range(20)} - {None} for problem in "pqr")
+    assert [(skip.equal_groups, skip.last_group) for skip in (*p, *q, *r)] == [(2, 3), (1, 2)]
+    assert [skip.reward_mean for skip in (*p, *r)] == [1.0, 0.0]
+
+
+def test_damaged_records_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "rollouts.jsonl"
+    made().read(path, GroupLedger(), 0)
+    path.write_bytes(recorded(0, "p", SOLVED) + b"{}\n")
+    with pytest.raises(RunDirectoryError, match=r"damaged records: .*rollouts\.jsonl, line 2: "):
+        made().read(path, GroupLedger(), 0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["--engine.processes=2"], "set engine.processes to 1"),
+        (["--launch.kind=ray", "--stream.kind=redis"], "launch.kind to processes"),
+        (["--stream.when_full=drop_oldest"], "set stream.when_full to block"),
+    ],
+)
+def test_what_it_cannot_work_with_is_refused(settings: list[Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=rf"actor\.online_filter: .*{said}"):
+        load_config(None, ["--actor.online_filter={}", *settings])
