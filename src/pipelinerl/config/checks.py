@@ -15,19 +15,9 @@ from pipelinerl.config.schema import EngineConfig, RunConfig
 def mistakes(config: RunConfig) -> Iterator[str]:
     """Every invalid combination of settings, as `key: what is wrong; how to fix it`."""
     yield from engine_mistakes(config.engine)
-    for checks in (
-        _schedule,
-        _stream,
-        _weights,
-        _sampling,
-        _online_filter,
-        _trainer,
-        correction.mistakes,
-        _engines,
-        _ranks,
-        _processes,
-    ):
+    for checks in (_schedule, _stream, _weights, _sampling, _filter, _trainer, correction.mistakes, _engines, _ranks):
         yield from checks(config)
+    yield from _processes(config)
     yield from _machines(config)
 
 
@@ -125,7 +115,7 @@ def _weights(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _online_filter(config: RunConfig) -> Iterator[str]:
+def _filter(config: RunConfig) -> Iterator[str]:
     if config.actor.online_filter is None:
         return
     if config.engine.processes > 1 or config.launch.kind == "ray":

@@ -21,7 +21,6 @@ from typing import Any
 from pydantic import ValidationError
 
 from pipelinerl.config import yaml_text
-from pipelinerl.config.checks import mistakes
 from pipelinerl.config.keys import EXTENDS, Key, run_keys, run_sections, settable, show
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import ConfigError
@@ -191,6 +190,8 @@ class _Draft:
             raise ConfigError(f"{self.origin(mistake.place, mistake.key)}: {mistake.text}") from error
 
     def checked(self) -> RunConfig:
+        from pipelinerl.config.checks import mistakes  # noqa: PLC0415 - the processes of a run read what was checked
+
         config = self.config()
         for mistake in mistakes(config):
             key, _, text = mistake.partition(": ")
