@@ -31,7 +31,7 @@ def problem(self, index):
 
 def reward(self, problem, text):
     number = int(problem.id[1:])
-    return 1.0 if number < 3 else 0.0 if number < 6 else float(len(text) % 2)
+    return 1.0 if number < 3 else 0.0 if number < 6 else float(sum(map(ord, text)) % 2)
 """
 FILTER = OnlineFilterConfig(keep=0.3, at_least=0.1)
 
