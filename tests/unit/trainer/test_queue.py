@@ -147,7 +147,7 @@ def test_the_position_holds_at_the_first_group_that_is_not_dealt_with() -> None:
     queue.drop(taken, "ess_guard")
     position = queue.position()
     assert (position.offset, position.settled_ids, position.ledger.below) == (3, (), 3)
-    assert queue.counts == QueueCounts(trained=4, dropped={"ess_guard": 5})
+    assert queue.counts == QueueCounts(trained=4, dropped={"ess_guard": 5}, dropped_tokens={"ess_guard": 16})
 
 
 def test_a_group_that_is_delivered_twice_is_trained_on_once() -> None:
