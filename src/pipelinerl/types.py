@@ -143,11 +143,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Skip(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a problem was skipped (`actor.online_filter`), from its groups that were recorded before.
-
-    Its latest `equal_groups` groups had equal rewards; `last_group` is the index of the last one. `reward_mean` is over all
-    of its `rollouts`. `probability`: with which it would have been generated.
-    """
+    """Why a problem was skipped: its latest groups up to `last_group` had equal rewards. Mean: over all its `rollouts`."""
 
     equal_groups: int
     last_group: int

@@ -126,10 +126,8 @@ class Actor:
             index, verdict = self._admission.claim(self._engine.version, own, size)
             if index is None:
                 return verdict
-            if self._groups.start(index, self._engine.version):
-                room -= size
-            else:  # the problem was skipped: that is recorded before the next one is chosen
-                self._hand_over()
+            room -= size if self._groups.start(index, self._engine.version) else 0
+            self._hand_over()  # a skipped problem is recorded before the next one is chosen
         return ALLOWED
 
     def _may_start(self) -> Verdict:

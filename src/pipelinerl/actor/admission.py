@@ -88,8 +88,7 @@ class Admission(ABC):
     ) -> bool:
         """Call `write`, which writes group `index` to the stream, and count the group as handed over.
 
-        `started`: the attempts that were claimed; none was made if the problem was `skipped`. Returns False if `write` does.
-        The record and the stream have groups in the same order.
+        Returns False if `write` does. The record and the stream have groups in the same order. `skipped`: without attempts.
         """
 
     @abstractmethod

@@ -132,8 +132,7 @@ class GroupRunner:
     def start(self, index: int, version: int) -> bool:
         """Start the attempts at problem `index`; `version` is the engine's. They begin in the next event-loop pass.
 
-        If the environment fails to create the problem, all attempts of the group count as failed. Returns False if the
-        problem is skipped: the group is then finished, without attempts.
+        If the environment can't create the problem, all attempts count as failed. Returns False if the problem is skipped.
         """
         made = problem_for(self.context.environment, index, self.context.limits)
         recorded = Problem(id=f"problem {index}", payload={}) if isinstance(made, Failure) else made[1]

@@ -110,9 +110,7 @@ class ActorConfig(Section, frozen=True):
     higher limit keeps the engine busy and increases lag. null: four per slot.
     """
     online_filter: OnlineFilterConfig | None = None
-    """Online difficulty filter: skip problems before generation if their latest groups taught nothing (as GRESO does). `{}`:
-    with the defaults. null: off.
-    """
+    """Online difficulty filter (GRESO): skip problems whose latest groups taught nothing. `{}`: the defaults. null: off."""
     rollout_timeout_s: Positive = 600.0
     """A rollout that takes longer is dropped (reason `timeout`)."""
     code_timeout_s: Positive = 20.0

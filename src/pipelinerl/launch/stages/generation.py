@@ -326,9 +326,9 @@ def _groups(generation: Generation, handle: EngineHandle) -> GroupRunner:
     if config.actor.online_filter is not None:
         from pipelinerl.actor.difficulty import DifficultyFilter  # noqa: PLC0415 - few runs have one
 
-        records, plan = generation.session.run.rollouts_of(0, shared=False), generation.session.plan
+        run, plan = generation.session.run, generation.session.plan
         skips = DifficultyFilter(config.actor.online_filter, config.seed)
-        skips.read(records, GroupLedger.from_record(plan.taken), plan.rollouts_bytes)
+        skips.read(run.rollouts_of(0, shared=False), GroupLedger.from_record(plan.taken), plan.rollouts_bytes)
     return GroupRunner(context, config.actor, skips)
 
 
