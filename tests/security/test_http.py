@@ -33,6 +33,18 @@ PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}, "requi
 RULES = {"n": 2, "logit_bias": {"5": 1}, "presence_penalty": 0.5, "repetition_penalty": 1.1, "min_p": 0.1}
 TOOLS = {"tools": [{"type": "function", "function": {"name": "f", "parameters": PARAMETERS}}], "tool_choice": "auto"}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": PARAMETERS}}
+ITEMS: list[Any] = [
+    {"role": "developer", "content": [{"type": "input_text", "text": "Add."}]},
+    {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+    {"type": "function_call_output", "call_id": "1", "output": "5"},
+]
+RESPONSE = {"model": "bytes", "input": ITEMS, "tools": [{"type": "function", "name": "f"}], "max_output_tokens": 3}
+BLOCKS: list[Any] = [
+    {"role": "user", "content": "hello"},
+    {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}]},
+    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": "5", "is_error": True}]},
+]
+MESSAGE = {"model": "bytes", "messages": BLOCKS, "tools": [{"name": "f", "input_schema": PARAMETERS}], "max_tokens": 3}
 REQUESTS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/completions", PLAIN),
     ("/v1/completions", PLAIN | RULES | {"prompt": ["hello", "you"], "logprobs": 2, "echo": True}),
@@ -40,11 +52,19 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", CHAT),
     ("/v1/chat/completions", CHAT | {"logprobs": True, "top_logprobs": 2, "chat_template_kwargs": {"a": 1}} | RULES),
     ("/v1/chat/completions", CHAT | {"response_format": FORMAT}),
+    ("/v1/responses", RESPONSE),
+    ("/v1/messages", MESSAGE),
     ("/tokenize", {"messages": CHAT["messages"], **TOOLS}),
     ("/detokenize", {"tokens": [5, 6]}),
     ("/generate", NATIVE),
     ("/cancel", {"request_id": "a"}),
     ("/request_weight_update", UPDATE),
+]
+AGENT_REQUESTS: list[tuple[str, dict[str, Any]]] = [
+    ("/chat/completions", CHAT),
+    ("/completions", PLAIN),
+    ("/responses", RESPONSE),
+    ("/messages", MESSAGE),
 ]
 TOKENIZER = make_tokenizer()
 ALLOWED = {501}
@@ -193,7 +213,7 @@ def test_the_agents_gateway(seed: int, count: int) -> None:
             with closing(Gateway()) as gateway, gateway.serving(session) as url:
                 for _ in range(count):
                     base = rng.choice((url, url, url.replace("rollouts/", "rollouts/x"), f"{url}/../../.."))
-                    path, valid = rng.choice((("/chat/completions", CHAT), ("/completions", PLAIN)))
+                    path, valid = rng.choice(AGENT_REQUESTS)
                     response = await client.post(base + path, content=body(valid, rng))
                     assert response.status_code < 500 or response.status_code in ALLOWED, response.text
                     assert base == url or response.status_code == 404

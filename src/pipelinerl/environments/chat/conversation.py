@@ -67,7 +67,7 @@ class Answer:
     """An answer of the model. `text` has no special tokens; `message` is parsed from it, for the caller to send back.
 
     `sampled` is the text with special tokens but without the stop token, which is `ended_by` ("" if it was cut off).
-    `stopped`: a stop string of the caller ended it, which `text` excludes. `next` holds the answers that continue this one.
+    `stop`: the stop string of the caller that ended it; `text` excludes it. `next` holds the answers that continue this one.
     """
 
     prompt: Prompt
@@ -78,13 +78,13 @@ class Answer:
     malformed_calls: int
     sampled: str
     ended_by: str
-    stopped: bool = False
+    stop: str | None = None
     next: list[Answer] = field(default_factory=list, repr=False)
 
     @property
     def finish_reason(self) -> Literal["stop", "length", "tool_calls"]:
         """As in OpenAI's API."""
-        if self.stopped or self.completion.finish_reason == "stop":
+        if self.stop is not None or self.completion.finish_reason == "stop":
             return "tool_calls" if self.calls else "stop"
         return "length"
 
@@ -153,14 +153,13 @@ class Conversation:
         text = self._render(given, tools)
         return Prompt(self._encode(text), text, given, given, bool(tools), rewritten=before is not None)
 
-    def record(self, prompt: Prompt, completion: Completion, *, text: str | None = None) -> Answer:
+    def record(self, prompt: Prompt, completion: Completion, *, text: str | None = None, stop: str | None = None) -> Answer:
         """Record the completion of a prompt. `ask` calls this.
 
-        `text` is what the caller gets to see, if a stop string ended the completion: the text before it.
+        `text` is what the caller gets to see, if the stop string `stop` ended the completion: the text before it.
         """
         ids = list(completion.token_ids)
-        stop = ids[-1:] if completion.finish_reason == "stop" else []
-        stopped = text is not None
+        last = ids[-1:] if completion.finish_reason == "stop" else []
         text = self._decode(ids, skip_special_tokens=True) if text is None else text
         parsed = self._parser(text) if prompt.with_tools else ParsedText(text)
         answer = Answer(
@@ -170,9 +169,9 @@ class Conversation:
             message=answer_message(parsed, f"call{len(self._answers):05}"),
             calls=parsed.calls,
             malformed_calls=parsed.malformed,
-            sampled=self._decode(ids[: len(ids) - len(stop)]),
-            ended_by=self._decode(stop),
-            stopped=stopped,
+            sampled=self._decode(ids[: len(ids) - len(last)]),
+            ended_by=self._decode(last),
+            stop=stop,
         )
         self._answers.append(answer)
         (self._first if prompt.before is None else prompt.before.next).append(answer)

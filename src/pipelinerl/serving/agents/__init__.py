@@ -1,4 +1,4 @@
-"""Trains existing agents unchanged: programs that only need the address of an OpenAI-compatible API.
+"""Trains existing agents unchanged: programs that only need the address of the API of OpenAI or Anthropic.
 
     the agent's code ──HTTP──▶ gateway ──calls──▶ session ──Conversation──▶ the rollout's client ──▶ any engine
     (a thread each)        (one thread)           (the generation loop)

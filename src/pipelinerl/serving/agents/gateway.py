@@ -1,6 +1,6 @@
-"""An OpenAI-compatible API on the loopback interface, with an address per rollout.
+"""The APIs of OpenAI and Anthropic on the loopback interface, with an address per rollout.
 
-    /rollouts/<secret>/v1/chat/completions, /completions, /models
+    /rollouts/<secret>/v1/chat/completions, /completions, /responses, /messages, /models
 
 One thread reads and writes HTTP. The call itself runs in the event loop of the rollout, between two engine steps.
 """
@@ -10,9 +10,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
 
 import uvicorn
 from starlette.applications import Starlette
@@ -23,17 +22,16 @@ from starlette.routing import Route
 from pipelinerl.environments.chat.conversation import Answer
 from pipelinerl.errors import EnvironmentSetupError
 from pipelinerl.serving.agents.session import ModelRequest, Session, rollout_ended
+from pipelinerl.serving.server.dialects import messages, responses
 from pipelinerl.serving.server.http import answer, application, body_of, unless_gone
 from pipelinerl.serving.server.listening import listening_for_http, uvicorn_config
-from pipelinerl.serving.server.openai.answers import DONE, AnswerWriter, Json, choice_of, usage_of
+from pipelinerl.serving.server.openai.answers import Json, MakeWriter, Writer, chat_writer, choice_of, text_writer, usage_of
 from pipelinerl.serving.server.openai.bodies import ChatBody, CompletionBody, read_body
 
 HOST = "127.0.0.1"
 CLOSE_S = 5.0
 MODEL = "policy"
 """The model's name in responses. Requests may use any name."""
-
-RequestT = TypeVar("RequestT", ChatBody, CompletionBody)
 
 
 class Gateway:
@@ -85,35 +83,46 @@ class Gateway:
 
     def _app(self) -> Starlette:
         base = "/rollouts/{secret}/v1"
+        of_messages = messages.with_its_errors(self._messages)
         routes = [
             Route(f"{base}/chat/completions", self._chat, methods=["POST"]),
             Route(f"{base}/completions", self._completions, methods=["POST"]),
+            Route(f"{base}/responses", self._responses, methods=["POST"]),
+            Route(f"{base}/messages", of_messages, methods=["POST"]),
+            Route(f"{base}/v1/messages", of_messages, methods=["POST"]),  # Anthropic's clients add `v1` to a base URL
             Route(f"{base}/models", self._models),
         ]
         return application(routes)
 
     async def _chat(self, request: Request) -> Response:
-        return await self._respond(request, ChatBody)
+        return await self._respond(request, lambda data: (read_body(data, ChatBody), chat_writer))
 
     async def _completions(self, request: Request) -> Response:
-        return await self._respond(request, CompletionBody)
+        return await self._respond(request, lambda data: (read_body(data, CompletionBody), text_writer))
+
+    async def _responses(self, request: Request) -> Response:
+        return await self._respond(request, responses.read)
+
+    async def _messages(self, request: Request) -> Response:
+        return await self._respond(request, messages.read)
 
     async def _models(self, request: Request) -> Response:
         self._session(request)
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "pipelinerl"}
         return answer({"object": "list", "data": [model]})
 
-    async def _respond(self, request: Request, kind: type[RequestT]) -> Response:
+    async def _respond(self, request: Request, read: Callable[[bytes], tuple[ModelRequest, MakeWriter]]) -> Response:
         session = self._session(request)
-        body = read_body(await body_of(request), kind)
+        body, make_writer = read(await body_of(request))
         try:
             call = asyncio.run_coroutine_threadsafe(session.answer(body), session.loop)
         except RuntimeError:  # the rollout's loop is closed
             raise rollout_ended() from None
         reply: Answer = await unless_gone(request, asyncio.wrap_future(call))
+        writer = make_writer(reply.completion.request_id, body.model or MODEL, len(reply.prompt.ids))
         if body.stream:
-            return Response(b"".join(_chunks(body, reply)), media_type="text/event-stream")
-        return answer(_whole(body, reply))
+            return Response(b"".join(_chunks(body, reply, writer)), media_type="text/event-stream")
+        return answer(_whole(body, reply, writer))
 
     def _session(self, request: Request) -> Session:
         session = self._sessions.get(request.path_params["secret"])
@@ -125,30 +134,31 @@ class Gateway:
 # ---- answers
 
 
-def _whole(request: ModelRequest, reply: Answer) -> Json:
+def _whole(request: ModelRequest, reply: Answer, writer: Writer) -> Json:
     """The response to a request that doesn't stream."""
     chat = isinstance(request, ChatBody)
     content: Json = {"message": {**reply.message, "refusal": None}} if chat else {"text": reply.text}
-    return _writer(request, reply).whole([choice_of(content, reply.finish_reason)], _usage(reply))
+    return writer.whole([_choice(content, reply)], _usage(reply))
 
 
-def _chunks(request: ModelRequest, reply: Answer) -> Iterator[bytes]:
+def _chunks(request: ModelRequest, reply: Answer, writer: Writer) -> Iterator[bytes]:
     """The response as a stream. The answer is one chunk, because tool calls can be parsed only when it is complete."""
-    writer, contents = _writer(request, reply), list[Json]()
+    contents = list[Json]()
     if isinstance(request, ChatBody):
         calls = [{**call, "index": number} for number, call in enumerate(reply.message.get("tool_calls", ()))]
         contents += [{"delta": {**reply.message, **({"tool_calls": calls} if calls else {})}}, {"delta": {}}]
     else:
         contents += [{"text": reply.text}, {"text": ""}]
-    for content, reason in zip(contents, (None, reply.finish_reason), strict=True):
-        yield writer.chunk([choice_of(content, reason)])
+    yield writer.chunk([choice_of(contents[0], None)])
+    yield writer.chunk([_choice(contents[1], reply)])
     if request.include_usage:
         yield writer.chunk([], usage=_usage(reply))
-    yield DONE
+    yield writer.end()
 
 
-def _writer(request: ModelRequest, reply: Answer) -> AnswerWriter:
-    return AnswerWriter(reply.completion.request_id, request.model or MODEL, chat=isinstance(request, ChatBody))
+def _choice(content: Json, reply: Answer) -> Json:
+    """A choice that ends the answer. `stop_reason`: the stop string, as in `pipelinerl serve`."""
+    return choice_of(content, reply.finish_reason) | ({} if reply.stop is None else {"stop_reason": reply.stop})
 
 
 def _usage(reply: Answer) -> Json:

@@ -140,8 +140,8 @@ class Session:
         prompt, most = self._prompt(request), request.most_tokens
         if not request.stops:
             return self.conversation.record(prompt, await self._client.generate(prompt.ids, max_tokens=most))
-        completion, text = await self._generate_until(request.stops, prompt.ids, most)
-        return self.conversation.record(prompt, completion, text=text)
+        completion, text, stop = await self._generate_until(request.stops, prompt.ids, most)
+        return self.conversation.record(prompt, completion, text=text, stop=stop)
 
     def _prompt(self, request: ModelRequest) -> Prompt:
         if isinstance(request, ChatBody):
@@ -152,10 +152,10 @@ class Session:
 
     async def _generate_until(
         self, stops: Sequence[str], prompt_ids: Sequence[int], max_tokens: int | None
-    ) -> tuple[Completion, str | None]:
-        """A completion that ends with the token that completes a stop string, and the text before that string.
+    ) -> tuple[Completion, str | None, str | None]:
+        """A completion that ends with the token that completes a stop string, the text before that string, and the string.
 
-        Without one, the text is None. All tokens are trained on: they were sampled.
+        Without one, both are None. All tokens are trained on: they were sampled.
         """
         text, stop, shown = TextStream(self._client.tokenizer), StopStrings(stops), ""
         events = self._client.stream(prompt_ids, max_tokens=max_tokens)
@@ -165,7 +165,7 @@ class Session:
                 if stop.found is not None:
                     break
         (completion,) = (one for one in self._client.completions if one.request_id == event.request_id)
-        return completion, None if stop.found is None else shown
+        return completion, None if stop.found is None else shown, stop.found
 
 
 def rollout_ended() -> RefusedError:

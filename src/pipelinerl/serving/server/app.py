@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from pipelinerl.serving.server.dialects.messages import with_its_errors
 from pipelinerl.serving.server.exchange import Generation
 from pipelinerl.serving.server.http import (
     RefusedError,
@@ -204,6 +205,8 @@ def make_apps(holder: ServiceHolder, *, api_key: str | None, apart: bool) -> tup
         Route("/detokenize", openai.detokenize, methods=["POST"]),
         Route("/v1/chat/completions", openai.chat, methods=["POST"]),
         Route("/v1/completions", openai.completions, methods=["POST"]),
+        Route("/v1/responses", openai.responses, methods=["POST"]),
+        Route("/v1/messages", with_its_errors(openai.messages), methods=["POST"]),
         Route("/generate", native.generate, methods=["POST"]),
         Route("/cancel", native.cancel, methods=["POST"]),
     ]
@@ -216,11 +219,14 @@ def _app(routes: list[Route], metrics: Metrics, api_key: str | None) -> ASGIApp:
 
 
 class Guard:
-    """Requires the key. A server without a key refuses requests of web pages from other origins (by their Origin header)."""
+    """Requires the key, sent as OpenAI's clients do or as Anthropic's do.
+
+    A server without a key refuses requests of web pages from other origins (by their Origin header).
+    """
 
     def __init__(self, app: ASGIApp, api_key: str | None) -> None:
         self._app = app
-        self._key = None if api_key is None else b"Bearer " + api_key.encode()
+        self._key = None if api_key is None else api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in _OPEN_PATHS and (reason := self._refusal_reason(scope)):
@@ -231,8 +237,9 @@ class Guard:
     def _refusal_reason(self, scope: Scope) -> str | None:
         headers = dict(scope["headers"])
         if self._key is not None:
-            right = hmac.compare_digest(headers.get(b"authorization", b""), self._key)
-            return None if right else "send this server's key: `Authorization: Bearer KEY`"
+            sent = ((b"authorization", b"Bearer " + self._key), (b"x-api-key", self._key))
+            right = [hmac.compare_digest(headers.get(name, b""), value) for name, value in sent]
+            return None if any(right) else "send this server's key: `Authorization: Bearer KEY`, or `x-api-key: KEY`"
         origin = headers.get(b"origin")
         if origin is not None and not _is_local(origin.decode("latin-1")):
             return "a server without a key does not answer web pages: start it with --api-key-env"

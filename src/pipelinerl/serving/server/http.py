@@ -120,12 +120,13 @@ def error_body(error: PipelineRLError) -> ErrorBody:
     return ErrorBody(error=ErrorDetail(message=str(error), type=kind, code=code, param=param))
 
 
-def error_answer(error: PipelineRLError) -> Response:
+def error_answer(error: PipelineRLError, shaped: Callable[[ErrorBody], object] = lambda body: body) -> Response:
+    """The answer to a request that failed. `shaped` puts the error into the shape of another API than OpenAI's."""
     retry_after_s = error.retry_after_s if isinstance(error, RefusedError) else None
     headers = {} if retry_after_s is None else {"Retry-After": str(retry_after_s)}
     body = error_body(error)
     status = STATUS[body.error.code]
-    return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
+    return Response(msgspec.json.encode(shaped(body)), status, headers, media_type="application/json")
 
 
 def _code(error: PipelineRLError) -> ErrorCode:
@@ -156,8 +157,8 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-Frame = Callable[[object], bytes]
-"""Encodes a message as one frame of a stream."""
+Frame = Callable[[ErrorBody], bytes]
+"""Encodes an error as the last frame of a stream."""
 
 
 def json_line(message: object) -> bytes:
@@ -171,7 +172,7 @@ def server_sent_event(message: object) -> bytes:
 class Stream(StreamingResponse):
     """Sends chunks as they arrive. `following` and `chunks` are closed after the last one, or when the client leaves.
 
-    If `chunks` raises an error, the error is sent as the last chunk.
+    If `chunks` raises an error, the error is sent as the last chunk, encoded by `frame`.
     """
 
     def __init__(

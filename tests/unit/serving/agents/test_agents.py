@@ -69,10 +69,10 @@ def agent_of(function: Callable[..., Any], tmp_path: Path, **args: Any) -> Agent
     return made
 
 
-def play(function: Callable[..., Any], tmp_path: Path, *said: str) -> Rollout:
+def play(function: Callable[..., Any], tmp_path: Path, *said: str, **args: Any) -> Rollout:
     """The rollout of this agent, of a model that says these things."""
     client = SamplingClient.saying(TOKENIZER, *said)
-    return asyncio.run(agent_of(function, tmp_path).rollout(PROBLEM, client))
+    return asyncio.run(agent_of(function, tmp_path, **args).rollout(PROBLEM, client))
 
 
 def ask(gateway: Gateway, function: Callable[[str], Any], *said: str) -> Any:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Container, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Container, Iterable, Sequence
 from contextlib import aclosing
-from typing import Any, NamedTuple, TypeVar
+from functools import partial
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from pipelinerl.errors import RequestError
 from pipelinerl.interfaces import Tokenizer
@@ -14,21 +15,39 @@ from pipelinerl.serving.server.exchange import Exchange, Generation
 from pipelinerl.serving.server.extras import Extras, Likeliest
 from pipelinerl.serving.server.http import server_sent_event, unavailable
 from pipelinerl.serving.server.text import PART, StopStrings, TextStream
+from pipelinerl.serving.wire import ErrorBody
 from pipelinerl.types import TokenEvent, VersionSpan
 
 Json = dict[str, Any]
 T = TypeVar("T")
 
-DONE = b"data: [DONE]\n\n"
-"""The end of a stream."""
 _LOWEST_LOGPROB = -9999.0
 """Instead of -inf, which JSON lacks, as in vLLM: for tokens beyond `top_p` or `top_k`."""
 
 
-class AnswerWriter:
-    """Builds the answer to one request, whole or in chunks, to a chat or to a text completion."""
+class Writer(Protocol):
+    """Builds the answer to one request, whole or in chunks, from choices of OpenAI's API (see `choice_of`)."""
 
-    def __init__(self, answer_id: str, model: str, *, chat: bool) -> None:
+    def whole(self, choices: Sequence[Json], usage: Json) -> Json: ...
+
+    def chunk(self, choices: Sequence[Json], **usage: Json | None) -> bytes:
+        """A part of a stream. If the stream ends with a usage chunk, all other chunks may have usage null."""
+
+    def end(self) -> bytes:
+        """The end of a stream."""
+
+    def error(self, body: ErrorBody) -> bytes:
+        """The end of a stream that failed."""
+
+
+MakeWriter = Callable[[str, str, int], Writer]
+"""(id of the answer, the model's name, number of tokens of the prompt) -> the writer."""
+
+
+class AnswerWriter:
+    """The writer of chats and text completions."""
+
+    def __init__(self, answer_id: str, model: str, _prompt_tokens: int, *, chat: bool) -> None:
         self._kind, self._chunk_kind = ("chat.completion", "chat.completion.chunk") if chat else ("text_completion",) * 2
         self._fields = {"id": answer_id, "model": model, "created": int(time.time())}
 
@@ -36,8 +55,16 @@ class AnswerWriter:
         return self._fields | {"object": self._kind, "choices": choices, "usage": usage}
 
     def chunk(self, choices: Sequence[Json], **usage: Json | None) -> bytes:
-        """A chunk as a server-sent event. If the stream ends with a usage chunk, all other chunks may have usage null."""
         return server_sent_event(self._fields | {"object": self._chunk_kind, "choices": choices} | usage)
+
+    def end(self) -> bytes:
+        return b"data: [DONE]\n\n"
+
+    def error(self, body: ErrorBody) -> bytes:
+        return server_sent_event(body)
+
+
+chat_writer, text_writer = partial(AnswerWriter, chat=True), partial(AnswerWriter, chat=False)
 
 
 def choice_of(content: Json, finish_reason: str | None, logprobs: Json | None = None, *, index: int = 0) -> Json:

@@ -300,6 +300,11 @@ class _Tool(msgspec.Struct, frozen=True):
     function: _Function
 
 
+def choice_of_function(name: str) -> _Tool:
+    """The `tool_choice` that requires a call of this function."""
+    return _Tool("function", _Function(name))
+
+
 class ChatBody(Body, frozen=True, kw_only=True):
     """`chat_template_kwargs`: variables of the model's chat template, such as Qwen3's `enable_thinking`.
 

@@ -1,4 +1,7 @@
-"""OpenAI's endpoints `/v1/chat/completions`, `/v1/completions`, `/v1/models`, and vLLM's `/tokenize` and `/detokenize`."""
+"""OpenAI's endpoints `/v1/chat/completions`, `/v1/completions`, `/v1/models`, and vLLM's `/tokenize` and `/detokenize`.
+
+`/v1/responses` and Anthropic's `/v1/messages` are translated into chats (`dialects`).
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,8 @@ from starlette.responses import Response
 
 from pipelinerl.environments.chat.messages import ParsedText, answer_message, parse_tool_calls
 from pipelinerl.errors import RequestError
+from pipelinerl.serving.server.dialects import messages, responses
+from pipelinerl.serving.server.dialects.common import Translated
 from pipelinerl.serving.server.exchange import Generation
 from pipelinerl.serving.server.extras import ExtendedRequest, Extras, Penalties, Rule
 from pipelinerl.serving.server.http import (
@@ -23,19 +28,19 @@ from pipelinerl.serving.server.http import (
     answer,
     body_of,
     decoded,
-    server_sent_event,
     unless_gone,
 )
 from pipelinerl.serving.server.openai.answers import (
-    DONE,
-    AnswerWriter,
     Json,
     LogprobWriter,
+    MakeWriter,
     Piece,
     ScoredToken,
+    chat_writer,
     choice_of,
     merged,
     pieces,
+    text_writer,
     usage_of,
 )
 from pipelinerl.serving.server.openai.bodies import (
@@ -69,10 +74,21 @@ class OpenAI:
 
     async def chat(self, request: Request) -> Response:
         service = self._holder.service
-        body = read_body(await body_of(request), ChatBody)
+        return await self._chat(service, request, Translated(read_body(await body_of(request), ChatBody), chat_writer))
+
+    async def responses(self, request: Request) -> Response:
+        service = self._holder.service
+        return await self._chat(service, request, responses.read(await body_of(request)))
+
+    async def messages(self, request: Request) -> Response:
+        service = self._holder.service
+        return await self._chat(service, request, messages.read(await body_of(request)))
+
+    async def _chat(self, service: Service, request: Request, asked: Translated) -> Response:
+        body = asked.body
         _require_model(service, body.model)
         ids = await service.prompts.of_chat(body.messages, body.template_options, body.offered_tools)
-        return await _Call(service, body, [_Prompt(ids)], body.top, chat=True).respond(request)
+        return await _Call(service, body, [_Prompt(ids)], body.top, asked.writer).respond(request)
 
     async def completions(self, request: Request) -> Response:
         service = self._holder.service
@@ -86,7 +102,7 @@ class OpenAI:
                 prompts.append(_Prompt(ids, given))
             else:
                 prompts.append(_Prompt(tuple(given)))
-        return await _Call(service, body, prompts, body.top, chat=False).respond(request)
+        return await _Call(service, body, prompts, body.top, text_writer).respond(request)
 
     async def tokenize(self, request: Request) -> Response:
         service = self._holder.service
@@ -167,20 +183,25 @@ class _Call:
     """A decoded request to either endpoint. `top`: alternatives to each token; None: no log-probs."""
 
     def __init__(
-        self, service: Service, body: ChatBody | CompletionBody, prompts: Sequence[_Prompt], top: int | None, *, chat: bool
+        self,
+        service: Service,
+        body: ChatBody | CompletionBody,
+        prompts: Sequence[_Prompt],
+        top: int | None,
+        writer: MakeWriter,
     ) -> None:
         self._service = service
         self._tokenizer = service.loaded.tokenizer
         self._body = body
         self._prompts = prompts
         self._top = top
-        self._chat = chat
+        self._chat = chat = isinstance(body, ChatBody)
         self._echo = isinstance(body, CompletionBody) and body.echo
         self._only_echo = isinstance(body, CompletionBody) and body.only_echo
         self._tools = isinstance(body, ChatBody) and bool(body.offered_tools)
         self._shows_tokens = body.return_token_ids or body.return_weight_versions
         self._id = ("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12)
-        self._writer = AnswerWriter(self._id, service.name, chat=chat)
+        self._writer = writer(self._id, service.name, len(prompts[0].ids))
         self._logprobs = LogprobWriter(self._tokenizer, top or 0, as_ids=body.return_tokens_as_token_ids)
 
     async def respond(self, request: Request) -> Response:
@@ -197,7 +218,7 @@ class _Call:
                 return answer(await unless_gone(request, self._whole(choices)))
             for choice in choices:
                 await unless_gone(request, choice.generation.begun())  # refused requests get an error status, not a stream
-            return Stream(self._stream(choices), stack.pop_all(), server_sent_event, "text/event-stream")
+            return Stream(self._stream(choices), stack.pop_all(), self._writer.error, "text/event-stream")
 
     # ---- requests to the engine
 
@@ -287,7 +308,7 @@ class _Call:
             yield chunk
         if self._body.include_usage:
             yield self._writer.chunk([], usage=self._usage(choices))
-        yield DONE
+        yield self._writer.end()
 
     async def _chunks(self, choice: _Choice) -> AsyncGenerator[bytes]:
         no_usage: Json = {"usage": None} if self._body.include_usage else {}

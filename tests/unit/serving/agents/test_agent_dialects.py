@@ -1,0 +1,272 @@
+"""Agents that use OpenAI's Responses API or Anthropic's Messages API, with the official clients over real HTTP."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+
+from pipelinerl.preprocess.turns import join_turns
+from pipelinerl.serving.agents.gateway import Gateway
+from tests.unit.serving.agents.test_agents import CALL, CLIENT, TOKENIZER, ask, at, gateway, play, user
+
+__all__ = ["gateway"]
+
+PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
+FUNCTION: Any = {"type": "function", "name": "add", "description": "Adds.", "parameters": PARAMETERS, "strict": True}
+TOOL: Any = {"name": "add", "description": "Adds.", "input_schema": PARAMETERS}
+CHAT_TOOL: Any = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": PARAMETERS}}
+MESSAGES = anthropic.Anthropic(base_url="http://unused", api_key="unused", max_retries=0)
+
+
+def of_anthropic(base_url: str) -> anthropic.Anthropic:
+    return MESSAGES.with_options(base_url=base_url)
+
+
+def solve_by_chat(problem: dict[str, Any], base_url: str, api_key: str) -> float:
+    messages: list[Any] = [{"role": "system", "content": "Add."}, user("2 + 3?")]
+    while True:
+        answer = at(base_url).chat.completions.create(model="any", messages=messages, tools=[CHAT_TOOL], max_tokens=90)
+        message = answer.choices[0].message
+        messages.append(message)
+        if not message.tool_calls:
+            return float(message.content or 0)
+        for call in message.tool_calls:
+            result = sum(json.loads(call.function.arguments).values())
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": str(result)})
+
+
+def solve_by_responses(problem: dict[str, Any], base_url: str, api_key: str) -> float:
+    items: list[Any] = [user("2 + 3?")]
+    while True:
+        answer = at(base_url).responses.create(
+            model="any", instructions="Add.", input=items, tools=[FUNCTION], max_output_tokens=90, temperature=1.0
+        )
+        type(answer).model_validate(answer.model_dump(by_alias=True), strict=False)
+        items += answer.output
+        calls = [item for item in answer.output if item.type == "function_call"]
+        for call in calls:
+            result = str(sum(json.loads(call.arguments).values()))
+            items.append({"type": "function_call_output", "call_id": call.call_id, "output": result})
+        if not calls:
+            return float(answer.output_text)
+
+
+def solve_by_messages(problem: dict[str, Any], base_url: str, api_key: str) -> float:
+    messages: list[Any] = [user("2 + 3?")]
+    while True:
+        answer = of_anthropic(base_url).messages.create(
+            model="any", system="Add.", messages=messages, tools=[TOOL], max_tokens=90, extra_body={"temperature": 1.0}
+        )
+        type(answer).model_validate(answer.model_dump())
+        messages.append({"role": "assistant", "content": answer.content})
+        if answer.stop_reason != "tool_use":
+            (block,) = answer.content
+            assert block.type == "text"
+            return float(block.text)
+        calls = [block for block in answer.content if block.type == "tool_use"]
+        results = [(call.id, str(sum(int(str(value)) for value in call.input.values()))) for call in calls]
+        blocks = [{"type": "tool_result", "tool_use_id": call_id, "content": result} for call_id, result in results]
+        messages.append({"role": "user", "content": blocks})
+
+
+@pytest.mark.parametrize("said", ["I add.\n" + CALL, CALL, CALL + "\n" + CALL], ids=["text", "call", "two"])
+def test_every_api_gives_the_same_turns(said: str, tmp_path: Path) -> None:
+    """Ids, log-probs and versions of a conversation with a tool do not depend on the API."""
+    rollouts = [play(solve, tmp_path, said, "5") for solve in (solve_by_chat, solve_by_responses, solve_by_messages)]
+    for rollout in rollouts:
+        assert rollout.reward == 5.0
+        assert rollout.turns == rollouts[0].turns
+        assert rollout.metrics == rollouts[0].metrics | {"new_segments": 0.0}
+    (segment,) = join_turns(rollouts[0].turns).segments
+    text = TOKENIZER.decode(segment.token_ids)
+    assert f"assistant\n{said}<|im_end|>\n<|im_start|>tool\n5<|im_end|>" in text
+    assert "Add.<|im_end|>" in text
+
+
+def test_a_stream_of_the_responses_api(gateway: Gateway) -> None:
+    def stream(base_url: str) -> Any:
+        with at(base_url).responses.stream(model="mine", input="?", tools=[FUNCTION]) as events:
+            seen = list(events)
+            return seen, events.get_final_response(), at(base_url).responses.create(input="?", tools=[FUNCTION])
+
+    seen, final, whole = ask(gateway, stream, "Well. " + CALL, "Well. " + CALL)
+    assert [event.type.removeprefix("response.") for event in seen] == [
+        "created",
+        "in_progress",
+        "output_item.added",
+        "content_part.added",
+        "output_text.delta",
+        "output_text.done",
+        "content_part.done",
+        "output_item.done",
+        "output_item.added",
+        "function_call_arguments.delta",
+        "function_call_arguments.done",
+        "output_item.done",
+        "completed",
+    ]
+    assert [event.sequence_number for event in seen] == list(range(13))
+    assert (final.model, final.status, final.output_text) == ("mine", "completed", "Well.")
+    assert final.usage.total_tokens == final.usage.input_tokens + final.usage.output_tokens > 0
+    call = final.output[1]
+    assert (call.name, json.loads(call.arguments)) == ("add", {"a": 2, "b": 3})
+    assert [item.type for item in whole.output] == ["message", "function_call"]
+    assert [item.type for item in final.output] == ["message", "function_call"]
+    for event in seen:
+        if event.type in ("response.created", "response.completed"):
+            openai.types.responses.Response.model_validate(event.response.model_dump(by_alias=True))
+
+
+def test_a_stream_of_the_messages_api(gateway: Gateway) -> None:
+    def stream(base_url: str) -> Any:
+        with of_anthropic(base_url).messages.stream(
+            model="mine", messages=[user("?")], tools=[TOOL], max_tokens=90
+        ) as events:
+            final = events.get_final_message()
+        ask_again = of_anthropic(base_url).messages.create
+        raw = list(ask_again(model="mine", messages=[user("?")], tools=[TOOL], max_tokens=90, stream=True))
+        return final, raw
+
+    final, raw = ask(gateway, stream, "Well. " + CALL, "Well. " + CALL)
+    text, call = final.content
+    assert (final.model, final.stop_reason, text.text) == ("mine", "tool_use", "Well.")
+    assert (call.name, call.input) == ("add", {"a": 2, "b": 3})
+    assert final.usage.input_tokens > 0
+    assert final.usage.output_tokens == len(TOKENIZER.encode("Well. " + CALL)) + 1
+    block = ["content_block_start", "content_block_delta", "content_block_stop"]
+    assert [event.type for event in raw] == ["message_start", *block, *block, "message_delta", "message_stop"]
+    assert raw[0].message.usage.input_tokens == final.usage.input_tokens
+
+
+def test_why_an_answer_ended(gateway: Gateway) -> None:
+    def answers(base_url: str) -> Any:
+        create, ask_openai = of_anthropic(base_url).messages.create, at(base_url).responses.create
+        wants: Any = {"model": "any", "messages": [user("?")]}
+        return (
+            create(**wants, max_tokens=90, stop_sequences=["END"]),
+            create(**wants, max_tokens=3),
+            create(**wants, max_tokens=90),
+            ask_openai(input="?", max_output_tokens=3),
+            ask_openai(input="?"),
+        )
+
+    stopped, cut, ended, incomplete, completed = ask(gateway, answers, "so END of it", *["a long answer"] * 4)
+    assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "END")
+    assert stopped.content[0].text == "so "
+    assert (cut.stop_reason, cut.usage.output_tokens) == ("max_tokens", 3)
+    assert (ended.stop_reason, ended.stop_sequence) == ("end_turn", None)
+    assert (incomplete.status, incomplete.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert incomplete.output[0].status == "incomplete"
+    assert (completed.status, completed.incomplete_details) == ("completed", None)
+
+
+IMAGE = {"type": "input_image", "image_url": "data:,"}
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id: .*send the whole input"),
+        ({"conversation": "conv_1"}, "conversation: .*send the whole input"),
+        ({"input": [{"type": "item_reference", "id": "1"}]}, r"input\[0\]: .*send the whole input"),
+        ({"store": True}, "store: .*false"),
+        ({"reasoning": {"effort": "low"}}, "reasoning"),
+        ({"input": [{"type": "reasoning", "id": "1", "summary": []}]}, "items of type 'reasoning'"),
+        ({"input": [{"role": "user", "content": [IMAGE]}]}, r"input\[0\].content: a part of type 'input_image'"),
+        ({"input": [{"type": "function_call_output", "output": "5"}]}, r"input\[0\]: .*call_id"),
+        ({"input": []}, "messages"),
+        ({"tools": [{"type": "web_search"}]}, r"tools\[0\]: this server has no tools of type 'web_search'"),
+        ({"tools": [FUNCTION | {"defer_loading": True}]}, r"tools\[0\].defer_loading"),
+        ({"tools": [FUNCTION], "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [FUNCTION], "tool_choice": {"type": "function", "name": "add"}}, "tool_choice"),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"text": {"format": {"type": "json_object"}}}, "response_format"),
+        ({"text": {"verbosity": "low"}}, "text"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"temperature": 0.2}, "temperature 0.2: this rollout is sampled with 1"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"max_output_tokens": 0}, "max_tokens"),
+        ({"extra_body": {"stop": "x"}}, "stop: this server does not support it"),
+    ],
+)
+def test_what_the_responses_api_would_lose_is_refused_by_name(gateway: Gateway, options: dict[str, Any], named: str) -> None:
+    def refused(base_url: str) -> None:
+        with pytest.raises(openai.BadRequestError, match=named) as error:
+            at(base_url).responses.create(**{"model": "any", "input": "?", **options})
+        assert "\n" not in str(error.value)
+
+    ask(gateway, refused)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
+        ({"messages": [user([{"type": "image", "source": {}}])]}, r"messages\[0\].content: a part of type 'image'"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "thinking", "thinking": ""}]}]}, "'thinking'"),
+        ({"messages": [user("?"), {"role": "assistant", "content": "It is"}]}, "does not continue an answer"),
+        ({"messages": [user([{"type": "tool_result", "content": "5"}])]}, "tool_use_id"),
+        ({"messages": []}, "messages"),
+        ({"system": [{"type": "image"}]}, "system"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, r"tools\[0\]: .*'web_search_20250305'"),
+        ({"tools": [TOOL | {"input_examples": [{}]}]}, "input_examples"),
+        ({"tools": [TOOL], "tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}, "disable_parallel_tool_use"),
+        ({"extra_body": {"temperature": 0.2}}, "temperature 0.2: this rollout is sampled with 1"),
+        ({"extra_body": {"mcp_servers": [{}]}}, "mcp_servers: this server does not support it"),
+        ({"stop_sequences": [""]}, "stop: give at most"),
+        ({"max_tokens": 0}, "max_tokens"),
+    ],
+)
+def test_what_the_messages_api_would_lose_is_refused_by_name(gateway: Gateway, options: dict[str, Any], named: str) -> None:
+    def refused(base_url: str) -> None:
+        with pytest.raises(anthropic.BadRequestError, match=named) as error:
+            of_anthropic(base_url).messages.create(**{"model": "any", "messages": [user("?")], "max_tokens": 9, **options})
+        assert error.value.body["error"]["type"] == "invalid_request_error"  # type: ignore[index]
+
+    ask(gateway, refused)
+
+
+def test_another_sampling_is_ignored_if_the_run_file_says_so(tmp_path: Path) -> None:
+    def solve(problem: dict[str, Any], base_url: str, api_key: str) -> float:
+        at(base_url).responses.create(input="?", temperature=0.2)
+        wants: Any = {"messages": [user("?")], "max_tokens": 9, "extra_body": {"top_k": 3, "top_p": 0.5}}
+        of_anthropic(base_url).messages.create(model="any", **wants)
+        return 1.0
+
+    assert play(solve, tmp_path, "one", "two", sampling="ignore").metrics["sampling_ignored"] == 2.0
+
+
+def test_results_of_tools_beside_text_and_errors(tmp_path: Path) -> None:
+    """A user's message with two results and a text is three messages; an error is shown as this package's tools show it."""
+
+    def solve(problem: dict[str, Any], base_url: str, api_key: str) -> float:
+        create = of_anthropic(base_url).messages.create
+        first = create(model="any", messages=[user("?")], tools=[TOOL], max_tokens=90)
+        blocks: list[Any] = [{"type": "tool_result", "tool_use_id": call.id} for call in first.content]
+        blocks[0] |= {"is_error": True, "content": [{"type": "text", "text": "too large"}]}
+        blocks.append({"type": "text", "text": "Go on.", "cache_control": {"type": "ephemeral"}})
+        messages: list[Any] = [user("?"), {"role": "assistant", "content": first.content}, user(blocks)]
+        create(model="any", messages=messages, tools=[TOOL], max_tokens=90)
+        return 1.0
+
+    rollout = play(solve, tmp_path, CALL + CALL, "5")
+    (segment,) = join_turns(rollout.turns).segments
+    tool, end = "<|im_start|>tool\n", "<|im_end|>\n"
+    after = f"{tool}Error: too large{end}{tool}{end}<|im_start|>user\nGo on.{end}"
+    assert after in TOKENIZER.decode(segment.token_ids)
+
+
+def test_addresses_of_rollouts_that_ended(gateway: Gateway) -> None:
+    ended = ask(gateway, lambda base_url: base_url)
+    with pytest.raises(openai.NotFoundError):
+        CLIENT.with_options(base_url=ended).responses.create(input="?")
+    for url in (ended, ended.removesuffix("/v1")):  # with and without the version that Anthropic's clients add
+        with pytest.raises(anthropic.NotFoundError) as error:
+            of_anthropic(url).messages.create(model="any", messages=[user("?")], max_tokens=9)
+        assert error.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]
