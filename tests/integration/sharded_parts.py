@@ -303,22 +303,20 @@ def checkpoint_of(root: Path, who: str, name: str) -> Path:
     return root / who / name / "checkpoints" / f"step_{SAVED_AT:08d}"
 
 
-USUAL = {
-    1: ["default"],
-    2: [
-        *RESUMED,
-        *("gspo", "token_mask", "sequence_geo_mask", "sequences", "kl_lora", "kl_bfloat16", "checkpointing"),
-        *("in_chunks", "in_chunks_kl_untied", "in_chunks_lora", "some_in_chunks", "one_sample", "no_gradient", "refused"),
-    ],
-    3: [*RESUMED, "kl_lora", "one_sample", "no_gradient"],
-}
-"""What so many ranks compute, unless all tests run: each kind of loss, of model and of head, and batches for too few."""
-FROM = {1: ["by2"], 2: ["by3"], 3: ["alone"]}
-"""By whom the checkpoints are saved from which so many ranks go on."""
+USUAL = [
+    *RESUMED,
+    *("gspo", "token_mask", "sequence_geo_mask", "sequences", "kl_lora", "kl_bfloat16", "checkpointing"),
+    *("in_chunks", "in_chunks_kl_untied", "in_chunks_lora", "some_in_chunks", "one_sample", "no_gradient", "refused"),
+]
+"""What two ranks compute, unless all tests run: each kind of loss, of model and of head, and a batch for one of them."""
+FROM = {1: ["by2"], 2: ["alone", "by3"], 3: ["alone"]}
+"""By whom the checkpoints are saved from which so many ranks go on. The usual tests have no more than two ranks."""
 
 
 def scenarios_of(ranks: int, *, exhaustive: bool) -> list[str]:
-    return {1: ALONE_AS_A_RANK}.get(ranks, list(SCENARIOS)) if exhaustive else USUAL[ranks]
+    if exhaustive:
+        return ALONE_AS_A_RANK if ranks == 1 else list(SCENARIOS)
+    return USUAL if ranks == 2 else []
 
 
 def _train_alone(root: Path, who: str, names: Sequence[str], saver: str = "") -> None:
@@ -343,7 +341,11 @@ def _as_rank(root: Path, rank: int, size: int, listener: socket.socket, *, exhau
     jobs: list[tuple[str, str, Path | None]] = [
         (name, f"by{size}", None) for name in scenarios_of(size, exhaustive=exhaustive)
     ]
-    jobs += [(name, f"by{size}_from_{saver}", checkpoint_of(root, saver, name)) for saver in FROM[size] for name in RESUMED]
+    jobs += [
+        (name, f"by{size}_from_{saver}", checkpoint_of(root, saver, name))
+        for saver in (FROM[size] if exhaustive else ["alone"])
+        for name in RESUMED
+    ]
     with entered as team:
         for name, who, checkpoint in jobs:
             with limit_of(SCENARIOS[name]):
@@ -379,9 +381,13 @@ def main(root: Path, *, exhaustive: bool) -> None:
     names = scenarios_of(2, exhaustive=exhaustive)  # those of other numbers of ranks are among them
     _fork(partial(write_models, root))
     _fork(*(partial(_train_alone, root, "alone", names[start::2]) for start in range(2)))
-    _fork(*_ranks(root, 3, exhaustive=exhaustive))
+    if exhaustive:
+        _fork(*_ranks(root, 3, exhaustive=True))
     _fork(*_ranks(root, 2, exhaustive=exhaustive))
-    _fork(*_ranks(root, 1, exhaustive=exhaustive), partial(_train_alone, root, "alone_from_by3", RESUMED, "by3"))
+    last = [partial(_train_alone, root, "alone_from_by2", RESUMED, "by2")]
+    if exhaustive:
+        last += [partial(_train_alone, root, "alone_from_by3", RESUMED, "by3"), *_ranks(root, 1, exhaustive=True)]
+    _fork(*last)
 
 
 if __name__ == "__main__":

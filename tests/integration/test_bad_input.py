@@ -194,7 +194,7 @@ def test_a_damaged_run_directory_is_not_gone_on_with(tmp_path: Path, refusal: Ca
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["environment raises", "model without weights"])
+@pytest.mark.parametrize("name", ["environment raises", pytest.param("model without weights", marks=pytest.mark.exhaustive)])
 def test_a_mistake_in_a_worker_reaches_the_terminal(name: str, tmp_path: Path) -> None:
     make, said = USER_ERRORS[name]
     run_dir = tmp_path / "r"
@@ -265,6 +265,7 @@ def test_a_disk_that_is_too_full_for_a_checkpoint(tmp_path: Path, refusal: Calla
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_disk_that_is_too_full_for_rollouts(tmp_path: Path) -> None:
     """A worker runs out of room: the other one still writes its checkpoint, and with more room the run goes on."""
     kind = write_environment(

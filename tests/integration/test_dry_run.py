@@ -135,6 +135,7 @@ def test_what_the_environment_does_is_shown_without_the_models_weights(folder: P
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_memory_is_that_of_the_prompts_there_are(folder: Path, capsys: Capture) -> None:
     settings = function() | {"actor__max_tokens": 16, "trainer__batch_size": 8, "launch__kind": "processes"}
     (folder / "run.yaml").write_text("")

@@ -57,6 +57,7 @@ def test_pipeline(tmp_path: Path) -> None:
     assert steps(tmp_path / "r")[-1].engine is not None
 
 
+@pytest.mark.exhaustive
 def test_conventional_starts_exactly_its_rounds(tmp_path: Path) -> None:
     """Two rounds of 3 steps, by two engines of fewer slots than their share."""
     settings = {"schedule__kind": "conventional", "schedule__steps_per_round": 3, "engine__slots": 8}

@@ -378,6 +378,7 @@ def test_sigterm_finishes_what_is_in_progress_and_takes_nothing_more(tmp_path: P
     assert "Traceback" not in ended.error
 
 
+@pytest.mark.exhaustive
 def test_what_does_not_finish_within_the_bound_is_ended(tmp_path: Path) -> None:
     body = {"prompt": PROMPT, "max_tokens": 500, "ignore_eos": True}
 
