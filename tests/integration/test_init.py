@@ -23,7 +23,6 @@ SMALL = (
     "--actor.group_size=8",
     "--evaluation.problems=8",
     "--metrics.plot=false",
-    "--launch.kind=embedded",
     "--run_dir=r",
 )
 
