@@ -41,16 +41,15 @@ def end_of(process: subprocess.Popen[str], timeout_s: float = 0.8 * CLEAN_STOP_S
     return ended
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("victim", "settings"),
     [
-        pytest.param("generation-1", {"engine__processes": 2}, marks=pytest.mark.exhaustive),
+        ("generation-1", {"engine__processes": 2}),
         ("training", {}),
-        pytest.param("preprocessing", PREPROCESSOR, marks=pytest.mark.exhaustive),
-        pytest.param(
-            "server-1", {"engine__kind": "http", "engine__servers": 2, "engine__slots": 8}, marks=pytest.mark.exhaustive
-        ),
-        pytest.param("redis-server", {"stream__kind": "redis"}, marks=[NEEDS_REDIS, pytest.mark.exhaustive]),
+        ("preprocessing", PREPROCESSOR),
+        ("server-1", {"engine__kind": "http", "engine__servers": 2, "engine__slots": 8}),
+        pytest.param("redis-server", {"stream__kind": "redis"}, marks=NEEDS_REDIS),
     ],
 )
 def test_a_killed_process_ends_the_run_and_is_named(victim: str, settings: dict[str, Any], tmp_path: Path) -> None:

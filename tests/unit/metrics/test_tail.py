@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 
 from pipelinerl.metrics import tail as tail_module
 from pipelinerl.metrics.evaluations import EvaluatedProblem, EvaluationRecord
@@ -85,7 +86,11 @@ def evaluation(version: int, time_s: float) -> EvaluationRecord:
     return EvaluationRecord(when="online", version=version, time_s=time_s, problems=20, reward_mean=0.5)
 
 
-def test_records_are_read_once_and_in_the_order_of_their_times(tmp_path: Path) -> None:
+@pytest.mark.parametrize("look_bytes", [40, 1 << 22])
+def test_records_are_read_once_and_in_the_order_of_their_times(
+    look_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tail_module, "LOOK_BYTES", look_bytes)
     records = Records(tmp_path)
     assert records.read() == []
     sink = JsonlSink(tmp_path)
