@@ -1,4 +1,8 @@
 # `make demo` and `make test` work on a fresh clone with python3 >= 3.11, make and a package index.
+
+# With this variable, each of the processes that they start would compile torch again.
+unexport PYTHONDONTWRITEBYTECODE
+
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin

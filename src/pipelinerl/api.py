@@ -33,7 +33,7 @@ from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.reading import read_records
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.sinks import Record
-from pipelinerl.metrics.tail import Place, Tail
+from pipelinerl.metrics.tail import Records
 
 if TYPE_CHECKING:
     from pipelinerl.experiments.evaluate.results import EvaluationSummary
@@ -139,10 +139,10 @@ class StartedRun:
 
     def __iter__(self) -> Iterator[Record]:
         """Raises the error that the run ends with, except after `stop`."""
-        tail = Tail(self.path)
+        records = Records(self.path)
         while True:
             running = self.running
-            yield from tail.read()
+            yield from records.read()
             if not running:
                 break
             time.sleep(LOOK_EVERY_S)
@@ -309,16 +309,15 @@ def _calling(callbacks: Sequence[Callback], run_dir: Path, *, new: bool) -> Iter
     if not callbacks:
         yield
         return
-    tail, stopping = Tail(run_dir, Place()), threading.Event()
+    records, stopping = Records(run_dir), threading.Event()
     if not new:
-        with suppress(OSError):
-            tail.read()  # earlier sessions' are left out
+        records.read()  # earlier sessions' are left out
     failed: set[int] = set()
 
     def call() -> None:
         while True:
             last = stopping.wait(LOOK_EVERY_S)
-            for record in tail.read():
+            for record in records.read():
                 for number, callback in enumerate(callbacks):
                     try:
                         callback(record)

@@ -303,12 +303,20 @@ def checkpoint_of(root: Path, who: str, name: str) -> Path:
     return root / who / name / "checkpoints" / f"step_{SAVED_AT:08d}"
 
 
-FEW = [*RESUMED, "kl_lora", "sequences", "checkpointing", "one_sample", "no_gradient", "refused"]
-"""What three ranks compute, unless all tests run."""
+USUAL = [
+    *RESUMED,
+    *("gspo", "token_mask", "sequence_geo_mask", "sequences", "kl_lora", "kl_bfloat16", "checkpointing"),
+    *("in_chunks", "in_chunks_kl_untied", "in_chunks_lora", "some_in_chunks", "one_sample", "no_gradient", "refused"),
+]
+"""What two ranks compute, unless all tests run: each kind of loss, of model and of head, and a batch for one of them."""
+FROM = {1: ["by2"], 2: ["alone", "by3"], 3: ["alone"]}
+"""By whom the checkpoints are saved from which so many ranks go on. The usual tests have no more than two ranks."""
 
 
 def scenarios_of(ranks: int, *, exhaustive: bool) -> list[str]:
-    return {1: ALONE_AS_A_RANK, 2: list(SCENARIOS), 3: list(SCENARIOS) if exhaustive else FEW}[ranks]
+    if exhaustive:
+        return ALONE_AS_A_RANK if ranks == 1 else list(SCENARIOS)
+    return USUAL if ranks == 2 else []
 
 
 def _train_alone(root: Path, who: str, names: Sequence[str], saver: str = "") -> None:
@@ -317,8 +325,8 @@ def _train_alone(root: Path, who: str, names: Sequence[str], saver: str = "") ->
             train_alone(root, name, root / who / name, checkpoint_of(root, saver, name) if saver else None)
 
 
-def _as_rank(root: Path, rank: int, size: int, listener: socket.socket, savers: Sequence[str], *, exhaustive: bool) -> None:
-    """All scenarios, and a continuation of what each of `savers` saved, as one rank of `size`."""
+def _as_rank(root: Path, rank: int, size: int, listener: socket.socket, *, exhaustive: bool) -> None:
+    """All scenarios, and a continuation of what each of `FROM` saved, as one rank of `size`."""
 
     def end(why: str) -> None:
         print(why, file=sys.stderr)
@@ -333,7 +341,11 @@ def _as_rank(root: Path, rank: int, size: int, listener: socket.socket, savers: 
     jobs: list[tuple[str, str, Path | None]] = [
         (name, f"by{size}", None) for name in scenarios_of(size, exhaustive=exhaustive)
     ]
-    jobs += [(name, f"by{size}_from_{saver}", checkpoint_of(root, saver, name)) for saver in savers for name in RESUMED]
+    jobs += [
+        (name, f"by{size}_from_{saver}", checkpoint_of(root, saver, name))
+        for saver in (FROM[size] if exhaustive else ["alone"])
+        for name in RESUMED
+    ]
     with entered as team:
         for name, who, checkpoint in jobs:
             with limit_of(SCENARIOS[name]):
@@ -360,19 +372,22 @@ def _fork(*jobs: Callable[[], None]) -> None:
         sys.exit(1)
 
 
-def _ranks(root: Path, size: int, savers: Sequence[str], *, exhaustive: bool = False) -> list[Callable[[], None]]:
+def _ranks(root: Path, size: int, *, exhaustive: bool) -> list[Callable[[], None]]:
     listener = socket.create_server(("127.0.0.1", 0))
-    return [partial(_as_rank, root, rank, size, listener, savers, exhaustive=exhaustive) for rank in range(size)]
+    return [partial(_as_rank, root, rank, size, listener, exhaustive=exhaustive) for rank in range(size)]
 
 
 def main(root: Path, *, exhaustive: bool) -> None:
-    names = list(SCENARIOS)
+    names = scenarios_of(2, exhaustive=exhaustive)  # those of other numbers of ranks are among them
     _fork(partial(write_models, root))
     _fork(*(partial(_train_alone, root, "alone", names[start::2]) for start in range(2)))
-    _fork(*_ranks(root, 3, ["alone"], exhaustive=exhaustive))
-    _fork(*_ranks(root, 2, ["alone", "by3"]))
-    continued = [partial(_train_alone, root, f"alone_from_{who}", RESUMED, who) for who in ("by2", "by3")]
-    _fork(*_ranks(root, 1, ["by2"]), *continued)
+    if exhaustive:
+        _fork(*_ranks(root, 3, exhaustive=True))
+    _fork(*_ranks(root, 2, exhaustive=exhaustive))
+    last = [partial(_train_alone, root, "alone_from_by2", RESUMED, "by2")]
+    if exhaustive:
+        last += [partial(_train_alone, root, "alone_from_by3", RESUMED, "by3"), *_ranks(root, 1, exhaustive=True)]
+    _fork(*last)
 
 
 if __name__ == "__main__":

@@ -35,16 +35,25 @@ def resume_to(run_dir: Path, goal: int) -> None:
     assert_gone_on(run_dir, goal)
 
 
-@NEEDS_REDIS
-def test_everything_apart_and_on_from_its_checkpoint(tmp_path: Path) -> None:
+def test_everything_apart_and_on_from_its_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With a reference model. The streams on both sides of the preprocessor are in Redis, if it is installed."""
     run_dir = tmp_path / "r"
-    counts = run_processes(run_dir, trainer__steps=8, evaluation__problems=20, schedule__max_lag=4, **APART)
-    roles = {"generation", "preprocessing", "training", "server-0", "server-1"}
-    assert counts["peak_memory_bytes"].keys() == roles
-    assert counts["weight_updates"] >= 8
+    settings = PREPROCESSOR | {"engine__kind": "http", "stream__kind": "files" if REDIS is None else "redis"}
+    settings |= {"trainer__kl_coefficient": 0.01, "preprocess__zero_advantage": "keep", "preprocess__overlong": "drop"}
+    settings |= {"trainer__steps": 6, "actor__max_tokens": 60, "evaluation__problems": 4, "schedule__max_lag": 4}
+    counts = run_processes(run_dir, **settings)
+    assert counts["peak_memory_bytes"].keys() == {"generation", "preprocessing", "training", "server-0"}
+    assert counts["weight_updates"] >= 6
     assert counts["lag_max"] <= 4
     assert counts["eval_reward_after"] is not None
+    assert counts["rollouts_dropped"].keys() <= {"overlong", "stale"}
     assert assert_provenance(run_dir) > 0, "some tokens that were trained on span an update"
+    resume_to(run_dir, 8)
+    capsys.readouterr()
+    assert main(["train", "--resume", str(run_dir), "--trainer.steps=9", "--launch.preprocessor=with_trainer"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "launch.preprocessor process" in error, "where the streams lie can't change"
 
 
 @NEEDS_REDIS
@@ -60,24 +69,7 @@ def test_everything_ends_with_a_killed_launcher_and_can_go_on(tmp_path: Path) ->
     assert_provenance(run_dir)
 
 
-def test_a_preprocessor_with_a_reference_model_goes_on_from_its_checkpoint(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """In a process of its own, between two streams; these are in Redis, if it is installed."""
-    settings = {"trainer__kl_coefficient": 0.01, "preprocess__zero_advantage": "keep", "preprocess__overlong": "drop"}
-    if REDIS is not None:
-        settings["stream__kind"] = "redis"
-    run_dir = tmp_path / "r"
-    counts = run_processes(run_dir, trainer__steps=3, actor__max_tokens=60, **PREPROCESSOR, **settings)
-    assert counts["rollouts_dropped"].keys() <= {"overlong"}
-    resume_to(run_dir, 5)
-    capsys.readouterr()
-    assert main(["train", "--resume", str(run_dir), "--trainer.steps=6", "--launch.preprocessor=with_trainer"]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert "launch.preprocessor process" in error, "where the streams lie can't change"
-
-
+@pytest.mark.exhaustive
 def test_weights_by_broadcast_to_two_generation_processes(tmp_path: Path) -> None:
     counts = run_processes(tmp_path / "r", weights__kind="collective", engine__processes=2)
     assert counts["weight_updates"] >= 5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -155,7 +156,9 @@ def test_a_dry_run_says_that_a_device_is_not_there(setting: str, tmp_path: Path,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "rate"), [("embedded", 1e38), ("processes", 1e9)])
+@pytest.mark.parametrize(
+    ("kind", "rate"), [("embedded", 1e38), pytest.param("processes", 1e9, marks=pytest.mark.exhaustive)]
+)
 def test_a_learning_rate_that_breaks_the_weights_is_one_line(kind: str, rate: float, tmp_path: Path) -> None:
     ended = command("train", *flags(tmp_path / "r", launch__kind=kind, trainer__learning_rate=rate, trainer__steps=50))
     assert (ended.status, ended.error.count("\n")) == (1, 1), ended.error
@@ -191,7 +194,7 @@ def test_a_damaged_run_directory_is_not_gone_on_with(tmp_path: Path, refusal: Ca
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["environment raises", "model without weights"])
+@pytest.mark.parametrize("name", ["environment raises", pytest.param("model without weights", marks=pytest.mark.exhaustive)])
 def test_a_mistake_in_a_worker_reaches_the_terminal(name: str, tmp_path: Path) -> None:
     make, said = USER_ERRORS[name]
     run_dir = tmp_path / "r"
@@ -200,6 +203,7 @@ def test_a_mistake_in_a_worker_reaches_the_terminal(name: str, tmp_path: Path) -
     assert (ended.status, ended.error.count("\n")) == (2, 1), ended.error
     assert said in ended.error
     assert "Traceback" not in ended.out
+    assert summary(run_dir)["restarts"] == {}, "what failed once is not tried again"
     RunLock(RunDirectory(run_dir)).close()  # nobody holds it any more: the other worker has ended, too
 
 
@@ -207,6 +211,8 @@ def test_a_run_directory_in_use(tmp_path: Path, refusal: Callable[..., str]) -> 
     run_dir = tmp_path / "r"
     run_dir.mkdir()
     lock = RunLock(RunDirectory(run_dir))
+    os.ftruncate(lock.fd, 0)
+    os.pwrite(lock.fd, str(os.getppid()).encode(), 0)  # the launcher is another process, which lives
     try:
         assert f"{run_dir} is in use by another run" in refusal(2, "train", *flags(run_dir))
     finally:
@@ -259,6 +265,7 @@ def test_a_disk_that_is_too_full_for_a_checkpoint(tmp_path: Path, refusal: Calla
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_disk_that_is_too_full_for_rollouts(tmp_path: Path) -> None:
     """A worker runs out of room: the other one still writes its checkpoint, and with more room the run goes on."""
     kind = write_environment(
@@ -300,6 +307,7 @@ def test_a_run_whose_answers_are_all_cut_says_that_it_learned_nothing(
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_reward_that_loops_for_ever_is_named_on_the_board_and_ends_the_run(tmp_path: Path) -> None:
     kind = write_environment(tmp_path, "def reward(self, problem, text):\n    while True: pass")
     run_dir = tmp_path / "r"

@@ -31,7 +31,7 @@ def test_a_training_process_that_fails_says_why(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["pipeline", "conventional"])
+@pytest.mark.parametrize("kind", ["pipeline", pytest.param("conventional", marks=pytest.mark.exhaustive)])
 def test_a_whole_calibration(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipelinerl.experiments.planner.calibrate.ACTOR_SECONDS", 0.2)
     monkeypatch.setattr("pipelinerl.experiments.planner.calibrate.DECODE_SECONDS", 0.0)

@@ -93,14 +93,18 @@ def test_three_engines_get_every_version_exactly(run: Run, encoding: str) -> Non
     assert sorted(words["versions"]) == sorted(list(range(LAST + 1)) * 3)
 
 
+def exhaustive(*case: str) -> Any:
+    return pytest.param(*case, marks=pytest.mark.exhaustive)
+
+
 @pytest.mark.parametrize(
     ("end", "when", "encoding", "complaint"),
     [
-        ("SIGKILL", "between", "full", "engine number 0 (engine-0) is gone: its process exited unexpectedly"),
-        ("SIGKILL", "middle", "full", "engine number 0 (engine-0) is gone: its process exited unexpectedly"),
+        exhaustive("SIGKILL", "between", "full", "engine number 0 (engine-0) is gone: its process exited unexpectedly"),
+        exhaustive("SIGKILL", "middle", "full", "engine number 0 (engine-0) is gone: its process exited unexpectedly"),
         ("SIGKILL", "middle", "delta", "engine number 0 (engine-0) is gone: its process exited unexpectedly"),
         ("SIGSTOP", "between", "full", "engine number 0 (engine-0) sent nothing for 3 s"),
-        ("SIGSTOP", "middle", "full", "engine number 0 (engine-0) sent nothing for 3 s"),
+        exhaustive("SIGSTOP", "middle", "full", "engine number 0 (engine-0) sent nothing for 3 s"),
     ],
 )
 def test_an_engine_that_dies_or_stops_is_named_and_nobody_hangs(

@@ -24,7 +24,7 @@ def test_a_comparison_is_made_and_made_only_once(tmp_path: Path, capsys: pytest.
     out = tmp_path / "out"
     arguments = [
         *("compare", "--schedules", "pipeline,conventional:2", "--seeds", "1", "--no-tune", "--out", str(out), *SMALL),
-        *("--held-out", "24", "--evaluate-every", "4"),
+        *("--held-out", "8", "--evaluate-every", "4"),
     ]
     ended = command(*arguments)
     assert ended.status == 0, ended.error

@@ -80,13 +80,6 @@ def test_an_environment_that_fails_in_every_way(tmp_path: Path) -> None:
     assert "ValueError: the verifier crashed" in (tmp_path / "r" / "logs" / "embedded.log").read_text()
 
 
-@pytest.mark.slow
-def test_the_same_between_processes(tmp_path: Path) -> None:
-    kind = write_environment(tmp_path, MISBEHAVES)
-    counts = run_processes(tmp_path / "r", environment__kind=kind, **TIMEOUTS)
-    assert {"raised", "bad_rollout", "timeout"} <= counts["rollouts_dropped"].keys()
-
-
 def test_samples_without_a_gradient_are_dropped_and_replaced(tmp_path: Path) -> None:
     run(tmp_path / "r", preprocess__zero_advantage="drop", trainer__steps=3)
     counts = assert_whole(tmp_path / "r")
@@ -131,7 +124,7 @@ def test_a_stream_that_drops_its_oldest_groups(stream: str, tmp_path: Path, monk
     assert counts["rollouts_dropped"]["stream_full"] % 4 == 0, "whole groups"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_stream_that_drops_its_oldest_groups_between_processes(tmp_path: Path) -> None:
     """The trainer is slow for real: it computes everything, in the smallest of micro-batches, of a long-winded model."""
     settings = {"preprocess__zero_advantage": "keep", "trainer__micro_batch_tokens": 1, "trainer__steps": 4}

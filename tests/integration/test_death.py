@@ -41,15 +41,14 @@ def end_of(process: subprocess.Popen[str], timeout_s: float = 0.8 * CLEAN_STOP_S
     return ended
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("victim", "settings"),
     [
-        pytest.param("generation-1", {"engine__processes": 2}, marks=pytest.mark.exhaustive),
+        ("generation-1", {"engine__processes": 2}),
         ("training", {}),
-        pytest.param("preprocessing", PREPROCESSOR, marks=pytest.mark.exhaustive),
-        pytest.param(
-            "server-1", {"engine__kind": "http", "engine__servers": 2, "engine__slots": 8}, marks=pytest.mark.exhaustive
-        ),
+        ("preprocessing", PREPROCESSOR),
+        ("server-1", {"engine__kind": "http", "engine__servers": 2, "engine__slots": 8}),
         pytest.param("redis-server", {"stream__kind": "redis"}, marks=NEEDS_REDIS),
     ],
 )
@@ -68,6 +67,7 @@ def test_a_killed_process_ends_the_run_and_is_named(victim: str, settings: dict[
         assert (run_dir / "checkpoints" / f"step_{version:08d}").is_dir()
 
 
+@pytest.mark.exhaustive
 def test_a_worker_that_is_told_to_stop_by_somebody_else_ends_the_run(tmp_path: Path) -> None:
     with endless(tmp_path / "r") as (process, pids):
         os.kill(pids["training"], signal.SIGTERM)
@@ -136,20 +136,25 @@ def test_a_second_ctrl_c_ends_now(tmp_path: Path) -> None:
     assert "training had no time to finish" in ended.error
 
 
-def test_ctrl_c_while_loading_or_evaluating(tmp_path: Path) -> None:
+@pytest.mark.parametrize("moments", [["starting"], pytest.param(["evaluates", "starting"], marks=pytest.mark.exhaustive)])
+def test_ctrl_c_while_loading_or_evaluating(moments: list[str], tmp_path: Path) -> None:
+    """Nothing is trained, so the same folder will do."""
     run_dir = tmp_path / "r"
-    process = start_processes(run_dir, evaluation__problems=100_000)
-    until(lambda: (status := status_of(run_dir, "actor")) is not None and "evaluates" in status.detail, process)
-    pids = process_ids(run_dir)
-    process.send_signal(signal.SIGINT)
-    assert end_of(process).status == 130
-    assert not any(alive(pid) for pid in pids.values())
-    process = start_processes(run_dir)  # nothing was trained: the same folder will do
-    until(lambda: (status := status_of(run_dir, "actor")) is not None and status.state == "starting", process)
-    process.send_signal(signal.SIGINT)
-    assert end_of(process).status == 130
+    for moment in moments:
+        process = start_processes(run_dir, evaluation__problems=100_000)
+
+        def has_come(moment: str = moment) -> bool:
+            status = status_of(run_dir, "actor")
+            return status is not None and moment in f"{status.state}: {status.detail}"
+
+        until(has_come, process)
+        pids = process_ids(run_dir)
+        process.send_signal(signal.SIGINT)
+        assert end_of(process).status == 130
+        assert not any(alive(pid) for pid in pids.values())
 
 
+@pytest.mark.exhaustive
 def test_rollouts_that_wait_for_ever_are_named(tmp_path: Path) -> None:
     kind = write_environment(tmp_path, "async def rollout(self, problem, client):\n    await asyncio.Event().wait()")
     ended = end_of(start_processes(tmp_path / "r", environment__kind=kind, launch__watchdog_s=3))

@@ -96,7 +96,11 @@ WRONG = {
     ),
 }
 STATIC = ("unknown kind", "missing class", "missing file", "missing function", "missing data", "misspelt argument")
-IN_A_PROCESS = ("constructor raises", "reward loops", "nothing held out")
+IN_A_PROCESS = {
+    "constructor raises": pytest.mark.slow,
+    "reward loops": pytest.mark.exhaustive,
+    "nothing held out": pytest.mark.exhaustive,
+}
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -108,7 +112,7 @@ def test_what_is_wrong_with_an_environment_is_found(folder: Path, name: str) -> 
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", [*STATIC, *(pytest.param(name, marks=pytest.mark.slow) for name in IN_A_PROCESS)])
+@pytest.mark.parametrize("name", [*STATIC, *(pytest.param(name, marks=mark) for name, mark in IN_A_PROCESS.items())])
 def test_the_command_says_it_in_one_line(folder: Path, capsys: Capture, name: str) -> None:
     make, said = WRONG[name]
     assert main(["train", "--dry-run", *flags(folder / "r", **make(folder))]) == 2
@@ -131,6 +135,7 @@ def test_what_the_environment_does_is_shown_without_the_models_weights(folder: P
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_memory_is_that_of_the_prompts_there_are(folder: Path, capsys: Capture) -> None:
     settings = function() | {"actor__max_tokens": 16, "trainer__batch_size": 8, "launch__kind": "processes"}
     (folder / "run.yaml").write_text("")
@@ -172,5 +177,5 @@ def test_an_environment_that_ends_its_process_is_reported(folder: Path) -> None:
 def test_an_environment_that_is_never_ready_is_ended(folder: Path) -> None:
     """On a slow machine the bound may pass before the process has loaded the tokenizer."""
     body = "def __init__(self, tokenizer, seed):\n    time.sleep(3600)"
-    with pytest.raises(EnvironmentSetupError, match=r"was not ready after 8 s .*: it (builds|loads)"):
-        in_a_process(small_run(folder / "r", **klass(folder, body, launch__startup_timeout_s=8)))
+    with pytest.raises(EnvironmentSetupError, match=r"was not ready after 3 s .*: it (builds|loads)"):
+        in_a_process(small_run(folder / "r", **klass(folder, body, launch__startup_timeout_s=3)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import get_args
 
@@ -19,8 +20,16 @@ def reward(self, problem, text):
 """
 
 
-@pytest.mark.parametrize("loss", get_args(TrainerConfig.model_fields["loss"].annotation))
-@pytest.mark.parametrize("schedule", get_args(ScheduleConfig.model_fields["kind"].annotation))
+LOSSES = get_args(TrainerConfig.model_fields["loss"].annotation)
+SCHEDULES = get_args(ScheduleConfig.model_fields["kind"].annotation)
+USUAL = {*product(LOSSES, ["pipeline"]), *product(["reinforce"], SCHEDULES)}
+"""Each loss and each schedule once; the other pairs are exhaustive."""
+
+
+@pytest.mark.parametrize(
+    ("loss", "schedule"),
+    [pytest.param(*pair, marks=() if pair in USUAL else pytest.mark.exhaustive) for pair in product(LOSSES, SCHEDULES)],
+)
 def test_it_learns_to_answer_with_ones(loss: str, schedule: str, tmp_path: Path) -> None:
     counts = run(
         tmp_path / "r",

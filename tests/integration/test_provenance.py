@@ -25,6 +25,7 @@ from tests.integration.runs import (
     versions,
     write_environment,
 )
+from tests.integration.test_conservation import MISBEHAVES, TIMEOUTS
 from tests.parity.test_engine import full_forward_logprobs, mixed_cache_logprobs
 
 TOLERANCE = 1e-4
@@ -83,8 +84,11 @@ def test_log_probabilities_are_those_of_the_recorded_versions(kv: str, check: An
 
 
 @pytest.mark.slow
-def test_the_same_between_processes(tmp_path: Path) -> None:
-    run_processes(tmp_path / "r", engine__kv_on_update="recompute", **EVERY_VERSION)
+def test_the_same_between_processes_with_an_environment_that_fails_in_every_way(tmp_path: Path) -> None:
+    kind = write_environment(tmp_path, MISBEHAVES)
+    settings = {"environment__kind": kind, "engine__kv_on_update": "recompute"}
+    counts = run_processes(tmp_path / "r", **settings, **TIMEOUTS, **EVERY_VERSION)
+    assert {"raised", "bad_rollout", "timeout"} <= counts["rollouts_dropped"].keys()
     assert assert_provenance(tmp_path / "r") >= 3
     assert_recomputed(tmp_path / "r")
 

@@ -80,20 +80,31 @@ if "pipelinerl.launch.hosts.worker" in sys.orig_argv and {role!r} in sys.orig_ar
 """
 
 
-def test_a_run_with_two_ranks_reaches_its_goal_and_continues_on_three_and_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("others", [[2], pytest.param([3, 1], marks=pytest.mark.exhaustive)])
+def test_a_stopped_run_writes_a_checkpoint_on_all_ranks_and_continues_to_its_goal(others: list[int], tmp_path: Path) -> None:
     """With deltas: a receipt has the checksum of all weights, so they were those that the trainer gathered."""
     run_dir = tmp_path / "r"
-    counts = run(run_dir, **HERE, **KL, **DELTAS, trainer__steps=3)
-    assert counts["status"] == "finished"
+    endless = TWO | {"trainer__steps": 100_000, "trainer__checkpoint_every": 0}
+    process = start_processes(run_dir, **endless, **KL, **DELTAS)
+    until(lambda: (run_dir / "metrics.jsonl").exists() and len(steps(run_dir)) >= 3, process)
+    process.send_signal(signal.SIGINT)
+    assert wait(process).status == 130
+    path = latest_checkpoint(run_dir)
+    assert path is not None
+    files = load_checkpoint(path).state.files
+    assert {f"optimizer-0000{rank}-of-00002.safetensors" for rank in (1, 2)} < files.keys()
+    counts = summary(run_dir)
     assert set(counts["peak_memory_bytes"]) == {"generation", "training", "training-rank-1"}
     assert_conserved(counts)
-    for ranks, goal in ((3, 5), (1, 7)):
+    goal = counts["version"]
+    for ranks in others:
+        goal += 2
         counts = resume(run_dir, trainer__ranks=ranks, trainer__steps=goal)
-        assert counts["optimizer_steps"] == goal
+        assert (counts["status"], counts["optimizer_steps"]) == ("finished", goal)
         assert_conserved(counts)
     assert_trained_once(run_dir)
     assert_provenance(run_dir)
-    assert [step.version for step in steps(run_dir)] == list(range(1, 8))
+    assert [step.version for step in steps(run_dir)] == list(range(1, goal + 1))
     assert all(step.grad_norm for step in steps(run_dir))
     updates = [step.update for step in steps(run_dir)]
     assert {update.encoding for update in updates if update is not None} == {"full", "delta"}
@@ -146,7 +157,7 @@ def test_a_killed_rank_ends_the_run(role: str, phase: str, tmp_path: Path, monke
     path = latest_checkpoint(run_dir)
     assert path is not None
     version = load_checkpoint(path).state.version
-    if phase in ("forward", "save"):
+    if phase == "save":
         (tmp_path / "sitecustomize.py").unlink()
         counts = resume(run_dir, trainer__ranks=1 if role == "training" else 3, trainer__steps=version + 2)
         assert counts["optimizer_steps"] == version + 2
@@ -166,18 +177,6 @@ def test_a_stopped_rank_is_named(role: str, phase: str, tmp_path: Path, monkeypa
     path = latest_checkpoint(run_dir)
     assert path is not None
     load_checkpoint(path)
-
-
-def test_a_stopped_run_writes_a_checkpoint_on_all_ranks(tmp_path: Path) -> None:
-    run_dir = tmp_path / "r"
-    process = start_processes(run_dir, **TWO | {"trainer__steps": 100_000, "trainer__checkpoint_every": 0})
-    until(lambda: (run_dir / "metrics.jsonl").exists() and len(steps(run_dir)) >= 2, process)
-    process.send_signal(signal.SIGINT)
-    assert wait(process).status == 130
-    path = latest_checkpoint(run_dir)
-    assert path is not None
-    files = load_checkpoint(path).state.files
-    assert {f"optimizer-0000{rank}-of-00002.safetensors" for rank in (1, 2)} < files.keys()
 
 
 @pytest.mark.exhaustive
@@ -209,6 +208,7 @@ def test_values_that_are_not_finite_end_all_ranks_with_one_error(tmp_path: Path)
     assert "rank" not in ended.error
 
 
+@pytest.mark.exhaustive
 def test_a_model_that_can_not_be_loaded_is_reported_once(tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(resolve_path("demo"), model)

@@ -126,6 +126,7 @@ def update_of(model: Any, version: int) -> WeightUpdate:
     return WeightUpdate(version, checksum(tensors), tensors)
 
 
+@pytest.mark.exhaustive
 def test_updates_in_flight_on_two_servers_are_exact(servers: list[Server], tmp_path: Path) -> None:
     models = {0: demo(), 1: changed(1), 2: changed(2)}
     wanted = requests(4 * SLOTS, 200)

@@ -82,6 +82,7 @@ def test_a_resumed_run_is_repeated_with_the_batches_that_the_guard_rejected(pipe
     assert result.generation.drawn == result.generation.tokens
 
 
+@pytest.mark.exhaustive
 def test_a_run_in_processes_is_repeated(tmp_path: Path) -> None:
     run_processes(tmp_path / "r", trainer__steps=6, engine__slots=32)
     assert_repeated(tmp_path / "r", 7)
@@ -110,8 +111,19 @@ def test_a_resumed_run_with_adapters_and_a_reference_model_is_repeated(tmp_path:
     assert_repeated(tmp_path / "r", 5)
 
 
-def test_a_run_that_was_killed_is_repeated_without_the_steps_that_it_lost(tmp_path: Path) -> None:
+def test_a_run_is_repeated_without_the_steps_that_it_lost(tmp_path: Path) -> None:
     """The record of a step that was taken twice counts as it was taken last."""
+    run_dir = tmp_path / "r"
+    run(run_dir, trainer__steps=5, trainer__checkpoint_every=2, trainer__learning_rate=3e-3)
+    shutil.rmtree(run_dir / "checkpoints" / "step_00000005")
+    lost = trained(run_dir)[-1]
+    resume(run_dir, trainer__steps=6)
+    assert lost != trained(run_dir)[-2]
+    assert_repeated(run_dir, 7)
+
+
+@pytest.mark.exhaustive
+def test_a_run_that_was_killed_is_repeated(tmp_path: Path) -> None:
     run_dir = tmp_path / "r"
     settings = {"trainer__steps": 100_000, "trainer__checkpoint_every": 2, "engine__processes": 2}
     process = start_processes(run_dir, **settings)

@@ -38,7 +38,8 @@ def test_no_process_of_a_default_run_imports_more_than_9200_lines(tmp_path: Path
     noted.mkdir()
     (tmp_path / "sitecustomize.py").write_text(NOTE_IMPORTS)
     search = os.pathsep.join([str(tmp_path), str(Path(pipelinerl.__file__).parents[1])])
-    run = [sys.executable, "-c", COMMAND, "train", "--trainer.steps", "2", "--run_dir", str(tmp_path / "run")]
+    few = ["--trainer.steps", "1", "--trainer.batch_size", "32", "--evaluation.problems", "4"]
+    run = [sys.executable, "-c", COMMAND, "train", *few, "--run_dir", str(tmp_path / "run")]
     subprocess.run(run, env={**os.environ, "PYTHONPATH": search, "IMPORTS": str(noted)}, check=True, capture_output=True)
     lines = {}
     for note in noted.iterdir():

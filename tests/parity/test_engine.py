@@ -18,12 +18,14 @@ from tests.parity.models import CONFIGS, THROUGH_CACHE, VOCABULARY, make_model
 
 QUICK = ("gemma3", "llama", "qwen3.5-delta-rule")
 """Families that the fast tests are content with: the plainest, the most peculiar one, and one with other states."""
-EXHAUSTIVE = ("bloom-alibi", "lfm2-conv", "mamba2", "nemotron-h")
-"""Families that differ from others here only in what the engine's own check compares when it loads them."""
+SLOW, EXHAUSTIVE = (pytest.mark.slow,), (pytest.mark.slow, pytest.mark.exhaustive)
+USUAL = (*QUICK, "deepseek-v3-latents", "falcon-mamba-token-by-token", "gemma2", "gpt-neox", "gpt-oss-sinks")
+"""The others differ from these only in what the engine's own check compares when it loads them."""
 
-MARKS = dict.fromkeys(QUICK, ()) | dict.fromkeys(EXHAUSTIVE, (pytest.mark.slow, pytest.mark.exhaustive))
+MARKS = dict.fromkeys(CONFIGS, EXHAUSTIVE) | dict.fromkeys(USUAL, SLOW) | dict.fromkeys(QUICK, ())
 pytestmark = pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=MARKS.get(name, (pytest.mark.slow,))) for name in sorted(CONFIGS)]
+    "family",
+    [pytest.param(name, marks=MARKS[name]) for name in sorted(CONFIGS)],
 )
 TOLERANCE = 1e-4
 MAX_LENGTH = 128

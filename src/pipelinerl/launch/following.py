@@ -36,7 +36,7 @@ from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.session import Here, yield_to_the_trainer
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.sinks import Record
-from pipelinerl.metrics.tail import Place, Tail, samples
+from pipelinerl.metrics.tail import Place, Records, samples
 from pipelinerl.metrics.trackers import Row, Tracked, Tracker, open_tracker, require
 from pipelinerl.parent_pipe import take_stdin, when_closed
 
@@ -172,7 +172,7 @@ class Follower:
     ) -> None:
         self.errors = 0
         self._name, self._make, self._run, self._notes, self._say = name, make, run, notes, say
-        self._tail = Tail(run.root, notes[name].place)
+        self._records = Records(run.root, notes[name].place)
         self._table_every = max(1, steps // TABLES)
         self._tracker: Tracker | None = None
         self._saved_s = 0.0
@@ -195,22 +195,22 @@ class Follower:
     def _send(self, *, last: bool) -> None:
         if self._tracker is None:
             self._tracker = self._make(self._notes[self._name].id, self._failed)
-            self._notes.write(self._name, Sent(self._tail.place, self._tracker.id))
-        before = self._tail.place
+            self._notes.write(self._name, Sent(self._records.place, self._tracker.id))
+        before = self._records.place
         try:
-            for record in self._tail.read():
+            for record in self._records.read():
                 self._tracker.write(record)
                 self._table(self._tracker, record)
             self._tracker.flush()
         except BaseException:
-            self._tail.place = before
+            self._records.place = before
             raise
         if last:
             self._tracker.close(_summary(self._run))
         now = time.monotonic()
-        if last or (self._tail.place != before and now - self._saved_s > SAVE_EVERY_S):
+        if last or (self._records.place != before and now - self._saved_s > SAVE_EVERY_S):
             self._saved_s = now
-            self._notes.write(self._name, Sent(self._tail.place, self._tracker.id))
+            self._notes.write(self._name, Sent(self._records.place, self._tracker.id))
 
     def _table(self, tracker: Tracker, record: Record) -> None:
         trained = isinstance(record, StepRecord)

@@ -1,7 +1,8 @@
-"""Follows the records of a run while it writes them, and shows samples of its rollouts."""
+"""Growing files of JSON lines, read from where the last look ended; and samples of a run's rollouts."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -14,12 +15,69 @@ from pipelinerl.metrics.sinks import EVALUATIONS_FILE, METRICS_FILE, Record
 from pipelinerl.metrics.trackers import Row
 from pipelinerl.types import Group
 
-T = TypeVar("T", StepRecord, EvaluationRecord)
+T = TypeVar("T")
 
+LOOK_BYTES = 1 << 22
+"""Bytes that one look reads of a file: some ten milliseconds of decoding."""
+MAX_LINE_BYTES = 1 << 26
+HEAD_BYTES = 256
+"""A file that begins otherwise is another one. Its number does not tell: file systems reuse those of deleted files."""
 SAMPLES = 16
 """The most rows of a table."""
-NEWEST_BYTES = 1 << 22
-"""How far before the end of the rollouts' file the newest group is looked for."""
+
+
+class Tail(Generic[T]):
+    """The records that are added to a file of JSON lines. The file need not exist yet, or may be replaced by another one.
+
+    place       how many bytes were read; the next look begins there
+    restarted   the last look began at the start of another file, or of one that was cut
+    more        the last look did not reach the end of the file
+    damaged     lines that are not such records; they are skipped
+    """
+
+    def __init__(self, path: Path, kind: type[T], *, newest: bool = False) -> None:
+        """`newest`: of what was added since the last look, only the last `LOOK_BYTES` are read."""
+        self.path = path
+        self.place = 0
+        self.restarted = self.more = False
+        self.damaged = 0
+        self._decoder = msgspec.json.Decoder(kind)
+        self._newest = newest
+        self._head = b""
+
+    def look(self) -> list[T]:
+        """The next records, from at most about `LOOK_BYTES`. A last line without a newline is left for a later look."""
+        self.restarted = self.more = False
+        try:
+            data = self._next()
+        except OSError:  # not there yet, or gone
+            return []
+        found = []
+        for line in data.splitlines():
+            try:
+                found.append(self._decoder.decode(line))
+            except INVALID_DATA:
+                self.damaged += 1
+        return found
+
+    def _next(self) -> bytes:
+        with open(self.path, "rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            head = file.read(HEAD_BYTES)
+            if size < self.place or not head.startswith(self._head):
+                self.restarted = True
+                self.place = self.damaged = 0
+            self._head = head
+            cut = self._newest and size - self.place > LOOK_BYTES
+            if cut:
+                self.place = size - LOOK_BYTES
+            file.seek(self.place)
+            data = file.read(min(LOOK_BYTES, size - self.place))
+            while not (end := data.rfind(b"\n") + 1) and len(data) < min(size - self.place, MAX_LINE_BYTES):
+                data += file.read(LOOK_BYTES)
+        self.place += end or (len(data) if len(data) >= MAX_LINE_BYTES else 0)
+        self.more = self.place < size and end > 0
+        return data[data.find(b"\n") + 1 if cut else 0 : end]
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -29,42 +87,31 @@ class Place(msgspec.Struct, frozen=True):
     evaluations: int = 0
 
 
-class Tail:
+class Records:
     """The records of a run from `place` on, in the order of their times. A run that is resumed repeats some versions."""
 
     def __init__(self, run_dir: Path, place: Place | None = None) -> None:
-        self._steps = _File(run_dir / METRICS_FILE, StepRecord)
-        self._evaluations = _File(run_dir / EVALUATIONS_FILE, EvaluationRecord)
+        self._steps = Tail(run_dir / METRICS_FILE, StepRecord)
+        self._evaluations = Tail(run_dir / EVALUATIONS_FILE, EvaluationRecord)
         self.place = place or Place()
 
+    @property
+    def place(self) -> Place:
+        return Place(self._steps.place, self._evaluations.place)
+
+    @place.setter
+    def place(self, place: Place) -> None:
+        self._steps.place, self._evaluations.place = place.steps, place.evaluations
+
     def read(self) -> list[Record]:
-        """The complete records that were written since the last call. Raises OSError."""
-        steps, new_steps = self._steps.read(self.place.steps)
-        evaluations, new_evaluations = self._evaluations.read(self.place.evaluations)
-        self.place = Place(steps, evaluations)
-        return sorted([*new_steps, *new_evaluations], key=lambda record: record.time_s)
-
-
-class _File(Generic[T]):
-    def __init__(self, path: Path, kind: type[T]) -> None:
-        self._path = path
-        self._decoder: msgspec.json.Decoder[T] = msgspec.json.Decoder(kind)
-
-    def read(self, start: int) -> tuple[int, list[T]]:
-        """The records in the complete lines from `start` on, and where the last one ends. Damaged lines are left out."""
-        try:
-            with self._path.open("rb") as file:
-                file.seek(start)
-                complete, newline, _ = file.read().rpartition(b"\n")
-        except FileNotFoundError:
-            return 0, []
-        records = []
-        for line in complete.split(b"\n") if newline else []:
-            try:
-                records.append(self._decoder.decode(line))
-            except INVALID_DATA:
-                continue
-        return start + len(complete) + len(newline), records
+        """The complete records that were written since the last call. Damaged lines are left out."""
+        found: list[Record] = []
+        tails: tuple[Tail[StepRecord] | Tail[EvaluationRecord], ...] = (self._steps, self._evaluations)
+        for tail in tails:
+            found += tail.look()
+            while tail.more:
+                found += tail.look()
+        return sorted(found, key=lambda record: record.time_s)
 
 
 def samples(run_dir: Path, record: Record) -> list[Row]:
@@ -75,10 +122,10 @@ def samples(run_dir: Path, record: Record) -> list[Row]:
         with (run_dir / "rollouts" / f"evaluation-{name}.jsonl").open("rb") as file:
             problems = [decoder.decode(line) for line, _ in zip(file, range(SAMPLES), strict=False)]
         return [(record.version, one.prompt, one.completion, one.reward, one.length) for one in problems]
-    group = _newest_group(run_dir / "rollouts" / "rollouts.jsonl")
-    if group is None:
+    groups = Tail(run_dir / "rollouts" / "rollouts.jsonl", Group, newest=True).look()
+    if not groups:
         return []
-    problem = msgspec.json.encode(group.problem.payload).decode()
+    problem = msgspec.json.encode(groups[-1].problem.payload).decode()
     return [
         (
             record.version,
@@ -87,12 +134,5 @@ def samples(run_dir: Path, record: Record) -> list[Row]:
             rollout.reward,
             sum(len(turn.completion.token_ids) for turn in rollout.turns),
         )
-        for rollout in group.rollouts[:SAMPLES]
+        for rollout in groups[-1].rollouts[:SAMPLES]
     ]
-
-
-def _newest_group(path: Path) -> Group | None:
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - NEWEST_BYTES))
-        lines = file.read().split(b"\n")[:-1]  # the last one is not complete
-    return msgspec.json.decode(lines[-1], type=Group) if lines else None

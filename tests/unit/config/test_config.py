@@ -504,7 +504,7 @@ def configurations(draw: st.DrawFn) -> RunConfig:
     return RunConfig.model_validate(values)
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(configurations())
 def test_what_is_printed_loads_back_equal(config: RunConfig) -> None:
     plain, documented = config_to_yaml(config), render(config)

@@ -223,7 +223,7 @@ ACTIONS = st.lists(
 
 
 @pytest.mark.slow
-@settings(max_examples=80)
+@settings(max_examples=25)
 @given(st.lists(ACTIONS, min_size=1, max_size=3), st.lists(st.integers(0, 3), min_size=8, max_size=8))
 def test_no_group_is_lost_or_trained_on_twice_however_the_preprocessor_dies(
     sessions: list[list[tuple[str, int]]], newest: list[int]

@@ -86,7 +86,7 @@ def reference(new_U8: Tensor, base_U8: Tensor, start: int, slice_words: int) -> 
 
 
 # A few words, both sides of the border between sparse and dense blocks, and all words; whole blocks and parts of one.
-@pytest.mark.parametrize("size", [1, 3, 300, BLOCK - 1, BLOCK, 2 * BLOCK, 3 * BLOCK + 7, 5 * BLOCK])
+@pytest.mark.parametrize("size", [1, 3, 300, BLOCK - 1, BLOCK, 3 * BLOCK + 7])
 @pytest.mark.parametrize("share", [0.0, 1e-4, 0.0624, 0.0626, 0.5, 1.0])
 def test_the_encoding_is_that_of_the_slow_reference(size: int, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delta, "_SLICE", 2 * BLOCK)

@@ -1,79 +1,13 @@
-"""Growing files of JSON lines, read from where the last look ended, and curves with a bounded number of points."""
+"""Curves with a bounded number of points, for pages that follow them."""
 
 from __future__ import annotations
 
 import math
-import os
 from array import array
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-import msgspec
-
-from pipelinerl.errors import INVALID_DATA
-
-T = TypeVar("T")
-
-LOOK_BYTES = 1 << 22
-"""Bytes that one look reads of a file: some ten milliseconds of decoding."""
-MAX_LINE_BYTES = 1 << 26
-HEAD_BYTES = 256
-"""A file that begins otherwise is another one. Its number does not tell: file systems reuse those of deleted files."""
 MOST_POINTS = 2000
-
-
-class Tail(Generic[T]):
-    """The records that are added to a file of JSON lines. The file need not exist yet, or may be replaced by another one.
-
-    restarted   the last look began at the start of another file, or of one that was cut
-    more        the last look did not reach the end of the file
-    damaged     lines that are not such records; they are skipped
-    """
-
-    def __init__(self, path: Path, kind: type[T], *, newest: bool = False) -> None:
-        """`newest`: of what was added since the last look, only the last `LOOK_BYTES` are read."""
-        self.path = path
-        self.restarted = self.more = False
-        self.damaged = 0
-        self._decoder = msgspec.json.Decoder(kind)
-        self._newest = newest
-        self._head = b""
-        self._read = 0
-
-    def look(self) -> list[T]:
-        """The next records, from at most about `LOOK_BYTES`. A last line without a newline is left for a later look."""
-        self.restarted = self.more = False
-        try:
-            data = self._next()
-        except OSError:  # not there yet, or gone
-            return []
-        found = []
-        for line in data.splitlines():
-            try:
-                found.append(self._decoder.decode(line))
-            except INVALID_DATA:
-                self.damaged += 1
-        return found
-
-    def _next(self) -> bytes:
-        with open(self.path, "rb", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size
-            head = file.read(HEAD_BYTES)
-            if size < self._read or not head.startswith(self._head):
-                self.restarted = True
-                self._read = self.damaged = 0
-            self._head = head
-            cut = self._newest and size - self._read > LOOK_BYTES
-            if cut:
-                self._read = size - LOOK_BYTES
-            file.seek(self._read)
-            data = file.read(min(LOOK_BYTES, size - self._read))
-            while not (end := data.rfind(b"\n") + 1) and len(data) < min(size - self._read, MAX_LINE_BYTES):
-                data += file.read(LOOK_BYTES)
-        self._read += end or (len(data) if len(data) >= MAX_LINE_BYTES else 0)
-        self.more = self._read < size and end > 0
-        return data[data.find(b"\n") + 1 if cut else 0 : end]
 
 
 class Seen(NamedTuple):

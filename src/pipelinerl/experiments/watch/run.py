@@ -17,13 +17,14 @@ import msgspec
 
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import INVALID_DATA, PipelineRLError
-from pipelinerl.experiments.watch.follow import Curves, Seen, Tail
+from pipelinerl.experiments.watch.follow import Curves, Seen
 from pipelinerl.experiments.watch.newest import GROUPS, Texts, shown_groups
 from pipelinerl.files import SharedRecord
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.reading import superseded
 from pipelinerl.metrics.records import StepRecord
+from pipelinerl.metrics.tail import Tail
 from pipelinerl.metrics.timeline import TIMELINE_STEM, TimelineRecord
 from pipelinerl.metrics.totals import actor_total, engine_total, trainer_progress
 from pipelinerl.report.series import begin_s, name_of, read_config, read_summary

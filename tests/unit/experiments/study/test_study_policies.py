@@ -26,7 +26,6 @@ from pipelinerl.models.state import named_weights
 from pipelinerl.types import GenerationRequest, SamplingParams, versions_from_spans
 from tests.parity.models import VOCABULARY, make_model
 
-pytestmark = pytest.mark.usefixtures("one_recording_per_model")
 LAG, LENGTH, TARGET = 4, 22, 4
 SLOTS = 3
 TEMPERATURE = 0.8
