@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-
 import msgspec
 
 INVALID_DATA = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
@@ -122,18 +120,3 @@ class RunInterruptedError(PipelineRLError):
     """The user asked the run to stop; a checkpoint was written."""
 
     exit_status = 130
-
-
-def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether memory was refused, to this error or the one during whose handling it arose.
-
-    Python and PyTorch have a class for it only in some places; elsewhere they raise RuntimeError with these words.
-    """
-    words = ("can't allocate memory", "out of memory", "can't start new thread", "unable to start watchdog thread")
-    while error is not None:
-        if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
-            return True
-        if isinstance(error, RuntimeError) and any(text in str(error) for text in words):
-            return True
-        error = error.__cause__ or error.__context__
-    return False

@@ -25,7 +25,7 @@ def test_a_package_exports_these_names_and_no_others(module: str) -> None:
 def shown() -> set[tuple[str, str]]:
     """Every (module, name) that the README, the docs, the examples or a new project import."""
     files = [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.py")]
-    files += [path for path in (ROOT / "src/pipelinerl/assets/project").iterdir() if path.is_file()]
+    files += [path for path in (ROOT / "src/pipelinerl/assets/templates").rglob("*.*") if path.is_file()]
     return {
         (module, name.split(" as ")[0].strip())
         for file in files

@@ -132,7 +132,9 @@ class RedisAdmission(Admission):
         self._change(decide)
         return admitted
 
-    def hand_over(self, _: int, version: int, *, started: int, rollouts: int, write: Callable[[], bool], **__: bool) -> bool:
+    def hand_over(
+        self, _: int, version: int, *, started: int, rollouts: int, write: Callable[[], bool], skipped: bool = False
+    ) -> bool:
         self._handing_over = lambda state: state.hand_over(version, started=started, rollouts=rollouts)
         try:
             return write()

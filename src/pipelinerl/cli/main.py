@@ -6,13 +6,14 @@ others. Only the module of the given command is imported, and it imports heavy m
 
 from __future__ import annotations
 
+import errno
 import importlib
 import sys
 import traceback
 from collections.abc import Sequence
 
 from pipelinerl.cli.parser import Commands, refuse_settings
-from pipelinerl.errors import PipelineRLError, RunInterruptedError, is_out_of_memory
+from pipelinerl.errors import PipelineRLError, RunInterruptedError
 from pipelinerl.files import UNWRITABLE
 
 MODULES = {
@@ -51,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         status, message, failure = 130, "interrupted", stop
     except (MemoryError, RuntimeError, OSError) as error:
         why = str(error).partition("\n")[0] or type(error).__name__
-        if is_out_of_memory(error):
+        if _is_out_of_memory(error):
             message = f"error: no memory is left: {why}. Free some, or lower what the command needs"
         elif isinstance(error, OSError) and error.errno in UNWRITABLE:
             message = f"error: can't write: {why}. Make room on that disk, or make it writable"
@@ -81,3 +82,18 @@ def _run(arguments: list[str]) -> int:
         return 2
     status: int = options.run(options, settings)
     return status
+
+
+def _is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether memory was refused, to this error or the one during whose handling it arose.
+
+    Python and PyTorch have a class for it only in some places; elsewhere they raise RuntimeError with these words.
+    """
+    words = ("can't allocate memory", "out of memory", "can't start new thread", "unable to start watchdog thread")
+    while error is not None:
+        if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+            return True
+        if isinstance(error, RuntimeError) and any(text in str(error) for text in words):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
