@@ -133,7 +133,14 @@ class RedisAdmission(Admission):
         return admitted
 
     def hand_over(
-        self, _: int, version: int, *, started: int, rollouts: int, write: Callable[[], bool], skipped: bool = False
+        self,
+        _: int,
+        version: int,
+        *,
+        started: int,
+        rollouts: int,
+        write: Callable[[], bool],
+        skipped: bool = False,  # noqa: ARG002 - a filter needs one process
     ) -> bool:
         self._handing_over = lambda state: state.hand_over(version, started=started, rollouts=rollouts)
         try:

@@ -92,6 +92,7 @@ def _train_session(
             if resume is not None:  # before its files are used or moved
                 with _running_broker(config, lock, cluster.address) as broker:
                     _take_what_is_left(config, run, broker.url if broker is not None else None, session_id)
+        run_id, epoch = _epoch(run)
         restart_notice = None if resume is None else _prepare_resume(config, run)
         with _running_broker(config, lock, cluster.address if cluster is not None else None) as broker:
             redis_url = broker.url if broker is not None else None
@@ -101,7 +102,9 @@ def _train_session(
                 print(f"{run.root} has reached its goal of {config.trainer.steps} steps; raise --trainer.steps to continue")
                 return finished
             predicted = memory.predicted_bytes
-            plan = msgspec.structs.replace(plan, id=session_id, redis_url=redis_url, predicted_memory_bytes=predicted)
+            plan = msgspec.structs.replace(
+                plan, id=session_id, run=run_id, epoch=epoch, redis_url=redis_url, predicted_memory_bytes=predicted
+            )
             records_from_s = losses.records_from_s if losses else started_s - plan.elapsed_s
             session = Session(config, run, plan, make_schedule(config), records_from_s)
             kept = losses.begin(plan) if losses else None
@@ -124,6 +127,12 @@ def _train_session(
             if losses is None:
                 return _conclude(session, outcome)
             return losses if follows else _conclude(session, losses.counted(session, outcome))
+
+
+def _epoch(run: RunDirectory) -> tuple[str, int]:
+    """The run's id, and the number of the session that begins: one more than the one before."""
+    before = msgspec.json.decode(run.plan.read_bytes(), type=StartPlan) if run.plan.exists() else StartPlan(epoch=0)
+    return before.run, before.epoch + 1
 
 
 def _locked(config: RunConfig, resume: Path | None) -> RunLock:

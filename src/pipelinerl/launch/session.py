@@ -51,6 +51,7 @@ class StartPlan(msgspec.Struct, frozen=True, kw_only=True):
     servers_key               the same for clients of the run's engine servers on other machines
     ranks_key                 the same for the ranks of a sharded trainer
     id                        of the session
+    run, epoch                the run's id, and the number of this session: one epoch has one set of weights for a version
     """
 
     checkpoint: str | None = None
@@ -69,6 +70,8 @@ class StartPlan(msgspec.Struct, frozen=True, kw_only=True):
     servers_key: str = msgspec.field(default_factory=partial(secrets.token_hex, 16))
     ranks_key: str = msgspec.field(default_factory=partial(secrets.token_hex, 16))
     id: str = msgspec.field(default_factory=partial(secrets.token_hex, 8))
+    run: str = msgspec.field(default_factory=partial(secrets.token_hex, 8))
+    epoch: int = 1
 
     def rollouts_left(self, groups: Mapping[int, int]) -> int:
         """Rollouts not yet trained on or dropped in `groups` (index -> number of rollouts), all of which are in streams."""

@@ -24,7 +24,7 @@ ErrorCode = Literal[
     "unauthorized",  # 401
     "not_found",  # 404
     "stale_version",  # 409: weight versions must increase
-    "stale_session",  # 409: a later session updates the weights now
+    "stale_epoch",  # 409: a later session updates the weights now
     "bad_weights",  # 422: checksum, names or shapes differ; the old weights stay
     "overloaded",  # 429, with Retry-After
     "unavailable",  # 503, with Retry-After: the server is starting or stopping, or the engine has failed
@@ -60,7 +60,7 @@ class ProcessGroupRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Join the trainer's broadcast at `host`:`port` as receiver `index` of `receivers` (see `weights.broadcast`).
 
     `key`: the secret of the broadcast; sender and receivers prove to each other that they have it. `timeout_s`: how long to
-    wait for the others. `name`: this receiver's name in the trainer's errors; "": the server's own name. `session`: see
+    wait for the others. `name`: this receiver's name in the trainer's errors; "": the server's own name. `run`, `epoch`: see
     `WeightUpdateRequest`.
     """
 
@@ -71,7 +71,8 @@ class ProcessGroupRequest(msgspec.Struct, frozen=True, kw_only=True):
     receivers: int
     timeout_s: float = 120.0
     name: str = ""
-    session: str = ""
+    run: str = ""
+    epoch: int = 0
 
 
 class WeightUpdateRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,14 +80,16 @@ class WeightUpdateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     The file has all weights under the names of the Hugging Face model, tied ones under each of their names. `checksum` is
     `models.state.checksum` of its tensors. Without a path: apply the weights that the trainer has broadcast to the group.
-    `session`: who updates the weights. Once another one has, the server refuses this one. Versions rise within a session.
-    Its first update may have any version, and the server cancels all requests before it.
+    `run` and `epoch`: the session that updates the weights, by its number. Versions rise within an epoch. Its first update
+    may have any version, and the server cancels all requests before it. From then on it refuses earlier epochs of the run,
+    and the epoch of another run that it served before. Clients that are no run leave both out.
     """
 
     version: int
     checksum: str
     path: str | None = None
-    session: str = ""
+    run: str = ""
+    epoch: int = 0
 
 
 class TokenLine(msgspec.Struct, frozen=True, tag="token"):

@@ -1,7 +1,7 @@
 """Processes that are kept while the run goes on from its checkpoint: their models stay loaded.
 
 Engine servers that the run has started only stay as they are: the first weights of a session end all that came before (see
-`serving.wire.WeightUpdateRequest`). Generation processes with engines of their own do this:
+`serving.wire.WeightUpdateRequest`). Generation processes do this:
 
     launcher                                              generation process (`parent_pipe.Turns`)
     a session has lost the trainer
@@ -9,7 +9,8 @@ Engine servers that the run has started only stay as they are: the first weights
       ◀─────────────────────────────────────── report     waits
     ends all other processes, rewinds the run to its checkpoint, plans the next session
       SIGUSR2 ────────────────────────────────────────▶   opens what the plan says; its engine takes the weights of the
-                                                          checkpoint from its folder, and generates
+                                                          checkpoint from its folder (servers get them
+                                                          too), and generates
     starts a trainer ───────── the same weights ──────▶   takes them, as any update
 
 Between two sessions nothing of the old one is left in the process but its environment and its engine. So the new session
@@ -25,30 +26,39 @@ import os
 import signal
 import time
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING
+from contextlib import closing
+from http import HTTPStatus
+from http.client import HTTPConnection, HTTPException
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import msgspec
 
 from pipelinerl.child import HUNG_PATIENCE_S, stop_all
-from pipelinerl.config.schema import RunConfig
 from pipelinerl.launch.hosts.host import LocalWorker
 from pipelinerl.launch.roles import generation_roles
+from pipelinerl.launch.session import Session
 from pipelinerl.weights.shared.file import CONTROL_BYTES
 
 if TYPE_CHECKING:
     from pipelinerl.launch.hosts.processes import Processes
 
 POLL_S = 0.02
+HEALTH_S = 3.0
+"""Time for a server to answer. It has nothing to do by then."""
 
 
 class Kept:
     """Processes that wait for the next session, and the shared file in which they get weights.
 
-    `obey`: they wait for a signal (`parent_pipe.Turns`).
+    `workers` wait for a signal (`parent_pipe.Turns`), `servers` for requests.
     """
 
-    def __init__(self, workers: Sequence[LocalWorker], weights_fd: int, *, obey: bool = True) -> None:
-        self._waiting = {worker.role: worker for worker in workers}
-        self._weights_fd, self._obey = os.dup(weights_fd), obey
-        self.count = len(workers)
+    def __init__(self, workers: Sequence[LocalWorker], servers: Sequence[LocalWorker], weights_fd: int) -> None:
+        self._waiting = {worker.role: worker for worker in (*workers, *servers)}
+        self._told = {worker.role for worker in workers}
+        self._weights_fd = os.dup(weights_fd)
+        self.count = len(self._waiting)
 
     def channel(self) -> int:
         """The shared file, as if it were new. The caller closes it."""
@@ -63,7 +73,7 @@ class Kept:
         if not worker.running:  # it has died since
             worker.kill()
             return None
-        if self._obey:
+        if role in self._told:
             worker.report_file.unlink(missing_ok=True)
             worker.send_signal(signal.SIGUSR2)
         return worker
@@ -83,16 +93,15 @@ def forget_updates(weights_fd: int) -> None:
     os.pwrite(weights_fd, bytes(CONTROL_BYTES), 0)
 
 
-def keep(config: RunConfig, processes: Processes, weights_fd: int, hurry: Callable[[], bool]) -> Kept | None:
+def keep(session: Session, processes: Processes, weights_fd: int, hurry: Callable[[], bool]) -> Kept | None:
     """Have the processes that hold models wait for the next session. Those that do belong to this one no more.
 
     Generation processes end their part of the session first. One that still starts ends. One that does not answer within
-    `HUNG_PATIENCE_S`, or until `hurry()`, is not kept.
+    `HUNG_PATIENCE_S`, or until `hurry()`, is not kept. Engine servers that the run has started only have to answer.
     """
-    if not processes.replaceable or processes.broker_failure():
-        return None
-    if config.engine.kind != "local":
-        return _keep_servers(processes, weights_fd)
+    config = session.config
+    if config.engine.kind == "vllm" or not processes.replaceable or processes.broker_failure():
+        return None  # vLLM refuses weights of a lower version
     generating = set(generation_roles(config))
     workers = [one for one in processes.workers if isinstance(one, LocalWorker) and one.role in generating]
     for worker in workers:
@@ -104,12 +113,17 @@ def keep(config: RunConfig, processes: Processes, weights_fd: int, hurry: Callab
         time.sleep(POLL_S)
     waiting = [worker for worker in workers if worker.running and worker.report_file.exists()]
     processes.workers[:] = [worker for worker in processes.workers if worker not in waiting]
-    return Kept(waiting, weights_fd)
-
-
-def _keep_servers(processes: Processes, weights_fd: int) -> Kept:
-    """The run's own engine servers go on. The first weights of the next session end what they have left to do."""
-    roles = set(processes.replaceable)
-    servers = [one for one in processes.servers if isinstance(one, LocalWorker) and one.role in roles and one.running]
+    servers = [one for one in processes.servers if isinstance(one, LocalWorker) and _answers(session, one)]
     processes.servers[:] = [server for server in processes.servers if server not in servers]
-    return Kept(servers, weights_fd, obey=False)
+    return Kept(waiting, servers, weights_fd)
+
+
+def _answers(session: Session, server: LocalWorker) -> bool:
+    """Whether an engine server answers. One that still loads its model, or hangs, does not."""
+    try:
+        said = msgspec.json.decode(session.run.ready_file(server.role).read_bytes(), type=dict[str, Any])
+        with closing(HTTPConnection(urlsplit(said["url"]).netloc, timeout=HEALTH_S)) as connection:
+            connection.request("GET", "/health")
+            return said["pid"] == server.pid and connection.getresponse().status == HTTPStatus.OK
+    except (OSError, HTTPException):
+        return False

@@ -156,7 +156,7 @@ def run_processes(session: Session, view: View, host: Host, broker: RedisServer 
             if (lost := processes.lost(error)) and isinstance(host, LocalHost):
                 from pipelinerl.launch.hosts.keeping import keep  # noqa: PLC0415 - few runs need it
 
-                kept = keep(session.config, processes, host.channels.weights, lambda: interrupts.count > 0)
+                kept = keep(session, processes, host.channels.weights, lambda: interrupts.count > 0)
         except PipelineRLError as raised:
             error, lost = raised, processes.lost(raised)
         finally:

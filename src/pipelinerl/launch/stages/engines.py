@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -26,7 +26,7 @@ class EngineHandle(NamedTuple):
     engine: AsyncEngine
     slots: int
     stop_token_ids: Sequence[int]
-    restart: Callable[[StartPlan], None] = lambda _: None
+    restart: Callable[[StartPlan], Awaitable[None]]
 
 
 def waits_for(config: EngineConfig) -> str:
@@ -79,7 +79,7 @@ def _local(config: RunConfig, name: str, tokenizer: Tokenizer) -> EngineHandle:
 
     model, engine = load_local_engine(config, name)
 
-    def restart(plan: StartPlan) -> None:
+    async def restart(plan: StartPlan) -> None:
         from pipelinerl.launch.stages.rejoining import weights_of  # noqa: PLC0415 - few processes need it
 
         engine.restart()

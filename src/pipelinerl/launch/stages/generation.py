@@ -137,8 +137,11 @@ def _take_part(
     def make() -> Generation:
         if kept is None:
             return build_generation(session, board, writer, receiver, index=index, weights_fd=weights_fd)
-        admission = _admission(session, board, writer, index)
-        return replace(kept, session=session, again=True, board=board, writer=writer, receiver=receiver, admission=admission)
+        again = replace(kept, session=session, again=True, board=board, writer=writer, receiver=receiver)
+        again.admission = _admission(session, board, writer, index)
+        if session.config.engine.kind != "local":  # the engine servers are kept, not the connection with them
+            again.engine = make_engine(session, stage, kept.tokenizer, weights_fd)
+        return again
 
     with (
         closing(group_writer(session.streams(), session.config, on_drop)) as writer,
@@ -277,7 +280,7 @@ async def _generate(
     session, engine = generation.session, handle.engine
     if generation.again:
         starting(generation.board, generation.stages, "takes the weights of the checkpoint")
-        handle.restart(session.plan)
+        await handle.restart(session.plan)
     starting(generation.board, generation.stages, "waits for the trainer's first weights")
     await _take_weights(generation, engine, stop, until=lambda: engine.progress().weight_updates > 0)
     if stop():

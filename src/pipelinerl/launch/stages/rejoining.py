@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file
+from torch import Tensor
 
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.launch.session import StartPlan
@@ -16,10 +17,15 @@ def weights_of(plan: StartPlan, model: Any) -> WeightUpdate | None:
     """The weights in the plan's checkpoint, for `model`. None if they are not those of the plan's checksum."""
     if plan.checkpoint is None or plan.checksum is None:
         return None
-    firsts, owned = first_names(named_weights(model)), {}
-    for path in sorted(Path(plan.checkpoint).glob("model*.safetensors")):
-        owned.update({firsts[name]: tensor for name, tensor in load_file(path).items() if name in firsts})
+    firsts = first_names(named_weights(model))
+    owned = {firsts[name]: tensor for name, tensor in tensors_of(Path(plan.checkpoint)).items() if name in firsts}
     if not owned.keys() >= set(firsts.values()):
         return None
     tensors = {name: owned[first] for name, first in firsts.items()}
     return WeightUpdate(plan.version, plan.checksum, tensors) if checksum(tensors) == plan.checksum else None
+
+
+def tensors_of(checkpoint: Path) -> dict[str, Tensor]:
+    """All tensors in its folder, by their names in the files. A tied tensor may have one of its names only."""
+    files = sorted(checkpoint.glob("model*.safetensors"))
+    return {name: tensor for path in files for name, tensor in load_file(path).items()}

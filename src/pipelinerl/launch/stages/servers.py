@@ -23,9 +23,10 @@ import msgspec
 from pipelinerl.config.schema import EngineConfig, ModelConfig, RunConfig
 from pipelinerl.errors import MissingDependencyError, StalledError, UserError
 from pipelinerl.files import write_atomically
+from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.launch.roles import server_roles
 from pipelinerl.launch.run_directory import RunDirectory
-from pipelinerl.launch.session import Session, yield_to_the_trainer
+from pipelinerl.launch.session import Session, StartPlan, yield_to_the_trainer
 from pipelinerl.launch.stages.engines import EngineHandle
 from pipelinerl.ports import free_port
 
@@ -181,7 +182,7 @@ async def connected_engine(session: Session, name: str, weights_fd: int | None) 
     left_s = max(1.0, deadline_s - time.monotonic())
     alone_s = config.launch.startup_timeout_s if _are_started_again(config) else 0.0
     bounds = Bounds(startup_s=left_s, join_s=left_s, alone_s=alone_s)
-    servers = server_clients(config.engine.kind, urls, facts, key, session.plan.id)
+    servers = server_clients(config.engine.kind, urls, facts, key, session.plan)
     first = session.plan.version if config.engine.kind == "http" else None
     async with RemoteEngine.connect(servers, name=name, first=first, weight_dirs=directories, bounds=bounds) as engine:
         if first is None:
@@ -190,7 +191,15 @@ async def connected_engine(session: Session, name: str, weights_fd: int | None) 
             from pipelinerl.launch.stages.broadcast import sender_address  # noqa: PLC0415 - few runs need it
 
             await engine.join_broadcast(*sender_address(session, weights_fd))
-        yield EngineHandle(engine, engine.slots, facts.stop_token_ids)
+
+        async def restart(plan: StartPlan) -> None:
+            from pipelinerl.launch.stages.rejoining import tensors_of  # noqa: PLC0415 - few processes need it
+
+            if plan.checkpoint is not None and plan.checksum is not None:
+                tensors = tensors_of(Path(plan.checkpoint))
+                await engine.update_weights(WeightUpdate(plan.version, plan.checksum, tensors))  # or they are refused
+
+        yield EngineHandle(engine, engine.slots, facts.stop_token_ids, restart)
 
 
 def _are_started_again(config: RunConfig) -> bool:
@@ -209,17 +218,18 @@ def _refuse_newer(held: int, first: int) -> None:
 
 
 def server_clients(
-    kind: str, urls: Sequence[str], facts: ModelFacts, api_key: str | None, session: str = ""
+    kind: str, urls: Sequence[str], facts: ModelFacts, api_key: str | None, plan: StartPlan | None = None
 ) -> list[EngineServer]:
     """A client for each address. `kind` is `http` or `vllm`; `facts` describe the model that the servers serve.
 
-    `session`: its id, if it updates the weights. vLLM does not know sessions.
+    `plan`: of the session, if it updates the weights. vLLM does not know sessions.
     """
     from pipelinerl.serving.client.server_client import PipelineServer  # noqa: PLC0415 - needs httpx2, an extra
     from pipelinerl.serving.vllm.adapter import VllmServer  # noqa: PLC0415 - as above
 
     if kind == "http":
-        return [PipelineServer(url, api_key=api_key, session=session) for url in urls]
+        run, epoch = (plan.run, plan.epoch) if plan else ("", 0)
+        return [PipelineServer(url, api_key=api_key, run=run, epoch=epoch) for url in urls]
     return [VllmServer(url, facts=facts, api_key=api_key) for url in urls]
 
 

@@ -27,10 +27,9 @@ _STATUS_IN_A_STREAM = {"overloaded": 429, "unavailable": 503}
 class PipelineServer:
     """One `pipelinerl serve`; implements `EngineServer`.
 
-    `update_url`: the address for weight updates, if the server has a separate one. `session`: see `WeightUpdateRequest`.
-    `timeout_s` limits short calls,
-    `update_timeout_s` an update, `silence_s` the time without a byte on a connection. A request may take longer than
-    `silence_s`: it is then sent again under its id, over another connection.
+    `update_url`: the address for weight updates, if the server has a separate one. `run` and `epoch`: see
+    `WeightUpdateRequest`. `timeout_s` limits short calls, `update_timeout_s` an update, `silence_s` the time without a byte
+    on a connection. A request may take longer than `silence_s`: it is then sent again under its id, over another connection.
     """
 
     def __init__(
@@ -39,14 +38,15 @@ class PipelineServer:
         *,
         api_key: str | None = None,
         update_url: str | None = None,
-        session: str = "",
+        run: str = "",
+        epoch: int = 0,
         timeout_s: float = 10.0,
         update_timeout_s: float = 120.0,
         silence_s: float = 300.0,
     ) -> None:
         self._http = HttpClient(url, api_key=api_key)
         self._updates = self._http if update_url is None else HttpClient(update_url, api_key=api_key)
-        self._session = session
+        self._run, self._epoch = run, epoch
         self._timeout_s = timeout_s
         self._update_timeout_s = update_timeout_s
         self._silence_s = silence_s
@@ -101,14 +101,14 @@ class PipelineServer:
         await self._http.post("/cancel", CancelRequest(request_id=request_id), dict, timeout_s=self._timeout_s)
 
     async def join_broadcast(self, group: ProcessGroupRequest) -> None:
-        request = msgspec.structs.replace(group, session=self._session)
+        request = msgspec.structs.replace(group, run=self._run, epoch=self._epoch)
         try:
             await self._updates.post("/init_process_group", request, dict, timeout_s=group.timeout_s + self._timeout_s)
         except RefusedError as error:
             raise WeightUpdateError(str(error)) from error
 
     async def update_weights(self, update: WeightUpdateRequest) -> UpdateReceipt:
-        request = msgspec.structs.replace(update, session=self._session)
+        request = msgspec.structs.replace(update, run=self._run, epoch=self._epoch)
         try:
             return await self._updates.post(
                 "/request_weight_update", request, UpdateReceipt, timeout_s=self._update_timeout_s

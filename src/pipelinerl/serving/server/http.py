@@ -81,7 +81,7 @@ STATUS: dict[ErrorCode, int] = {
     "unauthorized": 401,
     "not_found": 404,
     "stale_version": 409,
-    "stale_session": 409,
+    "stale_epoch": 409,
     "bad_weights": 422,
     "overloaded": 429,
     "not_supported": 501,

@@ -171,7 +171,7 @@ class Service:
         self.exchange = Exchange(loaded.engine)
         self.prompts = Prompts(loaded.tokenizer, loaded.max_length)
         self.updates = WeightUpdates(
-            loaded.engine, loaded.weights, options.weight_directories, on_new_session=self.exchange.forget
+            loaded.engine, loaded.weights, options.weight_directories, on_new_epoch=self.exchange.forget
         )
         self.created = int(time.time())
         self._model = options.model.path

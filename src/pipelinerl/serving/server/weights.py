@@ -129,8 +129,8 @@ POLL_S = 0.002
 class WeightUpdates:
     """Applies weight updates from files or the trainer's broadcast. `paused_s`: the sum of all pauses.
 
-    `held`: the engine's own tensors. Files are read only from `directories`. `on_new_session` is called after the first
-    weights of a session were applied. No request is open then but those that came after them.
+    `held`: the engine's own tensors. Files are read only from `directories`. `on_new_epoch` is called after the first
+    weights of an epoch were applied. No request is open then but those that came after them.
     """
 
     def __init__(
@@ -138,27 +138,27 @@ class WeightUpdates:
         engine: EngineThread,
         held: Mapping[str, Tensor],
         directories: Sequence[Path],
-        on_new_session: Callable[[], None],
+        on_new_epoch: Callable[[], None],
     ) -> None:
         self._engine = engine
         self._held = held
         self._directories = directories
-        self._on_new_session = on_new_session
+        self._on_new_epoch = on_new_epoch
         self._lock = asyncio.Lock()
         self._last: UpdateReceipt | None = None
         self._group: CollectiveWeightReceiver | None = None
-        self._session = ""
-        self._replaced: set[str] = set()
-        self._anew = False  # no weights of this session have been applied yet
+        self._epoch = ("", 0)  # the run and the number of its session
+        self._latest: dict[str, int] = {}  # by run
+        self._anew = False  # no weights of this epoch have been applied yet
         self.paused_s = 0.0
 
     async def join(self, request: ProcessGroupRequest) -> None:
         """Join the trainer's broadcast as a receiver; leaves a group that was joined before.
 
-        Raises WeightUpdateError if the group is not formed in time, RefusedError for a session that was replaced.
+        Raises WeightUpdateError if the group is not formed in time, RefusedError for an epoch that was replaced.
         """
         async with self._lock:
-            self._let_in(request.session)
+            self._let_in(request.run, request.epoch)
             await self._leave()
             group = CollectiveWeightReceiver(
                 request.host,
@@ -191,11 +191,11 @@ class WeightUpdates:
         """Read or receive the update and apply it; returns the engine's receipt.
 
         If the engine already holds these weights, returns their receipt again: a client may repeat a request whose answer
-        was lost. Raises RefusedError (session, path, version, no group, no engine, timeout) and WeightUpdateError (invalid
+        was lost. Raises RefusedError (epoch, path, version, no group, no engine, timeout) and WeightUpdateError (invalid
         weights).
         """
         async with self._lock:
-            self._let_in(request.session)
+            self._let_in(request.run, request.epoch)
             holding = self._engine.holding
             if (request.version, request.checksum) == holding and not (self._anew and self._engine.open_requests):
                 self._begun()
@@ -262,32 +262,34 @@ class WeightUpdates:
             sequences_in_flight=progress.in_progress,
         )
 
-    def _let_in(self, session: str) -> None:
-        """A session that is new here replaces the one before for good: a late request of that one is refused.
+    def _let_in(self, run: str, epoch: int) -> None:
+        """An epoch that begins here replaces the one before for good: a late request of that one is refused.
 
-        Its first weights may have any version, and end all requests: none continues with weights of another session.
+        It begins if it is later than all others of its run. Its first weights may have any version, and end all requests:
+        none continues with weights of another epoch.
         """
-        if session in self._replaced:
+        if not run or (run, epoch) == self._epoch:
+            return
+        if epoch <= self._latest.get(run, 0):
             raise RefusedError(
-                "stale_session", "a later session updates the weights of this server: nothing was changed", param="session"
+                "stale_epoch", "a later session updates the weights of this server: nothing was changed", param="epoch"
             )
-        if session and session != self._session:
-            self._replaced |= {self._session} - {""}
-            self._session, self._anew = session, True
+        self._latest[run] = epoch
+        self._epoch, self._anew = (run, epoch), True
 
     def _begun(self) -> None:
-        """The engine holds weights of the session."""
+        """The engine holds weights of the epoch."""
         if self._anew:
             self._anew = False
-            self._on_new_session()
+            self._on_new_epoch()
 
     def _check_version(self, version: int, newest: int) -> None:
         """Raises RefusedError unless the version increases. Only the first update may repeat the loaded model's version."""
         if version < newest or (version == newest and self._engine.progress().weight_updates):
             raise RefusedError(
                 "stale_version",
-                f"version {version} is not newer than version {newest}, which this server holds; another run gives "
-                "a `session` of its own",
+                f"version {version} is not newer than version {newest}, which this server holds; another session "
+                "has an `epoch` of its own",
                 param="version",
             )
 

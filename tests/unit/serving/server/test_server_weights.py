@@ -151,20 +151,20 @@ async def test_another_session_begins_at_any_version_and_ends_what_came_before(t
     weights = [{n: t.clone() for n, t in named_weights(byte_model(seed)).items()} for seed in range(3)]
     async with running(tmp_path) as (service, _):
 
-        async def take(version: int, session: str, seed: int) -> UpdateReceipt:
-            request = saved(tmp_path / f"{version}-{session}", weights[seed], version=version)
-            return await service.updates.take(msgspec.structs.replace(request, session=session))
+        async def take(version: int, epoch: int, seed: int) -> UpdateReceipt:
+            request = saved(tmp_path / f"{version}-{epoch}", weights[seed], version=version)
+            return await service.updates.take(msgspec.structs.replace(request, run="a", epoch=epoch))
 
         def asked(name: str, tokens: int) -> GenerationRequest:
             return GenerationRequest(id=name, prompt_ids=(5, 6, 7), sampling=SamplingParams(max_tokens=tokens, seed=1))
 
-        await take(7, "first", 1)
+        await take(7, 1, 1)
         done = await (await service.exchange.submit_once(asked("done", 4))).completion()
         assert await (await service.exchange.submit_once(asked("done", 4))).completion() == done
         going = await service.exchange.submit_once(asked("going", 80))
         with pytest.raises(RefusedError, match="not newer than version 7"):
-            await take(3, "first", 2)
-        receipt = await take(3, "second", 2)
+            await take(3, 1, 2)
+        receipt = await take(3, 2, 2)
         assert (receipt.version, receipt.sequences_in_flight) == (3, 0)
         assert service.engine.holding == (3, checksum(weights[2]))
         ended = await going.completion()
@@ -174,7 +174,7 @@ async def test_another_session_begins_at_any_version_and_ends_what_came_before(t
             again = await (await service.exchange.submit_once(asked(name, tokens))).completion()
             assert [span.version for span in again.weight_versions] == [3], "an answer of the session before"
         with pytest.raises(RefusedError, match="not newer than version 3"):
-            await take(2, "second", 1)
+            await take(2, 2, 1)
 
 
 @in_event_loop
@@ -183,15 +183,15 @@ async def test_weights_that_another_session_begins_with_in_vain_leave_the_old_on
     broken["model.norm.weight"][0] = float("nan")
     async with running(tmp_path) as (service, _):
         first = saved(tmp_path / "good", good, version=7)
-        await service.updates.take(msgspec.structs.replace(first, session="first"))
-        second = msgspec.structs.replace(saved(tmp_path / "broken", broken, version=3), session="second")
+        await service.updates.take(msgspec.structs.replace(first, run="a", epoch=1))
+        second = msgspec.structs.replace(saved(tmp_path / "broken", broken, version=3), run="a", epoch=2)
         with pytest.raises(WeightUpdateError, match="finite"):
             await service.updates.take(second)
         assert service.engine.holding == (7, first.checksum)
         request = GenerationRequest(id="a", prompt_ids=(5, 6, 7), sampling=SamplingParams(max_tokens=4, seed=1))
         done = await service.exchange.submit(request).completion()
         assert [span.version for span in done.weight_versions] == [7]
-        mended = msgspec.structs.replace(saved(tmp_path / "mended", good, version=4), session="second")
+        mended = msgspec.structs.replace(saved(tmp_path / "mended", good, version=4), run="a", epoch=2)
         assert (await service.updates.take(mended)).version == 4
 
 
@@ -200,20 +200,24 @@ async def test_a_session_that_was_replaced_updates_nothing_any_more(tmp_path: Pa
     weights = [{n: t.clone() for n, t in named_weights(byte_model(seed)).items()} for seed in range(4)]
     async with running(tmp_path) as (service, _):
 
-        async def take(version: int, session: str) -> UpdateReceipt:
+        async def take(version: int, epoch: int, run: str = "a") -> UpdateReceipt:
             request = saved(tmp_path / f"{version}", weights[version], version=version)
-            return await service.updates.take(msgspec.structs.replace(request, session=session))
+            return await service.updates.take(msgspec.structs.replace(request, run=run, epoch=epoch))
 
-        await take(1, "first")
-        held = await take(1, "second")  # the same weights, as after a resume that lost no step
-        group = ProcessGroupRequest(host="127.0.0.1", port=9, key="", index=0, receivers=1, session="first")
-        for stale in (take(2, "first"), take(1, "first"), service.updates.join(group)):
+        await take(1, 1)
+        held = await take(1, 2)  # the same weights, as after a resume that lost no step
+        group = ProcessGroupRequest(host="127.0.0.1", port=9, key="", index=0, receivers=1, run="a", epoch=1)
+        for stale in (take(2, 1), take(1, 1), service.updates.join(group)):
             with pytest.raises(RefusedError, match="a later session updates the weights") as caught:
                 await stale
-            assert caught.value.code == "stale_session"
+            assert caught.value.code == "stale_epoch"
         assert service.engine.holding == (1, held.checksum)
-        await take(2, "second")
-        assert (await take(3, "")).version == 3, "a client without a session"
+        await take(2, 2)
+        await take(3, 1, "another run")
+        with pytest.raises(RefusedError, match="a later session"):
+            await take(3, 2)
+        assert (await take(2, 3)).version == 2, "a resume takes the server back"
+        assert (await take(3, 0, "")).version == 3, "a client that is no run"
 
 
 @in_event_loop
