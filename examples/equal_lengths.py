@@ -45,4 +45,4 @@ class EqualLengths(SingleTurn):
             turns.append(Turn(prompt_ids=tuple(ids), completion=completion, text=said))
             ids += completion.token_ids
             text, left = text + said, left - len(completion.token_ids)
-        return Rollout(turns=tuple(turns), reward=self.reward(problem, text))
+        return Rollout(turns=tuple(turns), reward=await self.call_reward(problem, text))

@@ -45,7 +45,7 @@ class Countdown(SingleTurn):
         completion = await client.generate(prompt_ids, max_tokens=most)
         text = self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
         turn = Turn(prompt_ids=prompt_ids, completion=completion, text=text)
-        return Rollout(turns=(turn,), reward=self.reward(problem, text))
+        return Rollout(turns=(turn,), reward=await self.call_reward(problem, text))
 
 
 def answer(problem: Problem) -> str:

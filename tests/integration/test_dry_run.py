@@ -76,14 +76,22 @@ WRONG = {
     ),
     "reward raises": (
         lambda folder: klass(folder, "def reward(self, problem, text):\n    return problem.answer"),
-        "an empty answer to its first problem: raised: AttributeError: 'Problem' object has no attribute 'answer' (File",
+        "an empty answer to its first problem: raised: RuntimeError: reward: task.py, line 9: AttributeError: 'Problem'",
     ),
     "reward returns text": (
         lambda folder: klass(folder, "def reward(self, problem, text):\n    return '1'"),
         "bad_rollout: the reward is a str, not a number",
     ),
     "reward loops": (
-        lambda folder: klass(folder, "def reward(self, problem, text):\n    while True: pass", actor__code_timeout_s=0.3),
+        lambda folder: klass(folder, "reward_timeout_s = 0.3\ndef reward(self, problem, text):\n    while True: pass"),
+        "timeout: reward: it took longer than 0.3 s; its process was ended",
+    ),
+    "reward loops here": (
+        lambda folder: klass(
+            folder,
+            "isolate_reward = False\ndef reward(self, problem, text):\n    while True: pass",
+            actor__code_timeout_s=0.3,
+        ),
         "timeout: the code ran for 0.3 s without yielding",
     ),
     "problem raises": (

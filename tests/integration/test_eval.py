@@ -82,6 +82,7 @@ def task(folder: Path, body: str) -> tuple[str, str]:
 
 def test_ctrl_c_leaves_what_was_done(tmp_path: Path) -> None:
     body = """
+        isolate_reward = False
         scored = 0
         def reward(self, problem, text):
             type(self).scored += 1
@@ -108,7 +109,7 @@ def test_environments_that_can_not_be_evaluated(tmp_path: Path) -> None:
     with pytest.raises(EnvironmentSetupError, match="no held-out problems: define `held_out`, or give --training"):
         run_command("demo", *task(tmp_path, "def held_out(self, count): return []"), "--out", str(out))
     assert not out.exists()
-    failing = "def reward(self, problem, text): raise KeyError('answer')"
+    failing = "isolate_reward = False\ndef reward(self, problem, text): raise KeyError('answer')"
     (tmp_path / "other").mkdir()
     with pytest.raises(TooManyFailuresError, match="all 4 attempts failed, the last with raised: KeyError: 'answer'"):
         run_command("demo", *task(tmp_path / "other", failing), "--problems", "2", "--attempts", "2", "--out", str(out))

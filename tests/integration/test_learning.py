@@ -15,6 +15,8 @@ from pipelinerl.models.state import named_weights
 from tests.integration.runs import run, small_run, write_environment
 
 ONES = """
+isolate_reward = False
+
 def reward(self, problem, text):
     return text.count("1") / 6
 """

@@ -1,4 +1,4 @@
-"""A run file and dotted command-line flags, made into a `RunConfig`; every mistake is one line that names its place.
+"""A run file and dotted command-line flags, made into a `RunConfig`; each mistake is one line that names its place.
 
 Relative paths. Three values of a run file may name something on disk: `model.path` (a folder), and the file part of
 `environment.kind` (`tasks/my.py:MyTask`) and of `metrics.callback`. If it exists relative to the run file's folder, or else
@@ -13,7 +13,7 @@ sets `environment.kind` takes nothing of `environment.args`.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from pipelinerl.errors import ConfigError
 DEMO_SOURCE = "the built-in demo.yaml"
 PATHS = ("model.path", "environment.kind", "metrics.callback")
 """Keys whose value may name something on disk."""
+MOST_SHOWN = 10
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] | Mapping[str, Any] = ()) -> RunConfig:
@@ -37,7 +38,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] | Mapping[str,
                 (`{"trainer.steps": 20, "environment.args": {"data": "x.jsonl"}}`)
 
     Without a path it is the demo's run file, which is part of the package. What neither sets keeps its default. Raises
-    ConfigError, in one line, for everything that is not right, combinations included.
+    ConfigError for wrong keys and values, or if there are none, for combinations. It has a line for each, at most 10.
     """
     if path is None:
         text = (resources.files("pipelinerl") / "assets" / "demo.yaml").read_text(encoding="utf-8")
@@ -186,16 +187,19 @@ class _Draft:
         except ValidationError as error:
             from pipelinerl.config.help import explain  # noqa: PLC0415 - only for a mistake
 
-            mistake = explain(error.errors(include_url=False)[0], self.get)
-            raise ConfigError(f"{self.origin(mistake.place, mistake.key)}: {mistake.text}") from error
+            found = [explain(each, self.get) for each in error.errors(include_url=False)]
+            raise _refusal(f"{self.origin(each.place, each.key)}: {each.text}" for each in found) from error
 
     def checked(self) -> RunConfig:
         from pipelinerl.config.checks import mistakes  # noqa: PLC0415 - the processes of a run read what was checked
 
         config = self.config()
+        found: dict[str, str] = {}
         for mistake in mistakes(config):
             key, _, text = mistake.partition(": ")
-            raise ConfigError(f"{self.origin(key)}: {text}" if key in self.origins else mistake)
+            found.setdefault(key, text)  # what else is wrong with a key may go with its first mistake
+        if found:
+            raise _refusal(f"{self.origins.get(key, key)}: {text}" for key, text in found.items())
         return config
 
 
@@ -204,6 +208,15 @@ def _merged(base: Any, over: Any) -> Any:
     if not isinstance(base, dict) or not isinstance(over, dict):
         return over
     return base | {name: _merged(base[name], value) if name in base else value for name, value in over.items()}
+
+
+def _refusal(found: Iterable[str]) -> ConfigError:
+    """The error for mistakes. It is the mistake itself if there is one."""
+    lines = list(dict.fromkeys(found))  # a key that takes several types has a mistake for each
+    if len(lines) == 1:
+        return ConfigError(lines[0])
+    more = [f"... and {len(lines) - MOST_SHOWN} more"] if len(lines) > MOST_SHOWN else []
+    return ConfigError("\n  ".join([f"{len(lines)} mistakes:", *lines[:MOST_SHOWN], *more]))
 
 
 def _values_of_flags(arguments: Sequence[str], keys: Collection[str] | None) -> Iterator[tuple[str, Any]]:

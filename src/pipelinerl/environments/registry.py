@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from pipelinerl.environments.options import Inner, Options, check_arguments
 from pipelinerl.environments.prompts import try_prompt
-from pipelinerl.environments.single_turn import JudgedTurn
+from pipelinerl.environments.single_turn import JudgedTurn, Task
 from pipelinerl.errors import ConfigError, EnvironmentSetupError, PipelineRLError
 from pipelinerl.interfaces import Environment, Tokenizer
 
@@ -38,17 +38,28 @@ def make_environment(kind: str, args: Mapping[str, Any], tokenizer: Tokenizer, s
 
     Raises EnvironmentSetupError if the class does not exist, can't be built, or is not an environment.
     """
+    environment = build(kind, args, tokenizer, seed)
+    if isinstance(environment, JudgedTurn):
+        _try_first_prompt(environment, tokenizer)
+    # The rewards of this package are quick and safe.
+    module = getattr(getattr(environment, "reward", None), "__module__", None) or "pipelinerl"
+    if isinstance(environment, Task) and environment.isolate_reward and module.partition(".")[0] != "pipelinerl":
+        from pipelinerl.environments.user.task import RewardPool  # noqa: PLC0415 - only for a class of the user
+
+        environment.reward_pool = RewardPool(environment, kind, args, tokenizer, seed)
+    return environment
+
+
+def build(kind: str, args: Mapping[str, Any], tokenizer: Tokenizer, seed: int) -> Environment:
+    """What `make_environment` returns, without trying it and without a pool for its reward. Raises the same."""
     found = find_class(kind)
     check_arguments(kind, constructor_of(found), args)
     try:
-        environment = cast("Environment", found(tokenizer, seed, **args))
+        return cast("Environment", found(tokenizer, seed, **args))
     except PipelineRLError:
         raise
     except Exception as error:
         raise EnvironmentSetupError(f"environment {kind} can't be built: {_constructor_error(kind, error)}") from error
-    if isinstance(environment, JudgedTurn):
-        _try_first_prompt(environment, tokenizer)
-    return environment
 
 
 def make_inner(where: str, inner: Inner, tokenizer: Tokenizer, seed: int) -> Environment:

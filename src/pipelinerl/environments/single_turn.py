@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipelinerl.environments.prompts import Message, encode_prompt, text_decoder
 from pipelinerl.interfaces import GenerationClient, Tokenizer
 from pipelinerl.types import Problem, Rollout, Turn
+
+if TYPE_CHECKING:
+    from pipelinerl.environments.user.task import RewardPool
 
 CACHED_PROMPTS = 64
 
@@ -28,6 +31,14 @@ class Task(ABC):
 
     max_tokens: int | None = None
     """Maximum tokens of a turn for this task. None, or a value above `actor.max_tokens`, means `actor.max_tokens`."""
+    isolate_reward = True
+    """Whether the `reward` of a user's class runs in processes with the limits below, each with an instance of its own.
+    False: in this process, for a reward that needs the state of this instance."""
+    reward_workers = 2
+    reward_timeout_s = 10.0
+    reward_memory_mb = 1024
+    reward_pool: RewardPool | None = None
+    """Set by `make_environment`."""
 
     def __init__(self, tokenizer: Tokenizer, seed: int) -> None:
         self.tokenizer = tokenizer
@@ -44,6 +55,13 @@ class Task(ABC):
     @abstractmethod
     async def rollout(self, problem: Problem, client: GenerationClient) -> Rollout:
         """One attempt at a problem."""
+
+    async def call_reward(self, problem: Problem, *answer: Any) -> Any:
+        """What `reward`, the method of a subclass, returns for an answer. It runs in the pool if there is one."""
+        if self.reward_pool is not None:
+            return await self.reward_pool.call(problem, *answer)
+        reward = getattr(self, "reward")  # noqa: B009 - only some tasks have it
+        return reward(problem, *answer)
 
 
 class JudgedTurn(Task):
@@ -91,4 +109,4 @@ class SingleTurn(JudgedTurn):
         """The reward for the answer `text` (without special tokens)."""
 
     async def judge(self, problem: Problem, turn: Turn) -> Judgement:
-        return Judgement(self.reward(problem, turn.text))
+        return Judgement(await self.call_reward(problem, turn.text))

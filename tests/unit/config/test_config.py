@@ -412,6 +412,26 @@ def test_flags_can_mend_what_the_file_gets_wrong(tmp_path: Path) -> None:
     assert load(tmp_path, "actor: {top_p: 0.9}", "--actor.top_p=1").actor.top_p == 1.0
 
 
+def test_all_mistakes_are_shown_at_once(tmp_path: Path) -> None:
+    def lines(text: str, *flags: str) -> list[str]:
+        with pytest.raises(ConfigError) as caught:
+            load(tmp_path, text, *flags)
+        return str(caught.value).replace(str(tmp_path), "").splitlines()
+
+    combinations = "actor: {top_p: 0.5, top_k: 3}\n"
+    keys = "trainer:\n  steps: many\n  clip_low: [0, 1]\n  stepz: 3\n"
+    assert lines(combinations + keys, "--model.dtype", "int3") == [
+        "4 mistakes:",
+        "  --model.dtype: 'int3' is not allowed here; this takes one of float32, bfloat16",
+        "  /run.yaml:3: trainer.steps: 'many' is not allowed here; this takes a whole number >= 1",
+        "  /run.yaml:4: trainer.clip_low: [0, 1] is not allowed here; this takes a number >= 0 or null",
+        "  /run.yaml:5: trainer.stepz: unknown key; did you mean `trainer.steps`?",
+    ]
+    assert [line.partition(": ")[0] for line in lines(combinations)] == ["2 mistakes:", "  /run.yaml:1", "  /run.yaml:1"]
+    many = lines("trainer:\n" + "".join(f"  x{number}: 0\n" for number in range(13)))
+    assert (many[0], len(many), many[-1]) == ("13 mistakes:", 12, "  ... and 3 more")
+
+
 def test_configurations_built_in_python_are_checked_the_same(tmp_path: Path) -> None:
     good = RunConfig(trainer=TrainerConfig(learning_rate=1e-4))
     assert validate(good) == good

@@ -181,4 +181,4 @@ class ToolTask(Task):
         used = await use_tools(
             client, self.prompt(problem), self.tools(problem), max_turns=self.max_turns, max_tokens=self.max_tokens
         )
-        return used.rollout(self.reward(problem, used.answer, used.messages))
+        return used.rollout(await self.call_reward(problem, used.answer, used.messages))

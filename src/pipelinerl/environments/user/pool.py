@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import msgspec
 
 from pipelinerl.child import ChildProcess
-from pipelinerl.environments.user.worker import OUT_OF_MEMORY, Call, Limits, Reply, Start
+from pipelinerl.environments.user.worker import OUT_OF_MEMORY, Call, Limits, Reply, Start, TaskSource
 from pipelinerl.errors import INVALID_DATA, EnvironmentSetupError, RolloutError
 
 __all__ = ["CALL_ENDED", "FunctionPool", "Limits"]
@@ -42,10 +42,16 @@ class FunctionPool:
     Functions can't rely on state from earlier calls: each process has its own.
     """
 
-    def __init__(self, functions: Mapping[str, str], *, workers: int = 2, limits: Limits | None = None) -> None:
-        self._functions = dict(functions)
+    def __init__(
+        self,
+        functions: Mapping[str, str],
+        *,
+        workers: int = 2,
+        limits: Limits | None = None,
+        task: TaskSource | None = None,
+    ) -> None:
+        self._start = Start(functions=dict(functions), limits=limits or Limits(), task=task)
         self._workers = workers
-        self._limits = limits or Limits()
         self._numbers = count(1)
         self._idle: list[_Worker] = []
         self._all: set[_Worker] = set()
@@ -69,7 +75,7 @@ class FunctionPool:
             worker = self._take_idle() or await self._start_worker()
             try:
                 call = Call(number=next(self._numbers), name=name, arguments=arguments)
-                reply = await worker.ask(call, self._limits.timeout_s)
+                reply = await worker.ask(call, self._start.limits.timeout_s)
             except BaseException as error:
                 worker.kill()
                 if isinstance(error, CALL_ENDED):
@@ -99,14 +105,14 @@ class FunctionPool:
         if not self._close.alive:
             raise RuntimeError("the pool is closed")
         self._all -= {worker for worker in self._all if not worker.running}
-        specs = ", ".join(self._functions.values())
+        specs = ", ".join(self._start.functions.values())
         try:
-            worker = _Worker(self._functions, self._limits)
+            worker = _Worker(self._start)
         except OSError as error:
             raise EnvironmentSetupError(f"can't start a process for {specs}: {error}") from error
         self._all.add(worker)
         try:
-            reply = await worker.ask(None, self._limits.start_timeout_s)
+            reply = await worker.ask(None, self._start.limits.start_timeout_s)
         except BaseException as error:
             worker.kill()
             if isinstance(error, CALL_ENDED):
@@ -121,15 +127,14 @@ class FunctionPool:
 class _Worker(ChildProcess):
     """A process that runs user functions (`worker.py`)."""
 
-    def __init__(self, functions: Mapping[str, str], limits: Limits) -> None:
+    def __init__(self, start: Start) -> None:
         """Returns at once; reply 0 arrives when the process is ready. Raises OSError if it can't be started."""
-        self._memory_mb = limits.memory_mb
-        start = msgspec.json.encode(Start(functions=dict(functions), limits=limits)).decode()
+        self._memory_mb = start.limits.memory_mb
         self._socket, worker_socket = socket.socketpair()
         self._socket.setblocking(False)
         try:
             super().__init__(
-                [sys.executable, "-P", "-m", "pipelinerl.environments.user.worker", start],
+                [sys.executable, "-P", "-m", "pipelinerl.environments.user.worker", msgspec.json.encode(start).decode()],
                 stdin=worker_socket.fileno(),
                 environment={"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},  # several workers, one thread each
             )

@@ -42,11 +42,30 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     start_timeout_s: float = 60.0
 
 
+class TaskSource(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker needs to make an instance of a user's class: that of `make_environment`, and where its parts are found.
+
+    `tokenizer` is a folder or id, "" if that is not known. `search` is the module search path of the pool's process.
+    """
+
+    kind: str
+    args: dict[str, Any]
+    seed: int
+    tokenizer: str
+    chat_template: Any
+    remote_code: bool
+    search: list[str]
+
+
 class Start(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker's only argument: functions (`file.py:function`) by name, and limits."""
+    """A worker's only argument: functions (`file.py:function`) by name, and limits.
+
+    With `task` there is one function, the task's `reward`, and its name stands for the class.
+    """
 
     functions: dict[str, str]
     limits: Limits
+    task: TaskSource | None = None
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,7 +90,12 @@ def main(argument: str) -> int:
     connection = socket.socket(fileno=take_stdin())
     os.dup2(2, 1)
     try:
-        functions = {name: find_function(spec) for name, spec in start.functions.items()}
+        if start.task is None:
+            functions = {name: find_function(spec) for name, spec in start.functions.items()}
+        else:
+            from pipelinerl.environments.user.task import reward_of  # noqa: PLC0415 - functions start without it
+
+            functions = dict.fromkeys(start.functions, reward_of(start.task))
     except EnvironmentSetupError as error:
         connection.sendall(_encode(Reply(number=0, outcome="raised", error=str(error))))
         return 1

@@ -1,0 +1,145 @@
+"""The reward of a user's class runs in processes with instances of their own: what it does wrong costs one rollout."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelinerl.actor.deadline import CodeAlarm
+from pipelinerl.actor.rollouts import Failure, TimeLimits, guarded
+from pipelinerl.config.schema import ModelConfig
+from pipelinerl.environments import make_environment
+from pipelinerl.errors import EnvironmentSetupError
+from pipelinerl.interfaces import Environment, Tokenizer
+from pipelinerl.types import Problem, Rollout
+from tests.unit.environments.env_client import TOKENIZER, SayingClient, one_line, rollout
+
+TASK = """
+import os, re
+from pipelinerl.environments import SingleTurn
+from pipelinerl.environments.tasks.gcd import Gcd
+from pipelinerl.types import Problem
+
+class Act(SingleTurn):
+    reward_timeout_s = 1.0
+    reward_memory_mb = 256
+    reward_workers = 1
+
+    def __init__(self, tokenizer, seed, *, bonus=0.0):
+        super().__init__(tokenizer, seed)
+        self.bonus = bonus
+        self.asked = {}
+
+    def problem(self, index):
+        return Problem(id=str(index), payload={"index": index})
+
+    def prompt(self, problem):
+        self.asked[problem.id] = True
+        return "1"
+
+    def reward(self, problem, text):
+        what = problem.payload.get("what")
+        if what == "exit":
+            os._exit(3)
+        if what == "loop":  # no signal handler of Python would ever run
+            re.match(r"(a+)+$", "a" * 60 + "b")
+        if what == "memory":
+            return len(bytearray(1 << 30))
+        if what == "state":
+            return float(self.asked[problem.id])
+        if what == "nan":
+            return float("nan")
+        if what == "pid":
+            return os.getpid()
+        return self.seed + self.bonus + problem.payload["index"] + len(text) / 10
+
+class Here(Act):
+    isolate_reward = False
+
+class Limitless(Act):
+    reward_workers = 0
+
+class Counts(Act):
+    def __init__(self, tokenizer, seed):
+        super().__init__(tokenizer, seed)
+
+    def reward(self, problem, text):
+        return len(self.tokenizer.encode(text + "12"))
+
+class Packaged(Gcd):
+    pass
+"""
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("own") / "own_task.py"
+    path.write_text(TASK)
+    return path
+
+
+def made(file: Path, name: str, tokenizer: Tokenizer = TOKENIZER, **args: Any) -> Environment:
+    return make_environment(f"{file}:{name}", args, tokenizer, 7)
+
+
+def test_what_a_reward_does_wrong_costs_one_rollout(file: Path) -> None:
+    environment = made(file, "Act", bonus=0.5)
+    limits = TimeLimits(60.0, CodeAlarm(20.0))
+
+    async def play(what: str) -> Rollout | Failure:
+        problem = Problem(id=what, payload={"what": what, "index": 1})
+        return await guarded(lambda: environment.rollout(problem, SayingClient("HEY")), limits, "the rollout")
+
+    async def main() -> list[Rollout | Failure]:
+        return [await play(what) for what in ("right", "exit", "loop", "memory", "nan", "state", "right")]
+
+    outcomes = asyncio.run(main())
+    environment.reward_pool.close()  # type: ignore[attr-defined]
+    first, *failures, last = outcomes
+    assert isinstance(first, Rollout)
+    assert isinstance(last, Rollout)
+    assert first.reward == last.reward == 7 + 0.5 + 1 + 0.3
+    assert [failure[:2] for failure in failures if isinstance(failure, Failure)] == [
+        ("raised", "ChildProcessError: reward: its process ended with status 3"),
+        ("timeout", "reward: it took longer than 1 s; its process was ended"),
+        ("raised", "MemoryError: reward: it needed more than 256 MB"),
+        ("bad_rollout", "reward returned nan, not a finite number"),
+        (
+            "raised",
+            "RuntimeError: reward: own_task.py, line 33: KeyError: 'state' (`reward` has another process and instance than "
+            "the other methods; if it needs what they have stored, set `isolate_reward = False` in the class)",
+        ),
+    ]
+
+
+def test_it_runs_in_this_process_if_the_class_says_so_or_the_reward_is_of_this_package(file: Path) -> None:
+    here = made(file, "Here")
+    assert rollout(here, Problem(id="a", payload={"what": "state"}), "HEY").reward == 1.0
+    assert rollout(here, Problem(id="a", payload={"what": "pid"}), "HEY").reward == os.getpid()
+    assert here.reward_pool is None  # type: ignore[attr-defined]
+    assert made(file, "Packaged").reward_pool is None  # type: ignore[attr-defined]
+    isolated = made(file, "Act")
+    assert rollout(isolated, Problem(id="a", payload={"what": "pid"}), "HEY").reward != os.getpid()
+    isolated.reward_pool.close()  # type: ignore[attr-defined]
+
+
+def test_what_another_process_can_not_have_is_refused(file: Path) -> None:
+    with one_line(EnvironmentSetupError, "its attribute is wrong: Expected `int` >= 1 - at `$.reward_workers`"):
+        made(file, "Limitless")
+    with one_line(EnvironmentSetupError, "are not JSON, so no other process can have them"):
+        made(file, "Act", bonus=1j)
+    with one_line(EnvironmentSetupError, "comes from is not known, so the process of `reward` has none"):
+        rollout(made(file, "Counts"), Problem(id="a", payload={}), "3")
+
+
+@pytest.mark.exhaustive
+def test_a_reward_may_use_the_tokenizer(file: Path) -> None:
+    from pipelinerl.models.loading import load_tokenizer
+
+    environment = made(file, "Counts", load_tokenizer(ModelConfig()))
+    assert asyncio.run(environment.call_reward(Problem(id="a", payload={}), "3")) == 3  # type: ignore[attr-defined]
+    environment.reward_pool.close()  # type: ignore[attr-defined]
