@@ -25,6 +25,8 @@ from tests.integration.runs import (
 
 # Of eight problems, three are always solved and three never. The reward of the other two depends on the answer.
 BODY = """
+isolate_reward = False
+
 def problem(self, index):
     found = super().problem(index % 8)
     return Problem(id=f"p{index % 8}", payload=found.payload)
@@ -63,7 +65,7 @@ def test_problems_that_teach_nothing_are_skipped_and_come_back(tmp_path: Path, s
     assert [rewards[f"p{number}"] for number in range(6)] == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0]
     generated = [group.problem.id for group in found if not group.skipped]
     assert sum(generated.count(f"p{number}") >= 2 for number in range(6)) >= 3, "they come back"
-    assert generated.count("p6") + generated.count("p7") > len(generated) / 2
+    assert generated.count("p6") + generated.count("p7") > len(generated) / 3, "a quarter of the problems"
     assert counts["groups_skipped"] == len(skipped)
     started = counts["rollouts_started"] / 4
     assert counts["skipped_fraction"] == pytest.approx(len(skipped) / (len(skipped) + started))

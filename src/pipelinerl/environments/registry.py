@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Mapping
-from difflib import get_close_matches
-from pathlib import Path
 from typing import Any, cast
 
 from pipelinerl.environments.options import Inner, Options, check_arguments
@@ -29,8 +27,6 @@ BUILT_IN = {
     "calculator": "pipelinerl.environments.tasks.calculator:Calculator",
     "agent": "pipelinerl.serving.agents.environment:Agent",
 }
-RENAMED = {"curriculum": "`difficulty_filter`", "math_words": "`math` with `judge: numbers` in environment.args"}
-"""What former names of built-in kinds are called now, for the error message."""
 
 
 def make_environment(kind: str, args: Mapping[str, Any], tokenizer: Tokenizer, seed: int) -> Environment:
@@ -59,7 +55,9 @@ def build(kind: str, args: Mapping[str, Any], tokenizer: Tokenizer, seed: int) -
     except PipelineRLError:
         raise
     except Exception as error:
-        raise EnvironmentSetupError(f"environment {kind} can't be built: {_constructor_error(kind, error)}") from error
+        from pipelinerl.environments.user.code import constructor_error  # noqa: PLC0415 - only for an error
+
+        raise EnvironmentSetupError(f"environment {kind} can't be built: {constructor_error(kind, error)}") from error
 
 
 def make_inner(where: str, inner: Inner, tokenizer: Tokenizer, seed: int) -> Environment:
@@ -68,16 +66,6 @@ def make_inner(where: str, inner: Inner, tokenizer: Tokenizer, seed: int) -> Env
         return make_environment(inner.kind, inner.args, tokenizer, seed)
     except PipelineRLError as error:
         raise type(error)(f"{where}: {error}") from error
-
-
-def _constructor_error(kind: str, error: Exception) -> str:
-    """What the constructor raised, in one line, with the last line of the user's file in the traceback."""
-    from pipelinerl.environments.user.code import last_line  # noqa: PLC0415 - only for an error
-
-    file = Path(kind.rpartition(":")[0])
-    line = last_line(error, file)
-    where = "" if line is None else f" ({file.name}, line {line})"
-    return f"{type(error).__name__}: {' '.join(str(error).split())}{where}"
 
 
 def no_held_out(kind: str, problems: int) -> ConfigError:
@@ -103,17 +91,10 @@ def find_class(kind: str) -> type:
         module_name, _, class_name = BUILT_IN[kind].partition(":")
         return cast("type", getattr(importlib.import_module(module_name), class_name))
     module_name, _, class_name = kind.rpartition(":")
-    if not module_name or not class_name:
-        close = get_close_matches(kind, BUILT_IN, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        if kind in RENAMED:
-            hint = f" It is now called {RENAMED[kind]}."
-        raise EnvironmentSetupError(
-            f"environment.kind {kind!r} is unknown.{hint} It is one of {', '.join(BUILT_IN)}, `path/to/file.py:ClassName` "
-            "or `package.module:ClassName`"
-        )
-    from pipelinerl.environments.user.code import find_user_class  # noqa: PLC0415 - a built-in environment does not need it
+    from pipelinerl.environments.user.code import find_user_class, unknown_kind  # noqa: PLC0415 - not for a built-in one
 
+    if not module_name or not class_name:
+        raise unknown_kind(kind, BUILT_IN)
     return find_user_class(module_name, class_name, kind)
 
 

@@ -8,7 +8,7 @@ import inspect
 import math
 import sys
 import zlib
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
@@ -239,3 +239,27 @@ def try_out(trial: Coroutine[Any, Any, object], bound_s: float, what: str) -> No
     except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything
         reason = str(error) or f"it took longer than {bound_s:g} s"
         raise EnvironmentSetupError(f"tried on {what}, {reason}") from None
+
+
+RENAMED = {"curriculum": "`difficulty_filter`", "math_words": "`math` with `judge: numbers` in environment.args"}
+"""What former names of built-in kinds are called now."""
+
+
+def unknown_kind(kind: str, built_in: Collection[str]) -> EnvironmentSetupError:
+    """The error for a kind that is neither built in nor names a class."""
+    close = get_close_matches(kind, built_in, n=1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    if kind in RENAMED:
+        hint = f" It is now called {RENAMED[kind]}."
+    return EnvironmentSetupError(
+        f"environment.kind {kind!r} is unknown.{hint} It is one of {', '.join(built_in)}, `path/to/file.py:ClassName` "
+        "or `package.module:ClassName`"
+    )
+
+
+def constructor_error(kind: str, error: Exception) -> str:
+    """What the constructor of `kind` raised, in one line, with the last line of the user's file in the traceback."""
+    file = Path(kind.rpartition(":")[0])
+    line = last_line(error, file)
+    where = "" if line is None else f" ({file.name}, line {line})"
+    return f"{type(error).__name__}: {' '.join(str(error).split())}{where}"
