@@ -118,7 +118,7 @@ def load(tmp_path):
     """Makes the environment of a file with this code."""
 
     def make(code: str, tokenizer: Any = TOKENIZER, seed: int = 0, **arguments: Any) -> Any:
-        path = tmp_path / f"file{len(list(tmp_path.iterdir()))}.py"
+        path = tmp_path / f"file{len(list(tmp_path.glob('*.py')))}.py"
         path.write_text(HEAD + textwrap.dedent(code))
         return make_environment("verifiers", {"load": f"{path}:load_environment", **arguments}, tokenizer, seed)
 

@@ -78,7 +78,13 @@ def test_places(layout: str, kind: Kind, expected: list[str]) -> None:
     assert places(config).get(kind, []) == expected
 
 
-LABELS = ("experiments/", "metrics/trackers.py", "serving/server/service.py", "serving/server/openai/")
+LABELS = (
+    "experiments/",
+    "metrics/trackers.py",
+    "serving/server/service.py",
+    "serving/server/openai/",
+    "serving/server/dialects/",
+)
 """Where the wall clock is read: dates in reports, exports and trackers, and `created` in answers of OpenAI's API."""
 
 

@@ -55,7 +55,7 @@ def test_the_weights_are_named_between_their_arrival_and_the_next_token() -> Non
     assert vllm.bodies["/pause"] == {"mode": "keep", "clear_cache": "false"}
     assert vllm.bodies["/finish_weight_update"] == {"weight_version": "3"}
     sent = msgspec.to_builtins(vllm.bodies["/update_weights"]["update_info"])
-    assert sent == {"version": 3, "checksum": "c0ffee", "path": "/weights/v3.safetensors", "session": ""}
+    assert sent == {"version": 3, "checksum": "c0ffee", "path": "/weights/v3.safetensors", "run": "", "epoch": 0}
     assert msgspec.structs.asdict(msgspec.convert(sent, UpdateInfo)) == sent  # as our backend decodes it
 
 
