@@ -136,12 +136,10 @@ def wait_until_unused(root: Path) -> None:
     deadline_s = time.monotonic() + ORPHAN_PATIENCE_S
     while any(name.startswith(f"{root}:") for name in ray.util.list_named_actors()):
         if time.monotonic() > deadline_s:
-            raise _in_use(root)
+            raise RunDirectoryError(
+                f"{root} is in use by another run on this cluster; wait for it or choose another --run_dir"
+            )
         time.sleep(0.5)
-
-
-def _in_use(root: Path) -> RunDirectoryError:
-    return RunDirectoryError(f"{root} is in use by another run on this cluster; wait for it or choose another --run_dir")
 
 
 def placement_of(config: RunConfig, cluster: Cluster) -> list[Place]:
@@ -392,15 +390,15 @@ class RayHost:
         return lost
 
     def _make_agent(self, machine: Machine) -> Any:
-        """An actor of this run on the machine. Its name excludes a second run in the same directory."""
+        """An actor of this run on the machine. `wait_until_unused` finds its name.
+
+        The name is of this session only: Ray keeps that of an agent which has ended until its launcher has, too.
+        """
         gpus = sum(len(place.gpus) for place in self._places.values() if place.machine == machine.name)
         where = NodeAffinitySchedulingStrategy(self._cluster.ids[machine.name], soft=False)
-        name = f"{self._session.run.root}:{machine.name}"
+        name = f"{self._session.run.root}:{machine.name}:{self._session.plan.id}"
         options = {"name": name, "num_cpus": 0, "num_gpus": gpus, "max_restarts": 0, "scheduling_strategy": where}
-        try:
-            return cast(Any, ray.remote(RayAgent)).options(**options).remote()
-        except ValueError as error:
-            raise _in_use(self._session.run.root) from error
+        return cast(Any, ray.remote(RayAgent)).options(**options).remote()
 
     def _open_agents(self) -> list[Seat]:
         """Have all agents begin. Returns those whose machines do not have the run directory.
