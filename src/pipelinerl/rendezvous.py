@@ -41,7 +41,7 @@ class Rendezvous:
         self._forward = forward
 
     def close(self) -> None:
-        """Stop forwarding. The store can't be used afterwards."""
+        """Stop forwarding. The store can't be used afterwards, and what was set just before may be lost."""
         self._forward.close()
 
 

@@ -97,8 +97,8 @@ def test_without_the_key_there_is_no_store() -> None:
         with pytest.raises(RuntimeError):  # PyTorch's own client
             _distributed.TCPStore("127.0.0.1", served.port, wait_for_workers=False, timeout=timedelta(seconds=0.5))
         with closing(join_store("127.0.0.1", served.port, KEY, BOUND_S)) as joined:
-            joined.store.set("still", b"here")
-        assert served.store.get("still") == b"here"
+            joined.store.set("still", b"here")  # returns before the store has it
+            assert served.store.get("still") == b"here"
 
 
 def test_a_closed_store_can_not_be_reached() -> None:
