@@ -26,7 +26,7 @@ from pipelinerl.launch.hosts.processes import run_processes
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.run_lock import RunLock, create_run_directory, errors_explained, open_run_directory
 from pipelinerl.launch.session import Session, StartPlan
-from pipelinerl.launch.stages.streams import stream_store
+from pipelinerl.launch.stages.streams import choose_name_in_redis, stream_store
 from pipelinerl.launch.summary import Outcome, finished_summary, show_result, write_summary
 from pipelinerl.schedule import make_schedule
 from pipelinerl.status.view import View, make_view
@@ -211,6 +211,9 @@ def _running_broker(config: RunConfig, lock: RunLock, address: str | None = None
 
     Raises MissingDependencyError if redis-server or its Python library is not installed, StreamError if it does not start.
     """
+    if config.stream.kind == "redis":
+        with errors_explained():
+            choose_name_in_redis(lock.run)
     if config.stream.kind != "redis" or config.stream.url is not None:
         yield None
         return

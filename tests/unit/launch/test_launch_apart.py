@@ -33,7 +33,7 @@ from pipelinerl.launch.share import Threads, plan_threads, shares_of, trainer_go
 from pipelinerl.launch.stages import broadcast
 from pipelinerl.launch.stages.engines import make_engine
 from pipelinerl.launch.stages.servers import _api_key, _refuse_newer
-from pipelinerl.launch.stages.streams import stream_store
+from pipelinerl.launch.stages.streams import choose_name_in_redis, name_in_redis, stream_store
 from pipelinerl.schedule import make_schedule
 from pipelinerl.serving.client.errors import EngineUnavailableError
 from pipelinerl.stream.files import FileStore
@@ -192,10 +192,13 @@ def test_where_streams_lie(tmp_path: Path) -> None:
     run.make_folders()
     assert isinstance(stream_store(LOCAL, run, None), FileStore)
     own = RunConfig(stream=StreamConfig(kind="redis"))
+    with pytest.raises(FileNotFoundError):  # only the launcher chooses the name: others might choose at the same time
+        stream_store(own, run, "unix:///r")
+    choose_name_in_redis(run)
     assert isinstance(stream_store(own, run, "unix:///r"), RedisStore)
-    name = (run.streams / "name_in_redis").read_text()
-    stream_store(own, run, "unix:///r")
-    assert (run.streams / "name_in_redis").read_text() == name, "a resumed run finds its streams"
+    name = name_in_redis(run).read_text()
+    choose_name_in_redis(run)
+    assert name_in_redis(run).read_text() == name, "a resumed run finds its streams"
     with pytest.raises(RunDirectoryError, match="was not started"):
         stream_store(own, run, None)
 

@@ -54,20 +54,24 @@ class RedisPlace(NamedTuple):
 
 
 def redis_of(config: RunConfig, run: RunDirectory, redis_url: str | None) -> RedisPlace:
-    """Where the run's keys are. Their prefix is random, and kept in the run directory."""
+    """Where the run's keys are. `choose_name_in_redis` has chosen their prefix."""
     url = config.stream.url or redis_url
     if url is None:
         raise RunDirectoryError(f"{run.root}: the run's Redis server was not started")
-    path = name_in_redis(run)
-    if not path.exists():
-        write_atomically(path, new_name().encode())
     patience_s = OWN_REDIS_PATIENCE_S if config.stream.url is None else REDIS_PATIENCE_S
-    return RedisPlace(url, path.read_text().partition("\n")[0], patience_s)
+    return RedisPlace(url, name_in_redis(run).read_text().partition("\n")[0], patience_s)
 
 
 def name_in_redis(run: RunDirectory) -> Path:
     """The file with the prefix of the run's keys. Later lines are earlier ones (see `fence.take_over_keys`)."""
     return run.streams / "name_in_redis"
+
+
+def choose_name_in_redis(run: RunDirectory) -> None:
+    """Choose the prefix of the run's keys, at random, if it has none. Only the holder of the run's lock may call this."""
+    path = name_in_redis(run)
+    if not path.exists():
+        write_atomically(path, new_name().encode())
 
 
 def new_name() -> str:
