@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         status, message, failure = error.exit_status, f"error: {error}", error
     except KeyboardInterrupt as stop:
         status, message, failure = 130, "interrupted", stop
-    except (MemoryError, RuntimeError, OSError) as error:
+    except (MemoryError, RuntimeError, OSError, ImportError) as error:
         why = str(error).partition("\n")[0] or type(error).__name__
         if _is_out_of_memory(error):
             message = f"error: no memory is left: {why}. Free some, or lower what the command needs"
@@ -87,13 +87,19 @@ def _run(arguments: list[str]) -> int:
 def _is_out_of_memory(error: BaseException | None) -> bool:
     """Whether memory was refused, to this error or the one during whose handling it arose.
 
-    Python and PyTorch have a class for it only in some places; elsewhere they raise RuntimeError with these words.
+    Python and PyTorch have a class for it only in some places. Elsewhere they, and the loader of libraries, use these words.
     """
-    words = ("can't allocate memory", "out of memory", "can't start new thread", "unable to start watchdog thread")
+    words = (
+        "can't allocate memory",
+        "out of memory",
+        "can't start new thread",
+        "unable to start watchdog thread",
+        "failed to map segment",
+    )
     while error is not None:
         if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
             return True
-        if isinstance(error, RuntimeError) and any(text in str(error) for text in words):
+        if isinstance(error, (RuntimeError, ImportError)) and any(text in str(error) for text in words):
             return True
         error = error.__cause__ or error.__context__
     return False

@@ -137,6 +137,7 @@ def test_every_error_has_its_exit_status(
         RuntimeError("can't start new thread"),
         RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 912384 bytes."),
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        ImportError("tokenizers.abi3.so: failed to map segment from shared object"),
     ],
 )
 def test_no_memory_is_one_line(error: Exception, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
