@@ -6,8 +6,8 @@ It first learns to call the tool and to report its result, from careful examples
 demonstrators, of whom most guess without calling the tool, some copy the expression wrongly, and some ignore the result.
 Reinforcement learning has to find out which behaviour is rewarded. Held-out problems are never used here.
 
-A token is a byte, except for the marks of the chat template and the fixed parts of a call. The schedule counts steps, and
-runs on one thread, so the same library versions on the same kind of machine reproduce the weights.
+A token is a byte, except for the marks of the chat template and the fixed parts of a call and of a guess. The schedule
+counts steps, and runs on one thread, so the same library versions on the same kind of machine reproduce the weights.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ from pipelinerl.environments.tasks.calculator import Calculator, calculate
 
 PAD, END = "<pad>", "<end>"
 MARKS = (PAD, END, "<system>", "<user>", "<assistant>", "<tool>", "<tools>")
+CALL, CLOSE = '<tool_call>{"name": "calculate", "arguments": {"expression": "', '"}}</tool_call>'
 PARTS = ("<tool_call>", "</tool_call>", '{"name": "', "calculate", '", "arguments": {"', "expression", '": "', '"}}')
+GUESS = "about "
 TEMPLATE = (
     "{% if tools %}<tools>{% for tool in tools %}{{ tool.function.name }}{% if not loop.last %} {% endif %}{% endfor %}"
     "<end>{% endif %}"
@@ -48,16 +50,14 @@ Turns = tuple[str, ...]
 # ---- demonstrators: (expression, random numbers) -> their turns
 
 
-CALL, CLOSE = '<tool_call>{"name": "calculate", "arguments": {"expression": "', '"}}</tool_call>'
-
-
 def call(expression: str) -> str:
     return CALL + expression + CLOSE
 
 
 def guess(rng: random.Random) -> str:
     """A number such as answers are."""
-    return str(rng.choice((rng.randint(2, 99) + rng.randint(2, 99), rng.randint(2, 99) * rng.randint(2, 99))))
+    one, other = rng.randint(2, 99), rng.randint(2, 99)
+    return f"{GUESS}{rng.choice((one + other, one - other, one * other))}"
 
 
 def careful(expression: str, _rng: random.Random) -> Turns:
@@ -82,7 +82,8 @@ def ignorant(expression: str, rng: random.Random) -> Turns:
 
 Demonstrator = Callable[[str, random.Random], Turns]
 CAREFUL: dict[Demonstrator, float] = {careful: 1.0}
-POPULATION: dict[Demonstrator, float] = {careful: 0.15, guessing: 0.6, sloppy: 0.15, ignorant: 0.1}
+# More than half of them guess, so that greedy decoding guesses, too.
+POPULATION: dict[Demonstrator, float] = {careful: 0.2, guessing: 0.55, sloppy: 0.13, ignorant: 0.12}
 
 
 # ---- tokenizer and model
@@ -95,7 +96,7 @@ def make_tokenizer() -> Any:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(mark, normalized=False) for mark in MARKS])
-    tokenizer.add_tokens([AddedToken(part, normalized=False) for part in PARTS])
+    tokenizer.add_tokens([AddedToken(part, normalized=False) for part in (*PARTS, GUESS)])
     made = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token=PAD, eos_token=END, clean_up_tokenization_spaces=False
     )
@@ -201,8 +202,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Make the model `demo-tools`.")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--careful-steps", type=int, default=400)
-    parser.add_argument("--population-steps", type=int, default=120)
+    parser.add_argument("--careful-steps", type=int, default=900)
+    parser.add_argument("--population-steps", type=int, default=150)
     parser.add_argument("--batch", type=int, default=32)
     arguments = parser.parse_args()
 

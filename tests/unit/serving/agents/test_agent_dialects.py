@@ -12,7 +12,6 @@ import pytest
 
 from pipelinerl.preprocess.turns import join_turns
 from pipelinerl.serving.agents.gateway import Gateway
-from tests.integration import runs
 from tests.unit.serving.agents.test_agents import CALL, CLIENT, TOKENIZER, ask, at, gateway, play, user
 
 __all__ = ["gateway"]
@@ -271,73 +270,3 @@ def test_addresses_of_rollouts_that_ended(gateway: Gateway) -> None:
         with pytest.raises(anthropic.NotFoundError) as error:
             of_anthropic(url).messages.create(model="any", messages=[user("?")], max_tokens=9)
         assert error.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]
-
-
-# ------------------------------------------------------------------------------------------------ a run
-
-CALCULATE: dict[str, Any] = {
-    "name": "calculate",
-    "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]},
-}
-
-
-def calculate_by_responses(question: str, base_url: str) -> str:
-    tools: Any = [{"type": "function", **CALCULATE}]
-    items: list[Any] = [user(question)]
-    for _ in range(3):
-        answer = at(base_url).responses.create(model="policy", input=items, tools=tools)
-        items += answer.output
-        calls = [item for item in answer.output if item.type == "function_call"]
-        items += [{"type": "function_call_output", "call_id": call.call_id, "output": "12"} for call in calls]
-        if not calls:
-            return answer.output_text
-    return ""
-
-
-def calculate_by_messages(question: str, base_url: str) -> str:
-    tools: Any = [{"name": CALCULATE["name"], "input_schema": CALCULATE["parameters"]}]
-    messages: list[Any] = [user(question)]
-    for _ in range(3):
-        with of_anthropic(base_url).messages.stream(
-            model="policy", messages=messages, tools=tools, max_tokens=500
-        ) as stream:
-            answer = stream.get_final_message()
-        if answer.stop_reason != "tool_use":
-            return "".join(block.text for block in answer.content if block.type == "text")
-        calls = [block for block in answer.content if block.type == "tool_use"]
-        results = [{"type": "tool_result", "tool_use_id": call.id, "content": "12"} for call in calls]
-        messages += [{"role": "assistant", "content": answer.content}, user(results)]
-    return ""
-
-
-def solve_in_a_run(problem: dict[str, Any], base_url: str, api_key: str) -> dict[str, float]:
-    """Half of the problems through each API."""
-    api = problem["value"] % 2
-    ask_policy = (calculate_by_responses, calculate_by_messages)[api]
-    answer = ask_policy(f"What is {problem['expression']}?", base_url)
-    return {"reward": float(answer == "12"), "api": api}
-
-
-@pytest.mark.slow
-def test_a_run_trains_on_exactly_what_it_sampled_through_both_apis(tmp_path: Path) -> None:
-    args = {"run": f"{__file__}:solve_in_a_run", "problems": {"kind": "calculator", "args": {"numbers": [2, 2]}}}
-    summary = runs.run(
-        tmp_path / "run",
-        model__path="demo-tools",
-        environment__kind="agent",
-        environment__args=json.dumps(args),
-        trainer__steps=2,
-        actor__max_tokens=40,
-        engine__max_length=256,
-    )
-    runs.assert_conserved(summary)
-    runs.assert_trained_once(tmp_path / "run")
-    runs.assert_provenance(tmp_path / "run")
-    first = runs.steps(tmp_path / "run")[0]
-    assert first.on_policy_gap is not None
-    assert first.on_policy_gap < 1e-3
-    made = list(runs.rollouts_by_id(tmp_path / "run").values())
-    called = [rollout for rollout in made if len(rollout.turns) > 1]
-    assert {rollout.metrics["api"] for rollout in called} == {0.0, 1.0}
-    assert all(rollout.metrics["new_segments"] == 0 for rollout in made)
-    assert max(rollout.reward for rollout in called) == 1.0  # it reported the result
