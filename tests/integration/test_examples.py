@@ -35,6 +35,8 @@ OWN = {
     "agent.yaml": {},
     "apart.yaml": {"launch__kind": "processes", **SHORT_ANSWERS},
     "slow_judge.yaml": {"environment__args__median_s": 0.01, **SHORT_ANSWERS},
+    "tools.yaml": {},
+    "tools_agent.yaml": {},
     **{name: OF_RANDOM_WEIGHTS for name in RUN_FILES if "smollm2" in (ROOT / "examples" / name).read_text()},
 }
 NEEDS = {
@@ -44,6 +46,7 @@ NEEDS = {
     "smollm2_gsm8k.yaml": ["datasets"],
     "smollm2_long_tail.yaml": ["peft"],
     "smollm2_sums.yaml": ["reasoning_gym"],
+    "tools_agent.yaml": ["anthropic", "starlette"],
     "verifiers_env.yaml": ["verifiers"],
 }
 SLOW = {

@@ -81,7 +81,7 @@ def dataset_on_disk(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("template", ["environment", "agent", "dataset"])
+@pytest.mark.parametrize("template", ["environment", "tools", "agent", "dataset"])
 def test_every_template_runs(template: str, tmp_path: Path) -> None:
     pipelinerl_init(tmp_path, "--template", template)
     if template == "dataset":

@@ -1,4 +1,4 @@
-"""The wheel in a clean environment, outside the repository: the base install is enough for the demo."""
+"""The wheel in a clean environment, outside the repository: the base install is enough for the packaged models."""
 
 from __future__ import annotations
 
@@ -37,6 +37,9 @@ def test_the_wheel_runs_the_demo_in_a_clean_environment(tmp_path: Path) -> None:
     run(str(python), "-m", "pipelinerl", "train", "--run_dir", "a-run", *settings)
     assert json.loads((tmp_path / "a-run" / "summary.json").read_text())["status"] == "finished"
     assert (tmp_path / "a-run" / "curves.png").is_file()
+    tools = ["--model.path", "demo-tools", "--environment.kind", "calculator"]
+    run(str(python), "-m", "pipelinerl", "train", "--run_dir", "with-tools", *tools, *settings)
+    assert json.loads((tmp_path / "with-tools" / "summary.json").read_text())["status"] == "finished"
     assert run(str(tmp_path / "venv/bin/pipelinerl"), "--version").startswith("pipelinerl ")
 
 

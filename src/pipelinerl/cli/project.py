@@ -14,6 +14,7 @@ from pipelinerl.errors import UserError
 TEMPLATES = {
     "reward": "problems in a file and a reward function",
     "environment": "a class that makes its own problems",
+    "tools": "a function that the model may call",
     "agent": "a program that uses an OpenAI-compatible API",
     "dataset": "a data set of the hub and a chat model",
 }

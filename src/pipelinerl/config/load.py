@@ -22,7 +22,7 @@ from pydantic import ValidationError
 
 from pipelinerl.config import yaml_text
 from pipelinerl.config.keys import EXTENDS, Key, run_keys, run_sections, settable, show
-from pipelinerl.config.schema import RunConfig
+from pipelinerl.config.schema import PACKAGED_MODELS, RunConfig
 from pipelinerl.errors import ConfigError
 
 DEMO_SOURCE = "the built-in demo.yaml"
@@ -75,7 +75,7 @@ def config_of_values(values: Mapping[str, Any], base: RunConfig | None = None) -
 def with_own_model(config: RunConfig, run_dir: Path) -> RunConfig:
     """The same, with an absolute path if its model is a folder in `run_dir`, as it is in an export of a run."""
     folder = run_dir / config.model.path
-    if config.model.path == "demo" or os.path.isabs(config.model.path) or not os.path.isdir(folder):
+    if config.model.path in PACKAGED_MODELS or os.path.isabs(config.model.path) or not os.path.isdir(folder):
         return config
     return config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder.absolute())})})
 
@@ -268,7 +268,7 @@ def _read(path: Path) -> str:
 
 def _absolute(key: str, value: Any, folders: Sequence[Path]) -> Any:
     """`value` with an absolute path if it names something that exists relative to one of `folders`."""
-    if key == "model.path" and isinstance(value, str) and value != "demo":
+    if key == "model.path" and isinstance(value, str) and value not in PACKAGED_MODELS:
         return _first(value, folders, os.path.isdir) or value
     if key in PATHS[1:] and isinstance(value, str) and ".py:" in value:
         file, _, name = value.rpartition(":")

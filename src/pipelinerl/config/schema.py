@@ -41,9 +41,15 @@ class LoraConfig(Section, frozen=True):
     """Names of linear layers, like `[q_proj, v_proj]`. null: all except the output head."""
 
 
+PACKAGED_MODELS = {"demo": "demo_base", "demo-tools": "demo_tools"}
+"""The models in the package: folders in `assets` by name."""
+
+
 class ModelConfig(Section, frozen=True):
     path: str = "demo"
-    """Folder or hub id of a Hugging Face causal LM; `demo` is the small model in the package."""
+    """Folder or hub id of a Hugging Face causal LM; `demo` is the small model in the package, `demo-tools` one that calls a
+    calculator.
+    """
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the trainer's and engine's weights. float32 is the faster one on most CPUs."""
     trust_remote_code: bool = False
@@ -62,7 +68,7 @@ class EnvironmentConfig(Section, frozen=True):
     kind: str = "gcd"
     """`gcd`, `math`, `countdown`, `guess_number`, `calculator`, `reasoning_gym`, `verifiers` (environments of
     these packages), `function` (your reward function), `tools` (a reward function and functions that the model may call),
-    `agent` (your program, as a client of an OpenAI-compatible API), `mixture` (several environments), `difficulty_filter`
+    `agent` (your program, a client of OpenAI's or Anthropic's API), `mixture` (several environments), `difficulty_filter`
     (problems selected by pass rate), or your class: `path/to/file.py:ClassName` or `package.module:ClassName`.
     """
     args: dict[str, JsonValue] = {}

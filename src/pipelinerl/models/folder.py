@@ -6,21 +6,20 @@ import importlib.resources
 import os
 from pathlib import Path
 
+from pipelinerl.config.schema import PACKAGED_MODELS
 from pipelinerl.errors import ModelLoadError
-
-DEMO = "demo"
 
 
 def resolve_path(path: str) -> str:
-    """Resolve `model.path`: `demo` is a folder of this package, an existing folder is itself, anything else is a hub id.
+    """Resolve `model.path`: `demo` and `demo-tools` are in this package, a folder is itself, anything else is a hub id.
 
     Raises ModelLoadError for a path that is neither a folder nor a valid hub id. Does not contact the hub: see
     `find_model`.
     """
-    if path == DEMO:
-        folder = Path(str(importlib.resources.files("pipelinerl"))) / "assets" / "demo_base"
+    if path in PACKAGED_MODELS:
+        folder = Path(str(importlib.resources.files("pipelinerl"))) / "assets" / PACKAGED_MODELS[path]
         if not (folder / "config.json").is_file():
-            raise ModelLoadError(f"the demo model is missing from this installation ({folder}); install the package again")
+            raise ModelLoadError(f"the model {path} is missing from this installation ({folder}); install the package again")
         return str(folder)
     folder = Path(path).expanduser()
     if path and folder.is_dir():

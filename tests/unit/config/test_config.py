@@ -271,7 +271,7 @@ def test_every_key_can_be_set_by_its_flag_to_its_default(tmp_path: Path) -> None
 
 def test_paths_are_found_beside_the_run_file_then_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
-    for folder in (here / "common", here / "only_here", there / "common", there / "demo"):
+    for folder in (here / "common", here / "only_here", there / "common", there / "demo", there / "demo-tools"):
         folder.mkdir(parents=True)
     (there / "task.py").touch()
     (here / "task.py").touch()
@@ -289,7 +289,8 @@ def test_paths_are_found_beside_the_run_file_then_here(tmp_path: Path, monkeypat
     )
     assert paths("model: {path: only_here}")[0] == str(here / "only_here")
     assert paths("model: {path: owner/name}\nenvironment: {kind: 'my.module:Mine'}") == ("owner/name", "my.module:Mine")
-    assert paths("model: {path: demo}")[0] == "demo", "the name of the packaged model is never a folder"
+    for name in ("demo", "demo-tools"):
+        assert paths(f"model: {{path: {name}}}")[0] == name, "the name of a packaged model is never a folder"
     assert paths("model: {path: ./demo}")[0] == str(there / "demo")
     assert paths("environment: {kind: 'absent.py:Mine'}")[1] == "absent.py:Mine"
     assert load(there, "run_dir: common\nenvironment: {args: {path: common}}").environment.args == {"path": "common"}

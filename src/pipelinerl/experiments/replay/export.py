@@ -24,12 +24,11 @@ import msgspec
 
 from pipelinerl.config import yaml_text
 from pipelinerl.config.load import config_from_yaml
-from pipelinerl.config.schema import RunConfig
+from pipelinerl.config.schema import PACKAGED_MODELS, RunConfig
 from pipelinerl.config.secrets import without_secrets
 from pipelinerl.errors import RunDirectoryError, UserError
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.metrics.reading import read_lines
-from pipelinerl.models.folder import DEMO
 from pipelinerl.report import writing_to
 from pipelinerl.report.series import read_summary
 
@@ -136,8 +135,8 @@ class _Export:
 
 
 def _model_folder(config: RunConfig, run: RunDirectory) -> Path | None:
-    """The folder of the initial model; None for the demo's and for an id on the hub."""
-    if config.model.path == DEMO:
+    """The folder of the initial model; None for one of the package, and for an id on the hub."""
+    if config.model.path in PACKAGED_MODELS:
         return None
     choices = (run.root / config.model.path, Path(config.model.path).expanduser())
     return next((folder for folder in choices if folder.is_dir()), None)
