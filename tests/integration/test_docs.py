@@ -30,6 +30,7 @@ DOCS = ROOT / "docs"
 NAMES = [str(page.relative_to(ROOT)) for page in pages()]
 COMMANDS = AllCommands()
 NOT_RUN = {
+    "sweep": "minutes (tests/integration/test_sweep.py)",
     "compare": "minutes (tests/integration/test_compare.py)",
     "study": "minutes (tests/integration/test_study.py)",
     "calibrate": "minutes (tests/integration/test_calibrate.py)",
