@@ -29,6 +29,7 @@ MODULES = {
     "serve": ("serve", "check-engine"),
     "replay": ("replay", "export"),
     "chaos": ("chaos",),
+    "tools": ("doctor", "completion"),
 }
 """The modules of this package that add subcommands, and the names of theirs."""
 GROUPS = {
@@ -48,6 +49,7 @@ GROUPS = {
     ),
     "models and servers": ("serve", "check-engine", "convert-gguf"),
     "experiments of the paper, and tests of runs": ("compare", "study", "plan", "calibrate", "simulate", "chaos"),
+    "this machine": ("doctor", "completion"),
 }
 """The commands as `pipelinerl --help` lists them."""
 
