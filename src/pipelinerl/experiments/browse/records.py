@@ -352,7 +352,7 @@ class RunEvaluations:
         self.summary = lru_cache(_CACHED_GROUPS)(self._summary)
         self.group = lru_cache(2)(self._group)
         if not self._names():
-            raise RunDirectoryError(f"{run_dir} holds no evaluation yet; runs with evaluation.problems above 0 write some")
+            raise RunDirectoryError(f"{run_dir} holds no evaluation; runs with evaluation.problems above 0 write some")
 
     def __len__(self) -> int:
         return len(self._problems)

@@ -199,7 +199,7 @@ def test_an_evaluation_that_comes_later_and_a_damaged_line_are_taken_in(tmp_path
 
 
 def test_a_run_without_evaluations_says_so(tmp_path: Path) -> None:
-    with pytest.raises(RunDirectoryError, match="holds no evaluation yet"):
+    with pytest.raises(RunDirectoryError, match="holds no evaluation; runs with"):
         RunEvaluations(run_directory(tmp_path / "run"))
     with pytest.raises(RunDirectoryError, match="not a run directory"):
         RunEvaluations(tmp_path)
