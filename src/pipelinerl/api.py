@@ -178,7 +178,8 @@ class StartedRun:
             return
         text = "\n".join(self._process.log_lines())
         _, found, message = text.rpartition("error: ")
-        kinds = {kind.exit_status: kind for kind in (errors.StageDiedError, errors.StalledError, UserError)}
+        known = (errors.StageDiedError, errors.StalledError, errors.TrainingDivergedError, UserError)
+        kinds = {kind.exit_status: kind for kind in known}
         message = message if found else f"the run {self._process.how_it_ended()}{self._process.log_excerpt()}"
         raise kinds.get(status, PipelineRLError)(message)
 

@@ -83,6 +83,8 @@ class PolicyMismatchError(PipelineRLError):
 class TrainingDivergedError(PipelineRLError):
     """The loss, a gradient or a weight is not finite. Such weights were not published."""
 
+    exit_status = 5
+
 
 class LogitsError(TrainingDivergedError):
     """An engine's logits are not finite, so no token can be sampled: its weights are broken."""

@@ -30,6 +30,7 @@ DOCS = ROOT / "docs"
 NAMES = [str(page.relative_to(ROOT)) for page in pages()]
 COMMANDS = AllCommands()
 NOT_RUN = {
+    "sweep": "minutes (tests/integration/test_sweep.py)",
     "compare": "minutes (tests/integration/test_compare.py)",
     "study": "minutes (tests/integration/test_study.py)",
     "calibrate": "minutes (tests/integration/test_calibrate.py)",
@@ -42,7 +43,7 @@ NOT_RUN = {
     "convert-gguf": "needs a download (tests/unit/models)",
 }
 """Commands whose arguments are parsed and that are not run."""
-OTHER_PROGRAMS = {".", "cd", "export", "head", "less", "ray", "scontrol", "sqlite3", "srun", "tar"}
+OTHER_PROGRAMS = {".", "source", "cd", "export", "head", "less", "ray", "scontrol", "sqlite3", "srun", "tar"}
 DATA = {"question": "2 + 2?", "answer": "#### 4", "prompt": "12,18:"}
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from pipelinerl import load_config
+from pipelinerl.config.help import json_schema
 from pipelinerl.launch.checks import check_without_running
 from pipelinerl.launch.run import train
 from tests.integration.runs import assert_whole, flags
@@ -141,3 +142,11 @@ def test_every_example_is_run_and_has_its_place_in_the_table() -> None:
     named = "".join((ROOT / "examples" / name).read_text(encoding="utf-8") for name in RUN_FILES)
     for name in files - {*RUN_FILES}:
         assert name in named or (ROOT / ELSEWHERE[name]).is_file(), name
+
+
+def test_every_example_names_the_schema_for_editors_which_is_the_current_one() -> None:
+    for name in RUN_FILES:
+        first = (ROOT / "examples" / name).read_text().partition("\n")[0]
+        assert first == "# yaml-language-server: $schema=run.schema.json", name
+    written = (ROOT / "examples/run.schema.json").read_text()
+    assert written == json_schema(), "run `pipelinerl config --schema > examples/run.schema.json`"

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pipelinerl.experiments.browse.tokens import TokenText
 
 _EPILOG = (
-    'QUERY: words, "some text", reward>0.5, version=12, lag>=3, length<20, trained, untrained, dropped, '
+    'QUERY: words, "some text", reward>0.5, version=12, lag>=3, length<20, trained, untrained, skipped, dropped, '
     "dropped=REASON. All terms must match the same rollout. Keys are shown at the bottom of the screen."
 )
 

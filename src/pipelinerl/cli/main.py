@@ -19,6 +19,7 @@ from pipelinerl.files import UNWRITABLE
 MODULES = {
     "train": ("train",),
     "project": ("init", "config", "report", "convert-gguf"),
+    "sweep": ("sweep",),
     "compare": ("compare", "study"),
     "watch": ("watch",),
     "browse": ("browse",),
@@ -28,12 +29,27 @@ MODULES = {
     "serve": ("serve", "check-engine"),
     "replay": ("replay", "export"),
     "chaos": ("chaos",),
+    "tools": ("doctor", "completion"),
 }
 """The modules of this package that add subcommands, and the names of theirs."""
 GROUPS = {
-    "your runs": ("init", "train", "config", "watch", "browse", "report", "eval", "chat", "push", "replay", "export"),
+    "your runs": (
+        "init",
+        "train",
+        "sweep",
+        "config",
+        "watch",
+        "browse",
+        "report",
+        "eval",
+        "chat",
+        "push",
+        "replay",
+        "export",
+    ),
     "models and servers": ("serve", "check-engine", "convert-gguf"),
     "experiments of the paper, and tests of runs": ("compare", "study", "plan", "calibrate", "simulate", "chaos"),
+    "this machine": ("doctor", "completion"),
 }
 """The commands as `pipelinerl --help` lists them."""
 

@@ -59,9 +59,14 @@ class Commands:
         )
         self._parsers: dict[str, Parser] = {}
 
+    @property
+    def parsers(self) -> Mapping[str, Parser]:
+        """Those of the subcommands, by name."""
+        return self._parsers
+
     def add(self, name: str, text: str, epilog: str | None = None, *, run: Run) -> Parser:
         """Add the parser of a subcommand, which `run` executes."""
-        parser = self._parsers[name] = self._subparsers.add_parser(name, description=text, epilog=epilog)
+        parser = self._parsers[name] = self._subparsers.add_parser(name, description=text, epilog=epilog, help=text)
         parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
         parser.set_defaults(run=run)
         return parser

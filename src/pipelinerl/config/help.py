@@ -14,6 +14,7 @@ from pydantic_core import ErrorDetails
 from pipelinerl.config import yaml_text
 from pipelinerl.config.keys import EXTENDS, Key, key_of, run_keys, run_sections, settable, show, spell
 from pipelinerl.config.schema import RunConfig
+from pipelinerl.config.variables import escaped
 
 WIDTH = 100
 _WORDS = {
@@ -170,7 +171,7 @@ def _documented(key: Key, value: Any) -> str:
     lines = [*wrap.wrap(key.description), *wrap.wrap(_values(key))]
     wrap.subsequent_indent = "#   "
     lines += [line for inner in key.inner for line in wrap.wrap(f"- {inner.name}: {inner.description} {_values(inner)}")]
-    return "\n".join(lines) + "\n" + yaml_text.dump({key.name: value})
+    return "\n".join(lines) + "\n" + yaml_text.dump(escaped({key.name: value}))
 
 
 def _values(key: Key) -> str:

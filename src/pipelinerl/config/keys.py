@@ -87,7 +87,13 @@ def spell(value: Any) -> str:
 
 def config_to_yaml(config: RunConfig) -> str:
     """Every key and its value. `load.config_from_yaml` reads back an equal configuration."""
-    return yaml_text.dump(config.model_dump(mode="json"))
+    values = config.model_dump(mode="json")
+    text = yaml_text.dump(values)
+    if "${" in text:
+        from pipelinerl.config.variables import escaped  # noqa: PLC0415 - few run files have such texts
+
+        text = yaml_text.dump(escaped(values))
+    return text
 
 
 def _keys() -> Iterator[Key]:

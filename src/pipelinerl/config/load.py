@@ -7,7 +7,7 @@ anywhere. In flags only the working directory counts. Nothing else is touched: n
 `environment.args`.
 
 `extends: base.yaml`, relative to the run file, takes the keys that the run file does not set from another one. A file that
-sets `environment.kind` takes nothing of `environment.args`.
+sets `environment.kind` takes nothing of `environment.args`. `${NAME}` stands for an environment variable (see `variables`).
 """
 
 from __future__ import annotations
@@ -107,12 +107,18 @@ class _Draft:
     @classmethod
     def of_text(cls, text: str, source: str) -> _Draft:
         parsed = yaml_text.parse(text, source)
-        if not isinstance(parsed.value, dict | None):
-            raise ConfigError(f"{source}: a run file is a mapping of keys to values, this is {show(parsed.value)}")
-        draft = cls(parsed.value or {}, source)
+        origins = {key: f"{source}:{line}: {key}" for key, line in parsed.lines.items()}
+        values = parsed.value
+        if "${" in text:
+            from pipelinerl.config.variables import resolved  # noqa: PLC0415 - few run files have variables
+
+            values = resolved(values, origins)
+        if not isinstance(values, dict | None):
+            raise ConfigError(f"{source}: a run file is a mapping of keys to values, this is {show(values)}")
+        draft = cls(values or {}, source)
         if draft.get("metrics.tensorboard") is False:  # runs of earlier versions have recorded their default
             del draft.values["metrics"]["tensorboard"]
-        draft.origins = {key: f"{source}:{line}: {key}" for key, line in parsed.lines.items()}
+        draft.origins = origins
         return draft
 
     @classmethod

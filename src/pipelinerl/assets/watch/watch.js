@@ -265,7 +265,7 @@ function drawSlots(run) {
   const dropped = counts ? Object.entries(counts.dropped) : [];
   const lost = dropped.length ? `, dropped ${dropped.map(([reason, count]) => `${reason} ${count}`).join(", ")}` : ", none dropped";
   $("#slots .counts").textContent = counts
-    ? `Rollouts: ${counts.started} started, ${counts.trained} trained on, ${counts.queued} queued, ${counts.in_progress} in progress${lost}.` : "";
+    ? `Rollouts: ${counts.started} started, ${counts.trained} trained on, ${counts.queued} queued, ${counts.in_progress} in progress${lost}${counts.skipped ? `; ${counts.skipped} problems skipped` : ""}.` : "";
 }
 
 function drawEvaluations(run) {
@@ -291,6 +291,7 @@ function drawRollouts(run) {
     const more = group.hidden ? el("p", { class: "dim" }, `and ${group.hidden} more attempts`) : null;
     return el("article", { class: "group" }, el("h3", {}, `Group ${group.index}`), el("pre", {}, group.problem),
       dropped ? el("p", { class: "dim" }, `dropped: ${dropped}`) : null,
+      group.skipped ? el("p", { class: "dim" }, group.skipped) : null,
       el("div", { class: "attempts" }, ...group.attempts.map(attempt)), more);
   }));
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,16 +20,18 @@ from pipelinerl.experiments.browse.records import (
     Damaged,
     Trained,
     one_line,
-    reasons_text,
 )
 from pipelinerl.status.view import printable
 
 # ---- queries like `reward>0.5 version=12 "some text"`
 
-HELP = 'words or "some text", reward>0.5, version=12, lag>=3, length<20, trained, untrained, dropped, dropped=REASON'
+HELP = (
+    'words or "some text", reward>0.5, version=12, lag>=3, length<20, trained, untrained, skipped, dropped, dropped=REASON'
+)
 TrainedBy = Callable[[str], Trained | None]
 _PART = re.compile(r'"([^"]*)"?|(\S+)')
-_COMPARISON = re.compile(r"(reward|version|lag|length)(<=|>=|<|>|=)(.*)", re.DOTALL)
+_COMPARISON = re.compile(r"([^\W\d]\w*)(<=|>=|<|>|=)(.*)", re.DOTALL)
+_COLUMNS = ("reward", "version", "lag", "length")
 _HOLDS: dict[str, Callable[[float, float, float], bool]] = {
     "<": lambda low, _high, value: low < value,
     "<=": lambda low, _high, value: low <= value,
@@ -60,7 +63,7 @@ class Query:
 
 
 def parse(text: str) -> Query:
-    """Parse a query. Raises UserError for a comparison with something that is not a number."""
+    """Parse a query. Raises UserError for a comparison of something else, or with something that is not a number."""
     parts = [(match[1], match[2]) for match in _PART.finditer(text)]
     return Query(text, tuple(_words(quoted) if bare is None else _term(bare) for quoted, bare in parts))
 
@@ -73,9 +76,18 @@ def _term(part: str) -> _Term:
         return lambda _group, rollout, trained: (
             rollout is not None and (trained(rollout.id) is not None) == (part == "trained")
         )
+    if part == "skipped":
+        return lambda group, _attempt, _trained: group.skipped is not None
     comparison = _COMPARISON.fullmatch(part)
     if comparison is None:
         return _words(part)
+    if comparison[1] not in _COLUMNS:
+        near = difflib.get_close_matches(comparison[1], _COLUMNS, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise UserError(
+            f"{part!r}: {hint}{', '.join(_COLUMNS)} can be compared, and dropped=REASON; to search for this text, put it in "
+            "double quotes"
+        )
     try:
         value = float(comparison[3])
     except ValueError:
@@ -131,14 +143,14 @@ def groups_table(run: Browsed, places: Iterable[int], selected: int) -> Table:
     for name in HEADINGS:
         table.add_column(name, justify="left" if name == "rewards" else "right", no_wrap=True)
     table.add_column("problem", ratio=1, no_wrap=True, overflow="ellipsis")
-    table.add_column("dropped", no_wrap=True)
+    table.add_column("notes", no_wrap=True)
     for place in places:
         group, replaced = run.summary(place), run.is_replaced(place)
         style = _SELECTED if place == selected else "dim" if replaced else ""
         if isinstance(group, Damaged):
             table.add_row("?", *[""] * (len(HEADINGS) - 1), Text(str(group), "red"), "", style=style)
             continue
-        note = _REPLACED if replaced else reasons_text(group.dropped)
+        note = _REPLACED if replaced else group.note
         cells = _cells(group, partial(run.trained, place))
         table.add_row(*cells, Text(one_line(group.title)), Text(note), style=style)
     return table
@@ -162,10 +174,9 @@ def plain_table(run: Browsed, query: Query | None, warn: Callable[[str], None]) 
         trained = partial(run.trained, place)
         hits = [] if query is None else query.matches(group, trained)
         if hits is not None:
-            dropped = f"dropped: {reasons_text(group.dropped)}" if group.dropped else ""
             replaced = _REPLACED if run.is_replaced(place) else ""
             ids = " ".join(one_line(group.rollouts[i].id) for i in hits)
-            yield _line(_cells(group, trained), one_line(group.title), dropped, replaced, ids)
+            yield _line(_cells(group, trained), one_line(group.title), group.note, replaced, ids)
 
 
 def attempts_table(group: Attempts, trained: TrainedBy, selected: int, width: int) -> Table:

@@ -17,7 +17,7 @@ import msgspec
 from pipelinerl.errors import INVALID_DATA, RunDirectoryError
 from pipelinerl.metrics.evaluations import EvaluatedProblem
 from pipelinerl.status.view import printable
-from pipelinerl.types import Completion, FinishReason, Group, Problem, Rollout, Turn, VersionSpan
+from pipelinerl.types import Completion, FinishReason, Group, Problem, Rollout, Skip, Turn, VersionSpan
 
 T = TypeVar("T")
 
@@ -37,6 +37,12 @@ def one_line(text: str) -> str:
 
 def reasons_text(dropped: Mapping[str, int]) -> str:
     return ", ".join(f"{one_line(reason)} {count}" for reason, count in sorted(dropped.items()) if count)
+
+
+def skip_text(skip: Skip) -> str:
+    """Why `actor.online_filter` skipped a problem."""
+    times = f"{skip.equal_groups} groups in a row" if skip.equal_groups > 1 else "its latest group"
+    return f"skipped: equal rewards in {times}, up to group {skip.last_group}; mean reward {skip.reward_mean:.3g}"
 
 
 class Lines:
@@ -144,13 +150,21 @@ class Attempt(msgspec.Struct, frozen=True):
 
 
 class Attempts(msgspec.Struct, frozen=True, dict=True):
-    """A group with what lists and searches need. `dropped`: failed attempts by reason."""
+    """A group with what lists and searches need. `dropped`: failed attempts by reason. A `skipped` problem has none."""
 
     index: int
     problem: Problem
     rollouts: tuple[Attempt, ...]
     started: int
     dropped: dict[str, int] = {}
+    skipped: Skip | None = None
+
+    @property
+    def note(self) -> str:
+        """What became of attempts that it does not have; empty if it has all."""
+        if self.skipped is not None:
+            return skip_text(self.skipped)
+        return f"dropped: {reasons_text(self.dropped)}" if self.dropped else ""
 
     @property
     def versions(self) -> list[int]:
@@ -338,7 +352,7 @@ class RunEvaluations:
         self.summary = lru_cache(_CACHED_GROUPS)(self._summary)
         self.group = lru_cache(2)(self._group)
         if not self._names():
-            raise RunDirectoryError(f"{run_dir} holds no evaluation yet; runs with evaluation.problems above 0 write some")
+            raise RunDirectoryError(f"{run_dir} holds no evaluation; runs with evaluation.problems above 0 write some")
 
     def __len__(self) -> int:
         return len(self._problems)

@@ -69,7 +69,7 @@ def compare(
     """
     for contender in request.schedules:
         _check(request, contender)
-    claim_folder(out, request)
+    claim_folder(out, plain(request))
     session = _Session(request, Folder(out, train), evaluate, say)
     try:
         tried = {contender.label: session.tune(contender) for contender in request.schedules}

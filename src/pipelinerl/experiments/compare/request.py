@@ -116,23 +116,23 @@ def make_request(
     )
 
 
-def claim_folder(out: Path, request: Request) -> None:
+def claim_folder(out: Path, request: Mapping[str, Any], what: str = "comparison") -> None:
     """Create `out` for this request, or check that it holds this request. Raises RunDirectoryError with the differences."""
     path = out / REQUEST_FILE
     try:
         if not path.exists():
             out.mkdir(parents=True, exist_ok=True)
             if any(out.iterdir()):
-                raise RunDirectoryError(f"{out} is not empty and holds no comparison; choose a new --out")
-            write_json(path, plain(request), indent=2)
+                raise RunDirectoryError(f"{out} is not empty and holds no {what}; choose a new --out")
+            write_json(path, request, indent=2)
         before = msgspec.json.decode(path.read_bytes())
     except OSError as error:
         raise RunDirectoryError(f"can't use {out}: {error.strerror}; choose another --out") from error
     except INVALID_DATA as error:
         raise RunDirectoryError(f"{path} is damaged: {error}; choose another --out") from error
-    if differences := differing(before, plain(request)):
+    if differences := differing(before, request):
         raise RunDirectoryError(
-            f"{out} holds another comparison ({'; '.join(differences)}); give the same arguments to continue it, or "
+            f"{out} holds another {what} ({'; '.join(differences)}); give the same arguments to continue it, or "
             "choose another --out"
         )
 

@@ -80,7 +80,7 @@ class Folder:
         """
         if name in self._done and (self.root / name).is_dir():
             return self._done[name]
-        _clear(self.root / name)
+        clear_run(self.root / name)
         began, load = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), load_average()
         status = FINISHED
         with (self.root / "log.txt").open("a", encoding="utf-8") as log, contextlib.redirect_stdout(log):
@@ -110,7 +110,7 @@ def remove_parts(run_dir: Path, *names: str) -> None:
         shutil.rmtree(run_dir / name, ignore_errors=True)
 
 
-def _clear(path: Path) -> None:
+def clear_run(path: Path) -> None:
     """Remove an incomplete run. Waits for its last processes to exit; raises RunDirectoryError if it is still running."""
     if not path.is_dir():
         return

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import msgspec
 import numpy as np
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -24,7 +25,7 @@ from pipelinerl.experiments.statistics import Floats, Interval, mean_intervals, 
 from pipelinerl.files import JsonLines
 from pipelinerl.metrics.evaluations import EvaluatedProblem
 from pipelinerl.metrics.statistics import mean_metrics
-from pipelinerl.report import new_table, number, rendered, write_file, write_json, writing_to
+from pipelinerl.report import number, rendered, write_file, write_json, writing_to
 from pipelinerl.types import Problem
 
 Status = Literal["unfinished", "interrupted", "finished"]
@@ -249,38 +250,60 @@ def _clear(root: Path, overwrite: bool) -> None:
 
 # ---- the table for the terminal: one row per model, with intervals below the estimates
 
-_WIDTH = 400
-"""Wide enough that no column is wrapped or cut."""
-
 
 def evaluation_table(summary: EvaluationSummary) -> str:
-    """The results as text; a second table has the environment's metrics, if there are any."""
-    settings = summary.settings
+    """The results as text; a second table has the environment's metrics, if there are any.
+
+    A table that would be wider than the terminal (or COLUMNS) is continued below, with the names of its rows again.
+    """
+    settings, models = summary.settings, summary.models
     ks = powers_of_two(settings.attempts)
-    compared = len(summary.models) > 1
+    compared = len(models) > 1
     title = f"{settings.environment}: {settings.attempts} attempts at each problem, temperature {settings.temperature:g}"
-    caption = f"in brackets: {settings.level:.0%} intervals over problems"
+    title += ", training problems" if settings.training_problems else ""
+    notes = [f"in brackets: {settings.level:.0%} intervals over problems" + ("; differences are paired" if compared else "")]
     if summary.status == "interrupted":
-        caption += "; INTERRUPTED: short answers end first, so the counted problems are not typical"
-    caption += "; differences are paired" if compared else ""
+        notes.append("INTERRUPTED: short answers end first, so the counted problems are not typical")
     columns = ["problems", f"mean@{settings.attempts}", *(f"pass@{k}" for k in ks)]
     columns += [f"{name} - first" for name in columns[1:3]] if compared else []
-    table = new_table(
-        title + (", training problems" if settings.training_problems else ""), caption=caption, show_header=True
-    )
-    table.add_column("model", no_wrap=True)
-    for name in (*columns, "tokens", "cut", "failed"):
-        table.add_column(name, no_wrap=True, justify="right")
-    for model in summary.models:
-        table.add_row(Text(model.name), *_cells(model, ks, compared))
-    metrics = Table(caption="means over the attempts that have the metric", caption_justify="left", border_style="dim")
-    metrics.add_column("metric", no_wrap=True)
-    for model in summary.models:
-        metrics.add_column(Text(model.name), no_wrap=True, justify="right")
-    names = sorted({name for model in summary.models for name in model.metrics})
-    for name in names:
-        metrics.add_row(Text(name), *(number(model.metrics.get(name), ".4g") for model in summary.models))
-    return rendered(table, *([metrics] if names else []), width=_WIDTH)
+    columns += ["tokens", "cut", "failed"]
+    cells = [_cells(model, ks, compared) for model in models]
+    names = [model.name for model in models]
+    tables = _fitting("model", names, dict(zip(columns, zip(*cells, strict=True), strict=True)))
+    metrics = sorted({metric for model in models for metric in model.metrics})
+    if metrics:
+        by_model = {model.name: [number(model.metrics.get(metric), ".4g") for metric in metrics] for model in models}
+        tables += _fitting("metric", metrics, by_model)
+        notes.append("metrics: means over the attempts that have the metric")
+    return rendered(Text(title, "bold"), *tables, *(Text(note, "dim") for note in notes))
+
+
+def _fitting(name: str, rows: Sequence[str], columns: Mapping[str, Sequence[str]]) -> list[Table]:
+    """Tables of these columns, as many as it takes for none to be wider than the terminal. Each begins with `rows`."""
+    room = Console().width - 1 - _width(name, rows)
+    tables: list[list[str]] = []
+    left = 0
+    for heading, cells in columns.items():
+        left -= (width := _width(heading, cells))
+        if left < 0 or not tables:
+            tables.append([])
+            left = room - width
+        tables[-1].append(heading)
+    made = []
+    for headings in tables:
+        table = Table(border_style="dim")
+        table.add_column(name, overflow="fold")
+        for heading in headings:
+            table.add_column(heading, no_wrap=True, justify="right")
+        for row, *cells in zip(rows, *(columns[heading] for heading in headings), strict=True):
+            table.add_row(Text(row), *cells)
+        made.append(table)
+    return made
+
+
+def _width(heading: str, cells: Sequence[str]) -> int:
+    """That of a column, with its border."""
+    return max(len(line) for text in (heading, *cells) for line in text.split("\n")) + 3
 
 
 def _cells(model: ModelResult, ks: tuple[int, ...], compared: bool) -> list[str]:

@@ -15,7 +15,7 @@ from pipelinerl.experiments.planner.calibration import Calibration
 from pipelinerl.experiments.planner.plan import Plan, tabulated
 from pipelinerl.experiments.planner.simulation.run import Prediction
 from pipelinerl.experiments.planner.simulation.scenario import Measured
-from pipelinerl.report import new_table, number, rendered, write_file
+from pipelinerl.report import count, new_table, number, rendered, write_file
 from pipelinerl.report.curves import finish_axes, new_figure, png_of
 
 
@@ -177,7 +177,8 @@ def comparison_text(prediction: Prediction, measured: Measured, run_dir: str) ->
 
 def prediction_text(prediction: Prediction) -> str:
     """The prediction of a run as a table."""
-    title = f"{prediction.schedule}, {prediction.engines} engines of {prediction.slots} slots, {prediction.steps} steps"
+    engines = count(prediction.engines, "engine")
+    title = f"{prediction.schedule}, {engines} of {prediction.slots} slots, {prediction.steps} steps"
     table = new_table(title, "", "predicted")
     for name, field, pattern in _ROWS:
         table.add_row(name, number(getattr(prediction, field), pattern))

@@ -14,7 +14,7 @@ import msgspec
 from pipelinerl.checkpoint_folders import latest_checkpoint
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import ModelLoadError
-from pipelinerl.experiments.browse.records import one_line
+from pipelinerl.experiments.browse.records import one_line, skip_text
 from pipelinerl.experiments.browse.tokens import TokenText, load_token_text
 from pipelinerl.models.folder import resolve_path
 from pipelinerl.status.view import printable
@@ -75,6 +75,7 @@ def _group(group: Group, texts: TokenText) -> dict[str, Any]:
         "attempts": [_attempt(rollout, texts) for rollout in _chosen(group.rollouts)],
         "hidden": max(0, len(group.rollouts) - ATTEMPTS),
         "dropped": {one_line(reason): count for reason, count in group.dropped.items()},
+        "skipped": None if group.skipped is None else skip_text(group.skipped),
     }
 
 

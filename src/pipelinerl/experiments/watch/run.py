@@ -383,6 +383,7 @@ class WatchedRun:
                 "in_progress": actor.rollouts_in_progress,
                 "trained": trainer.trained,
                 "queued": trainer.queued,
+                "skipped": actor.groups_skipped,
                 "dropped": {printable(reason): count for reason, count in dropped_by_reason(statuses).items()},
             }
         return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from pathlib import Path
@@ -9,12 +10,13 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
+from rich.console import Console
 
 from pipelinerl.cli.browse import add_to
 from pipelinerl.config.schema import ModelConfig
 from pipelinerl.errors import MissingDependencyError, ModelLoadError, RunDirectoryError, UserError
 from pipelinerl.experiments.browse.export import export
-from pipelinerl.experiments.browse.groups import parse, plain_table
+from pipelinerl.experiments.browse.groups import groups_table, parse, plain_table
 from pipelinerl.experiments.browse.records import (
     Attempts,
     Damaged,
@@ -25,6 +27,7 @@ from pipelinerl.experiments.browse.records import (
 )
 from pipelinerl.experiments.browse.tokens import TokenText, load_token_text
 from pipelinerl.status.view import printable
+from pipelinerl.types import Group, Problem, Skip
 from tests.unit.experiments.browse.browse_parts import (
     Bytes,
     answer,
@@ -196,7 +199,7 @@ def test_an_evaluation_that_comes_later_and_a_damaged_line_are_taken_in(tmp_path
 
 
 def test_a_run_without_evaluations_says_so(tmp_path: Path) -> None:
-    with pytest.raises(RunDirectoryError, match="holds no evaluation yet"):
+    with pytest.raises(RunDirectoryError, match="holds no evaluation; runs with"):
         RunEvaluations(run_directory(tmp_path / "run"))
     with pytest.raises(RunDirectoryError, match="not a run directory"):
         RunEvaluations(tmp_path)
@@ -240,6 +243,25 @@ def test_every_term_holds_for_one_and_the_same_rollout(tmp_path: Path, text: str
         place: query.matches(run.summary(place), lambda name, place=place: run.trained(place, name)) for place in range(4)
     }
     assert {place: hit for place, hit in hits.items() if hit is not None} == found
+
+
+def test_a_comparison_of_something_unknown_names_what_can_be_compared() -> None:
+    with pytest.raises(UserError) as caught:
+        parse("rewrd>3")
+    assert str(caught.value).startswith("'rewrd>3': did you mean reward? reward, version, lag, length can be compared")
+    assert "\n" not in str(caught.value)
+    parse('"x=3" 7*8=')  # text
+
+
+def test_a_skipped_problem_is_shown_with_the_reason(tmp_path: Path) -> None:
+    skip = Skip(equal_groups=2, last_group=0, rollouts=8, reward_mean=0.125, probability=0.25)
+    skipped = Group(index=1, problem=Problem("easy", {}), rollouts=(), started=0, skipped=skip)
+    run = opened(run_directory(tmp_path, [group(0, rollout(0, 0, 1.0, turn("p", "five"))), skipped]))
+    (line,) = list(plain_table(run, parse("skipped"), pytest.fail))[1:]
+    assert "skipped: equal rewards in 2 groups in a row, up to group 0; mean reward 0.125" in line
+    console = Console(file=io.StringIO(), width=200)
+    console.print(groups_table(run, range(2), 0))
+    assert "skipped: equal rewards" in console.file.getvalue()
 
 
 @pytest.mark.parametrize("text", ["reward>much", "lag=", "version=nan"])

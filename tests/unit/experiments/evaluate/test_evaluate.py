@@ -347,6 +347,19 @@ def test_the_table_has_a_row_for_every_model() -> None:
     assert "INTERRUPTED: short answers end first" in evaluation_table(stopped)
 
 
+@pytest.mark.parametrize("columns", [60, 80, 200])
+def test_the_table_is_as_wide_as_the_terminal_and_no_number_is_lost(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    tally = tally_of(play(ScriptedEngine(script)))
+    first = tally.result(TARGET, None, None)
+    models = (first, tally.result(TARGET._replace(name="other"), 5, tally.values()))
+    lines = evaluation_table(EvaluationSummary(status="finished", settings=SETTINGS, models=models)).splitlines()
+    assert max(map(len, lines)) <= columns
+    text = " ".join(lines)
+    assert all(heading in text for heading in ("problems", "pass@4", "mean@4 - first", "tokens", "cut", "failed"))
+    assert sum("other" in line for line in lines) == {60: 4, 80: 3, 200: 1}[columns]
+
+
 GCD = ("--environment.kind", "gcd")
 URL = ("--engine.kind", "http", "--engine.urls", "[http://127.0.0.1:1]")
 

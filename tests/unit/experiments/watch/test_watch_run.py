@@ -155,6 +155,7 @@ def test_the_newest_rollouts_come_in_spans_of_versions_every_few_seconds(tmp_pat
     assert (newest["index"], first["index"]) == (1, 0)
     assert "<script>" in newest["problem"]
     assert "\x1b" not in newest["problem"]
+    assert newest["skipped"] is None
     (shown,) = newest["attempts"][0]["turns"]
     assert [(span["version"], span["tokens"]) for span in shown["spans"]] == [(3, 4), (4, 5)]
     assert shown["finish"] == "stop"

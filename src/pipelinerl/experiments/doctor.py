@@ -1,0 +1,188 @@
+"""`pipelinerl doctor`: what this machine and installation have, what is wrong, and how to fix it. Changes nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from packaging.requirements import Requirement
+from rich.text import Text
+
+from pipelinerl.experiments.machine import load_average, processor
+from pipelinerl.launch.memory import host_memory
+from pipelinerl.launch.share import usable_cores
+from pipelinerl.report import count, new_table, rendered
+
+Level = Literal["ok", "note", "WRONG"]
+WRONG: Level = "WRONG"
+LEAST_PYTHON = (3, 11)
+LEAST_MEMORY_GIB = 4.0
+"""The demo's processes use some 3 GiB."""
+LEAST_DISK_GIB = 5.0
+LEAST_FILES = 256
+TIMEOUT_S = 60.0
+GIB = 1 << 30
+NOT_FOR_USERS = {"dev", "docs", "pages"}
+"""Extras of those who work on this package."""
+
+
+class Finding(NamedTuple):
+    """One thing that was looked at. `fix`: what to do, or what it is needed for."""
+
+    level: Level
+    what: str
+    found: str
+    fix: str = ""
+
+
+def examine(vllm_python: Path | None = None) -> list[Finding]:
+    return [
+        *_machine(Path.cwd()),
+        *_gpus(),
+        *packages(metadata.requires("pipelinerl") or []),
+        *_redis(),
+        vllm(vllm_python),
+    ]
+
+
+def shown(findings: Sequence[Finding]) -> str:
+    """The findings as a table, and a line that counts what is wrong."""
+    table = new_table("", "", "", "found", "what to do")
+    for one in findings:
+        style = {"ok": "green", "note": "yellow", "WRONG": "bold red"}[one.level]
+        table.add_row(Text(one.level, style), one.what, Text(one.found, overflow="fold"), Text(one.fix))
+    wrong = [one.what for one in findings if one.level == WRONG]
+    said = f"{count(len(wrong), 'thing')} wrong: {', '.join(wrong)}" if wrong else "nothing is wrong; notes are choices"
+    return f"{rendered(table)}{said}\n"
+
+
+def _machine(folder: Path) -> Iterator[Finding]:
+    version = ".".join(map(str, sys.version_info[:3]))
+    fine = sys.version_info[:2] >= LEAST_PYTHON
+    yield Finding("ok" if fine else WRONG, "Python", f"{version}, {sys.executable}", "" if fine else "install 3.11 or newer")
+    cores, load = usable_cores(), load_average()
+    busy = load is not None and load > cores
+    found = f"{count(cores, 'core')}, {processor()}" + ("" if load is None else f", load {load}")
+    yield Finding(
+        "note" if busy else "ok", "processor", found, "other programs compute: times will be longer" if busy else ""
+    )
+    memory = host_memory()
+    free = (memory.total if memory.available is None else memory.available) / GIB
+    enough = free >= LEAST_MEMORY_GIB
+    found = f"{free:.1f} of {memory.total / GIB:.1f} GiB free"
+    yield Finding(
+        "ok" if enough else WRONG, "memory", found, "" if enough else f"free {LEAST_MEMORY_GIB:g} GiB for the demo"
+    )
+    for what, path, fix in (
+        ("disk", folder, "make room: checkpoints and records are written below this folder, or to --run_dir"),
+        ("shared memory", Path("/dev/shm"), "weights go through it: in a container, start it with --shm-size 2g"),  # noqa: S108
+    ):
+        if path.is_dir():
+            left = shutil.disk_usage(path).free / GIB
+            writable = os.access(path, os.W_OK)
+            least = LEAST_DISK_GIB if path == folder else 1.0
+            level: Level = "ok" if writable and left >= least else WRONG if not writable else "note"
+            said = f"{left:.1f} GiB free at {path}" + ("" if writable else ", not writable")
+            yield Finding(level, what, said, "" if level == "ok" else fix)
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    enough = files < 0 or files >= LEAST_FILES
+    yield Finding("ok" if enough else WRONG, "open files", f"at most {files}", "" if enough else "raise it: ulimit -n 4096")
+
+
+def _gpus() -> Iterator[Finding]:
+    import torch  # noqa: PLC0415 - takes a second
+
+    listed = _output(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"])
+    if torch.cuda.is_available():
+        for number in range(torch.cuda.device_count()):
+            of = torch.cuda.get_device_properties(number)
+            free = torch.cuda.mem_get_info(number)[0] / GIB
+            found = f"{of.name}, {free:.1f} of {of.total_memory / GIB:.1f} GiB free"
+            yield Finding("ok", f"GPU {number}", found, f"--engine.device cuda:{number} --trainer.device cuda:{number}")
+    elif listed is not None:
+        built = f"torch {torch.__version__} is built " + (
+            f"for CUDA {torch.version.cuda}" if torch.version.cuda else "for CPUs"
+        )
+        fix = "install a torch for this driver: https://pytorch.org/get-started/locally"
+        yield Finding(WRONG, "GPU", f"{listed.splitlines()[0]} can't be used: {built}", fix)
+    elif torch.backends.mps.is_available():
+        yield Finding("ok", "GPU", "Apple GPU", "--engine.device mps --trainer.device mps")
+    else:
+        yield Finding("note", "GPU", "none", "runs use the CPU")
+
+
+def packages(requirements: Sequence[str]) -> Iterator[Finding]:
+    """This package, what it needs, and its extras. `requirements` are those of its metadata."""
+    needed = [Requirement(text) for text in requirements]
+    yield Finding("ok", "pipelinerl", f"{_version('pipelinerl')}, {Path(__file__).parents[1]}")
+    wrong = False
+    for one in needed:
+        if one.marker is None and (problem := _problem(one)):
+            wrong = True
+            yield Finding(WRONG, one.name, problem, f"pip install '{one}'")
+    if not wrong:
+        main = ", ".join(f"{name} {_version(name)}" for name in ("torch", "transformers", "numpy"))
+        yield Finding("ok", "packages", main)
+    of_extra: dict[str, list[Requirement]] = {}
+    for one in needed:
+        extra = str(one.marker).partition("extra == ")[2].strip("\"'")
+        if extra and extra not in NOT_FOR_USERS and not one.extras:
+            of_extra.setdefault(extra, []).append(one)
+    for extra, own in of_extra.items():
+        problems = [f"{one.name} {problem}" for one in own if (problem := _problem(one))]
+        old = [text for text in problems if not text.endswith("not installed")]
+        found = ", ".join(problems) or ", ".join(f"{one.name} {_version(one.name)}" for one in own)
+        fix = f"if you need it: pip install 'pipelinerl[{extra}]'" if problems else ""
+        yield Finding(WRONG if old else "note" if problems else "ok", f"extra {extra}", found, fix)
+
+
+def _problem(requirement: Requirement) -> str | None:
+    found = _version(requirement.name)
+    if found is None:
+        return "not installed"
+    fits = requirement.specifier.contains(found, prereleases=True)
+    return None if fits else f"{found}, but {requirement.specifier} is needed"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _redis() -> Iterator[Finding]:
+    said = _output(["redis-server", "--version"])
+    if said is None:
+        yield Finding("note", "redis-server", "not installed", "only for stream.kind redis: apt-get install redis-server")
+    else:
+        yield Finding("ok", "redis-server", next((word for word in said.split() if word.startswith("v=")), said)[2:])
+
+
+def vllm(python: Path | None) -> Finding:
+    """vLLM in the environment of `python`, or in this one."""
+    if python is None:
+        here = importlib.util.find_spec("vllm") is not None
+        found = f"{_version('vllm')} in this environment" if here else "not in this environment"
+        return Finding("note", "vLLM", found, "only for engine.kind vllm; its environment: doctor --vllm-python PYTHON")
+    said = _output([str(python), "-c", "import vllm; print(vllm.__version__)"])
+    if said is None:
+        return Finding(WRONG, "vLLM", f"{python} can't import vllm", "see docs/vllm.md; engine.python names its interpreter")
+    return Finding("ok", "vLLM", f"{said.split()[-1]} in {python}", f"--engine.kind vllm --engine.python {python}")
+
+
+def _output(command: Sequence[str]) -> str | None:
+    """What a program prints; None if there is no such program, or it fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)  # noqa: S603 - fixed
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None

@@ -1,0 +1,81 @@
+"""`pipelinerl doctor` and `pipelinerl completion`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipelinerl.cli import main
+from pipelinerl.experiments.doctor import Finding, packages, shown, vllm
+
+pytest.importorskip("shtab")
+COMPLETE = """
+source {script}
+COMP_WORDS=({words}); COMP_CWORD={place}; COMP_LINE="{words}"; COMP_POINT=${{#COMP_LINE}}
+function=$(complete -p pipelinerl | sed "s/.*-F \\([^ ]*\\).*/\\1/")
+$function pipelinerl "${{COMP_WORDS[{place}]}}" "${{COMP_WORDS[{before}]}}" 2>/dev/null
+printf "%s\n" "${{COMPREPLY[@]}}"
+"""
+
+
+def completions(script: Path, *words: str) -> list[str]:
+    """What bash offers for the last word."""
+    place = len(words)
+    code = COMPLETE.format(script=script, words=" ".join(["pipelinerl", *words]), place=place, before=place - 1)
+    done = subprocess.run(["/bin/bash", "-c", code], capture_output=True, text=True, check=True, cwd=script.parent)
+    return done.stdout.split()
+
+
+def test_bash_completes_commands_flags_keys_choices_and_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", "bash"]) == 0
+    script = tmp_path / "completion.sh"
+    script.write_text(capsys.readouterr().out)
+    (tmp_path / "run.yaml").touch()
+    assert completions(script, "tra") == ["train"]
+    assert completions(script, "train", "--res") == ["--resume"]
+    assert completions(script, "train", "--trainer.learn") == ["--trainer.learning_rate"]
+    assert completions(script, "train", "--schedule.kind", "con") == ["conventional"]
+    assert completions(script, "train", "run") == ["run.yaml"]
+    assert completions(script, "sweep", "--trainer.learn") == ["--trainer.learning_rate"]
+    assert completions(script, "eval", "--trainer.learn") == []
+    assert completions(script, "eval", "--evaluation.temp") == ["--evaluation.temperature"]
+
+
+def test_another_shell_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", "cmd"]) == 2
+    assert "invalid choice: 'cmd'" in capsys.readouterr().err
+
+
+def test_the_doctor_finds_packages_that_are_missing_or_too_old() -> None:
+    found = {
+        one.what: one for one in packages(["numpy>=1", "no-such-package>=2", "pytest>=999", 'torch>=1; extra == "new"'])
+    }
+    assert found["no-such-package"] == Finding(
+        "WRONG", "no-such-package", "not installed", "pip install 'no-such-package>=2'"
+    )
+    assert found["pytest"].level == "WRONG"
+    assert "but >=999 is needed" in found["pytest"].found
+    assert "numpy" not in found
+    assert found["extra new"].level == "ok"
+    extras = ['textual>=999; extra == "browse"', 'no-such-package; extra == "redis"', 'x; extra == "dev"']
+    old, missing = [one for one in packages(extras) if one.what.startswith("extra")]
+    assert (missing.level, missing.fix) == ("note", "if you need it: pip install 'pipelinerl[redis]'")
+    assert old.fix == "if you need it: pip install 'pipelinerl[browse]'"
+    text = shown([found["pytest"], missing])
+    assert text.endswith("1 thing wrong: pytest\n")
+
+
+def test_the_doctor_tries_vllms_interpreter(tmp_path: Path) -> None:
+    assert vllm(tmp_path / "absent").level == "WRONG"
+    assert vllm(Path(sys.executable)).level in ("WRONG", "ok")
+    assert vllm(None).level == "note"
+
+
+def test_the_doctor_looks_at_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) in (0, 1)
+    text = capsys.readouterr().out
+    for what in ("Python", "processor", "memory", "disk", "GPU", "packages", "redis-server", "vLLM", "extra serve"):
+        assert what in text, what

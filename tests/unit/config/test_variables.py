@@ -1,0 +1,60 @@
+"""Environment variables in run files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipelinerl.config.help import render
+from pipelinerl.config.keys import config_to_yaml
+from pipelinerl.config.load import config_from_yaml, load_config
+from pipelinerl.errors import ConfigError
+
+TEXT = """
+run_dir: runs/${JOB}
+trainer: {steps: "${STEPS}", betas: ["${BETA}", 0.99]}
+environment:
+  kind: gcd
+  args: {level: "${STEPS}", prompt: "$${JOB} ${JOB} ${not a name} $5"}
+"""
+
+
+@pytest.fixture
+def run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("JOB", "77")
+    monkeypatch.setenv("STEPS", "12")
+    monkeypatch.setenv("BETA", "0.5")
+    (tmp_path / "run.yaml").write_text(TEXT)
+    return tmp_path / "run.yaml"
+
+
+def test_a_reference_stands_for_the_value_with_the_type_of_its_text(run_file: Path) -> None:
+    config = load_config(run_file)
+    assert (config.run_dir, config.trainer.steps, config.trainer.betas) == ("runs/77", 12, (0.5, 0.99))
+    assert config.environment.args == {"level": 12, "prompt": "${JOB} 77 ${not a name} $5"}
+    run_file.write_text("run_dir: ${JOB}")
+    assert load_config(run_file).run_dir == "77"
+
+
+def test_what_a_run_records_needs_no_variables(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(run_file)
+    for name in ("JOB", "STEPS", "BETA"):
+        monkeypatch.delenv(name)
+    for text in (config_to_yaml(config), render(config)):
+        assert config_from_yaml(text) == config
+
+
+def test_a_variable_that_is_not_set_is_one_line(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("BETA")
+    with pytest.raises(ConfigError) as refused:
+        load_config(run_file)
+    assert str(refused.value).startswith(f"{run_file}:3: trainer.betas")
+    assert "the environment variable BETA is not set" in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_wrong_value_of_a_variable_names_the_line(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STEPS", "many")
+    with pytest.raises(ConfigError, match=r"run.yaml:3: trainer.steps: 'many' is not allowed here"):
+        load_config(run_file)

@@ -1,0 +1,151 @@
+"""The grid of a sweep and its results, without runs that train."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+
+from pipelinerl.cli import main
+from pipelinerl.errors import ConfigError
+from pipelinerl.experiments.statistics import mean_interval_of_runs, student_quantile
+from pipelinerl.experiments.sweep.grid import Grid, make_grid, split_flags, split_values
+from pipelinerl.experiments.sweep.results import Results, RunResult, results, table
+
+RATES = ["--trainer.learning_rate", "1e-4,3e-4", "--actor.group_size=8"]
+
+
+def test_commas_separate_values_only_outside_of_brackets_and_quotes() -> None:
+    assert split_values("1e-4, 3e-4") == ["1e-4", "3e-4"]
+    assert split_values("[0.9,0.99],[0.9,0.95]") == ["[0.9,0.99]", "[0.9,0.95]"]
+    assert split_values("{a: [1,2], b: 3}") == ["{a: [1,2], b: 3}"]
+    assert split_values("'one, two',three") == ["'one, two'", "three"]
+    assert split_values("don't,won't") == ["don't", "won't"]
+    assert split_flags([*RATES, "--metrics.plot"]) == (
+        ["--actor.group_size=8", "--metrics.plot"],
+        {"trainer.learning_rate": ["1e-4", "3e-4"]},
+    )
+
+
+def test_the_grid_has_every_combination_and_seed() -> None:
+    grid = make_grid(None, [*RATES, "--trainer.batch_size", "64,128", "--seed", "5"], 2)
+    assert [
+        (run.setting.config.trainer.learning_rate, run.setting.config.trainer.batch_size, run.seed) for run in grid.runs
+    ] == [(rate, batch, seed) for seed in (5, 6) for rate in (1e-4, 3e-4) for batch in (64, 128)]
+    run = grid.runs[-1]
+    assert run.name == "04-learning_rate=3e-4,batch_size=128/seed-6"
+    config = run.config(Path("/sweeps"))
+    assert (config.seed, config.run_dir, config.actor.group_size) == (6, f"/sweeps/{run.name}", 8)
+
+
+@pytest.mark.parametrize(
+    ("flags", "seeds", "said"),
+    [
+        ([], 1, "nothing to sweep over"),
+        (RATES, 0, "--seeds"),
+        (["--trainer.learning_rate", "1e-4,,3e-4"], 1, "a value is missing"),
+        (["--trainer.learning_rate", "1e-4,fast"], 1, "'fast' is not allowed here"),
+        (["--trainer.learning_rte", "1e-4,3e-4"], 1, "did you mean `--trainer.learning_rate`?"),
+        (["--trainer.learning_rate", "1e-4,0.0001"], 1, "are the same setting"),
+        ([*RATES, "--trainer.learning_rate", "1,2"], 1, "in one flag"),
+        (["--run_dir", "runs/one"], 2, "--out"),
+        (["--seed", "1,2"], 1, "--seeds K"),
+        (["--actor.max_tokens", "64,4000"], 1, "engine.max_length"),
+    ],
+)
+def test_a_wrong_grid_is_refused(flags: list[str], seeds: int, said: str) -> None:
+    with pytest.raises(ConfigError, match=said.replace("?", r"\?")) as refused:
+        make_grid(None, flags, seeds)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_wrong_value_is_told_before_any_run_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sweep", "--trainer.steps=3,-3", "--out", str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err == "error: --trainer.steps: -3 is not allowed here; this takes a whole number >= 1\n"
+    assert not (tmp_path / "out").exists()
+
+
+def found(rewards: dict[int, list[float | str | None]], grid: Grid) -> Results:
+    """Results of runs with these rewards, by setting; a text is how a run failed, None: it has not run."""
+
+    def run(setting: int, seed: int, value: float | str | None) -> RunResult:
+        name = f"{setting}/{seed}"
+        if isinstance(value, str):
+            return RunResult(folder=name, seed=seed, status=value)
+        if value is None:
+            return RunResult(folder=name, seed=seed)
+        return RunResult(folder=name, seed=seed, status="finished", reward=value, training_reward=value / 2)
+
+    runs = {
+        setting.folder: [run(setting.number, seed, value) for seed, value in enumerate(rewards[setting.number])]
+        for setting in grid.settings
+    }
+    return results(grid, runs)
+
+
+def test_settings_are_ranked_and_failures_never_improve_them() -> None:
+    grid = make_grid(None, ["--trainer.learning_rate", "1e-5,1e-4,1e-3,1e-2"], 3)
+    ranked = found({1: [0.2, 0.3, 0.4], 2: [0.5, 0.5, 0.8], 3: [0.9, "diverged: loss", 0.9], 4: [0.7, None, None]}, grid)
+    assert [one.setting["trainer.learning_rate"] for one in ranked.settings] == ["1e-2", "1e-4", "1e-5", "1e-3"]
+    best, second, third, last = ranked.settings
+    assert best.reward is not None
+    assert (best.reward.mean, best.reward.low, best.minus_best) == (0.7, None, None)
+    assert second.minus_best is not None
+    assert second.minus_best.mean == pytest.approx(-0.2)  # seed 0 alone: the best has no other yet
+    assert third.reward is not None
+    assert third.reward.low is not None
+    assert third.reward.low < 0.2
+    assert third.reward.mean == pytest.approx(0.3)
+    assert (last.reward, last.minus_best) == (None, None)
+    text = table(ranked)
+    assert "1 diverged" in text
+    assert "2 not run yet" in text
+
+
+def test_differences_are_paired_by_seed() -> None:
+    grid = make_grid(None, RATES, 3)
+    ranked = found({1: [0.1, 0.5, 0.8], 2: [0.2, 0.6, 0.9]}, grid)
+    difference = ranked.settings[1].minus_best
+    assert difference is not None
+    assert (difference.low, difference.high) == (pytest.approx(-0.1), pytest.approx(-0.1))
+
+
+def test_finished_runs_are_not_repeated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the summaries of finished runs, a sweep starts none: it takes a moment."""
+    out, flags = tmp_path / "out", ["--trainer.learning_rate", "1e-4,3e-4", "--evaluation.problems", "0"]
+    for run in make_grid(None, flags, 2).runs:
+        path = out / run.name
+        path.mkdir(parents=True)
+        reward = run.setting.number / 4
+        summary = {"status": "finished", "reward_last": reward, "eval_reward_after": None}
+        (path / "summary.json").write_text(json.dumps(summary))
+    assert main(["sweep", *flags, "--seeds", "2", "--out", str(out)]) == 2  # it can't be told what these folders are
+    assert "holds no sweep" in capsys.readouterr().err
+    (out / "request.json").write_text(json.dumps(make_grid(None, flags, 2).to_json()))
+    assert main(["sweep", *flags, "--seeds", "2", "--out", str(out)]) == 0
+    shown = capsys.readouterr()
+    assert "the best: pipelinerl train --evaluation.problems=0 --trainer.learning_rate=3e-4\n" in shown.out
+    assert "[1/" not in shown.err
+    written = json.loads((out / "sweep.json").read_text())
+    assert written["ranked_by"] == "training"
+    assert [one["reward"]["mean"] for one in written["settings"]] == [0.5, 0.25]
+    assert main(["sweep", *flags, "--seeds", "3", "--out", str(out)]) == 2
+    assert "another sweep (seeds was [0,1], now [0,1,2])" in capsys.readouterr().err
+
+
+def test_students_quantiles_are_those_of_the_tables() -> None:
+    """Of Abramowitz and Stegun, table 26.10."""
+    for freedom, expected in ((1, 12.706), (2, 4.303), (3, 3.182), (4, 2.776), (9, 2.262), (10, 2.228), (30, 2.042)):
+        assert student_quantile(0.95, freedom) == pytest.approx(expected, abs=5e-4)
+    assert student_quantile(0.99, 5) == pytest.approx(4.032, abs=5e-4)
+
+
+def test_an_interval_over_three_runs_contains_the_mean_as_often_as_it_says() -> None:
+    draw = random.Random(0)
+    tries = [[draw.gauss(0, 1) for _ in range(3)] for _ in range(4000)]
+    intervals = [mean_interval_of_runs(values) for values in tries]
+    assert fmean(one.low <= 0 <= one.high for one in intervals) == pytest.approx(0.95, abs=0.01)
+    assert fmean(min(values) <= 0 <= max(values) for values in tries) == pytest.approx(0.75, abs=0.02)
