@@ -183,7 +183,7 @@ class Answer(NamedTuple):
     text: str
 
 
-def ask(client: httpx2.Client, call: Call) -> Answer:
+def ask(client: httpx2.Client, call: Call, model: str) -> Answer:
     response = client.request(call.method, call.path, json=call.body)
     if "event-stream" in response.headers.get("content-type", ""):
         lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: ")]
@@ -191,7 +191,9 @@ def ask(client: httpx2.Client, call: Call) -> Answer:
     else:
         parts = [response.json()]
     text = "".join(_text(part) for part in parts)
-    return Answer(response.status_code, frozenset(field for part in parts for field in _fields(part)), text)
+    return Answer(
+        response.status_code, frozenset(field for part in parts for field in _fields(part)), text.replace(model, "MODEL")
+    )
 
 
 def _fields(value: Any, path: str = "") -> Iterator[str]:
@@ -262,7 +264,7 @@ def main() -> None:
             with httpx2.Client(base_url=url, timeout=300) as client:
                 model = client.get("/v1/models").json()["data"][0]["id"]
                 for call in calls(model):
-                    found.setdefault(call.name, {})[system] = ask(client, call)
+                    found.setdefault(call.name, {})[system] = ask(client, call, model)
                     bodies[call.name] = call.body
     records: list[Record] = [
         {"call": name, **compare(of["pipelinerl"], of.get("vllm"), greedy=(bodies[name] or {}).get("temperature", 0) == 0)}
