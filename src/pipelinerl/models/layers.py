@@ -74,7 +74,8 @@ def _compile(model: Any, layers: Sequence[nn.Module], backend: str) -> None:
         os.environ[_CACHE] = tempfile.mkdtemp(prefix="pipelinerl-compiled-")
         atexit.register(shutil.rmtree, os.environ[_CACHE], ignore_errors=True)
     torch._inductor.config.compile_threads = 1  # no processes of its own
-    replace_attention(model, _COMPILED_ATTENTION, torch.compiler.disable(packed_attention))
+    apart: Any = torch.compiler.disable(packed_attention)  # type: ignore[no-untyped-call]
+    replace_attention(model, _COMPILED_ATTENTION, apart)
     for layer in layers:
         layer.forward = _with_gradients(layer.forward, torch.compile(layer.forward, dynamic=True, backend=backend))
 
