@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +24,7 @@ import torch.nn.functional as F
 from benchmarks import common
 from benchmarks.common import Record
 from benchmarks.systems import SYSTEMS, make_jobs, requests, timed
-from pipelinerl.engine import LocalEngine
+from pipelinerl.engine import LocalEngine, attention
 from pipelinerl.engine.copies import PackedLinear
 from pipelinerl.engine.flat import PACK_FROM
 
@@ -56,13 +57,21 @@ def own_share(options: argparse.Namespace, slots: int) -> list[Record]:
 
     `share` is the time outside ModelRunner.forward and LocalEngine._draw. `floor` is the time of a step over that of the
     products of its linear layers, of the same shapes and weights; rounds of steps and of products alternate.
+    `attention_ms` is the time of attention, which reads all keys and values (`cache_MB` at the last step).
     """
     model = common.fresh_model(options.model, device=options.device, dtype=options.dtype)
     engine = LocalEngine(model, slots=slots, max_length=options.prompt_tokens + options.longest)
-    inside = dict.fromkeys(("forward", "draw"), 0.0)
+    inside = dict.fromkeys(("forward", "draw", "attention"), 0.0)
     runner: Any = engine._runner
     runner.forward = _timer(runner.forward, "forward", inside)
     engine._draw = _timer(engine._draw, "draw", inside)  # type: ignore[method-assign]
+    with patch.object(attention, "attend_rows", _timer(attention.attend_rows, "attention", inside)):
+        return _own_share(options, slots, model, engine, inside)
+
+
+def _own_share(
+    options: argparse.Namespace, slots: int, model: Any, engine: LocalEngine, inside: dict[str, float]
+) -> list[Record]:
     for request in requests(make_jobs([options.longest] * slots, options.prompt_tokens, engine._runner.vocabulary)):
         engine.submit(request)
     while engine.queued or engine._prefills:
@@ -89,6 +98,7 @@ def own_share(options: argparse.Namespace, slots: int) -> list[Record]:
                 "products_ms": 1e3 * floor_s,
                 "floor": wall_s / steps / floor_s,
                 "share": 1 - (inside["forward"] + inside["draw"]) / wall_s,
+                "cache_MB": _cache_bytes(engine, options.prompt_tokens + engine.progress().decode_steps) / 1e6,
                 **{f"{part}_ms": 1e3 * part_s / steps for part, part_s in inside.items()},
             }
         )
@@ -116,6 +126,11 @@ def products_s(model: Any, rows: int, times: int) -> float:
     return min(seconds)
 
 
+def _cache_bytes(engine: LocalEngine, tokens: int) -> float:
+    """Bytes of keys and values of all slots with so many tokens each."""
+    return engine._runner.kv.kv_bytes * tokens / engine.max_length
+
+
 def _timer(call: Callable[..., Any], part: str, inside: dict[str, float]) -> Callable[..., Any]:
     def timed_call(*args: Any, **kwargs: Any) -> Any:
         begin_s = time.perf_counter()
@@ -134,7 +149,8 @@ def table_of(records: Sequence[Record]) -> list[Record]:
         row: Record = {"model": chosen[0]["model"], "H": slots, "lengths": lengths}
         if lengths == "own_share":
             row |= {
-                name: statistics.median(r[name] for r in chosen) for name in ("step_ms", "products_ms", "floor", "share")
+                name: statistics.median(r[name] for r in chosen)
+                for name in ("step_ms", "products_ms", "attention_ms", "draw_ms", "floor", "share", "cache_MB")
             }
         else:
             rates = common.medians(chosen, "tokens_per_s")

@@ -165,9 +165,20 @@ def fill(engine: LocalEngine, slots: int, context: int, tokens: int) -> list[str
 
 
 def train(options: argparse.Namespace) -> list[Record]:
-    """Optimizer steps on packed rollouts. The share of the peak counts 6 FLOP a parameter and token, and attention."""
+    """Optimizer steps on packed rollouts, without and with compiled layers.
+
+    The share of the peak counts 6 FLOP a parameter and token, and attention.
+    """
+    records: list[Record] = []
+    for compiled in (False, True):
+        records.append({"size": options.size, "compile": compiled, **_train(options, compiled=compiled)})
+        save(options, records)
+    return records
+
+
+def _train(options: argparse.Namespace, *, compiled: bool) -> Record:
     model = make_model(options).train(False)
-    config = TrainerConfig(micro_batch_tokens=options.micro_batch_tokens)
+    config = TrainerConfig(micro_batch_tokens=options.micro_batch_tokens, compile=compiled)
     count, longest = (8, 40) if options.size == "tiny" else (64, 1000)
     samples = make_samples(count, longest, 64 if longest > 64 else 6, model.config.vocab_size)
     learner = Learner(model, config, temperature=1.0, pack=pack)
@@ -177,7 +188,7 @@ def train(options: argparse.Namespace) -> list[Record]:
     sizes = model.config
     attention = 6 * sizes.num_hidden_layers * sizes.hidden_size * sum(sample.length**2 for sample in samples)
     flop = 6 * parameters * tokens + attention
-    return [{"size": options.size, "step_s": step_s, "tokens_per_s": tokens / step_s, "flop_per_s": flop / step_s}]
+    return {"runner": learner.runner, "step_s": step_s, "tokens_per_s": tokens / step_s, "flop_per_s": flop / step_s}
 
 
 def update(options: argparse.Namespace) -> list[Record]:
@@ -407,7 +418,7 @@ def table(out: Path) -> list[Record]:
             rows[-1]["x vLLM"] = r["tokens_per_s"] / theirs[r["slots"], r["context"]]
     for r in read(out, "train"):
         share = r["flop_per_s"] / limit["flop_per_s"] if limit else None
-        rows.append(_row(f"training, {r['size']}", f"{r['tokens_per_s']:.0f} tok/s", share, "mfu"))
+        rows.append(_row(f"training {r['runner']}, {r['size']}", f"{r['tokens_per_s']:.0f} tok/s", share, "mfu"))
     if updates := read(out, "update"):
         times_s = {part: min(r[part] for r in updates) for part in ("send_s", "poll_s", "pause_s")}
         rows += [{"what": f"update: {part[:-2]}", "measured": f"{time_s:.3f} s"} for part, time_s in times_s.items()]

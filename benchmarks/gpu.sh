@@ -41,8 +41,8 @@ part1() { # exact, and how fast is each end: 9 minutes
     measure limits 30 limits
     measure decode 270 decode
 }
-part2() { # the trainer, updates, and both ends on one GPU: 9 minutes
-    measure train 120 train
+part2() { # the trainer, updates, and both ends on one GPU: 10 minutes
+    measure train 200 train
     measure update 90 update
     measure both 150 both
     if command -v nvidia-cuda-mps-control > /dev/null; then

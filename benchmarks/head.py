@@ -1,10 +1,12 @@
 """One optimizer step with all logits in memory and in chunks: time, memory, and the share of the processor's matmul peak.
 
     OMP_NUM_THREADS=1 python -m benchmarks.head --model PATH/TO/SmolLM2-135M-Instruct
+    OMP_NUM_THREADS=1 python -m benchmarks.head --model ... --head-chunks 0 --compile --samples 96 --name trainer-compiled
 
-Each takes the same step on the same samples. `peak_MB` is what the step allocates at most beyond weights, gradients and the
-optimizer's state. `matmul` is the share of the peak: the operations in matrix products of a step with all logits,
-over the time and over the best speed of a product of the model's sizes. The losses must agree to 1e-5.
+Each takes the same step on the same samples, with `--compile` also with compiled layers. `peak_MB` is what the step
+allocates at most beyond weights, gradients and the optimizer's state. `matmul` is the share of the peak: the operations in
+matrix products of a step with all logits, over the time and over the best speed of a product of the model's sizes. The
+losses must agree to 1e-5.
 """
 
 from __future__ import annotations
@@ -27,9 +29,8 @@ from pipelinerl.trainer import Learner
 from pipelinerl.types import TrainingSample
 
 
-def learner_of(path: str, head_chunk: int, tokens: int, lora: LoraConfig | None) -> Learner:
+def learner_of(path: str, config: TrainerConfig, lora: LoraConfig | None) -> Learner:
     model = common.fresh_model(path)
-    config = TrainerConfig(micro_batch_tokens=tokens, head_chunk=head_chunk)
     adapters = None if lora is None else LoraModel(model, lora, seed=0)
     return Learner(model, config, temperature=1.0, pack=pack, lora=adapters)
 
@@ -62,6 +63,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=6)
     parser.add_argument("--micro-batch-tokens", type=int, default=8192)
     parser.add_argument("--head-chunks", type=int, nargs="+", default=[0, 128])
+    parser.add_argument("--compile", action="store_true", help="also with compiled layers (trainer.compile)")
     parser.add_argument("--lora", action="store_true", help="adapters, so that the head is frozen")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
@@ -71,12 +73,12 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     machine_before = common.machine()
     lora = LoraConfig() if options.lora else None
-    learners = {
-        f"{chunk} tokens at a time" if chunk else "all logits": learner_of(
-            options.model, chunk, options.micro_batch_tokens, lora
-        )
-        for chunk in options.head_chunks
-    }
+    learners = {}
+    for chunk in options.head_chunks:
+        for compiled in (False, True) if options.compile else (False,):
+            name = f"{chunk} tokens at a time" if chunk else "all logits"
+            config = TrainerConfig(micro_batch_tokens=options.micro_batch_tokens, head_chunk=chunk, compile=compiled)
+            learners[name + (", compiled layers" if compiled else "")] = learner_of(options.model, config, lora)
     first = next(iter(learners.values()))
     model = first.model.config
     samples = make_samples(options.samples, options.longest, options.prompt_tokens, model.vocab_size)
@@ -110,6 +112,8 @@ def main() -> None:
         table=table,
         directory=options.results,
     )
+    if options.compile and not any("compiled" in learner.runner for learner in learners.values()):
+        raise SystemExit("the layers can't be compiled here; the warning above says why")
     for repetition in {record["repetition"] for record in records}:
         losses = [record["loss"] for record in records if record["repetition"] == repetition]
         if max(losses) - min(losses) > LOSS_TOLERANCE * max(1.0, abs(losses[0])):

@@ -17,8 +17,9 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -65,26 +66,31 @@ class Served:
         """Keeps the server, which is used by all scenarios."""
 
 
-@asynccontextmanager
-async def own_server(options: argparse.Namespace, room: int, directory: Path) -> AsyncIterator[RemoteEngine]:
-    """A context in which `pipelinerl serve` runs."""
+@contextmanager
+def running_serve(model: str, directory: Path, *options: str) -> Iterator[str]:
+    """A context in which `pipelinerl serve` runs; gives its address."""
     ready = directory / "ready.json"
-    command = [sys.executable, "-c", "import sys; from pipelinerl.cli import main; sys.exit(main())", "serve", options.model]
-    command += ["--port", "0", "--engine.slots", str(max(options.slots)), "--engine.max_length", str(room)]
-    command += ["--engine.threads", "1", "--max-queue", "1024", "--ready-file", str(ready)]
+    command = [sys.executable, "-m", "pipelinerl", "serve", model, "--port", "0", "--engine.threads", "1"]
     with (directory / "serve.log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log)
+        process = subprocess.Popen([*command, "--ready-file", str(ready), *options], stdout=log, stderr=log)
         try:
             while not ready.exists():
                 if process.poll() is not None:
                     raise RuntimeError((directory / "serve.log").read_text())
-                await asyncio.sleep(0.1)
-            url = msgspec.json.decode(ready.read_bytes())["url"]
-            async with RemoteEngine.connect([PipelineServer(url)]) as engine:
-                yield engine
+                time.sleep(0.1)
+            url: str = msgspec.json.decode(ready.read_bytes())["url"]
+            yield url
         finally:
             process.terminate()
             process.wait(60)
+
+
+@asynccontextmanager
+async def own_server(options: argparse.Namespace, room: int, directory: Path) -> AsyncIterator[RemoteEngine]:
+    settings = ["--engine.slots", str(max(options.slots)), "--engine.max_length", str(room), "--max-queue", "1024"]
+    with running_serve(options.model, directory, *settings) as url:
+        async with RemoteEngine.connect([PipelineServer(url)]) as engine:
+            yield engine
 
 
 @asynccontextmanager

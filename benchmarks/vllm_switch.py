@@ -57,11 +57,11 @@ BEFORE_SWITCH = 3
 class VllmProcess(ChildProcess):
     """A vLLM server under its guard, as the launcher starts it."""
 
-    def __init__(self, settings: VllmSettings, log: Path) -> None:
+    def __init__(self, settings: VllmSettings, log: Path, more: Sequence[str] = ()) -> None:
         port = free_port()
         self.url = f"http://{HOST}:{port}"
         super().__init__(
-            [sys.executable, "-m", "pipelinerl.serving.vllm.guard", *command_line(settings, port)],
+            [sys.executable, "-m", "pipelinerl.serving.vllm.guard", *command_line(settings, port), *more],
             log=log,
             environment=environment(settings, os.environ),
             watches_parent=True,
@@ -77,9 +77,14 @@ class VllmProcess(ChildProcess):
 
 
 @contextmanager
-def running_vllm(settings: VllmSettings, log: Path, timeout_s: float = 180.0) -> Iterator[VllmProcess]:
-    """A server that is healthy. Raises RuntimeError with the end of its log if it ends or is not healthy in time."""
-    with VllmProcess(settings, log) as server:
+def running_vllm(
+    settings: VllmSettings, log: Path, timeout_s: float = 180.0, more: Sequence[str] = ()
+) -> Iterator[VllmProcess]:
+    """A server that is healthy. Raises RuntimeError with the end of its log if it ends or is not healthy in time.
+
+    `more`: arguments that are not of an engine.
+    """
+    with VllmProcess(settings, log, more) as server:
         if not server.wait_until(server.healthy, timeout_s, 0.25):
             raise RuntimeError(f"vLLM is not ready{server.log_excerpt()}")
         yield server

@@ -173,8 +173,10 @@ def _engines(config: RunConfig) -> Iterator[str]:
 
 
 def _ranks(config: RunConfig) -> Iterator[str]:
-    """Settings that a trainer of several ranks can't have."""
+    """Settings that a trainer of several ranks can't have, and what compiled layers can't."""
     trainer, ranks = config.trainer, config.trainer.ranks
+    if trainer.compile and (ranks > 1 or trainer.gradient_checkpointing):
+        yield "trainer.compile: not with several ranks or gradient_checkpointing; set it to false"
     if ranks == 1:
         return
     on_gpu = trainer.device.startswith("cuda")

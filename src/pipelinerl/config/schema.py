@@ -314,6 +314,8 @@ class TrainerConfig(Section, frozen=True):
     """
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass, to save memory."""
+    compile: bool = False
+    """Compile the model's layers (`torch.compile`): faster steps after a longer start. Needs g++, on a GPU Triton."""
     device: Device = "cpu"
     """torch device of the trainer."""
     threads: Count | None = None

@@ -202,17 +202,20 @@ class TrainingForward:
     """Computes logits [P, V], in the type of the model's head, at the positions that predict a row's sampled tokens.
 
     `padded`: each length bucket of the row is a padded batch for the model's own forward. Otherwise the model has packed
-    attention, and gets the whole row.
+    attention, and gets the whole row. `compiled`: its layers are compiled (`layers`).
 
     Raises UnsupportedModelError if a sequence is longer than the model's position encoding allows next to others.
     """
 
     model: Any
     padded: bool = False
+    compiled: bool = False
 
     @property
     def description(self) -> str:
-        return "on padded batches, through its own forward" if self.padded else "on packed batches"
+        if self.padded:
+            return "on padded batches, through its own forward"
+        return "on packed batches" + (", with compiled layers" if self.compiled else "")
 
     def __call__(self, row: PackedRow) -> Tensor:
         if not self.padded:

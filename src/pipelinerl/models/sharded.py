@@ -30,6 +30,7 @@ from pipelinerl.errors import ModelLoadError
 from pipelinerl.models.float32_head import use_float32_head
 from pipelinerl.models.folder import find_model
 from pipelinerl.models.hub import downloaded
+from pipelinerl.models.layers import decoder_layers
 from pipelinerl.models.loading import DTYPES, load_model
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -58,7 +59,7 @@ def shard(
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "ignored_params": replicated}
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head is not None and head.weight is embedding.weight
-    own_units = [*_layers(model), *([] if tied or head is None else [embedding, head])]
+    own_units = [*decoder_layers(model), *([] if tied or head is None else [embedding, head])]
     for unit in own_units:
         fully_shard(unit, reshard_after_forward=reshard_after_forward, **options)
     fully_shard(model, reshard_after_forward=False, **options)  # needed again at once, in the backward pass
@@ -82,16 +83,6 @@ def reshard(model: nn.Module) -> None:
     """
     for unit in units(model):
         unit.reshard()
-
-
-def _layers(model: Any) -> list[nn.Module]:
-    """The decoder layers: the members of the longest list of modules that is not inside another one (as experts are)."""
-
-    def lists(module: nn.Module) -> Iterator[nn.ModuleList]:
-        for child in module.children():
-            yield from [child] if isinstance(child, nn.ModuleList) else lists(child)
-
-    return max((list(found) for found in lists(model)), key=len, default=[])
 
 
 @torch.no_grad()

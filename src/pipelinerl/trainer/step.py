@@ -97,6 +97,10 @@ class Learner:
         if config.gradient_checkpointing:
             checkpoint_activations(model)
         self._forward = training_forward(model)
+        if config.compile:
+            from pipelinerl.models.layers import compile_layers  # noqa: PLC0415 - an option
+
+            self._forward = compile_layers(self._forward)
         self._row_logprobs = RowLogprobs(
             self._forward, temperature=temperature, head_chunk=config.head_chunk, several_ranks=self._several_ranks
         )

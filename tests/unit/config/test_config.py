@@ -125,6 +125,8 @@ def test_plain_values_are_those_of_yaml_1_2(tmp_path: Path) -> None:
             "run.yaml:2: not valid YAML: found character '\\t' that cannot start any token (YAML is indented",
         ),
         ("seed: 1\nmodel:\nseed: 2", "run.yaml:3: not valid YAML: the key `seed` is here twice"),
+        ("trainer: {compile: true, ranks: 2}", "trainer.compile: not with several ranks"),
+        ("trainer: {compile: true, gradient_checkpointing: true}", "trainer.compile: not with several ranks"),
         ("trainer: {steps: 1, steps: 2}", "the key `steps` is here twice"),
         ("seed: [1\nmodel: x", "run.yaml:2: not valid YAML: expected ',' or ']', but got ':'"),
         ("a: 1\n---\nb: 2", "expected a single document in the stream, but found another document"),

@@ -1,0 +1,110 @@
+"""A model's decoder layers: finding them, and compiling them for training.
+
+Between its matrix products a layer makes many passes over memory: norms, rotations, gates, sums. `torch.compile` merges them
+into few loops, forward and backward. Attention is left as it is: its shapes differ from one micro-batch to the next.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipelinerl.models.attention import choose_attention, replace_attention
+from pipelinerl.models.packed import ATTENTION_NAME, PackedRow, TrainingForward, packed_attention
+from pipelinerl.types import Segment
+
+_log = logging.getLogger(__name__)
+
+_COMPILED_ATTENTION = f"{ATTENTION_NAME}_apart"
+_CACHE = "TORCHINDUCTOR_CACHE_DIR"
+_LENGTHS = (5, 11, 2, 12)
+
+
+def decoder_layers(model: Any) -> list[nn.Module]:
+    """The decoder layers: the members of the longest list of modules that is not inside another one (as experts are)."""
+
+    def lists(module: nn.Module) -> Iterator[nn.ModuleList]:
+        for child in module.children():
+            yield from [child] if isinstance(child, nn.ModuleList) else lists(child)
+
+    return max((list(found) for found in lists(model)), key=len, default=[])
+
+
+def compile_layers(forward: TrainingForward, *, backend: str = "inductor") -> TrainingForward:
+    """`forward` with its model's decoder layers compiled, if that computes the same, and if it can be done here.
+
+    Otherwise `forward` as it is, with a warning that says why.
+    """
+    name = type(forward.model).__name__
+    if forward.padded:
+        _log.warning("trainer.compile has no effect: %s is trained through its own forward", name)
+        return forward
+    layers = decoder_layers(forward.model)
+    expected = _probe(forward, layers)
+    try:
+        _compile(forward.model, layers, backend)
+        error = _difference(_probe(forward, layers), expected)
+        tolerance = 1e-4 if expected[0].dtype in (torch.float32, torch.float64) else 0.05
+        if error <= tolerance:
+            return replace(forward, compiled=True)
+        reason = f"its results would be off by {error:.1g} (relative)"
+    except Exception as failure:  # noqa: BLE001 - whatever a compiler raises
+        inner = getattr(failure, "inner_exception", failure)
+        reason = f"{type(inner).__name__}: {inner}".partition("\n")[0]
+    for layer in layers:
+        vars(layer).pop("forward", None)
+    choose_attention(forward.model, ATTENTION_NAME)
+    _log.warning("trainer.compile has no effect: the layers of %s can't be compiled here: %s", name, reason)
+    return forward
+
+
+def _compile(model: Any, layers: Sequence[nn.Module], backend: str) -> None:
+    import torch._inductor.config  # noqa: PLC0415 - takes a second
+
+    if _CACHE not in os.environ:  # torch's own default is a name in /tmp that another user may have taken
+        os.environ[_CACHE] = tempfile.mkdtemp(prefix="pipelinerl-compiled-")
+        atexit.register(shutil.rmtree, os.environ[_CACHE], ignore_errors=True)
+    torch._inductor.config.compile_threads = 1  # no processes of its own
+    apart: Any = torch.compiler.disable(packed_attention)  # type: ignore[no-untyped-call]
+    replace_attention(model, _COMPILED_ATTENTION, apart)
+    for layer in layers:
+        layer.forward = _with_gradients(layer.forward, torch.compile(layer.forward, dynamic=True, backend=backend))
+
+
+def _with_gradients(own: Callable[..., Any], compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """`compiled` where gradients are computed: a forward without them is rare, and would be compiled once more."""
+
+    def forward(*given: Any, **named: Any) -> Any:
+        return (compiled if torch.is_grad_enabled() else own)(*given, **named)
+
+    return forward
+
+
+@torch.enable_grad()
+def _probe(forward: TrainingForward, layers: Sequence[nn.Module]) -> list[Tensor]:
+    """Logits of a short row, and the gradients of what is trained in the first layer, which pass through all the others."""
+    weight = next(forward.model.parameters())
+    vocabulary = forward.model.get_input_embeddings().weight.shape[0]
+    ids = [tuple((17 * i + 7 * n) % vocabulary for i in range(n)) for n in _LENGTHS]
+    row = PackedRow.of([Segment(token_ids=of_one, sampled=((1, len(of_one)),)) for of_one in ids], weight.device)
+    logits_PV = forward(row)
+    objective = (logits_PV.float() * torch.arange(logits_PV.numel(), device=weight.device).cos().view_as(logits_PV)).sum()
+    trained = [parameter for parameter in layers[0].parameters() if parameter.requires_grad]
+    return [logits_PV.detach(), *torch.autograd.grad(objective, trained)]
+
+
+def _difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """The largest difference of an element, relative to the largest element of its tensor."""
+    return max(
+        float((a.float() - b.float()).abs().max() / b.float().abs().max().clamp_min(1e-6))
+        for a, b in zip(found, expected, strict=True)
+    )

@@ -1,0 +1,123 @@
+"""Compiled layers: the same gradients, or none that are compiled."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from pipelinerl.config.schema import LoraConfig, TrainerConfig
+from pipelinerl.models.layers import compile_layers
+from pipelinerl.models.lora import LoraModel
+from pipelinerl.models.packed import PackedRow, training_forward
+from pipelinerl.preprocess import pack
+from pipelinerl.trainer import Learner
+from pipelinerl.types import Segment
+from tests.parity.models import CONFIGS, THROUGH_CACHE, make_model, tiny_llama
+from tests.unit.trainer.test_trainer_step import make_samples
+
+
+@pytest.fixture(autouse=True)
+def _compiled_anew(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", os.fspath(tmp_path_factory.getbasetemp() / "compiled"))
+    yield
+    torch.compiler.reset()
+
+
+def row(lengths: tuple[int, ...]) -> PackedRow:
+    ids = [tuple((5 * i + n) % 20 for i in range(n)) for n in lengths]
+    return PackedRow.of([Segment(token_ids=of_one, sampled=((1, len(of_one)),)) for of_one in ids])
+
+
+def gradients_of(forward: Any, lengths: tuple[int, ...]) -> list[torch.Tensor]:
+    logits_PV = forward(row(lengths))
+    trained = [parameter for parameter in forward.model.parameters() if parameter.requires_grad]
+    return list(torch.autograd.grad(logits_PV.log_softmax(-1)[:, 3].sum(), trained, allow_unused=True))
+
+
+def assert_same(found: list[Any], expected: list[Any]) -> None:
+    for a, b in zip(found, expected, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            torch.testing.assert_close(a, b, atol=1e-5 * max(1.0, float(b.abs().max())), rtol=1e-4)
+
+
+def test_rows_of_all_lengths_have_the_gradients_of_the_model_and_are_compiled_once() -> None:
+    plain = training_forward(tiny_llama(num_hidden_layers=2))
+    graphs: list[Any] = []
+
+    def noting(graph: Any, _: object) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward  # type: ignore[no-any-return]
+
+    forward = compile_layers(training_forward(tiny_llama(num_hidden_layers=2)), backend=noting)
+    assert forward.compiled
+    assert "compiled layers" in forward.description
+    compiled = len(graphs)
+    for lengths in ((3,), (30, 30, 7), (2, 2, 2, 2, 9)):
+        assert_same(gradients_of(forward, lengths), gradients_of(plain, lengths))
+    with torch.no_grad():
+        forward(row((6, 3)))
+    assert len(graphs) == compiled > 0
+
+
+@pytest.mark.parametrize("fault", ["no compiler", "wrong"])
+def test_what_can_not_be_compiled_exactly_runs_as_it_is_and_says_so(fault: str, caplog: pytest.LogCaptureFixture) -> None:
+    def faulty(graph: Any, _: object) -> Callable[..., Any]:
+        if fault == "no compiler":
+            raise RuntimeError("No working C++ compiler found\nand more")
+        return lambda *given: tuple(
+            out * 1.01 if isinstance(out, torch.Tensor) and out.is_floating_point() else out for out in graph.forward(*given)
+        )
+
+    plain = training_forward(tiny_llama())
+    forward = compile_layers(training_forward(tiny_llama()), backend=faulty)
+    assert not forward.compiled
+    assert ("No working C++ compiler" if fault == "no compiler" else "off by") in caplog.text
+    assert "and more" not in caplog.text
+    assert_same(gradients_of(forward, (7, 4)), gradients_of(plain, (7, 4)))
+
+
+def test_a_model_that_is_trained_through_its_own_forward_is_not_compiled(caplog: pytest.LogCaptureFixture) -> None:
+    forward = training_forward(make_model("gptj-old-class"))
+    assert compile_layers(forward) is forward
+    assert "own forward" in caplog.text
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", sorted(set(CONFIGS) - set(THROUGH_CACHE)))
+def test_the_real_compiler_gives_the_gradients_of_every_family(family: str) -> None:
+    forward = compile_layers(training_forward(make_model(family)))
+    assert forward.compiled
+    plain = training_forward(make_model(family))
+    for lengths in ((3,), (30, 30, 7)):
+        assert_same(gradients_of(forward, lengths), gradients_of(plain, lengths))
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("way", ["plain", "lora", "chunks"])
+def test_steps_of_all_kinds_are_those_without_a_compiler(way: str) -> None:
+    base = tiny_llama(0, vocab_size=23, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, initializer_range=0.2)
+    samples = make_samples(base)
+    results = []
+    for compiled in (False, True):
+        model = copy.deepcopy(base)
+        lora = LoraModel(model, LoraConfig(rank=4), seed=0) if way == "lora" else None
+        config = TrainerConfig(
+            learning_rate=1e-3,
+            compile=compiled,
+            micro_batch_tokens=100,
+            head_chunk=5 if way == "chunks" else "auto",
+        )
+        learner = Learner(model, config, temperature=1.0, pack=pack, lora=lora)
+        assert learner._forward.compiled == compiled
+        results.append([learner.step(samples, version) for version in (3, 4)])
+    for plain, other in zip(*results, strict=True):
+        assert other.loss == pytest.approx(plain.loss, rel=1e-4, abs=1e-6)
+        assert other.grad_norm == pytest.approx(plain.grad_norm, rel=1e-4)
