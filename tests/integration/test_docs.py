@@ -24,6 +24,7 @@ from pipelinerl.config import yaml_text
 from pipelinerl.config.keys import run_keys, run_sections
 from pipelinerl.config.load import config_from_yaml, load_config, with_flags
 from pipelinerl.environments.registry import BUILT_IN, find_class
+from pipelinerl.experiments.sweep.grid import make_grid
 from tests.integration.runs import command, flags
 
 DOCS = ROOT / "docs"
@@ -163,7 +164,9 @@ def check_pipelinerl(arguments: list[str]) -> None:
     own, settings = COMMANDS.split(arguments)
     options = COMMANDS.root.parse_args(own)
     given = getattr(options, "run_file", None)
-    if given is not None and (ROOT / given).is_file():
+    if options.command == "sweep":
+        make_grid(None, settings, options.seeds)
+    elif given is not None and (ROOT / given).is_file():
         load_config(ROOT / given, settings)
     elif settings:
         with_flags(load_config(None), settings, [*run_keys()])
@@ -194,7 +197,9 @@ def check_pip(words: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_run_files_are_accepted(name: str) -> None:
+def test_run_files_are_accepted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable, text in {"MODELS": "models", "STEPS": "100"}.items():
+        monkeypatch.setenv(variable, text)
     for block in code_of(name, "yaml"):
         value = yaml_text.parse(block.code, name).value
         if not set(value) & set(run_sections()):

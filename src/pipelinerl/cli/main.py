@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -106,16 +107,12 @@ def _is_out_of_memory(error: BaseException | None) -> bool:
     Python and PyTorch have a class for it only in some places. Elsewhere they, and the loader of libraries, use these words.
     """
     words = (
-        "can't allocate memory",
-        "out of memory",
-        "can't start new thread",
-        "unable to start watchdog thread",
-        "failed to map segment",
+        r"can't allocate memory|out of memory|can't start new thread|unable to start watchdog thread|failed to map segment"
     )
     while error is not None:
         if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
             return True
-        if isinstance(error, (RuntimeError, ImportError)) and any(text in str(error) for text in words):
+        if isinstance(error, (RuntimeError, ImportError)) and re.search(words, str(error)):
             return True
         error = error.__cause__ or error.__context__
     return False

@@ -47,9 +47,7 @@ PACKAGED_MODELS = {"demo": "demo_base", "demo-tools": "demo_tools"}
 
 class ModelConfig(Section, frozen=True):
     path: str = "demo"
-    """Folder or hub id of a Hugging Face causal LM; `demo` is the small model in the package, `demo-tools` one that calls a
-    calculator.
-    """
+    """Folder or hub id of a Hugging Face causal LM, or one of the package's: `demo`, or `demo-tools`, which calls a tool."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the trainer's and engine's weights. float32 is the faster one on most CPUs."""
     trust_remote_code: bool = False

@@ -26,8 +26,9 @@ from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import ReplacedError, RunDirectoryError
 from pipelinerl.files import JsonLines, write_atomically
 from pipelinerl.launch.run_directory import RunDirectory
+from pipelinerl.launch.run_lock import new_name
 from pipelinerl.launch.session import Session
-from pipelinerl.launch.stages.streams import PREPARED, ROLLOUTS, name_in_redis, new_name, redis_of
+from pipelinerl.launch.stages.streams import PREPARED, ROLLOUTS, name_in_redis, redis_of
 
 _RENAME = """
 for i = 1, #KEYS, 2 do

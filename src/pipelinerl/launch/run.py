@@ -24,9 +24,15 @@ from pipelinerl.launch.checks import check_before_the_start
 from pipelinerl.launch.hosts.host import LocalHost
 from pipelinerl.launch.hosts.processes import run_processes
 from pipelinerl.launch.run_directory import RunDirectory
-from pipelinerl.launch.run_lock import RunLock, create_run_directory, errors_explained, open_run_directory
+from pipelinerl.launch.run_lock import (
+    RunLock,
+    choose_name_in_redis,
+    create_run_directory,
+    errors_explained,
+    open_run_directory,
+)
 from pipelinerl.launch.session import Session, StartPlan
-from pipelinerl.launch.stages.streams import choose_name_in_redis, stream_store
+from pipelinerl.launch.stages.streams import stream_store
 from pipelinerl.launch.summary import Outcome, finished_summary, show_result, write_summary
 from pipelinerl.schedule import make_schedule
 from pipelinerl.status.view import View, make_view

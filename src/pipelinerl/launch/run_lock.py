@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import itertools
 import os
+import secrets
 import shutil
 import tempfile
 import time
@@ -15,7 +16,9 @@ from pathlib import Path
 
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import RunDirectoryError
+from pipelinerl.files import write_atomically
 from pipelinerl.launch.run_directory import ORPHAN_PATIENCE_S, RunDirectory
+from pipelinerl.launch.stages.streams import name_in_redis
 
 DYING_PATIENCE_S = 2.0
 """A launcher that was just killed exists for a moment longer: the time that a new one waits for it."""
@@ -112,6 +115,17 @@ def open_run_directory(root: Path, config: RunConfig) -> RunLock:
         lock = RunLock(run, _lock_file(run, config))
         run.make_folders()
     return lock
+
+
+def choose_name_in_redis(run: RunDirectory) -> None:
+    """Choose the prefix of the run's keys, if it has none. Only the holder of the run's lock may call this."""
+    path = name_in_redis(run)
+    if not path.exists():
+        write_atomically(path, new_name().encode())
+
+
+def new_name() -> str:
+    return f"pipelinerl-{secrets.token_hex(8)}-"
 
 
 def _remove_failed_start(run: RunDirectory) -> None:

@@ -181,7 +181,8 @@ def test_streams_move_and_late_processes_do_not_find_them(
 ) -> None:
     """Also a writer that has just looked. `killed`: the launcher, when it had written the new name and renamed no key."""
     from pipelinerl.actor.admission_redis import RedisAdmission, make_redis_record
-    from pipelinerl.launch.stages.streams import ROLLOUTS, choose_name_in_redis, redis_of, stream_store
+    from pipelinerl.launch.run_lock import choose_name_in_redis
+    from pipelinerl.launch.stages.streams import ROLLOUTS, redis_of, stream_store
     from pipelinerl.redis_connection import RedisConnection
     from pipelinerl.schedule import make_schedule
 

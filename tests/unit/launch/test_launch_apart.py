@@ -28,12 +28,13 @@ from pipelinerl.launch.hosts.processes import Processes
 from pipelinerl.launch.roles import server_roles, worker_roles, worker_stages
 from pipelinerl.launch.run import write_session
 from pipelinerl.launch.run_directory import RunDirectory
+from pipelinerl.launch.run_lock import choose_name_in_redis
 from pipelinerl.launch.session import Here, KeptGroup, Session, StartPlan, read_session
 from pipelinerl.launch.share import Threads, plan_threads, shares_of, trainer_goes_first
 from pipelinerl.launch.stages import broadcast
 from pipelinerl.launch.stages.engines import make_engine
 from pipelinerl.launch.stages.servers import _api_key, _refuse_newer
-from pipelinerl.launch.stages.streams import choose_name_in_redis, name_in_redis, stream_store
+from pipelinerl.launch.stages.streams import name_in_redis, stream_store
 from pipelinerl.schedule import make_schedule
 from pipelinerl.serving.client.errors import EngineUnavailableError
 from pipelinerl.stream.files import FileStore

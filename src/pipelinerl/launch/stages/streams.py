@@ -6,14 +6,12 @@ prepared    prepared groups, from the preprocessor to the trainer; only if the p
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import RunDirectoryError
-from pipelinerl.files import write_atomically
 from pipelinerl.interfaces import StreamReader, StreamWriter
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.schedule import stream_capacity
@@ -54,7 +52,7 @@ class RedisPlace(NamedTuple):
 
 
 def redis_of(config: RunConfig, run: RunDirectory, redis_url: str | None) -> RedisPlace:
-    """Where the run's keys are. `choose_name_in_redis` has chosen their prefix."""
+    """Where the run's keys are. `run_lock.choose_name_in_redis` has chosen their prefix."""
     url = config.stream.url or redis_url
     if url is None:
         raise RunDirectoryError(f"{run.root}: the run's Redis server was not started")
@@ -65,17 +63,6 @@ def redis_of(config: RunConfig, run: RunDirectory, redis_url: str | None) -> Red
 def name_in_redis(run: RunDirectory) -> Path:
     """The file with the prefix of the run's keys. Later lines are earlier ones (see `fence.take_over_keys`)."""
     return run.streams / "name_in_redis"
-
-
-def choose_name_in_redis(run: RunDirectory) -> None:
-    """Choose the prefix of the run's keys, at random, if it has none. Only the holder of the run's lock may call this."""
-    path = name_in_redis(run)
-    if not path.exists():
-        write_atomically(path, new_name().encode())
-
-
-def new_name() -> str:
-    return f"pipelinerl-{secrets.token_hex(8)}-"
 
 
 def group_writer(store: StreamStore, config: RunConfig, on_drop: Callable[[Group], None]) -> StreamWriter[Group]:
