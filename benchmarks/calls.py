@@ -22,10 +22,8 @@ import httpx2
 from benchmarks import common
 from benchmarks.common import Record
 from benchmarks.servers import running_serve
-from benchmarks.vllm_switch import running_vllm
+from benchmarks.vllm_switch import float32_settings, running_vllm
 from pipelinerl.models.folder import resolve_path
-from pipelinerl.serving.vllm.server_info import kv_cache_bytes
-from pipelinerl.serving.vllm.start import VllmSettings
 
 ROOM, SLOTS = 1024, 16
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
@@ -248,13 +246,7 @@ def main() -> None:
         own = running_serve(folder, directory, "--engine.slots", str(SLOTS), "--engine.max_length", str(ROOM))
         urls = {"pipelinerl": stack.enter_context(own)}
         if options.vllm_python:
-            settings = VllmSettings(
-                python=options.vllm_python,
-                model=folder,
-                slots=SLOTS,
-                max_length=ROOM,
-                kv_cache_bytes=kv_cache_bytes(folder, slots=SLOTS, max_length=ROOM, item_bytes=4),
-            )
+            settings = float32_settings(options.vllm_python, folder, slots=SLOTS, max_length=ROOM)
             tools = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
             vllm = stack.enter_context(running_vllm(settings, directory / "vllm.log", timeout_s=900, more=tools))
             urls["vllm"] = vllm.url

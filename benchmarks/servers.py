@@ -30,13 +30,11 @@ from benchmarks import common
 from benchmarks.common import Record
 from benchmarks.engine import table_of
 from benchmarks.systems import SYSTEMS, Job, System, make_jobs, requests, timed
-from benchmarks.vllm_switch import running_vllm
+from benchmarks.vllm_switch import float32_settings, running_vllm
 from pipelinerl.models.folder import resolve_path
 from pipelinerl.serving.client.engine import RemoteEngine
 from pipelinerl.serving.client.server_client import PipelineServer
 from pipelinerl.serving.vllm.adapter import VllmServer
-from pipelinerl.serving.vllm.server_info import kv_cache_bytes
-from pipelinerl.serving.vllm.start import VllmSettings
 from pipelinerl.types import GenerationRequest
 
 
@@ -96,14 +94,7 @@ async def own_server(options: argparse.Namespace, room: int, directory: Path) ->
 @asynccontextmanager
 async def vllm_server(options: argparse.Namespace, room: int, directory: Path) -> AsyncIterator[RemoteEngine]:
     folder = resolve_path(options.model)
-    slots = max(options.slots)
-    settings = VllmSettings(
-        python=options.vllm_python,
-        model=folder,
-        slots=slots,
-        max_length=room,
-        kv_cache_bytes=kv_cache_bytes(folder, slots=slots, max_length=room, item_bytes=4),
-    )
+    settings = float32_settings(options.vllm_python, folder, slots=max(options.slots), max_length=room)
     with running_vllm(settings, directory / "vllm.log", timeout_s=300) as server:
         async with RemoteEngine.connect([VllmServer(server.url)]) as engine:
             yield engine

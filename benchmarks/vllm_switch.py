@@ -54,6 +54,12 @@ BEFORE_SWITCH = 3
 """Tokens before the first update, and again before the second."""
 
 
+def float32_settings(python: str, folder: str, *, slots: int, max_length: int) -> VllmSettings:
+    """Of a server that has room for all slots at full length, in float32."""
+    room = kv_cache_bytes(folder, slots=slots, max_length=max_length, item_bytes=4)
+    return VllmSettings(python=python, model=folder, slots=slots, max_length=max_length, kv_cache_bytes=room)
+
+
 class VllmProcess(ChildProcess):
     """A vLLM server under its guard, as the launcher starts it."""
 
@@ -242,11 +248,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     path = resolve_path(options.model)
-    length = options.tokens + 32
-    kv_bytes = kv_cache_bytes(path, slots=options.streams, max_length=length, item_bytes=4)
-    settings = VllmSettings(
-        python=options.python, model=path, slots=options.streams, max_length=length, kv_cache_bytes=kv_bytes
-    )
+    settings = float32_settings(options.python, path, slots=options.streams, max_length=options.tokens + 32)
     with (
         tempfile.TemporaryDirectory(dir="/dev/shm") as directory,
         running_vllm(settings, Path(directory) / "vllm.log") as vllm,

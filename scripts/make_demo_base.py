@@ -17,14 +17,13 @@ same kind of machine reproduce the weights.
 from __future__ import annotations
 
 import argparse
-import math
 import random
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from pretraining import pretrain
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     GenerationConfig,
@@ -201,32 +200,24 @@ def train(
     batch_tokens: int,
     pool_size: int = 1024,
 ) -> None:
-    """Next-token training with AdamW. The learning rate warms up over 50 steps, then follows a cosine."""
+    """Next-token training on batches of `pool_size` examples at a time, which are sorted by length."""
     rng = random.Random(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=first_rate, betas=(0.9, 0.95), weight_decay=0.01)
     batches: list[list[Example]] = []
-    started = time.perf_counter()
-    for step in range(steps):
+
+    def next_loss(step: int) -> torch.Tensor:
+        nonlocal batches
         if not batches:
             pool = [make_example(rng, step / steps) for _ in range(pool_size)]
             batches = batches_by_length(pool, rng, batch_tokens)
         ids, labels = tensors_of(batches.pop())
-        cosine = 0.5 * (1.0 + math.cos(math.pi * step / steps))
-        for group in optimizer.param_groups:
-            group["lr"] = min(1.0, (step + 1) / 50) * (last_rate + (first_rate - last_rate) * cosine)
         logits = model(input_ids=ids).logits[:, :-1]
         # Not the mean over labels: it would give the tokens of short examples, which are batched together, more weight.
         loss = torch.nn.functional.cross_entropy(
             logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
         )
-        loss = loss / ids.numel()
-        optimizer.zero_grad()
-        torch.autograd.backward(loss)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        if step % 200 == 0 or step == steps - 1:
-            elapsed = time.perf_counter() - started
-            print(f"{seed}: step {step} of {steps}, loss {loss.item():.4f}, {elapsed:.0f} s", flush=True)
+        return loss / ids.numel()
+
+    pretrain(model, next_loss, name=seed, steps=steps, first_rate=first_rate, last_rate=last_rate, say_every=200)
 
 
 def main() -> None:

@@ -13,14 +13,13 @@ counts steps, and runs on one thread, so the same library versions on the same k
 from __future__ import annotations
 
 import argparse
-import math
 import random
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from pretraining import pretrain
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
@@ -175,27 +174,20 @@ def train(
     examples: Examples,
     population: dict[Demonstrator, float],
     *,
+    name: str,
     steps: int,
     batch: int,
     first_rate: float,
     last_rate: float,
 ) -> None:
-    """Next-token training with AdamW. The learning rate warms up over 50 steps, then follows a cosine."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=first_rate, betas=(0.9, 0.95), weight_decay=0.01)
-    started = time.perf_counter()
-    for step in range(steps):
-        cosine = 0.5 * (1.0 + math.cos(math.pi * step / steps))
-        for group in optimizer.param_groups:
-            group["lr"] = min(1.0, (step + 1) / 50) * (last_rate + (first_rate - last_rate) * cosine)
+    """Next-token training."""
+
+    def next_loss(_: int) -> torch.Tensor:
         ids, labels = examples.batch(population, batch)
         logits = model(input_ids=ids).logits[:, :-1]
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED_LABEL)
-        optimizer.zero_grad()
-        torch.autograd.backward(loss)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        if step % 50 == 0 or step == steps - 1:
-            print(f"step {step} of {steps}, loss {loss.item():.4f}, {time.perf_counter() - started:.0f} s", flush=True)
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED_LABEL)
+
+    pretrain(model, next_loss, name=name, steps=steps, first_rate=first_rate, last_rate=last_rate, say_every=50)
 
 
 def main() -> None:
@@ -213,8 +205,17 @@ def main() -> None:
     tokenizer = make_tokenizer()
     model, examples = make_model(tokenizer), Examples(tokenizer, f"demo-tools/{arguments.seed}")
     size = {"batch": arguments.batch}
-    train(model, examples, CAREFUL, steps=arguments.careful_steps, first_rate=4e-3, last_rate=4e-4, **size)
-    train(model, examples, POPULATION, steps=arguments.population_steps, first_rate=1e-3, last_rate=5e-5, **size)
+    train(model, examples, CAREFUL, name="careful", steps=arguments.careful_steps, first_rate=4e-3, last_rate=4e-4, **size)
+    train(
+        model,
+        examples,
+        POPULATION,
+        name="population",
+        steps=arguments.population_steps,
+        first_rate=1e-3,
+        last_rate=5e-5,
+        **size,
+    )
 
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     model.save_pretrained(arguments.out)
