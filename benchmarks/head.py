@@ -73,17 +73,22 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     machine_before = common.machine()
     lora = LoraConfig() if options.lora else None
+
+    def learner_with(chunk: int, *, compiled: bool) -> Learner:
+        config = TrainerConfig(micro_batch_tokens=options.micro_batch_tokens, head_chunk=chunk, compile=compiled)
+        return learner_of(options.model, config, lora)
+
+    counted = learner_with(0, compiled=False)  # not one of those that are measured: all of them must stay at the same step
+    model = counted.model.config
+    samples = make_samples(options.samples, options.longest, options.prompt_tokens, model.vocab_size)
+    with FlopCounterMode(display=False) as counter:
+        counted.step(samples, version=0)
+    del counted
     learners = {}
     for chunk in options.head_chunks:
         for compiled in (False, True) if options.compile else (False,):
             name = f"{chunk} tokens at a time" if chunk else "all logits"
-            config = TrainerConfig(micro_batch_tokens=options.micro_batch_tokens, head_chunk=chunk, compile=compiled)
-            learners[name + (", compiled layers" if compiled else "")] = learner_of(options.model, config, lora)
-    first = next(iter(learners.values()))
-    model = first.model.config
-    samples = make_samples(options.samples, options.longest, options.prompt_tokens, model.vocab_size)
-    with FlopCounterMode(display=False) as counter:
-        first.step(samples, version=0)
+            learners[name + (", compiled layers" if compiled else "")] = learner_with(chunk, compiled=compiled)
     peaks_bytes = {}
     for name, learner in learners.items():
         learner.step(samples, version=0)  # makes the optimizer's state
