@@ -72,6 +72,10 @@ class WeightUpdateError(PipelineRLError):
     """A weight update was not applied exactly: wrong layout, wrong checksum, or no receipt in time."""
 
 
+class BroadcastEndedError(WeightUpdateError):
+    """The weight sender ended its broadcast because of an error, or its process has gone. The message has the cause."""
+
+
 class StreamError(PipelineRLError):
     """A stream's files are damaged (beyond a partial last record), or its Redis server is unreachable or has lost data."""
 

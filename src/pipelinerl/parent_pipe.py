@@ -61,13 +61,17 @@ class Turns:
         """Whether its part of the session shall end."""
         return self._stopping.is_set() or self._told.is_set()
 
+    def wait(self) -> None:
+        """Wait until its part of the session shall end."""
+        while not self.over():
+            time.sleep(POLL_S)
+
     def another(self, ready: Callable[[], object]) -> bool:
         """If it was asked to wait for another session, call `ready` and wait. Returns whether there is one."""
         if not self._told.is_set():
             return False
         self._told.clear()
         ready()
-        while not self.over():
-            time.sleep(POLL_S)
+        self.wait()
         self._told.clear()
         return not self._stopping.is_set()

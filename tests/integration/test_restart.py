@@ -33,6 +33,7 @@ pytestmark = pytest.mark.slow
 exhaustive = pytest.mark.exhaustive
 
 GOAL = 40
+BROADCAST = {"weights__kind": "collective", "weights__encoding": "delta"}
 
 
 def going(run_dir: Path, version: int, **settings: Any) -> subprocess.Popen[str]:
@@ -75,22 +76,23 @@ def assert_went_on(run_dir: Path, process: subprocess.Popen[str], count: int) ->
         ("training", {}),
         pytest.param("training", {"launch__preprocessor": "process", "engine__processes": 2}, marks=exhaustive),
         pytest.param("training-rank-1", {"trainer__ranks": 2}, marks=exhaustive),
-        pytest.param("generation", {"weights__kind": "collective"}, marks=exhaustive),
+        pytest.param("generation-1", BROADCAST | {"engine__processes": 2}, marks=exhaustive),
         pytest.param("redis-server", {"stream__kind": "redis"}, marks=exhaustive),
-        pytest.param("training", {"weights__kind": "collective", "weights__encoding": "delta"}, marks=exhaustive),
+        pytest.param("training", BROADCAST | {"engine__processes": 2}, marks=exhaustive),
+        pytest.param("training-rank-1", BROADCAST | {"trainer__ranks": 2}, marks=exhaustive),
     ],
 )
 def test_a_killed_process_costs_the_steps_since_the_last_checkpoint(
     tmp_path: Path, role: str, settings: dict[str, Any]
 ) -> None:
-    """Generation processes of one machine go on with the same engine, unless weights are broadcast."""
+    """Generation processes of one machine go on with the same engine."""
     run_dir = tmp_path / "r"
     process = going(run_dir, 6, **settings)
     before = process_ids(run_dir)
     kill(run_dir, role)
     until(lambda: process_ids(run_dir).get("training", before["training"]) != before["training"], process)
     generating = {name for name in before if name.startswith("generation")}
-    kept = generating if role.startswith("training") and "weights__kind" not in settings else set()
+    kept = generating - {role} if role != "redis-server" else set()
     until(lambda: process_ids(run_dir).keys() >= generating, process)
     now = process_ids(run_dir)
     assert {name for name in generating if now[name] == before[name]} == kept
@@ -99,16 +101,17 @@ def test_a_killed_process_costs_the_steps_since_the_last_checkpoint(
     restarts = counts["restarts"]["run"]
     assert restarts["steps_lost"] <= 5
     assert restarts["processes_kept"] == len(kept)
-    assert restarts["rollouts_abandoned"] > 0
+    assert restarts["rollouts_abandoned"] > 0 or restarts["steps_lost"] == 0
     assert check(run_dir) == []
     assert not any(alive(pid) for pid in before.values())
 
 
 @exhaustive
+@pytest.mark.parametrize("weights", [{}, BROADCAST])
 @pytest.mark.parametrize("whose", ["the run's", "external"])
-def test_engine_servers_outlive_the_trainer(tmp_path: Path, whose: str) -> None:
+def test_engine_servers_outlive_the_trainer(tmp_path: Path, whose: str, weights: dict[str, str]) -> None:
     """They hold later weights than those of the checkpoint, and answers with these weights."""
-    run_dir, settings = tmp_path / "r", {"engine__kind": "http", "engine__slots": 16}
+    run_dir, settings = tmp_path / "r", {"engine__kind": "http", "engine__slots": 16} | weights
     with ExitStack() as stack:
         if whose == "external":
             server = stack.enter_context(serving(tmp_path, "--engine.slots", "16", "--weights-dir", str(SHARED_MEMORY)))
@@ -125,8 +128,20 @@ def test_engine_servers_outlive_the_trainer(tmp_path: Path, whose: str) -> None:
         assert restarts["rollouts_abandoned"] > 0
         assert check(run_dir) == []
         for path in (run_dir / "logs").glob("server-*.log"):
-            assert path.read_text().count("serves") <= 1
+            assert path.read_text().count("is served at") == 1
         assert [alive(pid) for pid in serving_pids] == [whose == "external"]
+
+
+@exhaustive
+def test_an_engine_server_outlives_another_one_of_a_broadcast(tmp_path: Path) -> None:
+    run_dir = tmp_path / "r"
+    process = going(run_dir, 6, engine__kind="http", engine__servers=2, engine__slots=8, **BROADCAST)
+    kill(run_dir, "server-1")
+    counts = assert_went_on(run_dir, process, 1)
+    assert counts["restarts"]["run"]["processes_kept"] == 2, "generation, and the other server"
+    assert check(run_dir) == []
+    logs = [(run_dir / "logs" / f"server-{number}.log").read_text() for number in range(2)]
+    assert [log.count("is served at") for log in logs] == [1, 2]
 
 
 @exhaustive
@@ -274,6 +289,8 @@ def dies(owner, name, number, after):
 
 if "training" in sys.orig_argv:
     from pipelinerl.checkpoint_folders import Folders
+    from pipelinerl.weights.broadcast.group import Group
+    from pipelinerl.weights.broadcast.sender import CollectiveWeightSender
     from pipelinerl.launch.stages import training
     from pipelinerl.trainer.step import Learner
     from pipelinerl.trainer.trainer import Trainer
@@ -296,6 +313,15 @@ MOMENTS = {
     "twice, when the engines have worked without it": ["Learner, 'step', 8, True", "Control, 'write_offer', 1, False"],
 }
 """Which call of which method ends the training process, and whether after the call."""
+OF_A_BROADCAST = {
+    "a broadcast has not begun": ["Group, 'broadcast', 7, False"],
+    "a broadcast has ended": ["Group, 'broadcast', 7, True"],
+    "engines may apply it": ["CollectiveWeightSender, '_broadcast', 7, True"],
+    "no group is formed": ["CollectiveWeightSender, '_form_group', 1, False"],
+    "a group is formed": ["CollectiveWeightSender, '_form_group', 1, True"],
+    "twice, when engines join again": ["Learner, 'step', 8, True", "CollectiveWeightSender, '_form_group', 1, False"],
+    "twice, when engines have joined": ["Learner, 'step', 8, True", "CollectiveWeightSender, '_form_group', 1, True"],
+}
 
 
 @exhaustive
@@ -304,16 +330,29 @@ MOMENTS = {
 def test_a_version_is_one_set_of_weights_whenever_the_trainer_dies(
     moment: str, every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert_exact_after_deaths(MOMENTS[moment], tmp_path, monkeypatch, trainer__checkpoint_every=every, engine__processes=2)
+
+
+@exhaustive
+@pytest.mark.parametrize("engines", [{"engine__processes": 2}, {"engine__kind": "http", "engine__servers": 2}])
+@pytest.mark.parametrize("moment", OF_A_BROADCAST)
+def test_a_version_is_one_set_of_weights_whenever_its_broadcaster_dies(
+    moment: str, engines: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = engines | BROADCAST | {"trainer__checkpoint_every": 3}
+    assert_exact_after_deaths(OF_A_BROADCAST[moment], tmp_path, monkeypatch, **settings)
+
+
+def assert_exact_after_deaths(deaths: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
     """All that was trained on was sampled by the weights that its versions have at the end, and training is repeated."""
-    deaths = MOMENTS[moment]
     listed = ", ".join(f"({death})" for death in deaths)
     (tmp_path / "sitecustomize.py").write_text(DIES.replace("MOMENTS", f"[{listed}]"))
     (tmp_path / "died").touch()
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(Path(pipelinerl.__file__).parents[1])]))
     monkeypatch.setenv("DIED", str(tmp_path / "died"))
     run_dir, goal = tmp_path / "r", 12
-    settings = {"trainer__checkpoint_every": every, "trainer__keep_versions": "all", "engine__processes": 2}
-    ended = wait(start_processes(run_dir, trainer__steps=goal, schedule__max_lag=4, **settings))
+    defaults = {"trainer__steps": goal, "trainer__keep_versions": "all", "schedule__max_lag": 4}
+    ended = wait(start_processes(run_dir, **(defaults | settings)))
     assert (ended.status, ended.error) == (0, "")
     counts = assert_gone_on(run_dir, goal)
     assert counts["lag_max"] <= 4

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from pipelinerl.channel import Channel, listen
-from pipelinerl.errors import UserError, WeightUpdateError
+from pipelinerl.errors import BroadcastEndedError, UserError, WeightUpdateError
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models.state import checksum, named_weights
 from pipelinerl.types import UpdateReceipt
@@ -137,9 +137,13 @@ class Rig:
     def __init__(self) -> None:
         self._closing: list[Callable[[], None]] = []
 
-    def sender(self, receivers: int = 1, **options: object) -> CollectiveWeightSender:
+    def sender(
+        self, receivers: int = 1, *, at: socket.socket | None = None, key: str = KEY, **options: object
+    ) -> CollectiveWeightSender:
+        """`at`: a socket that listens, which stays open."""
         defaults: dict[str, object] = {"timeout_s": 0.3, "stall_s": 10.0, "join_timeout_s": 10.0}
-        sender = CollectiveWeightSender(listen(), KEY, receivers, **{**defaults, **options})  # type: ignore[arg-type]
+        listener = at.dup() if at else listen()
+        sender = CollectiveWeightSender(listener, key, receivers, **{**defaults, **options})  # type: ignore[arg-type]
         self._closing.append(sender.close)
         return sender
 
@@ -157,7 +161,7 @@ class Rig:
         return receiver
 
     def pair(
-        self, second_dies: object = None, **options: object
+        self, second_dies: object = None, **options: Any
     ) -> tuple[CollectiveWeightSender, list[CollectiveWeightReceiver]]:
         """A sender and its two receivers. `second_dies`: see `Dying`."""
         sender = self.sender(2, **options)
@@ -297,7 +301,7 @@ def weights_of(version: int) -> dict[str, Tensor]:
 class Fleet:
     """A sender and receivers that take every update at once and echo its checksum."""
 
-    def __init__(self, rig: Rig, count: int = 3, coordinated: bool = False, **options: object) -> None:
+    def __init__(self, rig: Rig, count: int = 3, coordinated: bool = False, **options: Any) -> None:
         options = {"encoding": "delta", "bucket_bytes": 4096, "timeout_s": BOUND_S, "coordinated": coordinated} | options
         self.sender = rig.sender(count, **options)
         self.receivers = [rig.receiver(self.sender, index) for index in range(count)]
@@ -532,6 +536,46 @@ def test_a_sender_that_dies_is_noticed_after_the_last_whole_update(rig: Rig) -> 
     time.sleep(0.05)
     assert checksum(taken(receiver).tensors) == digest
     assert "is gone: its process exited unexpectedly" in problem(receiver)
+
+
+def test_a_sender_that_takes_over_the_socket_of_a_dead_one_reaches_only_those_that_have_its_key(rig: Rig) -> None:
+    with listen() as listening:
+        port = listening.getsockname()[1]
+        first = rig.sender(at=listening)
+        receiver = rig.receiver_at(port)
+        first.send(5, named_weights(Tied()))
+        taken(receiver)
+        cut(first._members.all[0].channel)
+        with pytest.raises(BroadcastEndedError, match="is gone: its process exited unexpectedly"):
+            eventually(receiver.offered)
+        first.close()
+        late, kept = rig.receiver_at(port), rig.receiver_at(port, key="of the next session")
+        receiver.close()
+        time.sleep(0.05)  # both wait for an answer of the socket
+        second = rig.sender(at=listening, key="of the next session")
+        digest = second.send(3, named_weights(Tied(seed=3)))
+        update = taken(kept)
+        assert (update.version, checksum(update.tensors)) == (3, digest)
+        assert "does not have the key of this run" in problem(late)
+
+
+def test_a_receiver_says_whether_the_failure_is_its_own(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    sender, receivers = rig.pair("staged", stall_s=5.0, timeout_s=BOUND_S)
+    sender.send(0, named_weights(Tied()))
+    with pytest.raises(BroadcastEndedError, match=r"engine number 1 \(engine-1\) is gone"):
+        eventually(receivers[0].offered)
+    with pytest.raises(WeightUpdateError) as caught:
+        eventually(rig.receiver(sender, key="another").offered)
+    assert not isinstance(caught.value, BroadcastEndedError)
+
+
+def test_a_receiver_that_is_closed_does_not_wait_for_its_group(rig: Rig) -> None:
+    receiver = rig.receiver(rig.sender(2), 0, join_timeout_s=BOUND_S)
+    closing = threading.Timer(0.1, receiver.close)
+    closing.start()
+    with pytest.raises(WeightUpdateError, match="or this receiver has closed"):
+        receiver.wait_joined(BOUND_S)
+    closing.join()
 
 
 def test_what_differs_from_what_was_sent_is_applied_by_nobody(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

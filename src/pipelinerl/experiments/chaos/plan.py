@@ -45,6 +45,12 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "engines": ("--launch.kind=processes", "--stream.kind=files", "--engine.processes=2"),
     "redis": ("--launch.kind=processes", "--stream.kind=redis", "--launch.preprocessor=process"),
     "http": ("--launch.kind=processes", "--engine.kind=http", "--engine.servers=2"),
+    "broadcast": (
+        "--launch.kind=processes",
+        "--engine.processes=2",
+        "--weights.kind=collective",
+        "--weights.encoding=delta",
+    ),
     "sharded": ("--launch.kind=processes", "--stream.kind=files", "--trainer.ranks=2"),
     "ray": ("--launch.kind=ray", "--stream.kind=redis", "--weights.kind=collective"),
     "links": ("--launch.kind=processes", "--engine.kind=http", "--engine.servers=1", "--stream.kind=redis"),

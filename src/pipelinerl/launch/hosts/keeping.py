@@ -13,6 +13,10 @@ Engine servers that the run has started only stay as they are: the first weights
                                                           too), and generates
     starts a trainer ───────── the same weights ──────▶   takes them, as any update
 
+With weights by broadcast, the launcher keeps the socket at which the trainer listens, so its address stays. A process whose
+broadcast has ended waits for the launcher's signal. In the next session it joins the new trainer's broadcast, with that
+session's key: no member, and no update, of an earlier session can be in it.
+
 Between two sessions nothing of the old one is left in the process but its environment and its engine. So the new session
 has no token of weights that the rewind gave up: groups that were in progress start again under their index, like all that a
 resume does not find in the streams.
@@ -24,6 +28,7 @@ from __future__ import annotations
 
 import os
 import signal
+import stat
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import closing
@@ -49,7 +54,7 @@ HEALTH_S = 3.0
 
 
 class Kept:
-    """Processes that wait for the next session, and the shared file in which they get weights.
+    """Processes that wait for the next session, and the channel over which they get weights.
 
     `workers` wait for a signal (`parent_pipe.Turns`), `servers` for requests.
     """
@@ -61,8 +66,12 @@ class Kept:
         self.count = len(self._waiting)
 
     def channel(self) -> int:
-        """The shared file, as if it were new. The caller closes it."""
-        forget_updates(self._weights_fd)
+        """The channel for weights (`host.make_channel`), as if it were new. The caller closes it.
+
+        The socket of a broadcast needs nothing: whoever still connects with the key of an earlier session is refused.
+        """
+        if stat.S_ISREG(os.fstat(self._weights_fd).st_mode):
+            forget_updates(self._weights_fd)
         return os.dup(self._weights_fd)
 
     def next_session(self, role: str) -> LocalWorker | None:
@@ -100,7 +109,7 @@ def keep(session: Session, processes: Processes, weights_fd: int, hurry: Callabl
     `HUNG_PATIENCE_S`, or until `hurry()`, is not kept. Engine servers that the run has started only have to answer.
     """
     config = session.config
-    if config.engine.kind == "vllm" or not processes.replaceable or processes.broker_failure():
+    if config.engine.kind == "vllm" or not config.launch.restarts or processes.broker_failure():
         return None  # vLLM refuses weights of a lower version
     generating = set(generation_roles(config))
     workers = [one for one in processes.workers if isinstance(one, LocalWorker) and one.role in generating]

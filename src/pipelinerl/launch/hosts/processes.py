@@ -31,6 +31,7 @@ from pipelinerl.errors import (
     StageDiedError,
     StalledError,
     StreamError,
+    WeightUpdateError,
 )
 from pipelinerl.files import UNWRITABLE, JsonLines
 from pipelinerl.launch.hosts.host import Host, LocalHost, LocalWorker, Worker, named
@@ -104,8 +105,9 @@ class Processes:
         failures = {worker.role: failure for worker in others if (failure := worker.failure()) is not None}
         if isinstance(failures.get(TRAINING), RankLostError):  # it ended because of another rank, and may have ended engines
             failures = {role: failure for role, failure in failures.items() if role.startswith(TRAINING)}
-        # The loss of a rank is noticed by the others: what the lost one died of comes first.
-        return min(failures.values(), key=lambda failure: isinstance(failure, RankLostError), default=None)
+        # The loss of a rank, or of a member of a broadcast, is noticed by the others: what the lost one died of comes first.
+        noticed = (RankLostError, WeightUpdateError)
+        return min(failures.values(), key=lambda failure: isinstance(failure, noticed), default=None)
 
     def lost(self, error: PipelineRLError | None) -> bool:
         """Whether the error is that a process or a machine was lost, and not one that would only happen again."""

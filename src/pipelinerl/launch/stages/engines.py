@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -26,7 +26,7 @@ class EngineHandle(NamedTuple):
     engine: AsyncEngine
     slots: int
     stop_token_ids: Sequence[int]
-    restart: Callable[[StartPlan], Awaitable[None]]
+    restart: Callable[[StartPlan], Coroutine[Any, Any, None]]
 
 
 def waits_for(config: EngineConfig) -> str:
@@ -37,18 +37,21 @@ def waits_for(config: EngineConfig) -> str:
 
 
 def make_engine(
-    session: Session, name: str, tokenizer: Tokenizer, weights_fd: int | None = None
+    session: Session, name: str, tokenizer: Tokenizer, weights_fd: int | None = None, *, again: bool = False
 ) -> AbstractAsyncContextManager[EngineHandle]:
     """The engine that the run file configures: loaded now, or over servers, which are connected with on entry.
 
-    `weights_fd` is the trainer's channel: servers join its broadcast, if weights are broadcast. Raises ModelLoadError and
-    UnsupportedModelError; for servers also StalledError, UserError and the errors of `RemoteEngine.connect`.
+    `weights_fd` is the trainer's channel: servers join its broadcast, if weights are broadcast. `again`: they do so only in
+    `restart`, which has to be called.
+
+    Raises ModelLoadError and UnsupportedModelError; for servers also StalledError, UserError and the errors of
+    `RemoteEngine.connect`.
     """
     if session.config.engine.kind == "local":
         return nullcontext(_local(session.config, name, tokenizer))
     from pipelinerl.launch.stages.servers import connected_engine  # noqa: PLC0415 - a run without servers does not need it
 
-    return connected_engine(session, name, weights_fd)
+    return connected_engine(session, name, weights_fd, again=again)
 
 
 def load_local_engine(config: RunConfig, name: str = ENGINE) -> tuple[Any, LocalEngine]:

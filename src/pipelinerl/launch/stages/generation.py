@@ -31,7 +31,7 @@ from pipelinerl.actor.rollouts import RolloutContext
 from pipelinerl.actor.status import GenerationStatus
 from pipelinerl.config.schema import EvaluationConfig
 from pipelinerl.environments.registry import make_environment, no_held_out
-from pipelinerl.errors import StalledError
+from pipelinerl.errors import BroadcastEndedError, StalledError
 from pipelinerl.files import JsonLines, Lines
 from pipelinerl.interfaces import AsyncEngine, Board, Environment, StreamStats, StreamWriter, Tokenizer, WeightReceiver
 from pipelinerl.launch.roles import generation_roles
@@ -140,7 +140,7 @@ def _take_part(
         again = replace(kept, session=session, again=True, board=board, writer=writer, receiver=receiver)
         again.admission = _admission(session, board, writer, index)
         if session.config.engine.kind != "local":  # the engine servers are kept, not the connection with them
-            again.engine = make_engine(session, stage, kept.tokenizer, weights_fd)
+            again.engine = make_engine(session, stage, kept.tokenizer, weights_fd, again=True)
         return again
 
     with (
@@ -155,7 +155,12 @@ def _take_part(
         # collections a second.
         gc.set_threshold(YOUNG_OBJECTS)
         turns.listen()
-        runner.run(generate(generation, stop=turns.over))
+        try:
+            runner.run(generate(generation, stop=turns.over))
+        except BroadcastEndedError:
+            if session.config.launch.kind != "processes":
+                raise
+            turns.wait()  # the launcher knows the cause, and whether another session follows
     return generation
 
 
@@ -280,7 +285,7 @@ async def _generate(
     session, engine = generation.session, handle.engine
     if generation.again:
         starting(generation.board, generation.stages, "takes the weights of the checkpoint")
-        await handle.restart(session.plan)
+        await _unless_stopped(handle.restart(session.plan), stop)
     starting(generation.board, generation.stages, "waits for the trainer's first weights")
     await _take_weights(generation, engine, stop, until=lambda: engine.progress().weight_updates > 0)
     if stop():

@@ -7,6 +7,7 @@ ready file, and ends when its parent-death pipe closes.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 import sys
@@ -21,7 +22,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from pipelinerl.config.schema import EngineConfig, ModelConfig, RunConfig
-from pipelinerl.errors import MissingDependencyError, StalledError, UserError
+from pipelinerl.errors import MissingDependencyError, StalledError, UserError, WeightUpdateError
 from pipelinerl.files import write_atomically
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.launch.roles import server_roles
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from pipelinerl.serving.client.adapter import EngineServer
     from pipelinerl.serving.vllm.server_info import ModelFacts
     from pipelinerl.serving.vllm.start import VllmSettings
+
+logger = logging.getLogger(__name__)
 
 DRAIN_S = 5.0
 """Time for requests in progress once the server is told to stop. Short: their clients have ended by then."""
@@ -165,8 +168,13 @@ def _max_length(model: ModelConfig) -> int:
 
 
 @asynccontextmanager
-async def connected_engine(session: Session, name: str, weights_fd: int | None) -> AsyncIterator[EngineHandle]:
-    """The engine of a generation process over the run's servers, those in `engine.urls` or those that it starts itself."""
+async def connected_engine(
+    session: Session, name: str, weights_fd: int | None, *, again: bool = False
+) -> AsyncIterator[EngineHandle]:
+    """The engine of a generation process over the run's servers, those in `engine.urls` or those that it starts itself.
+
+    `again`: see `make_engine`.
+    """
     from pipelinerl.serving.client.engine import RemoteEngine  # noqa: PLC0415 - needs httpx2, an extra
     from pipelinerl.serving.client.errors import Bounds  # noqa: PLC0415 - as above
     from pipelinerl.serving.client.weights_file import SHARED_MEMORY  # noqa: PLC0415 - as above
@@ -187,17 +195,30 @@ async def connected_engine(session: Session, name: str, weights_fd: int | None) 
     async with RemoteEngine.connect(servers, name=name, first=first, weight_dirs=directories, bounds=bounds) as engine:
         if first is None:
             _refuse_newer(engine.newest_version, session.plan.version)
+        sender = None
         if config.weights.kind == "collective" and weights_fd is not None:
             from pipelinerl.launch.stages.broadcast import sender_address  # noqa: PLC0415 - few runs need it
 
-            await engine.join_broadcast(*sender_address(session, weights_fd))
+            sender = sender_address(session, weights_fd)
+            if not again:
+                await engine.join_broadcast(*sender)
 
         async def restart(plan: StartPlan) -> None:
             from pipelinerl.launch.stages.rejoining import tensors_of  # noqa: PLC0415 - few processes need it
 
-            if plan.checkpoint is not None and plan.checksum is not None:
+            reads_files = sender is None or not config.engine.urls  # others may be on other machines
+            if plan.checkpoint is not None and plan.checksum is not None and reads_files:
                 tensors = tensors_of(Path(plan.checkpoint))
-                await engine.update_weights(WeightUpdate(plan.version, plan.checksum, tensors))  # or they are refused
+                try:
+                    await engine.update_weights(WeightUpdate(plan.version, plan.checksum, tensors))  # or they are refused
+                except WeightUpdateError as error:
+                    if sender is None:
+                        raise
+                    logger.warning("the engine servers wait for the trainer's broadcast: %s", error)
+            if sender is not None and engine.progress().weight_updates:
+                engine.begin_to_join_broadcast(*sender)
+            elif sender is not None:
+                await engine.join_broadcast(*sender)
 
         yield EngineHandle(engine, engine.slots, facts.stop_token_ids, restart)
 

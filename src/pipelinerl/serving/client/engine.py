@@ -56,6 +56,7 @@ class RemoteEngine:
         self._step_s = step_s
         self._clock = clock
         self._joined = False
+        self._joining: asyncio.Task[None] | None = None
         self._open: set[str] = set()
         self._busy_s = 0.0
         self._busy_since_s = 0.0
@@ -91,11 +92,13 @@ class RemoteEngine:
             infos = await pool.start()
             engine = cls(pool, infos, files, name=name, first=first, bounds=bounds, step_s=step_s, clock=clock)
             watch = asyncio.create_task(pool.watch())
-            watch.add_done_callback(engine._watch_ended)
+            watch.add_done_callback(engine._task_ended)
             try:
                 yield engine
             finally:
                 watch.cancel()
+                if engine._joining is not None:
+                    engine._joining.cancel()
                 await engine._dispatcher.close()
         finally:
             await asyncio.gather(*(server.close() for server in servers), return_exceptions=True)
@@ -217,8 +220,13 @@ class RemoteEngine:
 
         Raises WeightUpdateError or ServerError, naming the server that does not join within `bounds.join_s`.
         """
+        self._joined = True  # from now on weights come from the trainer: `update_weights` waits until all have joined
         await self._pool.join(host, port, key)
-        self._joined = True
+
+    def begin_to_join_broadcast(self, host: str, port: int, key: str) -> None:
+        """Have all servers join while they generate, with the weights that they hold. An error ends the engine."""
+        self._joining = asyncio.create_task(self.join_broadcast(host, port, key))
+        self._joining.add_done_callback(self._task_ended)
 
     async def update_weights(self, update: WeightUpdate) -> UpdateReceipt:
         """Have all servers apply the weights in flight. Servers and coroutines continue.
@@ -243,7 +251,10 @@ class RemoteEngine:
         receipt = await self._pool.update(request)
         unused = previous if receipt.error is None else request
         if unused is not None and unused.path is not None:
-            self._files.remove(unused.path)
+            if self._joined:
+                self._files.close()  # no more are written
+            else:
+                self._files.remove(unused.path)
         if receipt.error is not None:
             return receipt
         self._version = update.version
@@ -251,6 +262,6 @@ class RemoteEngine:
         self._pauses_s.append(receipt.pause_s)
         return msgspec.structs.replace(receipt, engine=self.name)
 
-    def _watch_ended(self, task: asyncio.Task[None]) -> None:
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._dispatcher.fail(error)

@@ -81,9 +81,9 @@ class Native:
         return answer(await self._holder.service.updates.take(wanted))
 
     async def init_process_group(self, request: Request) -> Response:
-        """Answers once the trainer and all its receivers have formed the group."""
+        """Answers once the trainer and all its receivers have formed the group. Gives up if the client leaves before."""
         wanted = decoded(await body_of(request), ProcessGroupRequest)
-        await self._holder.service.updates.join(wanted)
+        await unless_gone(request, self._holder.service.updates.join(wanted))
         return answer({})
 
 

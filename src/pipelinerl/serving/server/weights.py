@@ -17,6 +17,7 @@ from torch import Tensor
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models.state import checksum, first_names
+from pipelinerl.serving.epochs import Epochs, StaleEpochError
 from pipelinerl.serving.server.engine_thread import EngineThread, Holding
 from pipelinerl.serving.server.http import RefusedError, unavailable
 from pipelinerl.serving.wire import ProcessGroupRequest, WeightUpdateRequest
@@ -147,8 +148,7 @@ class WeightUpdates:
         self._lock = asyncio.Lock()
         self._last: UpdateReceipt | None = None
         self._group: CollectiveWeightReceiver | None = None
-        self._epoch = ("", 0)  # the run and the number of its session
-        self._latest: dict[str, int] = {}  # by run
+        self._epochs = Epochs()
         self._anew = False  # no weights of this epoch have been applied yet
         self.paused_s = 0.0
 
@@ -158,7 +158,7 @@ class WeightUpdates:
         Raises WeightUpdateError if the group is not formed in time, RefusedError for an epoch that was replaced.
         """
         async with self._lock:
-            self._let_in(request.run, request.epoch)
+            await self._let_in(request.run, request.epoch)
             await self._leave()
             group = CollectiveWeightReceiver(
                 request.host,
@@ -172,7 +172,7 @@ class WeightUpdates:
             )
             try:
                 await asyncio.to_thread(group.wait_joined, request.timeout_s)
-            except WeightUpdateError:
+            except BaseException:  # also if the client has gone
                 await asyncio.to_thread(group.close)
                 raise
             self._group = group
@@ -195,7 +195,7 @@ class WeightUpdates:
         weights).
         """
         async with self._lock:
-            self._let_in(request.run, request.epoch)
+            await self._let_in(request.run, request.epoch)
             holding = self._engine.holding
             if (request.version, request.checksum) == holding and not (self._anew and self._engine.open_requests):
                 self._begun()
@@ -262,20 +262,19 @@ class WeightUpdates:
             sequences_in_flight=progress.in_progress,
         )
 
-    def _let_in(self, run: str, epoch: int) -> None:
-        """An epoch that begins here replaces the one before for good: a late request of that one is refused.
+    async def _let_in(self, run: str, epoch: int) -> None:
+        """Raises RefusedError for an epoch that was replaced.
 
-        It begins if it is later than all others of its run. Its first weights may have any version, and end all requests:
-        none continues with weights of another epoch.
+        The first weights of one that begins may have any version, and end all requests: none continues with weights of
+        another epoch. What a group has received before is not applied any more.
         """
-        if not run or (run, epoch) == self._epoch:
-            return
-        if epoch <= self._latest.get(run, 0):
-            raise RefusedError(
-                "stale_epoch", "a later session updates the weights of this server: nothing was changed", param="epoch"
-            )
-        self._latest[run] = epoch
-        self._epoch, self._anew = (run, epoch), True
+        try:
+            begins = self._epochs.begins(run, epoch)
+        except StaleEpochError as error:
+            raise RefusedError("stale_epoch", str(error), param="epoch") from error
+        if begins:
+            self._anew = True
+            await self._leave()
 
     def _begun(self) -> None:
         """The engine holds weights of the epoch."""

@@ -41,8 +41,9 @@ Who waits for what, and for how long:
     receiver   the next update                         until the sender closes or its connection ends
 
 The error names the members that were waited for, and everybody gets it (Close). A receiver that fails discards the
-unfinished update and keeps its weights. A broken group is not repaired: the run ends with the error, and the next run
-creates a new sender.
+unfinished update and keeps its weights. A broken group is not repaired: the session of the run ends, and the next one
+creates a new sender, with a new key, at the same socket if engines live on. They leave the broken group at once (their
+receivers raise BroadcastEndedError) and join the new one.
 
 Tensors are sent as bytes, messages as JSON. Nothing that is received is executed or unpickled. Both ends of a connection
 prove that they have the key of the broadcast, a random one for each session of a run, before anything else is read.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pipelinerl.channel import POLL_S, Channel, ProtocolError
-from pipelinerl.errors import INVALID_DATA, PipelineRLError, WeightUpdateError
+from pipelinerl.errors import INVALID_DATA, BroadcastEndedError, PipelineRLError, WeightUpdateError
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models.state import checksum
 from pipelinerl.rendezvous import join_store
@@ -35,7 +35,7 @@ _CPU = torch.device("cpu")
 class _OverError(Exception):
     """The transfer has ended: because of `problem`, or normally (None)."""
 
-    def __init__(self, problem: str | None) -> None:
+    def __init__(self, problem: WeightUpdateError | None) -> None:
         super().__init__(problem)
         self.problem = problem
 
@@ -54,7 +54,8 @@ class CollectiveWeightReceiver:
     receivers. Its updates have no tensors. It decides when the servers apply an update, and its receipt is for all of them.
 
     An update arrives once every receiver has staged it; at a server, once it is staged there. After a failure, including a
-    wrong address, key or index, `offered` and `poll` raise, but an update that has arrived can still be taken first.
+    wrong address, key or index, `offered` and `poll` raise, but an update that has arrived can still be taken first. They
+    raise BroadcastEndedError if the failure is not this receiver's own.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class CollectiveWeightReceiver:
         self._delta_U8 = torch.empty(0, dtype=torch.uint8)
         self._arrived: _Arrived | None = None
         self._taken: _Arrived | None = None
-        self._problem: str | None = None
+        self._problem: WeightUpdateError | None = None
         self._joined, self._ended, self._closed = threading.Event(), threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="weights-receive", daemon=True)
         self._thread.start()
@@ -99,7 +100,10 @@ class CollectiveWeightReceiver:
         """Wait until the group is formed. Raises WeightUpdateError if that fails or takes longer than `timeout_s`."""
         deadline_s = time.monotonic() + timeout_s
         while not self._joined.wait(POLL_S):
+            ended = self._ended.is_set()
             self.offered()
+            if ended:
+                raise WeightUpdateError(f"{self._where} or this receiver has closed")
             if time.monotonic() > deadline_s:
                 raise WeightUpdateError(self._no_group(timeout_s))
 
@@ -107,8 +111,8 @@ class CollectiveWeightReceiver:
         """The version of the update that has arrived, if it was not taken yet, or None. Costs under a microsecond."""
         if (arrived := self._arrived) is not None:
             return arrived.update.version
-        if self._problem is not None:
-            raise WeightUpdateError(self._problem)
+        if (problem := self._problem) is not None:
+            raise type(problem)(*problem.args)
         return None
 
     def poll(self) -> WeightUpdate | None:
@@ -195,11 +199,12 @@ class CollectiveWeightReceiver:
         try:
             channel = control.dial(self._host, self._port, self._key, self._join_timeout_s, self._closed.is_set)
         except (EOFError, ConnectionResetError) as error:
-            raise _OverError(f"{where} is gone: its process exited unexpectedly") from error
+            raise _OverError(self._gone()) from error
         except OSError as error:
-            raise _OverError(f"{where} can't be reached within {self._join_timeout_s:g} s: {error}") from error
+            why = f"{where} can't be reached within {self._join_timeout_s:g} s: {error}"
+            raise _OverError(WeightUpdateError(why)) from error
         except ProtocolError as error:
-            raise _OverError(f"{where} can't be used: {error}") from error
+            raise _OverError(WeightUpdateError(f"{where} can't be used: {error}")) from error
         if channel is None:
             raise _OverError(None)
         self._channel = channel
@@ -270,11 +275,11 @@ class CollectiveWeightReceiver:
         try:
             message = self._channel.receive() if self._channel is not None and self._channel.poll(timeout_s) else None
         except (EOFError, ConnectionResetError) as error:
-            raise _OverError(f"{self._where} is gone: its process exited unexpectedly") from error
+            raise _OverError(self._gone()) from error
         except (OSError, ProtocolError) as error:
-            raise _OverError(f"{self._where} is lost: {error}") from error
+            raise _OverError(BroadcastEndedError(f"{self._where} is lost: {error}")) from error
         if isinstance(message, control.Close):
-            raise _OverError(message.error)
+            raise _OverError(None if message.error is None else BroadcastEndedError(message.error))
         if self._closed.is_set():
             raise _OverError(None)
         return message
@@ -284,9 +289,10 @@ class CollectiveWeightReceiver:
         try:
             self._receive(0.0)
         except _OverError as over:
-            raise _OverError(over.problem or "the weight sender closed in the middle of an update") from over
+            closed = BroadcastEndedError("the weight sender closed in the middle of an update")
+            raise _OverError(over.problem or closed) from over
 
-    def _explained(self, error: str) -> str:
+    def _explained(self, error: str) -> WeightUpdateError:
         """Report the failure to the sender. Returns the sender's error if it has one, since it knows who failed first."""
         self._send(control.Report("failed", error=error[:_LONGEST_ERROR]))
         deadline_s = time.monotonic() + _EXPLANATION_S
@@ -294,8 +300,8 @@ class CollectiveWeightReceiver:
             while self._channel is not None and time.monotonic() < deadline_s:
                 self._receive(POLL_S)
         except _OverError as over:
-            return over.problem or error
-        return error
+            return over.problem or WeightUpdateError(error)
+        return WeightUpdateError(error)
 
     def _beat(self) -> None:
         while not self._ended.wait(self._beat_s):
@@ -309,6 +315,9 @@ class CollectiveWeightReceiver:
     @property
     def _where(self) -> str:
         return f"the weight sender at {self._host}:{self._port}"
+
+    def _gone(self) -> BroadcastEndedError:
+        return BroadcastEndedError(f"{self._where} is gone: its process exited unexpectedly")
 
     def _no_group(self, waited_s: float) -> str:
         return f"{self._where} and its receivers formed no group in {waited_s:g} s"

@@ -221,6 +221,38 @@ async def test_a_session_that_was_replaced_updates_nothing_any_more(tmp_path: Pa
 
 
 @in_event_loop
+async def test_what_was_broadcast_in_an_epoch_is_not_applied_in_the_next(tmp_path: Path) -> None:
+    """Though it has arrived, and its version and checksum are those that the next epoch asks for."""
+    newer = named_weights(byte_model(1))
+    async with running(tmp_path) as (service, _):
+        with closing(listen()) as listener, closing(CollectiveWeightSender(listener, "secret", 1)) as sender:
+            group = ProcessGroupRequest(
+                host=sender.host, port=sender.port, key="secret", index=0, receivers=1, run="a", epoch=1
+            )
+            sending = asyncio.create_task(asyncio.to_thread(sender.send, 1, newer))
+            await service.updates.join(group)
+            update = WeightUpdateRequest(version=1, checksum=await sending, run="a", epoch=2)
+            with pytest.raises(RefusedError, match="no process group to receive from"):
+                await service.updates.take(update)
+            assert service.engine.holding == (0, checksum(named_weights(byte_model(0))))
+
+
+@in_event_loop
+async def test_a_client_that_leaves_while_its_group_is_formed_keeps_nobody_waiting(tmp_path: Path) -> None:
+    """The trainer may have died then: the next session's weights do not wait until the group of the last one is given up."""
+    async with running(tmp_path) as (service, app), client_of(app) as client:
+        with closing(listen()) as listener:  # nobody accepts
+            host, port = listener.getsockname()
+            group = {"host": host, "port": port, "key": "k", "index": 0, "receivers": 1, "run": "a", "epoch": 1}
+            joining = asyncio.create_task(client.post("/init_process_group", json=group))
+            await wait_until(service.updates._lock.locked)
+            joining.cancel()
+            weights = {name: tensor.clone() for name, tensor in named_weights(byte_model(1)).items()}
+            request = msgspec.structs.replace(saved(tmp_path / "w", weights, version=3), run="a", epoch=2)
+            assert (await service.updates.take(request)).version == 3
+
+
+@in_event_loop
 async def test_the_first_update_may_have_the_version_of_the_loaded_model(tmp_path: Path) -> None:
     tensors = {name: tensor.clone() for name, tensor in named_weights(byte_model(1)).items()}
     async with running(tmp_path) as (service, _):
