@@ -22,12 +22,13 @@ from benchmarks.vllm_switch import VllmProcess, measure, perturbed, running_vllm
 from pipelinerl.channel import listen
 from pipelinerl.config.schema import ModelConfig
 from pipelinerl.errors import PromptTooLongError, RequestError, WeightUpdateError
+from pipelinerl.experiments.chaos.invariants import check
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models.folder import resolve_path
 from pipelinerl.models.loading import load_model
 from pipelinerl.models.state import checksum, named_weights
 from pipelinerl.serving.client.engine import RemoteEngine
-from pipelinerl.serving.client.errors import ServerUnreachableError
+from pipelinerl.serving.client.errors import ServerBusyError, ServerError, ServerUnreachableError
 from pipelinerl.serving.client.weights_file import write_safetensors
 from pipelinerl.serving.vllm.adapter import VllmServer
 from pipelinerl.serving.vllm.guard import members
@@ -37,6 +38,7 @@ from pipelinerl.serving.wire import ProcessGroupRequest, WeightUpdateRequest
 from pipelinerl.types import Completion, GenerationRequest, SamplingParams, TokenEvent, versions_from_spans
 from pipelinerl.weights.broadcast.receiver import CollectiveWeightReceiver
 from pipelinerl.weights.broadcast.sender import CollectiveWeightSender
+from tests.integration.test_restart import BROADCAST, assert_went_on, going, kill
 
 PYTHON = os.environ.get("PIPELINERL_VLLM_PYTHON", "")
 pytestmark = [
@@ -318,6 +320,51 @@ def test_a_broadcast_that_never_begins_leaves_it_as_it_was(vllm: VllmProcess) ->
         return await client.generate(request("still"))
 
     assert {span.version for span in at(vllm, join).weight_versions} == {held}
+
+
+def test_the_first_weights_of_a_session_may_be_older_and_end_all_requests(vllm: VllmProcess, tmp_path: Path) -> None:
+    """As after the death of a trainer; and what comes late from the session before is refused, or not taken."""
+    models = [perturbed(load_model(ModelConfig()), seed) for seed in (7, 8)]
+
+    def update(version: int, model: Any) -> WeightUpdateRequest:
+        path, weights = tmp_path / f"{version}.safetensors", named_weights(model)
+        write_safetensors(path, weights)
+        return WeightUpdateRequest(version=version, checksum=checksum(weights), path=str(path))
+
+    async def main(_: VllmServer) -> Completion:
+        first, second = (VllmServer(vllm.url, run="cafe", epoch=epoch) for epoch in (1, 2))
+        try:
+            await first.update_weights(update(90, models[0]))
+            running = asyncio.ensure_future(first.generate(request("given-up", max_tokens=LONGEST)))
+            await asyncio.sleep(0.3)
+            await second.update_weights(update(2, models[1]))
+            with pytest.raises(ServerBusyError, match="aborted request"):
+                await running
+            with pytest.raises(WeightUpdateError, match="a later session updates"):
+                await first.update_weights(update(91, models[0]))
+            with pytest.raises(ServerError, match="of weights of another session"):
+                await first.generate(request("late"))
+            return await second.generate(request("new"))
+        finally:
+            await asyncio.gather(first.close(), second.close())
+
+    done = at(vllm, main)
+    assert [span.version for span in done.weight_versions] == [2]
+    assert logprob_error(models[1], (3, 4, 5), done) < TOLERANCE
+    assert version_at(vllm) == 2
+
+
+@pytest.mark.parametrize("weights", [{}, BROADCAST])
+def test_a_server_outlives_the_trainer(weights: dict[str, str], tmp_path: Path) -> None:
+    run_dir = tmp_path / "r"
+    served = {"engine__kind": "vllm", "engine__python": PYTHON, "engine__slots": SLOTS, "engine__max_length": LENGTH}
+    process = going(run_dir, 6, **(served | weights))
+    kill(run_dir, "training")
+    restarts = assert_went_on(run_dir, process, 1)["restarts"]["run"]
+    assert restarts["processes_kept"] == 2, "generation, and the server"
+    assert check(run_dir) == []
+    log = (run_dir / "logs" / "server-0.log").read_text()
+    assert log.count("Application startup complete") == 1
 
 
 def until(condition: Any, timeout_s: float = 30.0) -> bool:

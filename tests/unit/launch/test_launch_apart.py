@@ -33,7 +33,7 @@ from pipelinerl.launch.session import Here, KeptGroup, Session, StartPlan, read_
 from pipelinerl.launch.share import Threads, plan_threads, shares_of, trainer_goes_first
 from pipelinerl.launch.stages import broadcast
 from pipelinerl.launch.stages.engines import make_engine
-from pipelinerl.launch.stages.servers import _api_key, _refuse_newer
+from pipelinerl.launch.stages.servers import _api_key
 from pipelinerl.launch.stages.streams import name_in_redis, stream_store
 from pipelinerl.schedule import make_schedule
 from pipelinerl.serving.client.errors import EngineUnavailableError
@@ -179,13 +179,6 @@ def test_a_broadcast_comes_from_an_address_that_all_servers_reach(monkeypatch: p
 def test_a_broadcast_reaches_so_many_engines_and_no_more(engine: EngineConfig) -> None:
     with pytest.raises(UserError, match=r"^weights\.kind: 65 engine servers.* at most 64; set it to shared$"):
         make_channel(RunConfig(weights=COLLECTIVE, engine=engine))
-
-
-def test_servers_with_weights_of_another_run_are_refused() -> None:
-    _refuse_newer(3, 3)
-    with pytest.raises(UserError, match=r"version 4, of another run .* begins with version 3; restart the servers$") as one:
-        _refuse_newer(4, 3)
-    assert "\n" not in str(one.value)
 
 
 def test_where_streams_lie(tmp_path: Path) -> None:

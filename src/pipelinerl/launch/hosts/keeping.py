@@ -26,6 +26,7 @@ The launcher imports this module when a session is lost.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import stat
@@ -34,7 +35,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import closing
 from http import HTTPStatus
 from http.client import HTTPConnection, HTTPException
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import msgspec
@@ -43,6 +44,7 @@ from pipelinerl.child import HUNG_PATIENCE_S, stop_all
 from pipelinerl.launch.hosts.host import LocalWorker
 from pipelinerl.launch.roles import generation_roles
 from pipelinerl.launch.session import Session
+from pipelinerl.launch.stages.servers import ReadyFile
 from pipelinerl.weights.shared.file import CONTROL_BYTES
 
 if TYPE_CHECKING:
@@ -109,8 +111,8 @@ def keep(session: Session, processes: Processes, weights_fd: int, hurry: Callabl
     `HUNG_PATIENCE_S`, or until `hurry()`, is not kept. Engine servers that the run has started only have to answer.
     """
     config = session.config
-    if config.engine.kind == "vllm" or not config.launch.restarts or processes.broker_failure():
-        return None  # vLLM refuses weights of a lower version
+    if not config.launch.restarts or processes.broker_failure():
+        return None
     generating = set(generation_roles(config))
     workers = [one for one in processes.workers if isinstance(one, LocalWorker) and one.role in generating]
     for worker in workers:
@@ -123,16 +125,31 @@ def keep(session: Session, processes: Processes, weights_fd: int, hurry: Callabl
     waiting = [worker for worker in workers if worker.running and worker.report_file.exists()]
     processes.workers[:] = [worker for worker in processes.workers if worker not in waiting]
     servers = [one for one in processes.servers if isinstance(one, LocalWorker) and _answers(session, one)]
+    if config.engine.kind == "vllm" and len(waiting) < len(generating):
+        servers = []  # one that is updating their weights may be killed
     processes.servers[:] = [server for server in processes.servers if server not in servers]
     return Kept(waiting, servers, weights_fd)
 
 
 def _answers(session: Session, server: LocalWorker) -> bool:
-    """Whether an engine server answers. One that still loads its model, or hangs, does not."""
+    """Whether an engine server answers. One that still loads its model, or hangs, does not.
+
+    vLLM also has to work: if an update of its weights was broken off, it is paused.
+    """
     try:
-        said = msgspec.json.decode(session.run.ready_file(server.role).read_bytes(), type=dict[str, Any])
-        with closing(HTTPConnection(urlsplit(said["url"]).netloc, timeout=HEALTH_S)) as connection:
-            connection.request("GET", "/health")
-            return said["pid"] == server.pid and connection.getresponse().status == HTTPStatus.OK
+        said = msgspec.json.decode(session.run.ready_file(server.role).read_bytes(), type=ReadyFile)
+        with closing(HTTPConnection(urlsplit(said.url).netloc, timeout=HEALTH_S)) as connection:
+            _get(connection, "/health")
+            works = session.config.engine.kind != "vllm" or not json.loads(_get(connection, "/is_paused"))["is_paused"]
     except (OSError, HTTPException):
         return False
+    return works and said.pid == server.pid
+
+
+def _get(connection: HTTPConnection, path: str) -> bytes:
+    """Raises HTTPException for any other answer than 200."""
+    connection.request("GET", path)
+    with connection.getresponse() as answer:
+        if answer.status != HTTPStatus.OK:
+            raise HTTPException(answer.status)
+        return answer.read()

@@ -8,8 +8,10 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor
 
+from pipelinerl.config.schema import ModelConfig
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.launch.session import StartPlan
+from pipelinerl.models.loading import load_model
 from pipelinerl.models.state import checksum, first_names, named_weights
 
 
@@ -23,6 +25,11 @@ def weights_of(plan: StartPlan, model: Any) -> WeightUpdate | None:
         return None
     tensors = {name: owned[first] for name, first in firsts.items()}
     return WeightUpdate(plan.version, plan.checksum, tensors) if checksum(tensors) == plan.checksum else None
+
+
+def tensors_with_ties_of(checkpoint: Path, model: ModelConfig) -> dict[str, Tensor]:
+    """All tensors of the model in its folder, a tied one under each of its names. Raises ModelLoadError."""
+    return named_weights(load_model(model.model_copy(update={"path": str(checkpoint)})))
 
 
 def tensors_of(checkpoint: Path) -> dict[str, Tensor]:

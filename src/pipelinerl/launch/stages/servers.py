@@ -46,9 +46,10 @@ START_SHARE = 0.8
 
 
 class ReadyFile(msgspec.Struct, frozen=True):
-    """The part of an engine server's ready file that is read here."""
+    """The part of an engine server's ready file that the run reads. vLLM's guard has its `pid`."""
 
     url: str
+    pid: int
 
 
 # ---- a server that the run starts
@@ -104,7 +105,8 @@ def _become_vllm(session: Session, role: str, parent_pipe: int) -> None:
     address, key = session.here.address, server_key(session)
     scheme = "http" if settings.tls is None else "https"
     port = free_port(address)
-    write_atomically(session.run.ready_file(role), msgspec.json.encode(ReadyFile(f"{scheme}://{address}:{port}")))
+    ready = ReadyFile(f"{scheme}://{address}:{port}", os.getpid())
+    write_atomically(session.run.ready_file(role), msgspec.json.encode(ready))
     os.dup2(parent_pipe, 0)  # the guard watches it there
     command = [
         sys.executable,
@@ -190,11 +192,8 @@ async def connected_engine(
     left_s = max(1.0, deadline_s - time.monotonic())
     alone_s = config.launch.startup_timeout_s if _are_started_again(config) else 0.0
     bounds = Bounds(startup_s=left_s, join_s=left_s, alone_s=alone_s)
-    servers = server_clients(config.engine.kind, urls, facts, key, session.plan)
-    first = session.plan.version if config.engine.kind == "http" else None
+    servers, first = server_clients(config.engine.kind, urls, facts, key, session.plan), session.plan.version
     async with RemoteEngine.connect(servers, name=name, first=first, weight_dirs=directories, bounds=bounds) as engine:
-        if first is None:
-            _refuse_newer(engine.newest_version, session.plan.version)
         sender = None
         if config.weights.kind == "collective" and weights_fd is not None:
             from pipelinerl.launch.stages.broadcast import sender_address  # noqa: PLC0415 - few runs need it
@@ -204,11 +203,13 @@ async def connected_engine(
                 await engine.join_broadcast(*sender)
 
         async def restart(plan: StartPlan) -> None:
-            from pipelinerl.launch.stages.rejoining import tensors_of  # noqa: PLC0415 - few processes need it
+            from pipelinerl.launch.stages.rejoining import tensors_of, tensors_with_ties_of  # noqa: PLC0415 - few need it
 
-            reads_files = sender is None or not config.engine.urls  # others may be on other machines
+            # External servers may be on other machines, and vLLM generates nothing while it joins.
+            reads_files = sender is None or (config.engine.kind == "http" and not config.engine.urls)
             if plan.checkpoint is not None and plan.checksum is not None and reads_files:
-                tensors = tensors_of(Path(plan.checkpoint))
+                path, vllm = Path(plan.checkpoint), config.engine.kind == "vllm"
+                tensors = tensors_with_ties_of(path, config.model) if vllm else tensors_of(path)
                 try:
                     await engine.update_weights(WeightUpdate(plan.version, plan.checksum, tensors))  # or they are refused
                 except WeightUpdateError as error:
@@ -229,29 +230,20 @@ def _are_started_again(config: RunConfig) -> bool:
     return on_one_machine and config.launch.restarts > 0 and bool(server_roles(config))
 
 
-def _refuse_newer(held: int, first: int) -> None:
-    """Raises UserError if a server's version, `held`, is above the run's `first` one: vLLM does not know sessions."""
-    if held > first:
-        raise UserError(
-            f"engine.urls: a server holds weights of version {held}, of another run or of lost steps, but this run begins "
-            f"with version {first}; restart the servers"
-        )
-
-
 def server_clients(
     kind: str, urls: Sequence[str], facts: ModelFacts, api_key: str | None, plan: StartPlan | None = None
 ) -> list[EngineServer]:
     """A client for each address. `kind` is `http` or `vllm`; `facts` describe the model that the servers serve.
 
-    `plan`: of the session, if it updates the weights. vLLM does not know sessions.
+    `plan`: of the session, if it updates the weights.
     """
     from pipelinerl.serving.client.server_client import PipelineServer  # noqa: PLC0415 - needs httpx2, an extra
     from pipelinerl.serving.vllm.adapter import VllmServer  # noqa: PLC0415 - as above
 
+    run, epoch = (plan.run, plan.epoch) if plan else ("", 0)
     if kind == "http":
-        run, epoch = (plan.run, plan.epoch) if plan else ("", 0)
         return [PipelineServer(url, api_key=api_key, run=run, epoch=epoch) for url in urls]
-    return [VllmServer(url, facts=facts, api_key=api_key) for url in urls]
+    return [VllmServer(url, facts=facts, api_key=api_key, run=run, epoch=epoch) for url in urls]
 
 
 async def _wait_for_servers(run: RunDirectory, roles: Sequence[str], timeout_s: float) -> list[str]:

@@ -49,7 +49,6 @@ class RemoteEngine:
         self.limits = Limits(min(info.max_length for info in infos), infos[0].vocabulary)
         held = [info.version for info in infos]
         self._version = min(held if first is None else [first, *held])
-        self.newest_version = max(held)
         self._pool = pool
         self._dispatcher = Dispatcher(pool, bounds, self.limits.vocabulary, clock)
         self._files = files

@@ -21,8 +21,8 @@ from pipelinerl.errors import WeightUpdateError
 from pipelinerl.serving.client.adapter import TokenListener
 from pipelinerl.serving.client.errors import ServerError, ServerUnreachableError
 from pipelinerl.serving.client.http import HttpClient
-from pipelinerl.serving.vllm.messages import UNLABELLED, InvalidAnswerError
-from pipelinerl.serving.vllm.requests import Requests, generate_body, version_of
+from pipelinerl.serving.vllm.messages import UNLABELLED, InvalidAnswerError, Label
+from pipelinerl.serving.vllm.requests import Requests, generate_body
 from pipelinerl.serving.vllm.server_info import (
     ModelFacts,
     PauseState,
@@ -39,19 +39,25 @@ from pipelinerl.types import Completion, GenerationRequest, UpdateReceipt
 class VllmServer:
     """One vLLM server; implements `EngineServer`. No other client may update its weights.
 
-    `facts`: read from the model's folder if not given.
+    `facts`: read from the model's folder if not given. `run` and `epoch`: see `WeightUpdateRequest`.
     """
 
-    def __init__(self, url: str, *, facts: ModelFacts | None = None, api_key: str | None = None) -> None:
+    def __init__(
+        self, url: str, *, facts: ModelFacts | None = None, api_key: str | None = None, run: str = "", epoch: int = 0
+    ) -> None:
         self._http = HttpClient(url, api_key=api_key)
         self._facts = facts
+        self._session = (run, epoch) if run else None
+        self._holds_of = ("", 0)  # the session of the weights that it holds
         self._attaching = asyncio.Lock()
         self._updating = asyncio.Lock()
         self._known: ServerInfo | None = None  # of the current server process
         self._told = ("", Path())  # the instance that was told the directory of weight files, and the directory
         self._may_have_restarted = False  # whether another process may answer now
         self._broken = ""
-        self._requests = Requests(self._http, self._prepare, lambda: self._known.version if self._known else 0)
+        self._requests = Requests(
+            self._http, self._prepare, lambda: self._known.version if self._known else 0, self._session
+        )
         self._switch = WeightSwitch(self._http)
 
     @property
@@ -91,25 +97,27 @@ class VllmServer:
         async with self._updating:
             await self._attach()
             self._refuse_if_broken()
-            await self._switch.join_broadcast(group)
+            run, epoch = self._session or ("", 0)
+            await self._switch.join_broadcast(msgspec.structs.replace(group, run=run, epoch=epoch))
 
     async def update_weights(self, update: WeightUpdateRequest) -> UpdateReceipt:
         """See `EngineServer`. After a refused update the old weights are in place and generation continues.
 
         If the update may be incomplete, vLLM stays paused, requests in progress fail, and new ones are refused: the weights
-        may belong to no version.
+        may belong to no version. The first update of a session may have any version, and ends all requests.
         """
         async with self._updating:
             info = await self._attach()
             self._refuse_if_broken()
-            if update.version < info.version:
+            anew = self._session not in (None, self._holds_of)
+            if update.version < info.version and not anew:
                 raise WeightUpdateError(
                     f"version {update.version} is older than the {info.version} of {self.url}; nothing was changed"
                 )
             in_flight = len(self._requests)
             pause_s = 0.0
-            if (info.version, info.checksum) != (update.version, update.checksum):
-                pause_s = await self._replace(info, update)
+            if anew or (info.version, info.checksum) != (update.version, update.checksum):
+                pause_s = await self._replace(info, update, anew)
             return UpdateReceipt(
                 engine=self.url,
                 version=update.version,
@@ -121,7 +129,9 @@ class VllmServer:
     async def close(self) -> None:
         await self._http.close()
 
-    async def _replace(self, info: ServerInfo, update: WeightUpdateRequest) -> float:
+    async def _replace(self, info: ServerInfo, update: WeightUpdateRequest, anew: bool) -> float:
+        run, epoch = self._session or ("", 0)
+        update = msgspec.structs.replace(update, run=run, epoch=epoch)
         if update.path is not None:
             told = info.instance, Path(update.path).resolve().parent
             if self._told != told:
@@ -130,9 +140,10 @@ class VllmServer:
 
         def replaced() -> None:
             self._known = msgspec.structs.replace(info, version=update.version, checksum=update.checksum)
+            self._holds_of = run, epoch
 
         try:
-            return await self._switch.run(update, replaced)
+            return await self._switch.run(update, replaced, anew=anew)
         except (HalfUpdatedError, asyncio.CancelledError) as error:
             self._broken = f"can't be used since an update of its weights was interrupted ({error}); restart it"
             self._requests.fail_all(self._broken)
@@ -155,21 +166,24 @@ class VllmServer:
             return self._known
 
     async def _attach_new(self, config: VllmConfig, label: str) -> ServerInfo:
-        """Check whether a new server process can be used, and label its weights as version 0 if they have no label."""
+        """Check whether a new server process can be used. Weights without a label are of version 0.
+
+        They get that label, unless a session is to update them: until it has, their tokens are of no use to it.
+        """
         if found := config.problems():
             raise ServerError(self.url, f"can't be used as an engine: {'; '.join(found)}")
         if (await self._http.get("/is_paused", PauseState, timeout_s=TIMEOUT_S)).is_paused:
             raise ServerError(self.url, "is paused: an update of its weights may have been interrupted; restart it")
-        if label == UNLABELLED:
-            label = "0"
-            await self._http.post("/update_weight_version", {"new_version": label}, msgspec.Raw, timeout_s=TIMEOUT_S)
         try:
-            version = version_of(label)
+            held = Label(0) if label == UNLABELLED else Label.of(label)
         except InvalidAnswerError as error:
             raise ServerError(self.url, f"is used by something else: its {error}") from error
+        if label == UNLABELLED and self._session is None:
+            body = {"new_version": str(held)}
+            await self._http.post("/update_weight_version", body, msgspec.Raw, timeout_s=TIMEOUT_S)
         model = config.model_config
         facts = await asyncio.to_thread(model_facts, model.model) if self._facts is None else self._facts
-        self._broken = ""
+        self._broken, self._holds_of = "", held.session
         return ServerInfo(
             instance=config.instance_id,
             name="vllm",
@@ -178,7 +192,7 @@ class VllmServer:
             max_length=model.max_model_len,
             vocabulary=facts.vocabulary,
             stop_token_ids=facts.stop_token_ids,
-            version=version,
+            version=held.version,
             checksum="",
             in_progress=0,
             queued=0,

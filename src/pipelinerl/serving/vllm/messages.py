@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import re
+from typing import NamedTuple
 
 import msgspec
 
@@ -21,6 +23,33 @@ class InvalidAnswerError(ValueError):
     """An answer that is incomplete, or contradicts itself or the request."""
 
 
+class Label(NamedTuple):
+    """What vLLM calls its weights: the version, and the session of a run that sent them ("", 0: none did).
+
+    A version is one set of weights only within a session, so each token is labelled with both: `7`, or `7@RUN.EPOCH`.
+    """
+
+    version: int
+    run: str = ""
+    epoch: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.version}@{self.run}.{self.epoch}" if self.run else str(self.version)
+
+    @property
+    def session(self) -> tuple[str, int]:
+        return self.run, self.epoch
+
+    @classmethod
+    def of(cls, text: str) -> Label:
+        """Raises InvalidAnswerError for a text that is no label."""
+        found = re.fullmatch(r"([0-9]{1,18})(?:@([0-9a-zA-Z]{1,64})\.([0-9]{1,18}))?", text)
+        if found is None:
+            raise InvalidAnswerError(f"weights are labelled {text[:40]!r}, which is not a version number")
+        version, run, epoch = found.groups()
+        return cls(int(version), run or "", int(epoch or 0))
+
+
 class TokenLogprob(msgspec.Struct, frozen=True):
     token_id: int
     logprob: float
@@ -31,7 +60,7 @@ class Logprobs(msgspec.Struct, frozen=True):
 
 
 class LabelSpan(msgspec.Struct, frozen=True):
-    """vLLM's `WeightVersionSpan`. Its versions are arbitrary text; ours are decimal numbers."""
+    """vLLM's `WeightVersionSpan`. Its versions are arbitrary text; ours are a `Label`."""
 
     version: str
     start: int

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.models.state import checksum, not_finite
+from pipelinerl.serving.epochs import Epochs, StaleEpochError
 from pipelinerl.serving.vllm.messages import BACKEND, REFUSED, BroadcastInfo, InitInfo, UpdateInfo
 from pipelinerl.weights.broadcast.receiver import CollectiveWeightReceiver
 
@@ -61,6 +62,7 @@ class WeightTransfer:
     supports_draft_weight_update = False
     _directory: Path | None = None
     _group: CollectiveWeightReceiver | None = None
+    _epochs: Epochs | None = None
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> InitInfo:
         info: InitInfo = msgspec.convert(init_dict, InitInfo)
@@ -81,6 +83,7 @@ class WeightTransfer:
             raise WeightUpdateError(
                 f"{REFUSED} a broadcast reaches one worker, and this vLLM has {workers}: set weights.kind to shared"
             )
+        self._let_in(info.run, info.epoch)
         self._leave()
         group = CollectiveWeightReceiver(
             info.host,
@@ -104,6 +107,18 @@ class WeightTransfer:
         if group is not None:
             group.close()
 
+    def _let_in(self, run: str, epoch: int) -> None:
+        """Raises WeightUpdateError for a session that was replaced.
+
+        What a group has received before one begins is not loaded any more.
+        """
+        self._epochs = self._epochs or Epochs()
+        try:
+            if self._epochs.begins(run, epoch):
+                self._leave()
+        except StaleEpochError as error:
+            raise WeightUpdateError(f"{REFUSED} {error}") from error
+
     def start_weight_update(self) -> None:
         """Does nothing; see the module."""
 
@@ -113,6 +128,7 @@ class WeightTransfer:
             info = msgspec.convert(update_info, UpdateInfo)
         except msgspec.ValidationError as error:
             raise WeightUpdateError(f"{REFUSED} {error}") from error
+        self._let_in(info.run, info.epoch)
         if info.path is None:
             tensors = arrived_weights(info, self._group)
         else:

@@ -14,7 +14,7 @@ from pipelinerl.errors import INVALID_DATA, PromptTooLongError, RequestError
 from pipelinerl.serving.client.adapter import TokenListener
 from pipelinerl.serving.client.errors import ServerBusyError, ServerError, ServerUnreachableError
 from pipelinerl.serving.client.http import HttpClient, RefusedError
-from pipelinerl.serving.vllm.messages import Answer, Choice, InvalidAnswerError, TokenLogprob, worker_error
+from pipelinerl.serving.vllm.messages import Answer, Choice, InvalidAnswerError, Label, TokenLogprob, worker_error
 from pipelinerl.types import (
     Completion,
     FinishReason,
@@ -73,22 +73,27 @@ def tokens_of(choice: Choice) -> list[TokenLogprob]:
     return list(content)
 
 
-def version_of(label: str) -> int:
-    """Convert vLLM's version label to a version. Raises InvalidAnswerError for a label that is not a decimal number."""
-    if not (label.isascii() and label.isdecimal() and len(label) < 19):
-        raise InvalidAnswerError(f"weights are labelled {label[:40]!r}, which is not a version number")
-    return int(label)
+def version_of(text: str, session: tuple[str, int] | None) -> int:
+    """The version in a label. Raises InvalidAnswerError for a text that is none, or names weights of another `session`."""
+    label = Label.of(text)
+    if session not in (None, label.session):
+        raise InvalidAnswerError("its tokens are of weights of another session, which updates this server")
+    return label.version
 
 
-def completion_of(request: GenerationRequest, tokens: Sequence[TokenLogprob], end: Choice) -> Completion:
+def completion_of(
+    request: GenerationRequest, tokens: Sequence[TokenLogprob], end: Choice, session: tuple[str, int] | None = None
+) -> Completion:
     """Build the completion from its tokens. `end`: the last choice. Raises InvalidAnswerError.
 
-    Whether it can be the answer to the request is checked by its caller (`client.adapter.find_fault`).
+    `session`: the run and the epoch that all tokens must be of, if the client updates the weights. Whether it can be the
+    answer to the request is checked by its caller (`client.adapter.find_fault`).
     """
     if (reason := _FINISH_REASONS.get(end.finish_reason or "")) is None:
         raise InvalidAnswerError(f"it ended with reason {end.finish_reason!r}")
     ids = tuple(token.token_id for token in tokens)
-    spans = tuple(VersionSpan(version_of(span.version), span.start, span.end) for span in end.weight_versions or ())
+    found = end.weight_versions or ()
+    spans = tuple(VersionSpan(version_of(span.version, session), span.start, span.end) for span in found)
     try:
         versions_from_spans(spans, len(ids))
     except ValueError as error:
@@ -137,13 +142,18 @@ class Requests:
     """The requests in progress at one server.
 
     `prepare`: translates a request after checking which server process answers. `version`: returns the version that the
-    server holds now, for streamed tokens.
+    server holds now, for streamed tokens. `session`: see `completion_of`.
     """
 
     def __init__(
-        self, http: HttpClient, prepare: Callable[[GenerationRequest], Awaitable[dict[str, Any]]], version: Callable[[], int]
+        self,
+        http: HttpClient,
+        prepare: Callable[[GenerationRequest], Awaitable[dict[str, Any]]],
+        version: Callable[[], int],
+        session: tuple[str, int] | None,
     ) -> None:
         self._http = http
+        self._session = session
         self._prepare = prepare
         self._version = version
         self._in_flight: dict[str, _InFlight] = {}
@@ -212,7 +222,7 @@ class Requests:
             raise ServerUnreachableError(self._http.url, "was restarted: its weights have no version label")
         if end.finish_reason == "abort" and not flight.cancelled:
             raise ServerBusyError(self._http.url, f"aborted request {flight.request.id!r} (is it shutting down?)")
-        completion = completion_of(flight.request, tokens, end)
+        completion = completion_of(flight.request, tokens, end, self._session)
         same_versions(completion, flight.streamed)
         return completion
 

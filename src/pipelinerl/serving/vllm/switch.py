@@ -6,14 +6,14 @@ import asyncio
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.serving.client.errors import ServerError
 from pipelinerl.serving.client.http import HttpClient
-from pipelinerl.serving.vllm.messages import REFUSED, worker_error
+from pipelinerl.serving.vllm.messages import REFUSED, Label, worker_error
 from pipelinerl.serving.wire import ProcessGroupRequest, WeightUpdateRequest
 
 RESUME_TRIES = 3
@@ -51,16 +51,16 @@ class WeightSwitch:
         except ServerError as error:
             raise self._refusal(failed, error) from error
 
-    async def run(self, update: WeightUpdateRequest, replaced: Callable[[], None]) -> float:
+    async def run(self, update: WeightUpdateRequest, replaced: Callable[[], None], *, anew: bool = False) -> float:
         """Replace all weights. Returns the seconds from the pause request until generation has resumed.
 
-        `replaced` is called when the new weights are in place, before generation resumes.
+        `anew`: end all requests first. `replaced` is called when the new weights are in place, before generation resumes.
 
         Raises WeightUpdateError if the old weights are in place and generation has resumed, otherwise HalfUpdatedError.
         """
         started_s = time.perf_counter()
         try:
-            await self._pause()
+            await self._pause("abort" if anew else "keep")
             try:
                 await self._replace(update)
             except WeightUpdateError:
@@ -75,10 +75,10 @@ class WeightSwitch:
             raise
         return time.perf_counter() - started_s
 
-    async def _pause(self) -> None:
-        """Pause between two tokens, keeping requests and their KV entries."""
+    async def _pause(self, mode: Literal["keep", "abort"]) -> None:
+        """Pause between two tokens. `keep` keeps requests and their KV entries."""
         try:
-            await self._post("/pause", params={"mode": "keep", "clear_cache": "false"})
+            await self._post("/pause", params={"mode": mode, "clear_cache": "false"})
         except ServerError as error:
             try:
                 await self._resume()
@@ -101,7 +101,7 @@ class WeightSwitch:
             if worker_error(error.problem).startswith(REFUSED):
                 raise self._refusal("kept its weights", error) from error
             raise
-        await self._post("/finish_weight_update", {"weight_version": str(update.version)})
+        await self._post("/finish_weight_update", {"weight_version": str(Label(update.version, update.run, update.epoch))})
 
     async def _resume(self) -> None:
         for retries_left in reversed(range(RESUME_TRIES)):

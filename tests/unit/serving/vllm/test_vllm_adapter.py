@@ -34,6 +34,8 @@ class FakeVllm:
         self.label = "default"
         self.logprobs_mode = "processed_logprobs"
         self.paused = False
+        self.modes: list[str] = []  # of pauses
+        self.updates: list[Any] = []
         self.asked: Counter[str] = Counter()
         self.failures: dict[str, Exception] = {}
         self.hold = asyncio.Event()
@@ -67,6 +69,10 @@ class FakeVllm:
         if path == "/inference/v1/abort_requests" and not self.deaf:
             self.aborted |= {name.removeprefix("generate-tokens-") for name in body["request_ids"]}
         self.paused = {"/pause": True, "/resume": False}.get(path, self.paused)
+        if path == "/pause":
+            self.modes.append(params["mode"])
+        if path == "/update_weights":
+            self.updates.append(body)
         if path == "/update_weight_version":
             self.label = body["new_version"]
         if path == "/finish_weight_update":
@@ -249,6 +255,42 @@ async def test_an_update_is_taken_once(vllm: FakeVllm, server: VllmServer) -> No
     assert vllm.asked["/init_weight_transfer_engine"] == 1
     vllm.hold.set()
     await running
+
+
+@in_event_loop
+async def test_a_session_begins_at_any_version_and_takes_no_tokens_of_another(vllm: FakeVllm) -> None:
+    vllm.label = "7@cafe.1"
+    server = VllmServer("http://vllm", facts=FACTS, run="cafe", epoch=2)
+    with pytest.raises(ServerError, match="of weights of another session"):
+        await server.generate(request("early"))
+    assert (await server.update_weights(UPDATE)).version == 1
+    assert (vllm.label, vllm.modes) == ("1@cafe.2", ["abort"])
+    assert (await server.generate(request("a"))).weight_versions == (VersionSpan(1, 0, 5),)
+    with pytest.raises(WeightUpdateError, match="older"):
+        await server.update_weights(msgspec.structs.replace(UPDATE, version=0))
+    await server.update_weights(msgspec.structs.replace(UPDATE, version=2))
+    assert (vllm.label, vllm.modes) == ("2@cafe.2", ["abort", "keep"])
+    vllm.label = "3@cafe.3"
+    with pytest.raises(ServerError, match="of weights of another session"):
+        await server.generate(request("late"))
+    vllm.instance, vllm.label = "b", "default"  # restarted: it has the weights that it loads
+    with pytest.raises(ServerUnreachableError, match="restarted"):
+        await server.generate(request("b"))
+    assert ((await server.info()).version, vllm.label) == (0, "default")
+    await server.update_weights(msgspec.structs.replace(UPDATE, version=2))
+    assert (vllm.label, vllm.modes[-1]) == ("2@cafe.2", "abort")
+
+
+@in_event_loop
+async def test_weights_that_are_held_are_those_of_the_next_session_only_once_it_has_sent_them(vllm: FakeVllm) -> None:
+    """Also if version and checksum are the same, as after a resume that lost no step."""
+    first = VllmServer("http://vllm", facts=FACTS, run="cafe", epoch=1)
+    await first.update_weights(UPDATE)
+    second = VllmServer("http://vllm", facts=FACTS, run="cafe", epoch=2)
+    await second.update_weights(UPDATE)
+    assert vllm.label == "1@cafe.2"
+    sent = [body["update_info"] for body in vllm.updates]
+    assert [(one.run, one.epoch) for one in sent] == [("cafe", 1), ("cafe", 2)]
 
 
 @in_event_loop

@@ -9,7 +9,7 @@ import pytest
 
 from pipelinerl.errors import PromptTooLongError, RequestError
 from pipelinerl.serving.client.adapter import find_fault
-from pipelinerl.serving.vllm.messages import Answer, Choice, InvalidAnswerError, worker_error
+from pipelinerl.serving.vllm.messages import Answer, Choice, InvalidAnswerError, Label, worker_error
 from pipelinerl.serving.vllm.requests import completion_of, generate_body, same_versions, tokens_of, version_of
 from pipelinerl.types import Completion, GenerationRequest, SamplingParams, TokenEvent, VersionSpan
 
@@ -87,12 +87,19 @@ def test_an_answer_has_one_choice() -> None:
             _ = Answer(choices).only
 
 
-@pytest.mark.parametrize("label", ["default", "", "-1", "1.0", "٣", "9" * 19])
-def test_only_numbers_are_versions(label: str) -> None:
-    assert version_of("0") == 0
-    assert version_of("123") == 123
+@pytest.mark.parametrize(
+    "label", ["default", "", "-1", "1.0", "٣", "9" * 19, "7@", "7@cafe", "7@cafe.x", "7@a b.1", "7@.1", "7\n"]
+)
+def test_only_numbers_and_those_of_sessions_are_versions(label: str) -> None:
+    assert version_of("0", None) == 0
+    assert version_of("123", ("", 0)) == 123
+    assert version_of("7@cafe.2", None) == version_of("7@cafe.2", ("cafe", 2)) == 7
+    for other in ("7", "7@cafe.1", "7@beef.2"):
+        with pytest.raises(InvalidAnswerError, match="of another session"):
+            version_of(other, ("cafe", 2))
+    assert [str(Label.of(text)) for text in ("12", "7@cafe.2")] == ["12", "7@cafe.2"]
     with pytest.raises(InvalidAnswerError):
-        version_of(label)
+        version_of(label, None)
 
 
 def test_a_request_asks_for_no_more_and_no_less_than_ours() -> None:

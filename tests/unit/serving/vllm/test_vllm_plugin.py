@@ -119,6 +119,21 @@ def test_files_come_from_below_the_named_directory_alone(tmp_path: Path, transfe
         fresh.init_transfer_engine(FilesInfo(str(tmp_path / "nowhere")))
 
 
+def test_a_session_that_was_replaced_changes_nothing(tmp_path: Path, transfer: Backend) -> None:
+    path = tmp_path / "weights" / "v2.safetensors"
+    info = write(path, good())
+    for epoch in (1, 2, 2):
+        transfer.update_weights(info | {"run": "cafe", "epoch": epoch})
+        assert_taken(transfer)
+    assert "a later session updates" in refusal(transfer, info | {"run": "cafe", "epoch": 1})
+    transfer.parallel_config = SimpleNamespace(world_size=1)
+    group = ProcessGroupRequest(host="127.0.0.1", port=9, key="", index=0, receivers=1, run="cafe", epoch=1)
+    with pytest.raises(WeightUpdateError, match=f"^{REFUSED} a later session updates"):
+        transfer.init_transfer_engine(transfer.parse_init_info(msgspec.to_builtins(group) | {"source": "broadcast"}))
+    transfer.update_weights(info)  # a client that is no run
+    assert_taken(transfer)
+
+
 # ---------------------------------------------------------------------------------------------- by the trainer's broadcast
 
 
@@ -154,6 +169,14 @@ def test_what_was_broadcast_is_loaded_whole(joined: tuple[Backend, CollectiveWei
     transfer.update_weights({"version": 2, "checksum": digest})
     assert_taken(transfer)
     assert "version 2 has not been broadcast" in refusal(transfer, {"version": 2, "checksum": digest})
+
+
+def test_what_was_broadcast_in_a_session_is_not_loaded_in_the_next(joined: tuple[Backend, CollectiveWeightSender]) -> None:
+    transfer, sender = joined
+    digest = sender.send(2, good())
+    arrived(transfer, 2)
+    info = {"version": 2, "checksum": digest, "run": "cafe", "epoch": 2}
+    assert "no broadcast was joined" in refusal(transfer, info)
 
 
 def test_another_broadcast_than_the_announced_is_refused(joined: tuple[Backend, CollectiveWeightSender]) -> None:
