@@ -98,10 +98,6 @@ class ReplayDifferenceError(PipelineRLError):
     """A replay did not repeat what the run recorded; the message names the first step and parameter, rollout or token."""
 
 
-class ChaosError(PipelineRLError):
-    """A run that was hurt broke an invariant; the message has the command that runs its seed again."""
-
-
 class StalledError(PipelineRLError):
     """No progress for longer than the watchdog allows; the message says which stage waits for which."""
 

@@ -186,26 +186,14 @@ class RolloutClient:
         self._engine = engine
         self._awake = awake or Awake()
         self._awake.add(self)
-        self._tokenizer = tokenizer
-        self._sampling = sampling
-        self._name = name
+        self.tokenizer = tokenizer
+        self.sampling = sampling
+        self.name = name
         self._seed = seed
         self._turns = 0
         self._closed = False
         self._produced: dict[str, Produced] = {}
         self._streamed: dict[str, tuple[tuple[int, ...], list[TokenEvent]]] = {}
-
-    @property
-    def name(self) -> str:
-        return self._name
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        return self._tokenizer
-
-    @property
-    def sampling(self) -> SamplingParams:
-        return self._sampling
 
     async def generate(self, prompt_ids: Sequence[int], *, max_tokens: int | None = None) -> Completion:
         """One completion of at most `max_tokens` tokens (never more than the run's limit).
@@ -274,13 +262,13 @@ class RolloutClient:
 
     def _request(self, prompt_ids: Sequence[int], max_tokens: int | None) -> GenerationRequest:
         if self._closed:
-            raise RolloutError(f"rollout {self._name} is over; its client can't be used any more")
-        limit = self._sampling.max_tokens if max_tokens is None else min(max_tokens, self._sampling.max_tokens)
+            raise RolloutError(f"rollout {self.name} is over; its client can't be used any more")
+        limit = self.sampling.max_tokens if max_tokens is None else min(max_tokens, self.sampling.max_tokens)
         turn, self._turns = self._turns, self._turns + 1
         return GenerationRequest(
-            id=f"{self._name}.t{turn}",
+            id=f"{self.name}.t{turn}",
             prompt_ids=tuple(map(int, prompt_ids)),
-            sampling=msgspec.structs.replace(self._sampling, max_tokens=limit, seed=derive_seed(self._seed, turn)),
+            sampling=msgspec.structs.replace(self.sampling, max_tokens=limit, seed=derive_seed(self._seed, turn)),
         )
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from pipelinerl.cli.parser import SETTINGS_HELP, Commands, at_least, say, write
 from pipelinerl.config.load import load_config
-from pipelinerl.errors import ChaosError, UserError
+from pipelinerl.errors import PipelineRLError, UserError
 
 if TYPE_CHECKING:
     from pipelinerl.experiments.chaos.results import Result
@@ -19,6 +19,10 @@ _EPILOG = (
     "A run is started as a command, hurt at the points of its seed's schedule, resumed whenever it ends, and checked by its "
     "records: docs/reliability.md. Exit status 1 if an invariant does not hold, with the command that runs this seed again. "
 )
+
+
+class ChaosError(PipelineRLError):
+    """A run that was hurt broke an invariant; the message has the command that runs its seed again."""
 
 
 def add_to(commands: Commands) -> None:

@@ -118,17 +118,23 @@ def _train_session(
             notices = [line for line in (restart_notice, *memory.lines, began(run.root)) if line]
             with closing(_make_view(session, notices)) as view:
                 if config.metrics.trackers or config.metrics.callback:  # they also get the summary
-                    stack.enter_context(_followed(session, view))
+                    from pipelinerl.launch.following import followed  # noqa: PLC0415 - few runs have trackers
+
+                    stack.enter_context(followed(run, view.say))
                 here = LocalHost(session, lock.fd, kept)
                 outcome = _run_stages(session, here, cluster, broker, view)
                 if outcome.kept is not None:
                     held.callback(outcome.kept.close)
                 if losses is None and outcome.lost and config.launch.restarts:
-                    losses = _first_loss(session, lock)
+                    from pipelinerl.launch.losses import Losses  # noqa: PLC0415 - few runs need it
+
+                    losses = Losses(session, lock)
                 if follows := losses is not None and losses.allow(session, outcome):
                     view.say(losses.message)
             if cluster is not None:
-                error = _gather(session, redis=broker is None or broker.failure() is None)
+                from pipelinerl.launch.hosts.head import gather  # noqa: PLC0415 - only for several machines
+
+                error = gather(session, redis=broker is None or broker.failure() is None)
                 outcome = replace(outcome, error=outcome.error or error)
             if losses is None:
                 return _conclude(session, outcome)
@@ -145,22 +151,10 @@ def _locked(config: RunConfig, resume: Path | None) -> RunLock:
     return create_run_directory(config) if resume is None else open_run_directory(resume, config)
 
 
-def _first_loss(session: Session, lock: RunLock) -> Losses:
-    from pipelinerl.launch.losses import Losses  # noqa: PLC0415 - few runs need it
-
-    return Losses(session, lock)
-
-
 def _prepare_resume(config: RunConfig, run: RunDirectory) -> str | None:
     from pipelinerl.launch.resume import prepare_resume  # noqa: PLC0415 - only a resumed run needs it
 
     return prepare_resume(config, run)
-
-
-def _gather(session: Session, *, redis: bool) -> PipelineRLError | None:
-    from pipelinerl.launch.hosts.head import gather  # noqa: PLC0415 - only for several machines
-
-    return gather(session, redis=redis)
 
 
 def _plan_resume(config: RunConfig, run: RunDirectory, redis_url: str | None) -> StartPlan:
@@ -251,12 +245,6 @@ def _take_what_is_left(config: RunConfig, run: RunDirectory, redis_url: str | No
     from pipelinerl.launch.hosts.head import take_what_is_left  # noqa: PLC0415 - only for several machines
 
     take_what_is_left(config, run, redis_url, session_id)
-
-
-def _followed(session: Session, view: View) -> AbstractContextManager[None]:
-    from pipelinerl.launch.following import followed  # noqa: PLC0415 - few runs have trackers
-
-    return followed(session.run, view.say)
 
 
 def _make_view(session: Session, notices: list[str]) -> View:
