@@ -64,7 +64,7 @@ part3() { # vLLM, pipeline against conventional, and the demo: 9 minutes
     step learns 90 "$python" -m pytest tests/gpu -m gpu -q -p no:cacheprovider -k learns
 }
 table() {
-    "$python" -m benchmarks.gpu table --out "$out"
+    "$python" -m benchmarks.gpu table --out "$out" || failed=1
 }
 case $part in
     part1 | part2 | part3) "$part" ;;
