@@ -93,7 +93,8 @@ def _set_aside(run: RunDirectory) -> Path:
         shutil.copy(run.config, kept)
         shutil.rmtree(run.streams, ignore_errors=True)
         for path in run.control.iterdir():
-            path.unlink()
+            if not path.match("*.ready.json"):  # engine servers may have been kept: the session removes what others left
+                path.unlink()
         run.make_folders()
     return kept
 
