@@ -254,7 +254,7 @@ def sampled_logits(model: nn.Module, row: PackedRow) -> Tensor:
         logits_to_keep=row.predictor_P,
         packed_row=row,
     ).logits
-    return logits[0]
+    return logits.squeeze(0)  # the gradient of an index would be a second tensor of this size
 
 
 def _refuse_longer(model: nn.Module, row: PackedRow) -> None:

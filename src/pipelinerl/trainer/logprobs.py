@@ -42,13 +42,16 @@ class _TokenLogprobs(torch.autograd.Function):
         dtype = torch.promote_types(logits_PV.dtype, torch.float32)
         log_z_P = logits_PV.new_empty(logits_PV.shape[0], dtype=dtype)
         logprobs_P, entropy_P = torch.empty_like(log_z_P), torch.empty_like(log_z_P)
-        for rows in _chunks(logits_PV):
-            scaled_cV = logits_PV[rows].to(dtype) / temperature
-            log_z_c = scaled_cV.logsumexp(-1)
-            log_z_P[rows] = log_z_c
-            logprobs_P[rows] = scaled_cV.gather(-1, ids_P[rows, None])[:, 0] - log_z_c
+        for rows, scores_cV, shares_cV in _chunks(logits_PV, dtype):
+            scores_cV.copy_(logits_PV[rows]).div_(temperature)
+            top_c = scores_cV.amax(-1)
+            chosen_c = scores_cV.gather(-1, ids_P[rows, None])[:, 0] - top_c
+            torch.exp(scores_cV.sub_(top_c[:, None]), out=shares_cV)
+            sum_c = shares_cV.sum(-1)
+            log_z_P[rows] = top_c + sum_c.log()
+            logprobs_P[rows] = chosen_c - sum_c.log()
             # Excluded tokens (logit -inf) add 0 to the entropy, not 0 * -inf.
-            entropy_P[rows] = log_z_c - (scaled_cV - log_z_c[:, None]).exp_().mul_(scaled_cV).nansum(-1)
+            entropy_P[rows] = sum_c.log() - scores_cV.mul_(shares_cV).nansum(-1) / sum_c
         ctx.save_for_backward(logits_PV, ids_P, log_z_P)
         ctx.temperature = temperature
         ctx.mark_non_differentiable(entropy_P)
@@ -60,18 +63,24 @@ class _TokenLogprobs(torch.autograd.Function):
         """d logprob / d logit_v = (1[v = token] - p_v) / temperature."""
         logits_PV, ids_P, log_z_P = ctx.saved_tensors
         slope_P = grads[0] / ctx.temperature
-        for rows in _chunks(logits_PV):
-            gradient_cV = (logits_PV[rows].to(log_z_P.dtype) / ctx.temperature).sub_(log_z_P[rows, None]).exp_()
+        for rows, gradient_cV, _ in _chunks(logits_PV, log_z_P.dtype):
+            gradient_cV.copy_(logits_PV[rows]).div_(ctx.temperature).sub_(log_z_P[rows, None]).exp_()
             gradient_cV.mul_(-slope_P[rows, None]).scatter_add_(-1, ids_P[rows, None], slope_P[rows, None])
-            logits_PV[rows] = gradient_cV.to(logits_PV.dtype)
+            logits_PV[rows] = gradient_cV
         return logits_PV, None, None
 
 
-def _chunks(logits_PV: Tensor) -> Iterator[slice]:
+def _chunks(logits_PV: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Some rows at a time, and two tensors (c, V) of unknown contents for them. The next rows get the same memory.
+
+    New memory for each chunk would cost more than its arithmetic: the system clears it first.
+    """
     positions, vocabulary = logits_PV.shape
-    size = max(1, CHUNK_ELEMENTS // vocabulary)
-    for start in range(0, positions, size):
-        yield slice(start, start + size)
+    size = min(positions, max(1, CHUNK_ELEMENTS // vocabulary))
+    first_cV, second_cV = logits_PV.new_empty((2, size, vocabulary), dtype=dtype)
+    for start in range(0, positions, size or 1):
+        rows = slice(start, min(start + size, positions))
+        yield rows, first_cV[: rows.stop - start], second_cV[: rows.stop - start]
 
 
 # ---- log-probabilities of a packed row
