@@ -209,12 +209,14 @@ def _fields(value: Any, path: str = "") -> Iterator[str]:
 def _text(part: Any) -> str:
     if "error" in part:
         return str(part["error"].get("message", ""))
+    if "choices" not in part:
+        return json.dumps(part.get("tokens") or part.get("prompt") or "")
     found = []
-    for choice in part.get("choices", []) if isinstance(part, dict) else []:
+    for choice in part["choices"]:
         message = choice.get("message") or choice.get("delta") or {}
         tools = "".join(tool["function"].get("arguments") or "" for tool in message.get("tool_calls") or [])
         found.append(choice.get("text") or message.get("content") or tools)
-    return "".join(found) or json.dumps(part.get("tokens") or part.get("prompt") or "")
+    return "".join(found)
 
 
 def compare(ours: Answer, theirs: Answer | None, *, greedy: bool) -> Record:
