@@ -250,7 +250,7 @@ def _take_what_is_left(config: RunConfig, run: RunDirectory, redis_url: str | No
 def _make_view(session: Session, notices: list[str]) -> View:
     """The view, which has shown how the session begins."""
     config, plan, root = session.config, session.plan, session.run.root
-    title = f"pipelinerl · {config.schedule.kind} · {config.environment.kind} · {root}"
+    title = f"pipelinerl · {config.schedule.kind} · {Path(config.environment.kind).name} · {root}"
     view = make_view(config.metrics.view, sys.stdout, target=config.trainer.steps, title=title)
     resuming = [f"resuming at version {plan.version} from {plan.checkpoint}"] if plan.checkpoint else []
     for line in (f"run directory: {root}", *notices, *resuming):

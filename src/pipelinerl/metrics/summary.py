@@ -181,13 +181,13 @@ def nothing_learned(steps: Sequence[StepRecord], cut: float | None, max_tokens: 
     return f"{message}; check the answers with `pipelinerl browse`, and the reward"
 
 
-def edge_of(steps: Sequence[StepRecord]) -> int:
-    """How many steps count as the beginning of a run, and how many as its end."""
-    return max(1, min(5, len(steps) // 4))
+def edge_of(steps: int) -> int:
+    """How many of a run's steps count as its beginning, and how many as its end."""
+    return max(1, min(5, steps // 4))
 
 
 def _quality(steps: Sequence[StepRecord]) -> dict[str, Any]:
-    edge = edge_of(steps)
+    edge = edge_of(len(steps))
     ess = [step.ess for step in steps if step.ess is not None]
     return {
         "reward_first": _mean(step.reward_mean for step in steps[:edge]),

@@ -102,7 +102,7 @@ def _metrics_table(runs: Mapping[str, RunRecords]) -> list[str]:
 
 def metric_rows(steps: Sequence[StepRecord], evaluations: Sequence[EvaluationRecord]) -> list[list[str]]:
     """For each metric: name, means at the beginning and end of training, and means in the first and last evaluation."""
-    edge = edge_of(steps)
+    edge = edge_of(len(steps))
     before, after = (evaluations[0].metrics, evaluations[-1].metrics) if evaluations else ({}, {})
     columns = (pooled(steps[:edge]), pooled(steps[-edge:]), before, after)
     return [[name, *(number(means.get(name), ".4g") for means in columns)] for name in sorted(set().union(*columns))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -12,6 +13,7 @@ from rich.text import Text
 
 from pipelinerl.metrics.evaluations import EvaluatedProblem
 from pipelinerl.metrics.statistics import REWARD
+from pipelinerl.metrics.summary import edge_of
 from pipelinerl.report import new_table, number
 from pipelinerl.status.screen import duration, pause, short
 
@@ -21,7 +23,7 @@ _STYLES = {"held-out reward": "bold", "NOT ACCOUNTED FOR": "bold red", "NOTHING 
 
 def final_table(summary: Mapping[str, Any]) -> Table:
     """The contents of `summary.json` as a table for the terminal."""
-    title = f"{summary['environment']}, {summary['schedule']}, seed {summary['seed']}: {summary['status']}"
+    title = f"{Path(summary['environment']).name}, {summary['schedule']}, seed {summary['seed']}: {summary['status']}"
     table = new_table(title)
     table.add_column(style="dim", no_wrap=True)
     table.add_column()
@@ -65,6 +67,7 @@ def summary_sections(summary: Mapping[str, Any]) -> tuple[list[Row], ...]:
 
 def _learning(summary: Mapping[str, Any]) -> list[Row]:
     nothing = summary.get("nothing_learned")
+    first, last = (_reward(summary[f"reward_{edge}"]) for edge in ("first", "last"))
     before, after = (_lengths(summary[f"eval_{when}_lengths"]) for when in ("before", "after"))
     return [
         *([("NOTHING LEARNED", nothing)] if nothing else []),
@@ -72,7 +75,7 @@ def _learning(summary: Mapping[str, Any]) -> list[Row]:
         *_rewards_by_environment(summary),
         *_online(summary),
         ("held-out length", f"{before} -> {after}"),
-        ("training reward", f"{_reward(summary['reward_first'])} -> {_reward(summary['reward_last'])}"),
+        ("training reward", f"{first} -> {last} (means of {edge_of(summary['optimizer_steps'])} steps each)"),
     ]
 
 
@@ -145,7 +148,7 @@ def _rollouts(summary: Mapping[str, Any]) -> list[Row]:
     account = (
         f"{number(summary['rollouts_started'], 'd')} started = {summary['rollouts_trained']} trained "
         f"+ {sum(dropped.values())} dropped{reasons} + {summary['rollouts_queued']} queued "
-        f"+ {number(summary['rollouts_in_progress'], 'd')} in progress"
+        f"+ {number(summary['rollouts_in_progress'], 'd')} unfinished"
     )
     rows = [("rollouts", account)]
     rows += _costs(summary)

@@ -347,7 +347,7 @@ def test_the_table_shows_what_matters() -> None:
         "pause p50 2.5 ms, p99 101 ms",
         "engine 90%, trainer 50%",
         "1.50 GiB (generation 1.00 GiB, training 512 MiB)",
-        "100 started = 64 trained + 9 dropped (stale 5, timeout 3, error 1) + 15 queued + 12 in progress",
+        "100 started = 64 trained + 9 dropped (stale 5, timeout 3, error 1) + 15 queued + 12 unfinished",
     ):
         assert shown in text, shown
 
