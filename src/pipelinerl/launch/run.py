@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
@@ -38,7 +38,8 @@ from pipelinerl.schedule import make_schedule
 from pipelinerl.status.view import View, make_view
 
 if TYPE_CHECKING:
-    from pipelinerl.launch.hosts.ray import Cluster
+    from pipelinerl.launch.hosts.keeping import Kept, KeptHere
+    from pipelinerl.launch.hosts.ray import Cluster, KeptAgents
     from pipelinerl.launch.losses import Losses
     from pipelinerl.launch.memory import Judgement
     from pipelinerl.stream.redis_server import RedisServer
@@ -60,10 +61,11 @@ def train(config: RunConfig, *, resume: Path | None = None, began: Began = lambd
     config = validate(config)
     memory = check_before_the_start(config)
     losses: Losses | None = None
-    with ExitStack() as held:
+    with ExitStack() as held, ExitStack() as between:
         while True:
             try:
-                ended = _train_session(config, resume, memory, started_s, losses=losses, held=held, began=began)
+                stacks = (held, between)
+                ended = _train_session(config, resume, memory, started_s, losses=losses, stacks=stacks, began=began)
             except PipelineRLError as error:
                 if losses is None or losses.error is None:
                     raise
@@ -81,15 +83,18 @@ def _train_session(
     started_s: float,
     *,
     losses: Losses | None,
-    held: ExitStack,
+    stacks: tuple[ExitStack, ExitStack],
     began: Began,
 ) -> dict[str, Any] | Losses:
     """One session, from the lock on the run directory to its summary. Returns the losses if another one shall follow.
 
-    `held` closes at the end of the last session what is kept from one to the next: the lock, and processes that wait.
+    The first of the `stacks` closes the lock at the end of the last session. The second has what is kept for the next one:
+    processes that wait, and the connection with the cluster that they are on.
     """
+    held, between = stacks
     with ExitStack() as stack:
-        cluster = stack.enter_context(_cluster(config))
+        connection = stack.enter_context(between.pop_all())
+        cluster = connection.enter_context(_cluster(config))
         lock = losses.lock if losses else held.enter_context(closing(_locked(config, resume)))
         run = lock.run
         session_id = StartPlan().id
@@ -111,9 +116,10 @@ def _train_session(
             plan = msgspec.structs.replace(
                 plan, id=session_id, run=run_id, epoch=epoch, redis_url=redis_url, predicted_memory_bytes=predicted
             )
+            if kept := losses.begin(plan, cluster) if losses else None:
+                plan = msgspec.structs.replace(plan, servers_key=kept.servers_key)
             records_from_s = losses.records_from_s if losses else started_s - plan.elapsed_s
             session = Session(config, run, plan, make_schedule(config), records_from_s)
-            kept = losses.begin(plan) if losses else None
             _write_start(session, kept.roles if kept else ())
             notices = [line for line in (restart_notice, *memory.lines, began(run.root)) if line]
             with closing(_make_view(session, notices)) as view:
@@ -121,10 +127,10 @@ def _train_session(
                     from pipelinerl.launch.following import followed  # noqa: PLC0415 - few runs have trackers
 
                     stack.enter_context(followed(run, view.say))
-                here = LocalHost(session, lock.fd, kept)
-                outcome = _run_stages(session, here, cluster, broker, view)
+                outcome = _run_stages(session, cluster, broker, view, lock=lock, kept=kept)
                 if outcome.kept is not None:
-                    held.callback(outcome.kept.close)
+                    between.push(connection.pop_all())
+                    between.callback(outcome.kept.close)
                 if losses is None and outcome.lost and config.launch.restarts:
                     from pipelinerl.launch.losses import Losses  # noqa: PLC0415 - few runs need it
 
@@ -259,7 +265,7 @@ def _make_view(session: Session, notices: list[str]) -> View:
 
 
 def _run_stages(
-    session: Session, here: LocalHost, cluster: Cluster | None, broker: RedisServer | None, view: View
+    session: Session, cluster: Cluster | None, broker: RedisServer | None, view: View, *, lock: RunLock, kept: Kept | None
 ) -> Outcome:
     if session.config.launch.kind == "embedded":
         from pipelinerl.launch.hosts.embedded import run_embedded  # noqa: PLC0415 - loads torch into this process
@@ -272,8 +278,9 @@ def _run_stages(
         places = placement_of(session.config, cluster)
         for line in placement_lines(places, cluster.machines):
             view.say(line)
-        return run_processes(session, view, RayHost(session, cluster, places, view.say), broker)
-    return run_processes(session, view, here, broker)
+        agents = cast("KeptAgents | None", kept)
+        return run_processes(session, view, RayHost(session, cluster, places, view.say, agents), broker)
+    return run_processes(session, view, LocalHost(session, lock.fd, cast("KeptHere | None", kept)), broker)
 
 
 def _conclude(session: Session, outcome: Outcome) -> dict[str, Any]:

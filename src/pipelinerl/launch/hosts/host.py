@@ -10,7 +10,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
@@ -28,7 +28,7 @@ from pipelinerl.launch.share import shares_of, thread_environment, usable_cores
 from pipelinerl.status.board import MmapBoard
 
 if TYPE_CHECKING:
-    from pipelinerl.launch.hosts.keeping import Kept
+    from pipelinerl.launch.hosts.keeping import Kept, KeptHere
 
 
 class Channels(NamedTuple):
@@ -124,6 +124,13 @@ class Host(Protocol):
         """What caused the failure of a process, which may be known only a little later; or the failure itself."""
         ...
 
+    def keep(self, hurry: Callable[[], bool]) -> Kept | None:
+        """Have the processes that hold models wait for the next session, if they can. They are not of this one any more.
+
+        Once `hurry` returns True, it does not wait for them.
+        """
+        ...
+
     def __enter__(self) -> Self: ...
 
     def __exit__(self, *exception: object) -> None: ...
@@ -206,7 +213,7 @@ class LocalHost:
     `kept` are processes of the session before.
     """
 
-    def __init__(self, session: Session, lock_fd: int, kept: Kept | None = None) -> None:
+    def __init__(self, session: Session, lock_fd: int, kept: KeptHere | None = None) -> None:
         self.board: Board = MmapBoard(session.run.scratch)
         self._session, self._lock_fd, self._kept = session, lock_fd, kept
         self._workers: list[LocalWorker] = []
@@ -233,6 +240,13 @@ class LocalHost:
 
     def cause(self, failure: PipelineRLError) -> PipelineRLError:
         return failure
+
+    def keep(self, hurry: Callable[[], bool]) -> Kept | None:
+        from pipelinerl.launch.hosts.keeping import KeptHere, have_wait, roles_to_keep  # noqa: PLC0415 - few runs need it
+
+        waiting = have_wait(self._session, [worker for worker in self._workers if worker.running], hurry)
+        roles = roles_to_keep(self._session.config, {worker.role for worker in waiting})
+        return KeptHere([worker for worker in waiting if worker.role in roles], self._session, self.channels.weights)
 
     def __enter__(self) -> Self:
         ranks = -1

@@ -48,6 +48,7 @@ from pipelinerl.types import TRAINER, Group, Prepared, StageStatus, goal_reached
 
 if TYPE_CHECKING:
     from pipelinerl.launch.healing import Healing
+    from pipelinerl.launch.hosts.keeping import Kept
     from pipelinerl.stream.redis_server import RedisServer
 
 LOOK_EVERY_S = 0.1
@@ -134,7 +135,8 @@ def run_processes(session: Session, view: View, host: Host, broker: RedisServer 
     processes = Processes(host, broker)
     beginning = (0, 0, 0)
     error: PipelineRLError | None = None
-    lost, kept = False, None
+    lost = False
+    kept: Kept | None = None
 
     def healing() -> Healing:
         from pipelinerl.launch.healing import Beginning, Healing  # noqa: PLC0415 - few runs need it
@@ -155,10 +157,12 @@ def run_processes(session: Session, view: View, host: Host, broker: RedisServer 
             for role in worker_roles(session.config):
                 processes.workers.append(host.start(role))
             error = _watch(session.config, processes, healing, view=view, interrupts=interrupts)
-            if (lost := processes.lost(error)) and isinstance(host, LocalHost):
-                from pipelinerl.launch.hosts.keeping import keep  # noqa: PLC0415 - few runs need it
-
-                kept = keep(session, processes, host.channels.weights, lambda: interrupts.count > 0)
+            lost = processes.lost(error)
+            if lost and session.config.launch.restarts and not processes.broker_failure():
+                kept = host.keep(lambda: interrupts.count > 0)
+                waiting = kept.roles if kept else ()
+                for living in (processes.workers, processes.servers):
+                    living[:] = [worker for worker in living if worker.role not in waiting]
         except PipelineRLError as raised:
             error, lost = raised, processes.lost(raised)
         finally:
