@@ -200,7 +200,7 @@ class Running:
         found = statuses(run_dir)
         self.machines = {stage: status.machine for stage, status in found.items()}
         self.pids = {stage: status.pid for stage, status in found.items()}
-        self.pids |= workers_of(run_dir)
+        self.pids |= workers_of(run_dir, self.plan.id)
         self.agents = {self.machines[stage]: parent_of(pid) for stage, pid in self.pids.items() if stage in self.machines}
 
     @property
@@ -224,13 +224,15 @@ def broker_of(run: Running) -> int:
     return next(pid for pid in children(run.process.pid) if "redis-server" in Path(f"/proc/{pid}/cmdline").read_text())
 
 
-def workers_of(run_dir: Path) -> dict[str, int]:
-    """The process ids of the run's processes, by role."""
+def workers_of(run_dir: Path, *sessions: str) -> dict[str, int]:
+    """The process ids of the run's processes, by role. On machines without the run directory: of these sessions."""
     found = {}
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):
             _, *words = path.read_bytes().decode().split("\0")
-            if words[:2] == ["-m", "pipelinerl.launch.hosts.worker"] and words[3] == str(run_dir):
+            if words[:2] == ["-m", "pipelinerl.launch.hosts.worker"] and (
+                words[3] == str(run_dir) or json.loads(words[7])["session"] in sessions
+            ):
                 found[words[2]] = int(path.parent.name)
     return found
 
@@ -347,6 +349,7 @@ def test_a_run_that_loses_something_goes_on_by_itself(victim: str, machines: Mac
     counts = checked(run.run_dir, wait(run.process))
     run.nothing_is_left()
     assert counts["restarts"]["run"]["count"] == 1
+    assert counts["restarts"]["run"]["processes_kept"] == (victim == "training")
     assert counts["optimizer_steps"] == 30
 
 
@@ -808,12 +811,17 @@ ON_ALL = {"training": "machine-0", "generation-0": "machine-1", "generation-1": 
 
 def kill_trainer(run: Running, victim: str = "training") -> None:
     """Until another one has started. Generation processes and engine servers are those that they were."""
+    first, now = run.plan.id, dict(run.pids)
+
+    def another_has_started() -> bool:
+        now.update(workers_of(run.run_dir, first, run.plan.id))
+        return now["training"] != run.pids["training"]
+
     os.kill(run.pids[victim], signal.SIGKILL)
-    until(lambda: workers_of(run.run_dir).get("training", run.pids["training"]) != run.pids["training"], run.process)
-    now = workers_of(run.run_dir)
+    until(another_has_started, run.process)
     kept = {role for role in now if role.startswith(("generation", "server"))}
     assert {role: now[role] for role in kept} == {role: run.pids[role] for role in kept}
-    run.pids |= {f"{role}, again": now[role] for role in now.keys() - kept}
+    run.pids |= {f"{role}, again": pid for role, pid in now.items() if role not in kept}
 
 
 @pytest.mark.exhaustive

@@ -21,6 +21,8 @@ Between two sessions nothing of the old one is left in the process but its envir
 has no token of weights that the rewind gave up: groups that were in progress start again under their index, like all that a
 resume does not find in the streams.
 
+On a Ray cluster, the agents do this for the launcher, and wait too (`agent.Agent.have_wait`, `ray.KeptAgents`).
+
 The launcher imports this module when a session is lost.
 """
 

@@ -341,13 +341,15 @@ class KeptAgents:
             self.close()
 
     def fits(self, cluster: Cluster | None) -> bool:
-        """The machines are the same, so the placement is, and all agents are there."""
+        """Whether the machines are the same, so that the placement is, and all agents are there."""
+        if not self.seats or cluster != self._cluster:
+            return False
         try:
             for seat in self.seats.values():
                 seat.call("clock", timeout_s=ANSWER_S)
         except StageDiedError:
             return False
-        return bool(self.seats) and cluster == self._cluster
+        return True
 
     def taken(self) -> None:
         """They belong to another session now."""
@@ -473,13 +475,13 @@ class RayHost:
 
         if self.failure() is not None:
             return None
-        asked = [(seat, seat.actor.have_wait.remote()) for seat in self._seats.values()]
-        deadline_s = time.monotonic() + CALL_TIMEOUT_S
-        while ray.wait(calls := [call for _, call in asked], num_returns=len(calls), timeout=POLL_S)[1]:
+        asked = {seat: seat.actor.have_wait.remote() for seat in self._seats.values()}
+        deadline_s = time.monotonic() + CLOSE_TIMEOUT_S
+        while ray.wait([*asked.values()], num_returns=len(asked), timeout=POLL_S)[1]:
             if hurry() or time.monotonic() > deadline_s:
                 return None
         try:
-            waiting = {role for seat, call in asked for role in seat.result(call)}
+            waiting = {role for seat, call in asked.items() for role in seat.result(call)}
         except StageDiedError:
             return None
         if roles := roles_to_keep(self._session.config, waiting):
@@ -650,6 +652,7 @@ class RayHost:
 
 
 def end_agents(seats: Collection[Seat]) -> None:
+    """Have them end with all their processes."""
     ending = [seat.actor.close.remote() for seat in seats if seat.lost is None]
     if ending:
         with suppress(exceptions.RayError):
