@@ -39,7 +39,7 @@ from pipelinerl.status.view import View, make_view
 
 if TYPE_CHECKING:
     from pipelinerl.launch.hosts.keeping import Kept, KeptHere
-    from pipelinerl.launch.hosts.ray import Cluster, KeptAgents
+    from pipelinerl.launch.hosts.ray import Cluster
     from pipelinerl.launch.losses import Losses
     from pipelinerl.launch.memory import Judgement
     from pipelinerl.stream.redis_server import RedisServer
@@ -61,11 +61,10 @@ def train(config: RunConfig, *, resume: Path | None = None, began: Began = lambd
     config = validate(config)
     memory = check_before_the_start(config)
     losses: Losses | None = None
-    with ExitStack() as held, ExitStack() as between:
+    with ExitStack() as held, ExitStack() as aside:
         while True:
             try:
-                stacks = (held, between)
-                ended = _train_session(config, resume, memory, started_s, losses=losses, stacks=stacks, began=began)
+                ended = _train_session(config, resume, memory, started_s, losses=losses, held=held, aside=aside, began=began)
             except PipelineRLError as error:
                 if losses is None or losses.error is None:
                     raise
@@ -83,27 +82,31 @@ def _train_session(
     started_s: float,
     *,
     losses: Losses | None,
-    stacks: tuple[ExitStack, ExitStack],
+    held: ExitStack,
+    aside: ExitStack,
     began: Began,
 ) -> dict[str, Any] | Losses:
     """One session, from the lock on the run directory to its summary. Returns the losses if another one shall follow.
 
-    The first of the `stacks` closes the lock at the end of the last session. The second has what is kept for the next one:
-    processes that wait, and the connection with the cluster that they are on.
+    `held` closes the lock at the end of the last session. `aside` has what is kept for the next one: processes that wait,
+    and the connection with the cluster that they are on.
     """
-    held, between = stacks
     with ExitStack() as stack:
-        connection = stack.enter_context(between.pop_all())
+        connection = stack.enter_context(aside.pop_all())
         cluster = connection.enter_context(_cluster(config))
-        lock = losses.lock if losses else held.enter_context(closing(_locked(config, resume)))
+        if losses is None:
+            locked = create_run_directory(config) if resume is None else open_run_directory(resume, config)
+        lock = losses.lock if losses else held.enter_context(closing(locked))
         run = lock.run
         session_id = StartPlan().id
         if cluster is not None:
             _take_over(run, session_id)
             if resume is not None:  # before its files are used or moved
+                from pipelinerl.launch.hosts.head import take_what_is_left  # noqa: PLC0415 - only for several machines
+
                 with _running_broker(config, lock, cluster.address) as broker:
-                    _take_what_is_left(config, run, broker.url if broker is not None else None, session_id)
-        run_id, epoch = _epoch(run)
+                    take_what_is_left(config, run, broker.url if broker is not None else None, session_id)
+        before = msgspec.json.decode(run.plan.read_bytes(), type=StartPlan) if run.plan.exists() else StartPlan(epoch=0)
         restart_notice = None if resume is None else _prepare_resume(config, run)
         with _running_broker(config, lock, cluster.address if cluster is not None else None) as broker:
             redis_url = broker.url if broker is not None else None
@@ -112,10 +115,8 @@ def _train_session(
             if plan.version >= config.trainer.steps and (finished := finished_summary(run)) is not None:
                 print(f"{run.root} has reached its goal of {config.trainer.steps} steps; raise --trainer.steps to continue")
                 return finished
-            predicted = memory.predicted_bytes
-            plan = msgspec.structs.replace(
-                plan, id=session_id, run=run_id, epoch=epoch, redis_url=redis_url, predicted_memory_bytes=predicted
-            )
+            named = {"id": session_id, "run": before.run, "epoch": before.epoch + 1}
+            plan = msgspec.structs.replace(plan, **named, redis_url=redis_url, predicted_memory_bytes=memory.predicted_bytes)
             if kept := losses.begin(plan, cluster) if losses else None:
                 plan = msgspec.structs.replace(plan, servers_key=kept.servers_key)
             records_from_s = losses.records_from_s if losses else started_s - plan.elapsed_s
@@ -129,8 +130,8 @@ def _train_session(
                     stack.enter_context(followed(run, view.say))
                 outcome = _run_stages(session, cluster, broker, view, lock=lock, kept=kept)
                 if outcome.kept is not None:
-                    between.push(connection.pop_all())
-                    between.callback(outcome.kept.close)
+                    aside.push(connection.pop_all())
+                    aside.callback(outcome.kept.close)
                 if losses is None and outcome.lost and config.launch.restarts:
                     from pipelinerl.launch.losses import Losses  # noqa: PLC0415 - few runs need it
 
@@ -145,16 +146,6 @@ def _train_session(
             if losses is None:
                 return _conclude(session, outcome)
             return losses if follows else _conclude(session, losses.counted(session, outcome))
-
-
-def _epoch(run: RunDirectory) -> tuple[str, int]:
-    """The run's id, and the number of the session that begins: one more than the one before."""
-    before = msgspec.json.decode(run.plan.read_bytes(), type=StartPlan) if run.plan.exists() else StartPlan(epoch=0)
-    return before.run, before.epoch + 1
-
-
-def _locked(config: RunConfig, resume: Path | None) -> RunLock:
-    return create_run_directory(config) if resume is None else open_run_directory(resume, config)
 
 
 def _prepare_resume(config: RunConfig, run: RunDirectory) -> str | None:
@@ -247,12 +238,6 @@ def _take_over(run: RunDirectory, session_id: str) -> None:
         take_over(run, session_id)
 
 
-def _take_what_is_left(config: RunConfig, run: RunDirectory, redis_url: str | None, session_id: str) -> None:
-    from pipelinerl.launch.hosts.head import take_what_is_left  # noqa: PLC0415 - only for several machines
-
-    take_what_is_left(config, run, redis_url, session_id)
-
-
 def _make_view(session: Session, notices: list[str]) -> View:
     """The view, which has shown how the session begins."""
     config, plan, root = session.config, session.plan, session.run.root
@@ -278,8 +263,7 @@ def _run_stages(
         places = placement_of(session.config, cluster)
         for line in placement_lines(places, cluster.machines):
             view.say(line)
-        agents = cast("KeptAgents | None", kept)
-        return run_processes(session, view, RayHost(session, cluster, places, view.say, agents), broker)
+        return run_processes(session, view, RayHost(session, cluster, places, view.say, kept), broker)
     return run_processes(session, view, LocalHost(session, lock.fd, cast("KeptHere | None", kept)), broker)
 
 

@@ -125,10 +125,7 @@ class Host(Protocol):
         ...
 
     def keep(self, hurry: Callable[[], bool]) -> Kept | None:
-        """Have the processes that hold models wait for the next session, if they can. They are not of this one any more.
-
-        Once `hurry` returns True, it does not wait for them.
-        """
+        """Have processes that hold models wait for the next session. Once `hurry` returns True, the others are left out."""
         ...
 
     def __enter__(self) -> Self: ...
@@ -242,11 +239,9 @@ class LocalHost:
         return failure
 
     def keep(self, hurry: Callable[[], bool]) -> Kept | None:
-        from pipelinerl.launch.hosts.keeping import KeptHere, have_wait, roles_to_keep  # noqa: PLC0415 - few runs need it
+        from pipelinerl.launch.hosts.keeping import keep_here  # noqa: PLC0415 - few runs need it
 
-        waiting = have_wait(self._session, [worker for worker in self._workers if worker.running], hurry)
-        roles = roles_to_keep(self._session.config, {worker.role for worker in waiting})
-        return KeptHere([worker for worker in waiting if worker.role in roles], self._session, self.channels.weights)
+        return keep_here(self._session, self._workers, self.channels.weights, hurry)
 
     def __enter__(self) -> Self:
         ranks = -1

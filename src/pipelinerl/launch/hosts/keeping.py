@@ -138,6 +138,13 @@ def forget_updates(weights_fd: int) -> None:
     os.pwrite(weights_fd, bytes(CONTROL_BYTES), 0)
 
 
+def keep_here(session: Session, started: Sequence[LocalWorker], weights_fd: int, hurry: Callable[[], bool]) -> KeptHere:
+    """Keep those of the processes on this machine that can take part in another session."""
+    waiting = have_wait(session, [worker for worker in started if worker.running], hurry)
+    roles = roles_to_keep(session.config, {worker.role for worker in waiting})
+    return KeptHere([worker for worker in waiting if worker.role in roles], session, weights_fd)
+
+
 def have_wait(session: Session, processes: Sequence[LocalWorker], hurry: Callable[[], bool]) -> list[LocalWorker]:
     """Have the processes of this machine that hold models wait for the next session. Returns those that do.
 

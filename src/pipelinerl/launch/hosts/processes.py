@@ -48,7 +48,6 @@ from pipelinerl.types import TRAINER, Group, Prepared, StageStatus, goal_reached
 
 if TYPE_CHECKING:
     from pipelinerl.launch.healing import Healing
-    from pipelinerl.launch.hosts.keeping import Kept
     from pipelinerl.stream.redis_server import RedisServer
 
 LOOK_EVERY_S = 0.1
@@ -135,8 +134,7 @@ def run_processes(session: Session, view: View, host: Host, broker: RedisServer 
     processes = Processes(host, broker)
     beginning = (0, 0, 0)
     error: PipelineRLError | None = None
-    lost = False
-    kept: Kept | None = None
+    lost, kept = False, None
 
     def healing() -> Healing:
         from pipelinerl.launch.healing import Beginning, Healing  # noqa: PLC0415 - few runs need it
@@ -158,11 +156,10 @@ def run_processes(session: Session, view: View, host: Host, broker: RedisServer 
                 processes.workers.append(host.start(role))
             error = _watch(session.config, processes, healing, view=view, interrupts=interrupts)
             lost = processes.lost(error)
-            if lost and session.config.launch.restarts and not processes.broker_failure():
-                kept = host.keep(lambda: interrupts.count > 0)
-                waiting = kept.roles if kept else ()
-                for living in (processes.workers, processes.servers):
-                    living[:] = [worker for worker in living if worker.role not in waiting]
+            may_go_on = lost and session.config.launch.restarts and not processes.broker_failure()
+            if may_go_on and (kept := host.keep(lambda: interrupts.count > 0)):
+                processes.workers = [worker for worker in processes.workers if worker.role not in kept.roles]
+                processes.servers = [server for server in processes.servers if server.role not in kept.roles]
         except PipelineRLError as raised:
             error, lost = raised, processes.lost(raised)
         finally:

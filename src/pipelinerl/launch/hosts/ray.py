@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, Self, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
 
 import msgspec
 
@@ -61,6 +61,9 @@ except ImportError as error:
     raise MissingDependencyError(
         "launch.kind ray needs Ray, which is not installed: pip install 'pipelinerl[ray]'"
     ) from error
+
+if TYPE_CHECKING:
+    from pipelinerl.launch.hosts.keeping import Kept
 
 NAMESPACE = "pipelinerl"
 CONNECT_TIMEOUT_S = 10.0
@@ -382,11 +385,11 @@ class RayHost:
         cluster: Cluster,
         places: Sequence[Place],
         say: Callable[[str], object],
-        kept: KeptAgents | None = None,
+        kept: Kept | None = None,
     ) -> None:
-        """`say` shows a line to the user. `kept`: the agents of the session before."""
+        """`say` shows a line to the user. `kept`: `KeptAgents` of the session before."""
         self._session, self._cluster, self._say = session, cluster, say
-        self._before = kept
+        self._before = cast("KeptAgents | None", kept)
         self._kept: KeptAgents | None = None
         self._places = {place.role: place for place in places}
         self._shares: dict[str, Share] = shares_on(session.config, session.schedule, places, cluster.machines)
