@@ -27,6 +27,7 @@ import msgspec
 import pytest
 
 from pipelinerl.config.schema import RunConfig
+from pipelinerl.experiments.chaos.invariants import check
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.session import StartPlan
 from pipelinerl.launch.stages.streams import redis_of
@@ -199,7 +200,7 @@ class Running:
         found = statuses(run_dir)
         self.machines = {stage: status.machine for stage, status in found.items()}
         self.pids = {stage: status.pid for stage, status in found.items()}
-        self.pids |= workers_of(run_dir)
+        self.pids |= workers_of(run_dir, self.plan.id)
         self.agents = {self.machines[stage]: parent_of(pid) for stage, pid in self.pids.items() if stage in self.machines}
 
     @property
@@ -223,13 +224,15 @@ def broker_of(run: Running) -> int:
     return next(pid for pid in children(run.process.pid) if "redis-server" in Path(f"/proc/{pid}/cmdline").read_text())
 
 
-def workers_of(run_dir: Path) -> dict[str, int]:
-    """The process ids of the run's processes, by role."""
+def workers_of(run_dir: Path, *sessions: str) -> dict[str, int]:
+    """The process ids of the run's processes, by role. On machines without the run directory: of these sessions."""
     found = {}
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):
             _, *words = path.read_bytes().decode().split("\0")
-            if words[:2] == ["-m", "pipelinerl.launch.hosts.worker"] and words[3] == str(run_dir):
+            if words[:2] == ["-m", "pipelinerl.launch.hosts.worker"] and (
+                words[3] == str(run_dir) or json.loads(words[7])["session"] in sessions
+            ):
                 found[words[2]] = int(path.parent.name)
     return found
 
@@ -346,6 +349,7 @@ def test_a_run_that_loses_something_goes_on_by_itself(victim: str, machines: Mac
     counts = checked(run.run_dir, wait(run.process))
     run.nothing_is_left()
     assert counts["restarts"]["run"]["count"] == 1
+    assert counts["restarts"]["run"]["processes_kept"] == (victim == "training")
     assert counts["optimizer_steps"] == 30
 
 
@@ -796,3 +800,96 @@ def test_a_full_disk_at_the_head_ends_the_run_with_one_error(apart: Machines, tm
     assert ended.error.count("\n") == 1
     assert f"can't write to {run_dir}/metrics.jsonl: No space left on device; make room on that disk" in ended.error
     resume_to_the_end(run_dir)
+
+
+# ------------------------------------------------------------------------ processes that a session leaves to the next
+
+
+KEPT = {"trainer__steps": 30, "trainer__checkpoint_every": 2, "launch__restarts": 2, "schedule__max_lag": 4}
+ON_ALL = {"training": "machine-0", "generation-0": "machine-1", "generation-1": "machine-2"}
+
+
+def kill_trainer(run: Running, victim: str = "training") -> None:
+    """Until another one has started. Generation processes and engine servers are those that they were."""
+    first, now = run.plan.id, dict(run.pids)
+
+    def another_has_started() -> bool:
+        now.update(workers_of(run.run_dir, first, run.plan.id))
+        return now["training"] != run.pids["training"]
+
+    os.kill(run.pids[victim], signal.SIGKILL)
+    until(another_has_started, run.process)
+    kept = {role for role in now if role.startswith(("generation", "server"))}
+    assert {role: now[role] for role in kept} == {role: run.pids[role] for role in kept}
+    run.pids |= {f"{role}, again": pid for role, pid in now.items() if role not in kept}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("victim", "away", "settings"),
+    [
+        ("training", (), TWO_ACTORS | {"launch__place": json.dumps(ON_ALL)}),
+        (
+            "training-rank-1",
+            (),
+            SPREAD | {"trainer__ranks": 2, "launch__place": json.dumps({"training-rank-1": "machine-1"})},
+        ),
+        ("training", OTHERS, TWO_ACTORS | {"launch__place": json.dumps(ON_ALL)}),
+        (
+            "training",
+            OTHERS,
+            TWO_ACTORS | {"launch__place": json.dumps(ON_ALL | {"training": "machine-1", "generation-0": "machine-0"})},
+        ),
+        ("training", (), APART),
+        ("training", OTHERS, APART),
+    ],
+    ids=["plain", "rank", "generation-away", "trainer-away", "servers", "servers-away"],
+)
+def test_engines_outlive_the_trainer(
+    victim: str, away: tuple[str, ...], settings: dict[str, Any], cluster: Machines, tmp_path: Path
+) -> None:
+    cluster.complete(*away)
+    run, before = Running(tmp_path / "r", **settings | KEPT), scratch_folders(cluster)
+    kept = [role for role in run.pids if role.startswith(("generation", "server"))]
+    kill_trainer(run, victim)
+    ended = wait(run.process)
+    counts = checked(run.run_dir, msgspec.structs.replace(ended, error="") if away else ended)
+    run.nothing_is_left()
+    assert scratch_folders(cluster).isdisjoint(before)
+    assert counts["restarts"]["run"]["count"] == 1
+    assert counts["restarts"]["run"]["processes_kept"] == len(kept)
+    assert check(run.run_dir) == []
+    for role in kept:  # each line of a log is sent once
+        assert log_of(run, role).count("is served at") == role.startswith("server")
+
+
+@pytest.mark.exhaustive
+def test_engines_of_a_machine_that_is_lost_later_are_started_again(machines: Machines, tmp_path: Path) -> None:
+    run = Running(tmp_path / "r", **TWO_ACTORS | KEPT | {"launch__place": '{"training": "machine-0"}'})
+    kill_trainer(run)
+    version = run.plan.version
+    until(lambda: version_of(run.run_dir) > version + 2, run.process)
+    machines.remove("machine-1")
+    counts = checked(run.run_dir, wait(run.process))
+    run.nothing_is_left()
+    assert counts["restarts"]["run"]["count"] == 2
+    assert counts["restarts"]["run"]["processes_kept"] == 2
+    assert check(run.run_dir) == []
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL, signal.SIGSTOP])
+def test_processes_that_wait_end_without_their_launcher(number: signal.Signals, machines: Machines, tmp_path: Path) -> None:
+    run = Running(tmp_path / "r", **TWO_ACTORS | KEPT | {"metrics__view": "plain"})
+    os.kill(run.pids["training"], signal.SIGKILL)
+    assert run.process.stdout is not None
+    while "the run goes on" not in run.process.stdout.readline():
+        pass
+    run.process.send_signal(number)
+    until(lambda: not any(map(alive, [*run.pids.values(), *run.agents.values()])))
+    if number == signal.SIGSTOP:
+        run.process.send_signal(signal.SIGCONT)
+        assert wait(run.process).status == 0
+    else:
+        assert wait(run.process).status != 0
+        resume_to_the_end(run.run_dir)

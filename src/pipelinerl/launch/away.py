@@ -25,7 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -162,9 +162,9 @@ class Outbox:
         return None if found is None else msgspec.msgpack.decode(found, type=Answer)
 
 
-@cache
+@lru_cache(maxsize=1)
 def _outbox(url: str, prefix: str, patience_s: float) -> Outbox:
-    """One a process."""
+    """One a process and session."""
     return Outbox(RedisConnection(url, "outbox", patience_s), prefix)
 
 
@@ -279,11 +279,12 @@ class Sending:
     Any thread may use it.
     """
 
-    def __init__(self, session: Session, connection: RedisConnection, prefix: str) -> None:
+    def __init__(self, session: Session, connection: RedisConnection, prefix: str, sent: dict[Path, int]) -> None:
+        """`sent`: the bytes of each log that were sent in earlier sessions. It is kept up to date."""
         self._root, self._connection = session.run.root, connection
         self._outbox = Outbox(connection, prefix)
         self._ready = ReadyFiles(session.run.control, connection, prefix)
-        self._sent: dict[Path, int] = {}
+        self._sent = sent
         self._one = threading.Lock()
 
     def send(self) -> None:

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from pipelinerl.checkpoint_folders import by_version
 from pipelinerl.errors import PipelineRLError
-from pipelinerl.launch.hosts.keeping import Kept
 from pipelinerl.launch.run_lock import RunLock
 from pipelinerl.launch.session import Session, StartPlan
 from pipelinerl.launch.summary import Outcome
@@ -20,6 +19,10 @@ from pipelinerl.metrics.reading import read_lines
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.totals import actor_total
 from pipelinerl.types import TRAINER, ActorProgress, trainer_progress
+
+if TYPE_CHECKING:
+    from pipelinerl.launch.hosts.keeping import Kept
+    from pipelinerl.launch.hosts.ray import Cluster
 
 FIRST_PAUSE_S = 0.5
 """Pause before another session follows one that lost a process; it doubles with each one that made no progress."""
@@ -65,14 +68,20 @@ class Losses:
         trainer = trainer_progress(outcome.statuses.get(TRAINER))
         self._losses.append(Loss(time.monotonic(), max(trainer.version - latest, 0) if trainer else 0))
         self.error, self._kept = outcome.error, outcome.kept
-        self._processes_kept += outcome.kept.count if outcome.kept else 0
         actors = actor_total(outcome.statuses) or ActorProgress()
         self._rollouts = _rollouts(session.plan) + actors.rollouts_started - sum(actors.rollouts_dropped.values())
         return True
 
-    def begin(self, plan: StartPlan) -> Kept | None:
-        """Another session begins: count what the rewind to its plan has given up. Returns the processes that were kept."""
+    def begin(self, plan: StartPlan, cluster: Cluster | None = None) -> Kept | None:
+        """Another session begins: count what the rewind to its plan has given up. Returns the processes that were kept.
+
+        Those that can't take part in it, because machines of the cluster have changed, are ended.
+        """
         self._rollouts_abandoned += max(0, self._rollouts - _rollouts(plan))
+        if self._kept is not None and not self._kept.fits(cluster):
+            self._kept.close()
+            self._kept = None
+        self._processes_kept += len(self._kept.roles) if self._kept is not None else 0
         return self._kept
 
     @property

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
@@ -38,6 +38,7 @@ from pipelinerl.schedule import make_schedule
 from pipelinerl.status.view import View, make_view
 
 if TYPE_CHECKING:
+    from pipelinerl.launch.hosts.keeping import Kept, KeptHere
     from pipelinerl.launch.hosts.ray import Cluster
     from pipelinerl.launch.losses import Losses
     from pipelinerl.launch.memory import Judgement
@@ -60,10 +61,10 @@ def train(config: RunConfig, *, resume: Path | None = None, began: Began = lambd
     config = validate(config)
     memory = check_before_the_start(config)
     losses: Losses | None = None
-    with ExitStack() as held:
+    with ExitStack() as held, ExitStack() as aside:
         while True:
             try:
-                ended = _train_session(config, resume, memory, started_s, losses=losses, held=held, began=began)
+                ended = _train_session(config, resume, memory, started_s, losses=losses, held=held, aside=aside, began=began)
             except PipelineRLError as error:
                 if losses is None or losses.error is None:
                     raise
@@ -82,23 +83,30 @@ def _train_session(
     *,
     losses: Losses | None,
     held: ExitStack,
+    aside: ExitStack,
     began: Began,
 ) -> dict[str, Any] | Losses:
     """One session, from the lock on the run directory to its summary. Returns the losses if another one shall follow.
 
-    `held` closes at the end of the last session what is kept from one to the next: the lock, and processes that wait.
+    `held` closes the lock at the end of the last session. `aside` has what is kept for the next one: processes that wait,
+    and the connection with the cluster that they are on.
     """
     with ExitStack() as stack:
-        cluster = stack.enter_context(_cluster(config))
-        lock = losses.lock if losses else held.enter_context(closing(_locked(config, resume)))
+        connection = stack.enter_context(aside.pop_all())
+        cluster = connection.enter_context(_cluster(config))
+        if losses is None:
+            locked = create_run_directory(config) if resume is None else open_run_directory(resume, config)
+        lock = losses.lock if losses else held.enter_context(closing(locked))
         run = lock.run
         session_id = StartPlan().id
         if cluster is not None:
             _take_over(run, session_id)
             if resume is not None:  # before its files are used or moved
+                from pipelinerl.launch.hosts.head import take_what_is_left  # noqa: PLC0415 - only for several machines
+
                 with _running_broker(config, lock, cluster.address) as broker:
-                    _take_what_is_left(config, run, broker.url if broker is not None else None, session_id)
-        run_id, epoch = _epoch(run)
+                    take_what_is_left(config, run, broker.url if broker is not None else None, session_id)
+        before = msgspec.json.decode(run.plan.read_bytes(), type=StartPlan) if run.plan.exists() else StartPlan(epoch=0)
         restart_notice = None if resume is None else _prepare_resume(config, run)
         with _running_broker(config, lock, cluster.address if cluster is not None else None) as broker:
             redis_url = broker.url if broker is not None else None
@@ -107,13 +115,12 @@ def _train_session(
             if plan.version >= config.trainer.steps and (finished := finished_summary(run)) is not None:
                 print(f"{run.root} has reached its goal of {config.trainer.steps} steps; raise --trainer.steps to continue")
                 return finished
-            predicted = memory.predicted_bytes
-            plan = msgspec.structs.replace(
-                plan, id=session_id, run=run_id, epoch=epoch, redis_url=redis_url, predicted_memory_bytes=predicted
-            )
+            named = {"id": session_id, "run": before.run, "epoch": before.epoch + 1}
+            plan = msgspec.structs.replace(plan, **named, redis_url=redis_url, predicted_memory_bytes=memory.predicted_bytes)
+            if kept := losses.begin(plan, cluster) if losses else None:
+                plan = msgspec.structs.replace(plan, servers_key=kept.servers_key)
             records_from_s = losses.records_from_s if losses else started_s - plan.elapsed_s
             session = Session(config, run, plan, make_schedule(config), records_from_s)
-            kept = losses.begin(plan) if losses else None
             _write_start(session, kept.roles if kept else ())
             notices = [line for line in (restart_notice, *memory.lines, began(run.root)) if line]
             with closing(_make_view(session, notices)) as view:
@@ -121,10 +128,10 @@ def _train_session(
                     from pipelinerl.launch.following import followed  # noqa: PLC0415 - few runs have trackers
 
                     stack.enter_context(followed(run, view.say))
-                here = LocalHost(session, lock.fd, kept)
-                outcome = _run_stages(session, here, cluster, broker, view)
+                outcome = _run_stages(session, cluster, broker, view, lock=lock, kept=kept)
                 if outcome.kept is not None:
-                    held.callback(outcome.kept.close)
+                    aside.push(connection.pop_all())
+                    aside.callback(outcome.kept.close)
                 if losses is None and outcome.lost and config.launch.restarts:
                     from pipelinerl.launch.losses import Losses  # noqa: PLC0415 - few runs need it
 
@@ -139,16 +146,6 @@ def _train_session(
             if losses is None:
                 return _conclude(session, outcome)
             return losses if follows else _conclude(session, losses.counted(session, outcome))
-
-
-def _epoch(run: RunDirectory) -> tuple[str, int]:
-    """The run's id, and the number of the session that begins: one more than the one before."""
-    before = msgspec.json.decode(run.plan.read_bytes(), type=StartPlan) if run.plan.exists() else StartPlan(epoch=0)
-    return before.run, before.epoch + 1
-
-
-def _locked(config: RunConfig, resume: Path | None) -> RunLock:
-    return create_run_directory(config) if resume is None else open_run_directory(resume, config)
 
 
 def _prepare_resume(config: RunConfig, run: RunDirectory) -> str | None:
@@ -241,12 +238,6 @@ def _take_over(run: RunDirectory, session_id: str) -> None:
         take_over(run, session_id)
 
 
-def _take_what_is_left(config: RunConfig, run: RunDirectory, redis_url: str | None, session_id: str) -> None:
-    from pipelinerl.launch.hosts.head import take_what_is_left  # noqa: PLC0415 - only for several machines
-
-    take_what_is_left(config, run, redis_url, session_id)
-
-
 def _make_view(session: Session, notices: list[str]) -> View:
     """The view, which has shown how the session begins."""
     config, plan, root = session.config, session.plan, session.run.root
@@ -259,7 +250,7 @@ def _make_view(session: Session, notices: list[str]) -> View:
 
 
 def _run_stages(
-    session: Session, here: LocalHost, cluster: Cluster | None, broker: RedisServer | None, view: View
+    session: Session, cluster: Cluster | None, broker: RedisServer | None, view: View, *, lock: RunLock, kept: Kept | None
 ) -> Outcome:
     if session.config.launch.kind == "embedded":
         from pipelinerl.launch.hosts.embedded import run_embedded  # noqa: PLC0415 - loads torch into this process
@@ -272,8 +263,8 @@ def _run_stages(
         places = placement_of(session.config, cluster)
         for line in placement_lines(places, cluster.machines):
             view.say(line)
-        return run_processes(session, view, RayHost(session, cluster, places, view.say), broker)
-    return run_processes(session, view, here, broker)
+        return run_processes(session, view, RayHost(session, cluster, places, view.say, kept), broker)
+    return run_processes(session, view, LocalHost(session, lock.fd, cast("KeptHere | None", kept)), broker)
 
 
 def _conclude(session: Session, outcome: Outcome) -> dict[str, Any]:

@@ -201,7 +201,7 @@ def test_an_agent_sends_what_is_new_in_its_logs(url: str, connection: RedisConne
     there, here = RunDirectory(tmp_path / "there"), tmp_path / "here"
     there.make_folders()
     config = load_config(None, ["--launch.kind=ray", "--stream.kind=redis", "--weights.kind=collective"])
-    sending = Sending(Session(config, there, StartPlan(), make_schedule(config), 0.0), connection, "run")
+    sending = Sending(Session(config, there, StartPlan(), make_schedule(config), 0.0), connection, "run", {})
     (there.root / "logs" / "empty.log").touch()
     for text in ("one\n", "two\n"):
         with (there.root / "logs" / "a.log").open("a") as log:

@@ -10,7 +10,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
@@ -28,7 +28,7 @@ from pipelinerl.launch.share import shares_of, thread_environment, usable_cores
 from pipelinerl.status.board import MmapBoard
 
 if TYPE_CHECKING:
-    from pipelinerl.launch.hosts.keeping import Kept
+    from pipelinerl.launch.hosts.keeping import Kept, KeptHere
 
 
 class Channels(NamedTuple):
@@ -124,6 +124,10 @@ class Host(Protocol):
         """What caused the failure of a process, which may be known only a little later; or the failure itself."""
         ...
 
+    def keep(self, hurry: Callable[[], bool]) -> Kept | None:
+        """Have processes that hold models wait for the next session. Once `hurry` returns True, the others are left out."""
+        ...
+
     def __enter__(self) -> Self: ...
 
     def __exit__(self, *exception: object) -> None: ...
@@ -206,7 +210,7 @@ class LocalHost:
     `kept` are processes of the session before.
     """
 
-    def __init__(self, session: Session, lock_fd: int, kept: Kept | None = None) -> None:
+    def __init__(self, session: Session, lock_fd: int, kept: KeptHere | None = None) -> None:
         self.board: Board = MmapBoard(session.run.scratch)
         self._session, self._lock_fd, self._kept = session, lock_fd, kept
         self._workers: list[LocalWorker] = []
@@ -233,6 +237,11 @@ class LocalHost:
 
     def cause(self, failure: PipelineRLError) -> PipelineRLError:
         return failure
+
+    def keep(self, hurry: Callable[[], bool]) -> Kept | None:
+        from pipelinerl.launch.hosts.keeping import keep_here  # noqa: PLC0415 - few runs need it
+
+        return keep_here(self._session, self._workers, self.channels.weights, hurry)
 
     def __enter__(self) -> Self:
         ranks = -1

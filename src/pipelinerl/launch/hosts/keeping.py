@@ -21,6 +21,8 @@ Between two sessions nothing of the old one is left in the process but its envir
 has no token of weights that the rewind gave up: groups that were in progress start again under their index, like all that a
 resume does not find in the streams.
 
+On a Ray cluster, the agents do this for the launcher, and wait too (`agent.Agent.have_wait`, `ray.KeptAgents`).
+
 The launcher imports this module when a session is lost.
 """
 
@@ -34,47 +36,53 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import closing
 from http import HTTPStatus
-from http.client import HTTPConnection, HTTPException
-from typing import TYPE_CHECKING
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from typing import TYPE_CHECKING, Protocol
 from urllib.parse import urlsplit
 
 import msgspec
 
 from pipelinerl.child import HUNG_PATIENCE_S, stop_all
+from pipelinerl.config.schema import RunConfig
 from pipelinerl.launch.hosts.host import LocalWorker
-from pipelinerl.launch.roles import generation_roles
+from pipelinerl.launch.roles import generation_roles, server_roles
 from pipelinerl.launch.session import Session
-from pipelinerl.launch.stages.servers import ReadyFile
+from pipelinerl.launch.stages.servers import ReadyFile, server_key
 from pipelinerl.weights.shared.file import CONTROL_BYTES
 
 if TYPE_CHECKING:
-    from pipelinerl.launch.hosts.processes import Processes
+    from pipelinerl.launch.hosts.ray import Cluster
 
 POLL_S = 0.02
 HEALTH_S = 3.0
 """Time for a server to answer. It has nothing to do by then."""
 
 
-class Kept:
-    """Processes that wait for the next session, and the channel over which they get weights.
+class Kept(Protocol):
+    """Processes that wait for the next session. `servers_key` is the key with which kept engine servers are reached."""
 
-    `workers` wait for a signal (`parent_pipe.Turns`), `servers` for requests.
-    """
+    servers_key: str
 
-    def __init__(self, workers: Sequence[LocalWorker], servers: Sequence[LocalWorker], weights_fd: int) -> None:
-        self._waiting = {worker.role: worker for worker in (*workers, *servers)}
-        self._told = {worker.role for worker in workers}
-        self._weights_fd = os.dup(weights_fd)
-        self.count = len(self._waiting)
+    @property
+    def roles(self) -> Collection[str]:
+        """Of the processes that still wait."""
+        ...
 
-    def channel(self) -> int:
-        """The channel for weights (`host.make_channel`), as if it were new. The caller closes it.
+    def fits(self, cluster: Cluster | None) -> bool:
+        """Whether they can take part in a session on this cluster (None: this machine)."""
+        ...
 
-        The socket of a broadcast needs nothing: whoever still connects with the key of an earlier session is refused.
-        """
-        if stat.S_ISREG(os.fstat(self._weights_fd).st_mode):
-            forget_updates(self._weights_fd)
-        return os.dup(self._weights_fd)
+    def close(self) -> None:
+        """End the processes that still wait. May be called twice."""
+        ...
+
+
+class Waiting:
+    """Processes of one machine that wait: generation for a signal (`parent_pipe.Turns`), engine servers for requests."""
+
+    def __init__(self, processes: Sequence[LocalWorker], config: RunConfig) -> None:
+        self._waiting = {process.role: process for process in processes}
+        self._told = set(generation_roles(config))
 
     def next_session(self, role: str) -> LocalWorker | None:
         """Have the process of this role take part in the session that was planned. None if there is none."""
@@ -96,7 +104,33 @@ class Kept:
     def close(self) -> None:
         """End the processes that still wait."""
         stop_all(list(self._waiting.values()), HUNG_PATIENCE_S)
-        os.close(self._weights_fd)
+        self._waiting.clear()
+
+
+class KeptHere(Waiting):
+    """Kept processes of this machine, and the channel over which they get weights."""
+
+    def __init__(self, processes: Sequence[LocalWorker], session: Session, weights_fd: int) -> None:
+        super().__init__(processes, session.config)
+        self.servers_key = session.plan.servers_key
+        self._weights = open(os.dup(weights_fd), "rb", buffering=0)  # noqa: SIM115 - closed by `close`
+
+    def channel(self) -> int:
+        """The channel for weights (`host.make_channel`), as if it were new. The caller closes it.
+
+        The socket of a broadcast needs nothing: whoever still connects with the key of an earlier session is refused.
+        """
+        weights_fd = self._weights.fileno()
+        if stat.S_ISREG(os.fstat(weights_fd).st_mode):
+            forget_updates(weights_fd)
+        return os.dup(weights_fd)
+
+    def fits(self, cluster: Cluster | None) -> bool:
+        return cluster is None
+
+    def close(self) -> None:
+        super().close()
+        self._weights.close()
 
 
 def forget_updates(weights_fd: int) -> None:
@@ -104,17 +138,21 @@ def forget_updates(weights_fd: int) -> None:
     os.pwrite(weights_fd, bytes(CONTROL_BYTES), 0)
 
 
-def keep(session: Session, processes: Processes, weights_fd: int, hurry: Callable[[], bool]) -> Kept | None:
-    """Have the processes that hold models wait for the next session. Those that do belong to this one no more.
+def keep_here(session: Session, started: Sequence[LocalWorker], weights_fd: int, hurry: Callable[[], bool]) -> KeptHere:
+    """Keep those of the processes on this machine that can take part in another session."""
+    waiting = have_wait(session, [worker for worker in started if worker.running], hurry)
+    roles = roles_to_keep(session.config, {worker.role for worker in waiting})
+    return KeptHere([worker for worker in waiting if worker.role in roles], session, weights_fd)
+
+
+def have_wait(session: Session, processes: Sequence[LocalWorker], hurry: Callable[[], bool]) -> list[LocalWorker]:
+    """Have the processes of this machine that hold models wait for the next session. Returns those that do.
 
     Generation processes end their part of the session first. One that still starts ends. One that does not answer within
-    `HUNG_PATIENCE_S`, or until `hurry()`, is not kept. Engine servers that the run has started only have to answer.
+    `HUNG_PATIENCE_S`, or until `hurry()`, does not wait. Engine servers that the run has started only have to answer.
     """
-    config = session.config
-    if not config.launch.restarts or processes.broker_failure():
-        return None
-    generating = set(generation_roles(config))
-    workers = [one for one in processes.workers if isinstance(one, LocalWorker) and one.role in generating]
+    generating, serving = set(generation_roles(session.config)), set(server_roles(session.config))
+    workers = [process for process in processes if process.role in generating]
     for worker in workers:
         worker.send_signal(signal.SIGUSR2)
     deadline_s = time.monotonic() + HUNG_PATIENCE_S
@@ -123,12 +161,14 @@ def keep(session: Session, processes: Processes, weights_fd: int, hurry: Callabl
             break
         time.sleep(POLL_S)
     waiting = [worker for worker in workers if worker.running and worker.report_file.exists()]
-    processes.workers[:] = [worker for worker in processes.workers if worker not in waiting]
-    servers = [one for one in processes.servers if isinstance(one, LocalWorker) and _answers(session, one)]
-    if config.engine.kind == "vllm" and len(waiting) < len(generating):
-        servers = []  # one that is updating their weights may be killed
-    processes.servers[:] = [server for server in processes.servers if server not in servers]
-    return Kept(waiting, servers, weights_fd)
+    return waiting + [process for process in processes if process.role in serving and _answers(session, process)]
+
+
+def roles_to_keep(config: RunConfig, waiting: Collection[str]) -> set[str]:
+    """Those of the `waiting` processes, on all machines, that can take part in another session."""
+    if config.engine.kind == "vllm" and not set(generation_roles(config)).issubset(waiting):
+        return set(waiting) - set(server_roles(config))  # one that is updating their weights may be killed
+    return set(waiting)
 
 
 def _answers(session: Session, server: LocalWorker) -> bool:
@@ -138,17 +178,18 @@ def _answers(session: Session, server: LocalWorker) -> bool:
     """
     try:
         said = msgspec.json.decode(session.run.ready_file(server.role).read_bytes(), type=ReadyFile)
-        with closing(HTTPConnection(urlsplit(said.url).netloc, timeout=HEALTH_S)) as connection:
-            _get(connection, "/health")
-            works = session.config.engine.kind != "vllm" or not json.loads(_get(connection, "/is_paused"))["is_paused"]
+        url, kinds, key = urlsplit(said.url), {"http": HTTPConnection, "https": HTTPSConnection}, server_key(session)
+        with closing(kinds[url.scheme](url.netloc, timeout=HEALTH_S)) as connection:
+            _get(connection, "/health", key)
+            works = session.config.engine.kind != "vllm" or not json.loads(_get(connection, "/is_paused", key))["is_paused"]
     except (OSError, HTTPException):
         return False
     return works and said.pid == server.pid
 
 
-def _get(connection: HTTPConnection, path: str) -> bytes:
+def _get(connection: HTTPConnection, path: str, key: str | None) -> bytes:
     """Raises HTTPException for any other answer than 200."""
-    connection.request("GET", path)
+    connection.request("GET", path, headers={} if key is None else {"Authorization": f"Bearer {key}"})
     with connection.getresponse() as answer:
         if answer.status != HTTPStatus.OK:
             raise HTTPException(answer.status)

@@ -155,10 +155,11 @@ def run_processes(session: Session, view: View, host: Host, broker: RedisServer 
             for role in worker_roles(session.config):
                 processes.workers.append(host.start(role))
             error = _watch(session.config, processes, healing, view=view, interrupts=interrupts)
-            if (lost := processes.lost(error)) and isinstance(host, LocalHost):
-                from pipelinerl.launch.hosts.keeping import keep  # noqa: PLC0415 - few runs need it
-
-                kept = keep(session, processes, host.channels.weights, lambda: interrupts.count > 0)
+            lost = processes.lost(error)
+            may_go_on = lost and session.config.launch.restarts and not processes.broker_failure()
+            if may_go_on and (kept := host.keep(lambda: interrupts.count > 0)):
+                processes.workers = [worker for worker in processes.workers if worker.role not in kept.roles]
+                processes.servers = [server for server in processes.servers if server.role not in kept.roles]
         except PipelineRLError as raised:
             error, lost = raised, processes.lost(raised)
         finally:

@@ -2,7 +2,8 @@
 
 Ray places and watches, and does nothing else: one actor per machine (`agent.Agent`) starts the processes of that machine.
 What they share goes through Redis and the run directory. Calls carry the bytes of checkpoints for machines without the run
-directory. Actors belong to the launcher, and Ray ends them with it.
+directory. Actors belong to the launcher, and Ray ends them with it. If a session loses a process and no machine, all agents
+wait for the next one, with the processes that hold models (`KeptAgents`).
 
 What Ray says about an actor is taken as follows. Died: the machine is lost. Unavailable: not known yet. In the end only
 heartbeats count: a machine that has not sent one for `launch.lost_s` is lost, whatever Ray says.
@@ -16,11 +17,11 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, Self, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
 
 import msgspec
 
@@ -61,6 +62,9 @@ except ImportError as error:
         "launch.kind ray needs Ray, which is not installed: pip install 'pipelinerl[ray]'"
     ) from error
 
+if TYPE_CHECKING:
+    from pipelinerl.launch.hosts.keeping import Kept
+
 NAMESPACE = "pipelinerl"
 CONNECT_TIMEOUT_S = 10.0
 CALL_TIMEOUT_S = 60.0
@@ -74,6 +78,8 @@ TRY_S = 1.0
 CLOCK_CALLS = 5
 CAUSE_PATIENCE_S = 3.0
 """After a failure: the time in which a lost machine, which may be its cause, stops answering."""
+ANSWER_S = 10.0
+"""Time for an agent that waits to show that it is there."""
 QUIET_S = 1.5
 """An agent that has been silent for longer (it beats every half second) may be lost."""
 
@@ -134,12 +140,18 @@ def wait_until_unused(root: Path) -> None:
     launchers on the same machine.
     """
     deadline_s = time.monotonic() + ORPHAN_PATIENCE_S
-    while any(name.startswith(f"{root}:") for name in ray.util.list_named_actors()):
+    own = f":{_launcher()}"
+    while any(name.startswith(f"{root}:") and not name.endswith(own) for name in ray.util.list_named_actors()):
         if time.monotonic() > deadline_s:
             raise RunDirectoryError(
                 f"{root} is in use by another run on this cluster; wait for it or choose another --run_dir"
             )
         time.sleep(0.5)
+
+
+def _launcher() -> str:
+    """Ray's id of this process and its connection with the cluster."""
+    return str(ray.get_runtime_context().get_job_id())
 
 
 def placement_of(config: RunConfig, cluster: Cluster) -> list[Place]:
@@ -306,12 +318,79 @@ class _LastBoard(RedisBoard):
         return found
 
 
+class KeptAgents:
+    """All agents of a session, which wait for the next one with the processes that they keep (see `keeping.Kept`).
+
+    Between `pause` and `taken` the launcher tells them that it is there.
+    """
+
+    def __init__(self, session: Session, cluster: Cluster, seats: Mapping[str, Seat], roles: Collection[str]) -> None:
+        self.servers_key = session.plan.servers_key
+        self.seats, self.roles = dict(seats), frozenset(roles)
+        self._cluster = cluster
+        self._over = threading.Event()
+        self._staying = threading.Thread(target=self._stay, name="stay", daemon=True)
+
+    def pause(self) -> None:
+        """End the session on all machines, except the processes that wait. If one does not answer, nothing is kept."""
+        pausing = [(seat, seat.actor.pause.remote(sorted(self.roles))) for seat in self.seats.values()]
+        try:
+            paused = all(seat.result(call, CLOSE_TIMEOUT_S) for seat, call in pausing)
+        except StageDiedError:
+            paused = False
+        if paused:
+            self._staying.start()
+        else:
+            self.close()
+
+    def fits(self, cluster: Cluster | None) -> bool:
+        """Whether the machines are the same, so that the placement is, and all agents are there."""
+        if not self.seats or cluster != self._cluster:
+            return False
+        try:
+            for seat in self.seats.values():
+                seat.call("clock", timeout_s=ANSWER_S)
+        except StageDiedError:
+            return False
+        return True
+
+    def taken(self) -> None:
+        """They belong to another session now."""
+        self.seats = {}
+        self._stop()
+
+    def close(self) -> None:
+        self._stop()
+        end_agents(self.seats.values())
+        self.seats = {}
+
+    def _stop(self) -> None:
+        self._over.set()
+        if self._staying.is_alive():
+            self._staying.join()
+
+    def _stay(self) -> None:
+        seats = list(self.seats.values())
+        while not self._over.wait(BEAT_EVERY_S):
+            for seat in seats:
+                seat.actor.stay.remote()
+
+
 class RayHost:
     """The machines of a cluster. Each that has a process of the run gets an agent."""
 
-    def __init__(self, session: Session, cluster: Cluster, places: Sequence[Place], say: Callable[[str], object]) -> None:
-        """`say` shows a line to the user."""
+    def __init__(
+        self,
+        session: Session,
+        cluster: Cluster,
+        places: Sequence[Place],
+        say: Callable[[str], object],
+        kept: Kept | None = None,
+    ) -> None:
+        """`say` shows a line to the user. `kept`: `KeptAgents` of the session before."""
         self._session, self._cluster, self._say = session, cluster, say
+        self._before = cast("KeptAgents | None", kept)
+        self._kept: KeptAgents | None = None
         self._places = {place.role: place for place in places}
         self._shares: dict[str, Share] = shares_on(session.config, session.schedule, places, cluster.machines)
         self._seats: dict[str, Seat] = {}
@@ -338,8 +417,12 @@ class RayHost:
             self._stack.callback(self._end_agents)
             for machine in self._cluster.machines:
                 if roles := [place.role for place in self._places.values() if place.machine == machine.name]:
-                    self._seats[machine.name] = Seat(machine, self._make_agent(machine), roles)
-            if away := self._open_agents():
+                    actor = self._before.seats[machine.name].actor if self._before else self._make_agent(machine)
+                    self._seats[machine.name] = Seat(machine, actor, roles)
+            away = self._open_agents()
+            if self._before is not None:
+                self._before.taken()
+            if away:
                 self._start_head(away)
             trainer = self._seats[self._places[TRAINING].machine]
             self._trainer_at = trainer.machine.address
@@ -389,6 +472,25 @@ class RayHost:
             time.sleep(POLL_S)
         return lost
 
+    def keep(self, hurry: Callable[[], bool]) -> KeptAgents | None:
+        """Nothing is kept if something is wrong with a machine."""
+        from pipelinerl.launch.hosts.keeping import roles_to_keep  # noqa: PLC0415 - few runs need it
+
+        if self.failure() is not None:
+            return None
+        asked = {seat: seat.actor.have_wait.remote() for seat in self._seats.values()}
+        deadline_s = time.monotonic() + CLOSE_TIMEOUT_S
+        while ray.wait([*asked.values()], num_returns=len(asked), timeout=POLL_S)[1]:
+            if hurry() or time.monotonic() > deadline_s:
+                return None
+        try:
+            waiting = {role for seat, call in asked.items() for role in seat.result(call)}
+        except StageDiedError:
+            return None
+        if roles := roles_to_keep(self._session.config, waiting):
+            self._kept = KeptAgents(self._session, self._cluster, self._seats, roles)
+        return self._kept
+
     def _make_agent(self, machine: Machine) -> Any:
         """An actor of this run on the machine. `wait_until_unused` finds its name.
 
@@ -396,7 +498,7 @@ class RayHost:
         """
         gpus = sum(len(place.gpus) for place in self._places.values() if place.machine == machine.name)
         where = NodeAffinitySchedulingStrategy(self._cluster.ids[machine.name], soft=False)
-        name = f"{self._session.run.root}:{machine.name}:{self._session.plan.id}"
+        name = f"{self._session.run.root}:{machine.name}:{self._session.plan.id}:{_launcher()}"
         options = {"name": name, "num_cpus": 0, "num_gpus": gpus, "max_restarts": 0, "scheduling_strategy": where}
         return cast(Any, ray.remote(RayAgent)).options(**options).remote()
 
@@ -423,6 +525,7 @@ class RayHost:
                     records_from_s=session.records_from_s,
                     lost_s=session.config.launch.lost_s,
                     working_folder=os.getcwd(),
+                    kept=tuple(self._before.roles) if self._before else (),
                 )
                 opening[name] = setup
             for name, setup in opening.items():
@@ -433,7 +536,8 @@ class RayHost:
                     problem = seat.call("open", msgspec.json.encode(self._for_away(setup)))
                 if problem:
                     raise UserError(f"{seat.name}: {problem}")
-                self._judge_memory(seat)
+                if self._before is None:
+                    self._judge_memory(seat)
         finally:
             (run.root / nonce[0]).unlink(missing_ok=True)
         return away
@@ -544,12 +648,20 @@ class RayHost:
                 self._heartbeats.beat()
 
     def _end_agents(self) -> None:
-        ending = [seat.actor.close.remote() for seat in self._seats.values() if seat.lost is None]
-        if ending:
-            with suppress(exceptions.RayError):
-                ray.wait(ending, num_returns=len(ending), timeout=CLOSE_TIMEOUT_S)
-        for seat in self._seats.values():
-            ray.kill(seat.actor)
+        if self._kept is not None:
+            self._kept.pause()
+        else:
+            end_agents(self._seats.values())
+
+
+def end_agents(seats: Collection[Seat]) -> None:
+    """Have them end with all their processes."""
+    ending = [seat.actor.close.remote() for seat in seats if seat.lost is None]
+    if ending:
+        with suppress(exceptions.RayError):
+            ray.wait(ending, num_returns=len(ending), timeout=CLOSE_TIMEOUT_S)
+    for seat in seats:
+        ray.kill(seat.actor)
 
 
 def _cluster() -> Cluster:

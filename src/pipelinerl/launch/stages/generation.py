@@ -158,8 +158,6 @@ def _take_part(
         try:
             runner.run(generate(generation, stop=turns.over))
         except BroadcastEndedError:
-            if session.config.launch.kind != "processes":
-                raise
             turns.wait()  # the launcher knows the cause, and whether another session follows
     return generation
 

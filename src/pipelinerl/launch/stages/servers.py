@@ -205,8 +205,9 @@ async def connected_engine(
         async def restart(plan: StartPlan) -> None:
             from pipelinerl.launch.stages.rejoining import tensors_of, tensors_with_ties_of  # noqa: PLC0415 - few need it
 
-            # External servers may be on other machines, and vLLM generates nothing while it joins.
-            reads_files = sender is None or (config.engine.kind == "http" and not config.engine.urls)
+            # Servers may be on other machines, and vLLM generates nothing while it joins.
+            here = config.launch.kind == "processes" and not config.engine.urls
+            reads_files = sender is None or (config.engine.kind == "http" and here)
             if plan.checkpoint is not None and plan.checksum is not None and reads_files:
                 path, vllm = Path(plan.checkpoint), config.engine.kind == "vllm"
                 tensors = tensors_with_ties_of(path, config.model) if vllm else tensors_of(path)
