@@ -13,12 +13,13 @@ import dataclasses
 import logging
 import math
 import numbers
+import re
+import sysconfig
 import traceback
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, NamedTuple, Self, TypeVar, cast
 
 import msgspec
@@ -33,11 +34,12 @@ from pipelinerl.types import Completion, Problem, Rollout, SamplingParams, Turn
 FailureReason = Literal["timeout", "raised", "bad_rollout", "prompt_too_long"]
 
 T = TypeVar("T")
-_HERE = Path(__file__).parent
+_ENTRY = re.compile(r'^  File "(.+)", line .*(?:\n    .*)*', re.MULTILINE)
+_NOT_USERS = (str(Path(__file__).parents[1]), *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), "<")
 
 
 class Failure(NamedTuple):
-    """Why an attempt produced no rollout. `message` is one line; `traceback` starts at the environment's own code."""
+    """Why an attempt produced no rollout. `message` is one line; `traceback` is the whole one."""
 
     reason: FailureReason
     message: str
@@ -265,16 +267,11 @@ def type_name(value: object) -> str:
 
 
 def _one_line(error: BaseException) -> str:
-    lines = traceback.format_exception_only(error)
-    return lines[-1].strip()
+    return traceback.format_exception_only(error)[-1].strip()
 
 
 def _format(error: BaseException) -> str:
-    """The traceback, without the leading frames in the actor package."""
-    trace: TracebackType | None = error.__traceback__
-    while trace is not None and Path(trace.tb_frame.f_code.co_filename).parent == _HERE:
-        trace = trace.tb_next
-    return "".join(traceback.format_exception(type(error), error, trace)).rstrip()
+    return "".join(traceback.format_exception(error)).rstrip()
 
 
 # ---- failed attempts: counted, logged, and limited
@@ -285,7 +282,8 @@ logger = logging.getLogger(__name__)
 SHOWN_PER_REASON = 3
 FIRST_ATTEMPTS = 16
 """If all of the first attempts fail, the run ends without waiting for a full window."""
-TRACEBACK_LINES = 6
+SHOWN_FRAMES = 2
+"""Frames of the user's files that an error shows. The log has whole tracebacks."""
 REMEMBERED = 4096
 """Limit on remembered failed attempts. The engine may still hold a completion of theirs until its next step."""
 
@@ -348,8 +346,8 @@ class FailureLog:
             return
         reason, count = Counter(failure.reason for failure in failed).most_common(1)[0]
         latest = next(failure for failure in reversed(failed) if failure.reason == reason)
-        trace = "".join(f"\n    {line}" for line in latest.traceback.splitlines()[-TRACEBACK_LINES:])
+        frames = [f"\n{entry[0]}" for entry in _ENTRY.finditer(latest.traceback) if not entry[1].startswith(_NOT_USERS)]
         raise TooManyFailuresError(
             f"{len(failed)} of the last {len(self._recent)} rollouts failed (actor.max_failure_fraction allows "
-            f"{self._max_fraction:g}), {count} of them by `{reason}`: {latest.message}{trace}"
+            f"{self._max_fraction:g}), {count} of them by `{reason}`: {latest.message}{''.join(frames[-SHOWN_FRAMES:])}"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
@@ -30,7 +31,7 @@ def add_to(commands: Commands) -> None:
 
     text = "Print the resolved configuration, with the documentation of every key."
     flag = commands.add("config", text, SETTINGS_HELP, run=run_config).add_argument
-    flag("run_file", nargs="?", type=Path, metavar="RUN.yaml", help="the run file (none: the demo's)")
+    flag("run_file", nargs="?", type=Path, metavar="RUN.yaml", help="the run file (none: the default of every key)")
     flag("--schema", action="store_true", help="print the JSON schema of run files instead, for editors")
 
     text = "Write the figures and numbers of one or more runs to a self-contained HTML page."
@@ -66,7 +67,7 @@ def run_init(options: argparse.Namespace, settings: Sequence[str]) -> int:
 
 
 def run_config(options: argparse.Namespace, settings: Sequence[str]) -> int:
-    config = load_config(options.run_file, settings)
+    config = load_config(options.run_file or os.devnull, settings)  # an empty run file has the defaults
     from pipelinerl.config.help import json_schema, render  # noqa: PLC0415 - as above
 
     return write(json_schema() if options.schema else render(config))

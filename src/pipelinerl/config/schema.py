@@ -248,7 +248,7 @@ class TrainerConfig(Section, frozen=True):
     steps: Count = 100
     """Optimizer steps to take."""
     batch_size: Count = 64
-    """B, rollouts per optimizer step. A step may end within a group: advantages are computed for the whole group before."""
+    """B, rollouts per optimizer step. A group may be split between two steps: its advantages are computed before."""
     loss: Literal["reinforce", "ppo", "gspo", "cispo", "decoupled"] = "reinforce"
     """The objective; stale tokens are treated as `correction` says. `reinforce`: importance-weighted REINFORCE; with the
     default correction, the method of the PipelineRL paper. `ppo`: PPO-clip; with group advantages, this is GRPO. `gspo`:

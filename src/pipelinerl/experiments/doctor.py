@@ -58,7 +58,7 @@ def shown(findings: Sequence[Finding]) -> str:
     table = new_table("", "", "", "found", "what to do")
     for one in findings:
         style = {"ok": "green", "note": "yellow", "WRONG": "bold red"}[one.level]
-        table.add_row(Text(one.level, style), one.what, Text(one.found, overflow="fold"), Text(one.fix))
+        table.add_row(Text(one.level, style), one.what, Text(one.found, overflow="fold"), Text(one.fix, overflow="fold"))
     wrong = [one.what for one in findings if one.level == WRONG]
     said = f"{count(len(wrong), 'thing')} wrong: {', '.join(wrong)}" if wrong else "nothing is wrong; notes are choices"
     return f"{rendered(table)}{said}\n"
@@ -173,6 +173,8 @@ def vllm(python: Path | None) -> Finding:
         here = importlib.util.find_spec("vllm") is not None
         found = f"{_version('vllm')} in this environment" if here else "not in this environment"
         return Finding("note", "vLLM", found, "only for engine.kind vllm; its environment: doctor --vllm-python PYTHON")
+    if shutil.which(python) is None:
+        return Finding(WRONG, "vLLM", f"{python} is no program", "name the Python of an environment with vLLM")
     said = _output([str(python), "-c", "import vllm; print(vllm.__version__)"])
     if said is None:
         return Finding(WRONG, "vLLM", f"{python} can't import vllm", "see docs/vllm.md; engine.python names its interpreter")

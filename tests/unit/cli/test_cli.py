@@ -18,6 +18,7 @@ from pipelinerl.cli import main
 from pipelinerl.cli.main import MODULES
 from pipelinerl.config.keys import config_to_yaml
 from pipelinerl.config.load import config_from_yaml, load_config
+from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import StalledError
 
 Capture = pytest.CaptureFixture[str]
@@ -35,6 +36,8 @@ def test_config_prints_a_run_file(capsys: Capture, tmp_path: Path) -> None:
     for arguments in orders:
         assert main(arguments) == 0
         assert config_from_yaml(capsys.readouterr().out) == load_config(Path(path), ["--seed", "7"])
+    assert main(["config"]) == 0
+    assert config_from_yaml(capsys.readouterr().out) == RunConfig(), "the defaults, not the demo's values"
     assert main(["config", "--metrics.plot", "--trainer.betas", "[0.8, 0.9]"]) == 0
     assert "betas: [0.8, 0.9]" in capsys.readouterr().out
 

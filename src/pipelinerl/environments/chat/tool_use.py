@@ -151,7 +151,7 @@ def _shortened(text: str) -> str:
 def require_chat(tokenizer: Tokenizer, kind: str) -> None:
     """Raises EnvironmentSetupError for a model without a chat template."""
     if not has_chat_template(tokenizer):
-        raise EnvironmentSetupError(f"{kind} needs a model with a chat template: its tokenizer has none")
+        raise EnvironmentSetupError(f"{kind} needs a chat model: the tokenizer of model.path has no chat template")
 
 
 class ToolTask(Task):

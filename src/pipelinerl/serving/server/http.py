@@ -208,7 +208,9 @@ def application(routes: Sequence[Route]) -> Starlette:
 
 
 def _answer_not_found(request: Request, error: HTTPException) -> Response:
-    return error_answer(RefusedError("not_found", f"{request.method} {request.url.path}: {error.detail}"))
+    allowed = (error.headers or {}).get("Allow")
+    why = f"takes only {allowed}" if allowed else "this server has no such path; docs/server.md lists those that it has"
+    return error_answer(RefusedError("not_found", f"{request.method} {request.url.path}: {why}"))
 
 
 def _answer_bug(_: Request, error: Exception) -> Response:
