@@ -13,6 +13,9 @@ import numpy as np
 REWARD = "/reward"
 """Suffix of an environment's reward among the metrics of a mixture's rollouts: `NAME/reward`."""
 
+LOW_ESS = 0.5
+"""Views mark a step whose effective sample size is lower: it learns no more than from half of its batch."""
+
 
 class MetricMeans(NamedTuple):
     """Means of rollouts' metrics by name, each over the `counts` rollouts that have it."""

@@ -10,7 +10,7 @@ from typing import Any
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.records import StepRecord
-from pipelinerl.metrics.statistics import quantile
+from pipelinerl.metrics.statistics import LOW_ESS, quantile
 from pipelinerl.metrics.totals import actor_total, engine_total, trainer_progress
 from pipelinerl.types import ActorProgress, StageStatus, TrainerProgress
 
@@ -41,6 +41,7 @@ def summarize(
 
     `reward_first` and `reward_last` are means over the first and last min(5, n/4) of n steps, at least one.
     Means over the run weight every step equally, except that lengths are weighted by rollouts and lag by tokens.
+    `ess_low_steps` counts the steps with an ESS below `LOW_ESS`; `ess_low_first` is the version that the first of them made.
     `cut_fraction` is the share of this session's rollouts that ended at their token limit. `nothing_learned` says why no
     step had a gradient; it is None if a step had one, or if there was no step.
     `eval_online` are the evaluations during training. `version` is that of the weights when the evaluation began; its tokens
@@ -189,6 +190,7 @@ def edge_of(steps: int) -> int:
 def _quality(steps: Sequence[StepRecord]) -> dict[str, Any]:
     edge = edge_of(len(steps))
     ess = [step.ess for step in steps if step.ess is not None]
+    low = [step.version for step in steps if step.ess is not None and step.ess < LOW_ESS]
     return {
         "reward_first": _mean(step.reward_mean for step in steps[:edge]),
         "reward_last": _mean(step.reward_mean for step in steps[-edge:]),
@@ -200,6 +202,8 @@ def _quality(steps: Sequence[StepRecord]) -> dict[str, Any]:
         "length_lag_correlation": _mean(step.length_lag_correlation for step in steps),
         "ess_mean": _mean(ess),
         "ess_min": min(ess, default=None),
+        "ess_low_steps": len(low),
+        "ess_low_first": low[0] if low else None,
         "lag_mean": _weighted((step.lag_mean, step.tokens_trained) for step in steps),
         "longest_lag_mean": _mean(step.longest_lag_mean for step in steps),
         "longest_limited_fraction": _mean(step.longest_limited_fraction for step in steps),

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, cycle, pairwise, zip_longest
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -22,6 +23,9 @@ from pipelinerl.report import write_file
 
 MANY_POINTS = 40
 """Lines with more points than this are drawn without markers."""
+
+SMOOTHED = 5
+"""Steps in the moving mean of a throughput."""
 
 # ---- lines, points and axes
 
@@ -68,6 +72,13 @@ def finish_axes(axes: Any, title: str, x_label: str, y_label: str) -> None:
     axes.margins(y=0.1)
     if len(axes.get_legend_handles_labels()[1]) > 1:
         axes.legend(edgecolor="none", framealpha=0.8, fontsize=9)
+
+
+def smoothed(values: Sequence[float]) -> list[float]:
+    """The mean of each value and the `SMOOTHED` - 1 before it, without NaN; NaN where all of these are."""
+    windows = (values[max(0, i + 1 - SMOOTHED) : i + 1] for i in range(len(values)))
+    known = ([value for value in window if not math.isnan(value)] for window in windows)
+    return [fmean(some) if some else math.nan for some in known]
 
 
 # ---- the numbers of a run
@@ -210,9 +221,11 @@ def _draw(curves: Curves) -> Figure:
     line(lag, steps, curves.lag_mean, "mean")
     finish_axes(lag, "Lag of the trained tokens", "optimizer step", "optimizer steps")
     lag.set_ylim(bottom=0)
-    line(tokens, curves.time_s, curves.generated_tokens_per_s, "generated")
-    line(tokens, curves.time_s, curves.trained_tokens_per_s, "trained")
-    finish_axes(tokens, "Throughput", "seconds", "tokens/s")
+    rates = {"generated": curves.generated_tokens_per_s, "trained": curves.trained_tokens_per_s}
+    for number, (name, per_s) in enumerate(rates.items()):
+        line(tokens, curves.time_s, per_s, alpha=0.25, color=f"C{number}")
+        line(tokens, curves.time_s, smoothed(per_s), name, color=f"C{number}")
+    finish_axes(tokens, f"Throughput, mean of {SMOOTHED} steps", "seconds", "tokens/s")
     line(length, steps, curves.trained_length_mean, "trained")
     line(length, steps, curves.sampled_length_mean, "sampled")
     line(length, steps, curves.started_length_mean, "sampled, by order of start")

@@ -12,9 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from pipelinerl.metrics.evaluations import EvaluatedProblem
-from pipelinerl.metrics.statistics import REWARD
+from pipelinerl.metrics.statistics import LOW_ESS, REWARD
 from pipelinerl.metrics.summary import edge_of
-from pipelinerl.report import new_table, number
+from pipelinerl.report import count, new_table, number
 from pipelinerl.status.screen import duration, pause, short
 
 Row = tuple[str, str]
@@ -75,7 +75,7 @@ def _learning(summary: Mapping[str, Any]) -> list[Row]:
         *_rewards_by_environment(summary),
         *_online(summary),
         ("held-out length", f"{before} -> {after}"),
-        ("training reward", f"{first} -> {last} (means of {edge_of(summary['optimizer_steps'])} steps each)"),
+        ("training reward", f"{first} -> {last} (means of {count(edge_of(summary['optimizer_steps']), 'step')} each)"),
     ]
 
 
@@ -98,7 +98,7 @@ def _online(summary: Mapping[str, Any]) -> list[Row]:
 
 
 def _throughput(summary: Mapping[str, Any]) -> list[Row]:
-    steps = f"{summary['optimizer_steps']} optimizer steps, {summary['samples_trained']} rollouts"
+    steps = f"{count(summary['optimizer_steps'], 'optimizer step')}, {count(summary['samples_trained'], 'rollout')}"
     samples, tokens = _short(summary["samples_per_s"]), _short(summary["tokens_per_s"])
     generated, trained = _short(summary["tokens_generated"]), _short(summary["tokens_trained"])
     return [
@@ -115,7 +115,7 @@ def _on_policyness(summary: Mapping[str, Any]) -> list[Row]:
     by_start = "" if started is None else f"; {started:.1f} of the latest groups in order of start"
     share = "" if cut is None else f", {cut:.1%} cut at their limit"
     rows = [
-        ("ESS", f"mean {_reward(summary['ess_mean'])}, min {_reward(summary['ess_min'])}"),
+        ("ESS", f"mean {_reward(summary['ess_mean'])}, min {_reward(summary['ess_min'])}{_low_ess(summary)}"),
         ("lag", f"mean {number(summary['lag_mean'], '.2f')}, max {number(summary['lag_max'], '.0f')} optimizer steps"),
         ("completion length", f"{trained} tokens trained on, {sampled} sampled{by_start}{share}"),
     ]
@@ -124,6 +124,11 @@ def _on_policyness(summary: Mapping[str, Any]) -> list[Row]:
         together = f"correlation of length and lag {number(summary['length_lag_correlation'], '.2f')}"
         rows.append(("longest quarter", f"lag mean {lag:.2f}, {limited:.2%} of weights limited; {together}"))
     return rows
+
+
+def _low_ess(summary: Mapping[str, Any]) -> str:
+    steps = summary.get("ess_low_steps", 0)
+    return f"; below {LOW_ESS:g} in {count(steps, 'step')}, first in step {summary['ess_low_first']}" if steps else ""
 
 
 def _resources(summary: Mapping[str, Any]) -> list[Row]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Mapping
 
+from pipelinerl.metrics.statistics import LOW_ESS
 from pipelinerl.metrics.totals import actor_total, engine_total, trainer_progress
 from pipelinerl.types import EngineProgress, StageStatus, TrainerProgress
 
@@ -172,9 +173,10 @@ def headline(latest: Mapping[str, float]) -> list[tuple[str, str]]:
         return format(latest[name], pattern) if name in latest else "-"
 
     lag = f"{shown('lag_mean', '.1f')} (max {shown('lag_max', '.0f')})" if "lag_mean" in latest else "-"
+    low = " (low)" if latest.get("ess", 1.0) < LOW_ESS else ""
     return [
         ("reward", shown("reward_mean", ".3f")),
-        ("ess", shown("ess", ".3f")),
+        ("ess", shown("ess", ".3f") + low),
         ("lag", lag),
         ("entropy", shown("entropy_mean", ".2f")),
         ("length", shown("completion_length_mean", ".0f")),

@@ -42,6 +42,8 @@ CONTRACT = [
     "eval_reward_after",
     "ess_mean",
     "ess_min",
+    "ess_low_steps",
+    "ess_low_first",
     "lag_mean",
     "lag_max",
     "weight_updates",
@@ -164,6 +166,19 @@ def as_text(renderable: RenderableType, width: int = 140) -> str:
     return console.file.getvalue()
 
 
+def table_of(summary: dict[str, Any]) -> str:
+    return " ".join(as_text(final_table(summary), 400).split())
+
+
+def test_steps_of_low_ess_are_counted_and_marked() -> None:
+    low = [msgspec.structs.replace(step, ess=ess) for step, ess in zip(steps(5), (0.9, 0.49, None, 0.5, 0.1), strict=True)]
+    summary = summarize(CONFIG, low, [], {}, wall_s=1.0, status="finished")
+    assert (summary["ess_low_steps"], summary["ess_low_first"]) == (2, 2)
+    assert "ESS │ mean 0.497, min 0.100; below 0.5 in 2 steps, first in step 2 │" in table_of(summary)
+    assert (whole_run()["ess_low_steps"], whole_run()["ess_low_first"]) == (0, None)
+    assert "below 0.5" not in table_of(whole_run())
+
+
 def test_the_keys_are_those_that_tools_rely_on() -> None:
     assert set(whole_run()) == {*CONTRACT, *ALSO}
     assert set(summarize(CONFIG, [], [], {}, wall_s=0.0, status="failed: x")) == {*CONTRACT, *ALSO}
@@ -227,7 +242,7 @@ def test_a_run_that_could_learn_nothing_says_so_and_why(
     actor = msgspec.structs.replace(ACTOR, rollouts_cut=cut)
     summary = summarize(CONFIG, records, [], statuses(ENGINE, actor, TRAINER), wall_s=1.0, status="finished")
     assert said in summary["nothing_learned"]
-    table = " ".join(as_text(final_table(summary), 400).split())
+    table = table_of(summary)
     assert f"NOTHING LEARNED │ {summary['nothing_learned']}" in table
     assert f"{cut / 85:.1%} cut at their limit" in table
     learned = [*records, msgspec.structs.replace(records[-1], version=3, tokens_trained=1, grad_norm=0.1)]
@@ -236,7 +251,7 @@ def test_a_run_that_could_learn_nothing_says_so_and_why(
 
 def test_the_table_tells_the_size_of_weight_updates() -> None:
     summary = whole_run()
-    assert "weight updates │ 8, pause p50 2.5 ms" in (table := " ".join(as_text(final_table(summary), 400).split()))
+    assert "weight updates │ 8, pause p50 2.5 ms" in (table := table_of(summary))
     assert "0.7 KiB each, 33% as deltas" in table
     older = {key: value for key, value in summary.items() if not key.startswith(("update_bytes", "update_delta"))}
     assert "KiB each" not in as_text(final_table(older))

@@ -12,7 +12,7 @@ from pipelinerl.errors import RunDirectoryError
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.records import EngineRecord, StepRecord
 from pipelinerl.metrics.sinks import METRICS_FILE, JsonlSink
-from pipelinerl.report.curves import draw_curves, prepare
+from pipelinerl.report.curves import draw_curves, prepare, smoothed
 
 ENGINE = EngineRecord(version=1, in_progress=8, tokens_generated=900, tokens_per_s=450.0)
 FIRST = {"reward_mean": 0.25, "ess": 1.0, "lag_mean": 0.0, "lag_max": 0, "completion_length_mean": 25.0}
@@ -38,6 +38,13 @@ def write(run_dir: Path, *records: StepRecord | EvaluationRecord) -> None:
 
 def is_nan(values: list[float]) -> list[bool]:
     return [math.isnan(value) for value in values]
+
+
+def test_a_moving_mean_looks_back_and_skips_what_was_not_measured() -> None:
+    nan = math.nan
+    assert smoothed([1.0, 3.0, nan, 5.0, 1.0, 5.0, 4.0])[:2] == [1.0, 2.0]
+    assert smoothed([1.0, 3.0, nan, 5.0, 1.0, 5.0, 4.0])[5:] == [3.5, 3.75]  # of 3, 5, 1, 5 and of 5, 1, 5, 4
+    assert is_nan(smoothed([nan, nan, 2.0])) == [True, True, False]
 
 
 def test_the_numbers_that_are_drawn() -> None:

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from pipelinerl.status.live import LiveView, render, sparkline
-from pipelinerl.status.screen import Rate, Trends, duration, short, wait_line
+from pipelinerl.status.screen import Rate, Trends, duration, headline, short, wait_line
 from pipelinerl.status.view import PlainView, View, make_view
 from pipelinerl.types import ActorProgress, EngineProgress, StageStatus, TrainerProgress
 
@@ -135,6 +135,10 @@ def test_how_the_model_is_run_is_said_once_when_both_sides_are_ready(kind: Any) 
         view.update(found, now)
         assert stream.getvalue().count("model: generates over packed batches; is trained on padded batches") == bool(now)
     view.close()
+
+
+def test_a_low_ess_is_marked() -> None:
+    assert [dict(headline({"ess": ess}))["ess"] for ess in (0.499, 0.5)] == ["0.499 (low)", "0.500"]
 
 
 def test_plain_lines_come_every_few_steps_or_ten_seconds() -> None:

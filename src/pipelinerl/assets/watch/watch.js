@@ -8,7 +8,7 @@ const CHARTS = [
   { title: "Reward", lines: [["reward_mean", "training"]], smooth: 5, heldOut: true },
   { title: "Lag of trained tokens, in steps", lines: [["lag_mean", "mean"], ["lag_max", "max"]], zero: true },
   { title: "Rollouts that cross weight versions", lines: [["crossing", "share"]], share: true },
-  { title: "Effective sample size", lines: [["ess", "ESS"]] },
+  { title: "Effective sample size", lines: [["ess", "ESS"]], low: 0.5 },  // LOW_ESS of metrics/statistics.py
   { title: "Slots in use", lines: [["in_progress", "in use"], ["queued", "queued"]], load: true, zero: true },
   { title: "Tokens per second", lines: [["engine/tokens_per_s", "generated"], ["trained_per_s", "trained"]], smooth: 5, zero: true },
   { title: "Completion length", lines: [["completion_length_mean", "trained on"], ["sampled_length_mean", "sampled"]], zero: true },
@@ -397,7 +397,8 @@ class Chart {
     const values = shown.map(({ line, i }) => {
       let place = at;
       while (place >= 0 && !known(data[i + 1][place])) place -= 1;
-      return [line.label, line.c, place < 0 ? "–" : short(data[i + 1][place])];
+      const value = place < 0 ? null : data[i + 1][place];
+      return [line.label, line.c, short(value) + (known(value) && value < this.spec.low ? " (low)" : "")];
     });
     const where = this.plot.cursor.idx === null || this.plot.cursor.idx === undefined ? "" : `${this.spec.load ? "minutes" : AXES[axis]} ${short(data[0][at])}`;
     fill(this.keys, [values, where], () => [...values.map(([label, c, value]) => el("span", {}, swatch(c), label, el("b", {}, value))), where ? el("span", {}, where) : ""]);

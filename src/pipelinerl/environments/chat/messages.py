@@ -143,7 +143,7 @@ def _text(content: Any) -> str:
         return "".join(str(part.get("text", "")) for part in content)
     types = [part.get("type") for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
     raise RequestError(
-        f"messages: `content` must be a text, or a list of parts of type `text`, not {str(types or content)[:80]}"
+        f"messages: only text is taken: `content` is a text, or parts of type `text`, not {str(types or content)[:80]}"
     )
 
 

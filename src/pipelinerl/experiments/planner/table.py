@@ -28,7 +28,10 @@ def plan_text(plan: Plan, config: RunConfig | None = None) -> str:
 
 
 def _facts(plan: Plan) -> Table:
-    table = new_table("Inputs of this plan", "", "", "source")
+    caption = (
+        None if _unit(plan) == "s" else "A flash is the time of one token's forward pass at the accelerator's peak FLOPs."
+    )
+    table = new_table("Inputs of this plan", "", "", "source", caption=caption)
     for name, value, source in plan.question.facts:
         table.add_row(name, value, Text(source, "dim"))
     return table
@@ -47,7 +50,7 @@ def _best(plan: Plan) -> Table:
         f"H = {pipeline.slots} slots; {pipeline.generating} generate, {accelerators - pipeline.generating} train",
         f"G = {conventional.steps_per_round} steps a round; {everything} to generate, then to train",
     )
-    table.add_row("g_max", f"{pipeline.max_lag}", f"{conventional.max_lag}")
+    table.add_row("largest lag (g_max), steps", f"{pipeline.max_lag}", f"{conventional.max_lag}")
     table.add_row(f"generation, tokens/{unit}", _short(pipeline.generation_rate), _short(conventional.generation_rate))
     table.add_row(f"training, tokens/{unit}", _short(pipeline.training_rate), _short(conventional.training_rate))
     table.add_row(f"throughput, tokens/{unit}", _short(pipeline.rate), _short(conventional.rate), style="bold")
@@ -61,7 +64,7 @@ def _best(plan: Plan) -> Table:
 
 def _curve(plan: Plan) -> Table:
     table = new_table(
-        f"Throughput by lag, tokens/{_unit(plan)}", "g_max", "PipelineRL", "H", "I", "conventional", "G", "speed-up"
+        f"Throughput by lag, tokens/{_unit(plan)}", "largest lag", "PipelineRL", "H", "I", "conventional", "G", "speed-up"
     )
     for comparison in tabulated(plan):
         pipeline, conventional = comparison.pipeline, comparison.conventional
@@ -100,7 +103,7 @@ def calibration_text(calibration: Calibration) -> str:
     for cost in generation.decode:
         spread = f"{1e3 * cost.step_s_p25:.3g} to {1e3 * cost.step_s_p75:.3g}"
         rate = f"{cost.active / cost.step_s:.0f} tokens/s"
-        table.add_row(f"decode step, {cost.active} sequences", f"{1e3 * cost.step_s:.3g} ms ({spread}), {rate}")
+        table.add_row(f"decode step, {count(cost.active, 'sequence')}", f"{1e3 * cost.step_s:.3g} ms ({spread}), {rate}")
     table.add_row("prefill", f"{1e3 * generation.prefill_s:.3g} ms + {1e6 * generation.prefill_s_per_token:.3g} us a token")
     table.add_row("rollout, besides its decode steps", f"{1e3 * generation.rollout_overhead_s:.3g} ms")
     table.add_row("weight update", f"{1e3 * generation.update_pause_s:.3g} ms")
@@ -111,7 +114,7 @@ def calibration_text(calibration: Calibration) -> str:
     table.add_row("lengths, initial model", f"mean {lengths.mean:.1f}, longest {lengths.longest} tokens")
     in_turn = calibration.generation_yields or not calibration.side_by_side
     how = "one after the other" if in_turn else "at the same time, as in a run"
-    table.add_row("measured", f"generation ({generation.threads} threads) and training ({training.threads}) {how}")
+    table.add_row("measured", f"generation ({count(generation.threads, 'thread')}) and training ({training.threads}) {how}")
     text = rendered(table)
     if machine.busy:
         text += f"the machine was busy (load average {machine.load_average:g}): measure again when it is not\n"
@@ -167,7 +170,7 @@ _ROWS = (
 
 def comparison_text(prediction: Prediction, measured: Measured, run_dir: str) -> str:
     """Predicted and measured side by side."""
-    table = new_table(f"{prediction.steps} steps of {run_dir}", "", "predicted", "measured", "off by")
+    table = new_table(f"{count(prediction.steps, 'step')} of {run_dir}", "", "predicted", "measured", "off by")
     for name, field, pattern in _ROWS:
         predicted, found = getattr(prediction, field), getattr(measured, field)
         off = f"{predicted / found - 1:+.1%}" if predicted is not None and found else "-"
@@ -178,12 +181,12 @@ def comparison_text(prediction: Prediction, measured: Measured, run_dir: str) ->
 def prediction_text(prediction: Prediction) -> str:
     """The prediction of a run as a table."""
     engines = count(prediction.engines, "engine")
-    title = f"{prediction.schedule}, {engines} of {prediction.slots} slots, {prediction.steps} steps"
+    title = f"{prediction.schedule}, {engines} of {prediction.slots} slots, {count(prediction.steps, 'step')}"
     table = new_table(title, "", "predicted")
     for name, field, pattern in _ROWS:
         table.add_row(name, number(getattr(prediction, field), pattern))
     table.add_row("lag, median and 99%", f"{prediction.lag_p50} and {prediction.lag_p99}")
-    table.add_row("lag by position", _by_position(prediction))
+    table.add_row("lag by place in the completion", _by_position(prediction))
     table.add_row("slots in use while decoding", f"{prediction.slots_used:.1%}")
     table.add_row("engine starved or draining", f"{prediction.starved_fraction:.1%}")
     table.add_row(
@@ -200,4 +203,4 @@ def _by_position(prediction: Prediction) -> str:
     """Mean lag in the first, middle and last bin."""
     bins = prediction.lag_by_position
     chosen = [bins[i] for i in sorted({0, len(bins) // 2, len(bins) - 1})] if bins else []
-    return ", ".join(f"{bin_.lag_mean:.3g} at {bin_.start} to {bin_.end - 1}" for bin_ in chosen) or "-"
+    return ", ".join(f"{bin_.lag_mean:.3g} at tokens {bin_.start} to {bin_.end - 1}" for bin_ in chosen) or "-"

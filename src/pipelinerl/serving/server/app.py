@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from pipelinerl import __version__
 from pipelinerl.serving.server.dialects.messages import with_its_errors
 from pipelinerl.serving.server.exchange import Generation
 from pipelinerl.serving.server.http import (
@@ -51,6 +52,9 @@ class Native:
 
     async def info(self, _: Request) -> Response:
         return answer(self._holder.service.info())
+
+    async def package_version(self, _: Request) -> Response:
+        return answer({"version": __version__})
 
     async def health(self, _: Request) -> Response:
         """200 while requests are accepted, else 503 with the reason."""
@@ -182,7 +186,7 @@ class _EngineCollector(Collector):
 # ---- routes and access control
 
 
-_OPEN_PATHS = frozenset({"/health"})
+_OPEN_PATHS = frozenset({"/health", "/ping"})
 """Paths that need no key, for health checks."""
 
 
@@ -191,6 +195,8 @@ def make_apps(holder: ServiceHolder, *, api_key: str | None, apart: bool) -> tup
     metrics, openai, native = Metrics(holder), OpenAI(holder), Native(holder)
     state = [
         Route("/health", native.health),
+        Route("/ping", native.health),
+        Route("/version", native.package_version),
         Route("/info", native.info),
         Route("/metrics", metrics.endpoint),
     ]

@@ -16,6 +16,7 @@ import msgspec
 import openai
 import pytest
 
+import pipelinerl
 from pipelinerl.config.schema import ModelConfig
 from pipelinerl.models.loading import load_tokenizer
 from pipelinerl.serving.server.app import Guard
@@ -436,6 +437,8 @@ async def test_overload_is_a_429_with_a_hint(tmp_path: Path) -> None:
 def test_paths_methods_and_what_is_not_built(shared: Shared) -> None:
     assert error_of(shared.post("/nowhere", {})).error.code == "not_found"
     assert shared.post("/info", {}).status_code == 404
+    assert shared.get("/version").json() == {"version": pipelinerl.__version__}
+    assert shared.get("/ping").json() == shared.get("/health").json()
     other = shared.post("/v1/completions", PLAIN | {"model": "gpt"})
     assert other.status_code == 404
     assert "there is no model 'gpt'; this server has 'bytes'" in error_of(other).error.message
