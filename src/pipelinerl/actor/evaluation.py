@@ -286,6 +286,10 @@ def evaluated(problem: Problem, outcome: Rollout | Failure, tokenizer: Tokenizer
     if isinstance(outcome, Failure):
         return EvaluatedProblem(problem_id=str(problem.id), reward=0.0, failure=f"{outcome.reason}: {outcome.message}")
     completions = [turn.completion for turn in outcome.turns]
+    prompt_ids, last = outcome.turns[0].prompt_ids, outcome.turns[-1]
+    texts = [completion.token_ids for completion in completions]
+    if last.prompt_ids[: len(prompt_ids)] == prompt_ids:  # else the environment shortened or rewrote the conversation
+        texts = [(*last.prompt_ids, *last.completion.token_ids)[len(prompt_ids) :]]
     token_ids = tuple(token_id for completion in completions for token_id in completion.token_ids)
     versions = [
         version
@@ -295,8 +299,8 @@ def evaluated(problem: Problem, outcome: Rollout | Failure, tokenizer: Tokenizer
     return EvaluatedProblem(
         problem_id=str(problem.id),
         reward=outcome.reward,
-        prompt=tokenizer.decode(outcome.turns[0].prompt_ids),
-        completion="\n".join(tokenizer.decode(completion.token_ids) for completion in completions),
+        prompt=tokenizer.decode(prompt_ids),
+        completion="\n".join(tokenizer.decode(ids) for ids in texts),
         token_ids=token_ids,
         weight_versions=spans_from_versions(versions),
         length=len(token_ids),

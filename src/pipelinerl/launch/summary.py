@@ -89,14 +89,12 @@ def _with_earlier_sessions(statuses: Mapping[str, StageStatus], plan: StartPlan)
     The trainer counts over the whole run, actors count over the session. Earlier rollouts are settled, or still in a stream.
     """
     before = plan.settled + sum(kept.left for kept in plan.kept)
-    changed = dict(statuses)
     for stage, status in statuses.items():
         if isinstance(status.progress, ActorProgress):
             started = status.progress.rollouts_started + before
             progress = msgspec.structs.replace(status.progress, rollouts_started=started)
-            changed[stage] = msgspec.structs.replace(status, progress=progress)
-            break
-    return changed
+            return {**statuses, stage: msgspec.structs.replace(status, progress=progress)}
+    return dict(statuses)
 
 
 def finished_summary(run: RunDirectory) -> dict[str, Any] | None:

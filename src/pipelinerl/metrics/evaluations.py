@@ -102,8 +102,9 @@ class EvaluationRecord(msgspec.Struct, frozen=True, kw_only=True):
 class EvaluatedProblem(msgspec.Struct, frozen=True, kw_only=True):
     """One held-out problem and its answer.
 
-    With several turns, `prompt` is that of the first turn and `completion` the model's texts in order; `token_ids`,
-    `weight_versions` and `length` cover all sampled tokens. A failed attempt has reward 0, and `failure` says why.
+    With several turns, `prompt` is that of the first turn, and `completion` is the rest of the conversation: the model's
+    texts, and what the environment added between them (not if the last prompt does not continue the first). `token_ids`,
+    `weight_versions` and `length` are of sampled tokens only. A failed attempt has reward 0, and `failure` says why.
     """
 
     problem_id: str

@@ -115,19 +115,14 @@ def account_for_rollouts(
     """
     trained = trainer.trained if trainer else 0
     queued = stream_rollouts + (trainer.queued if trainer else 0)
-    dropped = Counter(trainer.dropped if trainer else {})
-    dropped.update(actor.rollouts_dropped if actor else {})
+    by_actor = Counter(actor.rollouts_dropped if actor else {})
+    dropped = Counter(trainer.dropped if trainer else {}) + by_actor
+    dropped_tokens = sorted(actor.dropped_tokens.items()) if actor else []
     account: dict[str, Any] = {
         "rollouts_started": actor.rollouts_started if actor else None,
         "rollouts_trained": trained,
         "rollouts_dropped": dict(dropped.most_common()),
-        "actor_dropped_length_mean": {
-            reason: tokens / actor.rollouts_dropped[reason]
-            for reason, tokens in sorted(actor.dropped_tokens.items())
-            if actor.rollouts_dropped.get(reason)
-        }
-        if actor
-        else {},
+        "actor_dropped_length_mean": {why: tokens / by_actor[why] for why, tokens in dropped_tokens if by_actor[why]},
         "rollouts_queued": queued,
         "rollouts_in_progress": actor.rollouts_in_progress if actor else None,
     }
@@ -190,15 +185,14 @@ def edge_of(steps: int) -> int:
 def _quality(steps: Sequence[StepRecord]) -> dict[str, Any]:
     edge = edge_of(len(steps))
     ess = [step.ess for step in steps if step.ess is not None]
+    started = [step.started_length_mean for step in steps if step.started_length_mean is not None]
     low = [step.version for step in steps if step.ess is not None and step.ess < LOW_ESS]
     return {
         "reward_first": _mean(step.reward_mean for step in steps[:edge]),
         "reward_last": _mean(step.reward_mean for step in steps[-edge:]),
         "trained_length_mean": _weighted((step.completion_length_mean, step.samples) for step in steps),
         "sampled_length_mean": _weighted((step.sampled_length_mean, step.samples) for step in steps),
-        "started_length_mean": next(
-            (s.started_length_mean for s in reversed(steps) if s.started_length_mean is not None), None
-        ),
+        "started_length_mean": started[-1] if started else None,
         "length_lag_correlation": _mean(step.length_lag_correlation for step in steps),
         "ess_mean": _mean(ess),
         "ess_min": min(ess, default=None),
@@ -221,18 +215,12 @@ def _transferred(steps: Sequence[StepRecord]) -> dict[str, Any]:
 
 
 def _evaluated(when: str, record: EvaluationRecord | None) -> dict[str, Any]:
-    if record is None:
-        empty = {f"eval_reward_{when}": None, f"eval_reward_{when}_standard_error": None, f"eval_{when}_lengths": None}
-        return empty | {f"eval_{when}_metrics": {}}
+    lengths = ("mean", "p50", "p99")
     return {
-        f"eval_reward_{when}": record.reward_mean,
-        f"eval_reward_{when}_standard_error": record.reward_standard_error,
-        f"eval_{when}_lengths": {
-            "mean": record.completion_length_mean,
-            "p50": record.completion_length_p50,
-            "p99": record.completion_length_p99,
-        },
-        f"eval_{when}_metrics": record.metrics,
+        f"eval_reward_{when}": record and record.reward_mean,
+        f"eval_reward_{when}_standard_error": record and record.reward_standard_error,
+        f"eval_{when}_lengths": record and {name: getattr(record, f"completion_length_{name}") for name in lengths},
+        f"eval_{when}_metrics": record.metrics if record else {},
     }
 
 

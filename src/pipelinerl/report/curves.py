@@ -76,9 +76,8 @@ def finish_axes(axes: Any, title: str, x_label: str, y_label: str) -> None:
 
 def smoothed(values: Sequence[float]) -> list[float]:
     """The mean of each value and the `SMOOTHED` - 1 before it, without NaN; NaN where all of these are."""
-    windows = (values[max(0, i + 1 - SMOOTHED) : i + 1] for i in range(len(values)))
-    known = ([value for value in window if not math.isnan(value)] for window in windows)
-    return [fmean(some) if some else math.nan for some in known]
+    windows = [[y for y in values[max(0, i + 1 - SMOOTHED) : i + 1] if not math.isnan(y)] for i in range(len(values))]
+    return [fmean(window) if window else math.nan for window in windows]
 
 
 # ---- the numbers of a run
@@ -221,10 +220,8 @@ def _draw(curves: Curves) -> Figure:
     line(lag, steps, curves.lag_mean, "mean")
     finish_axes(lag, "Lag of the trained tokens", "optimizer step", "optimizer steps")
     lag.set_ylim(bottom=0)
-    rates = {"generated": curves.generated_tokens_per_s, "trained": curves.trained_tokens_per_s}
-    for number, (name, per_s) in enumerate(rates.items()):
-        line(tokens, curves.time_s, per_s, alpha=0.25, color=f"C{number}")
-        line(tokens, curves.time_s, smoothed(per_s), name, color=f"C{number}")
+    line(tokens, curves.time_s, smoothed(curves.generated_tokens_per_s), "generated")
+    line(tokens, curves.time_s, smoothed(curves.trained_tokens_per_s), "trained")
     finish_axes(tokens, f"Throughput, mean of {SMOOTHED} steps", "seconds", "tokens/s")
     line(length, steps, curves.trained_length_mean, "trained")
     line(length, steps, curves.sampled_length_mean, "sampled")

@@ -50,14 +50,10 @@ def largest_gain(
 ) -> tuple[EvaluatedProblem, EvaluatedProblem] | None:
     """The problem whose reward rose most, of those answered both times; among equals, the one of median length after."""
     both = [(before[key], after[key]) for key in before.keys() & after.keys()]
-    if not both:
-        return None
-    most = max(last.reward - first.reward for first, last in both)
-    best = sorted(
-        (pair for pair in both if pair[1].reward - pair[0].reward == most),
-        key=lambda pair: (pair[1].length, pair[1].problem_id),
-    )
-    return best[len(best) // 2]
+    most = max((last.reward - first.reward for first, last in both), default=0.0)
+    best = [(first, last) for first, last in both if last.reward - first.reward == most]
+    best.sort(key=lambda pair: (pair[1].length, pair[1].problem_id))
+    return best[len(best) // 2] if best else None
 
 
 def summary_sections(summary: Mapping[str, Any]) -> tuple[list[Row], ...]:
@@ -114,8 +110,10 @@ def _on_policyness(summary: Mapping[str, Any]) -> list[Row]:
     cut, started = summary.get("cut_fraction"), summary.get("started_length_mean")
     by_start = "" if started is None else f"; {started:.1f} of the latest groups in order of start"
     share = "" if cut is None else f", {cut:.1%} cut at their limit"
+    steps = summary.get("ess_low_steps", 0)
+    low = f"; below {LOW_ESS:g} in {count(steps, 'step')}, first in step {summary['ess_low_first']}" if steps else ""
     rows = [
-        ("ESS", f"mean {_reward(summary['ess_mean'])}, min {_reward(summary['ess_min'])}{_low_ess(summary)}"),
+        ("ESS", f"mean {_reward(summary['ess_mean'])}, min {_reward(summary['ess_min'])}{low}"),
         ("lag", f"mean {number(summary['lag_mean'], '.2f')}, max {number(summary['lag_max'], '.0f')} optimizer steps"),
         ("completion length", f"{trained} tokens trained on, {sampled} sampled{by_start}{share}"),
     ]
@@ -124,11 +122,6 @@ def _on_policyness(summary: Mapping[str, Any]) -> list[Row]:
         together = f"correlation of length and lag {number(summary['length_lag_correlation'], '.2f')}"
         rows.append(("longest quarter", f"lag mean {lag:.2f}, {limited:.2%} of weights limited; {together}"))
     return rows
-
-
-def _low_ess(summary: Mapping[str, Any]) -> str:
-    steps = summary.get("ess_low_steps", 0)
-    return f"; below {LOW_ESS:g} in {count(steps, 'step')}, first in step {summary['ess_low_first']}" if steps else ""
 
 
 def _resources(summary: Mapping[str, Any]) -> list[Row]:

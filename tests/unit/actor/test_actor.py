@@ -1051,6 +1051,24 @@ def test_it_says_once_when_code_can_not_be_interrupted(caplog):
 # ---------------------------------------------------------------------------------------------- evaluation
 
 
+@pytest.mark.parametrize(
+    ("second_prompt", "completion"),
+    [("h0hello\0tool: 7;", "hello\0tool: 7;hello\0"), ("shortened;", "hello\0\nhello\0")],
+)
+def test_the_answer_to_a_held_out_problem_has_what_the_environment_added(second_prompt, completion):
+    async def two_turns(problem, client):
+        turns = [
+            Turn(prompt_ids=prompt_ids, completion=await client.generate(prompt_ids))
+            for prompt_ids in (tuple(b"h0"), tuple(second_prompt.encode()))
+        ]
+        return Rollout(turns=tuple(turns), reward=1)
+
+    harness = Harness(Task(two_turns), evaluation=EvaluationConfig(problems=1, temperature=0.0))
+    asyncio.run(harness.actor.evaluate("before"))
+    ((record,),) = [result.problems for result in harness.evaluated]
+    assert (record.prompt, record.completion, record.length) == ("h0", completion, 12)
+
+
 def test_evaluation_answers_every_held_out_problem_once():
     async def code(problem, client):
         rollout = await single_turn(problem, client)

@@ -181,8 +181,9 @@ def rollout_text(rollout: Rollout, texts: TokenText, styles: Sequence[str]) -> T
         for piece, style in zip(texts.pieces(ids), styles[offset : offset + len(ids)], strict=True):
             body.append(printable(piece).replace("\n", "⏎\n"), style)
         body.append("\n")
-        if not texts.known and turn.text:
-            body.append("── as the environment read it\n", "bold").append(f"{printable(turn.text)}\n")
+        conversation = len(turn.text) > len(texts.text(ids))  # of an evaluation, with what the environment added
+        if turn.text and (conversation or not texts.known):
+            body.append("── as text\n", "bold").append(f"{printable(turn.text)}\n")
         offset += len(ids)
         seen = (*turn.prompt_ids, *ids)
     return body

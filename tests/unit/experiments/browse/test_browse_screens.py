@@ -179,7 +179,7 @@ def test_without_a_tokenizer_ids_and_the_environments_text_are_shown(sit: Sit, f
     page = sit(folder, TokenText(None, "the model is gone")).press("enter", "enter")
     assert "token ids only: the model is gone" in page
     assert "[102][105][118][101][256]" in page
-    assert re.search(r"as the environment read it *\nfive", page)
+    assert re.search(r"as text *\nfive", page)
 
 
 def test_turns_show_what_they_add_to_the_prompt(sit: Sit, tmp_path: Path) -> None:
