@@ -18,6 +18,7 @@ TEMPLATES = {
     "tools": "a function that the model may call",
     "agent": "a program that uses an OpenAI-compatible API",
     "dataset": "a data set of the hub and a chat model",
+    "reasoning-gym": "a task of that package, by name",
 }
 """Folders in `assets/templates`, and what each is an example of."""
 
