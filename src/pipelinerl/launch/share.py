@@ -93,6 +93,11 @@ def trainer_goes_first(config: RunConfig, schedule: Schedule, cores: int, engine
     return config.engine.device == "cpu" and not schedule.takes_turns() and engines + 1 > cores
 
 
-def thread_environment(threads: int) -> dict[str, str]:
-    """Environment variables that limit the numerical libraries of a process to `threads` threads, from the first import."""
-    return {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+def process_environment(role: str, threads: int) -> dict[str, str]:
+    """Environment variables that limit the numerical libraries of a process to `threads` threads, from the first import.
+
+    A process that generates tokens allocates huge pages: a decode step reads its weights faster (docs/benchmarks.md).
+    """
+    limits = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+    pages = os.environ.get("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
+    return limits | ({"GLIBC_TUNABLES": pages} if role.startswith(("generation", "server-")) else {})

@@ -133,6 +133,4 @@ def show_result(session: Session, summary: dict[str, Any], stream: TextIO) -> No
 
 
 def _evaluated(path: Path) -> dict[str, EvaluatedProblem]:
-    if not path.is_file():
-        return {}
-    return {problem.problem_id: problem for problem in read_json_lines(path, EvaluatedProblem)}
+    return {one.problem_id: one for one in read_json_lines(path, EvaluatedProblem)} if path.is_file() else {}

@@ -25,7 +25,6 @@ MANY_POINTS = 40
 """Lines with more points than this are drawn without markers."""
 
 SMOOTHED = 5
-"""Steps in the moving mean of a throughput."""
 
 # ---- lines, points and axes
 

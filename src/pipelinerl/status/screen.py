@@ -173,10 +173,9 @@ def headline(latest: Mapping[str, float]) -> list[tuple[str, str]]:
         return format(latest[name], pattern) if name in latest else "-"
 
     lag = f"{shown('lag_mean', '.1f')} (max {shown('lag_max', '.0f')})" if "lag_mean" in latest else "-"
-    low = " (low)" if latest.get("ess", 1.0) < LOW_ESS else ""
     return [
         ("reward", shown("reward_mean", ".3f")),
-        ("ess", shown("ess", ".3f") + low),
+        ("ess", shown("ess", ".3f") + (" (low)" if latest.get("ess", 1.0) < LOW_ESS else "")),
         ("lag", lag),
         ("entropy", shown("entropy_mean", ".2f")),
         ("length", shown("completion_length_mean", ".0f")),

@@ -25,12 +25,12 @@ from pipelinerl.config.schema import (
 from pipelinerl.errors import PipelineRLError, RankLostError, RunDirectoryError, StageDiedError, StalledError, UserError
 from pipelinerl.launch.hosts.host import make_channel
 from pipelinerl.launch.hosts.processes import Processes
-from pipelinerl.launch.roles import server_roles, worker_roles, worker_stages
+from pipelinerl.launch.roles import rank_roles, server_roles, worker_roles, worker_stages
 from pipelinerl.launch.run import write_session
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.run_lock import choose_name_in_redis
 from pipelinerl.launch.session import Here, KeptGroup, Session, StartPlan, read_session
-from pipelinerl.launch.share import Threads, plan_threads, shares_of, trainer_goes_first
+from pipelinerl.launch.share import Threads, plan_threads, process_environment, shares_of, trainer_goes_first
 from pipelinerl.launch.stages import broadcast
 from pipelinerl.launch.stages.engines import make_engine
 from pipelinerl.launch.stages.servers import _api_key
@@ -88,6 +88,25 @@ def test_cores_go_to_what_computes(config: RunConfig, cores: int, expected: Thre
     assert shares[workers[0]].threads == generation
     assert shares["training"].threads == expected.training
     assert all(shares[server].threads == expected.generation for server in servers)
+
+
+def test_processes_that_generate_allocate_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    roles = [
+        *server_roles(TWO_SERVERS),
+        *worker_roles(generating(2)),
+        *rank_roles(RunConfig(trainer=TrainerConfig(ranks=2))),
+    ]
+
+    def found() -> dict[str, str]:
+        environments = {role: process_environment(role, 3) for role in roles}
+        assert all(environment["OMP_NUM_THREADS"] == "3" for environment in environments.values())
+        return {role: one["GLIBC_TUNABLES"] for role, one in environments.items() if "GLIBC_TUNABLES" in one}
+
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    generating_roles = ["server-0", "server-1", "generation-0", "generation-1"]
+    assert found() == dict.fromkeys(generating_roles, "glibc.malloc.hugetlb=1")
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.arena_max=2")
+    assert found() == dict.fromkeys(generating_roles, "glibc.malloc.arena_max=2")
 
 
 @pytest.mark.parametrize(

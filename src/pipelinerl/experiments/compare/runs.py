@@ -43,7 +43,7 @@ from pipelinerl.files import JsonLines
 from pipelinerl.launch.interrupts import counted_interrupts
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.run_lock import RunLock
-from pipelinerl.launch.share import thread_environment
+from pipelinerl.launch.share import process_environment
 from pipelinerl.launch.summary import FINISHED
 from pipelinerl.metrics.reading import read_json_lines
 from pipelinerl.models.loading import load_tokenizer
@@ -210,7 +210,7 @@ def _start(run_dir: Path, versions: Sequence[int], request: Request, out: Path) 
     environment: dict[str, str] = {}
     if request.config.engine.device == "cpu":
         arguments += ["--engine.threads", "1"]
-        environment = thread_environment(1)
+        environment = process_environment("generation", 1)
     command = [sys.executable, "-c", _EVAL, "eval", *arguments, "--out", str(out)]
     return ChildProcess(command, log=out.with_suffix(".log"), environment=environment)
 

@@ -52,7 +52,7 @@ from pipelinerl.experiments.planner.measure_generation import (
     prompt_tokens_mean,
     update_pause_s,
 )
-from pipelinerl.launch.share import plan_threads, side_by_side, thread_environment, trainer_goes_first, usable_cores
+from pipelinerl.launch.share import plan_threads, process_environment, side_by_side, trainer_goes_first, usable_cores
 from pipelinerl.schedule import make_schedule
 from pipelinerl.types import Group
 
@@ -156,7 +156,7 @@ class MeasuringProcess(ChildProcess):
         super().__init__(
             [sys.executable, "-m", f"pipelinerl.experiments.planner.{module}", str(path), str(source), str(self._messages)],
             log=folder / f"{self._name}.log",
-            environment=thread_environment(threads),
+            environment=process_environment(self._name, threads),
         )
 
     def has_said(self, word: str) -> bool:

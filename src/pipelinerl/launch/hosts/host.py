@@ -24,7 +24,7 @@ from pipelinerl.errors import INVALID_DATA, PipelineRLError, StageDiedError
 from pipelinerl.interfaces import Board
 from pipelinerl.launch.roles import server_roles, worker_roles
 from pipelinerl.launch.session import Here, Session, WorkerReport
-from pipelinerl.launch.share import shares_of, thread_environment, usable_cores
+from pipelinerl.launch.share import process_environment, shares_of, usable_cores
 from pipelinerl.status.board import MmapBoard
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ class LocalWorker(ChildProcess):
         super().__init__(
             [sys.executable, "-m", "pipelinerl.launch.hosts.worker", *arguments],
             log=run.log(role),
-            environment={**thread_environment(here.threads), "PYTHONUNBUFFERED": "1", **(environment or {})},
+            environment={**process_environment(role, here.threads), "PYTHONUNBUFFERED": "1", **(environment or {})},
             fds=[*fds, *channels.opened],
             watches_parent=True,
         )
