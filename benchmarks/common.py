@@ -34,6 +34,7 @@ def machine() -> Record:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "torch_threads": torch.get_num_threads(),
+        "glibc_tunables": os.environ.get("GLIBC_TUNABLES"),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "load_average": [round(load, 2) for load in os.getloadavg()],
     }

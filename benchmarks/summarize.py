@@ -19,9 +19,10 @@ def section(path: Path) -> str:
     result = json.loads(path.read_text())
     machine, settings = result["machine"], result["settings"]
     repetitions = settings.get("repetitions", "?")
+    tunables = f"{machine['glibc_tunables']}; " if machine.get("glibc_tunables") else ""
     where = (
         f"{machine['date']}, {machine['cpu']}, {machine['cores']} cores, torch {machine['torch']}, transformers "
-        f"{machine['transformers']}; {repetitions} repetitions, medians; load average {machine['load_average'][0]} at the "
+        f"{machine['transformers']}; {repetitions} repetitions, medians; {tunables}load average {machine['load_average'][0]} at the "
         f"start, {result['ended']['load_average'][0]} at the end."
     )
     return f"### {result['name']}\n\n{common.markdown(result['table'])}\n\n{where}\n"
