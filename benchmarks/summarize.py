@@ -22,8 +22,8 @@ def section(path: Path) -> str:
     tunables = f"{machine['glibc_tunables']}; " if machine.get("glibc_tunables") else ""
     where = (
         f"{machine['date']}, {machine['cpu']}, {machine['cores']} cores, torch {machine['torch']}, transformers "
-        f"{machine['transformers']}; {repetitions} repetitions, medians; {tunables}load average {machine['load_average'][0]} at the "
-        f"start, {result['ended']['load_average'][0]} at the end."
+        f"{machine['transformers']}; {repetitions} repetitions, medians; {tunables}load average "
+        f"{machine['load_average'][0]} at the start, {result['ended']['load_average'][0]} at the end."
     )
     return f"### {result['name']}\n\n{common.markdown(result['table'])}\n\n{where}\n"
 
