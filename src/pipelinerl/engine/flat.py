@@ -7,8 +7,10 @@ tokens. They run on the model's own parameters, so a weight update takes effect 
 
 from __future__ import annotations
 
+import io
 import operator
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from functools import cache
 from typing import Any
 
@@ -114,7 +116,7 @@ def _export(model: nn.Module, calls: _AttentionCalls) -> torch.export.ExportedPr
     positions_1T = torch.arange(_TOKENS, device=device)[None]
     keep_P = torch.arange(_KEPT, device=device)
     size = torch.export.Dim.DYNAMIC
-    with torch.no_grad():
+    with torch.no_grad(), redirect_stderr(io.StringIO()):  # if it fails, torch prints the graph up to there
         return torch.export.export(
             _Forward(model, calls),
             (ids_1T, positions_1T, keep_P),
