@@ -141,10 +141,12 @@ def _linear_state(text: Mapping[str, Any], hidden: int) -> int:
 
 
 def _kv_width(text: Mapping[str, Any], heads: int, head_dim: int, *, hybrid: bool) -> int:
-    """Width of a token's keys and values in a layer. Latents (MLA) are expanded to all heads, but not in a hybrid."""
+    """Width of a token's keys and values in a layer. Latents (MLA) are expanded to all heads, except in its own cache."""
     if (latent := _first(text, "kv_lora_rank")) is not None:
         keys, rotated = (_first(text, f"qk_{name}_head_dim") or 0 for name in ("nope", "rope"))
-        return latent + rotated if hybrid else heads * (keys + rotated + (_first(text, "v_head_dim") or 0))
+        if hybrid or "index_topk" in text:  # runs through its own cache
+            return latent + rotated + (_first(text, "index_head_dim") or 0)
+        return heads * (keys + rotated + (_first(text, "v_head_dim") or 0))
     shared = _first(text, "num_key_value_heads", "num_kv_heads") or heads
     if text.get("multi_query") is True and text.get("new_decoder_architecture") is not True:
         shared = 1
