@@ -2,6 +2,8 @@
 
     python -m benchmarks.models [FAMILY ...] [--write]
 
+`--write` replaces these families' lines of the table.
+
 Models are small and random (two to four layers), in float32 on one CPU thread. Columns: how the trainer computes logits, and
 their largest difference from the model's forward over each sequence alone; how the embedded engine runs the model, and the
 largest difference of its log-probabilities on the probe; and the engine's tokens/s, 8 sequences at once, relative to
@@ -30,26 +32,30 @@ DOCS = Path(__file__).parents[1] / "docs" / "models.md"
 BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
 
 PACKED = """
-afmoe apertus arcee aria_text axk1 bitnet cohere cohere2 cohere2_moe cwm deepseek_v2 deepseek_v3 diffllama doge
-dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo gemma gemma2 gemma3_text glm glm4 glm4_moe glm4_moe_lite gpt2
-gpt_bigcode gpt_neox gpt_oss granite granite_swa granitemoe granitemoe_swa granitemoeshared helium hunyuan_v1_dense
-hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 jetmoe laguna llama mellum mimo_v2_flash minicpm3 minimax_m2
-ministral ministral3 mistral mixtral modernbert-decoder nanochat olmo olmo2 olmo3 olmoe opt persimmon phi phi3 phimoe qwen2
-qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open starcoder2 vaultgemma youtu"""
-OTHERS = """axk2 bailing_hybrid bamba beam biogpt bloom codegen cpmant ctrl deepseek_v32 deepseek_v4 falcon falcon_h1
-falcon_mamba flint glm_moe_dsa gpt_neox_japanese gpt_neo gptj granitemoehybrid hrm_text hy_v4 inkling_text jamba kimi_linear
-kolibri1 lfm2 lfm2_moe lfm3 llama4_text mamba mamba2 minimax minimax_m3_vl_text moshi mpt nemotron nemotron_h olmo_hybrid
-openai-gpt qwen3_5_moe_text qwen3_5_text qwen3_next recurrent_gemma rwkv xglm zamba2 zaya stablelm"""
+afmoe apertus arcee aria_text axk1 bitnet cohere cohere2 cohere2_moe cwm deepseek_v2 deepseek_v3 diffllama doge dots1
+ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo gemma gemma2 gemma3_text gemma3n_text gemma4_text glm glm4 glm4_moe
+glm4_moe_lite gpt2 gpt_bigcode gpt_neox gpt_oss granite granite_swa granitemoe granitemoe_swa granitemoeshared helium
+hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 jetmoe laguna llama longcat_flash mellum
+mimo_v2_flash minicpm3 minimax_m2 ministral ministral3 mistral mixtral modernbert-decoder nanochat olmo olmo2 olmo3
+olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open starcoder2 vaultgemma
+youtu"""
+OTHERS = """
+axk2 bailing_hybrid bamba beam biogpt bloom codegen cpmant ctrl deepseek_v32 deepseek_v4 falcon falcon_h1 falcon_mamba
+flint gemma4_unified_text glm_moe_dsa gpt_neox_japanese gpt_neo gptj granitemoehybrid hrm_text hy_v4 inkling2_text
+inkling_text jamba kimi_linear kolibri1 lfm2 lfm2_moe lfm3 llama4_text mamba mamba2 minimax minimax_m3_vl_text moshi
+mpt nemotron nemotron_h olmo_hybrid openai-gpt qwen3_5_moe_text qwen3_5_text qwen3_next recurrent_gemma rwkv xglm
+zamba2 zaya stablelm"""
 
 _SAME = {
     64: "hidden_size d_model n_embd",
     96: "intermediate_size ffn_dim d_ff n_inner ffn_hidden_size dff dim_ff",
     2: "num_hidden_layers n_layer n_layers num_layers decoder_layers num_key_value_heads linear_num_key_heads "
-    "num_experts_per_tok num_experts_per_token moe_k index_n_heads eos_token_id mamba_expand",
+    "num_experts_per_tok num_experts_per_token moe_k eos_token_id mamba_expand",
     4: "num_attention_heads n_head n_heads num_heads decoder_attention_heads num_experts num_local_experts n_routed_experts "
     "moe_num_experts linear_num_value_heads linear_num_heads",
     16: "head_dim linear_key_head_dim linear_value_head_dim linear_head_dim mamba_d_head mamba_d_state mamba_head_dim "
-    "ssm_state_size state_size kv_lora_rank v_head_dim index_head_dim mamba_headdim attention_head_dim dim_head",
+    "ssm_state_size state_size kv_lora_rank v_head_dim index_head_dim mamba_headdim attention_head_dim dim_head "
+    "index_n_heads hidden_size_per_layer_input",
     512: "max_position_embeddings n_positions max_seq_len",
     8: "mamba_n_heads mamba_num_heads n_mamba_heads qk_rope_head_dim rotary_dim index_topk",
     32: "moe_intermediate_size shared_expert_intermediate_size chunk_size mamba_chunk_size expert_ffn_hidden_size",
@@ -59,13 +65,19 @@ _SAME = {
     12: "qk_nope_head_dim",
     128: "mamba_d_ssm",
     0: "pad_token_id",
-    VOCABULARY: "vocab_size",
+    VOCABULARY: "vocab_size vocab_size_per_layer_input",
 }
 SIZES: dict[str, Any] = {name: size for size, names in _SAME.items() for name in names.split()} | {
     "initializer_range": 0.1,
     "attention_dropout": 0.0,
 }
 _LATENT = {"num_key_value_heads": 4, "head_dim": None}
+_SHARED = {
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+}
+"""The last layers use the keys and values of earlier ones."""
 _ALTERNATE = ["linear_attention", "full_attention"]
 SPECIAL: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "youtu", "glm4_moe_lite", "glm_moe_dsa"), _LATENT),
@@ -74,6 +86,11 @@ SPECIAL: dict[str, dict[str, Any]] = {
     **{name: {"layer_types": _ALTERNATE} for name in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid")},
     **{name: {"layer_types": ["sliding_attention", "full_attention"]} for name in ("gpt_oss", "olmo3", "cohere2")},
     "bamba": {"attn_layer_indices": [1]},
+    "gemma3n_text": _SHARED | {"activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0]},
+    "gemma4_text": {"layer_types": ["sliding_attention", "full_attention"]},
+    "gemma4_unified_text": _SHARED,
+    "longcat_flash": {"num_key_value_heads": 4, "head_dim": 8, "moe_topk": 2},
+    "recurrent_gemma": {"num_hidden_layers": 3},
     "deepseek_v2": _LATENT | {"num_experts_per_tok": 2, "n_routed_experts": 4},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "falcon": {"head_dim": None},
@@ -94,11 +111,18 @@ def make_model(family: str, seed: int = 0) -> Any:
     """A small random model of this family, in eval mode: a function of (family, seed)."""
     kind = CONFIG_MAPPING[family]
     default = kind()
-    sizes = {name: size for name, size in SIZES.items() if getattr(default, name, None) is not None}
+    sizes = {name: size for name, size in SIZES.items() if _given(default, name) is not None}
     sizes |= {name: size for name, size in SPECIAL.get(family, {}).items() if size is None or hasattr(default, name)}
     torch.manual_seed(seed)
     config = kind(**{name: size for name, size in sizes.items() if size is not None})
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+
+
+def _given(config: Any, name: str) -> Any:
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:  # layers have different ones
+        return config.to_dict().get(name)
 
 
 class Found(NamedTuple):
@@ -180,24 +204,28 @@ def line(family: str, found: Found) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("families", nargs="*", default=f"{PACKED} {OTHERS}".split())
-    parser.add_argument("--write", action="store_true", help="replace the table in docs/models.md")
+    parser.add_argument("--write", action="store_true", help="replace these families' lines in docs/models.md")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     transformers.utils.logging.set_verbosity(transformers.utils.logging.CRITICAL)
-    lines = ["| family | trainer | error | engine | error | speed |", "|---|---|---|---|---|---|"]
-    print("\n".join(lines), flush=True)
+    head = ["| family | trainer | error | engine | error | speed |", "|---|---|---|---|---|---|"]
+    print("\n".join(head), flush=True)
+    lines = {}
     for family in sorted(arguments.families):
         try:
-            lines.append(line(family, measure(family)))
+            lines[family] = line(family, measure(family))
         except Exception as error:  # noqa: BLE001 - as above
-            lines.append(
-                f"| {family} | not measured: {type(error).__name__}: {str(error).partition(chr(10))[0][:80]} | | | | |"
-            )
-        print(lines[-1], flush=True)
+            reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:80]}"
+            lines[family] = f"| {family} | not measured: {reason} | | | | |"
+        print(lines[family], flush=True)
     if arguments.write:
         before, _, rest = DOCS.read_text().partition(BEGIN)
-        head = f"(transformers {transformers.__version__}, torch {torch.__version__}; `python -m benchmarks.models --write`)"
-        DOCS.write_text(f"{before}{BEGIN}\n{head}\n\n" + "\n".join(lines) + f"\n{END}{rest.partition(END)[2]}")
+        table, _, after = rest.partition(END)
+        earlier = {row.split()[1]: row for row in table.splitlines() if row.startswith("| ") and not row.startswith(head[0])}
+        used = f"transformers {transformers.__version__}, torch {torch.__version__}"
+        versions = f"({used}; `python -m benchmarks.models --write`)"
+        rows = [row for _, row in sorted((earlier | lines).items())]
+        DOCS.write_text(f"{before}{BEGIN}\n{versions}\n\n" + "\n".join([*head, *rows]) + f"\n{END}{after}")
 
 
 if __name__ == "__main__":

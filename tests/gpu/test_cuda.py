@@ -15,14 +15,18 @@ import pipelinerl
 from pipelinerl.engine import LocalEngine
 from pipelinerl.engine.device_sampler import device_uniforms
 from pipelinerl.engine.static import StaticEngine
-from pipelinerl.engine.varlen import attention_of, varlen_reference
 from pipelinerl.interfaces import WeightUpdate
+from pipelinerl.models import packed
+from pipelinerl.models.attention import attend
 from pipelinerl.models.float32_head import Float32Head
+from pipelinerl.models.packed import PackedRow, training_forward
 from pipelinerl.models.state import checksum, digests_of, named_weights
+from pipelinerl.models.varlen import attention_of, varlen_reference
 from pipelinerl.types import GenerationRequest, SamplingParams
 from pipelinerl.weights.delta import apply, encode
 from tests.parity.models import CONFIGS, make_model
 from tests.parity.test_engine import full_forward_logprobs, requests, run_with_updates
+from tests.unit.models import test_packed
 
 pytestmark = [
     pytest.mark.gpu,
@@ -81,6 +85,25 @@ def test_attention_over_slots_is_the_reference(counts: list[int], window: int | 
     on_gpu = (tensor.cuda() for tensor in given)
     found = attention(*on_gpu, max(counts), slot, seqused_k=torch.tensor(used, dtype=torch.int32).cuda(), **options)
     torch.testing.assert_close(found.cpu(), expected, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt_neox"])
+def test_one_call_for_all_sequences_of_a_row_has_the_gradients_of_buckets(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    segments, found = test_packed.make_segments(test_packed.LENGTHS), []
+    for once in (False, True):
+        monkeypatch.setattr(packed, "_in_one_call", lambda _, once=once: once)
+        model = test_packed.make_model(name).bfloat16().cuda()
+        forward = training_forward(model)
+        monkeypatch.setattr(packed, "attend", None if once else attend)  # must not be called
+        logits_PV = forward(PackedRow.of(segments, "cuda")).float()
+        (logits_PV * torch.arange(logits_PV.numel(), device="cuda").cos().view_as(logits_PV)).sum().backward()
+        found.append(test_packed.gradients(model))
+    for parameter in found[0]:
+        of_buckets, of_call = (gradients[parameter].float().flatten() for gradients in found)
+        similarity = torch.nn.functional.cosine_similarity(of_buckets, of_call, dim=0)
+        assert similarity > 0.99, parameter
 
 
 def test_graphs_give_what_plain_calls_give() -> None:

@@ -10,6 +10,7 @@ from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
     DeepseekV3Config,
+    DeepseekV32Config,
     FalconH1Config,
     FalconMambaConfig,
     Gemma2Config,
@@ -45,6 +46,18 @@ _SHAPE = {
 }
 _GQA = {**_SHAPE, "num_key_value_heads": 2}
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1, "n_shared_experts": 1}
+_LATENTS = {
+    **_SHAPE,
+    **_EXPERTS,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "first_k_dense_replace": 2,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+}
 _MAMBA = {**_SHAPE, "num_hidden_layers": 2, "state_size": 8, "expand": 2, "chunk_size": 16}
 
 CONFIGS: dict[str, Any] = {
@@ -66,18 +79,7 @@ CONFIGS: dict[str, Any] = {
     "gpt-neox": GPTNeoXConfig(**_SHAPE, rotary_pct=0.5),
     "phi": PhiConfig(**_GQA, partial_rotary_factor=0.5),
     # What is cached differs from what attention receives.
-    "deepseek-v3-latents": DeepseekV3Config(
-        num_key_value_heads=4,
-        **_SHAPE,
-        **_EXPERTS,
-        n_routed_experts=4,
-        first_k_dense_replace=2,
-        q_lora_rank=24,
-        kv_lora_rank=16,
-        qk_nope_head_dim=12,
-        qk_rope_head_dim=8,
-        v_head_dim=10,
-    ),
+    "deepseek-v3-latents": DeepseekV3Config(**_LATENTS),
     "gpt-oss-sinks": GptOssConfig(
         **_GQA,
         head_dim=12,
@@ -89,6 +91,10 @@ CONFIGS: dict[str, Any] = {
 }
 THROUGH_CACHE: dict[str, Any] = {
     "bloom-alibi": BloomConfig(vocab_size=VOCABULARY, hidden_size=48, n_layer=3, n_head=4, initializer_range=0.15),
+    # The indexer's scores of a padding token, whose embedding is 0, are all 0, and which are chosen depends on the length.
+    "deepseek-v32-indexer": DeepseekV32Config(
+        **_LATENTS | {"pad_token_id": None}, index_n_heads=16, index_head_dim=16, index_topk=8
+    ),
     "falcon-h1-both-in-one-layer": FalconH1Config(
         **_GQA | {"num_hidden_layers": 2},
         head_dim=12,

@@ -34,6 +34,7 @@ from pipelinerl.models.own_forward import accepts, logits_at, recurrence_chunk, 
 ATTENTION_NAME = "pipelinerl_cache"
 _log = logging.getLogger(__name__)
 
+_INDEXER = "indexer_keys"
 _PROBE_TOKENS = 5
 _PROBE_ROWS = 3
 _TOLERANCE = 1e-5
@@ -48,10 +49,11 @@ _STATEFUL = frozenset(
         "LinearAttentionAndSlidingWindowAttentionLayer",
         "DynamicLayer",
         "DynamicSlidingWindowLayer",
+        "DynamicIndexedLayer",
         "DummyLayer",
     }
 )
-"""Classes of cache layers whose whole state is keys and values by position, and tensors of a fixed size per sequence."""
+"""Classes of cache layers whose whole state is tensors by position, and tensors of a fixed size per sequence."""
 
 
 # ---- the slots
@@ -97,10 +99,16 @@ class _KeyValueLayer:
 
     is_sliding = False
     slots: KeyValueSlots
+    indexed: KeyValueSlots
     view: View
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         return self.slots.update(self.view, key_states, value_states)
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        """The keys [n, L, dim] by which a sparse indexer chooses the positions that attention sees."""
+        keys = indexer_key_states[:, None]
+        return self.indexed.update(self.view, keys, keys[..., :0])[0][:, 0]
 
     def get_seq_length(self) -> int:
         return self.view.end - self.view.positions.shape[1]
@@ -135,11 +143,15 @@ class LayerSlots:
     def __init__(self, new: Any, used: Any, rows: int, max_length: int) -> None:
         self._new, self._used = dict(vars(new)), dict(vars(used))
         self.states: dict[StatePath, Tensor] = {}
-        self.keys_and_values: KeyValueSlots | None = None
+        self.by_position: list[KeyValueSlots] = []
         if isinstance(used, CacheLayerMixin) and used.is_initialized and isinstance(used.keys, Tensor):
-            self.keys_and_values = KeyValueSlots(used.keys, used.values, rows, max_length)
-            for values in (self._new, self._used):
-                values |= {"keys": None, "values": None, "slots": self.keys_and_values, "is_initialized": True}
+            self.by_position.append(KeyValueSlots(used.keys, used.values, rows, max_length))
+            kept = {"keys": None, "values": None, "slots": self.by_position[0], "is_initialized": True}
+            if isinstance(keys := getattr(used, _INDEXER, None), Tensor):
+                self.by_position.append(KeyValueSlots(keys[:, None], keys[:, None, :, :0], rows, max_length))
+                kept |= {_INDEXER: None, "indexed": self.by_position[1]}
+            self._new |= kept
+            self._used |= kept
             kind: type = type(f"Slots{type(new).__name__}", (_KeyValueLayer, type(new)), {})
         else:
             kind = type(new)
@@ -149,8 +161,8 @@ class LayerSlots:
 
     @property
     def tensors(self) -> Iterator[Tensor]:
-        if self.keys_and_values is not None:
-            yield from (self.keys_and_values.keys, self.keys_and_values.values)
+        for slots in self.by_position:
+            yield from (slots.keys, slots.values)
         yield from self.states.values()
 
     def enter(self, view: View) -> None:
@@ -174,7 +186,7 @@ class LayerSlots:
 
 def _states(layer: Any) -> Iterator[tuple[StatePath, Tensor]]:
     for name, value in vars(layer).items():
-        if name in ("keys", "values"):
+        if name in ("keys", "values", _INDEXER):
             continue
         found = value.items() if isinstance(value, dict) else [(None, value)]
         for key, state in found:
@@ -202,8 +214,8 @@ class SlotCache:
             if not (move.length and len(move.sources)):
                 continue
             for layer in self.layers:
-                if (kv := layer.keys_and_values) is not None:
-                    for slots in (kv.keys, kv.values):
+                for kept in layer.by_position:
+                    for slots in (kept.keys, kept.values):
                         part = slots[:, :, : move.length]
                         work.append((part, move.targets, part[move.sources]))
                 work += [(slots, move.targets, slots[move.sources]) for slots in layer.states.values()]

@@ -7,8 +7,10 @@ tokens. They run on the model's own parameters, so a weight update takes effect 
 
 from __future__ import annotations
 
+import io
 import operator
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from functools import cache
 from typing import Any
 
@@ -110,17 +112,11 @@ def _attention_placeholder() -> Callable[..., Tensor]:
 
 def _export(model: nn.Module, calls: _AttentionCalls) -> torch.export.ExportedProgram:
     device = next(model.parameters()).device
-    ids_1T = torch.zeros(1, _TOKENS, dtype=torch.long, device=device)
     positions_1T = torch.arange(_TOKENS, device=device)[None]
-    keep_P = torch.arange(_KEPT, device=device)
-    size = torch.export.Dim.DYNAMIC
-    with torch.no_grad():
-        return torch.export.export(
-            _Forward(model, calls),
-            (ids_1T, positions_1T, keep_P),
-            dynamic_shapes=({1: size}, {1: size}, {0: size}),
-            strict=False,
-        )
+    inputs = (torch.zeros_like(positions_1T), positions_1T, torch.arange(_KEPT, device=device))
+    sizes = tuple({part.ndim - 1: torch.export.Dim.DYNAMIC} for part in inputs)
+    with torch.no_grad(), redirect_stderr(io.StringIO()):  # if it fails, torch prints the graph up to there
+        return torch.export.export(_Forward(model, calls), inputs, dynamic_shapes=sizes, strict=False)
 
 
 def _graph_tensors(program: torch.export.ExportedProgram, model: nn.Module) -> list[Tensor]:

@@ -1,95 +1,25 @@
 """Attention over slots in one call per layer, whatever the lengths: for devices where a call costs more than its padding.
 
 The keys of a row lie one after the other, position by position, so decoding rows and chunks of prompts are all sequences of
-one call: a decoding row has one query, a chunk has several. There are no masks and no length buckets. On a GPU, PyTorch's
-`varlen_attn` computes it; elsewhere `varlen_reference`, which is for tests.
+one call (`models/varlen.py`): a decoding row has one query, a chunk has several. There are no masks and no length buckets.
 """
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from pipelinerl.engine.attention import Chunk, LayerCall, LayerShape, LengthBucket, Move
 from pipelinerl.engine.runner import ModelRunner
 from pipelinerl.errors import UnsupportedModelError
 from pipelinerl.models.transfers import to_device
-
-Attention = Callable[..., Tensor]
-
-_LARGEST_HEAD, _HEAD_MULTIPLE = 256, 8
-"""Head sizes that the kernel on GPUs has."""
-
-
-def attention_of(parameter: Tensor) -> Attention:
-    """The implementation for the device of `parameter`. Raises UnsupportedModelError if there is none."""
-    if parameter.device.type != "cuda":
-        return varlen_reference
-    if parameter.dtype not in (torch.bfloat16, torch.float16):
-        raise UnsupportedModelError(f"PyTorch has no attention with variable lengths in {parameter.dtype}")
-    from torch.nn.attention import varlen  # noqa: PLC0415 - PyTorch has it for GPUs only
-
-    known = inspect.signature(varlen.varlen_attn).parameters
-    if not {"seqused_k", "enable_gqa", "window_size"} <= known.keys():
-        raise UnsupportedModelError(f"PyTorch {torch.__version__} has no attention over cache slots; 2.12 has")
-    return cast("Attention", varlen.varlen_attn)  # it returns more only if asked
-
-
-def varlen_reference(  # noqa: PLR0917 - the signature of `varlen_attn`
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor,
-    max_q: int,
-    max_k: int,
-    *,
-    scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-    enable_gqa: bool = False,
-    seqused_k: Tensor | None = None,
-) -> Tensor:
-    """What `torch.nn.attention.varlen.varlen_attn` computes, for any device: query [T, Hq, D], key [K, Hk, D] -> [T, Hq, D].
-
-    Sequence i has queries `cu_seq_q[i] <= t < cu_seq_q[i + 1]`, at most `max_q`, and `seqused_k[i]` keys, at most `max_k`,
-    from `cu_seq_k[i]` on (without `seqused_k`, those up to `cu_seq_k[i + 1]`). Its last query is at the position of its last
-    key. A query sees keys from `window_size[0]` positions before its own to `window_size[1]` after it; -1 means no limit.
-    The output of a query that sees no key is 0.
-    """
-    if query.shape[1] % key.shape[1] or (not enable_gqa and query.shape[1] != key.shape[1]):
-        raise ValueError(f"{query.shape[1]} query heads can't share {key.shape[1]} key heads (enable_gqa={enable_gqa})")
-    device = query.device
-    begin_N, end_N = cu_seq_q[:-1].long(), cu_seq_q[1:].long()
-    used_N = (cu_seq_k[1:] - cu_seq_k[:-1] if seqused_k is None else seqused_k).long()
-    column_q, column_k = torch.arange(max_q, device=device), torch.arange(max_k, device=device)
-    # Every sequence is padded to max_q queries and max_k keys: places beyond its own hold other sequences' tokens.
-    query_Nq = (begin_N[:, None] + column_q).clamp(max=query.shape[0] - 1)
-    key_Nk = (cu_seq_k[:-1].long()[:, None] + column_k).clamp(max=key.shape[0] - 1)
-    position_Nq1 = (column_q + (used_N - (end_N - begin_N))[:, None])[:, :, None]
-    visible_Nqk = (column_k < used_N[:, None])[:, None, :].expand(-1, max_q, -1)
-    before, after = window_size
-    if before >= 0:
-        visible_Nqk = visible_Nqk & (column_k >= position_Nq1 - before)
-    if after >= 0:
-        visible_Nqk = visible_Nqk & (column_k <= position_Nq1 + after)
-    groups = query.shape[1] // key.shape[1]
-    queries, keys, values = query[query_Nq].transpose(1, 2), key[key_Nk].transpose(1, 2), value[key_Nk].transpose(1, 2)
-    keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
-    sees_Nq1 = visible_Nqk.any(-1, keepdim=True)
-    mask_N1qk = (visible_Nqk | ~sees_Nq1)[:, None]
-    attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask_N1qk, scale=scale)
-    attended = (attended * sees_Nq1[:, None]).transpose(1, 2)
-    token_T = torch.arange(query.shape[0], device=device)
-    sequence_T = torch.searchsorted(end_N, token_T, right=True).clamp(max=len(begin_N) - 1)
-    return attended[sequence_T, token_T - begin_N[sequence_T]]
+from pipelinerl.models.varlen import Attention, attention_of, has_kernel
 
 
 class SlotKV:
@@ -135,7 +65,7 @@ class SlotKV:
 def _require_kernel(shape: LayerShape, device: torch.device) -> None:
     if shape.key_dim != shape.value_dim:
         raise UnsupportedModelError(f"keys of {shape.key_dim} numbers and values of {shape.value_dim} can't share a cache")
-    if device.type == "cuda" and (shape.key_dim > _LARGEST_HEAD or shape.key_dim % _HEAD_MULTIPLE):
+    if not has_kernel(shape.key_dim, device):
         raise UnsupportedModelError(f"PyTorch has no attention with variable lengths for heads of {shape.key_dim} numbers")
 
 

@@ -3,7 +3,8 @@
 A Hugging Face model computes everything except attention token by token. So a row `[1, T]` of concatenated sequences gives
 correct results under two conditions: positions restart in each sequence (we pass them), and attention stays within a
 sequence (we replace the model's attention function). Sequences are sorted by length. Inside attention only, sequences of
-similar length are padded to a small batch; with causal attention, right padding does not change the result.
+similar length are padded to a small batch; with causal attention, right padding does not change the result. On a GPU one
+call attends to all sequences without padding, where PyTorch has it (`varlen.py`).
 
 Shapes: T tokens of the row, P sampled tokens, V vocabulary, S sequences of a length bucket, L their padded length,
 h heads (query heads Hq, key/value heads Hk), D head size.
@@ -14,6 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -83,6 +85,8 @@ class PackedRow:
     longest: int
     """Length of the longest sequence, in tokens."""
     buckets: tuple[Bucket, ...]
+    begins: Tensor | None = None
+    """Where each sequence begins, and the end (int32), on devices that attend to all sequences in one call."""
     _windows: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     @classmethod
@@ -116,6 +120,9 @@ class PackedRow:
             sampled_ids_P=token_ids_T[sampled_P],
             longest=lengths[0],
             buckets=tuple(_buckets(lengths, device, waste)),
+            begins=torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+            if _in_one_call(device)
+            else None,
         )
 
     @property
@@ -136,6 +143,10 @@ class PackedRow:
             mask = ones.tril() & ones.triu(1 - window)
             self._windows[(length, window)] = mask
         return mask
+
+
+def _in_one_call(device: torch.device | str) -> bool:
+    return torch.device(device).type == "cuda"
 
 
 def _buckets(lengths: Sequence[int], device: torch.device | str, waste: float) -> list[Bucket]:
@@ -291,6 +302,12 @@ def packed_attention(
         )
     refuse_unknown_features(module, attention_mask, sliding_window=sliding_window, longest=packed_row.longest, other=other)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if packed_row.begins is not None and softcap is None and s_aux is None:
+        from pipelinerl.models.varlen import attend_row  # noqa: PLC0415 - for GPUs
+
+        attended = attend_row(packed_row, query, key, value, scale=scale, window=sliding_window)
+        if attended is not None:
+            return attended, None
     sinks = None if s_aux is None else s_aux[:, None]
     # Split at once: the gradient of each slice alone would be as large as the row.
     sizes = [bucket.end - bucket.start for bucket in packed_row.buckets]

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -26,8 +26,8 @@ class ModelShape:
     """Sizes of a decoder. `parameters` counts a tensor that has two names once.
 
     `linears` are the shapes of the matrices that tokens are multiplied with, by name. The output `head` is one of them (and
-    is also the embedding if the two are `tied`). `query_width` is heads times head size. `kv_width` is the width of a
-    token's keys and values in all layers, as attention receives them. `state` is the size of a sequence's recurrent and
+    is also the embedding if the two are `tied`). `query_width` is heads times head size. `kv_width` is the width of what all
+    layers keep of a token: keys and values as attention receives them. `state` is the size of a sequence's recurrent and
     convolution states. `feed_forward` is the inner width of a layer's MLP (the sum over all experts that a token goes
     through). `max_length` is None if the config does not give it.
     """
@@ -77,7 +77,7 @@ def read_shape(folder: Path) -> ModelShape | None:
         if len(shape) == 2 and (name == head or not any(part in name for part in _LOOKUPS))
     }
     tied = head is None
-    past = _past(text, layers, hidden)
+    with_keys, state = _past(text, layers, hidden)
     if head is None:
         head = _HEADS[0]
         linears[head] = (vocabulary, hidden)
@@ -89,27 +89,21 @@ def read_shape(folder: Path) -> ModelShape | None:
         layers=layers,
         hidden=hidden,
         query_width=heads * head_dim,
-        kv_width=past.key_value_layers * _kv_width(text, heads, head_dim),
-        state=past.state,
+        kv_width=with_keys * _kv_width(text, heads, head_dim, hybrid=with_keys < layers),
+        state=state,
         feed_forward=inner * (_first(text, "num_experts_per_tok") or 1),
         vocabulary=vocabulary,
         max_length=_first(text, "max_position_embeddings", "n_positions"),
     )
 
 
-class _Past(NamedTuple):
+def _past(text: Mapping[str, Any], layers: int, hidden: int) -> tuple[int, int]:
     """What layers keep of past tokens: how many keep keys and values, and the elements of all others' states."""
-
-    key_value_layers: int
-    state: int
-
-
-def _past(text: Mapping[str, Any], layers: int, hidden: int) -> _Past:
     kinds = _kinds(text, layers)
     states = {"conv": hidden * (_first(text, "conv_L_cache") or 0), "linear_attention": _linear_state(text, hidden)}
     states |= {"mamba": states["linear_attention"], "hybrid": states["linear_attention"]}
     without = {"linear_attention", "mamba", "conv", "moe", "mlp"}
-    return _Past(sum(kind not in without for kind in kinds), sum(states.get(kind, 0) for kind in kinds))
+    return sum(kind not in without for kind in kinds), sum(states.get(kind, 0) for kind in kinds)
 
 
 def _kinds(text: Mapping[str, Any], layers: int) -> list[str]:
@@ -132,8 +126,8 @@ def _kinds(text: Mapping[str, Any], layers: int) -> list[str]:
 def _linear_state(text: Mapping[str, Any], hidden: int) -> int:
     """Elements of one recurrent layer's states per sequence: the delta rule's, Mamba 2's or Mamba's."""
     kernel = _first(text, "linear_conv_kernel_dim", "mamba_d_conv", "conv_kernel") or 4
-    if (value_heads := _first(text, "linear_num_value_heads")) is not None:
-        key, value = (_first(text, f"linear_{name}_head_dim") or 0 for name in ("key", "value"))
+    if (value_heads := _first(text, "linear_num_value_heads", "linear_num_heads")) is not None:
+        key, value = (_first(text, f"linear_{name}_head_dim", "linear_head_dim") or 0 for name in ("key", "value"))
         keys = (_first(text, "linear_num_key_heads") or value_heads) * key
         return kernel * (2 * keys + value_heads * value) + value_heads * key * value
     size = _first(text, "mamba_d_state", "ssm_state_size", "state_size") or 0
@@ -146,11 +140,18 @@ def _linear_state(text: Mapping[str, Any], hidden: int) -> int:
     return kernel * (heads * head_dim + 2 * groups * size) + heads * head_dim * size
 
 
-def _kv_width(text: Mapping[str, Any], heads: int, head_dim: int) -> int:
-    """Width of a token's keys and values in one layer. Latent attention (MLA) expands them to all heads."""
-    if _first(text, "kv_lora_rank") is not None:
-        return heads * sum(_first(text, name) or 0 for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
-    return 2 * (_first(text, "num_key_value_heads") or heads) * head_dim
+def _kv_width(text: Mapping[str, Any], heads: int, head_dim: int, *, hybrid: bool) -> int:
+    """Width of a token's keys and values in a layer. Latents (MLA) are expanded to all heads, except in its own cache."""
+    if (latent := _first(text, "kv_lora_rank")) is not None:
+        keys, rotated = (_first(text, f"qk_{name}_head_dim") or 0 for name in ("nope", "rope"))
+        if hybrid or "index_topk" in text:  # runs through its own cache
+            return latent + rotated + (_first(text, "index_head_dim") or 0)
+        return heads * (keys + rotated + (_first(text, "v_head_dim") or 0))
+    shared = _first(text, "num_key_value_heads", "num_kv_heads") or heads
+    if text.get("multi_query") is True and text.get("new_decoder_architecture") is not True:
+        shared = 1
+    repeated = _first(text, "num_experts_per_tok") if text.get("model_type") == "jetmoe" else None
+    return shared * (repeated or 1) * (head_dim + (_first(text, "v_head_dim") or head_dim))
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipelinerl.engine.attention import LayerShape, Move
-from pipelinerl.engine.varlen import SlotKV, row_buckets, varlen_reference
+from pipelinerl.engine.varlen import SlotKV, row_buckets
+from pipelinerl.models.varlen import varlen_reference
 
 SLOT = 12
 ROWS = 5

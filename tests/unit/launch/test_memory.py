@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.models import make_model as make_family
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from pipelinerl.config.load import load_config
@@ -36,7 +37,7 @@ from pipelinerl.models.state import named_weights
 from pipelinerl.trainer import logprobs
 from pipelinerl.trainer.optimizer import Optimizer
 from pipelinerl.types import Segment
-from tests.parity.models import THROUGH_CACHE, make_model
+from tests.parity.models import CONFIGS, THROUGH_CACHE, make_model
 
 SIZES: dict[str, Any] = {
     "vocab_size": 512,
@@ -168,9 +169,11 @@ def test_the_engines_memory_is_what_the_engine_allocates(tmp_path: Path) -> None
     assert packed_bytes(shape) == sum(4 * linear._weight.numel() for linear in runner._flat._copies) > 0
 
 
-@pytest.mark.parametrize("family", ["deepseek-v3-latents", *sorted(THROUGH_CACHE)])
+@pytest.mark.parametrize(
+    "family", ["deepseek-v3-latents", "falcon", "gpt_bigcode", "jetmoe", "kimi_linear", *sorted(THROUGH_CACHE)]
+)
 def test_latents_and_states_take_what_the_engine_allocates(tmp_path: Path, family: str) -> None:
-    model = make_model(family)
+    model = make_model(family) if family in CONFIGS else make_family(family)
     shape = saved(tmp_path, model)
     engine = LocalEngine(model, slots=3, max_length=40, flatten=False)
     assert kv_bytes(shape, slots=3, length=40, item_bytes=4) == engine._runner.kv.kv_bytes

@@ -179,6 +179,26 @@ def test_logits_and_gradients_of_a_row_equal_those_of_each_sequence_alone(name: 
         torch.testing.assert_close(actual[parameter], gradient, atol=1e-6 * scale, rtol=1e-6, msg=parameter)
 
 
+@pytest.mark.parametrize("name", ["llama", "mistral", "deepseek_v3", "gemma2"])
+def test_one_call_for_all_sequences_gives_the_logits_and_gradients_of_buckets(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: shared heads, a window, values narrower than keys; a soft cap, for which there is no such call."""
+    segments, found = make_segments(LENGTHS), []
+    for once in (False, True):
+        monkeypatch.setattr(packed, "_in_one_call", lambda _, once=once: once)
+        model, calls = make_model(name), []
+        forward = training_forward(model)
+        monkeypatch.setattr(packed, "attend", lambda *a, calls=calls, **o: calls.append(1) or attend(*a, **o))
+        logits_PV = forward(PackedRow.of(segments))
+        weighted_sum(logits_PV).backward()
+        assert bool(calls) == (not once or name == "gemma2")
+        found.append({"logits": logits_PV.detach()} | gradients(model))
+    assert found[0].keys() == found[1].keys()
+    for parameter, expected in found[0].items():
+        torch.testing.assert_close(found[1][parameter], expected, atol=1e-9, rtol=1e-6, msg=parameter)
+
+
 @pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3"])
 def test_the_router_gets_its_gradient_from_the_objective(name: str) -> None:
     """Also through the grouped products of experts, which are the default, and in float32."""

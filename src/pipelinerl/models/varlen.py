@@ -1,0 +1,122 @@
+"""Attention of sequences of different lengths in one call, without padding: PyTorch's `varlen_attn` on GPUs.
+
+Elsewhere `varlen_reference` computes the same. It is slow: for tests.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pipelinerl.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from pipelinerl.models.packed import PackedRow
+
+Attention = Callable[..., Tensor]
+
+_LARGEST_HEAD, _HEAD_MULTIPLE = 256, 8
+"""Head sizes that the kernel on GPUs has."""
+
+
+def has_kernel(size: int, device: torch.device) -> bool:
+    """Whether heads of `size` numbers have an implementation."""
+    return device.type != "cuda" or (size <= _LARGEST_HEAD and size % _HEAD_MULTIPLE == 0)
+
+
+def attention_of(parameter: Tensor) -> Attention:
+    """The implementation for the device of `parameter`. Raises UnsupportedModelError if there is none."""
+    if parameter.device.type != "cuda":
+        return varlen_reference
+    if parameter.dtype not in (torch.bfloat16, torch.float16):
+        raise UnsupportedModelError(f"PyTorch has no attention with variable lengths in {parameter.dtype}")
+    from torch.nn.attention import varlen  # noqa: PLC0415 - PyTorch has it for GPUs only
+
+    known = inspect.signature(varlen.varlen_attn).parameters
+    if not {"seqused_k", "enable_gqa", "window_size"} <= known.keys():
+        raise UnsupportedModelError(f"PyTorch {torch.__version__} has no attention over cache slots; 2.12 has")
+    return cast("Attention", varlen.varlen_attn)  # it returns more only if asked
+
+
+def varlen_reference(  # noqa: PLR0917 - the signature of `varlen_attn`
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+    seqused_k: Tensor | None = None,
+) -> Tensor:
+    """What `torch.nn.attention.varlen.varlen_attn` computes, for any device: query [T, Hq, D], key [K, Hk, D] -> [T, Hq, D].
+
+    Sequence i has queries `cu_seq_q[i] <= t < cu_seq_q[i + 1]`, at most `max_q`, and `seqused_k[i]` keys, at most `max_k`,
+    from `cu_seq_k[i]` on (without `seqused_k`, those up to `cu_seq_k[i + 1]`). Its last query is at the position of its last
+    key. A query sees keys from `window_size[0]` positions before its own to `window_size[1]` after it; -1 means no limit.
+    The output of a query that sees no key is 0.
+    """
+    if query.shape[1] % key.shape[1] or (not enable_gqa and query.shape[1] != key.shape[1]):
+        raise ValueError(f"{query.shape[1]} query heads can't share {key.shape[1]} key heads (enable_gqa={enable_gqa})")
+    device = query.device
+    begin_N, end_N = cu_seq_q[:-1].long(), cu_seq_q[1:].long()
+    used_N = (cu_seq_k[1:] - cu_seq_k[:-1] if seqused_k is None else seqused_k).long()
+    column_q, column_k = torch.arange(max_q, device=device), torch.arange(max_k, device=device)
+    # Every sequence is padded to max_q queries and max_k keys: places beyond its own hold other sequences' tokens.
+    query_Nq = (begin_N[:, None] + column_q).clamp(max=query.shape[0] - 1)
+    key_Nk = (cu_seq_k[:-1].long()[:, None] + column_k).clamp(max=key.shape[0] - 1)
+    position_Nq1 = (column_q + (used_N - (end_N - begin_N))[:, None])[:, :, None]
+    visible_Nqk = (column_k < used_N[:, None])[:, None, :].expand(-1, max_q, -1)
+    before, after = window_size
+    if before >= 0:
+        visible_Nqk = visible_Nqk & (column_k >= position_Nq1 - before)
+    if after >= 0:
+        visible_Nqk = visible_Nqk & (column_k <= position_Nq1 + after)
+    groups = query.shape[1] // key.shape[1]
+    queries, keys, values = query[query_Nq].transpose(1, 2), key[key_Nk].transpose(1, 2), value[key_Nk].transpose(1, 2)
+    keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
+    sees_Nq1 = visible_Nqk.any(-1, keepdim=True)
+    mask_N1qk = (visible_Nqk | ~sees_Nq1)[:, None]
+    attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask_N1qk, scale=scale)
+    attended = (attended * sees_Nq1[:, None]).transpose(1, 2)
+    token_T = torch.arange(query.shape[0], device=device)
+    sequence_T = torch.searchsorted(end_N, token_T, right=True).clamp(max=len(begin_N) - 1)
+    return attended[sequence_T, token_T - begin_N[sequence_T]]
+
+
+def attend_row(
+    row: PackedRow, query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int | None
+) -> Tensor | None:
+    """Attention within each sequence of `row`: shapes as in `packed.packed_attention`. None if it has no implementation.
+
+    Values of fewer numbers than keys (latent attention) are padded.
+    """
+    size, missing = query.shape[-1], query.shape[-1] - value.shape[-1]
+    if row.begins is None or missing < 0 or not has_kernel(size, query.device):
+        return None
+    try:
+        attention = attention_of(query)
+    except UnsupportedModelError:
+        return None
+    query, key, value = (projected[0].transpose(0, 1) for projected in (query, key, F.pad(value, (0, missing))))
+    attended = attention(
+        query,
+        key,
+        value,
+        row.begins,
+        row.begins,
+        row.longest,
+        row.longest,
+        scale=scale,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=True,
+    )
+    return attended[None, ..., : size - missing]
