@@ -7,7 +7,7 @@ is taken back before that, under the lock of admission:
 
 generation     The groups that it had in progress are counted as lost and start again under their index, in any generation
                process. A group that is recorded but not in the stream is written to it. The trainer does not wait for the
-               engine until the new process asks for weights; it gets the newest.
+               engine until the new process asks for weights; it gets the newest. (A broadcast's sender forms a new group.)
 preprocessing  A group that is in both streams is removed from the first.
 server         Its clients send its requests to other servers, and the newest weights to the new process. That has the same
                address.
@@ -220,11 +220,15 @@ class Healing:
     # ---- the work of the dead
 
     def _bury(self, worker: LocalWorker) -> None:
-        """Kill what the process has started, remove what it has left, and have the trainer not wait for its engine."""
+        """Kill what the process has started, remove what it has left, and have the trainer not wait for its engine.
+
+        The sender of a broadcast notices by itself that a receiver is gone.
+        """
         worker.kill()
         worker.wait(KILL_TIMEOUT_S)
         remove_weights_of(worker.pid)
-        if worker.role in (roles := generation_roles(self._session.config)):
+        roles = generation_roles(self._session.config)
+        if worker.role in roles and self._session.config.weights.kind == "shared":
             with closing(Control(self._host.channels.weights)) as control:
                 control.write_answer(roles.index(worker.role), Answer(AWAY))
 
