@@ -37,6 +37,7 @@ class Task(ABC):
     reward_workers = 2
     reward_timeout_s = 10.0
     reward_memory_mb = 1024
+    reward_writes: tuple[str, ...] | None = None
     reward_pool: RewardPool | None = None
     """Set by `make_environment`."""
 

@@ -7,7 +7,7 @@ is taken back before that, under the lock of admission:
 
 generation     The groups that it had in progress are counted as lost and start again under their index, in any generation
                process. A group that is recorded but not in the stream is written to it. The trainer does not wait for the
-               engine until the new process asks for weights; it gets the newest.
+               engine until the new process asks for weights; it gets the newest. (A broadcast's sender forms a new group.)
 preprocessing  A group that is in both streams is removed from the first.
 server         Its clients send its requests to other servers, and the newest weights to the new process. That has the same
                address.
@@ -36,6 +36,7 @@ from pipelinerl.database import DamagedDatabaseError, Database
 from pipelinerl.errors import CrashLoopError, StageDiedError
 from pipelinerl.files import write_atomically
 from pipelinerl.launch.hosts.host import LocalHost, LocalWorker, Worker, named, remove_weights_of
+from pipelinerl.launch.hosts.keeping import answers
 from pipelinerl.launch.roles import PREPROCESSING, generation_roles, server_roles, stages_of
 from pipelinerl.launch.session import Session
 from pipelinerl.launch.stages.streams import ROLLOUTS, group_reader, prepared_writer
@@ -55,6 +56,8 @@ LOST = "lost_in_crash"
 """Why the rollouts were dropped that a process had in progress when it died."""
 PAUSES_KEPT = 256
 """Pauses for weight updates, of all ended processes, that are published."""
+ASK_EVERY_S = 1.0
+"""Time between two requests to a server that starts."""
 STACKS_S = 0.2
 """Time for a process to write its stacks to its log before it is killed."""
 
@@ -103,6 +106,7 @@ class Healing:
     def __init__(self, session: Session, host: LocalHost, view: View, beginning: Beginning) -> None:
         self._session, self._host, self._view, self._beginning = session, host, view, beginning
         self._histories: dict[str, History] = {}
+        self._ask_s = 0.0  # when servers are asked again
         self.changed_s = 0.0
         """The time of the latest death or restart."""
 
@@ -183,7 +187,7 @@ class Healing:
     def observe(self, statuses: Mapping[str, StageStatus], now: float) -> None:
         """Note which new processes are ready."""
         for role, history in self._histories.items():
-            if history.ready_s is None and history.due_s is None and self._is_ready(role, history.pid, statuses):
+            if history.ready_s is None and history.due_s is None and self._is_ready(role, history.pid, statuses, now):
                 history.ready_s = now
                 history.away_s.append(now - history.died_s)
                 lost = history.actor.rollouts_dropped.get(LOST)
@@ -205,10 +209,15 @@ class Healing:
             for role, history in self._histories.items()
         }
 
-    def _is_ready(self, role: str, pid: int, statuses: Mapping[str, StageStatus]) -> bool:
+    def _is_ready(self, role: str, pid: int, statuses: Mapping[str, StageStatus], now: float) -> bool:
         if stages := stages_of(self._session.config, role):
             found = [statuses.get(stage) for stage in stages]
             return all(status is not None and status.pid == pid and status.state != "starting" for status in found)
+        if self._session.config.engine.kind == "vllm":  # it writes its ready file before it loads the model
+            if now < self._ask_s:
+                return False
+            self._ask_s = now + ASK_EVERY_S
+            return answers(self._session, role, pid)
         ready = self._session.run.ready_file(role)
         return ready.exists() and msgspec.json.decode(ready.read_bytes(), type=dict[str, Any])["pid"] == pid
 
@@ -220,11 +229,15 @@ class Healing:
     # ---- the work of the dead
 
     def _bury(self, worker: LocalWorker) -> None:
-        """Kill what the process has started, remove what it has left, and have the trainer not wait for its engine."""
+        """Kill what the process has started, remove what it has left, and have the trainer not wait for its engine.
+
+        The sender of a broadcast notices by itself that a receiver is gone.
+        """
         worker.kill()
         worker.wait(KILL_TIMEOUT_S)
         remove_weights_of(worker.pid)
-        if worker.role in (roles := generation_roles(self._session.config)):
+        roles = generation_roles(self._session.config)
+        if worker.role in roles and self._session.config.weights.kind == "shared":
             with closing(Control(self._host.channels.weights)) as control:
                 control.write_answer(roles.index(worker.role), Answer(AWAY))
 

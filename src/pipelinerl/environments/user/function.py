@@ -56,13 +56,17 @@ class FunctionOptions(Options, kw_only=True):
     """How long a call may take."""
     memory_mb: AtLeastOne = 1024
     """How much memory a call may use beyond what its process uses after the imports."""
+    writes: list[str] | None = None
+    """The only folders below which a call, and what it starts, can write, make and remove files: [] for none. null: not
+    limited. Needs Linux 5.13 or newer. Calls of `async def` functions are not limited."""
     ended_reward: float | None = None
     """Reward of an answer whose reward function exceeded a limit or crashed. null: the rollout is dropped, as it is when the
     function raises an error or does not return a number."""
 
     @property
     def limits(self) -> Limits:
-        return Limits(timeout_s=self.timeout_s, memory_mb=self.memory_mb)
+        writes = None if self.writes is None else tuple(self.writes)
+        return Limits(timeout_s=self.timeout_s, memory_mb=self.memory_mb, writes=writes)
 
 
 class Function(ProblemSet):
@@ -85,6 +89,8 @@ class Function(ProblemSet):
         rewards = named_rewards(options.reward)
         self._weights = {name: weight for name, (_, weight) in rewards.items()}
         self._group_reward = options.group_reward
+        if options.writes is not None and not options.isolate:
+            raise EnvironmentSetupError("environment.args.writes limits processes of their own: leave out `isolate: false`")
         others = {} if self._field else {PROMPT: options.prompt}
         if self._group_reward:
             others[GROUP_REWARD] = self._group_reward

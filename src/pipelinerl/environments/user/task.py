@@ -29,6 +29,7 @@ class _Attributes(msgspec.Struct):
     reward_workers: AtLeastOne
     reward_timeout_s: Seconds
     reward_memory_mb: AtLeastOne
+    reward_writes: tuple[str, ...] | None
 
 
 class RewardPool:
@@ -60,7 +61,10 @@ class RewardPool:
             {REWARD: kind},
             workers=limits.reward_workers,
             limits=Limits(
-                timeout_s=limits.reward_timeout_s, memory_mb=limits.reward_memory_mb, start_timeout_s=START_TIMEOUT_S
+                timeout_s=limits.reward_timeout_s,
+                memory_mb=limits.reward_memory_mb,
+                start_timeout_s=START_TIMEOUT_S,
+                writes=limits.reward_writes,
             ),
             task=source,
         )

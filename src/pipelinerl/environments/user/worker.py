@@ -34,12 +34,13 @@ OUT_OF_MEMORY = 77
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of a call: `timeout_s`, and `memory_mb` beyond what the process uses after importing the functions' files.
 
-    `start_timeout_s` limits that import.
+    `start_timeout_s` limits that import. `writes`: the only folders below which a call can write; None: not limited.
     """
 
     timeout_s: float = 10.0
     memory_mb: int = 1024
     start_timeout_s: float = 60.0
+    writes: tuple[str, ...] | None = None
 
 
 class TaskSource(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,6 +97,10 @@ def main(argument: str) -> int:
             from pipelinerl.environments.user.task import reward_of  # noqa: PLC0415 - functions start without it
 
             functions = dict.fromkeys(start.functions, reward_of(start.task))
+        if start.limits.writes is not None:
+            from pipelinerl.environments.user.sandbox import write_only_below  # noqa: PLC0415 - few runs need it
+
+            write_only_below([Path(folder) for folder in start.limits.writes])
     except EnvironmentSetupError as error:
         connection.sendall(_encode(Reply(number=0, outcome="raised", error=str(error))))
         return 1
