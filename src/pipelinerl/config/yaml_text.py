@@ -94,6 +94,8 @@ def parse(text: str, source: str) -> YamlText:
         mark = error.problem_mark or error.context_mark
         where = f"{source}:{mark.line + 1}" if mark else source
         hint = " (YAML is indented with spaces)" if "'\\t'" in (error.problem or "") else ""
+        if mark and "${" in "".join(text.splitlines()[mark.line : mark.line + 1]):
+            hint = ' (inside { } and [ ], quote a variable: "${NAME}")'
         said = error.problem or error.context or "unreadable"
         said = f"{error.context}, {said}" if said.startswith("but ") else said
         raise ConfigError(f"{where}: not valid YAML: {said}{hint}") from error
