@@ -99,6 +99,28 @@ def test_a_chat_streams_an_answer_and_continues(
     assert first == second != ""
 
 
+def test_a_chat_says_what_it_cannot_encode_and_goes_on(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n12,30:\n"))
+    assert main(["chat", "demo", "--actor.max_tokens", "5"]) == 0
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert "can't make a prompt of 'hello'" in first
+    assert second
+    assert main(["chat", "demo", "--system", "Be brief."]) == 2
+    assert "takes no system message" in capsys.readouterr().err
+
+
+def test_a_push_without_network_is_one_line(
+    trained: tuple[pipelinerl.Run, list[Record]], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert main(["push", str(trained[0].path), "someone/my-model"]) == 2
+    assert "the hub did not take someone/my-model" in capsys.readouterr().err
+
+
 def test_a_started_run_is_followed_and_stopped(tmp_path: Path) -> None:
     config = {**SMALL, "run_dir": str(tmp_path / "run"), "trainer": {**SMALL["trainer"], "steps": 10000}}
     with pipelinerl.start(config, environment="gcd") as run:

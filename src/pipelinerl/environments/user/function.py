@@ -13,7 +13,7 @@ from msgspec import Meta
 from pipelinerl.environments.chat.tool_use import Tool, ToolError, require_chat, tool_of, use_tools
 from pipelinerl.environments.data import ProblemSet, read_split
 from pipelinerl.environments.options import AtLeastOne, Files, FunctionName, Options, Seconds, Share, listed
-from pipelinerl.environments.prompts import Message, encode_prompt, text_decoder
+from pipelinerl.environments.prompts import Message, encode_prompt, text_decoder, try_prompt
 from pipelinerl.environments.questions import chat_messages, check_chat
 from pipelinerl.environments.user.code import find_function, names_a_function, summarize_error, try_out
 from pipelinerl.environments.user.pool import CALL_ENDED, FunctionPool, Limits
@@ -146,7 +146,7 @@ class Function(ProblemSet):
 
     async def _trial(self, problem: Problem) -> None:
         """Call each function once, so that errors appear before the first rollout."""
-        encode_prompt(self._tokenizer, await self._prompt(problem.payload))
+        try_prompt(self._tokenizer, await self._prompt(problem.payload))
         tried = {
             name: weight
             for name, weight in self._weights.items()
