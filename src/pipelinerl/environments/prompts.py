@@ -11,8 +11,7 @@ from pipelinerl.interfaces import Tokenizer
 Message = Mapping[str, str]
 """One message of a chat: `{"role": "user", "content": "..."}`."""
 
-SHOWN_CHARACTERS = 60
-"""Characters of a prompt quoted in an error message."""
+SHOWN_CHARACTERS = 60  # of a prompt, in an error message
 
 
 def has_chat_template(tokenizer: Tokenizer) -> bool:

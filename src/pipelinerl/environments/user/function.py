@@ -33,9 +33,14 @@ Prompt = str | list[Message]
 class FunctionOptions(Options, kw_only=True):
     data: Files
     """Files of examples, JSON objects, which are passed to the functions as dicts."""
-    reward: FunctionName | Annotated[dict[FunctionName, float], Meta(min_length=1)]
+    reward: (
+        FunctionName
+        | Annotated[dict[FunctionName, float], Meta(min_length=1)]
+        | Annotated[list[FunctionName], Meta(min_length=1)]
+    )
     """(completion, example) -> a finite number, or a dict of `reward` and metrics. The completion is text without special
-    tokens, and may be empty. Several functions with their weights: `{rewards.py:right: 1.0, rewards.py:brief: 0.2}`."""
+    tokens, and may be empty. Several functions with their weights: `{rewards.py:right: 1.0, rewards.py:brief: 0.2}`; in a
+    list, each has the weight 1."""
     group_reward: FunctionName = ""
     """(completions, example) -> a list of numbers, which are added to the rewards of a group's rollouts in training."""
     prompt: FunctionName = "prompt"
