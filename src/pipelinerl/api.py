@@ -8,6 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -42,7 +43,9 @@ LOOK_EVERY_S = 0.2
 STOP_PATIENCE_S = 180.0
 
 Config = RunConfig | Mapping[str, Any] | str | Path | None
+Environment = type | partial[Any] | str
 Reward = Callable[..., Any] | str
+Rewards = Reward | Mapping[Any, float] | Sequence[Reward | tuple[Reward, float]]
 Callback = Callable[[Record], object]
 
 
@@ -188,15 +191,15 @@ def train(
     config: Config = None,
     *,
     model: str | Path | None = None,
-    environment: type | str | None = None,
-    reward: Reward | Mapping[Any, float] | None = None,
+    environment: Environment | None = None,
+    reward: Rewards | None = None,
     data: str | Path | Sequence[Mapping[str, Any]] | None = None,
-    callbacks: Sequence[Callback] = (),
+    callbacks: Callback | Sequence[Callback] = (),
     resume: str | Path | None = None,
 ) -> Run:
     """Train, and return the run. See `start` for the arguments.
 
-    callbacks   functions that are called with every record, in a thread of this process. Their errors do not end the run
+    callbacks   a function, or several, called with every record in a thread of this process. Their errors do not end the run
     resume      the directory of a run to continue, with its configuration unless `config` is given
 
     Raises the error that ended the run (see `errors`) if it did not reach its goal.
@@ -204,15 +207,21 @@ def train(
     from pipelinerl.launch import run  # noqa: PLC0415 - most users of this package start no run
 
     _refuse_imported_scripts()
+    called = [callbacks] if callable(callbacks) else list(callbacks)
+    for callback in called:
+        if not callable(callback):
+            raise UserError(f"callbacks: {callback!r} is no function")
     if resume is not None:
+        if any(value is not None for value in (model, environment, reward, data)):
+            raise UserError("a resumed run keeps its model, environment, reward and data; leave them out")
         path = Path(resume)
         done = Run(path)
-        with _calling(callbacks, path, new=False):
+        with _calling(called, path, new=False):
             run.train(done.config if config is None else _resolved(config), resume=path)
         return done
     prepared, inputs = _prepare(config, model, environment, reward, data)
     try:
-        with _calling(callbacks, inputs.parent, new=True):
+        with _calling(called, inputs.parent, new=True):
             run.train(prepared)
     except PipelineRLError:
         with suppress(OSError):
@@ -225,8 +234,8 @@ def start(
     config: Config = None,
     *,
     model: str | Path | None = None,
-    environment: type | str | None = None,
-    reward: Reward | Mapping[Any, float] | None = None,
+    environment: Environment | None = None,
+    reward: Rewards | None = None,
     data: str | Path | Sequence[Mapping[str, Any]] | None = None,
 ) -> StartedRun:
     """Start a run in a process of its own, and return it at once.
@@ -234,9 +243,10 @@ def start(
     config        a `RunConfig`, a run file, or values by key (`{"trainer.steps": 20}`, or nested), on top of the defaults.
                   Without any argument: the demo
     model         a folder or hub id of a causal language model, instead of `model.path`
-    environment   a class, or what `environment.kind` names
-    reward        a function (completion, example) -> number, for the environment `function`; or several with their weights
-    data          the examples for `reward`: a file of JSON lines, a data set, or a list of dicts
+    environment   a class, `functools.partial(Class, name=value)` with arguments for it, or what `environment.kind` names
+    reward        a function (completion, example) -> number, for the environment `function`. Several: a list, with or
+                  without weights ([f, (g, 0.2)]), or a dict ({f: 1.0, g: 0.2})
+    data          the examples for `reward`: a file of JSON lines, a data set, dicts, or a data frame
 
     Functions and classes are imported by other processes from their files. The source of those defined in a notebook is
     written to the run directory. Raises UserError.
@@ -248,8 +258,8 @@ def start(
 def _prepare(
     config: Config,
     model: str | Path | None,
-    environment: type | str | None,
-    reward: Reward | Mapping[Any, float] | None,
+    environment: Environment | None,
+    reward: Rewards | None,
     data: str | Path | Sequence[Mapping[str, Any]] | None,
 ) -> tuple[RunConfig, Path]:
     """The configuration of a new run, with its directory, and the folder there for what it is given."""
@@ -257,17 +267,31 @@ def _prepare(
     base = _resolved({} if config is None and given else config)
     with errors_explained():
         root = Path(base.run_dir).absolute() if base.run_dir else fresh_directory(base)
+        if base.run_dir and (trained := RunDirectory(root).metrics).is_file() and trained.stat().st_size:
+            raise RunDirectoryError(f"{root} already has a run; continue it with `resume`, or choose another run_dir")
     inputs = root / "inputs"
     try:
         kind, args = base.environment.kind, dict(base.environment.args)
-        if environment is not None:
-            kind = environment if isinstance(environment, str) else name_by_file(environment, inputs)
+        chosen = environment.func if isinstance(environment, partial) else environment
+        if isinstance(environment, partial):
+            args |= _keywords(environment)
+        if not isinstance(chosen, str | type | None):
+            raise UserError(
+                f"environment: {chosen!r} is no class; each process makes an object of its own, so give the class, or "
+                "`functools.partial(Class, name=value)`"
+            )
+        if chosen is not None:
+            kind = chosen if isinstance(chosen, str) else name_by_file(chosen, inputs)
         if reward is not None:
             kind = "function" if environment is None else kind
             args["reward"] = _named_rewards(reward, inputs)
         if data is not None:
             args["data"] = str(data) if isinstance(data, str | Path) else _written(data, inputs)
         values: dict[str, Any] = {"run_dir": str(root), "environment.kind": kind, "environment.args": args}
+        if not isinstance(model, str | Path | None):
+            raise UserError(
+                f"model: a {type(model).__name__} is neither a folder nor a hub id; save it with `save_pretrained`"
+            )
         if model is not None:
             values["model.path"] = str(model)
         return config_of_values(values, base), inputs
@@ -283,17 +307,40 @@ def _resolved(config: Config) -> RunConfig:
     return config_of_values(config) if isinstance(config, Mapping) else load_config(config)
 
 
+def _keywords(environment: partial[Any]) -> dict[str, Any]:
+    if environment.args:
+        raise UserError("environment: give the arguments of a `functools.partial` by name")
+    return environment.keywords
+
+
 def _named_rewards(reward: Any, inputs: Path) -> Any:
-    """The same with functions named by their files."""
-    if isinstance(reward, Mapping):
-        return {_named_rewards(function, inputs): weight for function, weight in reward.items()}
-    return name_by_file(reward, inputs) if callable(reward) else reward
+    """The same with functions named by their files, and several as a mapping to their weights."""
+    if callable(reward):
+        return name_by_file(reward, inputs)
+    if isinstance(reward, str):
+        return reward
+    pairs = reward.items() if isinstance(reward, Mapping) else [it if isinstance(it, tuple) else (it, 1.0) for it in reward]
+    weights = {_named_rewards(function, inputs): weight for function, weight in pairs}
+    if len(weights) < len(pairs):
+        raise UserError("reward: a function is given twice")
+    return weights
 
 
-def _written(examples: Sequence[Mapping[str, Any]], inputs: Path) -> str:
+def _written(examples: Any, inputs: Path) -> str:
+    """The file with the examples. Raises UserError for what are no dicts of JSON values."""
+    if isinstance(examples, Mapping):
+        raise UserError("data: a dict is one example; give a list of them")
+    rows = examples.to_dict("records") if hasattr(examples, "iterrows") else examples
     inputs.mkdir(parents=True, exist_ok=True)
     path = inputs / "data.jsonl"
-    path.write_bytes(msgspec.json.Encoder().encode_lines(list(examples)))
+    with open(path, "wb") as file:
+        for number, row in enumerate(rows):
+            if not isinstance(row, Mapping):
+                raise UserError(f"data[{number}] is a {type(row).__name__}, not a dict")
+            try:
+                file.write(msgspec.json.encode(dict(row)) + b"\n")
+            except TypeError as error:
+                raise UserError(f"data[{number}] has a value that JSON can't represent: {error}") from error
     return str(path)
 
 

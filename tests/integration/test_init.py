@@ -81,10 +81,10 @@ def dataset_on_disk(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("template", ["environment", "tools", "agent", "dataset"])
+@pytest.mark.parametrize("template", ["class", "tools", "agent", "chat"])
 def test_every_template_runs(template: str, tmp_path: Path) -> None:
     pipelinerl_init(tmp_path, "--template", template)
-    if template == "dataset":
+    if template == "chat":
         dataset_on_disk(tmp_path)
     tried = command("train", "run.yaml", "--dry-run", cwd=tmp_path)
     assert tried.status == 0, tried.error

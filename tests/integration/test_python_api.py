@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import io
+import json
 import sys
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import pipelinerl
+from pipelinerl.api import _prepare
 from pipelinerl.cli import main
+from pipelinerl.environments import SingleTurn
 from pipelinerl.errors import RunDirectoryError, UserError
+from pipelinerl.interfaces import Tokenizer
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.sinks import Record
+from pipelinerl.types import Problem
 
 pytestmark = pytest.mark.exhaustive
 
@@ -99,6 +106,28 @@ def test_a_chat_streams_an_answer_and_continues(
     assert first == second != ""
 
 
+def test_a_chat_says_what_it_cannot_encode_and_goes_on(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n12,30:\n"))
+    assert main(["chat", "demo", "--actor.max_tokens", "5"]) == 0
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert "can't make a prompt of 'hello'" in first
+    assert second
+    assert main(["chat", "demo", "--system", "Be brief."]) == 2
+    assert "takes no system message" in capsys.readouterr().err
+
+
+def test_a_push_without_network_is_one_line(
+    trained: tuple[pipelinerl.Run, list[Record]], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert main(["push", str(trained[0].path), "someone/my-model"]) == 2
+    assert "the hub did not take someone/my-model" in capsys.readouterr().err
+
+
 def test_a_started_run_is_followed_and_stopped(tmp_path: Path) -> None:
     config = {**SMALL, "run_dir": str(tmp_path / "run"), "trainer": {**SMALL["trainer"], "steps": 10000}}
     with pipelinerl.start(config, environment="gcd") as run:
@@ -129,6 +158,88 @@ def test_a_notebook_draws_a_run_while_it_trains(tmp_path: Path, monkeypatch: pyt
     assert any("image/png" in output.get("data", {}) for output in outputs), "the plot"
     (written,) = tmp_path.glob("runs/*/inputs/*.py")
     assert "def reward" in written.read_text()
+
+
+def brief(completion: str, example: dict[str, Any]) -> float:
+    return -float(len(completion))
+
+
+class Sized(SingleTurn):
+    def __init__(self, tokenizer: Tokenizer, seed: int, *, digits: int) -> None:
+        super().__init__(tokenizer, seed)
+        self.digits = digits
+
+    def problem(self, index: int) -> Problem:
+        return Problem(id=str(index), payload={})
+
+    def prompt(self, problem: Problem) -> str:
+        return "1" * self.digits + ","
+
+    def reward(self, problem: Problem, completion: str) -> float:
+        return float(len(completion))
+
+
+def prepared(tmp_path: Path, **given: Any) -> pipelinerl.RunConfig:
+    values = (given.get(name) for name in ("model", "environment", "reward", "data"))
+    config, _ = _prepare({"run_dir": str(tmp_path)}, *values)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("rewards", "weights"),
+    [
+        ([reward, brief], (1.0, 1.0)),
+        ([reward, (brief, 0.2)], (1.0, 0.2)),
+        ({reward: 2.0, f"{__file__}:brief": 0.5}, (2.0, 0.5)),
+    ],
+)
+def test_several_rewards_are_named_with_their_weights(rewards: Any, weights: Sequence[float], tmp_path: Path) -> None:
+    named = prepared(tmp_path, reward=rewards, data=DATA).environment.args["reward"]
+    assert named == {f"{__file__}:{name}": weight for name, weight in zip(("reward", "brief"), weights, strict=True)}
+
+
+def test_a_data_frame_has_a_row_for_each_example(tmp_path: Path) -> None:
+    pandas = pytest.importorskip("pandas")
+    path = prepared(tmp_path, reward=reward, data=pandas.DataFrame(DATA)).environment.args["data"]
+    assert [json.loads(line) for line in Path(str(path)).read_text().splitlines()] == DATA
+
+
+def test_a_partial_gives_a_class_its_arguments(tmp_path: Path) -> None:
+    config = {**SMALL, "trainer": {**SMALL["trainer"], "steps": 1}, "run_dir": str(tmp_path / "run")}
+    run = pipelinerl.train(config, environment=partial(Sized, digits=3))
+    assert run.config.environment.args == {"digits": 3}
+    group = json.loads((run.path / "rollouts/rollouts.jsonl").read_text().splitlines()[0])
+    assert len(group["rollouts"][0]["turns"][0]["prompt_ids"]) == 4, "three digits and a comma"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"environment": object()}, "is no class; each process makes an object of its own"),
+        ({"environment": partial(Sized, 3)}, "by name"),
+        ({"reward": [reward, reward], "data": DATA}, "given twice"),
+        ({"reward": len, "data": DATA}, "write a function with `def`"),
+        ({"reward": reward, "data": ["12,30:"]}, r"data\[0\] is a str, not a dict"),
+        ({"reward": reward, "data": DATA[0]}, "give a list"),
+        ({"reward": reward, "data": [*DATA, {"prompt": object()}]}, rf"data\[{len(DATA)}\] has a value"),
+        ({"model": object()}, "neither a folder nor a hub id"),
+    ],
+)
+def test_what_can_not_be_used_is_refused(given: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        prepared(tmp_path / "new", **given)
+
+
+def test_a_run_keeps_the_inputs_that_it_was_trained_on(trained: tuple[pipelinerl.Run, list[Record]]) -> None:
+    run, _ = trained
+    before = (run.path / "inputs/data.jsonl").read_bytes()
+    with pytest.raises(RunDirectoryError, match="already has a run"):
+        pipelinerl.train({**SMALL, "run_dir": str(run.path)}, reward=reward, data=DATA[:1])
+    with pytest.raises(UserError, match="a resumed run keeps"):
+        pipelinerl.train(resume=run.path, reward=brief)
+    with pytest.raises(UserError, match="3 is no function"):
+        pipelinerl.train(SMALL, environment="gcd", callbacks=[3])  # type: ignore[list-item]
+    assert (run.path / "inputs/data.jsonl").read_bytes() == before
 
 
 def test_what_is_not_a_run_is_refused(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from pipelinerl.cli.parser import Commands, at_least, config_of_run, refuse_settings, write
 from pipelinerl.config.load import with_flags
 from pipelinerl.config.schema import ModelConfig, RunConfig
-from pipelinerl.errors import PromptTooLongError
+from pipelinerl.errors import EnvironmentSetupError, PromptTooLongError
 
 KEYS = (
     *("actor.temperature", "actor.top_p", "actor.top_k", "actor.max_tokens", "model.dtype", "model.trust_remote_code"),
@@ -77,4 +77,6 @@ def run_chat(options: argparse.Namespace, settings: Sequence[str]) -> int:
                 pass
             except PromptTooLongError as error:
                 write(f"{error}; /reset begins a new chat")
+            except EnvironmentSetupError as error:
+                write(str(error))
             write("\n")

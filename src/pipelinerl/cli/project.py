@@ -13,11 +13,11 @@ from pipelinerl.config.load import load_config
 from pipelinerl.errors import UserError
 
 TEMPLATES = {
-    "reward": "problems in a file and a reward function",
-    "environment": "a class that makes its own problems",
+    "function": "problems in a file and a reward function",
+    "class": "a class that makes its own problems",
     "tools": "a function that the model may call",
     "agent": "a program that uses an OpenAI-compatible API",
-    "dataset": "a data set of the hub and a chat model",
+    "chat": "a data set of the hub and a chat model",
     "reasoning-gym": "a task of that package, by name",
 }
 """Folders in `assets/templates`, and what each is an example of."""
@@ -28,7 +28,7 @@ def add_to(commands: Commands) -> None:
     flag = commands.add("init", text, run=run_init).add_argument
     flag("folder", type=Path, metavar="DIR", help="the project's folder; existing files are never overwritten")
     text = "; ".join(f"{name}: {what}" for name, what in TEMPLATES.items())
-    flag("--template", choices=TEMPLATES, default="reward", metavar="NAME", help=f"{text} (default: reward)")
+    flag("--template", choices=TEMPLATES, default="function", metavar="NAME", help=f"{text} (default: function)")
 
     text = "Print the resolved configuration, with the documentation of every key."
     flag = commands.add("config", text, SETTINGS_HELP, run=run_config).add_argument

@@ -1,4 +1,7 @@
-"""Environment variables in run files: `${NAME}` in a text stands for the variable's value, `$${NAME}` for `${NAME}`."""
+"""Environment variables in run files: `${NAME}` in a text stands for the variable's value, `$${NAME}` for `${NAME}`.
+
+`${NAME:-TEXT}` stands for TEXT if the variable is not set, or empty.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from pipelinerl.config import yaml_text
 from pipelinerl.config.keys import settable
 from pipelinerl.errors import ConfigError
 
-_REFERENCE = re.compile(r"(\$?)\$\{([A-Za-z_]\w*)\}")
+_REFERENCE = re.compile(r"(\$?)\$\{([A-Za-z_]\w*)(?::-([^}]*))?\}")
 
 
 def resolved(value: Any, origins: Mapping[str, str], place: str = "") -> Any:
@@ -32,9 +35,11 @@ def resolved(value: Any, origins: Mapping[str, str], place: str = "") -> Any:
     origin = origins.get(known, place)
 
     def replacement(reference: re.Match[str]) -> str:
-        escape, name = reference.groups()
+        escape, name, default = reference.groups()
         if escape:
-            return f"${{{name}}}"
+            return reference[0].removeprefix("$")
+        if default is not None:
+            return os.environ.get(name) or str(default)
         if name not in os.environ:
             raise ConfigError(
                 f"{origin}: the environment variable {name} is not set; set it, or write $${{{name}}} if the text "

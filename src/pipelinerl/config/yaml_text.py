@@ -91,11 +91,11 @@ def parse(text: str, source: str) -> YamlText:
         finally:
             loader.dispose()
     except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        where = f"{source}:{mark.line + 1}" if mark else source
-        hint = " (YAML is indented with spaces)" if "'\\t'" in (error.problem or "") else ""
-        said = error.problem or error.context or "unreadable"
-        said = f"{error.context}, {said}" if said.startswith("but ") else said
+        where = f"{source}:{mark.line + 1}" if (mark := error.problem_mark or error.context_mark) else source
+        hint = ' (inside { } and [ ], quote a variable: "${NAME}")' if mark and "${" in str(mark.get_snippet()) else ""
+        hint = " (YAML is indented with spaces)" if "'\\t'" in (error.problem or "") else hint
+        said = error.problem or error.context
+        said = f"{error.context}, {said}" if str(said).startswith("but ") else said
         raise ConfigError(f"{where}: not valid YAML: {said}{hint}") from error
     except yaml.reader.ReaderError as error:
         raise ConfigError(f"{source}: not valid YAML: character {error.position}: {error.reason}") from error

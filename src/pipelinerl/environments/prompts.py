@@ -11,8 +11,7 @@ from pipelinerl.interfaces import Tokenizer
 Message = Mapping[str, str]
 """One message of a chat: `{"role": "user", "content": "..."}`."""
 
-SHOWN_CHARACTERS = 60
-"""Characters of a prompt quoted in an error message."""
+SHOWN_CHARACTERS = 60  # of a prompt, in an error message
 
 
 def has_chat_template(tokenizer: Tokenizer) -> bool:
@@ -42,21 +41,22 @@ def try_prompt(tokenizer: Tokenizer, prompt: str | Sequence[Message]) -> None:
     Raises EnvironmentSetupError if it can't be encoded, has no tokens, or if the chat template ignores the user's message.
     """
     if isinstance(prompt, str):
-        if not _encode_or_raise(tokenizer, "the model's tokenizer", prompt):
+        if not encode_or_refuse(tokenizer, "the model's tokenizer", prompt):
             raise EnvironmentSetupError(f"the model's tokenizer makes an empty prompt of {_short(prompt)}")
         return
     encoder = "the model's chat template"
     last = prompt[-1]
     other = [*prompt[:-1], {**last, "content": last["content"] * 2}]
-    ids = _encode_or_raise(tokenizer, encoder, prompt)
-    if not ids or ids == _encode_or_raise(tokenizer, encoder, other):
+    ids = encode_or_refuse(tokenizer, encoder, prompt)
+    if not ids or ids == encode_or_refuse(tokenizer, encoder, other):
         how = "ignores the user's message" if ids else "makes an empty prompt"
         raise EnvironmentSetupError(
             f"{encoder} {how} ({_short(last['content'])}): it belongs to another model, or is damaged"
         )
 
 
-def _encode_or_raise(tokenizer: Tokenizer, encoder: str, prompt: str | Sequence[Message]) -> tuple[int, ...]:
+def encode_or_refuse(tokenizer: Tokenizer, encoder: str, prompt: str | Sequence[Message]) -> tuple[int, ...]:
+    """`encode_prompt`, for any text. Raises EnvironmentSetupError; `encoder` is what its message says of the tokenizer."""
     try:
         return encode_prompt(tokenizer, prompt)
     except Exception as error:  # third-party code, which may raise anything

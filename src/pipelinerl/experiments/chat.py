@@ -11,7 +11,7 @@ import torch
 from pipelinerl.checkpoint import load_checkpoint
 from pipelinerl.config.schema import LONGEST_SLOT, RunConfig
 from pipelinerl.engine import LocalEngine
-from pipelinerl.environments.prompts import encode_prompt, has_chat_template
+from pipelinerl.environments.prompts import encode_or_refuse, has_chat_template
 from pipelinerl.errors import PromptTooLongError, UserError
 from pipelinerl.experiments.evaluate.models import find_targets
 from pipelinerl.models.loading import load_model, load_tokenizer, model_max_length, stop_token_ids
@@ -44,18 +44,23 @@ class Chat:
         self._actor, self._seed = config.actor, seed
         self._first = [{"role": "system", "content": system}] if system else []
         self.has_template = has_chat_template(self._tokenizer)
+        if system and not self.has_template:
+            raise UserError(f"{self.name} has no chat template, so it takes no system message; leave out --system")
         self.reset()
 
     def reset(self) -> None:
         self._messages = list(self._first)
 
     def answer(self, text: str) -> Iterator[str]:
-        """The answer, piece by piece. Raises PromptTooLongError. If the iterator is closed, the answer ends there."""
+        """The answer, piece by piece. If the iterator is closed, the answer ends there.
+
+        Raises PromptTooLongError, and EnvironmentSetupError for a text that can't be encoded.
+        """
         if self.has_template:
             asked = [*self._messages, {"role": "user", "content": text}]
-            prompt = encode_prompt(self._tokenizer, asked)
+            prompt = encode_or_refuse(self._tokenizer, "the model's chat template", asked)
         else:
-            asked, prompt = [], encode_prompt(self._tokenizer, text)
+            asked, prompt = [], encode_or_refuse(self._tokenizer, "the model's tokenizer", text)
         room = self._length - len(prompt)
         if room < 1:
             raise PromptTooLongError(f"the chat has {len(prompt)} tokens, and engine.max_length is {self._length}")

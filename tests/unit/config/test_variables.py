@@ -58,3 +58,23 @@ def test_a_wrong_value_of_a_variable_names_the_line(run_file: Path, monkeypatch:
     monkeypatch.setenv("STEPS", "many")
     with pytest.raises(ConfigError, match=r"run.yaml:3: trainer.steps: 'many' is not allowed here"):
         load_config(run_file)
+
+
+def test_a_default_stands_for_a_variable_that_is_not_set_or_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_file = tmp_path / "run.yaml"
+    run_file.write_text("run_dir: runs/${JOB:-mine}\ntrainer: {steps: '${STEPS:-7}'}\nmodel: {path: '$${A:-b}'}")
+    monkeypatch.delenv("JOB", raising=False)
+    monkeypatch.setenv("STEPS", "")
+    config = load_config(run_file)
+    assert (config.run_dir, config.trainer.steps, config.model.path) == ("runs/mine", 7, "${A:-b}")
+    assert config_from_yaml(config_to_yaml(config)) == config
+    monkeypatch.setenv("JOB", "9")
+    monkeypatch.setenv("STEPS", "8")
+    config = load_config(run_file)
+    assert (config.run_dir, config.trainer.steps) == ("runs/9", 8)
+
+
+def test_a_variable_inside_braces_without_quotes_is_explained(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("trainer: {steps: ${STEPS}}")
+    with pytest.raises(ConfigError, match=r'run.yaml:1: not valid YAML.*quote a variable: "\$\{NAME\}"'):
+        load_config(tmp_path / "run.yaml")

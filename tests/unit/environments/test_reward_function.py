@@ -321,6 +321,15 @@ def test_several_functions_are_added_with_their_weights_and_each_is_a_metric(tas
     assert wrong.reward == pytest.approx(-0.25 * 8 + 0.5)
 
 
+def test_each_function_of_a_list_has_the_weight_1(task, tmp_path):
+    environment = task(rewards=SEVERAL, reward=list(weights(tmp_path, right=1.0, brief=1.0)), isolate=False)
+    problem = environment.problem(0)
+    answer = problem.payload["answer"]
+    (right,), _ = play(environment, problem, [answer])
+    assert right.reward == 1.0 - len(answer)
+    assert (right.metrics["right"], right.metrics["brief"]) == (1.0, -len(answer))
+
+
 def test_calls_of_async_functions_wait_together_up_to_a_limit(task, tmp_path):
     environment = task(rewards=SEVERAL, reward=f"{tmp_path}/rewards.py:judge", concurrency=3)
 

@@ -63,7 +63,7 @@ def test_what_a_notebook_defines_is_written_with_all_that_it_uses(notebook: Modu
     [
         ("leaks", "uses opened, a TextIOWrapper"),
         ("small", "a lambda has no name"),
-        ("BONUS", "neither a function nor a class"),
+        ("BONUS", "write a function with `def`"),
     ],
 )
 def test_what_can_not_be_written_is_refused(notebook: ModuleType, tmp_path: Path, name: str, message: str) -> None:

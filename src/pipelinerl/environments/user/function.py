@@ -13,7 +13,7 @@ from msgspec import Meta
 from pipelinerl.environments.chat.tool_use import Tool, ToolError, require_chat, tool_of, use_tools
 from pipelinerl.environments.data import ProblemSet, read_split
 from pipelinerl.environments.options import AtLeastOne, Files, FunctionName, Options, Seconds, Share, listed
-from pipelinerl.environments.prompts import Message, encode_prompt, text_decoder
+from pipelinerl.environments.prompts import Message, encode_prompt, text_decoder, try_prompt
 from pipelinerl.environments.questions import chat_messages, check_chat
 from pipelinerl.environments.user.code import find_function, names_a_function, summarize_error, try_out
 from pipelinerl.environments.user.pool import CALL_ENDED, FunctionPool, Limits
@@ -33,9 +33,14 @@ Prompt = str | list[Message]
 class FunctionOptions(Options, kw_only=True):
     data: Files
     """Files of examples, JSON objects, which are passed to the functions as dicts."""
-    reward: FunctionName | Annotated[dict[FunctionName, float], Meta(min_length=1)]
+    reward: (
+        FunctionName
+        | Annotated[dict[FunctionName, float], Meta(min_length=1)]
+        | Annotated[list[FunctionName], Meta(min_length=1)]
+    )
     """(completion, example) -> a finite number, or a dict of `reward` and metrics. The completion is text without special
-    tokens, and may be empty. Several functions with their weights: `{rewards.py:right: 1.0, rewards.py:brief: 0.2}`."""
+    tokens, and may be empty. Several functions with their weights: `{rewards.py:right: 1.0, rewards.py:brief: 0.2}`; in a
+    list, each has the weight 1."""
     group_reward: FunctionName = ""
     """(completions, example) -> a list of numbers, which are added to the rewards of a group's rollouts in training."""
     prompt: FunctionName = "prompt"
@@ -152,7 +157,7 @@ class Function(ProblemSet):
 
     async def _trial(self, problem: Problem) -> None:
         """Call each function once, so that errors appear before the first rollout."""
-        encode_prompt(self._tokenizer, await self._prompt(problem.payload))
+        try_prompt(self._tokenizer, await self._prompt(problem.payload))
         tried = {
             name: weight
             for name, weight in self._weights.items()

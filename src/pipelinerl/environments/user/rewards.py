@@ -84,14 +84,15 @@ class Functions:
         return RuntimeError(f"{name}: {describe(error, self._specs[name])}")
 
 
-def named_rewards(reward: str | Mapping[str, float]) -> dict[str, tuple[str, float]]:
+def named_rewards(reward: str | Mapping[str, float] | Sequence[str]) -> dict[str, tuple[str, float]]:
     """(function, weight) by the name that errors and metrics use: of several functions, each one's own.
 
     Raises EnvironmentSetupError if two functions have the same name.
     """
     if isinstance(reward, str):
         return {TOTAL: (reward, 1.0)}
-    named = {spec.rpartition(":")[2]: (spec, weight) for spec, weight in reward.items()}
+    weights = reward.items() if isinstance(reward, Mapping) else [(spec, 1.0) for spec in reward]
+    named = {spec.rpartition(":")[2]: (spec, weight) for spec, weight in weights}
     if len(named) < len(reward):
         raise EnvironmentSetupError("environment.args.reward: two functions have the same name; rename one of them")
     return named

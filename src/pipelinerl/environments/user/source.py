@@ -30,10 +30,7 @@ def name_by_file(found: object, folder: Path) -> str:
     If it has no file, its source is written to `folder/NAME.py`.
     """
     if not isinstance(found, FunctionType | type):
-        raise UserError(
-            f"{found!r} is neither a function nor a class; other processes make their own, so give the class, and its "
-            "arguments in `config`, as environment.args"
-        )
+        raise UserError(f"{found!r} has no name by which other processes can import it; write a function with `def`")
     name = found.__qualname__
     if name == "<lambda>":
         raise UserError("a lambda has no name by which other processes can import it; write a function with `def`")

@@ -18,7 +18,6 @@ from pipelinerl.environments.registry import make_inner
 from pipelinerl.environments.user.code import describe, find_function, finite_number
 from pipelinerl.errors import EnvironmentSetupError, MissingDependencyError, RolloutError
 from pipelinerl.interfaces import Environment, GenerationClient, Tokenizer
-from pipelinerl.serving.agents.session import Session
 from pipelinerl.types import Problem, Rollout
 
 if TYPE_CHECKING:
@@ -78,6 +77,8 @@ class Agent:
         return self._source.held_out(count)
 
     async def rollout(self, problem: Problem, client: GenerationClient) -> Rollout:
+        from pipelinerl.serving.agents.session import Session  # noqa: PLC0415 - as in `_gateway`
+
         session = Session(client, self._template_options, ignore_sampling=self._ignore_sampling)
         with self._gateway.serving(session) as base_url:
             returned = await self._agent.call(dict(problem.payload), base_url, API_KEY)
