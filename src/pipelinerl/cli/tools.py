@@ -12,7 +12,7 @@ from typing import Any
 from pipelinerl.cli.parser import SETTINGS_HELP, Commands, Parser, refuse_settings, write
 from pipelinerl.errors import MissingDependencyError
 
-SHELLS = ("bash", "zsh", "tcsh")
+SHELLS = ("bash", "zsh", "fish", "tcsh")
 
 
 def add_to(commands: Commands) -> None:
