@@ -12,6 +12,7 @@ does not report which weights computed a prompt's KV entries, so completions hav
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,9 @@ from pipelinerl.serving.vllm.server_info import (
 from pipelinerl.serving.vllm.switch import TIMEOUT_S, HalfUpdatedError, WeightSwitch
 from pipelinerl.serving.wire import ProcessGroupRequest, ServerInfo, WeightUpdateRequest
 from pipelinerl.types import Completion, GenerationRequest, UpdateReceipt
+
+ENDING_S, LOOK_EVERY_S = 10.0, 0.2
+"""How long vLLM may take to end when one of its processes has."""
 
 
 class VllmServer:
@@ -145,9 +149,30 @@ class VllmServer:
         try:
             return await self._switch.run(update, replaced, anew=anew)
         except (HalfUpdatedError, asyncio.CancelledError) as error:
+            if isinstance(error, HalfUpdatedError) and await self._has_ended():
+                self._may_have_restarted = True
+                ended = ServerUnreachableError(self.url, "has ended during an update of its weights", refused=True)
+                self._requests.fail_all(ended)
+                raise ended from error
             self._broken = f"can't be used since an update of its weights was interrupted ({error}); restart it"
-            self._requests.fail_all(self._broken)
+            self._requests.fail_all(ServerError(self.url, self._broken))
             raise
+
+    async def _has_ended(self) -> bool:
+        """Whether the process has ended, or ends within `ENDING_S`: then it does not matter what its weights are."""
+        deadline_s = time.monotonic() + ENDING_S
+        while time.monotonic() < deadline_s:
+            try:
+                await self._http.get("/is_paused", PauseState, timeout_s=TIMEOUT_S)
+            except ServerUnreachableError as error:
+                if error.refused:
+                    return True
+            except ServerError:  # its engine may have ended, and the server is about to
+                pass
+            else:
+                return False
+            await asyncio.sleep(LOOK_EVERY_S)
+        return False
 
     async def _attach(self, *, again: bool = True) -> ServerInfo:
         """Query the server and describe it. Unless `again`, a known description is returned if no restart is suspected.

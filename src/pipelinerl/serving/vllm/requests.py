@@ -157,7 +157,7 @@ class Requests:
         self._prepare = prepare
         self._version = version
         self._in_flight: dict[str, _InFlight] = {}
-        self._failure = ""
+        self._failure = ServerError(http.url, "")
 
     def __len__(self) -> int:
         return len(self._in_flight)
@@ -175,7 +175,7 @@ class Requests:
             if waiting is not None and waiting.cancelling():
                 raise  # the caller was cancelled, which has also closed the connection
             if not flight.cancelled:
-                raise ServerError(self._http.url, self._failure) from None
+                raise type(self._failure)(self._failure.url, self._failure.problem) from None
             return cancelled_completion(request.id, ())
         except InvalidAnswerError as error:
             raise ServerError(self._http.url, f"gave a completion that can't be used: {error}") from error
@@ -201,9 +201,9 @@ class Requests:
                 return
         flight.task.cancel()
 
-    def fail_all(self, problem: str) -> None:
-        """End all requests with a ServerError of this problem."""
-        self._failure = problem
+    def fail_all(self, error: ServerError) -> None:
+        """End all requests with this error."""
+        self._failure = error
         for flight in self._in_flight.values():
             if flight.task is not None:
                 flight.cancelled = False

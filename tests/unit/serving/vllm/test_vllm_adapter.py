@@ -294,6 +294,23 @@ async def test_weights_that_are_held_are_those_of_the_next_session_only_once_it_
 
 
 @in_event_loop
+async def test_a_server_that_ends_during_an_update_is_only_unreachable(vllm: FakeVllm, server: VllmServer) -> None:
+    """Its requests may be sent again, and a new process takes the update."""
+    running = await held(vllm, server)
+    vllm.failures["/update_weights"] = ServerUnreachableError("http://vllm", "closed the connection")
+    vllm.failures["/is_paused"] = ServerUnreachableError("http://vllm", "refused", refused=True)
+    with pytest.raises(ServerUnreachableError, match="has ended during an update"):
+        await server.update_weights(UPDATE)
+    with pytest.raises(ServerUnreachableError, match="has ended during an update"):
+        await running
+    vllm.hold.set()
+    vllm.failures.clear()
+    vllm.instance, vllm.label, vllm.paused = "b", "default", False  # restarted
+    assert (await server.update_weights(UPDATE)).version == 1
+    assert (await server.generate(request("c"))).weight_versions == (VersionSpan(1, 0, 5),)
+
+
+@in_event_loop
 async def test_a_server_that_may_hold_half_an_update_is_used_no_more(vllm: FakeVllm, server: VllmServer) -> None:
     running = await held(vllm, server)
     vllm.failures["/update_weights"] = ServerUnreachableError("http://vllm", "gave no answer in time")
