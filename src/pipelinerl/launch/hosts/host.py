@@ -10,7 +10,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 import msgspec
 
 from pipelinerl import errors
-from pipelinerl.child import ChildProcess
+from pipelinerl.child import KILL_TIMEOUT_S, ChildProcess
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import INVALID_DATA, PipelineRLError, StageDiedError
 from pipelinerl.interfaces import Board
@@ -63,6 +63,15 @@ def remove_weights_of(pid: int) -> None:
     """Remove the weight files for engine servers that a killed generation process left behind."""
     for left in Path("/dev/shm").glob(f"pipelinerl-weights-{pid}-*"):  # noqa: S108 - see `serving.client.weights_file`
         shutil.rmtree(left, ignore_errors=True)
+
+
+def bury(workers: Sequence[Worker]) -> None:
+    """Kill processes of this machine with all that they started, and remove what they have left."""
+    for worker in workers:
+        worker.kill()
+    for worker in workers:
+        worker.wait(KILL_TIMEOUT_S)
+        remove_weights_of(worker.pid)
 
 
 class Worker(Protocol):
@@ -114,6 +123,13 @@ class Host(Protocol):
 
     def start(self, role: str) -> Worker:
         """Start a process. Servers come first: workers may hold what servers need."""
+        ...
+
+    def bury(self, worker: Worker) -> None:
+        """Kill what a process that died has started, and remove what it has left. Nothing of it arrives anywhere after this.
+
+        Raises StageDiedError and StreamError if that can't be done.
+        """
         ...
 
     def failure(self) -> PipelineRLError | None:
@@ -198,6 +214,14 @@ class LocalWorker(ChildProcess):
             return None
 
 
+def parents_of(role: str, servers: Collection[str], started: Iterable[LocalWorker]) -> list[int]:
+    """What a new process of this role inherits of the processes of its machine.
+
+    Workers are parents of the servers too: if the launcher is killed, servers end after the last worker.
+    """
+    return [one.parent_fd for one in started if role not in servers and one.role in servers and one.running]
+
+
 def named(worker: Worker) -> str:
     """A process as messages name it."""
     place = f" on {worker.machine}" if worker.machine else ""
@@ -224,13 +248,14 @@ class LocalHost:
         return worker
 
     def _start(self, role: str) -> LocalWorker:
-        share = self._shares[role]
+        share, servers = self._shares[role], server_roles(self._session.config)
         here = Here(threads=share.threads, yields=share.yields)
-        if role in server_roles(self._session.config):
-            return LocalWorker(self._session, role, here, fds=[self._lock_fd])
-        # The workers are parents of the servers too: if the launcher is killed, servers end after the last worker.
-        fds = [self._lock_fd, *(worker.parent_fd for worker in self._servers)]
-        return LocalWorker(self._session, role, here, channels=self.channels, fds=fds)
+        channels = Channels() if role in servers else self.channels
+        fds = [self._lock_fd, *parents_of(role, servers, self._workers)]
+        return LocalWorker(self._session, role, here, channels=channels, fds=fds)
+
+    def bury(self, worker: Worker) -> None:
+        bury([worker])
 
     def failure(self) -> PipelineRLError | None:
         return None
@@ -258,7 +283,3 @@ class LocalHost:
         self._stack.close()
         for worker in self._workers:
             remove_weights_of(worker.pid)
-
-    @property
-    def _servers(self) -> list[LocalWorker]:
-        return [worker for worker in self._workers if worker.role in server_roles(self._session.config) and worker.running]

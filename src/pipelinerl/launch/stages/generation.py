@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, closing
 from dataclasses import dataclass, field, replace
 from math import inf
@@ -258,9 +258,15 @@ def _admission(session: Session, board: Board, writer: StreamWriter[Group], inde
     from pipelinerl.stream.redis import RedisStreamWriter  # noqa: PLC0415 - as above
 
     url, prefix, patience_s = redis_of(session.config, session.run, session.plan.redis_url)
-    admission = RedisAdmission(url, prefix, session.schedule, taken=taken, processes=processes, patience_s=patience_s)
+    counts: Any = {"taken": taken, "processes": processes, "process": index}
+    admission = RedisAdmission(url, prefix, session.schedule, **counts, patience_s=patience_s)
     assert isinstance(writer, RedisStreamWriter)  # noqa: S101 - the configuration was checked
-    writer.companion = admission.commit_with
+
+    def join(pipe: Any, dropped: Sequence[Group]) -> Callable[[], None] | None:
+        left = session.plan.rollouts_left({group.index: len(group.rollouts) for group in dropped})
+        return admission.commit_with(pipe, left)
+
+    writer.companion, writer.consumer = join, f"writer-{index}"
     return admission
 
 
