@@ -235,8 +235,9 @@ class RedisAdmission(Admission):
             nonlocal attempts
             begun, snapshot.part.begun = snapshot.part.begun, {}
             attempts = sum(started for _, started in begun.values())
-            for index, (version, started) in begun.items():
-                snapshot.state.take_back(index, version, started)
+            for version, started in begun.values():
+                snapshot.state.hand_over(version, started=started, rollouts=0)
+            snapshot.state.returned = sorted([*snapshot.state.returned, *begun])
             return True
 
         self._change(change)

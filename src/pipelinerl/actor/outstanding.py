@@ -89,11 +89,6 @@ class Outstanding(msgspec.Struct):
         steps = max(0, self.newest_version - version)
         self.latency = steps if self.latency is None else self.latency + LATENCY_WEIGHT * (steps - self.latency)
 
-    def take_back(self, index: int, version: int, attempts: int) -> None:
-        """Count group `index`, whose process has died, as not started. It is the next to be started, if it is the first."""
-        self.hand_over(version, started=attempts, rollouts=0)
-        self.returned = sorted([*self.returned, index])
-
     def drop(self, rollouts: int) -> None:
         """Count `rollouts` as dropped: the stream replaced them by newer ones."""
         self.handed_over = max(0, self.handed_over - rollouts)

@@ -89,8 +89,8 @@ class History:
 class Healing:
     """The restarts of a session. The caller removes dead processes from its own list, and adds those that `begin` starts."""
 
-    def __init__(self, session: Session, host: Host, view: View, beginning: Beginning) -> None:
-        self._session, self._host, self._view, self._beginning = session, host, view, beginning
+    def __init__(self, session: Session, host: Host, view: View, beginning: tuple[int, int, int]) -> None:
+        self._session, self._host, self._view, self._beginning = session, host, view, Beginning(*beginning)
         self._histories: dict[str, History] = {}
         self.changed_s = 0.0
         """The time of the latest death or restart."""

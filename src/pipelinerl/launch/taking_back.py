@@ -24,7 +24,7 @@ from pipelinerl.actor.outstanding import SCHEMA, Outstanding
 from pipelinerl.database import Database
 from pipelinerl.errors import StageDiedError
 from pipelinerl.launch.session import Session
-from pipelinerl.launch.stages.streams import ROLLOUTS, redis_of
+from pipelinerl.launch.stages.streams import ROLLOUTS
 from pipelinerl.types import Group
 
 
@@ -122,8 +122,10 @@ def _settle(
                 row = (len(group.rollouts), group.started, index)
                 record.execute("UPDATE groups SET kept = ?, started = ? WHERE number = ?", row)
             else:
-                state.take_back(index, version, attempts)
+                state.hand_over(version, started=attempts, rollouts=0)
+                state.returned.append(index)
                 record.execute("DELETE FROM groups WHERE number = ?", (index,))
+    state.returned.sort()
     record.execute("UPDATE record SET json = ?", (msgspec.json.encode(state),))
 
 
@@ -141,18 +143,13 @@ def _part(record: Connection, process: int, begun: Collection[Begun], recorded: 
 
 
 def _from_redis(session: Session, process: int, beginning: Beginning) -> Part:
-    from pipelinerl.actor.admission_redis import RedisAdmission  # noqa: PLC0415 - needs the extra `redis`
-    from pipelinerl.stream.redis import RedisStreamWriter  # noqa: PLC0415 - as above
+    from pipelinerl.launch.stages.admission import redis_admission  # noqa: PLC0415 - needs the extra `redis`
 
-    config, store = session.config, session.streams()
-    url, prefix, patience_s = redis_of(config, session.run, session.plan.redis_url)
     path = session.run.rollouts_of(process, shared=True)
     with (
-        closing(RedisAdmission(url, prefix, session.schedule, process=process, patience_s=patience_s)) as admission,
-        closing(store.writer(ROLLOUTS, Group, capacity=None, when_full="block", on_drop=None)) as stream,
+        closing(session.streams().writer(ROLLOUTS, Group, capacity=None, when_full="block", on_drop=None)) as stream,
+        closing(redis_admission(session, stream, process)) as admission,
     ):
-        assert isinstance(stream, RedisStreamWriter)  # noqa: S101 - the configuration was checked
-        stream.companion = lambda pipe, _: admission.commit_with(pipe)
         begun = admission.part().begun
         for index, (group, line) in _recorded(path, 0 if process else beginning.recorded, begun).items():
             version, attempts = begun[index]

@@ -28,7 +28,6 @@ from pipelinerl.launch.run_lock import choose_name_in_redis
 from pipelinerl.launch.session import Session, StartPlan
 from pipelinerl.launch.stages import training
 from pipelinerl.launch.stages.streams import PREPARED, ROLLOUTS, redis_of
-from pipelinerl.launch.taking_back import Beginning
 from pipelinerl.metrics.totals import actor_total
 from pipelinerl.redis_connection import RedisConnection
 from pipelinerl.schedule import make_schedule
@@ -134,7 +133,7 @@ class Run:
                 for index in range(earlier):
                     lines.write(group(index, 9))
                     stream.try_write(group(index, 9))
-        self.healing = Healing(self.session, cast(LocalHost, self.host), self.said, Beginning(*beginning_of(self.session)))
+        self.healing = Healing(self.session, cast(LocalHost, self.host), self.said, beginning_of(self.session))
         self.admissions = [self.admission(process) for process in range(2)]
         self.admissions[0].open()
 

@@ -35,11 +35,12 @@ import msgspec
 
 from pipelinerl import __version__
 from pipelinerl.channel import listen
+from pipelinerl.child import KILL_TIMEOUT_S
 from pipelinerl.errors import PipelineRLError, RunDirectoryError, StreamError
 from pipelinerl.files import write_atomically
 from pipelinerl.launch.away import Sending
 from pipelinerl.launch.fence import Fence
-from pipelinerl.launch.hosts.host import Channels, LocalWorker, bury, parents_of
+from pipelinerl.launch.hosts.host import Channels, LocalWorker, remove_weights_of
 from pipelinerl.launch.memory import this_machine
 from pipelinerl.launch.roles import server_roles
 from pipelinerl.launch.run_directory import RunDirectory
@@ -233,7 +234,9 @@ class Agent:
         if wanted.plan:
             self._write_plan(self._session.run, wanted.plan)
         channels = self._channels if wanted.listens else Channels()
-        fds = parents_of(wanted.role, server_roles(self._session.config), self._workers.values())
+        servers = server_roles(self._session.config)  # they end after the last worker, as on one machine
+        started = self._workers.values() if wanted.role not in servers else ()
+        fds = [worker.parent_fd for worker in started if worker.role in servers and worker.running]
         visible = ",".join(self.gpus[position] for position in wanted.gpus)
         environment = {"CUDA_VISIBLE_DEVICES": visible} if wanted.gpus or self.gpus else {}
         worker = LocalWorker(self._session, wanted.role, here, channels=channels, fds=fds, environment=environment)
@@ -271,7 +274,7 @@ class Agent:
     def bury(self, role: str) -> None:
         """Kill what a process that died has started. What it has sent to Redis is there after this, or never."""
         worker = self._workers[role]
-        bury([worker])
+        self._kill([worker])
         self._redis.disconnect(worker.pid)
 
     def have_wait(self) -> list[str]:
@@ -288,7 +291,7 @@ class Agent:
         from pipelinerl.launch.hosts.keeping import Waiting  # noqa: PLC0415 - as above
 
         waiting = [worker for worker in self._found if worker.role in roles]
-        bury([worker for worker in self._workers.values() if worker not in waiting])
+        self._kill([worker for worker in self._workers.values() if worker not in waiting])
         if not self._end_threads() or self._problem is not None:
             return False
         self._waiting, self._workers = Waiting(waiting, self._session.config), {}
@@ -304,7 +307,7 @@ class Agent:
     def close(self) -> None:
         """Kill what still runs, and remove what is on this machine only."""
         self._closing.set()
-        bury(list(self._workers.values()))
+        self._kill(list(self._workers.values()))
         if self._waiting is not None:
             self._waiting.close()
         self._send_the_last()
@@ -315,6 +318,14 @@ class Agent:
         records_from_s = self._setup.records_from_s + self._setup.ahead_s
         here = Here(machine=self._setup.machine, session=self._setup.session)
         return read_session(RunDirectory(root, scratch), records_from_s, here)
+
+    @staticmethod
+    def _kill(workers: Sequence[LocalWorker]) -> None:
+        for worker in workers:
+            worker.kill()
+        for worker in workers:
+            worker.wait(KILL_TIMEOUT_S)
+            remove_weights_of(worker.pid)
 
     def _send_the_last(self) -> None:
         if self._sending is not None:

@@ -10,7 +10,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
@@ -65,15 +65,6 @@ def remove_weights_of(pid: int) -> None:
         shutil.rmtree(left, ignore_errors=True)
 
 
-def bury(workers: Sequence[Worker]) -> None:
-    """Kill processes of this machine with all that they started, and remove what they have left."""
-    for worker in workers:
-        worker.kill()
-    for worker in workers:
-        worker.wait(KILL_TIMEOUT_S)
-        remove_weights_of(worker.pid)
-
-
 class Worker(Protocol):
     """A process of the run, as the launcher sees it. `machine` is "" on this machine."""
 
@@ -126,10 +117,7 @@ class Host(Protocol):
         ...
 
     def bury(self, worker: Worker) -> None:
-        """Kill what a process that died has started, and remove what it has left. Nothing of it arrives anywhere after this.
-
-        Raises StageDiedError and StreamError if that can't be done.
-        """
+        """Kill what a process that died has started. Nothing that it has sent arrives after this. Raises StageDiedError."""
         ...
 
     def failure(self) -> PipelineRLError | None:
@@ -214,14 +202,6 @@ class LocalWorker(ChildProcess):
             return None
 
 
-def parents_of(role: str, servers: Collection[str], started: Iterable[LocalWorker]) -> list[int]:
-    """What a new process of this role inherits of the processes of its machine.
-
-    Workers are parents of the servers too: if the launcher is killed, servers end after the last worker.
-    """
-    return [one.parent_fd for one in started if role not in servers and one.role in servers and one.running]
-
-
 def named(worker: Worker) -> str:
     """A process as messages name it."""
     place = f" on {worker.machine}" if worker.machine else ""
@@ -250,12 +230,16 @@ class LocalHost:
     def _start(self, role: str) -> LocalWorker:
         share, servers = self._shares[role], server_roles(self._session.config)
         here = Here(threads=share.threads, yields=share.yields)
-        channels = Channels() if role in servers else self.channels
-        fds = [self._lock_fd, *parents_of(role, servers, self._workers)]
-        return LocalWorker(self._session, role, here, channels=channels, fds=fds)
+        if role in servers:
+            return LocalWorker(self._session, role, here, fds=[self._lock_fd])
+        # The workers are parents of the servers too: if the launcher is killed, servers end after the last worker.
+        parents = (worker.parent_fd for worker in self._workers if worker.role in servers and worker.running)
+        return LocalWorker(self._session, role, here, channels=self.channels, fds=[self._lock_fd, *parents])
 
     def bury(self, worker: Worker) -> None:
-        bury([worker])
+        worker.kill()
+        worker.wait(KILL_TIMEOUT_S)
+        remove_weights_of(worker.pid)
 
     def failure(self) -> PipelineRLError | None:
         return None

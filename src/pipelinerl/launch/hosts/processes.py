@@ -136,9 +136,8 @@ def run_processes(session: Session, view: View, host: Host, broker: RedisServer 
 
     def healing() -> Healing:
         from pipelinerl.launch.healing import Healing  # noqa: PLC0415 - few runs need it
-        from pipelinerl.launch.taking_back import Beginning  # noqa: PLC0415 - as above
 
-        return Healing(session, host, view, Beginning(*beginning))
+        return Healing(session, host, view, beginning)
 
     statuses: dict[str, StageStatus] = {}
     with ExitStack() as stack:
@@ -146,8 +145,7 @@ def run_processes(session: Session, view: View, host: Host, broker: RedisServer 
         try:
             stack.enter_context(host)
             if roles := replaceable_roles(session.config):
-                processes.replaceable = roles
-                beginning = beginning_of(session)
+                processes.replaceable, beginning = roles, beginning_of(session)
             for role in server_roles(session.config):
                 processes.servers.append(host.start(role))
             for role in worker_roles(session.config):

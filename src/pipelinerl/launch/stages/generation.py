@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, closing
 from dataclasses import dataclass, field, replace
 from math import inf
@@ -37,7 +37,7 @@ from pipelinerl.interfaces import AsyncEngine, Board, Environment, StreamStats, 
 from pipelinerl.launch.roles import generation_roles
 from pipelinerl.launch.session import Session, read_session, write_report, yield_to_the_trainer
 from pipelinerl.launch.stages.engines import EngineHandle, make_engine, waits_for
-from pipelinerl.launch.stages.streams import group_writer, redis_of
+from pipelinerl.launch.stages.streams import group_writer
 from pipelinerl.ledger import GroupLedger
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.sinks import JsonlSink
@@ -250,24 +250,13 @@ def build_generation(
 
 
 def _admission(session: Session, board: Board, writer: StreamWriter[Group], index: int) -> Admission:
+    if session.config.launch.kind == "ray":
+        from pipelinerl.launch.stages.admission import redis_admission  # noqa: PLC0415 - needs the extra `redis`
+
+        return redis_admission(session, writer, index)
     taken, processes = GroupLedger.from_record(session.plan.taken), session.config.engine.processes
-    if session.config.launch.kind != "ray":
-        record = session.run.admission
-        return LocalAdmission(record, session.schedule, board, taken=taken, processes=processes, process=index)
-    from pipelinerl.actor.admission_redis import RedisAdmission  # noqa: PLC0415 - needs the extra `redis`
-    from pipelinerl.stream.redis import RedisStreamWriter  # noqa: PLC0415 - as above
-
-    url, prefix, patience_s = redis_of(session.config, session.run, session.plan.redis_url)
-    counts: Any = {"taken": taken, "processes": processes, "process": index}
-    admission = RedisAdmission(url, prefix, session.schedule, **counts, patience_s=patience_s)
-    assert isinstance(writer, RedisStreamWriter)  # noqa: S101 - the configuration was checked
-
-    def join(pipe: Any, dropped: Sequence[Group]) -> Callable[[], None] | None:
-        left = session.plan.rollouts_left({group.index: len(group.rollouts) for group in dropped})
-        return admission.commit_with(pipe, left)
-
-    writer.companion, writer.consumer = join, f"writer-{index}"
-    return admission
+    record = session.run.admission
+    return LocalAdmission(record, session.schedule, board, taken=taken, processes=processes, process=index)
 
 
 async def generate(
