@@ -565,8 +565,8 @@ def test_what_can_be_replaced_is_a_rule() -> None:
     assert roles() == ["generation"]
     assert roles("--launch.preprocessor=process") == ["generation", "preprocessing"]
     assert roles("--engine.kind=http", "--engine.servers=2") == ["server-0", "server-1", "generation"]
-    assert roles("--engine.kind=vllm", "--engine.python=python") == ["generation"]
-    assert roles("--launch.preprocessor=process", "--weights.kind=collective") == []
+    assert roles("--engine.kind=vllm", "--engine.python=python") == ["server-0", "generation"]
+    assert roles("--launch.preprocessor=process", "--weights.kind=collective") == ["generation", "preprocessing"]
     assert roles("--launch.restarts=0") == []
 
 

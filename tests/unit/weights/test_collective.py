@@ -26,8 +26,9 @@ from pipelinerl.types import UpdateReceipt
 from pipelinerl.weights import delta
 from pipelinerl.weights.broadcast import control
 from pipelinerl.weights.broadcast.group import Group, require_backend
+from pipelinerl.weights.broadcast.members import Member
 from pipelinerl.weights.broadcast.receiver import CollectiveWeightReceiver, decode_layout
-from pipelinerl.weights.broadcast.sender import CollectiveWeightSender, Member
+from pipelinerl.weights.broadcast.sender import CollectiveWeightSender
 from pipelinerl.weights.sending import layout_of
 from tests.unit.weights.test_weights import (  # noqa: F401 - the contract of every hand-over, run with this module's `ends`
     Ends,
@@ -124,11 +125,11 @@ class Dying(CollectiveWeightReceiver):
             cut(self._channel)
         super()._send(message)
 
-    def _form_group(self, channel: Channel[control.FromSender], form: control.Form, index: int) -> Group:
+    def _form_group(self, channel: Channel[control.FromSender], form: control.Form) -> Group:
         if self._dies == "form":
             cut(channel)
             self._next(control.Close)  # It never comes.
-        return super()._form_group(channel, form, index)
+        return super()._form_group(channel, form)
 
 
 class Rig:

@@ -197,11 +197,10 @@ def beginning_of(session: Session) -> tuple[int, int, int]:
 
 
 def replaceable_roles(config: RunConfig) -> list[str]:
-    """The processes that are started again if they die. A new one can't join a broadcast of weights."""
-    if config.weights.kind == "collective" or not config.launch.restarts:
+    """The processes that are started again if they die."""
+    if not config.launch.restarts:
         return []
-    servers = server_roles(config) if config.engine.kind == "http" else []
-    return [*servers, *(role for role in worker_roles(config) if role not in {TRAINING, *rank_roles(config)})]
+    return [*server_roles(config), *(role for role in worker_roles(config) if role not in {TRAINING, *rank_roles(config)})]
 
 
 def _watch(

@@ -38,8 +38,8 @@ def listen_for(config: RunConfig) -> int:
     return listen(_host(config)).detach()
 
 
-def broadcast_sender(session: Session, fd: int, give_up: Callable[[], bool]) -> WeightSender:
-    """The trainer's end."""
+def broadcast_sender(session: Session, fd: int, timeout_s: float, give_up: Callable[[], bool]) -> WeightSender:
+    """The trainer's end. Engines have `timeout_s` to acknowledge weights."""
     import torch  # noqa: PLC0415 - the launcher does not import it
 
     from pipelinerl.weights.broadcast.sender import CollectiveWeightSender  # noqa: PLC0415 - with torch
@@ -49,11 +49,13 @@ def broadcast_sender(session: Session, fd: int, give_up: Callable[[], bool]) -> 
         socket.socket(fileno=os.dup(fd)),
         session.plan.weights_key,
         _receivers(config),
+        timeout_s=timeout_s,
         join_timeout_s=config.launch.startup_timeout_s,
         device=torch.device(config.trainer.device),
         coordinated=config.engine.kind != "local",
         encoding=config.weights.encoding,
         full_every=config.weights.full_every,
+        regroups=config.launch.restarts > 0,
         give_up=give_up,
     )
 

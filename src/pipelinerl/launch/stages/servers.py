@@ -104,7 +104,7 @@ def _become_vllm(session: Session, role: str, parent_pipe: int) -> None:
     settings = _vllm_settings(session)
     address, key = session.here.address, server_key(session)
     scheme = "http" if settings.tls is None else "https"
-    port = free_port(address)
+    port = _port_before(session.run.ready_file(role)) or free_port(address)
     ready = ReadyFile(f"{scheme}://{address}:{port}", os.getpid())
     write_atomically(session.run.ready_file(role), msgspec.json.encode(ready))
     os.dup2(parent_pipe, 0)  # the guard watches it there
@@ -227,8 +227,7 @@ async def connected_engine(
 
 def _are_started_again(config: RunConfig) -> bool:
     """Whether servers that die are started again, at the same address (see `launch.healing`)."""
-    on_one_machine = config.launch.kind == "processes" and config.engine.kind == "http" and config.weights.kind == "shared"
-    return on_one_machine and config.launch.restarts > 0 and bool(server_roles(config))
+    return config.launch.kind == "processes" and config.launch.restarts > 0 and bool(server_roles(config))
 
 
 def server_clients(

@@ -127,14 +127,14 @@ def _train(session: Session, board: Board, policy: Policy, weights_fd: int, stop
 
 def _sender(session: Session, fd: int, give_up: Callable[[], bool]) -> WeightSender:
     """The trainer's end of the weight transfer over `fd`. The caller still closes `fd`."""
+    launch = session.config.launch
+    timeout_s = max(ANSWER_S, launch.watchdog_s + KILLED_S) if launch.restarts else ANSWER_S
     if session.config.weights.kind == "collective":
         from pipelinerl.launch.stages.broadcast import broadcast_sender  # noqa: PLC0415 - few runs need it
 
-        return broadcast_sender(session, fd, give_up)
+        return broadcast_sender(session, fd, timeout_s, give_up)
     from pipelinerl.weights.shared.sender import SharedWeightSender  # noqa: PLC0415 - not for a broadcast
 
-    launch = session.config.launch
-    timeout_s = max(ANSWER_S, launch.watchdog_s + KILLED_S) if launch.restarts else ANSWER_S
     return SharedWeightSender(fd, session.config.engine.processes, timeout_s=timeout_s, give_up=give_up)
 
 

@@ -11,7 +11,7 @@ from pipelinerl import channel
 from pipelinerl.channel import Channel
 from pipelinerl.types import Encoding, UpdateReceipt
 
-PROTOCOL = "pipelinerl-weights-4"
+PROTOCOL = "pipelinerl-weights-5"
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
@@ -51,22 +51,26 @@ class Answer(msgspec.Struct, frozen=True, tag="answer"):
 
 
 class Form(msgspec.Struct, frozen=True, kw_only=True, tag="form"):
-    """All members have connected: form the group of `size` ranks. The sender is rank 0, receiver i is rank i + 1.
+    """All members have connected: form the group of `size` ranks. The sender is rank 0, this receiver is `rank`.
+
+    The coordinator, which has rank 0 here, is not in the group.
 
     `backend`: nccl between GPUs, gloo between CPUs. `store_port`: of the group's rendezvous store, at the sender's address.
-    `coordinated`: there is a coordinator.
+    `coordinated`: there is a coordinator. `regroups`: a member whose connection or group ends shall connect again.
     """
 
     backend: str
     size: int
+    rank: int
     store_port: int
     bucket_bytes: Annotated[int, msgspec.Meta(ge=1)]
     stall_s: Annotated[float, msgspec.Meta(ge=1)]
     coordinated: bool
+    regroups: bool = False
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True, tag="offer"):
-    """Get ready for update `number` (from 1). Only the first offer has a `layout` (JSON); it is valid for all updates.
+    """Get ready for update `number` (from 1). Only a group's first offer has a `layout` (JSON); it is valid for all updates.
 
     `checksum` is of all weights. `base`: the update can be sent as a delta of `delta_bytes`, for receivers that hold the
     update of this checksum; "": it can't.
@@ -93,9 +97,13 @@ class Go(msgspec.Struct, frozen=True, tag="go"):
 
 
 class Close(msgspec.Struct, frozen=True, tag="close"):
-    """The last message: the sender is done (`error` None) or the transfer failed."""
+    """The last message of a connection: the sender is done (`error` None) or the transfer failed.
+
+    `again`: this group has ended, and the member shall connect again for the next one.
+    """
 
     error: str | None = None
+    again: bool = False
 
 
 FromMember = Hello | Report | Answer

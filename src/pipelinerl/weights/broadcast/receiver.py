@@ -20,7 +20,7 @@ from pipelinerl.models.state import checksum
 from pipelinerl.rendezvous import join_store
 from pipelinerl.types import Encoding, UpdateReceipt
 from pipelinerl.weights.broadcast import control
-from pipelinerl.weights.broadcast.group import Group, gpu_of, staging_buffer, staging_device
+from pipelinerl.weights.broadcast.group import Group, GroupBrokenError, gpu_of, staging_buffer, staging_device
 from pipelinerl.weights.delta import apply
 from pipelinerl.weights.layout import Layout
 
@@ -33,11 +33,14 @@ _CPU = torch.device("cpu")
 
 
 class _OverError(Exception):
-    """The transfer has ended: because of `problem`, or normally (None)."""
+    """The transfer has ended: because of `problem`, or normally (None).
 
-    def __init__(self, problem: WeightUpdateError | None) -> None:
+    `again`: only the connection has ended, and the sender may take this member back.
+    """
+
+    def __init__(self, problem: WeightUpdateError | None, *, again: bool = False) -> None:
         super().__init__(problem)
-        self.problem = problem
+        self.problem, self.again = problem, again
 
 
 class _Arrived(NamedTuple):
@@ -56,6 +59,9 @@ class CollectiveWeightReceiver:
     An update arrives once every receiver has staged it; at a server, once it is staged there. After a failure, including a
     wrong address, key or index, `offered` and `poll` raise, but an update that has arrived can still be taken first. They
     raise BroadcastEndedError if the failure is not this receiver's own.
+
+    If the sender takes members back, the end of a connection or a group is no failure: this member connects again. An update
+    that it gets a second time is acknowledged again, without the engine.
     """
 
     def __init__(
@@ -91,6 +97,10 @@ class CollectiveWeightReceiver:
         self._delta_U8 = torch.empty(0, dtype=torch.uint8)
         self._arrived: _Arrived | None = None
         self._taken: _Arrived | None = None
+        self._receipt: UpdateReceipt | None = None  # of the last update that was acknowledged
+        self._regroups = False  # whether the sender takes members back, once it has said so
+        self._join_by_s = time.monotonic() + join_timeout_s
+        self._beating: threading.Thread | None = None
         self._problem: WeightUpdateError | None = None
         self._joined, self._ended, self._closed = threading.Event(), threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="weights-receive", daemon=True)
@@ -110,7 +120,10 @@ class CollectiveWeightReceiver:
     def offered(self) -> int | None:
         """The version of the update that has arrived, if it was not taken yet, or None. Costs under a microsecond."""
         if (arrived := self._arrived) is not None:
-            return arrived.update.version
+            if (receipt := self._receipt) is None or not self._is_repeated(arrived.update, receipt):
+                return arrived.update.version
+            self._arrived = None
+            self._send(control.Answer(arrived.number, receipt))
         if (problem := self._problem) is not None:
             raise type(problem)(*problem.args)
         return None
@@ -132,7 +145,8 @@ class CollectiveWeightReceiver:
         if self._taken is None:
             raise ValueError(f"no weight update is waiting for a receipt (version {receipt.version})")
         error = receipt.error and receipt.error[:_LONGEST_ERROR]
-        self._send(control.Answer(self._taken.number, msgspec.structs.replace(receipt, error=error)))
+        self._receipt = msgspec.structs.replace(receipt, error=error)
+        self._send(control.Answer(self._taken.number, self._receipt))
         self._taken = None
 
     def close(self) -> None:
@@ -141,11 +155,16 @@ class CollectiveWeightReceiver:
         self._closed.set()
         self._thread.join(_ENDING_S)
 
+    def _is_repeated(self, update: WeightUpdate, receipt: UpdateReceipt) -> bool:
+        """Whether the engine has acknowledged this update in an earlier group. Of several servers, some may need it."""
+        holds = (receipt.version, receipt.checksum) == (update.version, update.checksum)
+        return self._index is not None and receipt.error is None and holds
+
     # ---- The thread that follows the protocol
 
     def _run(self) -> None:
         try:
-            self._follow()
+            self._follow_all()
         except _OverError as over:
             self._problem = over.problem
         except PipelineRLError as error:
@@ -162,11 +181,38 @@ class CollectiveWeightReceiver:
         if self._channel is not None:
             self._channel.close()
 
+    def _follow_all(self) -> None:
+        """Follow the protocol in one group, and in others for as long as the sender takes this member back."""
+        while True:
+            try:
+                self._follow()
+            except GroupBrokenError:
+                if not self._regroups:
+                    raise
+            except _OverError as over:
+                if not over.again or self._closed.is_set() or not self._may_come_back:
+                    raise
+            self._leave()
+
+    @property
+    def _may_come_back(self) -> bool:
+        """What the sender said, if it has said anything; before, a connection may break while all join."""
+        return self._regroups or (not self._joined.is_set() and time.monotonic() < self._join_by_s)
+
+    def _leave(self) -> None:
+        """Leave the group and the connection. What has arrived can still be taken."""
+        if self._group is not None:
+            self._group.end()
+        if self._channel is not None:
+            self._channel.close()
+        self._group, self._channel, self._held = None, None, ""
+
     def _follow(self) -> None:
         """Join, then take updates. Ends with _OverError; raises PipelineRLError for a failure at this end."""
         channel, form = self._join()
+        self._regroups = form.regroups
         if self._index is not None:
-            self._group = self._form_group(channel, form, self._index)
+            self._group = self._form_group(channel, form)
         self._joined.set()
         message = self._next()
         while isinstance(message, control.Offer):
@@ -195,36 +241,49 @@ class CollectiveWeightReceiver:
 
     def _join(self) -> tuple[Channel[control.FromSender], control.Form]:
         """Connect to the sender and wait until all members have."""
-        where, deadline_s = self._where, time.monotonic() + self._join_timeout_s
-        try:
-            channel = control.dial(self._host, self._port, self._key, self._join_timeout_s, self._closed.is_set)
-        except (EOFError, ConnectionResetError) as error:
-            raise _OverError(self._gone()) from error
-        except OSError as error:
-            why = f"{where} can't be reached within {self._join_timeout_s:g} s: {error}"
-            raise _OverError(WeightUpdateError(why)) from error
-        except ProtocolError as error:
-            raise _OverError(WeightUpdateError(f"{where} can't be used: {error}")) from error
-        if channel is None:
-            raise _OverError(None)
-        self._channel = channel
+        again = self._regroups
+        deadline_s = time.monotonic() + self._join_timeout_s if again else self._join_by_s
+        self._channel = channel = self._connect(deadline_s)
         self._send(self._hello)
-        threading.Thread(target=self._beat, name="weights-beat", daemon=True).start()
-        form = self._next(deadline_s)
+        if self._beating is None:
+            self._beating = threading.Thread(target=self._beat, name="weights-beat", daemon=True)
+            self._beating.start()
+        form = self._next(None if again else deadline_s)  # the other members may be away for long
         if not isinstance(form, control.Form):
             raise _out_of_order(form)
         self._beat_s = form.stall_s / _BEATS_PER_BOUND
         return channel, form
 
-    def _form_group(self, channel: Channel[control.FromSender], form: control.Form, index: int) -> Group:
+    def _connect(self, deadline_s: float) -> Channel[control.FromSender]:
+        """Connect to the sender. Raises _OverError."""
+        where, kind = self._where, BroadcastEndedError if self._regroups else WeightUpdateError
+        while True:
+            left_s = max(0.0, deadline_s - time.monotonic())
+            try:
+                channel = control.dial(self._host, self._port, self._key, left_s, self._closed.is_set)
+            except (EOFError, ConnectionResetError) as error:
+                if left_s == 0 or not self._may_come_back:
+                    raise _OverError(self._gone()) from error
+                time.sleep(POLL_S)
+                continue
+            except OSError as error:
+                why = f"{where} can't be reached within {self._join_timeout_s:g} s: {error}"
+                raise _OverError(kind(why)) from error
+            except ProtocolError as error:
+                raise _OverError(kind(f"{where} can't be used: {error}")) from error
+            if channel is None:
+                raise _OverError(None)
+            return channel
+
+    def _form_group(self, channel: Channel[control.FromSender], form: control.Form) -> Group:
         self._device = staging_device(form.backend, self._device)
         bound_s, host = 2 * form.stall_s, channel.local_host
         try:
             rendezvous = join_store(channel.peer_host, form.store_port, self._key, bound_s)
         except (OSError, EOFError, ProtocolError) as error:
             where = f"{channel.peer_host}:{form.store_port}"
-            raise WeightUpdateError(f"no group of weight receivers can be formed at {where}: {error}") from error
-        rank, device = index + 1, self._device
+            raise GroupBrokenError(f"no group of weight receivers can be formed at {where}: {error}") from error
+        rank, device = form.rank, self._device
         return Group(
             form.backend, rendezvous, self._key, rank=rank, size=form.size, host=host, bound_s=bound_s, device=device
         )
@@ -275,11 +334,12 @@ class CollectiveWeightReceiver:
         try:
             message = self._channel.receive() if self._channel is not None and self._channel.poll(timeout_s) else None
         except (EOFError, ConnectionResetError) as error:
-            raise _OverError(self._gone()) from error
+            raise _OverError(self._gone(), again=True) from error
         except (OSError, ProtocolError) as error:
-            raise _OverError(BroadcastEndedError(f"{self._where} is lost: {error}")) from error
+            raise _OverError(BroadcastEndedError(f"{self._where} is lost: {error}"), again=True) from error
         if isinstance(message, control.Close):
-            raise _OverError(None if message.error is None else BroadcastEndedError(message.error))
+            problem = None if message.error is None else BroadcastEndedError(message.error)
+            raise _OverError(problem, again=message.again)
         if self._closed.is_set():
             raise _OverError(None)
         return message
@@ -290,7 +350,7 @@ class CollectiveWeightReceiver:
             self._receive(0.0)
         except _OverError as over:
             closed = BroadcastEndedError("the weight sender closed in the middle of an update")
-            raise _OverError(over.problem or closed) from over
+            raise _OverError(over.problem or closed, again=over.again) from over
 
     def _explained(self, error: str) -> WeightUpdateError:
         """Report the failure to the sender. Returns the sender's error if it has one, since it knows who failed first."""
