@@ -76,7 +76,6 @@ def assert_went_on(run_dir: Path, process: subprocess.Popen[str], count: int) ->
         ("training", {}),
         pytest.param("training", {"launch__preprocessor": "process", "engine__processes": 2}, marks=exhaustive),
         pytest.param("training-rank-1", {"trainer__ranks": 2}, marks=exhaustive),
-        pytest.param("generation-1", BROADCAST | {"engine__processes": 2}, marks=exhaustive),
         pytest.param("redis-server", {"stream__kind": "redis"}, marks=exhaustive),
         pytest.param("training", BROADCAST | {"engine__processes": 2}, marks=exhaustive),
         pytest.param("training-rank-1", BROADCAST | {"trainer__ranks": 2}, marks=exhaustive),
@@ -130,18 +129,6 @@ def test_engine_servers_outlive_the_trainer(tmp_path: Path, whose: str, weights:
         for path in (run_dir / "logs").glob("server-*.log"):
             assert path.read_text().count("is served at") == 1
         assert [alive(pid) for pid in serving_pids] == [whose == "external"]
-
-
-@exhaustive
-def test_an_engine_server_outlives_another_one_of_a_broadcast(tmp_path: Path) -> None:
-    run_dir = tmp_path / "r"
-    process = going(run_dir, 6, engine__kind="http", engine__servers=2, engine__slots=8, **BROADCAST)
-    kill(run_dir, "server-1")
-    counts = assert_went_on(run_dir, process, 1)
-    assert counts["restarts"]["run"]["processes_kept"] == 2, "generation, and the other server"
-    assert check(run_dir) == []
-    logs = [(run_dir / "logs" / f"server-{number}.log").read_text() for number in range(2)]
-    assert [log.count("is served at") for log in logs] == [1, 2]
 
 
 @exhaustive

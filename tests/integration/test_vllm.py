@@ -38,7 +38,8 @@ from pipelinerl.serving.wire import ProcessGroupRequest, WeightUpdateRequest
 from pipelinerl.types import Completion, GenerationRequest, SamplingParams, TokenEvent, versions_from_spans
 from pipelinerl.weights.broadcast.receiver import CollectiveWeightReceiver
 from pipelinerl.weights.broadcast.sender import CollectiveWeightSender
-from tests.integration.test_restart import BROADCAST, assert_went_on, going, kill
+from tests.integration.runs import alive, assert_gone_on, process_ids, wait
+from tests.integration.test_restart import BROADCAST, GOAL, assert_went_on, going, kill
 
 PYTHON = os.environ.get("PIPELINERL_VLLM_PYTHON", "")
 pytestmark = [
@@ -365,6 +366,23 @@ def test_a_server_outlives_the_trainer(weights: dict[str, str], tmp_path: Path) 
     assert check(run_dir) == []
     log = (run_dir / "logs" / "server-0.log").read_text()
     assert log.count("Application startup complete") == 1
+
+
+@pytest.mark.parametrize("weights", [{}, BROADCAST])
+def test_a_killed_server_of_a_run_is_started_again(weights: dict[str, str], tmp_path: Path) -> None:
+    """The trainer goes on meanwhile."""
+    run_dir = tmp_path / "r"
+    served = {"engine__kind": "vllm", "engine__python": PYTHON, "engine__slots": SLOTS, "engine__max_length": LENGTH}
+    process = going(run_dir, 2, **(served | weights))
+    before = process_ids(run_dir)
+    kill(run_dir, "server-0")
+    ended = wait(process)
+    assert (ended.status, ended.error) == (0, "")
+    counts = assert_gone_on(run_dir, GOAL)
+    assert counts["restarts"].keys() == {"server-0"}
+    assert counts["restarts"]["server-0"]["count"] == 1
+    assert check(run_dir) == []
+    assert not any(alive(pid) for pid in before.values())
 
 
 def until(condition: Any, timeout_s: float = 30.0) -> bool:

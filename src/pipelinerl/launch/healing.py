@@ -33,6 +33,7 @@ from pipelinerl.database import DamagedDatabaseError
 from pipelinerl.errors import CrashLoopError, StageDiedError
 from pipelinerl.files import write_atomically
 from pipelinerl.launch.hosts.host import Host, LocalHost, Worker, named
+from pipelinerl.launch.hosts.keeping import answers
 from pipelinerl.launch.roles import PREPROCESSING, generation_roles, server_roles, stages_of
 from pipelinerl.launch.session import Session
 from pipelinerl.launch.stages.streams import group_reader, prepared_writer
@@ -54,6 +55,8 @@ LOST = "lost_in_crash"
 """Why the rollouts were dropped that a process had in progress when it died."""
 PAUSES_KEPT = 256
 """Pauses for weight updates, of all ended processes, that are published."""
+ASK_EVERY_S = 1.0
+"""Time between two requests to a server that starts."""
 STACKS_S = 0.2
 """Time for a process to write its stacks to its log before it is killed."""
 
@@ -92,6 +95,7 @@ class Healing:
     def __init__(self, session: Session, host: Host, view: View, beginning: tuple[int, int, int]) -> None:
         self._session, self._host, self._view, self._beginning = session, host, view, Beginning(*beginning)
         self._histories: dict[str, History] = {}
+        self._ask_s = 0.0  # when servers are asked again
         self.changed_s = 0.0
         """The time of the latest death or restart."""
 
@@ -172,7 +176,7 @@ class Healing:
     def observe(self, statuses: Mapping[str, StageStatus], now: float) -> None:
         """Note which new processes are ready."""
         for role, history in self._histories.items():
-            if history.ready_s is None and history.due_s is None and self._is_ready(role, history.pid, statuses):
+            if history.ready_s is None and history.due_s is None and self._is_ready(role, history.pid, statuses, now):
                 history.ready_s = now
                 history.away_s.append(now - history.died_s)
                 lost = history.actor.rollouts_dropped.get(LOST)
@@ -194,10 +198,15 @@ class Healing:
             for role, history in self._histories.items()
         }
 
-    def _is_ready(self, role: str, pid: int, statuses: Mapping[str, StageStatus]) -> bool:
+    def _is_ready(self, role: str, pid: int, statuses: Mapping[str, StageStatus], now: float) -> bool:
         if stages := stages_of(self._session.config, role):
             found = [statuses.get(stage) for stage in stages]
             return all(status is not None and status.pid == pid and status.state != "starting" for status in found)
+        if self._session.config.engine.kind == "vllm":  # it writes its ready file before it loads the model
+            if now < self._ask_s:
+                return False
+            self._ask_s = now + ASK_EVERY_S
+            return answers(self._session, role, pid)
         ready = self._session.run.ready_file(role)
         return ready.exists() and msgspec.json.decode(ready.read_bytes(), type=dict[str, Any])["pid"] == pid
 

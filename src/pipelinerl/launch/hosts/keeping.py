@@ -161,7 +161,9 @@ def have_wait(session: Session, processes: Sequence[LocalWorker], hurry: Callabl
             break
         time.sleep(POLL_S)
     waiting = [worker for worker in workers if worker.running and worker.report_file.exists()]
-    return waiting + [process for process in processes if process.role in serving and _answers(session, process)]
+    return waiting + [
+        process for process in processes if process.role in serving and answers(session, process.role, process.pid)
+    ]
 
 
 def roles_to_keep(config: RunConfig, waiting: Collection[str]) -> set[str]:
@@ -171,20 +173,20 @@ def roles_to_keep(config: RunConfig, waiting: Collection[str]) -> set[str]:
     return set(waiting)
 
 
-def _answers(session: Session, server: LocalWorker) -> bool:
-    """Whether an engine server answers. One that still loads its model, or hangs, does not.
+def answers(session: Session, role: str, pid: int) -> bool:
+    """Whether the engine server answers that is the process `pid`. One that still loads its model, or hangs, does not.
 
     vLLM also has to work: if an update of its weights was broken off, it is paused.
     """
     try:
-        said = msgspec.json.decode(session.run.ready_file(server.role).read_bytes(), type=ReadyFile)
+        said = msgspec.json.decode(session.run.ready_file(role).read_bytes(), type=ReadyFile)
         url, kinds, key = urlsplit(said.url), {"http": HTTPConnection, "https": HTTPSConnection}, server_key(session)
         with closing(kinds[url.scheme](url.netloc, timeout=HEALTH_S)) as connection:
             _get(connection, "/health", key)
             works = session.config.engine.kind != "vllm" or not json.loads(_get(connection, "/is_paused", key))["is_paused"]
     except (OSError, HTTPException):
         return False
-    return works and said.pid == server.pid
+    return works and said.pid == pid
 
 
 def _get(connection: HTTPConnection, path: str, key: str | None) -> bytes:

@@ -40,7 +40,7 @@ BUCKET_BYTES = 64 << 20
 _ENDING_S = 5.0
 _EXPLANATION_S = 3.0
 _MOST_BROKEN = 4
-"""Groups that break one after the other, before an update was sent, before the transfer fails."""
+"""Groups in a row that break although no member has left, before the transfer fails."""
 _CPU = torch.device("cpu")
 
 
@@ -240,8 +240,9 @@ class CollectiveWeightSender:
                         self._deliver(group)
                     break
                 except GroupBrokenError as error:
-                    self._broken += 1
-                    if not self._members.regroups or self._broken > _MOST_BROKEN:
+                    members = self._members
+                    self._broken += not (members.broken or members.newcomers)
+                    if not members.regroups or self._broken > _MOST_BROKEN:
                         raise
                     logger.warning("the group of weight receivers is formed again: %s", error)
                     if group is not None:
@@ -313,7 +314,7 @@ class CollectiveWeightSender:
             with members.changed:
                 while not self._closing.is_set() and not (members.offer and members.offer.number > number):
                     if newcomers := members.newcomers:
-                        raise GroupBrokenError(f"{newcomers[0].label} joins")
+                        raise GroupBrokenError(f"engine {newcomers[0].label} joins")
                     members.changed.wait(POLL_S)
             if self._closing.is_set():
                 return
