@@ -567,6 +567,7 @@ def test_what_can_be_replaced_is_a_rule() -> None:
     assert roles("--engine.kind=http", "--engine.servers=2") == ["server-0", "server-1", "generation"]
     assert roles("--engine.kind=vllm", "--engine.python=python") == ["server-0", "generation"]
     assert roles("--launch.preprocessor=process", "--weights.kind=collective") == ["generation", "preprocessing"]
+    assert roles(*RedisRun.kinds, "--engine.processes=2") == ["generation-0", "generation-1"]
     assert roles("--launch.restarts=0") == []
 
 
