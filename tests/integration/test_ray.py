@@ -847,7 +847,9 @@ def test_engines_outlive_the_trainer(
     victim: str, away: tuple[str, ...], settings: dict[str, Any], cluster: Machines, tmp_path: Path
 ) -> None:
     cluster.complete(*away)
-    run, before = Running(tmp_path / "r", **settings | KEPT), scratch_folders(cluster)
+    removed = scratch_folders(cluster)
+    run = Running(tmp_path / "r", **settings | KEPT)
+    before = scratch_folders(cluster) - removed
     kept = [role for role in run.pids if role.startswith(("generation", "server"))]
     kill_trainer(run, victim)
     ended = wait(run.process)
