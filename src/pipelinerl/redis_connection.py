@@ -46,8 +46,7 @@ class RedisConnection:
 
         Raises ConfigError for a wrong URL.
         """
-        host = re.sub(r"[^\w.-]", "_", socket.gethostname(), flags=re.ASCII)
-        self.token = f"{role}-{host}-{os.getpid()}-{secrets.token_hex(8)}"
+        self.token = f"{role}{_process(os.getpid())}{secrets.token_hex(8)}"
         self.url = without_password(url)
         self.client: Any = connect(url, self.token, min(REPLY_TIMEOUT_S, patience_s))
         self._patience_s = patience_s
@@ -82,9 +81,28 @@ class RedisConnection:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
+    def disconnect(self, pid: int) -> None:
+        """End the connections of a process of this machine that has died: what Redis has not read of it is not executed.
+
+        Raises StreamError, also if the Redis user may not do that.
+        """
+
+        def end() -> None:
+            for client in self.client.client_list("normal"):
+                if _process(pid) in client["name"]:
+                    self.client.client_kill_filter(_id=client["id"])
+
+        self.patiently(end)
+
     def close(self) -> None:
         """May be called twice."""
         self.client.close()
+
+
+def _process(pid: int) -> str:
+    """The part of a token that names a process of this machine."""
+    host = re.sub(r"[^\w.-]", "_", socket.gethostname(), flags=re.ASCII)
+    return f"-{host}-{pid}-"
 
 
 def connect(url: str, name: str, timeout_s: float) -> Redis:

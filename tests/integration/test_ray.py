@@ -334,9 +334,7 @@ def test_a_machine_that_is_removed_under_any_role(victim: str, machines: Machine
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "victim", ["training", "generation", "redis-server", "machine of the trainer", "machine of the actor"]
-)
+@pytest.mark.parametrize("victim", ["training", "redis-server", "machine of the trainer", "machine of the actor"])
 def test_a_run_that_loses_something_goes_on_by_itself(victim: str, machines: Machines, tmp_path: Path) -> None:
     settings = SPREAD | {"trainer__steps": 30, "trainer__checkpoint_every": 2, "launch__restarts": 2}
     if victim == "machine of the trainer":
@@ -849,7 +847,9 @@ def test_engines_outlive_the_trainer(
     victim: str, away: tuple[str, ...], settings: dict[str, Any], cluster: Machines, tmp_path: Path
 ) -> None:
     cluster.complete(*away)
-    run, before = Running(tmp_path / "r", **settings | KEPT), scratch_folders(cluster)
+    removed = scratch_folders(cluster)
+    run = Running(tmp_path / "r", **settings | KEPT)
+    before = scratch_folders(cluster) - removed
     kept = [role for role in run.pids if role.startswith(("generation", "server"))]
     kill_trainer(run, victim)
     ended = wait(run.process)
@@ -893,3 +893,78 @@ def test_processes_that_wait_end_without_their_launcher(number: signal.Signals, 
     else:
         assert wait(run.process).status != 0
         resume_to_the_end(run.run_dir)
+
+
+# -------------------------------------------------------------------------------- processes that are started again
+
+
+def replace(run: Running, *victims: str) -> None:
+    """Kill the processes of these roles, and wait until new ones work on the same machines."""
+    before = dict(run.pids)
+    for victim in victims:
+        os.kill(before[victim], signal.SIGKILL)
+
+    def work() -> bool:
+        found, now = statuses(run.run_dir), workers_of(run.run_dir, run.plan.id)
+        for victim in victims:
+            if now.get(victim, before[victim]) == before[victim]:
+                return False
+            stage = victim.replace("generation", "actor").replace("preprocessing", "preprocessor")
+            if stage in found and (found[stage].pid != now[victim] or found[stage].state == "starting"):
+                return False
+            assert stage not in found or found[stage].machine == run.machines[stage]
+            ready = RunDirectory(run.run_dir).ready_file(victim)
+            if ready.exists() and msgspec.json.decode(ready.read_bytes())["pid"] != now[victim]:
+                return False
+        run.pids |= {f"{victim}, before": before[victim] for victim in victims} | now
+        return True
+
+    until(work, run.process)
+    assert not any(alive(before[victim]) for victim in victims)
+
+
+def healed(run: Running, *victims: str, away: bool = False) -> None:
+    """The run trains on with all that it had, and nothing is lost, doubled or miscounted."""
+    version, kept = version_of(run.run_dir), {role: run.pids[role] for role in ("training", "launcher") if role in run.pids}
+    until(lambda: version_of(run.run_dir) > version + 4, run.process)
+    assert {role: run.pids[role] for role in kept} == kept
+    run.process.send_signal(signal.SIGINT)
+    assert run.end().status == 130
+    counts = summary(run.run_dir)
+    assert_conserved(counts)
+    assert counts["restarts"].keys() == set(victims)
+    lost = sum(record["rollouts_lost"] for record in counts["restarts"].values())
+    assert counts["rollouts_dropped"].get("lost_in_crash", 0) == lost
+    for record in counts["restarts"].values():
+        assert record["count"] == len(record["recovery_s"]) == 1
+    resume_to_the_end(run.run_dir)
+    assert check(run.run_dir) == []
+
+
+HEALED = {"launch__restarts": 2, "schedule__max_lag": 4, "actor__max_tokens": 64}
+SERVERS_AWAY = {"training": "machine-0", "server-0": "machine-1", "server-1": "machine-2", "generation": "machine-1"}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("victims", "away", "settings"),
+    [
+        (["generation-1"], (), TWO_ACTORS),
+        (["generation"], (), SPREAD),
+        (["generation-0", "generation-1"], OTHERS, TWO_ACTORS | {"launch__place": json.dumps(ON_ALL)}),
+        (["generation-1"], (), TWO_ACTORS | {"stream__capacity": 4, "stream__when_full": "drop_oldest"}),
+        (["preprocessing"], (), APART),
+        (["preprocessing"], OTHERS, APART | {"launch__place": json.dumps({"preprocessing": "machine-1"})}),
+        (["server-1"], (), APART),
+        (["server-0"], OTHERS, APART | {"launch__place": json.dumps(SERVERS_AWAY)}),
+        (["generation"], OTHERS, APART | {"launch__place": json.dumps(SERVERS_AWAY)}),
+    ],
+    ids=["one", "only", "all-away", "drops", "preprocessing", "preprocessing-away", "server", "server-away", "client-away"],
+)
+def test_a_process_that_dies_is_started_again_on_its_machine(
+    victims: list[str], away: tuple[str, ...], settings: dict[str, Any], cluster: Machines, tmp_path: Path
+) -> None:
+    cluster.complete(*away)
+    run = Running(tmp_path / "r", **settings | HEALED)
+    replace(run, *victims)
+    healed(run, *victims)

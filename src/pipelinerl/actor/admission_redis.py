@@ -10,10 +10,14 @@ between two calls leaves nothing behind, and each record follows from the one be
     {RUN}admission    a hash
         number        how many times the record was written
         json          the record
+        process-N     what generation process number N has done (`Part`), written with the record
         claims-...    the number of this process's last commit
 
 A commit whose answer was lost is sent again with its number, and is not executed twice. If it was not executed and others
 have written since, it never will be: it names the number of the record that it was made from.
+
+If process number N dies, the launcher opens its access to the record, hands over what it had recorded, and returns the other
+groups (see `launch.taking_back`).
 
 All processes read the trainer's status from Redis together with the record. It may be some milliseconds old, but nobody
 decides by an older one than that of the claims before.
@@ -42,23 +46,39 @@ REPEAT_S = 0.005
 _LONGEST_PAUSE_S = 0.002
 
 _SNAPSHOT = """
-local found = redis.call('HMGET', KEYS[1], 'number', 'json', ARGV[1])
-found[4] = redis.call('HGET', KEYS[2], ARGV[2])
+local found = redis.call('HMGET', KEYS[1], 'number', 'json', ARGV[1], ARGV[2])
+found[5] = redis.call('HGET', KEYS[2], ARGV[3])
 return found
 """
 _COMMIT = """
 if redis.call('HGET', KEYS[1], ARGV[1]) == ARGV[2] then return 1 end
 if redis.call('HGET', KEYS[1], 'number') ~= ARGV[3] then return 0 end
-redis.call('HSET', KEYS[1], 'number', ARGV[3] + 1, 'json', ARGV[4], ARGV[1], ARGV[2])
+redis.call('HSET', KEYS[1], 'number', ARGV[3] + 1, 'json', ARGV[4], ARGV[5], ARGV[6], ARGV[1], ARGV[2])
 return 1
 """
 
 
+class Part(msgspec.Struct):
+    """What the generation processes of one number have done in this session.
+
+    begun                       the groups that are in progress, with their version and attempts
+    groups, attempts, rollouts  of groups that were handed over: `rollouts` of the attempts are in them
+    replaced                    rollouts that the stream dropped for newer ones
+    """
+
+    begun: dict[int, tuple[int, int]] = {}
+    groups: int = 0
+    attempts: int = 0
+    rollouts: int = 0
+    replaced: int = 0
+
+
 class _Snapshot(NamedTuple):
-    """Record and trainer of one moment."""
+    """Record, part of this process and trainer of one moment."""
 
     number: int
     state: Outstanding
+    part: Part
     trainer: bytes | None
 
 
@@ -86,20 +106,26 @@ class RedisAdmission(Admission):
         *,
         taken: GroupLedger | None = None,
         processes: int = 1,
+        process: int = 0,
         patience_s: float = PATIENCE_S,
         repeat_s: float = REPEAT_S,
     ) -> None:
-        """`prefix`: of the run's keys. Raises StreamError if there is no record. For `url` see `RedisConnection`."""
+        """For generation process number `process`. `prefix`: of the run's keys. For `url` see `RedisConnection`.
+
+        Raises StreamError if there is no record.
+        """
         super().__init__(schedule, taken, processes)
         self._repeat_s = repeat_s
         self._connection = RedisConnection(url, "claims", patience_s)
         self._key, self._board_key = _keys(prefix)
+        self._field = f"process-{process}"
         self._snapshot_script = self._connection.client.register_script(_SNAPSHOT)
         self._commit_script = self._connection.client.register_script(_COMMIT)
         self._decoder = msgspec.json.Decoder(Outstanding)
+        self._parts = msgspec.json.Decoder(Part)
         self._statuses = msgspec.json.Decoder(StageStatus)
         self._attempted = self._confirmed = 0  # numbers of commits
-        self._handing_over: Callable[[Outstanding], None] | None = None
+        self._handing_over: Callable[[Outstanding, Part], None] | None = None
         self._denial: _Denial | None = None
         self._connection.opened(self._look)
 
@@ -127,14 +153,16 @@ class RedisAdmission(Admission):
                 admitted = self._decide(snapshot.state, trainer, asked)
             if admitted.group is None:
                 self._denial = _Denial(*inputs, admitted.verdict, now + self._repeat_s)
-            return admitted.group is not None
+                return False
+            snapshot.part.begun[admitted.group] = (engine_version, rollouts)
+            return True
 
         self._change(decide)
         return admitted
 
     def hand_over(
         self,
-        _: int,
+        index: int,
         version: int,
         *,
         started: int,
@@ -142,42 +170,43 @@ class RedisAdmission(Admission):
         write: Callable[[], bool],
         skipped: bool = False,  # noqa: ARG002 - a filter needs one process
     ) -> bool:
-        self._handing_over = lambda state: state.hand_over(version, started=started, rollouts=rollouts)
+        def change(state: Outstanding, part: Part) -> None:
+            state.hand_over(version, started=started, rollouts=rollouts)
+            part.begun.pop(index, None)
+            part.groups, part.attempts, part.rollouts = part.groups + 1, part.attempts + started, part.rollouts + rollouts
+
+        self._handing_over = change
         try:
             return write()
         finally:
             self._handing_over = None
 
-    def commit_with(self, pipe: Any) -> Callable[[], None] | None:
+    def commit_with(self, pipe: Any, dropped: int = 0) -> Callable[[], None] | None:
         """Called by the stream's writer before its transaction: the commands that the transaction shall have as well.
 
-        None outside of `hand_over`. If the record changes before the transaction, Redis refuses it, and the writer repeats
-        all of this.
+        None outside of `hand_over`. `dropped`: rollouts that the transaction drops from the stream. If the record changes
+        before the transaction, Redis refuses it, and the writer repeats all of this.
         """
         change = self._handing_over
         if change is None:
             return None
         pipe.watch(self._key)
-        (json,) = pipe.hmget(self._key, "json")
+        json, part_json = pipe.hmget(self._key, "json", self._field)
         if json is None:
             raise self._lost()
-        state = self._decoder.decode(json)
-        change(state)
+        state, part = self._decoder.decode(json), self._part(part_json)
+        change(state, part)
+        state.drop(dropped)
+        part.replaced += dropped
 
         def queue() -> None:
-            pipe.hset(self._key, "json", msgspec.json.encode(state))
+            pipe.hset(self._key, mapping={"json": msgspec.json.encode(state), self._field: msgspec.json.encode(part)})
             pipe.hincrby(self._key, "number", 1)
 
         return queue
 
     def stream_dropped(self, rollouts: int) -> None:
-        """As in `Admission`, in a commit of its own. Until then too many count as outstanding, which is safe."""
-
-        def change(snapshot: _Snapshot) -> bool:
-            snapshot.state.drop(rollouts)
-            return True
-
-        self._change(change)
+        """`commit_with` has counted them."""
 
     def may_take(self, version: int) -> Verdict:
         verdict = Verdict(False)
@@ -194,6 +223,26 @@ class RedisAdmission(Admission):
     def read(self) -> Outstanding:
         return self._connection.patiently(self._look).state
 
+    def part(self) -> Part:
+        """What the processes of this number have done."""
+        return self._connection.patiently(self._look).part
+
+    def return_groups(self) -> int:
+        """Return the groups in progress of this process, which has died. Returns the number of their attempts."""
+        attempts = 0
+
+        def change(snapshot: _Snapshot) -> bool:
+            nonlocal attempts
+            begun, snapshot.part.begun = snapshot.part.begun, {}
+            attempts = sum(started for _, started in begun.values())
+            for version, started in begun.values():
+                snapshot.state.hand_over(version, started=started, rollouts=0)
+            snapshot.state.returned = sorted([*snapshot.state.returned, *begun])
+            return True
+
+        self._change(change)
+        return attempts
+
     def close(self) -> None:
         self._connection.close()
 
@@ -201,18 +250,22 @@ class RedisAdmission(Admission):
         """Have `change` edit the record of a snapshot, and write it if it returns True; again until nobody was faster."""
         while change(snapshot := self._connection.patiently(self._look)):
             self._attempted += 1
-            arguments = [self._connection.token, self._attempted, snapshot.number, msgspec.json.encode(snapshot.state)]
+            state, part = msgspec.json.encode(snapshot.state), msgspec.json.encode(snapshot.part)
+            arguments = [self._connection.token, self._attempted, snapshot.number, state, self._field, part]
             if self._connection.patiently(partial(self._commit_script, [self._key], arguments)):
                 self._confirmed = self._attempted
                 return
             time.sleep(random.uniform(0, _LONGEST_PAUSE_S))
 
     def _look(self) -> _Snapshot:
-        keys, arguments = [self._key, self._board_key], [self._connection.token, TRAINER]
-        number, json, committed, trainer = self._snapshot_script(keys, arguments)
+        keys, arguments = [self._key, self._board_key], [self._connection.token, self._field, TRAINER]
+        number, json, committed, part, trainer = self._snapshot_script(keys, arguments)
         if json is None or int(committed or 0) < self._confirmed:
             raise self._lost()
-        return _Snapshot(int(number), self._decoder.decode(json), trainer)
+        return _Snapshot(int(number), self._decoder.decode(json), self._part(part), trainer)
+
+    def _part(self, json: bytes | None) -> Part:
+        return Part() if json is None else self._parts.decode(json)
 
     def _lost(self) -> StreamError:
         return StreamError(

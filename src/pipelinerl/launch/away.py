@@ -255,22 +255,22 @@ class ReadyFiles:
     def __init__(self, control: Path, connection: RedisConnection, prefix: str) -> None:
         self._control, self._connection = control, connection
         self._key = Keys.of(prefix).ready
-        self._known: set[str] = set()
+        self._known: dict[str, bytes] = {}
 
     def exchange(self) -> None:
-        """Raises OSError and StreamError."""
+        """Also what has changed: a server that was started again. Raises OSError and StreamError."""
         client = self._connection.client
-        here = {path.name: path for path in self._control.glob("*.ready.json")}
-        for name in here.keys() - self._known:
-            data = here[name].read_bytes()
-            self._connection.patiently(lambda: client.hset(self._key, name, data))  # noqa: B023 - called at once
-            self._known.add(name)
+        for path in self._control.glob("*.ready.json"):
+            name, data = path.name, path.read_bytes()
+            if self._known.get(name) != data:
+                self._connection.patiently(lambda: client.hset(self._key, name, data))  # noqa: B023 - called at once
+                self._known[name] = data
         found = self._connection.patiently(lambda: client.hgetall(self._key))
         for key, data in found.items():
             name = key.decode()
-            if name not in self._known and Path(name).name == name:
+            if self._known.get(name) != data and Path(name).name == name:
                 write_atomically(self._control / name, data)
-                self._known.add(name)
+                self._known[name] = data
 
 
 class Sending:

@@ -1,9 +1,9 @@
-"""Healing: processes of a run on one machine that die are started again, while the others continue.
+"""Healing: processes of a run that die are started again on their machine, while the others continue.
 
     death ─▶ what is left of it is killed ─▶ its work is taken back ─▶ a pause ─▶ it is started again ─▶ it is ready
 
 A process that is killed can't write any more, so nothing of it arrives after its replacement has started. What it had begun
-is taken back before that, under the lock of admission:
+is taken back before that (`taking_back`):
 
 generation     The groups that it had in progress are counted as lost and start again under their index, in any generation
                process. A group that is recorded but not in the stream is written to it. The trainer does not wait for the
@@ -23,29 +23,28 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from pathlib import Path
-from sqlite3 import Connection
-from typing import Any, NamedTuple
+from typing import Any, cast
 
 import msgspec
 
 from pipelinerl.actor.groups import STREAM_DROP
-from pipelinerl.actor.outstanding import SCHEMA, Outstanding
 from pipelinerl.child import KILL_TIMEOUT_S
-from pipelinerl.database import DamagedDatabaseError, Database
+from pipelinerl.database import DamagedDatabaseError
 from pipelinerl.errors import CrashLoopError, StageDiedError
 from pipelinerl.files import write_atomically
-from pipelinerl.launch.hosts.host import LocalHost, LocalWorker, Worker, named, remove_weights_of
+from pipelinerl.launch.hosts.host import Host, LocalHost, Worker, named
 from pipelinerl.launch.hosts.keeping import answers
 from pipelinerl.launch.roles import PREPROCESSING, generation_roles, server_roles, stages_of
 from pipelinerl.launch.session import Session
-from pipelinerl.launch.stages.streams import ROLLOUTS, group_reader, prepared_writer
+from pipelinerl.launch.stages.streams import group_reader, prepared_writer
+from pipelinerl.launch.taking_back import Beginning, Part, take_back
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.reading import read_records
 from pipelinerl.metrics.totals import ENDED_ACTORS, ENDED_ENGINES, actor_total, engine_total
+from pipelinerl.status.board import last_statuses
 from pipelinerl.status.reporter import starting
 from pipelinerl.status.view import View
-from pipelinerl.types import TRAINER, ActorProgress, EngineProgress, Group, Progress, StageStatus, trainer_progress
+from pipelinerl.types import TRAINER, ActorProgress, EngineProgress, Progress, StageStatus, trainer_progress
 from pipelinerl.weights.shared.file import AWAY, Answer, Control
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 60.0
@@ -60,16 +59,6 @@ ASK_EVERY_S = 1.0
 """Time between two requests to a server that starts."""
 STACKS_S = 0.2
 """Time for a process to write its stacks to its log before it is killed."""
-
-
-class Beginning(NamedTuple):
-    """Where the session began: bytes of `rollouts.jsonl`, groups ever written to the rollout stream, and how many more were
-    ever written to the prepared stream than taken from the first.
-    """
-
-    recorded: int
-    written: int
-    passed_on: int
 
 
 @dataclass
@@ -103,8 +92,8 @@ class History:
 class Healing:
     """The restarts of a session. The caller removes dead processes from its own list, and adds those that `begin` starts."""
 
-    def __init__(self, session: Session, host: LocalHost, view: View, beginning: Beginning) -> None:
-        self._session, self._host, self._view, self._beginning = session, host, view, beginning
+    def __init__(self, session: Session, host: Host, view: View, beginning: tuple[int, int, int]) -> None:
+        self._session, self._host, self._view, self._beginning = session, host, view, Beginning(*beginning)
         self._histories: dict[str, History] = {}
         self._ask_s = 0.0  # when servers are asked again
         self.changed_s = 0.0
@@ -121,7 +110,7 @@ class Healing:
         roles = server_roles(self._session.config)
         return [role for role, history in self._histories.items() if role in roles and history.ready_s is None]
 
-    def heal(self, dead: Sequence[LocalWorker], now: float) -> None:
+    def heal(self, dead: Sequence[Worker], now: float) -> None:
         """Take back the work of processes that died, and plan their restarts.
 
         Raises StageDiedError if they died too often or their work can't be taken back, and the errors of streams.
@@ -172,7 +161,7 @@ class Healing:
             worker.wait(KILL_TIMEOUT_S)
         return bool(hung)
 
-    def begin(self, now: float) -> Iterator[LocalWorker]:
+    def begin(self, now: float) -> Iterator[Worker]:
         """Start the processes that are due, one at a time. Raises StageDiedError if one can't be started."""
         for role, history in self._histories.items():
             if history.due_s is not None and now >= history.due_s:
@@ -228,74 +217,28 @@ class Healing:
 
     # ---- the work of the dead
 
-    def _bury(self, worker: LocalWorker) -> None:
+    def _bury(self, worker: Worker) -> None:
         """Kill what the process has started, remove what it has left, and have the trainer not wait for its engine.
 
         The sender of a broadcast notices by itself that a receiver is gone.
         """
-        worker.kill()
-        worker.wait(KILL_TIMEOUT_S)
-        remove_weights_of(worker.pid)
-        roles = generation_roles(self._session.config)
-        if worker.role in roles and self._session.config.weights.kind == "shared":
-            with closing(Control(self._host.channels.weights)) as control:
+        self._host.bury(worker)
+        config, roles = self._session.config, generation_roles(self._session.config)
+        if config.weights.kind == "shared" and worker.role in roles:
+            with closing(Control(cast(LocalHost, self._host).channels.weights)) as control:
                 control.write_answer(roles.index(worker.role), Answer(AWAY))
 
-    def _take_back(self, dead: Sequence[LocalWorker]) -> None:
+    def _take_back(self, dead: Sequence[Worker]) -> None:
         """Take back what the processes had begun, and add what they had done to the totals of ended processes."""
-        config, run = self._session.config, self._session.run
+        config, statuses = self._session.config, last_statuses(self._host.board)
         roles = generation_roles(config)
         processes = {roles.index(worker.role): worker for worker in dead if worker.role in roles}
-        with closing(Database(run.admission, SCHEMA, temporary=True)) as database:
-            begun = _begun(database, processes)
-            path = run.rollouts_of(0, shared=False)
-            recorded = _recorded(path, self._beginning.recorded, {one.group for one in begun})
-            with database.transaction() as record:  # actors wait: the stream and the record belong together
-                self._return_groups(record, begun, recorded)
-                if any(worker.role == PREPROCESSING for worker in dead):
-                    self._pass_on()
-                for process, worker in processes.items():
-                    history = self._histories[worker.role]
-                    lost = (one.attempts for one in begun if one.process == process and one.group not in recorded)
-                    history.lost += sum(lost)
-                    self._count(record, process, worker, history)
+        for process, part in take_back(self._session, processes, self._beginning).items():
+            self._count(processes[process], part, statuses)
+        if any(worker.role == PREPROCESSING for worker in dead):
+            self._pass_on()
         for worker in dead:
             starting(self._host.board, stages_of(config, worker.role), "has died and is started again")
-
-    def _return_groups(self, record: Connection, begun: Sequence[Begun], recorded: Mapping[int, Recorded]) -> None:
-        """Of the groups that were `begun` and not handed over, hand over those that were recorded, and return the others.
-
-        A process that dies between writing a group to the stream and counting it as handed over has left one group more in
-        the stream than was counted. Raises StageDiedError if it can't be known which of several groups that is.
-        """
-        state = _state(record)
-        latency = state.latency
-        store = self._session.streams()
-        ((counted,),) = record.execute("SELECT count(*) FROM groups WHERE kept IS NOT NULL").fetchall()
-        with closing(store.writer(ROLLOUTS, Group, capacity=None, when_full="block", on_drop=None)) as stream:
-            written = stream.stats().written - self._beginning.written - counted
-            if written not in (0, len(recorded)):
-                raise StageDiedError(
-                    f"{len(recorded)} generation processes died while they wrote a group, and {written} of these groups are "
-                    "in the stream: continue with --resume"
-                )
-            for index, _, version, attempts in begun:
-                rollouts = 0
-                if index in recorded:
-                    group, line = recorded[index]
-                    rollouts = len(group.rollouts)
-                    if not written:
-                        stream.try_write(group, line)
-                    record.execute(
-                        "UPDATE groups SET kept = ?, started = ? WHERE number = ?", (rollouts, group.started, index)
-                    )
-                else:
-                    record.execute("DELETE FROM groups WHERE number = ?", (index,))
-                    state.returned.append(index)
-                state.hand_over(version, started=attempts, rollouts=rollouts)
-        state.returned.sort()
-        state.latency = latency  # how long a group took that was not finished says nothing
-        record.execute("UPDATE record SET json = ?", (msgspec.json.encode(state),))
 
     def _pass_on(self) -> None:
         """Commit the group that the preprocessor had written to the second stream and not committed in the first, if any."""
@@ -305,32 +248,27 @@ class Healing:
                 ((offset, _),) = reader.read(1)
                 reader.commit(offset + 1)
 
-    def _count(self, record: Connection, process: int, worker: LocalWorker, history: History) -> None:
+    def _count(self, worker: Worker, part: Part, statuses: Mapping[str, StageStatus]) -> None:
         """Set the totals of all processes of this role that died.
 
-        What was started, handed over and dropped by the stream is in the record. The other drops are those that were
-        published. The rest was lost.
+        What was started, handed over and dropped by the stream is in the record of admission. The other drops are those
+        that were published. The rest was lost.
         """
-        board, (engine_stage, actor_stage) = self._host.board, stages_of(self._session.config, worker.role)
-        actor = _progress(board.read(actor_stage), worker.pid, ActorProgress)
-        engine = _progress(board.read(engine_stage), worker.pid, EngineProgress)
-        (counts,) = record.execute(
-            "SELECT total(started > 0), total(started), total(kept), (SELECT total(rollouts) FROM drops WHERE process = ?1) "
-            "FROM groups WHERE process = ?1 AND kept IS NOT NULL",
-            (process,),
-        ).fetchall()
-        groups, started, handed_over, replaced = map(int, counts)
-        started += history.lost
+        history, (engine_stage, actor_stage) = self._histories[worker.role], stages_of(self._session.config, worker.role)
+        actor = _progress(statuses.get(actor_stage), worker.pid, ActorProgress)
+        engine = _progress(statuses.get(engine_stage), worker.pid, EngineProgress)
+        history.lost += part.lost
+        started = part.attempts + history.lost
         dropped = Counter(history.actor.rollouts_dropped) + Counter(actor.rollouts_dropped)
         dropped.pop(LOST, 0)
         dropped.pop(STREAM_DROP, 0)
-        dropped[LOST] = started - handed_over - dropped.total()
-        dropped[STREAM_DROP] = replaced
+        dropped[LOST] = started - part.rollouts - dropped.total()
+        dropped[STREAM_DROP] = part.replaced
         history.actor = msgspec.structs.replace(
             actor_total({"before": _ended(history.actor), "now": _ended(actor)}) or actor,
-            groups_started=groups + history.lost // self._session.config.actor.group_size,
+            groups_started=part.groups + history.lost // self._session.config.actor.group_size,
             rollouts_started=started,
-            rollouts_handed_over=handed_over - replaced,
+            rollouts_handed_over=part.rollouts - part.replaced,
             rollouts_dropped=+dropped,
             rollouts_in_progress=0,
         )
@@ -364,47 +302,6 @@ class Healing:
             evaluated=max(evaluated, default=session.plan.evaluated),
         )
         write_atomically(run.plan, msgspec.json.encode(plan), mode=0o600)
-
-
-class Begun(NamedTuple):
-    """A group that a process has started and not handed over: a row of the record."""
-
-    group: int
-    process: int
-    version: int
-    attempts: int
-
-
-class Recorded(NamedTuple):
-    """A group in `rollouts.jsonl`, with its line."""
-
-    group: Group
-    line: bytes
-
-
-def _begun(database: Database, processes: Collection[int]) -> list[Begun]:
-    rows = database.rows("SELECT number, process, version, started FROM groups WHERE kept IS NULL ORDER BY number")
-    return [begun for row in rows if (begun := Begun(*row)).process in processes]
-
-
-def _recorded(path: Path, begin: int, indices: Collection[int]) -> dict[int, Recorded]:
-    """The groups of these indices in `rollouts.jsonl` from the byte `begin` on."""
-    found: dict[int, Recorded] = {}
-    starts = tuple(b'{"index":%d,' % index for index in indices)
-    if not starts or not path.exists():
-        return found
-    with path.open("rb") as file:
-        file.seek(begin)
-        for line in file:
-            if line.startswith(starts) and line.endswith(b"\n"):
-                group = msgspec.json.decode(line, type=Group)
-                found[group.index] = Recorded(group, line[:-1])
-    return found
-
-
-def _state(record: Connection) -> Outstanding:
-    ((json,),) = record.execute("SELECT json FROM record").fetchall()
-    return msgspec.json.decode(json, type=Outstanding)
 
 
 def _progress(status: StageStatus | None, pid: int, kind: type[Any]) -> Any:

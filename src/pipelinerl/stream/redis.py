@@ -187,9 +187,13 @@ class RedisStreamWriter(RedisStream[T]):
         self._when_full = when_full
         self._on_drop = on_drop
         self._attempted = self._confirmed = 0  # numbers of appends
-        self.companion: Callable[[Any], Callable[[], None] | None] | None = None
-        """Called with the pipe of each append, which it may let watch keys. Queues commands for the same transaction."""
+        self.companion: Callable[[Any, Sequence[T]], Callable[[], None] | None] | None = None
+        """Called with the pipe of each append, which it may let watch keys, and the items that are dropped for the new one.
+        Queues commands for the same transaction.
+        """
         super().__init__(url, stream, item_type, "writer", patience_s)
+        self.consumer = self.token
+        """Takes the items to drop. A later writer of the same name drops those that this one could not."""
 
     def try_write(self, item: T, encoded: bytes | None = None) -> bool:
         """Append one item. Returns False, and writes nothing, if the stream is full and configured to block.
@@ -211,12 +215,13 @@ class RedisStreamWriter(RedisStream[T]):
             excess = state.stats.pending - self._capacity + 1
             if self._when_full == "drop_oldest":
                 if excess > 0:
-                    self.deliver(self.token, ">", excess)
-                dropped = self.deliver(self.token, "0")  # with those of a call that failed
+                    self.deliver(self.consumer, ">", excess)
+                dropped = self.deliver(self.consumer, "0")  # with those of a call that failed
             elif excess > 0:
                 return False
             with self.client.pipeline() as pipe:
-                joined = self.companion(pipe) if self.companion is not None else None
+                items = [item for _, item in self.decoded(dropped)] if self.companion else []
+                joined = self.companion(pipe, items) if self.companion else None
                 if joined is not None:
                     pipe.multi()
                     joined()

@@ -96,7 +96,7 @@ class RedisPlace:
     def admission(self, schedule: Schedule, **options: Any) -> Admission:
         admission = RedisAdmission(self._url, self._prefix, schedule, **{"repeat_s": 0.0, **options})
         self._writers[admission] = RedisStreamWriter(self._url, f"{self._prefix}groups", int, capacity=1_000_000)
-        self._writers[admission].companion = admission.commit_with
+        self._writers[admission].companion = lambda pipe, _: admission.commit_with(pipe)
         return admission
 
     def write(self, admission: Admission, version: int) -> bool:

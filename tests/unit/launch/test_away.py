@@ -18,10 +18,10 @@ from pipelinerl.checkpoint_folders import record_of
 from pipelinerl.config.load import load_config
 from pipelinerl.errors import CheckpointError, ReplacedError, RunDirectoryError, StreamError
 from pipelinerl.launch import away
-from pipelinerl.launch.away import Append, Install, KeepLatest, Outbox, Sending
+from pipelinerl.launch.away import Append, Install, KeepLatest, Outbox, ReadyFiles, Sending
 from pipelinerl.launch.fence import Fence
 from pipelinerl.launch.hosts import head
-from pipelinerl.launch.hosts.head import Head
+from pipelinerl.launch.hosts.head import Head, RunningHead
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.session import Session, StartPlan
 from pipelinerl.redis_connection import RedisConnection
@@ -209,6 +209,38 @@ def test_an_agent_sends_what_is_new_in_its_logs(url: str, connection: RedisConne
         sending.send()
     take(url, here)
     assert {path.name: path.read_text() for path in (here / "logs").iterdir()} == {"empty.log": "", "a.log": "one\ntwo\n"}
+
+
+def test_ready_files_are_copied_to_all_machines_also_when_they_have_changed(
+    connection: RedisConnection, tmp_path: Path
+) -> None:
+    """A server that was started again has written it, at a time when all had its first one."""
+    folders = [tmp_path / name for name in ("home", "launcher", "other")]
+    for folder in folders:
+        folder.mkdir()
+    copies = [ReadyFiles(folder, connection, "run") for folder in folders]
+    for contents in (b"first", b"second"):
+        (folders[0] / "server-0.ready.json").write_bytes(contents)
+        for _ in range(2):
+            for copy in reversed(copies):
+                copy.exchange()
+        assert [(folder / "server-0.ready.json").read_bytes() for folder in folders] == [contents] * 3
+
+
+def test_a_launcher_catches_up_with_what_was_sent(
+    url: str, outbox: Outbox, connection: RedisConnection, tmp_path: Path
+) -> None:
+    taking = RunningHead(Head(RedisConnection(url, "head"), "run", fence(tmp_path)), ReadyFiles(tmp_path, connection, "run"))
+    with closing(taking):
+        for number in range(3):
+            outbox.push(Append("a.jsonl", lines(number)))
+            taking.catch_up()
+            assert (tmp_path / "a.jsonl").read_bytes() == lines(*range(number + 1))
+        (tmp_path / "a.jsonl").unlink()
+        (tmp_path / "a.jsonl").mkdir()
+        outbox.push(Append("a.jsonl", lines(3)))
+        with pytest.raises(RunDirectoryError, match="can't write to"):
+            taking.catch_up()
 
 
 def test_who_waits_for_a_launcher_that_takes_no_more_is_told(url: str, outbox: Outbox, tmp_path: Path) -> None:

@@ -200,7 +200,7 @@ def test_streams_move_and_late_processes_do_not_find_them(
         for number in (1, 2):
             assert writer.try_write(number)
 
-        def replace(_: object) -> None:
+        def replace(*_: object) -> None:
             if killed:
                 with monkeypatch.context() as patch:
                     patch.setattr(fence_module, "_RENAME", "error('killed')")

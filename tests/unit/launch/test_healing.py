@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,19 +14,22 @@ import msgspec
 import pytest
 
 from pipelinerl import load_config
-from pipelinerl.actor.admission import LocalAdmission
+from pipelinerl.actor.admission import Admission, LocalAdmission
+from pipelinerl.actor.admission_redis import RedisAdmission, make_redis_record
 from pipelinerl.errors import PipelineRLError, StageDiedError
 from pipelinerl.files import JsonLines, write_atomically
 from pipelinerl.launch import healing as module
-from pipelinerl.launch.healing import Beginning, Healing
+from pipelinerl.launch.healing import Healing
 from pipelinerl.launch.hosts.host import Channels, LocalHost, LocalWorker
 from pipelinerl.launch.hosts.processes import beginning_of, replaceable_roles
 from pipelinerl.launch.run import make_record
 from pipelinerl.launch.run_directory import RunDirectory
+from pipelinerl.launch.run_lock import choose_name_in_redis
 from pipelinerl.launch.session import Session, StartPlan
 from pipelinerl.launch.stages import training
-from pipelinerl.launch.stages.streams import PREPARED, ROLLOUTS
+from pipelinerl.launch.stages.streams import PREPARED, ROLLOUTS, redis_of
 from pipelinerl.metrics.totals import actor_total
+from pipelinerl.redis_connection import RedisConnection
 from pipelinerl.schedule import make_schedule
 from pipelinerl.status.board import MmapBoard, last_statuses
 from pipelinerl.status.view import View
@@ -45,6 +49,7 @@ from pipelinerl.types import (
 )
 from pipelinerl.weights.shared.file import AWAY, Control, create_shared_file
 from pipelinerl.weights.shared.sender import SharedWeightSender
+from tests.unit.stream.streams import redis_for_tests, unreliable
 
 K = 2
 
@@ -91,6 +96,9 @@ class Host:
         self.channels = Channels(create_shared_file())
         self.started: list[str] = []
 
+    def bury(self, worker: Worker) -> None:
+        worker.kill()
+
     def start(self, role: str) -> Worker:
         self.started.append(role)
         return Worker(role, pid=1000 + len(self.started))
@@ -107,48 +115,60 @@ class Said(View):
 class Run:
     """A run of two generation processes, in one process: each has its access to admission and to the stream."""
 
+    kinds: Sequence[str] = ()
+    redis_url: str | None = None
+
     def __init__(self, folder: Path, *settings: str, earlier: int = 0) -> None:
-        flags = ["--engine.processes=2", f"--actor.group_size={K}", f"--run_dir={folder}", *settings]
+        flags = ["--engine.processes=2", f"--actor.group_size={K}", f"--run_dir={folder}", *self.kinds, *settings]
         self.config = load_config(None, flags)
         self.directory = RunDirectory(folder)
         self.directory.make_folders()
-        make_record(self.directory.admission)
-        self.session = Session(self.config, self.directory, StartPlan(), make_schedule(self.config), 0.0)
+        self.make_record()
+        plan = StartPlan(redis_url=self.redis_url)
+        self.session = Session(self.config, self.directory, plan, make_schedule(self.config), 0.0)
         self.store = self.session.streams()
         self.host, self.said = Host(self.directory), Said()
         if earlier:  # groups of an earlier session, with the same indices
-            with closing(self.writer()) as stream, self.records() as lines:
+            with closing(self.writer(0)) as stream, self.records(0) as lines:
                 for index in range(earlier):
                     lines.write(group(index, 9))
                     stream.try_write(group(index, 9))
-        self.healing = Healing(self.session, cast(LocalHost, self.host), self.said, Beginning(*beginning_of(self.session)))
-        self.admissions = [
-            LocalAdmission(self.directory.admission, self.session.schedule, self.host.board, processes=2, process=process)
-            for process in range(2)
-        ]
+        self.healing = Healing(self.session, cast(LocalHost, self.host), self.said, beginning_of(self.session))
+        self.admissions = [self.admission(process) for process in range(2)]
         self.admissions[0].open()
-        self.progress: dict[int, ActorProgress] = {0: ActorProgress(), 1: ActorProgress()}
 
-    def writer(self, **options: Any) -> Any:
+    def make_record(self) -> None:
+        make_record(self.directory.admission)
+
+    def admission(self, process: int) -> Admission:
+        board, schedule = self.host.board, self.session.schedule
+        return LocalAdmission(self.directory.admission, schedule, board, processes=2, process=process)
+
+    def writer(self, process: int, **options: Any) -> Any:
         return self.store.writer(ROLLOUTS, Group, **{"capacity": None, "when_full": "block", "on_drop": None, **options})
 
-    def records(self) -> JsonLines:
-        return JsonLines(self.directory.rollouts / "rollouts.jsonl")
+    def records(self, process: int) -> JsonLines:
+        return JsonLines(self.directory.rollouts_of(process, shared=False))
 
     def claim(self, process: int, version: int = 0) -> int:
         index = self.admissions[process].claim(version, 0, K).group
         assert index is not None
         return index
 
-    def hand_over(self, process: int, index: int, *, rollouts: int = K, version: int = 0, die: str = "") -> None:
+    def hand_over(
+        self, process: int, index: int, *, rollouts: int = K, version: int = 0, die: str = "", **options: Any
+    ) -> None:
         """As the actor does; `die` is the last thing that the process does."""
 
+        def on_drop(dropped: Group) -> None:
+            self.admissions[process].stream_dropped(len(dropped.rollouts))
+
         def write() -> bool:
-            with self.records() as lines:
+            with self.records(process) as lines:
                 lines.write(group(index, version, rollouts))
             if die == "recorded":
                 raise DiedError
-            with closing(self.writer()) as stream:
+            with closing(self.writer(process, on_drop=on_drop, **options)) as stream:
                 stream.try_write(group(index, version, rollouts))
             if die == "written":
                 raise DiedError
@@ -186,8 +206,8 @@ class Run:
         return [one.index for one in self.store.waiting(ROLLOUTS, Group)]
 
     def recorded(self) -> list[int]:
-        lines = (self.directory.rollouts / "rollouts.jsonl").read_bytes().splitlines()
-        return [msgspec.json.decode(line, type=Group).index for line in lines]
+        files = sorted(self.directory.rollouts.glob("rollouts*.jsonl"), reverse=True)
+        return [msgspec.json.decode(line, type=Group).index for path in files for line in path.read_bytes().splitlines()]
 
     @property
     def ended(self) -> ActorProgress:
@@ -207,10 +227,59 @@ class Run:
         os.close(self.host.channels.weights)
 
 
+class RedisRun(Run):
+    """The same with the record and the streams in Redis, as on several machines."""
+
+    kinds = ("--launch.kind=ray", "--stream.kind=redis", "--weights.kind=collective")
+
+    def __init__(self, url: str, folder: Path, *settings: str, earlier: int = 0) -> None:
+        self.redis_url = url
+        super().__init__(folder, *settings, earlier=earlier)
+
+    def make_record(self) -> None:
+        choose_name_in_redis(self.directory)
+        self.place = redis_of(self.config, self.directory, self.redis_url)
+        with closing(RedisConnection(self.place.url, "launcher")) as connection:
+            make_redis_record(connection, self.place.prefix)
+
+    def admission(self, process: int) -> Admission:
+        url, prefix, _ = self.place
+        return RedisAdmission(url, prefix, self.session.schedule, processes=2, process=process, repeat_s=0.0)
+
+    def writer(self, process: int, **options: Any) -> Any:
+        writer = super().writer(process, **options)
+        if hasattr(self, "admissions"):  # not in an earlier session
+            admission = cast(RedisAdmission, self.admissions[process])
+            writer.companion = lambda pipe, items: admission.commit_with(pipe, K * len(items))
+            writer.consumer = f"writer-{process}"
+        return writer
+
+    def records(self, process: int) -> JsonLines:
+        return JsonLines(self.directory.rollouts_of(process, shared=True))
+
+
+@pytest.fixture(scope="module")
+def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with redis_for_tests(tmp_path_factory.mktemp("redis")) as server:
+        yield server.url
+
+
+MakeRun = Callable[..., Run]
+
+
+@pytest.fixture(params=["local", "redis"])
+def make_run(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MakeRun]:
+    """Makes a run with the record in a database or in Redis."""
+    with ExitStack() as stack:
+        make: MakeRun = Run
+        if request.param == "redis":
+            make = partial(RedisRun, request.getfixturevalue("redis_url"))
+        yield lambda *settings, **options: stack.enter_context(closing(make(tmp_path / "r", *settings, **options)))
+
+
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[Run]:
-    with closing(Run(tmp_path / "r")) as made:
-        yield made
+def run(make_run: MakeRun) -> Run:
+    return make_run()
 
 
 def test_groups_of_a_dead_process_are_started_again_by_whoever_is_first(run: Run) -> None:
@@ -222,7 +291,7 @@ def test_groups_of_a_dead_process_are_started_again_by_whoever_is_first(run: Run
     assert [run.claim(0, version=2), run.claim(1, version=3), run.claim(0, version=3)] == [1, 4, 5]
     assert run.admissions[0].read().in_progress == {0: 2 * K, 2: K, 3: 2 * K}
     assert run.ended.rollouts_dropped == {"lost_in_crash": 2 * K}
-    assert run.away(1)
+    assert run.away(1) == (run.config.weights.kind == "shared")
     assert not run.away(0)
 
 
@@ -254,28 +323,29 @@ def test_a_group_whose_process_died_while_it_was_handed_over_is_in_the_stream_on
 
 def test_a_partial_line_is_no_record(run: Run) -> None:
     run.claim(1)
-    path = run.directory.rollouts / "rollouts.jsonl"
+    path = run.directory.rollouts_of(1, shared=isinstance(run, RedisRun))
     path.write_bytes(msgspec.json.encode(group(0))[:-5])
     run.heal(1)
     assert run.admissions[0].read().returned == [0]
     assert run.streamed() == []
 
 
-def test_records_of_an_earlier_session_are_not_mistaken_for_those_of_this_one(tmp_path: Path) -> None:
-    with closing(Run(tmp_path / "r", earlier=2)) as run:
-        assert [run.claim(1), run.claim(1)] == [0, 1]
-        run.hand_over(1, 1, version=0, die="recorded")
-        run.heal(1)
-        assert run.admissions[0].read().returned == [0]
-        assert run.streamed() == [0, 1, 1]
+def test_records_of_an_earlier_session_are_not_mistaken_for_those_of_this_one(make_run: MakeRun) -> None:
+    run = make_run(earlier=2)
+    assert [run.claim(0), run.claim(0)] == [0, 1]
+    run.hand_over(0, 1, version=0, die="recorded")
+    run.heal(0)
+    assert run.admissions[0].read().returned == [0]
+    assert run.streamed() == [0, 1, 1]
 
 
 @pytest.mark.parametrize(("second", "known"), [("recorded", False), ("written", True)])
 def test_two_deaths_at_once_are_healed_if_it_is_known_what_is_in_the_stream(run: Run, second: str, known: bool) -> None:
+    """In Redis it always is."""
     for process in (0, 1):
         run.claim(process)
         run.hand_over(process, process, die=["written", second][process])
-    if known:
+    if known or isinstance(run, RedisRun):
         run.heal(0, 1)
         assert run.streamed() == [0, 1]
     else:
@@ -316,18 +386,65 @@ def test_what_the_stream_dropped_for_the_dead_is_counted(run: Run) -> None:
     for _ in range(2):
         run.claim(1)
     run.hand_over(1, 0)
-
-    def write() -> bool:
-        def on_drop(dropped: Group) -> None:
-            run.admissions[1].stream_dropped(len(dropped.rollouts))
-
-        with closing(run.writer(capacity=1, when_full="drop_oldest", on_drop=on_drop)) as stream:
-            return bool(stream.try_write(group(1)))
-
-    run.admissions[1].hand_over(1, 0, started=K, rollouts=K, write=write)
+    run.hand_over(1, 1, capacity=1, when_full="drop_oldest")
     run.heal(1)
     assert run.ended.rollouts_dropped == {"stream_full": K}
     assert run.ended.rollouts_handed_over == K
+    assert run.admissions[0].read().handed_over == K
+
+
+def test_what_the_dead_had_chosen_to_drop_is_dropped_by_the_next_process(redis_url: str, tmp_path: Path) -> None:
+    """In Redis, it was taken from the stream and the group that was to replace it was not written."""
+    with closing(RedisRun(redis_url, tmp_path / "r")) as run:
+        for _ in range(3):
+            run.claim(1)
+        for index in (0, 1):
+            run.hand_over(1, index)
+        with closing(run.writer(1)) as stream:
+            stream.deliver(stream.consumer, ">", 1)
+        run.heal(1)
+        assert run.claim(1) == 2
+        run.hand_over(1, 2, capacity=2, when_full="drop_oldest")
+        assert run.streamed() == [1, 2]
+        assert run.admissions[0].read().handed_over == 2 * K
+        run.heal(1)
+        assert run.ended.rollouts_dropped == {"lost_in_crash": K, "stream_full": K}
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_lost_answers_of_redis_take_nothing_back_twice(redis_url: str, tmp_path: Path, seed: int) -> None:
+    """Every second request is lost on its way, or its answer is."""
+    with closing(RedisRun(redis_url, tmp_path / "r")) as run:
+        for _ in range(4):
+            run.claim(1)
+        run.hand_over(1, 0)
+        run.hand_over(1, 1, rollouts=1, die="recorded")
+        with unreliable(seed, share=0.5):
+            run.heal(1)
+        assert run.streamed() == run.recorded() == [0, 1]
+        state = run.admissions[0].read()
+        assert (state.in_progress, state.handed_over, state.returned) == ({}, K + 1, [2, 3])
+        assert run.ended.rollouts_dropped == {"lost_in_crash": 3 * K - 1}
+
+
+def test_a_claim_that_was_on_its_way_to_redis_is_not_counted(redis_url: str, tmp_path: Path) -> None:
+    """It arrives after the take-back, for a process that has ended. Nobody would finish its group."""
+    with closing(RedisRun(redis_url, tmp_path / "r")) as run:
+        dead = cast(RedisAdmission, run.admissions[1])
+        commit, committed = dead._commit_script, []
+
+        def late(keys: Any, arguments: Any) -> int:
+            if not committed:
+                run.heal(1)
+            committed.append(commit(keys, arguments))
+            assert committed == [0]
+            raise DiedError
+
+        dead._commit_script = late
+        with pytest.raises(DiedError):
+            dead.claim(0, 0, K)
+        assert run.admissions[0].read().in_progress == {}
+        assert run.claim(0) == 0
 
 
 def test_a_process_is_started_again_after_a_pause_that_doubles_and_not_for_ever(run: Run) -> None:
@@ -433,8 +550,7 @@ def test_the_new_process_learns_what_was_evaluated(run: Run) -> None:
 
 def test_only_processes_that_can_be_replaced_are_killed_because_they_are_silent(run: Run) -> None:
     workers = [Worker(role) for role in ("generation-0", "generation-1", "training")]
-    roles = replaceable_roles(run.config)
-    assert roles == ["generation-0", "generation-1"]
+    roles = ["generation-0", "generation-1"]
     assert not run.healing.kill(("trainer",), workers, roles)  # type: ignore[arg-type]
     assert not run.healing.kill((), workers, roles)  # type: ignore[arg-type]
     assert not any(worker.killed for worker in workers)
@@ -451,28 +567,29 @@ def test_what_can_be_replaced_is_a_rule() -> None:
     assert roles("--engine.kind=http", "--engine.servers=2") == ["server-0", "server-1", "generation"]
     assert roles("--engine.kind=vllm", "--engine.python=python") == ["server-0", "generation"]
     assert roles("--launch.preprocessor=process", "--weights.kind=collective") == ["generation", "preprocessing"]
+    assert roles(*RedisRun.kinds, "--engine.processes=2") == ["generation-0", "generation-1"]
     assert roles("--launch.restarts=0") == []
 
 
 @pytest.mark.parametrize("die", ["", "read", "written"])
-def test_a_group_that_the_preprocessor_had_passed_on_is_passed_on_once(tmp_path: Path, die: str) -> None:
-    with closing(Run(tmp_path / "r", "--launch.preprocessor=process")) as run:
-        for index in range(3):
-            run.claim(0)
-            run.hand_over(0, index)
-        with (
-            closing(run.store.reader(ROLLOUTS, Group)) as reader,
-            closing(run.store.writer(PREPARED, Prepared, capacity=None, when_full="block", on_drop=None)) as writer,
-        ):
-            for ending in ("", die):
-                ((offset, one),) = reader.read(1)
-                if ending == "read":
-                    break
-                writer.try_write(Prepared(index=one.index, newest_version=0, ids=(), samples=()))
-                if ending != "written":
-                    reader.commit(offset + 1)
-        run.healing.heal(cast(list[LocalWorker], [Worker("preprocessing")]), 0.0)
-        passed_on = [one.index for one in run.store.waiting(PREPARED, Prepared)]
-        with closing(run.store.reader(ROLLOUTS, Group)) as again:  # as the new process does
-            assert passed_on + [one.index for _, one in again.read(9)] == [0, 1, 2]
-        assert module.LOST not in run.ended.rollouts_dropped
+def test_a_group_that_the_preprocessor_had_passed_on_is_passed_on_once(make_run: MakeRun, die: str) -> None:
+    run = make_run("--launch.preprocessor=process")
+    for index in range(3):
+        run.claim(0)
+        run.hand_over(0, index)
+    with (
+        closing(run.store.reader(ROLLOUTS, Group)) as reader,
+        closing(run.store.writer(PREPARED, Prepared, capacity=None, when_full="block", on_drop=None)) as writer,
+    ):
+        for ending in ("", die):
+            ((offset, one),) = reader.read(1)
+            if ending == "read":
+                break
+            writer.try_write(Prepared(index=one.index, newest_version=0, ids=(), samples=()))
+            if ending != "written":
+                reader.commit(offset + 1)
+    run.healing.heal(cast(list[LocalWorker], [Worker("preprocessing")]), 0.0)
+    passed_on = [one.index for one in run.store.waiting(PREPARED, Prepared)]
+    with closing(run.store.reader(ROLLOUTS, Group)) as again:  # as the new process does
+        assert passed_on + [one.index for _, one in again.read(9)] == [0, 1, 2]
+    assert module.LOST not in run.ended.rollouts_dropped

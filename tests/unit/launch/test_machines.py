@@ -13,8 +13,9 @@ import pytest
 
 from pipelinerl import __version__
 from pipelinerl.config.load import load_config
-from pipelinerl.errors import UserError
-from pipelinerl.launch.hosts.agent import AWAY, Agent, Setup
+from pipelinerl.errors import StageDiedError, UserError
+from pipelinerl.launch.hosts.agent import AWAY, Agent, Ended, Setup
+from pipelinerl.launch.hosts.placement import Machine
 from pipelinerl.launch.memory import HOST, Memory, Part, Prediction, Process, judge_machine
 from pipelinerl.launch.resume import join_rollouts
 from pipelinerl.launch.session import StartPlan
@@ -70,6 +71,18 @@ def test_an_agent_of_another_version_refuses(tmp_path: Path) -> None:
     refusal = f"it has pipelinerl {__version__}, and the launcher 0.0.1: install the same version"
     assert refusal in Agent().open(setup(tmp_path, version="0.0.1"))
     assert refusal in Agent().open(b'{"version": "0.0.1"}')
+
+
+def test_how_an_earlier_process_ended_says_nothing_of_the_next_one_of_its_role() -> None:
+    """The launcher may get an answer about the earlier one after it has started the next."""
+    pytest.importorskip("ray", reason="needs Ray: pip install 'pipelinerl[ray]'")
+    from pipelinerl.launch.hosts.ray import RemoteWorker, Seat
+
+    seat = Seat(Machine("m1", "10.0.0.1", 1, 0), None, ["generation"])
+    first, second = (RemoteWorker("generation", pid, Path("log"), seat, lambda: None) for pid in (1, 2))
+    seat.ended["generation"] = Ended(role="generation", pid=1, status=-9, kind="StageDiedError", died=True)
+    assert [first.died, first.running, isinstance(first.failure(), StageDiedError)] == [True, False, True]
+    assert [second.died, second.running, second.failure()] == [False, True, None]
 
 
 def test_memory_is_judged_by_machine() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal, Protocol
+from unittest import mock
 
 import msgspec
 
@@ -143,3 +145,29 @@ def redis_for_tests(directory: Path, **options: Any) -> Iterator[Any]:
 
     with start_server(directory, **options) as server:
         yield server
+
+
+@contextmanager
+def unreliable(seed: int, share: float = 0.3) -> Iterator[None]:
+    """This share of the requests to Redis are lost on their way, or their answers are; waiting takes no time."""
+    import redis
+
+    rng = random.Random(seed)
+
+    def sometimes(request: Callable[..., Any]) -> Callable[..., Any]:
+        def replacement(client: Any, *arguments: Any, **options: Any) -> Any:
+            fate = rng.random()
+            if fate < share / 2:
+                raise redis.ConnectionError("the request was lost")
+            answer = request(client, *arguments, **options)
+            if fate < share:
+                raise redis.ConnectionError("the answer was lost")
+            return answer
+
+        return replacement
+
+    with ExitStack() as stack:
+        for owner, name in ((redis.client.Pipeline, "execute"), (redis.Redis, "xreadgroup"), (redis.Redis, "evalsha")):
+            stack.enter_context(mock.patch.object(owner, name, sometimes(getattr(owner, name))))
+        stack.enter_context(mock.patch("time.sleep"))
+        yield

@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import itertools
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -16,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -30,11 +29,12 @@ from pipelinerl.errors import ConfigError, MissingDependencyError, StreamError
 from pipelinerl.interfaces import StreamStats
 from pipelinerl.stream.file_reader import FileStreamReader
 from pipelinerl.stream.files import FileStore, FileStreamWriter
-from tests.unit.stream.streams import ROOT, Item, Model, WhenFull, items, redis_for_tests, write
+from tests.unit.stream.streams import ROOT, Item, Model, WhenFull, items, redis_for_tests, unreliable, write
 
 redis = pytest.importorskip("redis", reason="needs the package redis: pip install 'pipelinerl[redis]'")
 
-from pipelinerl.stream.redis import (  # noqa: E402 - after the check above
+from pipelinerl.redis_connection import RedisConnection  # noqa: E402 - after the check above
+from pipelinerl.stream.redis import (  # noqa: E402
     RedisStore,
     RedisStreamReader,
     RedisStreamWriter,
@@ -68,30 +68,18 @@ def numbers(found: Any) -> list[int]:
 # Connections that are lost
 
 
-@contextmanager
-def unreliable(seed: int) -> Iterator[None]:
-    """A third of the requests are lost on their way, or their answers are; waiting takes no time."""
-    rng = random.Random(seed)
-
-    def sometimes(request: Callable[..., Any]) -> Callable[..., Any]:
-        def replacement(client: Any, *arguments: Any, **options: Any) -> Any:
-            fate = rng.random()
-            if fate < 0.15:
-                raise redis.ConnectionError("the request was lost")
-            answer = request(client, *arguments, **options)
-            if fate < 0.3:
-                raise redis.ConnectionError("the answer was lost")
-            return answer
-
-        return replacement
-
-    transaction, command = redis.client.Pipeline.execute, redis.Redis.xreadgroup
-    with (
-        mock.patch("redis.client.Pipeline.execute", sometimes(transaction)),
-        mock.patch("redis.Redis.xreadgroup", sometimes(command)),
-        mock.patch("time.sleep"),
-    ):
-        yield
+def test_what_a_dead_process_has_sent_is_not_executed_any_more(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Redis ends its connections, and no others: here, those of a process with another id."""
+    with ExitStack() as stack:
+        first, alive, after = (stack.enter_context(closing(RedisConnection(url, "claims"))) for _ in range(3))
+        monkeypatch.setattr("os.getpid", lambda: 1)
+        dead = [stack.enter_context(closing(RedisConnection(url, role))) for role in ("claims", "writer")]
+        for connection in (first, alive, *dead):
+            connection.client.ping()
+        after.disconnect(1)
+        left = {client["name"] for client in after.client.client_list()}
+        assert {first.token, alive.token, after.token} <= left
+        assert not left & {connection.token for connection in dead}
 
 
 operations = st.lists(

@@ -42,6 +42,7 @@ from pipelinerl.launch.away import Sending
 from pipelinerl.launch.fence import Fence
 from pipelinerl.launch.hosts.host import Channels, LocalWorker, remove_weights_of
 from pipelinerl.launch.memory import this_machine
+from pipelinerl.launch.roles import server_roles
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.session import Here, Session, StartPlan, read_session
 from pipelinerl.launch.stages.streams import redis_of
@@ -106,12 +107,15 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
-    """A process to start. `gpus`: positions in the agent's own GPUs. `listens`: it gets the sockets of `listen`."""
+    """A process to start. `gpus`: positions in the agent's own GPUs. `listens`: it gets the sockets of `listen`. `plan`: the
+    contents of the session's plan, for a machine that is away.
+    """
 
     role: str
     here: Here
     gpus: tuple[int, ...] = ()
     listens: bool = False
+    plan: bytes = b""
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,6 +125,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     role: str
+    pid: int
     status: int
     kind: str | None = None
     message: str = ""
@@ -130,7 +135,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Look(msgspec.Struct, frozen=True, kw_only=True):
-    """What has happened: all processes that have ended, and why the agent itself is about to end."""
+    """What has happened: how the latest process of each role has ended, and why the agent itself is about to end."""
 
     ended: tuple[Ended, ...] = ()
     problem: str | None = None
@@ -226,8 +231,12 @@ class Agent:
             self._workers[wanted.role] = kept
             return kept.pid
         here = msgspec.structs.replace(wanted.here, machine=self._setup.machine, scratch=str(self._scratch), away=self._away)
+        if wanted.plan:
+            self._write_plan(self._session.run, wanted.plan)
         channels = self._channels if wanted.listens else Channels()
-        fds = [worker.parent_fd for worker in self._workers.values()]
+        servers = server_roles(self._session.config)  # they end after the last worker, as on one machine
+        started = self._workers.values() if wanted.role not in servers else ()
+        fds = [worker.parent_fd for worker in started if worker.role in servers and worker.running]
         visible = ",".join(self.gpus[position] for position in wanted.gpus)
         environment = {"CUDA_VISIBLE_DEVICES": visible} if wanted.gpus or self.gpus else {}
         worker = LocalWorker(self._session, wanted.role, here, channels=channels, fds=fds, environment=environment)
@@ -261,6 +270,12 @@ class Agent:
         """`stop`: ask the process to stop. `kill`: kill it and its children. `stacks`: have it write its stacks."""
         worker = self._workers[role]
         {"stop": worker.ask_to_stop, "kill": worker.kill, "stacks": worker.dump_stacks}[what]()
+
+    def bury(self, role: str) -> None:
+        """Kill what a process that died has started. What it has sent to Redis is there after this, or never."""
+        worker = self._workers[role]
+        self._kill([worker])
+        self._redis.disconnect(worker.pid)
 
     def have_wait(self) -> list[str]:
         """Have the processes that hold models wait for the next session. Returns the roles of those that do."""
@@ -378,16 +393,21 @@ class Agent:
             ready.unlink()
         for name, contents in self._setup.files.items():
             write_atomically(run.root / name, contents, mode=0o600)
-        plan = msgspec.json.decode(run.plan.read_bytes(), type=StartPlan)
-        if plan.checkpoint is not None:  # sent later
+        self._write_plan(run, run.plan.read_bytes())
+
+    @staticmethod
+    def _write_plan(run: RunDirectory, contents: bytes) -> None:
+        plan = msgspec.json.decode(contents, type=StartPlan)
+        if plan.checkpoint is not None:  # it is sent apart
             plan = msgspec.structs.replace(plan, checkpoint=str(run.checkpoints / Path(plan.checkpoint).name))
-            write_atomically(run.plan, msgspec.json.encode(plan), mode=0o600)
+        write_atomically(run.plan, msgspec.json.encode(plan), mode=0o600)
 
     def _ended(self, worker: LocalWorker) -> Ended:
         error = worker.failure()
         here, there = str(self._session.run.root), self._setup.run_dir  # the launcher has the logs that messages name
         return Ended(
             role=worker.role,
+            pid=worker.pid,
             status=worker.status or 0,
             kind=None if error is None else type(error).__name__,
             message="" if error is None else str(error).replace(here, there),

@@ -212,9 +212,18 @@ class RunningHead:
     def __init__(self, head: Head, ready: ReadyFiles) -> None:
         self._head, self._ready = head, ready
         self.problem: PipelineRLError | None = None
+        self._rounds = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="head", daemon=True)
         self._thread.start()
+
+    def catch_up(self) -> None:
+        """Wait until what is in the outbox now has been taken. Raises the `problem`."""
+        enough = self._rounds + 2  # the present round may have found the outbox empty before
+        while self._rounds < enough:
+            if self.problem is not None:
+                raise self.problem
+            time.sleep(TAKE_EVERY_S)
 
     def close(self) -> None:
         """What is still in the outbox is taken at the end of the session."""
@@ -227,6 +236,7 @@ class RunningHead:
             try:
                 self._head.take_all()
                 self._ready.exchange()
+                self._rounds += 1
             except PipelineRLError as error:
                 self.problem = error
             except OSError as error:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 import msgspec
 
 from pipelinerl import errors
-from pipelinerl.child import ChildProcess
+from pipelinerl.child import KILL_TIMEOUT_S, ChildProcess
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import INVALID_DATA, PipelineRLError, StageDiedError
 from pipelinerl.interfaces import Board
@@ -114,6 +114,10 @@ class Host(Protocol):
 
     def start(self, role: str) -> Worker:
         """Start a process. Servers come first: workers may hold what servers need."""
+        ...
+
+    def bury(self, worker: Worker) -> None:
+        """Kill what a process that died has started. Nothing that it has sent arrives after this. Raises StageDiedError."""
         ...
 
     def failure(self) -> PipelineRLError | None:
@@ -224,13 +228,18 @@ class LocalHost:
         return worker
 
     def _start(self, role: str) -> LocalWorker:
-        share = self._shares[role]
+        share, servers = self._shares[role], server_roles(self._session.config)
         here = Here(threads=share.threads, yields=share.yields)
-        if role in server_roles(self._session.config):
+        if role in servers:
             return LocalWorker(self._session, role, here, fds=[self._lock_fd])
         # The workers are parents of the servers too: if the launcher is killed, servers end after the last worker.
-        fds = [self._lock_fd, *(worker.parent_fd for worker in self._servers)]
-        return LocalWorker(self._session, role, here, channels=self.channels, fds=fds)
+        parents = (worker.parent_fd for worker in self._workers if worker.role in servers and worker.running)
+        return LocalWorker(self._session, role, here, channels=self.channels, fds=[self._lock_fd, *parents])
+
+    def bury(self, worker: Worker) -> None:
+        worker.kill()
+        worker.wait(KILL_TIMEOUT_S)
+        remove_weights_of(worker.pid)
 
     def failure(self) -> PipelineRLError | None:
         return None
@@ -258,7 +267,3 @@ class LocalHost:
         self._stack.close()
         for worker in self._workers:
             remove_weights_of(worker.pid)
-
-    @property
-    def _servers(self) -> list[LocalWorker]:
-        return [worker for worker in self._workers if worker.role in server_roles(self._session.config) and worker.running]

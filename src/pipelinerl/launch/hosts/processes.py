@@ -7,8 +7,7 @@
              ◀──status board, exit codes── all
 
 The launcher computes nothing. It shows the status board, notices at once when a process ends, asks the watchdog whether
-the run makes progress, and turns Ctrl-C into a clean stop. On one machine it starts some processes again if they die
-(`healing`).
+the run makes progress, and turns Ctrl-C into a clean stop. It starts some processes again if they die (`healing`).
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from pipelinerl.errors import (
     WeightUpdateError,
 )
 from pipelinerl.files import UNWRITABLE, JsonLines
-from pipelinerl.launch.hosts.host import Host, LocalHost, LocalWorker, Worker, named
+from pipelinerl.launch.hosts.host import Host, Worker, named
 from pipelinerl.launch.interrupts import Interrupts, counted_interrupts
 from pipelinerl.launch.roles import TRAINING, generation_roles, rank_roles, server_roles, worker_roles, worker_stages
 from pipelinerl.launch.run_lock import errors_explained
@@ -70,10 +69,9 @@ class Processes:
     replaceable: Sequence[str] = ()  # roles
     healing: Healing | None = None
 
-    def dead(self) -> list[LocalWorker]:
+    def dead(self) -> list[Worker]:
         """The processes to start again."""
-        found = [worker for worker in (*self.servers, *self.workers) if isinstance(worker, LocalWorker) and worker.died]
-        return [worker for worker in found if worker.role in self.replaceable]
+        return [worker for worker in (*self.servers, *self.workers) if worker.role in self.replaceable and worker.died]
 
     def replace(self, make: Callable[[], Healing], now: float) -> PipelineRLError | None:
         """Replace dead processes. Returns why the run must end instead, if so."""
@@ -137,19 +135,17 @@ def run_processes(session: Session, view: View, host: Host, broker: RedisServer 
     lost, kept = False, None
 
     def healing() -> Healing:
-        from pipelinerl.launch.healing import Beginning, Healing  # noqa: PLC0415 - few runs need it
+        from pipelinerl.launch.healing import Healing  # noqa: PLC0415 - few runs need it
 
-        assert isinstance(host, LocalHost)  # noqa: S101 - no other process is replaceable
-        return Healing(session, host, view, Beginning(*beginning))
+        return Healing(session, host, view, beginning)
 
     statuses: dict[str, StageStatus] = {}
     with ExitStack() as stack:
         interrupts = stack.enter_context(counted_interrupts())
         try:
             stack.enter_context(host)
-            if isinstance(host, LocalHost) and (roles := replaceable_roles(session.config)):
-                processes.replaceable = roles
-                beginning = beginning_of(session)
+            if roles := replaceable_roles(session.config):
+                processes.replaceable, beginning = roles, beginning_of(session)
             for role in server_roles(session.config):
                 processes.servers.append(host.start(role))
             for role in worker_roles(session.config):

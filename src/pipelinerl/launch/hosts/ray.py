@@ -52,6 +52,7 @@ from pipelinerl.launch.share import Share
 from pipelinerl.launch.stages.streams import name_in_redis, redis_of
 from pipelinerl.redis_connection import RedisConnection
 from pipelinerl.status.mirror import Heartbeats, RedisBoard
+from pipelinerl.types import StageStatus
 
 try:
     import ray
@@ -63,6 +64,7 @@ except ImportError as error:
     ) from error
 
 if TYPE_CHECKING:
+    from pipelinerl.launch.hosts.host import Worker
     from pipelinerl.launch.hosts.keeping import Kept
 
 NAMESPACE = "pipelinerl"
@@ -199,12 +201,18 @@ class RemoteWorker:
         self._seat, self._look = seat, look
 
     @property
+    def _ended(self) -> Ended | None:
+        """How this process ended, and not one before it."""
+        ended = self._seat.ended.get(self.role)
+        return ended if ended is not None and ended.pid == self.pid else None
+
+    @property
     def running(self) -> bool:
         self._look()
-        return self.role not in self._seat.ended and self._seat.lost is None
+        return self._ended is None and self._seat.lost is None
 
     def failure(self) -> PipelineRLError | None:
-        ended = self._seat.ended.get(self.role)
+        ended = self._ended
         if ended is None or ended.kind is None:
             return None
         kind = getattr(errors, ended.kind, StageDiedError)
@@ -215,12 +223,10 @@ class RemoteWorker:
 
     @property
     def died(self) -> bool:
-        ended = self._seat.ended.get(self.role)
-        return ended is not None and ended.died and not self.asked_to_stop
+        return self._ended is not None and self._ended.died and not self.asked_to_stop
 
     def peak_memory_bytes(self) -> int | None:
-        ended = self._seat.ended.get(self.role)
-        return None if ended is None else ended.peak_memory_bytes
+        return None if self._ended is None else self._ended.peak_memory_bytes
 
     def dump_stacks(self) -> None:
         self._seat.tell(self.role, "stacks")
@@ -241,11 +247,12 @@ class RemoteWorker:
 
 
 class Seat:
-    """An agent, as the launcher sees it. `lost` says why its machine is lost, if it is."""
+    """An agent, as the launcher sees it. `lost` says why its machine is lost, if it is. `away`: see `launch.away`."""
 
     def __init__(self, machine: Machine, actor: Any, roles: Sequence[str]) -> None:
         self.machine, self.actor, self.roles = machine, actor, roles
         self.ended: dict[str, Ended] = {}
+        self.away = False
         self.lost: str | None = None
         self.unavailable = False
         self._looking: Any = None
@@ -299,13 +306,20 @@ class Seat:
 
 
 class _LastBoard(RedisBoard):
-    """While Redis is not there, it returns the statuses of the last look. `problem`: Redis has been away for too long."""
+    """While Redis is not there, it returns the statuses of the last look. `problem`: Redis has been away for too long.
 
-    def __init__(self, connection: RedisConnection, prefix: str, patience_s: float) -> None:
+    What is published waits for Redis, over the connection `patient`.
+    """
+
+    def __init__(self, connection: RedisConnection, patient: RedisConnection, prefix: str, patience_s: float) -> None:
         super().__init__(connection, prefix)
         self._patience_s = patience_s
+        self._patient = RedisBoard(patient, prefix)
         self._seen_s = time.monotonic()
         self.problem: StreamError | None = None
+
+    def publish_all(self, statuses: Sequence[StageStatus]) -> None:
+        self._patient.publish_all(statuses)
 
     def stages(self) -> Sequence[str]:
         try:
@@ -396,9 +410,10 @@ class RayHost:
         self._seats: dict[str, Seat] = {}
         self._stack = ExitStack()
         url, prefix, patience_s = redis_of(session.config, session.run, session.plan.redis_url)
-        # Two connections: the thread of heartbeats must not wait for anything else, nor the launcher for long.
-        here, beating = (self._stack.enter_context(closing(RedisConnection(url, "launcher", TRY_S))) for _ in range(2))
-        self._board = _LastBoard(here, prefix, patience_s)
+        # The thread of heartbeats must not wait for anything else, nor the launcher for long while it only looks.
+        connections = [RedisConnection(url, "launcher", bound_s) for bound_s in (TRY_S, TRY_S, patience_s)]
+        here, beating, patient = (self._stack.enter_context(closing(connection)) for connection in connections)
+        self._board = _LastBoard(here, patient, prefix, patience_s)
         self.board: Board = self._board
         self._heartbeats = Heartbeats(beating, prefix, LAUNCHER)
         self._looked_s = 0.0
@@ -446,9 +461,16 @@ class RayHost:
             weights_from=(self._trainer_at, weights_port),
             ranks_at=(self._trainer_at, ranks_port),
         )
-        order = Order(role=role, here=here, gpus=found.gpus, listens=role == TRAINING)
+        plan = self._session.run.plan.read_bytes() if seat.away else b""
+        order = Order(role=role, here=here, gpus=found.gpus, listens=role == TRAINING, plan=plan)
         pid = seat.call("start", msgspec.json.encode(order))
         return RemoteWorker(role, pid, self._session.run.log(role), seat, self._look)
+
+    def bury(self, worker: Worker) -> None:
+        seat = self._seats[worker.machine]
+        seat.call("bury", worker.role, timeout_s=self._session.config.launch.lost_s)
+        if self._head is not None and seat.away:  # records that it has sent may be on the way
+            self._head.catch_up()
 
     def failure(self) -> PipelineRLError | None:
         self._look()
@@ -531,7 +553,8 @@ class RayHost:
             for name, setup in opening.items():
                 seat = self._seats[name]
                 problem = seat.call("open", msgspec.json.encode(setup))
-                if problem == AWAY:
+                seat.away = problem == AWAY
+                if seat.away:
                     away.append(seat)
                     problem = seat.call("open", msgspec.json.encode(self._for_away(setup)))
                 if problem:

@@ -37,7 +37,7 @@ from pipelinerl.interfaces import AsyncEngine, Board, Environment, StreamStats, 
 from pipelinerl.launch.roles import generation_roles
 from pipelinerl.launch.session import Session, read_session, write_report, yield_to_the_trainer
 from pipelinerl.launch.stages.engines import EngineHandle, make_engine, waits_for
-from pipelinerl.launch.stages.streams import group_writer, redis_of
+from pipelinerl.launch.stages.streams import group_writer
 from pipelinerl.ledger import GroupLedger
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.sinks import JsonlSink
@@ -250,18 +250,13 @@ def build_generation(
 
 
 def _admission(session: Session, board: Board, writer: StreamWriter[Group], index: int) -> Admission:
-    taken, processes = GroupLedger.from_record(session.plan.taken), session.config.engine.processes
-    if session.config.launch.kind != "ray":
-        record = session.run.admission
-        return LocalAdmission(record, session.schedule, board, taken=taken, processes=processes, process=index)
-    from pipelinerl.actor.admission_redis import RedisAdmission  # noqa: PLC0415 - needs the extra `redis`
-    from pipelinerl.stream.redis import RedisStreamWriter  # noqa: PLC0415 - as above
+    if session.config.launch.kind == "ray":
+        from pipelinerl.launch.stages.admission import redis_admission  # noqa: PLC0415 - needs the extra `redis`
 
-    url, prefix, patience_s = redis_of(session.config, session.run, session.plan.redis_url)
-    admission = RedisAdmission(url, prefix, session.schedule, taken=taken, processes=processes, patience_s=patience_s)
-    assert isinstance(writer, RedisStreamWriter)  # noqa: S101 - the configuration was checked
-    writer.companion = admission.commit_with
-    return admission
+        return redis_admission(session, writer, index)
+    taken, processes = GroupLedger.from_record(session.plan.taken), session.config.engine.processes
+    record = session.run.admission
+    return LocalAdmission(record, session.schedule, board, taken=taken, processes=processes, process=index)
 
 
 async def generate(

@@ -227,7 +227,7 @@ async def connected_engine(
 
 def _are_started_again(config: RunConfig) -> bool:
     """Whether servers that die are started again, at the same address (see `launch.healing`)."""
-    return config.launch.kind == "processes" and config.launch.restarts > 0 and bool(server_roles(config))
+    return config.launch.restarts > 0 and bool(server_roles(config))
 
 
 def server_clients(
