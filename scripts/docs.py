@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from pipelinerl.cli.main import MODULES
+from pipelinerl.cli.main import GROUPS, MODULES
 from pipelinerl.cli.parser import Commands, Parser, Run
 from pipelinerl.config import yaml_text
 from pipelinerl.config.keys import run_keys, run_sections, spell
@@ -248,6 +248,7 @@ class AllCommands(Commands):
         self.by_name: dict[str, Parser] = {}
         for module in MODULES:
             importlib.import_module(f"pipelinerl.cli.{module}").add_to(self)
+        self.describe(GROUPS)
 
     def add(self, name: str, text: str, epilog: str | None = None, *, run: Run) -> Parser:
         self.by_name[name] = super().add(name, text, epilog, run=run)
@@ -289,7 +290,7 @@ def python_page() -> str:
 
 
 def main() -> None:
-    os.environ["COLUMNS"] = "100"  # of the commands' help
+    os.environ["COLUMNS"] = "92"  # of the commands' help: what a page has room for
     shutil.rmtree(PAGES, ignore_errors=True)
     site = Site(PAGES)
     for page in pages():

@@ -94,7 +94,9 @@ def test_the_pages_of_the_site_are_written(monkeypatch: pytest.MonkeyPatch, tmp_
     written = {path.name for path in tmp_path.glob("*.md")}
     assert {page_name(page) for page in pages()} | {"run_file.md", "commands.md", "python_reference.md"} == written
     assert "trainer.learning_rate" in (tmp_path / "run_file.md").read_text()
-    assert "--dry-run" in (tmp_path / "commands.md").read_text()
+    overview, _, help_of_each = (tmp_path / "commands.md").read_text().partition("## ")
+    assert all(f"\n  {name} " in overview for name in COMMANDS.by_name)
+    assert "--dry-run" in help_of_each
     assert "::: pipelinerl.train" in (tmp_path / "python_reference.md").read_text()
     assert (tmp_path / "files/examples/agent.py.md").read_text().startswith("# `examples/agent.py`\n\n````python\n")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
+import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -73,7 +74,7 @@ class Commands:
 
     def describe(self, groups: Mapping[str, Sequence[str]]) -> None:
         """Have the help list these commands, by group."""
-        wrap = textwrap.TextWrapper(100, subsequent_indent=" " * 16)
+        wrap = textwrap.TextWrapper(min(100, shutil.get_terminal_size().columns - 2), subsequent_indent=" " * 16)
         for title, names in groups.items():
             lines = (wrap.fill(f"  {name:12}  {self._parsers[name].description}") for name in names)
             self.root.epilog = "\n".join([*([self.root.epilog, ""] if self.root.epilog else []), f"{title}:", *lines])
