@@ -226,12 +226,14 @@ class WeightUpdate(NamedTuple):
     """A complete set of weights, parameter name -> tensor, with the checksum that the sender computed over them.
 
     The tensors are read-only views of the transport's memory, valid until the update is acknowledged. `tensors` is empty
-    if the engine's servers receive the weights directly from the trainer.
+    if the engine's servers receive the weights directly from the trainer. `device_checksum` is of the trainer's own tensors
+    (`models.state.device_checksum`); "" if they are not on a GPU.
     """
 
     version: int
     checksum: str
     tensors: Mapping[str, torch.Tensor]
+    device_checksum: str = ""
 
 
 class WeightSender(Protocol):

@@ -64,6 +64,23 @@ def checksum(tensors: Mapping[str, Tensor], digests: Mapping[str, str] | None = 
     return whole.hexdigest()
 
 
+def device_checksum(tensors: Mapping[str, Tensor]) -> str:
+    """Like `checksum`, but of sums that a GPU computes without moving the weights (`device_sums`); "" on the CPU.
+
+    Equal only for weights of equal types, as `checksum`.
+    """
+    if not summable(tensors):
+        return ""
+    from pipelinerl.models.device_sums import device_digests_of  # noqa: PLC0415 - only on a GPU
+
+    return checksum(tensors, device_digests_of(tensors))
+
+
+def summable(tensors: Mapping[str, Tensor]) -> bool:
+    """Whether all tensors are on one GPU. A CPU computes xxh3 much faster than sums."""
+    return all(tensor.is_cuda for tensor in tensors.values()) and len({tensor.device for tensor in tensors.values()}) == 1
+
+
 def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """A digest of the bytes of each tensor: 128 bits as 32 hex digits.
 
@@ -74,14 +91,14 @@ def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     if any(tensors[name].is_cuda for name in owners):
         from pipelinerl.models.transfers import arriving  # noqa: PLC0415 - only from a GPU
 
-        bytes_by_name: Iterable[tuple[str, Any]] = arriving({name: _bytes_of(tensors[name]) for name in owners})
+        bytes_by_name: Iterable[tuple[str, Any]] = arriving({name: bytes_of(tensors[name]) for name in owners})
     else:
-        bytes_by_name = ((name, _bytes_of(tensors[name].cpu()).numpy()) for name in owners)
+        bytes_by_name = ((name, bytes_of(tensors[name].cpu()).numpy()) for name in owners)
     digests = {name: xxhash.xxh3_128_hexdigest(array.data) for name, array in bytes_by_name}
     return {name: digests[first] for name, first in firsts.items()}
 
 
-def _bytes_of(tensor: Tensor) -> Tensor:
+def bytes_of(tensor: Tensor) -> Tensor:
     """The tensor's bytes, flat: NumPy has no bfloat16."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 

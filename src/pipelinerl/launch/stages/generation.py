@@ -170,7 +170,8 @@ def _receiver(session: Session, fd: int, index: int, engine: str) -> WeightRecei
         return broadcast_receiver(session, fd, index, engine)
     from pipelinerl.weights.shared.receiver import SharedWeightReceiver  # noqa: PLC0415 - not for a broadcast
 
-    return SharedWeightReceiver(fd, index)
+    config = session.config.engine
+    return SharedWeightReceiver(fd, index, torch.device(config.device if config.kind == "local" else "cpu"))
 
 
 @dataclass(kw_only=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ from pipelinerl.files import SharedRecord, reserve
 from pipelinerl.types import MAX_RECEIVERS, UpdateReceipt
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from pipelinerl.weights.layout import Layout
@@ -30,7 +32,7 @@ _MAX_ERROR_CHARACTERS = 500
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """The sender's description of the update in a buffer. `number` counts updates from 1."""
+    """The sender's description of the update in a buffer. `number` counts updates from 1. Checksums: see `WeightUpdate`."""
 
     number: int
     version: int
@@ -38,6 +40,7 @@ class Offer(msgspec.Struct, frozen=True):
     buffer: int
     layout_bytes: int
     buffer_bytes: int
+    device_checksum: str = ""
 
 
 AWAY = -1
@@ -115,6 +118,17 @@ def buffer_views(memory: mmap.mmap, layout: Layout, layout_bytes: int) -> list[d
     whole_U8 = torch.frombuffer(memory, dtype=torch.uint8)
     starts = [_buffer_start(layout_bytes, layout.buffer_bytes, index) for index in (0, 1)]
     return [layout.views(whole_U8[start : start + layout.buffer_bytes]) for start in starts]
+
+
+def pinned_for(device: torch.device, memory: mmap.mmap) -> Callable[[], object]:
+    """Pin the mapped file if this process copies between it and a GPU. The returned function unpins it."""
+    if device.type != "cuda":
+        return lambda: None
+    import torch  # noqa: PLC0415 - as above
+
+    from pipelinerl.models.transfers import pin  # noqa: PLC0415 - only on a GPU
+
+    return pin(torch.frombuffer(memory, dtype=torch.uint8), device)
 
 
 def _buffer_start(layout_bytes: int, buffer_bytes: int, index: int) -> int:

@@ -16,8 +16,8 @@ from pipelinerl.files import reserve
 from pipelinerl.models.state import checksum, digests_of, first_names
 from pipelinerl.types import MAX_RECEIVERS, UpdateReceipt, WeightTransfer
 from pipelinerl.weights.layout import Layout
-from pipelinerl.weights.sending import complaint, layout_of, require_same
-from pipelinerl.weights.shared.file import AWAY, CONTROL_BYTES, Control, Offer, buffer_views, file_bytes
+from pipelinerl.weights.sending import complaint, layout_of, require_same, source_checksum
+from pipelinerl.weights.shared.file import AWAY, CONTROL_BYTES, Control, Offer, buffer_views, file_bytes, pinned_for
 
 _POLL_S = 0.0005
 
@@ -57,6 +57,7 @@ class SharedWeightSender:
         self._layout: Layout | None = None
         self._layout_bytes = 0
         self._buffers: list[dict[str, Tensor]] = []
+        self._unpin: Callable[[], object] = lambda: None
         self._sent: _Sent | None = None
         self._answered = [0] * receivers
         self._engines = [f"number {index}" for index in range(receivers)]
@@ -75,7 +76,7 @@ class SharedWeightSender:
             raise WeightUpdateError(f"weight versions must rise: {version} was sent after {self._sent.version}")
         layout = layout_of(tensors, self._dtype)
         if self._layout is None:
-            self._make_buffers(layout)
+            self._make_buffers(layout, next(iter(tensors.values())).device)
         else:
             require_same(self._layout, layout)
         if not self._wait_for_answers():
@@ -90,7 +91,8 @@ class SharedWeightSender:
                     buffer[name].copy_(tensors[name])
         self.digests = digests_of(buffer)
         digest = checksum(buffer, self.digests)
-        self._control.write_offer(Offer(number, version, digest, number % 2, self._layout_bytes, layout.buffer_bytes))
+        sums = source_checksum(tensors, self._dtype)
+        self._control.write_offer(Offer(number, version, digest, number % 2, self._layout_bytes, layout.buffer_bytes, sums))
         self._sent = _Sent(number, version, digest, time.monotonic())
         self.transfer = WeightTransfer(version=version, bytes=layout.buffer_bytes, time_s=self._sent.at_s - begin_s)
         return digest
@@ -110,10 +112,11 @@ class SharedWeightSender:
 
     def close(self) -> None:
         """Release the buffers. Receivers can still take the last update."""
+        self._unpin()
         self._buffers = []
         self._control.close()
 
-    def _make_buffers(self, layout: Layout) -> None:
+    def _make_buffers(self, layout: Layout, device: torch.device) -> None:
         encoded = msgspec.json.encode(layout)
         try:
             reserve(self._fd, file_bytes(len(encoded), layout.buffer_bytes))
@@ -126,6 +129,7 @@ class SharedWeightSender:
         memory[CONTROL_BYTES : CONTROL_BYTES + len(encoded)] = encoded
         self._layout, self._layout_bytes = layout, len(encoded)
         self._buffers = buffer_views(memory, layout, len(encoded))
+        self._unpin = pinned_for(device, memory)
 
     def _wait_for_answers(self) -> bool:
         """Wait until all engines have acknowledged the previous update. False if `give_up` returned True meanwhile."""
