@@ -232,11 +232,7 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UpdateReceipt(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine's acknowledgement of a weight update.
-
-    `checksum` is recomputed from the engine's own parameters. On a GPU it may be the update's, after the device checksum of
-    these parameters was found to be that of the trainer's (`WeightUpdate`).
-    """
+    """An engine's acknowledgement of a weight update. `checksum` is verified on the engine's own parameters."""
 
     engine: str
     version: int

@@ -21,16 +21,16 @@ from pipelinerl.errors import WeightUpdateError
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models import packed
 from pipelinerl.models.attention import attend
-from pipelinerl.models.device_sums import device_digests_of
+from pipelinerl.models.device_sums import device_checksum, device_digests_of
 from pipelinerl.models.float32_head import Float32Head
 from pipelinerl.models.packed import PackedRow, training_forward
-from pipelinerl.models.state import checksum, device_checksum, digests_of, named_weights
+from pipelinerl.models.state import checksum, digests_of, named_weights
 from pipelinerl.models.transfers import pin
 from pipelinerl.models.varlen import attention_of, varlen_reference
 from pipelinerl.types import GenerationRequest, SamplingParams
 from pipelinerl.weights.delta import apply, encode
 from pipelinerl.weights.shared.file import create_shared_file
-from pipelinerl.weights.shared.receiver import SharedWeightReceiver
+from pipelinerl.weights.shared.pinned import PinnedWeightReceiver
 from pipelinerl.weights.shared.sender import SharedWeightSender
 from tests.parity.models import CONFIGS, make_model
 from tests.parity.test_engine import full_forward_logprobs, requests, run_with_updates
@@ -156,7 +156,7 @@ def test_an_update_is_verified_by_sums_that_devices_compute_and_nothing_is_copie
     fd = create_shared_file()
     with (
         closing(SharedWeightSender(fd, 1)) as sender,
-        closing(SharedWeightReceiver(fd, 0, torch.device("cuda"))) as receiver,
+        closing(PinnedWeightReceiver(fd, 0, "cuda")) as receiver,
     ):
         digest = sender.send(1, named_weights(trained))
         update = receiver.poll()

@@ -19,7 +19,7 @@ from pipelinerl.engine.runner import make_runner
 from pipelinerl.engine.sampler import SamplingRows, StepsAhead, request_key, sample, uniforms
 from pipelinerl.errors import LogitsError, PromptTooLongError, RequestError, WeightUpdateError
 from pipelinerl.interfaces import StepOutput, WeightUpdate
-from pipelinerl.models.state import checksum, device_checksum, load_weights, named_weights
+from pipelinerl.models.state import checksum, load_weights, named_weights, on_gpu
 from pipelinerl.types import (
     Completion,
     EngineProgress,
@@ -410,11 +410,9 @@ class LocalEngine:
     def update_weights(self, update: WeightUpdate) -> UpdateReceipt:
         """Replace all weights now. Sequences in progress continue with the new weights from their next token on.
 
-        The receipt carries a checksum of the engine's own parameters after the update. On a GPU it is the update's, if the
-        device checksum of the parameters is that of the trainer's; an update without one has the host read all parameters.
-        Raises WeightUpdateError before anything is changed if names, shapes or the version do not fit or a weight is not
-        finite, and after the copy if the checksum differs. Raises LogitsError if the previous weights produced logits that
-        are not finite.
+        The receipt carries the update's checksum, verified on the engine's own parameters. Raises WeightUpdateError before
+        anything is changed if names, shapes or the version do not fit or a weight is not finite, and after the copy if the
+        checksum differs. Raises LogitsError if the previous weights produced logits that are not finite.
         """
         started_s = time.perf_counter()
         if update.version < self._version:
@@ -427,8 +425,11 @@ class LocalEngine:
             raise self._logits_error() from error
         load_weights(self._runner.model, update.tensors)
         self._runner.weights_changed()
-        held, sent = device_checksum(self._weights) if update.device_checksum else "", update.device_checksum
-        if not held:
+        if update.device_checksum and on_gpu(self._weights):
+            from pipelinerl.models.device_sums import device_checksum  # noqa: PLC0415 - only on a GPU
+
+            held, sent = device_checksum(self._weights), update.device_checksum
+        else:
             held, sent = checksum(self._weights), update.checksum
         if held != sent:
             raise WeightUpdateError(

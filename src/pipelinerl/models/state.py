@@ -30,11 +30,6 @@ def compute_dtype(model: nn.Module) -> torch.dtype:
     return found if isinstance(found, torch.dtype) else next(model.parameters()).dtype
 
 
-def local(tensor: Tensor) -> Tensor:
-    """The rows of a sharded tensor (a DTensor) that this process holds; any other tensor unchanged."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
 def first_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """For each name, the first name of the same tensor: the name itself unless it is a tied alias.
 
@@ -64,20 +59,8 @@ def checksum(tensors: Mapping[str, Tensor], digests: Mapping[str, str] | None = 
     return whole.hexdigest()
 
 
-def device_checksum(tensors: Mapping[str, Tensor]) -> str:
-    """Like `checksum`, but of sums that a GPU computes without moving the weights (`device_sums`); "" on the CPU.
-
-    Equal only for weights of equal types, as `checksum`.
-    """
-    if not summable(tensors):
-        return ""
-    from pipelinerl.models.device_sums import device_digests_of  # noqa: PLC0415 - only on a GPU
-
-    return checksum(tensors, device_digests_of(tensors))
-
-
-def summable(tensors: Mapping[str, Tensor]) -> bool:
-    """Whether all tensors are on one GPU. A CPU computes xxh3 much faster than sums."""
+def on_gpu(tensors: Mapping[str, Tensor]) -> bool:
+    """Whether all tensors are on one GPU."""
     return all(tensor.is_cuda for tensor in tensors.values()) and len({tensor.device for tensor in tensors.values()}) == 1
 
 
@@ -124,18 +107,14 @@ def load_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     converted. Raises WeightUpdateError, listing all problems, before anything is copied.
     """
     weights = named_weights(model)
-    problems = [
-        *_summary_of("missing", sorted(weights.keys() - tensors.keys())),
-        *_summary_of("unknown", sorted(tensors.keys() - weights.keys())),
-        *_summary_of(
-            "of another shape",
-            [
-                f"{name} {tuple(tensors[name].shape)}, the model has {tuple(weight.shape)}"
-                for name, weight in weights.items()
-                if name in tensors and tensors[name].shape != weight.shape
-            ],
-        ),
+    misshapen = [
+        f"{name} {tuple(tensors[name].shape)}, the model has {tuple(weight.shape)}"
+        for name, weight in weights.items()
+        if name in tensors and tensors[name].shape != weight.shape
     ]
+    problems = _summary_of("missing", sorted(weights.keys() - tensors.keys()))
+    problems += _summary_of("unknown", sorted(tensors.keys() - weights.keys()))
+    problems += _summary_of("of another shape", misshapen)
     if not problems:
         problems = _summary_of("tied in the model but not equal", _untied(weights, tensors))
         problems += _summary_of("with values that are not finite", not_finite(tensors))

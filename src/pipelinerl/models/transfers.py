@@ -59,16 +59,17 @@ def arriving(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, npt.NDArray[A
         yield before[0], before[1]()
 
 
-def pin(memory_U8: Tensor, device: torch.device) -> Callable[[], object]:
-    """Pin memory that PyTorch has not allocated, so that GPUs read and write it directly. The returned function unpins it.
+def pin(tensor: Tensor, device: torch.device) -> Callable[[], object]:
+    """Pin the memory that `tensor` is a view of, for a GPU to access it directly. The returned function unpins it.
 
-    If CUDA refuses, that is logged, and copies are slower because the driver copies once more.
+    For memory that PyTorch has not allocated. If CUDA refuses, that is logged, and the driver copies twice, which is slower.
     """
+    memory = tensor.untyped_storage()
     with torch.cuda.device(device):
         cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        if error := int(cudart.cudaHostRegister(memory_U8.data_ptr(), memory_U8.nbytes, _PORTABLE)):
+        if error := int(cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes(), _PORTABLE)):
             with suppress(RuntimeError):
                 torch.ones(1, device=device)  # CUDA reports the error again at the next launch, which is this one
             logger.warning("shared weights can't be pinned (CUDA error %d): copies to and from %s are slower", error, device)
             return lambda: None
-    return lambda: cudart.cudaHostUnregister(memory_U8.data_ptr())
+    return lambda: cudart.cudaHostUnregister(memory.data_ptr())

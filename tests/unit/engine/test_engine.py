@@ -23,8 +23,8 @@ from pipelinerl.engine.rounding import rounding_limit
 from pipelinerl.engine.sampler import StepsAhead, uniforms
 from pipelinerl.errors import LogitsError, PromptTooLongError, RequestError, UnsupportedModelError, WeightUpdateError
 from pipelinerl.interfaces import WeightUpdate
-from pipelinerl.models import state
-from pipelinerl.models.state import checksum, device_checksum, named_weights
+from pipelinerl.models.device_sums import device_checksum
+from pipelinerl.models.state import checksum, named_weights
 from pipelinerl.types import Completion, GenerationRequest, SamplingParams, TokenEvent, versions_from_spans
 from tests.parity.models import VOCABULARY, make_model
 
@@ -285,7 +285,7 @@ def test_an_update_whose_checksum_is_not_what_arrived_is_found_out() -> None:
 @pytest.fixture
 def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights on the CPU are treated as those on a GPU."""
-    monkeypatch.setattr(state, "summable", lambda _: True)
+    monkeypatch.setattr(local, "on_gpu", lambda _: True)
 
 
 def with_sums(update: WeightUpdate) -> WeightUpdate:

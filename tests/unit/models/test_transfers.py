@@ -52,7 +52,7 @@ def test_memory_is_pinned_until_it_is_unpinned_and_a_refusal_is_logged(
     cudart, memory_U8 = Cudart(error), torch.zeros(100, dtype=torch.uint8)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
-    unpin = pin(memory_U8, CPU)
+    unpin = pin(memory_U8[7:20], CPU)
     assert cudart.pinned == ({} if error else {memory_U8.data_ptr(): 100})
     assert ["can't be pinned (CUDA error 801)" in message for message in caplog.messages] == [True] * bool(error)
     unpin()

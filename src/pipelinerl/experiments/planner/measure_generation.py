@@ -43,12 +43,13 @@ from pipelinerl.launch.run import make_record
 from pipelinerl.launch.stages.engines import load_local_engine
 from pipelinerl.launch.stages.generation import RolloutWriter, make_actor
 from pipelinerl.models.loading import load_tokenizer, stop_token_ids
-from pipelinerl.models.state import checksum, device_checksum, named_weights
+from pipelinerl.models.state import checksum, named_weights
 from pipelinerl.schedule import PipelineSchedule
 from pipelinerl.status.board import MemoryBoard
 from pipelinerl.stream.files import FileStreamWriter
 from pipelinerl.types import GenerationRequest, Group, SamplingParams
 from pipelinerl.weights.memory import MemoryChannel
+from pipelinerl.weights.sending import source_checksum
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,7 +268,7 @@ def update_pause_s(generator: Generator, lengths: LengthDistribution, prompt_tok
     names = _submit(generator, [min(prompt_tokens + age, engine.max_length - 2) for age in ages], 2, rng)
     engine.step()
     weights = {name: value.clone() for name, value in named_weights(generator.model).items()}
-    update = WeightUpdate(engine.version, checksum(weights), weights, device_checksum(weights))
+    update = WeightUpdate(engine.version, checksum(weights), weights, source_checksum(weights, None))
     pauses_s = [engine.update_weights(update).pause_s for _ in range(UPDATES)]
     _clear(engine, names)
     return median(pauses_s)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +20,6 @@ from pipelinerl.files import SharedRecord, reserve
 from pipelinerl.types import MAX_RECEIVERS, UpdateReceipt
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     from pipelinerl.weights.layout import Layout
@@ -32,7 +30,7 @@ _MAX_ERROR_CHARACTERS = 500
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """The sender's description of the update in a buffer. `number` counts updates from 1. Checksums: see `WeightUpdate`."""
+    """The sender's description of the update in a buffer. `number` counts updates from 1."""
 
     number: int
     version: int
@@ -76,10 +74,8 @@ class Control:
         if os.fstat(fd).st_size < CONTROL_BYTES:
             raise ValueError("not a file made by create_shared_file")
         self._memory = mmap.mmap(fd, CONTROL_BYTES)
-        self._offer = SharedRecord(self._memory, 0, _RECORD_BYTES)
-        self._answers = [
-            SharedRecord(self._memory, (1 + index) * _RECORD_BYTES, _RECORD_BYTES) for index in range(MAX_RECEIVERS)
-        ]
+        starts = range(0, CONTROL_BYTES, _RECORD_BYTES)
+        self._offer, *self._answers = [SharedRecord(self._memory, start, _RECORD_BYTES) for start in starts]
 
     def write_offer(self, offer: Offer) -> None:
         self._offer.write(msgspec.json.encode(offer))
@@ -118,17 +114,6 @@ def buffer_views(memory: mmap.mmap, layout: Layout, layout_bytes: int) -> list[d
     whole_U8 = torch.frombuffer(memory, dtype=torch.uint8)
     starts = [_buffer_start(layout_bytes, layout.buffer_bytes, index) for index in (0, 1)]
     return [layout.views(whole_U8[start : start + layout.buffer_bytes]) for start in starts]
-
-
-def pinned_for(device: torch.device, memory: mmap.mmap) -> Callable[[], object]:
-    """Pin the mapped file if this process copies between it and a GPU. The returned function unpins it."""
-    if device.type != "cuda":
-        return lambda: None
-    import torch  # noqa: PLC0415 - as above
-
-    from pipelinerl.models.transfers import pin  # noqa: PLC0415 - only on a GPU
-
-    return pin(torch.frombuffer(memory, dtype=torch.uint8), device)
 
 
 def _buffer_start(layout_bytes: int, buffer_bytes: int, index: int) -> int:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable
 
 import msgspec
-import torch
 from torch import Tensor
 
 from pipelinerl.errors import WeightUpdateError
@@ -15,23 +13,19 @@ from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models.state import checksum
 from pipelinerl.types import MAX_RECEIVERS, UpdateReceipt
 from pipelinerl.weights.layout import Layout
-from pipelinerl.weights.shared.file import CONTROL_BYTES, Answer, Control, Offer, buffer_views, file_bytes, pinned_for
-
-_CPU = torch.device("cpu")
+from pipelinerl.weights.shared.file import CONTROL_BYTES, Answer, Control, Offer, buffer_views, file_bytes
 
 
 class SharedWeightReceiver:
-    """An engine's end: number `index` of the sender's receivers. The caller owns the descriptor. `device`: the engine's."""
+    """An engine's end: number `index` of the sender's receivers. The caller owns the descriptor."""
 
-    def __init__(self, fd: int, index: int, device: torch.device = _CPU) -> None:
+    def __init__(self, fd: int, index: int) -> None:
         if not 0 <= index < MAX_RECEIVERS:
             raise ValueError(f"a receiver's index is 0 to {MAX_RECEIVERS - 1}, not {index}")
         self._fd = fd
         self._index = index
-        self._device = device
         self._control = Control(fd)
         self._buffers: list[dict[str, Tensor]] = []
-        self._unpin: Callable[[], object] = lambda: None
         self._seen = 0
         self._taken: Offer | None = None
         self._receipt_due = False
@@ -75,7 +69,6 @@ class SharedWeightReceiver:
 
     def close(self) -> None:
         """Release the buffers; views returned by `poll` stay valid."""
-        self._unpin()
         self._buffers = []
         self._control.close()
 
@@ -93,5 +86,4 @@ class SharedWeightReceiver:
             raise WeightUpdateError(f"the shared file is shorter than the {size} bytes that its sender announced")
         memory = mmap.mmap(self._fd, size)
         layout = msgspec.json.decode(memory[CONTROL_BYTES : CONTROL_BYTES + offer.layout_bytes], type=Layout)
-        self._unpin = pinned_for(self._device, memory)
         return buffer_views(memory, layout, offer.layout_bytes)

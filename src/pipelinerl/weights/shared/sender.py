@@ -13,11 +13,11 @@ from torch import Tensor
 
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.files import reserve
-from pipelinerl.models.state import checksum, digests_of, first_names
+from pipelinerl.models.state import checksum, digests_of, first_names, on_gpu
 from pipelinerl.types import MAX_RECEIVERS, UpdateReceipt, WeightTransfer
 from pipelinerl.weights.layout import Layout
 from pipelinerl.weights.sending import complaint, layout_of, require_same, source_checksum
-from pipelinerl.weights.shared.file import AWAY, CONTROL_BYTES, Control, Offer, buffer_views, file_bytes, pinned_for
+from pipelinerl.weights.shared.file import AWAY, CONTROL_BYTES, Control, Offer, buffer_views, file_bytes
 
 _POLL_S = 0.0005
 
@@ -76,7 +76,11 @@ class SharedWeightSender:
             raise WeightUpdateError(f"weight versions must rise: {version} was sent after {self._sent.version}")
         layout = layout_of(tensors, self._dtype)
         if self._layout is None:
-            self._make_buffers(layout, next(iter(tensors.values())).device)
+            self._make_buffers(layout)
+            if on_gpu(tensors):
+                from pipelinerl.models.transfers import pin  # noqa: PLC0415 - only on a GPU
+
+                self._unpin = pin(next(iter(self._buffers[0].values())), next(iter(tensors.values())).device)
         else:
             require_same(self._layout, layout)
         if not self._wait_for_answers():
@@ -116,7 +120,7 @@ class SharedWeightSender:
         self._buffers = []
         self._control.close()
 
-    def _make_buffers(self, layout: Layout, device: torch.device) -> None:
+    def _make_buffers(self, layout: Layout) -> None:
         encoded = msgspec.json.encode(layout)
         try:
             reserve(self._fd, file_bytes(len(encoded), layout.buffer_bytes))
@@ -129,7 +133,6 @@ class SharedWeightSender:
         memory[CONTROL_BYTES : CONTROL_BYTES + len(encoded)] = encoded
         self._layout, self._layout_bytes = layout, len(encoded)
         self._buffers = buffer_views(memory, layout, len(encoded))
-        self._unpin = pinned_for(device, memory)
 
     def _wait_for_answers(self) -> bool:
         """Wait until all engines have acknowledged the previous update. False if `give_up` returned True meanwhile."""
