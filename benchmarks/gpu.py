@@ -35,6 +35,7 @@ from pipelinerl.preprocess.packing import pack
 from pipelinerl.trainer import Learner
 from pipelinerl.types import GenerationRequest, SamplingParams
 from pipelinerl.weights.shared.file import create_shared_file
+from pipelinerl.weights.shared.pinned import PinnedWeightReceiver
 from pipelinerl.weights.shared.receiver import SharedWeightReceiver
 from pipelinerl.weights.shared.sender import SharedWeightSender
 
@@ -192,10 +193,15 @@ def _train(options: argparse.Namespace, *, compiled: bool) -> Record:
 
 
 def update(options: argparse.Namespace) -> list[Record]:
-    """An update through shared memory, in one process: sending, verifying, the engine's pause with all slots in use."""
+    """An update through shared memory, in one process: sending, verifying, the engine's pause with all slots in use.
+
+    The pause is measured twice: with the checksum that the device computes, and with that of the host (`host_pause_s`).
+    """
     trained = named_weights(make_model(options))
     sender_fd = create_shared_file()
     sender, receiver = SharedWeightSender(sender_fd, 1), SharedWeightReceiver(sender_fd, 0)
+    if options.device != "cpu":
+        receiver = PinnedWeightReceiver(sender_fd, 0, options.device)
     engine = new_engine(options, options.contexts[0] + 64)
     fill(engine, max(options.slots), options.contexts[0], 64)
     records = []
@@ -208,9 +214,10 @@ def update(options: argparse.Namespace) -> list[Record]:
         polled_s = time.perf_counter()
         assert offered is not None
         receipt = engine.update_weights(offered)
+        host_pause_s = engine.update_weights(offered._replace(device_checksum="")).pause_s
         receiver.acknowledge(receipt)
-        send_s, poll_s = sent_s - begin_s, polled_s - sent_s
-        records.append({"version": version, "send_s": send_s, "poll_s": poll_s, "pause_s": receipt.pause_s})
+        times_s = {"send_s": sent_s - begin_s, "poll_s": polled_s - sent_s, "pause_s": receipt.pause_s}
+        records.append({"version": version, **times_s, "host_pause_s": host_pause_s})
     receiver.close()
     sender.close()
     os.close(sender_fd)
@@ -420,7 +427,7 @@ def table(out: Path) -> list[Record]:
         share = r["flop_per_s"] / limit["flop_per_s"] if limit else None
         rows.append(_row(f"training {r['runner']}, {r['size']}", f"{r['tokens_per_s']:.0f} tok/s", share, "mfu"))
     if updates := read(out, "update"):
-        times_s = {part: min(r[part] for r in updates) for part in ("send_s", "poll_s", "pause_s")}
+        times_s = {part: min(r[part] for r in updates) for part in ("send_s", "poll_s", "pause_s", "host_pause_s")}
         rows += [{"what": f"update: {part[:-2]}", "measured": f"{time_s:.3f} s"} for part, time_s in times_s.items()]
     for name in ("both", "both-mps"):
         for r in read(out, name):

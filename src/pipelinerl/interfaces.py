@@ -225,13 +225,14 @@ class StreamReader(Protocol[ItemOut_co]):
 class WeightUpdate(NamedTuple):
     """A complete set of weights, parameter name -> tensor, with the checksum that the sender computed over them.
 
-    The tensors are read-only views of the transport's memory, valid until the update is acknowledged. `tensors` is empty
-    if the engine's servers receive the weights directly from the trainer.
+    `tensors`: read-only views of the transport's memory, valid until the update is acknowledged; empty if engine servers
+    receive the weights directly. `device_checksum`: computed by the trainer's GPU (`models.device_sums`); "" without one.
     """
 
     version: int
     checksum: str
     tensors: Mapping[str, torch.Tensor]
+    device_checksum: str = ""
 
 
 class WeightSender(Protocol):

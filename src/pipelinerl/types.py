@@ -232,7 +232,7 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UpdateReceipt(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine's acknowledgement of a weight update. `checksum` is recomputed from the engine's own parameters."""
+    """An engine's acknowledgement of a weight update. `checksum` is verified on the engine's own parameters."""
 
     engine: str
     version: int

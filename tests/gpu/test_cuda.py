@@ -5,6 +5,8 @@ Run them with `pytest tests/gpu -m gpu` on a machine that has one.
 
 from __future__ import annotations
 
+import os
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +14,24 @@ import pytest
 import torch
 
 import pipelinerl
-from pipelinerl.engine import LocalEngine
+from pipelinerl.engine import LocalEngine, local
 from pipelinerl.engine.device_sampler import device_uniforms
 from pipelinerl.engine.static import StaticEngine
+from pipelinerl.errors import WeightUpdateError
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models import packed
 from pipelinerl.models.attention import attend
+from pipelinerl.models.device_sums import device_checksum, device_digests_of
 from pipelinerl.models.float32_head import Float32Head
 from pipelinerl.models.packed import PackedRow, training_forward
 from pipelinerl.models.state import checksum, digests_of, named_weights
+from pipelinerl.models.transfers import pin
 from pipelinerl.models.varlen import attention_of, varlen_reference
 from pipelinerl.types import GenerationRequest, SamplingParams
 from pipelinerl.weights.delta import apply, encode
+from pipelinerl.weights.shared.file import create_shared_file
+from pipelinerl.weights.shared.pinned import PinnedWeightReceiver
+from pipelinerl.weights.shared.sender import SharedWeightSender
 from tests.parity.models import CONFIGS, make_model
 from tests.parity.test_engine import full_forward_logprobs, requests, run_with_updates
 from tests.unit.models import test_packed
@@ -137,6 +145,49 @@ def test_sampling_and_digests_on_the_device_are_those_on_the_cpu() -> None:
     assert torch.equal(device_uniforms(keys.cuda(), positions.cuda()).cpu(), device_uniforms(keys, positions))
     tensors = named_weights(make_model("qwen3").bfloat16())
     assert digests_of({name: tensor.cuda() for name, tensor in tensors.items()}) == digests_of(tensors)
+
+
+def test_an_update_is_verified_by_sums_that_devices_compute_and_nothing_is_copied_to_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trained = make_model("qwen3", seed=1).bfloat16().cuda()
+    served = make_model("qwen3").bfloat16().cuda()
+    engine = LocalEngine(served, slots=4, max_length=128)
+    fd = create_shared_file()
+    with (
+        closing(SharedWeightSender(fd, 1)) as sender,
+        closing(PinnedWeightReceiver(fd, 0, "cuda")) as receiver,
+    ):
+        digest = sender.send(1, named_weights(trained))
+        update = receiver.poll()
+        assert update is not None
+        assert all(tensor.is_pinned() for tensor in update.tensors.values())
+        assert update.device_checksum == device_checksum(named_weights(trained))
+        assert update.device_checksum == checksum(update.tensors, device_digests_of(update.tensors))
+        monkeypatch.setattr(local, "checksum", None)  # it must not be called
+        assert engine.update_weights(update).checksum == digest
+        monkeypatch.undo()
+        assert checksum(named_weights(served)) == digest
+        changed = engine._runner.weights_changed
+
+        def damaged() -> None:
+            changed()
+            named_weights(served)["model.norm.weight"].view(torch.int16)[3] ^= 1
+
+        engine._runner.weights_changed = damaged  # type: ignore[method-assign]
+        with pytest.raises(WeightUpdateError, match="holds weights of checksum"):
+            engine.update_weights(update)
+    os.close(fd)
+
+
+def test_memory_that_can_not_be_pinned_is_used_as_it_is() -> None:
+    memory_U8 = torch.zeros(1 << 20, dtype=torch.uint8)
+    unpin = pin(memory_U8, torch.device("cuda"))
+    pin(memory_U8, torch.device("cuda"))()  # CUDA refuses to pin it twice, and reports that in the next call that is checked
+    assert float(torch.ones(3, device="cuda").sum()) == 3
+    assert memory_U8.is_pinned()
+    unpin()
+    assert not memory_U8.is_pinned()
 
 
 def test_the_float32_head_needs_no_float32_copies() -> None:

@@ -19,7 +19,7 @@ from pipelinerl.engine.runner import make_runner
 from pipelinerl.engine.sampler import SamplingRows, StepsAhead, request_key, sample, uniforms
 from pipelinerl.errors import LogitsError, PromptTooLongError, RequestError, WeightUpdateError
 from pipelinerl.interfaces import StepOutput, WeightUpdate
-from pipelinerl.models.state import checksum, load_weights, named_weights
+from pipelinerl.models.state import checksum, load_weights, named_weights, on_gpu
 from pipelinerl.types import (
     Completion,
     EngineProgress,
@@ -410,7 +410,7 @@ class LocalEngine:
     def update_weights(self, update: WeightUpdate) -> UpdateReceipt:
         """Replace all weights now. Sequences in progress continue with the new weights from their next token on.
 
-        The receipt carries a checksum of the engine's own parameters after the update. Raises WeightUpdateError before
+        The receipt carries the update's checksum, verified on the engine's own parameters. Raises WeightUpdateError before
         anything is changed if names, shapes or the version do not fit or a weight is not finite, and after the copy if the
         checksum differs. Raises LogitsError if the previous weights produced logits that are not finite.
         """
@@ -425,11 +425,16 @@ class LocalEngine:
             raise self._logits_error() from error
         load_weights(self._runner.model, update.tensors)
         self._runner.weights_changed()
-        held = checksum(self._weights)
-        if held != update.checksum:
+        if update.device_checksum and on_gpu(self._weights):
+            from pipelinerl.models.device_sums import device_checksum  # noqa: PLC0415 - only on a GPU
+
+            held, sent = device_checksum(self._weights), update.device_checksum
+        else:
+            held, sent = checksum(self._weights), update.checksum
+        if held != sent:
             raise WeightUpdateError(
                 f"after the update to version {update.version} engine {self.name!r} holds weights of checksum {held}, not "
-                f"{update.checksum}: it can't go on"
+                f"{sent}: it can't go on"
             )
         self._version = update.version
         for sequence in self._requests.values():
@@ -444,7 +449,7 @@ class LocalEngine:
         return UpdateReceipt(
             engine=self.name,
             version=update.version,
-            checksum=held,
+            checksum=update.checksum,
             pause_s=pause_s,
             sequences_in_flight=self.in_progress,
         )

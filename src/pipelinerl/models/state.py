@@ -30,11 +30,6 @@ def compute_dtype(model: nn.Module) -> torch.dtype:
     return found if isinstance(found, torch.dtype) else next(model.parameters()).dtype
 
 
-def local(tensor: Tensor) -> Tensor:
-    """The rows of a sharded tensor (a DTensor) that this process holds; any other tensor unchanged."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
 def first_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """For each name, the first name of the same tensor: the name itself unless it is a tied alias.
 
@@ -64,6 +59,11 @@ def checksum(tensors: Mapping[str, Tensor], digests: Mapping[str, str] | None = 
     return whole.hexdigest()
 
 
+def on_gpu(tensors: Mapping[str, Tensor]) -> bool:
+    """Whether all tensors are on one GPU."""
+    return all(tensor.is_cuda for tensor in tensors.values()) and len({tensor.device for tensor in tensors.values()}) == 1
+
+
 def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """A digest of the bytes of each tensor: 128 bits as 32 hex digits.
 
@@ -74,14 +74,14 @@ def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     if any(tensors[name].is_cuda for name in owners):
         from pipelinerl.models.transfers import arriving  # noqa: PLC0415 - only from a GPU
 
-        bytes_by_name: Iterable[tuple[str, Any]] = arriving({name: _bytes_of(tensors[name]) for name in owners})
+        bytes_by_name: Iterable[tuple[str, Any]] = arriving({name: bytes_of(tensors[name]) for name in owners})
     else:
-        bytes_by_name = ((name, _bytes_of(tensors[name].cpu()).numpy()) for name in owners)
+        bytes_by_name = ((name, bytes_of(tensors[name].cpu()).numpy()) for name in owners)
     digests = {name: xxhash.xxh3_128_hexdigest(array.data) for name, array in bytes_by_name}
     return {name: digests[first] for name, first in firsts.items()}
 
 
-def _bytes_of(tensor: Tensor) -> Tensor:
+def bytes_of(tensor: Tensor) -> Tensor:
     """The tensor's bytes, flat: NumPy has no bfloat16."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
@@ -107,18 +107,14 @@ def load_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     converted. Raises WeightUpdateError, listing all problems, before anything is copied.
     """
     weights = named_weights(model)
-    problems = [
-        *_summary_of("missing", sorted(weights.keys() - tensors.keys())),
-        *_summary_of("unknown", sorted(tensors.keys() - weights.keys())),
-        *_summary_of(
-            "of another shape",
-            [
-                f"{name} {tuple(tensors[name].shape)}, the model has {tuple(weight.shape)}"
-                for name, weight in weights.items()
-                if name in tensors and tensors[name].shape != weight.shape
-            ],
-        ),
+    misshapen = [
+        f"{name} {tuple(tensors[name].shape)}, the model has {tuple(weight.shape)}"
+        for name, weight in weights.items()
+        if name in tensors and tensors[name].shape != weight.shape
     ]
+    problems = _summary_of("missing", sorted(weights.keys() - tensors.keys()))
+    problems += _summary_of("unknown", sorted(tensors.keys() - weights.keys()))
+    problems += _summary_of("of another shape", misshapen)
     if not problems:
         problems = _summary_of("tied in the model but not equal", _untied(weights, tensors))
         problems += _summary_of("with values that are not finite", not_finite(tensors))

@@ -1,14 +1,24 @@
-"""Transfers between host and device that do not block: through pinned memory, in the order of the device's stream."""
+"""Transfers between host and device that do not block: through pinned memory, in the order of the device's stream.
+
+Also pins memory that other processes share.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+_PORTABLE = 1
+"""cudaHostRegisterPortable: pinned for all devices."""
 
 
 def to_device(array: npt.ArrayLike | Tensor, device: torch.device) -> Tensor:
@@ -47,3 +57,19 @@ def arriving(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, npt.NDArray[A
         before = started
     if before is not None:
         yield before[0], before[1]()
+
+
+def pin(tensor: Tensor, device: torch.device) -> Callable[[], object]:
+    """Pin the memory that `tensor` is a view of, for a GPU to access it directly. The returned function unpins it.
+
+    For memory that PyTorch has not allocated. If CUDA refuses, that is logged, and the driver copies twice, which is slower.
+    """
+    memory = tensor.untyped_storage()
+    with torch.cuda.device(device):
+        cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        if error := int(cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes(), _PORTABLE)):
+            with suppress(RuntimeError):
+                torch.ones(1, device=device)  # CUDA reports the error again at the next launch, which is this one
+            logger.warning("shared weights can't be pinned (CUDA error %d): copies to and from %s are slower", error, device)
+            return lambda: None
+    return lambda: cudart.cudaHostUnregister(memory.data_ptr())

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipelinerl.errors import CheckpointError, TrainingDivergedError
-from pipelinerl.models.state import local, not_finite
+from pipelinerl.models.state import not_finite
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
@@ -170,3 +170,8 @@ def ess_factor(kind: Literal["off", "sqrt"], ess: float) -> float:
     on-policy data, which is 1 for the weights pi / mu.
     """
     return math.sqrt(ess) if kind == "sqrt" else 1.0
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The rows of a sharded tensor (a DTensor) that this process holds; any other tensor unchanged."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

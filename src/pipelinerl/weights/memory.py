@@ -12,7 +12,7 @@ from pipelinerl.errors import WeightUpdateError
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models.state import checksum, digests_of, first_names
 from pipelinerl.types import UpdateReceipt, WeightTransfer
-from pipelinerl.weights.sending import complaint, copied
+from pipelinerl.weights.sending import complaint, copied, source_checksum
 
 
 class MemoryChannel:
@@ -49,7 +49,7 @@ class MemoryWeightSender:
         begin_s = time.monotonic()
         copies = copied(tensors, self._dtype)
         self.digests = digests_of(copies)
-        update = WeightUpdate(version, checksum(copies, self.digests), copies)
+        update = WeightUpdate(version, checksum(copies, self.digests), copies, source_checksum(tensors, self._dtype))
         size = sum(copies[name].nbytes for name, first in first_names(copies).items() if name == first)
         self.transfer = WeightTransfer(version=version, bytes=size, time_s=time.monotonic() - begin_s)
         self._channel.offered = update

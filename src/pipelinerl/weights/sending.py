@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pipelinerl.errors import WeightUpdateError
-from pipelinerl.models.state import first_names
+from pipelinerl.models.state import first_names, on_gpu
 from pipelinerl.types import UpdateReceipt
 from pipelinerl.weights.layout import Layout, Place, aligned
 
@@ -16,6 +16,15 @@ from pipelinerl.weights.layout import Layout, Place, aligned
 def sent_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     """The type in which a tensor is sent: `dtype` for floating-point tensors; integers and booleans are not converted."""
     return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+
+
+def source_checksum(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> str:
+    """The `device_checksum` of the tensors that are sent; "" if they are converted on sending, or are on the CPU."""
+    if not on_gpu(tensors) or any(sent_dtype(tensor, dtype) != tensor.dtype for tensor in tensors.values()):
+        return ""
+    from pipelinerl.models.device_sums import device_checksum  # noqa: PLC0415 - only on a GPU
+
+    return device_checksum(tensors)
 
 
 def copied(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:

@@ -18,11 +18,12 @@ from transformers import (
     MiniMaxConfig,
 )
 
-from pipelinerl.engine import LocalEngine, flat
+from pipelinerl.engine import LocalEngine, flat, local
 from pipelinerl.engine.rounding import rounding_limit
 from pipelinerl.engine.sampler import StepsAhead, uniforms
 from pipelinerl.errors import LogitsError, PromptTooLongError, RequestError, UnsupportedModelError, WeightUpdateError
 from pipelinerl.interfaces import WeightUpdate
+from pipelinerl.models.device_sums import device_checksum
 from pipelinerl.models.state import checksum, named_weights
 from pipelinerl.types import Completion, GenerationRequest, SamplingParams, TokenEvent, versions_from_spans
 from tests.parity.models import VOCABULARY, make_model
@@ -279,6 +280,65 @@ def test_an_update_whose_checksum_is_not_what_arrived_is_found_out() -> None:
     good = update_of(1, version=1)
     with pytest.raises(WeightUpdateError, match="checksum"):
         engine().update_weights(WeightUpdate(1, "0" * 32, good.tensors))
+
+
+@pytest.fixture
+def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights on the CPU are treated as those on a GPU."""
+    monkeypatch.setattr(local, "on_gpu", lambda _: True)
+
+
+def with_sums(update: WeightUpdate) -> WeightUpdate:
+    return update._replace(device_checksum=device_checksum(update.tensors))
+
+
+@pytest.mark.usefixtures("on_device")
+def test_on_a_device_sums_are_compared_and_nothing_is_copied_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    served, update = engine(), with_sums(update_of(1, version=1))
+    monkeypatch.setattr(local, "checksum", None)  # it must not be called
+    assert served.update_weights(update).checksum == update.checksum
+
+
+@pytest.mark.parametrize("sums", [True, False])
+@pytest.mark.usefixtures("on_device")
+def test_a_parameter_that_changes_after_the_copy_is_found_out(sums: bool) -> None:
+    model = make_model("llama")
+    served = LocalEngine(model, slots=4, max_length=96, flatten=False)
+    update = update_of(1, version=1)
+    copied = served._runner.weights_changed
+
+    def damaged() -> None:
+        copied()
+        named_weights(model)["model.norm.weight"].view(torch.int32)[3] ^= 1
+
+    served._runner.weights_changed = damaged  # type: ignore[method-assign]
+    with pytest.raises(WeightUpdateError, match="after the update to version 1 engine 'engine' holds weights of checksum"):
+        served.update_weights(with_sums(update) if sums else update)
+    assert served.version == 0
+
+
+@pytest.mark.parametrize("sums", [True, False])
+@pytest.mark.usefixtures("on_device")
+def test_an_engine_of_another_type_than_the_update_is_found_out(sums: bool) -> None:
+    """Its weights are rounded, so they are not what the trainer has."""
+    served = LocalEngine(make_model("llama").bfloat16(), slots=4, max_length=96, flatten=False)
+    update = update_of(1, version=1)
+    with pytest.raises(WeightUpdateError, match="holds weights of checksum"):
+        served.update_weights(with_sums(update) if sums else update)
+
+
+@pytest.mark.usefixtures("on_device")
+def test_weights_that_were_damaged_before_they_were_hashed_are_found_out_by_their_sums() -> None:
+    sent, damaged = update_of(1, version=1), update_of(2, version=1)
+    with pytest.raises(WeightUpdateError, match="holds weights of checksum"):
+        engine().update_weights(damaged._replace(device_checksum=device_checksum(sent.tensors)))
+
+
+def test_an_engine_on_the_cpu_verifies_the_checksum_of_an_update_with_sums() -> None:
+    good = update_of(1, version=1)
+    assert engine().update_weights(good._replace(device_checksum="0" * 32)).checksum == good.checksum
+    with pytest.raises(WeightUpdateError, match="checksum"):
+        engine().update_weights(good._replace(checksum="0" * 32, device_checksum="0" * 32))
 
 
 def test_an_update_between_two_chunks_of_a_prompt_is_recorded() -> None:

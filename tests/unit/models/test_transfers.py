@@ -1,11 +1,14 @@
-"""Transfers off a GPU: copies, which later writes do not change."""
+"""Transfers off a GPU: copies, which later writes do not change; memory that CUDA pins, or refuses to."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import numpy as np
+import pytest
 import torch
 
-from pipelinerl.models.transfers import arriving, to_device, to_host
+from pipelinerl.models.transfers import arriving, pin, to_device, to_host
 
 CPU = torch.device("cpu")
 
@@ -23,3 +26,34 @@ def test_what_is_sent_is_as_it_was_then() -> None:
 def test_tensors_arrive_under_their_names_in_order() -> None:
     tensors = {name: torch.full((2,), i) for i, name in enumerate("cab")}
     assert [(name, array.tolist()) for name, array in arriving(tensors)] == [("c", [0, 0]), ("a", [1, 1]), ("b", [2, 2])]
+
+
+class Cudart:
+    """The two calls of CUDA's runtime."""
+
+    def __init__(self, error: int) -> None:
+        self._error = error
+        self.pinned: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        if not self._error:
+            self.pinned[address] = size
+        return self._error
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.pinned[address]
+        return 0
+
+
+@pytest.mark.parametrize("error", [0, 801])
+def test_memory_is_pinned_until_it_is_unpinned_and_a_refusal_is_logged(
+    error: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cudart, memory_U8 = Cudart(error), torch.zeros(100, dtype=torch.uint8)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    unpin = pin(memory_U8[7:20], CPU)
+    assert cudart.pinned == ({} if error else {memory_U8.data_ptr(): 100})
+    assert ["can't be pinned (CUDA error 801)" in message for message in caplog.messages] == [True] * bool(error)
+    unpin()
+    assert not cudart.pinned

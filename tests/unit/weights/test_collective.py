@@ -39,6 +39,7 @@ from tests.unit.weights.test_weights import (  # noqa: F401 - the contract of ev
     test_an_update_that_was_taken_and_not_answered_stops_the_next,
     test_floating_point_weights_are_converted_on_sending,
     test_only_what_was_taken_is_acknowledged,
+    test_the_sums_of_the_trainers_gpu_come_with_an_update_unless_it_is_converted,
     test_updates_arrive_exactly_and_once,
     test_versions_rise,
     test_what_was_sent_is_a_copy,

@@ -19,9 +19,13 @@ from torch import Tensor, nn
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.interfaces import WeightReceiver, WeightSender, WeightUpdate
 from pipelinerl.launch.hosts.keeping import forget_updates
+from pipelinerl.models import transfers
+from pipelinerl.models.device_sums import device_checksum
 from pipelinerl.models.state import checksum, first_names, load_weights, named_weights, not_finite
 from pipelinerl.types import MAX_RECEIVERS, UpdateReceipt
+from pipelinerl.weights import sending
 from pipelinerl.weights.memory import MemoryChannel
+from pipelinerl.weights.shared import pinned
 from pipelinerl.weights.shared import receiver as shared_receiver
 from pipelinerl.weights.shared import sender as shared_sender
 from pipelinerl.weights.shared.file import AWAY, Answer, Control, create_shared_file
@@ -284,6 +288,26 @@ def test_floating_point_weights_are_converted_on_sending(make_ends: Callable[...
     assert digest == checksum(expected)
 
 
+def test_the_sums_of_the_trainers_gpu_come_with_an_update_unless_it_is_converted(
+    make_ends: Callable[..., Ends], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender, receiver = make_ends(dtype=torch.bfloat16)
+    tied = torch.arange(5).bfloat16()
+    weights = {"x": tied, "y": torch.arange(3), "z": tied}
+    arrived = []
+    for version, on_gpu in enumerate([False, True, True]):
+        monkeypatch.setattr(sending, "on_gpu", lambda _, on_gpu=on_gpu: on_gpu)
+        wide = weights["x"].float()
+        digest = sender.send(version, {**weights, "x": wide, "z": wide} if version == 1 else weights)
+        update = receiver.poll()
+        assert update is not None
+        assert update.checksum == digest == checksum(weights)
+        arrived.append(update.device_checksum)
+        receiver.acknowledge(receipt(version, digest))
+    assert arrived == ["", "", device_checksum(weights)]
+    assert len(arrived[2]) == 32
+
+
 def test_memory_replaces_what_was_not_taken() -> None:
     channel = MemoryChannel()
     channel.sender.send(0, named_weights(Tied(seed=0)))
@@ -333,6 +357,27 @@ def test_views_hold_until_the_next_update_is_answered(fd: int) -> None:
     receiver.close()
     sender.close()
     assert checksum(held[-1][0].tensors) == held[-1][1]
+
+
+def test_on_gpus_both_ends_pin_the_buffers_until_they_close(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    def pin(tensor: Tensor, device: torch.device) -> Callable[[], None]:
+        calls.append(f"{device} pins {tensor.untyped_storage().nbytes() == os.fstat(fd).st_size}")
+        return lambda: calls.append(f"{device} unpins")
+
+    monkeypatch.setattr(transfers, "pin", pin)
+    monkeypatch.setattr(pinned, "pin", pin)
+    monkeypatch.setattr(shared_sender, "on_gpu", lambda _: True)
+    sender, receiver = SharedWeightSender(fd, 1), pinned.PinnedWeightReceiver(fd, 0, "cuda:1")
+    for version in range(3):
+        digest = sender.send(version, named_weights(Tied()))
+        assert receiver.poll() is not None
+        receiver.acknowledge(receipt(version, digest))
+    assert calls == ["cpu pins True", "cuda:1 pins True"]
+    receiver.close()
+    sender.close()
+    assert calls[2:] == ["cuda:1 unpins", "cpu unpins"]
 
 
 def test_damage_in_the_buffer_is_found(fd: int) -> None:

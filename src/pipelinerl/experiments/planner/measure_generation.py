@@ -49,6 +49,7 @@ from pipelinerl.status.board import MemoryBoard
 from pipelinerl.stream.files import FileStreamWriter
 from pipelinerl.types import GenerationRequest, Group, SamplingParams
 from pipelinerl.weights.memory import MemoryChannel
+from pipelinerl.weights.sending import source_checksum
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,8 +268,8 @@ def update_pause_s(generator: Generator, lengths: LengthDistribution, prompt_tok
     names = _submit(generator, [min(prompt_tokens + age, engine.max_length - 2) for age in ages], 2, rng)
     engine.step()
     weights = {name: value.clone() for name, value in named_weights(generator.model).items()}
-    held = checksum(weights)
-    pauses_s = [engine.update_weights(WeightUpdate(engine.version, held, weights)).pause_s for _ in range(UPDATES)]
+    update = WeightUpdate(engine.version, checksum(weights), weights, source_checksum(weights, None))
+    pauses_s = [engine.update_weights(update).pause_s for _ in range(UPDATES)]
     _clear(engine, names)
     return median(pauses_s)
 

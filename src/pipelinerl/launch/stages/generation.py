@@ -168,6 +168,10 @@ def _receiver(session: Session, fd: int, index: int, engine: str) -> WeightRecei
         from pipelinerl.launch.stages.broadcast import broadcast_receiver  # noqa: PLC0415 - few runs need it
 
         return broadcast_receiver(session, fd, index, engine)
+    if session.config.engine.kind == "local" and session.config.engine.device != "cpu":
+        from pipelinerl.weights.shared.pinned import PinnedWeightReceiver  # noqa: PLC0415 - only on a GPU
+
+        return PinnedWeightReceiver(fd, index, session.config.engine.device)
     from pipelinerl.weights.shared.receiver import SharedWeightReceiver  # noqa: PLC0415 - not for a broadcast
 
     return SharedWeightReceiver(fd, index)
@@ -301,12 +305,9 @@ async def _generate(
         finally:
             await actor.stop()
         if not stop():
+            timeout_s = session.config.launch.watchdog_s
             await _take_weights(
-                generation,
-                engine,
-                stop,
-                until=lambda: engine.version == generation.trainer.version,
-                timeout_s=session.config.launch.watchdog_s,
+                generation, engine, stop, until=lambda: engine.version == generation.trainer.version, timeout_s=timeout_s
             )
             if generation.evaluation.problems:
                 await _unless_stopped(actor.evaluate("after"), stop, between)

@@ -27,10 +27,10 @@ from pipelinerl.models.loading import DTYPES, load_model
 from pipelinerl.models.lora import LoraModel
 from pipelinerl.models.packed import PackedRow
 from pipelinerl.models.sharded import gather, host_model, load_for_sharding, load_rows, reshard, rows_of, shard
-from pipelinerl.models.state import local, named_weights, not_finite
+from pipelinerl.models.state import named_weights, not_finite
 from pipelinerl.trainer.losses import DEFAULT_CORRECTION
 from pipelinerl.trainer.micro_batch import Packer, segment_lengths
-from pipelinerl.trainer.optimizer import Optimizer
+from pipelinerl.trainer.optimizer import Optimizer, local
 from pipelinerl.trainer.sharding import ranks
 from pipelinerl.trainer.sharding.plan import attention_cost, plan, plan_padded, token_cost
 from pipelinerl.trainer.sharding.ranks import Team

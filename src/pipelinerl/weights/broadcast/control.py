@@ -72,8 +72,8 @@ class Form(msgspec.Struct, frozen=True, kw_only=True, tag="form"):
 class Offer(msgspec.Struct, frozen=True, kw_only=True, tag="offer"):
     """Get ready for update `number` (from 1). Only a group's first offer has a `layout` (JSON); it is valid for all updates.
 
-    `checksum` is of all weights. `base`: the update can be sent as a delta of `delta_bytes`, for receivers that hold the
-    update of this checksum; "": it can't.
+    `checksum` is of all weights; so is `device_checksum` (see `WeightUpdate`). `base`: the update can be sent as a delta of
+    `delta_bytes`, for receivers that hold the update of this checksum; "": it can't.
     """
 
     number: int
@@ -82,6 +82,7 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True, tag="offer"):
     layout: str = ""
     base: str = ""
     delta_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
+    device_checksum: str = ""
 
 
 class Go(msgspec.Struct, frozen=True, tag="go"):

@@ -224,7 +224,8 @@ class CollectiveWeightReceiver:
         group, staged, released = self._group, self._group is None, False  # The coordinator has nothing to stage.
         if group is not None:
             self._get_ready(offer)
-        arrived = _Arrived(offer.number, WeightUpdate(offer.version, offer.checksum, self._tensors))
+        update = WeightUpdate(offer.version, offer.checksum, self._tensors, offer.device_checksum)
+        arrived = _Arrived(offer.number, update)
         while True:
             match self._next():
                 case control.Go("receive", offer.number, encoding) if group is not None and not released:

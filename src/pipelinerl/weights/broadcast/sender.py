@@ -32,7 +32,7 @@ from pipelinerl.weights.broadcast.group import (
 from pipelinerl.weights.broadcast.members import Member, Members
 from pipelinerl.weights.delta import encode
 from pipelinerl.weights.layout import Layout
-from pipelinerl.weights.sending import layout_of, require_same
+from pipelinerl.weights.sending import layout_of, require_same, source_checksum
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +129,7 @@ class CollectiveWeightSender:
                     if name == owner:
                         staged[name].copy_(tensors[name])
             self.digests = digests_of(staged)
-            self._offer(version, checksum(staged, self.digests))
+            self._offer(version, checksum(staged, self.digests), source_checksum(tensors, self._dtype))
         return self._members.offer.checksum if self._members.offer else ""
 
     def unanswered(self) -> Sequence[str]:
@@ -161,12 +161,12 @@ class CollectiveWeightSender:
         last = self._members.offer
         return [member for member in self._members.receivers if last is not None and member.version < last.version]
 
-    def _offer(self, version: int, checksum: str) -> None:
+    def _offer(self, version: int, checksum: str, sums: str) -> None:
         """Have the thread broadcast what is in the buffer."""
         members = self._members
         with members.changed:
             number = members.offer.number + 1 if members.offer else 1
-            members.offer = control.Offer(number=number, version=version, checksum=checksum)
+            members.offer = control.Offer(number=number, version=version, checksum=checksum, device_checksum=sums)
             members.changed.notify_all()
 
     def _have_buffers(self, layout: Layout) -> bool:
@@ -304,7 +304,7 @@ class CollectiveWeightSender:
         with self._copies:
             self._base, members.formed = "", True
             if members.offer is not None:
-                self._offer(members.offer.version, members.offer.checksum)
+                self._offer(members.offer.version, members.offer.checksum, members.offer.device_checksum)
         return group
 
     def _deliver(self, group: Group) -> None:

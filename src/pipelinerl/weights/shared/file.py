@@ -38,6 +38,7 @@ class Offer(msgspec.Struct, frozen=True):
     buffer: int
     layout_bytes: int
     buffer_bytes: int
+    device_checksum: str = ""
 
 
 AWAY = -1
@@ -73,10 +74,8 @@ class Control:
         if os.fstat(fd).st_size < CONTROL_BYTES:
             raise ValueError("not a file made by create_shared_file")
         self._memory = mmap.mmap(fd, CONTROL_BYTES)
-        self._offer = SharedRecord(self._memory, 0, _RECORD_BYTES)
-        self._answers = [
-            SharedRecord(self._memory, (1 + index) * _RECORD_BYTES, _RECORD_BYTES) for index in range(MAX_RECEIVERS)
-        ]
+        starts = range(0, CONTROL_BYTES, _RECORD_BYTES)
+        self._offer, *self._answers = [SharedRecord(self._memory, start, _RECORD_BYTES) for start in starts]
 
     def write_offer(self, offer: Offer) -> None:
         self._offer.write(msgspec.json.encode(offer))

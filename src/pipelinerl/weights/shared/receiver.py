@@ -58,7 +58,7 @@ class SharedWeightReceiver:
             raise WeightUpdateError(
                 f"weights of version {offer.version} arrived damaged: checksum {found}, sent {offer.checksum}"
             )
-        return WeightUpdate(offer.version, offer.checksum, tensors)
+        return WeightUpdate(offer.version, offer.checksum, tensors, offer.device_checksum)
 
     def acknowledge(self, receipt: UpdateReceipt) -> None:
         """Send the receipt for the update that was taken last. Raises ValueError if no update is waiting for one."""

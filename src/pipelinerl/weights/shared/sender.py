@@ -13,10 +13,10 @@ from torch import Tensor
 
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.files import reserve
-from pipelinerl.models.state import checksum, digests_of, first_names
+from pipelinerl.models.state import checksum, digests_of, first_names, on_gpu
 from pipelinerl.types import MAX_RECEIVERS, UpdateReceipt, WeightTransfer
 from pipelinerl.weights.layout import Layout
-from pipelinerl.weights.sending import complaint, layout_of, require_same
+from pipelinerl.weights.sending import complaint, layout_of, require_same, source_checksum
 from pipelinerl.weights.shared.file import AWAY, CONTROL_BYTES, Control, Offer, buffer_views, file_bytes
 
 _POLL_S = 0.0005
@@ -57,6 +57,7 @@ class SharedWeightSender:
         self._layout: Layout | None = None
         self._layout_bytes = 0
         self._buffers: list[dict[str, Tensor]] = []
+        self._unpin: Callable[[], object] = lambda: None
         self._sent: _Sent | None = None
         self._answered = [0] * receivers
         self._engines = [f"number {index}" for index in range(receivers)]
@@ -76,6 +77,10 @@ class SharedWeightSender:
         layout = layout_of(tensors, self._dtype)
         if self._layout is None:
             self._make_buffers(layout)
+            if on_gpu(tensors):
+                from pipelinerl.models.transfers import pin  # noqa: PLC0415 - only on a GPU
+
+                self._unpin = pin(next(iter(self._buffers[0].values())), next(iter(tensors.values())).device)
         else:
             require_same(self._layout, layout)
         if not self._wait_for_answers():
@@ -90,7 +95,8 @@ class SharedWeightSender:
                     buffer[name].copy_(tensors[name])
         self.digests = digests_of(buffer)
         digest = checksum(buffer, self.digests)
-        self._control.write_offer(Offer(number, version, digest, number % 2, self._layout_bytes, layout.buffer_bytes))
+        sums = source_checksum(tensors, self._dtype)
+        self._control.write_offer(Offer(number, version, digest, number % 2, self._layout_bytes, layout.buffer_bytes, sums))
         self._sent = _Sent(number, version, digest, time.monotonic())
         self.transfer = WeightTransfer(version=version, bytes=layout.buffer_bytes, time_s=self._sent.at_s - begin_s)
         return digest
@@ -110,6 +116,7 @@ class SharedWeightSender:
 
     def close(self) -> None:
         """Release the buffers. Receivers can still take the last update."""
+        self._unpin()
         self._buffers = []
         self._control.close()
 

@@ -50,7 +50,7 @@ def test_an_update_is_offered_once_all_have_it_and_one_answer_is_for_all(rig: Ri
         eventually(lambda: coordinator.offered() is not None)
         assert [first.offered(), second.offered(), coordinator.offered()] == [version] * 3
         update = coordinator.poll()
-        assert update == (version, digest, {})
+        assert update == WeightUpdate(version, digest, {})
         assert coordinator.poll() is None
         for receiver in (first, second):
             assert checksum(taken(receiver).tensors) == digest

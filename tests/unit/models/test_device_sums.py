@@ -1,0 +1,148 @@
+"""Sums of a tensor's words are exact, and change with everything that can go wrong in a copy of the weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pipelinerl.models.device_sums import device_checksum, device_digests_of
+
+BLOCK_BYTES = 4 << 16
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.complex64,
+    torch.int64,
+    torch.int16,
+    torch.uint8,
+    torch.bool,
+]
+
+
+def odd_constants(seed: int, count: int) -> list[int]:
+    """The first numbers of SplitMix64, made odd."""
+    found = []
+    for _ in range(count):
+        seed = mixed = (seed + 0x9E3779B97F4A7C15) % 2**64
+        mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB % 2**64
+        found.append((mixed ^ mixed >> 31) | 1)
+    return found
+
+
+CONSTANTS = odd_constants(0, 2 << 16)
+
+
+def reference(data: bytes) -> str:
+    """The definition, in Python's integers."""
+    sums = b""
+    for start in range(0, len(data), BLOCK_BYTES):
+        block = data[start : start + BLOCK_BYTES]
+        block += bytes(-len(block) % 4)
+        words = [int.from_bytes(block[i : i + 4], "little", signed=True) for i in range(0, len(block), 4)]
+        for table in (CONSTANTS[: 1 << 16], CONSTANTS[1 << 16 :]):
+            total = sum(constant * word for constant, word in zip(table, words, strict=False))
+            sums += (total % 2**64).to_bytes(8, "little")
+    return xxhash.xxh3_128_hexdigest(sums)
+
+
+def raw(tensor: Tensor) -> Tensor:
+    """The tensor's own bytes."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def random_bytes(count: int, seed: int = 0) -> Tensor:
+    return torch.randint(0, 256, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+@st.composite
+def tensors(draw: st.DrawFn, least: int = 1) -> Tensor:
+    """A tensor of any type, shape and bytes."""
+    dtype, shape = draw(st.sampled_from(DTYPES)), draw(st.lists(st.integers(least, 5), max_size=3))
+    count = torch.Size(shape).numel() * dtype.itemsize
+    one_byte = st.integers(0, 1) if dtype == torch.bool else st.integers(0, 255)
+    data = draw(st.lists(one_byte, min_size=count, max_size=count))
+    return torch.tensor(data, dtype=torch.uint8).view(dtype).view(shape)
+
+
+@pytest.mark.parametrize("blocks", [0, 1, 3])
+@pytest.mark.parametrize("more", [-1, 0, 1, 6])
+def test_the_digest_is_its_definition_whatever_is_multiplied_at_once(blocks: int, more: int) -> None:
+    data_U8 = random_bytes(max(0, blocks * BLOCK_BYTES + more))
+    expected = {"x": reference(data_U8.numpy().tobytes())}
+    assert [device_digests_of({"x": data_U8}, chunk) for chunk in (1, 2, 64)] == [expected] * 3
+
+
+@given(tensors(least=0), st.integers(0, 7))
+def test_the_digest_is_of_bytes_whatever_the_type_the_layout_and_the_place_in_memory(tensor: Tensor, offset: int) -> None:
+    expected = reference(raw(tensor.reshape(-1)).numpy().tobytes())
+    strided = tensor.movedim(0, -1).contiguous().movedim(-1, 0) if tensor.ndim else tensor
+    inside = torch.zeros(offset + tensor.numel(), dtype=tensor.dtype)[offset:].view(tensor.shape).copy_(tensor)
+    assert set(device_digests_of({"a": tensor, "b": strided, "c": inside}).values()) == {expected}
+
+
+@given(tensors(), st.data())
+def test_every_flipped_bit_is_found(tensor: Tensor, data: st.DataObject) -> None:
+    before = device_checksum({"x": tensor})
+    place = data.draw(st.integers(0, tensor.nbytes - 1))
+    raw(tensor)[place] ^= 1 if tensor.dtype == torch.bool else 1 << data.draw(st.integers(0, 7))
+    assert device_checksum({"x": tensor}) != before
+
+
+@given(st.integers(2, 200), st.data())
+def test_changed_places_are_found(count: int, data: st.DataObject) -> None:
+    """Elements that are swapped, moved by some places, or lost at either end."""
+    tensor = random_bytes(2 * count, seed=count).view(torch.bfloat16)
+    first, second, moved = data.draw(st.tuples(*[st.integers(1, count - 1)] * 3))
+    swapped = tensor.clone()
+    swapped[0], swapped[first] = tensor[first], tensor[0]
+    others = [swapped, tensor.roll(moved), tensor[:second], tensor[second:], torch.cat([tensor, tensor.new_zeros(second)])]
+    before = device_checksum({"x": tensor})
+    for other in others:
+        same = len(other) == count and torch.equal(raw(other), raw(tensor))
+        assert (device_checksum({"x": other}) == before) == same
+
+
+def test_changes_in_distant_blocks_are_found() -> None:
+    tensor = random_bytes(3 * BLOCK_BYTES + 2)
+    found = {device_checksum({"x": tensor})}
+    for first, second in ((0, 3 * BLOCK_BYTES + 1), (5, BLOCK_BYTES + 5), (BLOCK_BYTES - 1, BLOCK_BYTES)):
+        changed = tensor.clone()
+        changed[first] ^= 128
+        found.add(device_checksum({"x": changed}))
+        changed[second] ^= 128
+        found.add(device_checksum({"x": changed}))
+    blocks = tensor[: 3 * BLOCK_BYTES].view(3, -1)
+    found |= {
+        device_checksum({"x": torch.cat([blocks[order].reshape(-1), tensor[-2:]])}) for order in ([1, 0, 2], [2, 1, 0])
+    }
+    assert len(found) == 9
+
+
+def test_the_checksum_is_also_of_names_types_and_shapes() -> None:
+    one, two = torch.arange(6.0), torch.arange(6.0) + 1
+    both = {"a": one, "b": two}
+    same = [both, {"b": two, "a": one}, {name: tensor.clone() for name, tensor in both.items()}]
+    assert len({device_checksum(tensors) for tensors in same}) == 1
+    others = [
+        {"a": two, "b": one},
+        {"a": one, "c": two},
+        {"a": one},
+        {"a": one.view(2, 3), "b": two},
+        {"a": one.view(torch.int32), "b": two},
+        {"a": one.bfloat16(), "b": two},
+        {"a": torch.cat([one, torch.zeros(1)]), "b": two},
+    ]
+    assert len({device_checksum(tensors) for tensors in [both, *others]}) == 8
+
+
+def test_a_tied_tensor_counts_as_its_copies_would() -> None:
+    tied, other = torch.arange(5.0), torch.zeros(0)
+    assert device_checksum({"a": tied, "b": tied, "c": other}) == device_checksum({"a": tied, "b": tied.clone(), "c": other})
