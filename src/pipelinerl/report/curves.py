@@ -99,7 +99,8 @@ class Curves(NamedTuple):
     """The numbers to draw; the lists of numbers have one entry per optimizer step, NaN if nothing was measured.
 
     `samples` counts rollouts trained so far. Rates are tokens per second since the previous step. `by_environment` has the
-    mean reward of each environment of a mixture. `held_out` has all evaluations, by version.
+    mean reward of each environment of a mixture, `by_metric` the means of all other metrics of the rollouts. `held_out` has
+    all evaluations, by version.
     """
 
     version: list[int]
@@ -115,6 +116,7 @@ class Curves(NamedTuple):
     sampled_length_mean: list[float]
     started_length_mean: list[float]
     by_environment: dict[str, list[float]]
+    by_metric: dict[str, list[float]]
     held_out: list[HeldOut]
 
     @property
@@ -130,6 +132,7 @@ def prepare(steps: Sequence[StepRecord], evaluations: Sequence[EvaluationRecord]
         return [math.nan if (number := value(step)) is None else number for step in steps]
 
     names = environments(steps)
+    others = sorted({name for step in steps for name in step.metrics} - {name + REWARD for name in names})
     elapsed_s = [0.0, *(after.time_s - before.time_s for before, after in pairwise(steps))]
     trained = zip(steps, elapsed_s, strict=True)
     return Curves(
@@ -146,6 +149,7 @@ def prepare(steps: Sequence[StepRecord], evaluations: Sequence[EvaluationRecord]
         sampled_length_mean=column(lambda step: step.sampled_length_mean),
         started_length_mean=column(lambda step: step.started_length_mean),
         by_environment={name: [step.metrics.get(name + REWARD, math.nan) for step in steps] for name in names},
+        by_metric={name: [step.metrics.get(name, math.nan) for step in steps] for name in others},
         held_out=[one._replace(time_s=one.time_s - begin_s) for one in held_out(evaluations)],
     )
 
@@ -175,7 +179,7 @@ def environments(steps: Iterable[StepRecord]) -> list[str]:
     return sorted(names) if len(names) > 1 else []
 
 
-# ---- one run: `curves.png` has six plots, and more for online evaluations and mixtures of environments
+# ---- one run: `curves.png` has six plots, and more for online evaluations, mixtures of environments, and metrics
 
 
 def draw_curves(run_dir: Path, path: Path) -> None:
@@ -186,15 +190,29 @@ def draw_curves(run_dir: Path, path: Path) -> None:
     steps = read_records(run_dir / METRICS_FILE, StepRecord)
     if not steps:
         raise RunDirectoryError(f"nothing to draw: {run_dir / METRICS_FILE} holds no optimizer step")
-    figure = _draw(prepare(steps, read_records(run_dir / EVALUATIONS_FILE, EvaluationRecord)))
+    evaluations = read_records(run_dir / EVALUATIONS_FILE, EvaluationRecord)
+    figure = _draw(prepare(steps, evaluations, min(steps[0].time_s, max(0.0, _ready_s(steps[0], evaluations)))))
     figure.suptitle(run_dir.resolve().name, fontsize=12)
     write_file(path, png_of(figure))
 
 
+def _ready_s(first: StepRecord, evaluations: Sequence[EvaluationRecord]) -> float:
+    """When the trainer was ready and an evaluation before training had ended: what came before is start-up."""
+    return max([first.time_s - first.train_s - first.wait_s, *(one.time_s for one in evaluations if one.when == "before")])
+
+
 def _draw(curves: Curves) -> Figure:
-    wanted = ((_draw_held_out, curves.online), (_draw_environments, curves.by_environment))
-    extras = [draw for draw, data in wanted if data]
-    columns = 4 if extras else 3
+    extras: list[Callable[[Any, Curves], None]] = []
+    if curves.online or curves.by_environment or curves.by_metric:
+        from pipelinerl.report import panels as some  # noqa: PLC0415 - many runs have none of them
+
+        wanted = (
+            (some.draw_held_out, curves.online),
+            (some.draw_environments, curves.by_environment),
+            (some.draw_metrics, curves.by_metric),
+        )
+        extras = [draw for draw, data in wanted if data]
+    columns = 3 + -(-len(extras) // 2)
     figure = new_figure(5 * columns, 8)
     panels: Any = figure.subplots(2, columns)
     (by_time, by_samples, ess), (lag, tokens, length) = panels[:, :3]
@@ -209,7 +227,7 @@ def _draw(curves: Curves) -> Figure:
         label = f"held out, {one.when} training: {one.reward:.3f}"
         style = {"fmt": "D", "color": "black", "markerfacecolor": face, "capsize": 4, "zorder": 3}
         by_time.errorbar(one.time_s, one.reward, one.standard_error, label=label, **style)
-    finish_axes(by_time, "Reward over time", "seconds", "mean reward")
+    finish_axes(by_time, "Reward over time", "seconds of training", "mean reward")
     line(by_samples, curves.samples, curves.reward, "training")
     finish_axes(by_samples, "Reward over samples", "rollouts trained", "mean reward")
     line(ess, steps, curves.ess, "ESS")
@@ -221,31 +239,9 @@ def _draw(curves: Curves) -> Figure:
     lag.set_ylim(bottom=0)
     line(tokens, curves.time_s, smoothed(curves.generated_tokens_per_s), "generated")
     line(tokens, curves.time_s, smoothed(curves.trained_tokens_per_s), "trained")
-    finish_axes(tokens, f"Throughput, mean of {SMOOTHED} steps", "seconds", "tokens/s")
+    finish_axes(tokens, f"Throughput, mean of {SMOOTHED} steps", "seconds of training", "tokens/s")
     line(length, steps, curves.trained_length_mean, "trained")
     line(length, steps, curves.sampled_length_mean, "sampled")
     line(length, steps, curves.started_length_mean, "sampled, by order of start")
     finish_axes(length, "Completion length", "optimizer step", "mean tokens")
     return figure
-
-
-def _draw_held_out(axes: Any, curves: Curves) -> None:
-    """Held-out reward over versions, with version ranges and standard errors, drawn over the training reward."""
-    line(axes, curves.version, curves.reward, "training", alpha=0.35)
-    points(axes, [(one.version, one) for one in curves.held_out], "held out", spans=True, color="black")
-    finish_axes(axes, "Held-out reward", "optimizer step", "mean reward")
-
-
-def _draw_environments(axes: Any, curves: Curves) -> None:
-    """Training reward of each environment over optimizer steps; diamonds are held-out rewards."""
-    for number, name in enumerate(curves.by_environment):
-        draw_environment(axes, curves, name, "D", color=f"C{number}", label=name)
-    finish_axes(axes, "Reward by environment (diamonds: held out)", "optimizer step", "mean reward")
-
-
-def draw_environment(axes: Any, curves: Curves, name: str, diamonds: str, *, label: str | None, **style: Any) -> None:
-    if name in curves.by_environment:
-        line(axes, curves.version, curves.by_environment[name], label, **style)
-    known = [one for one in curves.held_out if name + REWARD in one.metrics]
-    rewards = [one.metrics[name + REWARD] for one in known]
-    axes.plot([one.version for one in known], rewards, diamonds, linewidth=1, **style)

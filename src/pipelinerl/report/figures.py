@@ -14,10 +14,13 @@ from typing import Any, NamedTuple
 
 from pipelinerl.metrics.statistics import REWARD
 from pipelinerl.report import series
-from pipelinerl.report.curves import Curves, draw_environment, finish_axes, line, new_figure, png_of, points, prepare
+from pipelinerl.report.curves import Curves, finish_axes, line, new_figure, png_of, points, prepare
+from pipelinerl.report.panels import draw_environment, draw_metric
 from pipelinerl.report.series import WINDOW, BatchSize, LagByPosition, RunRecords
 
 COLOURS = ("#1f5fbf", "#d1600a", "#2a8c4a", "#a03070", "#8a6d00", "#4b4b9f", "#00868b", "#7a3b10")
+MOST_PANELS = 12
+"""Metrics that are drawn; the table has all."""
 SHOWN_S = 20.0
 """Batch sizes are drawn over at most this time, in the middle of a run. A round takes about a second."""
 
@@ -47,6 +50,7 @@ def drawn_run(records: RunRecords, label: str) -> DrawnRun:
         curves = curves._replace(
             reward=series.windowed(curves.reward),
             by_environment={name: [m.get(name + REWARD, math.nan) for m in latest] for name in curves.by_environment},
+            by_metric={name: [m.get(name, math.nan) for m in latest] for name in curves.by_metric},
         )
     batch = series.batch_size_over_time(records.timeline, begin_s) if records.timeline else None
     return DrawnRun(label, curves, records.slots, records.lag, batch)
@@ -152,6 +156,16 @@ def held_out(runs: Sequence[DrawnRun], target: float | None = None) -> bytes | N
 def environments(runs: Sequence[DrawnRun]) -> bytes | None:
     """Training and held-out reward in one panel per environment of a mixture; None if no run has several environments."""
     names = list(dict.fromkeys(name for run in runs for name in run.curves.by_environment))
+    return _panel_each(runs, names, draw_environment, "mean reward")
+
+
+def metrics(runs: Sequence[DrawnRun]) -> bytes | None:
+    """Means of the rollouts' metrics, one panel per metric; None if no run has any."""
+    names = sorted({name for run in runs for name in run.curves.by_metric})
+    return _panel_each(runs, names[:MOST_PANELS], draw_metric, "mean")
+
+
+def _panel_each(runs: Sequence[DrawnRun], names: Sequence[str], draw: Callable[..., None], y_label: str) -> bytes | None:
     if not names:
         return None
     columns = min(3, len(names))
@@ -163,8 +177,8 @@ def environments(runs: Sequence[DrawnRun]) -> bytes | None:
             axes.set_visible(False)
             continue
         for run, style in _styled(runs):
-            draw_environment(axes, run.curves, name, "D--", **style)
-        finish_axes(axes, name, "optimizer step", "mean reward")
+            draw(axes, run.curves, name, "D--", **style)
+        finish_axes(axes, name, "optimizer step", y_label)
     return png_of(figure)
 
 

@@ -30,7 +30,8 @@ th { color: var(--dim); font-weight: 600; text-align: right; vertical-align: bot
 th:first-child, td:first-child { text-align: left; white-space: nowrap; }
 tbody tr:hover { background: var(--band); }
 tr.strong td { font-weight: 650; color: var(--strong); }
-table.words td { text-align: left; white-space: normal; }
+table.words td { text-align: left; white-space: pre-wrap; overflow-wrap: anywhere; vertical-align: top; }
+details pre { background: var(--band); padding: .75rem 1rem; overflow-x: auto; font-size: .85rem; }
 """
 
 
@@ -53,6 +54,11 @@ def heading(text: str) -> str:
 def paragraph(text: str, kind: str = "") -> str:
     """A paragraph; `kind` is "lead", "note" or nothing."""
     return f"<p{_class(kind)}>{escape(text)}</p>"
+
+
+def folded(title: str, text: str) -> str:
+    """Text in a box that opens."""
+    return f"<details><summary>{escape(title)}</summary><pre>{escape(text)}</pre></details>"
 
 
 def bullets(items: Iterable[str]) -> str:

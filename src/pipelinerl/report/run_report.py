@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pipelinerl.errors import RunDirectoryError
+from pipelinerl.config import yaml_text
+from pipelinerl.config.secrets import without_secrets
+from pipelinerl.errors import INVALID_DATA, RunDirectoryError
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.summary import edge_of
+from pipelinerl.metrics.tail import samples
 from pipelinerl.report import figures, html, number
 from pipelinerl.report.series import WINDOW, RunRecords, labels_of, measure, name_of, pooled, read_run
 from pipelinerl.report.terminal import summary_sections
@@ -40,7 +43,8 @@ def report_page(run_dirs: Sequence[Path]) -> str:
     """The HTML of a report on these runs. Raises RunDirectoryError for one that is not a run, empty or damaged."""
     runs = dict(zip(labels_of(run_dirs), map(read_run, run_dirs), strict=True))
     drawn = [figures.drawn_run(records, label) for label, records in runs.items()]
-    held_out, environments, batches = (draw(drawn) for draw in (figures.held_out, figures.environments, figures.batch_sizes))
+    held_out, environments, metrics = (draw(drawn) for draw in (figures.held_out, figures.environments, figures.metrics))
+    batches = figures.batch_sizes(drawn)
     body = [
         html.paragraph(", ".join(str(run_dir) for run_dir in run_dirs), "note"),
         html.heading("Result" if len(runs) == 1 else "Results"),
@@ -50,11 +54,15 @@ def report_page(run_dirs: Sequence[Path]) -> str:
         *([html.heading("Held-out reward"), html.figure(held_out, HELD_OUT)] if held_out else []),
         *([html.heading("By environment"), html.figure(environments, ENVIRONMENTS)] if environments else []),
         *_metrics_table(runs),
+        *([html.figure(metrics, ENVIRONMENTS)] if metrics else []),
         html.heading("On-policyness"),
         html.figure(figures.on_policyness(drawn), ON_POLICYNESS),
         html.heading("Generation and training"),
         html.figure(figures.throughput(drawn), "Rates are since the previous optimizer step."),
         html.figure(batches, BATCH_SIZES) if batches else html.paragraph(NO_TIMELINE, "note"),
+        *(part for label, records in runs.items() for part in _rollouts(label, records)),
+        html.heading("Run files"),
+        *(html.folded(label, yaml_text.dump(without_secrets(records.config))) for label, records in runs.items()),
     ]
     return html.page("pipelinerl: " + ", ".join(runs), body)
 
@@ -76,7 +84,7 @@ def _column(records: RunRecords) -> dict[str, str]:
         "task, model": f"{config.environment.kind}, {config.model.path}",
         "H, B, K": f"{records.slots}, {config.trainer.batch_size}, {config.actor.group_size}",
         "seed": str(config.seed),
-        "training alone": f"{measured.steps} steps, {measured.samples} rollouts in {measured.training_s:.1f} s: "
+        "training, without start-up": f"{measured.steps} steps, {measured.samples} rollouts in {measured.training_s:.1f} s: "
         f"{measured.samples_per_s:.1f} samples/s, {measured.tokens_per_s:.0f} tokens/s",
     }
     if summary is not None:
@@ -85,6 +93,21 @@ def _column(records: RunRecords) -> dict[str, str]:
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise RunDirectoryError(f"{records.root / 'summary.json'} is damaged ({error!r}); delete it") from error
     return column
+
+
+def _rollouts(label: str, records: RunRecords) -> list[str]:
+    """The first answers of the last evaluation, and those to the newest training problem, where they are recorded."""
+    parts = []
+    for record, what in ((records.evaluations[-1:], "held out"), (records.steps[-1:], "training")):
+        try:
+            rows = samples(records.root, record[0]) if record else []
+        except (OSError, *INVALID_DATA):
+            continue
+        cells = [[prompt, completion, number(reward, ".4g"), str(tokens)] for _, prompt, completion, reward, tokens in rows]
+        if cells:
+            table = html.table(["problem", "answer", "reward", "tokens"], cells, words=True)
+            parts += [html.heading(f"Newest answers, {what}: {label}"), table]
+    return parts
 
 
 def _metrics_table(runs: Mapping[str, RunRecords]) -> list[str]:

@@ -88,7 +88,9 @@ def test_environments_are_those_with_a_reward_among_the_metrics() -> None:
     assert list(curves.by_environment) == ["a", "b"]
     assert curves.by_environment["a"][0] == 0.5
     assert is_nan(curves.by_environment["b"]) == [True, False, True]
-    assert prepare(with_metrics({"a/reward": 0.5}, {"guesses": 2.0}, {}), []).by_environment == {}
+    alone = prepare(with_metrics({"a/reward": 0.5}, {"guesses": 2.0}, {}), [])
+    assert alone.by_environment == {}
+    assert list(alone.by_metric) == ["a/reward", "guesses"]
 
 
 @pytest.mark.parametrize("records", [[*STEPS, *EVALUATIONS], STEPS[:1]], ids=["all", "one step"])

@@ -148,6 +148,7 @@ def test_the_report_is_one_page_that_loads_nothing(tmp_path: Path) -> None:
     assert "<script" not in page
     assert "conventional:2" in page
     assert "12 steps, 24 rollouts in 11.8 s" in page  # from 3.25 to 15
+    assert "batch_size: " in page[page.index("Run files") :]
 
 
 @pytest.fixture
@@ -273,7 +274,11 @@ def test_environments_have_a_panel_each_and_held_out_rewards_are_drawn(tmp_path:
     online = EvaluationRecord(when="online", version=5, time_s=9.0, problems=2, reward_mean=0.5, version_max=7)
     drawn = drawn_run(read_run(run)._replace(steps=steps, evaluations=[online]), "one")
     assert drawn.curves.by_environment["a"] == [1.0] * 12
-    for png in (environments([drawn]), held_out([drawn])):
+    assert drawn.curves.by_metric == {}
+    steps = [msgspec.structs.replace(step, metrics={"right": 1.0, "brief": 0.5}) for step in steps_of(12)]
+    graded = drawn_run(read_run(run)._replace(steps=steps), "two")
+    assert graded.curves.by_metric == {"brief": [0.5] * 12, "right": [1.0] * 12}
+    for png in (environments([drawn]), held_out([drawn]), metrics([drawn, graded])):
         assert png is not None
         assert png.startswith(b"\x89PNG")
 

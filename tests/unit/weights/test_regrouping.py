@@ -214,6 +214,21 @@ def test_a_silent_receiver_is_not_waited_for_and_comes_back(rig: Rig, monkeypatc
     sender.close()
 
 
+def test_a_receiver_whose_engine_is_not_there_yet_is_not_waited_for(rig: Rig) -> None:
+    sender = rig.sender(2)
+    first, lost = rig.engine(sender, 0), rig.engine(sender, 1)
+    send(sender, 0)
+    eventually(lambda: first.has(0) and lost.has(0))
+    lost.die()
+    loading = CollectiveWeightReceiver("127.0.0.1", sender.port, KEY, 1, join_timeout_s=BOUND_S, at_once=False)
+    rig.closing.insert(0, loading.close)
+    for version in (1, 2):
+        send(sender, version)
+    eventually(lambda: first.has(2))
+    assert sender._members.newcomers == []
+    eventually(lambda: loading.offered() == 2)
+
+
 def test_the_last_update_waits_for_a_receiver_that_is_away(rig: Rig) -> None:
     sender = rig.sender(2)
     first, lost = rig.engine(sender, 0), rig.engine(sender, 1)

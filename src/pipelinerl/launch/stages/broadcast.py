@@ -61,7 +61,7 @@ def broadcast_sender(session: Session, fd: int, timeout_s: float, give_up: Calla
 
 
 def broadcast_receiver(session: Session, fd: int, index: int, engine: str) -> WeightReceiver:
-    """The end of generation process number `index`."""
+    """The end of generation process number `index`. A local engine joins when it has loaded its model."""
     import torch  # noqa: PLC0415 - as above
 
     from pipelinerl.weights.broadcast.receiver import CollectiveWeightReceiver  # noqa: PLC0415 - as above
@@ -76,6 +76,7 @@ def broadcast_receiver(session: Session, fd: int, index: int, engine: str) -> We
         receivers=_receivers(config),
         join_timeout_s=config.launch.startup_timeout_s,
         device=torch.device("cpu" if coordinates else config.engine.device),
+        at_once=coordinates,
     )
 
 

@@ -75,11 +75,13 @@ class CollectiveWeightReceiver:
         receivers: int | None = None,
         join_timeout_s: float = 120.0,
         device: torch.device = _CPU,
+        at_once: bool = True,
     ) -> None:
         """`key`: the broadcast's. `engine`: a name for messages. `receivers`: their number, if the sender should check it.
 
         `join_timeout_s`: how long to wait for the sender, and then for the other receivers. `device`: where the engine
         computes. Updates are received there if the sender and every receiver have a GPU of their own, else on the CPU.
+        `at_once` False: join at the first `offered` or `poll`. Until then the sender does not wait for this receiver.
         """
         self._host, self._port, self._key, self._index = host, port, key, index
         self._hello = control.Hello(
@@ -99,11 +101,18 @@ class CollectiveWeightReceiver:
         self._taken: _Arrived | None = None
         self._receipt: UpdateReceipt | None = None  # of the last update that was acknowledged
         self._regroups = False  # whether the sender takes members back, once it has said so
-        self._join_by_s = time.monotonic() + join_timeout_s
+        self._join_by_s = 0.0
         self._beating: threading.Thread | None = None
         self._problem: WeightUpdateError | None = None
         self._joined, self._ended, self._closed = threading.Event(), threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="weights-receive", daemon=True)
+        self._begun = False
+        if at_once:
+            self._begin()
+
+    def _begin(self) -> None:
+        self._begun = True
+        self._join_by_s = time.monotonic() + self._join_timeout_s
         self._thread.start()
 
     def wait_joined(self, timeout_s: float) -> None:
@@ -119,6 +128,8 @@ class CollectiveWeightReceiver:
 
     def offered(self) -> int | None:
         """The version of the update that has arrived, if it was not taken yet, or None. Costs under a microsecond."""
+        if not self._begun:
+            self._begin()
         if (arrived := self._arrived) is not None:
             if (receipt := self._receipt) is None or not self._is_repeated(arrived.update, receipt):
                 return arrived.update.version
@@ -153,7 +164,8 @@ class CollectiveWeightReceiver:
         """Leave the group. Views returned by `poll` stay valid."""
         self._send(control.Report("leaving"))
         self._closed.set()
-        self._thread.join(_ENDING_S)
+        if self._begun:
+            self._thread.join(_ENDING_S)
 
     def _is_repeated(self, update: WeightUpdate, receipt: UpdateReceipt) -> bool:
         """Whether the engine has acknowledged this update in an earlier group. Of several servers, some may need it."""
