@@ -26,6 +26,7 @@ from pipelinerl.report.figures import (
     environments,
     held_out,
     learning,
+    metrics,
     on_policyness,
     throughput,
 )

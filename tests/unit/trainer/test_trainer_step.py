@@ -159,7 +159,7 @@ def test_metrics_and_weights_do_not_depend_on_micro_batches(loss: str, correctio
         fractions = ("masked_fraction", "truncated_fraction")
         for field in ("ess", "kl_behaviour_policy", "entropy_mean", "weight_max", "lag_mean", *fractions):
             assert getattr(result.metrics, field) == pytest.approx(getattr(results[0].metrics, field), abs=1e-5), field
-        assert result.loss == pytest.approx(results[0].loss, abs=1e-6)
+        assert result.loss == pytest.approx(results[0].loss, abs=1e-5)
 
 
 @OBJECTIVES
