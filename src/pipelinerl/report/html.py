@@ -30,6 +30,7 @@ th { color: var(--dim); font-weight: 600; text-align: right; vertical-align: bot
 th:first-child, td:first-child { text-align: left; white-space: nowrap; }
 tbody tr:hover { background: var(--band); }
 tr.strong td { font-weight: 650; color: var(--strong); }
+table.words th { text-align: left; }
 table.words td { text-align: left; white-space: pre-wrap; overflow-wrap: anywhere; vertical-align: top; }
 details pre { background: var(--band); padding: .75rem 1rem; overflow-x: auto; font-size: .85rem; }
 """
