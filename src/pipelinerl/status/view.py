@@ -55,7 +55,8 @@ class View:
 class PlainView(View):
     """Prints a line every `every_steps` optimizer steps, and at least every 10 s.
 
-    It is followed by a line for each stage that has been waiting, starting, failed or silent for more than 10 s.
+    It is followed by a line for each stage that has been waiting, starting, failed or silent for more than 10 s; before the
+    first step, for any time.
     """
 
     def __init__(self, stream: TextIO, *, target: int) -> None:
@@ -86,7 +87,7 @@ class PlainView(View):
     def _print(self, statuses: Mapping[str, StageStatus], now: float) -> None:
         self._printed = (_version(statuses), now)
         self.say(plain_line(statuses, self._target, self._trends, now - self._first_s))
-        for line in waiting_lines(statuses, now, LONG_WAIT_S):
+        for line in waiting_lines(statuses, now, LONG_WAIT_S if self._printed[0] else 0.0):
             self.say(f"            {line}")
 
 
