@@ -9,8 +9,6 @@ from pipelinerl.metrics.statistics import LOW_ESS
 from pipelinerl.metrics.totals import actor_total, engine_total, trainer_progress
 from pipelinerl.types import EngineProgress, StageStatus, TrainerProgress
 
-# ---- Rates of counters. There is no clock here: the caller passes the time.
-
 
 class Rate:
     """The rate of one growing counter, in units per second, over a sliding window.
@@ -98,9 +96,8 @@ def runners_line(statuses: Mapping[str, StageStatus]) -> str | None:
 def plain_line(statuses: Mapping[str, StageStatus], target: int, trends: Trends, elapsed_s: float) -> str:
     """A summary in one line, for logs."""
     trainer = trainer_progress(statuses) or TrainerProgress()
-    latest = trainer.latest
     parts = [f"[{duration(elapsed_s):>7}]", f"step {trainer.version}/{target}"]
-    parts += [f"{name} {shown}" for name, shown in headline(latest) if shown != "-"]
+    parts += [f"{name} {shown}" for name, shown in headline(trainer.latest) if shown != "-"]
     rates = {"tok": trends.generated, "samples": trends.samples}
     parts += [per_second(rate, unit) for unit, rate in rates.items() if rate.per_s is not None]
     parts.append(f"queued {trainer.queued}")

@@ -1,7 +1,6 @@
 """The terminal view of a run: live in a terminal, plain lines elsewhere. The contents are in `screen.py`.
 
-The caller may pass the status board's contents as often as it likes: a live view redraws at most twice a second. Views use
-no thread.
+The caller may pass the status board's contents as often as it likes: a live view redraws at most twice a second.
 """
 
 from __future__ import annotations
@@ -55,8 +54,7 @@ class View:
 class PlainView(View):
     """Prints a line every `every_steps` optimizer steps, and at least every 10 s.
 
-    It is followed by a line for each stage that has been waiting, starting, failed or silent for more than 10 s; before the
-    first step, for any time.
+    It is followed by a line for each stage that waits, starts, failed or is silent for over 10 s (before step 1: any time).
     """
 
     def __init__(self, stream: TextIO, *, target: int) -> None:
