@@ -84,7 +84,7 @@ WRONG = {
     ),
     "reward loops": (
         lambda folder: klass(folder, "reward_timeout_s = 0.3\ndef reward(self, problem, text):\n    while True: pass"),
-        "timeout: reward: it took longer than 0.3 s; its process was ended",
+        "timeout: reward (task.py:Task): it took longer than 0.3 s; its process was ended",
     ),
     "reward loops here": (
         lambda folder: klass(
@@ -118,6 +118,7 @@ def test_what_is_wrong_with_an_environment_is_found(folder: Path, name: str) -> 
         tried(make(folder), folder)
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
+    assert "pool.py" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", [*STATIC, *(pytest.param(name, marks=mark) for name, mark in IN_A_PROCESS.items())])

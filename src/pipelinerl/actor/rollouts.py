@@ -34,8 +34,8 @@ from pipelinerl.types import Completion, Problem, Rollout, SamplingParams, Turn
 FailureReason = Literal["timeout", "raised", "bad_rollout", "prompt_too_long"]
 
 T = TypeVar("T")
-_ENTRY = re.compile(r'^  File "(.+)", line .*(?:\n    .*)*', re.MULTILINE)
-_NOT_USERS = (str(Path(__file__).parents[1]), *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), "<")
+FRAME = re.compile(r'^  File "(.+)", line .*(?:\n    .*)*', re.MULTILINE)
+NOT_USERS = (str(Path(__file__).parents[1]), *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), "<")
 
 
 class Failure(NamedTuple):
@@ -346,7 +346,7 @@ class FailureLog:
             return
         reason, count = Counter(failure.reason for failure in failed).most_common(1)[0]
         latest = next(failure for failure in reversed(failed) if failure.reason == reason)
-        frames = [f"\n{entry[0]}" for entry in _ENTRY.finditer(latest.traceback) if not entry[1].startswith(_NOT_USERS)]
+        frames = [f"\n{entry[0]}" for entry in FRAME.finditer(latest.traceback) if not entry[1].startswith(NOT_USERS)]
         raise TooManyFailuresError(
             f"{len(failed)} of the last {len(self._recent)} rollouts failed (actor.max_failure_fraction allows "
             f"{self._max_fraction:g}), {count} of them by `{reason}`: {latest.message}{''.join(frames[-SHOWN_FRAMES:])}"

@@ -71,10 +71,20 @@ def _browse(options: argparse.Namespace, rollouts: Browsed) -> int:
 def _print(rollouts: Browsed, query: Query | None) -> int:
     from pipelinerl.experiments.browse.groups import plain_table  # noqa: PLC0415
 
+    lines = 0
     for line in plain_table(rollouts, query, say):
         if status := write(line):
             return status
-    return 0
+        lines += 1
+    return _found(query, lines - 1)  # without the heading
+
+
+def _found(query: Query | None, count: int) -> int:
+    """The exit status: 1 if nothing matches the query, as with grep."""
+    if query is None or count:
+        return 0
+    say(f"nothing matches --find {query.text!r}")
+    return 1
 
 
 def _export(options: argparse.Namespace, rollouts: RunRollouts, query: Query | None) -> int:
@@ -84,7 +94,7 @@ def _export(options: argparse.Namespace, rollouts: RunRollouts, query: Query | N
     if texts.missing:
         say(f"prompts, and completions without recorded text, are left out: {texts.missing}")
     count = export(rollouts, texts, options.export, query, say)
-    return write(f"{count} rollouts: {options.export}\n")
+    return write(f"{count} rollouts: {options.export}\n") or _found(query, count)
 
 
 def _config(run_dir: Path) -> RunConfig | str:

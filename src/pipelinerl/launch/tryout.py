@@ -19,7 +19,7 @@ import msgspec
 from pipelinerl.actor.client import EngineClient, RolloutClient
 from pipelinerl.actor.deadline import CodeAlarm
 from pipelinerl.actor.evaluation import held_out_problems
-from pipelinerl.actor.rollouts import Failure, TimeLimits, attempt, problem_for
+from pipelinerl.actor.rollouts import FRAME, NOT_USERS, Failure, TimeLimits, attempt, problem_for
 from pipelinerl.config.load import config_from_yaml
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.environments.registry import make_environment, no_held_out
@@ -102,7 +102,8 @@ async def try_environment(config: RunConfig, send: Callable[[TryoutMessage], Non
 
     played = await play(0)
     if isinstance(played, Failure):
-        where = f" ({_last_place(played)})" if played.traceback else ""
+        places = [frame[0] for frame in FRAME.finditer(played.traceback) if not frame[1].startswith(NOT_USERS)]
+        where = f" ({places[-1].splitlines()[0].strip()})" if places else ""
         raise EnvironmentSetupError(
             f"environment {kind}, tried with an empty answer to its first problem: {played.reason}: {played.message}{where}"
         )
@@ -122,12 +123,6 @@ async def try_environment(config: RunConfig, send: Callable[[TryoutMessage], Non
         metrics=dict(played.metrics),
         held_out=held_out,
     )
-
-
-def _last_place(failure: Failure) -> str:
-    """The last frame of the failure's traceback, which is where the error was raised."""
-    places = [line.strip() for line in failure.traceback.splitlines() if line.startswith("  File ")]
-    return places[-1] if places else ""
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from pipelinerl.metrics.totals import actor_total, engine_total, trainer_progress
 from pipelinerl.status.screen import (
+    NO_STAGE,
     SILENT_S,
     Trends,
     dropped_by_reason,
@@ -33,7 +34,6 @@ from pipelinerl.types import ActorProgress, StageStatus, TrainerProgress
 
 NARROW = 92
 """Columns of a terminal below which a stage takes two lines."""
-NO_STAGE = "no stage has reported yet"
 
 _BARS = "▁▂▃▄▅▆▇█"
 MARKS = {

@@ -9,8 +9,6 @@ from pipelinerl.metrics.statistics import LOW_ESS
 from pipelinerl.metrics.totals import actor_total, engine_total, trainer_progress
 from pipelinerl.types import EngineProgress, StageStatus, TrainerProgress
 
-# ---- Rates of counters. There is no clock here: the caller passes the time.
-
 
 class Rate:
     """The rate of one growing counter, in units per second, over a sliding window.
@@ -48,6 +46,7 @@ class Rate:
 
 SILENT_S = 15.0
 """A stage that has not reported for longer than this is shown as silent."""
+NO_STAGE = "no stage has reported yet"
 
 
 class Trends:
@@ -97,22 +96,20 @@ def runners_line(statuses: Mapping[str, StageStatus]) -> str | None:
 def plain_line(statuses: Mapping[str, StageStatus], target: int, trends: Trends, elapsed_s: float) -> str:
     """A summary in one line, for logs."""
     trainer = trainer_progress(statuses) or TrainerProgress()
-    latest = trainer.latest
     parts = [f"[{duration(elapsed_s):>7}]", f"step {trainer.version}/{target}"]
-    parts += [f"{name} {shown}" for name, shown in headline(latest) if shown != "-"]
-    parts += [per_second(trends.generated, "tok"), per_second(trends.samples, "samples")]
+    parts += [f"{name} {shown}" for name, shown in headline(trainer.latest) if shown != "-"]
+    rates = {"tok": trends.generated, "samples": trends.samples}
+    parts += [per_second(rate, unit) for unit, rate in rates.items() if rate.per_s is not None]
     parts.append(f"queued {trainer.queued}")
-    dropped = dropped_by_reason(statuses)
-    if dropped:
+    if dropped := dropped_by_reason(statuses):
         parts.append(f"dropped {dropped.total()} ({reasons(dropped)})")
     left_s = trends.remaining_s(max(0, target - trainer.version))
-    parts.append(f"left {duration(left_s)}")
-    return "  ".join(parts)
+    return "  ".join(parts if left_s is None else [*parts, f"left {duration(left_s)}"])
 
 
 def waiting_lines(statuses: Mapping[str, StageStatus], now: float, longer_than_s: float) -> list[str]:
     """A line for each stage that has been waiting, starting, failed or silent for longer than `longer_than_s`."""
-    lines = []
+    lines = [] if statuses else [NO_STAGE]
     for status in statuses.values():
         since_s = now - status.since_s
         if status.state in ("waiting", "starting", "failed") and since_s > longer_than_s:

@@ -1,7 +1,6 @@
 """The terminal view of a run: live in a terminal, plain lines elsewhere. The contents are in `screen.py`.
 
-The caller may pass the status board's contents as often as it likes: a live view redraws at most twice a second. Views use
-no thread.
+The caller may pass the status board's contents as often as it likes: a live view redraws at most twice a second.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class View:
 class PlainView(View):
     """Prints a line every `every_steps` optimizer steps, and at least every 10 s.
 
-    It is followed by a line for each stage that has been waiting, starting, failed or silent for more than 10 s.
+    It is followed by a line for each stage that waits, starts, failed or is silent for over 10 s (before step 1: any time).
     """
 
     def __init__(self, stream: TextIO, *, target: int) -> None:
@@ -86,7 +85,7 @@ class PlainView(View):
     def _print(self, statuses: Mapping[str, StageStatus], now: float) -> None:
         self._printed = (_version(statuses), now)
         self.say(plain_line(statuses, self._target, self._trends, now - self._first_s))
-        for line in waiting_lines(statuses, now, LONG_WAIT_S):
+        for line in waiting_lines(statuses, now, LONG_WAIT_S if self._printed[0] else 0.0):
             self.say(f"            {line}")
 
 

@@ -104,9 +104,9 @@ def test_what_a_reward_does_wrong_costs_one_rollout(file: Path) -> None:
     assert isinstance(last, Rollout)
     assert first.reward == last.reward == 7 + 0.5 + 1 + 0.3
     assert [failure[:2] for failure in failures if isinstance(failure, Failure)] == [
-        ("raised", "ChildProcessError: reward: its process ended with status 3"),
-        ("timeout", "reward: it took longer than 1 s; its process was ended"),
-        ("raised", "MemoryError: reward: it needed more than 256 MB"),
+        ("raised", "ChildProcessError: reward (own_task.py:Act): its process ended with status 3"),
+        ("timeout", "reward (own_task.py:Act): it took longer than 1 s; its process was ended"),
+        ("raised", "MemoryError: reward (own_task.py:Act): it needed more than 256 MB"),
         ("bad_rollout", "reward returned nan, not a finite number"),
         (
             "raised",

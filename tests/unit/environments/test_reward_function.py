@@ -105,7 +105,7 @@ def test_a_crash_costs_one_rollout_or_is_worth_what_the_user_says(task):
     environment = task(isolate=True, workers=1)
     problem = environment.problem(0)
     (died, right), _ = play(environment, problem, ["die", problem.payload["answer"]])
-    message = "ChildProcessError: reward: its process ended with status 1"
+    message = "ChildProcessError: reward (rewards.py:reward): its process ended with status 1"
     assert died == Failure("raised", message, died.traceback)
     assert right.reward == 1.0
 
@@ -119,7 +119,7 @@ def test_a_crash_costs_one_rollout_or_is_worth_what_the_user_says(task):
 def test_a_reward_that_takes_too_long_is_a_timeout(task):
     environment = task(isolate=True, workers=1, timeout_s=0.5)
     (late,), _ = play(environment, environment.problem(0), ["loop"])
-    message = "reward: it took longer than 0.5 s; its process was ended"
+    message = "reward (rewards.py:reward): it took longer than 0.5 s; its process was ended"
     assert late == Failure("timeout", message, late.traceback)
 
 
@@ -343,7 +343,7 @@ def test_calls_of_async_functions_wait_together_up_to_a_limit(task, tmp_path):
 def test_an_async_function_has_a_time_limit_and_its_errors_name_the_line(task, tmp_path):
     environment = task(rewards=SEVERAL, reward=f"{tmp_path}/rewards.py:judge", timeout_s=0.3, isolate=True)
     (late, raised), _ = play(environment, environment.problem(0), ["never", "raise"])
-    assert (late.reason, late.message) == ("timeout", "reward: it took longer than 0.3 s")
+    assert (late.reason, late.message) == ("timeout", "reward (rewards.py:judge): it took longer than 0.3 s")
     assert raised.message == "RuntimeError: reward: rewards.py, line 19: ValueError: no verdict"
 
 

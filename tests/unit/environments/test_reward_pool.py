@@ -96,10 +96,10 @@ def gone_soon(pid):
 
 
 DEADLY = {
-    "segfault": (ChildProcessError, "act: its process was killed by SIGSEGV"),
-    "_exit": (ChildProcessError, "act: its process ended with status 3"),
-    "memory": (MemoryError, "act: it needed more than 256 MB"),
-    "forge": (ChildProcessError, "act: it replied to call 1000000, but was asked 8"),
+    "segfault": (ChildProcessError, "act (functions.py:act): its process was killed by SIGSEGV"),
+    "_exit": (ChildProcessError, "act (functions.py:act): its process ended with status 3"),
+    "memory": (MemoryError, "act (functions.py:act): it needed more than 256 MB"),
+    "forge": (ChildProcessError, "act (functions.py:act): it replied to call 1000000, but was asked 8"),
 }
 
 
@@ -140,7 +140,8 @@ def test_what_a_call_raises_or_returns_costs_no_process(file):
 def test_a_call_that_takes_too_long_is_ended(file, what):
     limits = Limits(timeout_s=0.5)
     dead, after = play(FunctionPool({"act": f"{file}:act"}, workers=1, limits=limits), what, ["count"])
-    assert (type(dead), str(dead)) == (TimeoutError, "act: it took longer than 0.5 s; its process was ended")
+    assert isinstance(dead, TimeoutError)
+    assert str(dead) == "act (functions.py:act): it took longer than 0.5 s; its process was ended"
     assert after == 1
 
 

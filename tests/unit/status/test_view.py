@@ -252,6 +252,20 @@ def test_the_current_wait_is_one_line() -> None:
     assert wait_line({"engine": found["engine"]}, 100) == "no stage waits"
 
 
+def test_a_plain_log_says_what_the_first_step_waits_for() -> None:
+    stream = StringIO()
+    view = PlainView(stream, target=140)
+    for now in range(0, 21, 2):
+        loads = StageStatus(stage="trainer", pid=1, state="starting", detail="loads the model", since_s=11, written_s=now)
+        view.update({"trainer": loads} if now > 11 else {}, float(now))
+    assert [line.strip() for line in stream.getvalue().splitlines()] == [
+        "[    10s]  step 0/140  queued 0",
+        "no stage has reported yet",
+        "[    20s]  step 0/140  queued 0",
+        "trainer starting for 9s: loads the model",
+    ]
+
+
 def test_logs_of_ci_are_plain_and_no_color_has_no_colour(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CI", "true")
     assert isinstance(make_view("auto", Terminal(), target=1), PlainView)

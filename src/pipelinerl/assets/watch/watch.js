@@ -215,7 +215,7 @@ function drawRun(run) {
   const share = now.target ? now.version / now.target : 0;
   $("#progress").value = share;
   const left = known(now.left) ? `, ${duration(now.left * 60)} left` : "";
-  $("#times").textContent = `step ${now.version} of ${now.target ?? "–"} · ${(100 * share).toFixed(0)}% · ${duration(now.elapsed * 60)}${left}`;
+  $("#times").textContent = `step ${now.version} of ${now.target ?? "–"} · ${(100 * share).toFixed(0)}% · ${duration(now.elapsed * 60)} elapsed${left}`;
   $("#wait").textContent = now.wait;
   $("#wait").hidden = !now.wait;
   const damaged = now.damaged ? `${now.damaged} lines of the records are damaged and left out` : "";
@@ -380,7 +380,8 @@ class Chart {
       width: this.place.clientWidth, height: 190, padding: [8, 16, 0, 0], legend: { show: false },
       cursor: { sync: { key: xLabel }, y: false, points: { size: 6 } },
       scales: { x: { time: false }, y: { range } },
-      axes: [{ ...text, size: 30, values: (_, all) => all.map(short) }, { ...text, size: 46, values: (_, all) => all.map(short) }],
+      // The choice of the horizontal axis does not hold for slots, so that axis has a label of its own.
+      axes: [{ ...text, size: 30, values: (_, all) => all.map(short), ...(this.spec.load ? { label: xLabel, labelSize: 16, labelFont: text.font } : {}) }, { ...text, size: 46, values: (_, all) => all.map(short) }],
       series: [{}, ...lines.map((line) => ({
         stroke: () => colour(line.c), width: line.faint ? 1 : 1.75, alpha: line.faint ? 0.3 : 1, spanGaps: true,
         ...(line.points ? { paths: () => null, points: { show: true, size: 7, width: 2, fill: () => css("--paper") } } : { points: { show: line.x.length < 40, size: 4 } }),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -221,7 +222,7 @@ async def _call_in(pool: FunctionPool, spec: str, arguments: dict[str, Any]) -> 
     try:
         outcome = await pool.call("call", spec, arguments)
     except (*CALL_ENDED, RolloutError) as error:
-        raise ToolError(str(error).removeprefix("call: ").removeprefix("call ")) from None
+        raise ToolError(re.sub(r"^call( \(\S*\))?:? ", "", str(error))) from None
     if "error" in outcome:
         raise ToolError(outcome["error"])
     return outcome["result"]

@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from itertools import count
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -80,7 +81,7 @@ class FunctionPool:
                 worker.kill()
                 if isinstance(error, CALL_ENDED):
                     ended = "; its process was ended" if isinstance(error, TimeoutError) else ""
-                    raise type(error)(f"{name}: {error}{ended}") from None
+                    raise type(error)(f"{name} ({Path(self._start.functions[name]).name}): {error}{ended}") from None
                 raise
             self._idle.append(worker)
         if reply.outcome == "returned":

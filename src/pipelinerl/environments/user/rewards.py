@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -77,7 +78,8 @@ class Functions:
                     return await self._own[name](*arguments)
             except Exception as error:
                 if limit.expired():
-                    raise TimeoutError(f"{name}: it took longer than {self._timeout_s:g} s") from None
+                    what = f"{name} ({Path(self._specs[name]).name})"
+                    raise TimeoutError(f"{what}: it took longer than {self._timeout_s:g} s") from None
                 raise self._raised(name, error) from error
 
     def _raised(self, name: str, error: Exception) -> RuntimeError:

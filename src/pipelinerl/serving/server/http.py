@@ -117,7 +117,8 @@ def error_body(error: PipelineRLError) -> ErrorBody:
     code = _code(error)
     kind = "invalid_request_error" if STATUS[code] < 429 else "server_error"
     param = error.param if isinstance(error, RefusedError) else None
-    return ErrorBody(error=ErrorDetail(message=str(error), type=kind, code=code, param=param))
+    message = str(error).replace("engine.max_length", "the model's max_model_len")  # clients don't see the run file
+    return ErrorBody(error=ErrorDetail(message=message, type=kind, code=code, param=param))
 
 
 def error_answer(error: PipelineRLError, shaped: Callable[[ErrorBody], object] = lambda body: body) -> Response:

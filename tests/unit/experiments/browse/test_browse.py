@@ -335,6 +335,9 @@ def test_the_command_prints_a_table_without_a_terminal(tmp_path: Path, capsys: p
     folder = evaluated_run(tmp_path)
     assert command(str(folder), "--find", "reward=0.25") == 0
     assert capsys.readouterr().out.splitlines()[1].split()[-1] == "g2.a0"
+    for more in ([], ["--export", str(folder / "none.jsonl")]):
+        assert command(str(folder), "--find", "reward=0.123", *more) == 1
+        assert "nothing matches --find 'reward=0.123'" in capsys.readouterr().err
     assert command(str(folder), "--export", str(folder / "x.jsonl")) == 0
     said = capsys.readouterr()
     assert said.out == f"5 rollouts: {folder / 'x.jsonl'}\n"

@@ -226,7 +226,7 @@ def test_defaults_ends_and_other_parameters(shared: Shared) -> None:
         ({"prompt": [5, "a"]}, "a list of texts or of such lists"),
         ({"prompt": 5}, "Expected `str | array`"),
         ({"max_tokens": 0}, "max_tokens 0"),
-        ({"max_tokens": 92}, r"5 prompt tokens + 92 new tokens > 96"),
+        ({"max_tokens": 92}, "5 prompt tokens + 92 new tokens > 96 (the model's max_model_len)"),
         ({"prompt": "x" * 96, "max_tokens": None}, "96 prompt tokens"),
         ({"prompt": "x" * 100_000}, "100000 characters can't fit into 96 tokens"),
         ({"temperature": -1}, "temperature -1"),
