@@ -80,7 +80,7 @@ def test_servers_that_run_already_join_and_one_that_is_killed_is_named(servers: 
     run_dir = tmp_path / "r"
     urls = f"[{', '.join(server.url for server in servers)}]"
 
-    with endless(run_dir, engine__urls=urls, **BROADCAST) as (process, _):
+    with endless(run_dir, engine__urls=urls, launch__restarts=0, **BROADCAST) as (process, _):
         servers[1].kill()
         ended = wait(process)
     assert ended.status == 1

@@ -144,12 +144,12 @@ class CollectiveWeightSender:
     def close(self) -> None:
         """End the transfer. The last update is still delivered, unless there was a failure, and can be taken afterwards.
 
-        A receiver that has left and does not have it is waited for, as for the first group.
+        A receiver that has left and does not have it is waited for, for at most 2 `stall_s`.
         """
         members = self._members
         with contextlib.suppress(WeightUpdateError):  # `receipts` reports failures; `close` does not.
             if members.regroups:
-                members.wait_until(self._behind_the_last, self._join_timeout_s, "come back for the last weights")
+                members.wait_until(self._behind_the_last, 2 * self._stall_s, "come back for the last weights")
             elif all(member.channel for member in members.all):
                 self._wait_until_released()
         self._closing.set()
