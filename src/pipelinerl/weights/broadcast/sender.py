@@ -66,6 +66,7 @@ class CollectiveWeightSender:
         encoding: Encoding = "full",
         full_every: int = 100,
         regroups: bool = False,
+        return_s: float = 60.0,
         give_up: Callable[[], bool] = lambda: False,
     ) -> None:
         """`timeout_s`: how long to wait for answers. `stall_s`: how long a receiver may be silent; a transfer may make no
@@ -76,7 +77,8 @@ class CollectiveWeightSender:
         engines are servers; a coordinator connects as well, decides when they apply an update and answers for all of them.
         `encoding` delta: send what differs from the previous update, except in the first and every `full_every`-th update,
         if a receiver asks for all weights, or if that would not be fewer bytes. Needs a second copy of the weights.
-        `regroups`: once the first group is formed, members may be lost and come back (see the package).
+        `regroups`: once the first group is formed, members may be lost and come back (see the package). `return_s`: how long
+        `close` waits for one that is away.
         `give_up` returns True when the run is ending, and engines may be gone: the sender then neither waits nor sends.
         """
         if not 1 <= receivers <= MAX_RECEIVERS:
@@ -97,7 +99,7 @@ class CollectiveWeightSender:
         self._staging_U8 = self._base_U8 = torch.empty(0, dtype=torch.uint8)  # the update, and with deltas the previous one
         self._copies = threading.Lock()  # held while one of them is written or broadcast
         self._base = ""  # checksum of the previous update that this group has; "": none
-        self._regroups = regroups
+        self._regroups, self._return_s = regroups, return_s
         self._broken = 0  # groups in a row
         self._begin_s = 0.0
         self.transfer: WeightTransfer | None = None
@@ -144,12 +146,12 @@ class CollectiveWeightSender:
     def close(self) -> None:
         """End the transfer. The last update is still delivered, unless there was a failure, and can be taken afterwards.
 
-        A receiver that has left and does not have it is waited for, for at most 2 `stall_s`.
+        A receiver that has left and does not have it is waited for, for at most `return_s`.
         """
         members = self._members
         with contextlib.suppress(WeightUpdateError):  # `receipts` reports failures; `close` does not.
             if members.regroups:
-                members.wait_until(self._behind_the_last, 2 * self._stall_s, "come back for the last weights")
+                members.wait_until(self._behind_the_last, self._return_s, "come back for the last weights")
             elif all(member.channel for member in members.all):
                 self._wait_until_released()
         self._closing.set()
