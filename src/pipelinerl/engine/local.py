@@ -423,9 +423,10 @@ class LocalEngine:
             self._table.flush()
         except FloatingPointError as error:
             raise self._logits_error() from error
-        load_weights(self._runner.model, update.tensors)
+        by_device = bool(update.device_checksum) and on_gpu(self._weights)
+        load_weights(self._runner.model, update.tensors, known_finite=by_device)
         self._runner.weights_changed()
-        if update.device_checksum and on_gpu(self._weights):
+        if by_device:
             from pipelinerl.models.device_sums import device_checksum  # noqa: PLC0415 - only on a GPU
 
             held, sent = device_checksum(self._weights), update.device_checksum

@@ -100,11 +100,11 @@ def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
     return [name for name in suspects if not bool(tensors[name].isfinite().all())]
 
 
-def load_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+def load_weights(model: nn.Module, tensors: Mapping[str, Tensor], *, known_finite: bool = False) -> None:
     """Copy `tensors` into the model's own storage: all of them, or none.
 
-    Names and shapes must be exactly those of `named_weights(model)`, and all values finite; types and devices are
-    converted. Raises WeightUpdateError, listing all problems, before anything is copied.
+    Names and shapes must be exactly those of `named_weights(model)`, and all values finite (not checked if `known_finite`);
+    types and devices are converted. Raises WeightUpdateError, listing all problems, before anything is copied.
     """
     weights = named_weights(model)
     misshapen = [
@@ -117,7 +117,7 @@ def load_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     problems += _summary_of("of another shape", misshapen)
     if not problems:
         problems = _summary_of("tied in the model but not equal", _untied(weights, tensors))
-        problems += _summary_of("with values that are not finite", not_finite(tensors))
+        problems += _summary_of("with values that are not finite", [] if known_finite else not_finite(tensors))
     if problems:
         raise WeightUpdateError("the weights do not fit the model: " + "; ".join(problems))
     with torch.no_grad():

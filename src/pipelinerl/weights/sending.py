@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pipelinerl.errors import WeightUpdateError
-from pipelinerl.models.state import first_names, on_gpu
+from pipelinerl.models.state import first_names, not_finite, on_gpu
 from pipelinerl.types import UpdateReceipt
 from pipelinerl.weights.layout import Layout, Place, aligned
 
@@ -19,8 +19,9 @@ def sent_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
 
 
 def source_checksum(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> str:
-    """The `device_checksum` of the tensors that are sent; "" if they are converted on sending, or are on the CPU."""
-    if not on_gpu(tensors) or any(sent_dtype(tensor, dtype) != tensor.dtype for tensor in tensors.values()):
+    """The `device_checksum` of the tensors; "" if they are converted on sending, on the CPU, or have values not finite."""
+    converted = any(sent_dtype(tensor, dtype) != tensor.dtype for tensor in tensors.values())
+    if converted or not on_gpu(tensors) or not_finite(tensors):
         return ""
     from pipelinerl.models.device_sums import device_checksum  # noqa: PLC0415 - only on a GPU
 

@@ -288,24 +288,24 @@ def test_floating_point_weights_are_converted_on_sending(make_ends: Callable[...
     assert digest == checksum(expected)
 
 
-def test_the_sums_of_the_trainers_gpu_come_with_an_update_unless_it_is_converted(
+def test_the_sums_of_the_trainers_gpu_come_with_an_update_unless_it_is_converted_or_not_finite(
     make_ends: Callable[..., Ends], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sender, receiver = make_ends(dtype=torch.bfloat16)
     tied = torch.arange(5).bfloat16()
     weights = {"x": tied, "y": torch.arange(3), "z": tied}
+    wide, broken = tied.float(), tied / 0
     arrived = []
-    for version, on_gpu in enumerate([False, True, True]):
+    for version, (on_gpu, x) in enumerate([(False, tied), (True, wide), (True, broken), (True, tied)]):
         monkeypatch.setattr(sending, "on_gpu", lambda _, on_gpu=on_gpu: on_gpu)
-        wide = weights["x"].float()
-        digest = sender.send(version, {**weights, "x": wide, "z": wide} if version == 1 else weights)
+        digest = sender.send(version, {**weights, "x": x, "z": x})
         update = receiver.poll()
         assert update is not None
-        assert update.checksum == digest == checksum(weights)
+        assert update.checksum == digest == checksum({**weights, "x": x.bfloat16(), "z": x.bfloat16()})
         arrived.append(update.device_checksum)
         receiver.acknowledge(receipt(version, digest))
-    assert arrived == ["", "", device_checksum(weights)]
-    assert len(arrived[2]) == 32
+    assert arrived == ["", "", "", device_checksum(weights)]
+    assert len(arrived[3]) == 32
 
 
 def test_memory_replaces_what_was_not_taken() -> None:
