@@ -1,6 +1,6 @@
 # docker build -t pipelinerl .                          for CPUs
 # docker build -t pipelinerl --build-arg TORCH=cu130 .  for NVIDIA GPUs: a folder of https://download.pytorch.org/whl
-# docker run --rm --shm-size 2g -v "$PWD:/work" pipelinerl train run.yaml      (GPUs: --gpus all)
+# docker run --rm --shm-size 2g --user "$(id -u)" -v "$PWD:/work" pipelinerl train run.yaml      (GPUs: --gpus all)
 FROM python:3.12-slim
 ARG TORCH=cpu
 ARG EXTRAS=serve,http,redis,math,lora

@@ -61,7 +61,7 @@ def test_containers_name_commands_flags_and_files_that_exist() -> None:
     serve_help = (ROOT / "src/pipelinerl/cli/serve.py").read_text()
     assert all(f'"{word}"' in serve_help for word in ours["engine-0"] if word.startswith("--") and "." not in word)
     assert (ROOT / ours["train"][1]).is_file()
-    hosts = re.findall(r"//([\w-]+):", " ".join(ours["train"]))
+    hosts = re.findall(r"//(?:[^/@]*@)?([\w-]+):", " ".join(ours["train"]))
     assert set(hosts) == services.keys() - {"train"}
     copied = re.findall(r"^COPY (.*) \S+$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
     assert all((ROOT / name).exists() for names in copied for name in names.split())
