@@ -84,7 +84,7 @@ WRONG = {
     ),
     "reward loops": (
         lambda folder: klass(folder, "reward_timeout_s = 0.3\ndef reward(self, problem, text):\n    while True: pass"),
-        "timeout: reward (task.py:Task): it took longer than 0.3 s; its process was ended",
+        "timeout: reward (task.py:Task): it took longer than 0.3 s, in line 10; its process was ended",
     ),
     "reward loops here": (
         lambda folder: klass(

@@ -916,7 +916,7 @@ def replace(run: Running, *victims: str) -> None:
             ready = RunDirectory(run.run_dir).ready_file(victim)
             if ready.exists() and msgspec.json.decode(ready.read_bytes())["pid"] != now[victim]:
                 return False
-        run.pids |= {f"{victim}, before": before[victim] for victim in victims} | now
+        run.pids |= {f"{victim}, before": before[victim] for victim in victims} | {victim: now[victim] for victim in victims}
         return True
 
     until(work, run.process)
@@ -925,9 +925,11 @@ def replace(run: Running, *victims: str) -> None:
 
 def healed(run: Running, *victims: str, away: bool = False) -> None:
     """The run trains on with all that it had, and nothing is lost, doubled or miscounted."""
-    version, kept = version_of(run.run_dir), {role: run.pids[role] for role in ("training", "launcher") if role in run.pids}
+    version = version_of(run.run_dir)
     until(lambda: version_of(run.run_dir) > version + 4, run.process)
-    assert {role: run.pids[role] for role in kept} == kept
+    working = workers_of(run.run_dir, run.plan.id)
+    assert working == {role: run.pids[role] for role in working}  # the victims' are new, all others those before the kill
+    assert "training" in working
     run.process.send_signal(signal.SIGINT)
     assert run.end().status == 130
     counts = summary(run.run_dir)

@@ -74,10 +74,12 @@ def followed(run: RunDirectory, say: Callable[[str], None]) -> Iterator[None]:
     """While inside, the run is followed. At the end, what follows it has `FINISH_S` to finish, or until Ctrl-C."""
     ours, theirs = os.pipe()
     log = run.log("trackers")
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # for the process, until it can obey
     try:
         command = [sys.executable, "-m", "pipelinerl.launch.following", str(run.root), str(theirs)]
         process = ChildProcess(command, log=log, fds=[theirs], watches_parent=True)
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         os.close(theirs)
     messages = threading.Thread(target=_pass_on, args=(ours, say), daemon=True)
     messages.start()
@@ -268,6 +270,7 @@ def follow_all(run: RunDirectory, stopping: threading.Event, say: Callable[[str]
 def main(arguments: Sequence[str]) -> int:
     stopping = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stopping.set())
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     run, messages = RunDirectory(Path(arguments[0])), int(arguments[1])
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
     when_closed(take_stdin(), stopping.set, FINISH_S)

@@ -81,7 +81,7 @@ def _column(records: RunRecords) -> dict[str, str]:
     column = {
         "status": "no summary: killed, or still running" if summary is None else str(summary.get("status", "-")),
         "schedule": name_of(config),
-        "task, model": f"{config.environment.kind}, {config.model.path}",
+        "task, model": f"{Path(config.environment.kind).name}, {config.model.path}",
         "H, B, K": f"{records.slots}, {config.trainer.batch_size}, {config.actor.group_size}",
         "seed": str(config.seed),
         "training, without start-up": f"{measured.steps} steps, {measured.samples} rollouts in {measured.training_s:.1f} s: "

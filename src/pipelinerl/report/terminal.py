@@ -99,7 +99,7 @@ def _throughput(summary: Mapping[str, Any]) -> list[Row]:
     generated, trained = _short(summary["tokens_generated"]), _short(summary["tokens_trained"])
     return [
         ("trained", f"{steps} in {duration(summary['wall_s'])}"),
-        ("throughput", f"{samples} samples/s, {tokens} tokens/s generated"),
+        ("throughput", f"{samples} samples/s, {tokens} tokens/s generated, with start-up"),
         ("tokens", f"{generated} generated, {trained} trained on"),
     ]
 

@@ -45,7 +45,7 @@ class Act(SingleTurn):
         what = problem.payload.get("what")
         if what == "exit":
             os._exit(3)
-        if what == "loop":  # no signal handler of Python would ever run
+        if what == "loop":
             re.match(r"(a+)+$", "a" * 60 + "b")
         if what == "memory":
             return len(bytearray(1 << 30))
@@ -105,7 +105,7 @@ def test_what_a_reward_does_wrong_costs_one_rollout(file: Path) -> None:
     assert first.reward == last.reward == 7 + 0.5 + 1 + 0.3
     assert [failure[:2] for failure in failures if isinstance(failure, Failure)] == [
         ("raised", "ChildProcessError: reward (own_task.py:Act): its process ended with status 3"),
-        ("timeout", "reward (own_task.py:Act): it took longer than 1 s; its process was ended"),
+        ("timeout", "reward (own_task.py:Act): it took longer than 1 s, in line 29; its process was ended"),
         ("raised", "MemoryError: reward (own_task.py:Act): it needed more than 256 MB"),
         ("bad_rollout", "reward returned nan, not a finite number"),
         (

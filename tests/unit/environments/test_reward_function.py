@@ -119,7 +119,7 @@ def test_a_crash_costs_one_rollout_or_is_worth_what_the_user_says(task):
 def test_a_reward_that_takes_too_long_is_a_timeout(task):
     environment = task(isolate=True, workers=1, timeout_s=0.5)
     (late,), _ = play(environment, environment.problem(0), ["loop"])
-    message = "reward (rewards.py:reward): it took longer than 0.5 s; its process was ended"
+    message = "reward (rewards.py:reward): it took longer than 0.5 s, in line 14; its process was ended"
     assert late == Failure("timeout", message, late.traceback)
 
 

@@ -14,7 +14,7 @@ import pytest
 from pipelinerl.config.schema import MetricsConfig, RunConfig
 from pipelinerl.errors import EnvironmentSetupError, MissingDependencyError
 from pipelinerl.launch import following
-from pipelinerl.launch.following import Follower, Notes, Sent, check_followers, follow_all
+from pipelinerl.launch.following import Follower, Notes, Sent, check_followers, follow_all, followed
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.metrics.evaluations import EvaluatedProblem, EvaluationRecord
 from pipelinerl.metrics.records import StepRecord
@@ -121,6 +121,15 @@ def test_a_callback_gets_each_record_and_its_errors_end_nothing(tmp_path: Path) 
     assert [line.partition(";")[0] for line in said] == [f"{file}:note: SystemExit: enough", f"{file}:note: 3 errors"]
     follow_all(run, ended(), said.append)
     assert len(out.read_text().splitlines()) == 4, "the place is kept"
+
+
+def test_a_run_that_ends_while_the_process_starts_is_followed_to_its_end(tmp_path: Path) -> None:
+    file, out = tmp_path / "mine.py", tmp_path / "out"
+    file.write_text(f"def note(record):\n    open({str(out)!r}, 'a').write(f'{{record.version}} ')\n")
+    run, said = a_run(tmp_path / "run", callback=f"{file}:note"), []
+    with followed(run, said.append):
+        pass
+    assert (out.read_text(), said) == ("1 2 3 ", [])
 
 
 def test_tensorboard_gets_curves_texts_and_samples(tmp_path: Path) -> None:

@@ -357,7 +357,7 @@ def test_the_table_shows_what_matters() -> None:
         "gcd, pipeline, seed 3: finished",
         "0.350 ± 0.050 -> 0.950 ± 0.050",
         "8 optimizer steps, 64 rollouts in 50s",
-        "1.28 samples/s, 100 tokens/s generated",
+        "1.28 samples/s, 100 tokens/s generated, with start-up",
         "mean 0.951, min 0.920",
         "pause p50 2.5 ms, p99 101 ms",
         "engine 90%, trainer 50%",

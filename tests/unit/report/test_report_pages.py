@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from pipelinerl.config.keys import config_to_yaml
-from pipelinerl.config.schema import EngineConfig, RunConfig, ScheduleConfig
+from pipelinerl.config.schema import EngineConfig, EnvironmentConfig, RunConfig, ScheduleConfig
 from pipelinerl.errors import RunDirectoryError
 from pipelinerl.files import JsonLines
 from pipelinerl.metrics.evaluations import EvaluationRecord
@@ -36,7 +36,9 @@ from pipelinerl.trainer.records import TrainedRecord, TrainedSample
 from pipelinerl.types import Completion, Group, Problem, Rollout, Turn, VersionSpan
 
 CONFIG = RunConfig(
-    engine=EngineConfig(slots=4, processes=2), schedule=ScheduleConfig(kind="conventional", steps_per_round=2)
+    environment=EnvironmentConfig(kind="/home/someone/task.py:Task"),
+    engine=EngineConfig(slots=4, processes=2),
+    schedule=ScheduleConfig(kind="conventional", steps_per_round=2),
 )
 
 
@@ -148,6 +150,7 @@ def test_the_report_is_one_page_that_loads_nothing(tmp_path: Path) -> None:
     assert "http" not in page
     assert "<script" not in page
     assert "conventional:2" in page
+    assert ">task.py:Task, demo<" in page
     assert "12 steps, 24 rollouts in 11.8 s" in page  # from 3.25 to 15
     assert "batch_size: " in page[page.index("Run files") :]
 

@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 import msgspec
 
 from pipelinerl.child import ChildProcess
-from pipelinerl.environments.user.worker import OUT_OF_MEMORY, Call, Limits, Reply, Start, TaskSource
+from pipelinerl.environments.user.worker import LINE_SIGNAL, OUT_OF_MEMORY, Call, Limits, Reply, Start, TaskSource
 from pipelinerl.errors import INVALID_DATA, EnvironmentSetupError, RolloutError
 
 __all__ = ["CALL_ENDED", "FunctionPool", "Limits"]
@@ -26,6 +26,8 @@ __all__ = ["CALL_ENDED", "FunctionPool", "Limits"]
 CLOSE_TIMEOUT_S = 2.0
 EXIT_TIMEOUT_S = 1.0
 """How long a process may take to exit after it closed its socket."""
+LINE_TIMEOUT_S = 1.0
+"""How long a process whose call took too long may take to say where it is."""
 POLL_S = 0.005
 MAX_REPLY_BYTES = 4 << 20
 """Longest reply line of a worker."""
@@ -78,9 +80,13 @@ class FunctionPool:
                 call = Call(number=next(self._numbers), name=name, arguments=arguments)
                 reply = await worker.ask(call, self._start.limits.timeout_s)
             except BaseException as error:
-                worker.kill()
+                ended = ""
+                try:
+                    if isinstance(error, TimeoutError):
+                        ended = f"{await worker.line()}; its process was ended"
+                finally:
+                    worker.kill()
                 if isinstance(error, CALL_ENDED):
-                    ended = "; its process was ended" if isinstance(error, TimeoutError) else ""
                     raise type(error)(f"{name} ({Path(self._start.functions[name]).name}): {error}{ended}") from None
                 raise
             self._idle.append(worker)
@@ -182,6 +188,14 @@ class _Worker(ChildProcess):
         if reply.number != (number := call.number if call else 0):
             raise ChildProcessError(f"it replied to call {reply.number}, but was asked {number}")
         return reply
+
+    async def line(self) -> str:
+        """Where the call is, as in ", in line 9"; "" if the process does not answer, as while no Python code runs."""
+        self.send_signal(LINE_SIGNAL)
+        try:
+            return (await self.ask(None, LINE_TIMEOUT_S)).error
+        except CALL_ENDED:
+            return ""
 
     def kill(self) -> None:
         super().kill()

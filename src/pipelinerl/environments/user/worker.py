@@ -14,10 +14,13 @@ from __future__ import annotations
 import math
 import os
 import resource
+import signal
 import socket
 import sys
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any, Literal
 
 import msgspec
@@ -29,6 +32,8 @@ from pipelinerl.parent_pipe import take_stdin
 EXTRA_CPU_S = 1
 OUT_OF_MEMORY = 77
 """Exit status of a worker in which a call exceeded its memory limit."""
+LINE_SIGNAL = signal.SIGUSR1
+"""Asks a worker for the line of the user's file that it executes."""
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,9 +114,19 @@ def main(argument: str) -> int:
     decoder = msgspec.json.Decoder(Call)
     for line in connection.makefile("rb"):
         call = decoder.decode(line)
+        spec = start.functions[call.name]
+        signal.signal(LINE_SIGNAL, partial(_tell_line, connection, spec))
         _limit_cpu(start.limits)
-        connection.sendall(answer(call, functions[call.name], start.functions[call.name]))
+        connection.sendall(answer(call, functions[call.name], spec))
     return 0
+
+
+def _tell_line(connection: socket.socket, spec: str, _: int, frame: FrameType | None) -> None:
+    """Reply 0, with the innermost line of the file of `spec` on the stack, if there is one."""
+    file = Path(spec.rpartition(":")[0]).name
+    while frame is not None and Path(frame.f_code.co_filename).name != file:
+        frame = frame.f_back
+    connection.sendall(_encode(Reply(number=0, error=f", in line {frame.f_lineno}" if frame else "")))
 
 
 def answer(call: Call, function: UserFunction, spec: str) -> bytes:

@@ -25,7 +25,7 @@ _BATCH_ROWS = 1024
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One rollout. `problem` (the problem's payload) and `metrics` are JSON texts.
+    """One rollout. `problem` is the problem's payload. Parquet stores it and `metrics` as JSON texts.
 
     With several turns, `prompt` is that of the first turn, with special tokens, and `completion` is the model's text of all
     turns, joined by newlines. Versions are those of sampled tokens. `step` (the version after the step) and lags are null
@@ -36,11 +36,11 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     group: int
     attempt: int
     problem_id: str
-    problem: str
+    problem: Any
     prompt: str | None
     completion: str | None
     reward: float
-    metrics: str
+    metrics: dict[str, float]
     turns: int
     finish_reason: str | None
     prompt_tokens: int
@@ -53,7 +53,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     left_out: str | None
 
 
-_ARROW_TYPES = {"str": "string", "int": "int64", "float": "float64"}
+_ARROW_TYPES = {"str": "string", "int": "int64", "float": "float64", "Any": "string", "dict[str, float]": "string"}
 Write = Callable[[list[Row]], None]
 
 
@@ -126,11 +126,11 @@ def _row(run: RunRollouts, place: int, group: Group, rollout: Rollout, texts: To
         group=group.index,
         attempt=rollout.attempt,
         problem_id=group.problem.id,
-        problem=_json(group.problem.payload),
+        problem=group.problem.payload,
         prompt=texts.text(rollout.turns[0].prompt_ids) if known else None,
         completion="\n".join(written) if texts.known or any(written) else None,
         reward=rollout.reward,
-        metrics=_json(rollout.metrics),
+        metrics=rollout.metrics,
         turns=len(rollout.turns),
         finish_reason=completions[-1].finish_reason if completions else None,
         prompt_tokens=len(rollout.turns[0].prompt_ids) if completions else 0,
@@ -142,10 +142,6 @@ def _row(run: RunRollouts, place: int, group: Group, rollout: Rollout, texts: To
         lag_max=trained.lag_max if trained else None,
         left_out=run.left_out(place, rollout.id),
     )
-
-
-def _json(value: Any) -> str:
-    return msgspec.json.encode(value).decode()
 
 
 @contextmanager
@@ -172,9 +168,14 @@ def _parquet(path: Path) -> Iterator[Write]:
         for name, kind in Row.__annotations__.items()
     ]
     schema = arrow.schema(fields)
+
+    def flat(row: Row) -> dict[str, Any]:
+        texts = {name: msgspec.json.encode(getattr(row, name)).decode() for name in ("problem", "metrics")}
+        return msgspec.structs.asdict(row) | texts
+
     with parquet.ParquetWriter(str(path), schema) as writer:
 
         def write(rows: list[Row]) -> None:
-            writer.write_table(arrow.Table.from_pylist([msgspec.structs.asdict(row) for row in rows], schema=schema))
+            writer.write_table(arrow.Table.from_pylist([flat(row) for row in rows], schema=schema))
 
         yield write

@@ -30,7 +30,7 @@ from pipelinerl.experiments.planner.scaling import (
     simulated_costs,
 )
 from pipelinerl.experiments.planner.simulation.scenario import DrawnWorkload, Scenario, run_scenario
-from pipelinerl.report import new_table, rendered
+from pipelinerl.report import count, new_table, rendered
 
 BATCH = 1024
 MAX_LAG = 31
@@ -170,10 +170,11 @@ def scaled_text(plan: ScaledPlan) -> str:
     facts.add_row("training", f"MFU {training.mfu:g}, stragglers {training.straggler_cv:g}, updates {updates}")
     title = f"{question.accelerators} accelerators, lag at most {question.max_lag}"
     table = new_table(title, "", "PipelineRL", "conventional RL")
+    engines, theirs = (f"{count(side.engines, 'engine')} of {side.devices}" for side in (pipeline, conventional))
     table.add_row(
         "configuration",
-        f"{pipeline.engines} engines of {pipeline.devices}, H = {pipeline.slots}; {pipeline.ranks} ranks",
-        f"G = {conventional.steps_per_round}; {conventional.engines} engines of {conventional.devices}, then all train",
+        f"{engines}, H = {pipeline.slots}; {count(pipeline.ranks, 'rank')}",
+        f"G = {conventional.steps_per_round}; {theirs}, then all train",
     )
     table.add_row("largest lag", f"{pipeline.max_lag}", f"{conventional.steps_per_round - 1}")
     table.add_row("rollouts/s", f"{pipeline.rate:.4g}", f"{conventional.rate:.4g}", style="bold")

@@ -112,7 +112,10 @@ def ask(config: RunConfig | None, flags: Flags) -> Question:
         (None if config else PAPER_ACCELERATORS, PAPER),
     )
     if accelerators is None:
-        raise UserError("the number of accelerators is unknown; give --accelerators N, or --hardware CALIBRATION.json")
+        raise UserError(
+            "a run file does not say how many accelerators there are: give --accelerators N (on a CPU: processes), or "
+            "--hardware CALIBRATION.json"
+        )
     batch, batch_source = _first_given(
         (flags.batch, "--batch"),
         (config.trainer.batch_size if config else None, "trainer.batch_size"),

@@ -383,11 +383,11 @@ def test_a_row_for_each_rollout(tmp_path: Path) -> None:
         "group": 0,
         "attempt": 0,
         "problem_id": "sum/0",
-        "problem": '{"question":"2+3="}',
+        "problem": {"question": "2+3="},
         "prompt": "2+3=",
         "completion": "five",
         "reward": 1.0,
-        "metrics": "{}",
+        "metrics": {},
         "turns": 1,
         "finish_reason": "stop",
         "prompt_tokens": 4,
@@ -399,7 +399,7 @@ def test_a_row_for_each_rollout(tmp_path: Path) -> None:
         "lag_max": 0,
         "left_out": None,
     }
-    assert (rows[2]["finish_reason"], rows[2]["metrics"], rows[4]["step"]) == ("length", '{"guesses":2.0}', None)
+    assert (rows[2]["finish_reason"], rows[2]["metrics"], rows[4]["step"]) == ("length", {"guesses": 2.0}, None)
 
 
 def test_an_export_takes_what_was_searched_for_and_names_damage(tmp_path: Path) -> None:
@@ -427,7 +427,9 @@ def test_parquet_has_the_same_rows(tmp_path: Path) -> None:
     exported(folder, tmp_path / "x.jsonl")
     exported(folder, tmp_path / "x.parquet")
     table = parquet.read_table(tmp_path / "x.parquet")
-    assert table.to_pylist() == [json.loads(line) for line in (tmp_path / "x.jsonl").open()]
+    rows = [json.loads(line) for line in (tmp_path / "x.jsonl").open()]
+    decoded = [row | {name: json.loads(row[name]) for name in ("problem", "metrics")} for row in table.to_pylist()]
+    assert decoded == rows
     assert str(table.schema.field("lag_max").type) == "int64"
 
 
