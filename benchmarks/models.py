@@ -33,18 +33,18 @@ BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
 
 PACKED = """
 afmoe apertus arcee aria_text axk1 bitnet cohere cohere2 cohere2_moe cwm deepseek_v2 deepseek_v3 diffllama doge dots1
-ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo gemma gemma2 gemma3_text gemma3n_text gemma4_text glm glm4 glm4_moe
-glm4_moe_lite gpt2 gpt_bigcode gpt_neox gpt_oss granite granite_swa granitemoe granitemoe_swa granitemoeshared helium
-hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 jetmoe laguna llama longcat_flash mellum
-mimo_v2_flash minicpm3 minimax_m2 ministral ministral3 mistral mixtral modernbert-decoder nanochat olmo olmo2 olmo3
-olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open starcoder2 vaultgemma
-youtu"""
+ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo gemma gemma2 gemma3_text gemma3n_text gemma4_text gemma4_unified_text
+glm glm4 glm4_moe glm4_moe_lite gpt2 gpt_bigcode gpt_neox gpt_oss granite granite_swa granitemoe granitemoe_swa
+granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 jetmoe laguna
+llama longcat_flash mellum mimo_v2_flash minicpm3 minimax_m2 ministral ministral3 mistral mixtral modernbert-decoder
+nanochat olmo olmo2 olmo3 olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3
+solar_open starcoder2 vaultgemma youtu"""
 OTHERS = """
 axk2 bailing_hybrid bamba beam biogpt bloom codegen cpmant ctrl deepseek_v32 deepseek_v4 falcon falcon_h1 falcon_mamba
-flint gemma4_unified_text glm_moe_dsa gpt_neox_japanese gpt_neo gptj granitemoehybrid hrm_text hy_v4 inkling2_text
-inkling_text jamba kimi_linear kolibri1 lfm2 lfm2_moe lfm3 llama4_text mamba mamba2 minimax minimax_m3_vl_text moshi
-mpt nemotron nemotron_h olmo_hybrid openai-gpt qwen3_5_moe_text qwen3_5_text qwen3_next recurrent_gemma rwkv xglm
-zamba2 zaya stablelm"""
+flint glm_moe_dsa gpt_neo gpt_neox_japanese gptj granitemoehybrid hrm_text hy_v4 inkling2_text inkling_text jamba
+kimi_linear kolibri1 lfm2 lfm2_moe lfm3 llama4_text mamba mamba2 minimax minimax_m3_vl_text moshi mpt nemotron
+nemotron_h olmo_hybrid openai-gpt qwen3_5_moe_text qwen3_5_text qwen3_next recurrent_gemma rwkv stablelm xglm zamba2
+zaya"""
 
 _SAME = {
     64: "hidden_size d_model n_embd",
@@ -87,8 +87,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     **{name: {"layer_types": ["sliding_attention", "full_attention"]} for name in ("gpt_oss", "olmo3", "cohere2")},
     "bamba": {"attn_layer_indices": [1]},
     "gemma3n_text": _SHARED | {"activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0]},
-    "gemma4_text": {"layer_types": ["sliding_attention", "full_attention"]},
-    "gemma4_unified_text": _SHARED,
+    **dict.fromkeys(("gemma4_text", "gemma4_unified_text"), _SHARED),
     "longcat_flash": {"num_key_value_heads": 4, "head_dim": 8, "moe_topk": 2},
     "recurrent_gemma": {"num_hidden_layers": 3},
     "deepseek_v2": _LATENT | {"num_experts_per_tok": 2, "n_routed_experts": 4},

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
-from benchmarks.models import OTHERS, PACKED, measure
+from benchmarks.models import OTHERS, PACKED, make_model, measure
+
+from pipelinerl.engine import LocalEngine
+from pipelinerl.launch.memory import kv_bytes
+from pipelinerl.models.shape import read_shape
 
 pytestmark = pytest.mark.exhaustive
 REFUSED = {
     "cpmant": "fails on the probe",
     "deepseek_v4": "DeepseekV4",
-    "hy_v4": "off by",
     "minimax": "MiniMaxCache",
     "openai-gpt": "returns no cache",
     "recurrent_gemma": "returns no cache",
@@ -45,3 +50,13 @@ def test_any_other_family_is_trained_exactly_and_run_through_its_own_cache_or_re
         assert REFUSED[family] in found.engine
     else:
         assert found.engine.startswith(("own cache", "packed"))
+
+
+@pytest.mark.parametrize("family", [family for family in f"{PACKED} {OTHERS}".split() if family not in REFUSED])
+def test_the_memory_of_what_a_family_keeps_of_past_tokens_is_predicted_exactly(tmp_path: Path, family: str) -> None:
+    model = make_model(family)
+    model.save_pretrained(tmp_path)
+    shape = read_shape(tmp_path)
+    assert shape is not None
+    engine = LocalEngine(model, slots=3, max_length=40, flatten=False)
+    assert kv_bytes(shape, slots=3, length=40, item_bytes=4) == engine._runner.kv.kv_bytes

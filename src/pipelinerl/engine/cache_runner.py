@@ -403,6 +403,9 @@ class CacheRunner:
         """The largest difference of log-probabilities. Sets how batches are formed: the fastest way that is exact."""
         length = min(2 * recurrence_chunk(self.model) + 3 * _DECODED, self._max_length)
         ids_T = torch.randint(self.vocabulary, (length,), generator=torch.Generator().manual_seed(0)).to(self.device)
+        # Padding may have an embedding of zeros, for which a sparse indexer's scores are all equal and its choice arbitrary.
+        if (padding := getattr(self.model.get_input_embeddings(), "padding_idx", None)) is not None:
+            ids_T[ids_T == padding] = (padding + 1) % self.vocabulary
         reference_TV = self.model(input_ids=ids_T[None], use_cache=False).logits[0]
         limit = rounding_limit(self.model, ids_T, reference_TV, least=_TOLERANCE)
         refusals: list[Exception] = []
