@@ -179,7 +179,9 @@ class ModelRunner:
     def _received_shapes(self, ids_T: Tensor) -> dict[int, LayerShape]:
         probe = ShapeProbe()
         positions_1T = torch.arange(len(ids_T), device=self.device)[None]
-        self.model(input_ids=ids_T[None], position_ids=positions_1T, use_cache=False, slot_batch=probe)
+        # A number as `logits_to_keep`, the default too, would make Gemma 4 slice the masks, which don't exist here.
+        inputs = {"input_ids": ids_T[None], "position_ids": positions_1T, "logits_to_keep": positions_1T[0]}
+        self.model(**inputs, use_cache=False, slot_batch=probe)
         return probe.shapes
 
     def _compare(self, ids_T: Tensor, reference_TV: Tensor) -> None:
