@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 
 from pipelinerl.engine import LocalEngine
 from pipelinerl.errors import UnsupportedModelError
@@ -32,24 +32,28 @@ DOCS = Path(__file__).parents[1] / "docs" / "models.md"
 BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
 
 PACKED = """
-afmoe apertus arcee aria_text axk1 bitnet cohere cohere2 cohere2_moe cwm deepseek_v2 deepseek_v3 diffllama doge dots1
-ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo gemma gemma2 gemma3_text gemma3n_text gemma4_text gemma4_unified_text
-glm glm4 glm4_moe glm4_moe_lite gpt2 gpt_bigcode gpt_neox gpt_oss granite granite_swa granitemoe granitemoe_swa
-granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 jetmoe laguna
-llama longcat_flash mellum mimo_v2_flash minicpm3 minimax_m2 ministral ministral3 mistral mixtral modernbert-decoder
-nanochat olmo olmo2 olmo3 olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3
-solar_open starcoder2 vaultgemma youtu"""
+afmoe apertus arcee aria_text axk1 bert bert-generation bitnet cohere cohere2 cohere2_moe cohere_compass_text cwm dbrx
+deepseek_v2 deepseek_v3 diffllama doge dots1 electra emu3 ernie ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo fuyu
+gemma gemma2 gemma3 gemma3_text gemma3n_text gemma4 gemma4_text gemma4_unified gemma4_unified_text glm glm4 glm4_moe
+glm4_moe_lite gpt-sw3 gpt2 gpt_bigcode gpt_neox gpt_oss granite granite_swa granitemoe granitemoe_swa granitemoeshared
+helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 jetmoe laguna llama llama4
+longcat_flash mellum mimo_v2_flash minicpm3 minimax_m2 ministral ministral3 mistral mixtral mllama modernbert-decoder
+moss_transcribe_diarize nanochat olmo olmo2 olmo3 olmoe opt persimmon phi phi3 phi4_multimodal phimoe qwen2 qwen2_moe
+qwen3 qwen3_moe seed_oss smollm3 solar_open starcoder2 vaultgemma youtu"""
 OTHERS = """
-axk2 bailing_hybrid bamba beam biogpt bloom codegen cpmant ctrl deepseek_v32 deepseek_v4 falcon falcon_h1 falcon_mamba
-flint glm_moe_dsa gpt_neo gpt_neox_japanese gptj granitemoehybrid hrm_text hy_v4 inkling2_text inkling_text jamba
-kimi_linear kolibri1 lfm2 lfm2_moe lfm3 llama4_text mamba mamba2 minimax minimax_m3_vl_text moshi mpt nemotron
-nemotron_h olmo_hybrid openai-gpt qwen3_5_moe_text qwen3_5_text qwen3_next recurrent_gemma rwkv stablelm xglm zamba2
-zaya"""
+axk2 bailing_hybrid bamba bart beam big_bird bigbird_pegasus biogpt blenderbot blenderbot-small bloom blt camembert
+codegen cpmant ctrl data2vec-text deepseek_v32 deepseek_v4 dots3_note dots3_note_text falcon falcon_h1 falcon_mamba
+flint git glm_moe_dsa got_ocr2 gpt_neo gpt_neox_japanese gptj granitemoehybrid hrm_text hy_v4 inkling2_text inkling_text
+jamba kimi_linear kolibri1 lfm2 lfm2_moe lfm3 llama4_text mamba mamba2 marian mbart megatron-bert minimax
+minimax_m3_vl_text moshi mpt mvp nemotron nemotron_h olmo_hybrid openai-gpt pegasus plbart prophetnet qwen3_5
+qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp qwen4_exp_text recurrent_gemma reformer rembert roberta
+roberta-prelayernorm roc_bert roformer rwkv stablelm trocr whisper xglm xlm xlm-roberta xlm-roberta-xl xlnet xlstm xmod
+zamba zamba2 zaya"""
 
 _SAME = {
-    64: "hidden_size d_model n_embd",
-    96: "intermediate_size ffn_dim d_ff n_inner ffn_hidden_size dff dim_ff",
-    2: "num_hidden_layers n_layer n_layers num_layers decoder_layers num_key_value_heads linear_num_key_heads "
+    64: "hidden_size d_model n_embd hidden_size_global adapter_in_dim adapter_out_dim adapter_input_size",
+    96: "intermediate_size decoder_ffn_dim encoder_ffn_dim ffn_dim d_ff n_inner ffn_hidden_size dff dim_ff",
+    2: "depth num_hidden_layers n_layer n_layers num_layers decoder_layers num_key_value_heads linear_num_key_heads "
     "num_experts_per_tok num_experts_per_token moe_k eos_token_id mamba_expand",
     4: "num_attention_heads n_head n_heads num_heads decoder_attention_heads num_experts num_local_experts n_routed_experts "
     "moe_num_experts linear_num_value_heads linear_num_heads",
@@ -79,7 +83,11 @@ _SHARED = {
 }
 """The last layers use the keys and values of earlier ones."""
 _ALTERNATE = ["linear_attention", "full_attention"]
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_DECODERS = """bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert rembert roberta
+roberta-prelayernorm roc_bert roformer xlm-roberta xlm-roberta-xl xmod"""
 SPECIAL: dict[str, dict[str, Any]] = {
+    **{family: {"is_decoder": True} for family in _DECODERS.split()},
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "youtu", "glm4_moe_lite", "glm_moe_dsa"), _LATENT),
     **dict.fromkeys(("axk1", "axk2", "minicpm3", "kimi_linear", "bailing_hybrid"), _LATENT),
     **{name: {"layer_types": ["conv", "full_attention"]} for name in ("lfm2", "lfm2_moe", "lfm3")},
@@ -90,6 +98,67 @@ SPECIAL: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("gemma4_text", "gemma4_unified_text"), _SHARED),
     "longcat_flash": {"num_key_value_heads": 4, "head_dim": 8, "moe_topk": 2},
     "recurrent_gemma": {"num_hidden_layers": 3},
+    "bigbird_pegasus": {"attention_type": "original_full"},
+    "blt": {"encoder_hash_byte_group_vocab": 50},
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": dict.fromkeys(("sliding_attention", "full_attention"), _ROPE | {"mrope_section": [2, 3, 3]}),
+    },
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8},
+        "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "dots3_note_text": {
+        "num_key_value_heads": 4,
+        "head_dim": 20,
+        "shared_experts_intermediate_size": 32,
+        "layer_types": ["indexed_attention", "sliding_attention"],
+        "per_layer_config": {
+            1: {"num_attention_heads": 2, "num_key_value_heads": 2, "kv_lora_rank": 24, "q_lora_rank": 24}
+            | {"head_dim": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12}
+        },
+    },
+    "dots3_note_vision_encoder": {"pyramid_num_routed": [-1, 4]},
+    "prophetnet": {
+        "num_hidden_layers": None,
+        **dict.fromkeys(("num_encoder_layers", "num_decoder_layers"), 2),
+        **dict.fromkeys(("num_encoder_attention_heads", "num_decoder_attention_heads"), 4),
+    },
+    "qwen4_exp_text": {
+        "layer_types": ["linear_attention", "indexed_attention"],
+        "rope_parameters": _ROPE | {"partial_rotary_factor": 0.5},
+        "eos_token_id": 2,
+        "hc_lowrank": 8,
+        "ple_layer_ids": [1],
+        "ple_embed_dim": 64,
+        "heads_per_ngram": 2,
+        "ngram_vocab_size_base": 50,
+        "make_ngram_vocab_size_divisible_by": 8,
+        "split_ngram_parts": 2,
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 16,
+        "indexer_compress_ratio": 4,
+    },
+    "reformer": {
+        "is_decoder": True,
+        "num_hidden_layers": None,
+        "axial_pos_embds": False,
+        "attn_layers": ["local", "local"],
+        "local_attn_chunk_length": 16,
+        "feed_forward_size": 96,
+    },
+    "xlm": {"causal": True},
+    "xlnet": {"max_position_embeddings": None, "d_head": None},
+    "xlstm": {"hidden_size": 128, "embedding_dim": 128, "num_blocks": 2, "qk_head_dim": None, "v_head_dim": None},
+    "zamba": {
+        "num_hidden_layers": 4,
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "mamba_dt_rank": 8,
+        "attention_head_dim": 32,
+        "attention_hidden_size": 128,
+    },
     "deepseek_v2": _LATENT | {"num_experts_per_tok": 2, "n_routed_experts": 4},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "falcon": {"head_dim": None},
@@ -103,18 +172,30 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "zamba2": {"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "num_hidden_layers": 4},
     "zaya": {"num_experts_per_tok": 1},
 }
+SPECIAL["glm_moe_dsa"] = SPECIAL["hy_v4"] = _LATENT | {"indexer_types": ["full", "shared"]}
+SPECIAL["big_bird"] |= {"attention_type": "original_full"}
+SPECIAL["rembert"] |= {"input_embedding_size": 16, "output_embedding_size": 16}
+SPECIAL["roc_bert"] |= {"pronunciation_vocab_size": 97, "shape_vocab_size": 97}
+SPECIAL["roc_bert"] |= {"pronunciation_embed_dim": 16, "shape_embed_dim": 16}
+SPECIAL["xmod"] |= {"languages": ["en_XX"], "default_language": "en_XX"}
 SPECIAL["kimi_linear"] = SPECIAL["bailing_hybrid"] = _LATENT | {"layer_types": _ALTERNATE, "layer_group_size": 2}
 
 
 def make_model(family: str, seed: int = 0) -> Any:
     """A small random model of this family, in eval mode: a function of (family, seed)."""
     kind = CONFIG_MAPPING[family]
-    default = kind()
-    sizes = {name: size for name, size in SIZES.items() if _given(default, name) is not None}
-    sizes |= {name: size for name, size in SPECIAL.get(family, {}).items() if size is None or hasattr(default, name)}
+    config = kind(**_sizes(kind(), family))
     torch.manual_seed(seed)
-    config = kind(**{name: size for name, size in sizes.items() if size is not None})
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+
+
+def _sizes(default: PreTrainedConfig, family: str) -> dict[str, Any]:
+    """Small sizes for what is in the `default` configuration of this family, and in those of its text and other parts."""
+    sizes = {name: size for name, size in SIZES.items() if _given(default, name) is not None} | SPECIAL.get(family, {})
+    for part in default.sub_configs:
+        if part not in sizes and isinstance(inner := getattr(default, part, None), PreTrainedConfig):
+            sizes[part] = _sizes(inner, inner.model_type)
+    return {name: size for name, size in sizes.items() if size is not None}
 
 
 def _given(config: Any, name: str) -> Any:

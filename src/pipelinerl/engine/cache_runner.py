@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, EncoderDecoderCache
 from transformers.cache_utils import CacheLayerMixin
 
 from pipelinerl.engine.attention import Chunk, ChunkBatch, LengthBucket, Move, batch_chunks
@@ -110,6 +110,15 @@ class _KeyValueLayer:
         keys = indexer_key_states[:, None]
         return self.indexed.update(self.view, keys, keys[..., :0])[0][:, 0]
 
+    @property
+    def indexer_position_ids(self) -> Tensor:
+        """Positions [3, n, L] of earlier tokens, which Qwen4 Exp's indexer reads; it sets them to what they are anyway."""
+        rows, device = len(self.view.positions), self.view.positions.device
+        return torch.arange(self.get_seq_length(), device=device).expand(3, rows, -1)
+
+    @indexer_position_ids.setter
+    def indexer_position_ids(self, _: Tensor) -> None: ...
+
     def get_seq_length(self) -> int:
         return self.view.end - self.view.positions.shape[1]
 
@@ -186,7 +195,7 @@ class LayerSlots:
 
 def _states(layer: Any) -> Iterator[tuple[StatePath, Tensor]]:
     for name, value in vars(layer).items():
-        if name in ("keys", "values", _INDEXER):
+        if name in ("keys", "values", _INDEXER, "indexer_position_ids"):
             continue
         found = value.items() if isinstance(value, dict) else [(None, value)]
         for key, state in found:
@@ -263,6 +272,15 @@ def instead_of_packed(
     return runner
 
 
+def _refuse_too_long(model: Any, max_length: int) -> None:
+    """Raise UnsupportedModelError if a model that counts its positions from its padding's id has fewer than `max_length`."""
+    for name, part in model.named_modules():
+        if name.endswith("position_embeddings") and getattr(part, "padding_idx", None) is not None:
+            most = part.num_embeddings - part.padding_idx - 1
+            if max_length > most:
+                raise UnsupportedModelError(f"{type(model).__name__} has {most} positions; set engine.max_length to {most}")
+
+
 class CacheRunner:
     """Runs a Hugging Face causal LM over slots, like `ModelRunner`, through its own forward and cache.
 
@@ -277,6 +295,7 @@ class CacheRunner:
         self.device, self.dtype = parameter.device, parameter.dtype
         self.vocabulary: int = self.model.get_input_embeddings().weight.shape[0]
         self._max_length = max_length
+        _refuse_too_long(model, max_length)
         self._has_positions = accepts(model, "position_ids")
         self._ragged = self._continues = True
         use_configured_time_steps(model)
@@ -383,7 +402,8 @@ class CacheRunner:
             if not names:
                 raise UnsupportedModelError(f"{name} returns no cache, so the embedded engine can't run it")
             self._cache_argument = names[0]
-            found.append(getattr(out, names[0]))
+            cache = getattr(out, names[0])
+            found.append(cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache)
         used, longer = found
         if type(used) is not DynamicCache:
             raise UnsupportedModelError(f"{name} has a cache of its own ({type(used).__name__})")
@@ -409,7 +429,11 @@ class CacheRunner:
         reference_TV = self.model(input_ids=ids_T[None], use_cache=False).logits[0]
         limit = rounding_limit(self.model, ids_T, reference_TV, least=_TOLERANCE)
         refusals: list[Exception] = []
-        for way in ((True, True), (True, False), (False, True), (False, False)):
+        given = self._has_positions
+        ways = [(True, True, given), (True, False, given), (False, True, given), (False, False, given)]
+        if given:  # a model may count its positions itself, from another number than 0 (RoBERTa)
+            ways += [(False, True, False), (False, False, False)]
+        for way in ways:
             self._choose(way)
             try:
                 return require_exact(self._errors(ids_T, reference_TV), limit, self.model)
@@ -417,8 +441,8 @@ class CacheRunner:
                 refusals.append(error)
         raise next((error for error in refusals if isinstance(error, UnsupportedModelError)), refusals[-1])
 
-    def _choose(self, way: tuple[bool, bool]) -> None:
-        self._ragged, self._continues = way
+    def _choose(self, way: tuple[bool, bool, bool]) -> None:
+        self._ragged, self._continues, self._has_positions = way
         choose_attention(self.model, ATTENTION_NAME if self._ragged else "eager")
 
     def _errors(self, ids_T: Tensor, reference_TV: Tensor) -> Tensor:

@@ -94,7 +94,7 @@ def stop_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
 def model_max_length(model: Any) -> int | None:
     """The longest sequence of this model in tokens, from its config; None if the config does not say."""
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return None if limit is None else int(limit)
+    return None if limit is None or limit < 1 else int(limit)
 
 
 def slot_length(model: Any, asked: int | None) -> int:

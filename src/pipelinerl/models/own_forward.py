@@ -72,8 +72,10 @@ def logits_at(model: Any, cells_P: Tensor, **inputs: Any) -> Tensor:
 
     def select(_: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         nonlocal used
-        used = True
         hidden, *others = arguments
+        if hidden.shape[:-1] != inputs["input_ids"].shape:  # several predictions for each token (ProphetNet)
+            return arguments
+        used = True
         return (hidden.flatten(0, 1)[cells_P][None], *others)
 
     hook = head.register_forward_pre_hook(select)

@@ -31,6 +31,7 @@ from pipelinerl.models.attention import (
     rope_limit,
     unsupported,
 )
+from pipelinerl.models.loading import model_max_length
 from pipelinerl.models.state import compute_dtype
 from pipelinerl.types import Segment
 
@@ -380,5 +381,5 @@ def _lengths(model: Any, *, padded: bool) -> tuple[int, ...]:
         return (5, 11, 2, 12)
     from pipelinerl.models.own_forward import recurrence_chunk  # noqa: PLC0415 - as above
 
-    longest = min(recurrence_chunk(model) + 7, getattr(model.config.get_text_config(), "max_position_embeddings", 1 << 30))
+    longest = min(recurrence_chunk(model) + 7, model_max_length(model) or 1 << 30)
     return (5, 11, 2, 12, max(2, longest - 5), longest)

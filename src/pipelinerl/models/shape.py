@@ -20,8 +20,9 @@ _SINGLE = "model.safetensors"
 _HEADS = ("lm_head.weight", "embed_out.weight")
 _LOOKUPS = ("embed", "wte", "wpe")
 """Parts of the names of lookup tables (embeddings), which are not multiplied with."""
+_LATENT = re.compile(r"\.(\d+)\.\D*\b(?:kv_a_proj_with_mqa|indexer\.wk)\.weight$")
 _PROJECTION = re.compile(r"\.(\d+)\.\D*\b(?:([kv])_proj|w([kv])_dv)\.weight$")
-_OUTSIDE = ("vision", "visual", "audio", "mtp")
+_OUTSIDE = ("vision", "visual", "image", "audio", "mtp")
 """Parts of the names of what is not in the decoder's layers."""
 
 
@@ -64,9 +65,11 @@ def read_shape(folder: Path) -> ModelShape | None:
     inner_config = config.get("text_config")
     text = inner_config if isinstance(inner_config, dict) else config
     hidden = _first(text, "hidden_size", "n_embd", "d_model")
-    layers = _first(text, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
+    layers = _first(text, "num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
     layers = layers or len(text.get("layers_block_type") or ())
-    heads = _first(text, "num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
+    heads = _first(
+        text, "num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "decoder_attention_heads"
+    )
     heads = heads or (1 if "state_size" in text else None)
     vocabulary = _first(text, "vocab_size")
     if not tensors or not (hidden and layers and heads and vocabulary):
@@ -74,7 +77,7 @@ def read_shape(folder: Path) -> ModelShape | None:
     if text.get("model_type") == "longcat_flash":
         layers *= 2  # each has two of attention and MLP
     head_dim = _first(text, "head_dim") or hidden // heads
-    inner = _first(text, "moe_intermediate_size", "intermediate_size", "n_inner", "ffn_dim") or 4 * hidden
+    inner = _first(text, "moe_intermediate_size", "intermediate_size", "n_inner", "ffn_dim", "decoder_ffn_dim") or 4 * hidden
     head = next((name for name in tensors if name.endswith(_HEADS)), None)
     if head and config.get("tie_word_embeddings") is True and len(tensors) > 1:
         del tensors[head]  # the same tensor as the embedding, stored under both names
@@ -85,7 +88,7 @@ def read_shape(folder: Path) -> ModelShape | None:
         if len(shape) == 2 and (name == head or not any(part in name for part in _LOOKUPS))
     }
     tied = head is None
-    kv_width, state = _past(text, _projected(tensors, hidden), layers=layers, hidden=hidden, heads=heads, head_dim=head_dim)
+    kv_width, state = _past(text, tensors, layers=layers, hidden=hidden, heads=heads, head_dim=head_dim)
     if head is None:
         head = _HEADS[0]
         linears[head] = (vocabulary, hidden)
@@ -106,14 +109,17 @@ def read_shape(folder: Path) -> ModelShape | None:
 
 
 def _past(
-    text: Mapping[str, Any], projected: Mapping[int, int], *, layers: int, hidden: int, heads: int, head_dim: int
+    text: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]], *, layers: int, hidden: int, heads: int, head_dim: int
 ) -> tuple[int, int]:
     """What all layers keep of past tokens: the width of keys and values, and the elements of states."""
     kinds = _kinds(text, layers)
     recurrent = {"linear_attention", "mamba"}
     with_keys = [i for i, kind in enumerate(kinds) if kind not in recurrent | {"conv", "moe", "mlp"}]
-    usual = _kv_width(text, heads, head_dim, hybrid=len(with_keys) < layers)
-    widths = {i: projected.get(i, usual) for i in with_keys}
+    own_cache = len(with_keys) < layers or "index_topk" in text  # which keeps latents as they are
+    found = _latents(tensors) if own_cache and "kv_lora_rank" in text else _projected(tensors, hidden)
+    usual = _kv_width(text, heads, head_dim)
+    indexed = _first(text, "indexer_head_dim") or 0  # Qwen4 Exp
+    widths = {i: found.get(i, usual) + (indexed if kinds[i] == "indexed_attention" else 0) for i in with_keys}
     first_shared = layers - (_first(text, "num_kv_shared_layers") or 0)
     for i in with_keys:
         if i >= first_shared:  # it has no projections, and uses the keys and values of the last layer of its kind that has
@@ -122,6 +128,10 @@ def _past(
     state += kinds.count("conv") * hidden * (_first(text, "conv_L_cache") or 0)
     hybrid = [widths[i] for i, kind in enumerate(kinds) if kind == "hybrid"]
     state += sum(_hybrid_state(text, hidden, heads * head_dim, width) for width in hybrid)
+    if listed := text.get("ple_layer_ids"):  # layers with embeddings of n-grams: a convolution's inputs, and ids of 8 bytes
+        streams = hidden * (_first(text, "hc_count") or 1)
+        earlier = (_first(text, "ngram_size") or 3) - 1
+        state += len(listed) * (((_first(text, "ple_conv_kernel_size") or 4) - 1) * (earlier + 1) * streams + 2 * earlier)
     return sum(widths.values()), state
 
 
@@ -133,6 +143,15 @@ def _projected(tensors: Mapping[str, tuple[int, ...]], hidden: int) -> dict[int,
         if found and len(shape) == 2 and shape[1] == hidden and not any(part in name for part in _OUTSIDE):
             widths.setdefault(int(found[1]), {})[found[2] or found[3]] = shape[0]
     return {layer: width["k"] + width.get("v", width["k"]) for layer, width in widths.items() if "k" in width}
+
+
+def _latents(tensors: Mapping[str, tuple[int, ...]]) -> dict[int, int]:
+    """The width of each layer's latents (MLA) and keys of its indexer, if it has one."""
+    widths: dict[int, int] = {}
+    for name, shape in tensors.items():
+        if (found := _LATENT.search(name)) and not any(part in name for part in _OUTSIDE):
+            widths[int(found[1])] = widths.get(int(found[1]), 0) + shape[0]
+    return widths
 
 
 def _hybrid_state(text: Mapping[str, Any], hidden: int, query_width: int, kv_width: int) -> int:
@@ -185,12 +204,10 @@ def _linear_state(text: Mapping[str, Any], hidden: int) -> int:
     return kernel * (heads * head_dim + 2 * groups * size) + heads * head_dim * size
 
 
-def _kv_width(text: Mapping[str, Any], heads: int, head_dim: int, *, hybrid: bool) -> int:
-    """Width of a token's keys and values in a layer. Latents (MLA) are expanded to all heads, except in its own cache."""
-    if (latent := _first(text, "kv_lora_rank")) is not None:
+def _kv_width(text: Mapping[str, Any], heads: int, head_dim: int) -> int:
+    """Width of a token's keys and values in a layer. Latents (MLA) are expanded to all heads."""
+    if "kv_lora_rank" in text:
         keys, rotated = (_first(text, f"qk_{name}_head_dim") or 0 for name in ("nope", "rope"))
-        if hybrid or "index_topk" in text:  # runs through its own cache
-            return latent + rotated + (_first(text, "index_head_dim") or 0)
         return heads * (keys + rotated + (_first(text, "v_head_dim") or 0))
     shared = _first(text, "num_key_value_heads", "num_kv_heads") or heads
     if text.get("multi_query") is True and text.get("new_decoder_architecture") is not True:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from benchmarks.models import make_model as make_family
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -447,6 +448,24 @@ def test_rounding_is_what_a_tiny_change_of_the_embeddings_does() -> None:
     model.lm_head.weight.data *= 30
     reference = model(input_ids=ids[None], use_cache=False).logits[0]
     assert 1e-4 < rounding_limit(model, ids, reference) <= 1e-3
+
+
+@pytest.mark.parametrize("family", ["hy_v4", "qwen4_exp_text", "rembert", "roberta"])
+def test_the_cache_holds_what_an_indexer_a_decoder_or_positions_of_a_models_own_need(family: str) -> None:
+    engine = LocalEngine(make_family(family), slots=2, max_length=256)
+    assert engine.progress().runner.startswith("through its own cache")
+    assert engine._runner.error < 1e-5
+
+
+def test_no_sequence_gets_longer_than_a_models_own_positions_allow() -> None:
+    """RoBERTa's first position is its padding's id plus one: here 1, of 512."""
+    with pytest.raises(UnsupportedModelError, match=r"has 511 positions; set engine.max_length to 511"):
+        LocalEngine(make_family("roberta"), slots=1, max_length=512)
+
+
+def test_layers_that_share_keys_and_values_run_packed() -> None:
+    engine = LocalEngine(make_family("gemma4_unified_text"), slots=1, max_length=64, flatten=False)
+    assert engine.progress().runner.startswith("over packed batches")
 
 
 def test_a_model_that_raises_on_the_probe_is_refused() -> None:
