@@ -29,7 +29,7 @@ REFUSED = {
 }
 """Families that the engine refuses, and a part of its message."""
 NOT_TRAINED = {"cpmant", "prophetnet", "xlnet"}
-"""Not causal, or not only: the logits of a padded batch are not those of a single sequence."""
+"""Not causal, or (ProphetNet) dependent on how many tokens follow: a padded batch has other logits than single sequences."""
 NOT_LISTED = {
     "gemma3n": "its vision tower needs timm; text alone is gemma3n_text",
     "gemma4_assistant": "predicts from the keys and values of another model",
