@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -20,10 +19,8 @@ _SINGLE = "model.safetensors"
 _HEADS = ("lm_head.weight", "embed_out.weight")
 _LOOKUPS = ("embed", "wte", "wpe")
 """Parts of the names of lookup tables (embeddings), which are not multiplied with."""
-_LATENT = re.compile(r"\.(\d+)\.\D*\b(?:kv_a_proj_with_mqa|indexer\.wk)\.weight$")
-_PROJECTION = re.compile(r"\.(\d+)\.\D*\b(?:([kv])_proj|w([kv])_dv)\.weight$")
-_OUTSIDE = ("vision", "visual", "image", "audio", "mtp")
-"""Parts of the names of what is not in the decoder's layers."""
+_PLAIN = ("llama", "mistral", "qwen2", "qwen3")
+"""Families whose layers all keep keys and values, of the same heads."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,20 +61,22 @@ def read_shape(folder: Path) -> ModelShape | None:
     tensors = dict(_tensors(folder))
     inner_config = config.get("text_config")
     text = inner_config if isinstance(inner_config, dict) else config
-    hidden = _first(text, "hidden_size", "n_embd", "d_model")
-    layers = _first(text, "num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
+    hidden = first_int(text, "hidden_size", "n_embd", "d_model")
+    layers = first_int(text, "num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
     layers = layers or len(text.get("layers_block_type") or ())
-    heads = _first(
+    heads = first_int(
         text, "num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "decoder_attention_heads"
     )
     heads = heads or (1 if "state_size" in text else None)
-    vocabulary = _first(text, "vocab_size")
+    vocabulary = first_int(text, "vocab_size")
     if not tensors or not (hidden and layers and heads and vocabulary):
         return None
     if text.get("model_type") == "longcat_flash":
         layers *= 2  # each has two of attention and MLP
-    head_dim = _first(text, "head_dim") or hidden // heads
-    inner = _first(text, "moe_intermediate_size", "intermediate_size", "n_inner", "ffn_dim", "decoder_ffn_dim") or 4 * hidden
+    head_dim = first_int(text, "head_dim") or hidden // heads
+    inner = (
+        first_int(text, "moe_intermediate_size", "intermediate_size", "n_inner", "ffn_dim", "decoder_ffn_dim") or 4 * hidden
+    )
     head = next((name for name in tensors if name.endswith(_HEADS)), None)
     if head and config.get("tie_word_embeddings") is True and len(tensors) > 1:
         del tensors[head]  # the same tensor as the embedding, stored under both names
@@ -88,7 +87,12 @@ def read_shape(folder: Path) -> ModelShape | None:
         if len(shape) == 2 and (name == head or not any(part in name for part in _LOOKUPS))
     }
     tied = head is None
-    kv_width, state = _past(text, tensors, layers=layers, hidden=hidden, heads=heads, head_dim=head_dim)
+    if text.get("model_type") in _PLAIN:
+        kv_width, state = 2 * layers * (first_int(text, "num_key_value_heads") or heads) * head_dim, 0
+    else:
+        from pipelinerl.models.past import past  # noqa: PLC0415 - other families
+
+        kv_width, state = past(text, tensors, layers=layers, hidden=hidden, heads=heads, head_dim=head_dim)
     if head is None:
         head = _HEADS[0]
         linears[head] = (vocabulary, hidden)
@@ -102,118 +106,10 @@ def read_shape(folder: Path) -> ModelShape | None:
         query_width=heads * head_dim,
         kv_width=kv_width,
         state=state,
-        feed_forward=inner * (_first(text, "num_experts_per_tok") or 1),
+        feed_forward=inner * (first_int(text, "num_experts_per_tok") or 1),
         vocabulary=vocabulary,
-        max_length=_first(text, "max_position_embeddings", "n_positions"),
+        max_length=first_int(text, "max_position_embeddings", "n_positions"),
     )
-
-
-def _past(
-    text: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]], *, layers: int, hidden: int, heads: int, head_dim: int
-) -> tuple[int, int]:
-    """What all layers keep of past tokens: the width of keys and values, and the elements of states."""
-    kinds = _kinds(text, layers)
-    recurrent = {"linear_attention", "mamba"}
-    with_keys = [i for i, kind in enumerate(kinds) if kind not in recurrent | {"conv", "moe", "mlp"}]
-    own_cache = len(with_keys) < layers or "index_topk" in text  # which keeps latents as they are
-    found = _latents(tensors) if own_cache and "kv_lora_rank" in text else _projected(tensors, hidden)
-    usual = _kv_width(text, heads, head_dim)
-    indexed = _first(text, "indexer_head_dim") or 0  # Qwen4 Exp
-    widths = {i: found.get(i, usual) + (indexed if kinds[i] == "indexed_attention" else 0) for i in with_keys}
-    first_shared = layers - (_first(text, "num_kv_shared_layers") or 0)
-    for i in with_keys:
-        if i >= first_shared:  # it has no projections, and uses the keys and values of the last layer of its kind that has
-            widths[i] = next((widths[j] for j in reversed(range(first_shared)) if kinds[j] == kinds[i]), usual)
-    state = sum(kind in recurrent for kind in kinds) * _linear_state(text, hidden)
-    state += kinds.count("conv") * hidden * (_first(text, "conv_L_cache") or 0)
-    hybrid = [widths[i] for i, kind in enumerate(kinds) if kind == "hybrid"]
-    state += sum(_hybrid_state(text, hidden, heads * head_dim, width) for width in hybrid)
-    if listed := text.get("ple_layer_ids"):  # layers with embeddings of n-grams: a convolution's inputs, and ids of 8 bytes
-        streams = hidden * (_first(text, "hc_count") or 1)
-        earlier = (_first(text, "ngram_size") or 3) - 1
-        state += len(listed) * (((_first(text, "ple_conv_kernel_size") or 4) - 1) * (earlier + 1) * streams + 2 * earlier)
-    return sum(widths.values()), state
-
-
-def _projected(tensors: Mapping[str, tuple[int, ...]], hidden: int) -> dict[int, int]:
-    """The width of each layer's keys and values, if two matrices project hidden states to them. They may share one."""
-    widths: dict[int, dict[str, int]] = {}
-    for name, shape in tensors.items():
-        found = _PROJECTION.search(name)
-        if found and len(shape) == 2 and shape[1] == hidden and not any(part in name for part in _OUTSIDE):
-            widths.setdefault(int(found[1]), {})[found[2] or found[3]] = shape[0]
-    return {layer: width["k"] + width.get("v", width["k"]) for layer, width in widths.items() if "k" in width}
-
-
-def _latents(tensors: Mapping[str, tuple[int, ...]]) -> dict[int, int]:
-    """The width of each layer's latents (MLA) and keys of its indexer, if it has one."""
-    widths: dict[int, int] = {}
-    for name, shape in tensors.items():
-        if (found := _LATENT.search(name)) and not any(part in name for part in _OUTSIDE):
-            widths[int(found[1])] = widths.get(int(found[1]), 0) + shape[0]
-    return widths
-
-
-def _hybrid_state(text: Mapping[str, Any], hidden: int, query_width: int, kv_width: int) -> int:
-    """Elements of the states of a layer that keeps keys and values too, per sequence.
-
-    It convolves keys, values and the outputs of attention and MLP (Inkling), convolves queries and keys and delays half of
-    the values (Zaya), or has a recurrent layer beside its attention.
-    """
-    if (kernel := _first(text, "conv_kernel_size")) is not None:
-        return kernel * (kv_width + 2 * hidden)
-    if (first := _first(text, "cca_time0")) is not None:
-        keys = kv_width // 2
-        return (first + (_first(text, "cca_time1") or 1) - 2) * (query_width + keys) + keys // 2
-    return _linear_state(text, hidden)
-
-
-def _kinds(text: Mapping[str, Any], layers: int) -> list[str]:
-    """The kind of each layer, by the names that configurations use."""
-    listed = text.get("layer_types") or text.get("layers_block_type")
-    if isinstance(listed, list) and len(listed) == layers:
-        return [str(kind).removesuffix("_sliding") for kind in listed]
-    if (interval := _first(text, "full_attention_interval")) is not None:
-        return ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(layers)]
-    if isinstance(chosen := text.get("attn_layer_indices"), list):
-        return ["full_attention" if i in chosen else "mamba" for i in range(layers)]
-    if (period := _first(text, "attn_layer_period")) is not None:
-        offset = text.get("attn_layer_offset", 0)
-        return ["full_attention" if i % period == offset else "mamba" for i in range(layers)]
-    if _first(text, "mamba_d_state") is not None:
-        return ["hybrid"] * layers
-    return ["mamba" if _first(text, "state_size") is not None else "full_attention"] * layers
-
-
-def _linear_state(text: Mapping[str, Any], hidden: int) -> int:
-    """Elements of one recurrent layer's states per sequence: the delta rule's, Mamba 2's or Mamba's."""
-    kernel = _first(text, "linear_conv_kernel_dim", "mamba_d_conv", "conv_kernel") or 4
-    if (value_heads := _first(text, "linear_num_value_heads", "linear_num_heads")) is not None:
-        key, value = (_first(text, f"linear_{name}_head_dim", "linear_head_dim") or 0 for name in ("key", "value"))
-        keys = (_first(text, "linear_num_key_heads") or value_heads) * key
-        return kernel * (2 * keys + value_heads * value) + value_heads * key * value
-    size = _first(text, "mamba_d_state", "ssm_state_size", "state_size") or 0
-    heads = _first(text, "mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "num_heads")
-    head_dim = _first(text, "mamba_d_head", "mamba_head_dim", "mamba_headdim", "head_dim")
-    if heads is None or head_dim is None:
-        inner = (_first(text, "mamba_expand", "expand") or 2) * hidden
-        if "state_size" in text:  # a model of Mamba layers only
-            inner = _first(text, "intermediate_size") or inner
-        return inner * (kernel + size)
-    groups = _first(text, "mamba_n_groups", "mamba_ngroups", "n_groups") or 1
-    return kernel * (heads * head_dim + 2 * groups * size) + heads * head_dim * size
-
-
-def _kv_width(text: Mapping[str, Any], heads: int, head_dim: int) -> int:
-    """Width of a token's keys and values in a layer. Latents (MLA) are expanded to all heads."""
-    if "kv_lora_rank" in text:
-        keys, rotated = (_first(text, f"qk_{name}_head_dim") or 0 for name in ("nope", "rope"))
-        return heads * (keys + rotated + (_first(text, "v_head_dim") or 0))
-    shared = _first(text, "num_key_value_heads", "num_kv_heads") or heads
-    if text.get("multi_query") is True and text.get("new_decoder_architecture") is not True:
-        shared = 1
-    repeated = _first(text, "num_experts_per_tok") if text.get("model_type") == "jetmoe" else None
-    return shared * (repeated or 1) * (head_dim + (_first(text, "v_head_dim") or head_dim))
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -259,6 +155,6 @@ def _json(path: Path) -> dict[str, Any]:
         raise ModelLoadError(f"{path} is not a JSON object: {error}; get a complete copy of the model") from error
 
 
-def _first(config: Mapping[str, Any], *names: str) -> int | None:
+def first_int(config: Mapping[str, Any], *names: str) -> int | None:
     """The first of `names` that is a positive integer in `config`: model families use different names for one number."""
     return next((config[name] for name in names if isinstance(config.get(name), int) and config[name] > 0), None)
