@@ -25,7 +25,7 @@ _CONVERSIONS = (_ATEN.to.dtype, _ATEN.to.device, _ATEN.to.dtype_layout, _ATEN.ty
 _TO_THE_END = 2**62
 _TOKENS, _KEPT = 13, 11
 """Sizes to export with. Both become symbolic, so they must not coincide with a size in a real model."""
-PACK_FROM = 1 << 18
+PACK_FROM = 1 << 16
 """Weights of linear layers with at least this many elements are packed: smaller ones gain nothing (call overhead)."""
 
 

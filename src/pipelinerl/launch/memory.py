@@ -29,7 +29,7 @@ TORCH_PROCESS = 450 * MIB
 PLAIN_PROCESS = 90 * MIB
 CUDA_CONTEXT = 500 * MIB
 """GPU memory that a process takes before it allocates anything."""
-PACK_FROM = 1 << 18
+PACK_FROM = 1 << 16
 """A CPU engine keeps a second copy of matrices with at least this many elements (`engine.flat.PACK_FROM`)."""
 LOGIT_CHUNKS = 3 * (1 << 22) * 4
 """Bytes of temporaries for log-probabilities, computed in chunks of `trainer.logprobs.CHUNK_ELEMENTS`."""
