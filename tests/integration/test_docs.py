@@ -14,6 +14,7 @@ import shlex
 import shutil
 import tomllib
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -129,15 +130,17 @@ def simple_commands(line: str) -> Iterator[list[str]]:
     lexer = shlex.shlex(line, posix=True, punctuation_chars="|&>;")
     lexer.commenters, lexer.whitespace_split = "#", True
     words: list[str] = []
-    for word in [*lexer, ";"]:
+    for before, word in pairwise([";", *lexer, ";"]):
         if not set(word) <= set("|&>;"):
-            words.append(word)
+            words += [word] if before != ">" else []
+            continue
+        if word == ">":
             continue
         while words and re.match(r"\w+=", words[0]):
             words[:1] = [words[0].partition("$(")[2]] if "$(" in words[0] else []
-        if words and word != ">":
+        if words:
             yield words
-        words = words if word == ">" else []
+        words = []
 
 
 def check_command(words: list[str]) -> None:

@@ -4,6 +4,7 @@
 
 const COLOURS = 8;
 const AXES = { version: "step", minutes: "minutes", rollouts: "rollouts" };
+const LOAD_AXIS = "minutes since the start";  // slots are in use before training, too
 const CHARTS = [
   { title: "Reward", lines: [["reward_mean", "training"]], smooth: 5, heldOut: true },
   { title: "Lag of trained tokens, in steps", lines: [["lag_mean", "mean"], ["lag_max", "max"]], zero: true },
@@ -375,7 +376,7 @@ class Chart {
       const [a, b] = uPlot.rangeNum(low ?? min, max === min ? max + (Math.abs(max) || 1) * 0.1 : max, 0.1, true);
       return [low ?? a, b];
     };
-    const xLabel = this.spec.load ? "minutes" : AXES[axis];
+    const xLabel = this.spec.load ? LOAD_AXIS : AXES[axis];
     this.plot = new uPlot({
       width: this.place.clientWidth, height: 190, padding: [8, 16, 0, 0], legend: { show: false },
       cursor: { sync: { key: xLabel }, y: false, points: { size: 6 } },
@@ -401,7 +402,7 @@ class Chart {
       const value = place < 0 ? null : data[i + 1][place];
       return [line.label, line.c, short(value) + (known(value) && value < this.spec.low ? " (low)" : "")];
     });
-    const where = this.plot.cursor.idx === null || this.plot.cursor.idx === undefined ? "" : `${this.spec.load ? "minutes" : AXES[axis]} ${short(data[0][at])}`;
+    const where = this.plot.cursor.idx === null || this.plot.cursor.idx === undefined ? "" : `${this.spec.load ? LOAD_AXIS : AXES[axis]} ${short(data[0][at])}`;
     fill(this.keys, [values, where], () => [...values.map(([label, c, value]) => el("span", {}, swatch(c), label, el("b", {}, value))), where ? el("span", {}, where) : ""]);
   }
 
