@@ -36,7 +36,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers.utils import logging
 
-from pipelinerl.checkpoint_folders import HIDDEN, FileRecord, Folders, files_in, folder_name, record_of
+from pipelinerl.checkpoint_folders import HIDDEN, FileRecord, Folders, files_in, folder_name, record_of, sync_records
 from pipelinerl.checkpoint_state import STATE_FILE, CheckpointState, encode_state, read_state
 from pipelinerl.errors import CheckpointError
 
@@ -127,8 +127,9 @@ def write_checkpoint(
 ) -> Callable[[], Path]:
     """Write the files of `directory/step_XXXXXXXX`. What is returned does the rest, and may be called in another thread.
 
-    The rest is what takes long without computing: it waits until the files are on the disk. Then it gives the folder its
-    name, deletes all but the last `keep` checkpoints, and returns the folder. It must have ended before the next checkpoint.
+    The rest is what takes long without computing: it waits until the files, and the records of the run, are on the disk.
+    Then it gives the folder its name, deletes all but the last `keep` checkpoints, and returns the folder. It must end
+    before the next checkpoint.
 
     `model` and `tokenizer` are written with their `save_pretrained(folder)`. `optimizer` are the tensors of its state, or
     writes them to the folder (`save_optimizer`) and returns the records of the files that other processes have written.
@@ -155,6 +156,7 @@ def write_checkpoint(
     def finish() -> Path:
         with _removed_on_failure(hidden, target, folders):
             _write_state(hidden, state, others)
+            sync_records(directory.parent)
             folders.install(hidden, target, durable=True)
         folders.keep_latest(directory, None, keep)
         return target

@@ -17,7 +17,7 @@ import msgspec
 import xxhash
 
 from pipelinerl.errors import CheckpointError
-from pipelinerl.files import sync_directory
+from pipelinerl.files import sync
 
 WEIGHTS_FOLDER = "weights"
 """Folder in a run directory that `checkpoint.save_weights` writes to."""
@@ -138,7 +138,7 @@ def install(hidden: Path, target: Path) -> None:
         if replaced.exists():
             os.rename(replaced, target)
         raise
-    sync_directory(target.parent)
+    sync(target.parent)
     remove_unfinished(target.parent)
 
 
@@ -166,15 +166,15 @@ def remove_unfinished(directory: Path) -> None:
             _remove(path)
 
 
+def sync_records(run_dir: Path) -> None:
+    """Make the lines that all processes have written so far durable: a checkpoint must not survive without them."""
+    for path in (*run_dir.glob("*.jsonl"), *run_dir.glob("rollouts/*.jsonl"), *run_dir.glob("rollouts"), run_dir):
+        sync(path)
+
+
 def sync_tree(directory: Path) -> None:
-    for path in files_in(directory):
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-    for path in [*(p for p in directory.rglob("*") if p.is_dir()), directory]:
-        sync_directory(path)
+    for path in (*directory.rglob("*"), directory):
+        sync(path)
 
 
 def files_in(directory: Path) -> Sequence[Path]:

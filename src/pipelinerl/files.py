@@ -38,12 +38,12 @@ def write_atomically(path: Path, data: bytes, mode: int = 0o666) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    sync_directory(path.parent)
+    sync(path.parent)
 
 
-def sync_directory(directory: Path) -> None:
-    """Make the entries of `directory` durable: creating, renaming or deleting a file changes the directory, not the file."""
-    fd = os.open(directory, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Make a file's contents, or a directory's entries, durable. Creating or renaming a file changes its directory."""
+    fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import subprocess
@@ -68,6 +69,25 @@ def save(directory: Path, version: int, learner: Learner | None = None, **change
         "config_checksum": "abc",
     }
     return save_checkpoint(directory, version=version, **(options | changes))
+
+
+def test_records_are_durable_before_the_checkpoint_that_follows_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = [tmp_path / "metrics.jsonl", tmp_path / "rollouts" / "trained.jsonl"]
+    for path in records:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("{}\n")
+    target = tmp_path / "checkpoints" / "step_00000010"
+    synced = []
+
+    def note(fd: int) -> None:
+        synced.append((Path(os.readlink(f"/proc/self/fd/{fd}")), target.exists()))
+
+    monkeypatch.setattr(os, "fsync", note)
+    save(tmp_path / "checkpoints", 10)
+    assert {(path, False) for path in records} <= set(synced)
+    assert (target.parent, True) in synced
 
 
 def test_what_was_saved_comes_back(tmp_path: Path) -> None:
