@@ -302,18 +302,20 @@ class Verdict(NamedTuple):
 class PipelineState(NamedTuple):
     """The input to admission: counts and versions of outstanding rollouts, over all engines.
 
-    `outstanding` counts the rollouts that were started and are neither trained on nor dropped yet: they are in progress, in
-    the stream or with the trainer. `oldest_in_progress` is the lowest version that a rollout in progress was started with
-    (`engine_version` if there are none). `newest_version` is the newest version that any engine has applied. `own` counts
-    the rollouts in progress on the requesting engine; there are `processes` engines. `latency`: optimizer steps from the
-    start of a group to its hand-over, a running mean; None before a group that was started after the first weight update
-    is handed over. `most_in_progress`: highest number of rollouts in progress so far.
+    `outstanding` counts the rollouts that were started and are neither trained on nor dropped yet: they are in progress or
+    handed over. `handed_over` counts those in the stream or with the trainer. `oldest_in_progress` is the lowest version
+    that a rollout in progress was started with (`engine_version` if there are none). `newest_version` is the newest version
+    that any engine has applied. `own` counts the rollouts in progress on the requesting engine; there are `processes`
+    engines. `latency`: optimizer steps from the start of a group to its hand-over, a running mean; None before a group that
+    was started after the first weight update is handed over. `most_in_progress`: highest number of rollouts in progress so
+    far.
     """
 
     engine_version: int
     trainer_version: int
     oldest_in_progress: int
     outstanding: int
+    handed_over: int
     newest_version: int = 0
     own: int = 0
     processes: int = 1

@@ -33,8 +33,12 @@ class PipelineSchedule:
     the trainer consumes B * latency rollouts while it is generated (Little's law), so no group is admitted while
     stock + 1.5 * B * latency rollouts are outstanding. The limit counts finished and unfinished rollouts: if many more
     than B are in progress, they finish in bursts, and a limit on finished rollouts would idle the engines after each
-    burst. Until the latency is known, the highest number in progress so far replaces B * latency. If generation is
-    slower than training, the limit is not reached.
+    burst. Until the latency is known, the highest number in progress so far replaces B * latency.
+
+    The limit never applies while less than a batch is handed over, because then the trainer is about to wait. `latency` is
+    the mean of the groups that were handed over, so it is too low where a few groups take far longer than the rest: long
+    answers and slow rewards stay in progress, and without this exception they would fill the limit alone and starve both
+    sides.
     """
 
     batch_size: int
@@ -49,7 +53,7 @@ class PipelineSchedule:
     def may_start(self, state: PipelineState, rollouts: int) -> Verdict:
         if state.outstanding < self.batch_size:
             return ALLOWED
-        if state.outstanding >= (most := self._most_outstanding(state)):
+        if state.handed_over >= self.batch_size and state.outstanding >= (most := self._most_outstanding(state)):
             return Verdict(
                 False,
                 f"the trainer (version {state.trainer_version}): {state.outstanding} rollouts are outstanding, and the "

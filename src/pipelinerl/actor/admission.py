@@ -135,6 +135,7 @@ class Admission(ABC):
             trainer_version=trainer.version,
             oldest_in_progress=asked.engine_version if oldest is None else oldest,
             outstanding=state.rollouts,
+            handed_over=state.handed_over,
             latency=state.latency,
             most_in_progress=state.most_in_progress,
             newest_version=max(state.newest_version, asked.engine_version),

@@ -234,7 +234,9 @@ def test_the_lag_bound_counts_the_work_of_all(place: Place) -> None:
 
 def test_a_session_begins_a_round_in_the_middle() -> None:
     """A run that is resumed under another schedule, G or B does not wait for weights that nobody will send."""
-    resumed = PipelineState(engine_version=7, trainer_version=7, oldest_in_progress=7, outstanding=8, newest_version=7)
+    resumed = PipelineState(
+        engine_version=7, trainer_version=7, oldest_in_progress=7, outstanding=8, handed_over=8, newest_version=7
+    )
     for schedule in (ConventionalSchedule(64, 4), AsyncSchedule(64, 4)):
         assert schedule.may_start(resumed, 8).allowed
         assert schedule.publishes(8)
@@ -255,7 +257,7 @@ def test_the_stock_is_limited_unless_the_run_file_limits_the_stream() -> None:
 
 def test_no_more_is_outstanding_than_the_trainer_can_use_by_the_time_a_group_is_done() -> None:
     schedule = PipelineSchedule(64, stock=128)
-    state = PipelineState(engine_version=3, trainer_version=3, oldest_in_progress=3, outstanding=128)
+    state = PipelineState(engine_version=3, trainer_version=3, oldest_in_progress=3, outstanding=128, handed_over=64)
     early = state._replace(most_in_progress=64)
     assert schedule.may_start(early._replace(outstanding=128 + 95), 8).allowed, "no latency is known yet"
     assert not schedule.may_start(early._replace(outstanding=128 + 96), 8).allowed
@@ -265,6 +267,31 @@ def test_no_more_is_outstanding_than_the_trainer_can_use_by_the_time_a_group_is_
     assert schedule.may_start(state._replace(outstanding=128 + 191, latency=2.0), 8).allowed
     assert not schedule.may_start(state._replace(outstanding=128 + 192, latency=2.0), 8).allowed
     assert schedule.may_start(state._replace(outstanding=63, latency=0.0), 8).allowed
+
+
+@given(
+    batch_size=st.integers(1, 64),
+    handed_over=st.integers(0, 200),
+    in_progress=st.integers(0, 5000),
+    latency=st.none() | st.floats(0, 20),
+    most_in_progress=st.integers(0, 5000),
+)
+def test_the_stock_never_denies_while_less_than_a_batch_is_handed_over(
+    batch_size: int, handed_over: int, in_progress: int, latency: float | None, most_in_progress: int
+) -> None:
+    """What is in progress for long would otherwise fill the limit alone, and the trainer would wait for it."""
+    state = PipelineState(
+        engine_version=3,
+        trainer_version=5,
+        oldest_in_progress=0,
+        outstanding=handed_over + in_progress,
+        handed_over=handed_over,
+        latency=latency,
+        most_in_progress=most_in_progress,
+    )
+    verdict = PipelineSchedule(batch_size, stock=2 * batch_size).may_start(state, 1)
+    needed = most_in_progress if latency is None else batch_size * latency
+    assert verdict.allowed == (handed_over < batch_size or state.outstanding < 2 * batch_size + 1.5 * needed)
 
 
 def test_latency_is_a_running_mean_over_groups_that_were_started_after_the_first_update() -> None:
@@ -320,6 +347,7 @@ class RandomPipeline:
             trainer_version=self.seen[0],
             oldest_in_progress=held if oldest is None else oldest,
             outstanding=self.state.rollouts,
+            handed_over=self.state.handed_over,
             latency=self.state.latency,
             most_in_progress=self.state.most_in_progress,
         )

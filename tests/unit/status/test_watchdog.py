@@ -230,6 +230,7 @@ def test_every_wait_of_a_schedule_names_the_stage_that_can_end_it(
         trainer_version=trainer,
         oldest_in_progress=version,
         outstanding=outstanding,
+        handed_over=outstanding // 2,
         latency=0.5,
         newest_version=version,
         own=outstanding // 2,

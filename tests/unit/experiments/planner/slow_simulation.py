@@ -138,6 +138,7 @@ class SlowSimulation:
             trainer_version=self._version,
             oldest_in_progress=min(versions, default=server.version),
             outstanding=len(versions) + self._handed_over,
+            handed_over=self._handed_over,
             latency=self._latency,
             most_in_progress=self._most_in_progress,
             newest_version=max(self._newest_taken, server.version),

@@ -310,7 +310,7 @@ def test_the_simulation_of_the_same_costs_has_the_same_rate(method: str) -> None
             slots=slots,
             group_size=4,
             batch_size=256,
-            steps=80,
+            steps=400,
             costs=costs,
             workload=workload,
             stragglers=stragglers,

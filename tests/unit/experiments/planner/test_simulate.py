@@ -387,6 +387,28 @@ def test_the_limit_of_the_stock_does_not_slow_a_pipeline_with_much_more_in_progr
     assert limited.lag_mean < free.lag_mean
 
 
+@pytest.mark.parametrize(
+    ("lengths", "share"),
+    [
+        (LengthDistribution.of_histogram({50: 0.8, 1000: 0.2}), 0.85),
+        (LengthDistribution.of_histogram({20: 0.9, 2000: 0.1}), 0.8),
+    ],
+)
+def test_long_answers_in_progress_do_not_starve_the_trainer(lengths, share):
+    """Both sides are equally fast. The mean latency of the groups that are done is far below that of the long ones."""
+    slots, batch, attempts, constant = 256, 64, 4, 256
+    mean = lengths.mean
+    costs = Costs(
+        decode_step_s=tuple((constant + h) * TICK for h in range(slots + 1)),
+        train_step_s=batch * mean * (constant + slots) / slots * TICK,
+    )
+    workload = DrawnWorkload(lengths, attempts, seed=1)
+    settings = {"slots": slots, "engines": 1, "steps": 100, "costs": costs, "workload": workload, "capacity": 10_000}
+    settings |= {"batch_size": batch, "group_size": attempts}
+    limited = simulate(scenario(PipelineSchedule(batch, stock=2 * batch), **settings))
+    assert limited.samples_per_s_later * costs.train_step_s / batch >= share
+
+
 def test_deterministic_by_seed():
     first, again, other = (simulate(scenario(PipelineSchedule(16), seed=seed)) for seed in (7, 7, 8))
     assert msgspec.json.encode(first) == msgspec.json.encode(again)

@@ -313,6 +313,7 @@ class _Run:
             trainer_version=self._trainer.version,
             oldest_in_progress=engine.version if oldest is None else oldest,
             outstanding=self._outstanding.rollouts,
+            handed_over=self._outstanding.handed_over,
             latency=self._outstanding.latency,
             most_in_progress=self._outstanding.most_in_progress,
             newest_version=max(self._outstanding.newest_version, engine.version),
