@@ -28,6 +28,7 @@ from pipelinerl.errors import (
     RunDirectoryError,
     UserError,
 )
+from pipelinerl.files import write_privately
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.run_lock import errors_explained, fresh_directory
 from pipelinerl.metrics.evaluations import EvaluationRecord
@@ -135,7 +136,7 @@ class StartedRun:
         self.path = inputs.parent
         self._log = inputs / "output.log"
         run_file = inputs / "run.yaml"
-        run_file.write_text(config_to_yaml(config), encoding="utf-8")
+        write_privately(run_file, config_to_yaml(config).encode())
         command = [sys.executable, "-m", "pipelinerl", "train", str(run_file), "--metrics.view", "plain"]
         self._stopped = False
         self._process = ChildProcess(command, log=self._log)
@@ -200,11 +201,13 @@ def train(
     """Train, and return the run. See `start` for the arguments.
 
     callbacks   a function, or several, called with every record in a thread of this process. Their errors do not end the run
-    resume      the directory of a run to continue, with its configuration unless `config` is given
+    resume      the directory of a run to continue. What `config` sets is changed; all else stays as it was. Each change is
+                printed. A run file is refused, as on the command line
 
     Raises the error that ended the run (see `errors`) if it did not reach its goal.
     """
     from pipelinerl.launch import run  # noqa: PLC0415 - most users of this package start no run
+    from pipelinerl.launch.resume import resumed_config  # noqa: PLC0415 - as above
 
     _refuse_imported_scripts()
     called = [callbacks] if callable(callbacks) else list(callbacks)
@@ -215,10 +218,10 @@ def train(
         if any(value is not None for value in (model, environment, reward, data)):
             raise UserError("a resumed run keeps its model, environment, reward and data; leave them out")
         path = Path(resume)
-        done = Run(path)
+        resumed = resumed_config(path, _changes(config, path))
         with _calling(called, path, new=False):
-            run.train(done.config if config is None else _resolved(config), resume=path)
-        return done
+            run.train(resumed, resume=path)
+        return Run(path)
     prepared, inputs = _prepare(config, model, environment, reward, data)
     try:
         with _calling(called, inputs.parent, new=True):
@@ -265,14 +268,16 @@ def _prepare(
     """The configuration of a new run, with its directory, and the folder there for what it is given."""
     given = any(value is not None for value in (model, environment, reward, data))
     base = _resolved({} if config is None and given else config)
+    chosen = environment.func if isinstance(environment, partial) else environment
+    name = chosen or ("function" if reward is not None else base.environment.kind)
     with errors_explained():
-        root = Path(base.run_dir).absolute() if base.run_dir else fresh_directory(base)
+        name = name if isinstance(name, str) else getattr(name, "__name__", "environment")
+        root = Path(base.run_dir).absolute() if base.run_dir else fresh_directory(name, base.schedule.kind)
         if base.run_dir and (trained := RunDirectory(root).metrics).is_file() and trained.stat().st_size:
             raise RunDirectoryError(f"{root} already has a run; continue it with `resume`, or choose another run_dir")
     inputs = root / "inputs"
     try:
         kind, args = base.environment.kind, dict(base.environment.args)
-        chosen = environment.func if isinstance(environment, partial) else environment
         if isinstance(environment, partial):
             args |= _keywords(environment)
         if not isinstance(chosen, str | type | None):
@@ -305,6 +310,13 @@ def _resolved(config: Config) -> RunConfig:
     if isinstance(config, RunConfig):
         return validate(config)
     return config_of_values(config) if isinstance(config, Mapping) else load_config(config)
+
+
+def _changes(config: Config, resume: Path) -> Mapping[str, Any]:
+    """What a resumed run changes: of a `RunConfig`, the keys that it was made with."""
+    if isinstance(config, str | Path):
+        raise UserError(f"`resume` takes the configuration from {resume / 'config.yaml'}; leave out {config}")
+    return config.model_dump(exclude_unset=True) if isinstance(config, RunConfig) else config or {}
 
 
 def _keywords(environment: partial[Any]) -> dict[str, Any]:

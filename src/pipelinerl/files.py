@@ -41,6 +41,11 @@ def write_atomically(path: Path, data: bytes, mode: int = 0o666) -> None:
     sync(path.parent)
 
 
+def write_privately(path: Path, data: bytes) -> None:
+    """`write_atomically` for settings and secrets: only this user can read the file."""
+    write_atomically(path, data, mode=0o600)
+
+
 def sync(path: Path) -> None:
     """Make a file's contents, or a directory's entries, durable. Creating or renaming a file changes its directory."""
     fd = os.open(path, os.O_RDONLY)

@@ -296,7 +296,7 @@ MOMENTS = {
     "all steps are taken": ["Trainer, 'finish', 1, False"],
     "no weights are published": ["Control, 'write_offer', 1, False"],
     "the first weights are published": ["Control, 'write_offer', 1, True"],
-    "twice, before it has recorded its session": ["Learner, 'step', 8, True", "training, 'record_session', 1, False"],
+    "twice, before it has recorded its session": ["Learner, 'step', 8, True", "training, 'session_recorder', 1, False"],
     "twice, when the engines have worked without it": ["Learner, 'step', 8, True", "Control, 'write_offer', 1, False"],
 }
 """Which call of which method ends the training process, and whether after the call."""

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pipelinerl.cli import main
-from pipelinerl.errors import CheckpointError, RunDirectoryError, RunInterruptedError
+from pipelinerl.errors import CheckpointError, EnvironmentSetupError, RunDirectoryError, RunInterruptedError
 from pipelinerl.trainer import Trainer
 from tests.integration.runs import (
     assert_conserved,
@@ -25,6 +25,7 @@ from tests.integration.runs import (
     summary,
     trained,
     weights_checksum,
+    write_environment,
 )
 
 
@@ -107,6 +108,27 @@ def test_a_finished_run_stays_as_it_is(tmp_path: Path, capsys: pytest.CaptureFix
     assert error.count("\n") == 1
     assert "already has a run" in error
     assert {name: (run_dir / name).read_bytes() for name in before} == before
+
+
+def test_a_resume_that_fails_leaves_the_settings_and_the_records_as_they_were(tmp_path: Path) -> None:
+    run_dir, broken = tmp_path / "r", tmp_path / "broken"
+    body = f"""
+    def __init__(self, tokenizer, seed):
+        super().__init__(tokenizer, seed)
+        if open({str(tmp_path / "broken")!r}).read():
+            raise ValueError("broken")
+    """
+    broken.write_text("")
+    run(run_dir, trainer__steps=2, environment__kind=write_environment(tmp_path, body))
+    names = ("config.yaml", "sessions.jsonl", "metrics.jsonl", "rollouts/trained.jsonl")
+    before = {name: (run_dir / name).read_bytes() for name in names}
+    broken.write_text("yes")
+    with pytest.raises(EnvironmentSetupError, match="broken"):
+        resume(run_dir, trainer__steps=4, actor__group_size=2)
+    assert {name: (run_dir / name).read_bytes() for name in names} == before
+    broken.write_text("")
+    resume(run_dir, trainer__steps=4)
+    assert_gone_on(run_dir, 4)
 
 
 def test_a_stream_in_memory_can_not_be_resumed(tmp_path: Path) -> None:

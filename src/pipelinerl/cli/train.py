@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
-from pipelinerl.cli.parser import SETTINGS_HELP, Commands, config_of_run, write
+from pipelinerl.cli.parser import SETTINGS_HELP, Commands, write
 from pipelinerl.config.load import load_config
 from pipelinerl.errors import UserError
 
@@ -25,13 +25,16 @@ def add_to(commands: Commands) -> None:
 
 def run_train(options: argparse.Namespace, settings: Sequence[str]) -> int:
     run_file: Path | None = options.run_file
-    if options.resume is not None:
-        if run_file is not None:
-            raise UserError(f"--resume takes the configuration from {options.resume / 'config.yaml'}; leave out {run_file}")
-        run_file = config_of_run(options.resume)
+    if options.resume is not None and run_file is not None:
+        raise UserError(f"--resume takes the configuration from {options.resume / 'config.yaml'}; leave out {run_file}")
     if options.watch_port is not None and not options.watch:
         raise UserError("--watch-port needs --watch")
-    config = load_config(run_file, settings)
+    if options.resume is None:
+        config = load_config(run_file, settings)
+    else:
+        from pipelinerl.launch.resume import resumed_config  # noqa: PLC0415 - few commands resume
+
+        config = resumed_config(options.resume, settings)
     if options.dry_run:
         from pipelinerl.launch.dry_run import dry_run  # noqa: PLC0415 - as below
 

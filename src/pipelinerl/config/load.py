@@ -144,7 +144,7 @@ class _Draft:
         """Take from `base` what is not set here."""
         if self.get("environment.kind") is not None and isinstance(environment := base.get("environment"), dict):
             base.values["environment"] = {name: value for name, value in environment.items() if name != "args"}
-        self.values, self.origins = _merged(base.values, self.values), base.origins | self.origins
+        self.values, self.origins = merged(base.values, self.values), base.origins | self.origins
 
     def make_absolute(self, folders: Sequence[Path]) -> None:
         for key in PATHS:
@@ -152,12 +152,10 @@ class _Draft:
                 self.set(key, _absolute(key, before, folders), self.origin(key))
 
     def set_values(self, values: Mapping[str, Any]) -> None:
-        for key, value in values.items():
-            whole = key not in run_sections() or not isinstance(value, Mapping)
-            for name, of in [(str(key), value)] if whole else [(f"{key}.{name}", of) for name, of in value.items()]:
-                if settable(name) is None and name not in run_sections():
-                    raise ConfigError(f"overrides: {name}: {_unknown(name)}")
-                self.set(name, _absolute(name, of, [Path.cwd()]), f"overrides: {name}")
+        for name, of in _by_key(values):
+            if settable(name) is None and name not in run_sections():
+                raise ConfigError(f"overrides: {name}: {_unknown(name)}")
+            self.set(name, _absolute(name, of, [Path.cwd()]), f"overrides: {name}")
 
     def set_flags(self, arguments: Sequence[str], keys: Collection[str] | None = None) -> None:
         for key, value in _values_of_flags(arguments, keys):
@@ -209,11 +207,25 @@ class _Draft:
         return config
 
 
-def _merged(base: Any, over: Any) -> Any:
+def keys_set(overrides: Sequence[str] | Mapping[str, Any]) -> list[str]:
+    """The dotted keys that `overrides` of `load_config` set."""
+    return [key for key, _ in (_by_key(overrides) if isinstance(overrides, Mapping) else _values_of_flags(overrides, None))]
+
+
+def _by_key(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Dotted keys and values, also of sections that are mappings."""
+    for key, value in values.items():
+        if key in run_sections() and isinstance(value, Mapping):
+            yield from ((f"{key}.{name}", of) for name, of in value.items())
+        else:
+            yield str(key), value
+
+
+def merged(base: Any, over: Any) -> Any:
     """`over` where it says something. Mappings are merged key by key, everything else is replaced."""
     if not isinstance(base, dict) or not isinstance(over, dict):
         return over
-    return base | {name: _merged(base[name], value) if name in base else value for name, value in over.items()}
+    return base | {name: merged(base[name], value) if name in base else value for name, value in over.items()}
 
 
 def _refusal(found: Iterable[str]) -> ConfigError:

@@ -7,11 +7,12 @@ the first loss.
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from pipelinerl.checkpoint_folders import by_version
-from pipelinerl.errors import PipelineRLError
+from pipelinerl.errors import PipelineRLError, RunDirectoryError
 from pipelinerl.launch.run_lock import RunLock
 from pipelinerl.launch.session import Session, StartPlan
 from pipelinerl.launch.summary import Outcome
@@ -50,6 +51,7 @@ class Losses:
         self.lock, self.records_from_s = lock, first.records_from_s
         self._allowed = first.config.launch.restarts
         self._losses: list[Loss] = []
+        self._latest = 0  # the version of the latest checkpoint
         self._reports: list[str] = []  # of the sessions since the latest new checkpoint
         self._rollouts = self._rollouts_abandoned = self._processes_kept = 0
 
@@ -59,7 +61,7 @@ class Losses:
         if not outcome.lost:
             return False
         versions = by_version(session.run.checkpoints)
-        latest = max(versions, default=0)
+        latest = self._latest = max(versions, default=0)
         if latest > session.plan.version:
             self._reports.clear()
         self._reports.append(str(outcome.error))
@@ -92,7 +94,10 @@ class Losses:
     def message(self) -> str:
         said = self._reports[-1].splitlines()[0].removesuffix("; the end of its log:")
         number = f"restart {len(self._reports)} of {self._allowed}"
-        return f"{said}; the run goes on from its latest checkpoint in {self.pause_s:g} s ({number})"
+        what = (
+            "goes on from its latest checkpoint" if self._latest else "has no checkpoint and starts again from the beginning"
+        )
+        return f"{said}; the run {what} in {self.pause_s:g} s ({number})"
 
     def counted(self, session: Session, outcome: Outcome) -> Outcome:
         """The outcome of the last session, with the losses. If it was lost too, its error has all reports."""
@@ -105,7 +110,9 @@ class Losses:
             error = type(error)("\n".join([lost, *numbered]))
         if not self._losses:
             return outcome
-        steps = read_lines(session.run.metrics, StepRecord)
+        steps: list[StepRecord] = []
+        with suppress(FileNotFoundError, RunDirectoryError):  # no step was taken; the summary names damaged records
+            steps = read_lines(session.run.metrics, StepRecord)
         times_s = [session.records_from_s + step.time_s for step in steps]
         found = {
             "count": len(self._losses),

@@ -5,16 +5,20 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any, cast
 
 import msgspec
+from pydantic import ValidationError
 
 from pipelinerl.checkpoint_folders import latest_checkpoint
 from pipelinerl.checkpoint_state import QueuePosition, TrainerCounters, read_state
-from pipelinerl.config.load import config_from_yaml
-from pipelinerl.config.schema import LoraConfig, RunConfig
+from pipelinerl.config.keys import show
+from pipelinerl.config.load import keys_set, load_config, merged
+from pipelinerl.config.schema import RunConfig
+from pipelinerl.config.secrets import without_secrets
 from pipelinerl.errors import RunDirectoryError
 from pipelinerl.files import JsonLines, write_atomically
 from pipelinerl.launch.run_directory import RunDirectory
@@ -28,15 +32,105 @@ from pipelinerl.metrics.records import StepRecord
 from pipelinerl.preprocess import newest_version
 from pipelinerl.types import Group, Prepared
 
+Overrides = Sequence[str] | Mapping[str, Any]
+
+FIXED = {
+    "run_dir": "a run goes on in its own folder",
+    "model.path": "its checkpoints are of that model",
+    "model.dtype": "its checkpoints and its published weights have that type",
+    "model.lora": "its checkpoints depend on it",
+    "environment.kind": "its groups are of that environment",
+    "stream.kind": "its groups are there",
+    "launch.preprocessor": "its groups are there",
+}
+"""The settings that a resume from a checkpoint can't change, and why."""
+
+
+def resumed_config(root: Path, overrides: Overrides = ()) -> RunConfig:
+    """The settings of a run's next session: those in its `config.yaml` with `overrides` (see `load_config`) on top.
+
+    Raises RunDirectoryError if this is no run directory, and if `config.yaml` is not as the run has left it: each setting
+    that differs from the last session's must be in `overrides`.
+    """
+    run = RunDirectory(root.absolute())
+    if not run.config.is_file():
+        raise RunDirectoryError(f"{root} is not a run directory (there is no {root / 'config.yaml'})")
+    found, last = without_secrets(load_config(run.config)), _last_settings(run)
+    left = [last, _begun_settings(run)]  # an interrupted resume may have written the second one
+    if last is not None and not any(before is not None and not list(differences(before, found)) for before in left):
+        given = [f"{key}." for key in keys_set(overrides)]
+        odd = [line for key, line in differences(last, found) if not any(f"{key}.".startswith(name) for name in given)]
+        if odd:
+            raise RunDirectoryError(
+                "\n  ".join([f"{run.config} is not as the run left it; its last session had other settings:", *odd])
+                + "\nset these in the command (--KEY VALUE) if you have changed them, or restore the file, for example with "
+                f"cp {run.settings} {run.config}"
+            )
+    return load_config(run.config, overrides)
+
+
+def changed_settings(config: RunConfig, run: RunDirectory) -> list[str]:
+    """A line for each setting that is not the last session's. Raises RunDirectoryError for one that can't be changed."""
+    before, now = _last_settings(run), without_secrets(config)
+    if before is None:
+        return []
+    for key, why in FIXED.items() if latest_checkpoint(run.root) is not None else ():
+        was, wanted = _at(before, key), _at(now, key)
+        own = key == "run_dir" and (wanted is None or Path(wanted).resolve() == run.root.resolve())
+        moved = key == "model.path" and os.path.isabs(was) and not os.path.exists(was)
+        if was != wanted and not own and not moved:
+            shown = was if isinstance(was, str) else msgspec.json.encode(was).decode()
+            raise RunDirectoryError(f"{run.root} was run with {key} {shown}, and {why}: set it to that again")
+    return [f"changed: {line}" for key, line in differences(before, now) if key != "run_dir"]
+
+
+def differences(before: Any, now: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Each dotted key whose value differs, and a line `KEY BEFORE -> NOW`."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        for name in dict.fromkeys([*before, *now]):
+            yield from differences(before.get(name), now.get(name), f"{key}.{name}" if key else name)
+    elif before != now:
+        yield key, f"{key} {show(before)} -> {show(now)}"
+
+
+def _at(settings: Any, key: str) -> Any:
+    for name in key.split("."):
+        settings = settings[name]
+    return settings
+
+
+class _Recorded(msgspec.Struct):
+    config: dict[str, Any]
+
+
+def _last_settings(run: RunDirectory) -> dict[str, Any] | None:
+    """The settings of the last session that trained, without secrets. Before the first one: of the start that failed."""
+    sessions = read_lines(run.sessions, _Recorded) if run.sessions.exists() else []
+    if not sessions:
+        return _begun_settings(run)
+    return cast("dict[str, Any]", merged(RunConfig().model_dump(mode="json"), sessions[-1].config))
+
+
+def _begun_settings(run: RunDirectory) -> dict[str, Any] | None:
+    """The settings of the last session that was begun, without secrets; None if they can't be read."""
+    try:
+        return without_secrets(RunConfig.model_validate_json(run.settings.read_bytes()))
+    except (OSError, ValidationError):
+        return None
+
 
 def prepare_resume(config: RunConfig, run: RunDirectory) -> str | None:
     """If the run has no checkpoint, prepare its directory for a start from the beginning, and return a message for the user.
 
-    Otherwise return None, or raise RunDirectoryError if `config` changes what a resume depends on.
+    Otherwise return None, or raise RunDirectoryError if the stream of the run is lost.
     """
     join_rollouts(run.rollouts)
     if latest_checkpoint(run.root) is not None:
-        _refuse_changes(config, run)
+        if config.stream.kind == "memory":
+            raise RunDirectoryError(
+                f"{run.root} can't be resumed: its stream was in memory and ended with its process, including partly "
+                "trained groups; set stream.kind to files for runs that may be resumed"
+            )
         return None
     steps = len(read_records(run.metrics, StepRecord))
     kept = _set_aside(run)
@@ -97,29 +191,6 @@ def _set_aside(run: RunDirectory) -> Path:
                 path.unlink()
         run.make_folders()
     return kept
-
-
-def _refuse_changes(config: RunConfig, run: RunDirectory) -> None:
-    """Raise RunDirectoryError if `config` changes where the run's streams are stored, or which parameters are trained."""
-    if config.stream.kind == "memory":
-        raise RunDirectoryError(
-            f"{run.root} can't be resumed: its stream was in memory and ended with its process, including partly trained "
-            "groups; set stream.kind to files for runs that may be resumed"
-        )
-    before = config_from_yaml(run.config.read_text(), str(run.config))
-    for key, was, now, why in (
-        ("stream.kind", before.stream.kind, config.stream.kind, "its groups are there"),
-        ("launch.preprocessor", before.launch.preprocessor, config.launch.preprocessor, "its groups are there"),
-        ("model.lora", before.model.lora, config.model.lora, "its checkpoints depend on it"),
-    ):
-        if was != now:
-            raise RunDirectoryError(f"{run.root} was run with {key} {_shown(was)}, and {why}: set it to that again")
-
-
-def _shown(value: str | LoraConfig | None) -> str:
-    if value is None:
-        return "null"
-    return value if isinstance(value, str) else value.model_dump_json()
 
 
 def plan_resume(config: RunConfig, run: RunDirectory, store: StreamStore) -> StartPlan:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 
 from pipelinerl.actor.outstanding import SCHEMA, Outstanding
-from pipelinerl.config.keys import config_to_yaml
 from pipelinerl.config.load import validate
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.database import Database
 from pipelinerl.errors import PipelineRLError, RunDirectoryError, StageDiedError
-from pipelinerl.files import write_atomically
+from pipelinerl.files import write_privately
 from pipelinerl.launch.checks import check_before_the_start
 from pipelinerl.launch.hosts.host import LocalHost
 from pipelinerl.launch.hosts.processes import run_processes
@@ -29,6 +28,7 @@ from pipelinerl.launch.run_lock import (
     choose_name_in_redis,
     create_run_directory,
     errors_explained,
+    keep_settings,
     open_run_directory,
 )
 from pipelinerl.launch.session import Session, StartPlan
@@ -59,19 +59,22 @@ def train(config: RunConfig, *, resume: Path | None = None, began: Began = lambd
     """
     started_s = time.monotonic()
     config = validate(config)
+    changes = _changed_settings(config, RunDirectory(resume.absolute())) if resume is not None else []
     memory = check_before_the_start(config)
     losses: Losses | None = None
     with ExitStack() as held, ExitStack() as aside:
         while True:
             try:
-                ended = _train_session(config, resume, memory, started_s, losses=losses, held=held, aside=aside, began=began)
+                ended = _train_session(
+                    config, resume, memory, started_s, changes=changes, losses=losses, held=held, aside=aside, began=began
+                )
             except PipelineRLError as error:
                 if losses is None or losses.error is None:
                     raise
                 raise StageDiedError(f"{losses.error}\nthe run can't go on from its checkpoint: {error}") from error
             if isinstance(ended, dict):
                 return ended
-            losses, resume = ended, ended.lock.run.root
+            losses, resume, changes = ended, ended.lock.run.root, []
             time.sleep(losses.pause_s)
 
 
@@ -81,6 +84,7 @@ def _train_session(
     memory: Judgement,
     started_s: float,
     *,
+    changes: Sequence[str],
     losses: Losses | None,
     held: ExitStack,
     aside: ExitStack,
@@ -122,7 +126,7 @@ def _train_session(
             records_from_s = losses.records_from_s if losses else started_s - plan.elapsed_s
             session = Session(config, run, plan, make_schedule(config), records_from_s)
             _write_start(session, kept.roles if kept else ())
-            notices = [line for line in (restart_notice, *memory.lines, began(run.root)) if line]
+            notices = [line for line in (restart_notice, *changes, *memory.lines, began(run.root)) if line]
             with closing(_make_view(session, notices)) as view:
                 if config.metrics.trackers or config.metrics.callback:  # they also get the summary
                     from pipelinerl.launch.following import followed  # noqa: PLC0415 - few runs have trackers
@@ -148,6 +152,12 @@ def _train_session(
             return losses if follows else _conclude(session, losses.counted(session, outcome))
 
 
+def _changed_settings(config: RunConfig, run: RunDirectory) -> list[str]:
+    from pipelinerl.launch.resume import changed_settings  # noqa: PLC0415 - only a resumed run needs it
+
+    return changed_settings(config, run)
+
+
 def _prepare_resume(config: RunConfig, run: RunDirectory) -> str | None:
     from pipelinerl.launch.resume import prepare_resume  # noqa: PLC0415 - only a resumed run needs it
 
@@ -168,7 +178,8 @@ def _write_start(session: Session, kept: Collection[str]) -> None:
     run = session.run
     try:
         write_session(session)
-        write_atomically(run.config, config_to_yaml(session.config).encode())
+        if not run.config.exists():
+            keep_settings(session.config, run)
         running = {run.ready_file(role) for role in kept}
         for stale in {*run.control.glob("*.board"), *run.control.glob("*.ready.json")} - running:
             stale.unlink()
@@ -185,9 +196,9 @@ def _write_start(session: Session, kept: Collection[str]) -> None:
 
 
 def write_session(session: Session) -> None:
-    """Write what the processes of the session read. The plan is for this user only: it has the session's secrets."""
-    write_atomically(session.run.settings, session.config.model_dump_json().encode())
-    write_atomically(session.run.plan, msgspec.json.encode(session.plan), mode=0o600)
+    """Write what the processes of the session read. Both files have secrets."""
+    write_privately(session.run.settings, session.config.model_dump_json().encode())
+    write_privately(session.run.plan, msgspec.json.encode(session.plan))
 
 
 def make_record(path: Path, handed_over: int = 0, settled: int = 0) -> None:
@@ -255,7 +266,7 @@ def _run_stages(
     if session.config.launch.kind == "embedded":
         from pipelinerl.launch.hosts.embedded import run_embedded  # noqa: PLC0415 - loads torch into this process
 
-        return run_embedded(session, view)
+        return run_embedded(session, view, lock)
     if cluster is not None:
         from pipelinerl.launch.hosts.placement import placement_lines  # noqa: PLC0415 - only for several machines
         from pipelinerl.launch.hosts.ray import RayHost, placement_of  # noqa: PLC0415 - needs the extra `ray`
@@ -263,8 +274,8 @@ def _run_stages(
         places = placement_of(session.config, cluster)
         for line in placement_lines(places, cluster.machines):
             view.say(line)
-        return run_processes(session, view, RayHost(session, cluster, places, view.say, kept), broker)
-    return run_processes(session, view, LocalHost(session, lock.fd, cast("KeptHere | None", kept)), broker)
+        return run_processes(session, view, RayHost(session, cluster, places, view.say, kept), broker, lock)
+    return run_processes(session, view, LocalHost(session, lock.fd, cast("KeptHere | None", kept)), broker, lock)
 
 
 def _conclude(session: Session, outcome: Outcome) -> dict[str, Any]:

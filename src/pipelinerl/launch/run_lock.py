@@ -11,12 +11,13 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from pipelinerl.config.keys import config_to_yaml
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import RunDirectoryError
-from pipelinerl.files import write_atomically
+from pipelinerl.files import write_atomically, write_privately
 from pipelinerl.launch.run_directory import ORPHAN_PATIENCE_S, RunDirectory
 from pipelinerl.launch.stages.streams import name_in_redis
 
@@ -51,9 +52,18 @@ class RunLock:
             time.sleep(0.05)
         os.ftruncate(self.fd, 0)
         os.pwrite(self.fd, str(os.getpid()).encode(), 0)
+        self._folder = os.open(run.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
     def close(self) -> None:
         os.close(self.fd)
+        os.close(self._folder)
+
+    def require_directory(self) -> None:
+        """Raise RunDirectoryError if the run directory was removed or renamed."""
+        with suppress(OSError):
+            if os.path.samestat(os.stat(self.run.root), os.fstat(self._folder)):
+                return
+        raise RunDirectoryError(f"{self.run.root} was removed or renamed while the run used it: the run has ended")
 
     def _try_lock(self) -> bool:
         try:
@@ -92,7 +102,8 @@ def create_run_directory(config: RunConfig) -> RunLock:
     Raises RunDirectoryError if `run_dir` already has a run, is in use or can't be written to.
     """
     with errors_explained():
-        root = Path(config.run_dir).absolute() if config.run_dir else fresh_directory(config)
+        kind, schedule = config.environment.kind, config.schedule.kind
+        root = Path(config.run_dir).absolute() if config.run_dir else fresh_directory(kind, schedule)
         run = RunDirectory(root)
         run.root.mkdir(parents=True, exist_ok=True)
         lock = RunLock(run, _lock_file(run, config))
@@ -115,6 +126,20 @@ def open_run_directory(root: Path, config: RunConfig) -> RunLock:
         lock = RunLock(run, _lock_file(run, config))
         run.make_folders()
     return lock
+
+
+def keep_settings(config: RunConfig, run: RunDirectory) -> None:
+    """Make these the run's settings in `config.yaml`. Others that it had are kept in `config-1.yaml`, and so on.
+
+    Called when all parts of a session have loaded: a resume that fails changes nothing. Raises OSError.
+    """
+    text = config_to_yaml(config).encode()
+    if run.config.exists():
+        if run.config.read_bytes() == text:
+            return
+        numbered = (run.root / f"config-{number}.yaml" for number in itertools.count(1))
+        shutil.copy(run.config, next(path for path in numbered if not path.exists()))
+    write_privately(run.config, text)
 
 
 def choose_name_in_redis(run: RunDirectory) -> None:
@@ -155,10 +180,9 @@ def errors_explained() -> Iterator[None]:
         ) from error
 
 
-def fresh_directory(config: RunConfig) -> Path:
+def fresh_directory(kind: str, schedule: str) -> Path:
     """Make the folder `runs/<date>-<environment>-<schedule>`, with a number appended if it exists already."""
-    environment = Path(config.environment.kind.split(":")[0]).stem
-    stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{environment}-{config.schedule.kind}"
+    stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{Path(kind.partition(':')[0]).stem}-{schedule}"
     runs = Path("runs").absolute()
     runs.mkdir(parents=True, exist_ok=True)
     for number in itertools.count(1):

@@ -33,13 +33,14 @@ class TrainerOutput:
     """Where the trainer publishes its status and writes its records.
 
     Records contain the time since `started_s` (by default the trainer's start), on the scale of `clock`, and the progress of
-    the stages `engines` and `actors`.
+    the stages `engines` and `actors`. `on_begin` is called before the first step, when all else has loaded.
     """
 
     board: Board
     sink: Sink
     trained_log: Lines | None = None
     published_log: Lines | None = None
+    on_begin: Callable[[], None] = lambda: None
     engines: Sequence[str] = (ALONE.engine,)
     actors: Sequence[str] = (ALONE.actor,)
     clock: Callable[[], float] = time.monotonic
@@ -55,6 +56,7 @@ class TrainerStatus:
     def __init__(self, output: TrainerOutput, progress: Callable[[], TrainerProgress]) -> None:
         self._output = output
         self._counts = progress
+        self._begun = False
         self._clock = output.clock
         self._ready_s = self._step_end_s = self._begin_s = output.clock()
         self._started_s = self._ready_s if output.started_s is None else output.started_s
@@ -69,6 +71,12 @@ class TrainerStatus:
 
     def report_wait(self, verdict: Verdict) -> None:
         self._reporter.report("waiting", verdict.waiting_for, self._progress, waits_for=verdict.waits_for)
+
+    def begin_session(self) -> None:
+        """Call `on_begin`, once."""
+        if not self._begun:
+            self._begun = True
+            self._output.on_begin()
 
     def begin(self) -> None:
         """Start to measure the time of an iteration."""

@@ -175,6 +175,7 @@ class Trainer:
 
     def _train(self, samples: list[TrainingSample]) -> None:
         """One optimizer step and the update of the engines, or the ESS guard."""
+        self._status.begin_session()
         self._status.report("working", f"step {self._version + 1} on {len(samples)} rollouts")
         result = self._learner.step(samples, self._version, self._on_micro_batch)
         if not result.stepped:
@@ -310,6 +311,8 @@ class Trainer:
 
     def finish(self) -> None:
         """Write a final checkpoint, unless this version has one, and report that training is done."""
+        if self.goal_reached:  # a session that began there has taken no step
+            self._status.begin_session()
         self._finish_checkpoint()
         if self._saved_version != self._version:
             self.checkpoint()

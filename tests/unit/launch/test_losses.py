@@ -34,20 +34,22 @@ def ended(error: str, version: int, *, lost: bool = True) -> Outcome:
     return Outcome({"trainer": status}, StageDiedError(error), 1.0, lost=lost)
 
 
-def test_sessions_follow_until_too_many_made_no_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("records", [None, "", "broken\n"])
+def test_sessions_follow_until_too_many_made_no_checkpoint(tmp_path: Path, records: str | None) -> None:
     first = session(tmp_path, 0)
     losses = Losses(first, RunLock(first.run))
     pauses_s = []
     for number in (1, 2):
         assert losses.allow(session(tmp_path, 0), ended(f"death {number}", version=3))
-        assert f"death {number}; the run goes on from its latest checkpoint" in losses.message
+        assert f"death {number}; the run starts again from the beginning in" in losses.message
         assert f"(restart {number} of 2)" in losses.message
         pauses_s.append(losses.pause_s)
     assert pauses_s[1] == 2 * pauses_s[0]
     last = ended("death 3", version=3)
     assert not losses.allow(session(tmp_path, 0), last)
     assert losses.error is None
-    JsonLines(first.run.metrics).close()
+    if records is not None:  # no session came so far that it wrote any
+        first.run.metrics.write_text(records)
     error = losses.counted(first, last).error
     assert isinstance(error, StageDiedError)
     assert str(error).splitlines()[1:] == ["1. death 1", "2. death 2", "3. death 3"]
@@ -61,6 +63,7 @@ def test_a_new_checkpoint_begins_the_count_again(tmp_path: Path) -> None:
         (first.run.checkpoints / folder_name(10 * number + 4)).mkdir(parents=True)
         assert losses.allow(session(tmp_path, max(0, 10 * number - 6)), ended("death", version=10 * number + 7))
         steps_lost += 3
+        assert "the run goes on from its latest checkpoint" in losses.message
         assert "(restart 1 of 2)" in losses.message
     JsonLines(first.run.metrics).close()
     found = losses.counted(first, ended("", version=50, lost=False)).restarts["run"]

@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
-from pathlib import Path
 
 import torch
 
@@ -23,6 +22,7 @@ from pipelinerl.interfaces import Board, StreamReader, StreamWriter, WeightSende
 from pipelinerl.launch.interrupts import Interrupts, counted_interrupts
 from pipelinerl.launch.roles import LOG_FORMAT
 from pipelinerl.launch.run_directory import RunDirectory
+from pipelinerl.launch.run_lock import RunLock, errors_explained, keep_settings
 from pipelinerl.launch.session import Session, peak_memory_bytes
 from pipelinerl.launch.share import plan_threads, usable_cores
 from pipelinerl.launch.stages.generation import Generation, build_generation, generate
@@ -43,7 +43,7 @@ from pipelinerl.weights.memory import MemoryChannel
 LOOK_EVERY_S = 0.5
 
 
-def run_embedded(session: Session, view: View) -> Outcome:
+def run_embedded(session: Session, view: View, lock: RunLock) -> Outcome:
     """Run the session to its end. Errors of the run are in the outcome, not raised."""
     begin_s = time.monotonic()
     threads = plan_threads(session.config, session.schedule, usable_cores()).training
@@ -64,7 +64,7 @@ def run_embedded(session: Session, view: View) -> Outcome:
         stack.enter_context(closing(writer))
         try:
             with closing(build_generation(session, board, writer, channel.receiver)) as generation:
-                goal_reached = _run(generation, reader, channel.sender, view, interrupts)
+                goal_reached = _run(generation, reader, channel.sender, interrupts, view=view, lock=lock)
             error = None if goal_reached else interruption(session)
         except PipelineRLError as raised:
             error = raised
@@ -93,7 +93,13 @@ def _stream(session: Session, on_drop: Callable[[Group], None]) -> tuple[StreamW
 
 
 def _run(
-    generation: Generation, reader: StreamReader[Group], sender: WeightSender, view: View, interrupts: Interrupts
+    generation: Generation,
+    reader: StreamReader[Group],
+    sender: WeightSender,
+    interrupts: Interrupts,
+    *,
+    view: View,
+    lock: RunLock,
 ) -> bool:
     """Alternate generation and training to the end. Returns whether the goal was reached."""
     session, board = generation.session, generation.board
@@ -104,7 +110,7 @@ def _run(
         trainer = build_trainer(session, board, policy, reader=prepared, sender=sender, logs=logs)
         with failures_on_board(trainer):
             trainer.start()
-            after_iteration = _AfterIteration(trainer, board, view, session.config.launch.watchdog_s, session.run.scratch)
+            after_iteration = _AfterIteration(session, trainer, board, view, lock)
             asyncio.run(generate(generation, stop=lambda: interrupts.count > 0, between=after_iteration))
             trainer.finish()
         return trainer.goal_reached
@@ -113,23 +119,28 @@ def _run(
 class _AfterIteration:
     """Called between two iterations of the actor: runs the trainer and, every `LOOK_EVERY_S`, the view and the watchdog.
 
-    Then it also copies the status board to `folder`, where other processes can read it.
+    Then it also copies the status board to a folder where other processes can read it.
     """
 
-    def __init__(self, trainer: Trainer, board: Board, view: View, watchdog_s: float, folder: Path) -> None:
+    def __init__(self, session: Session, trainer: Trainer, board: Board, view: View, lock: RunLock) -> None:
+        self._session, self._lock = session, lock
         self._trainer = trainer
         self._board = board
         self._view = view
-        self._watchdog = Watchdog(watchdog_s)
-        self._files = MmapBoard(folder)
+        self._watchdog = Watchdog(session.config.launch.watchdog_s)
+        self._files = MmapBoard(session.run.scratch)
         self._looked_s = 0.0
 
     def __call__(self) -> None:
+        if not self._looked_s:
+            with errors_explained():
+                keep_settings(self._session.config, self._session.run)
         self._trainer.pump()
         now = time.monotonic()
         if now - self._looked_s < LOOK_EVERY_S:
             return
         self._looked_s = now
+        self._lock.require_directory()
         statuses = last_statuses(self._board)
         self._view.update(statuses, now)
         with suppress(OSError):  # on a full disk; only pages of `watch` read it

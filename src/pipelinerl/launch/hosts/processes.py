@@ -36,7 +36,7 @@ from pipelinerl.files import UNWRITABLE, JsonLines
 from pipelinerl.launch.hosts.host import Host, Worker, named
 from pipelinerl.launch.interrupts import Interrupts, counted_interrupts
 from pipelinerl.launch.roles import TRAINING, generation_roles, rank_roles, server_roles, worker_roles, worker_stages
-from pipelinerl.launch.run_lock import errors_explained
+from pipelinerl.launch.run_lock import RunLock, errors_explained, keep_settings
 from pipelinerl.launch.session import Session
 from pipelinerl.launch.stages.streams import PREPARED, ROLLOUTS, StreamStore, group_reader, prepared_reader
 from pipelinerl.launch.summary import Outcome, interruption
@@ -126,7 +126,7 @@ def premature_exit(worker: Worker) -> PipelineRLError:
     return StageDiedError(f"{named(worker)} ended before the run did (was it told to stop?)")
 
 
-def run_processes(session: Session, view: View, host: Host, broker: RedisServer | None) -> Outcome:
+def run_processes(session: Session, view: View, host: Host, broker: RedisServer | None, lock: RunLock) -> Outcome:
     """Run the session to its end on `host`. Errors of the run are in the outcome, not raised. `broker` runs already."""
     begin_s = time.monotonic()
     processes = Processes(host, broker)
@@ -150,7 +150,7 @@ def run_processes(session: Session, view: View, host: Host, broker: RedisServer 
                 processes.servers.append(host.start(role))
             for role in worker_roles(session.config):
                 processes.workers.append(host.start(role))
-            error = _watch(session.config, processes, healing, view=view, interrupts=interrupts)
+            error = _watch(session, lock, processes, healing, view=view, interrupts=interrupts)
             lost = processes.lost(error)
             may_go_on = lost and session.config.launch.restarts and not processes.broker_failure()
             if may_go_on and (kept := host.keep(lambda: interrupts.count > 0)):
@@ -204,7 +204,8 @@ def replaceable_roles(config: RunConfig) -> list[str]:
 
 
 def _watch(
-    config: RunConfig,
+    session: Session,
+    lock: RunLock,
     processes: Processes,
     healing: Callable[[], Healing],
     *,
@@ -212,12 +213,15 @@ def _watch(
     interrupts: Interrupts,
 ) -> PipelineRLError | None:
     """Watch processes, statuses and interrupts until the run is over. Returns why it ended; None if it reached its goal."""
+    config = session.config
     watchdog = Watchdog(config.launch.watchdog_s)
     stages = worker_stages(config)
+    loaded = False
     workers = processes.workers
     followers = rank_roles(config)  # they end with rank 0
     begin_s = time.monotonic()
     while True:
+        lock.require_directory()
         ended = [worker for worker in workers if not worker.running and worker not in processes.dead()]
         if failure := processes.replace(healing, time.monotonic()) or processes.failure():
             if followers:
@@ -229,6 +233,10 @@ def _watch(
         started = {("", os.getpid()), *((worker.machine, worker.pid) for worker in workers)}
         statuses = {stage: status for stage, status in found.items() if (status.machine, status.pid) in started}
         view.update(statuses, now)
+        if not loaded and not any(_not_ready(stage, statuses.get(stage)) for stage in stages):
+            loaded = True
+            with errors_explained():
+                keep_settings(config, session.run)
         early = [worker for worker in ended if worker.role not in followers]
         if early and not goal_reached(statuses.get(TRAINER)):
             return premature_exit(early[0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import sys
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -47,8 +48,11 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
     format: int = FORMAT
 
 
-def record_session(session: Session) -> None:
-    """Append the record of this session. Called in the training process, when its model is loaded."""
+def session_recorder(session: Session) -> Callable[[], None]:
+    """What appends the record of this session. Called in the training process, when its model is loaded.
+
+    A resume is recorded with its first step, so that one that fails before changes nothing.
+    """
     record = SessionRecord(
         version=session.plan.version,
         config=without_secrets(session.config),
@@ -58,8 +62,12 @@ def record_session(session: Session) -> None:
         rollouts_bytes=session.plan.rollouts_bytes,
         trained_bytes=session.plan.trained_bytes,
     )
-    with session.lines(session.run.sessions) as lines:
-        lines.write(record)
+
+    def write() -> None:
+        with session.lines(session.run.sessions) as lines:
+            lines.write(record)
+
+    return write
 
 
 def this_machine() -> Machine:

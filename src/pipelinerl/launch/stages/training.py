@@ -24,7 +24,7 @@ from pipelinerl.interfaces import Board, StreamReader, WeightSender
 from pipelinerl.launch.roles import TRAINING, rank_roles
 from pipelinerl.launch.session import Session, write_error
 from pipelinerl.launch.stages.preprocessing import prepared_groups
-from pipelinerl.launch.stages.recording import record_session
+from pipelinerl.launch.stages.recording import session_recorder
 from pipelinerl.metrics.sinks import JsonlSink, Sink
 from pipelinerl.metrics.totals import ENDED_ACTORS, ENDED_ENGINES
 from pipelinerl.models.loading import load_model, load_tokenizer
@@ -246,7 +246,9 @@ def build_trainer(
     config = session.config
     learner = policy.learner(config)
     state = TrainerState.resume(policy.checkpoint, learner) if policy.checkpoint else TrainerState()
-    record_session(session)
+    record = session_recorder(session)
+    if policy.checkpoint is None:
+        record()
     queue = SampleQueue(
         reader,
         by_index=session.schedule.trains_in_rounds(),
@@ -265,6 +267,7 @@ def build_trainer(
             sink=logs.metrics,
             trained_log=logs.trained,
             published_log=logs.published,
+            on_begin=record if policy.checkpoint is not None else lambda: None,
             engines=[*(stages.engine for stages in generation), ENDED_ENGINES],
             actors=[*(stages.actor for stages in generation), ENDED_ACTORS],
             started_s=session.records_from_s,
