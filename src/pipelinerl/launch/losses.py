@@ -94,9 +94,7 @@ class Losses:
     def message(self) -> str:
         said = self._reports[-1].splitlines()[0].removesuffix("; the end of its log:")
         number = f"restart {len(self._reports)} of {self._allowed}"
-        what = (
-            "goes on from its latest checkpoint" if self._latest else "has no checkpoint and starts again from the beginning"
-        )
+        what = "goes on from its latest checkpoint" if self._latest else "starts again from the beginning"
         return f"{said}; the run {what} in {self.pause_s:g} s ({number})"
 
     def counted(self, session: Session, outcome: Outcome) -> Outcome:
