@@ -265,7 +265,8 @@ class EngineProgress(msgspec.Struct, frozen=True, kw_only=True, tag="engine"):
 
     `ready_s` is the time since the engine became ready, of which it spent `busy_s` in steps and weight updates.
     `pauses_s` are the pauses for the latest weight updates. `runner` is how the model is run, where the engine knows it.
-    `begun`: version -> sequences in progress whose first token it sampled, where the engine knows it.
+    `begun`: version -> sequences in progress whose first token it sampled, where the engine knows it. `notes`: what does not
+    agree between model and tokenizer (`models.contract`).
     """
 
     version: int = 0
@@ -281,6 +282,7 @@ class EngineProgress(msgspec.Struct, frozen=True, kw_only=True, tag="engine"):
     probes: tuple[ProbeReading, ...] = ()
     runner: str = ""
     begun: dict[int, int] = {}
+    notes: tuple[str, ...] = ()
 
 
 class ActorProgress(msgspec.Struct, frozen=True, kw_only=True, tag="actor"):

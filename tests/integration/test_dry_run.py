@@ -15,9 +15,11 @@ from pipelinerl.config.load import load_config
 from pipelinerl.errors import EnvironmentSetupError, UserError
 from pipelinerl.launch import memory as memory_check
 from pipelinerl.launch.checks import check_before_the_start
+from pipelinerl.launch.dry_run import dry_run
 from pipelinerl.launch.dry_run import try_environment as in_a_process
 from pipelinerl.launch.memory import Memory, check_memory
 from pipelinerl.launch.tryout import try_environment
+from pipelinerl.models.folder import resolve_path
 from tests.integration.runs import flags, small_run, write_environment
 
 Capture = pytest.CaptureFixture[str]
@@ -55,6 +57,16 @@ def klass(folder: Path, body: str, **settings: Any) -> dict[str, Any]:
 
 def tried(settings: dict[str, Any], folder: Path) -> Any:
     return asyncio.run(try_environment(small_run(folder / "r", **settings), lambda _: None))
+
+
+def test_what_does_not_agree_in_the_model_is_reported(folder: Path) -> None:
+    copy = folder / "model"
+    shutil.copytree(resolve_path("demo"), copy)
+    (copy / "generation_config.json").write_text('{"eos_token_id": [1, 99]}')
+    settings = function() | {"model__path": str(copy)}
+    (note,) = tried(settings, folder).notes
+    assert "stop token 99 of generation_config.json is beyond the model's vocabulary of 16" in note
+    assert f"model: {note}" in dry_run(small_run(folder / "r", **settings))
 
 
 WRONG = {

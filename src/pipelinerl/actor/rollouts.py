@@ -64,6 +64,7 @@ class RolloutContext:
     limits: TimeLimits
     seed: int
     slots: int
+    notes: tuple[str, ...] = ()
     awake: Awake = dataclasses.field(default_factory=Awake)
 
     @classmethod
@@ -77,6 +78,7 @@ class RolloutContext:
         seed: int,
         slots: int,
         stop_token_ids: Sequence[int],
+        notes: tuple[str, ...] = (),
     ) -> Self:
         """The context of a run: sampling parameters and limits of `config`."""
         return cls(
@@ -95,6 +97,7 @@ class RolloutContext:
             ),
             seed=seed,
             slots=slots,
+            notes=notes,
         )
 
     def rollout_client(self, name: str, seed: int) -> RolloutClient:

@@ -112,7 +112,8 @@ class GenerationStatus:
     def _engine_progress(self) -> EngineProgress:
         ready_s = self._clock() - self._ready_since_s
         readings = tuple(self._probe.readings)
-        return msgspec.structs.replace(self._engine.progress(), slots=self._slots, ready_s=ready_s, probes=readings)
+        known = {"slots": self._slots, "notes": self._groups.context.notes}
+        return msgspec.structs.replace(self._engine.progress(), ready_s=ready_s, probes=readings, **known)
 
     def _actor_progress(self) -> ActorProgress:
         evaluations = dict(self._evaluations.rewards)

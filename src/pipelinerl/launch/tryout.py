@@ -27,7 +27,8 @@ from pipelinerl.environments.single_turn import JudgedTurn
 from pipelinerl.environments.user.function import Function
 from pipelinerl.errors import EnvironmentSetupError, PipelineRLError
 from pipelinerl.launch.dry_run import Mistake, Step, TryoutMessage, TryoutReport
-from pipelinerl.models.loading import load_tokenizer
+from pipelinerl.models.contract import read_contract
+from pipelinerl.models.loading import load_config, load_tokenizer
 from pipelinerl.types import Completion, GenerationRequest, Rollout, SamplingParams, TokenEvent, VersionSpan
 
 PROMPTS = 16
@@ -78,6 +79,7 @@ async def try_environment(config: RunConfig, send: Callable[[TryoutMessage], Non
     kind = config.environment.kind
     send(Step("loads the tokenizer"))
     tokenizer = load_tokenizer(config.model)
+    contract = read_contract(load_config(config.model), tokenizer)
     send(Step("builds the environment"))
     began_s = time.monotonic()
     environment = make_environment(kind, config.environment.args, tokenizer, config.seed)
@@ -88,8 +90,7 @@ async def try_environment(config: RunConfig, send: Callable[[TryoutMessage], Non
     if wanted and not held_out:
         raise no_held_out(kind, wanted)
     send(Step("tries the first problem with an empty answer"))
-    end_id = tokenizer.eos_token_id
-    client = EmptyAnswers(0 if end_id is None else int(end_id))
+    client = EmptyAnswers(min(contract.stop_token_ids, default=0))
     limits = TimeLimits(config.actor.rollout_timeout_s, CodeAlarm(config.actor.code_timeout_s))
     sampling = SamplingParams(max_tokens=config.actor.max_tokens)
 
@@ -122,6 +123,7 @@ async def try_environment(config: RunConfig, send: Callable[[TryoutMessage], Non
         reward=played.reward,
         metrics=dict(played.metrics),
         held_out=held_out,
+        notes=contract.notes,
     )
 
 

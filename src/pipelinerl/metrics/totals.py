@@ -38,6 +38,7 @@ def engine_total(statuses: Mapping[str, StageStatus]) -> EngineProgress | None:
         weight_updates=max(engine.weight_updates for engine in engines),
         pauses_s=tuple(pause_s for engine in by_latest_pause for pause_s in engine.pauses_s),
         runner=engines[0].runner,
+        notes=engines[0].notes,
         begun=sum((Counter(engine.begun) for engine in engines), Counter()),
     )
 

@@ -15,7 +15,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils._validators import validate_repo_id
 
 from pipelinerl.errors import ModelLoadError
-from pipelinerl.models.folder import absolute
+from pipelinerl.models.folder import absolute, adapter_refusal, refuse_quantized
 
 HUB_TIMEOUT_S = 10.0
 """Timeout of the request that checks whether a model exists. Downloads are bounded by the watchdog only."""
@@ -70,6 +70,9 @@ def find_on_the_hub(hub_id: str) -> str:
             why = "the Hugging Face hub can't be reached"
         raise ModelLoadError(f"{not_found} {why}; give a folder, or download the model first") from error
     files = [Path(file.rfilename).name for file in info.siblings or []]
+    if "adapter_config.json" in files and "config.json" not in files:
+        raise ModelLoadError(adapter_refusal(hub_id))
+    refuse_quantized(hub_id, info.config or {})
     if "config.json" not in files or not any(name.endswith(_WEIGHTS) for name in files):
         raise ModelLoadError(
             f"model.path {hub_id!r} is on the Hugging Face hub without weights that transformers can load (config.json and "

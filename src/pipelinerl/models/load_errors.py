@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 _KNOWN_ERRORS = {
     ("trust_remote_code",): (
         "it comes with Python code of its own; read that code, then set model.trust_remote_code to true"
@@ -23,6 +25,8 @@ _KNOWN_ERRORS = {
     ),
 }
 """Parts of transformers' error messages, and the message that the user gets instead."""
+_DAMAGED = re.compile(r"Safetensor|[Nn]o (such )?file|EOFError|zip archive|Unpickling|not a valid JSON")
+"""What errors about missing and damaged files have in their type or text."""
 
 
 def explain(error: Exception) -> str:
@@ -31,5 +35,6 @@ def explain(error: Exception) -> str:
     for marks, meaning in _KNOWN_ERRORS.items():
         if any(mark in f"{type(error).__name__}: {text}" for mark in marks):
             return meaning
-    first = text.split(". ")[0]
-    return (first[:300] or type(error).__name__) + " (get a complete copy of the model)"
+    kind = type(error).__name__
+    advice = " (get a complete copy of the model)" if _DAMAGED.search(f"{kind}: {text}") else ""
+    return (text.split(". ")[0][:300] or kind) + advice

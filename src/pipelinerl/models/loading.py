@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+import math
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from pipelinerl.config.schema import LONGEST_SLOT, ModelConfig
 from pipelinerl.errors import ModelLoadError, UserError
+from pipelinerl.models.contract import read_contract
 from pipelinerl.models.folder import find_model
 
+_log = logging.getLogger(__name__)
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_HARMLESS = re.compile(
+    r"rotary_emb\.inv_freq$|(attn|attention)\.(masked_)?bias$|position_ids$|(^|\.)mtp\.|(^|\.)(visual|vision|audio"
+    r"|multi_modal)\w*\."
+)
+"""Names of tensors that files have and a language model computes without: buffers of old versions of transformers, layers
+that predict further tokens, and encoders of images and sound."""
 
 
 def require_device(device: torch.device | str) -> None:
@@ -45,7 +59,8 @@ def load_model(config: ModelConfig, device: torch.device | str = "cpu") -> Any:
 
     The model has no adapters; the trainer adds those of `config.lora`. Raises UnsupportedModelError if the model can't have
     the head that `config.head_dtype` asks for, UserError if the device does not exist, and ModelLoadError if the model
-    can't be loaded or lacks some weights (transformers would fill them with random numbers).
+    can't be loaded, if its files lack weights (transformers would fill them with random numbers) or have others than the
+    model, or if weights are not finite.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText  # noqa: PLC0415 - takes seconds
 
@@ -53,23 +68,66 @@ def load_model(config: ModelConfig, device: torch.device | str = "cpu") -> Any:
     options = {"dtype": DTYPES[config.dtype], "trust_remote_code": config.trust_remote_code, "output_loading_info": True}
     path = find_model(config.path)
     with _quiet(), _one_line(config.path, "model"):
+        _generation_config(path)
         try:
             model, report = AutoModelForCausalLM.from_pretrained(path, **options)
         except ValueError as error:
             if "Unrecognized configuration class" not in str(error):
                 raise
             model, report = AutoModelForImageTextToText.from_pretrained(path, **options)  # and used for text alone
-    if absent := sorted({*report["missing_keys"], *(str(key[0]) for key in report["mismatched_keys"])}):
-        shown = ", ".join(absent[:3]) + (f" and {len(absent) - 3} more" if len(absent) > 3 else "")
-        raise ModelLoadError(
-            f"model {config.path!r}: the weights do not fit its config.json: {shown} missing or of another shape; "
-            "get a complete copy of the model"
-        )
+    _check_weights(config.path, model, report)
     if config.head_dtype == "float32":
         from pipelinerl.models.float32_head import use_float32_head  # noqa: PLC0415 - few runs have it
 
         use_float32_head(model)
     return model.to(device).eval()
+
+
+def _check_weights(path: str, model: Any, report: Mapping[str, Any]) -> None:
+    """Raise ModelLoadError if the files and the model have different weights, or if some are not finite."""
+    absent = {*report["missing_keys"], *(str(key[0]) for key in report["mismatched_keys"])}
+    unknown = [name for name in report["unexpected_keys"] if not _HARMLESS.search(name)]
+    broken = (name for name, weight in model.named_parameters() if not _finite(weight.detach()))
+    for names, problem in (
+        (absent, "the weights do not fit its config.json: {} missing or of another shape; get a complete copy of the model"),
+        (unknown, "its files have weights that the model has not: {}; merge adapters, or remove what is not of the model"),
+        (broken, "weights are not finite (NaN or infinity): {}; give another copy or checkpoint"),
+    ):
+        if found := sorted(names):
+            shown = ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+            raise ModelLoadError(f"model {path!r}: {problem.format(shown)}")
+
+
+def _finite(weight: torch.Tensor) -> bool:
+    """By the smallest and the largest element: neither exists if one is NaN."""
+    return not weight.numel() or all(math.isfinite(bound) for bound in weight.aminmax())
+
+
+def load_config(config: ModelConfig) -> Any:
+    """An object with the model's `config` and `generation_config` (None without one). Raises ModelLoadError."""
+    from transformers import AutoConfig  # noqa: PLC0415 - takes seconds
+
+    path = find_model(config.path)
+    with _quiet(), _one_line(config.path, "configuration"):
+        found = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+        return SimpleNamespace(config=found, generation_config=_generation_config(path))
+
+
+def _generation_config(path: str) -> Any:
+    """None if there is none. One that can't be read is an error: transformers would go on without its stop tokens."""
+    from transformers import GenerationConfig  # noqa: PLC0415 - as above
+
+    try:
+        return GenerationConfig.from_pretrained(path)
+    except Exception as error:  # whatever is wrong with its contents
+        folder = Path(path)
+        if not folder.is_dir():
+            from pipelinerl.models.hub import downloaded  # noqa: PLC0415 - folders don't need it
+
+            folder = Path(downloaded(path) or path)
+        if not (folder / "generation_config.json").exists():
+            return None
+        raise ValueError(f"its generation_config.json can't be read: {error}") from error
 
 
 def load_tokenizer(config: ModelConfig) -> Any:
@@ -82,13 +140,11 @@ def load_tokenizer(config: ModelConfig) -> Any:
 
 
 def stop_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """All tokens that end a completion, ascending: from the generation config, the model's config and the tokenizer."""
-    generation = getattr(model, "generation_config", None)
-    sources = [getattr(owner, "eos_token_id", None) for owner in (generation, model.config.get_text_config(), tokenizer)]
-    ids: set[int] = set()
-    for source in sources:
-        ids.update([] if source is None else [source] if isinstance(source, int) else source)
-    return tuple(sorted(ids))
+    """All tokens that end a completion, ascending, as `read_contract` finds them. Logs its notes as warnings."""
+    contract = read_contract(model, tokenizer)
+    for note in contract.notes:
+        _log.warning("model: %s", note)
+    return contract.stop_token_ids
 
 
 def model_max_length(model: Any) -> int | None:

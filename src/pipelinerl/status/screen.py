@@ -84,13 +84,16 @@ class Trends:
         return steps_left / rate if rate else None
 
 
-def runners_line(statuses: Mapping[str, StageStatus]) -> str | None:
-    """How engine and trainer run the model, once both are ready. An engine behind HTTP says so in its own log."""
+def model_lines(statuses: Mapping[str, StageStatus]) -> list[str]:
+    """What does not agree between model and tokenizer; and how engine and trainer run the model, once both are ready.
+
+    An engine behind HTTP says the latter in its own log.
+    """
     engine, trainer = engine_total(statuses), trainer_progress(statuses)
-    if engine is None or trainer is None or not trainer.runner:
-        return None
-    generated = [f"generates {engine.runner}"] if engine.runner else []
-    return "model: " + "; ".join([*generated, f"is trained {trainer.runner}"])
+    lines = list(engine.notes) if engine else []
+    if engine and trainer and trainer.runner:
+        lines.append("; ".join([*([f"generates {engine.runner}"] if engine.runner else []), f"is trained {trainer.runner}"]))
+    return [f"model: {line}" for line in lines]
 
 
 def plain_line(statuses: Mapping[str, StageStatus], target: int, trends: Trends, elapsed_s: float) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Literal, TextIO
 
 from pipelinerl.metrics.totals import trainer_progress
-from pipelinerl.status.screen import Trends, plain_line, runners_line, waiting_lines
+from pipelinerl.status.screen import Trends, model_lines, plain_line, waiting_lines
 from pipelinerl.types import StageStatus
 
 REDRAW_S = 0.5
@@ -35,13 +35,14 @@ class View:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._runners_said = False
+        self._said: set[str] = set()
 
     def update(self, statuses: Mapping[str, StageStatus], now: float) -> None:  # noqa: ARG002 - for the other views
         """Show the statuses of all stages at `now` (`time.monotonic`)."""
-        if not self._runners_said and (line := runners_line(statuses)):
-            self._runners_said = True
-            self.say(line)
+        for line in model_lines(statuses):
+            if line not in self._said:
+                self._said.add(line)
+                self.say(line)
 
     def say(self, text: str) -> None:
         """Print a message that stays on the screen, like a warning or a process's crash message."""

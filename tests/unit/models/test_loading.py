@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from transformers import (
     AutoModelForCausalLM,
@@ -34,7 +35,8 @@ from pipelinerl.engine import LocalEngine
 from pipelinerl.errors import ModelLoadError, UnsupportedModelError
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models.folder import find_model, resolve_path
-from pipelinerl.models.loading import load_model, load_tokenizer, model_max_length, stop_token_ids
+from pipelinerl.models.load_errors import explain
+from pipelinerl.models.loading import load_config, load_model, load_tokenizer, model_max_length, stop_token_ids
 from pipelinerl.models.packed import PackedRow, checkpoint_activations, sampled_logits, use_packed_attention
 from pipelinerl.models.state import checksum
 from pipelinerl.preprocess import pack
@@ -222,6 +224,8 @@ def test_what_can_be_no_hub_id_is_not_asked_for(name: str) -> None:
 HUB: dict[str, Any] = {
     "own/whole": {"siblings": ["config.json", "model.safetensors", "tokenizer.json"]},
     "own/terms": {"siblings": ["config.json", "model.safetensors", "tokenizer.json"], "gated": "manual"},
+    "own/adapter": {"siblings": ["adapter_config.json", "adapter_model.safetensors"]},
+    "own/small": {"siblings": ["config.json"], "config": {"quantization_config": {"quant_method": "awq"}}},
     "own/data": {"siblings": ["README.md"]},
     "own/weights": {"siblings": ["config.json", "model-00001-of-00002.safetensors"]},
 }
@@ -269,6 +273,8 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     [
         ("own/absent", r"is not a folder here \(/.*/own/absent\) and the Hugging Face hub has no such model that you can"),
         ("own/terms", r"is gated: accept its terms at http://.*/own/terms, then log in"),
+        ("own/adapter", "'own/adapter' has an adapter: merge it"),
+        ("own/small", r"'own/small' is quantized \(awq\)"),
         ("own/data", "is on the Hugging Face hub without weights"),
         ("own/weights", "is on the Hugging Face hub without a tokenizer"),
         ("own/broken", "the Hugging Face hub answered: .*500"),
@@ -315,6 +321,68 @@ def test_absent_weights_are_not_replaced_by_random_ones(folder: Path) -> None:
 def test_weights_of_another_shape_are_refused(folder: Path) -> None:
     change_config(folder, intermediate_size=24)
     assert "can't load the model" in refusal(load_model, folder)
+
+
+def change_weights(folder: Path, **changes: torch.Tensor) -> None:
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights | {name.replace("__", "."): weight for name, weight in changes.items()}, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    "name", ["model.layers.0.self_attn.q_proj.lora_A.weight", "v_head.summary.weight", "score.weight", "model.layers.2.x"]
+)
+def test_weights_that_the_model_has_not_are_not_left_out(folder: Path, name: str) -> None:
+    change_weights(folder, **{name: torch.ones(2, 2)})
+    assert f"has not: {name}; merge adapters" in refusal(load_model, folder)
+
+
+def test_known_leftovers_in_a_file_are_no_error(folder: Path) -> None:
+    """Buffers of old versions, layers for further tokens, an encoder of images."""
+    harmless = ("model.layers.0.self_attn.rotary_emb.inv_freq", "transformer.h.0.attn.masked_bias", "mtp.layers.0.x")
+    change_weights(folder, **{name: torch.ones(2) for name in (*harmless, "vision_tower.patches.weight")})
+    load_model(ModelConfig(path=str(folder)))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_weights_that_are_not_finite_are_named(folder: Path, value: float) -> None:
+    broken = torch.ones(16)
+    broken[3] = value
+    change_weights(folder, model__norm__weight=broken)
+    assert "weights are not finite (NaN or infinity): model.norm.weight; give another" in refusal(load_model, folder)
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes", "fp8", "compressed-tensors"])
+@pytest.mark.parametrize("inner", [False, True])
+def test_quantized_weights_are_refused_before_they_are_read(folder: Path, method: str, inner: bool) -> None:
+    settings = {"quantization_config": {"quant_method": method, "bits": 4}}
+    change_config(folder, **({"text_config": settings} if inner else settings))
+    (folder / "model.safetensors").unlink()
+    for load in (load_model, load_tokenizer):
+        assert f"is quantized ({method}): quantized weights can't be trained; give the unquan" in refusal(load, folder)
+
+
+@pytest.mark.parametrize("with_model", [False, True])
+def test_an_adapter_is_not_taken_for_a_model(folder: Path, with_model: bool) -> None:
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": "x/y"}))
+    if not with_model:
+        (folder / "config.json").unlink()
+    assert "has an adapter of 'x/y': merge it into its model" in refusal(load_model, folder)
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", ""])
+def test_a_generation_config_that_can_not_be_read_is_an_error(folder: Path, text: str) -> None:
+    """transformers would go on without its stop tokens."""
+    (folder / "generation_config.json").write_text(text)
+    for load in (load_model, load_config):
+        assert "generation_config.json" in refusal(load, folder)
+
+
+def test_another_copy_is_advised_only_if_files_are_missing_or_damaged() -> None:
+    advice = "(get a complete copy of the model)"
+    assert explain(OSError("no file named model.safetensors in m")).endswith(advice)
+    assert explain(OSError("It looks like the config file at 'm' is not a valid JSON file.")).endswith(advice)
+    assert explain(ImportError("Using `x` requires Accelerate. See docs")) == "Using `x` requires Accelerate"
+    assert explain(TypeError("'NoneType' object is not iterable")) == "'NoneType' object is not iterable"
 
 
 def test_other_kinds_of_model_are_refused(tmp_path: Path) -> None:

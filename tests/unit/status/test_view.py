@@ -137,6 +137,18 @@ def test_how_the_model_is_run_is_said_once_when_both_sides_are_ready(kind: Any) 
     view.close()
 
 
+@pytest.mark.parametrize("kind", ["none", "plain", "live"])
+def test_what_does_not_agree_in_the_model_is_said_once_and_at_once(kind: Any) -> None:
+    stream = StringIO()
+    view = make_view(kind, stream, target=100)
+    for now in (0.0, 1.0):
+        engine = statuses(now)["engine"]
+        noted = replace(engine, progress=replace(engine.progress, notes=("no token ends a completion",)))
+        view.update({"engine-0": noted, "engine-1": noted}, now)  # the trainer is still starting
+        assert stream.getvalue().count("model: no token ends a completion") == 1
+    view.close()
+
+
 def test_a_low_ess_is_marked() -> None:
     assert [dict(headline({"ess": ess}))["ess"] for ess in (0.499, 0.5)] == ["0.499 (low)", "0.500"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pipelinerl.config.schema import EngineConfig, RunConfig
 from pipelinerl.interfaces import AsyncEngine, Tokenizer
 from pipelinerl.launch.session import Session, StartPlan
+from pipelinerl.models.contract import Contract, read_contract
 from pipelinerl.types import ENGINE
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class EngineHandle(NamedTuple):
-    """An engine that is ready. `slots` is its H, summed over all servers.
+    """An engine that is ready. `slots` is its H, summed over all servers; `contract` that of its model and tokenizer.
 
     `restart` prepares it for another session: without requests, and with the weights of the plan's checkpoint if they are
     exactly those that the run had published. Otherwise it has to wait for the trainer's.
@@ -25,7 +26,7 @@ class EngineHandle(NamedTuple):
 
     engine: AsyncEngine
     slots: int
-    stop_token_ids: Sequence[int]
+    contract: Contract
     restart: Callable[[StartPlan], Coroutine[Any, Any, None]]
 
 
@@ -78,7 +79,6 @@ def load_local_engine(config: RunConfig, name: str = ENGINE) -> tuple[Any, Local
 
 def _local(config: RunConfig, name: str, tokenizer: Tokenizer) -> EngineHandle:
     from pipelinerl.actor.client import EngineClient  # noqa: PLC0415 - as above
-    from pipelinerl.models.loading import stop_token_ids  # noqa: PLC0415 - as above
 
     model, engine = load_local_engine(config, name)
 
@@ -89,4 +89,4 @@ def _local(config: RunConfig, name: str, tokenizer: Tokenizer) -> EngineHandle:
         if update := weights_of(plan, model):
             engine.update_weights(update)
 
-    return EngineHandle(EngineClient(engine), config.engine.slots, stop_token_ids(model, tokenizer), restart)
+    return EngineHandle(EngineClient(engine), config.engine.slots, read_contract(model, tokenizer), restart)

@@ -322,7 +322,8 @@ def _groups(generation: Generation, handle: EngineHandle) -> GroupRunner:
         generation.tokenizer,
         seed=config.seed,
         slots=handle.slots,
-        stop_token_ids=handle.stop_token_ids,
+        stop_token_ids=handle.contract.stop_token_ids,
+        notes=handle.contract.notes,
     )
     skips = None
     if config.actor.online_filter is not None:

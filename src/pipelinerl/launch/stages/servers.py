@@ -29,6 +29,7 @@ from pipelinerl.launch.roles import server_roles
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.session import Session, StartPlan, yield_to_the_trainer
 from pipelinerl.launch.stages.engines import EngineHandle
+from pipelinerl.models.contract import Contract
 from pipelinerl.ports import free_port
 
 if TYPE_CHECKING:
@@ -222,7 +223,7 @@ async def connected_engine(
             elif sender is not None:
                 await engine.join_broadcast(*sender)
 
-        yield EngineHandle(engine, engine.slots, facts.stop_token_ids, restart)
+        yield EngineHandle(engine, engine.slots, Contract(facts.stop_token_ids, facts.notes), restart)
 
 
 def _are_started_again(config: RunConfig) -> bool:

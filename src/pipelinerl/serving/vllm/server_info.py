@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import msgspec
 
 from pipelinerl.config.schema import ModelConfig
+from pipelinerl.models.contract import read_contract
 from pipelinerl.serving.vllm.messages import BACKEND
 
 
@@ -77,32 +77,20 @@ SPARE_BLOCKS = 4
 
 
 class ModelFacts(NamedTuple):
-    """`vocabulary`: its size. `stop_token_ids`: the tokens that end a completion according to the model's configuration."""
+    """`vocabulary`: its size. The others: see `models.contract.Contract`."""
 
     vocabulary: int
     stop_token_ids: tuple[int, ...]
+    notes: tuple[str, ...] = ()
 
 
 def model_facts(path: str) -> ModelFacts:
     """Read the facts, without loading weights. Raises ModelLoadError if there is no model or tokenizer at `path`."""
-    from transformers import AutoConfig, GenerationConfig  # noqa: PLC0415 - takes seconds
+    from pipelinerl.models.loading import load_config, load_tokenizer  # noqa: PLC0415 - takes seconds
 
-    from pipelinerl.errors import ModelLoadError  # noqa: PLC0415
-    from pipelinerl.models.folder import resolve_path  # noqa: PLC0415 - as above
-    from pipelinerl.models.loading import load_tokenizer, stop_token_ids  # noqa: PLC0415 - as above
-
-    folder = resolve_path(path)
-    try:
-        config = AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        raise ModelLoadError(f"can't read the configuration of {path!r}: {error}") from error
-    try:
-        generation = GenerationConfig.from_pretrained(folder)
-    except OSError:
-        generation = None
-    tokenizer = load_tokenizer(ModelConfig(path=path))
-    model = SimpleNamespace(config=config, generation_config=generation)
-    return ModelFacts(int(config.get_text_config().vocab_size), stop_token_ids(model, tokenizer))
+    named = ModelConfig(path=path)
+    model = load_config(named)
+    return ModelFacts(int(model.config.get_text_config().vocab_size), *read_contract(model, load_tokenizer(named)))
 
 
 def kv_cache_bytes(path: str, *, slots: int, max_length: int, item_bytes: int) -> int:

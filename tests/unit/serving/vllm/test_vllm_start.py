@@ -151,6 +151,6 @@ def test_a_server_that_is_set_up_otherwise_is_not_used() -> None:
 
 
 def test_what_the_models_folder_says() -> None:
-    assert model_facts("demo") == (16, (1,))
+    assert model_facts("demo") == (16, (1,), ())
     # 2 layers x (keys, values) x 3 heads x 32 x 4 bytes, for 8 slots of 3 blocks of 128, and 4 blocks to spare
     assert kv_cache_bytes("demo", slots=8, max_length=300, item_bytes=4) == 2 * 2 * 3 * 32 * 4 * 128 * (8 * 3 + 4)

@@ -1,0 +1,133 @@
+"""Whether tokenizer, chat template, generation config and model agree on the vocabulary and on what ends a completion."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import msgspec
+
+from pipelinerl.errors import ModelLoadError
+from pipelinerl.interfaces import Tokenizer
+
+ANSWER = "@@"
+"""Stands for an answer of the model where a chat template is tried."""
+_SHOWN_CHARACTERS = 20
+
+
+class Contract(NamedTuple):
+    """`stop_token_ids`: all tokens that end a completion, ascending. `notes`: a line for each thing that does not agree."""
+
+    stop_token_ids: tuple[int, ...]
+    notes: tuple[str, ...]
+
+
+class _Turn(NamedTuple):
+    """How the chat template ends an answer: with the token `end`, or with `text`. `notes`: what is wrong with it."""
+
+    end: int | None = None
+    text: str = ""
+    notes: tuple[str, ...] = ()
+
+
+def read_contract(model: Any, tokenizer: Any) -> Contract:
+    """`model` needs only a `config`, and a `generation_config` if there is one. Raises ModelLoadError for ids that are none.
+
+    A completion ends with the tokens that the generation config, the model's config and the tokenizer name, and with the
+    token by which the chat template ends an answer: base models and fine-tuned ones often name only the end of a text.
+    """
+    text_config = model.config.get_text_config()
+    added: dict[int, Any] = getattr(tokenizer, "added_tokens_decoder", None) or {}
+    owners = {
+        "generation_config.json": getattr(model, "generation_config", None),
+        "config.json": text_config,
+        "the tokenizer": tokenizer,
+    }
+    named = {where: _ids(where, getattr(owner, "eos_token_id", None)) for where, owner in owners.items()}
+    sources = {token: where for where, ids in reversed(named.items()) for token in ids}
+    turn = _turn(tokenizer, added)
+    notes = list(turn.notes)
+    if turn.end is not None and turn.end not in sources:
+        notes.append(
+            f"the chat template ends an answer with {_name(tokenizer, turn.end)}, which no eos_token_id names: it ends "
+            "completions, too"
+        )
+        sources[turn.end] = "the chat template"
+    size = int(text_config.vocab_size)
+    inside = tuple(sorted(token for token in sources if 0 <= token < size))
+    for token, where in sorted(sources.items()):
+        if token not in inside:
+            notes.append(f"the stop token {token} of {where} is beyond the model's vocabulary of {size}: it ends nothing")
+        elif added and token not in added and token not in tokenizer.all_special_ids:
+            notes.append(
+                f"the stop token {_name(tokenizer, token)} of {where} is no special token: is the tokenizer that of "
+                "another model?"
+            )
+    ends = " and ".join(_name(tokenizer, token) for token in inside) or "nothing"
+    if turn.text:
+        shown = repr(turn.text[:_SHOWN_CHARACTERS])
+        notes.append(f"the chat template has no token at the end of an answer, only {shown}: completions end with {ends}")
+    if not inside:
+        notes.append(
+            "no token ends a completion: neither generation_config.json nor config.json nor the tokenizer has an "
+            "eos_token_id; each one runs to its limit"
+        )
+    if beyond := [_name(tokenizer, token) for token in sorted(added) if token >= size]:
+        more = f" and {len(beyond) - 2} more" if len(beyond) > 2 else ""
+        notes.append(
+            f"the tokenizer has tokens beyond the model's vocabulary of {size}: {', '.join(beyond[:2])}{more}; prompts with "
+            "them are refused"
+        )
+    return Contract(inside, tuple(notes))
+
+
+def hidden_ids(tokenizer: Tokenizer) -> frozenset[int]:
+    """Ids that are no text: the tokenizer's own bos, eos and padding. Other special tokens, such as `<think>`, are text."""
+    ids = (getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad"))
+    return frozenset(token for token in ids if isinstance(token, int))
+
+
+def _ids(where: str, given: object) -> list[int]:
+    try:
+        ids = [] if given is None else msgspec.convert(given, int | list[int])
+    except msgspec.ValidationError as error:
+        raise ModelLoadError(f"eos_token_id of {where} must be a token id, or a list of ids, but is {given!r}") from error
+    return [ids] if isinstance(ids, int) else ids
+
+
+def _name(tokenizer: Any, token: int) -> str:
+    convert = getattr(tokenizer, "convert_ids_to_tokens", None)
+    return f"{convert(token)!r} ({token})" if convert else str(token)
+
+
+def _turn(tokenizer: Any, added: dict[int, Any]) -> _Turn:
+    """Render an answer, also with a message after it: some templates end only one of the two."""
+    if not getattr(tokenizer, "chat_template", None):
+        return _Turn()
+
+    def render(*messages: tuple[str, str], prompt: bool = False) -> str:
+        chat = [{"role": role, "content": content} for role, content in messages]
+        return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=prompt))
+
+    question = ("user", "?")
+    found, problem = list[tuple[str, str]](), "it leaves the answer out"
+    with_prompt = without = ""
+    for chat in ([question, ("assistant", ANSWER)], [question, ("assistant", ANSWER), question]):
+        try:
+            before, shown, after = render(*chat).rpartition(ANSWER)
+            with_prompt, without = render(question, prompt=True), render(question)
+        except Exception as error:  # noqa: BLE001 - a template is code and may raise anything
+            problem = " ".join(str(error).split())
+            continue
+        if shown:
+            found.append((before, after.lstrip()))
+    if not found:
+        return _Turn(notes=(f"the chat template can't show an answer, so what ends a turn is not known: {problem}",))
+    notes = []
+    opening = found[0][0].removeprefix(without).strip()
+    if with_prompt == without and opening and found[0][0].startswith(without):
+        notes.append(
+            f"the chat template has no generation prompt: a prompt ends before {opening!r}, which the model has to write"
+        )
+    text = next((after for _, after in found if after), "")
+    ends = {token.content: number for number, token in added.items() if token.content and text.startswith(token.content)}
+    return _Turn(ends[max(ends, key=len)] if ends else None, "" if ends else text, tuple(notes))

@@ -1,0 +1,149 @@
+"""Whether tokenizer, chat template and model agree: what ends a completion, and what a user reads if they do not."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken
+from transformers import LlamaConfig
+
+from pipelinerl.config.schema import ModelConfig
+from pipelinerl.errors import ModelLoadError
+from pipelinerl.models.contract import Contract, hidden_ids, read_contract
+from pipelinerl.models.loading import load_config, load_tokenizer
+from tests.unit.chat_parts import ALTERNATES, CHATML, COUNTS, STRIPS_THOUGHTS, TRIMS
+from tests.unit.server_parts import byte_tokenizer
+
+EOS, SIZE = 2, 270
+PROMPT = "{% if add_generation_prompt %}<a>{% endif %}"
+TURNS = "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}"
+
+
+def contract(template: str | None = None, *, tokens: str = "<|im_start|> <|im_end|> <u> <a>", **changes: Any) -> Contract:
+    """Of the bytes' tokenizer, whose eos is 2, with these special tokens from 259 on."""
+    tokenizer = byte_tokenizer(template)
+    tokenizer.add_special_tokens({"additional_special_tokens": [AddedToken(token) for token in tokens.split()]})
+    if "tokenizer" in changes:
+        tokenizer.eos_token = changes["tokenizer"]
+    config = LlamaConfig(vocab_size=changes.get("size", SIZE), eos_token_id=changes.get("config"))
+    generation = SimpleNamespace(eos_token_id=changes.get("generation"))
+    return read_contract(SimpleNamespace(config=config, generation_config=generation), tokenizer)
+
+
+@pytest.mark.parametrize("template", [CHATML, TRIMS, STRIPS_THOUGHTS, COUNTS, ALTERNATES])
+def test_the_end_of_a_turn_ends_a_completion_also_if_no_config_names_it(template: str) -> None:
+    found = contract(template)
+    assert found.stop_token_ids == (EOS, 260)
+    (note,) = found.notes
+    assert "ends an answer with '<|im_end|>' (260), which no eos_token_id names: it ends completions, too" in note
+
+
+@pytest.mark.parametrize(
+    "changes", [{"generation": [EOS, 260]}, {"config": 260}, {"generation": 260}, {"tokenizer": "<|im_end|>"}]
+)
+def test_nothing_is_noted_if_all_agree(changes: dict[str, Any]) -> None:
+    found = contract(CHATML, **changes)
+    assert found.notes == ()
+    assert 260 in found.stop_token_ids
+
+
+@pytest.mark.parametrize(
+    ("end", "expected"),
+    [
+        ("<eos>", EOS),  # Mistral, OLMo
+        (" <eos>\n", EOS),  # Llama 2
+        ("\n\n<|im_end|>\n", 260),
+        ("{% if not loop.last %}<|im_end|>{% endif %}", 260),  # only what is followed is ended
+        ("{% if loop.last %}<eos>{% else %}<|im_end|>{% endif %}", EOS),  # gpt-oss: the last answer ends the turn
+    ],
+)
+def test_the_end_is_the_first_token_after_an_answer(end: str, expected: int) -> None:
+    found = contract(TURNS + end + "{% endfor %}" + PROMPT)
+    assert set(found.stop_token_ids) == {EOS, expected}
+
+
+def test_a_template_that_ends_a_turn_by_the_next_ones_marker() -> None:
+    """As GLM's: the user's marker is what the model writes when it has done."""
+    assert contract(TURNS + "{% endfor %}" + PROMPT).stop_token_ids == (EOS, 261)
+
+
+def test_a_turn_that_ends_with_plain_text_is_named() -> None:
+    found = contract(TURNS + "[/END]\n{% endfor %}" + PROMPT)
+    assert found.stop_token_ids == (EOS,)
+    assert "no token at the end of an answer, only '[/END]\\n': completions end with '<eos>' (2)" in found.notes[0]
+    without = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+    assert "only 'user: ?" in contract(without).notes[0]
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{{ raise_exception('never') }}", "what ends a turn is not known: never"),
+        ("{% if messages[1:] %}{{ raise_exception('one turn only') }}{% endif %}?", "is not known: one turn only"),
+        ("{{ messages[0].content }}", "is not known: it leaves the answer out"),
+        ("{% for m in messages %}<a>{{ m.undefined.field }}{% endfor %}", "is not known"),
+        (TURNS + "<eos>{% endfor %}", "has no generation prompt: a prompt ends before '<a>', which the model has to write"),
+    ],
+)
+def test_a_template_that_can_not_be_used_for_answers_is_named(template: str, said: str) -> None:
+    (note,) = contract(template).notes
+    assert said in note
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+        "{% else %} {{ m.content }}<eos>{% endif %}{% endfor %}",  # Mistral: the answer follows at once
+        TURNS + "<eos>{% endfor %}<a>",  # always there
+        TURNS + "<eos>{% endfor %}{% if add_generation_prompt %}<a><think>\n{% endif %}",  # DeepSeek R1
+    ],
+)
+def test_templates_with_another_generation_prompt_are_right(template: str) -> None:
+    assert contract(template).notes == ()
+
+
+def test_a_model_that_never_ends_is_named() -> None:
+    found = contract(tokenizer=None)
+    assert found.stop_token_ids == ()
+    assert "no token ends a completion" in found.notes[0]
+
+
+def test_stop_tokens_of_another_vocabulary_are_named_and_do_nothing() -> None:
+    found = contract(generation=[EOS, 50, 268, 300], config=-1)
+    assert found.stop_token_ids == (EOS, 50, 268)
+    before, ordinary, unknown, beyond = found.notes
+    assert "stop token -1 of config.json is beyond" in before
+    assert "(50) of generation_config.json is no special token" in ordinary
+    assert "None (268) of generation_config.json is no special token" in unknown
+    assert "stop token 300 of generation_config.json is beyond the model's vocabulary of 270" in beyond
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_named() -> None:
+    found = contract(size=260)
+    assert found.notes == (
+        "the tokenizer has tokens beyond the model's vocabulary of 260: '<|im_end|>' (260), '<u>' (261) and 1 more; prompts "
+        "with them are refused",
+    )
+
+
+@pytest.mark.parametrize("given", ["</s>", [[2]], 2.5, ["2"]])
+def test_an_eos_token_id_that_is_no_id_is_an_error(given: Any) -> None:
+    with pytest.raises(ModelLoadError, match=r"eos_token_id of generation_config.json must be a token id.* but is"):
+        contract(generation=given)
+
+
+def test_padding_that_is_the_end_of_text_is_fine() -> None:
+    tokenizer = byte_tokenizer(None)
+    tokenizer.pad_token = tokenizer.bos_token = "<eos>"
+    assert hidden_ids(tokenizer) == {EOS}
+    config = LlamaConfig(vocab_size=SIZE, eos_token_id=EOS)
+    assert read_contract(SimpleNamespace(config=config), tokenizer) == ((EOS,), ())
+
+
+@pytest.mark.parametrize("name", ["demo", "demo-tools"])
+def test_the_models_of_this_package_agree_with_their_tokenizers(name: str) -> None:
+    config = ModelConfig(path=name)
+    assert read_contract(load_config(config), load_tokenizer(config)) == ((1,), ())
