@@ -69,6 +69,7 @@ RECIPES: dict[str, dict[str, str]] = {
     "tv, drift, ess_lr": TV | DRIFT | ESS_LR,
     "paper, ess_lr": ESS_LR,
     "sequence truncate": {"correction.sequence": "truncate"},
+    "geo_truncate": {"correction.sequence": "geo_truncate"},
     "geo_mask": {"correction.sequence": "geo_mask"},
     "ppo": {"trainer.loss": "ppo"},
     "ppo, no dual clip": {"trainer.loss": "ppo", "trainer.dual_clip": "null"},

@@ -27,9 +27,13 @@ TOKEN_THRESHOLDS: dict[TokenCorrection, tuple[float | None, float | None]] = {
 SEQUENCE_THRESHOLDS: dict[SequenceCorrection, tuple[float | None, float | None]] = {
     "none": (None, None),
     "truncate": (None, 5.0),
+    "geo_truncate": (None, 2.0),
     "geo_mask": (0.9, 1.1),
 }
 """Defaults of `sequence_low` and `sequence_high` by kind."""
+
+SEQUENCE_WEIGHTS = ("truncate", "geo_truncate")
+"""Kinds that give all tokens of a rollout one weight in place of their own."""
 
 _CLIP_RANGES = {"ppo": (0.2, 0.2), "cispo": (0.2, 0.2), "decoupled": (0.2, 0.2), "gspo": (3e-4, 4e-4)}
 
@@ -50,11 +54,11 @@ class Correction:
 def token_correction(trainer: TrainerConfig, correction: CorrectionConfig) -> TokenCorrection:
     """`correction.token`, with null resolved: `truncate` if the loss has an importance weight, else `none`.
 
-    With `sequence: truncate`, one weight of the sequence replaces the tokens' weights, so null is `none` then, too.
+    A weight of the sequence (`SEQUENCE_WEIGHTS`) replaces the tokens' weights, so null is `none` then, too.
     """
     if correction.token is not None:
         return correction.token
-    return "truncate" if trainer.loss in WEIGHTED_LOSSES and correction.sequence != "truncate" else "none"
+    return "truncate" if trainer.loss in WEIGHTED_LOSSES and correction.sequence not in SEQUENCE_WEIGHTS else "none"
 
 
 def resolve(trainer: TrainerConfig, correction: CorrectionConfig) -> Correction:
@@ -84,14 +88,14 @@ def mistakes(config: RunConfig) -> Iterator[str]:
     trainer, correction = config.trainer, config.correction
     loss, token, sequence = trainer.loss, token_correction(trainer, correction), correction.sequence
     for key, kind in (("token", token), ("sequence", sequence)):
-        if kind == "truncate" and loss not in WEIGHTED_LOSSES:
+        if kind in SEQUENCE_WEIGHTS and loss not in WEIGHTED_LOSSES:
             yield (
-                f"correction.{key}: `truncate` limits the importance weight of reinforce and decoupled; `{loss}` has none: "
+                f"correction.{key}: `{kind}` limits the importance weight of reinforce and decoupled; `{loss}` has none: "
                 "it bounds the ratio itself (trainer.clip_low, clip_high). Remove this key, or set it to a mask"
             )
-    if sequence == "truncate" and correction.token == "truncate":
+    if sequence in SEQUENCE_WEIGHTS and correction.token == "truncate":
         yield (
-            "correction.sequence: `truncate` replaces the tokens' weights with one weight of the whole rollout, so that no "
+            f"correction.sequence: `{sequence}` replaces the tokens' weights with one weight of the whole rollout, so no "
             "token weight is left to truncate; remove one of the two"
         )
     yield from _threshold_mistakes("token", token, TOKEN_THRESHOLDS[token], correction.token_low, correction.token_high)

@@ -23,7 +23,7 @@ Names = Annotated[tuple[str, ...], Strict(False)]
 """`Strict(False)`: a list becomes a tuple. Its items are still checked strictly."""
 Device = Annotated[str, Field(pattern=r"^(cpu|mps|cuda(:[0-9]+)?)$", examples=["cpu", "cuda", "cuda:N", "mps"])]
 TokenCorrection = Literal["none", "truncate", "mask", "band", "tv"]
-SequenceCorrection = Literal["none", "truncate", "geo_mask"]
+SequenceCorrection = Literal["none", "truncate", "geo_truncate", "geo_mask"]
 
 
 class Section(BaseModel, frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True):
@@ -233,13 +233,13 @@ class CorrectionConfig(Section, frozen=True):
     """Upper threshold of `token`. null: its default (truncate 5, mask 2, band 5, tv 0.2)."""
     sequence: SequenceCorrection = "none"
     """Per rollout. `truncate`: all its tokens have the weight min(sequence_high, product of r) instead of their own
-    (reinforce, decoupled). `geo_mask`: no gradient from a rollout if the geometric mean of r is outside sequence_low to
-    sequence_high.
+    (reinforce, decoupled). `geo_truncate`: the same with the geometric mean of r, for long completions. `geo_mask`: no
+    gradient from a rollout if the geometric mean of r is outside sequence_low to sequence_high.
     """
     sequence_low: Positive | None = None
     """Lower threshold of `sequence`. null: its default (geo_mask 0.9)."""
     sequence_high: Positive | None = None
-    """Upper threshold of `sequence`. null: its default (truncate 5, geo_mask 1.1)."""
+    """Upper threshold of `sequence`. null: its default (truncate 5, geo_truncate 2, geo_mask 1.1)."""
     drift: NotNegative = 0.0
     """Weight of the penalty (log r)^2 on all sampled tokens, including masked ones; 1e-3 is usual."""
 

@@ -57,6 +57,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     truncated_fraction      share of tokens whose importance weight was replaced by a limit
     longest_*               over the tokens of the longest quarter of the rollouts: lag_mean, and share masked or truncated
     weight_*                importance weights pi/mu before any limit
+    log_product_sd          standard deviation over rollouts of log(product of pi/mu), the weight of `sequence: truncate`
     on_policy_gap           largest |log pi - log mu| over tokens of lag 0. Zero up to numerics if engine and trainer agree,
                             except in sequences that span an update with kept KV entries
     train_s, wait_s         time in the step, and time that the trainer waited for its data before the step
@@ -100,6 +101,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     truncated_fraction: float | None = None
     longest_lag_mean: float | None = None
     longest_limited_fraction: float | None = None
+    log_product_sd: float | None = None
     entropy_mean: float | None = None
     weight_mean: float | None = None
     weight_max: float | None = None

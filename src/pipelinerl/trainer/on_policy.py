@@ -52,13 +52,16 @@ class OnPolicyMetrics:
     """Mean lag of the tokens of the longest quarter of the rollouts. None if the rollouts' lengths were not given."""
     longest_limited_fraction: float | None = None
     """Share of these tokens that was masked or truncated."""
+    log_product_sd: float | None = None
+    """Standard deviation over rollouts of the log of the product of a rollout's weights pi / mu. It grows with the square
+    root of the length, at lag 0 too; above 1, a few rollouts have most of the weight under `sequence: truncate`."""
 
 
 class OnPolicyStats:
     """Collects the tokens of one optimizer step over its micro-batches.
 
     Tokens are kept until `result`, so that all metrics (percentiles included) are exact for any packing, and no
-    micro-batch waits for the device. This takes 26 bytes per token (float32 inputs) for one step.
+    micro-batch waits for the device. This takes 30 bytes per token (float32 inputs) for one step.
     """
 
     def __init__(self) -> None:
@@ -68,6 +71,7 @@ class OnPolicyStats:
         self._entropy: list[torch.Tensor] = []
         self._lags: list[torch.Tensor] = []
         self._lengths: list[torch.Tensor] = []
+        self._log_products: list[torch.Tensor] = []
 
     def add(
         self,
@@ -78,10 +82,12 @@ class OnPolicyStats:
         lags_N: torch.Tensor,
         *,
         lengths_N: torch.Tensor | None = None,
+        log_products_N: torch.Tensor | None = None,
     ) -> None:
         """Add a micro-batch's sampled tokens: log(pi / mu), bools, nats, integer lags, all of shape (N,). N may be 0.
 
-        `lengths_N`: number of sampled tokens of the token's rollout; given for all micro-batches of a step or for none.
+        `lengths_N`: number of sampled tokens of the token's rollout; `log_products_N`: the sum of log(pi / mu) over them.
+        Each is given for all micro-batches of a step or for none.
         """
         shapes = [tuple(tensor.shape) for tensor in (log_ratios_N, masked_N, truncated_N, entropy_N, lags_N)]
         if len(set(shapes)) != 1 or len(shapes[0]) != 1:
@@ -93,17 +99,27 @@ class OnPolicyStats:
         self._lags.append(lags_N.detach())
         if lengths_N is not None:
             self._lengths.append(lengths_N.detach())
+        if log_products_N is not None:
+            self._log_products.append(log_products_N.detach())
 
     def packed(self) -> torch.Tensor:
-        """All tokens in float32 on the CPU, (6, N), for `add_packed` in another process. Lengths must have been given."""
-        columns = (self._log_ratios, self._masked, self._truncated, self._entropy, self._lags, self._lengths)
+        """All tokens in float32 on the CPU, (7, N), for `add_packed` in another process. Lengths must have been given."""
+        chunks = (self._log_ratios, self._masked, self._truncated, self._entropy, self._lags)
+        columns = (*chunks, self._lengths, self._log_products)
         return torch.stack([torch.cat([torch.empty(0), *(chunk.float().cpu() for chunk in column)]) for column in columns])
 
-    def add_packed(self, tokens_6N: torch.Tensor) -> None:
+    def add_packed(self, tokens_7N: torch.Tensor) -> None:
         """Add the tokens of another process."""
-        log_ratios_N, masked_N, truncated_N, entropy_N, lags_N, lengths_N = tokens_6N.to(self._device())
-        lags_N, lengths_N = lags_N.long(), lengths_N.long()
-        self.add(log_ratios_N, masked_N.bool(), truncated_N.bool(), entropy_N, lags_N, lengths_N=lengths_N)
+        log_ratios_N, masked_N, truncated_N, entropy_N, lags_N, lengths_N, log_products_N = tokens_7N.to(self._device())
+        self.add(
+            log_ratios_N,
+            masked_N.bool(),
+            truncated_N.bool(),
+            entropy_N,
+            lags_N.long(),
+            lengths_N=lengths_N.long(),
+            log_products_N=log_products_N,
+        )
 
     def _device(self) -> torch.device:
         return self._log_ratios[0].device if self._log_ratios else torch.device("cpu")
@@ -125,7 +141,8 @@ class OnPolicyStats:
         on_policy_N = logs_N[lags_N == 0]
         masked_N, truncated_N = torch.cat(self._masked).cpu(), torch.cat(self._truncated).cpu()
         limited_N = (masked_N | truncated_N).double()
-        longest_N = in_longest_quarter(torch.cat(self._lengths).cpu()) if self._lengths else None
+        lengths_N = torch.cat(self._lengths).cpu() if self._lengths else None
+        longest_N = None if lengths_N is None else in_longest_quarter(lengths_N)
         return OnPolicyMetrics(
             tokens=tokens,
             ess=effective_sample_size(logs_N),
@@ -143,6 +160,9 @@ class OnPolicyStats:
             on_policy_gap=float(on_policy_N.abs().max()) if on_policy_N.numel() else None,
             longest_lag_mean=None if longest_N is None else float(lags_N[longest_N].double().mean()),
             longest_limited_fraction=None if longest_N is None else float(limited_N[longest_N].mean()),
+            log_product_sd=_sd_by_rollout(torch.cat(self._log_products).cpu().double(), lengths_N)
+            if lengths_N is not None and self._log_products
+            else None,
         )
 
 
@@ -158,6 +178,13 @@ def in_longest_quarter(lengths_N: torch.Tensor) -> torch.Tensor:
     quarter = math.ceil(int(longer_L[0]) / 4)
     shortest = int((longer_L >= quarter).sum()) - 1
     return lengths_N.ge(shortest)
+
+
+def _sd_by_rollout(values_N: torch.Tensor, lengths_N: torch.Tensor) -> float:
+    """The standard deviation over rollouts of a value that all tokens of a rollout have: each token counts 1 / length."""
+    shares_N = 1.0 / lengths_N.double()
+    mean = (values_N * shares_N).sum() / shares_N.sum()
+    return math.sqrt(float(((values_N - mean).square() * shares_N).sum() / shares_N.sum()))
 
 
 def _nearest_rank(sorted_N: torch.Tensor, fraction: float) -> int:

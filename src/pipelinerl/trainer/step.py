@@ -232,7 +232,16 @@ class Learner:
         part = output.loss_N.sum() / normalizer
         part.backward()  # type: ignore[no-untyped-call]
         lengths_P = batch.sequence_P.bincount()[batch.sequence_P]
-        sums.stats.add(inputs.log_ratio_N, output.masked_N, output.truncated_N, entropy_P, batch.lags_P, lengths_N=lengths_P)
+        log_ratio_P = inputs.log_ratio_N.detach()
+        sums.stats.add(
+            log_ratio_P,
+            output.masked_N,
+            output.truncated_N,
+            entropy_P,
+            batch.lags_P,
+            lengths_N=lengths_P,
+            log_products_N=inputs.sums_by_sequence(log_ratio_P)[batch.sequence_P],
+        )
         sums.loss += part.detach()
         sums.cells += batch.row.cells
 

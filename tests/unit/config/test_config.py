@@ -366,7 +366,9 @@ ROUNDS = "schedule: {kind: conventional, steps_per_round: 4}\n"
         ("trainer: {threads: -2}", "trainer.threads", "a whole number >= 1 or null"),
         ("trainer: {loss: ppo}\ncorrection: {token: truncate}", "correction.token", "set it to a mask"),
         ("trainer: {loss: gspo}\ncorrection: {sequence: truncate}", "correction.sequence", "set it to a mask"),
+        ("trainer: {loss: ppo}\ncorrection: {sequence: geo_truncate}", "correction.sequence", "set it to a mask"),
         ("correction: {token: truncate, sequence: truncate}", "correction.sequence", "remove one of the two"),
+        ("correction: {token: truncate, sequence: geo_truncate}", "correction.sequence", "remove one of the two"),
         ("correction: {token: none, token_high: 5}", "correction.token_high", "remove it"),
         ("trainer: {loss: cispo}\ncorrection: {token_high: 5}", "correction.token_high", "remove it"),
         ("correction: {token: mask, token_low: 0.5}", "correction.token_low", "remove it"),
@@ -642,6 +644,7 @@ def test_thresholds_left_out_are_those_of_their_kind() -> None:
     assert thresholds(sequence="geo_mask") == (0.0, 5.0, 0.9, 1.1)
     # One weight for the whole sequence: nothing is left to truncate by token.
     assert thresholds(sequence="truncate") == (0.0, math.inf, 0.0, 5.0)
+    assert thresholds(sequence="geo_truncate") == (0.0, math.inf, 0.0, 2.0)
 
 
 # ------------------------------------------------------------------------------------------------ files that extend others

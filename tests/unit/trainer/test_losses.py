@@ -25,6 +25,8 @@ RECIPES: dict[str, tuple[str, CorrectionConfig]] = {
     "tv": ("reinforce", CorrectionConfig(token="tv", token_low=0.04, token_high=0.06)),
     "tv, drift": ("reinforce", CorrectionConfig(token="tv", token_low=0.04, token_high=0.06, drift=0.2)),
     "sequence truncate": ("reinforce", CorrectionConfig(sequence="truncate", sequence_high=1.2)),
+    "geo_truncate": ("reinforce", CorrectionConfig(sequence="geo_truncate", sequence_high=1.05)),
+    "decoupled, geo_truncate": ("decoupled", CorrectionConfig(sequence="geo_truncate", sequence_high=1.05)),
     "sequence truncate, mask": ("reinforce", CorrectionConfig(token="mask", sequence="truncate", sequence_high=1.2)),
     "geo mask": ("reinforce", CorrectionConfig(token_high=1.5, sequence="geo_mask", sequence_low=0.8, sequence_high=1.2)),
     "ppo": ("ppo", CorrectionConfig()),
@@ -125,6 +127,8 @@ def slow_kept(correction: CorrectionConfig, token: Token, rollout: list[Token]) 
 def slow_weight(correction: CorrectionConfig, own: Callable[[Token], float], token: Token, rollout: list[Token]) -> float:
     if correction.sequence == "truncate":
         return min(correction.sequence_high, math.prod(own(other) for other in rollout))
+    if correction.sequence == "geo_truncate":
+        return min(correction.sequence_high, math.prod(own(other) for other in rollout) ** (1 / len(rollout)))
     if correction.token in (None, "truncate"):
         return min(correction.token_high or 5.0, own(token))
     return own(token)

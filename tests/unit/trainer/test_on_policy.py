@@ -65,7 +65,8 @@ def metrics_of(tokens: Tokens, chunks: list[np.ndarray]) -> OnPolicyMetrics:
     """Every token is a rollout, so that all are as long as the longest quarter."""
     stats = OnPolicyStats()
     for chunk in chunks:
-        stats.add(*(tensor[chunk] for tensor in tokens), lengths_N=torch.ones(len(chunk), dtype=torch.long))
+        ones_N = torch.ones(len(chunk), dtype=torch.long)
+        stats.add(*(tensor[chunk] for tensor in tokens), lengths_N=ones_N, log_products_N=tokens[0][chunk])
     metrics = stats.result()
     assert metrics is not None
     return metrics
@@ -94,6 +95,7 @@ def test_metrics_equal_numpy() -> None:
         on_policy_gap=np.abs(logs[lags == 0]).max(),
         longest_lag_mean=lags.mean(),
         longest_limited_fraction=(tokens[1] | tokens[2]).numpy().mean(),
+        log_product_sd=logs.std(),
     )
     assert dataclasses.asdict(metrics) == pytest.approx(dataclasses.asdict(expected), rel=1e-10)
 
@@ -141,6 +143,26 @@ def test_on_policy_gap_looks_at_tokens_of_lag_0_alone() -> None:
     assert some.on_policy_gap == pytest.approx(0.001)
     none = metrics_of((logs, zeros > 0, zeros > 0, zeros, torch.tensor([3, 1, 2])), [np.arange(3)])
     assert none.on_policy_gap is None
+
+
+def test_the_sd_of_log_products_counts_every_rollout_once() -> None:
+    """Rollouts of different lengths, over two micro-batches; a packed copy from another process has the same result."""
+    rng = np.random.default_rng(0)
+    rollouts = [torch.tensor(rng.normal(0, 0.1, length), dtype=torch.float32) for length in (1, 40, 7, 300)]
+    stats = OnPolicyStats()
+    for part in (rollouts[:2], rollouts[2:]):
+        logs_N = torch.cat(part)
+        zeros_N = torch.zeros(len(logs_N))
+        lengths_N = torch.cat([torch.full((len(logs),), len(logs)) for logs in part])
+        products_N = torch.cat([logs.sum().expand(len(logs)) for logs in part])
+        plain = (logs_N, zeros_N > 0, zeros_N > 0, zeros_N, zeros_N.long())
+        stats.add(*plain, lengths_N=lengths_N, log_products_N=products_N)
+    expected = np.std([float(logs.sum()) for logs in rollouts])
+    other = OnPolicyStats()
+    other.add_packed(stats.packed())
+    for result in (stats.result(), other.result()):
+        assert result is not None
+        assert result.log_product_sd == pytest.approx(expected, rel=1e-5)
 
 
 def test_no_tokens_have_no_metrics() -> None:

@@ -9,6 +9,7 @@ masks. Settings and defaults are in `config/correction.py`; `docs/corrections.md
     token: band           no gradient where r < low or r > high                                  IcePop
     token: tv             none where A > 0 and pi - mu > high, or A < 0 and mu - pi > low        DPPO, binary TV
     sequence: truncate    weight min(high, product of r) for all tokens of a rollout             sequence-level TIS
+    sequence: geo_truncate weight min(high, exp(mean log r)) for all tokens of a rollout         geometric-mean weight
     sequence: geo_mask    no gradient from a rollout with exp(mean log r) outside [low, high]    geometric-mean mask
     drift                 + drift * (log r)^2 for every token, masked or not                     prime-rl, Kimi K2.5
 
@@ -22,7 +23,7 @@ import dataclasses
 
 import torch
 
-from pipelinerl.config.correction import Correction
+from pipelinerl.config.correction import SEQUENCE_WEIGHTS, Correction
 from pipelinerl.trainer.losses.inputs import MAX_LOG_RATIO, LossInputs, LossOutput
 
 
@@ -34,8 +35,9 @@ def importance_weights(
     `log_weights_N` is log r, or for a decoupled objective log(prox / mu). Both results have shape (N,) and no gradient.
     """
     logs_N = log_weights_N.detach()
-    if correction.sequence == "truncate":
-        logs_N = inputs.sums_by_sequence(logs_N)[inputs.sequence_N]
+    if correction.sequence in SEQUENCE_WEIGHTS:
+        by_sequence = inputs.sums_by_sequence if correction.sequence == "truncate" else inputs.means_by_sequence
+        logs_N = by_sequence(logs_N)[inputs.sequence_N]
         limit = correction.sequence_high
     else:
         limit = correction.token_high if correction.token == "truncate" else float("inf")
