@@ -121,7 +121,7 @@ def write_checkpoint(
     rng: Mapping[str, str],
     positions: Mapping[str, Any],
     counters: Mapping[str, Any],
-    config_checksum: str = "",
+    session: str = "",
     keep: int = 2,
     folders: Folders = Folders(),  # noqa: B008 - it does not change
 ) -> Callable[[], Path]:
@@ -141,7 +141,7 @@ def write_checkpoint(
         rng=dict(rng),
         positions=dict(positions),
         counters=dict(counters),
-        config_checksum=config_checksum,
+        session=session,
     )
     target, hidden = _folders_of(directory, version)
     others: Mapping[str, FileRecord] = {}

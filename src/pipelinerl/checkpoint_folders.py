@@ -98,7 +98,7 @@ class Folders:
 
     def make(self, hidden: Path) -> None:
         """Make a hidden folder, and remove those that are unfinished."""
-        hidden.parent.mkdir(parents=True, exist_ok=True)
+        hidden.parent.mkdir(exist_ok=True)  # a run directory that was removed stays so
         remove_unfinished(hidden.parent)
         hidden.mkdir()
 
@@ -117,7 +117,8 @@ class Folders:
         if self._directory is None:
             return Path(folder)
         mine = self._directory / Path(folder).name
-        mine.mkdir(parents=True, exist_ok=True)
+        mine.parent.mkdir(exist_ok=True)
+        mine.mkdir(exist_ok=True)
         return mine
 
     def finished(self, file: Path) -> FileRecord:

@@ -20,14 +20,15 @@ class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
     """The contents of a checkpoint besides the model and the optimizer's moments.
 
     `positions` and `counters` are JSON-like values that are returned to the caller unchanged. `rng` is the state of
-    torch's generators by device, in base64. `files` lists all other files in the folder.
+    torch's generators by device, in base64. `files` lists all other files in the folder, `session` is the id of the session
+    that wrote it.
     """
 
     version: int
     rng: dict[str, str] = {}
     positions: dict[str, Any] = {}
     counters: dict[str, Any] = {}
-    config_checksum: str = ""
+    session: str = ""
     files: dict[str, FileRecord] = {}
     format: int = FORMAT
 

@@ -5,11 +5,16 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+from safetensors.torch import load_file, save_file
 
+from pipelinerl.checkpoint_folders import record_of
+from pipelinerl.checkpoint_state import CheckpointState, encode_state
 from pipelinerl.cli import main
 from pipelinerl.errors import CheckpointError, EnvironmentSetupError, RunDirectoryError, RunInterruptedError
 from pipelinerl.trainer import Trainer
@@ -154,6 +159,106 @@ def test_a_run_without_a_checkpoint_starts_again_in_its_folder(tmp_path: Path, c
     assert [step.version for step in steps(run_dir)] == [1, 2]
     assert [len(steps(run_dir / f"before-{times}")) for times in (1, 2)] == [2, 3]
     assert len(trained(kept)) == 3
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two sessions, in which a group is trained on in part."""
+    run_dir = tmp_path_factory.mktemp("records") / "r"
+    run(run_dir, trainer__steps=3, trainer__batch_size=10, stream__capacity=20, engine__slots=64)
+    resume(run_dir, trainer__steps=5, trainer__learning_rate=2e-3)
+    return run_dir
+
+
+def lines_of(path: Path) -> list[bytes]:
+    return path.read_bytes().splitlines(keepends=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "kept", "lacks"),
+    [
+        ("metrics.jsonl", slice(0), "lacks step 1,"),
+        ("metrics.jsonl", slice(3), "lacks step 4,"),
+        ("rollouts/trained.jsonl", slice(0), "lacks step 1,"),
+        ("rollouts/trained.jsonl", slice(2, None), "lacks step 1,"),
+        ("published.jsonl", slice(0), "lacks version 1,"),
+        ("published.jsonl", slice(3, None), "lacks version 1,"),
+        ("sessions.jsonl", slice(0), "lacks the first session,"),
+        ("sessions.jsonl", slice(1), "lacks session "),
+        ("rollouts/rollouts.jsonl", slice(3, None), "lacks group "),
+    ],
+)
+def test_records_that_lack_a_part_are_refused(name: str, kept: slice, lacks: str, stopped: Path, tmp_path: Path) -> None:
+    run_dir = Path(shutil.copytree(stopped, tmp_path / "r"))
+    (run_dir / name).write_bytes(b"".join(lines_of(run_dir / name)[kept]))
+    before = {
+        path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file() and path.suffix in (".jsonl", ".yaml")
+    }
+    with pytest.raises(RunDirectoryError) as raised:
+        resume(run_dir, trainer__steps=7)
+    message = str(raised.value)
+    assert message.startswith(f"{run_dir / name} {lacks}")
+    assert "which led to step_00000005: restore it from a copy, or start a new run" in message
+    assert "\n" not in message
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def break_line(path: Path) -> None:
+    lines = lines_of(path)
+    lines[1] = lines[1][:40] + b"\n"
+    path.write_bytes(b"".join(lines))
+
+
+def point_nowhere(path: Path) -> None:
+    path.unlink()
+    path.symlink_to(path.parent / "nowhere" / "metrics.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "said"),
+    [
+        ("metrics.jsonl", point_nowhere, "lacks step 1"),
+        ("rollouts/trained.jsonl", break_line, "trained.jsonl, line 2"),
+        ("rollouts/rollouts.jsonl", break_line, "rollouts.jsonl, line 2"),
+        ("published.jsonl", break_line, "published.jsonl, line 2"),
+        (
+            "control/plan.json",
+            lambda path: path.write_text(""),
+            "plan.json can't be read (Input data was truncated): delete it",
+        ),
+        (
+            "control/plan.json",
+            lambda path: path.write_text(path.read_text().replace('"epoch"', '"epocg"')),
+            "plan.json can't be read (Object missing required field `epoch`): delete it",
+        ),
+    ],
+)
+def test_damaged_records_are_one_clear_error(
+    name: str, damage: Callable[[Path], object], said: str, stopped: Path, tmp_path: Path
+) -> None:
+    run_dir = Path(shutil.copytree(stopped, tmp_path / "r"))
+    damage(run_dir / name)
+    with pytest.raises(RunDirectoryError) as raised:
+        resume(run_dir, trainer__steps=7)
+    assert said in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_weights_that_the_run_did_not_publish_are_refused(stopped: Path, tmp_path: Path) -> None:
+    """Also if all checksums in the checkpoint were made right."""
+    run_dir = Path(shutil.copytree(stopped, tmp_path / "r"))
+    checkpoint = run_dir / "checkpoints" / "step_00000005"
+    tensors = load_file(checkpoint / "model.safetensors")
+    next(iter(tensors.values()))[0] += 0.01
+    save_file(tensors, checkpoint / "model.safetensors", {"format": "pt"})
+    state = msgspec.json.decode((checkpoint / "state.json").read_bytes())["state"]
+    files = {name: record_of(checkpoint / name) for name in state["files"]}
+    state = msgspec.convert({**state, "files": {}}, CheckpointState)
+    (checkpoint / "state.json").write_bytes(encode_state(msgspec.structs.replace(state, files=files)))
+    published = (run_dir / "published.jsonl").read_bytes()
+    with pytest.raises(CheckpointError, match=r"version 5 was changed: the run has published other weights .* delete it"):
+        resume(run_dir, trainer__steps=7)
+    assert (run_dir / "published.jsonl").read_bytes() == published
 
 
 PIPELINE = {"schedule__kind": "pipeline", "schedule__steps_per_round": 1}

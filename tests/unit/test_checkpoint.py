@@ -66,7 +66,7 @@ def save(directory: Path, version: int, learner: Learner | None = None, **change
         "rng": rng_state(),
         "positions": {"offset": 7, "settled_ids": ["1/0"]},
         "counters": {"trained": 12, "dropped": {"stale": 2}},
-        "config_checksum": "abc",
+        "session": "abc",
     }
     return save_checkpoint(directory, version=version, **(options | changes))
 
@@ -97,7 +97,7 @@ def test_what_was_saved_comes_back(tmp_path: Path) -> None:
     assert state.version == 10
     assert state.positions == {"offset": 7, "settled_ids": ["1/0"]}
     assert state.counters == {"trained": 12, "dropped": {"stale": 2}}
-    assert state.config_checksum == "abc"
+    assert state.session == "abc"
 
 
 def test_transformers_loads_the_folder(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -5,25 +5,25 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import msgspec
 from pydantic import ValidationError
 
 from pipelinerl.checkpoint_folders import latest_checkpoint
-from pipelinerl.checkpoint_state import QueuePosition, TrainerCounters, read_state
+from pipelinerl.checkpoint_state import CheckpointState, QueuePosition, TrainerCounters, read_state
 from pipelinerl.config.keys import show
 from pipelinerl.config.load import keys_set, load_config, merged
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.config.secrets import without_secrets
-from pipelinerl.errors import RunDirectoryError
+from pipelinerl.errors import INVALID_DATA, RunDirectoryError
 from pipelinerl.files import JsonLines, write_atomically
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.run_lock import errors_explained
-from pipelinerl.launch.session import KeptGroup, StartPlan
+from pipelinerl.launch.session import KeptGroup, StartPlan, last_begun
 from pipelinerl.launch.stages.streams import PREPARED, ROLLOUTS, StreamStore, group_reader
 from pipelinerl.ledger import GroupLedger
 from pipelinerl.metrics.evaluations import EvaluationRecord
@@ -32,6 +32,7 @@ from pipelinerl.metrics.records import StepRecord
 from pipelinerl.preprocess import newest_version
 from pipelinerl.types import Group, Prepared
 
+T = TypeVar("T")
 Overrides = Sequence[str] | Mapping[str, Any]
 
 FIXED = {
@@ -99,13 +100,9 @@ def _at(settings: Any, key: str) -> Any:
     return settings
 
 
-class _Recorded(msgspec.Struct):
-    config: dict[str, Any]
-
-
 def _last_settings(run: RunDirectory) -> dict[str, Any] | None:
     """The settings of the last session that trained, without secrets. Before the first one: of the start that failed."""
-    sessions = read_lines(run.sessions, _Recorded) if run.sessions.exists() else []
+    sessions = _lines(run.sessions, _Recorded)
     if not sessions:
         return _begun_settings(run)
     return cast("dict[str, Any]", merged(RunConfig().model_dump(mode="json"), sessions[-1].config))
@@ -212,13 +209,18 @@ def plan_resume(config: RunConfig, run: RunDirectory, store: StreamStore) -> Sta
     position = msgspec.convert(state.positions, QueuePosition)
     counts = msgspec.convert(state.counters, TrainerCounters).queue
     ledger = GroupLedger.from_record(position.ledger)
-    kept = take_back(store, position, ledger, state.version, apart=config.launch.preprocessor == "process")
+    records, waiting = run.rollouts / "rollouts.jsonl", dict[int, Group]()
+    places = _places(records)
+    checksum = _checked_records(run, path, state, places)
+    apart = config.launch.preprocessor == "process"
+    kept = take_back(store, position, ledger, state.version, apart=apart, waiting=waiting)
+    _record_lost(records, places, waiting)
     steps = [step for step in read_records(run.metrics, StepRecord) if step.version <= state.version]
     evaluated = [one for one in read_records(run.evaluations, EvaluationRecord) if one.newest_version <= state.version]
     return StartPlan(
         checkpoint=str(path),
         version=state.version,
-        checksum=_published(run, state.version),
+        checksum=checksum,
         taken=ledger.to_record(),
         kept=tuple(kept),
         settled=counts.trained + sum(counts.dropped.values()),
@@ -229,18 +231,93 @@ def plan_resume(config: RunConfig, run: RunDirectory, store: StreamStore) -> Sta
     )
 
 
+class _Recorded(msgspec.Struct):
+    """What is read here of the record of a session."""
+
+    version: int
+    config: dict[str, Any]
+    id: str = ""
+    rollouts_bytes: int = 0
+
+
 class _Published(msgspec.Struct):
     version: int
-    checksum: str
+    checksum: str = ""
 
 
-def _published(run: RunDirectory, version: int) -> str | None:
-    found = read_lines(run.published, _Published) if run.published.exists() else []
-    return next((record.checksum for record in reversed(found) if record.version == version), None)
+class _Group(msgspec.Struct):
+    group_index: int
 
 
-class _Began(msgspec.Struct):
-    rollouts_bytes: int = 0
+class _Trained(msgspec.Struct):
+    version: int
+    samples: list[_Group]
+
+
+class _Line(msgspec.Struct):
+    index: int
+
+
+def _lines(path: Path, kind: type[T]) -> list[T]:
+    return read_lines(path, kind) if path.exists() else []
+
+
+def _checked_records(run: RunDirectory, checkpoint: Path, state: CheckpointState, groups: Container[int]) -> str | None:
+    """The published checksum of the checkpoint's version, if there is one.
+
+    Raises RunDirectoryError if the records lack a part of what led to the checkpoint. `groups`: those in `rollouts.jsonl`.
+    """
+
+    def require(whole: bool, file: Path, what: str) -> None:
+        if not whole:
+            raise RunDirectoryError(
+                f"{file} lacks {what}, which led to {checkpoint.name}: restore it from a copy, or start a new run from the "
+                f"checkpoint with --model.path {checkpoint}"
+            )
+
+    sessions = _lines(run.sessions, _Recorded)
+    require(bool(sessions) and sessions[0].version == 0, run.sessions, "the first session")
+    require(state.session in ("", *(session.id for session in sessions)), run.sessions, f"session {state.session}")
+    metrics = {step.version for step in read_records(run.metrics, StepRecord)}
+    trained = {step.version: step for step in _lines(run.trained, _Trained)}
+    published = {record.version: record.checksum for record in _lines(run.published, _Published)}
+    for version in range(1, state.version + 1):
+        require(version in metrics, run.metrics, f"step {version}")
+        require(version in trained, run.trained, f"step {version}")
+        lost = next((sample.group_index for sample in trained[version].samples if sample.group_index not in groups), None)
+        require(lost is None, run.rollouts / "rollouts.jsonl", f"group {lost} of step {version}")
+        made = [session for session in sessions if session.version < version][-1].config
+        # The weights of the last version of a session are published again by the next one.
+        every = made.get("schedule", {}).get("kind") == "pipeline" and version < state.version
+        require(version in published or not every, run.published, f"version {version}")
+    require(0 in published, run.published, "version 0")
+    return published.get(state.version)
+
+
+def _places(path: Path) -> dict[int, int]:
+    """Where the latest line of each group begins in `rollouts.jsonl`. Raises RunDirectoryError for a damaged line."""
+    places: dict[int, int] = {}
+    decoder, place = msgspec.json.Decoder(_Line), 0
+    with errors_explained(), closing(JsonLines(path)), path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                places[decoder.decode(line).index] = place
+            except INVALID_DATA as error:
+                raise RunDirectoryError(f"damaged records: {path}, line {number}: {error}; restore the line") from error
+            place += len(line)
+    return places
+
+
+def _record_lost(path: Path, places: Mapping[int, int], waiting: Mapping[int, Group]) -> None:
+    """Append the groups that wait in the stream and are not in `rollouts.jsonl`.
+
+    A group is recorded before it is in the stream, but a file system that gives up may lose the end of a file.
+    """
+    with errors_explained(), closing(JsonLines(path)) as records, path.open("rb") as file:
+        for index, group in waiting.items():
+            file.seek(places.get(index, 0))
+            if index not in places or msgspec.json.decode(file.readline(), type=Group) != group:
+                records.write(group)
 
 
 def _unrecorded(run: RunDirectory) -> int | None:
@@ -248,10 +325,10 @@ def _unrecorded(run: RunDirectory) -> int | None:
 
     Engines that were kept have sampled them with the weights of the checkpoint.
     """
-    if not (run.plan.exists() and run.sessions.exists()):
+    recorded, planned = _lines(run.sessions, _Recorded)[-1:], last_begun(run)
+    if planned is None or not recorded or recorded[0].rollouts_bytes == planned.rollouts_bytes:
         return None
-    recorded, planned = read_lines(run.sessions, _Began)[-1:], msgspec.json.decode(run.plan.read_bytes(), type=_Began)
-    return None if recorded == [planned] else planned.rollouts_bytes
+    return planned.rollouts_bytes
 
 
 def _size(path: Path) -> int:
@@ -263,9 +340,17 @@ def _size(path: Path) -> int:
 
 
 def take_back(
-    store: StreamStore, position: QueuePosition, ledger: GroupLedger, version: int, *, apart: bool
+    store: StreamStore,
+    position: QueuePosition,
+    ledger: GroupLedger,
+    version: int,
+    *,
+    apart: bool,
+    waiting: dict[int, Group],
 ) -> list[KeptGroup]:
     """Rewind the streams to the checkpoint of `version`. Returns the kept groups, which are also added to `ledger`.
+
+    Those that are not prepared yet are added to `waiting`.
 
     `position` is the trainer's position in the stream that it reads. `apart`: the preprocessor is a separate process, so
     the trainer reads the prepared stream. A group may then be in both streams, if the preprocessor was killed between
@@ -289,6 +374,7 @@ def take_back(
     offset = _first_uncommitted(store) if apart else position.offset
     for group in store.rewind(ROLLOUTS, Group, offset, lambda item: wanted(item.index, newest_version(item))):
         keep(group.index, (rollout.id for rollout in group.rollouts))
+        waiting[group.index] = group
     return kept
 
 

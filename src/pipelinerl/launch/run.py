@@ -31,7 +31,7 @@ from pipelinerl.launch.run_lock import (
     keep_settings,
     open_run_directory,
 )
-from pipelinerl.launch.session import Session, StartPlan
+from pipelinerl.launch.session import Session, StartPlan, last_begun
 from pipelinerl.launch.stages.streams import stream_store
 from pipelinerl.launch.summary import Outcome, finished_summary, show_result, write_summary
 from pipelinerl.schedule import make_schedule
@@ -110,7 +110,7 @@ def _train_session(
 
                 with _running_broker(config, lock, cluster.address) as broker:
                     take_what_is_left(config, run, broker.url if broker is not None else None, session_id)
-        before = msgspec.json.decode(run.plan.read_bytes(), type=StartPlan) if run.plan.exists() else StartPlan(epoch=0)
+        before = last_begun(run) or StartPlan(epoch=0)
         restart_notice = None if resume is None else _prepare_resume(config, run)
         with _running_broker(config, lock, cluster.address if cluster is not None else None) as broker:
             redis_url = broker.url if broker is not None else None

@@ -25,7 +25,7 @@ from pipelinerl.checkpoint import Checkpoint, rng_state, save_weights, write_che
 from pipelinerl.checkpoint_folders import WEIGHTS_FOLDER, Folders
 from pipelinerl.checkpoint_state import QueuePosition, TrainerCounters
 from pipelinerl.config.schema import TrainerConfig
-from pipelinerl.errors import PolicyMismatchError
+from pipelinerl.errors import CheckpointError, PolicyMismatchError
 from pipelinerl.interfaces import Schedule, Verdict, WeightSender
 from pipelinerl.trainer.probe import ProbeCheck
 from pipelinerl.trainer.queue import SampleQueue
@@ -37,11 +37,15 @@ POLL_S = 0.002
 
 
 class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
-    """The state that training continues from. The default is a fresh run."""
+    """The state that training continues from. The default is a fresh run.
+
+    `checksum`: that of these weights, if the run has published them before.
+    """
 
     version: int = 0
     position: QueuePosition = QueuePosition()
     counters: TrainerCounters = TrainerCounters()
+    checksum: str | None = None
 
     @classmethod
     def resume(cls, checkpoint: Checkpoint, learner: Learner) -> TrainerState:
@@ -65,7 +69,7 @@ class CheckpointPlan:
 
     directory: Path
     tokenizer: Any
-    config_checksum: str = ""
+    session: str = ""
     folders: Folders = field(default_factory=Folders)
 
 
@@ -107,6 +111,7 @@ class Trainer:
             checkpoints.folders.on_sent = learner.on_sent = self._on_sent
         self._status = TrainerStatus(output, self._progress)
         self._version = state.version
+        self._published_before = {state.version: state.checksum} if state.checksum else {}
         self._saved_version = state.version if state.version else -1
         self._published_version = -1
         self._micro_batches = state.counters.micro_batches
@@ -237,6 +242,11 @@ class Trainer:
         self._probe.expect(self._version)
         with self._status.publishing():
             checksum = self._sender.send(self._version, self._learner.weights())
+        if checksum and checksum != self._published_before.pop(self._version, checksum):
+            raise CheckpointError(
+                f"the checkpoint of version {self._version} was changed: the run has published other weights as this one; "
+                "delete it to resume from the one before"
+            )
         if checksum:  # otherwise the run is ending
             self._status.published(self._version, checksum, self._sender.digests)
         self._published_version = self._version
@@ -292,7 +302,7 @@ class Trainer:
             rng=rng_state(),
             positions=msgspec.to_builtins(position),
             counters=msgspec.to_builtins(counters),
-            config_checksum=self._checkpoints.config_checksum,
+            session=self._checkpoints.session,
             keep=self._config.keep_checkpoints,
             folders=self._checkpoints.folders,
         )

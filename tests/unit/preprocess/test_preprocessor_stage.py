@@ -189,7 +189,7 @@ class Run:
     def take_back(self) -> None:
         position, _, version, _ = self.saved
         ledger = GroupLedger.from_record(position.ledger)
-        kept = take_back(self.store, position, ledger, version, apart=True)
+        kept = take_back(self.store, position, ledger, version, apart=True, waiting={})
         assert len({item.index for item in kept}) == len(kept)
         assert all(newest_version(self.groups[item.index]) <= version for item in kept)
         self.to_write = [index for index in range(len(self.groups)) if index not in ledger]

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 
 from pipelinerl.checkpoint import Checkpoint, load_checkpoint
@@ -246,6 +247,7 @@ def build_trainer(
     config = session.config
     learner = policy.learner(config)
     state = TrainerState.resume(policy.checkpoint, learner) if policy.checkpoint else TrainerState()
+    state = msgspec.structs.replace(state, checksum=session.plan.checksum)
     record = session_recorder(session)
     if policy.checkpoint is None:
         record()
@@ -272,7 +274,12 @@ def build_trainer(
             actors=[*(stages.actor for stages in generation), ENDED_ACTORS],
             started_s=session.records_from_s,
         ),
-        checkpoints=CheckpointPlan(directory=session.run.checkpoints, tokenizer=policy.tokenizer, folders=_folders(session)),
+        checkpoints=CheckpointPlan(
+            directory=session.run.checkpoints,
+            tokenizer=policy.tokenizer,
+            session=session.plan.id,
+            folders=_folders(session),
+        ),
         state=state,
     )
 
