@@ -17,6 +17,7 @@ from pipelinerl.checkpoint_folders import record_of
 from pipelinerl.checkpoint_state import CheckpointState, encode_state
 from pipelinerl.cli import main
 from pipelinerl.errors import CheckpointError, EnvironmentSetupError, RunDirectoryError, RunInterruptedError
+from pipelinerl.launch.hosts import embedded
 from pipelinerl.trainer import Trainer
 from tests.integration.runs import (
     assert_conserved,
@@ -259,6 +260,28 @@ def test_weights_that_the_run_did_not_publish_are_refused(stopped: Path, tmp_pat
     with pytest.raises(CheckpointError, match=r"version 5 was changed: the run has published other weights .* delete it"):
         resume(run_dir, trainer__steps=7)
     assert (run_dir / "published.jsonl").read_bytes() == published
+
+
+def test_a_run_whose_directory_is_renamed_ends_and_leaves_nothing_at_the_old_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir, moved = tmp_path / "r", tmp_path / "moved"
+    whole = Trainer.pump
+
+    def renaming(trainer: Trainer) -> bool:
+        stepped = whole(trainer)
+        if trainer.version == 2 and run_dir.exists():
+            run_dir.rename(moved)
+        return stepped
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "pump", renaming)
+        patch.setattr(embedded, "LOOK_EVERY_S", 0.0)
+        with pytest.raises(RunDirectoryError, match=f"{run_dir} was removed or renamed"):
+            run(run_dir, trainer__checkpoint_every=2)
+    assert not run_dir.exists()
+    resume(moved, trainer__steps=4)
+    assert_gone_on(moved, 4)
 
 
 PIPELINE = {"schedule__kind": "pipeline", "schedule__steps_per_round": 1}

@@ -52,16 +52,19 @@ class RunLock:
             time.sleep(0.05)
         os.ftruncate(self.fd, 0)
         os.pwrite(self.fd, str(os.getpid()).encode(), 0)
-        self._folder = os.open(run.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        # A folder that is used can be removed in part only: its lock is gone then.
+        self._held = {run.root: os.open(run.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)}
+        if file is None:
+            self._held[run.root / ".lock"] = self.fd
 
     def close(self) -> None:
-        os.close(self.fd)
-        os.close(self._folder)
+        for fd in {self.fd, *self._held.values()}:
+            os.close(fd)
 
     def require_directory(self) -> None:
         """Raise RunDirectoryError if the run directory was removed or renamed."""
         with suppress(OSError):
-            if os.path.samestat(os.stat(self.run.root), os.fstat(self._folder)):
+            if all(os.path.samestat(os.stat(path), os.fstat(fd)) for path, fd in self._held.items()):
                 return
         raise RunDirectoryError(f"{self.run.root} was removed or renamed while the run used it: the run has ended")
 
