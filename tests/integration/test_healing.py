@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 from collections.abc import Callable
+from contextlib import closing
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -132,6 +136,8 @@ def test_a_process_that_is_killed_is_started_again(victim: str, settings: dict[s
         kill(run_dir, process, victim)
         version = version_of(run_dir)
         until(lambda: version_of(run_dir) >= version + 3, process)
+        for ready in (run_dir / "control").glob("server-*.ready.json"):
+            assert_asks_for_its_key(json.loads(ready.read_bytes())["url"])
         process.send_signal(signal.SIGINT)
         assert wait(process).status == 130
     counts = summary(run_dir)
@@ -139,6 +145,14 @@ def test_a_process_that_is_killed_is_started_again(victim: str, settings: dict[s
     ended = start("train", "--resume", str(run_dir), f"--trainer.steps={counts['version'] + 2}")
     assert wait(ended).status == 0
     assert_gone_on(run_dir, counts["version"] + 2)
+
+
+def assert_asks_for_its_key(url: str) -> None:
+    """Other users of this machine reach its port, and so does the code of rewards."""
+    for path in ("/generate", "/cancel", "/request_weight_update", "/init_process_group"):
+        with closing(HTTPConnection(urlsplit(url).netloc, timeout=20)) as connection:
+            connection.request("POST", path, body=b"{}", headers={"Content-Type": "application/json"})
+            assert connection.getresponse().status == 401, path
 
 
 @exhaustive

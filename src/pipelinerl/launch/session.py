@@ -48,7 +48,7 @@ class StartPlan(msgspec.Struct, frozen=True, kw_only=True):
     redis_url                 address of the session's own Redis server
     predicted_memory_bytes    expected peak of each process; empty if it is not known
     weights_key               what the members of a weight broadcast prove to have; a new one for each session
-    servers_key               the same for clients of the run's engine servers on other machines
+    servers_key               what clients of the run's engine servers must send
     ranks_key                 the same for the ranks of a sharded trainer
     id                        of the session
     run, epoch                the run's id, and the number of this session: one epoch has one set of weights for a version

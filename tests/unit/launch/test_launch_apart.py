@@ -33,7 +33,7 @@ from pipelinerl.launch.session import Here, KeptGroup, Session, StartPlan, read_
 from pipelinerl.launch.share import Threads, plan_threads, process_environment, shares_of, trainer_goes_first
 from pipelinerl.launch.stages import broadcast
 from pipelinerl.launch.stages.engines import make_engine
-from pipelinerl.launch.stages.servers import _api_key
+from pipelinerl.launch.stages.servers import _api_key, run_server
 from pipelinerl.launch.stages.streams import name_in_redis, stream_store
 from pipelinerl.schedule import make_schedule
 from pipelinerl.serving.client.errors import EngineUnavailableError
@@ -151,6 +151,15 @@ def test_servers_learn_where_a_broadcast_comes_from(tmp_path: Path) -> None:
     with listen() as listening:
         address = broadcast.sender_address(session, listening.fileno())
         assert address == (*listening.getsockname(), session.plan.weights_key)
+
+
+def test_engine_servers_ask_for_the_key_of_the_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one machine too: other users reach the ports of the loopback address, and so does the code of rewards."""
+    session, asked = session_of(TWO_SERVERS, tmp_path), []
+    monkeypatch.setattr("pipelinerl.serving.server.run.serve", asked.append)
+    run_server(session, "server-0", -1)
+    assert [options.api_key for options in asked] == [session.plan.servers_key]
+    assert session.plan.servers_key
 
 
 def test_processes_read_the_session_that_the_launcher_wrote(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ from pipelinerl.config.schema import RunConfig
 from pipelinerl.launch.hosts.host import LocalWorker
 from pipelinerl.launch.roles import generation_roles, server_roles
 from pipelinerl.launch.session import Session
-from pipelinerl.launch.stages.servers import ReadyFile, server_key
+from pipelinerl.launch.stages.servers import ReadyFile
 from pipelinerl.weights.shared.file import CONTROL_BYTES
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ def answers(session: Session, role: str, pid: int) -> bool:
     """
     try:
         said = msgspec.json.decode(session.run.ready_file(role).read_bytes(), type=ReadyFile)
-        url, kinds, key = urlsplit(said.url), {"http": HTTPConnection, "https": HTTPSConnection}, server_key(session)
+        url, kinds, key = urlsplit(said.url), {"http": HTTPConnection, "https": HTTPSConnection}, session.plan.servers_key
         with closing(kinds[url.scheme](url.netloc, timeout=HEALTH_S)) as connection:
             _get(connection, "/health", key)
             works = session.config.engine.kind != "vllm" or not json.loads(_get(connection, "/is_paused", key))["is_paused"]
@@ -189,9 +189,9 @@ def answers(session: Session, role: str, pid: int) -> bool:
     return works and said.pid == pid
 
 
-def _get(connection: HTTPConnection, path: str, key: str | None) -> bytes:
+def _get(connection: HTTPConnection, path: str, key: str) -> bytes:
     """Raises HTTPException for any other answer than 200."""
-    connection.request("GET", path, headers={} if key is None else {"Authorization": f"Bearer {key}"})
+    connection.request("GET", path, headers={"Authorization": f"Bearer {key}"})
     with connection.getresponse() as answer:
         if answer.status != HTTPStatus.OK:
             raise HTTPException(answer.status)

@@ -81,7 +81,7 @@ def _serve_engine(session: Session, role: str) -> None:
             engine=engine.model_copy(update={"threads": session.here.threads}),
             name=role,
             listen=Address(session.here.address, _port_before(session.run.ready_file(role))),
-            api_key=server_key(session),
+            api_key=session.plan.servers_key,
             tls=_tls(engine),
             max_queue=engine.slots,
             weight_directories=(SHARED_MEMORY, session.run.control),
@@ -103,7 +103,7 @@ def _become_vllm(session: Session, role: str, parent_pipe: int) -> None:
     from pipelinerl.serving.vllm.start import command_line, environment  # noqa: PLC0415 - as above
 
     settings = _vllm_settings(session)
-    address, key = session.here.address, server_key(session)
+    address, key = session.here.address, session.plan.servers_key
     scheme = "http" if settings.tls is None else "https"
     port = _port_before(session.run.ready_file(role)) or free_port(address)
     ready = ReadyFile(f"{scheme}://{address}:{port}", os.getpid())
@@ -113,7 +113,7 @@ def _become_vllm(session: Session, role: str, parent_pipe: int) -> None:
         sys.executable,
         "-m",
         "pipelinerl.serving.vllm.guard",
-        *command_line(settings, port, address, guarded=key is not None),
+        *command_line(settings, port, address, guarded=True),
     ]
     os.execve(sys.executable, command, environment(settings, os.environ, key))  # noqa: S606 - our own module
 
@@ -152,11 +152,6 @@ def _tls(engine: EngineConfig) -> tuple[Path, Path] | None:
     return files
 
 
-def server_key(session: Session) -> str | None:
-    """What clients of the run's own servers must send. None on one machine: nobody else reaches them there."""
-    return session.plan.servers_key if session.config.launch.kind == "ray" else None
-
-
 def _max_length(model: ModelConfig) -> int:
     from transformers import AutoConfig  # noqa: PLC0415 - takes seconds
 
@@ -184,7 +179,7 @@ async def connected_engine(
     from pipelinerl.serving.vllm.server_info import model_facts  # noqa: PLC0415 - as above
 
     config = session.config
-    key = _api_key(config.engine) if config.engine.urls else server_key(session)
+    key = _api_key(config.engine) if config.engine.urls else session.plan.servers_key
     deadline_s = time.monotonic() + START_SHARE * config.launch.startup_timeout_s
     facts = model_facts(config.model.path)
     urls = config.engine.urls or await _wait_for_servers(session.run, server_roles(config), deadline_s - time.monotonic())

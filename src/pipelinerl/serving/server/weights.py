@@ -155,11 +155,11 @@ class WeightUpdates:
     async def join(self, request: ProcessGroupRequest) -> None:
         """Join the trainer's broadcast as a receiver; leaves a group that was joined before.
 
-        Raises WeightUpdateError if the group is not formed in time, RefusedError for an epoch that was replaced.
+        Raises WeightUpdateError if the group is not formed in time, RefusedError for an epoch that was replaced; both leave
+        the group as it was.
         """
         async with self._lock:
-            await self._let_in(request.run, request.epoch)
-            await self._leave()
+            begins = self._begins(request)
             group = CollectiveWeightReceiver(
                 request.host,
                 request.port,
@@ -175,7 +175,11 @@ class WeightUpdates:
             except BaseException:  # also if the client has gone
                 await asyncio.to_thread(group.close)
                 raise
+            await self._leave()
             self._group = group
+            if begins:
+                self._epochs.begin(request.run, request.epoch)
+                self._anew = True
 
     async def close(self) -> None:
         """Leave the process group, if there is one."""
@@ -195,24 +199,36 @@ class WeightUpdates:
         weights).
         """
         async with self._lock:
-            await self._let_in(request.run, request.epoch)
-            holding = self._engine.holding
-            if (request.version, request.checksum) == holding and not (self._anew and self._engine.open_requests):
-                self._begun()
-                receipt = self._receipt_of(holding)
-                if request.path is None:
-                    self._acknowledge_current(receipt)
-                return receipt
-            if not self._anew:
-                self._check_version(request.version, holding.version)
-            if request.path is None:
-                return await self._apply_broadcast(request)
-            reading = asyncio.to_thread(read_update, request, self._directories, self._held)
-            return await self.apply(await _with_timeout(reading, "reading the file"))
+            begins = self._begins(request)
+            anew = begins or self._anew
+            receipt = await self._take(request, None if begins else self._group, anew=anew)
+            if begins:
+                self._epochs.begin(request.run, request.epoch)
+                await self._leave()  # what the group has received before is not applied any more
+            if anew:
+                self._anew = False
+                self._on_new_epoch()
+            return receipt
 
-    async def _apply_broadcast(self, request: WeightUpdateRequest) -> UpdateReceipt:
+    async def _take(self, request: WeightUpdateRequest, group: CollectiveWeightReceiver | None, *, anew: bool) -> UpdateReceipt:
+        """`group`: of the request's epoch. `anew`: the epoch's first weights may have any version, and end all requests."""
+        holding = self._engine.holding
+        if (request.version, request.checksum) == holding and not (anew and self._engine.open_requests):
+            receipt = self._receipt_of(holding)
+            if request.path is None:
+                _acknowledge_current(group, receipt)
+            return receipt
+        if not anew:
+            self._check_version(request.version, holding.version)
+        if request.path is None:
+            return await self._apply_broadcast(request, group, anew=anew)
+        reading = asyncio.to_thread(read_update, request, self._directories, self._held)
+        return await self._apply(await _with_timeout(reading, "reading the file"), anew=anew)
+
+    async def _apply_broadcast(
+        self, request: WeightUpdateRequest, group: CollectiveWeightReceiver | None, *, anew: bool
+    ) -> UpdateReceipt:
         """Wait until the broadcast has arrived, apply it, and acknowledge it to the sender."""
-        group = self._group
         if group is None:
             raise RefusedError(
                 "bad_request", "no `path`, and no process group to receive from: POST /init_process_group", param="path"
@@ -225,7 +241,7 @@ class WeightUpdates:
                     f"({request.checksum}): nothing was changed"
                 )
             check_fit(update.tensors, self._held)
-            receipt = await self.apply(update)
+            receipt = await self._apply(update, anew=anew)
         except (WeightUpdateError, RefusedError) as error:
             receipt = self._receipt_of(self._engine.holding)
             group.acknowledge(msgspec.structs.replace(receipt, version=update.version, error=str(error)))
@@ -233,19 +249,11 @@ class WeightUpdates:
         group.acknowledge(receipt)
         return receipt
 
-    def _acknowledge_current(self, receipt: UpdateReceipt) -> None:
-        """Acknowledge a broadcast of weights that the engine already holds: those that its model was loaded with."""
-        group = self._group
-        with contextlib.suppress(WeightUpdateError):  # the receipt is valid even if the group has failed
-            if group is not None and group.offered() == receipt.version and group.poll() is not None:
-                group.acknowledge(receipt)
-
-    async def apply(self, update: WeightUpdate) -> UpdateReceipt:
+    async def _apply(self, update: WeightUpdate, *, anew: bool) -> UpdateReceipt:
         """Apply a verified update to the engine."""
-        applying = asyncio.wrap_future(self._engine.update(update, anew=self._anew))
+        applying = asyncio.wrap_future(self._engine.update(update, anew=anew))
         receipt = await _with_timeout(applying, "the engine's next token")
         self._last = receipt
-        self._begun()
         self.paused_s += receipt.pause_s
         return receipt
 
@@ -262,25 +270,12 @@ class WeightUpdates:
             sequences_in_flight=progress.in_progress,
         )
 
-    async def _let_in(self, run: str, epoch: int) -> None:
-        """Raises RefusedError for an epoch that was replaced.
-
-        The first weights of one that begins may have any version, and end all requests: none continues with weights of
-        another epoch. What a group has received before is not applied any more.
-        """
+    def _begins(self, request: ProcessGroupRequest | WeightUpdateRequest) -> bool:
+        """Whether the request begins an epoch, once it has succeeded. Raises RefusedError for an epoch that was replaced."""
         try:
-            begins = self._epochs.begins(run, epoch)
+            return self._epochs.begins(request.run, request.epoch)
         except StaleEpochError as error:
             raise RefusedError("stale_epoch", str(error), param="epoch") from error
-        if begins:
-            self._anew = True
-            await self._leave()
-
-    def _begun(self) -> None:
-        """The engine holds weights of the epoch."""
-        if self._anew:
-            self._anew = False
-            self._on_new_epoch()
 
     def _check_version(self, version: int, newest: int) -> None:
         """Raises RefusedError unless the version increases. Only the first update may repeat the loaded model's version."""
@@ -291,6 +286,13 @@ class WeightUpdates:
                 "has an `epoch` of its own",
                 param="version",
             )
+
+
+def _acknowledge_current(group: CollectiveWeightReceiver | None, receipt: UpdateReceipt) -> None:
+    """Acknowledge a broadcast of weights that the engine already holds: those that its model was loaded with."""
+    with contextlib.suppress(WeightUpdateError):  # the receipt is valid even if the group has failed
+        if group is not None and group.offered() == receipt.version and group.poll() is not None:
+            group.acknowledge(receipt)
 
 
 async def _next_broadcast(group: CollectiveWeightReceiver) -> WeightUpdate:

@@ -18,6 +18,7 @@ may leave the model half loaded.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from types import new_class
 from typing import Any
@@ -62,7 +63,10 @@ class WeightTransfer:
     supports_draft_weight_update = False
     _directory: Path | None = None
     _group: CollectiveWeightReceiver | None = None
-    _epochs: Epochs | None = None
+
+    @cached_property
+    def _epochs(self) -> Epochs:
+        return Epochs()
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> InitInfo:
         info: InitInfo = msgspec.convert(init_dict, InitInfo)
@@ -78,13 +82,12 @@ class WeightTransfer:
         self._directory = directory.resolve()
 
     def _join(self, info: BroadcastInfo) -> None:
-        """Join the trainer's broadcast as a receiver; leaves a group that was joined before."""
+        """Join the trainer's broadcast as a receiver; then leaves a group that was joined before."""
         if (workers := self.parallel_config.world_size) > 1:
             raise WeightUpdateError(
                 f"{REFUSED} a broadcast reaches one worker, and this vLLM has {workers}: set weights.kind to shared"
             )
-        self._let_in(info.run, info.epoch)
-        self._leave()
+        begins = self._begins(info)
         group = CollectiveWeightReceiver(
             info.host,
             info.port,
@@ -100,22 +103,20 @@ class WeightTransfer:
         except WeightUpdateError as error:
             group.close()
             raise WeightUpdateError(f"{REFUSED} {error}") from error
+        self._leave()
         self._group = group
+        if begins:
+            self._epochs.begin(info.run, info.epoch)
 
     def _leave(self) -> None:
         group, self._group = self._group, None
         if group is not None:
             group.close()
 
-    def _let_in(self, run: str, epoch: int) -> None:
-        """Raises WeightUpdateError for a session that was replaced.
-
-        What a group has received before one begins is not loaded any more.
-        """
-        self._epochs = self._epochs or Epochs()
+    def _begins(self, info: BroadcastInfo | UpdateInfo) -> bool:
+        """Whether the session begins with this, if it succeeds. Raises WeightUpdateError for a session that was replaced."""
         try:
-            if self._epochs.begins(run, epoch):
-                self._leave()
+            return self._epochs.begins(info.run, info.epoch)
         except StaleEpochError as error:
             raise WeightUpdateError(f"{REFUSED} {error}") from error
 
@@ -128,9 +129,9 @@ class WeightTransfer:
             info = msgspec.convert(update_info, UpdateInfo)
         except msgspec.ValidationError as error:
             raise WeightUpdateError(f"{REFUSED} {error}") from error
-        self._let_in(info.run, info.epoch)
+        begins = self._begins(info)
         if info.path is None:
-            tensors = arrived_weights(info, self._group)
+            tensors = arrived_weights(info, None if begins else self._group)
         else:
             tensors = read_weights(Path(info.path), info, self._directory)
         refuse_layout(checkpoint_shapes(str(self.model_config.model)), tensors)
@@ -139,6 +140,9 @@ class WeightTransfer:
         self.receive_weights(tensors)
         if self.device.type != "cpu":  # The next broadcast writes into the buffer that is being copied from.
             torch.accelerator.synchronize()
+        if begins:
+            self._epochs.begin(info.run, info.epoch)
+            self._leave()  # what its group has received before is not loaded any more
 
     def receive_weights(self, update_info: Mapping[str, Tensor]) -> None:
         """Load the tensors with vLLM's layer-wise reload, which keeps every parameter where its kernels expect it."""

@@ -221,6 +221,33 @@ async def test_a_session_that_was_replaced_updates_nothing_any_more(tmp_path: Pa
 
 
 @in_event_loop
+async def test_a_refused_request_of_another_session_changes_nothing(tmp_path: Path) -> None:
+    """Whatever it was refused for: the session that updates the server goes on, with the group that it has formed."""
+    newer = named_weights(byte_model(1))
+    async with running(tmp_path) as (service, _):
+        with closing(listen()) as listener, closing(CollectiveWeightSender(listener, "secret", 1)) as sender:
+            group = ProcessGroupRequest(
+                host=sender.host, port=sender.port, key="secret", index=0, receivers=1, run="a", epoch=1
+            )
+            sending = asyncio.create_task(asyncio.to_thread(sender.send, 1, newer))
+            await service.updates.join(group)
+            digest = await sending
+            saved_weights = saved(tmp_path / "w", {name: tensor.clone() for name, tensor in newer.items()}, version=1)
+            elsewhere = msgspec.structs.replace(saved_weights, run="b", epoch=1, path=str(tmp_path.parent / "none"))
+            damaged = msgspec.structs.replace(saved_weights, run="b", epoch=2, checksum="0")
+            no_group = WeightUpdateRequest(version=1, checksum=digest, run="b", epoch=3)
+            nobody = msgspec.structs.replace(group, port=9, run="b", epoch=4, timeout_s=0.2)
+            later = msgspec.structs.replace(elsewhere, run="a", epoch=9)
+            for refused in (elsewhere, damaged, no_group, later):
+                with pytest.raises((RefusedError, WeightUpdateError)):
+                    await service.updates.take(refused)
+            with pytest.raises(WeightUpdateError):
+                await service.updates.join(nobody)
+            update = WeightUpdateRequest(version=1, checksum=digest, run="a", epoch=1)
+            assert (await service.updates.take(update)).checksum == digest
+
+
+@in_event_loop
 async def test_what_was_broadcast_in_an_epoch_is_not_applied_in_the_next(tmp_path: Path) -> None:
     """Though it has arrived, and its version and checksum are those that the next epoch asks for."""
     newer = named_weights(byte_model(1))

@@ -126,6 +126,8 @@ def test_a_session_that_was_replaced_changes_nothing(tmp_path: Path, transfer: B
         transfer.update_weights(info | {"run": "cafe", "epoch": epoch})
         assert_taken(transfer)
     assert "a later session updates" in refusal(transfer, info | {"run": "cafe", "epoch": 1})
+    refusal(transfer, info | {"run": "cafe", "epoch": 3, "checksum": "0"})
+    transfer.update_weights(info | {"run": "cafe", "epoch": 2})  # the refused request of a later session changed nothing
     transfer.parallel_config = SimpleNamespace(world_size=1)
     group = ProcessGroupRequest(host="127.0.0.1", port=9, key="", index=0, receivers=1, run="cafe", epoch=1)
     with pytest.raises(WeightUpdateError, match=f"^{REFUSED} a later session updates"):
