@@ -9,11 +9,14 @@ import msgspec
 import pytest
 
 from tests.integration.runs import (
+    HANGS_S,
     assert_conserved,
     assert_provenance,
     assert_trained_once,
+    flags,
     groups,
     run,
+    start,
     steps,
     summary,
     trained,
@@ -116,3 +119,16 @@ def test_no_key_that_tools_rely_on_and_no_metric_is_left_out(tmp_path: Path) -> 
     may_be_none = {"engine", "started_length_mean", "length_lag_correlation"}
     for step in learnt:
         assert {name for name, value in msgspec.structs.asdict(step).items() if value is None} <= may_be_none
+
+
+@pytest.mark.slow
+def test_a_run_whose_output_nobody_reads_finishes(tmp_path: Path) -> None:
+    """As with `pipelinerl train | head -1`: neither the view nor the final table decides how a run ends."""
+    started = start("train", *flags(tmp_path / "r", trainer__steps=2, metrics__view="plain"))
+    assert started.stdout is not None
+    assert started.stderr is not None
+    started.stdout.readline()
+    started.stdout.close()
+    started.stderr.close()
+    assert started.wait(HANGS_S) == 0
+    assert summary(tmp_path / "r")["status"] == "finished"

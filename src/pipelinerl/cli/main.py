@@ -12,6 +12,7 @@ import re
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 
 from pipelinerl.cli.parser import Commands, refuse_settings
 from pipelinerl.errors import PipelineRLError, RunInterruptedError
@@ -80,7 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return exit_.code if isinstance(exit_.code, int) else 1
     if "--debug" in arguments:
         traceback.print_exception(failure)
-    print(message, file=sys.stderr)
+    with suppress(OSError):  # nobody reads it, and the status tells it too
+        print(message, file=sys.stderr, flush=True)
     return status
 
 

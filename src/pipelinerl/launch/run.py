@@ -35,7 +35,7 @@ from pipelinerl.launch.session import Session, StartPlan, last_begun
 from pipelinerl.launch.stages.streams import stream_store
 from pipelinerl.launch.summary import Outcome, finished_summary, show_result, write_summary
 from pipelinerl.schedule import make_schedule
-from pipelinerl.status.view import View, make_view
+from pipelinerl.status.view import View, make_view, output_that_never_fails
 
 if TYPE_CHECKING:
     from pipelinerl.launch.hosts.keeping import Kept, KeptHere
@@ -62,7 +62,7 @@ def train(config: RunConfig, *, resume: Path | None = None, began: Began = lambd
     changes = _changed_settings(config, RunDirectory(resume.absolute())) if resume is not None else []
     memory = check_before_the_start(config)
     losses: Losses | None = None
-    with ExitStack() as held, ExitStack() as aside:
+    with output_that_never_fails(), ExitStack() as held, ExitStack() as aside:
         while True:
             try:
                 ended = _train_session(

@@ -5,9 +5,12 @@ The caller may pass the status board's contents as often as it likes: a live vie
 
 from __future__ import annotations
 
+import io
 import os
-from collections.abc import Mapping
-from typing import Literal, TextIO
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
+from typing import Any, Literal, TextIO
 
 from pipelinerl.metrics.totals import trainer_progress
 from pipelinerl.status.screen import Trends, model_lines, plain_line, waiting_lines
@@ -28,6 +31,34 @@ def printable(text: str) -> str:
     Control characters become pictures (`␛`), except newlines, and bidirectional or invisible ones `<U+XXXX>`.
     """
     return text.translate(_SHOWN)
+
+
+class _Dropping(io.FileIO):
+    """A file that drops what can't be written."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            return memoryview(data).nbytes
+
+
+@contextmanager
+def output_that_never_fails() -> Iterator[None]:
+    """Within it, standard output and error drop what they can't write: the reader has gone, or the disk of a log is full.
+
+    A run's views, tables and messages must not decide how it ends. Streams without a file (notebooks) stay as they are.
+    """
+    with ExitStack() as stack:
+        for stream, redirect in ((sys.stdout, redirect_stdout), (sys.stderr, redirect_stderr)):
+            if not isinstance(stream, io.TextIOWrapper):
+                continue
+            with suppress(OSError):
+                stream.flush()
+            raw = io.BufferedWriter(_Dropping(stream.fileno(), "wb", closefd=False))
+            lines = io.TextIOWrapper(raw, encoding=stream.encoding, errors=stream.errors, line_buffering=True)
+            stack.enter_context(redirect(stack.enter_context(lines)))
+        yield
 
 
 class View:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from io import StringIO
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,7 +18,7 @@ from rich.console import Console
 
 from pipelinerl.status.live import LiveView, render, sparkline
 from pipelinerl.status.screen import Rate, Trends, duration, headline, short, wait_line
-from pipelinerl.status.view import PlainView, View, make_view
+from pipelinerl.status.view import PlainView, View, make_view, output_that_never_fails
 from pipelinerl.types import ActorProgress, EngineProgress, StageStatus, TrainerProgress
 
 LATEST = {"reward_mean": 0.625, "ess": 0.971, "lag_mean": 1.75, "lag_max": 5.0, "entropy_mean": 0.3}
@@ -289,3 +292,41 @@ def test_logs_of_ci_are_plain_and_no_color_has_no_colour(monkeypatch: pytest.Mon
     view.update(statuses(1), 1.0)
     view.close()
     assert not re.findall(r"\x1b\[[\d;]*3[0-7][;m]|\x1b\[[\d;]*38;", terminal.getvalue())
+
+
+@pytest.mark.parametrize("name", ["stdout", "stderr"])
+def test_output_that_nobody_reads_is_dropped(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after `| head`, or with a log on a full disk."""
+    reader, writer = os.pipe()
+    with open(writer, "w") as pipe, open("/dev/full", "w") as full:
+        for stream in (pipe, full):
+            monkeypatch.setattr(sys, name, stream)
+            with output_that_never_fails():
+                if stream is pipe:
+                    print("first", file=getattr(sys, name))
+                    assert os.read(reader, 100) == b"first\n"
+                    os.close(reader)
+                view = LiveView(getattr(sys, name), target=9)
+                view.update(statuses(100.0), 100.0)
+                view.say("x" * 100_000)
+                view.close()
+                Console(file=getattr(sys, name)).print("a table")
+            assert getattr(sys, name) is stream
+            with pytest.raises(OSError, match=r"Broken pipe|No space"):
+                print("without it", file=stream, flush=True)
+        monkeypatch.undo()
+        for descriptor in (pipe, full):  # what they still buffer can't be written either
+            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor.fileno())
+
+
+def test_what_can_be_written_comes_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open(tmp_path / "out", "w", encoding="utf-8") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        print("before")
+        with output_that_never_fails():
+            print("within ✓")
+        print("after")
+    assert (tmp_path / "out").read_text(encoding="utf-8").split() == ["before", "within", "✓", "after"]
+    monkeypatch.setattr(sys, "stdout", other := StringIO())
+    with output_that_never_fails():
+        assert sys.stdout is other

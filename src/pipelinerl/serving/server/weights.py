@@ -210,7 +210,9 @@ class WeightUpdates:
                 self._on_new_epoch()
             return receipt
 
-    async def _take(self, request: WeightUpdateRequest, group: CollectiveWeightReceiver | None, *, anew: bool) -> UpdateReceipt:
+    async def _take(
+        self, request: WeightUpdateRequest, group: CollectiveWeightReceiver | None, *, anew: bool
+    ) -> UpdateReceipt:
         """`group`: of the request's epoch. `anew`: the epoch's first weights may have any version, and end all requests."""
         holding = self._engine.holding
         if (request.version, request.checksum) == holding and not (anew and self._engine.open_requests):
