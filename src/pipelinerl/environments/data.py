@@ -1,9 +1,11 @@
-"""Reads examples from files of JSON lines or Hugging Face data sets, and splits off the held-out ones."""
+"""Reads examples from files (JSON, CSV, Parquet) or Hugging Face data sets, and splits off the held-out ones."""
 
 from __future__ import annotations
 
 import codecs
+import csv
 import importlib.util
+import json
 import math
 import random
 import re
@@ -38,6 +40,8 @@ def parse_name(source: str) -> DatasetName:
     if parts is None:
         raise EnvironmentSetupError(f"{source!r} does not name a data set: write {FORM}")
     path, split = parts["path"], parts["split"]
+    if Path(path).expanduser().is_file():
+        raise EnvironmentSetupError(f"{source!r}: {path} is a file, which has no splits: write {path}")
     if Path(path).expanduser().is_dir():
         return DatasetName(str(Path(path).expanduser()), None, split)
     owner, name, *rest = [*path.split("/"), ""] if "/" in path else ["", ""]
@@ -63,41 +67,135 @@ def read_dataset(source: str) -> Iterator[tuple[int, Any]]:
         why = " ".join(str(error).split())[:300] or type(error).__name__
         raise EnvironmentSetupError(f"{source}: the data set can't be loaded: {why}") from error
     for number, row in enumerate(rows, 1):
-        try:
-            yield number, msgspec.json.decode(msgspec.json.encode(row))
-        except (TypeError, ValueError) as error:
-            raise EnvironmentSetupError(
-                f"{source}:{number} has a field that is not a text, number or list: {error}"
-            ) from error
+        yield number, _json_value(row, f"{source}:{number}")
 
 
 # ---- rows of user files: every error names the file and the line
 
 MAX_LINE_BYTES = 16 << 20
 """A longer line means that the file is not JSON lines."""
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_READ = "files of JSON lines or of one JSON array, and .csv, .tsv and .parquet by their suffix"
 
 
 def read_rows(path: Path) -> Iterator[tuple[int, Any]]:
-    """The number (from 1) and the value of each non-blank line, read lazily; or of each row of `dataset:...`.
+    """The number and the value of each row: of a file, by its suffix, or of `dataset:...`.
 
-    Raises EnvironmentSetupError for a file that can't be read, and for a line that isn't JSON or is too long.
+    Rows of JSON lines and CSV have the number of their line, others are counted from 1. Raises EnvironmentSetupError for
+    unreadable files and rows, MissingDependencyError for Parquet without pyarrow.
     """
     if names_a_dataset(path):
         yield from read_dataset(str(path))
         return
+    readers: dict[str, Callable[[Path], Iterator[tuple[int, Any]]]] = {
+        ".parquet": _parquet_rows,
+        ".csv": partial(_csv_rows, ","),
+        ".tsv": partial(_csv_rows, "\t"),
+    }
     try:
-        with open(path, "rb") as file:
-            number = 0
-            while line := file.readline(MAX_LINE_BYTES + 1):
-                number += 1
-                if number == 1:
-                    line = line.removeprefix(codecs.BOM_UTF8)
-                if len(line) > MAX_LINE_BYTES:
-                    raise EnvironmentSetupError(f"{path}:{number} has over {MAX_LINE_BYTES >> 20} MiB: not JSON lines?")
-                if line.strip():
-                    yield number, _value(line, f"{path}:{number}")
+        yield from readers.get(path.suffix.lower(), _json_rows)(path)
     except OSError as error:
         raise unreadable(path, error) from error
+    except UnicodeDecodeError as error:
+        raise EnvironmentSetupError(f"{path} is not UTF-8: {error}") from error
+
+
+def _json_rows(path: Path) -> Iterator[tuple[int, Any]]:
+    """The non-blank lines, read lazily, or the elements of one array."""
+    with open(path, "rb") as file:
+        if file.peek().removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
+            rows = _array(file.read().removeprefix(codecs.BOM_UTF8).lstrip(), path)
+            if rows is not None:
+                yield from enumerate(rows, 1)
+                return
+            file.seek(0)
+        number = 0
+        while line := file.readline(MAX_LINE_BYTES + 1):
+            number += 1
+            if number == 1:
+                line = line.removeprefix(codecs.BOM_UTF8)
+            if len(line) > MAX_LINE_BYTES:
+                raise EnvironmentSetupError(f"{path}:{number} has over {MAX_LINE_BYTES >> 20} MiB: not JSON lines?")
+            if line.strip():
+                yield number, _value(line, f"{path}:{number}")
+
+
+def _array(text: bytes, path: Path) -> list[Any] | None:
+    """The elements of a file that is one JSON array; None if its lines are lists. Raises EnvironmentSetupError."""
+    try:
+        msgspec.json.decode(text.partition(b"\n")[0])
+    except INVALID_DATA:  # the array has several lines
+        rows: list[Any] = _value(text, f"{path}, one JSON array,")
+        return rows
+    if path.suffix.lower() == ".jsonl":
+        return None
+    try:
+        return msgspec.json.decode(text, type=list[dict[str, Any]])
+    except INVALID_DATA:
+        return None
+
+
+def _value(text: bytes, place: str) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except INVALID_DATA as error:
+        why = str(error)
+        try:
+            found = _SURROGATE.search(json.dumps(json.loads(text), ensure_ascii=False))
+        except (ValueError, RecursionError):
+            found = None
+        if found is not None:
+            why = (
+                f"it has the escape \\u{ord(found[0]):x}, half of a character, without its other half: remove or complete it"
+            )
+        elif text.strip() in (b"{", b"["):
+            why = "one object over several lines: write one object a line, or an array of objects"
+        elif text.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            why = "it is UTF-16: save it as UTF-8"
+        elif place.endswith(":1"):
+            why += f" ({_READ} can be read)"
+        raise EnvironmentSetupError(f"{place} is not JSON: {why}") from error
+
+
+def _csv_rows(delimiter: str, path: Path) -> Iterator[tuple[int, Any]]:
+    """The rows as objects of texts; the first line has the names of the fields."""
+    with open(path, encoding="utf-8-sig", newline="") as file:
+        reader = csv.DictReader(file, delimiter=delimiter, strict=True)
+        try:
+            names = list(reader.fieldnames or ())
+            if repeated := sorted({name for name in names if names.count(name) > 1}):
+                raise EnvironmentSetupError(f"{path}:1 has two columns called {repeated[0]!r}")
+            for row in reader:
+                if None in row or None in row.values():
+                    raise EnvironmentSetupError(
+                        f"{path}:{reader.line_num} does not have {len(names)} values, as the first line has"
+                    )
+                yield reader.line_num, row
+        except csv.Error as error:
+            raise EnvironmentSetupError(f"{path}:{reader.line_num} is not CSV: {error}") from error
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
+    if importlib.util.find_spec("pyarrow") is None:
+        raise MissingDependencyError("pyarrow is not installed: pip install 'pipelinerl[parquet]'")
+    from pyarrow import ArrowException, parquet  # noqa: PLC0415 - an extra
+
+    number = 0
+    with open(path, "rb") as file:
+        try:
+            for batch in parquet.ParquetFile(file).iter_batches():
+                for row in batch.to_pylist():
+                    number += 1
+                    yield number, _json_value(row, f"{path}:{number}")
+        except ArrowException as error:
+            raise EnvironmentSetupError(f"{path} is not Parquet: {' '.join(str(error).split())}") from error
+
+
+def _json_value(row: Any, place: str) -> Any:
+    try:
+        return msgspec.json.decode(msgspec.json.encode(row))
+    except (TypeError, ValueError) as error:
+        raise EnvironmentSetupError(f"{place} has a field that is not a text, number or list: {error}") from error
 
 
 def field_of(row: Any, name: str) -> Any:
@@ -120,13 +218,6 @@ def fields_of(row: Any) -> str:
     return (", ".join(map(str, row)) if isinstance(row, dict) else f"a list of {len(row)}") or "none"
 
 
-def _value(line: bytes, place: str) -> Any:
-    try:
-        return msgspec.json.decode(line)
-    except INVALID_DATA as error:
-        raise EnvironmentSetupError(f"{place} is not JSON: {error}") from error
-
-
 # ---- problems: read, split, and in an endless order
 
 Check = Callable[[dict[str, Any]], str | None]
@@ -141,12 +232,16 @@ class Split(NamedTuple):
 class ProblemSet:
     """A finite set of problems as an endless stream: each once per epoch.
 
-    The order depends on the epoch and on `name`, which includes the run's seed. Held-out problems are never trained on.
+    The order depends on the epoch and on `name`, which includes the run's seed. Held-out problems are never trained on, and
+    are ordered by a hash of their content: the first ones are a random sample, the same in every run.
     """
 
     def __init__(self, parts: Split, name: str) -> None:
         self._parts = parts
         self._name = name
+        self._held_out = sorted(
+            parts.held_out, key=lambda problem: _digest(msgspec.json.encode(problem.payload, order="deterministic"))
+        )
         self._order = lru_cache(maxsize=2)(self._shuffled)
 
     def problem(self, index: int) -> Problem:
@@ -154,7 +249,7 @@ class ProblemSet:
         return self._parts.training[self._order(epoch)[place]]
 
     def held_out(self, count: int) -> Sequence[Problem]:
-        return self._parts.held_out[:count]
+        return self._held_out[:count]
 
     def _shuffled(self, epoch: int) -> list[int]:
         order = list(range(len(self._parts.training)))
@@ -200,16 +295,24 @@ def split(problems: list[Problem], held_out: float, key: Callable[[Problem], str
 
     Problems with the same key are in the same part.
     """
-    keys = sorted({key(problem) for problem in problems}, key=lambda text: blake2b(text.encode()).digest())
+    keys = sorted({key(problem) for problem in problems}, key=lambda text: _digest(text.encode()))
     chosen = set(keys[: min(math.ceil(held_out * len(keys)), len(keys) - 1)])
     training = [problem for problem in problems if key(problem) not in chosen]
     return Split(training, [problem for problem in problems if key(problem) in chosen])
+
+
+def _digest(content: bytes) -> bytes:
+    return blake2b(content).digest()
 
 
 def _read_rows(path: Path, check: Check) -> list[Problem]:
     problems = []
     for number, example in read_rows(path):
         wrong = check(example) if isinstance(example, dict) else "is not a JSON object"
+        if isinstance(example, list):
+            wrong = (
+                "is not a JSON object, but a list: write one object a line, or one array into a file with the suffix .json"
+            )
         if wrong:
             raise EnvironmentSetupError(f"{path}:{number} {wrong}")
         problems.append(Problem(id=f"{path.stem}/{number}", payload=example))

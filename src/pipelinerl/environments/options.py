@@ -30,7 +30,7 @@ from pipelinerl.errors import EnvironmentSetupError
 
 FileName: TypeAlias = Annotated[str, Meta(title="file")]
 Files: TypeAlias = FileName | Annotated[list[FileName], Meta(min_length=1)]
-"""A file of JSON lines, a data set (`dataset:...`), or a list of them."""
+"""A file (JSON lines, a JSON array, CSV or Parquet, by its suffix), a data set (`dataset:...`), or a list of them."""
 Share: TypeAlias = Annotated[float, Meta(ge=0, lt=1)]
 FunctionName: TypeAlias = Annotated[str, Meta(title="function")]
 """`path/to/file.py:function` or `package.module:function`."""
@@ -77,6 +77,13 @@ class Options(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         except msgspec.ValidationError as error:
             what, _, where = str(error).partition(" - at `$.")
             raise EnvironmentSetupError(_mistake(cls, what, where.rstrip("`"), args)) from error
+
+    def refuse_without_effect(self, why: str, *names: str) -> None:
+        """Raises EnvironmentSetupError if one of these arguments is neither its default nor empty, for it has no effect."""
+        for field in msgspec.structs.fields(self):
+            value = getattr(self, field.name)
+            if field.name in names and value not in ("", field.default):
+                raise EnvironmentSetupError(f"environment.args.{field.name} has no effect: {why}; leave it out")
 
     @classmethod
     def fields_of(cls, kind: Any) -> list[str]:

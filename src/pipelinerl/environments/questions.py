@@ -14,13 +14,32 @@ from pipelinerl.errors import EnvironmentSetupError
 from pipelinerl.interfaces import Tokenizer
 
 HELD_OUT_IN = 10
+ASSISTANTS = ("assistant", "model", "gpt", "ai", "bot", "chatbot")
+"""Roles of the model itself, in the chat templates and data sets that there are."""
+NO_CHAT = "there is no chat (the model's tokenizer has no chat template, or environment.args.chat is false)"
 FormatReward: TypeAlias = Annotated[float, Meta(ge=0, lt=1)]
 """The reward of a wrong answer in the right format: less than that of a right answer, 1."""
 
 
 def chat_messages(system: str, question: str) -> list[Message]:
     """The messages that ask a question; no system message if `system` is empty."""
-    return [*([{"role": "system", "content": system}] if system else []), {"role": "user", "content": question}]
+    return with_system(system, [{"role": "user", "content": question}])
+
+
+def with_system(system: str, messages: list[Message]) -> list[Message]:
+    return [{"role": "system", "content": system}, *messages] if system else messages
+
+
+def wrong_chat(messages: Sequence[Message], system: str = "") -> str | None:
+    """A description of `messages` if a model can't be asked to answer them, after the message `system`; else None."""
+    if messages and messages[-1].get("role") in ASSISTANTS:
+        return (
+            f"chat messages that end with the {messages[-1]['role']}'s (the answer is in the prompt: end them with the "
+            "user's message, and keep the answer in another field)"
+        )
+    if system and any(message.get("role") == "system" for message in messages):
+        return "chat messages with a system message of their own (leave out environment.args.system)"
+    return None
 
 
 def check_chat(tokenizer: Tokenizer, chat: bool | None) -> bool:
@@ -53,11 +72,15 @@ class QuestionOptions(Options, kw_only=True):
 
 
 class QuestionPrompt:
-    """Formats a question as `options` say. Raises EnvironmentSetupError if `chat` is true without a chat template."""
+    """Formats a question as `options` say. Raises EnvironmentSetupError for options that can't have an effect."""
 
     def __init__(self, tokenizer: Tokenizer, options: QuestionOptions) -> None:
         self._chat = check_chat(tokenizer, options.chat)
         self._options = options
+        if self._chat:
+            options.refuse_without_effect("the question is a message of a chat", "text")
+        else:
+            options.refuse_without_effect(NO_CHAT, "system")
 
     def __call__(self, question: str) -> str | Sequence[Message]:
         if not self._chat:

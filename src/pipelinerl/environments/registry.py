@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from pipelinerl.environments.options import Inner, Options, check_arguments
 from pipelinerl.environments.prompts import try_prompt
+from pipelinerl.environments.questions import wrong_chat
 from pipelinerl.environments.single_turn import JudgedTurn, Task
 from pipelinerl.errors import ConfigError, EnvironmentSetupError, PipelineRLError
 from pipelinerl.interfaces import Environment, Tokenizer
@@ -82,6 +83,8 @@ def _try_first_prompt(environment: JudgedTurn, tokenizer: Tokenizer) -> None:
         prompt = environment.prompt(environment.problem(0))
     except Exception:  # noqa: BLE001 - may affect this problem only; failed rollouts are counted and bounded
         return
+    if not isinstance(prompt, str) and (wrong := wrong_chat(prompt)):
+        raise EnvironmentSetupError(f"the first problem's prompt has {wrong}")
     try_prompt(tokenizer, prompt)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipelinerl.environments import make_environment
-from pipelinerl.environments.data import DatasetName, parse_name, read_dataset
+from pipelinerl.environments.data import DatasetName, parse_name, read_dataset, read_rows
 from pipelinerl.errors import EnvironmentSetupError
 from tests.unit.environments.env_client import TOKENIZER, one_line
 
@@ -56,10 +56,18 @@ def test_a_folder_of_parquet_is_a_file_of_problems(folder):
     write(folder, "test", ROWS[:3])
     args = {"path": f"dataset:{folder}:train", "held_out_path": f"dataset:{folder}:test", "judge": "numbers"}
     environment = make_environment("math", args, TOKENIZER, seed=0)
-    assert [problem.payload["answer"] for problem in environment.held_out(5)] == ["0", "2", "4"]
+    assert sorted(problem.payload["answer"] for problem in environment.held_out(5)) == ["0", "2", "4"]
     questions = {environment.problem(index).payload["question"] for index in range(17)}
     assert questions == {row["question"] for row in ROWS[3:]}
-    assert environment.held_out(1)[0].id.endswith("/1")
+    assert {problem.id.rpartition("/")[2] for problem in environment.held_out(3)} == {"1", "2", "3"}
+
+
+def test_a_file_is_no_data_set_with_splits(folder):
+    write(folder, "train", ROWS)
+    file = folder / "train-00000-of-00001.parquet"
+    with one_line(EnvironmentSetupError, match=f"is a file, which has no splits: write {file}"):
+        list(read_dataset(f"dataset:{file}:train"))
+    assert [row for _, row in read_rows(file)] == ROWS
 
 
 def test_what_cannot_be_loaded_is_said_in_one_line(folder):

@@ -316,7 +316,7 @@ def load_environment(rows):
 def test_evaluation_rows_are_never_trained_on(load) -> None:
     environment = load(EVALUATED, args={"rows": [3, 50, 4]})
     held_out = [problem.payload["question"] for problem in environment.held_out(10)]
-    assert held_out == [f"What is {n} + {n}?" for n in (3, 50, 4)]
+    assert sorted(held_out) == sorted(f"What is {n} + {n}?" for n in (3, 50, 4))
     seen = {environment.problem(index).payload["question"] for index in range(18)}
     assert len(seen) == 18
     assert seen.isdisjoint(held_out)

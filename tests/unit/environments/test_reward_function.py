@@ -43,8 +43,14 @@ def reward(completion, example):
 def ask(example):
     return f"Q: {example['question']} A:"
 
+def asked(example):
+    return [{"role": "user", "content": example["question"]}]
+
 def chat(example):
-    return [{"role": "system", "content": "be brief"}, {"role": "user", "content": example["question"]}]
+    return [{"role": "system", "content": "be brief"}, *asked(example)]
+
+def answered(example):
+    return [*asked(example), {"role": "assistant", "content": example["answer"]}]
 """
 
 
@@ -87,7 +93,7 @@ def play(environment, problem, answers, tokenizer=TOKENIZER):
 
 @pytest.mark.parametrize("isolate", [False, True])
 def test_an_answer_is_worth_what_the_function_says(task, isolate):
-    environment = task(isolate=isolate, workers=1)
+    environment = task(isolate=isolate, **({"workers": 1} if isolate else {}))
     problem = environment.problem(0)
     answers = [problem.payload["answer"], "nonsense", "raise", "nan", "text"]
     (right, wrong, *failed), prompt = play(environment, problem, answers)
@@ -131,7 +137,8 @@ def test_a_reward_that_takes_too_long_is_a_timeout(task):
         ({"chat": False}, "3 + 3?"),
         ({"prompt": "rewards.py:ask"}, "S<u:Q: 3 + 3? A:\0\n<a:"),
         ({"prompt": "rewards.py:ask", "chat": False}, "Q: 3 + 3? A:"),
-        ({"prompt": "rewards.py:chat", "system": "unused"}, "S<s:be brief\0\n<u:3 + 3?\0\n<a:"),
+        ({"prompt": "rewards.py:chat"}, "S<s:be brief\0\n<u:3 + 3?\0\n<a:"),
+        ({"prompt": "rewards.py:asked", "system": "think"}, "S<s:think\0\n<u:3 + 3?\0\n<a:"),
     ],
 )
 def test_prompts(task, args, prompt):
@@ -187,7 +194,7 @@ def test_what_is_held_out_does_not_depend_on_the_order_and_repeats_stay_together
 def test_a_file_of_held_out_examples(task, tmp_path):
     (tmp_path / "eval.jsonl").write_text('{"question": "3 + 3?", "answer": "6"}\n{"question": "new", "answer": "0"}\n')
     environment = task(held_out=str(tmp_path / "eval.jsonl"))
-    assert [problem.payload["question"] for problem in environment.held_out(9)] == ["3 + 3?", "new"]
+    assert {problem.payload["question"] for problem in environment.held_out(9)} == {"3 + 3?", "new"}
     trained = {environment.problem(index).payload["question"] for index in range(19)}
     assert len(trained) == 19
     assert "3 + 3?" not in trained
@@ -212,6 +219,10 @@ MISTAKES = {
         "the model's tokenizer has no chat template",
     ),
     "chat without a template": ({"chat": True}, "environment.args.chat is true"),
+    "system without a template": ({"system": "think"}, "environment.args.system has no effect: there is no chat"),
+    "workers without processes": ({"workers": 3}, "workers has no effect: it is for processes, and `isolate` is false"),
+    "folders without processes": ({"writes": []}, "environment.args.writes has no effect"),
+    "list in a line": ({"lines": [GOOD, "[1]"]}, "is not a JSON object, but a list: write one object a line"),
     "share": ({"held_out": 1.0}, "environment.args.held_out is 1.0: expected `float` < 1"),
     "workers": ({"workers": 0}, "environment.args.workers is 0: expected `int` >= 1"),
     "timeout": ({"timeout_s": "long"}, "environment.args.timeout_s is 'long': expected `float`, got `str`"),
@@ -243,6 +254,31 @@ def test_a_mistake_is_one_line(task, name):
     args, said = MISTAKES[name]
     with one_line(EnvironmentSetupError, said):
         task(**args)
+
+
+USER, SYSTEM, ANSWER = ({"role": role, "content": "text"} for role in ("user", "system", "assistant"))
+MISTAKES_IN_CHATS = {
+    "answer in the prompt": ({"lines": [{"question": [USER]}, {"question": [USER, ANSWER]}]}, "data.jsonl:2 has chat "),
+    "by another name": (
+        {"lines": [{"question": [USER, {**ANSWER, "role": "model"}]}]},
+        "end with the model's (the answer is in the prompt",
+    ),
+    "answer from a function": ({"prompt": "rewards.py:answered"}, "that end with the assistant's (the answer is in the"),
+    "two system messages": (
+        {"lines": [{"question": [SYSTEM, USER]}], "system": "x"},
+        "data.jsonl:1 has chat messages with a ",
+    ),
+    "two from a function": ({"prompt": "rewards.py:chat", "system": "x"}, "(leave out environment.args.system)"),
+    "no chat": ({"chat": False, "system": "x"}, "environment.args.system has no effect"),
+    "messages, no chat": ({"chat": False, "lines": [{"question": [USER]}]}, "chat messages, but environment.args.chat is"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES_IN_CHATS)
+def test_a_mistake_in_chats_is_one_line(task, name):
+    args, said = MISTAKES_IN_CHATS[name]
+    with one_line(EnvironmentSetupError, said):
+        task(ChatTokenizer(), **args)
 
 
 def test_a_mistake_in_the_process_is_the_same_line(task):

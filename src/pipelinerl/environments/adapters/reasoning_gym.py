@@ -55,6 +55,11 @@ class ReasoningGymOptions(QuestionOptions, kw_only=True):
     system: str = SYSTEM
     text: str = TEXT
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.marked:
+            self.refuse_without_effect("`marked` is false", "format_reward")
+
 
 class ReasoningGym(JudgedTurn):
     """The reward is the task's own score of the text between the last `<answer>` and `</answer>`.

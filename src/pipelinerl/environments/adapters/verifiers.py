@@ -65,12 +65,15 @@ class Verifiers(ProblemSet):
         if loaded.evaluation is None:
             parts = split(loaded.training, options.held_out, _key)
         else:
+            options.refuse_without_effect(f"environment {loaded.name} has an `eval_dataset`", "held_out")
             parts = without(loaded.training, loaded.evaluation, _key, f"the dataset of environment {loaded.name}")
         super().__init__(parts, f"verifiers/{seed}")
         self._player = Player(
             loaded, template=options.template or {}, threads=options.threads, drop_raised=options.drop_raised
         )
-        if not has_chat_template(tokenizer) and not isinstance(parts.training[0].payload["prompt"], str):
+        if isinstance(parts.training[0].payload["prompt"], str):
+            options.refuse_without_effect("the prompts of this environment are texts", "template")
+        elif not has_chat_template(tokenizer):
             raise EnvironmentSetupError(
                 f"the prompts of environment {loaded.name} are chats, but the model's tokenizer has no chat template"
             )

@@ -64,6 +64,12 @@ class MathsOptions(QuestionOptions, kw_only=True):
                 f"environment.args.length_penalty_tokens is {self.length_penalty_tokens}: it needs "
                 f"environment.args.max_tokens to be at least as many (it is {self.max_tokens})"
             )
+        if not self.length_penalty_tokens:
+            self.refuse_without_effect("`length_penalty_tokens` is 0", "length_penalty")
+        if self.judge == "numbers":
+            self.refuse_without_effect(
+                "it is for math-verify, and `judge` is `numbers`", "judge_timeout_s", "judge_processes"
+            )
 
 
 class Maths(ProblemSet, JudgedTurn):

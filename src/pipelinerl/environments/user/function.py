@@ -15,7 +15,7 @@ from pipelinerl.environments.chat.tool_use import Tool, ToolError, require_chat,
 from pipelinerl.environments.data import ProblemSet, read_split
 from pipelinerl.environments.options import AtLeastOne, Files, FunctionName, Options, Seconds, Share, listed
 from pipelinerl.environments.prompts import Message, encode_prompt, text_decoder, try_prompt
-from pipelinerl.environments.questions import chat_messages, check_chat
+from pipelinerl.environments.questions import NO_CHAT, chat_messages, check_chat, with_system, wrong_chat
 from pipelinerl.environments.user.code import find_function, names_a_function, summarize_error, try_out
 from pipelinerl.environments.user.pool import CALL_ENDED, FunctionPool, Limits
 from pipelinerl.environments.user.rewards import Functions, Score, group_values, named_rewards, weighted_sum
@@ -51,7 +51,7 @@ class FunctionOptions(Options, kw_only=True):
     chat: bool | None = None
     """Whether a text prompt becomes the user's message in the model's chat template. null: if the model has one."""
     system: str = ""
-    """The system message of a chat; "" for none."""
+    """The system message of a chat, before the prompt; "" for none."""
     isolate: bool = True
     """Call the functions in processes with limits. false: in this process, while the engine waits."""
     workers: AtLeastOne = 2
@@ -86,7 +86,9 @@ class Function(ProblemSet):
         self._tokenizer = tokenizer
         self._decode = text_decoder(tokenizer)
         self._chat = check_chat(tokenizer, options.chat)
-        self._system = options.system
+        self._asked_for_chat, self._system = options.chat, options.system
+        if not self._chat:
+            options.refuse_without_effect(NO_CHAT, "system")
         self._ended_reward = options.ended_reward
         self._prompt_ids: dict[str, tuple[int, ...]] = {}
         self._field = None if names_a_function(options.prompt) else options.prompt
@@ -95,8 +97,8 @@ class Function(ProblemSet):
         rewards = named_rewards(options.reward)
         self._weights = {name: weight for name, (_, weight) in rewards.items()}
         self._group_reward = options.group_reward
-        if options.writes is not None and not options.isolate:
-            raise EnvironmentSetupError("environment.args.writes limits processes of their own: leave out `isolate: false`")
+        if not options.isolate:
+            options.refuse_without_effect("it is for processes, and `isolate` is false", "workers", "memory_mb", "writes")
         others = {} if self._field else {PROMPT: options.prompt}
         if self._group_reward:
             others[GROUP_REWARD] = self._group_reward
@@ -142,12 +144,11 @@ class Function(ProblemSet):
 
     async def _prompt(self, example: dict[str, Any]) -> Prompt:
         value = example[self._field] if self._field else await self._functions.call(PROMPT, example)
-        if wrong := _wrong_prompt(value):
+        if wrong := self._wrong_prompt(value):
             raise RolloutError(f"prompt returned {wrong}")
-        if not self._chat or not isinstance(value, str):
-            prompt: Prompt = value
-            return prompt
-        return chat_messages(self._system, value)
+        if isinstance(value, str):
+            return chat_messages(self._system, value) if self._chat else value
+        return with_system(self._system, value)
 
     def _cache_prompt(self, key: str, prompt: Prompt) -> tuple[int, ...]:
         """Encode a prompt and cache its ids: the attempts of a group share them."""
@@ -175,26 +176,27 @@ class Function(ProblemSet):
         if self._field not in example:
             fields = ", ".join(example) or "none"
             return f"has no field `{self._field}` for the prompt (it has: {fields}); set environment.args.prompt"
-        wrong = _wrong_prompt(example[self._field])
+        wrong = self._wrong_prompt(example[self._field])
         return f"has {wrong} as its `{self._field}`" if wrong else None
+
+    def _wrong_prompt(self, value: object) -> str | None:
+        """A description of `value` if it is not a valid prompt; else None."""
+        if isinstance(value, str):
+            return None if value else "an empty text"
+        try:
+            messages = msgspec.convert(value, list[dict[str, str]])
+        except msgspec.ValidationError:
+            return f"a {type(value).__name__} that is neither a text nor chat messages"
+        if not messages or any(message.keys() != {"role", "content"} for message in messages):
+            return "chat messages that are not objects of `role` and `content`"
+        if self._asked_for_chat is False:
+            return "chat messages, but environment.args.chat is false"
+        return wrong_chat(messages, self._system)
 
     def _key(self, problem: Problem) -> str:
         """Identifies a problem: its prompt, or the whole example if a function makes the prompt."""
         what = problem.payload[self._field] if self._field else problem.payload
         return msgspec.json.encode(what, order="deterministic").decode()
-
-
-def _wrong_prompt(value: object) -> str | None:
-    """A description of `value` if it is not a valid prompt; else None."""
-    if isinstance(value, str):
-        return None if value else "an empty text"
-    try:
-        messages = msgspec.convert(value, list[dict[str, str]])
-    except msgspec.ValidationError:
-        return f"a {type(value).__name__} that is neither a text nor chat messages"
-    if not messages or any(message.keys() != {"role", "content"} for message in messages):
-        return "chat messages that are not objects of `role` and `content`"
-    return None
 
 
 # ---- user functions as tools

@@ -48,6 +48,8 @@ class AgentOptions(Options, kw_only=True):
     def __post_init__(self) -> None:
         if (self.data is None) == (self.problems is None):
             raise EnvironmentSetupError("environment.args of agent: give either `data` or `problems`")
+        if self.data is None:
+            self.refuse_without_effect("the environment of `problems` holds out its own", "held_out")
 
 
 class Agent:
