@@ -200,9 +200,13 @@ GENERATION_NICENESS = 10
 
 
 def yield_to_the_trainer(here: Here) -> None:
-    """Lower the priority of this process if it shall yield."""
+    """Lower the priority of all threads of this process if it shall yield: once it has loaded, as nobody trains before."""
     if here.yields:
-        os.nice(GENERATION_NICENESS)
+        threads = [int(thread.name) for thread in Path("/proc/self/task").glob("*")] or [0]  # 0: this process
+        for thread in threads:
+            with suppress(ProcessLookupError):  # it has ended
+                lowered = os.getpriority(os.PRIO_PROCESS, thread) + GENERATION_NICENESS
+                os.setpriority(os.PRIO_PROCESS, thread, lowered)
         # Linux may compare sessions instead of processes (autogroup), and each process of a run has a session of its own.
         with suppress(OSError):
             Path("/proc/self/autogroup").write_text(str(GENERATION_NICENESS))

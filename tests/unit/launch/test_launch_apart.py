@@ -128,8 +128,11 @@ def test_engines_yield_to_the_trainer_only_where_they_share_its_cores(config: Ru
 
 def test_a_process_that_yields_has_a_low_priority_also_among_sessions() -> None:
     code = (
-        "import os\nfrom pathlib import Path\nfrom pipelinerl.launch.session import Here\n"
-        "from pipelinerl.launch.session import yield_to_the_trainer\nyield_to_the_trainer(Here(threads=1, yields=True))\n"
+        "import os, threading\nfrom pathlib import Path\nfrom pipelinerl.launch.session import Here\n"
+        "from pipelinerl.launch.session import yield_to_the_trainer\nend = threading.Event()\n"
+        "thread = threading.Thread(target=end.wait)\nthread.start()\nyield_to_the_trainer(Here(threads=1, yields=True))\n"
+        "assert os.getpriority(os.PRIO_PROCESS, thread.native_id) == os.nice(0), 'threads that loading has started, too'\n"
+        "end.set()\n"
         "group = Path('/proc/self/autogroup')\nprint(os.nice(0), group.read_text().split()[-1] if group.exists() else 10)"
     )
     ran = subprocess.run([sys.executable, "-c", code], start_new_session=True, check=True, capture_output=True, text=True)
@@ -156,7 +159,7 @@ def test_servers_learn_where_a_broadcast_comes_from(tmp_path: Path) -> None:
 def test_engine_servers_ask_for_the_key_of_the_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On one machine too: other users reach the ports of the loopback address, and so does the code of rewards."""
     session, asked = session_of(TWO_SERVERS, tmp_path), []
-    monkeypatch.setattr("pipelinerl.serving.server.run.serve", asked.append)
+    monkeypatch.setattr("pipelinerl.serving.server.run.serve", lambda options, **_: asked.append(options))
     run_server(session, "server-0", -1)
     assert [options.api_key for options in asked] == [session.plan.servers_key]
     assert session.plan.servers_key

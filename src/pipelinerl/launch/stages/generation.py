@@ -108,7 +108,6 @@ def run_generation(session: Session, index: int, weights_fd: int) -> None:
     If it is kept for another session (see `hosts.keeping`), it has the same environment and the same engine there.
     """
     torch.set_num_threads(session.here.threads)
-    yield_to_the_trainer(session.here)
     turns, report = Turns(), session.run.report(generation_roles(session.config)[index])
     with asyncio.Runner() as runner:
         generation = _take_part(session, index, weights_fd, runner=runner, turns=turns)
@@ -280,7 +279,9 @@ async def _generate(
     generation: Generation, handle: EngineHandle, stop: Callable[[], bool], between: Callable[[], object]
 ) -> None:
     session, engine = generation.session, handle.engine
-    if generation.again:
+    if not generation.again:
+        yield_to_the_trainer(session.here)
+    else:
         starting(generation.board, generation.stages, "takes the weights of the checkpoint")
         await _unless_stopped(handle.restart(session.plan), stop)
     starting(generation.board, generation.stages, "waits for the trainer's first weights")

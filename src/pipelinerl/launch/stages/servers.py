@@ -58,8 +58,8 @@ class ReadyFile(msgspec.Struct, frozen=True):
 
 def run_server(session: Session, role: str, parent_pipe: int) -> None:
     """The server process, to its end. vLLM replaces it."""
-    yield_to_the_trainer(session.here)
     if session.config.engine.kind == "vllm":
+        yield_to_the_trainer(session.here)
         _become_vllm(session, role, parent_pipe)
     _serve_engine(session, role)
 
@@ -87,7 +87,8 @@ def _serve_engine(session: Session, role: str) -> None:
             weight_directories=(SHARED_MEMORY, session.run.control),
             drain_s=DRAIN_S,
             ready_file=session.run.ready_file(role),
-        )
+        ),
+        began=lambda: yield_to_the_trainer(session.here),
     )
 
 

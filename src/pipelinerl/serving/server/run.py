@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -42,9 +43,10 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True):
     update_url: str
 
 
-def serve(options: ServeOptions) -> int:
+def serve(options: ServeOptions, *, began: Callable[[], None] = lambda: None) -> int:
     """Serve until SIGTERM, Ctrl-C or the end of the parent process (`lifeline_fd`). Returns the exit status.
 
+    `began` is called when the model is loaded and all threads run, before the ready file is written.
     Raises UserError for an address that can't be used or a model that can't be served.
     """
     options.check()
@@ -52,7 +54,7 @@ def serve(options: ServeOptions) -> int:
         addresses = [options.listen] if options.updates is None else [options.listen, options.updates]
         sockets = [stack.enter_context(contextlib.closing(listen(address))) for address in addresses]
         loading = _load_in_background(options)
-        asyncio.run(_Process(options, sockets, loading).run())
+        asyncio.run(_Process(options, sockets, loading, began).run())
     sys.stderr.flush()
     if not loading.done():
         os._exit(0)  # stopped during loading: the loading thread can't be ended
@@ -60,8 +62,11 @@ def serve(options: ServeOptions) -> int:
 
 
 class _Process:
-    def __init__(self, options: ServeOptions, sockets: list[socket.socket], loading: Future[Loaded]) -> None:
+    def __init__(
+        self, options: ServeOptions, sockets: list[socket.socket], loading: Future[Loaded], began: Callable[[], None]
+    ) -> None:
         self._options = options
+        self._began = began
         self._sockets = sockets
         self._loading = loading
         self._stop = asyncio.Event()
@@ -117,6 +122,7 @@ class _Process:
         gc.freeze()
         gc.set_threshold(GC_THRESHOLD)
         holder.open(service)
+        self._began()
         urls = [url_of(listening, encrypted=self._options.tls is not None) for listening in self._sockets]
         ready = Ready(url=urls[0], pid=os.getpid(), update_url=urls[-1])
         slots = f"{self._options.engine.slots} slots of {service.loaded.max_length} tokens"
