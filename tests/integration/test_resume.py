@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -260,6 +261,38 @@ def test_weights_that_the_run_did_not_publish_are_refused(stopped: Path, tmp_pat
     with pytest.raises(CheckpointError, match=r"version 5 was changed: the run has published other weights .* delete it"):
         resume(run_dir, trainer__steps=7)
     assert (run_dir / "published.jsonl").read_bytes() == published
+
+
+def test_what_was_trained_on_is_not_held_out_later(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither by another share, nor by other content of the data, whose prompts alone count. Other content is named."""
+    run_dir, data, reward = tmp_path / "r", tmp_path / "data.jsonl", tmp_path / "reward.py"
+
+    def write(**more: int) -> None:
+        data.write_text("".join(json.dumps({"prompt": f"{i},{i + 1}:", **more}) + "\n" for i in range(10, 34)))
+
+    def arguments(held_out: float | str) -> str:
+        args = {"data": str(data), "reward": f"{reward}:reward", "held_out": held_out, "isolate": False}
+        return json.dumps(args)
+
+    write()
+    reward.write_text("def reward(completion, example):\n    return float(len(completion))\n")
+    run(run_dir, trainer__steps=3, environment__kind="function", environment__args=arguments(0.1))
+    before = (run_dir / "config.yaml").read_bytes()
+    half = "".join(data.read_text().splitlines(keepends=True)[:12])
+    (tmp_path / "held_out.jsonl").write_text(half.replace("}", ', "level": 1}'))
+    for held_out in (0.5, str(tmp_path / "held_out.jsonl")):
+        with pytest.raises(EnvironmentSetupError, match="problems that are held out now were trained on before"):
+            resume(run_dir, trainer__steps=4, environment__args=arguments(held_out))
+    assert (run_dir / "config.yaml").read_bytes() == before
+    capsys.readouterr()
+    write(level=1)
+    reward.write_text(reward.read_text() + "\n")
+    resume(run_dir, trainer__steps=4)
+    said = capsys.readouterr().out
+    assert f"changed: the content of {data}\n" in said
+    assert f"changed: the content of {reward}\n" in said
+    resume(run_dir, trainer__steps=5, environment__args=arguments(0.5), evaluation__accept_trained="true")
+    assert "the content of" not in capsys.readouterr().out
 
 
 def test_a_run_whose_directory_is_renamed_ends_and_leaves_nothing_at_the_old_place(

@@ -224,9 +224,17 @@ Check = Callable[[dict[str, Any]], str | None]
 """Returns what is wrong with a row of a file; None if it can be used."""
 
 
+def by_payload(problem: Problem) -> str:
+    """Identifies a problem by all that it contains."""
+    return msgspec.json.encode(problem.payload, order="deterministic").decode()
+
+
 class Split(NamedTuple):
+    """`key` identifies a problem: no problem of one part has the key of one of the other."""
+
     training: list[Problem]
     held_out: list[Problem]
+    key: Callable[[Problem], str] = by_payload
 
 
 class ProblemSet:
@@ -238,6 +246,7 @@ class ProblemSet:
 
     def __init__(self, parts: Split, name: str) -> None:
         self._parts = parts
+        self.key = parts.key
         self._name = name
         self._held_out = sorted(
             parts.held_out, key=lambda problem: _digest(msgspec.json.encode(problem.payload, order="deterministic"))
@@ -287,7 +296,7 @@ def without(problems: list[Problem], held_out: list[Problem], key: Callable[[Pro
     training = [problem for problem in problems if key(problem) not in keys]
     if not training:
         raise EnvironmentSetupError(f"{data}: all of its {len(problems)} problems are held out; give it more")
-    return Split(training, held_out)
+    return Split(training, held_out, key)
 
 
 def split(problems: list[Problem], held_out: float, key: Callable[[Problem], str]) -> Split:
@@ -298,7 +307,7 @@ def split(problems: list[Problem], held_out: float, key: Callable[[Problem], str
     keys = sorted({key(problem) for problem in problems}, key=lambda text: _digest(text.encode()))
     chosen = set(keys[: min(math.ceil(held_out * len(keys)), len(keys) - 1)])
     training = [problem for problem in problems if key(problem) not in chosen]
-    return Split(training, [problem for problem in problems if key(problem) in chosen])
+    return Split(training, [problem for problem in problems if key(problem) in chosen], key)
 
 
 def _digest(content: bytes) -> bytes:

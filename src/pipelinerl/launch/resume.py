@@ -23,7 +23,7 @@ from pipelinerl.errors import INVALID_DATA, RunDirectoryError
 from pipelinerl.files import JsonLines, write_atomically
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.run_lock import errors_explained
-from pipelinerl.launch.session import KeptGroup, StartPlan, last_begun
+from pipelinerl.launch.session import KeptGroup, StartPlan, inputs_of, last_begun
 from pipelinerl.launch.stages.streams import PREPARED, ROLLOUTS, StreamStore, group_reader
 from pipelinerl.ledger import GroupLedger
 from pipelinerl.metrics.evaluations import EvaluationRecord
@@ -71,7 +71,10 @@ def resumed_config(root: Path, overrides: Overrides = ()) -> RunConfig:
 
 
 def changed_settings(config: RunConfig, run: RunDirectory) -> list[str]:
-    """A line for each setting that is not the last session's. Raises RunDirectoryError for one that can't be changed."""
+    """A line for each setting, and each file of the environment, that is not as in the last session.
+
+    Raises RunDirectoryError for a setting that can't be changed.
+    """
     before, now = _last_settings(run), without_secrets(config)
     if before is None:
         return []
@@ -82,7 +85,12 @@ def changed_settings(config: RunConfig, run: RunDirectory) -> list[str]:
         if was != wanted and not own and not moved:
             shown = was if isinstance(was, str) else msgspec.json.encode(was).decode()
             raise RunDirectoryError(f"{run.root} was run with {key} {shown}, and {why}: set it to that again")
-    return [f"changed: {line}" for key, line in differences(before, now) if key != "run_dir"]
+    lines = [f"changed: {line}" for key, line in differences(before, now) if key != "run_dir"]
+    recorded = {
+        path: checksum for session in _lines(run.sessions, _Recorded)[-1:] for path, checksum in session.inputs.items()
+    }
+    found = inputs_of(config)
+    return lines + [f"changed: the content of {path}" for path in found if recorded.get(path, found[path]) != found[path]]
 
 
 def differences(before: Any, now: Any, key: str = "") -> Iterator[tuple[str, str]]:
@@ -237,6 +245,7 @@ class _Recorded(msgspec.Struct):
     version: int
     config: dict[str, Any]
     id: str = ""
+    inputs: dict[str, str] = {}
     rollouts_bytes: int = 0
 
 

@@ -31,7 +31,7 @@ from pipelinerl.launch.run_lock import (
     keep_settings,
     open_run_directory,
 )
-from pipelinerl.launch.session import Session, StartPlan, last_begun
+from pipelinerl.launch.session import Session, StartPlan, inputs_of, last_begun
 from pipelinerl.launch.stages.streams import stream_store
 from pipelinerl.launch.summary import Outcome, finished_summary, show_result, write_summary
 from pipelinerl.schedule import make_schedule
@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from pipelinerl.stream.redis_server import RedisServer
 
 
+OF_DATA = ("changed: seed ", "changed: environment.", "changed: the content of ")
+"""How the lines of changes begin that may change which problems are held out."""
 Began = Callable[[Path], str | None]
 
 
@@ -119,8 +121,11 @@ def _train_session(
             if plan.version >= config.trainer.steps and (finished := finished_summary(run)) is not None:
                 print(f"{run.root} has reached its goal of {config.trainer.steps} steps; raise --trainer.steps to continue")
                 return finished
-            named = {"id": session_id, "run": before.run, "epoch": before.epoch + 1}
-            plan = msgspec.structs.replace(plan, **named, redis_url=redis_url, predicted_memory_bytes=memory.predicted_bytes)
+            other_data = any(line.startswith(OF_DATA) for line in changes)
+            named = {"id": session_id, "run": before.run, "epoch": before.epoch + 1, "other_data": other_data}
+            plan = msgspec.structs.replace(
+                plan, **named, inputs=inputs_of(config), redis_url=redis_url, predicted_memory_bytes=memory.predicted_bytes
+            )
             if kept := losses.begin(plan, cluster) if losses else None:
                 plan = msgspec.structs.replace(plan, servers_key=kept.servers_key)
             records_from_s = losses.records_from_s if losses else started_s - plan.elapsed_s

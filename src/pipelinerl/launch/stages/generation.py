@@ -236,6 +236,10 @@ def build_generation(
     environment = make_environment(config.environment.kind, config.environment.args, tokenizer, config.seed)
     if index == 0 and config.evaluation.problems and not held_out_problems(environment, 1):
         raise no_held_out(config.environment.kind, config.evaluation.problems)
+    if index == 0 and session.plan.other_data and not config.evaluation.accept_trained:
+        from pipelinerl.launch.stages.held_out import refuse_trained  # noqa: PLC0415 - few resumes have other data
+
+        refuse_trained(environment, session)
     starting(board, stages, waits_for(config.engine))
     engine = make_engine(session, stages.engine, tokenizer, weights_fd)
     return Generation(

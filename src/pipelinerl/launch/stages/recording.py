@@ -35,11 +35,13 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
     `config` is the session's configuration without secrets, `threads` the trainer's CPU threads, and `rng` the state of
     torch's generators before the first step. If a later session begins at the same version or an earlier one, the steps of
     this one from there on do not count. `rollouts_bytes` and `trained_bytes` are the sizes of the files with these names
-    before the session. `id`: that of the session, which its checkpoints have too.
+    before the session. `id`: that of the session, which its checkpoints have too. `inputs`: checksums of
+    the environment's files.
     """
 
     version: int
     id: str = ""
+    inputs: dict[str, str] = {}
     config: dict[str, Any]
     threads: int
     machine: Machine
@@ -57,6 +59,7 @@ def session_recorder(session: Session) -> Callable[[], None]:
     record = SessionRecord(
         version=session.plan.version,
         id=session.plan.id,
+        inputs=session.plan.inputs,
         config=without_secrets(session.config),
         threads=torch.get_num_threads(),
         machine=this_machine(),
