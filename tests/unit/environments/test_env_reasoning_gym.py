@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipelinerl.environments import make_environment
+from pipelinerl.environments.adapters import reasoning_gym
 from pipelinerl.environments.adapters.reasoning_gym import make_tasks, marked_answer, runs_answers, score
 from pipelinerl.environments.user.pool import FunctionPool
 from pipelinerl.errors import EnvironmentSetupError, RolloutError
@@ -37,7 +38,7 @@ def test_an_answer_is_worth_what_the_task_says(sums):
     ]
     assert [outcome.reward for outcome in outcomes] == [1.0, 0.0, 0.1, 0.1, 0.0]
     assert [outcome.metrics["marked"] for outcome in outcomes] == [1, 0, 1, 1, 0]
-    assert outcomes[0].metrics == {"score": 1.0, "marked": 1.0, "score_failed": 0.0}
+    assert outcomes[0].metrics == {"score": 1.0, "marked": 1.0, "score_failed": 0.0, "score_raised": 0.0}
 
 
 def test_without_marks_the_whole_completion_is_the_answer():
@@ -65,6 +66,45 @@ def test_an_answer_that_takes_too_long_scores_nothing(monkeypatch, sums):
     outcome = rollout(sums, sums.problem(0), "<answer>1</answer>")
     assert outcome.reward == 0.1  # for its marks
     assert outcome.metrics["score_failed"] == 1
+
+
+def test_an_answer_over_which_the_task_raises_scores_nothing():
+    environment = made(task="prime_factorization")
+    problem = environment.problem(0)
+    outcome = rollout(environment, problem, "<answer>banana</answer>")
+    assert (outcome.reward, outcome.metrics["score_raised"], outcome.metrics["score_failed"]) == (0, 1, 0)
+    outcome = rollout(environment, problem, f"<answer>{problem.payload['answer']}</answer>")
+    assert (outcome.reward, outcome.metrics["score_raised"]) == (1, 0)
+
+
+def test_an_error_over_the_expected_answer_is_no_score(monkeypatch):
+    class Broken:
+        def __getitem__(self, index):
+            return {"question": "?", "answer": "1"}
+
+        def score_answer(self, answer, entry):
+            raise KeyError("a fault of the task")
+
+    monkeypatch.setattr(reasoning_gym, "_cached_tasks", lambda *_: Broken())
+    with pytest.raises(KeyError, match="a fault of the task"):
+        score({"name": "any", "args": {}}, {"seed": 1, "index": 0, "question": "?"}, "2")
+
+
+def test_a_task_that_gives_full_credit_to_most_wrong_answers_is_refused():
+    with one_line(
+        EnvironmentSetupError, match="game_of_life_halting of reasoning-gym gives full credit to wrong answers, to "
+    ):
+        made(task="game_of_life_halting")
+
+
+@pytest.mark.parametrize(("task", "answer"), [("complex_arithmetic", "nan"), ("coin_flip", "0")])
+def test_a_single_wrong_answer_with_full_credit_is_named(caplog, task, answer):
+    made(task=task)
+    (warning,) = caplog.messages
+    assert (
+        warning
+        == f"{task} of reasoning-gym gives full credit to wrong answers: to {answer!r} for all of the 4 problems tried"
+    )
 
 
 def test_tasks_that_run_answers_are_refused_unless_asked_for():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import logging
 import re
 import zlib
 from collections.abc import Mapping, Sequence
@@ -34,6 +35,10 @@ _MARKED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _TRIES = 64
 _HELD_OUT_CHUNKS = 100
 """Number of chunks that are searched for held-out problems."""
+_TRIED_PROBLEMS = 4
+_WRONG = ("", "nan", "0", "banana", "banana " * 2000)
+"""Answers that are tried at the start, where they are wrong."""
+_log = logging.getLogger(__name__)
 
 
 class ReasoningGymOptions(QuestionOptions, kw_only=True):
@@ -85,8 +90,7 @@ class ReasoningGym(JudgedTurn):
         # `create` is registered so that a process imports reasoning-gym when it starts: a call has no time for it.
         functions = {"score": f"{__name__}:score", "create": "reasoning_gym.factory:create_dataset"}
         self._pool = FunctionPool(functions, workers=options.score_processes, limits=limits)
-        first = self.problem(0)
-        try_out(self._score(first, None), limits.start_timeout_s + limits.timeout_s, "an empty answer to the first problem")
+        try_out(self._try_wrong_answers(), limits.start_timeout_s + 10 * limits.timeout_s, "wrong answers to some problems")
 
     def problem(self, index: int) -> Problem:
         chunk, place = divmod(index, CHUNK)
@@ -113,20 +117,48 @@ class ReasoningGym(JudgedTurn):
         return self._ask(problem.payload["question"])
 
     async def judge(self, problem: Problem, turn: Turn) -> Judgement:
-        """Metrics: `score` is the task's own; `marked` and `score_failed` (a limit was exceeded, or a crash) are 1 or 0."""
+        """Metrics: `score` is the task's own. `marked`, `score_failed` (a limit was exceeded, or a crash) and `score_raised`
+        (the task raised an error over the answer) are 1 or 0."""
         answer = marked_answer(turn.text) if self._options.marked else turn.text.strip()
-        failed = False
-        try:
-            score = 0.0 if answer is None else await self._score(problem, answer)
-        except CALL_ENDED:
-            score, failed = 0.0, True
+        score, failed = 0.0, ""
+        if answer is not None:
+            score, failed = await self._outcome(problem, answer)
         reward = max(score, self._options.format_reward) if self._options.marked and answer is not None else score
-        return Judgement(reward, {"score": score, "marked": float(answer is not None), "score_failed": float(failed)})
+        metrics = {"score": score, "marked": float(answer is not None)}
+        return Judgement(reward, metrics | {name: float(name == failed) for name in ("score_failed", "score_raised")})
 
-    async def _score(self, problem: Problem, answer: str | None) -> float:
+    async def _outcome(self, problem: Problem, answer: str) -> tuple[float, str]:
+        """The score, and the metric that counts why there is none. Raises if the task can't score its own answer either."""
         task = {"name": self._options.task, "args": self._options.args or {}}
-        score = await self._pool.call("score", task, problem.payload, answer)
-        return finite_number(score, f"{self._options.task} of reasoning-gym")
+        try:
+            score = await self._pool.call("score", task, problem.payload, answer)
+        except CALL_ENDED:
+            return 0.0, "score_failed"
+        if score is None:
+            return 0.0, "score_raised"
+        return finite_number(score, f"{self._options.task} of reasoning-gym"), ""
+
+    async def _score(self, problem: Problem, answer: str) -> float:
+        return (await self._outcome(problem, answer))[0]
+
+    async def _try_wrong_answers(self) -> None:
+        """Raises EnvironmentSetupError if most wrong answers to some problems get full credit, warns of single ones."""
+        problems = [self.problem(index) for index in range(_TRIED_PROBLEMS)]
+        scores: dict[str, list[float]] = {}
+        for problem, other in zip(problems, [*problems[1:], problems[0]], strict=True):
+            right = problem.payload["answer"].strip().lower()
+            for name, answer in {
+                **{answer: answer for answer in _WRONG},
+                "another problem's": other.payload["answer"],
+            }.items():
+                if answer.strip().lower() != right:
+                    scores.setdefault(name, []).append(await self._score(problem, answer))
+        credited = [name for name, given in scores.items() if min(given) >= 1.0]
+        what = f"{self._options.task} of reasoning-gym gives full credit to wrong answers"
+        if 2 * len(credited) > len(scores):
+            raise EnvironmentSetupError(f"{what}, to {len(credited)} of the {len(scores)} that were tried: use another task")
+        for name in credited:
+            _log.warning("%s: to %r for all of the %d problems tried", what, name, len(scores[name]))
 
     def _entry(self, name: str, place: int) -> Problem | None:
         """The entry at `place` of the chunk `name`; None if the task has fewer entries."""
@@ -181,10 +213,12 @@ def runs_answers(tasks: Any) -> bool:
     return _RUNS_TEXT.search(inspect.getsource(type(tasks))) is not None
 
 
-def score(task: Mapping[str, Any], entry: Mapping[str, Any], answer: str | None) -> float:
-    """The score of `answer`. `task` has `name` and `args`; `entry` has the seed, index and question of a problem.
+def score(task: Mapping[str, Any], entry: Mapping[str, Any], answer: str) -> float | None:
+    """The score of `answer`; None if the task raises an error over it. `task` has `name` and `args`; `entry` has the seed,
+    index and question of a problem.
 
-    Raises RolloutError if the entry has another question in this process than where the problem was created.
+    Raises RolloutError if the entry has another question in this process than where the problem was created, and what the
+    task raises over the entry's own answer.
     """
     tasks = _cached_tasks(task["name"], msgspec.json.encode(task["args"], order="deterministic"), entry["seed"])
     found = tasks[entry["index"]]
@@ -193,7 +227,13 @@ def score(task: Mapping[str, Any], entry: Mapping[str, Any], answer: str | None)
             f"{task['name']} of reasoning-gym gives other problems in another process: they depend on the order of Python's "
             "sets; set PYTHONHASHSEED=0 in the environment that starts the run"
         )
-    return float(tasks.score_answer(answer, found))
+    try:
+        return float(tasks.score_answer(answer, found))
+    except MemoryError:
+        raise  # the state of the process is unknown: the worker exits
+    except Exception:  # noqa: BLE001 - third-party code may raise anything over an answer of a model
+        tasks.score_answer(found["answer"], found)
+        return None
 
 
 @lru_cache(maxsize=8)
