@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import random
+from fractions import Fraction
 
 import pytest
 
@@ -220,7 +222,8 @@ def test_the_length_counts_in_tokens_and_a_text_cut_anywhere_pays_all(tmp_path):
         ("42", "4" * 400, False),
         (r"\dfrac{1}{2}", r"\frac{1} {2}", True),
         (r"\left(1, 2\right)", "(1,2)", True),
-        ("1/3", "0.3333", None),
+        ("1/3", "0.3333", False),
+        ("1/3", "0.333333333333", False),
         (r"2\pi", "2", None),  # not the number 2
         ("50", "50\\%", None),
         ("x+1", "1+x", None),
@@ -229,6 +232,86 @@ def test_the_length_counts_in_tokens_and_a_text_cut_anywhere_pays_all(tmp_path):
 )
 def test_what_needs_no_algebra(expected, answer, verdict):
     assert quick_verdict(expected, answer) is verdict
+
+
+SAME = [
+    ("2.5", "2 1/2", r"2\frac{1}{2}", r"2 \dfrac 12", "5/2", r"\frac{5}{2}", "2.50", "25e-1", "$2.5$"),
+    ("1000", "1e3", "1,000", r"1\,000", "1{,}000", r"1,\!000", "1000.", "1000.0", "2000/2", "1E+3"),
+    ("-7", r"\text{So the answer is: } -7", "\u22127", "-7.0", "-14/2"),
+    ("12", "12", r"1\!2"),
+    ("1 2", "1  2", r"1\,2", "1~2", r"1\ 2", r"1\;2"),
+    ("1, 2", "1,  2", r"1,\,2"),
+    ("1, 234",), ("1 234",), ("0.12",), ("1/2", "0.5", ".5"), ("0.001", "1e-3"), ("11/2", "5 1/2"), ("1 1/2", "1.5"),
+    ("i", r"\sqrt{-1}", r"\sqrt { -1 }"), ("2i", r"2\sqrt{-1}"), (r"\leftarrow",), (r"\rightarrow",),
+    ("5 m", r"5\text{ m}", r"5\,\text{m}"), ("5 cm",), ("5 mm",), ("5 hours", "5 h"), ("5 minutes",),
+    ("1e4",), ("10",), ("21/2",), (r"\text{not }7",), ("7",), ("77",),
+]  # fmt: skip
+"""Notations of the same value stand together; all others differ."""
+
+
+def test_notations_have_the_values_that_a_reader_gives_them():
+    """No two of different values are the same, and those of one value are, or need algebra."""
+    notations = [(text, group) for group, texts in enumerate(SAME) for text in texts]
+    for expected, group in notations:
+        for answer, other in notations:
+            verdict = quick_verdict(expected, answer)
+            assert verdict is not (group != other), f"{expected} and {answer}"
+
+
+@pytest.mark.parametrize(
+    ("expected", "answer", "verdict"),
+    [
+        ("12", "1 2", None),
+        ("12", r"1\,2", None),
+        ("1,234", "1, 234", None),
+        ("1 1/2", "11/2", False),
+        ("2 1/2", "2.5", True),
+        ("1000", "1e3", True),
+        ("1e-3", "0.001", True),
+        ("7", r"\text{the answer is }7", True),
+        ("7", r"\text{not }7", None),
+        (r"\sqrt{-1}", "i", True),
+        ("5 m", "5 cm", False),
+        ("5 m", "5 meters", None),
+        ("5 hours", r"5\text{ minutes}", False),
+        (r"\leftarrow", r"\rightarrow", None),
+    ],
+)
+def test_exact_values(expected, answer, verdict):
+    assert quick_verdict(expected, answer) is verdict
+
+
+def by_hand(text):
+    """The value of a plain notation, character by character: slow, and written like what people learn at school."""
+    text, sign = (text[1:], -1) if text.startswith("-") else (text, 1)
+    if " " in text:
+        whole, text = text.split(" ")
+        return sign * (by_hand(whole) + by_hand(text))
+    if "/" in text:
+        top, bottom = text.split("/")
+        return sign * by_hand(top) / by_hand(bottom)
+    if "e" in text:
+        digits, power = text.split("e")
+        return sign * by_hand(digits) * Fraction(10) ** int(power)
+    whole, _, decimals = text.replace(",", "").partition(".")
+    value = sum(Fraction(int(digit)) * 10**place for place, digit in enumerate(reversed(whole)))
+    return sign * (value + sum(Fraction(int(digit), 10 ** (place + 1)) for place, digit in enumerate(decimals)))
+
+
+def test_plain_numbers_are_compared_exactly():
+    rng = random.Random(0)
+    forms = [
+        lambda: str(rng.randint(-30, 30)),
+        lambda: f"{rng.randint(0, 3)}.{rng.choice(['0', '5', '25', '50', '333333333333'])}",
+        lambda: f"{rng.randint(1, 9)}/{rng.randint(1, 9)}",
+        lambda: f"{rng.randint(1, 3)} {rng.randint(1, 3)}/{rng.randint(1, 4)}",
+        lambda: f"{rng.randint(1, 3)}e{rng.randint(-2, 3)}",
+        lambda: f"{rng.randint(1, 3)},{rng.choice(['000', '500'])}",
+    ]
+    texts = [rng.choice(forms)() for _ in range(400)]
+    verdicts = [(quick_verdict(one, other), by_hand(one) == by_hand(other)) for one in texts for other in texts]
+    assert all(verdict is same for verdict, same in verdicts)
+    assert sum(same for _, same in verdicts) > 2000
 
 
 @needs_math_verify
@@ -240,6 +323,10 @@ def test_math_verify_judges_the_rest():
         ("12", r"12\text{ cm}"): True,
         ("(1,2)", "(1, 2]"): False,
         ("x=5", "5"): True,
+        ("12", "1 2"): False,
+        ("12", r"1\,2"): False,
+        ("1,234", "1, 234"): False,
+        ("7", r"\text{not }7 7"): False,
         ("7", "\\"): False,
     }
 

@@ -15,14 +15,39 @@ from collections import OrderedDict
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from pipelinerl.environments.maths.numbers import number_of
 from pipelinerl.environments.user.pool import CALL_ENDED, FunctionPool, Limits
 from pipelinerl.errors import MissingDependencyError
 
 CACHED_VERDICTS = 4096
 MAX_ANSWER = 300
 """Longest final answer in characters, in a data set or from a model."""
-_PLAIN_NUMBER = re.compile(r"\s*-?\s*\\?\$?\s*(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:\s*/\s*\d+)?\.?\s*")
+_DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d{1,3}(?:\\,\d{3})+(?!\d)|\d+)"
+_PLAIN_NUMBER = re.compile(
+    rf"""
+    (?P<sign>-?)\s*\\?\$?\s*
+    (?:
+        (?P<whole>{_DIGITS})\s+(?P<top>\d+)\s*/\s*(?P<bottom>\d+)      # 2 1/2
+      | (?P<numerator>{_DIGITS})\s*/\s*(?P<denominator>{_DIGITS})      # 3/4
+      | (?P<decimal>(?:{_DIGITS}(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d{{1,3}})?)
+    )
+    \s*\.?
+    """,
+    re.VERBOSE,
+)
+_FRACTION = re.compile(r"\\[dt]?frac\s*(?:\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}|\s(\d)\s*(\d)|(\d)\s*(\d))")
+_LEAD = re.compile(
+    r"\s*\\(?:text|textbf|textrm|mathrm)\s*\{\s*"
+    r"(?:(?:so|thus|hence|therefore|the|final|answer|result|value|is|equals)\b[\s,:=]*)+\}",
+    re.IGNORECASE,
+)
+"""Words before an answer, such as `\\text{the answer is }`."""
+_IMAGINARY = re.compile(r"\\sqrt\s*\{\s*-\s*1\s*\}")
+_UNIT = re.compile(
+    r"(?P<number>.*\d)[\s~]*(?:\\[,;: ])*\s*"
+    r"(?:\\(?:text|mathrm|textrm)\s*\{\s*(?P<text>[A-Za-z]+)\s*\}|(?P<letters>[A-Za-z]+))\.?"
+)
+_SPACING = re.compile(r"\\[,;: ]|~|\\q?quad(?![A-Za-z])")
+_PLAIN_MARKS = str.maketrans({"\u2212": "-", "\u2013": "-", "\u00a0": " ", "\u202f": " ", "\u2009": " "})
 
 
 class Verdict(NamedTuple):
@@ -51,6 +76,7 @@ class Judge:
 
     async def verdict(self, expected: str, answer: str) -> Verdict:
         """Whether `answer` has the value of `expected`. Errors of the judge itself propagate: they fail the rollout."""
+        expected, answer = _read(expected), _read(answer)
         quick = quick_verdict(expected, answer)
         if quick is not None or self._pool is None:
             return Verdict(bool(quick))
@@ -83,26 +109,57 @@ def same_value(expected: str, answer: str) -> bool:
 
 
 def quick_verdict(expected: str, answer: str) -> bool | None:
-    """The verdict where no algebra is needed: same text, two plain numbers, or an empty or too long answer. Else None."""
+    """The verdict where no algebra is needed: same text, plain numbers, other units, no or too long an answer. Else None."""
     if not answer.strip() or len(answer) > MAX_ANSWER:
         return False
+    expected, answer = _read(expected), _read(answer)
     if _normalised(expected) == _normalised(answer):
         return True
     one, other = _plain_number(expected), _plain_number(answer)
-    if one is None or other is None:
-        return None
-    if one == other:
-        return True
-    # Different whole numbers are wrong; math-verify decides about rounding, as in 0.3333 and 1/3.
-    return False if one.denominator == other.denominator == 1 else None
+    if one is not None and other is not None:  # exactly: math-verify would round
+        return one == other
+    return False if _units_differ(expected, answer) else None
+
+
+def _read(text: str) -> str:
+    r"""The text without words before the answer, with one sign for each symbol, and `i` for `\sqrt{-1}`."""
+    text = _LEAD.sub("", text.translate(_PLAIN_MARKS), count=1).replace("{,}", ",").replace("\\!", "")
+    return _IMAGINARY.sub("i", text).strip()
 
 
 def _plain_number(text: str) -> Fraction | None:
-    return number_of(text) if _PLAIN_NUMBER.fullmatch(text) else None
+    """The exact value of a text that is one number and nothing else; else None."""
+    text = _FRACTION.sub(lambda found: " " + "/".join(part for part in found.groups() if part), text)
+    match = _PLAIN_NUMBER.fullmatch(text.strip().strip("$").strip())
+    if match is None:
+        return None
+    parts = {name: re.sub(r",|\\,", "", part) for name, part in match.groupdict().items() if part}
+    sign = -1 if "sign" in parts else 1
+    try:
+        if "whole" in parts:
+            return sign * (int(parts["whole"]) + Fraction(int(parts["top"]), int(parts["bottom"])))
+        if "numerator" in parts:
+            return sign * Fraction(int(parts["numerator"]), int(parts["denominator"]))
+        return sign * Fraction(parts["decimal"])
+    except ZeroDivisionError:
+        return None
+
+
+def _units_differ(expected: str, answer: str) -> bool:
+    """Whether both are equal numbers with units that are certainly not the same: math-verify would leave the units out."""
+    one, other = _UNIT.fullmatch(expected), _UNIT.fullmatch(answer)
+    if one is None or other is None or _plain_number(one["number"]) is None:
+        return False
+    first, second = one["text"] or one["letters"], other["text"] or other["letters"]
+    return first[0].lower() != second[0].lower() or (first != second and len(first) <= 2 and len(second) <= 2)
 
 
 def _normalised(text: str) -> str:
-    """The text without LaTeX spacing and other marks that do not change the meaning."""
-    for mark in ("\\left", "\\right", "\\!", "\\,"):
-        text = text.replace(mark, "")
-    return "".join(text.replace("\\dfrac", "\\frac").split()).strip("$").removesuffix(".")
+    """The text without LaTeX spacing and other marks that do not change the meaning.
+
+    A space between digits, or after a comma and before three digits, does: `1 2` is not 12, and `1, 234` is not 1,234.
+    """
+    text = _SPACING.sub(" ", re.sub(r"\\(?:left|right)(?![A-Za-z])", "", text)).replace("\\dfrac", "\\frac")
+    text = " ".join(text.strip().strip("$").split())
+    removable = r"(?<![\d.,]) | (?![\d.])|(?<=,) (?!\d{3}(?!\d))"
+    return re.sub(removable, "", text).removesuffix(".")

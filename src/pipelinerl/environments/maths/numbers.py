@@ -1,6 +1,6 @@
 r"""Numbers and arithmetic expressions in free text, with their exact values. Pure functions; no text is ever executed.
 
-Number formats: `42`, `-3.50`, `.5`, `1,234,567`, `$1,200.`, `75%` (as 75), `3/4`, `2 1/2`, `\frac{3}{4}`, a Unicode
+Number formats: `42`, `-3.50`, `.5`, `1,234,567`, `$1,200.`, `75%` (as 75), `3/4`, `2 1/2`, `1e3`, `\frac{3}{4}`, a Unicode
 minus, and LaTeX's `\$`, `\%`, `{,}`. A minus counts as a sign only where it can't be a subtraction.
 """
 
@@ -24,7 +24,7 @@ _NUMBER = re.compile(
     (?:
         (?P<whole>{_DIGITS})[ ](?P<top>\d+)/(?P<bottom>\d+)   # 2 1/2
       | (?P<numerator>{_DIGITS})/(?P<denominator>{_DIGITS})   # 3/4
-      | (?P<decimal>{_DIGITS}(?:\.\d+)?|\.\d+)
+      | (?P<decimal>(?:{_DIGITS}(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d{{1,3}}(?!\w))?)
     )
     """,
     re.VERBOSE,
