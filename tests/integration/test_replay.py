@@ -12,9 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import yaml
 
+from pipelinerl.checkpoint_folders import record_of
+from pipelinerl.checkpoint_state import CheckpointState, encode_state
 from pipelinerl.cli import main
 from pipelinerl.config.schema import ModelConfig
 from pipelinerl.config.secrets import REMOVED
@@ -267,6 +270,33 @@ def test_kept_weights_that_the_run_did_not_publish_are_named(tmp_path: Path) -> 
     (run_dir / "weights" / "step_00000001").rename(run_dir / "weights" / "step_00000002")
     (difference,) = replayed(run_dir, steps=0, verify=1000).differences
     assert difference.endswith("are not those that the run published as version 2")
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_a_checkpoint_with_other_weights_is_named(hidden: bool, copied: Path) -> None:
+    """Also if its own checksums were made right."""
+    checkpoint = copied / "checkpoints" / "step_00000007"
+    weights = checkpoint / "model.safetensors"
+    data = weights.read_bytes()
+    weights.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    if hidden:
+        state = msgspec.convert(json.loads((checkpoint / "state.json").read_text())["state"], CheckpointState)
+        files = {name: record_of(checkpoint / name) for name in state.files}
+        (checkpoint / "state.json").write_bytes(encode_state(msgspec.structs.replace(state, files=files)))
+    (difference,) = replayed(copied).differences
+    assert str(checkpoint) in difference
+    assert ("that the run published as version 7" if hidden else "model.safetensors is damaged") in difference
+
+
+@pytest.mark.parametrize(
+    "metric", ["reward_mean", "lag_max", "tokens_trained", "entropy_mean", "metrics", "packing_efficiency"]
+)
+def test_a_changed_metric_of_a_step_is_named(metric: str, copied: Path) -> None:
+    records = read(copied / "metrics.jsonl")
+    records[2][metric] = {"made": 1.0, "up": 2.0} if metric == "metrics" else (records[2][metric] or 0) + 1
+    write(copied / "metrics.jsonl", records)
+    (difference,) = replayed(copied).differences
+    assert difference.startswith(f"step 3 has {metric} ")
 
 
 # ---- records that can't be replayed

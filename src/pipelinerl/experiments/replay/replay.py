@@ -14,13 +14,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from torch import Tensor
 
 from pipelinerl.config.checks import mistakes
 from pipelinerl.config.keys import config_to_yaml
 from pipelinerl.config.load import with_flags
 from pipelinerl.config.schema import EngineConfig, RunConfig
-from pipelinerl.errors import PolicyMismatchError, ReplayDifferenceError, RunDirectoryError, TrainingDivergedError, UserError
+from pipelinerl.errors import (
+    CheckpointError,
+    ModelLoadError,
+    PolicyMismatchError,
+    ReplayDifferenceError,
+    RunDirectoryError,
+    TrainingDivergedError,
+    UserError,
+)
 from pipelinerl.experiments.evaluate.evaluate import LEVEL, RESAMPLES, EvaluationPlan, evaluate
 from pipelinerl.experiments.evaluate.models import find_targets
 from pipelinerl.experiments.evaluate.results import EvaluationSettings
@@ -52,8 +61,11 @@ COUNTERFACTUAL_KEYS = (
     *("preprocess.advantage", "preprocess.normalize_std", "preprocess.zero_advantage"),
 )
 """Settings that a counterfactual may change: those of the training side that leave the batches as they are."""
-_COMPARED = ("loss", "grad_norm", "ess")
-"""The metrics of a step that must be the run's to the bit."""
+_OF_THE_COURSE = {
+    *("time_s", "train_s", "wait_s", "publish_s", "saving_s", "update", "engine", "queued", "dropped", "actor_dropped"),
+    *("actor_dropped_tokens", "sampled_length_mean", "started_length_mean"),
+}
+"""The metrics of a step that do not follow from its batch. All others must be the run's to the bit."""
 SAY_EVERY_S = 10.0
 
 
@@ -137,6 +149,7 @@ class _Replay:
     unrecorded: set[int] = field(default_factory=set)
     metrics: list[StepComparison] = field(default_factory=list)
     needed: set[int] = field(default_factory=set)
+    kept: int = 0
     said_s: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
@@ -149,7 +162,8 @@ class _Replay:
         for warning in warnings:
             self.say(f"warning: {warning}")
         groups = self._choose() if self.request.verify else []
-        differences = self._train() if self.steps else []
+        differences = list(self._kept_weights()) if self.request.exact else []
+        differences += self._train() if self.steps else []
         differences += [changed_text(rollouts, version, what) for (version, what), rollouts in self.changes.items()]
         generation = None
         tolerance = self.request.tolerance or TOLERANCE[self.config.model.dtype]
@@ -167,6 +181,7 @@ class _Replay:
             settings=self._settings(),
             steps=self.steps,
             compared=len(self.checked),
+            kept=self.kept,
             unrecorded=tuple(sorted(self.unrecorded - self.checked)),
             time_s=time.monotonic() - began_s,
             differences=tuple(differences),
@@ -204,6 +219,17 @@ class _Replay:
         return {
             f"{section}.{key}": after[section][key] for section, key in keys if after[section][key] != before[section][key]
         }
+
+    # ---- checkpoints and copies of weights
+
+    def _kept_weights(self) -> Iterator[str]:
+        """What differs in those that the run has kept, of the versions that it published."""
+        for version in sorted(self.weights.kept & self.run.published.keys() - {0}):
+            try:
+                self.weights(version)
+            except (CheckpointError, ModelLoadError, ReplayDifferenceError) as error:
+                yield str(error)
+            self.kept += 1
 
     # ---- training
 
@@ -251,9 +277,11 @@ class _Replay:
         if not self.request.exact:
             self.metrics.append(StepComparison.of(recorded, record))
         elif not self.first_step:
-            odd = next((name for name in _COMPARED if getattr(recorded, name) != getattr(record, name)), None)
+            written = msgspec.json.decode(msgspec.json.encode(record), type=StepRecord)  # what is not finite is null there
+            names = [name for name in recorded.__struct_fields__ if name not in _OF_THE_COURSE]
+            odd = next((name for name in names if getattr(recorded, name) != getattr(written, name)), None)
             if odd is not None:
-                now, before = getattr(record, odd), getattr(recorded, odd)
+                now, before = getattr(written, odd), getattr(recorded, odd)
                 self.first_step = f"step {record.version} has {odd} {now}, the run's had {before}"
         if time.monotonic() - self.said_s > SAY_EVERY_S:
             self.said_s = time.monotonic()

@@ -49,6 +49,7 @@ class ReplayResult(msgspec.Struct, frozen=True, kw_only=True):
 
     exact          the run was repeated as it was; otherwise `settings` are those that were changed
     compared       numbers of steps, and of published versions whose checksum the run recorded and the replay has, too
+    kept           number of checkpoints and copies of weights that have the recorded checksum of their version
     unrecorded     published versions whose checksum the run did not record: it was ending when it published them
     differences    empty if everything was repeated; the first one is the first in the run
     warnings       what is other here than where the run trained
@@ -60,6 +61,7 @@ class ReplayResult(msgspec.Struct, frozen=True, kw_only=True):
     settings: dict[str, Any] = {}
     steps: int
     compared: int = 0
+    kept: int = 0
     unrecorded: tuple[int, ...] = ()
     time_s: float = 0.0
     differences: tuple[str, ...] = ()
@@ -78,7 +80,7 @@ def result_text(result: ReplayResult) -> str:
     elif result.steps and not result.differences:
         parts.append(
             f"{count(result.steps, 'step')} of {result.run} repeated in {result.time_s:.0f} s: {result.compared} published "
-            "versions have the checksums of the run\n"
+            f"versions, and {count(result.kept, 'folder')} of kept weights, have the checksums of the run\n"
         )
     if result.unrecorded:
         parts.append(f"not compared, because the run recorded no checksum: {', '.join(map(str, result.unrecorded))}\n")
