@@ -19,8 +19,17 @@ import msgspec
 
 T = TypeVar("T")
 
-UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
-"""A disk, a quota or a limit on the size of files is full, or the file system can only be read."""
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EMFILE, errno.ENFILE)
+"""A disk, a quota or a limit on files is full, or the file system can only be read."""
+
+
+def remedy(error: OSError) -> str:
+    """What a user can do about an error of writing."""
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return "raise the limit on open files (ulimit -n)"
+    if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+        return "make it writable"
+    return "make room on that disk"
 
 
 def write_atomically(path: Path, data: bytes, mode: int = 0o666) -> None:

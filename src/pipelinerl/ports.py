@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
+import ipaddress
 import socket
+from urllib.parse import urlsplit
+
+
+def is_this_machine(address: str) -> bool:
+    """Whether the host of an address (`HOST`, `HOST:PORT`, or a URL) is a name or address of the loopback interface."""
+    try:
+        host = urlsplit(address if "//" in address else f"//{address}").hostname or ""
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def free_port(address: str = "127.0.0.1") -> int:

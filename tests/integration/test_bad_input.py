@@ -285,7 +285,7 @@ def test_a_disk_that_is_too_full_for_rollouts(tmp_path: Path) -> None:
         ended = command("train", *arguments)
     assert ended.status == 1
     assert str(run_dir / "streams" / "rollouts") in ended.error
-    assert "Make room on that disk" in ended.error
+    assert "make room on that disk" in ended.error
     assert ended.error.count("\n") == 1
     version = summary(run_dir)["version"]
     assert load_checkpoint(run_dir / "checkpoints" / f"step_{version:08d}").state.version == version >= 1

@@ -74,4 +74,4 @@ async def running(directory: Path, *, tokenizer: Any = None, **changes: Any) -> 
 
 def client_of(app: ASGIApp, **options: Any) -> httpx2.AsyncClient:
     """Speaks to the application without a network; streams come whole."""
-    return httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://test", timeout=30, **options)
+    return httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://localhost", timeout=30, **options)

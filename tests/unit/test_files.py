@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import mmap
 import os
@@ -14,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelinerl.files import JsonLines, SharedRecord, map_file, reserve, write_atomically
+from pipelinerl.files import JsonLines, SharedRecord, map_file, remedy, reserve, write_atomically
 from pipelinerl.metrics.reading import read_json_lines
 from tests.limits import small_files
 
@@ -88,6 +89,19 @@ def test_a_line_that_does_not_fit_on_the_disk_is_taken_back(tmp_path: Path) -> N
             lines.write("b" * 700)
         lines.write("c" * 200)
     assert [json.loads(line)[0] for line in path.read_text().splitlines()] == ["a", "c"]
+
+
+@pytest.mark.parametrize(
+    ("number", "advice"),
+    [
+        (errno.EMFILE, "ulimit -n"),
+        (errno.EROFS, "make it writable"),
+        (errno.EACCES, "make it writable"),
+        (errno.EDQUOT, "room"),
+    ],
+)
+def test_the_advice_fits_the_error(number: int, advice: str) -> None:
+    assert advice in remedy(OSError(number, os.strerror(number)))
 
 
 def test_a_writer_sees_that_another_has_written(tmp_path: Path) -> None:

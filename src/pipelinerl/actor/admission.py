@@ -21,6 +21,7 @@ import msgspec
 from pipelinerl.actor.outstanding import SCHEMA, Outstanding
 from pipelinerl.database import Database
 from pipelinerl.errors import RunDirectoryError, StalledError
+from pipelinerl.files import remedy
 from pipelinerl.interfaces import Board, PipelineState, Schedule, Verdict
 from pipelinerl.ledger import GroupLedger
 from pipelinerl.types import ACTOR, TRAINER, StageStatus, TrainerProgress, trainer_progress
@@ -234,7 +235,8 @@ class LocalAdmission(Admission):
         except TimeoutError as error:
             raise StalledError(str(error)) from error
         except OSError as error:
-            raise RunDirectoryError(f"can't write {error.filename}: {error.strerror}; make room and resume") from error
+            why = f"{error.strerror or error}; {remedy(error)} and resume"
+            raise RunDirectoryError(f"can't write {error.filename}: {why}") from error
 
     def _write(self, state: Outstanding) -> None:
         self._database.rows("UPDATE record SET json = ?", self._encoder.encode(state))

@@ -19,6 +19,7 @@ from pipelinerl.actor.client import derive_seed
 from pipelinerl.actor.rollouts import Failure, RolloutContext, attempt
 from pipelinerl.config.schema import EvaluationConfig
 from pipelinerl.errors import EnvironmentSetupError, RunDirectoryError
+from pipelinerl.files import remedy
 from pipelinerl.interfaces import Environment, Tokenizer
 from pipelinerl.metrics.evaluations import EvaluatedProblem, When
 from pipelinerl.types import Problem, Rollout, spans_from_versions, versions_from_spans
@@ -262,7 +263,7 @@ def write_record(records: RecordSink, record: object) -> None:
         records.write(record)
     except OSError as error:
         raise RunDirectoryError(
-            f"can't write a record of a rollout: {error.strerror or error}; make room and resume"
+            f"can't write a record of a rollout: {error.strerror or error}; {remedy(error)} and resume"
         ) from error
 
 

@@ -16,7 +16,7 @@ from contextlib import suppress
 
 from pipelinerl.cli.parser import Commands, refuse_settings
 from pipelinerl.errors import PipelineRLError, RunInterruptedError
-from pipelinerl.files import UNWRITABLE
+from pipelinerl.files import UNWRITABLE, remedy
 
 MODULES = {
     "train": ("train",),
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if _is_out_of_memory(error):
             message = f"error: no memory is left: {why}. Free some, or lower what the command needs"
         elif isinstance(error, OSError) and error.errno in UNWRITABLE:
-            message = f"error: can't write: {why}. Make room on that disk, or make it writable"
+            message = f"error: can't write: {why}; {remedy(error)}"
         else:
             raise
         status, message, failure = PipelineRLError.exit_status, f"{message}; a run goes on with --resume", error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -18,7 +17,7 @@ from pipelinerl.config.load import validate
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.database import Database
 from pipelinerl.errors import PipelineRLError, RunDirectoryError, StageDiedError
-from pipelinerl.files import write_privately
+from pipelinerl.files import remedy, write_privately
 from pipelinerl.launch.checks import check_before_the_start
 from pipelinerl.launch.hosts.host import LocalHost
 from pipelinerl.launch.hosts.processes import run_processes
@@ -196,8 +195,7 @@ def _write_start(session: Session, kept: Collection[str]) -> None:
         else:
             make_record(run.admission, handed_over, session.plan.settled)
     except OSError as error:
-        advice = "; make room on that disk" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
-        raise RunDirectoryError(f"can't write to {run.root}: {error.strerror}{advice}") from error
+        raise RunDirectoryError(f"can't write to {run.root}: {error.strerror}; {remedy(error)}") from error
 
 
 def write_session(session: Session) -> None:

@@ -11,7 +11,7 @@ import msgspec
 from rich.console import Console
 
 from pipelinerl.errors import INVALID_DATA, PipelineRLError, RunDirectoryError, RunInterruptedError
-from pipelinerl.files import write_atomically
+from pipelinerl.files import remedy, write_atomically
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.session import Session, StartPlan
 from pipelinerl.metrics.evaluations import EvaluatedProblem, EvaluationRecord
@@ -79,7 +79,7 @@ def write_summary(session: Session, outcome: Outcome) -> dict[str, Any]:
     try:
         write_atomically(run.summary, msgspec.json.format(msgspec.json.encode(summary)))
     except OSError as error:
-        raise RunDirectoryError(f"can't write {run.summary}: {error.strerror}; make room on that disk") from error
+        raise RunDirectoryError(f"can't write {run.summary}: {error.strerror}; {remedy(error)}") from error
     return summary
 
 

@@ -22,6 +22,7 @@ import msgspec
 
 from pipelinerl.database import DamagedDatabaseError, Database
 from pipelinerl.errors import INVALID_DATA, StreamError
+from pipelinerl.files import remedy
 from pipelinerl.interfaces import StreamReader, StreamStats, StreamWriter
 from pipelinerl.stream import checked_capacity
 
@@ -115,8 +116,8 @@ class StreamFile(Generic[T]):
         except TimeoutError as error:
             raise StreamError(str(error)) from error
         except OSError as error:
-            advice = "Make room on that disk (or make it writable), then resume the run"
-            raise StreamError(f"{error.filename or self._directory}: {error.strerror or error}. {advice}") from error
+            where = error.filename or self._directory
+            raise StreamError(f"{where}: {error.strerror or error}; {remedy(error)}, then resume the run") from error
         except DamagedDatabaseError as error:
             advice = "Restore it, or delete the stream's directory to go on without what was in it"
             raise StreamError(f"{error}. {advice}") from error

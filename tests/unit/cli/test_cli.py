@@ -161,7 +161,7 @@ def test_a_full_disk_is_one_line(capsys: Capture, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(pipelinerl.cli.project, "load_config", fail)
     assert main(["config"]) == 1
-    said = "error: can't write: [Errno 27] File too large. Make room on that disk, or make it writable; a run goes on with"
+    said = "error: can't write: [Errno 27] File too large; make room on that disk; a run goes on with"
     assert capsys.readouterr().err == f"{said} --resume\n"
 
 

@@ -85,7 +85,7 @@ def test_a_full_disk_is_named_and_leaves_no_half_record(tmp_path: Path) -> None:
     with small_files(300_000):
         for item in large[:2]:
             writer.try_write(item)
-        with pytest.raises(StreamError, match=f"^{tmp_path / 'stream.sqlite'}: .*Make room"):
+        with pytest.raises(StreamError, match=f"^{tmp_path / 'stream.sqlite'}: .*make room"):
             writer.try_write(large[2])
         assert writer.stats() == StreamStats(written=2, taken=0, dropped=0)
     writer.try_write(large[3])

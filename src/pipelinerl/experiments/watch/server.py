@@ -6,13 +6,12 @@ import asyncio
 import contextlib
 import hmac
 import importlib.resources
-import ipaddress
 import signal
 import socket
 from collections.abc import AsyncGenerator, Sequence
 from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs
 
 from starlette.applications import Starlette
 from starlette.datastructures import MutableHeaders
@@ -24,6 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from pipelinerl.errors import RunDirectoryError
 from pipelinerl.experiments.watch.run import LOOK_EVERY_S, PageState, WatchedRun
 from pipelinerl.parent_pipe import when_closed
+from pipelinerl.ports import is_this_machine
 from pipelinerl.report.series import labels_of
 from pipelinerl.serving.server.http import server_sent_event
 from pipelinerl.serving.server.listening import QuietServer, uvicorn_config
@@ -159,7 +159,7 @@ class Guard:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         host = headers.get("host", "")
         if self._key is None:
-            here = _is_this_machine(host)
+            here = is_this_machine(host)
             return self._app if here else PlainTextResponse("use the address that `pipelinerl watch` printed", 403)
         cookie = f"pipelinerl-watch-{scope['server'][1] if scope.get('server') else 0}"  # cookies are shared by all ports
         given = parse_qs(scope["query_string"].decode("latin-1")).get("key", [])
@@ -181,14 +181,6 @@ def _cookies(header: str) -> dict[str, str]:
         return {name: morsel.value for name, morsel in SimpleCookie(header).items()}
     except CookieError:
         return {}
-
-
-def _is_this_machine(host: str) -> bool:
-    try:
-        name = urlsplit(f"//{host}").hostname or ""
-        return name == "localhost" or ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False
 
 
 def serve(

@@ -26,7 +26,7 @@ from pipelinerl.actor.admission_redis import make_redis_record
 from pipelinerl.checkpoint_folders import FileRecord, files_in
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import INVALID_DATA, CheckpointError, PipelineRLError, ReplacedError, RunDirectoryError, StreamError
-from pipelinerl.files import JsonLines
+from pipelinerl.files import JsonLines, remedy
 from pipelinerl.launch.away import TO_ALL, Answer, Append, Entry, Envelope, Install, KeepLatest, Keys, ReadyFiles, Request
 from pipelinerl.launch.fence import Fence, FencedFolders, take_over_keys
 from pipelinerl.launch.run_directory import RunDirectory
@@ -134,7 +134,7 @@ class Head:
                 _write_at(path, start, data)
             except OSError as error:
                 raise RunDirectoryError(
-                    f"can't write to {path}: {error.strerror}; make room on that disk, and resume: nothing is lost"
+                    f"can't write to {path}: {error.strerror}; {remedy(error)}, and resume: nothing is lost"
                 ) from error
             sizes[name] = start + len(data)
         return sizes

@@ -11,7 +11,6 @@ the launcher. At the end it writes a report to the run directory.
 
 from __future__ import annotations
 
-import errno
 import faulthandler
 import logging
 import os
@@ -22,7 +21,7 @@ from pathlib import Path
 import msgspec
 
 from pipelinerl.errors import PipelineRLError, RunDirectoryError, StageDiedError
-from pipelinerl.files import UNWRITABLE
+from pipelinerl.files import UNWRITABLE, remedy
 from pipelinerl.launch.roles import LOG_FORMAT, PREPROCESSING, TRAINING, generation_roles, rank_roles, server_roles
 from pipelinerl.launch.run_directory import ORPHAN_PATIENCE_S, RunDirectory
 from pipelinerl.launch.session import Here, Session, read_session, write_error, write_report
@@ -50,8 +49,7 @@ def main(arguments: list[str]) -> int:
         message = f"the {role} process (pid {os.getpid()}) failed: {type(error).__name__}: {error} (log: {run.log(role)})"
         if isinstance(error, OSError) and error.errno in UNWRITABLE:
             kind = RunDirectoryError.__name__
-            advice = "make it writable" if error.errno == errno.EROFS else "make room on that disk"
-            message = f"the {role} process can't write to {error.filename or run.root}: {error.strerror}; {advice}"
+            message = f"the {role} process can't write to {error.filename or run.root}: {error.strerror}; {remedy(error)}"
         write_error(run.report(role), kind, message)
         return 1
     write_report(run.report(role))

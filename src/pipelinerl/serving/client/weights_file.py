@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import secrets
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pipelinerl.errors import WeightUpdateError
+from pipelinerl.files import remedy
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.serving.wire import WeightUpdateRequest
 
@@ -69,7 +71,7 @@ class WeightFiles:
             where = self._directory or ", ".join(map(str, self._parents))
             raise WeightUpdateError(
                 f"can't write {size / 1e6:.0f} MB of weights for the engine servers to {where}: "
-                f"{error.strerror or error}; make room there, or name another directory"
+                f"{error.strerror or error}; {remedy(error)}, or name another directory"
             ) from error
         return WeightUpdateRequest(version=update.version, checksum=update.checksum, path=str(path))
 
@@ -88,9 +90,9 @@ class WeightFiles:
 
     def _choose(self, size: int) -> Path:
         for parent in self._parents:
-            if parent.is_dir() and shutil.disk_usage(parent).free > _COPIES * size:
+            if os.access(parent, os.W_OK | os.X_OK) and shutil.disk_usage(parent).free > _COPIES * size:
                 return parent
-        raise OSError(f"no room for two copies in any of: {', '.join(map(str, self._parents))}")
+        raise OSError(errno.ENOSPC, f"no room for two copies in any of: {', '.join(map(str, self._parents))}")
 
     def _make_directory(self, parent: Path) -> Path:
         for left in parent.glob(f"{_PREFIX}*"):

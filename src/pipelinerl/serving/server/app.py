@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import hmac
-import ipaddress
 import time
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import ExitStack
-from urllib.parse import urlsplit
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -18,6 +16,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pipelinerl import __version__
+from pipelinerl.ports import is_this_machine
 from pipelinerl.serving.server.dialects.messages import with_its_errors
 from pipelinerl.serving.server.exchange import Generation
 from pipelinerl.serving.server.http import (
@@ -227,7 +226,8 @@ def _app(routes: list[Route], metrics: Metrics, api_key: str | None) -> ASGIApp:
 class Guard:
     """Requires the key, sent as OpenAI's clients do or as Anthropic's do.
 
-    A server without a key refuses requests of web pages from other origins (by their Origin header).
+    A server without a key answers only requests to a name of this machine itself, and none of web pages from other origins.
+    Otherwise a web page could reach it, also through a name of its own that resolves to this machine (DNS rebinding).
     """
 
     def __init__(self, app: ASGIApp, api_key: str | None) -> None:
@@ -246,15 +246,7 @@ class Guard:
             sent = ((b"authorization", b"Bearer " + self._key), (b"x-api-key", self._key))
             right = [hmac.compare_digest(headers.get(name, b""), value) for name, value in sent]
             return None if any(right) else "send this server's key: `Authorization: Bearer KEY`, or `x-api-key: KEY`"
-        origin = headers.get(b"origin")
-        if origin is not None and not _is_local(origin.decode("latin-1")):
-            return "a server without a key does not answer web pages: start it with --api-key-env"
+        given = [headers[name].decode("latin-1") for name in (b"host", b"origin") if name in headers]
+        if not all(map(is_this_machine, given)):
+            return "a server without a key answers only this machine's own names, and no web pages: use --api-key-env"
         return None
-
-
-def _is_local(origin: str) -> bool:
-    try:
-        host = urlsplit(origin).hostname or ""
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from pathlib import Path
 
@@ -265,10 +266,16 @@ async def test_without_any_server_an_update_fails(tmp_path: Path) -> None:
             await engine.update_weights(update(1))
 
 
-def test_the_first_directory_with_room_is_taken_and_the_error_names_all(tmp_path: Path) -> None:
+def test_the_first_directory_with_room_is_taken_and_the_error_names_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     there = tmp_path / "there"
     there.mkdir()
-    weights = WeightFiles(tmp_path / "missing", there)
+    locked = tmp_path / "locked"  # in a file system that can only be read; root may write to a folder of any mode
+    locked.mkdir()
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: path != locked and access(path, mode))
+    weights = WeightFiles(tmp_path / "missing", locked, there)
     saved = weights.write(update(1))
     assert Path(saved.path).is_relative_to(there)
     weights.close()

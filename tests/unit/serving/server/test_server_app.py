@@ -479,7 +479,11 @@ async def test_a_key_is_asked_for_everywhere_but_at_the_door(tmp_path: Path) -> 
         (b"http://[", False),
     ],
 )
-def test_without_a_key_web_pages_of_others_are_not_answered(origin: bytes | None, allowed: bool) -> None:
+@pytest.mark.parametrize("header", [b"origin", b"host"])
+def test_without_a_key_web_pages_of_others_are_not_answered(header: bytes, origin: bytes | None, allowed: bool) -> None:
+    """Neither those of other origins, nor those that reach the server through a name of their own (DNS rebinding)."""
+    if header == b"host" and origin is not None:
+        origin = origin.removeprefix(b"https://").removeprefix(b"http://")
     sent: list[Any] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -488,7 +492,7 @@ def test_without_a_key_web_pages_of_others_are_not_answered(origin: bytes | None
     async def send(message: Any) -> None:
         sent.append(message)
 
-    scope = {"type": "http", "path": "/generate", "headers": [] if origin is None else [(b"origin", origin)]}
+    scope = {"type": "http", "path": "/generate", "headers": [] if origin is None else [(header, origin)]}
     asyncio.run(Guard(app, None)(scope, None, send))  # type: ignore[arg-type]
     assert sent[0] == "answered" if allowed else sent[0]["status"] == 401
 
@@ -504,7 +508,7 @@ def test_log_probabilities_are_numbers_json_can_say(shared: Shared) -> None:
 @in_event_loop
 async def test_openais_client_chats(tmp_path: Path) -> None:
     async with serving(tmp_path) as (client, _):
-        official = openai.AsyncOpenAI(base_url="http://test/v1", api_key="any", http_client=client, max_retries=0)
+        official = openai.AsyncOpenAI(base_url="http://localhost/v1", api_key="any", http_client=client, max_retries=0)
         create = official.chat.completions.create
         messages: Any = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
         whole = await create(model="bytes", messages=messages, max_completion_tokens=10, seed=1, logprobs=True)

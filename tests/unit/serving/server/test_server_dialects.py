@@ -26,7 +26,7 @@ GREEDY: Any = {"model": "bytes", "max_tokens": 12, "messages": HELLO, "extra_bod
 
 
 def messages_of(client: Any, key: str = "any") -> Any:
-    return anthropic.AsyncAnthropic(base_url="http://test", api_key=key, http_client=client, max_retries=0).messages
+    return anthropic.AsyncAnthropic(base_url="http://localhost", api_key=key, http_client=client, max_retries=0).messages
 
 
 @in_event_loop

@@ -50,7 +50,8 @@ async def official(directory: Path, **changes: Any) -> AsyncIterator[tuple[opena
     """OpenAI's client of a service of its own, and a plain one."""
     changes = {"tokenizer": byte_tokenizer(SHOWS_TOOLS), "max_length": LENGTH, "max_queue": 40} | changes
     async with running(directory, **changes) as (service, app), client_of(app) as plain:
-        yield openai.AsyncOpenAI(base_url="http://test/v1", api_key="any", http_client=plain, max_retries=0), plain, service
+        url = "http://localhost/v1"
+        yield openai.AsyncOpenAI(base_url=url, api_key="any", http_client=plain, max_retries=0), plain, service
 
 
 @in_event_loop
