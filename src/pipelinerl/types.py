@@ -112,6 +112,11 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason
     prompt_versions: tuple[VersionSpan, ...] = ()
 
+    @property
+    def answer_ids(self) -> tuple[int, ...]:
+        """The token ids without the stop token."""
+        return self.token_ids[:-1] if self.finish_reason == "stop" else self.token_ids
+
 
 def cancelled_completion(request_id: str, events: Sequence[TokenEvent]) -> Completion:
     """The completion of a stream that ended after these tokens."""

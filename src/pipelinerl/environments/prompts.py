@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from pipelinerl.errors import EnvironmentSetupError
 from pipelinerl.interfaces import Tokenizer
+from pipelinerl.models.contract import hidden_ids
 
 Message = Mapping[str, str]
 """One message of a chat: `{"role": "user", "content": "..."}`."""
+
+NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
+_OWN_OPTIONS = ("messages", "tools", "add_generation_prompt")
 
 SHOWN_CHARACTERS = 60  # of a prompt, in an error message
 
@@ -18,24 +24,52 @@ def has_chat_template(tokenizer: Tokenizer) -> bool:
     return bool(getattr(tokenizer, "chat_template", None))
 
 
-def encode_prompt(tokenizer: Tokenizer, prompt: str | Sequence[Message]) -> tuple[int, ...]:
-    """The ids of a text with the model's special tokens around it, or of chat messages in its chat template.
+def encode_prompt(
+    tokenizer: Tokenizer, prompt: str | Sequence[Message], template_options: Mapping[str, Any] = NO_OPTIONS
+) -> tuple[int, ...]:
+    """The ids of a text for the model to continue, or of chat messages in its chat template with these options.
 
-    Raises ValueError for messages if the tokenizer has no chat template.
+    A text gets the tokens that the model expects before it, unless it brings them itself, and none after it: some tokenizers
+    add the end of a text. Raises ValueError for messages if the tokenizer has no chat template.
     """
     if isinstance(prompt, str):
         backend = _plain_backend(tokenizer, "encode", "_encode_plus")
-        if backend is None or backend.truncation is not None or backend.padding is not None:
-            return tuple(tokenizer.encode(prompt))
-        return tuple(backend.encode(prompt).ids)
+        plain = backend is not None and backend.truncation is None and backend.padding is None
+        whole, text = (
+            tuple(backend.encode(prompt, add_special_tokens=special).ids)
+            if plain
+            else tuple(tokenizer.encode(prompt, add_special_tokens=special))
+            for special in (True, False)
+        )
+        starts = (start for start in range(len(whole) - len(text) + 1) if whole[start : start + len(text)] == text)
+        start = next(starts, None) if text else None
+        if start is None:  # nothing to go by
+            return whole
+        before = whole[:start]
+        return text if text[:start] == before else before + text
     if not has_chat_template(tokenizer):
         raise ValueError("the model's tokenizer has no chat template: give the prompt as plain text")
     messages = [dict(message) for message in prompt]
-    encoded = tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=True, return_dict=True)
+    encoded = tokenizer.apply_chat_template(
+        messages, tokenize=True, add_generation_prompt=True, return_dict=True, **template_options
+    )
     return tuple(map(int, encoded["input_ids"]))
 
 
-def try_prompt(tokenizer: Tokenizer, prompt: str | Sequence[Message]) -> None:
+def check_template_options(tokenizer: Tokenizer, options: Mapping[str, Any] | None, *, chat: bool = True) -> dict[str, Any]:
+    """The options; none for None. Raises EnvironmentSetupError for one that has no effect. `chat`: the template is used."""
+    template = str(getattr(tokenizer, "chat_template", None) or "") if chat else ""
+    for name in options or {}:
+        if name in _OWN_OPTIONS or not re.search(rf"\b{re.escape(name)}\b", template):
+            why = "is set here" if name in _OWN_OPTIONS else "is not in the model's chat template"
+            why = why if template else "has no effect: the prompts are not chats"
+            raise EnvironmentSetupError(f"environment.args.template_options: {name!r} {why}; leave it out")
+    return dict(options or {})
+
+
+def try_prompt(
+    tokenizer: Tokenizer, prompt: str | Sequence[Message], template_options: Mapping[str, Any] = NO_OPTIONS
+) -> None:
     """Encode a prompt before the run starts, so that an error appears before the first rollout.
 
     Raises EnvironmentSetupError if it can't be encoded, has no tokens, or if the chat template ignores the user's message.
@@ -47,18 +81,23 @@ def try_prompt(tokenizer: Tokenizer, prompt: str | Sequence[Message]) -> None:
     encoder = "the model's chat template"
     last = prompt[-1]
     other = [*prompt[:-1], {**last, "content": last["content"] * 2}]
-    ids = encode_or_refuse(tokenizer, encoder, prompt)
-    if not ids or ids == encode_or_refuse(tokenizer, encoder, other):
+    ids = encode_or_refuse(tokenizer, encoder, prompt, template_options)
+    if not ids or ids == encode_or_refuse(tokenizer, encoder, other, template_options):
         how = "ignores the user's message" if ids else "makes an empty prompt"
         raise EnvironmentSetupError(
             f"{encoder} {how} ({_short(last['content'])}): it belongs to another model, or is damaged"
         )
 
 
-def encode_or_refuse(tokenizer: Tokenizer, encoder: str, prompt: str | Sequence[Message]) -> tuple[int, ...]:
+def encode_or_refuse(
+    tokenizer: Tokenizer,
+    encoder: str,
+    prompt: str | Sequence[Message],
+    template_options: Mapping[str, Any] = NO_OPTIONS,
+) -> tuple[int, ...]:
     """`encode_prompt`, for any text. Raises EnvironmentSetupError; `encoder` is what its message says of the tokenizer."""
     try:
-        return encode_prompt(tokenizer, prompt)
+        return encode_prompt(tokenizer, prompt, template_options)
     except Exception as error:  # third-party code, which may raise anything
         what = f"{type(error).__name__}: {' '.join(str(error).split())}"
         text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
@@ -71,15 +110,25 @@ def _short(text: str) -> str:
     return repr(text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}...")
 
 
-def text_decoder(tokenizer: Tokenizer) -> Callable[[Sequence[int]], str]:
-    """A function from ids to text without special tokens: `tokenizer.decode`, or its Rust backend where equivalent.
+def text_decoder(tokenizer: Tokenizer, *, special: bool = False) -> Callable[[Sequence[int]], str]:
+    """A function from ids to text: `tokenizer.decode`, or its Rust backend where equivalent.
 
+    Ids of `hidden_ids` are left out, unless `special`. Other special tokens are text, such as `<think>` and `<tool_call>`:
+    parsers, rewards and later turns need them. So leave out a completion's stop token before (`Completion.answer_ids`).
     `decode` spends two thirds of its time on checking the type of every id, and every rollout calls it.
     """
     backend = _plain_backend(tokenizer, "decode", "_decode")
-    if backend is None or getattr(tokenizer, "clean_up_tokenization_spaces", True):
-        return lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
-    return lambda ids: str(backend.decode(ids, skip_special_tokens=True))
+    slow = backend is None or getattr(tokenizer, "clean_up_tokenization_spaces", True)
+    hidden = frozenset[int]() if special else None
+
+    def text(ids: Sequence[int]) -> str:
+        nonlocal hidden
+        if hidden is None:  # some tokenizers are loaded when they are used
+            hidden = hidden_ids(tokenizer)
+        shown = [token for token in ids if token not in hidden]
+        return str((tokenizer if slow else backend).decode(shown, skip_special_tokens=False)) if shown else ""
+
+    return text
 
 
 def _plain_backend(tokenizer: Tokenizer, outer: str, inner: str) -> Any:

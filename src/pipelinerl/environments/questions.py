@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from typing import Annotated, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 from msgspec import Meta
 
 from pipelinerl.environments.options import AtLeastOne, Options
-from pipelinerl.environments.prompts import Message, has_chat_template
+from pipelinerl.environments.prompts import Message, check_template_options, has_chat_template
 from pipelinerl.errors import EnvironmentSetupError
 from pipelinerl.interfaces import Tokenizer
 
@@ -61,6 +61,8 @@ class QuestionOptions(Options, kw_only=True):
     """Whether the question is the user's message in the model's chat template. null: if the model has one."""
     system: str = ""
     """The system message of a chat; "" for none."""
+    template_options: dict[str, Any] | None = None
+    """Options of the model's chat template, such as `{enable_thinking: false}`."""
     text: str = "{question}"
     """The prompt if it is not a chat, with the question in place of `{question}`."""
     max_tokens: AtLeastOne | None = None
@@ -76,6 +78,7 @@ class QuestionPrompt:
 
     def __init__(self, tokenizer: Tokenizer, options: QuestionOptions) -> None:
         self._chat = check_chat(tokenizer, options.chat)
+        self.template_options = check_template_options(tokenizer, options.template_options, chat=self._chat)
         self._options = options
         if self._chat:
             options.refuse_without_effect("the question is a message of a chat", "text")

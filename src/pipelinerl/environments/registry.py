@@ -85,7 +85,7 @@ def _try_first_prompt(environment: JudgedTurn, tokenizer: Tokenizer) -> None:
         return
     if not isinstance(prompt, str) and (wrong := wrong_chat(prompt)):
         raise EnvironmentSetupError(f"the first problem's prompt has {wrong}")
-    try_prompt(tokenizer, prompt)
+    try_prompt(tokenizer, prompt, environment.template_options)
 
 
 def find_class(kind: str) -> type:

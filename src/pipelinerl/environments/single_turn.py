@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pipelinerl.environments.prompts import Message, encode_prompt, text_decoder
+from pipelinerl.environments.prompts import NO_OPTIONS, Message, encode_prompt, text_decoder
 from pipelinerl.interfaces import GenerationClient, Tokenizer
 from pipelinerl.types import Problem, Rollout, Turn
 
@@ -31,6 +31,8 @@ class Task(ABC):
 
     max_tokens: int | None = None
     """Maximum tokens of a turn for this task. None, or a value above `actor.max_tokens`, means `actor.max_tokens`."""
+    template_options: Mapping[str, Any] = NO_OPTIONS
+    """Options of the model's chat template, such as `{"enable_thinking": False}`."""
     isolate_reward = True
     """Whether the `reward` of a user's class runs in processes with the limits below, each with an instance of its own.
     False: in this process, for a reward that needs the state of this instance."""
@@ -82,12 +84,12 @@ class JudgedTurn(Task):
 
     @abstractmethod
     async def judge(self, problem: Problem, turn: Turn) -> Judgement:
-        """Judges the answer `turn.text` (without special tokens)."""
+        """Judges the answer `turn.text`, which has no stop token."""
 
     async def rollout(self, problem: Problem, client: GenerationClient) -> Rollout:
         prompt_ids = self._encode(self.prompt(problem))
         completion = await client.generate(prompt_ids, max_tokens=self.max_tokens)
-        turn = Turn(prompt_ids=prompt_ids, completion=completion, text=self._decode(completion.token_ids))
+        turn = Turn(prompt_ids=prompt_ids, completion=completion, text=self._decode(completion.answer_ids))
         reward, metrics = await self.judge(problem, turn)
         return Rollout(turns=(turn,), reward=reward, metrics=dict(metrics))
 
@@ -98,7 +100,7 @@ class JudgedTurn(Task):
         if ids is None:
             while len(self._prompt_ids) >= CACHED_PROMPTS:
                 del self._prompt_ids[next(iter(self._prompt_ids))]
-            ids = self._prompt_ids[key] = encode_prompt(self.tokenizer, prompt)
+            ids = self._prompt_ids[key] = encode_prompt(self.tokenizer, prompt, self.template_options)
         return ids
 
 
@@ -107,7 +109,7 @@ class SingleTurn(JudgedTurn):
 
     @abstractmethod
     def reward(self, problem: Problem, text: str) -> float:
-        """The reward for the answer `text` (without special tokens)."""
+        """The reward for the answer `text`, which has no stop token."""
 
     async def judge(self, problem: Problem, turn: Turn) -> Judgement:
         return Judgement(await self.call_reward(problem, turn.text))

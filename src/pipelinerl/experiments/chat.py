@@ -11,7 +11,7 @@ import torch
 from pipelinerl.checkpoint import load_checkpoint
 from pipelinerl.config.schema import LONGEST_SLOT, RunConfig
 from pipelinerl.engine import LocalEngine
-from pipelinerl.environments.prompts import encode_or_refuse, has_chat_template
+from pipelinerl.environments.prompts import encode_or_refuse, has_chat_template, text_decoder
 from pipelinerl.errors import PromptTooLongError, UserError
 from pipelinerl.experiments.evaluate.models import find_targets
 from pipelinerl.models.loading import load_model, load_tokenizer, model_max_length, stop_token_ids
@@ -77,13 +77,14 @@ class Chat:
         self._engine.submit(request)
         said = ""
         ids: list[int] = []
+        decode = text_decoder(self._tokenizer)
         try:
             done = False
             while not done:
                 output = self._engine.step()
                 ids += [event.token_id for event in output.tokens]
                 done = bool(output.finished)
-                whole = self._tokenizer.decode(ids, skip_special_tokens=True)
+                whole = decode([token for token in ids if token not in self._stop])
                 if done or not whole.endswith(UNFINISHED):
                     yield whole[len(said) :]
                     said = whole

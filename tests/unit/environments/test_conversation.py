@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 
 from pipelinerl.environments.chat.conversation import Answer, Conversation
 from pipelinerl.environments.chat.messages import ToolCall, parse_tool_calls
+from pipelinerl.environments.prompts import text_decoder
 from pipelinerl.errors import RequestError
 from pipelinerl.preprocess.turns import join_turns
+from pipelinerl.types import Completion
 from tests.unit.chat_parts import ALTERNATES, CHATML, STRIPS_THOUGHTS, TEMPLATES, TRIMS, SamplingClient, make_tokenizer
 from tests.unit.environments.env_client import one_line
 
@@ -365,3 +367,41 @@ def test_parts_of_text_and_options_of_the_template() -> None:
         [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
     )
     assert prompt.text == "glad:<|im_start|>user\nab<|im_end|>\n<|im_start|>assistant\n"
+
+
+# ------------------------------------------------------------------------------------------------ special tokens are text
+
+
+MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("template", ["chatml", "strips thoughts"])
+def test_markers_are_text_also_if_they_are_special_tokens(family: str, template: str) -> None:
+    """What callers see, and what later turns contain, is the same as with ordinary tokens."""
+    seen = []
+    for special in (True, False):
+        tokenizer = make_tokenizer(family, TEMPLATES[template])
+        if special:
+            tokenizer.add_special_tokens({"additional_special_tokens": list(MARKERS)})
+        conversation, (first, second) = chat(tokenizer, f"<think>hm</think>{CALL}", "It is 5.", tools=TOOLS)
+        assert text_decoder(tokenizer)(first.completion.answer_ids) == first.text
+        assert first.calls == (ToolCall("add", {"a": 2, "b": 3}),)
+        assert conversation.metrics["malformed_tool_calls"] == 0
+        seen.append((first.text, first.message, second.prompt.text, second.message))
+    assert seen[0] == seen[1]
+    assert seen[0][1]["content"] == "<think>hm</think>"
+
+
+def test_the_ends_and_padding_are_no_text() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens({"pad_token": "<pad>", "bos_token": "<s>", "additional_special_tokens": ["<think>"]})
+    ids = tokenizer.encode("<s><think>a<pad><|im_end|>", add_special_tokens=False)
+    assert text_decoder(tokenizer)(ids) == "<think>a"
+    assert text_decoder(tokenizer, special=True)(ids) == "<s><think>a<pad><|im_end|>"
+
+
+@pytest.mark.parametrize("reason", ["stop", "length", "cancelled"])
+def test_a_stop_token_of_any_kind_is_left_out_of_the_answer(reason: Any) -> None:
+    done = Completion(request_id="x", token_ids=(7, 8, 9), logprobs=(), weight_versions=(), finish_reason=reason)
+    assert done.answer_ids == ((7, 8) if reason == "stop" else (7, 8, 9))

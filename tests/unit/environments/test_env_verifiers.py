@@ -192,7 +192,7 @@ def test_what_was_sampled_is_never_encoded_again(load) -> None:
 def test_options_reach_the_template(load) -> None:
     template = "{% if brief %}Be brief.\n{% endif %}" + TOKENIZER.chat_template
     tokenizer = make_tokenizer(template=template)
-    _, (prompt,) = play(load(SINGLE, tokenizer, template={"brief": True}), "4", tokenizer=tokenizer)
+    _, (prompt,) = play(load(SINGLE, tokenizer, template_options={"brief": True}), "4", tokenizer=tokenizer)
     assert prompt.startswith("Be brief.\n")
 
 

@@ -80,6 +80,7 @@ class ReasoningGym(JudgedTurn):
         self._options = options = ReasoningGymOptions.read(args)
         self.max_tokens = options.max_tokens
         self._ask = QuestionPrompt(tokenizer, options)
+        self.template_options = self._ask.template_options
         self._chunk = lru_cache(maxsize=4)(partial(make_tasks, options.task, options.args or {}))
         if runs_answers(self._chunk(0)) and not options.runs_answers:
             raise EnvironmentSetupError(

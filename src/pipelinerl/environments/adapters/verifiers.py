@@ -13,7 +13,7 @@ import msgspec
 
 from pipelinerl.environments.data import ProblemSet, split, without
 from pipelinerl.environments.options import FunctionName, Options, Share
-from pipelinerl.environments.prompts import has_chat_template
+from pipelinerl.environments.prompts import check_template_options, has_chat_template
 from pipelinerl.errors import EnvironmentSetupError, MissingDependencyError
 from pipelinerl.interfaces import GenerationClient, Tokenizer
 from pipelinerl.types import Problem, Rollout
@@ -32,7 +32,7 @@ class VerifiersOptions(Options, kw_only=True):
     held_out: Share = 0.1
     """Share of the rows (by a hash of the row) for evaluation, never used in training; only for environments without an
     `eval_dataset`."""
-    template: dict[str, Any] | None = None
+    template_options: dict[str, Any] | None = None
     """Options of the model's chat template, such as `{enable_thinking: false}`."""
     threads: bool = True
     """Run reward functions that aren't `async` in threads, while generation continues. false: in the main thread, which
@@ -68,15 +68,13 @@ class Verifiers(ProblemSet):
             options.refuse_without_effect(f"environment {loaded.name} has an `eval_dataset`", "held_out")
             parts = without(loaded.training, loaded.evaluation, _key, f"the dataset of environment {loaded.name}")
         super().__init__(parts, f"verifiers/{seed}")
-        self._player = Player(
-            loaded, template=options.template or {}, threads=options.threads, drop_raised=options.drop_raised
-        )
-        if isinstance(parts.training[0].payload["prompt"], str):
-            options.refuse_without_effect("the prompts of this environment are texts", "template")
-        elif not has_chat_template(tokenizer):
+        texts = isinstance(parts.training[0].payload["prompt"], str)
+        if not texts and not has_chat_template(tokenizer):
             raise EnvironmentSetupError(
                 f"the prompts of environment {loaded.name} are chats, but the model's tokenizer has no chat template"
             )
+        template_options = check_template_options(tokenizer, options.template_options, chat=not texts)
+        self._player = Player(loaded, template_options, threads=options.threads, drop_raised=options.drop_raised)
 
     async def rollout(self, problem: Problem, client: GenerationClient) -> Rollout:
         return await self._player.play(problem.payload, client)

@@ -311,12 +311,12 @@ def _recording_errors(function: Callable[..., Any], threads: bool) -> Callable[.
 class Player:
     """Runs rollouts of one environment, any number at a time."""
 
-    def __init__(self, loaded: Loaded, *, template: Mapping[str, Any], threads: bool, drop_raised: bool) -> None:
+    def __init__(self, loaded: Loaded, template_options: Mapping[str, Any], *, threads: bool, drop_raised: bool) -> None:
         """Raises EnvironmentSetupError for rubrics that can't score single rollouts."""
         prepare_rubrics(loaded.environment, loaded.name, threads=threads)
         self._name = loaded.name
         self._environment = loaded.environment
-        self._template = template
+        self._template_options = template_options
         self._drop_raised = drop_raised
 
     async def play(self, row: Mapping[str, Any], client: GenerationClient) -> Rollout:
@@ -325,7 +325,7 @@ class Player:
         Metrics are the rubric's, the conversation's, `reward_errors` (number of functions that raised) and `prompt_too_long`
         (1 if that ended the rollout). If an error ended the rollout, raises the error of the model call, else RolloutError.
         """
-        policy = PolicyClient(client, self._template)
+        policy = PolicyClient(client, self._template_options)
         raised = collect_errors()
         output = await self._environment.run_rollout(dict(row), policy, MODEL, sampling_args={})
         turns = policy.conversation.turns

@@ -39,7 +39,7 @@ from pipelinerl.environments.chat.messages import (
     same_messages,
     with_description,
 )
-from pipelinerl.environments.prompts import encode_prompt, has_chat_template
+from pipelinerl.environments.prompts import encode_prompt, has_chat_template, text_decoder
 from pipelinerl.errors import RequestError
 from pipelinerl.interfaces import GenerationClient
 from pipelinerl.types import Completion, Turn
@@ -64,9 +64,9 @@ class Prompt:
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """An answer of the model. `text` has no special tokens; `message` is parsed from it, for the caller to send back.
+    """An answer of the model. `text` is as from `text_decoder`; `message` is parsed from it, for the caller to send back.
 
-    `sampled` is the text with special tokens but without the stop token, which is `ended_by` ("" if it was cut off).
+    `sampled` is the text of all ids but the stop token, which is `ended_by` ("" if it was cut off).
     `stop`: the stop string of the caller that ended it; `text` excludes it. `next` holds the answers that continue this one.
     """
 
@@ -109,6 +109,7 @@ class Conversation:
     ) -> None:
         self._client = client
         self._tokenizer = client.tokenizer
+        self._text, self._whole_text = (text_decoder(client.tokenizer, special=special) for special in (False, True))
         self._options = dict(template_options or {})
         self._parser = parser
         self._answers: list[Answer] = []
@@ -158,9 +159,8 @@ class Conversation:
 
         `text` is what the caller gets to see, if the stop string `stop` ended the completion: the text before it.
         """
-        ids = list(completion.token_ids)
-        last = ids[-1:] if completion.finish_reason == "stop" else []
-        text = self._decode(ids, skip_special_tokens=True) if text is None else text
+        ids = completion.answer_ids
+        text = self._text(ids) if text is None else text
         parsed = self._parser(text) if prompt.with_tools else ParsedText(text)
         answer = Answer(
             prompt=prompt,
@@ -169,8 +169,8 @@ class Conversation:
             message=answer_message(parsed, f"call{len(self._answers):05}"),
             calls=parsed.calls,
             malformed_calls=parsed.malformed,
-            sampled=self._decode(ids[: len(ids) - len(last)]),
-            ended_by=self._decode(last),
+            sampled=self._whole_text(ids),
+            ended_by=self._whole_text(completion.token_ids[len(ids) :]),
             stop=stop,
         )
         self._answers.append(answer)
@@ -275,9 +275,6 @@ class Conversation:
             if ids[:1] == before.completion.token_ids[-1:]:
                 return ids[1:]
         return self._encode(added)
-
-    def _decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens) if ids else ""
 
 
 def _text_after(text: str, before: Answer) -> str | None:

@@ -88,14 +88,15 @@ async def use_tools(
     *,
     max_turns: int,
     max_tokens: int | None = None,
+    template_options: Mapping[str, Any] | None = None,
 ) -> ToolUse:
-    """Let the model call tools until a turn has no tool calls or `max_turns` is reached.
+    """Let the model call tools until a turn has no tool calls or `max_turns` is reached. See `Conversation` for the options.
 
     Metrics: those of the conversation, `tool_calls`, `tool_errors`, `out_of_turns` (the last allowed turn called a tool) and
     `out_of_context` (results left no room for another turn). Raises PromptTooLongError only if the first prompt is too long.
     """
     by_name = {tool.name: tool for tool in tools}
-    conversation = Conversation(client)
+    conversation = Conversation(client, template_options=template_options)
     history: list[ChatMessage] = list(messages)
     answer, calls, errors = "", 0, 0
     out_of_turns, out_of_context = True, False
@@ -179,6 +180,11 @@ class ToolTask(Task):
 
     async def rollout(self, problem: Problem, client: GenerationClient) -> Rollout:
         used = await use_tools(
-            client, self.prompt(problem), self.tools(problem), max_turns=self.max_turns, max_tokens=self.max_tokens
+            client,
+            self.prompt(problem),
+            self.tools(problem),
+            max_turns=self.max_turns,
+            max_tokens=self.max_tokens,
+            template_options=self.template_options,
         )
         return used.rollout(await self.call_reward(problem, used.answer, used.messages))

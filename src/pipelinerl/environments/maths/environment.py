@@ -83,6 +83,7 @@ class Maths(ProblemSet, JudgedTurn):
         self._options = options = MathsOptions.read(args)
         self.max_tokens = options.max_tokens
         self._ask = QuestionPrompt(tokenizer, options)
+        self.template_options = self._ask.template_options
         self._judge = Judge(options.judge, timeout_s=options.judge_timeout_s, processes=options.judge_processes)
         ProblemSet.__init__(self, _read(options), f"math/{seed}")
 

@@ -136,6 +136,7 @@ class Countdown(SingleTurn):
         self._options = CountdownOptions.read(args)
         self.max_tokens = self._options.max_tokens
         self._ask = QuestionPrompt(tokenizer, self._options)
+        self.template_options = self._ask.template_options
         for held_out in (False, True):
             for index in range(CHECKED):
                 if self._draw(f"check/{index}", held_out, CHECKED_TRIES) is None:

@@ -14,7 +14,13 @@ from msgspec import Meta
 from pipelinerl.environments.chat.tool_use import Tool, ToolError, require_chat, tool_of, use_tools
 from pipelinerl.environments.data import ProblemSet, read_split
 from pipelinerl.environments.options import AtLeastOne, Files, FunctionName, Options, Seconds, Share, listed
-from pipelinerl.environments.prompts import Message, encode_prompt, text_decoder, try_prompt
+from pipelinerl.environments.prompts import (
+    Message,
+    check_template_options,
+    encode_prompt,
+    text_decoder,
+    try_prompt,
+)
 from pipelinerl.environments.questions import NO_CHAT, chat_messages, check_chat, with_system, wrong_chat
 from pipelinerl.environments.user.code import find_function, names_a_function, summarize_error, try_out
 from pipelinerl.environments.user.pool import CALL_ENDED, FunctionPool, Limits
@@ -39,9 +45,9 @@ class FunctionOptions(Options, kw_only=True):
         | Annotated[dict[FunctionName, float], Meta(min_length=1)]
         | Annotated[list[FunctionName], Meta(min_length=1)]
     )
-    """(completion, example) -> a finite number, or a dict of `reward` and metrics. The completion is text without special
-    tokens, and may be empty. Several functions with their weights: `{rewards.py:right: 1.0, rewards.py:brief: 0.2}`; in a
-    list, each has the weight 1."""
+    """(completion, example) -> a finite number, or a dict of `reward` and metrics. The completion has no stop token, but
+    other special tokens such as `<think>`, and may be empty. Several functions with their weights: `{rewards.py:right: 1.0,
+    rewards.py:brief: 0.2}`; in a list, each has the weight 1."""
     group_reward: FunctionName = ""
     """(completions, example) -> a list of numbers, which are added to the rewards of a group's rollouts in training."""
     prompt: FunctionName = "prompt"
@@ -52,6 +58,8 @@ class FunctionOptions(Options, kw_only=True):
     """Whether a text prompt becomes the user's message in the model's chat template. null: if the model has one."""
     system: str = ""
     """The system message of a chat, before the prompt; "" for none."""
+    template_options: dict[str, Any] | None = None
+    """Options of the model's chat template, such as `{enable_thinking: false}`."""
     isolate: bool = True
     """Call the functions in processes with limits. false: in this process, while the engine waits."""
     workers: AtLeastOne = 2
@@ -89,6 +97,7 @@ class Function(ProblemSet):
         self._asked_for_chat, self._system = options.chat, options.system
         if not self._chat:
             options.refuse_without_effect(NO_CHAT, "system")
+        self.template_options = check_template_options(tokenizer, options.template_options, chat=self._chat)
         self._ended_reward = options.ended_reward
         self._prompt_ids: dict[str, tuple[int, ...]] = {}
         self._field = None if names_a_function(options.prompt) else options.prompt
@@ -117,7 +126,7 @@ class Function(ProblemSet):
         key = self._key(problem)
         prompt_ids = self._prompt_ids.get(key) or self._cache_prompt(key, await self._prompt(problem.payload))
         completion = await client.generate(prompt_ids)
-        text = self._decode(completion.token_ids)
+        text = self._decode(completion.answer_ids)
         reward, metrics = await self._score(text, problem.payload)
         turn = Turn(prompt_ids=prompt_ids, completion=completion, text=text)
         return Rollout(turns=(turn,), reward=reward, metrics=metrics)
@@ -154,12 +163,12 @@ class Function(ProblemSet):
         """Encode a prompt and cache its ids: the attempts of a group share them."""
         while len(self._prompt_ids) >= CACHED_PROMPTS:
             del self._prompt_ids[next(iter(self._prompt_ids))]
-        ids = self._prompt_ids[key] = encode_prompt(self._tokenizer, prompt)
+        ids = self._prompt_ids[key] = encode_prompt(self._tokenizer, prompt, self.template_options)
         return ids
 
     async def _trial(self, problem: Problem) -> None:
         """Call each function once, so that errors appear before the first rollout."""
-        try_prompt(self._tokenizer, await self._prompt(problem.payload))
+        try_prompt(self._tokenizer, await self._prompt(problem.payload), self.template_options)
         tried = {
             name: weight
             for name, weight in self._weights.items()
@@ -271,6 +280,8 @@ class Tools(Function):
         messages = await self._prompt(problem.payload)
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
-        used = await use_tools(client, messages, self._tools, max_turns=self._max_turns)
+        used = await use_tools(
+            client, messages, self._tools, max_turns=self._max_turns, template_options=self.template_options
+        )
         reward, metrics = await self._score(used.answer, problem.payload)
         return used.rollout(reward, metrics)

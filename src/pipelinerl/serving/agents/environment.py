@@ -14,6 +14,7 @@ import msgspec
 
 from pipelinerl.environments.data import ProblemSet, read_split
 from pipelinerl.environments.options import AtLeastOne, Files, FunctionName, Inner, Options, Share
+from pipelinerl.environments.prompts import check_template_options
 from pipelinerl.environments.registry import make_inner
 from pipelinerl.environments.user.code import describe, find_function, finite_number
 from pipelinerl.errors import EnvironmentSetupError, MissingDependencyError, RolloutError
@@ -61,7 +62,7 @@ class Agent:
         """Raises EnvironmentSetupError for a bad function, data or arguments, MissingDependencyError without the extra."""
         options = AgentOptions.read(args)
         self._agent = AgentThreads(find_function(options.run, allow_async=True), options.run, options.threads)
-        self._template_options = options.template_options
+        self._template_options = check_template_options(tokenizer, options.template_options)
         self._ignore_sampling = options.sampling == "ignore"
         self._source: Environment | ProblemSet
         if options.problems is not None:

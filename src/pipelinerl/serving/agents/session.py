@@ -161,7 +161,8 @@ class Session:
         events = self._client.stream(prompt_ids, max_tokens=max_tokens)
         async with aclosing(cast("AsyncGenerator[TokenEvent]", events)):
             async for event in events:
-                shown += stop.feed(text.feed([event.token_id]))
+                if event.token_id not in self._client.sampling.stop_token_ids:
+                    shown += stop.feed(text.feed([event.token_id]))
                 if stop.found is not None:
                     break
         (completion,) = (one for one in self._client.completions if one.request_id == event.request_id)

@@ -20,6 +20,7 @@ from pipelinerl.environments.chat.messages import (
     plain_message,
     with_description,
 )
+from pipelinerl.environments.prompts import encode_prompt
 from pipelinerl.errors import PromptTooLongError, RequestError
 from pipelinerl.interfaces import Tokenizer
 from pipelinerl.models.loading import load_model, load_tokenizer, slot_length, stop_token_ids
@@ -56,7 +57,7 @@ class Prompts:
 
     async def of_text(self, text: str, *, special: bool = True) -> tuple[int, ...]:
         """Encode a text, by default with the special tokens that the model expects around it. Raises RequestError."""
-        return await self._encode(text, add_special_tokens=special)
+        return await self._encode(text, special=special)
 
     async def of_chat(
         self,
@@ -76,7 +77,7 @@ class Prompts:
         self._check_size(sum(len(message["content"]) for message in plain))
         if tools and not self._shows(tools, options):
             plain, tools = with_description(plain, describe_tools(tools)), ()
-        return await self._encode(self._render(plain, tools, options), add_special_tokens=False)
+        return await self._encode(self._render(plain, tools, options), special=False)
 
     def _shows(self, tools: Sequence[ToolSchema], options: Mapping[str, Any]) -> bool:
         question: PlainMessage = {"role": "user", "content": "?"}
@@ -92,15 +93,17 @@ class Prompts:
         except Exception as error:  # the template is the model's own code and may raise anything
             raise RequestError(f"messages: the model's chat template refuses them: {error}") from error
 
-    async def _encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+    async def _encode(self, text: str, *, special: bool) -> tuple[int, ...]:
         self._check_size(len(text))
         if len(text) > _LONG_TEXT:
-            return await asyncio.to_thread(self._encode_now, text, add_special_tokens)
-        return self._encode_now(text, add_special_tokens)
+            return await asyncio.to_thread(self._encode_now, text, special)
+        return self._encode_now(text, special)
 
-    def _encode_now(self, text: str, add_special_tokens: bool) -> tuple[int, ...]:
+    def _encode_now(self, text: str, special: bool) -> tuple[int, ...]:
         try:
-            return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+            if special:
+                return encode_prompt(self._tokenizer, text)
+            return tuple(self._tokenizer.encode(text, add_special_tokens=False))
         except Exception as error:  # tokenizers raise plain exceptions for characters that they can't encode
             raise RequestError(f"the model's tokenizer can't encode the prompt: {error}") from error
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pipelinerl.environments.chat.messages import answer_message, parse_tool_calls
+from pipelinerl.environments.prompts import text_decoder
 from pipelinerl.interfaces import Tokenizer
 
 PART = "\ufffd"
@@ -17,13 +18,12 @@ class TextStream:
     """Decodes a growing sequence of tokens in pieces. The concatenated pieces are the text of the whole sequence.
 
     Some tokens are parts of a character, and some decode differently after another token. So the tokens of the last piece
-    are decoded again with the new ones, and a piece is held back until its last character is complete. `special`: whether
-    the text includes special tokens.
+    are decoded again with the new ones, and a piece is held back until its last character is complete. `special`: see
+    `text_decoder`.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, special: bool = False) -> None:
-        self._tokenizer = tokenizer
-        self._special = special
+        self._decode = text_decoder(tokenizer, special=special)
         self._ids: list[int] = []
         self._start = self._read = 0  # first token to decode again as context; number of tokens whose text was returned
 
@@ -45,9 +45,6 @@ class TextStream:
     def _new_text(self) -> str:
         known = self._decode(self._ids[self._start : self._read])
         return self._decode(self._ids[self._start :])[len(known) :]
-
-    def _decode(self, token_ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=not self._special) if token_ids else ""
 
 
 class StopStrings:

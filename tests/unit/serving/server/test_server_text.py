@@ -46,6 +46,17 @@ def test_special_tokens_are_no_text() -> None:
     assert stream.feed([*TOKENIZER.encode("x"), 2]) + stream.rest() == "x"
 
 
+@pytest.mark.parametrize("special", [False, True])
+def test_special_tokens_with_a_meaning_are_text(special: bool) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<tool_call>", "</tool_call>"]})
+    ids = [*tokenizer.encode('<tool_call>{"name": "add", "arguments": {}}</tool_call>'), 2]
+    stream = TextStream(tokenizer, special=special)
+    text = "".join(stream.feed([token]) for token in ids) + stream.rest()
+    assert text.endswith("</tool_call><eos>" if special else "</tool_call>")
+    assert ToolCallStream("c").feed(text, end=True)["tool_calls"][0]["function"]["name"] == "add"
+
+
 @given(st.text("ab-", max_size=20), st.lists(st.text("ab-", min_size=1, max_size=4), max_size=3), st.integers(0, 1000))
 def test_what_is_shown_is_the_text_before_the_first_stop(text: str, stops: list[str], seed: int) -> None:
     stop = StopStrings(stops)

@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pipelinerl.environments.chat.messages import ParsedText, answer_message, parse_tool_calls
+from pipelinerl.environments.prompts import text_decoder
 from pipelinerl.errors import RequestError
 from pipelinerl.serving.server.dialects import messages, responses
 from pipelinerl.serving.server.dialects.common import Translated
@@ -382,7 +383,7 @@ class _Call:
     def _prompt_text(self, prompt: _Prompt) -> str:
         if prompt.text is not None:
             return prompt.text
-        return self._tokenizer.decode(prompt.ids, skip_special_tokens=self._body.skip_special_tokens)
+        return text_decoder(self._tokenizer, special=not self._body.skip_special_tokens)(prompt.ids)
 
     def _scored_prompt(self, choice: _Choice) -> Iterator[ScoredToken]:
         """The prompt's tokens, once they are all scored. The first has no log-prob."""
