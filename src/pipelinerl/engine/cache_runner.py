@@ -272,15 +272,6 @@ def instead_of_packed(
     return runner
 
 
-def _refuse_too_long(model: Any, max_length: int) -> None:
-    """Raise UnsupportedModelError if a model that counts its positions from its padding's id has fewer than `max_length`."""
-    for name, part in model.named_modules():
-        if name.endswith("position_embeddings") and getattr(part, "padding_idx", None) is not None:
-            most = part.num_embeddings - part.padding_idx - 1
-            if max_length > most:
-                raise UnsupportedModelError(f"{type(model).__name__} has {most} positions; set engine.max_length to {most}")
-
-
 class CacheRunner:
     """Runs a Hugging Face causal LM over slots, like `ModelRunner`, through its own forward and cache.
 
@@ -295,7 +286,6 @@ class CacheRunner:
         self.device, self.dtype = parameter.device, parameter.dtype
         self.vocabulary: int = self.model.get_input_embeddings().weight.shape[0]
         self._max_length = max_length
-        _refuse_too_long(model, max_length)
         self._has_positions = accepts(model, "position_ids")
         self._ragged = self._continues = True
         use_configured_time_steps(model)

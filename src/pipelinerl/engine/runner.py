@@ -25,6 +25,7 @@ from pipelinerl.engine.attention import (
 from pipelinerl.engine.flat import FlatForward
 from pipelinerl.errors import UnsupportedModelError
 from pipelinerl.models.attention import refuse_states, replace_attention, rope_limit, unsupported
+from pipelinerl.models.loading import learned_positions
 
 if TYPE_CHECKING:
     from pipelinerl.engine.runners import Runner
@@ -53,6 +54,9 @@ def make_runner(model: Any, rows: int, max_length: int, *, flatten: bool = True)
 
 def refuse_longer(model: Any, max_length: int) -> None:
     """Raise UnsupportedModelError if the model's positions can't be right up to `max_length`."""
+    most = learned_positions(model)
+    if most is not None and max_length > most:
+        raise UnsupportedModelError(f"{type(model).__name__} has {most} positions; set engine.max_length to {most}")
     limit = rope_limit(model)
     if limit is not None and max_length > limit:
         raise UnsupportedModelError(

@@ -79,7 +79,7 @@ async def try_environment(config: RunConfig, send: Callable[[TryoutMessage], Non
     kind = config.environment.kind
     send(Step("loads the tokenizer"))
     tokenizer = load_tokenizer(config.model)
-    contract = read_contract(load_config(config.model), tokenizer)
+    contract = read_contract(load_config(config.model), tokenizer, config.engine.max_length)
     send(Step("builds the environment"))
     began_s = time.monotonic()
     environment = make_environment(kind, config.environment.args, tokenizer, config.seed)

@@ -29,9 +29,10 @@ class _Turn(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
-def read_contract(model: Any, tokenizer: Any) -> Contract:
+def read_contract(model: Any, tokenizer: Any, max_length: int | None = None) -> Contract:
     """`model` needs only a `config`, and a `generation_config` if there is one. Raises ModelLoadError for ids that are none.
 
+    `max_length`: the longest sequence that the user asks for.
     A completion ends with the tokens that the generation config, the model's config and the tokenizer name, and with the
     token by which the chat template ends an answer: base models and fine-tuned ones often name only the end of a text.
     """
@@ -76,6 +77,12 @@ def read_contract(model: Any, tokenizer: Any) -> Contract:
         notes.append(
             f"the tokenizer has tokens beyond the model's vocabulary of {size}: {', '.join(beyond[:2])}{more}; prompts with "
             "them are refused"
+        )
+    trained = getattr(text_config, "max_position_embeddings", None)
+    if max_length and trained and max_length > trained > 0:
+        notes.append(
+            f"engine.max_length {max_length} is more than the {trained} positions that the model was made for "
+            "(max_position_embeddings): what it writes beyond them may be poor"
         )
     return Contract(inside, tuple(notes))
 

@@ -27,6 +27,7 @@ _HARMLESS = re.compile(
 )
 """Names of tensors that files have and a language model computes without: buffers of old versions of transformers, layers
 that predict further tokens, and encoders of images and sound."""
+_POSITIONS = re.compile(r"(^|\.|embed_)(wpe|pos|positions?)(_[a-z]+)?$")
 
 
 def require_device(device: torch.device | str) -> None:
@@ -139,18 +140,31 @@ def load_tokenizer(config: ModelConfig) -> Any:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
 
 
-def stop_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
+def stop_token_ids(model: Any, tokenizer: Any, max_length: int | None = None) -> tuple[int, ...]:
     """All tokens that end a completion, ascending, as `read_contract` finds them. Logs its notes as warnings."""
-    contract = read_contract(model, tokenizer)
+    contract = read_contract(model, tokenizer, max_length)
     for note in contract.notes:
         _log.warning("model: %s", note)
     return contract.stop_token_ids
 
 
+def learned_positions(model: Any) -> int | None:
+    """The positions in the language model's table of positions, the smallest if there are several; None without a table."""
+    tables = []
+    for name, part in model.named_modules():
+        if isinstance(part, torch.nn.Embedding) and _POSITIONS.search(name) and not _HARMLESS.search(name):
+            # Some count from another number than 0: OPT from 2, RoBERTa from the one after its padding's id.
+            first = getattr(part, "offset", 0 if part.padding_idx is None else part.padding_idx + 1)
+            tables.append(part.num_embeddings - int(first))
+    tables += [len(table) for name, table in model.named_buffers() if name.endswith("embed_positions")]  # GPT-J
+    return min(tables, default=None)
+
+
 def model_max_length(model: Any) -> int | None:
-    """The longest sequence of this model in tokens, from its config; None if the config does not say."""
+    """The longest sequence of this model in tokens, from its config and its table of positions; None if neither says it."""
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return None if limit is None or limit < 1 else int(limit)
+    table = learned_positions(model) if isinstance(model, torch.nn.Module) else None
+    return min((int(most) for most in (limit, table) if most is not None and most >= 1), default=None)
 
 
 def slot_length(model: Any, asked: int | None) -> int:

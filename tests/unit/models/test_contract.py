@@ -135,6 +135,13 @@ def test_an_eos_token_id_that_is_no_id_is_an_error(given: Any) -> None:
         contract(generation=given)
 
 
+def test_more_positions_than_the_model_was_made_for_are_named() -> None:
+    model = SimpleNamespace(config=LlamaConfig(vocab_size=SIZE, eos_token_id=EOS, max_position_embeddings=64))
+    assert read_contract(model, byte_tokenizer(None), 64).notes == ()
+    (note,) = read_contract(model, byte_tokenizer(None), 65).notes
+    assert "engine.max_length 65 is more than the 64 positions that the model was made for" in note
+
+
 def test_padding_that_is_the_end_of_text_is_fine() -> None:
     tokenizer = byte_tokenizer(None)
     tokenizer.pad_token = tokenizer.bos_token = "<eos>"

@@ -20,11 +20,15 @@ from transformers import (
     BertConfig,
     BertForMaskedLM,
     Gemma3Config,
+    GPT2Config,
+    GPTJConfig,
     GPTNeoXConfig,
     LlamaConfig,
+    OPTConfig,
     PreTrainedTokenizerFast,
     Qwen2VLConfig,
     Qwen3_5Config,
+    RobertaConfig,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -32,11 +36,19 @@ from transformers.utils import logging
 
 from pipelinerl.config.schema import ModelConfig, TrainerConfig
 from pipelinerl.engine import LocalEngine
+from pipelinerl.engine.runner import refuse_longer
 from pipelinerl.errors import ModelLoadError, UnsupportedModelError
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models.folder import find_model, resolve_path
 from pipelinerl.models.load_errors import explain
-from pipelinerl.models.loading import load_config, load_model, load_tokenizer, model_max_length, stop_token_ids
+from pipelinerl.models.loading import (
+    learned_positions,
+    load_config,
+    load_model,
+    load_tokenizer,
+    model_max_length,
+    stop_token_ids,
+)
 from pipelinerl.models.packed import PackedRow, checkpoint_activations, sampled_logits, use_packed_attention
 from pipelinerl.models.state import checksum
 from pipelinerl.preprocess import pack
@@ -383,6 +395,36 @@ def test_another_copy_is_advised_only_if_files_are_missing_or_damaged() -> None:
     assert explain(OSError("It looks like the config file at 'm' is not a valid JSON file.")).endswith(advice)
     assert explain(ImportError("Using `x` requires Accelerate. See docs")) == "Using `x` requires Accelerate"
     assert explain(TypeError("'NoneType' object is not iterable")) == "'NoneType' object is not iterable"
+
+
+SMALL = {"n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 64}
+SMALLER = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 64}
+TABLES = {
+    "gpt2": GPT2Config(**SMALL),
+    "opt": OPTConfig(**SMALLER, ffn_dim=32, word_embed_proj_dim=32),  # counts from 2
+    "roberta": RobertaConfig(**(SMALLER | {"max_position_embeddings": 66}), is_decoder=True),  # and from its padding
+    "gptj": GPTJConfig(**SMALL, rotary_dim=8),  # a buffer
+    "llama": LlamaConfig(**SMALLER),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_table_of_positions_bounds_the_length(name: str) -> None:
+    config = TABLES[name]
+    config.vocab_size = 100
+    model = AutoModelForCausalLM.from_config(config).eval()
+    assert model_max_length(model) == 64
+    if name == "llama":  # its positions are computed
+        assert learned_positions(model) is None
+        refuse_longer(model, 65)
+        return
+    assert learned_positions(model) == 64
+    model(input_ids=torch.full((1, 64), 5), use_cache=False)
+    with pytest.raises((IndexError, RuntimeError)):
+        model(input_ids=torch.full((1, 65), 5), use_cache=False)
+    refuse_longer(model, 64)
+    with pytest.raises(UnsupportedModelError, match=r"has 64 positions; set engine.max_length to 64$"):
+        LocalEngine(model, slots=2, max_length=65)
 
 
 def test_other_kinds_of_model_are_refused(tmp_path: Path) -> None:

@@ -89,4 +89,5 @@ def _local(config: RunConfig, name: str, tokenizer: Tokenizer) -> EngineHandle:
         if update := weights_of(plan, model):
             engine.update_weights(update)
 
-    return EngineHandle(EngineClient(engine), config.engine.slots, read_contract(model, tokenizer), restart)
+    contract = read_contract(model, tokenizer, config.engine.max_length)
+    return EngineHandle(EngineClient(engine), config.engine.slots, contract, restart)

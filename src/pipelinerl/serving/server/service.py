@@ -160,7 +160,7 @@ def loaded_from(model: Any, tokenizer: Any, options: ServeOptions, *, flatten: b
         slots=options.engine.slots,
         max_length=max_length,
         vocabulary=model.get_input_embeddings().weight.shape[0],
-        stop_token_ids=stop_token_ids(model, tokenizer),
+        stop_token_ids=stop_token_ids(model, tokenizer, options.engine.max_length),
     )
 
 
