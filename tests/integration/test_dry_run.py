@@ -34,6 +34,15 @@ def raises(completion, example):
 
 def text(completion, example):
     return "1.0"
+
+def late(completion, example):
+    return int(completion or 0)
+
+def length(completion, example):
+    return 1.0
+
+def nan(completion, example):
+    return float("nan") if completion else 0.0
 """
 
 
@@ -82,6 +91,8 @@ WRONG = {
     ),
     "function raises": (lambda _: function(reward="rewards.py:raises"), "reward: rewards.py, line 8: ValueError: boom"),
     "function returns text": (lambda _: function(reward="rewards.py:text"), "reward returned a str, not a number"),
+    "function raises over a text": (lambda _: function(reward="rewards.py:late"), "reward: rewards.py, line 14: ValueError"),
+    "function returns NaN for a text": (lambda _: function(reward="rewards.py:nan"), "reward returned nan, not a finite"),
     "constructor raises": (
         lambda folder: klass(folder, "def __init__(self, tokenizer, seed):\n    raise OSError('no such table')"),
         "can't be built: OSError: no such table (task.py, line 9)",
@@ -141,6 +152,17 @@ def test_the_command_says_it_in_one_line(folder: Path, capsys: Capture, name: st
     assert said in shown.err
     assert (shown.err.count("\n"), shown.out) == (1, "")
     assert not (folder / "r").exists()
+
+
+def test_a_reward_that_any_answer_gets_is_doubted(folder: Path) -> None:
+    (doubt,) = tried(function(reward="rewards.py:length"), folder).warnings
+    assert doubt == "wrong answers, such as 'nan', get the reward 1, and no answer that was tried gets more"
+    assert tried(function(), folder).warnings  # 0.25 for every answer
+
+
+def test_a_wrong_reward_ends_a_run_before_its_start(folder: Path) -> None:
+    with pytest.raises(EnvironmentSetupError, match=r"reward: rewards\.py, line 8: ValueError: boom"):
+        check_before_the_start(small_run(folder / "r", **function(reward="rewards.py:raises")))
 
 
 def test_what_the_environment_does_is_shown_without_the_models_weights(folder: Path, capsys: Capture) -> None:

@@ -4,8 +4,6 @@ and what follows the run is installed.
 
 from __future__ import annotations
 
-from contextlib import suppress
-
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.environments.static_check import check_statically
 from pipelinerl.errors import EnvironmentSetupError, UserError
@@ -16,16 +14,24 @@ from pipelinerl.launch.share import engines_here
 def check_before_the_start(config: RunConfig) -> Judgement:
     """The checks of a run before its processes start. Raises UserError for what would end the run.
 
-    If the run may not fit into memory, it is judged again with the environment's actual prompt lengths: the first prediction
-    assumes that a prompt may be as long as a slot. If the environment can't be tried, the first judgement stands.
+    User functions are tried in a process of their own, before any model is loaded. If the run may not fit into memory, it is
+    judged again with the environment's actual prompt lengths: the first prediction assumes that a prompt may be as long as a
+    slot. If another environment can't be tried, the first judgement stands.
     """
     memory = check_without_running(config)
-    if memory.warnings:
-        from pipelinerl.launch.dry_run import try_environment  # noqa: PLC0415 - few runs need it
+    tried = config.environment.kind in ("function", "tools")
+    if not (tried or memory.warnings):
+        return memory
+    from pipelinerl.launch.dry_run import try_environment  # noqa: PLC0415 - not every run needs it
 
-        with suppress(EnvironmentSetupError):
-            return check_memory(config, try_environment(config).longest_prompt)
-    return memory
+    try:
+        report = try_environment(config)
+    except EnvironmentSetupError:
+        if tried:
+            raise
+        return memory
+    judged = check_memory(config, report.longest_prompt) if memory.warnings else memory
+    return judged._replace(warnings=(*judged.warnings, *report.warnings))
 
 
 def check_without_running(config: RunConfig) -> Judgement:

@@ -52,6 +52,7 @@ class TryoutReport(msgspec.Struct, frozen=True, kw_only=True, tag="report"):
     reward: float
     metrics: dict[str, float]
     held_out: int
+    warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
@@ -140,6 +141,7 @@ def _report_lines(report: TryoutReport, config: RunConfig) -> list[str]:
         f"  the first prompt has {tokens[0]} tokens{longest}: {shown!r}",
         f"  an empty answer to it gets reward {report.reward:g}{metrics}",
     ]
+    lines += [f"warning: {warning}" for warning in report.warnings]
     if config.evaluation.problems:
         lines.append(f"  {report.held_out} held-out problems (evaluation.problems: {config.evaluation.problems})")
     return lines

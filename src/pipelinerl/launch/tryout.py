@@ -1,4 +1,4 @@
-"""Builds the environment of a run and tries its first problem with an empty answer, without a model.
+"""Builds the environment of a run and tries its first problems with an empty and with wrong answers, without a model.
 
     python -m pipelinerl.launch.tryout CONFIG.yaml MESSAGES
 
@@ -11,15 +11,16 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from pipelinerl.actor.client import EngineClient, RolloutClient
 from pipelinerl.actor.deadline import CodeAlarm
 from pipelinerl.actor.evaluation import held_out_problems
-from pipelinerl.actor.rollouts import FRAME, NOT_USERS, Failure, TimeLimits, attempt, problem_for
+from pipelinerl.actor.rollouts import FRAME, NOT_USERS, Failure, TimeLimits, attempt, guarded, problem_for
 from pipelinerl.config.load import config_from_yaml
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.environments.registry import make_environment, no_held_out
@@ -34,6 +35,11 @@ from pipelinerl.types import Completion, GenerationRequest, Rollout, SamplingPar
 PROMPTS = 16
 PROMPTS_S = 10.0
 """How many problems are tried for the length of their prompts, and the time limit for trying them."""
+WRONG = ("nan", "0", "banana", "banana " * 1000)
+"""Answers on which user functions are tried, with the texts of the example."""
+ANSWERED = 3
+ANSWERS_S = 20.0
+"""How many problems are tried with answers that aren't empty, and the time limit for trying them."""
 
 
 class EmptyAnswers(EngineClient):
@@ -103,11 +109,7 @@ async def try_environment(config: RunConfig, send: Callable[[TryoutMessage], Non
 
     played = await play(0)
     if isinstance(played, Failure):
-        places = [frame[0] for frame in FRAME.finditer(played.traceback) if not frame[1].startswith(NOT_USERS)]
-        where = f" ({places[-1].splitlines()[0].strip()})" if places else ""
-        raise EnvironmentSetupError(
-            f"environment {kind}, tried with an empty answer to its first problem: {played.reason}: {played.message}{where}"
-        )
+        raise _refused(kind, "an empty answer to its first problem", played)
     prompt = client.prompts[0]
     single_turn = isinstance(environment, JudgedTurn) or type(environment) is Function
     if single_turn:
@@ -115,7 +117,20 @@ async def try_environment(config: RunConfig, send: Callable[[TryoutMessage], Non
         for index in range(1, PROMPTS):
             if time.monotonic() < until_s:
                 await play(index)
+    warnings: list[str] = []
+    if isinstance(environment, Function) and not environment.calls_async:
+        examples = [environment.problem(index).payload for index in range(ANSWERED)]
+
+        async def reward_of(index: int, text: str) -> float | None:
+            outcome = await guarded(lambda: environment.reward_of(text, examples[index]), limits, "the reward")
+            if isinstance(outcome, Failure) and outcome.reason != "timeout":
+                raise _refused(kind, f"the answer {text[:40]!r} to problem {index}", outcome)
+            return None if isinstance(outcome, Failure) else outcome
+
+        send(Step("tries answers that are texts"))
+        warnings = await _doubts(examples, reward_of)
     return TryoutReport(
+        warnings=tuple(warnings),
         built_s=built_s,
         prompt=tokenizer.decode(prompt),
         prompt_tokens=tuple(map(len, client.prompts)) if single_turn else (len(prompt),),
@@ -125,6 +140,40 @@ async def try_environment(config: RunConfig, send: Callable[[TryoutMessage], Non
         held_out=held_out,
         notes=contract.notes,
     )
+
+
+def _refused(kind: str, what: str, failure: Failure) -> EnvironmentSetupError:
+    places = [frame[0] for frame in FRAME.finditer(failure.traceback) if not frame[1].startswith(NOT_USERS)]
+    where = f" ({places[-1].splitlines()[0].strip()})" if places else ""
+    return EnvironmentSetupError(f"environment {kind}, tried with {what}: {failure.reason}: {failure.message}{where}")
+
+
+async def _doubts(examples: Sequence[dict[str, Any]], reward_of: Callable[[int, str], Awaitable[float | None]]) -> list[str]:
+    """Reward wrong answers, and the texts of each example, among which the right one may be. Returns what is doubtful."""
+    best: float = 0.0
+    wrong: dict[str, list[float | None]] = {text: [] for text in WRONG}
+    until_s = time.monotonic() + ANSWERS_S
+    for index, example in enumerate(examples):
+        own = [str(value) for value in example.values() if isinstance(value, str | int | float) and str(value)]
+        for text in (*WRONG, *own):
+            if time.monotonic() > until_s:
+                break
+            reward = await reward_of(index, text)
+            best = max(best, reward or 0.0)
+            if text in wrong and text not in own:
+                wrong[text].append(reward)
+    doubts = []
+    credited = [
+        text for text, given in wrong.items() if given and all(reward is not None and reward >= best > 0 for reward in given)
+    ]
+    if 2 * len(credited) > len(WRONG):
+        doubts.append(
+            f"wrong answers, such as {credited[0]!r}, get the reward {best:g}, and no answer that was tried gets more"
+        )
+    late = [text for text, given in wrong.items() if None in given]
+    if late:
+        doubts.append(f"the reward of the answer {late[0][:20]!r} took longer than its limit: such rollouts are dropped")
+    return doubts
 
 
 if __name__ == "__main__":

@@ -122,6 +122,14 @@ class Function(ProblemSet):
         )
         try_out(self._trial(parts.training[0]), 2 * options.limits.start_timeout_s, "an empty answer to the first example")
 
+    @property
+    def calls_async(self) -> bool:
+        """Whether a reward is an `async def` function: a call may cost money."""
+        return self._functions.any_async
+
+    async def reward_of(self, text: str, example: dict[str, Any]) -> float:
+        return (await self._score(text, example)).reward
+
     async def rollout(self, problem: Problem, client: GenerationClient) -> Rollout:
         key = self._key(problem)
         prompt_ids = self._prompt_ids.get(key) or self._cache_prompt(key, await self._prompt(problem.payload))

@@ -42,6 +42,10 @@ class Functions:
         )
         self._slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
+    @property
+    def any_async(self) -> bool:
+        return any(map(inspect.iscoroutinefunction, self._own.values()))
+
     def check_signature(self, name: str, *arguments: Any) -> bool:
         """Check that an `async def` function takes these arguments. Returns False for another function.
 
