@@ -162,8 +162,71 @@ def find_function(spec: str, *, allow_async: bool = False) -> UserFunction:
         raise not_defined(module_name, "function", name, names_in(module, inspect.isfunction))
     if inspect.iscoroutinefunction(found) and not allow_async:
         raise EnvironmentSetupError(f"{spec} is `async def`; it must be a plain function, which may block")
-    function: UserFunction = found
-    return function
+    return adapted(found, spec)
+
+
+# ---- rewards with the signatures of other trainers, known by their parameter names
+
+
+def adapted(found: UserFunction, spec: str) -> UserFunction:
+    """`found`, or if it has the signature of a reward of TRL or verl: a function (completion, example) that calls it.
+
+    Raises EnvironmentSetupError for (example, completion), in this order.
+    """
+    try:
+        parameters = inspect.signature(found).parameters
+    except (TypeError, ValueError):  # some functions in C have no signature
+        return found
+    names = list(parameters)
+    if names[:2] in (["example", "completion"], ["example", "completions"]):
+        raise EnvironmentSetupError(f"{spec} has the parameters ({', '.join(names[:2])}): write them in the other order")
+    others = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    if "completions" in names and others:
+        arguments, read = _for_trl, _first
+    elif "solution_str" in names:
+        arguments, read = _for_verl, _score
+    else:
+        return found
+
+    def known(completion: str, example: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in arguments(completion, example).items() if others or name in names}
+
+    async def ask(completion: str, example: dict[str, Any]) -> Any:
+        return read(await found(**known(completion, example)))
+
+    def call(completion: str, example: dict[str, Any]) -> Any:
+        return read(found(**known(completion, example)))
+
+    return ask if inspect.iscoroutinefunction(found) else call
+
+
+def _for_trl(completion: str, example: dict[str, Any]) -> dict[str, Any]:
+    """Lists of one: the prompt, the completion (of messages if the prompt is), and every other field."""
+    prompt = example.get("prompt")
+    answer = [{"role": "assistant", "content": completion}] if isinstance(prompt, list) else completion
+    return {"prompts": [prompt], "completions": [answer]} | {name: [it] for name, it in example.items() if name != "prompt"}
+
+
+def _first(returned: Any) -> Any:
+    """The only entry of the list that a reward of TRL returns; None, for "does not apply", is 0."""
+    value = plain(returned[0])
+    return 0.0 if value is None else value
+
+
+def _for_verl(completion: str, example: dict[str, Any]) -> dict[str, Any]:
+    truth = example.get("reward_model") or {}
+    known: dict[str, Any] = {"ground_truth": truth["ground_truth"]} if "ground_truth" in truth else {}
+    fields: dict[str, Any] = {name: example[name] for name in ("data_source", "ground_truth") if name in example}
+    return {**known, **fields, "solution_str": completion, "extra_info": example.get("extra_info")}
+
+
+def _score(returned: Any) -> Any:
+    """A number, or the numbers of a dict: its `score` is the reward."""
+    if not isinstance(returned, dict) or "score" not in returned:
+        return returned
+    numbers = {name: plain(value) for name, value in returned.items()}
+    score = numbers.pop("score")
+    return {name: value for name, value in numbers.items() if isinstance(value, bool | int | float)} | {"reward": score}
 
 
 def describe(error: BaseException, spec: str) -> str:
