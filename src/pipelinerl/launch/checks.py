@@ -4,6 +4,11 @@ and what follows the run is installed.
 
 from __future__ import annotations
 
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from pipelinerl.checkpoint_folders import files_in, record_of
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.environments.static_check import check_statically
 from pipelinerl.errors import EnvironmentSetupError, UserError
@@ -45,6 +50,23 @@ def check_without_running(config: RunConfig) -> Judgement:
 
         check_followers(config.metrics)
     return memory
+
+
+def inputs_of(config: RunConfig) -> dict[str, str]:
+    """Path -> checksum of each file that `environment` names: data, and code with its rewards. Not what the code imports."""
+    found: dict[str, str] = {}
+    values: list[Any] = [config.environment.kind, config.environment.args]
+    while values:
+        value = values.pop()
+        if isinstance(value, dict | list):
+            values += [*value, *value.values()] if isinstance(value, dict) else value
+        elif isinstance(value, str):
+            path = Path(value.removeprefix("dataset:").rpartition(":")[0] or value).expanduser()
+            with suppress(OSError, ValueError):  # most texts name no file
+                folder = value.startswith("dataset:") and path.is_dir()
+                files = files_in(path) if folder else [path for path in (path, Path(value)) if path.is_file()]
+                found |= {str(file.absolute()): record_of(file).checksum for file in files}
+    return dict(sorted(found.items()))
 
 
 def _check_devices(config: RunConfig) -> None:

@@ -18,7 +18,7 @@ from pipelinerl.config.schema import RunConfig
 from pipelinerl.database import Database
 from pipelinerl.errors import PipelineRLError, RunDirectoryError, StageDiedError
 from pipelinerl.files import remedy, write_privately
-from pipelinerl.launch.checks import check_before_the_start
+from pipelinerl.launch.checks import check_before_the_start, inputs_of
 from pipelinerl.launch.hosts.host import LocalHost
 from pipelinerl.launch.hosts.processes import run_processes
 from pipelinerl.launch.run_directory import RunDirectory
@@ -30,7 +30,7 @@ from pipelinerl.launch.run_lock import (
     keep_settings,
     open_run_directory,
 )
-from pipelinerl.launch.session import Session, StartPlan, inputs_of, last_begun
+from pipelinerl.launch.session import Session, StartPlan, last_begun
 from pipelinerl.launch.stages.streams import stream_store
 from pipelinerl.launch.summary import Outcome, finished_summary, show_result, write_summary
 from pipelinerl.schedule import make_schedule

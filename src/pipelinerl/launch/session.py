@@ -12,11 +12,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
-from pipelinerl.checkpoint_folders import files_in, record_of
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import INVALID_DATA, ReplacedError, RunDirectoryError
 from pipelinerl.files import JsonLines, Lines, write_atomically
@@ -47,7 +45,7 @@ class StartPlan(msgspec.Struct, frozen=True, kw_only=True):
     elapsed_s                 the time at which the records continue
     rollouts_bytes            size of `rollouts.jsonl` before the session
     trained_bytes             size of `trained.jsonl` before the session
-    inputs                    checksums of the files that the environment is made of (see `inputs_of`)
+    inputs                    checksums of the files that the environment is made of (see `checks.inputs_of`)
     other_data                they, or the environment's settings, are not those of the session before
     redis_url                 address of the session's own Redis server
     predicted_memory_bytes    expected peak of each process; empty if it is not known
@@ -141,23 +139,6 @@ class Session:
         if empty:
             path.unlink(missing_ok=True)
         return JsonLines(path)
-
-
-def inputs_of(config: RunConfig) -> dict[str, str]:
-    """Path -> checksum of each file that `environment` names: data, and code with its rewards. Not what the code imports."""
-    found: dict[str, str] = {}
-    values: list[Any] = [config.environment.kind, config.environment.args]
-    while values:
-        value = values.pop()
-        if isinstance(value, dict | list):
-            values += [*value, *value.values()] if isinstance(value, dict) else value
-        elif isinstance(value, str):
-            path = Path(value.removeprefix("dataset:").rpartition(":")[0] or value).expanduser()
-            with suppress(OSError, ValueError):  # most texts name no file
-                folder = value.startswith("dataset:") and path.is_dir()
-                files = files_in(path) if folder else [path for path in (path, Path(value)) if path.is_file()]
-                found |= {str(file.absolute()): record_of(file).checksum for file in files}
-    return dict(sorted(found.items()))
 
 
 class Begun(msgspec.Struct, frozen=True):
