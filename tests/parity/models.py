@@ -113,7 +113,11 @@ THROUGH_CACHE: dict[str, Any] = {
     "mamba2": Mamba2Config(**_MAMBA, num_heads=6, head_dim=16, n_groups=1),
     "nemotron-h": NemotronHConfig(
         **{name: value for name, value in _GQA.items() if name != "num_hidden_layers"},
-        layers_block_type=["mamba", "attention", "mamba", "mlp"],
+        layers_block_type=["mamba", "moe", "attention", "mlp"],
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        moe_shared_expert_intermediate_size=32,
         head_dim=12,
         mamba_num_heads=6,
         mamba_head_dim=16,
