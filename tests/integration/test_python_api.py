@@ -147,12 +147,24 @@ def test_a_started_run_raises_what_it_ends_with(tmp_path: Path) -> None:
         run.wait()
 
 
+EVERY_METHOD = f"""
+for run in (done, pipelinerl.train({SMALL!r}, environment="gcd")):
+    assert run.path.is_dir() and run.config.trainer.steps and run.summary["status"] == "finished"
+    assert len(run.metrics) and len(run.rollouts) and not len(run.evaluations)
+    assert run.evaluate(problems=2, attempts=1, training=True).status == "finished"
+    model, tokenizer = run.load_model()
+"""
+
+
 def test_a_notebook_draws_a_run_while_it_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
     path = Path(__file__).parents[2] / "examples" / "live_plot.ipynb"
     monkeypatch.chdir(tmp_path)
     notebook = nbformat.read(path, as_version=4)
+    methods = [name for name in vars(pipelinerl.Run) if not name.startswith("_")]
+    assert all(name in EVERY_METHOD for name in methods), methods
+    notebook.cells.append(nbformat.v4.new_code_cell(EVERY_METHOD))
     nbclient.NotebookClient(notebook, timeout=900, kernel_name="python3").execute()
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     assert any("image/png" in output.get("data", {}) for output in outputs), "the plot"

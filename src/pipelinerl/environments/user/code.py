@@ -10,6 +10,7 @@ import sys
 import zlib
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -289,6 +290,33 @@ def in_daemon_thread(call: Callable[[], T]) -> Future[T]:
 
     Thread(target=run, daemon=True).start()
     return done
+
+
+def run_to_end(work: Coroutine[Any, Any, T]) -> T:
+    """`asyncio.run`, also where this thread runs an event loop, as in a notebook: then in another thread.
+
+    There, code that computes for too long is not interrupted. Ctrl-C cancels `work`.
+    """
+    import asyncio  # noqa: PLC0415
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    begun: list[Callable[[], object]] = []
+
+    async def cancellable() -> T:
+        if (task := asyncio.current_task()) is not None:
+            begun.append(partial(asyncio.get_running_loop().call_soon_threadsafe, task.cancel))
+        return await work
+
+    done = in_daemon_thread(lambda: asyncio.run(cancellable()))
+    try:
+        return done.result()
+    except KeyboardInterrupt:
+        for cancel in begun:
+            cancel()
+        raise
 
 
 def try_out(trial: Coroutine[Any, Any, object], bound_s: float, what: str) -> None:

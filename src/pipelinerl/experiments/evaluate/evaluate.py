@@ -21,6 +21,7 @@ from pipelinerl.actor.evaluation import evaluated, held_out_problems
 from pipelinerl.actor.rollouts import Failure, TimeLimits, attempt, problem_for
 from pipelinerl.config.schema import EngineConfig
 from pipelinerl.environments.registry import make_environment
+from pipelinerl.environments.user.code import run_to_end
 from pipelinerl.errors import EnvironmentSetupError, TooManyFailuresError
 from pipelinerl.experiments.evaluate.models import EvaluationEngine, Target, engine_for
 from pipelinerl.experiments.evaluate.results import (
@@ -88,7 +89,7 @@ class _Evaluation:
         folder.write_summary(self._summary("unfinished"))
         done = True
         for number, target in enumerate(self.plan.targets):
-            done = not self.stop() and asyncio.run(
+            done = not self.stop() and run_to_end(
                 self._evaluate(target, *(self._load_environment(target) if number else first), folder)
             )
             if not done:

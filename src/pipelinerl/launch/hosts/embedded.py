@@ -7,7 +7,6 @@ and the order of all events is a function of the run file.
 
 from __future__ import annotations
 
-import asyncio
 import faulthandler
 import logging
 import sys
@@ -17,6 +16,7 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 
 import torch
 
+from pipelinerl.environments.user.code import run_to_end
 from pipelinerl.errors import PipelineRLError, StalledError, StreamError
 from pipelinerl.interfaces import Board, StreamReader, StreamWriter, WeightSender
 from pipelinerl.launch.interrupts import Interrupts, counted_interrupts
@@ -111,7 +111,7 @@ def _run(
         with failures_on_board(trainer):
             trainer.start()
             after_iteration = _AfterIteration(session, trainer, board, view, lock)
-            asyncio.run(generate(generation, stop=lambda: interrupts.count > 0, between=after_iteration))
+            run_to_end(generate(generation, stop=lambda: interrupts.count > 0, between=after_iteration))
             trainer.finish()
         return trainer.goal_reached
 
