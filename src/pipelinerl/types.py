@@ -220,7 +220,7 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
 
     `index` is the group's index, `ids` are the ids of all its rollouts, and `newest_version` is the newest version that
     computed any of its tokens. `dropped_by_length` maps each reason to the number of sampled tokens of each rollout dropped
-    for it, so that a bias against a length is visible. `dropped_ids` has the ids of these rollouts in the same order.
+    for it, so that a bias against a length is visible. `dropped_ids` and `dropped_rewards` are theirs, in the same order.
     """
 
     index: int
@@ -229,6 +229,7 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     samples: tuple[TrainingSample, ...]
     dropped_by_length: dict[str, tuple[int, ...]] = {}
     dropped_ids: dict[str, tuple[str, ...]] = {}
+    dropped_rewards: dict[str, tuple[float, ...]] = {}
 
     @property
     def dropped(self) -> dict[str, int]:
@@ -320,7 +321,7 @@ class TrainerProgress(msgspec.Struct, frozen=True, kw_only=True, tag="trainer"):
     `queued` rollouts are in the trainer's queue; `dropped` counts those that the trainer dropped, by reason, and
     `dropped_tokens` their sampled tokens. Rollouts in the stream and rollouts that the actor dropped are not counted.
     `probe_ids` is the prompt of the weight canary (see `ProbeReading`), `runner` how the model is trained. `sent_bytes`: how
-    much of a checkpoint is on the launcher's machine, while it is sent there.
+    much of a checkpoint is on the launcher's machine, while it is sent there. `note`: what the user must know of the reward.
     """
 
     version: int = 0
@@ -339,6 +340,7 @@ class TrainerProgress(msgspec.Struct, frozen=True, kw_only=True, tag="trainer"):
     latest: dict[str, float] = {}
     sent_bytes: int = 0
     runner: str = ""
+    note: str = ""
 
 
 Progress = EngineProgress | ActorProgress | TrainerProgress

@@ -42,6 +42,9 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     time_s                  end of the step, since the run started; a resumed run continues from its last record
     samples                 rollouts in the step, including `samples_skipped` without gradient (advantage 0)
     tokens_trained          sampled tokens with a gradient; `tokens_context` counts prompt tokens computed by the model
+    reward_mean             over the rollouts of the batch; `reward_std` is their standard deviation
+    reward_read_mean        over these and the rollouts that were dropped at the trainer since the previous step. A filter by
+                            reward, like `zero_advantage: drop`, changes `reward_mean`, but not this mean
     completion_length_*     sampled tokens per rollout of the batch, including skipped rollouts
     sampled_length_mean     the same over all rollouts that the actor delivered recently, trained on or not. If dropping
                             biases training to some lengths, this mean differs from completion_length_mean
@@ -83,6 +86,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     tokens_context: int = 0
     loss: float | None = None
     reward_mean: float | None = None
+    reward_read_mean: float | None = None
     reward_std: float | None = None
     completion_length_mean: float | None = None
     completion_length_max: int | None = None
@@ -123,6 +127,11 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     engine: EngineRecord | None = None
     metrics: dict[str, float] = {}
     metric_counts: dict[str, int] = {}
+
+    @property
+    def reward(self) -> float | None:
+        """`reward_read_mean`, or in records of older versions `reward_mean`."""
+        return self.reward_mean if self.reward_read_mean is None else self.reward_read_mean
 
     def numbers(self) -> dict[str, float]:
         """All finite numbers by field name; nested names are `engine/version`, `dropped/stale`, `metrics/words/reward`."""

@@ -8,6 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from pipelinerl.config.schema import RunConfig
+from pipelinerl.metrics.collapse import collapse_of
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.statistics import LOW_ESS, quantile
@@ -39,11 +40,13 @@ def summarize(
     stream_rollouts      rollouts in the stream: written by the actor and not yet taken by the trainer
     resumed_from         version of the checkpoint that this session started from
 
-    `reward_first` and `reward_last` are means over the first and last min(5, n/4) of n steps, at least one.
+    `reward_first` and `reward_last` are means of `reward_read_mean` over the first and last min(5, n/4) of n steps, at least
+    one.
     Means over the run weight every step equally, except that lengths are weighted by rollouts and lag by tokens.
     `ess_low_steps` counts the steps with an ESS below `LOW_ESS`; `ess_low_first` is the version that the first of them made.
     `cut_fraction` is the share of this session's rollouts that ended at their token limit. `nothing_learned` says why no
-    step had a gradient; it is None if a step had one, or if there was no step.
+    step had a gradient; it is None if a step had one, or if there was no step. `collapse` says when the reward was at its
+    floor (see `CollapseWatch`), and is None if it was not.
     `eval_online` are the evaluations during training. `version` is that of the weights when the evaluation began; its tokens
     were sampled by versions `version_min` to `version_max`. `eval_skipped` counts evaluations that were due but skipped.
     `started_length_mean` is that of the last step (see `StepRecord`). `actor_dropped_length_mean` is the mean number of
@@ -78,6 +81,7 @@ def summarize(
         "tokens_per_s": _ratio(engine.tokens_generated, wall_s) if engine else None,
         "tokens_trained": sum(step.tokens_trained for step in steps),
         "cut_fraction": cut,
+        "collapse": collapse_of(steps),
         "nothing_learned": nothing_learned(steps, cut, config.actor.max_tokens),
         **_quality(steps),
         **_evaluated("before", next((e for e in evaluations if e.when == "before"), None)),
@@ -188,8 +192,8 @@ def _quality(steps: Sequence[StepRecord]) -> dict[str, Any]:
     started = [step.started_length_mean for step in steps if step.started_length_mean is not None]
     low = [step.version for step in steps if step.ess is not None and step.ess < LOW_ESS]
     return {
-        "reward_first": _mean(step.reward_mean for step in steps[:edge]),
-        "reward_last": _mean(step.reward_mean for step in steps[-edge:]),
+        "reward_first": _mean(step.reward for step in steps[:edge]),
+        "reward_last": _mean(step.reward for step in steps[-edge:]),
         "trained_length_mean": _weighted((step.completion_length_mean, step.samples) for step in steps),
         "sampled_length_mean": _weighted((step.sampled_length_mean, step.samples) for step in steps),
         "started_length_mean": started[-1] if started else None,

@@ -58,6 +58,7 @@ class Preprocessor:
             samples=tuple(samples),
             dropped_by_length={reason: tuple(out.sampled_count for out in left_out) for reason, left_out in dropped.items()},
             dropped_ids={reason: tuple(out.id for out in left_out) for reason, left_out in dropped.items()},
+            dropped_rewards={reason: tuple(out.reward for out in left_out) for reason, left_out in dropped.items()},
         )
 
     def _advantages(self, group: Group) -> list[float]:

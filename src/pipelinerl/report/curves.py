@@ -139,7 +139,7 @@ def prepare(steps: Sequence[StepRecord], evaluations: Sequence[EvaluationRecord]
         version=[step.version for step in steps],
         time_s=[step.time_s - begin_s for step in steps],
         samples=list(accumulate(step.samples for step in steps)),
-        reward=column(lambda step: step.reward_mean),
+        reward=column(lambda step: step.reward),
         ess=column(lambda step: step.ess),
         lag_mean=column(lambda step: step.lag_mean),
         lag_max=column(lambda step: step.lag_max),
@@ -220,7 +220,7 @@ def _draw(curves: Curves) -> Figure:
         draw(axes, curves) if draw else axes.set_visible(False)
     steps = curves.version
 
-    line(by_time, curves.time_s, curves.reward, "training")
+    line(by_time, curves.time_s, curves.reward, "training, all rollouts read")
     points(by_time, [(one.time_s, one) for one in curves.online], "held out, during training", color="0.45")
     ends = [one for one in curves.held_out if one.when != "online"]
     for one, face in zip(ends, cycle(("white", "black"))):
@@ -228,7 +228,7 @@ def _draw(curves: Curves) -> Figure:
         style = {"fmt": "D", "color": "black", "markerfacecolor": face, "capsize": 4, "zorder": 3}
         by_time.errorbar(one.time_s, one.reward, one.standard_error, label=label, **style)
     finish_axes(by_time, "Reward over time", "seconds of training", "mean reward")
-    line(by_samples, curves.samples, curves.reward, "training")
+    line(by_samples, curves.samples, curves.reward, "training, all rollouts read")
     finish_axes(by_samples, "Reward over samples", "rollouts trained", "mean reward")
     line(ess, steps, curves.ess, "ESS")
     finish_axes(ess, "On-policyness", "optimizer step", "effective sample size (1 = on-policy)")

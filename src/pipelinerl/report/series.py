@@ -146,7 +146,7 @@ def windowed(rewards: Sequence[float | None]) -> list[float]:
 def reached(steps: Sequence[StepRecord], begin: float, target: float) -> Reached | None:
     """The first step at which the mean reward of the last WINDOW steps is at least `target`, or None."""
     samples = 0
-    for step, reward in zip(steps, windowed([step.reward_mean for step in steps]), strict=True):
+    for step, reward in zip(steps, windowed([step.reward for step in steps]), strict=True):
         samples += step.samples
         if reward >= target:
             return Reached(version=step.version, time_s=step.time_s - begin, samples=samples)

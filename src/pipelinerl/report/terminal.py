@@ -18,7 +18,7 @@ from pipelinerl.report import count, new_table, number
 from pipelinerl.status.screen import duration, pause, short
 
 Row = tuple[str, str]
-_STYLES = {"held-out reward": "bold", "NOT ACCOUNTED FOR": "bold red", "NOTHING LEARNED": "bold red"}
+_STYLES = {"held-out reward": "bold"} | dict.fromkeys(("NOT ACCOUNTED FOR", "NOTHING LEARNED", "COLLAPSED"), "bold red")
 
 
 def final_table(summary: Mapping[str, Any]) -> Table:
@@ -67,6 +67,7 @@ def _learning(summary: Mapping[str, Any]) -> list[Row]:
     before, after = (_lengths(summary[f"eval_{when}_lengths"]) for when in ("before", "after"))
     return [
         *([("NOTHING LEARNED", nothing)] if nothing else []),
+        *([("COLLAPSED", collapse)] if (collapse := summary.get("collapse")) else []),
         ("held-out reward", f"{_evaluated(summary, 'before')} -> {_evaluated(summary, 'after')}"),
         *_rewards_by_environment(summary),
         *_online(summary),

@@ -75,9 +75,9 @@ class Trends:
             self.trained_tokens.observe(now, trainer.tokens_trained)
             self.samples.observe(now, trainer.trained)
             self.steps.observe(now, trainer.version)
-            if trainer.version > self._rewards_version and "reward_mean" in trainer.latest:
+            if trainer.version > self._rewards_version and "reward_read_mean" in trainer.latest:
                 self._rewards_version = trainer.version
-                self.rewards.append(trainer.latest["reward_mean"])
+                self.rewards.append(trainer.latest["reward_read_mean"])
 
     def remaining_s(self, steps_left: int) -> float | None:
         rate = self.steps.per_s
@@ -85,7 +85,7 @@ class Trends:
 
 
 def model_lines(statuses: Mapping[str, StageStatus]) -> list[str]:
-    """What does not agree between model and tokenizer; and how engine and trainer run the model, once both are ready.
+    """What does not agree between model and tokenizer; how engine and trainer run the model, once both are ready; collapses.
 
     An engine behind HTTP says the latter in its own log.
     """
@@ -93,7 +93,7 @@ def model_lines(statuses: Mapping[str, StageStatus]) -> list[str]:
     lines = list(engine.notes) if engine else []
     if engine and trainer and trainer.runner:
         lines.append("; ".join([*([f"generates {engine.runner}"] if engine.runner else []), f"is trained {trainer.runner}"]))
-    return [f"model: {line}" for line in lines]
+    return [f"model: {line}" for line in lines] + ([f"COLLAPSED: {trainer.note}"] if trainer and trainer.note else [])
 
 
 def plain_line(statuses: Mapping[str, StageStatus], target: int, trends: Trends, elapsed_s: float) -> str:
@@ -174,7 +174,7 @@ def headline(latest: Mapping[str, float]) -> list[tuple[str, str]]:
 
     lag = f"{shown('lag_mean', '.1f')} (max {shown('lag_max', '.0f')})" if "lag_mean" in latest else "-"
     return [
-        ("reward", shown("reward_mean", ".3f")),
+        ("reward", shown("reward_read_mean", ".3f")),
         ("ess", shown("ess", ".3f") + (" (low)" if latest.get("ess", 1.0) < LOW_ESS else "")),
         ("lag", lag),
         ("entropy", shown("entropy_mean", ".2f")),

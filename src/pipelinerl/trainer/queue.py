@@ -60,6 +60,7 @@ class SampleQueue:
         self._dropped_tokens = Counter(counts.dropped_tokens)
         self._dropped_lengths: dict[str, list[int]] = {}
         self._dropped_ids: dict[str, list[str]] = {}
+        self._dropped_rewards: list[float] = []
         self._recent_lengths: deque[int] = deque(maxlen=RECENT_ROLLOUTS)
 
     @property
@@ -129,7 +130,7 @@ class SampleQueue:
     def drop(self, samples: Sequence[TrainingSample], reason: str) -> None:
         """Retire samples that won't be trained on."""
         for sample in samples:
-            self._count_dropped(reason, [sample.sampled_count], [sample.id])
+            self._count_dropped(reason, [sample.sampled_count], [sample.id], [sample.reward])
             self._retire(sample)
 
     def dropped_lengths(self) -> dict[str, list[int]]:
@@ -141,6 +142,11 @@ class SampleQueue:
         """Ids of the rollouts dropped since the last call, by reason."""
         ids, self._dropped_ids = self._dropped_ids, {}
         return ids
+
+    def dropped_rewards(self) -> list[float]:
+        """Rewards of the rollouts dropped since the last call."""
+        rewards, self._dropped_rewards = self._dropped_rewards, []
+        return rewards
 
     def position(self) -> QueuePosition:
         """The position for a checkpoint. With it, a resumed run trains on and counts no rollout twice, and loses none."""
@@ -163,7 +169,8 @@ class SampleQueue:
         self._retired_before -= retired_before
         if not retired_before:  # otherwise its drops were counted when it was first read
             for reason, lengths in group.dropped_by_length.items():
-                self._count_dropped(reason, lengths, group.dropped_ids.get(reason, ()))
+                rewards = group.dropped_rewards.get(reason, ())
+                self._count_dropped(reason, lengths, group.dropped_ids.get(reason, ()), rewards)
         self._recent_lengths.extend(sample.sampled_count for sample in group.samples)
         self._recent_lengths.extend(length for lengths in group.dropped_by_length.values() for length in lengths)
         opened.open_ids -= retired_before
@@ -190,8 +197,9 @@ class SampleQueue:
             del self._groups[sample.group_index]
             self._ledger.add(sample.group_index)
 
-    def _count_dropped(self, reason: str, lengths: Sequence[int], ids: Sequence[str]) -> None:
+    def _count_dropped(self, reason: str, lengths: Sequence[int], ids: Sequence[str], rewards: Sequence[float]) -> None:
         self._dropped[reason] += len(lengths)
         self._dropped_tokens[reason] += sum(lengths)
         self._dropped_lengths.setdefault(reason, []).extend(lengths)
         self._dropped_ids.setdefault(reason, []).extend(ids)
+        self._dropped_rewards.extend(rewards)

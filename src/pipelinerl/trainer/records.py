@@ -46,6 +46,7 @@ def step_record(
         tokens_context=result.tokens_context,
         loss=result.loss,
         reward_mean=fmean(rewards),
+        reward_read_mean=fmean(rewards + queue.dropped_rewards()),
         reward_std=pstdev(rewards),
         versions_in_batch=len({version for sample in samples for version in sample.versions}),
         completion_length_mean=fmean(lengths),

@@ -11,6 +11,7 @@ import msgspec
 
 from pipelinerl.files import Lines
 from pipelinerl.interfaces import Board, Verdict
+from pipelinerl.metrics.collapse import CollapseWatch
 from pipelinerl.metrics.sinks import Sink
 from pipelinerl.metrics.totals import actor_total, engine_total
 from pipelinerl.status.reporter import ALONE, StatusReporter
@@ -64,6 +65,7 @@ class TrainerStatus:
         self._engine = EngineWatch()
         self._busy_s = self._step_end_busy_s = self._saving_s = self._publish_s = 0.0
         self._latest: dict[str, float] = {}
+        self._collapse = CollapseWatch()
         self._refused: list[Sequence[TrainingSample]] = []
 
     def report(self, state: StageState, detail: str, *, now: bool = False) -> None:
@@ -146,6 +148,7 @@ class TrainerStatus:
         )
         self._saving_s = 0.0
         output.sink.write(record)
+        self._collapse.observe(record)
         self._latest = record.headline()
         lengths, ids = queue.dropped_lengths(), queue.dropped_ids()
         if output.trained_log is not None:
@@ -163,4 +166,5 @@ class TrainerStatus:
 
     def _progress(self) -> TrainerProgress:
         ready_s = self._clock() - self._ready_s
-        return msgspec.structs.replace(self._counts(), busy_s=self._busy_s, ready_s=ready_s, latest=self._latest)
+        note = self._collapse.now
+        return msgspec.structs.replace(self._counts(), busy_s=self._busy_s, ready_s=ready_s, latest=self._latest, note=note)

@@ -58,6 +58,7 @@ CONTRACT = [
     "rollouts_in_progress",
 ]
 ALSO = [
+    "collapse",
     "generated_per_trained",
     "dropped_fraction",
     "no_gradient_fraction",
@@ -247,6 +248,16 @@ def test_a_run_that_could_learn_nothing_says_so_and_why(
     assert f"{cut / 85:.1%} cut at their limit" in table
     learned = [*records, msgspec.structs.replace(records[-1], version=3, tokens_trained=1, grad_norm=0.1)]
     assert summarize(CONFIG, learned, [], {}, wall_s=1.0, status="finished")["nothing_learned"] is None
+
+
+def test_rewards_are_of_all_rollouts_read_and_a_collapse_is_in_the_table() -> None:
+    def step(version: int, mean: float, std: float) -> StepRecord:
+        return StepRecord(version=version, time_s=1.0, samples=8, reward_mean=0.9, reward_read_mean=mean, reward_std=std)
+
+    records = [*(step(n, 0.5, 0.5) for n in range(1, 6)), *(step(n, 0.0, 0.0) for n in range(6, 30))]
+    summary = summarize(CONFIG, records, [], {}, wall_s=1.0, status="finished")
+    assert (summary["reward_first"], summary["reward_last"]) == (0.5, 0.0)
+    assert "COLLAPSED │ every rollout has had the lowest reward, 0, since step 6" in table_of(summary)
 
 
 def test_the_table_tells_the_size_of_weight_updates() -> None:

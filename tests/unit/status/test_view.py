@@ -21,7 +21,7 @@ from pipelinerl.status.screen import Rate, Trends, duration, headline, short, wa
 from pipelinerl.status.view import PlainView, View, make_view, output_that_never_fails
 from pipelinerl.types import ActorProgress, EngineProgress, StageStatus, TrainerProgress
 
-LATEST = {"reward_mean": 0.625, "ess": 0.971, "lag_mean": 1.75, "lag_max": 5.0, "entropy_mean": 0.3}
+LATEST = {"reward_read_mean": 0.625, "ess": 0.971, "lag_mean": 1.75, "lag_max": 5.0, "entropy_mean": 0.3}
 
 
 class Terminal(StringIO):
@@ -149,6 +149,19 @@ def test_what_does_not_agree_in_the_model_is_said_once_and_at_once(kind: Any) ->
         noted = replace(engine, progress=replace(engine.progress, notes=("no token ends a completion",)))
         view.update({"engine-0": noted, "engine-1": noted}, now)  # the trainer is still starting
         assert stream.getvalue().count("model: no token ends a completion") == 1
+    view.close()
+
+
+@pytest.mark.parametrize("kind", ["none", "plain", "live"])
+def test_a_collapse_is_said_once(kind: Any) -> None:
+    stream = StringIO()
+    view = make_view(kind, stream, target=100)
+    for now, note in ((0.0, ""), (1.0, "all 0"), (2.0, "all 0"), (3.0, "")):
+        found = statuses(now)
+        trainer = found["trainer"]
+        found["trainer"] = replace(trainer, progress=replace(trainer.progress, note=note))
+        view.update(found, now)
+        assert stream.getvalue().count("COLLAPSED: all 0") == bool(now)
     view.close()
 
 

@@ -247,3 +247,12 @@ def test_every_rollout_ends_in_exactly_one_place_over_any_number_of_resumes(  # 
     assert queue.position() == QueuePosition(
         offset=len(groups), ledger=msgspec.structs.replace(queue.position().ledger, below=len(groups), extras=())
     )
+
+
+def test_rewards_of_all_that_was_dropped_are_kept_once() -> None:
+    config = PreprocessConfig(zero_advantage="drop")
+    queue = Setup([make_group(0, rewards=(1.0, 1.0, 1.0)), make_group(1, rewards=(0.0, 2.0, 1.0))], config=config).queue()
+    pull_all(queue)
+    queue.drop(queue.take(1), "stale")
+    assert sorted(queue.dropped_rewards()) == [0.0, 1.0, 1.0, 1.0, 1.0]
+    assert queue.dropped_rewards() == []

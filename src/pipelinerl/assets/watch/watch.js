@@ -6,7 +6,7 @@ const COLOURS = 8;
 const AXES = { version: "step", minutes: "minutes", rollouts: "rollouts" };
 const LOAD_AXIS = "minutes since the start";  // slots are in use before training, too
 const CHARTS = [
-  { title: "Reward", lines: [["reward_mean", "training"]], smooth: 5, heldOut: true },
+  { title: "Reward", lines: [["reward_mean", "trained on"], ["reward_read_mean", "all read"]], smooth: 5, heldOut: true },
   { title: "Lag of trained tokens, in steps", lines: [["lag_mean", "mean"], ["lag_max", "max"]], zero: true },
   { title: "Rollouts that cross weight versions", lines: [["crossing", "share"]], share: true },
   { title: "Effective sample size", lines: [["ess", "ESS"]], low: 0.5 },  // LOW_ESS of metrics/statistics.py

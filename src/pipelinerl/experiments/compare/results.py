@@ -246,7 +246,7 @@ def run_result(
     """
     steps, begin = records.steps, records.begin_s
     measured, summary = measure(steps, begin), records.summary or {}
-    training = [reward for reward in windowed([step.reward_mean for step in steps]) if not math.isnan(reward)]
+    training = [reward for reward in windowed([step.reward for step in steps]) if not math.isnan(reward)]
     by_training = by_held_out = None
     if target is not None:
         by_training = reached(steps, begin, target)
