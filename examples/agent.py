@@ -5,12 +5,14 @@ pipelinerl train examples/agent.yaml
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
-from openai import OpenAI
+from openai import AsyncOpenAI, OpenAI
 
 CLIENT = OpenAI(base_url="http://unused", api_key="unused")
 """Shared by all attempts, because creating a client is slow. Each attempt sets its own base URL."""
+ASYNC_CLIENT = AsyncOpenAI(base_url="http://unused", api_key="unused")
 
 
 def solve(problem: dict[str, Any], base_url: str, api_key: str) -> dict[str, float]:
@@ -23,6 +25,14 @@ def solve(problem: dict[str, Any], base_url: str, api_key: str) -> dict[str, flo
         answer = client.completions.create(model="policy", prompt=f"{a:02d},{b:02d}:")
         divisor = read(answer.choices[0].text)
     return {"reward": (divisor == problem["answer"]) / attempts, "attempts": attempts}
+
+
+async def best_of_three(problem: dict[str, Any], base_url: str, api_key: str) -> float:
+    """Ask three times at once: the share of right answers. `run: examples/agent.py:best_of_three` trains it."""
+    client = ASYNC_CLIENT.with_options(base_url=base_url, api_key=api_key)
+    prompt = f"{problem['a']:02d},{problem['b']:02d}:"
+    answers = await asyncio.gather(*(client.completions.create(model="policy", prompt=prompt) for _ in range(3)))
+    return sum(read(answer.choices[0].text) == problem["answer"] for answer in answers) / 3
 
 
 def read(text: str) -> int:

@@ -114,6 +114,7 @@ class Conversation:
         self._parser = parser
         self._answers: list[Answer] = []
         self._first: list[Answer] = []  # answers that continue no other
+        self._made = 0  # by `answer_of`
         self._template_shows_tools: bool | None = None
 
     async def ask(
@@ -155,27 +156,47 @@ class Conversation:
         return Prompt(self._encode(text), text, given, given, bool(tools), rewritten=before is not None)
 
     def record(self, prompt: Prompt, completion: Completion, *, text: str | None = None, stop: str | None = None) -> Answer:
-        """Record the completion of a prompt. `ask` calls this.
+        """Record the completion of a prompt, as `answer_of` and `add`. `ask` calls this."""
+        answer = self.answer_of(prompt, completion, text=text, stop=stop)
+        self.add(answer)
+        return answer
+
+    def answer_of(
+        self, prompt: Prompt, completion: Completion, *, text: str | None = None, stop: str | None = None
+    ) -> Answer:
+        """The completion of a prompt as an answer, which is no part of the conversation yet.
 
         `text` is what the caller gets to see, if the stop string `stop` ended the completion: the text before it.
         """
         ids = completion.answer_ids
         text = self._text(ids) if text is None else text
         parsed = self._parser(text) if prompt.with_tools else ParsedText(text)
-        answer = Answer(
+        self._made += 1
+        return Answer(
             prompt=prompt,
             completion=completion,
             text=text,
-            message=answer_message(parsed, f"call{len(self._answers):05}"),
+            message=answer_message(parsed, f"call{self._made - 1:05}"),
             calls=parsed.calls,
             malformed_calls=parsed.malformed,
             sampled=self._whole_text(ids),
             ended_by=self._whole_text(completion.token_ids[len(ids) :]),
             stop=stop,
         )
+
+    def add(self, answer: Answer) -> None:
+        """Make the answer a turn."""
         self._answers.append(answer)
-        (self._first if prompt.before is None else prompt.before.next).append(answer)
-        return answer
+        self._beside(answer).append(answer)
+
+    def withdraw(self, answer: Answer) -> None:
+        """Undo `add`, for an answer that nothing continues."""
+        self._answers.remove(answer)
+        self._beside(answer).remove(answer)
+
+    def _beside(self, answer: Answer) -> list[Answer]:
+        """The answers that continue what `answer` continues."""
+        return self._first if answer.prompt.before is None else answer.prompt.before.next
 
     @property
     def turns(self) -> tuple[Turn, ...]:

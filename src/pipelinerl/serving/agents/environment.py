@@ -30,8 +30,8 @@ API_KEY = "rollout"
 
 class AgentOptions(Options, kw_only=True):
     run: FunctionName
-    """(problem, base_url, api_key) -> the reward, or a dict of `reward` and other numbers. Plain or `async def`. Attempts
-    run concurrently, in threads. All requests to `base_url` become training data."""
+    """(problem, base_url, api_key) -> the reward, or a dict of `reward` and other numbers. Attempts run concurrently: of a
+    plain function in threads, of `async def` in one event loop. All requests to `base_url` become training data."""
     data: Files | None = None
     """Files of problems, one per line, passed to `run` as dicts."""
     held_out: Share | Files = 0.1
@@ -90,6 +90,7 @@ class Agent:
         if not conversation.turns:
             raise RolloutError("the agent sent no request to the model at `base_url`")
         ignored = {"sampling_ignored": float(session.ignored)} if self._ignore_sampling else {}
+        ignored["cancelled_turns"] = float(session.cancelled)
         return Rollout(turns=conversation.turns, reward=reward, metrics={**conversation.metrics, **ignored, **metrics})
 
 
@@ -117,14 +118,15 @@ def _key(problem: Problem) -> str:
     return msgspec.json.encode(problem.payload, order="deterministic").decode()
 
 
-# ---- the code of agents: each attempt in its own thread, so that none blocks the engine
+# ---- the code of agents: beside the engine, so that none blocks it
 
 
 class AgentThreads:
-    """Calls `function`, plain or `async def`, in up to `limit` threads at once; further calls wait.
+    """Calls `function`, at most `limit` times at once; further calls wait.
 
-    Threads can't be killed: a plain function that never returns keeps its thread, and counts towards `limit`, until the
-    process ends (threads are daemons, so it can end). An `async def` function has its own event loop and can be cancelled.
+    A plain function is called in a thread of its own. Threads can't be killed: one that never returns counts towards `limit`
+    until the process ends (threads are daemons, so it can end). All calls of an `async def` function run in one event loop,
+    because the clients that they share belong to a loop. They can be cancelled.
     """
 
     def __init__(self, function: Callable[..., Any], spec: str, limit: int) -> None:
@@ -135,6 +137,10 @@ class AgentThreads:
         self._semaphores: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
             weakref.WeakKeyDictionary()
         )
+        self._agents_loop = asyncio.new_event_loop() if inspect.iscoroutinefunction(function) else None
+        if self._agents_loop is not None:
+            threading.Thread(target=_keep_running, args=(self._agents_loop,), name="async agents", daemon=True).start()
+            weakref.finalize(self, self._agents_loop.call_soon_threadsafe, self._agents_loop.stop)
 
     async def call(self, *arguments: Any) -> Any:
         """The function's result. Raises RuntimeError, with a one-line message, if the function raised.
@@ -143,7 +149,7 @@ class AgentThreads:
         """
         semaphore = self._semaphores.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._limit))
         await semaphore.acquire()
-        run = _Run(self._function, arguments, semaphore)
+        run = _Run(self._function, arguments, semaphore, self._agents_loop)
         try:
             return await run.result
         except asyncio.CancelledError:
@@ -153,56 +159,69 @@ class AgentThreads:
             raise RuntimeError(f"{self._spec}: {describe(error, self._spec)}") from error
 
 
-class _Run:
-    """One call in progress. `semaphore` is released when the thread ends."""
+def _keep_running(loop: asyncio.AbstractEventLoop) -> None:
+    """Run the loop until it is stopped. `sys.exit` in a task of an agent leaves the loop: it goes on for the others."""
+    while True:
+        with suppress(KeyboardInterrupt, SystemExit):
+            loop.run_forever()
+            break
+    loop.close()
 
-    def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...], semaphore: asyncio.Semaphore) -> None:
+
+class _Run:
+    """One call in progress, in `agents_loop` or else in a thread. `semaphore` is released when the function ends."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        semaphore: asyncio.Semaphore,
+        agents_loop: asyncio.AbstractEventLoop | None,
+    ) -> None:
         self._function = function
         self._arguments = arguments
         self._semaphore = semaphore
         self._loop = asyncio.get_running_loop()
-        self._inner: tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]] | None = None
-        self._cancelled = False
+        self._agents_loop = agents_loop
+        self._task: asyncio.Task[None] | None = None
         self.result: asyncio.Future[Any] = self._loop.create_future()
-        threading.Thread(target=self._run, name="agent", daemon=True).start()
+        if agents_loop is None:
+            threading.Thread(target=self._run, name="agent", daemon=True).start()
+        else:
+            agents_loop.call_soon_threadsafe(self._begin)
 
     def cancel(self) -> None:
-        self._cancelled = True
-        if self._inner is not None:
-            loop, task = self._inner
-            with suppress(RuntimeError):  # its loop has been closed meanwhile
-                loop.call_soon_threadsafe(task.cancel)
+        if self._agents_loop is not None:
+            self._agents_loop.call_soon_threadsafe(lambda: self._task is not None and self._task.cancel())
 
-    # ---- the agent's thread
+    # ---- the agent's thread, or the loop of all agents
 
     def _run(self) -> None:
-        value: Any = None
-        error: Exception | None = None
         try:
-            is_async = inspect.iscoroutinefunction(self._function)
-            value = asyncio.run(self._main()) if is_async else self._function(*self._arguments)
-        except Exception as raised:  # noqa: BLE001 - user code: raised where the result is awaited
-            error = raised
-        except BaseException as raised:  # noqa: BLE001 - the same: `sys.exit` must end only this call
-            error = RuntimeError(f"it raised {type(raised).__name__}")
+            self._report(self._function(*self._arguments), None)
+        except BaseException as raised:  # noqa: BLE001 - user code: raised where the result is awaited
+            self._report(None, raised)
+
+    def _begin(self) -> None:
+        self._task = asyncio.ensure_future(self._run_async())
+
+    async def _run_async(self) -> None:
+        try:
+            self._report(await self._function(*self._arguments), None)
+        except BaseException as raised:  # noqa: BLE001 - as in `_run`
+            self._report(None, raised)
+
+    def _report(self, value: Any, raised: BaseException | None) -> None:
         with suppress(RuntimeError):  # the loop is closed, so no task awaits the result
-            self._loop.call_soon_threadsafe(self._end, value, error)
+            self._loop.call_soon_threadsafe(self._end, value, raised)
 
-    async def _main(self) -> Any:
-        task = asyncio.current_task()
-        if task is not None:
-            self._inner = (asyncio.get_running_loop(), task)
-        if self._cancelled:  # cancelled before the task existed
-            raise asyncio.CancelledError
-        return await self._function(*self._arguments)
-
-    def _end(self, value: Any, error: Exception | None) -> None:
+    def _end(self, value: Any, raised: BaseException | None) -> None:
         self._semaphore.release()
         if self.result.done():
             return
-        if error is None:
+        if raised is None:
             self.result.set_result(value)
-        elif isinstance(error, StopIteration):  # a future can't hold a StopIteration
-            self.result.set_exception(RuntimeError("it raised StopIteration"))
-        else:
-            self.result.set_exception(error)
+        elif isinstance(raised, Exception) and not isinstance(raised, StopIteration):  # a future can't hold that one
+            self.result.set_exception(raised)
+        else:  # such as `sys.exit`, which must end only this call
+            self.result.set_exception(RuntimeError(f"it raised {type(raised).__name__}"))

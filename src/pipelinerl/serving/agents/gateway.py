@@ -32,6 +32,8 @@ HOST = "127.0.0.1"
 CLOSE_S = 5.0
 MODEL = "policy"
 """The model's name in responses. Requests may use any name."""
+RETRY_HEADER = "x-stainless-retry-count"
+"""The clients of OpenAI and Anthropic send in it how often they have sent the request before."""
 
 
 class Gateway:
@@ -113,22 +115,35 @@ class Gateway:
 
     async def _respond(self, request: Request, read: Callable[[bytes], tuple[ModelRequest, MakeWriter]]) -> Response:
         session = self._session(request)
-        body, make_writer = read(await body_of(request))
-        try:
-            call = asyncio.run_coroutine_threadsafe(session.answer(body), session.loop)
-        except RuntimeError:  # the rollout's loop is closed
-            raise rollout_ended() from None
+        data = await body_of(request)
+        body, make_writer = read(data)
+        retried = request.headers.get(RETRY_HEADER, "0") != "0"
+        with _while_open():
+            call = asyncio.run_coroutine_threadsafe(session.answer(body, data, retried=retried), session.loop)
         reply: Answer = await unless_gone(request, asyncio.wrap_future(call))
         writer = make_writer(reply.completion.request_id, body.model or MODEL, len(reply.prompt.ids))
         if body.stream:
-            return Response(b"".join(_chunks(body, reply, writer)), media_type="text/event-stream")
-        return answer(_whole(body, reply, writer))
+            response = Response(b"".join(_chunks(body, reply, writer)), media_type="text/event-stream")
+        else:
+            response = answer(_whole(body, reply, writer))
+        with _while_open():  # before the response is written: so the turn is recorded before the agent can go on or return
+            session.loop.call_soon_threadsafe(session.delivered, reply, data)
+        return response
 
     def _session(self, request: Request) -> Session:
         session = self._sessions.get(request.path_params["secret"])
         if session is None:
             raise rollout_ended()
         return session
+
+
+@contextmanager
+def _while_open() -> Iterator[None]:
+    """Pass work to the loop of a rollout. Raises as `rollout_ended` if it is closed."""
+    try:
+        yield
+    except RuntimeError:
+        raise rollout_ended() from None
 
 
 # ---- answers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, cast
@@ -12,7 +13,7 @@ import msgspec
 from pipelinerl.environments.chat.conversation import Answer, Conversation, Prompt
 from pipelinerl.errors import RequestError, RolloutError
 from pipelinerl.interfaces import GenerationClient
-from pipelinerl.serving.server.http import RefusedError
+from pipelinerl.serving.server.http import RefusedError, retrieve
 from pipelinerl.serving.server.openai.bodies import ChatBody, CompletionBody, ResponseFormat, check_stops
 from pipelinerl.serving.server.text import StopStrings, TextStream
 from pipelinerl.types import Completion, SamplingParams, TokenEvent
@@ -104,27 +105,56 @@ class Session:
         """The requests of which a sampling parameter was ignored."""
         self._client = client
         self._ignore_sampling = ignore_sampling
+        self._made = 0
         self._calls: set[asyncio.Task[Any]] = set()
+        self._tries: Counter[bytes] = Counter()  # by body: the requests that were no retries
+        self._sent: defaultdict[bytes, list[Answer]] = defaultdict(list)  # by body: those of the conversation
         self._closed = False
 
-    async def answer(self, request: ModelRequest) -> Answer:
-        """One call of the model, added to the conversation when it is complete.
+    @property
+    def cancelled(self) -> int:
+        """The answers that the agent never got, because it gave up its request. They are no turns."""
+        return self._made - len(self.conversation.turns)
 
-        Raises RequestError for invalid requests, RefusedError (`not_found`) if the rollout has ended or ends meanwhile.
+    def delivered(self, answer: Answer, body: bytes) -> None:
+        """Add an answer to the conversation that is being sent to the agent."""
+        if not self._closed:
+            self._withdraw_lost(body)
+            self.conversation.add(answer)
+            self._sent[body].append(answer)
+
+    def _withdraw_lost(self, body: bytes) -> None:
+        """Drop the last answer to this request if it was sent, but lost: as many answers were sent as were asked for."""
+        sent = self._sent[body]
+        if sent and len(sent) >= self._tries[body] and not sent[-1].next:
+            self.conversation.withdraw(sent.pop())
+
+    async def answer(self, request: ModelRequest, body: bytes, *, retried: bool = False) -> Answer:
+        """One call of the model. `delivered` adds it to the conversation.
+
+        `body` identifies the request, in case a client sends it again. Raises RequestError for invalid requests, and
+        RefusedError (`not_found`) if the rollout has ended or ends meanwhile.
         """
         task = asyncio.current_task()
         if self._closed or task is None:
             raise rollout_ended()
         self._calls.add(task)
+        task.add_done_callback(retrieve)
+        if retried:
+            self._withdraw_lost(body)
+        else:
+            self._tries[body] += 1
         try:
             ignored = check(request, self._client.sampling, ignore=self._ignore_sampling)
             answered = await self._ask(request)
+            self._made += 1
             self.ignored += bool(ignored)
             return answered
         except RolloutError as error:  # the rollout's client is closed
             raise rollout_ended() from error
         except asyncio.CancelledError:
             if not self._closed:
+                self._made += 1
                 raise  # the agent closed the connection
             raise rollout_ended() from None
         finally:
@@ -139,9 +169,9 @@ class Session:
     async def _ask(self, request: ModelRequest) -> Answer:
         prompt, most = self._prompt(request), request.most_tokens
         if not request.stops:
-            return self.conversation.record(prompt, await self._client.generate(prompt.ids, max_tokens=most))
+            return self.conversation.answer_of(prompt, await self._client.generate(prompt.ids, max_tokens=most))
         completion, text, stop = await self._generate_until(request.stops, prompt.ids, most)
-        return self.conversation.record(prompt, completion, text=text, stop=stop)
+        return self.conversation.answer_of(prompt, completion, text=text, stop=stop)
 
     def _prompt(self, request: ModelRequest) -> Prompt:
         if isinstance(request, ChatBody):

@@ -144,13 +144,22 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
     """Return the result of `work`. Raises ClientDisconnect as soon as the client closes the connection."""
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request))
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
+        done, _ = await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if gone in done:
             raise ClientDisconnect
         return task.result()
     finally:
+        task.add_done_callback(
+            lambda ended: ended.cancelled() or ended.exception()
+        )  # else asyncio logs it as never retrieved
         task.cancel()
         gone.cancel()
+
+
+def retrieve(task: asyncio.Future[Any]) -> None:
+    """Take the exception of a task that nobody waits for any more; else asyncio logs it."""
+    if not task.cancelled():
+        task.exception()
 
 
 async def _disconnected(request: Request) -> None:

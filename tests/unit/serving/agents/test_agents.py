@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import openai
 import pytest
+from starlette.requests import ClientDisconnect, Request
 
 from pipelinerl.actor.client import EngineClient, RolloutClient
 from pipelinerl.actor.deadline import CodeAlarm
@@ -24,6 +26,8 @@ from pipelinerl.preprocess.turns import join_turns
 from pipelinerl.serving.agents.environment import Agent
 from pipelinerl.serving.agents.gateway import Gateway
 from pipelinerl.serving.agents.session import Session
+from pipelinerl.serving.server.http import unless_gone
+from pipelinerl.serving.server.openai.bodies import CompletionBody, read_body
 from pipelinerl.types import GenerationRequest, Problem, Rollout, SamplingParams
 from tests.unit.chat_parts import SamplingClient, make_tokenizer
 from tests.unit.scripted_engine import STOP, CharTokenizer, ScriptedEngine
@@ -441,6 +445,99 @@ def test_a_call_that_its_agent_gave_up_is_cancelled_and_no_part_of_the_rollout(t
     assert engine.cancelled == ["r0.t0"]
 
 
+def test_a_retry_takes_the_place_of_the_turn_that_was_lost(tmp_path: Path) -> None:
+    """The client sends the same body again, and says so: the agent got three answers, two to the same question."""
+
+    def solve(problem: dict[str, Any], base_url: str, api_key: str) -> float:
+        ask = at(base_url).completions.create
+        ask(model="any", prompt="?")
+        ask(model="any", prompt="?")  # was lost on the way
+        ask(model="any", prompt="?", extra_headers={"x-stainless-retry-count": "1"})
+        ask(model="any", prompt="!", extra_headers={"x-stainless-retry-count": "2"})  # the first tries never arrived
+        return 1.0
+
+    (made,), engine = outcomes(solve, tmp_path)
+    assert isinstance(made, Rollout)
+    assert [turn.completion.request_id for turn in made.turns] == ["r0.t0", "r0.t2", "r0.t3"]
+    assert made.metrics["turns"] == 3
+    assert made.metrics["cancelled_turns"] == 1
+    assert len(engine.requests) == 4
+
+
+def test_an_answer_that_was_not_delivered_is_no_turn() -> None:
+    """The model has answered, but nobody takes the answer: the client has gone at the same moment."""
+    body = read_body(b'{"model": "m", "prompt": "2 + 3 ="}', CompletionBody)
+
+    async def serve() -> Session:
+        session = Session(SamplingClient.saying(TOKENIZER, "5", "6"))
+        await session.answer(body, b"1")
+        session.delivered(await session.answer(body, b"2"), b"2")
+        return session
+
+    session = asyncio.run(serve())
+    assert [turn.text for turn in session.conversation.turns] == ["6"]
+    assert session.cancelled == 1
+
+
+def test_calls_that_end_with_an_error_after_their_client_has_gone_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    class Gone:
+        async def receive(self) -> dict[str, str]:
+            return {"type": "http.disconnect"}
+
+    async def fail() -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raise ValueError("too late") from None
+
+    async def ask() -> None:
+        with pytest.raises(ClientDisconnect):
+            await unless_gone(cast("Request", Gone()), fail())
+        await asyncio.sleep(0)
+
+    asyncio.run(ask())
+    gc.collect()
+    assert "never retrieved" not in caplog.text
+
+
+def test_attempts_of_an_async_agent_share_a_client(tmp_path: Path) -> None:
+    """Its connections belong to one event loop: the second attempt used those of the first, whose loop was closed."""
+    shared = openai.AsyncOpenAI(base_url="http://unused", api_key="unused", max_retries=0)
+    loops: set[int] = set()
+
+    async def solve(problem: dict[str, Any], base_url: str, api_key: str) -> float:
+        loops.add(id(asyncio.get_running_loop()))
+        client = shared.with_options(base_url=base_url)
+        asks = (client.completions.create(model="any", prompt="?") for _ in range(3))
+        await asyncio.gather(*asks)
+        return float((await client.completions.create(model="any", prompt="last")).choices[0].text)
+
+    made, engine = outcomes(solve, tmp_path, attempts=6, threads=2)
+    assert [len(one.turns) for one in made if isinstance(one, Rollout)] == [4] * 6
+    assert len(engine.requests) == 24
+    assert len(loops) == 1
+
+
+def test_an_async_agent_that_exits_costs_its_rollout_alone(tmp_path: Path) -> None:
+    begun: list[int] = []
+
+    async def leave() -> None:
+        sys.exit(3)
+
+    async def solve(problem: dict[str, Any], base_url: str, api_key: str) -> float:
+        begun.append(1)
+        client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+        await client.completions.create(model="any", prompt="?")
+        if len(begun) == 1:
+            await asyncio.gather(leave())  # a task of its own, whose exit would end the event loop
+        return 1.0
+
+    made, _ = outcomes(solve, tmp_path, attempts=3, threads=1)
+    failures = [one for one in made if isinstance(one, Failure)]
+    assert [(one.reason, "SystemExit" in one.message) for one in failures] == [("raised", True)]
+    assert len(made) == 3
+
+
 def test_an_async_agent_is_cancelled_with_its_rollout(tmp_path: Path) -> None:
     cancelled = threading.Event()
 
@@ -510,6 +607,15 @@ make_environment("agent", {{"run": "math:floor", "data": {str(tmp_path / "data.j
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stderr.splitlines()[-1].startswith("pipelinerl.errors.MissingDependencyError: agents need ")
     assert done.stderr.rstrip().endswith("pip install 'pipelinerl[serve]'")
+
+
+def test_the_async_example_asks_three_times(tmp_path: Path) -> None:
+    path = Path(__file__).parents[4] / "examples" / "agent.py"
+    environment = make_environment("agent", {"run": f"{path}:best_of_three", "problems": {"kind": "gcd"}}, TOKENIZER, 0)
+    problem = Problem(id="p", payload={"a": 12, "b": 18, "answer": 6})
+    client = SamplingClient.saying(TOKENIZER, "12,6>6", "5", "7")
+    rollout = asyncio.run(environment.rollout(problem, client))
+    assert (rollout.reward, len(rollout.turns)) == (1 / 3, 3)
 
 
 @pytest.mark.slow
