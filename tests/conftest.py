@@ -6,10 +6,12 @@ A test may be a coroutine function.
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import inspect
 import os
+import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import settings
@@ -23,11 +25,23 @@ settings.register_profile("wild", derandomize=False, deadline=None, max_examples
 settings.load_profile("seeded")
 
 
+NEEDED = {
+    "needs_redis": lambda: shutil.which("redis-server") is not None,
+    "needs_ray": lambda: importlib.util.find_spec("ray") is not None,
+}
+"""What tests with these marks need: a bare machine does not have it, and skips them."""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--exhaustive", action="store_true", help="also run the tests that are marked as exhaustive")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for mark, is_here in NEEDED.items():
+        if not is_here():
+            for item in items:
+                if item.get_closest_marker(mark):
+                    item.add_marker(pytest.mark.skip(f"{mark.removeprefix('needs_')} is not installed here"))
     if config.getoption("--exhaustive"):
         return
     left_out = [item for item in items if item.get_closest_marker("exhaustive")]
@@ -43,6 +57,18 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
     asyncio.run(pyfuncitem.obj(**arguments))
     return True
+
+
+@pytest.fixture
+def not_installed(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Makes a package look as if it were not installed."""
+    from pipelinerl import extras
+
+    def hide(package: str) -> None:
+        found = extras.version
+        monkeypatch.setattr(extras, "version", lambda name: None if name == package else found(name))
+
+    return hide
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -23,11 +23,11 @@ from pipelinerl.config.schema import RunConfig
 from pipelinerl.environments.user.source import name_by_file
 from pipelinerl.errors import (
     INVALID_DATA,
-    MissingDependencyError,
     PipelineRLError,
     RunDirectoryError,
     UserError,
 )
+from pipelinerl.extras import require
 from pipelinerl.files import write_privately
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.run_lock import errors_explained, fresh_directory
@@ -404,8 +404,7 @@ def _evaluated(record: EvaluationRecord) -> dict[str, float]:
 
 
 def _frame(rows: list[dict[str, Any]]) -> Any:
-    try:
-        import pandas  # noqa: PLC0415 - optional
-    except ImportError as error:
-        raise MissingDependencyError("data frames need pandas: pip install 'pipelinerl[pandas]'") from error
+    require("pandas", "data frames")
+    import pandas  # noqa: PLC0415 - optional
+
     return pandas.DataFrame(rows)

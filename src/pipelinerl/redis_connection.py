@@ -11,16 +11,13 @@ from collections.abc import Callable
 from contextlib import closing, suppress
 from typing import Any, TypeVar
 
-from pipelinerl.errors import ConfigError, MissingDependencyError, StreamError
+from pipelinerl.errors import ConfigError, StreamError
+from pipelinerl.extras import require
 
-try:
-    from redis import Redis, exceptions
-    from redis.backoff import NoBackoff
-    from redis.retry import Retry
-except ImportError as error:
-    raise MissingDependencyError(
-        "a stream in Redis needs the package redis, which is not installed: pip install 'pipelinerl[redis]'"
-    ) from error
+require("redis", "a stream in Redis")  # before the import, which fails without
+from redis import Redis, exceptions  # noqa: E402
+from redis.backoff import NoBackoff  # noqa: E402
+from redis.retry import Retry  # noqa: E402
 
 __all__ = ["PATIENCE_S", "RedisConnection", "connect", "exceptions", "is_ready", "without_password"]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -23,8 +22,6 @@ from tests.integration.runs import (
 )
 
 pytestmark = pytest.mark.slow
-REDIS = shutil.which("redis-server")
-NEEDS_REDIS = pytest.mark.skipif(REDIS is None, reason="redis-server is not installed (apt-get install redis-server)")
 PREPROCESSOR = {"launch__preprocessor": "process"}
 SERVERS = {"engine__kind": "http", "engine__servers": 2, "engine__slots": 8}
 APART = PREPROCESSOR | SERVERS | {"stream__kind": "redis"}
@@ -35,10 +32,13 @@ def resume_to(run_dir: Path, goal: int) -> None:
     assert_gone_on(run_dir, goal)
 
 
-def test_everything_apart_and_on_from_its_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With a reference model. The streams on both sides of the preprocessor are in Redis, if it is installed."""
+@pytest.mark.parametrize("stream", ["files", pytest.param("redis", marks=pytest.mark.needs_redis)])
+def test_everything_apart_and_on_from_its_checkpoint(
+    stream: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a reference model, and streams on both sides of the preprocessor."""
     run_dir = tmp_path / "r"
-    settings = PREPROCESSOR | {"engine__kind": "http", "stream__kind": "files" if REDIS is None else "redis"}
+    settings = PREPROCESSOR | {"engine__kind": "http", "stream__kind": stream}
     settings |= {"trainer__kl_coefficient": 0.01, "preprocess__zero_advantage": "keep", "preprocess__overlong": "drop"}
     settings |= {"trainer__steps": 6, "actor__max_tokens": 60, "evaluation__problems": 4, "schedule__max_lag": 4}
     counts = run_processes(run_dir, **settings)
@@ -56,7 +56,7 @@ def test_everything_apart_and_on_from_its_checkpoint(tmp_path: Path, capsys: pyt
     assert "launch.preprocessor process" in error, "where the streams lie can't change"
 
 
-@NEEDS_REDIS
+@pytest.mark.needs_redis
 @pytest.mark.exhaustive
 def test_everything_ends_with_a_killed_launcher_and_can_go_on(tmp_path: Path) -> None:
     run_dir = tmp_path / "r"

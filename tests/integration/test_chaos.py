@@ -379,14 +379,14 @@ def test_a_run_whose_processes_are_started_again_is_whole(layout: str, seed: int
     assert [fault["effect"] for fault in chaos(tmp_path, layout, seed, 2, "--faults", "kill")] == ["restarted"] * 2
 
 
+REDIS, RAY = pytest.mark.needs_redis, pytest.mark.needs_ray
+NEEDS = {"redis": [REDIS], "links": [REDIS], "ray": [REDIS, RAY]}
+
+
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("layout", [*LAYOUTS][1:])
+@pytest.mark.parametrize("layout", [pytest.param(name, marks=NEEDS.get(name, [])) for name in [*LAYOUTS][1:]])
 @pytest.mark.parametrize("seed", [1, 2])
 def test_runs_with_every_fault_are_whole(layout: str, seed: int, tmp_path: Path) -> None:
-    if layout in ("redis", "ray", "links") and shutil.which("redis-server") is None:
-        pytest.skip("needs redis-server")
-    if layout == "ray":
-        pytest.importorskip("ray")
     chaos(tmp_path, layout, seed, 6, "--replay")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -17,9 +16,7 @@ from pipelinerl.stream.redis_server import start_server
 from tests.integration.runs import assert_gone_on, command, start_processes, steps, until, version_of, wait
 from tests.integration.test_remote import Server
 
-pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
-if shutil.which("redis-server") is None:
-    pytest.skip("redis-server is not installed (apt-get install redis-server)", allow_module_level=True)
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.needs_redis]
 
 SERVERS = ("server-0", "server-1")
 CUTS = {"redis": ["redis"], "server-0": ["server-0"], "both servers": SERVERS}

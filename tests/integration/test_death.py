@@ -6,7 +6,6 @@ With `launch.restarts` above 0, some are started again instead: see `test_healin
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -30,7 +29,6 @@ from tests.integration.runs import (
 pytestmark = pytest.mark.slow
 CLEAN_STOP_S = 120.0
 """The time that a launcher gives its workers for their last checkpoint."""
-NEEDS_REDIS = pytest.mark.skipif(shutil.which("redis-server") is None, reason="needs redis-server: apt-get install it")
 PREPROCESSOR = {"launch__preprocessor": "process"}
 
 
@@ -49,7 +47,7 @@ def end_of(process: subprocess.Popen[str], timeout_s: float = 0.8 * CLEAN_STOP_S
         ("training", {}),
         ("preprocessing", PREPROCESSOR),
         ("server-1", {"engine__kind": "http", "engine__servers": 2, "engine__slots": 8}),
-        pytest.param("redis-server", {"stream__kind": "redis"}, marks=NEEDS_REDIS),
+        pytest.param("redis-server", {"stream__kind": "redis"}, marks=pytest.mark.needs_redis),
     ],
 )
 def test_a_killed_process_ends_the_run_and_is_named(victim: str, settings: dict[str, Any], tmp_path: Path) -> None:

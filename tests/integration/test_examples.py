@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -105,6 +104,11 @@ def here(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def marks_of(name: str) -> list[pytest.MarkDecorator]:
+    slow = [pytest.mark.slow, pytest.mark.exhaustive] if name in SLOW else []
+    return [*slow, pytest.mark.needs_redis] if name == "apart.yaml" else slow
+
+
 def require(name: str) -> None:
     for package in NEEDS.get(name, []):
         pytest.importorskip(package)
@@ -118,16 +122,10 @@ def test_a_run_file_passes_the_checks_before_a_run(name: str, here: Path) -> Non
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[pytest.mark.slow, pytest.mark.exhaustive] if name in SLOW else [])
-        for name in RUN_FILES
-        if name not in CLUSTERS
-    ],
+    [pytest.param(name, marks=marks_of(name)) for name in RUN_FILES if name not in CLUSTERS],
 )
 def test_a_run_file_trains(name: str, here: Path) -> None:
     require(name)
-    if name == "apart.yaml" and shutil.which("redis-server") is None:
-        pytest.skip("needs the program redis-server")
     summary = train(load_config(f"examples/{name}", flags(Path("run"), **SHORT, **OWN.get(name, SHORT_ANSWERS))))
     assert (summary["status"], summary["optimizer_steps"]) == ("finished", 1)
     assert summary["rollouts_trained"] == 8

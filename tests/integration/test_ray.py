@@ -6,7 +6,6 @@ other slow tests; `make test-ray` runs all.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -48,12 +47,9 @@ from tests.integration.runs import (
     wait,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-if importlib.util.find_spec("ray") is None:
-    pytest.skip("ray is not installed: pip install 'pipelinerl[ray]'", allow_module_level=True)
-for program in ("redis-server", "openssl"):
-    if shutil.which(program) is None:
-        pytest.skip(f"{program} is not installed (apt-get install {program})", allow_module_level=True)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.needs_ray, pytest.mark.needs_redis]
+if shutil.which("openssl") is None:
+    pytest.skip("openssl is not installed (apt-get install openssl)", allow_module_level=True)
 
 TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 4, "RAY_USAGE_STATS_ENABLED": "0"}
 ROOT = Path(__file__).parents[2]

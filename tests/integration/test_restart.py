@@ -76,7 +76,7 @@ def assert_went_on(run_dir: Path, process: subprocess.Popen[str], count: int) ->
         ("training", {}),
         pytest.param("training", {"launch__preprocessor": "process", "engine__processes": 2}, marks=exhaustive),
         pytest.param("training-rank-1", {"trainer__ranks": 2}, marks=exhaustive),
-        pytest.param("redis-server", {"stream__kind": "redis"}, marks=exhaustive),
+        pytest.param("redis-server", {"stream__kind": "redis"}, marks=[exhaustive, pytest.mark.needs_redis]),
         pytest.param("training", BROADCAST | {"engine__processes": 2}, marks=exhaustive),
         pytest.param("training-rank-1", BROADCAST | {"trainer__ranks": 2}, marks=exhaustive),
     ],
@@ -234,7 +234,10 @@ def test_an_error_that_a_process_reports_is_not_tried_again(tmp_path: Path) -> N
 
 
 @exhaustive
-@pytest.mark.parametrize(("victim", "settings"), [("training", {}), ("redis-server", {"stream__kind": "redis"})])
+@pytest.mark.parametrize(
+    ("victim", "settings"),
+    [("training", {}), pytest.param("redis-server", {"stream__kind": "redis"}, marks=pytest.mark.needs_redis)],
+)
 def test_a_stopped_process_of_a_killed_launcher_keeps_the_next_session_out(
     victim: str, settings: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -12,6 +12,7 @@ from pipelinerl.cli.parser import Commands, refuse_settings, say, write
 from pipelinerl.config.load import config_from_yaml, with_own_model
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import UserError
+from pipelinerl.extras import require
 
 if TYPE_CHECKING:
     from pipelinerl.experiments.browse.groups import Query
@@ -57,6 +58,7 @@ def run(options: argparse.Namespace, settings: Sequence[str]) -> int:
 
 
 def _browse(options: argparse.Namespace, rollouts: Browsed) -> int:
+    require("browse", "browsing in a terminal", "; --plain and --export work without it")
     from pipelinerl.experiments.browse.textual_app import RolloutBrowser  # noqa: PLC0415
     from pipelinerl.experiments.browse.tokens import Gaps  # noqa: PLC0415
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import importlib.util
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -12,7 +11,8 @@ from pathlib import Path
 from pipelinerl.cli.parser import Commands, api_key_from, at_least, refuse_settings, write
 from pipelinerl.config.load import with_flags
 from pipelinerl.config.schema import EngineConfig, ModelConfig, RunConfig
-from pipelinerl.errors import MissingDependencyError, UserError
+from pipelinerl.errors import UserError
+from pipelinerl.extras import require
 from pipelinerl.serving.client.adapter import EngineServer
 from pipelinerl.serving.client.server_client import PipelineServer
 from pipelinerl.serving.contract.checks import Check, Result, run_checks
@@ -28,7 +28,6 @@ SLOTS = 32
 _EPILOG = (
     f"These keys of the run file are also flags: {', '.join(f'--{key}' for key in KEYS)} (engine.slots is {SLOTS} here)."
 )
-_NEEDED = ("uvicorn", "starlette", "prometheus_client")
 _WITHOUT = {
     "http": frozenset[str](),
     "vllm": frozenset({"seeds", "idempotent requests", "endpoints of ours"}),
@@ -68,8 +67,7 @@ def add_to(commands: Commands) -> None:
 
 
 def run_serve(options: argparse.Namespace, settings: Sequence[str]) -> int:
-    if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
-        raise MissingDependencyError(f"pipelinerl serve needs {', '.join(missing)}: pip install 'pipelinerl[serve]'")
+    require("serve", "pipelinerl serve")
     wanted = serve_options(options, settings)
     wanted.check()
     from pipelinerl.serving.server.run import serve  # noqa: PLC0415 (loads torch: after the checks above)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelinerl.cli.parser import SETTINGS_HELP, Commands, Parser, refuse_settings, write
-from pipelinerl.errors import MissingDependencyError
+from pipelinerl.extras import require
 
 SHELLS = ("bash", "zsh", "fish", "tcsh")
 
@@ -37,10 +37,9 @@ def run_doctor(options: argparse.Namespace, settings: Sequence[str]) -> int:
 
 def run_completion(options: argparse.Namespace, settings: Sequence[str]) -> int:
     refuse_settings("pipelinerl completion", settings)
-    try:
-        import shtab  # noqa: PLC0415 - optional
-    except ImportError as error:
-        raise MissingDependencyError("completion needs shtab: pip install 'pipelinerl[completion]'") from error
+    require("completion", "pipelinerl completion")
+    import shtab  # noqa: PLC0415 - optional
+
     return write(shtab.complete(_complete_parser(shtab), options.shell) + "\n")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import secrets
 import socket
 from collections.abc import Sequence
@@ -12,13 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipelinerl.cli.parser import Commands, api_key_from, refuse_settings, say
-from pipelinerl.errors import MissingDependencyError, UserError
+from pipelinerl.errors import UserError
+from pipelinerl.extras import require
 
 if TYPE_CHECKING:
     from pipelinerl.experiments.watch.beside import Beside
 
 PORT = 7117
-_NEEDED = ("uvicorn", "starlette")
 
 
 def add_to(commands: Commands) -> None:
@@ -34,7 +33,7 @@ def add_to(commands: Commands) -> None:
 
 def run(options: argparse.Namespace, settings: Sequence[str]) -> int:
     refuse_settings("pipelinerl watch", settings)
-    checked_installation("pipelinerl watch")
+    require("serve", "pipelinerl watch")
     from pipelinerl.experiments.watch import beside, server  # noqa: PLC0415 - need the extra `serve`
     from pipelinerl.serving.server.listening import listen, url_of  # noqa: PLC0415
     from pipelinerl.serving.server.options import Address, is_loopback  # noqa: PLC0415
@@ -56,7 +55,7 @@ def run(options: argparse.Namespace, settings: Sequence[str]) -> int:
 
 def page_beside(port: int | None) -> Beside:
     """The page of `train --watch`. Raises UserError, before anything of the run exists, if there can be none."""
-    checked_installation("pipelinerl train --watch")
+    require("serve", "pipelinerl train --watch")
     from pipelinerl.experiments.watch.beside import Beside  # noqa: PLC0415 - needs the extra `serve`
 
     return Beside(PORT if port is None else checked_port("--watch-port", port))
@@ -67,9 +66,3 @@ def checked_port(flag: str, port: int) -> int:
     if not 0 <= port <= 65535:
         raise UserError(f"{flag} {port}: give 0 (any) to 65535")
     return port
-
-
-def checked_installation(what: str) -> None:
-    """Raises MissingDependencyError."""
-    if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
-        raise MissingDependencyError(f"{what} needs {', '.join(missing)}: pip install 'pipelinerl[serve]'")

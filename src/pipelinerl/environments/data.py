@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 import csv
-import importlib.util
 import json
 import math
 import random
@@ -18,7 +17,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from pipelinerl.environments.options import Files, listed, names_a_dataset, unreadable
-from pipelinerl.errors import INVALID_DATA, EnvironmentSetupError, MissingDependencyError
+from pipelinerl.errors import INVALID_DATA, EnvironmentSetupError
+from pipelinerl.extras import require
 from pipelinerl.types import Problem
 
 # ---- data sets of the Hugging Face hub, or folders in one of its formats (Parquet, CSV, JSON, Arrow, ...)
@@ -57,8 +57,7 @@ def read_dataset(source: str) -> Iterator[tuple[int, Any]]:
     can't represent.
     """
     name = parse_name(source)
-    if importlib.util.find_spec("datasets") is None:
-        raise MissingDependencyError("datasets is not installed: pip install 'pipelinerl[datasets]'")
+    require("datasets", source)
     import datasets  # noqa: PLC0415 - takes seconds, and is an extra
 
     try:
@@ -176,8 +175,7 @@ def _csv_rows(delimiter: str, path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
-    if importlib.util.find_spec("pyarrow") is None:
-        raise MissingDependencyError("pyarrow is not installed: pip install 'pipelinerl[parquet]'")
+    require("parquet", str(path))
     from pyarrow import ArrowException, parquet  # noqa: PLC0415 - an extra
 
     number = 0

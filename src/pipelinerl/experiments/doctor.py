@@ -9,13 +9,12 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from packaging.requirements import Requirement
 from rich.text import Text
 
+from pipelinerl import extras
 from pipelinerl.experiments.machine import load_average, processor
 from pipelinerl.launch.memory import host_memory
 from pipelinerl.launch.share import usable_cores
@@ -30,8 +29,6 @@ LEAST_DISK_GIB = 5.0
 LEAST_FILES = 256
 TIMEOUT_S = 60.0
 GIB = 1 << 30
-NOT_FOR_USERS = {"dev", "docs", "pages"}
-"""Extras of those who work on this package."""
 
 
 class Finding(NamedTuple):
@@ -47,7 +44,7 @@ def examine(vllm_python: Path | None = None) -> list[Finding]:
     return [
         *_machine(Path.cwd()),
         *_gpus(),
-        *packages(metadata.requires("pipelinerl") or []),
+        *packages(),
         *_redis(),
         vllm(vllm_python),
     ]
@@ -119,44 +116,27 @@ def _gpus() -> Iterator[Finding]:
         yield Finding("note", "GPU", "none", "runs use the CPU")
 
 
-def packages(requirements: Sequence[str]) -> Iterator[Finding]:
-    """This package, what it needs, and its extras. `requirements` are those of its metadata."""
-    needed = [Requirement(text) for text in requirements]
-    yield Finding("ok", "pipelinerl", f"{_version('pipelinerl')}, {Path(__file__).parents[1]}")
-    wrong = False
-    for one in needed:
-        if one.marker is None and (problem := _problem(one)):
-            wrong = True
-            yield Finding(WRONG, one.name, problem, f"pip install '{one}'")
+def packages() -> Iterator[Finding]:
+    """This package, what it needs, and its extras: one finding for each that is wrong, one for all that are missing."""
+    yield Finding("ok", "pipelinerl", f"{extras.version('pipelinerl')}, {Path(__file__).parents[1]}")
+    wrong = {one: why for one in extras.requirements() if (why := extras.problem(one))}
+    yield from (Finding(WRONG, one.name, why, extras.install_command([one])) for one, why in wrong.items())
     if not wrong:
-        main = ", ".join(f"{name} {_version(name)}" for name in ("torch", "transformers", "numpy"))
+        main = ", ".join(f"{name} {extras.version(name)}" for name in ("torch", "transformers", "numpy"))
         yield Finding("ok", "packages", main)
-    of_extra: dict[str, list[Requirement]] = {}
-    for one in needed:
-        extra = str(one.marker).partition("extra == ")[2].strip("\"'")
-        if extra and extra not in NOT_FOR_USERS and not one.extras:
-            of_extra.setdefault(extra, []).append(one)
-    for extra, own in of_extra.items():
-        problems = [f"{one.name} {problem}" for one in own if (problem := _problem(one))]
-        old = [text for text in problems if not text.endswith("not installed")]
-        found = ", ".join(problems) or ", ".join(f"{one.name} {_version(one.name)}" for one in own)
-        fix = f"if you need it: pip install 'pipelinerl[{extra}]'" if problems else ""
-        yield Finding(WRONG if old else "note" if problems else "ok", f"extra {extra}", found, fix)
-
-
-def _problem(requirement: Requirement) -> str | None:
-    found = _version(requirement.name)
-    if found is None:
-        return "not installed"
-    fits = requirement.specifier.contains(found, prereleases=True)
-    return None if fits else f"{found}, but {requirement.specifier} is needed"
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+    usable: list[str] = []
+    absent: list[str] = []
+    for extra in extras.names():
+        lacking = {one: why for one in extras.requirements(extra) if (why := extras.problem(one))}
+        if old := [one for one in lacking if extras.version(one.name)]:
+            found = ", ".join(lacking[one] for one in old)
+            yield Finding(WRONG, f"extra {extra}", found, f"if you need it: {extras.install_command(old)}")
+        else:
+            (absent if lacking else usable).append(extra)
+    if usable:
+        yield Finding("ok", "extras", ", ".join(usable))
+    if absent:
+        yield Finding("note", "other extras", f"not installed: {', '.join(absent)}", "what needs one says how to install it")
 
 
 def _redis() -> Iterator[Finding]:
@@ -171,7 +151,7 @@ def vllm(python: Path | None) -> Finding:
     """vLLM in the environment of `python`, or in this one."""
     if python is None:
         here = importlib.util.find_spec("vllm") is not None
-        found = f"{_version('vllm')} in this environment" if here else "not in this environment"
+        found = f"{extras.version('vllm')} in this environment" if here else "not in this environment"
         return Finding("note", "vLLM", found, "only for engine.kind vllm; its environment: doctor --vllm-python PYTHON")
     if shutil.which(python) is None:
         return Finding(WRONG, "vLLM", f"{python} is no program", "name the Python of an environment with vLLM")

@@ -29,6 +29,7 @@ from pipelinerl.child import ChildProcess, stop_all
 from pipelinerl.config.schema import MetricsConfig, RunConfig
 from pipelinerl.config.secrets import without_secrets
 from pipelinerl.errors import INVALID_DATA, EnvironmentSetupError
+from pipelinerl.extras import require
 from pipelinerl.files import write_atomically
 from pipelinerl.launch.interrupts import counted_interrupts
 from pipelinerl.launch.roles import LOG_FORMAT
@@ -37,7 +38,7 @@ from pipelinerl.launch.session import Here, yield_to_the_trainer
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.sinks import Record
 from pipelinerl.metrics.tail import Place, Records, samples
-from pipelinerl.metrics.trackers import Row, Tracked, Tracker, open_tracker, require
+from pipelinerl.metrics.trackers import Row, Tracked, Tracker, open_tracker
 from pipelinerl.parent_pipe import take_stdin, when_closed
 
 EVERY_S = 0.5
@@ -53,7 +54,8 @@ _log = logging.getLogger(__name__)
 
 def check_followers(metrics: MetricsConfig) -> None:
     """Raise UserError if a tracker is not installed, or the callback's file certainly has no such function."""
-    require(metrics.trackers)
+    for name in metrics.trackers:
+        require(name, "metrics.trackers")
     if metrics.callback is not None:
         from pipelinerl.environments.user.code import names_a_function  # noqa: PLC0415 - few runs have one
         from pipelinerl.environments.user.parsed import check_function  # noqa: PLC0415 - as above

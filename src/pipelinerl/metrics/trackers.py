@@ -5,7 +5,6 @@ Each tracker is made, used and closed in one thread. It may raise anything and t
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -15,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from pipelinerl.errors import MissingDependencyError
 from pipelinerl.metrics.sinks import Record
 from pipelinerl.metrics.statistics import flatten
 
@@ -59,13 +57,6 @@ class Tracker(Protocol):
     def flush(self) -> None: ...
 
     def close(self, summary: Mapping[str, Any]) -> None: ...
-
-
-def require(names: Sequence[str]) -> None:
-    """Raise MissingDependencyError if the client of a tracker is not installed."""
-    for name in names:
-        if importlib.util.find_spec(name) is None:
-            raise MissingDependencyError(f"metrics.trackers: {name} is not installed: pip install 'pipelinerl[{name}]'")
 
 
 def open_tracker(name: str, run: Tracked) -> Tracker:

@@ -24,11 +24,11 @@ from typing import Any
 import torch
 
 from pipelinerl.config.schema import ModelConfig
-from pipelinerl.errors import MissingDependencyError, ModelLoadError, UserError
+from pipelinerl.errors import ModelLoadError, UserError
+from pipelinerl.extras import require
 from pipelinerl.models.loading import load_model, load_tokenizer, stop_token_ids
 from pipelinerl.models.state import checksum, named_weights
 
-_REQUIRED = ("gguf", "accelerate")
 _MAGIC = b"GGUF"
 # A GGUF names the rule by which text is split before BPE. These two rules split off single digits, then split as GPT-2
 # does. transformers uses GPT-2's rule for every name that it does not know.
@@ -56,9 +56,7 @@ def convert_gguf(source: str, out_dir: Path) -> ConvertedModel:
     (it is not imported). Raises UserError if `out_dir` is not empty or can't be written, MissingDependencyError
     without the extra `gguf`, ModelLoadError for a source that can't be found or converted correctly.
     """
-    for package in _REQUIRED:
-        if importlib.util.find_spec(package) is None:
-            raise MissingDependencyError(f"converting GGUF files needs {package}; pip install 'pipelinerl[gguf]'")
+    require("gguf", "converting GGUF files")
     out_dir = Path(os.path.abspath(out_dir))
     if out_dir.exists() and not (out_dir.is_dir() and not any(out_dir.iterdir())):
         raise UserError(f"{out_dir} already exists and is not an empty folder; choose another or remove it")

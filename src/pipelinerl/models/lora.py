@@ -6,7 +6,6 @@ Engines need no support for it: they get W + scale * B A under the names that th
 from __future__ import annotations
 
 import copy
-import importlib.util
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +18,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from pipelinerl.config.schema import LoraConfig
-from pipelinerl.errors import CheckpointError, ConfigError, MissingDependencyError, UnsupportedModelError
+from pipelinerl.errors import CheckpointError, ConfigError, UnsupportedModelError
+from pipelinerl.extras import require
 from pipelinerl.models.state import checksum, named_weights
 
 ADAPTER_FOLDER = "adapter"
@@ -37,8 +37,7 @@ class LoraModel:
     """
 
     def __init__(self, model: Any, config: LoraConfig, *, seed: int) -> None:
-        if importlib.util.find_spec("peft") is None:
-            raise MissingDependencyError("model.lora needs peft: pip install 'pipelinerl[lora]'")
+        require("lora", "model.lora")
         import peft  # noqa: PLC0415 - an extra, and it takes seconds
 
         from pipelinerl.models.lora_linear import LoraLinear  # noqa: PLC0415 - as above

@@ -92,7 +92,7 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 NAMES = itertools.count()
 
 
-@pytest.fixture(params=["local", "redis"])
+@pytest.fixture(params=["local", pytest.param("redis", marks=pytest.mark.needs_redis)])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
     """Where the record, the stream and the trainer's status are."""
     place: Place = LocalPlace(str(tmp_path))

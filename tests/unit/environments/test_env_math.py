@@ -152,9 +152,9 @@ def test_an_empty_file_and_one_that_is_all_held_out(tmp_path):
         Maths(TOKENIZER, 0, path=same, held_out_path=same, judge="numbers")
 
 
-def test_without_math_verify_the_message_names_the_extra(tmp_path, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(MissingDependencyError, match=r"pip install 'pipelinerl\[math\]'.* `numbers`"):
+def test_without_math_verify_the_message_names_the_extra(tmp_path, not_installed):
+    not_installed("math-verify")
+    with pytest.raises(MissingDependencyError, match=r"pip install 'math-verify>=.* `numbers`"):
         one_problem(tmp_path, judge="math-verify")
     one_problem(tmp_path)  # `numbers` does without
 

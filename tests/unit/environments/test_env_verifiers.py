@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import re
 import signal
 import socket
@@ -620,8 +619,7 @@ def test_what_can_not_be_used_is_one_line(load, code, arguments, message) -> Non
         load(code, **arguments)
 
 
-def test_a_missing_package_is_named(monkeypatch, load) -> None:
-    found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "verifiers" else found(name, *rest))
-    with pytest.raises(MissingDependencyError, match=r"pip install 'pipelinerl\[verifiers\]'"):
+def test_a_missing_package_is_named(not_installed, load) -> None:
+    not_installed("verifiers")
+    with pytest.raises(MissingDependencyError, match="pip install 'verifiers"):
         load(SINGLE)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -28,8 +27,7 @@ from pipelinerl.redis_connection import RedisConnection
 from pipelinerl.schedule import make_schedule
 from pipelinerl.stream.redis_server import start_server
 
-if shutil.which("redis-server") is None:
-    pytest.skip("redis-server is not installed (apt-get install redis-server)", allow_module_level=True)
+pytestmark = pytest.mark.needs_redis
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -167,14 +166,13 @@ CONFIG = ["--launch.kind=ray", "--stream.kind=redis", "--weights.kind=collective
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    if shutil.which("redis-server") is None:
-        pytest.skip("redis-server is not installed (apt-get install redis-server)")
     from pipelinerl.stream.redis_server import start_server
 
     with start_server(tmp_path_factory.mktemp("redis")) as server:
         yield server.url
 
 
+@pytest.mark.needs_redis
 @pytest.mark.parametrize("killed", [False, True])
 def test_streams_move_and_late_processes_do_not_find_them(
     url: str, run: RunDirectory, killed: bool, monkeypatch: pytest.MonkeyPatch

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -158,9 +157,9 @@ def test_tensorboard_gets_curves_texts_and_samples(tmp_path: Path) -> None:
     assert texts["samples/held_out"].splitlines()[-1] == "| 3 | 1\\|1 | two<br>lines | 0.5 | 0 |"
 
 
-def test_what_is_not_there_is_refused_before_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(MissingDependencyError, match=r"pipelinerl\[wandb\]"):
+def test_what_is_not_there_is_refused_before_the_start(tmp_path: Path, not_installed: Callable[[str], None]) -> None:
+    not_installed("wandb")
+    with pytest.raises(MissingDependencyError, match=r"metrics.trackers: .*pip install 'wandb>="):
         check_followers(MetricsConfig(trackers=("wandb",)))
     file = tmp_path / "mine.py"
     file.write_text("def note(record): ...\n")

@@ -267,7 +267,7 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 MakeRun = Callable[..., Run]
 
 
-@pytest.fixture(params=["local", "redis"])
+@pytest.fixture(params=["local", pytest.param("redis", marks=pytest.mark.needs_redis)])
 def make_run(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MakeRun]:
     """Makes a run with the record in a database or in Redis."""
     with ExitStack() as stack:
@@ -393,6 +393,7 @@ def test_what_the_stream_dropped_for_the_dead_is_counted(run: Run) -> None:
     assert run.admissions[0].read().handed_over == K
 
 
+@pytest.mark.needs_redis
 def test_what_the_dead_had_chosen_to_drop_is_dropped_by_the_next_process(redis_url: str, tmp_path: Path) -> None:
     """In Redis, it was taken from the stream and the group that was to replace it was not written."""
     with closing(RedisRun(redis_url, tmp_path / "r")) as run:
@@ -411,6 +412,7 @@ def test_what_the_dead_had_chosen_to_drop_is_dropped_by_the_next_process(redis_u
         assert run.ended.rollouts_dropped == {"lost_in_crash": K, "stream_full": K}
 
 
+@pytest.mark.needs_redis
 @pytest.mark.parametrize("seed", range(8))
 def test_lost_answers_of_redis_take_nothing_back_twice(redis_url: str, tmp_path: Path, seed: int) -> None:
     """Every second request is lost on its way, or its answer is."""

@@ -73,9 +73,9 @@ def test_an_agent_of_another_version_refuses(tmp_path: Path) -> None:
     assert refusal in Agent().open(b'{"version": "0.0.1"}')
 
 
+@pytest.mark.needs_ray
 def test_how_an_earlier_process_ended_says_nothing_of_the_next_one_of_its_role() -> None:
     """The launcher may get an answer about the earlier one after it has started the next."""
-    pytest.importorskip("ray", reason="needs Ray: pip install 'pipelinerl[ray]'")
     from pipelinerl.launch.hosts.ray import RemoteWorker, Seat
 
     seat = Seat(Machine("m1", "10.0.0.1", 1, 0), None, ["generation"])

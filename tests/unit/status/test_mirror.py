@@ -17,6 +17,7 @@ from pipelinerl.status.watchdog import Watchdog, describe
 from pipelinerl.types import ActorProgress, StageStatus, TrainerProgress
 from tests.unit.stream.streams import redis_for_tests
 
+pytestmark = pytest.mark.needs_redis
 NAMES = (f"run-{number}-" for number in itertools.count())
 
 

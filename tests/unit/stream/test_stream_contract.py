@@ -48,7 +48,7 @@ def places(request: pytest.FixtureRequest, folders: pytest.TempPathFactory) -> N
     return lambda: RedisPlace(url, f"tests/{secrets.token_hex(4)}")
 
 
-@pytest.fixture(scope="module", params=["memory", "files", "redis"])
+@pytest.fixture(scope="module", params=["memory", "files", pytest.param("redis", marks=pytest.mark.needs_redis)])
 def new_place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> NewPlace:
     return places(request, tmp_path_factory)
 
@@ -58,7 +58,7 @@ def place(new_place: NewPlace) -> Place:
     return new_place()
 
 
-@pytest.fixture(params=["files", "redis"])
+@pytest.fixture(params=["files", pytest.param("redis", marks=pytest.mark.needs_redis)])
 def lasting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Place:
     """A stream that outlives the processes at its ends."""
     return places(request, tmp_path_factory)()

@@ -5,7 +5,6 @@ What streams of all kinds do is in `test_stream_contract`.
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import os
 import signal
@@ -25,7 +24,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelinerl.errors import ConfigError, MissingDependencyError, StreamError
+from pipelinerl.errors import ConfigError, StreamError
 from pipelinerl.interfaces import StreamStats
 from pipelinerl.stream.file_reader import FileStreamReader
 from pipelinerl.stream.files import FileStore, FileStreamWriter
@@ -41,6 +40,7 @@ from pipelinerl.stream.redis import (  # noqa: E402
 )
 from pipelinerl.stream.redis_server import start_server  # noqa: E402
 
+pytestmark = pytest.mark.needs_redis
 NAMES = (f"tests/{n}" for n in itertools.count())
 LOST = "it is not in Redis any more as this process left it"
 
@@ -319,23 +319,6 @@ def test_what_is_dealt_with_takes_no_memory(url: str, name: str) -> None:
 # Wrong settings, one line each
 
 
-@pytest.mark.parametrize(
-    ("wrong", "kind", "complaint"),
-    [
-        ("http://127.0.0.1:6379", ConfigError, r"stream\.url http://127.* schemes"),
-        ("redis://127.0.0.1:many", ConfigError, r"stream\.url redis://127.*Port"),
-        ("redis://127.0.0.1/0?colour=red", ConfigError, r"stream\.url redis://127.*colour"),
-        ("redis://:secret@127.0.0.1:1/0", StreamError, r"redis://\*\*\*@127\.0\.0\.1:1/0: no connection.*refused"),
-        ("unix:///nowhere/redis.sock?password=secret", StreamError, r"password=\*\*\*: no connection.*No such file"),
-    ],
-)
-def test_wrong_urls(wrong: str, kind: type[Exception], complaint: str) -> None:
-    with pytest.raises(kind, match=complaint) as error:
-        RedisStreamReader(wrong, "s", Item, patience_s=0.1)
-    assert "\n" not in str(error.value)
-    assert "secret" not in str(error.value)
-
-
 def test_a_wrong_password(tmp_path: Path) -> None:
     with redis_for_tests(tmp_path) as server:
         with redis.Redis.from_url(server.url) as administrator:
@@ -377,19 +360,6 @@ def test_users_with_few_rights(url: str, name: str) -> None:
     assert later.read(1) == [(0, items(0)[0])]
     with pytest.raises(StreamError, match=r"Redis refuses: .* no permissions"):
         RedisStreamReader(f"{url}?username=none&password=word", name, Item)
-
-
-def test_a_missing_package_is_named() -> None:
-    modules = ("pipelinerl.stream.redis", "pipelinerl.redis_connection")
-    loaded = {name: sys.modules.pop(name) for name in modules}
-    try:
-        with (
-            mock.patch.dict(sys.modules, {"redis": None}),
-            pytest.raises(MissingDependencyError, match=r"pip install 'pipelinerl\[redis\]'"),
-        ):
-            importlib.import_module(modules[0])
-    finally:
-        sys.modules.update(loaded)
 
 
 # Going back to a checkpoint
@@ -463,15 +433,7 @@ def test_looking_takes_nothing(url: str, name: str) -> None:
 # The server of a run
 
 
-def test_a_missing_server_is_named(tmp_path: Path) -> None:
-    with (
-        pytest.raises(MissingDependencyError, match="no-such-server is not installed: apt-get install redis-server"),
-        start_server(tmp_path, program="no-such-server"),
-    ):
-        pass
-
-
-def test_a_server_that_does_not_start_is_named_with_the_end_of_its_log(tmp_path: Path) -> None:
+def test_redis_names_what_is_in_the_way_of_its_data(tmp_path: Path) -> None:
     (tmp_path / "appendonlydir").write_text("in the way")
     with (
         pytest.raises(StreamError, match=r"redis-server did not start: .* status 1; its log, .*, ends with: .*append"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import logging
 import re
@@ -20,7 +19,8 @@ from pipelinerl.environments.questions import FormatReward, QuestionOptions, Que
 from pipelinerl.environments.single_turn import JudgedTurn, Judgement
 from pipelinerl.environments.user.code import finite_number, try_out
 from pipelinerl.environments.user.pool import CALL_ENDED, FunctionPool, Limits
-from pipelinerl.errors import EnvironmentSetupError, MissingDependencyError, RolloutError
+from pipelinerl.errors import EnvironmentSetupError, RolloutError
+from pipelinerl.extras import require
 from pipelinerl.interfaces import Tokenizer
 from pipelinerl.types import Problem, Turn
 
@@ -188,8 +188,7 @@ def make_tasks(name: str, arguments: Mapping[str, Any], seed: int) -> Any:
 
     Raises MissingDependencyError without the package, EnvironmentSetupError for an unknown task or wrong arguments.
     """
-    if importlib.util.find_spec("reasoning_gym") is None:
-        raise MissingDependencyError("reasoning-gym is not installed: pip install 'pipelinerl[reasoning-gym]'")
+    require("reasoning-gym", "environment.kind reasoning_gym")
     from reasoning_gym.factory import DATASETS, create_dataset  # noqa: PLC0415 - takes a second, and is an extra
 
     if name not in DATASETS:

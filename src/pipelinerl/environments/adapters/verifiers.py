@@ -6,7 +6,6 @@ seconds, so it is imported when an environment is built.
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import msgspec
@@ -14,7 +13,8 @@ import msgspec
 from pipelinerl.environments.data import ProblemSet, split, without
 from pipelinerl.environments.options import FunctionName, Options, Share
 from pipelinerl.environments.prompts import check_template_options, has_chat_template
-from pipelinerl.errors import EnvironmentSetupError, MissingDependencyError
+from pipelinerl.errors import EnvironmentSetupError
+from pipelinerl.extras import require
 from pipelinerl.interfaces import GenerationClient, Tokenizer
 from pipelinerl.types import Problem, Rollout
 
@@ -56,8 +56,7 @@ class Verifiers(ProblemSet):
     def __init__(self, tokenizer: Tokenizer, seed: int, **args: Any) -> None:
         """Raises MissingDependencyError, and EnvironmentSetupError if the environment can't be loaded or trained on."""
         options = VerifiersOptions.read(args)
-        if importlib.util.find_spec("verifiers") is None:
-            raise MissingDependencyError("verifiers is not installed: pip install 'pipelinerl[verifiers]'")
+        require("verifiers", "environment.kind verifiers")
         # Imported here because verifiers takes seconds to import and is an optional dependency.
         from pipelinerl.environments.adapters.verifiers_rollouts import Player, load_environment  # noqa: PLC0415
 

@@ -16,7 +16,7 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from pipelinerl.environments.user.pool import CALL_ENDED, FunctionPool, Limits
-from pipelinerl.errors import MissingDependencyError
+from pipelinerl.extras import require
 
 CACHED_VERDICTS = 4096
 MAX_ANSWER = 300
@@ -62,11 +62,9 @@ class Judge:
 
     def __init__(self, name: str, *, timeout_s: float, processes: int) -> None:
         """Raises MissingDependencyError without `math-verify`, unless `name` is `numbers`."""
-        if name == "math-verify" and importlib.util.find_spec("math_verify") is None:
-            raise MissingDependencyError(
-                "math-verify is not installed: pip install 'pipelinerl[math]', or, if all answers are numbers, set "
-                "environment.args.judge to `numbers`"
-            )
+        if name == "math-verify":
+            hint = "; or, if all answers are numbers, set environment.args.judge to `numbers`"
+            require("math", "the judge math-verify", hint)
         self.numbers_only = name == "numbers"
         # `verify` is registered so that a process imports math-verify when it starts: a call has no time for it.
         functions = {"judge": f"{__name__}:same_value", "verify": "math_verify:verify"}

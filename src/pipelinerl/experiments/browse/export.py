@@ -15,10 +15,11 @@ from typing import Any
 import msgspec
 
 from pipelinerl.config.schema import RunConfig
-from pipelinerl.errors import MissingDependencyError, RunDirectoryError, UserError
+from pipelinerl.errors import RunDirectoryError, UserError
 from pipelinerl.experiments.browse.groups import Query
 from pipelinerl.experiments.browse.records import Damaged, RunRollouts
 from pipelinerl.experiments.browse.tokens import TokenText, load_token_text
+from pipelinerl.extras import require
 from pipelinerl.types import Group, Rollout
 
 _BATCH_ROWS = 1024
@@ -159,10 +160,9 @@ def _jsonl(path: Path) -> Iterator[Write]:
 
 @contextmanager
 def _parquet(path: Path) -> Iterator[Write]:
-    try:  # imported by name because pyarrow has no type hints
-        arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
-    except ImportError as error:
-        raise MissingDependencyError("Parquet needs pyarrow: pip install 'pipelinerl[parquet]', or export .jsonl") from error
+    require("parquet", "writing Parquet", "; or export .jsonl")
+    # imported by name because pyarrow has no type hints
+    arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
     fields = [
         arrow.field(name, getattr(arrow, _ARROW_TYPES[kind.removesuffix(" | None")])(), nullable=kind.endswith("None"))
         for name, kind in Row.__annotations__.items()

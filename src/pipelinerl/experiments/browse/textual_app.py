@@ -17,24 +17,18 @@ from typing import ClassVar
 
 from rich.console import RenderableType
 from rich.text import Text
+from textual import work
+from textual.app import App, ComposeResult
+from textual.binding import Binding
+from textual.containers import VerticalScroll
+from textual.widgets import Footer, Input, Static
+from textual.worker import Worker, WorkerState
 
-from pipelinerl.errors import MissingDependencyError, PipelineRLError, RunDirectoryError, UserError
+from pipelinerl.errors import PipelineRLError, RunDirectoryError, UserError
 from pipelinerl.experiments.browse.groups import HELP, Query, attempts_table, groups_table, parse
 from pipelinerl.experiments.browse.records import Attempts, Browsed, Damaged, one_line
 from pipelinerl.experiments.browse.tokens import MODES, ColourBy, TokenText, colouring_of, rollout_facts, rollout_text
 from pipelinerl.types import Rollout
-
-try:
-    from textual import work
-    from textual.app import App, ComposeResult
-    from textual.binding import Binding
-    from textual.containers import VerticalScroll
-    from textual.widgets import Footer, Input, Static
-    from textual.worker import Worker, WorkerState
-except ImportError as error:
-    raise MissingDependencyError(
-        "browsing in a terminal needs textual: pip install 'pipelinerl[browse]'; --plain and --export work without it"
-    ) from error
 
 POLL_S = 0.5
 """How often the files are checked for more."""

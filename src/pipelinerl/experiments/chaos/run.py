@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,6 +26,7 @@ from pipelinerl.experiments.chaos.faults import NotInjectedError, Proxy, Undo, i
 from pipelinerl.experiments.chaos.invariants import check
 from pipelinerl.experiments.chaos.plan import KINDS, LAUNCHER, LAYOUTS, SMALL, STEPS_PER_FAULT, Fault, Kind, plan_faults
 from pipelinerl.experiments.chaos.results import Injected, Result
+from pipelinerl.extras import require
 from pipelinerl.launch.run_directory import ORPHAN_PATIENCE_S, RunDirectory
 from pipelinerl.ports import free_port
 from pipelinerl.stream.redis_server import start_server
@@ -173,8 +173,7 @@ class _Server:
 @contextmanager
 def _cluster(run_dir: Path) -> Iterator[str]:
     """A Ray cluster of this machine, and its address. Raises UserError."""
-    if find_spec("ray") is None:
-        raise UserError("the layout ray needs ray: pip install 'pipelinerl[ray]'")
+    require("ray", "the layout ray")
     address = f"127.0.0.1:{free_port('127.0.0.1')}"
     with tempfile.TemporaryDirectory(prefix="ray-") as folder:  # a short path: Ray makes sockets there
         flags = [

@@ -29,7 +29,6 @@ from pipelinerl import __version__, errors
 from pipelinerl.checkpoint_folders import files_in
 from pipelinerl.config.schema import LaunchConfig, RunConfig
 from pipelinerl.errors import (
-    MissingDependencyError,
     PipelineRLError,
     RankLostError,
     RunDirectoryError,
@@ -37,6 +36,7 @@ from pipelinerl.errors import (
     StreamError,
     UserError,
 )
+from pipelinerl.extras import require
 from pipelinerl.files import write_atomically
 from pipelinerl.interfaces import Board
 from pipelinerl.launch.away import ReadyFiles
@@ -54,14 +54,10 @@ from pipelinerl.redis_connection import RedisConnection
 from pipelinerl.status.mirror import Heartbeats, RedisBoard
 from pipelinerl.types import StageStatus
 
-try:
-    import ray
-    from ray import exceptions
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-except ImportError as error:
-    raise MissingDependencyError(
-        "launch.kind ray needs Ray, which is not installed: pip install 'pipelinerl[ray]'"
-    ) from error
+require("ray", "launch.kind ray")  # before the import, which fails without
+import ray  # noqa: E402
+from ray import exceptions  # noqa: E402
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # noqa: E402
 
 if TYPE_CHECKING:
     from pipelinerl.launch.hosts.host import Worker

@@ -22,7 +22,8 @@ from urllib.parse import urlsplit
 import msgspec
 
 from pipelinerl.config.schema import EngineConfig, ModelConfig, RunConfig
-from pipelinerl.errors import MissingDependencyError, StalledError, UserError, WeightUpdateError
+from pipelinerl.errors import StalledError, UserError, WeightUpdateError
+from pipelinerl.extras import require
 from pipelinerl.files import write_atomically
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.launch.roles import server_roles
@@ -68,12 +69,9 @@ def _serve_engine(session: Session, role: str) -> None:
     """Run our own server until it is told to stop. Raises MissingDependencyError and the errors of loading the model."""
     from pipelinerl.serving.server.options import SHARED_MEMORY, Address, ServeOptions  # noqa: PLC0415 - only servers need it
 
-    try:
-        from pipelinerl.serving.server.run import serve  # noqa: PLC0415 - needs an extra
-    except ModuleNotFoundError as error:
-        raise MissingDependencyError(
-            f"engine servers need {error.name}, which is not installed: pip install 'pipelinerl[serve]'"
-        ) from error
+    require("serve", "engine servers")
+    from pipelinerl.serving.server.run import serve  # noqa: PLC0415 - needs an extra
+
     config, engine = session.config, session.config.engine
     serve(
         ServeOptions(

@@ -17,7 +17,8 @@ from pipelinerl.environments.options import AtLeastOne, Files, FunctionName, Inn
 from pipelinerl.environments.prompts import check_template_options
 from pipelinerl.environments.registry import make_inner
 from pipelinerl.environments.user.code import describe, find_function, finite_number
-from pipelinerl.errors import EnvironmentSetupError, MissingDependencyError, RolloutError
+from pipelinerl.errors import EnvironmentSetupError, RolloutError
+from pipelinerl.extras import require
 from pipelinerl.interfaces import Environment, GenerationClient, Tokenizer
 from pipelinerl.types import Problem, Rollout
 
@@ -95,10 +96,9 @@ class Agent:
 
 
 def _gateway() -> Gateway:
-    try:
-        from pipelinerl.serving.agents.gateway import Gateway  # noqa: PLC0415 - needs an extra
-    except ModuleNotFoundError as error:
-        raise MissingDependencyError(f"agents need {error.name}: pip install 'pipelinerl[serve]'") from error
+    require("serve", "environment.kind agent")
+    from pipelinerl.serving.agents.gateway import Gateway  # noqa: PLC0415 - needs an extra
+
     return Gateway()
 
 

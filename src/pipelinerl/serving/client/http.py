@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from pipelinerl.errors import INVALID_DATA, MissingDependencyError, UserError
+from pipelinerl.errors import INVALID_DATA, UserError
+from pipelinerl.extras import require
 from pipelinerl.serving.client.errors import ServerBusyError, ServerError, ServerUnreachableError
 from pipelinerl.serving.wire import ErrorBody
 
@@ -159,10 +160,9 @@ class HttpClient:
 
 
 def _library() -> Any:
-    try:
-        import httpx2  # noqa: PLC0415 - an optional dependency
-    except ImportError as error:
-        raise MissingDependencyError("engines over HTTP need httpx2; pip install 'pipelinerl[http]'") from error
+    require("http", "engines over HTTP")
+    import httpx2  # noqa: PLC0415 - an optional dependency
+
     return httpx2
 
 

@@ -21,7 +21,8 @@ from pipelinerl.environments.chat.messages import (
     with_description,
 )
 from pipelinerl.environments.prompts import encode_prompt
-from pipelinerl.errors import PromptTooLongError, RequestError
+from pipelinerl.errors import MissingDependencyError, PromptTooLongError, RequestError
+from pipelinerl.extras import require
 from pipelinerl.interfaces import Tokenizer
 from pipelinerl.models.loading import load_model, load_tokenizer, slot_length, stop_token_ids
 from pipelinerl.models.state import checksum, named_weights
@@ -202,10 +203,11 @@ class Service:
     def grammars(self, key: str) -> Grammars:
         """For constrained answers; `key` asks for one. Takes a second at the first call. Raises RequestError."""
         try:
-            from pipelinerl.serving.server.openai.llguidance import Grammars  # noqa: PLC0415 - needs an extra
-        except ModuleNotFoundError as error:
-            missing = f"{key}: this server can't do this without {error.name}: pip install 'pipelinerl[structured]'"
-            raise RequestError(missing) from error
+            require("structured", f"{key} on this server")
+        except MissingDependencyError as error:
+            raise RequestError(str(error)) from error
+        from pipelinerl.serving.server.openai.llguidance import Grammars  # noqa: PLC0415 - needs an extra
+
         with self._grammars_lock:
             if self._grammars is None:
                 loaded = self.loaded

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -351,14 +352,16 @@ def test_the_command_prints_a_table_without_a_terminal(tmp_path: Path, capsys: p
 
 
 def test_only_the_terminal_needs_textual(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    not_installed: Callable[[str], None],
 ) -> None:
     folder = run_directory(tmp_path)
-    monkeypatch.setitem(sys.modules, "textual", None)
-    monkeypatch.delitem(sys.modules, "pipelinerl.experiments.browse.textual_app", raising=False)
+    not_installed("textual")
     for stream in (sys.stdin, sys.stdout):
         monkeypatch.setattr(stream, "isatty", lambda: True)
-    with pytest.raises(MissingDependencyError, match=r"pip install 'pipelinerl\[browse\]'"):
+    with pytest.raises(MissingDependencyError, match="pip install 'textual>="):
         command(str(folder))
     assert command(str(folder), "--plain") == 0
     assert command(str(folder), "--export", str(tmp_path / "x.jsonl")) == 0
@@ -433,9 +436,9 @@ def test_parquet_has_the_same_rows(tmp_path: Path) -> None:
     assert str(table.schema.field("lag_max").type) == "int64"
 
 
-def test_parquet_without_pyarrow_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(MissingDependencyError, match=r"pipelinerl\[parquet\]"):
+def test_parquet_without_pyarrow_names_the_extra(tmp_path: Path, not_installed: Callable[[str], None]) -> None:
+    not_installed("pyarrow")
+    with pytest.raises(MissingDependencyError, match="pip install 'pyarrow>="):
         exported(run_directory(tmp_path / "run"), tmp_path / "x.parquet")
 
 

@@ -13,8 +13,8 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import httpx2
 import pytest
@@ -131,7 +131,7 @@ def test_what_can_not_be_watched_is_one_line(tmp_path: Path, run: Path, capsys: 
 
 
 def test_train_with_a_page_that_can_not_be_is_refused_before_the_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], not_installed: Callable[[str], None]
 ) -> None:
     root = tmp_path / "run"
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -140,8 +140,7 @@ def test_train_with_a_page_that_can_not_be_is_refused_before_the_run(
     assert f"can't listen on 127.0.0.1:{port}" in capsys.readouterr().err
     assert main(["train", "--watch-port", port]) == 2
     assert "--watch-port needs --watch" in capsys.readouterr().err
-    find: Any = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "uvicorn" else find(name, *rest))
+    not_installed("uvicorn")
     assert main(["train", "--watch", "--run_dir", str(root)]) == 2
-    assert "pip install 'pipelinerl[serve]'" in capsys.readouterr().err
+    assert "pip install 'uvicorn>=" in capsys.readouterr().err
     assert not root.exists()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -381,12 +380,11 @@ async def test_an_answer_that_gets_stuck_is_an_error_of_its_request_alone(tmp_pa
 
 @in_event_loop
 async def test_without_the_extra_constrained_answers_are_refused_by_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, not_installed: Callable[[str], None]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "llguidance", None)
-    monkeypatch.delitem(sys.modules, "pipelinerl.serving.server.openai.llguidance", raising=False)
+    not_installed("llguidance")
     async with official(tmp_path) as (client, _, _):
         for wants in ({"response_format": {"type": "json_object"}}, {"tools": TOOLS, "tool_choice": "required"}):
-            with pytest.raises(openai.BadRequestError, match=r"pip install 'pipelinerl\[structured\]'"):
+            with pytest.raises(openai.BadRequestError, match="pip install 'llguidance>="):
                 await client.chat.completions.create(**CHAT | wants)
         assert (await client.completions.create(**PLAIN)).choices

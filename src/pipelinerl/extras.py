@@ -1,0 +1,73 @@
+"""The optional dependencies: what an extra of this package needs, what is missing, and the command that installs it."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipelinerl.errors import MissingDependencyError
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
+
+_OTHER = {"all", "ui", "dev", "docs", "pages"}
+"""Extras that combine others, and those of people who work on this package."""
+
+
+def require(extra: str, what: str, hint: str = "") -> None:
+    """Raise MissingDependencyError if a package of the extra, which `what` needs, is missing or has another version.
+
+    The message has the command that installs what is needed, and then `hint`.
+    """
+    if missing := {one: why for one in requirements(extra) if (why := problem(one))}:
+        raise MissingDependencyError(f"{what}: {', '.join(missing.values())}: {install_command(list(missing))}{hint}")
+
+
+def requirements(extra: str = "") -> list[Requirement]:
+    """In this package's metadata; without `extra`, what it always needs. Empty for sources that are not installed."""
+    from packaging.requirements import Requirement  # noqa: PLC0415 - most processes ask for no extra
+
+    try:
+        needed = [Requirement(text) for text in metadata.requires("pipelinerl") or []]
+    except metadata.PackageNotFoundError:
+        return []
+    own = [one for one in needed if str(one.marker or "").partition("extra == ")[2].strip("\"'") == extra]
+    nested = [requirements(name) for one in own for name in sorted(one.extras) if one.name == "pipelinerl"]
+    return [one for one in own if one.name != "pipelinerl"] + [one for part in nested for one in part]
+
+
+def names() -> list[str]:
+    """The extras that have packages for users of this one."""
+    return [name for name in metadata.metadata("pipelinerl").get_all("Provides-Extra", []) if name not in _OTHER]
+
+
+def problem(requirement: Requirement) -> str | None:
+    """Why a requirement is not met, in words; None if it is."""
+    found = version(requirement.name)
+    if found is None:
+        return f"{requirement.name} is not installed"
+    if requirement.specifier.contains(found, prereleases=True):
+        return None
+    return f"{requirement.name} {found} is installed, and this needs {requirement.specifier}"
+
+
+def version(package: str) -> str | None:
+    """The installed version."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def install_command(needed: list[Requirement]) -> str:
+    """For the environment of this process, however this package was installed: it names the packages themselves."""
+    names = " ".join(f"'{one.name}{one.specifier}'" for one in needed)
+    if (pip := shutil.which("pip")) and Path(pip).parent == Path(sys.executable).parent:
+        return f"pip install {names}"
+    if importlib.util.find_spec("pip"):
+        return f"{sys.executable} -m pip install {names}"
+    return f"uv pip install {names} --python {sys.executable}"

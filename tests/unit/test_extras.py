@@ -1,0 +1,91 @@
+"""What an optional dependency lacks is said in one way, and its versions are those of pyproject.toml."""
+
+from __future__ import annotations
+
+import re
+import sys
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from pipelinerl import extras
+from pipelinerl.errors import MissingDependencyError
+from pipelinerl.experiments.doctor import packages, shown
+
+ROOT = Path(__file__).parents[2]
+EXTRAS: dict[str, list[str]] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+REQUIRES = [
+    "torch>=2",
+    'starlette>=1.0; extra == "serve"',
+    'uvicorn>=0.40; extra == "serve"',
+    'verifiers<0.4,>=0.3.1; extra == "verifiers"',
+    'pipelinerl[serve]; extra == "ui"',
+    'textual>=8; extra == "ui"',
+    'hypothesis; extra == "dev"',
+]
+INSTALLED = {"torch": "2.13.0+cpu", "uvicorn": "0.41", "verifiers": "0.4.0", "starlette": "1.3"}
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """The installed versions, to be changed; this package requires `REQUIRES`."""
+    versions = dict(INSTALLED)
+    monkeypatch.setattr(extras, "version", versions.get)
+    monkeypatch.setattr(metadata, "requires", lambda _: REQUIRES)
+    names = list(dict.fromkeys(re.findall('extra == "(.*)"', "\n".join(REQUIRES))))
+    monkeypatch.setattr(extras, "names", lambda: [name for name in names if name not in extras._OTHER])
+    return versions
+
+
+def test_what_is_missing_is_named_with_a_command_for_this_environment(
+    installed: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extras.require("serve", "serving")
+    del installed["starlette"]
+    monkeypatch.setattr("shutil.which", lambda _: str(Path(sys.executable).with_name("pip")))
+    with pytest.raises(MissingDependencyError) as error:
+        extras.require("serve", "serving", "; or do without")
+    assert str(error.value) == "serving: starlette is not installed: pip install 'starlette>=1.0'; or do without"
+    del installed["uvicorn"]
+    with pytest.raises(MissingDependencyError, match=r"pip install 'textual>=8' 'starlette>=1.0' 'uvicorn>=0.40'"):
+        extras.require("ui", "the interface")
+    monkeypatch.setattr("shutil.which", lambda _: "/elsewhere/pip")
+    with pytest.raises(MissingDependencyError, match=re.escape(f": {sys.executable} -m pip install 'starlette>=1.0' ")):
+        extras.require("serve", "serving")
+
+
+def test_a_version_that_does_not_fit_is_named(installed: dict[str, str]) -> None:
+    with pytest.raises(MissingDependencyError, match=r"verifiers 0.4.0 is installed, and this needs <0.4,>=0.3.1: .*pip"):
+        extras.require("verifiers", "environment.kind verifiers")
+    installed["verifiers"] = "0.3.9"
+    extras.require("verifiers", "environment.kind verifiers")
+
+
+def test_sources_that_are_not_installed_require_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(_: str) -> list[str]:
+        raise metadata.PackageNotFoundError
+
+    monkeypatch.setattr(metadata, "requires", absent)
+    extras.require("serve", "serving")
+
+
+def test_the_doctor_has_a_line_for_each_wrong_version_and_one_for_all_missing_extras(installed: dict[str, str]) -> None:
+    found = {one.what: one for one in packages()}
+    assert "0.4.0 is installed" in found["extra verifiers"].found
+    assert found["extra verifiers"].level == "WRONG"
+    assert found["extras"].found == "serve"
+    del installed["starlette"], installed["verifiers"]
+    installed["torch"] = "1.0"
+    found = {one.what: one for one in packages()}
+    assert found["other extras"].found == "not installed: serve, verifiers"
+    assert (found["torch"].level, "packages" in found, "extras" in found) == ("WRONG", False, False)
+    assert shown([found["torch"], found["other extras"]]).endswith("1 thing wrong: torch\n")
+
+
+def test_all_has_every_extra_for_users() -> None:
+    (everything,) = EXTRAS["all"]
+    named = set(re.findall(r"[\w-]+", everything)) - {"pipelinerl"}
+    assert named == set(EXTRAS) - extras._OTHER
+    assert EXTRAS["ui"] == ["pipelinerl[serve,browse,pandas]"]
