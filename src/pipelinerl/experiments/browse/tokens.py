@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from rich.text import Text
 
 from pipelinerl.config.schema import ModelConfig, RunConfig
+from pipelinerl.environments.prompts import TextStream
 from pipelinerl.errors import ModelLoadError, UserError
 from pipelinerl.experiments.browse.groups import lag_text
 from pipelinerl.experiments.browse.records import Trained, one_line
-from pipelinerl.serving.server.text import TextStream
 from pipelinerl.status.view import printable
 from pipelinerl.types import Rollout, Turn, VersionSpan, versions_from_spans
 

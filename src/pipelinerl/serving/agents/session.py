@@ -11,11 +11,12 @@ from typing import Any, cast
 import msgspec
 
 from pipelinerl.environments.chat.conversation import Answer, Conversation, Prompt
+from pipelinerl.environments.prompts import TextStream
 from pipelinerl.errors import RequestError, RolloutError
 from pipelinerl.interfaces import GenerationClient
 from pipelinerl.serving.server.http import RefusedError, retrieve
 from pipelinerl.serving.server.openai.bodies import ChatBody, CompletionBody, ResponseFormat, check_stops
-from pipelinerl.serving.server.text import StopStrings, TextStream
+from pipelinerl.serving.server.text import StopStrings
 from pipelinerl.types import Completion, SamplingParams, TokenEvent
 
 # ---- requests of agents; the run file sets the sampling parameters, so requests that would change them are refused

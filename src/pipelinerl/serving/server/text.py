@@ -1,4 +1,4 @@
-"""Text that grows: incremental detokenization, stop strings, and tool calls."""
+"""Text that grows: stop strings, and tool calls. `TextStream` makes it from tokens."""
 
 from __future__ import annotations
 
@@ -7,44 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pipelinerl.environments.chat.messages import answer_message, parse_tool_calls
-from pipelinerl.environments.prompts import text_decoder
-from pipelinerl.interfaces import Tokenizer
-
-PART = "\ufffd"
-"""The replacement character: what decoding gives for part of a character."""
-
-
-class TextStream:
-    """Decodes a growing sequence of tokens in pieces. The concatenated pieces are the text of the whole sequence.
-
-    Some tokens are parts of a character, and some decode differently after another token. So the tokens of the last piece
-    are decoded again with the new ones, and a piece is held back until its last character is complete. `special`: see
-    `text_decoder`.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, *, special: bool = False) -> None:
-        self._decode = text_decoder(tokenizer, special=special)
-        self._ids: list[int] = []
-        self._start = self._read = 0  # first token to decode again as context; number of tokens whose text was returned
-
-    def feed(self, token_ids: Sequence[int]) -> str:
-        """Add tokens; return the text that became final."""
-        self._ids += token_ids
-        text = self._new_text()
-        if text.endswith(PART):
-            return ""
-        self._start, self._read = self._read, len(self._ids)
-        return text
-
-    def rest(self) -> str:
-        """The remaining text at the end, including incomplete characters."""
-        text = self._new_text()
-        self._start = self._read = len(self._ids)
-        return text
-
-    def _new_text(self) -> str:
-        known = self._decode(self._ids[self._start : self._read])
-        return self._decode(self._ids[self._start :])[len(known) :]
 
 
 class StopStrings:

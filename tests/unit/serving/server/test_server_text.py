@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from pipelinerl.environments.chat.messages import parse_tool_calls
-from pipelinerl.serving.server.text import StopStrings, TextStream, ToolCallStream
+from pipelinerl.environments.prompts import MOST_HELD, PART, TextStream, text_decoder
+from pipelinerl.serving.server.text import StopStrings, ToolCallStream
 from tests.unit.server_parts import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
@@ -39,6 +45,48 @@ def test_a_torn_character_at_the_end_is_shown_as_decoding_shows_it() -> None:
     assert [stream.feed([token]) for token in ids] == ["a", ""]
     assert stream.rest() == "\ufffd"
     assert stream.rest() == ""
+
+
+def byte_fallback_tokenizer() -> Any:
+    """Token 3 + i is byte i, as in tokenizers of SentencePiece; a run of these tokens is text only if all of it is."""
+    vocabulary = {"<pad>": 0, "<bos>": 1, "<eos>": 2} | {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
+    inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))
+    inner.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>")
+
+
+FALLBACK = byte_fallback_tokenizer()
+BYTES = bytes_to_unicode()
+
+
+@given(st.lists(st.sampled_from([*b"a \xc3\xa9\xe2\x82\xac\xff"]), max_size=60), st.integers(0, 1000))
+def test_streams_of_bytes_that_are_no_text_are_the_record(data: list[int], seed: int) -> None:
+    for tokenizer, ids in (
+        (FALLBACK, [3 + byte for byte in data]),
+        (TOKENIZER, [TOKENIZER.convert_tokens_to_ids(BYTES[byte]) for byte in data]),
+    ):
+        stream = TextStream(tokenizer)
+        pieces = [stream.feed(ids[start:end]) for start, end in pairwise(cuts(len(ids), seed))]
+        assert "".join(pieces) + stream.rest() == text_decoder(tokenizer)(ids)
+    assert text_decoder(TOKENIZER)(ids) == bytes(data).decode(errors="replace")
+
+
+def test_a_valid_character_before_a_bad_byte_is_kept() -> None:
+    assert text_decoder(FALLBACK)([3 + byte for byte in "é".encode() + b"\xff"]) == "é" + PART
+
+
+@pytest.mark.parametrize("byte", [0x80, 0xE2, 0xFF])
+def test_a_stream_of_undecodable_tokens_is_read_in_linear_time(byte: int) -> None:
+    decoded: list[int] = []
+
+    def decode(ids: Sequence[int]) -> str:
+        decoded.append(len(ids))
+        return bytes(ids).decode(errors="replace")
+
+    stream = TextStream(TOKENIZER, decode=decode)
+    text = "".join(stream.feed([byte]) for _ in range(2000)) + stream.rest()
+    assert text == PART * 2000
+    assert max(decoded) <= 2 * MOST_HELD
 
 
 def test_special_tokens_are_no_text() -> None:

@@ -9,12 +9,13 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+from pipelinerl.environments.prompts import PART, TextStream
 from pipelinerl.errors import RequestError
 from pipelinerl.interfaces import Tokenizer
 from pipelinerl.serving.server.exchange import Exchange, Generation
 from pipelinerl.serving.server.extras import Extras, Likeliest
 from pipelinerl.serving.server.http import server_sent_event, unavailable
-from pipelinerl.serving.server.text import PART, StopStrings, TextStream
+from pipelinerl.serving.server.text import StopStrings
 from pipelinerl.serving.wire import ErrorBody
 from pipelinerl.types import TokenEvent, VersionSpan
 

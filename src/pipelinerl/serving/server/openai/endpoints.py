@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pipelinerl.environments.chat.messages import ParsedText, answer_message, parse_tool_calls
-from pipelinerl.environments.prompts import text_decoder
+from pipelinerl.environments.prompts import TextStream, text_decoder
 from pipelinerl.errors import RequestError
 from pipelinerl.serving.server.dialects import messages, responses
 from pipelinerl.serving.server.dialects.common import Translated
@@ -52,7 +52,7 @@ from pipelinerl.serving.server.openai.bodies import (
     read_body,
 )
 from pipelinerl.serving.server.service import Service, ServiceHolder
-from pipelinerl.serving.server.text import StopStrings, TextStream, ToolCallStream
+from pipelinerl.serving.server.text import StopStrings, ToolCallStream
 from pipelinerl.types import GenerationRequest, SamplingParams, TokenEvent, spans_from_versions
 
 _COMPLETION_TOKENS = 16
