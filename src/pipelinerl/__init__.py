@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 from pipelinerl.config.schema import RunConfig
 
 if TYPE_CHECKING:
-    from pipelinerl.api import Run, StartedRun, start, train
+    from pipelinerl.api import Run, StartedRun, StopRun, start, train
 
 __version__ = "0.1.0"
-__all__ = ["Run", "RunConfig", "StartedRun", "__version__", "load_config", "start", "train"]
+__all__ = ["Run", "RunConfig", "StartedRun", "StopRun", "__version__", "load_config", "start", "train"]
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] | Mapping[str, Any] = ()) -> RunConfig:

@@ -25,6 +25,7 @@ from pipelinerl.errors import (
     INVALID_DATA,
     PipelineRLError,
     RunDirectoryError,
+    StopRun,
     UserError,
 )
 from pipelinerl.extras import require
@@ -200,7 +201,8 @@ def train(
 ) -> Run:
     """Train, and return the run. See `start` for the arguments.
 
-    callbacks   a function, or several, called with every record in a thread of this process. Their errors do not end the run
+    callbacks   a function, or several, called with every record in a thread of this process. Their errors do not end the
+                run; `raise pipelinerl.StopRun("why")` ends it after the current step, as if that were its last one
     resume      the directory of a run to continue. What `config` sets is changed; all else stays as it was. Each change is
                 printed. A run file is refused, as on the command line
 
@@ -381,6 +383,8 @@ def _calling(callbacks: Sequence[Callback], run_dir: Path, *, new: bool) -> Iter
                 for number, callback in enumerate(callbacks):
                     try:
                         callback(record)
+                    except StopRun as why:
+                        print(RunDirectory(run_dir).request_stop(why), file=sys.stderr)
                     except Exception as error:  # noqa: BLE001 - user code may raise anything
                         if number not in failed:
                             failed.add(number)

@@ -122,3 +122,7 @@ class RunInterruptedError(PipelineRLError):
     """The user asked the run to stop; a checkpoint was written."""
 
     exit_status = 130
+
+
+class StopRun(Exception):  # noqa: N818 - a request, not an error
+    """A callback raises it to end the run after its current step: `raise StopRun("no gain in 5 evaluations")`."""

@@ -147,6 +147,22 @@ def test_a_started_run_raises_what_it_ends_with(tmp_path: Path) -> None:
         run.wait()
 
 
+def test_a_callback_ends_the_run_after_the_current_step_and_a_resume_goes_on(tmp_path: Path) -> None:
+    def enough(record: Record) -> None:
+        if isinstance(record, StepRecord):
+            raise pipelinerl.StopRun("enough")
+
+    config = {**SMALL, "run_dir": str(tmp_path / "run"), "evaluation.problems": 2}
+    config["trainer"] = {**SMALL["trainer"], "steps": 10000}
+    run = pipelinerl.train(config, environment="gcd", callbacks=enough)
+    assert (run.summary["status"], run.summary["stopped_by"]) == ("finished", "enough")
+    steps = run.summary["optimizer_steps"]
+    assert steps < 10000
+    assert [one.when for one in run.evaluations.itertuples()] == ["before", "after"]
+    resumed = pipelinerl.train({"trainer.steps": steps + 1}, resume=run.path)
+    assert (resumed.summary["optimizer_steps"], resumed.summary["stopped_by"]) == (steps + 1, None)
+
+
 EVERY_METHOD = f"""
 for run in (done, pipelinerl.train({SMALL!r}, environment="gcd")):
     assert run.path.is_dir() and run.config.trainer.steps and run.summary["status"] == "finished"

@@ -28,7 +28,7 @@ import msgspec
 from pipelinerl.child import ChildProcess, stop_all
 from pipelinerl.config.schema import MetricsConfig, RunConfig
 from pipelinerl.config.secrets import without_secrets
-from pipelinerl.errors import INVALID_DATA, EnvironmentSetupError
+from pipelinerl.errors import INVALID_DATA, EnvironmentSetupError, StopRun
 from pipelinerl.extras import require
 from pipelinerl.files import write_atomically
 from pipelinerl.launch.interrupts import counted_interrupts
@@ -138,16 +138,20 @@ Make = Callable[[str | None, Callable[[BaseException], None]], Tracker]
 
 
 class Callback:
-    """Calls the user's function with every record. `failed` is told of its errors."""
+    """Calls the user's function with every record. `failed` gets its errors, `stop` its requests to end the run."""
 
     id: str | None = None
 
-    def __init__(self, function: Callable[[Record], object], failed: Callable[[BaseException], None]) -> None:
-        self._function, self._failed = function, failed
+    def __init__(
+        self, function: Callable[[Record], object], failed: Callable[[BaseException], None], stop: Callable[[object], None]
+    ) -> None:
+        self._function, self._failed, self._stop = function, failed, stop
 
     def write(self, record: Record) -> None:
         try:
             self._function(record)
+        except StopRun as why:
+            self._stop(why)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything
             self._failed(error)
 
@@ -256,7 +260,7 @@ def follow_all(run: RunDirectory, stopping: threading.Event, say: Callable[[str]
     if (spec := config.metrics.callback) is not None:
         from pipelinerl.environments.user.code import find_function  # noqa: PLC0415 - few runs have one
 
-        makers[spec] = lambda _known, failed: Callback(find_function(spec), failed)
+        makers[spec] = lambda _known, failed: Callback(find_function(spec), failed, lambda why: say(run.request_stop(why)))
     followers = [Follower(name, make, run, notes, steps=config.trainer.steps, say=say) for name, make in makers.items()]
     threads = [threading.Thread(target=follower.follow, args=(stopping,), daemon=True) for follower in followers]
     for thread in threads:

@@ -184,6 +184,7 @@ def _write_start(session: Session, kept: Collection[str]) -> None:
         write_session(session)
         if not run.config.exists():
             keep_settings(session.config, run)
+        run.stop_request.unlink(missing_ok=True)
         running = {run.ready_file(role) for role in kept}
         for stale in {*run.control.glob("*.board"), *run.control.glob("*.ready.json")} - running:
             stale.unlink()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 ORPHAN_PATIENCE_S = 30.0
@@ -18,6 +19,7 @@ class RunDirectory:
     plan               the `StartPlan` of the current or latest session; only this package writes it
     scratch            the folder for what processes of one machine share by maps and locks; in `control`, unless the run
                        directory is shared by several machines
+    stop_request       why a callback ends the run after the step in progress
     current            the id of the session that may write here, if several machines share the directory (see `fence`)
     admission          the record that the generation processes of the session share (see `actor/admission.py`)
     """
@@ -40,9 +42,17 @@ class RunDirectory:
         self.control = root / "control"
         self.plan = self.control / "plan.json"
         self.settings = self.control / "config.json"
+        self.stop_request = self.control / "stop"
         self.current = root / ".session"
         self.scratch = scratch or self.control
         self.admission = self.scratch / "admission"
+
+    def request_stop(self, why: object) -> str:
+        """Let the run end after its current step. Returns a line for the user. Raises OSError."""
+        if json.loads(self.settings.read_bytes())["launch"]["kind"] == "ray":
+            return "a callback can't stop a run on a Ray cluster: stop it with Ctrl-C"
+        self.stop_request.write_text(str(why), encoding="utf-8")
+        return f"a callback ends the run after the current step: {why}"
 
     def rollouts_of(self, generation: int, *, shared: bool) -> Path:
         """Where generation process number `generation` writes its groups.

@@ -75,12 +75,17 @@ def write_summary(session: Session, outcome: Outcome) -> dict[str, Any]:
         stream_rollouts=outcome.stream_rollouts,
         peak_memory_bytes=outcome.peak_memory_bytes,
         resumed_from=plan.version if plan.checkpoint else None,
-    ) | {"restarts": outcome.restarts, "predicted_memory_bytes": plan.predicted_memory_bytes}
+    ) | {"stopped_by": _stopped_by(run), "restarts": outcome.restarts, "predicted_memory_bytes": plan.predicted_memory_bytes}
     try:
         write_atomically(run.summary, msgspec.json.format(msgspec.json.encode(summary)))
     except OSError as error:
         raise RunDirectoryError(f"can't write {run.summary}: {error.strerror}; {remedy(error)}") from error
     return summary
+
+
+def _stopped_by(run: RunDirectory) -> str | None:
+    """Why a callback ended the run; None if none did."""
+    return run.stop_request.read_text(encoding="utf-8") if run.stop_request.exists() else None
 
 
 def _with_earlier_sessions(statuses: Mapping[str, StageStatus], plan: StartPlan) -> dict[str, StageStatus]:

@@ -67,6 +67,7 @@ def _learning(summary: Mapping[str, Any]) -> list[Row]:
     before, after = (_lengths(summary[f"eval_{when}_lengths"]) for when in ("before", "after"))
     return [
         *([("NOTHING LEARNED", nothing)] if nothing else []),
+        *([("stopped early", f"by a callback: {why}")] if (why := summary.get("stopped_by")) else []),
         *([("COLLAPSED", collapse)] if (collapse := summary.get("collapse")) else []),
         ("held-out reward", f"{_evaluated(summary, 'before')} -> {_evaluated(summary, 'after')}"),
         *_rewards_by_environment(summary),

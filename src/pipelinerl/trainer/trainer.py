@@ -84,6 +84,8 @@ class UnfinishedCheckpoint(NamedTuple):
 class Trainer:
     """The trainer process of Algorithm 2: trains the model from `state` to `config.steps` optimizer steps.
 
+    If `stopped()` is true at the end of a step, that step is the last one.
+
     `queue` must continue from `state.position` and `state.counters.queue`. Without `checkpoints`, none are written.
     """
 
@@ -98,6 +100,7 @@ class Trainer:
         output: TrainerOutput,
         checkpoints: CheckpointPlan | None = None,
         state: TrainerState | None = None,
+        stopped: Callable[[], bool] = lambda: False,
     ) -> None:
         state = state or TrainerState()
         self._config = config
@@ -110,7 +113,7 @@ class Trainer:
         if checkpoints is not None:
             checkpoints.folders.on_sent = learner.on_sent = self._on_sent
         self._status = TrainerStatus(output, self._progress)
-        self._version = state.version
+        self._version, self._stopped, self._last_step = state.version, stopped, False
         self._published_before = {state.version: state.checksum} if state.checksum else {}
         self._saved_version = state.version if state.version else -1
         self._published_version = -1
@@ -129,7 +132,7 @@ class Trainer:
 
     @property
     def goal_reached(self) -> bool:
-        return self._version >= self._config.steps
+        return self._version >= self._config.steps or self._last_step
 
     def run(self, stop: Callable[[], bool]) -> None:
         """Call `start`, then `pump` until the goal is reached or `stop()` returns true, then `finish`.
@@ -188,11 +191,10 @@ class Trainer:
             return
         self._queue.mark_trained(samples)
         self._version += 1
+        self._last_step = self._stopped()
         self._tokens_trained += result.tokens_trained
         self._drop_stale()
-        if (
-            self._schedule.publishes(self._version) or self.goal_reached
-        ):  # the evaluation after training needs the last weights
+        if self._schedule.publishes(self._version) or self.goal_reached:  # the evaluation after training needs the last ones
             self._publish()
         self._status.record(
             samples,
@@ -267,11 +269,9 @@ class Trainer:
         with self._status.saving():
             if copy:
                 self._status.report("working", f"writing the weights of version {self._version}", now=True)
-                plan, every = self._checkpoints, self._config.weights_every
+                plan, every, version = self._checkpoints, self._config.weights_every, self._version
                 folder = plan.directory.parent / WEIGHTS_FOLDER
-                save_weights(
-                    folder, version=self._version, model=self._learner, tokenizer=plan.tokenizer, folders=plan.folders
-                )
+                save_weights(folder, version=version, model=self._learner, tokenizer=plan.tokenizer, folders=plan.folders)
                 if isinstance(kept, int):
                     plan.folders.keep_latest(folder, self._version, kept, spared_every=every)
             if checkpoint:
@@ -327,7 +327,7 @@ class Trainer:
         if self._saved_version != self._version:
             self.checkpoint()
             self._finish_checkpoint()
-        reason = "all steps are taken" if self.goal_reached else "stopped"
+        reason = "all steps are taken" if self._version >= self._config.steps else "stopped"
         self._status.report("done", f"{reason} at version {self._version}", now=True)
 
     def fail(self, why: str) -> None:

@@ -6,7 +6,7 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -111,6 +111,7 @@ class Setup:
         noise: float = 0.0,
         resume: bool = False,
         folders: Folders | None = None,
+        stopped: Callable[[], bool] = lambda: False,
         **changes: object,
     ) -> None:
         self.config = TrainerConfig(**({"batch_size": 4, "steps": 6, "learning_rate": 1e-2} | changes))
@@ -148,6 +149,7 @@ class Setup:
                 folders=folders or Folders(),
             ),
             state=state,
+            stopped=stopped,
         )
 
     def feed(self, indices: Sequence[int]) -> None:
@@ -534,3 +536,15 @@ def test_a_resumed_trainer_takes_the_same_next_steps(tmp_path: Path) -> None:
     actual = msgspec.structs.asdict(resumed.records()[-1])
     for field in ("version", "loss", "ess", "lag_max", "reward_mean", "grad_norm", "dropped", "queued"):
         assert actual[field] == expected[field], field
+
+
+def test_a_request_to_stop_makes_the_current_step_the_last_one(tmp_path: Path) -> None:
+    setup = Setup(tmp_path, stopped=lambda: setup.trainer.version >= 3)
+    setup.drive()
+    assert setup.trainer.version == 3
+    assert setup.progress.goal_reached, "the actor ends, too"
+    assert setup.progress.published_version == 3
+    assert latest_checkpoint(tmp_path) == tmp_path / "checkpoints" / "step_00000003"
+    resumed = Setup(tmp_path, resume=True)
+    resumed.drive()
+    assert resumed.trainer.version == 6

@@ -274,6 +274,7 @@ def build_trainer(
             actors=[*(stages.actor for stages in generation), ENDED_ACTORS],
             started_s=session.records_from_s,
         ),
+        stopped=session.run.stop_request.exists,
         checkpoints=CheckpointPlan(
             directory=session.run.checkpoints,
             tokenizer=policy.tokenizer,
