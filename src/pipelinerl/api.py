@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import msgspec
 
@@ -109,8 +109,11 @@ class Run:
             words += [flag] if value is True else [] if value is False else [flag, str(value)]
         return evaluate(plan_of(words), lambda: False, print)
 
-    def load_model(self, version: int | None = None) -> tuple[Any, Any]:
-        """The model and tokenizer of the last checkpoint, or of `version`, as transformers objects."""
+    def load_model(self, version: int | Literal["best"] | None = None) -> tuple[Any, Any]:
+        """The model and tokenizer of the last checkpoint, or of `version`, as transformers objects.
+
+        `best`: the saved version with the highest held-out reward.
+        """
         from pipelinerl.checkpoint import load_checkpoint  # noqa: PLC0415 - loads torch
         from pipelinerl.experiments.evaluate.models import find_targets  # noqa: PLC0415 - as above
         from pipelinerl.models.loading import load_model, load_tokenizer  # noqa: PLC0415 - as above

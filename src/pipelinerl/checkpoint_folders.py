@@ -10,7 +10,8 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -57,6 +58,38 @@ def saved_versions(run_dir: Path) -> dict[int, Path]:
     return dict(sorted((by_version(run_dir / WEIGHTS_FOLDER) | by_version(run_dir / "checkpoints")).items()))
 
 
+class _Evaluated(msgspec.Struct):
+    """What is read of `metrics.evaluations.EvaluationRecord`."""
+
+    version: int
+    reward_mean: float | None = None
+    version_mean: float | None = None
+
+
+def best_version(run_dir: Path, saved: Iterable[int]) -> int | None:
+    """The version in `saved` with the highest held-out reward. None without evaluations.
+
+    The reward of a version is that of the evaluation whose tokens are, in the mean, of the nearest version. Of equal ones,
+    the nearer to its evaluation is better, then the newer.
+    """
+    try:
+        lines = (run_dir / "evaluations.jsonl").read_bytes().splitlines()
+    except OSError:
+        return None
+    points: list[tuple[float, float]] = []
+    for line in lines:
+        with suppress(msgspec.MsgspecError):  # the last line of a run that was killed
+            one = msgspec.json.decode(line, type=_Evaluated)
+            if one.reward_mean is not None:
+                points.append((one.version if one.version_mean is None else one.version_mean, one.reward_mean))
+
+    def merit(version: int) -> tuple[float, float, int]:
+        distance, reward = min((abs(at - version), reward) for at, reward in points)
+        return reward, -distance, version
+
+    return max(saved, key=merit, default=None) if points else None
+
+
 def latest_checkpoint(run_dir: Path) -> Path | None:
     """The newest checkpoint in `run_dir/checkpoints`, or None."""
     found = checkpoints(run_dir / "checkpoints")
@@ -64,7 +97,8 @@ def latest_checkpoint(run_dir: Path) -> Path | None:
 
 
 def keep_latest(directory: Path, version: int | None, count: int, *, spared_every: int = 0) -> None:
-    """Delete folders, except the last `count` (up to `version`), and versions that `spared_every` divides (0: none).
+    """Delete folders, except the last `count` (up to `version`), the best one by held-out reward, and versions that
+    `spared_every` divides (0: none).
 
     Raises CheckpointError if that fails.
     """
@@ -75,7 +109,10 @@ def superfluous(directory: Path, version: int | None, count: int, *, spared_ever
     """The folders that `keep_latest` deletes."""
     found = by_version(directory)
     kept = {number for number in found if spared_every and number % spared_every == 0}
-    kept.update([number for number in found if version is None or number <= version][-count:])
+    known = [number for number in found if version is None or number <= version]
+    kept.update(known[-count:])
+    if (best := best_version(directory.parent, known)) is not None:
+        kept.add(best)
     return [path for number, path in found.items() if number not in kept]
 
 

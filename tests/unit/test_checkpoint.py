@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -19,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from pipelinerl import checkpoint as module
 from pipelinerl import checkpoint_state
 from pipelinerl.checkpoint import load_checkpoint, rng_state, save_checkpoint
-from pipelinerl.checkpoint_folders import checkpoints, keep_latest, latest_checkpoint
+from pipelinerl.checkpoint_folders import best_version, checkpoints, keep_latest, latest_checkpoint
 from pipelinerl.config.schema import TrainerConfig
 from pipelinerl.errors import CheckpointError
 from pipelinerl.models.sharded import rows_of
@@ -183,6 +184,35 @@ def test_the_last_copies_of_weights_are_kept_and_those_that_are_spared(tmp_path:
     assert sorted(path.name[-1] for path in tmp_path.iterdir()) == ["3", "5", "6", "9"]
     keep_latest(tmp_path, 6, 2, spared_every=0)
     assert sorted(path.name[-1] for path in tmp_path.iterdir()) == ["5", "6"]
+
+
+def evaluated(run_dir: Path, *points: tuple[int, float | None]) -> None:
+    with (run_dir / "evaluations.jsonl").open("a") as file:
+        for version, reward in points:
+            record = {"when": "online", "version": version - 1, "version_mean": version + 0.25, "reward_mean": reward}
+            file.write(json.dumps({**record, "time_s": 1.0, "problems": 4}) + "\n")
+
+
+def test_the_best_by_held_out_reward_is_kept_until_there_is_a_better_one(tmp_path: Path) -> None:
+    directory = tmp_path / "checkpoints"
+    evaluated(tmp_path, (0, 0.1), (1, 0.3), (2, 0.7), (3, None), (4, 0.5))
+    for version in (1, 2, 3, 4, 5):
+        save(directory, version, keep=1)
+    assert [path.name[-1] for path in checkpoints(directory)] == ["2", "5"]
+    assert latest_checkpoint(tmp_path) == directory / "step_00000005", "what a resume continues from"
+    evaluated(tmp_path, (6, 0.7))
+    save(directory, 6, keep=1)
+    save(directory, 7, keep=1)
+    assert [path.name[-1] for path in checkpoints(directory)] == ["6", "7"], "as good as the older one"
+
+
+def test_the_best_of_a_run_without_evaluations_is_unknown(tmp_path: Path) -> None:
+    assert best_version(tmp_path, [1, 2]) is None
+    evaluated(tmp_path, (1, None))
+    (tmp_path / "evaluations.jsonl").open("a").write('{"version": 2, "rew')
+    assert best_version(tmp_path, [1, 2]) is None
+    evaluated(tmp_path, (1, 0.5))
+    assert best_version(tmp_path, []) is None
 
 
 def test_the_latest_is_found_by_number(tmp_path: Path) -> None:

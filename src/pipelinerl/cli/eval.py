@@ -30,7 +30,8 @@ KEYS = (
 
 _EPILOG = (
     "MODEL: a folder, a hub id, `demo`, or a run directory: RUN_DIR is its last checkpoint, RUN_DIR@7 that of version 7, "
-    "RUN_DIR@0 the model it started from, RUN_DIR@all every checkpoint. Keys of the run file are also flags "
+    "RUN_DIR@0 the model it started from, RUN_DIR@all every checkpoint, RUN_DIR@best the best by held-out reward. Keys of "
+    "the run file are also flags "
     "(--environment.kind gcd --engine.slots 64). If the first MODEL is a run directory, their defaults are those of that "
     f"run. The keys are {', '.join(KEYS)}. To use servers of MODEL instead of a local engine: --engine.kind http "
     "--engine.urls [http://HOST:8000]."

@@ -24,7 +24,9 @@ def add_to(commands: Commands) -> None:
     flag = commands.add("push", text, run=run_push).add_argument
     flag("run_dir", type=Path, metavar="RUN_DIR", help="a run directory")
     flag("repo", metavar="REPO", help="the model's id on the hub, like owner/name; it is created if it does not exist")
-    flag("--version", type=at_least(1), metavar="N", help="the version of the weights (default: the last checkpoint)")
+    flag(
+        "--version", type=_version, metavar="N", help="the version of the weights, or `best` (default: the last checkpoint)"
+    )
     flag("--public", action="store_true", help="anyone may see a new repository (default: only its owner)")
     flag("--dry-run", action="store_true", help="print the files and the card, without uploading; needs no network")
 
@@ -37,6 +39,10 @@ def add_to(commands: Commands) -> None:
     flag("model", metavar="MODEL", help="a folder, a hub id, `demo`, or a run directory")
     flag("--system", default="", metavar="TEXT", help="the system message")
     flag("--seed", type=at_least(0), default=0, help="seed of sampling (default: 0)")
+
+
+def _version(text: str) -> str | float:
+    return text if text == "best" else at_least(1)(text)
 
 
 def run_push(options: argparse.Namespace, settings: Sequence[str]) -> int:

@@ -301,7 +301,7 @@ class TrainerConfig(Section, frozen=True):
     checkpoint_every: Natural = 50
     """Optimizer steps between checkpoints, where a run goes on that lost a process; 0: only at the end and when stopped."""
     keep_checkpoints: Count = 2
-    """How many checkpoints to keep."""
+    """How many of the latest checkpoints to keep. The best one by held-out reward, `RUN_DIR@best`, is kept besides."""
     weights_every: Natural = 0
     """Optimizer steps between copies of the weights in `weights/`, for `pipelinerl eval RUN_DIR@all`. All copies are kept;
     they are cheaper than checkpoints. 0: none.

@@ -25,7 +25,7 @@ CURVES = "curves.png"
 
 
 @contextmanager
-def prepared(run_dir: Path, repo: str, version: int | None = None) -> Iterator[Path]:
+def prepared(run_dir: Path, repo: str, version: str | float | None = None) -> Iterator[Path]:
     """A temporary folder with what is uploaded to `repo`. Raises UserError, and CheckpointError for a damaged checkpoint."""
     _check_repo(repo)
     (target,) = find_targets([str(run_dir) if version is None else f"{run_dir}@{version}"])

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import msgspec
 from rich.console import Console
 
+from pipelinerl.checkpoint_folders import best_version, saved_versions
 from pipelinerl.errors import INVALID_DATA, PipelineRLError, RunDirectoryError, RunInterruptedError
 from pipelinerl.files import remedy, write_atomically
 from pipelinerl.launch.run_directory import RunDirectory
@@ -75,7 +76,12 @@ def write_summary(session: Session, outcome: Outcome) -> dict[str, Any]:
         stream_rollouts=outcome.stream_rollouts,
         peak_memory_bytes=outcome.peak_memory_bytes,
         resumed_from=plan.version if plan.checkpoint else None,
-    ) | {"stopped_by": _stopped_by(run), "restarts": outcome.restarts, "predicted_memory_bytes": plan.predicted_memory_bytes}
+    ) | {
+        "stopped_by": _stopped_by(run),
+        "best_version": best_version(run.root, saved_versions(run.root)),
+        "restarts": outcome.restarts,
+        "predicted_memory_bytes": plan.predicted_memory_bytes,
+    }
     try:
         write_atomically(run.summary, msgspec.json.format(msgspec.json.encode(summary)))
     except OSError as error:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from pipelinerl.actor.client import EngineClient
 from pipelinerl.checkpoint import load_checkpoint
-from pipelinerl.checkpoint_folders import saved_versions
+from pipelinerl.checkpoint_folders import best_version, saved_versions
 from pipelinerl.config.schema import LONGEST_SLOT, EngineConfig, ModelConfig, RunConfig
 from pipelinerl.engine import LocalEngine
 from pipelinerl.errors import RunDirectoryError, UserError
@@ -40,6 +40,7 @@ def find_targets(texts: Sequence[str]) -> list[Target]:
     """All models that `texts` name, in order. No model is loaded.
 
         RUN_DIR, RUN_DIR@all, RUN_DIR@7    its last checkpoint, all of them, version 7 (0: the model it started from)
+        RUN_DIR@best                       the saved version with the highest held-out reward in the run
         DIR, owner/name, demo              as in `model.path` of a run file
 
     Raises RunDirectoryError or ModelLoadError for any other text.
@@ -95,9 +96,15 @@ def _targets_of(text: str) -> Iterator[Target]:
         return
     if not saved:
         raise RunDirectoryError(f"{run_dir} has no checkpoints; {run_dir}@0 is the model that it started from")
+    if wanted == "best":
+        if (best := best_version(run_dir, saved)) is None:
+            raise RunDirectoryError(f"{text}: the run has no evaluation (evaluation.problems, evaluation.every)")
+        wanted = str(best)
     if wanted not in ("", "all") and not (wanted.isdecimal() and int(wanted) in saved):
         versions = ", ".join(map(str, saved))
-        raise RunDirectoryError(f"{text}: give {run_dir}@all, or one of the versions that it has: 0, {versions}")
+        raise RunDirectoryError(
+            f"{text}: give {run_dir}@all, {run_dir}@best, or one of the versions that it has: 0, {versions}"
+        )
     for version in saved if wanted == "all" else [int(wanted) if wanted else max(saved)]:
         model = config.model.model_copy(update={"path": str(saved[version])})
         yield Target(f"{name}@{version}", "", model, version, checkpoint=True)

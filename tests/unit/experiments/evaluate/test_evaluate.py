@@ -253,6 +253,10 @@ def test_what_a_run_directory_stands_for(tmp_path: Path) -> None:
     assert found(f"{run}") == found(f"{run}@200") == [("r@200", 200)]
     assert found(f"{run}@all") == [("r@5", 5), ("r@10", 10), ("r@200", 200)]
     assert found(f"{run}@0") == [("r@0", 0)]
+    with pytest.raises(RunDirectoryError, match="no evaluation"):
+        found(f"{run}@best")
+    (run / "evaluations.jsonl").write_text('{"version": 9, "reward_mean": 0.7}\n{"version": 190, "reward_mean": 0.6}\n')
+    assert found(f"{run}@best") == [("r@10", 10)]
     (last,) = find_targets([str(run)])
     assert last.model == ModelConfig(path=str(run / "checkpoints" / "step_00000200"), dtype="bfloat16")
     assert last.checkpoint
