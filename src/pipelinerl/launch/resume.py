@@ -21,7 +21,6 @@ from pipelinerl.config.schema import RunConfig
 from pipelinerl.config.secrets import without_secrets
 from pipelinerl.errors import INVALID_DATA, RunDirectoryError
 from pipelinerl.files import JsonLines, write_atomically
-from pipelinerl.launch.checks import inputs_of
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.run_lock import errors_explained
 from pipelinerl.launch.session import KeptGroup, StartPlan, last_begun
@@ -90,6 +89,8 @@ def changed_settings(config: RunConfig, run: RunDirectory) -> list[str]:
     recorded = {
         path: checksum for session in _lines(run.sessions, _Recorded)[-1:] for path, checksum in session.inputs.items()
     }
+    from pipelinerl.launch.checks import inputs_of  # noqa: PLC0415 - not after a loss
+
     found = inputs_of(config)
     return lines + [f"changed: the content of {path}" for path in found if recorded.get(path, found[path]) != found[path]]
 
