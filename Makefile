@@ -11,7 +11,7 @@ STAMP := $(VENV)/.installed
 VLLM ?= .venv-vllm
 
 .PHONY: install install-ray install-docs install-locked lock demo chaos test test-all test-models test-fast test-wild
-.PHONY: test-ray test-vllm docs docs-serve check format clean
+.PHONY: test-ray test-services test-newest test-vllm docs docs-serve check format clean
 
 install: $(STAMP)
 
@@ -48,7 +48,7 @@ lock: install
 		--output-file requirements.lock
 
 # Most tests compute on one core; each worker takes about 1 GB.
-PYTEST := $(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist worksteal
+PYTEST := $(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist worksteal --durations=50
 
 demo: $(BASE)
 	$(BIN)/pipelinerl train
@@ -74,6 +74,14 @@ test-wild: install
 # All runs over a Ray cluster (its machines are this one), with machines that are lost: some fifteen minutes.
 test-ray: install-ray
 	$(BIN)/python -m pytest --exhaustive tests/integration/test_ray.py
+
+# What `make test` leaves out on a machine without the program redis-server or without Ray: some three minutes.
+test-services: install-ray
+	$(PYTEST) -m "needs_redis or needs_ray"
+
+# The wheel in an empty environment with the newest version of every package, and a command for every extra: downloads 2 GB.
+test-newest: install
+	$(BIN)/python -m pytest --newest tests/integration/test_newest.py
 
 # Real runs with faults, in every layout: CHAOS_RUNS of each, ten minutes for each of them. The results are in runs/chaos-DATE.
 CHAOS_RUNS ?= 1

@@ -1,6 +1,6 @@
 """An environment for the package `verifiers`, as it would be published: sums of products, with calculator tools.
 
-pip install 'pipelinerl[verifiers]'
+pip install -e '.[verifiers]'
 pipelinerl train examples/verifiers_env.yaml
 """
 

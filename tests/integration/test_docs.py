@@ -197,7 +197,7 @@ def check_python(arguments: list[str]) -> None:
 
 def check_pip(words: str) -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
-    for named in re.findall(r"pipelinerl\[(.+?)\]", words):
+    for named in re.findall(r"(?:pipelinerl|whl|\.)\[(.+?)\]", words):
         assert set(named.split(",")) <= set(extras), named
 
 

@@ -41,7 +41,7 @@ def add_to(commands: Commands) -> None:
     text = "output file (default: report.html in the first run directory)"
     flag("-o", "--out", type=Path, metavar="FILE.html", help=text)
 
-    text = "Convert a GGUF file to a Hugging Face model folder (extra `pipelinerl[gguf]`)."
+    text = "Convert a GGUF file to a Hugging Face model folder (extra `gguf`)."
     flag = commands.add("convert-gguf", text, run=run_convert_gguf).add_argument
     text = "a .gguf file, or a wheel or installed package that contains one"
     flag("source", metavar="FILE_OR_PACKAGE", help=text)

@@ -36,7 +36,7 @@ _WITHOUT = {
 
 
 def add_to(commands: Commands) -> None:
-    text = "Serve a model over HTTP: OpenAI's API, and in-flight weight updates (extra `pipelinerl[serve]`)."
+    text = "Serve a model over HTTP: OpenAI's API, and in-flight weight updates (extra `serve`)."
     flag = commands.add("serve", text, _EPILOG, run=run_serve).add_argument
     flag("model", metavar="MODEL", help="folder or hub id of a Hugging Face causal LM, or `demo`")
     flag("--served-name", metavar="NAME", help="the model's name for clients (default: MODEL)")
