@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import msgspec
@@ -15,8 +14,8 @@ from pipelinerl.errors import INVALID_DATA, PipelineRLError, RunDirectoryError, 
 from pipelinerl.files import remedy, write_atomically
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.session import Session, StartPlan
-from pipelinerl.metrics.evaluations import EvaluatedProblem, EvaluationRecord
-from pipelinerl.metrics.reading import read_json_lines, read_records
+from pipelinerl.metrics.evaluations import EvaluationRecord
+from pipelinerl.metrics.reading import read_records
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.summary import summarize
 from pipelinerl.types import ActorProgress, StageStatus
@@ -134,14 +133,9 @@ def show_result(session: Session, summary: dict[str, Any], stream: TextIO) -> No
 
     console = Console(file=stream)
     console.print(final_table(summary))
-    sample = largest_gain(_evaluated(run.evaluation("before")), _evaluated(run.evaluation("after")))
-    if sample is not None:
+    if (sample := largest_gain(run.root)) is not None:
         console.print(sample_before_after(*sample))
     for path in (run.curves, run.summary, run.metrics, run.rollouts, run.checkpoints):
         if path.exists():
             console.print(f"  {path.relative_to(run.root)}", style="dim", highlight=False)
     console.print(f"in {run.root}", style="dim", highlight=False, soft_wrap=True)
-
-
-def _evaluated(path: Path) -> dict[str, EvaluatedProblem]:
-    return {one.problem_id: one for one in read_json_lines(path, EvaluatedProblem)} if path.is_file() else {}

@@ -57,7 +57,7 @@ def drawn_run(records: RunRecords, label: str) -> DrawnRun:
 
 
 class Panel(NamedTuple):
-    """Axes on which every run has one line: the x and y of a run, and the limits of y."""
+    """Axes on which every run has one line: the x and y of a run, and the limits of y. `held_out`: and its evaluations."""
 
     title: str
     x_label: str
@@ -65,6 +65,7 @@ class Panel(NamedTuple):
     line: Callable[[DrawnRun], tuple[Sequence[float], Sequence[float]]]
     bottom: float | None = None
     top: float | None = None
+    held_out: bool = False
 
 
 def _styled(runs: Sequence[DrawnRun]) -> list[tuple[DrawnRun, dict[str, Any]]]:
@@ -84,6 +85,8 @@ def _panels(runs: Sequence[DrawnRun], *panels: Panel, target: float | None = Non
     for axes, panel in zip(figure.subplots(1, len(panels)), panels, strict=True):
         for run, style in _styled(runs):
             line(axes, *panel.line(run), **style)
+            if panel.held_out:
+                points(axes, [(one.time_s, one) for one in run.curves.held_out], **style | {"label": None, "fmt": "D"})
         if target is not None and "reward" in panel.y_label:
             _dash(axes, target)
         finish_axes(axes, panel.title, panel.x_label, panel.y_label)
@@ -100,7 +103,7 @@ def learning(runs: Sequence[DrawnRun], target: float | None = None) -> bytes:
     reward, samples = "mean training reward", "rollouts trained"
     return _panels(
         runs,
-        Panel("Reward over time", "seconds", reward, lambda run: (run.curves.time_s, run.curves.reward)),
+        Panel("Reward over time", "seconds", reward, lambda run: (run.curves.time_s, run.curves.reward), held_out=True),
         Panel("Reward over samples", samples, reward, lambda run: (run.curves.samples, run.curves.reward)),
         Panel("Samples over time", "seconds", samples, lambda r: ([0.0, *r.curves.time_s], [0, *r.curves.samples])),
         target=target,
@@ -118,7 +121,7 @@ def on_policyness(runs: Sequence[DrawnRun]) -> bytes:
     return _panels(
         runs,
         Panel("Largest lag of a trained token", samples, lag, lambda r: (r.curves.samples, r.curves.lag_max), bottom=0),
-        Panel("On-policyness", samples, ess, lambda run: (run.curves.samples, run.curves.ess), top=1.002),
+        Panel("On-policyness", samples, ess, lambda run: (run.curves.samples, run.curves.ess), bottom=0, top=1.05),
         Panel("Lag by position", position, f"mean lag, {lag}", by_position, bottom=0),
     )
 
@@ -129,7 +132,12 @@ def throughput(runs: Sequence[DrawnRun]) -> bytes:
     return _panels(
         runs,
         Panel("Tokens generated", "seconds", "tokens/s", lambda r: (r.curves.time_s, r.curves.generated_tokens_per_s)),
-        Panel("Tokens trained", "seconds", "tokens/s", lambda r: (r.curves.time_s, r.curves.trained_tokens_per_s)),
+        Panel(
+            "Tokens trained on, with gradient",
+            "seconds",
+            "tokens/s",
+            lambda r: (r.curves.time_s, r.curves.trained_tokens_per_s),
+        ),
         Panel("Completion length", "rollouts trained", length, lambda r: (r.curves.samples, r.curves.trained_length_mean)),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -14,11 +15,11 @@ from pipelinerl.metrics.summary import edge_of
 from pipelinerl.metrics.tail import samples
 from pipelinerl.report import figures, html, number
 from pipelinerl.report.series import WINDOW, RunRecords, labels_of, measure, name_of, pooled, read_run
-from pipelinerl.report.terminal import summary_sections
+from pipelinerl.report.terminal import largest_gain, summary_sections
 
 LEARNING = (
     f"Training reward is the mean over the last {WINDOW} optimizer steps (of runs of 10 steps or more). Time counts from "
-    "the moment when all stages were ready and nothing had been generated."
+    "the moment when all stages were ready and nothing had been generated. Diamonds: held-out evaluations."
 )
 HELD_OUT = (
     "Evaluations before, during and after training, with standard errors. During training the weights change within an "
@@ -82,7 +83,8 @@ def _column(records: RunRecords) -> dict[str, str]:
         "status": "no summary: killed, or still running" if summary is None else str(summary.get("status", "-")),
         "schedule": name_of(config),
         "task, model": f"{Path(config.environment.kind).name}, {config.model.path}",
-        "H, B, K": f"{records.slots}, {config.trainer.batch_size}, {config.actor.group_size}",
+        "batch": f"{config.trainer.batch_size} rollouts per step, {config.actor.group_size} attempts per problem, "
+        f"{records.slots} engine slots",
         "seed": str(config.seed),
         "training, without start-up": f"{measured.steps} steps, {measured.samples} rollouts in {measured.training_s:.1f} s: "
         f"{measured.samples_per_s:.1f} samples/s, {measured.tokens_per_s:.0f} tokens/s",
@@ -96,16 +98,22 @@ def _column(records: RunRecords) -> dict[str, str]:
 
 
 def _rollouts(label: str, records: RunRecords) -> list[str]:
-    """The first answers of the last evaluation, and those to the newest training problem, where they are recorded."""
+    """An answer before and after training, the first of the last evaluation, and those to the newest training problem."""
     parts = []
+    if (gain := largest_gain(records.root)) is not None:
+        named = zip(("before", "after"), gain, strict=True)
+        cells = [[when, one.prompt, one.completion, f"{one.reward:.4g}"] for when, one in named]
+        table = html.table(["training", "problem", "answer", "reward"], cells, words=True)
+        parts += [html.heading(f"One held-out problem, before and after: {label}"), table]
     for record, what in ((records.evaluations[-1:], "held out"), (records.steps[-1:], "training")):
         try:
             rows = samples(records.root, record[0]) if record else []
         except (OSError, *INVALID_DATA):
             continue
-        cells = [[prompt, completion, number(reward, ".4g"), str(tokens)] for _, prompt, completion, reward, tokens in rows]
+        same = Counter((prompt, answer, number(reward, ".4g"), str(tokens)) for _, prompt, answer, reward, tokens in rows)
+        cells = [[*row, f"{times} times" if times > 1 else "once"] for row, times in same.items()]
         if cells:
-            table = html.table(["problem", "answer", "reward", "tokens"], cells, words=True)
+            table = html.table(["problem", "answer", "reward", "tokens", "given"], cells, words=True)
             parts += [html.heading(f"Newest answers, {what}: {label}"), table]
     return parts
 

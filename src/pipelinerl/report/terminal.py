@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipelinerl.metrics.evaluations import EvaluatedProblem
+from pipelinerl.metrics.reading import read_json_lines
 from pipelinerl.metrics.statistics import LOW_ESS, REWARD
 from pipelinerl.metrics.summary import edge_of
 from pipelinerl.report import count, new_table, number
@@ -45,15 +46,18 @@ def sample_before_after(before: EvaluatedProblem, after: EvaluatedProblem) -> Re
     return Group(*parts)
 
 
-def largest_gain(
-    before: dict[str, EvaluatedProblem], after: dict[str, EvaluatedProblem]
-) -> tuple[EvaluatedProblem, EvaluatedProblem] | None:
-    """The problem whose reward rose most, of those answered both times; among equals, the one of median length after."""
+def largest_gain(run_dir: Path) -> tuple[EvaluatedProblem, EvaluatedProblem] | None:
+    """The held-out problem whose reward rose most, before and after training; among equals, the median length after."""
+    before, after = (_answers(run_dir / "rollouts" / f"evaluation-{when}.jsonl") for when in ("before", "after"))
     both = [(before[key], after[key]) for key in before.keys() & after.keys()]
     most = max((last.reward - first.reward for first, last in both), default=0.0)
     best = [(first, last) for first, last in both if last.reward - first.reward == most]
     best.sort(key=lambda pair: (pair[1].length, pair[1].problem_id))
     return best[len(best) // 2] if best else None
+
+
+def _answers(path: Path) -> dict[str, EvaluatedProblem]:
+    return {one.problem_id: one for one in read_json_lines(path, EvaluatedProblem)} if path.is_file() else {}
 
 
 def summary_sections(summary: Mapping[str, Any]) -> tuple[list[Row], ...]:

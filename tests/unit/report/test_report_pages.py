@@ -13,7 +13,7 @@ from pipelinerl.config.keys import config_to_yaml
 from pipelinerl.config.schema import EngineConfig, EnvironmentConfig, RunConfig, ScheduleConfig
 from pipelinerl.errors import RunDirectoryError
 from pipelinerl.files import JsonLines
-from pipelinerl.metrics.evaluations import EvaluationRecord
+from pipelinerl.metrics.evaluations import EvaluatedProblem, EvaluationRecord
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.sinks import JsonlSink
 from pipelinerl.metrics.summary import summarize
@@ -169,6 +169,23 @@ def test_text_is_escaped(tmp_path: Path) -> None:
     assert "&lt;b&gt;&amp;" in page
     assert html.table(["<i>"], [['"&'], ["x"]], strong=["x"]).count("<i>") == 0
     assert '<tr class="strong"><td>x</td></tr>' in html.table([], [["x"]], strong=["x"])
+
+
+def test_the_report_has_an_answer_before_and_after_and_no_line_twice(tmp_path: Path, undrawn: None) -> None:
+    run = write_run(tmp_path / "run")
+    add_rollouts(run)
+    for when, text, reward in (("before", ">35", 0.0), ("after", ">07", 1.0)):
+        one = EvaluatedProblem(problem_id="p", prompt="07,35:", completion=text, reward=reward, length=2)
+        write_lines(run / "rollouts" / f"evaluation-{when}.jsonl", one)
+    same = tuple(Rollout(turns=(), reward=1.0, id=f"g99.a{number}") for number in range(3))
+    group = Group(index=99, problem=Problem(id="q", payload={"q": 1}), rollouts=same, started=3)
+    with (run / "rollouts" / "rollouts.jsonl").open("ab") as file:
+        file.write(msgspec.json.encode(group) + b"\n")
+    page = report_page([run])
+    assert page.index("<td>&gt;35</td>") < page.index("<td>&gt;07</td>")
+    newest = page[page.index("Newest answers, training") :]
+    assert newest.count("3 times") == 1
+    assert "once" not in newest
 
 
 @pytest.mark.usefixtures("undrawn")

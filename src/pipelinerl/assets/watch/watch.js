@@ -6,12 +6,12 @@ const COLOURS = 8;
 const AXES = { version: "step", minutes: "minutes", rollouts: "rollouts" };
 const LOAD_AXIS = "minutes since the start";  // slots are in use before training, too
 const CHARTS = [
-  { title: "Reward", lines: [["reward_mean", "trained on"], ["reward_read_mean", "all read"]], smooth: 5, heldOut: true },
+  { title: "Reward", lines: [["reward_mean", "training"], ["reward_read_mean", "all read"]], smooth: 5, heldOut: true, large: true },
   { title: "Lag of trained tokens, in steps", lines: [["lag_mean", "mean"], ["lag_max", "max"]], zero: true },
   { title: "Rollouts that cross weight versions", lines: [["crossing", "share"]], share: true },
-  { title: "Effective sample size", lines: [["ess", "ESS"]], low: 0.5 },  // LOW_ESS of metrics/statistics.py
+  { title: "Effective sample size", lines: [["ess", "1 is on-policy: now"]], share: true, low: 0.5 },  // LOW_ESS of metrics/statistics.py
   { title: "Slots in use", lines: [["in_progress", "in use"], ["queued", "queued"]], load: true, zero: true },
-  { title: "Tokens per second", lines: [["engine/tokens_per_s", "generated"], ["trained_per_s", "trained"]], smooth: 5, zero: true },
+  { title: "Tokens per second", lines: [["engine/tokens_per_s", "generated"], ["trained_per_s", "trained on, with gradient"]], smooth: 5, zero: true },
   { title: "Completion length", lines: [["completion_length_mean", "trained on"], ["sampled_length_mean", "sampled"]], zero: true },
   { title: "Seconds per step", lines: [["train_s", "training"], ["wait_s", "waiting"]], smooth: 5, zero: true },
   { title: "Entropy", lines: [["entropy_mean", "nats"]] },
@@ -19,6 +19,7 @@ const CHARTS = [
 ];
 const OWN_CHARTS = new Set(["version", "minutes", "rollouts", "time_s", ...CHARTS.flatMap((one) => one.lines.map(([name]) => name))]);
 const MOST_OTHERS = 60;
+const WHOLE = [1, 10, 100, 1e3, 1e4, 1e5, 1e6, 1e7].flatMap((unit) => [unit, 2 * unit, 5 * unit]);  // between ticks of steps
 
 const $ = (selector) => document.querySelector(selector);
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -167,6 +168,7 @@ function lastReward(run) {
 
 function drawRuns() {
   const body = $("#runs tbody");
+  $("#runs").hidden = listed.length === 1;
   fill(body, [listed, chosen], () => listed.map((label) => {
     const box = el("input", { type: "checkbox", "aria-label": `show ${label}`, onchange: (event) => choose(label, event.target.checked) });
     box.checked = chosen.includes(label);
@@ -213,6 +215,11 @@ function drawRun(run) {
   $("#state").textContent = now.state;
   $("#state").className = `pill ${now.state}`;
   $("#facts").textContent = [now.task, now.schedule, known(now.seed) ? `seed ${now.seed}` : null].filter(Boolean).join(" · ");
+  const latest = (run.steps.columns.reward_mean ?? []).slice(-5).filter(known);
+  const mean = latest.length ? latest.reduce((a, b) => a + b, 0) / latest.length : null;
+  const headline = [["held-out reward, before → now", lastReward(run)], [`training reward, mean of ${latest.length} steps`, reward(mean)],
+    ["lag, in steps", short(now.numbers.lag_mean)], ["tokens per answer", short(now.numbers.completion_length_mean)]];
+  fill($("#headline"), headline, () => headline.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))));
   const share = now.target ? now.version / now.target : 0;
   $("#progress").value = share;
   const left = known(now.left) ? `, ${duration(now.left * 60)} left` : "";
@@ -289,7 +296,8 @@ function drawRollouts(run) {
   $("#missing").hidden = !found.missing;
   fill($("#rollouts .groups"), found.groups, () => found.groups.map((group) => {
     const dropped = Object.entries(group.dropped).map(([reason, count]) => `${reason} ${count}`).join(", ");
-    const more = group.hidden ? el("p", { class: "dim" }, `and ${group.hidden} more attempts`) : null;
+    const more = group.rest.length ? el("details", {}, el("summary", {}, `and ${group.rest.length} more attempts`),
+      el("div", { class: "attempts" }, ...group.rest.map(attempt))) : null;
     return el("article", { class: "group" }, el("h3", {}, `Group ${group.index}`), el("pre", {}, group.problem),
       dropped ? el("p", { class: "dim" }, `dropped: ${dropped}`) : null,
       group.skipped ? el("p", { class: "dim" }, group.skipped) : null,
@@ -330,16 +338,17 @@ function linesOf(spec) {
     (several ? spec.lines.slice(0, 1) : spec.lines).forEach(([name, text], j) => {
       const y = table.columns[name];
       if (!x || !y || !y.some(known)) return;
+      if (j && y.every((value, k) => value === table.columns[spec.lines[0][0]]?.[k])) return;  // as the first line
       const c = several ? i : j;
       const wide = spec.smooth && y.length >= 4 * spec.smooth;
       if (wide && !several && j === 0) found.push({ label: "", c, x, y, faint: true });
-      found.push({ label: several ? label : text, c, x, y: wide ? smoothed(y, spec.smooth) : y });
+      found.push({ label: (several ? label : text) + (wide ? `, mean of ${spec.smooth} steps` : ""), c, x, y: wide ? smoothed(y, spec.smooth) : y });
     });
     const points = spec.heldOut ? run.evaluations.filter((one) => known(one.reward)) : [];
     const at = new Map(points.map((one) => [one[axis], one.reward]));  // several at one place: the last
     if (at.size) {
       const sorted = [...at].sort((a, b) => a[0] - b[0]);
-      found.push({ label: several ? "" : "held out", c: several ? i : 1, x: sorted.map((one) => one[0]), y: sorted.map((one) => one[1]), points: true });
+      found.push({ label: several ? "" : "held out", c: several ? i : 2, x: sorted.map((one) => one[0]), y: sorted.map((one) => one[1]), points: true });
     }
   });
   return found;
@@ -354,7 +363,8 @@ class Chart {
     this.figure = el("figure", {}, el("figcaption", {}, this.title, this.keys), this.place);
     this.plot = null;
     this.shape = "";
-    this.size = new ResizeObserver(() => { if (this.plot && this.place.clientWidth) this.plot.setSize({ width: this.place.clientWidth, height: 190 }); });
+    this.height = spec.large ? 280 : 190;
+    this.size = new ResizeObserver(() => { if (this.plot && this.place.clientWidth) this.plot.setSize({ width: this.place.clientWidth, height: this.height }); });
     this.size.observe(this.place);
   }
 
@@ -378,14 +388,14 @@ class Chart {
     };
     const xLabel = this.spec.load ? LOAD_AXIS : AXES[axis];
     this.plot = new uPlot({
-      width: this.place.clientWidth, height: 190, padding: [8, 16, 0, 0], legend: { show: false },
+      width: this.place.clientWidth, height: this.height, padding: [8, 16, 0, 0], legend: { show: false },
       cursor: { sync: { key: xLabel }, y: false, points: { size: 6 } },
       scales: { x: { time: false }, y: { range } },
       // The choice of the horizontal axis does not hold for slots, so that axis has a label of its own.
-      axes: [{ ...text, size: 30, values: (_, all) => all.map(short), ...(this.spec.load ? { label: xLabel, labelSize: 16, labelFont: text.font } : {}) }, { ...text, size: 46, values: (_, all) => all.map(short) }],
+      axes: [{ ...text, size: 30, ...(this.spec.load || axis === "minutes" ? {} : { incrs: WHOLE }), values: (_, all) => all.map(short), ...(this.spec.load ? { label: xLabel, labelSize: 16, labelFont: text.font } : {}) }, { ...text, size: 46, values: (_, all) => all.map(short) }],
       series: [{}, ...lines.map((line) => ({
         stroke: () => colour(line.c), width: line.faint ? 1 : 1.75, alpha: line.faint ? 0.3 : 1, spanGaps: true,
-        ...(line.points ? { paths: () => null, points: { show: true, size: 7, width: 2, fill: () => css("--paper") } } : { points: { show: line.x.length < 40, size: 4 } }),
+        ...(line.points ? { paths: () => null, points: { show: true, size: 9, width: 2.5, fill: () => css("--paper") } } : { points: { show: line.x.length < 40, size: 4 } }),
       }))],
       hooks: { setCursor: [() => this.showKeys()] },
     }, data, this.place);
@@ -420,6 +430,7 @@ const others = new Map();
 
 function drawCurves() {
   $("#curves").hidden = ![...runs.values()].some((run) => run.steps.points || run.load.points);
+  $("#reward").hidden = $("#curves").hidden;
   for (const chart of charts) chart.draw();
   const open = $("#more").open;
   const names = new Set([...runs.values()].flatMap((run) => Object.keys(run.steps.columns)));
@@ -449,7 +460,8 @@ function draw() {
 
 // ---- beginning
 
-$("#curves .grid").append(...charts.map((chart) => chart.figure));
+$("#reward").append(charts[0].figure);
+$("#curves .grid").append(...charts.slice(1).map((chart) => chart.figure));
 $("#more").addEventListener("toggle", drawCurves);
 for (const button of document.querySelectorAll("input[name=axis]")) {
   button.addEventListener("change", () => { axis = button.value; drawCurves(); });

@@ -21,9 +21,11 @@ from pipelinerl.status.view import printable
 from pipelinerl.types import Group, Rollout, Turn, versions_from_spans
 
 GROUPS = 3
+"""The newest one whose rewards differ, and the newest others."""
 ATTEMPTS = 4
 MOST_TOKENS = 1200
-"""Sampled tokens of an attempt that are shown; the rest is counted."""
+MOST_FOLDED = 200
+"""Sampled tokens of an attempt that are shown, and of those that are folded away at first; the rest is counted."""
 MOST_CHARACTERS = 2000
 
 
@@ -62,18 +64,27 @@ def _from_file(run_dir: Path, config: RunConfig) -> TokenText | None:
     return None
 
 
+def newest_of(groups: Sequence[Group]) -> list[Group]:
+    """The groups to show of `groups`, which are in the order of the file; the one to show first comes last."""
+    differ = [group for group in groups if len({rollout.reward for rollout in group.rollouts}) > 1][-1:]
+    others = [group for group in groups if group not in differ]
+    return [*others[len(differ) - GROUPS :], *differ]
+
+
 def shown_groups(groups: Sequence[Group], texts: TokenText) -> list[dict[str, Any]]:
-    """The newest of `groups`, which are in the order of the file, as JSON-like data; the newest first."""
-    return [_group(group, texts) for group in reversed(groups[-GROUPS:])]
+    """The groups as JSON-like data, the last first."""
+    return [_group(group, texts) for group in reversed(groups)]
 
 
 def _group(group: Group, texts: TokenText) -> dict[str, Any]:
+    chosen = _chosen(group.rollouts)
+    rest = [rollout for rollout in group.rollouts if rollout not in chosen]
     payload = one_line(msgspec.json.encode(group.problem.payload).decode())
     return {
         "index": group.index,
         "problem": f"{one_line(group.problem.id)} {payload}"[:MOST_CHARACTERS],
-        "attempts": [_attempt(rollout, texts) for rollout in _chosen(group.rollouts)],
-        "hidden": max(0, len(group.rollouts) - ATTEMPTS),
+        "attempts": [_attempt(rollout, texts) for rollout in chosen],
+        "rest": [_attempt(rollout, texts, MOST_FOLDED) for rollout in rest],
         "dropped": {one_line(reason): count for reason, count in group.dropped.items()},
         "skipped": None if group.skipped is None else skip_text(group.skipped),
     }
@@ -87,8 +98,8 @@ def _chosen(rollouts: Sequence[Rollout]) -> list[Rollout]:
     return [rollouts[place] for place in sorted(kept)]
 
 
-def _attempt(rollout: Rollout, texts: TokenText) -> dict[str, Any]:
-    left, turns = MOST_TOKENS, []
+def _attempt(rollout: Rollout, texts: TokenText, left: int = MOST_TOKENS) -> dict[str, Any]:
+    turns = []
     for turn in rollout.turns:
         turns.append(_turn(turn, texts, left))
         left = max(0, left - len(turn.completion.token_ids))

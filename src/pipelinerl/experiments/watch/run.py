@@ -18,7 +18,7 @@ import msgspec
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import INVALID_DATA, PipelineRLError
 from pipelinerl.experiments.watch.follow import Curves, Seen
-from pipelinerl.experiments.watch.newest import GROUPS, Texts, shown_groups
+from pipelinerl.experiments.watch.newest import Texts, newest_of, shown_groups
 from pipelinerl.files import SharedRecord
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.metrics.evaluations import EvaluationRecord
@@ -269,7 +269,7 @@ class WatchedRun:
         found = self._group_tail.look()
         if self._group_tail.restarted:
             self._groups = []
-        self._groups = [*self._groups, *found][-GROUPS:]
+        self._groups = newest_of([*self._groups, *found])
         self._groups_changed = self._groups_changed or bool(found)
         if not self._groups_changed:
             return

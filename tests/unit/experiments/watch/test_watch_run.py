@@ -165,7 +165,10 @@ def test_the_newest_rollouts_come_in_spans_of_versions_every_few_seconds(tmp_pat
     assert [(one["id"], one["reward"]) for one in newest["attempts"]] == [
         ("g2.a0", 0), ("g2.a3", 3), ("g2.a4", 0), ("g2.a7", 3)
     ]  # fmt: skip
-    assert newest["hidden"] == 4
+    assert [one["id"] for one in newest["rest"]] == ["g2.a1", "g2.a2", "g2.a5", "g2.a6"]
+    append(root / "rollouts" / "rollouts.jsonl", *(group(n, rollout(n, 0, 1.0), rollout(n, 1, 1.0)) for n in range(3, 8)))
+    groups = watcher.look(GROUPS_EVERY_S + 1)["groups"]["groups"]
+    assert [one["index"] for one in groups] == [2, 7, 6]  # first the newest whose rewards differ
 
 
 def test_nothing_is_written(tmp_path: Path) -> None:
