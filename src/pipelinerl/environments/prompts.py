@@ -9,7 +9,6 @@ from typing import Any
 
 from pipelinerl.errors import EnvironmentSetupError
 from pipelinerl.interfaces import Tokenizer
-from pipelinerl.models.contract import hidden_ids
 
 Message = Mapping[str, str]
 """One message of a chat: `{"role": "user", "content": "..."}`."""
@@ -112,8 +111,12 @@ def _short(text: str) -> str:
 
 PART = "\ufffd"
 """The replacement character: what decoding gives for part of a character."""
-MOST_HELD = 16
-"""Tokens that a stream holds back for the rest of a character. A character has at most four bytes."""
+
+
+def hidden_ids(tokenizer: Tokenizer) -> frozenset[int]:
+    """Ids that are no text: the tokenizer's own bos, eos and padding. Other special tokens, such as `<think>`, are text."""
+    ids = (getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad"))
+    return frozenset(token for token in ids if isinstance(token, int))
 
 
 def text_decoder(tokenizer: Tokenizer, *, special: bool = False) -> Callable[[Sequence[int]], str]:
@@ -122,20 +125,22 @@ def text_decoder(tokenizer: Tokenizer, *, special: bool = False) -> Callable[[Se
     Ids of `hidden_ids` are left out, unless `special`. Other special tokens are text, such as `<think>` and `<tool_call>`:
     parsers, rewards and later turns need them. So leave out a completion's stop token before (`Completion.answer_ids`).
     """
-    decode = _decoder(tokenizer, special)
+    decode = plain_decoder(tokenizer, special)
 
     def text(ids: Sequence[int]) -> str:
         whole = decode(ids)
         if PART not in whole:
             return whole
         # The decoder of byte tokens makes all of a run unreadable if one byte is. A stream has shown what came before it.
+        from pipelinerl.environments.text_stream import TextStream  # noqa: PLC0415 - few completions need it
+
         stream = TextStream(tokenizer, decode=decode)
         return stream.feed(ids) + stream.rest()
 
     return text
 
 
-def _decoder(tokenizer: Tokenizer, special: bool) -> Callable[[Sequence[int]], str]:
+def plain_decoder(tokenizer: Tokenizer, special: bool) -> Callable[[Sequence[int]], str]:
     """`tokenizer.decode`, or its Rust backend where equivalent, without hidden ids unless `special`.
 
     `decode` spends two thirds of its time on checking the type of every id, and every rollout calls it.
@@ -152,57 +157,6 @@ def _decoder(tokenizer: Tokenizer, special: bool) -> Callable[[Sequence[int]], s
         return str((tokenizer if slow else backend).decode(shown, skip_special_tokens=False)) if shown else ""
 
     return decode
-
-
-class TextStream:
-    """Decodes a growing sequence of tokens in pieces, which do not depend on how many tokens are fed at once.
-
-    Some tokens are parts of a character, and some decode differently after another token. So the tokens of the last piece
-    are decoded again with the new ones, and a piece is held back until its last character is complete, or for `MOST_HELD`
-    tokens. `special`: see `text_decoder`.
-    """
-
-    def __init__(
-        self, tokenizer: Tokenizer, *, special: bool = False, decode: Callable[[Sequence[int]], str] | None = None
-    ) -> None:
-        self._decode = decode or _decoder(tokenizer, special)
-        self._ids: list[int] = []
-        self._start = self._read = 0  # first token to decode again as context; number of tokens whose text was returned
-
-    def feed(self, token_ids: Sequence[int]) -> str:
-        """Add tokens; return the text that became final."""
-        before = len(self._ids)
-        self._ids += token_ids
-        text = self._new_text(len(self._ids))
-        if PART not in text:
-            self._start, self._read = self._read, len(self._ids)
-            return text
-        return "".join(self._piece(end + 1) for end in range(before, len(self._ids)))
-
-    def rest(self) -> str:
-        """The remaining text at the end, including incomplete characters."""
-        text = self._new_text(len(self._ids))
-        self._start = self._read = len(self._ids)
-        return text
-
-    def _piece(self, end: int) -> str:
-        """The text that becomes final with token `end` - 1."""
-        text = self._new_text(end)
-        if not text.endswith(PART):
-            self._start, self._read = self._read, end
-            return text
-        if end - self._read < MOST_HELD:
-            return ""
-        # All but the last tokens is final, cut where this changes nothing: not within a character.
-        cuts = range(end - 3, self._read, -1)
-        cut = next((at for at in cuts if self._new_text(at) + self._decode(self._ids[at:end]) == text), cuts[0])
-        text = self._new_text(cut)
-        self._start = self._read = cut
-        return text
-
-    def _new_text(self, end: int) -> str:
-        known, text = (self._decode(self._ids[self._start : stop]) for stop in (self._read, end))
-        return text[len(known) :] if text.startswith(known) else self._decode(self._ids[self._read : end])
 
 
 def _plain_backend(tokenizer: Tokenizer, outer: str, inner: str) -> Any:

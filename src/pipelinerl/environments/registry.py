@@ -5,14 +5,15 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from pipelinerl.environments.options import Inner, Options, check_arguments
 from pipelinerl.environments.prompts import try_prompt
-from pipelinerl.environments.questions import wrong_chat
 from pipelinerl.environments.single_turn import JudgedTurn, Task
 from pipelinerl.errors import ConfigError, EnvironmentSetupError, PipelineRLError
 from pipelinerl.interfaces import Environment, Tokenizer
+
+if TYPE_CHECKING:
+    from pipelinerl.environments.options import Inner, Options
 
 BUILT_IN = {
     "gcd": "pipelinerl.environments.tasks.gcd:Gcd",
@@ -50,7 +51,12 @@ def make_environment(kind: str, args: Mapping[str, Any], tokenizer: Tokenizer, s
 def build(kind: str, args: Mapping[str, Any], tokenizer: Tokenizer, seed: int) -> Environment:
     """What `make_environment` returns, without trying it and without a pool for its reward. Raises the same."""
     found = find_class(kind)
-    check_arguments(kind, constructor_of(found), args)
+    try:
+        constructor_of(found).bind(tokenizer, seed, **args)
+    except TypeError:
+        from pipelinerl.environments.options import check_arguments  # noqa: PLC0415 - only for an error
+
+        check_arguments(kind, constructor_of(found), args)
     try:
         return cast("Environment", found(tokenizer, seed, **args))
     except PipelineRLError:
@@ -83,8 +89,11 @@ def _try_first_prompt(environment: JudgedTurn, tokenizer: Tokenizer) -> None:
         prompt = environment.prompt(environment.problem(0))
     except Exception:  # noqa: BLE001 - may affect this problem only; failed rollouts are counted and bounded
         return
-    if not isinstance(prompt, str) and (wrong := wrong_chat(prompt)):
-        raise EnvironmentSetupError(f"the first problem's prompt has {wrong}")
+    if not isinstance(prompt, str):
+        from pipelinerl.environments.questions import wrong_chat  # noqa: PLC0415 - only for chats
+
+        if wrong := wrong_chat(prompt):
+            raise EnvironmentSetupError(f"the first problem's prompt has {wrong}")
     try_prompt(tokenizer, prompt, environment.template_options)
 
 
@@ -105,7 +114,8 @@ def options_of(found: type) -> type[Options] | None:
     """The struct of the constructor's arguments; None if the class, or a subclass, has an ordinary constructor."""
     owner = next(base for base in found.__mro__ if "__init__" in vars(base))
     options = vars(owner).get("Options")
-    return options if inspect.isclass(options) and issubclass(options, Options) else None
+    is_struct = inspect.isclass(options) and hasattr(options, "refuse_without_effect")
+    return cast("type[Options]", options) if is_struct else None
 
 
 def constructor_of(found: type) -> inspect.Signature:

@@ -8,7 +8,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from pipelinerl.checkpoint_folders import files_in, record_of
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.environments.static_check import check_statically
 from pipelinerl.errors import EnvironmentSetupError, UserError
@@ -64,7 +63,11 @@ def inputs_of(config: RunConfig) -> dict[str, str]:
             path = Path(value.removeprefix("dataset:").rpartition(":")[0] or value).expanduser()
             with suppress(OSError, ValueError):  # most texts name no file
                 folder = value.startswith("dataset:") and path.is_dir()
-                files = files_in(path) if folder else [path for path in (path, Path(value)) if path.is_file()]
+                if not folder and not path.is_file() and not (path := Path(value)).is_file():
+                    continue
+                from pipelinerl.checkpoint_folders import files_in, record_of  # noqa: PLC0415 - not for the demo
+
+                files = files_in(path) if folder else [path]
                 found |= {str(file.absolute()): record_of(file).checksum for file in files}
     return dict(sorted(found.items()))
 

@@ -7,10 +7,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from pipelinerl.errors import ModelLoadError
-from pipelinerl.interfaces import Tokenizer
 
-ANSWER = "@@"
-"""Stands for an answer of the model where a chat template is tried."""
 _SHOWN_CHARACTERS = 20
 
 
@@ -19,14 +16,6 @@ class Contract(NamedTuple):
 
     stop_token_ids: tuple[int, ...]
     notes: tuple[str, ...]
-
-
-class _Turn(NamedTuple):
-    """How the chat template ends an answer: with the token `end`, or with `text`. `notes`: what is wrong with it."""
-
-    end: int | None = None
-    text: str = ""
-    notes: tuple[str, ...] = ()
 
 
 def read_contract(model: Any, tokenizer: Any, max_length: int | None = None) -> Contract:
@@ -45,9 +34,13 @@ def read_contract(model: Any, tokenizer: Any, max_length: int | None = None) -> 
     }
     named = {where: _ids(where, getattr(owner, "eos_token_id", None)) for where, owner in owners.items()}
     sources = {token: where for where, ids in reversed(named.items()) for token in ids}
-    turn = _turn(tokenizer, added)
-    notes = list(turn.notes)
-    if turn.end is not None and turn.end not in sources:
+    notes, turn = list[str](), None
+    if getattr(tokenizer, "chat_template", None):
+        from pipelinerl.models.template import read_turn  # noqa: PLC0415 - the demo's model has none
+
+        turn = read_turn(tokenizer, added)
+        notes += turn.notes
+    if turn is not None and turn.end is not None and turn.end not in sources:
         notes.append(
             f"the chat template ends an answer with {_name(tokenizer, turn.end)}, which no eos_token_id names: it ends "
             "completions, too"
@@ -64,7 +57,7 @@ def read_contract(model: Any, tokenizer: Any, max_length: int | None = None) -> 
                 "another model?"
             )
     ends = " and ".join(_name(tokenizer, token) for token in inside) or "nothing"
-    if turn.text:
+    if turn is not None and turn.text:
         shown = repr(turn.text[:_SHOWN_CHARACTERS])
         notes.append(f"the chat template has no token at the end of an answer, only {shown}: completions end with {ends}")
     if not inside:
@@ -87,12 +80,6 @@ def read_contract(model: Any, tokenizer: Any, max_length: int | None = None) -> 
     return Contract(inside, tuple(notes))
 
 
-def hidden_ids(tokenizer: Tokenizer) -> frozenset[int]:
-    """Ids that are no text: the tokenizer's own bos, eos and padding. Other special tokens, such as `<think>`, are text."""
-    ids = (getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad"))
-    return frozenset(token for token in ids if isinstance(token, int))
-
-
 def _ids(where: str, given: object) -> list[int]:
     try:
         ids = [] if given is None else msgspec.convert(given, int | list[int])
@@ -104,37 +91,3 @@ def _ids(where: str, given: object) -> list[int]:
 def _name(tokenizer: Any, token: int) -> str:
     convert = getattr(tokenizer, "convert_ids_to_tokens", None)
     return f"{convert(token)!r} ({token})" if convert else str(token)
-
-
-def _turn(tokenizer: Any, added: dict[int, Any]) -> _Turn:
-    """Render an answer, also with a message after it: some templates end only one of the two."""
-    if not getattr(tokenizer, "chat_template", None):
-        return _Turn()
-
-    def render(*messages: tuple[str, str], prompt: bool = False) -> str:
-        chat = [{"role": role, "content": content} for role, content in messages]
-        return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=prompt))
-
-    question = ("user", "?")
-    found, problem = list[tuple[str, str]](), "it leaves the answer out"
-    with_prompt = without = ""
-    for chat in ([question, ("assistant", ANSWER)], [question, ("assistant", ANSWER), question]):
-        try:
-            before, shown, after = render(*chat).rpartition(ANSWER)
-            with_prompt, without = render(question, prompt=True), render(question)
-        except Exception as error:  # noqa: BLE001 - a template is code and may raise anything
-            problem = " ".join(str(error).split())
-            continue
-        if shown:
-            found.append((before, after.lstrip()))
-    if not found:
-        return _Turn(notes=(f"the chat template can't show an answer, so what ends a turn is not known: {problem}",))
-    notes = []
-    opening = found[0][0].removeprefix(without).strip()
-    if with_prompt == without and opening and found[0][0].startswith(without):
-        notes.append(
-            f"the chat template has no generation prompt: a prompt ends before {opening!r}, which the model has to write"
-        )
-    text = next((after for _, after in found if after), "")
-    ends = {token.content: number for number, token in added.items() if token.content and text.startswith(token.content)}
-    return _Turn(ends[max(ends, key=len)] if ends else None, "" if ends else text, tuple(notes))

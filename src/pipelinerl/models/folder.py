@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.resources
 import os
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,6 @@ import msgspec
 
 from pipelinerl.config.schema import PACKAGED_MODELS
 from pipelinerl.errors import INVALID_DATA, ModelLoadError
-
-_DEQUANTIZED = ("mxfp4",)
-"""Methods whose weights transformers itself turns into bfloat16."""
 
 
 def resolve_path(path: str) -> str:
@@ -31,9 +27,13 @@ def resolve_path(path: str) -> str:
         return str(folder)
     folder = Path(path).expanduser()
     if path and folder.is_dir():
-        if (adapter := folder / "adapter_config.json").is_file():
-            raise ModelLoadError(adapter_refusal(path, _read(adapter).get("base_model_name_or_path")))
-        refuse_quantized(path, _read(folder / "config.json"))
+        adapter, config = folder / "adapter_config.json", _read(folder / "config.json")
+        if adapter.is_file() or b"quantization_config" in msgspec.json.encode(config):
+            from pipelinerl.models.load_errors import adapter_refusal, refuse_quantized  # noqa: PLC0415 - few models
+
+            if adapter.is_file():
+                raise ModelLoadError(adapter_refusal(path, _read(adapter).get("base_model_name_or_path")))
+            refuse_quantized(path, config)
         if not (folder / "config.json").is_file():
             raise ModelLoadError(f"model.path {path!r} has no config.json: give a folder written by save_pretrained")
         return str(folder)
@@ -59,27 +59,6 @@ def find_model(path: str) -> str:
     from pipelinerl.models.hub import find_on_the_hub  # noqa: PLC0415 - as above
 
     return find_on_the_hub(path)
-
-
-def adapter_refusal(path: str, base: object = None) -> str:
-    """The error for an adapter that is given as a model."""
-    of = f" of {base!r}" if base else ""
-    return (
-        f"model.path {path!r} has an adapter{of}: merge it into its model (merge_and_unload, then save_pretrained) and "
-        "give the result, or give the model without it"
-    )
-
-
-def refuse_quantized(path: str, config: Mapping[str, Any]) -> None:
-    """Raise ModelLoadError if `config`, as in config.json, is that of a quantized model."""
-    for part in (config, config.get("text_config")):
-        settings = part.get("quantization_config") if isinstance(part, Mapping) else None
-        method = settings.get("quant_method", "unknown") if isinstance(settings, Mapping) else None
-        if method not in (None, *_DEQUANTIZED):
-            raise ModelLoadError(
-                f"model.path {path!r} is quantized ({method}): quantized weights can't be trained; give the unquantized "
-                "model"
-            )
 
 
 def _read(path: Path) -> dict[str, Any]:

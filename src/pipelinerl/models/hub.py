@@ -15,7 +15,8 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils._validators import validate_repo_id
 
 from pipelinerl.errors import ModelLoadError
-from pipelinerl.models.folder import absolute, adapter_refusal, refuse_quantized
+from pipelinerl.models.folder import absolute
+from pipelinerl.models.load_errors import adapter_refusal, refuse_quantized
 
 HUB_TIMEOUT_S = 10.0
 """Timeout of the request that checks whether a model exists. Downloads are bounded by the watchdog only."""

@@ -1,8 +1,12 @@
-"""What an error of transformers means to the user who gave the model."""
+"""What is wrong with a model that can't be loaded or trained, and what an error of transformers means to its user."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import Any
+
+from pipelinerl.errors import ModelLoadError
 
 _KNOWN_ERRORS = {
     ("trust_remote_code",): (
@@ -29,6 +33,10 @@ _DAMAGED = re.compile(r"Safetensor|[Nn]o (such )?file|EOFError|zip archive|Unpic
 """What errors about missing and damaged files have in their type or text."""
 
 
+_DEQUANTIZED = ("mxfp4",)
+"""Methods whose weights transformers itself turns into bfloat16."""
+
+
 def explain(error: Exception) -> str:
     """One line that says what to do."""
     text = " ".join(str(error).split())
@@ -38,3 +46,24 @@ def explain(error: Exception) -> str:
     kind = type(error).__name__
     advice = " (get a complete copy of the model)" if _DAMAGED.search(f"{kind}: {text}") else ""
     return (text.split(". ")[0][:300] or kind) + advice
+
+
+def adapter_refusal(path: str, base: object = None) -> str:
+    """The error for an adapter that is given as a model."""
+    of = f" of {base!r}" if base else ""
+    return (
+        f"model.path {path!r} has an adapter{of}: merge it into its model (merge_and_unload, then save_pretrained) and "
+        "give the result, or give the model without it"
+    )
+
+
+def refuse_quantized(path: str, config: Mapping[str, Any]) -> None:
+    """Raise ModelLoadError if `config`, as in config.json, is that of a quantized model."""
+    for part in (config, config.get("text_config")):
+        settings = part.get("quantization_config") if isinstance(part, Mapping) else None
+        method = settings.get("quant_method", "unknown") if isinstance(settings, Mapping) else None
+        if method not in (None, *_DEQUANTIZED):
+            raise ModelLoadError(
+                f"model.path {path!r} is quantized ({method}): quantized weights can't be trained; give the unquantized "
+                "model"
+            )

@@ -15,7 +15,6 @@ import torch
 
 from pipelinerl.config.schema import LONGEST_SLOT, ModelConfig
 from pipelinerl.errors import ModelLoadError, UserError
-from pipelinerl.models.contract import read_contract
 from pipelinerl.models.folder import find_model
 
 _log = logging.getLogger(__name__)
@@ -142,6 +141,8 @@ def load_tokenizer(config: ModelConfig) -> Any:
 
 def stop_token_ids(model: Any, tokenizer: Any, max_length: int | None = None) -> tuple[int, ...]:
     """All tokens that end a completion, ascending, as `read_contract` finds them. Logs its notes as warnings."""
+    from pipelinerl.models.contract import read_contract  # noqa: PLC0415 - the trainer generates nothing
+
     contract = read_contract(model, tokenizer, max_length)
     for note in contract.notes:
         _log.warning("model: %s", note)

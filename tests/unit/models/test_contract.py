@@ -10,8 +10,9 @@ from tokenizers import AddedToken
 from transformers import LlamaConfig
 
 from pipelinerl.config.schema import ModelConfig
+from pipelinerl.environments.prompts import hidden_ids
 from pipelinerl.errors import ModelLoadError
-from pipelinerl.models.contract import Contract, hidden_ids, read_contract
+from pipelinerl.models.contract import Contract, read_contract
 from pipelinerl.models.loading import load_config, load_tokenizer
 from tests.unit.chat_parts import ALTERNATES, CHATML, COUNTS, STRIPS_THOUGHTS, TRIMS
 from tests.unit.server_parts import byte_tokenizer

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from rich.text import Text
 
 from pipelinerl.config.schema import ModelConfig, RunConfig
-from pipelinerl.environments.prompts import TextStream
+from pipelinerl.environments.text_stream import TextStream
 from pipelinerl.errors import ModelLoadError, UserError
 from pipelinerl.experiments.browse.groups import lag_text
 from pipelinerl.experiments.browse.records import Trained, one_line

@@ -16,7 +16,8 @@ from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from pipelinerl.environments.chat.messages import parse_tool_calls
-from pipelinerl.environments.prompts import MOST_HELD, PART, TextStream, text_decoder
+from pipelinerl.environments.prompts import PART, text_decoder
+from pipelinerl.environments.text_stream import MOST_HELD, TextStream
 from pipelinerl.serving.server.text import StopStrings, ToolCallStream
 from tests.unit.server_parts import byte_tokenizer
 

@@ -9,7 +9,8 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from pipelinerl.environments.prompts import PART, TextStream
+from pipelinerl.environments.prompts import PART
+from pipelinerl.environments.text_stream import TextStream
 from pipelinerl.errors import RequestError
 from pipelinerl.interfaces import Tokenizer
 from pipelinerl.serving.server.exchange import Exchange, Generation

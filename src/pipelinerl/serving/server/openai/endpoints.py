@@ -17,7 +17,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pipelinerl.environments.chat.messages import ParsedText, answer_message, parse_tool_calls
-from pipelinerl.environments.prompts import TextStream, text_decoder
+from pipelinerl.environments.prompts import text_decoder
+from pipelinerl.environments.text_stream import TextStream
 from pipelinerl.errors import RequestError
 from pipelinerl.serving.server.dialects import messages, responses
 from pipelinerl.serving.server.dialects.common import Translated
