@@ -258,6 +258,11 @@ class ProblemSet:
     def held_out(self, count: int) -> Sequence[Problem]:
         return self._held_out[:count]
 
+    @property
+    def training_count(self) -> int:
+        """Number of training problems: the length of an epoch."""
+        return len(self._parts.training)
+
     def _shuffled(self, epoch: int) -> list[int]:
         order = list(range(len(self._parts.training)))
         random.Random(f"{self._name}/{epoch}").shuffle(order)

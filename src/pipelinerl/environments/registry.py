@@ -13,6 +13,7 @@ from pipelinerl.errors import ConfigError, EnvironmentSetupError, PipelineRLErro
 from pipelinerl.interfaces import Environment, Tokenizer
 
 if TYPE_CHECKING:
+    from pipelinerl.config.schema import RunConfig
     from pipelinerl.environments.options import Inner, Options
 
 BUILT_IN = {
@@ -73,6 +74,15 @@ def make_inner(where: str, inner: Inner, tokenizer: Tokenizer, seed: int) -> Env
         return make_environment(inner.kind, inner.args, tokenizer, seed)
     except PipelineRLError as error:
         raise type(error)(f"{where}: {error}") from error
+
+
+def epoch_note(environment: Environment, config: RunConfig) -> tuple[str, ...]:
+    """A line on how many steps an epoch is; none for an environment whose problems have no end, or that does not say."""
+    count: int | None = getattr(environment, "training_count", None)
+    if count is None:
+        return ()
+    steps = count * config.actor.group_size / config.trainer.batch_size
+    return (f"data: {count} training problems: an epoch is {steps:.4g} steps (trainer.steps: {config.trainer.steps})",)
 
 
 def no_held_out(kind: str, problems: int) -> ConfigError:

@@ -42,7 +42,7 @@ class TryoutReport(msgspec.Struct, frozen=True, kw_only=True, tag="report"):
     `prompt` is the first problem's prompt, `reward` and `metrics` are those of an empty answer to it. `prompt_tokens` are
     the prompt lengths of the first problems. `single_turn`: an attempt has one prompt only. `built_s` is how long it took
     to build the environment, `held_out` the number of held-out problems. `notes`: what
-    does not agree between model and tokenizer.
+    does not agree between model and tokenizer, and how many steps an epoch is.
     """
 
     built_s: float
@@ -136,7 +136,7 @@ def _report_lines(report: TryoutReport, config: RunConfig) -> list[str]:
     shown = report.prompt if len(report.prompt) <= SHOWN_CHARACTERS else f"{report.prompt[:SHOWN_CHARACTERS]}..."
     metrics = "".join(f", {name} {value:g}" for name, value in report.metrics.items())
     lines = [
-        *(f"model: {note}" for note in report.notes),
+        *report.notes,
         f"environment: {config.environment.kind} was built in {report.built_s:.1f} s",
         f"  the first prompt has {tokens[0]} tokens{longest}: {shown!r}",
         f"  an empty answer to it gets reward {report.reward:g}{metrics}",

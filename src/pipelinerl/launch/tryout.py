@@ -23,7 +23,7 @@ from pipelinerl.actor.evaluation import held_out_problems
 from pipelinerl.actor.rollouts import FRAME, NOT_USERS, Failure, TimeLimits, attempt, guarded, problem_for
 from pipelinerl.config.load import config_from_yaml
 from pipelinerl.config.schema import RunConfig
-from pipelinerl.environments.registry import make_environment, no_held_out
+from pipelinerl.environments.registry import epoch_note, make_environment, no_held_out
 from pipelinerl.environments.single_turn import JudgedTurn
 from pipelinerl.environments.user.function import Function
 from pipelinerl.errors import EnvironmentSetupError, PipelineRLError
@@ -138,7 +138,7 @@ async def try_environment(config: RunConfig, send: Callable[[TryoutMessage], Non
         reward=played.reward,
         metrics=dict(played.metrics),
         held_out=held_out,
-        notes=contract.notes,
+        notes=(*(f"model: {note}" for note in contract.notes), *epoch_note(environment, config)),
     )
 
 

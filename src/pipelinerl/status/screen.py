@@ -92,8 +92,9 @@ def model_lines(statuses: Mapping[str, StageStatus]) -> list[str]:
     engine, trainer = engine_total(statuses), trainer_progress(statuses)
     lines = list(engine.notes) if engine else []
     if engine and trainer and trainer.runner:
-        lines.append("; ".join([*([f"generates {engine.runner}"] if engine.runner else []), f"is trained {trainer.runner}"]))
-    return [f"model: {line}" for line in lines] + ([f"COLLAPSED: {trainer.note}"] if trainer and trainer.note else [])
+        generates = f"generates {engine.runner}; " if engine.runner else ""
+        lines.append(f"model: {generates}is trained {trainer.runner}")
+    return lines + ([f"COLLAPSED: {trainer.note}"] if trainer and trainer.note else [])
 
 
 def plain_line(statuses: Mapping[str, StageStatus], target: int, trends: Trends, elapsed_s: float) -> str:

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from pipelinerl.config.schema import ActorConfig, RunConfig, TrainerConfig
 from pipelinerl.environments import make_environment
+from pipelinerl.environments.registry import epoch_note
 from pipelinerl.interfaces import Environment
 from pipelinerl.types import Problem
 from tests.unit.chat_parts import make_tokenizer
@@ -61,3 +63,14 @@ def test_held_out_problems_do_not_depend_on_the_seed_and_are_never_trained_on(ma
     assert len({problem.id for problem in held_out}) == count
     assert list(map(content, held_out[:5])) == list(map(content, one.held_out(5)))
     assert set(map(content, held_out)).isdisjoint(content(one.problem(index)) for index in range(1000))
+
+
+def test_how_many_steps_an_epoch_is(made: tuple[list[Environment], int], request: pytest.FixtureRequest) -> None:
+    config = RunConfig(actor=ActorConfig(group_size=8), trainer=TrainerConfig(batch_size=64, steps=7))
+    note = "".join(epoch_note(made[0][0], config))
+    if request.node.callspec.params["made"] in ("math", "function"):
+        count = int(note.split()[1])
+        assert len({made[0][0].problem(index).id for index in range(2 * count)}) == count
+        assert note.endswith(f"an epoch is {count / 8:.4g} steps (trainer.steps: 7)")
+    else:
+        assert not note, "its problems have no end"

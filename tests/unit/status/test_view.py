@@ -146,7 +146,7 @@ def test_what_does_not_agree_in_the_model_is_said_once_and_at_once(kind: Any) ->
     view = make_view(kind, stream, target=100)
     for now in (0.0, 1.0):
         engine = statuses(now)["engine"]
-        noted = replace(engine, progress=replace(engine.progress, notes=("no token ends a completion",)))
+        noted = replace(engine, progress=replace(engine.progress, notes=("model: no token ends a completion",)))
         view.update({"engine-0": noted, "engine-1": noted}, now)  # the trainer is still starting
         assert stream.getvalue().count("model: no token ends a completion") == 1
     view.close()

@@ -30,7 +30,7 @@ from pipelinerl.actor.probe import WeightProbe
 from pipelinerl.actor.rollouts import RolloutContext
 from pipelinerl.actor.status import GenerationStatus
 from pipelinerl.config.schema import EvaluationConfig
-from pipelinerl.environments.registry import make_environment, no_held_out
+from pipelinerl.environments.registry import epoch_note, make_environment, no_held_out
 from pipelinerl.errors import BroadcastEndedError, StalledError
 from pipelinerl.files import JsonLines, Lines
 from pipelinerl.interfaces import AsyncEngine, Board, Environment, StreamStats, StreamWriter, Tokenizer, WeightReceiver
@@ -328,7 +328,7 @@ def _groups(generation: Generation, handle: EngineHandle) -> GroupRunner:
         seed=config.seed,
         slots=handle.slots,
         stop_token_ids=handle.contract.stop_token_ids,
-        notes=handle.contract.notes,
+        notes=(*(f"model: {note}" for note in handle.contract.notes), *epoch_note(generation.environment, config)),
     )
     skips = None
     if config.actor.online_filter is not None:

@@ -74,6 +74,10 @@ class Agent:
         self._gateway = _gateway()
         weakref.finalize(self, self._gateway.close)
 
+    @property
+    def training_count(self) -> int | None:
+        return getattr(self._source, "training_count", None)
+
     def problem(self, index: int) -> Problem:
         return self._source.problem(index)
 
