@@ -1,0 +1,122 @@
+"""The wheel in an empty environment with the newest version of every package, and a command for every extra.
+
+The versions are those that a user gets without constraints.txt. `make test-newest` runs this: it downloads 2 GB.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+pytestmark = [pytest.mark.slow, pytest.mark.newest, pytest.mark.timeout(1800)]
+
+SHORT = ["--trainer.steps=2", "--trainer.batch_size=32", "--evaluation.problems=8", "--metrics.plot=false"]
+TRAIN = ["pipelinerl", "train", "--run_dir", "{extra}", *SHORT]
+DRY = ["pipelinerl", "train", "--dry-run", "--run_dir", "{extra}"]
+PROBLEMS = [{"question": f"What is {n} + {n}?", "answer": str(2 * n)} for n in range(40)]
+SCHEMA = '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}'
+SERVED = f"""
+import json, subprocess, sys, time, urllib.request
+server = subprocess.Popen([*sys.argv[1:], "serve", "demo", "--port", "0"], stdout=subprocess.PIPE, text=True)
+try:
+    line = next(line for line in server.stdout if "http://" in line)
+    url = line[line.index("http://"):].split()[0].rstrip("/.,")
+    body = {{"prompt": "84,36:", "max_tokens": 8, "structured_outputs": {{"json": {SCHEMA}}}}}
+    if "{{extra}}" == "serve":
+        del body["structured_outputs"]
+    head = {{"Content-Type": "application/json"}}
+    request = urllib.request.Request(url + "/v1/completions", json.dumps(body).encode(), head)
+    for _ in range(600):
+        try:
+            answer = json.load(urllib.request.urlopen(request))
+            break
+        except OSError as error:
+            assert getattr(error, "code", 503) == 503, error.read()
+            time.sleep(0.1)
+    assert answer["choices"], answer
+finally:
+    server.terminate()
+"""
+
+COMMANDS: dict[str, list[str]] = {
+    "": TRAIN,
+    "gguf": ["python", "-c", "import gguf, accelerate, pipelinerl.models.gguf"],
+    **{name: [*TRAIN, f"--metrics.trackers=[{name}]"] for name in ("tensorboard", "wandb", "trackio", "mlflow")},
+    "pandas": ["python", "-c", "import pipelinerl; run = pipelinerl.Run('base'); assert len(run.metrics) == 2"],
+    **{name: ["python", "-c", SERVED, "pipelinerl"] for name in ("serve", "structured")},
+    "http": [*TRAIN, "--launch.kind=processes", "--engine.kind=http", "--engine.servers=1"],
+    "redis": ["python", "-c", "import pipelinerl.stream.redis"],
+    "parquet": ["pipelinerl", "browse", "base", "--export", "base.parquet"],
+    "completion": ["pipelinerl", "completion", "bash"],
+    "math": [*DRY, "--environment.kind=math", "--environment.args.path=problems.jsonl"],
+    "lora": [*TRAIN, "--model.lora.rank=4"],
+    "reasoning-gym": [*DRY, "--environment.kind=reasoning_gym", "--environment.args.task=chain_sum"],
+    "datasets": [
+        *(*DRY, "--environment.kind=function", "--environment.args.data=dataset:data:train"),
+        *("--environment.args.reward=rewards.py:reward", "--environment.args.prompt=question"),
+    ],
+    "verifiers": [*DRY, "--environment.kind=verifiers", "--environment.args.load=environment.py:load_environment"],
+    "browse": ["python", "-c", "import pipelinerl.experiments.browse.textual_app"],
+    "ray": ["python", "-c", "import pipelinerl.launch.hosts.ray"],
+}
+"""What tries each extra; without one, the demo."""
+
+ENVIRONMENT = """
+import verifiers as vf
+from datasets import Dataset
+
+def load_environment():
+    rows = [{"prompt": f"{n},{n}:", "answer": str(n)} for n in range(1, 40)]
+    def right(completion, answer):
+        return float(completion.endswith(answer))
+    return vf.SingleTurnEnv(dataset=Dataset.from_list(rows), rubric=vf.Rubric(funcs=[right]), message_type="completion")
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the wheel, an empty environment and what the commands read."""
+    folder = tmp_path_factory.mktemp("newest")
+    wheel = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(ROOT)]
+    subprocess.run(wheel, check=True)
+    subprocess.run([sys.executable, "-m", "venv", str(folder / "venv")], check=True)
+    # The only exception: a newer torch may be had only with the libraries for CUDA, which are gigabytes.
+    torch = next(line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch=="))
+    (folder / "torch.txt").write_text(torch)
+    (folder / "problems.jsonl").write_text("".join(json.dumps(one) + "\n" for one in PROBLEMS))
+    (folder / "data").mkdir()
+    (folder / "data" / "train.jsonl").write_bytes((folder / "problems.jsonl").read_bytes())
+    (folder / "rewards.py").write_text("def reward(completion, example):\n    return len(completion)\n")
+    (folder / "environment.py").write_text(ENVIRONMENT)
+    return folder
+
+
+def test_every_extra_is_tried() -> None:
+    assert set(COMMANDS) - {""} == set(EXTRAS) - {"all", "ui", "dev", "docs", "pages"}
+
+
+@pytest.mark.parametrize("extra", COMMANDS)
+def test_the_newest_packages_of_an_extra_work(extra: str, place: Path) -> None:
+    programs = place / "venv" / "bin"
+    (wheel,) = place.glob("*.whl")
+    named = f"{wheel}[{extra}]" if extra else str(wheel)
+    pip = [str(programs / "pip"), "install", "--quiet", "--upgrade", "--upgrade-strategy", "eager"]
+    subprocess.run([*pip, "--constraint", "torch.txt", named], cwd=place, check=True)
+    first, *rest = COMMANDS[extra]
+    command = [str(programs / first), *(word.replace("{extra}", extra or "base") for word in rest)]
+    if command[-1] == "pipelinerl":
+        command[-1] = str(programs / "pipelinerl")
+    own = {"WANDB_MODE": "offline", "TRACKIO_DIR": str(place / "trackio"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    environment = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"} | own
+    done = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr + done.stdout
+    if "--dry-run" not in command and "train" in command:
+        assert json.loads((place / (extra or "base") / "summary.json").read_text())["status"] == "finished"
