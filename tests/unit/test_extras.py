@@ -80,7 +80,7 @@ def test_the_doctor_has_a_line_for_each_wrong_version_and_one_for_all_missing_ex
     installed["torch"] = "1.0"
     found = {one.what: one for one in packages()}
     assert found["other extras"].found == "not installed: serve, verifiers"
-    assert (found["torch"].level, "packages" in found, "extras" in found) == ("WRONG", False, False)
+    assert (found["torch"].level, "packages" in found, found["extras"].found) == ("WRONG", False, "none")
     assert shown([found["torch"], found["other extras"]]).endswith("1 thing wrong: torch\n")
 
 

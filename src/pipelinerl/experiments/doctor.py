@@ -124,19 +124,17 @@ def packages() -> Iterator[Finding]:
     if not wrong:
         main = ", ".join(f"{name} {extras.version(name)}" for name in ("torch", "transformers", "numpy"))
         yield Finding("ok", "packages", main)
-    usable: list[str] = []
-    absent: list[str] = []
+    found: dict[str, list[str]] = {"ok": [], "note": []}
     for extra in extras.names():
         lacking = {one: why for one in extras.requirements(extra) if (why := extras.problem(one))}
         if old := [one for one in lacking if extras.version(one.name)]:
-            found = ", ".join(lacking[one] for one in old)
-            yield Finding(WRONG, f"extra {extra}", found, f"if you need it: {extras.install_command(old)}")
+            why = ", ".join(lacking[one] for one in old)
+            yield Finding(WRONG, f"extra {extra}", why, f"if you need it: {extras.install_command(old)}")
         else:
-            (absent if lacking else usable).append(extra)
-    if usable:
-        yield Finding("ok", "extras", ", ".join(usable))
-    if absent:
-        yield Finding("note", "other extras", f"not installed: {', '.join(absent)}", "what needs one says how to install it")
+            found["note" if lacking else "ok"].append(extra)
+    yield Finding("ok", "extras", ", ".join(found["ok"]) or "none")
+    if absent := ", ".join(found["note"]):
+        yield Finding("note", "other extras", f"not installed: {absent}", "what needs one says how to install it")
 
 
 def _redis() -> Iterator[Finding]:

@@ -176,17 +176,9 @@ def _cluster(run_dir: Path) -> Iterator[str]:
     require("ray", "the layout ray")
     address = f"127.0.0.1:{free_port('127.0.0.1')}"
     with tempfile.TemporaryDirectory(prefix="ray-") as folder:  # a short path: Ray makes sockets there
-        flags = [
-            "--head",
-            "--block",
-            "--port",
-            address.partition(":")[2],
-            "--node-ip-address",
-            "127.0.0.1",
-            "--num-cpus",
-            "2",
-        ]
-        flags += ["--temp-dir", folder, "--include-dashboard", "false", "--object-store-memory", "80000000"]
+        flags = ["--head", "--block", "--port", address.partition(":")[2], "--node-ip-address", "127.0.0.1"]
+        flags += ["--num-cpus", "2", "--include-dashboard", "false", "--object-store-memory", "80000000"]
+        flags += ["--temp-dir", folder]
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", *flags, "--disable-usage-stats"]
         log = run_dir / "ray.log"
         with ChildProcess(command, log=log, patience_s=20.0) as cluster:
