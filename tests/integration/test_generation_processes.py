@@ -36,10 +36,8 @@ def run_two(run_dir: Path, **settings: Any) -> dict[str, Any]:
     return counts
 
 
-def test_pipeline(tmp_path: Path) -> None:
-    counts = run_two(tmp_path / "r", trainer__steps=6, schedule__max_lag=3, evaluation__problems=8)
-    assert counts["rollouts_trained"] == 6 * 16
-    assert counts["lag_max"] <= 3
+def assert_made_by_two(run_dir: Path, counts: dict[str, Any]) -> None:
+    """The second session of a run had two generation processes, and measured both."""
     assert counts["eval_reward_before"] is not None
     assert counts["eval_reward_after"] is not None
     assert 0 < counts["engine_busy_fraction"] <= 1
@@ -48,13 +46,13 @@ def test_pipeline(tmp_path: Path) -> None:
     assert predicted_bytes.keys() == measured_bytes.keys() == {"generation-0", "generation-1", "training"}
     for role, most in predicted_bytes.items():
         assert 0.8 * measured_bytes[role] < most + between < 1.5 * measured_bytes[role], role
-    timeline = read_timeline(tmp_path / "r")
+    timeline = read_timeline(run_dir)
     assert [look.time_s for look in timeline] == sorted(look.time_s for look in timeline)
     assert {look.worker for look in timeline} == {0, 1}
     generated = [max(look.tokens_generated for look in timeline if look.worker == worker) for worker in (0, 1)]
     assert min(generated) > 0
     assert sum(generated) <= counts["tokens_generated"]
-    assert steps(tmp_path / "r")[-1].engine is not None
+    assert steps(run_dir)[-1].engine is not None
 
 
 @pytest.mark.exhaustive
@@ -81,12 +79,15 @@ def test_async_changes_weights_between_rounds_only(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("interrupted", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_stopped_in_any_way_it_goes_on_with_any_number_of_processes(interrupted: bool, tmp_path: Path) -> None:
-    """Two generation processes, everything is killed at once; three, Ctrl-C; one, to its end. Together they are one run.
+    """One generation process, everything is killed at once; two, to its end. Together they are one run.
+
+    If `interrupted`: two, everything is killed; three, Ctrl-C; one, to its end.
 
     The stream is one, whoever writes it: what was handed over is trained on, by whom it was generated does not matter.
     """
     run_dir = tmp_path / "r"
-    settings = {"engine__processes": 2, "schedule__max_lag": 4, "trainer__checkpoint_every": 2}
+    settings = {"engine__processes": 2 if interrupted else 1, "schedule__max_lag": 4, "trainer__checkpoint_every": 2}
+    settings["evaluation__problems"] = 0 if interrupted else 8
     with endless(run_dir, **settings) as (process, pids):
         for pid in (process.pid, *pids.values()):
             os.kill(pid, signal.SIGKILL)
@@ -104,6 +105,10 @@ def test_stopped_in_any_way_it_goes_on_with_any_number_of_processes(interrupted:
         assert stopped["status"] == "interrupted"
         assert (run_dir / "checkpoints" / f"step_{stopped['version']:08d}").is_dir()
         goal = stopped["version"] + 3
-    ended = command("train", "--resume", str(run_dir), f"--trainer.steps={goal}", "--engine.processes=1")
+    last = ["--engine.processes=1"] if interrupted else ["--engine.processes=2"]
+    ended = command("train", "--resume", str(run_dir), f"--trainer.steps={goal}", *last)
     assert ended.status == 0, ended.error
-    assert assert_gone_on(run_dir, goal)["lag_max"] <= 4
+    counts = assert_gone_on(run_dir, goal)
+    assert counts["lag_max"] <= 4
+    if not interrupted:
+        assert_made_by_two(run_dir, counts)

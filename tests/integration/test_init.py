@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.cli import project
+from pipelinerl.cli import main, project
 from pipelinerl.cli.parser import Commands
 from pipelinerl.config.load import load_config
 from pipelinerl.errors import UserError
@@ -94,10 +94,12 @@ def test_every_template_runs(template: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_project_runs_at_once(tmp_path: Path) -> None:
+def test_the_project_runs_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     pipelinerl_init(tmp_path)
-    ended = command("train", "run.yaml", *SMALL, cwd=tmp_path)
-    assert ended.status == 0, ended.error
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "run.yaml", *SMALL]) == 0, capsys.readouterr().err
     found = summary(tmp_path / "r")
     assert (found["status"], found["optimizer_steps"], found["rollouts_dropped"]) == ("finished", 2, {})
     assert_conserved(found)

@@ -200,6 +200,7 @@ def test_a_trainer_that_is_told_to_stop_by_somebody_else_is_named(tmp_path: Path
     assert f"the training process (pid {pid}) ended before the run did" in ended.error
 
 
+@pytest.mark.exhaustive  # a killed rank ends the others the same way, and test_bad_input.py has the message
 def test_values_that_are_not_finite_end_all_ranks_with_one_error(tmp_path: Path) -> None:
     ended = wait(start_processes(tmp_path / "r", **TWO, trainer__learning_rate=1e38))
     assert ended.status == 5

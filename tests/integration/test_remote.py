@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from pipelinerl.cli import main
 from pipelinerl.config.schema import ModelConfig
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models.loading import load_model
@@ -21,7 +22,7 @@ from pipelinerl.serving.client.engine import RemoteEngine
 from pipelinerl.serving.client.errors import Bounds, EngineUnavailableError
 from pipelinerl.serving.client.server_client import PipelineServer
 from pipelinerl.types import Completion, GenerationRequest, SamplingParams
-from tests.integration.runs import command, start, until
+from tests.integration.runs import start, until
 from tests.parity.test_engine import mixed_cache_logprobs
 
 pytestmark = pytest.mark.slow
@@ -205,12 +206,13 @@ def test_a_killed_server_loses_nothing_and_has_the_weights_before_it_has_request
 
 
 @pytest.mark.parametrize("servers", [1], indirect=True)
-def test_our_own_server_keeps_the_contract(servers: list[Server], tmp_path: Path) -> None:
-    ended = command("check-engine", servers[0].url, "--model", "demo", "--update-dir", str(tmp_path))
-    assert ended.status == 0, ended
-    assert "17 pass, 0 fail, 0 not supported" in ended.out
+def test_our_own_server_keeps_the_contract(
+    servers: list[Server], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check-engine", servers[0].url, "--model", "demo", "--update-dir", str(tmp_path)]) == 0
+    assert "17 pass, 0 fail, 0 not supported" in capsys.readouterr().out
     servers[0].kill()
-    ended = command("check-engine", servers[0].url)
-    assert ended.status == 1
-    assert ended.error.count("\n") == 1
-    assert servers[0].url in ended.error
+    assert main(["check-engine", servers[0].url]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert servers[0].url in error

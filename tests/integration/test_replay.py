@@ -91,12 +91,17 @@ def test_a_run_in_processes_is_repeated(tmp_path: Path) -> None:
     assert_repeated(tmp_path / "r", 7)
 
 
+DELTAS = {"weights__kind": "collective", "weights__encoding": "delta"}
+
+
 @pytest.mark.parametrize(
     ("start", "settings", "versions"),
     [
         (run, {"schedule__kind": "conventional", "schedule__steps_per_round": 3, "trainer__steps": 5}, 3),
         (run, {"schedule__kind": "async", "schedule__steps_per_round": 2}, 3),
-        (run_processes, {"weights__kind": "collective", "weights__encoding": "delta"}, 5),
+        pytest.param(
+            run_processes, {"weights__kind": "collective", "weights__encoding": "delta"}, 5, marks=pytest.mark.exhaustive
+        ),
         pytest.param(run_processes, {"launch__preprocessor": "process", **KL}, 5, marks=pytest.mark.exhaustive),
         pytest.param(run_processes, {"trainer__ranks": 2, **KL}, 5, marks=pytest.mark.exhaustive),
         pytest.param(run_processes, {"engine__kind": "http", "engine__servers": 2}, 5, marks=pytest.mark.exhaustive),

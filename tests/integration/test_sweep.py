@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from pipelinerl.cli import main
 from pipelinerl.experiments.sweep.grid import make_grid
 from tests.integration.runs import command, start, until, wait
 
@@ -18,7 +19,7 @@ SMALL = [
 
 
 @pytest.mark.slow
-def test_a_sweep_of_one_setting(tmp_path: Path) -> None:
+def test_a_sweep_of_one_setting(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     flags = [*SMALL, "--trainer.steps", "1"]
     arguments = ["sweep", *flags, "--seeds", "2", "--out", str(out)]
@@ -27,8 +28,7 @@ def test_a_sweep_of_one_setting(tmp_path: Path) -> None:
     (out / "request.json").write_text(json.dumps(make_grid(None, flags, 2).to_json()))
     summary = {"status": "finished", "reward_last": 0.5, "eval_reward_after": 0.5}
     (first / "summary.json").write_text(json.dumps(summary))
-    ended = command(*arguments)
-    assert ended.status == 0, ended.error
+    assert main(arguments) == 0, capsys.readouterr().err
     (setting,) = json.loads((out / "sweep.json").read_text())["settings"]
     assert [run["status"] for run in setting["runs"]] == ["finished", "finished"]
     made = json.loads((out / "01/seed-1/summary.json").read_text())

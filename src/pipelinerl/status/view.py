@@ -51,7 +51,7 @@ def output_that_never_fails() -> Iterator[None]:
     """
     with ExitStack() as stack:
         for stream, redirect in ((sys.stdout, redirect_stdout), (sys.stderr, redirect_stderr)):
-            if not isinstance(stream, io.TextIOWrapper):
+            if not isinstance(stream, io.TextIOWrapper) or isinstance(stream.buffer, io.BytesIO):
                 continue
             with suppress(OSError):
                 stream.flush()
