@@ -277,8 +277,8 @@ def test_names_and_folders_are_distinct(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("{}/r@7", "give .*/r@all, or one of the versions that it has: 0, 5"),
-        ("{}/r@", "give .*/r@all, or one of the versions"),
+        ("{}/r@7", "give .*/r@all, .*/r@best, or one of the versions that it has: 0, 5"),
+        ("{}/r@", "give .*/r@all, .*/r@best, or one of the versions"),
         ("{}/empty", "empty has no checkpoints; .*/empty@0 is the model"),
         ("{}@all", "is not a run directory"),
         ("{}", "has no config.json"),
