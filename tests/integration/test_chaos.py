@@ -176,7 +176,7 @@ def test_a_whole_run_has_no_violation_and_a_lost_group_is_one(whole: Path) -> No
     assert check(whole, started) == []
     assert check(whole) == []
     assert "started and not handed over" in check(whole, started + 1)[0]
-    assert "was handed over, but" in check(whole, max(indices))[0]
+    assert any("was handed over, but" in line for line in check(whole, max(indices)))
 
 
 def test_groups_of_a_killed_session_stay_unfinished_if_the_next_one_begins_at_the_goal(copied: Path) -> None:

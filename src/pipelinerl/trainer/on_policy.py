@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+PACKED_COLUMNS = 7
+"""Numbers per token in `OnPolicyStats.packed`."""
+
 
 def effective_sample_size(log_ratios_N: torch.Tensor) -> float:
     """(sum w)^2 / (N * sum w^2) of the weights w = pi / mu, given log w. In (0, 1]; 1 if all weights are equal.
@@ -103,7 +106,7 @@ class OnPolicyStats:
             self._log_products.append(log_products_N.detach())
 
     def packed(self) -> torch.Tensor:
-        """All tokens in float32 on the CPU, (7, N), for `add_packed` in another process. Lengths must have been given."""
+        """All tokens in float32 on the CPU, (PACKED_COLUMNS, N), for `add_packed` elsewhere. Needs the lengths."""
         chunks = (self._log_ratios, self._masked, self._truncated, self._entropy, self._lags)
         columns = (*chunks, self._lengths, self._log_products)
         return torch.stack([torch.cat([torch.empty(0), *(chunk.float().cpu() for chunk in column)]) for column in columns])

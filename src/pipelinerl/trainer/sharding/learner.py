@@ -30,6 +30,7 @@ from pipelinerl.models.sharded import gather, host_model, load_for_sharding, loa
 from pipelinerl.models.state import named_weights, not_finite
 from pipelinerl.trainer.losses import DEFAULT_CORRECTION
 from pipelinerl.trainer.micro_batch import Packer, segment_lengths
+from pipelinerl.trainer.on_policy import PACKED_COLUMNS
 from pipelinerl.trainer.optimizer import Optimizer, local
 from pipelinerl.trainer.sharding import ranks
 from pipelinerl.trainer.sharding.plan import attention_cost, plan, plan_padded, token_cost
@@ -320,17 +321,17 @@ class ShardedLearner(Learner):
 def _send(sums: Sums) -> None:
     totals = torch.tensor([float(sums.loss), float(sums.cells)], dtype=torch.float64)
     distributed.send(totals, 0)
-    tokens_6N = sums.stats.packed()
-    if tokens_6N.numel():
-        distributed.send(tokens_6N, 0)
+    tokens_7N = sums.stats.packed()
+    if tokens_7N.numel():
+        distributed.send(tokens_7N, 0)
 
 
 def _add_received(sums: Sums, rank: int, tokens: int) -> None:
     totals = torch.empty(2, dtype=torch.float64)
     distributed.recv(totals, rank)
-    tokens_6N = torch.empty(6, tokens)
+    tokens_7N = torch.empty(PACKED_COLUMNS, tokens)
     if tokens:
-        distributed.recv(tokens_6N, rank)
+        distributed.recv(tokens_7N, rank)
     sums.loss += totals[0].to(sums.loss.device)
     sums.cells += int(totals[1])
-    sums.stats.add_packed(tokens_6N)
+    sums.stats.add_packed(tokens_7N)
