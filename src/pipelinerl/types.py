@@ -321,7 +321,7 @@ class TrainerProgress(msgspec.Struct, frozen=True, kw_only=True, tag="trainer"):
     `queued` rollouts are in the trainer's queue; `dropped` counts those that the trainer dropped, by reason, and
     `dropped_tokens` their sampled tokens. Rollouts in the stream and rollouts that the actor dropped are not counted.
     `probe_ids` is the prompt of the weight canary (see `ProbeReading`), `runner` how the model is trained. `sent_bytes`: how
-    much of a checkpoint is on the launcher's machine, while it is sent there. `note`: what the user must know of the reward.
+    much of a checkpoint is on the launcher's machine, while it is sent there. `notes`: warnings about the training.
     """
 
     version: int = 0
@@ -340,7 +340,7 @@ class TrainerProgress(msgspec.Struct, frozen=True, kw_only=True, tag="trainer"):
     latest: dict[str, float] = {}
     sent_bytes: int = 0
     runner: str = ""
-    note: str = ""
+    notes: tuple[str, ...] = ()
 
 
 Progress = EngineProgress | ActorProgress | TrainerProgress

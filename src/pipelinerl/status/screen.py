@@ -94,7 +94,7 @@ def model_lines(statuses: Mapping[str, StageStatus]) -> list[str]:
     if engine and trainer and trainer.runner:
         generates = f"generates {engine.runner}; " if engine.runner else ""
         lines.append(f"model: {generates}is trained {trainer.runner}")
-    return lines + ([f"COLLAPSED: {trainer.note}"] if trainer and trainer.note else [])
+    return lines + list(trainer.notes if trainer else ())
 
 
 def plain_line(statuses: Mapping[str, StageStatus], target: int, trends: Trends, elapsed_s: float) -> str:

@@ -28,6 +28,11 @@ from pipelinerl.types import (
     WeightTransfer,
 )
 
+PRODUCTS = (
+    "WARNING: log_product_sd is above 1 since step {}: under correction.sequence: truncate a few rollouts have most of the "
+    "weight. Set correction.sequence: geo_truncate, or leave it out"
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerOutput:
@@ -35,6 +40,7 @@ class TrainerOutput:
 
     Records contain the time since `started_s` (by default the trainer's start), on the scale of `clock`, and the progress of
     the stages `engines` and `actors`. `on_begin` is called before the first step, when all else has loaded.
+    `weighs_products`: the weight of a rollout is the product of its ratios, and the user is warned when that is unreliable.
     """
 
     board: Board
@@ -46,6 +52,7 @@ class TrainerOutput:
     actors: Sequence[str] = (ALONE.actor,)
     clock: Callable[[], float] = time.monotonic
     started_s: float | None = None
+    weighs_products: bool = False
 
 
 class TrainerStatus:
@@ -66,6 +73,7 @@ class TrainerStatus:
         self._busy_s = self._step_end_busy_s = self._saving_s = self._publish_s = 0.0
         self._latest: dict[str, float] = {}
         self._collapse = CollapseWatch()
+        self._spread: tuple[str, ...] = ()
         self._refused: list[Sequence[TrainingSample]] = []
 
     def report(self, state: StageState, detail: str, *, now: bool = False) -> None:
@@ -149,6 +157,8 @@ class TrainerStatus:
         self._saving_s = 0.0
         output.sink.write(record)
         self._collapse.observe(record)
+        if self._output.weighs_products and not self._spread and (record.log_product_sd or 0.0) > 1:
+            self._spread = (PRODUCTS.format(record.version),)
         self._latest = record.headline()
         lengths, ids = queue.dropped_lengths(), queue.dropped_ids()
         if output.trained_log is not None:
@@ -166,5 +176,6 @@ class TrainerStatus:
 
     def _progress(self) -> TrainerProgress:
         ready_s = self._clock() - self._ready_s
-        note = self._collapse.now
-        return msgspec.structs.replace(self._counts(), busy_s=self._busy_s, ready_s=ready_s, latest=self._latest, note=note)
+        notes = (*(f"COLLAPSED: {note}" for note in [self._collapse.now] if note), *self._spread)
+        counts, latest = self._counts(), self._latest
+        return msgspec.structs.replace(counts, busy_s=self._busy_s, ready_s=ready_s, latest=latest, notes=notes)

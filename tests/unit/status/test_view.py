@@ -156,10 +156,10 @@ def test_what_does_not_agree_in_the_model_is_said_once_and_at_once(kind: Any) ->
 def test_a_collapse_is_said_once(kind: Any) -> None:
     stream = StringIO()
     view = make_view(kind, stream, target=100)
-    for now, note in ((0.0, ""), (1.0, "all 0"), (2.0, "all 0"), (3.0, "")):
+    for now, notes in ((0.0, ()), (1.0, ("COLLAPSED: all 0",)), (2.0, ("COLLAPSED: all 0",)), (3.0, ())):
         found = statuses(now)
         trainer = found["trainer"]
-        found["trainer"] = replace(trainer, progress=replace(trainer.progress, note=note))
+        found["trainer"] = replace(trainer, progress=replace(trainer.progress, notes=notes))
         view.update(found, now)
         assert stream.getvalue().count("COLLAPSED: all 0") == bool(now)
     view.close()

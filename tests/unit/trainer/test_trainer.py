@@ -112,6 +112,7 @@ class Setup:
         resume: bool = False,
         folders: Folders | None = None,
         stopped: Callable[[], bool] = lambda: False,
+        weighs_products: bool = False,
         **changes: object,
     ) -> None:
         self.config = TrainerConfig(**({"batch_size": 4, "steps": 6, "learning_rate": 1e-2} | changes))
@@ -142,6 +143,7 @@ class Setup:
                 sink=JsonlSink(run_dir),
                 trained_log=JsonLines(run_dir / "rollouts" / "trained.jsonl"),
                 published_log=JsonLines(run_dir / "published.jsonl"),
+                weighs_products=weighs_products,
             ),
             checkpoints=CheckpointPlan(
                 directory=run_dir / "checkpoints",
@@ -243,6 +245,16 @@ def test_conventional_publishes_once_a_round_and_at_the_end(tmp_path: Path) -> N
     assert setup.engine.versions == [0, 4, 6]
     assert [record.publish_s > 0 for record in setup.records()] == [False, False, False, True, False, True]
     assert [record.lag_max for record in setup.records() if record.lag_max is not None][:4] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(("noise", "weighs_products"), [(2.0, True), (2.0, False), (0.01, True)])
+def test_a_large_spread_of_products_is_a_warning(tmp_path: Path, noise: float, weighs_products: bool) -> None:
+    setup = Setup(tmp_path, noise=noise, weighs_products=weighs_products)
+    setup.drive()
+    above = [step.version for step in setup.records() if (step.log_product_sd or 0.0) > 1]
+    assert bool(above) == (noise == 2.0)
+    assert len(setup.progress.notes) == (noise == 2.0 and weighs_products)
+    assert all(f"log_product_sd is above 1 since step {above[0]}:" in note for note in setup.progress.notes)
 
 
 def test_trained_records_tell_versions_and_lags(tmp_path: Path) -> None:

@@ -273,6 +273,7 @@ def build_trainer(
             engines=[*(stages.engine for stages in generation), ENDED_ENGINES],
             actors=[*(stages.actor for stages in generation), ENDED_ACTORS],
             started_s=session.records_from_s,
+            weighs_products=config.correction.sequence == "truncate",
         ),
         stopped=session.run.stop_request.exists,
         checkpoints=CheckpointPlan(
