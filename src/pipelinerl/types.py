@@ -297,7 +297,8 @@ class ActorProgress(msgspec.Struct, frozen=True, kw_only=True, tag="actor"):
     Rollouts are handed over when their group is written to the stream. Until then, finished attempts of an open group
     count as in progress. `rollouts_cut` counts the handed-over rollouts that ended at their token limit. `dropped_tokens`
     are the tokens sampled for dropped rollouts, by the same reasons. `started_length_mean` is the mean number of sampled
-    tokens of the latest `started_lengths` attempts in order of start, in groups before the oldest open one.
+    tokens of the latest `started_lengths` attempts in order of start, in groups before the oldest open one. `evaluating` is
+    the progress of the evaluation that runs, in words.
     """
 
     groups_started: int = 0
@@ -313,6 +314,7 @@ class ActorProgress(msgspec.Struct, frozen=True, kw_only=True, tag="actor"):
     recent_reward: float | None = None
     evaluations: dict[str, float] = {}
     evaluated: int = 0
+    evaluating: str = ""
 
 
 class TrainerProgress(msgspec.Struct, frozen=True, kw_only=True, tag="trainer"):

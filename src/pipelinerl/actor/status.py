@@ -116,7 +116,5 @@ class GenerationStatus:
         return msgspec.structs.replace(self._engine.progress(), ready_s=ready_s, probes=readings, **known)
 
     def _actor_progress(self) -> ActorProgress:
-        evaluations = dict(self._evaluations.rewards)
-        return msgspec.structs.replace(
-            self._groups.progress(), evaluations=evaluations, evaluated=self._evaluations.answered
-        )
+        known = {"evaluated": self._evaluations.answered, "evaluating": self._evaluations.status}
+        return msgspec.structs.replace(self._groups.progress(), evaluations=dict(self._evaluations.rewards), **known)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from pipelinerl.metrics.statistics import LOW_ESS
 from pipelinerl.metrics.totals import actor_total, engine_total, trainer_progress
-from pipelinerl.types import EngineProgress, StageStatus, TrainerProgress
+from pipelinerl.types import ActorProgress, EngineProgress, StageStatus, TrainerProgress
 
 
 class Rate:
@@ -111,10 +111,15 @@ def plain_line(statuses: Mapping[str, StageStatus], target: int, trends: Trends,
     return "  ".join(parts if left_s is None else [*parts, f"left {duration(left_s)}"])
 
 
-def waiting_lines(statuses: Mapping[str, StageStatus], now: float, longer_than_s: float) -> list[str]:
-    """A line for each stage that has been waiting, starting, failed or silent for longer than `longer_than_s`."""
+def stage_lines(statuses: Mapping[str, StageStatus], now: float, longer_than_s: float) -> list[str]:
+    """A line for each evaluation, and for each stage that has been waiting, starting, failed or silent for longer than
+    `longer_than_s`.
+    """
     lines = [] if statuses else [NO_STAGE]
     for status in statuses.values():
+        running = status.state in ("working", "waiting")
+        if running and isinstance(status.progress, ActorProgress) and status.progress.evaluating:
+            lines.append(f"{status.stage} {status.progress.evaluating}")
         since_s = now - status.since_s
         if status.state in ("waiting", "starting", "failed") and since_s > longer_than_s:
             lines.append(f"{status.stage} {status.state} for {duration(since_s)}: {status.detail}")

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdo
 from typing import Any, Literal, TextIO
 
 from pipelinerl.metrics.totals import trainer_progress
-from pipelinerl.status.screen import Trends, model_lines, plain_line, waiting_lines
+from pipelinerl.status.screen import Trends, model_lines, plain_line, stage_lines
 from pipelinerl.types import StageStatus
 
 REDRAW_S = 0.5
@@ -86,7 +86,8 @@ class View:
 class PlainView(View):
     """Prints a line every `every_steps` optimizer steps, and at least every 10 s.
 
-    It is followed by a line for each stage that waits, starts, failed or is silent for over 10 s (before step 1: any time).
+    It is followed by a line for each evaluation that runs, and for each stage that waits, starts, failed or is silent for
+    over 10 s (before step 1: any time).
     """
 
     def __init__(self, stream: TextIO, *, target: int) -> None:
@@ -117,7 +118,7 @@ class PlainView(View):
     def _print(self, statuses: Mapping[str, StageStatus], now: float) -> None:
         self._printed = (_version(statuses), now)
         self.say(plain_line(statuses, self._target, self._trends, now - self._first_s))
-        for line in waiting_lines(statuses, now, LONG_WAIT_S if self._printed[0] else 0.0):
+        for line in stage_lines(statuses, now, LONG_WAIT_S if self._printed[0] else 0.0):
             self.say(f"            {line}")
 
 

@@ -1069,6 +1069,16 @@ def test_the_answer_to_a_held_out_problem_has_what_the_environment_added(second_
     assert (record.prompt, record.completion, record.length) == ("h0", completion, 12)
 
 
+def test_the_actor_publishes_which_evaluation_runs():
+    harness = Harness(evaluation=EvaluationConfig(problems=1))
+    published, publish = [], harness.board.publish
+    harness.board.publish = lambda status: (published.append(status), publish(status))
+    asyncio.run(harness.actor.evaluate("before"))
+    shown = [status.progress.evaluating for status in published if status.stage == "actor"]
+    assert shown[0] == "evaluates, before training: 0 of 1 held-out problems"
+    assert shown[-1] == ""
+
+
 def test_evaluation_answers_every_held_out_problem_once():
     async def code(problem, client):
         rollout = await single_turn(problem, client)

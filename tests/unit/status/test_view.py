@@ -294,6 +294,23 @@ def test_a_plain_log_says_what_the_first_step_waits_for() -> None:
     ]
 
 
+@pytest.mark.parametrize("state", ["working", "waiting", "failed", "done"])
+def test_a_plain_log_shows_the_evaluation_that_runs(state: str) -> None:
+    stream = StringIO()
+    view = PlainView(stream, target=140)
+    evaluating = "evaluates, before training: 131 of 512 held-out problems"
+    for now in range(0, 11, 2):
+        last = replace(
+            statuses(now, version=0)["actor"],
+            state=state,
+            detail="63 rollouts running",
+            progress=ActorProgress(evaluating=evaluating),
+        )
+        view.update({"actor": last}, float(now))
+    shown = [line.strip() for line in stream.getvalue().splitlines()]
+    assert (f"actor {evaluating}" in shown) == (state in ("working", "waiting")), shown
+
+
 def test_logs_of_ci_are_plain_and_no_color_has_no_colour(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CI", "true")
     assert isinstance(make_view("auto", Terminal(), target=1), PlainView)
