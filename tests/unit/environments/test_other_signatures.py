@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pipelinerl.environments.user.code import adapted
+from pipelinerl.environments.user.function import read_tools
+from pipelinerl.environments.user.pool import Limits
+from pipelinerl.environments.user.rewards import Functions
 from pipelinerl.errors import EnvironmentSetupError
 
 CHAT = [{"role": "user", "content": "2 + 2?"}]
@@ -67,3 +71,28 @@ def test_arguments_in_the_wrong_order_are_an_error() -> None:
 
     with pytest.raises(EnvironmentSetupError, match=r"rewards.py:swapped has the parameters \(example, completion\): write"):
         adapted(swapped, "rewards.py:swapped")
+
+
+def test_only_rewards_are_called_as_another_trainer_calls_them(tmp_path: Path) -> None:
+    (tmp_path / "functions.py").write_text(
+        "def judge(completions, **kwargs):\n    return [len(kwargs['prompts'])]\n"
+        "def brief(completions, example, **kwargs):\n    return [-1.0] * len(completions)\n"
+        "def check(solution_str: str) -> str:\n"
+        '    """Checks it.\n\n    Args:\n        solution_str: The solution.\n    """\n'
+        "    return solution_str.upper()\n"
+    )
+    specs = {"reward": f"{tmp_path}/functions.py:judge", "group_reward": f"{tmp_path}/functions.py:brief"}
+
+    async def ask(isolate: bool) -> tuple[Any, ...]:
+        limits = Limits()
+        functions = Functions(specs, rewards={"reward"}, isolate=isolate, workers=1, concurrency=1, limits=limits)
+        (tool,) = read_tools([f"{tmp_path}/functions.py:check"], isolate=isolate, workers=1, limits=limits)
+        example = {"prompt": "2 + 2?"}
+        return (
+            await functions.call("reward", "4", example),
+            await functions.call("group_reward", ["4", "5"], example),
+            await tool.call({"solution_str": "four"}),
+        )
+
+    for isolate in (True, False):
+        assert asyncio.run(ask(isolate)) == (1, [-1.0, -1.0], "FOUR")

@@ -145,8 +145,8 @@ def names_a_function(text: str) -> bool:
     return bool(colon and name.isidentifier() and (module.endswith(".py") or module.replace(".", "").isidentifier()))
 
 
-def find_function(spec: str, *, allow_async: bool = False) -> UserFunction:
-    """The function that `spec` names. Its file is imported as by `import_file`.
+def find_function(spec: str, *, allow_async: bool = False, reward: bool = False) -> UserFunction:
+    """The function that `spec` names; as a `reward`, it is `adapted`. Its file is imported as by `import_file`.
 
     Raises EnvironmentSetupError, with the line of the file where known, if there is no such function.
     """
@@ -163,7 +163,7 @@ def find_function(spec: str, *, allow_async: bool = False) -> UserFunction:
         raise not_defined(module_name, "function", name, names_in(module, inspect.isfunction))
     if inspect.iscoroutinefunction(found) and not allow_async:
         raise EnvironmentSetupError(f"{spec} is `async def`; it must be a plain function, which may block")
-    return adapted(found, spec)
+    return adapted(found, spec) if reward else found
 
 
 # ---- rewards with the signatures of other trainers, known by their parameter names

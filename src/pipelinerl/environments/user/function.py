@@ -115,6 +115,7 @@ class Function(ProblemSet):
             raise EnvironmentSetupError(f"environment.args.reward: a function can't be called {min(taken)}; rename it")
         self._functions = Functions(
             {name: spec for name, (spec, _) in rewards.items()} | others,
+            rewards=rewards.keys(),
             isolate=options.isolate,
             workers=options.workers,
             concurrency=options.concurrency,

@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -49,11 +49,12 @@ class FunctionPool:
         self,
         functions: Mapping[str, str],
         *,
+        rewards: Collection[str] = (),
         workers: int = 2,
         limits: Limits | None = None,
         task: TaskSource | None = None,
     ) -> None:
-        self._start = Start(functions=dict(functions), limits=limits or Limits(), task=task)
+        self._start = Start(functions=dict(functions), rewards=tuple(rewards), limits=limits or Limits(), task=task)
         self._workers = workers
         self._numbers = count(1)
         self._idle: list[_Worker] = []

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -32,13 +32,27 @@ class Score(NamedTuple):
 class Functions:
     """Calls user functions by name: in processes with limits, or in this one if they are `async def` or not `isolate`d."""
 
-    def __init__(self, specs: Mapping[str, str], *, isolate: bool, workers: int, concurrency: int, limits: Limits) -> None:
-        """Raises EnvironmentSetupError if a function that is called in this process can't be imported."""
+    def __init__(
+        self,
+        specs: Mapping[str, str],
+        *,
+        rewards: Collection[str],
+        isolate: bool,
+        workers: int,
+        concurrency: int,
+        limits: Limits,
+    ) -> None:
+        """`rewards` are the names of those that may have the signature of another trainer's reward.
+
+        Raises EnvironmentSetupError if a function that is called in this process can't be imported."""
         self._specs, self._concurrency, self._timeout_s = dict(specs), concurrency, limits.timeout_s
         own = [name for name, spec in specs.items() if not isolate or is_async(spec)]
-        self._own = {name: find_function(specs[name], allow_async=True) for name in own}
+        self._own = {name: find_function(specs[name], allow_async=True, reward=name in rewards) for name in own}
         self._pool = FunctionPool(
-            {name: spec for name, spec in specs.items() if name not in own}, workers=workers, limits=limits
+            {name: spec for name, spec in specs.items() if name not in own},
+            rewards=rewards,
+            workers=workers,
+            limits=limits,
         )
         self._slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 

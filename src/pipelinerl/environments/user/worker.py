@@ -64,12 +64,13 @@ class TaskSource(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker's only argument: functions (`file.py:function`) by name, and limits.
+    """A worker's only argument: functions (`file.py:function`) by name, which of them are rewards, and limits.
 
     With `task` there is one function, the task's `reward`, and its name stands for the class.
     """
 
     functions: dict[str, str]
+    rewards: tuple[str, ...] = ()
     limits: Limits
     task: TaskSource | None = None
 
@@ -97,7 +98,7 @@ def main(argument: str) -> int:
     os.dup2(2, 1)
     try:
         if start.task is None:
-            functions = {name: find_function(spec) for name, spec in start.functions.items()}
+            functions = {name: find_function(spec, reward=name in start.rewards) for name, spec in start.functions.items()}
         else:
             from pipelinerl.environments.user.task import reward_of  # noqa: PLC0415 - functions start without it
 
