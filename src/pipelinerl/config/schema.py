@@ -350,6 +350,8 @@ class EvaluationConfig(Section, frozen=True):
 class MetricsConfig(Section, frozen=True):
     view: Literal["auto", "live", "plain", "none"] = "auto"
     """The view in the terminal; `auto`: live in a terminal, plain lines otherwise."""
+    verbose: bool = False
+    """The table at the end also has the rows on lag, the longest quarter, weight updates, and what was generated in vain."""
     trackers: Annotated[tuple[Literal["tensorboard", "wandb", "trackio", "mlflow"], ...], Strict(False)] = ()
     """Also send curves, evaluations and samples to these trackers, like `[wandb]` (extras of the same names)."""
     callback: str | None = None

@@ -132,7 +132,7 @@ def show_result(session: Session, summary: dict[str, Any], stream: TextIO) -> No
     from pipelinerl.report.terminal import final_table, largest_gain, sample_before_after  # noqa: PLC0415
 
     console = Console(file=stream)
-    console.print(final_table(summary))
+    console.print(final_table(summary, verbose=metrics.verbose))
     if (sample := largest_gain(run.root)) is not None:
         console.print(sample_before_after(*sample))
     for path in (run.curves, run.summary, run.metrics, run.rollouts, run.checkpoints):

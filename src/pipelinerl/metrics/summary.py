@@ -41,7 +41,7 @@ def summarize(
     resumed_from         version of the checkpoint that this session started from
 
     `reward_first` and `reward_last` are means of `reward_read_mean` over the first and last min(5, n/4) of n steps, at least
-    one.
+    one; `metrics_first` and `metrics_last` are those of the rollouts' metrics, by name, over the same steps.
     Means over the run weight every step equally, except that lengths are weighted by rollouts and lag by tokens.
     `ess_low_steps` counts the steps with an ESS below `LOW_ESS`; `ess_low_first` is the version that the first of them made.
     `cut_fraction` is the share of this session's rollouts that ended at their token limit. `nothing_learned` says why no
@@ -188,12 +188,15 @@ def edge_of(steps: int) -> int:
 
 def _quality(steps: Sequence[StepRecord]) -> dict[str, Any]:
     edge = edge_of(len(steps))
+    first, last = steps[:edge], steps[-edge:]
     ess = [step.ess for step in steps if step.ess is not None]
     started = [step.started_length_mean for step in steps if step.started_length_mean is not None]
     low = [step.version for step in steps if step.ess is not None and step.ess < LOW_ESS]
     return {
-        "reward_first": _mean(step.reward for step in steps[:edge]),
-        "reward_last": _mean(step.reward for step in steps[-edge:]),
+        "reward_first": _mean(step.reward for step in first),
+        "reward_last": _mean(step.reward for step in last),
+        "metrics_first": _metrics(first),
+        "metrics_last": _metrics(last),
         "trained_length_mean": _weighted((step.completion_length_mean, step.samples) for step in steps),
         "sampled_length_mean": _weighted((step.sampled_length_mean, step.samples) for step in steps),
         "started_length_mean": started[-1] if started else None,
@@ -236,6 +239,12 @@ def _version(steps: Sequence[StepRecord], trainer: TrainerProgress | None, resum
 def _mean(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return fmean(known) if known else None
+
+
+def _metrics(steps: Sequence[StepRecord]) -> dict[str, float | None]:
+    names = sorted({name for step in steps for name in step.metrics})
+    known = {name: [step for step in steps if name in step.metrics] for name in names}
+    return {name: _weighted((s.metrics[name], s.metric_counts.get(name, s.samples)) for s in known[name]) for name in names}
 
 
 def _weighted(pairs: Iterable[tuple[float | None, int]]) -> float | None:

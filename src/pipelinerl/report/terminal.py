@@ -20,15 +20,18 @@ from pipelinerl.status.screen import duration, pause, short
 
 Row = tuple[str, str]
 _STYLES = {"held-out reward": "bold"} | dict.fromkeys(("NOT ACCOUNTED FOR", "NOTHING LEARNED", "COLLAPSED"), "bold red")
+VERBOSE = ("lag", "longest quarter", "weight updates", "generated")
+"""Rows that the table has only on demand."""
 
 
-def final_table(summary: Mapping[str, Any]) -> Table:
-    """The contents of `summary.json` as a table for the terminal."""
+def final_table(summary: Mapping[str, Any], *, verbose: bool = False) -> Table:
+    """The contents of `summary.json` as a table for the terminal; all of them if it is `verbose`."""
     title = f"{Path(summary['environment']).name}, {summary['schedule']}, seed {summary['seed']}: {summary['status']}"
     table = new_table(title)
     table.add_column(style="dim", no_wrap=True)
     table.add_column()
-    for rows in summary_sections(summary):
+    for section in summary_sections(summary):
+        rows = [row for row in section if verbose or row[0] not in VERBOSE]
         for line, (name, value) in enumerate(rows, start=1):
             style = _STYLES.get(name, "")
             table.add_row(Text(name, style), Text(value, style), end_section=line == len(rows))
@@ -73,12 +76,30 @@ def _learning(summary: Mapping[str, Any]) -> list[Row]:
         *([("NOTHING LEARNED", nothing)] if nothing else []),
         *([("stopped early", f"by a callback: {why}")] if (why := summary.get("stopped_by")) else []),
         *([("COLLAPSED", collapse)] if (collapse := summary.get("collapse")) else []),
+        *_metrics(summary),
         ("held-out reward", f"{_evaluated(summary, 'before')} -> {_evaluated(summary, 'after')}"),
         *_rewards_by_environment(summary),
         *_online(summary),
         ("held-out length", f"{before} -> {after}"),
         ("training reward", f"{first} -> {last} (means of {count(edge_of(summary['optimizer_steps']), 'step')} each)"),
     ]
+
+
+def _metrics(summary: Mapping[str, Any]) -> list[Row]:
+    """The share of tool calls that failed, and the metrics of the environment; empty for summaries of older versions."""
+    first, last = (summary.get(f"metrics_{edge}", {}) for edge in ("first", "last"))
+    names = [name for name in sorted({*first, *last}) if first.get(name) or last.get(name)]
+    rows = [("metrics", ", ".join(f"{name} {_short(first.get(name))} -> {_short(last.get(name))}" for name in names))]
+    if any(name.split("/")[-1] == "tool_calls" for name in names):
+        rows.insert(0, ("tool errors", f"{_failed_calls(first)} -> {_failed_calls(last)} of the calls"))
+    return rows if names else []
+
+
+def _failed_calls(metrics: Mapping[str, float]) -> str:
+    failed, calls = (
+        sum(value for name, value in metrics.items() if name.split("/")[-1] == of) for of in ("tool_errors", "tool_calls")
+    )
+    return f"{failed / calls:.0%}" if calls else "-"
 
 
 def _rewards_by_environment(summary: Mapping[str, Any]) -> list[Row]:

@@ -89,6 +89,8 @@ ALSO = [
     "peak_memory_bytes",
     "resumed_from",
     "cut_fraction",
+    "metrics_first",
+    "metrics_last",
     "nothing_learned",
     "update_bytes_mean",
     "update_s_p50",
@@ -168,7 +170,7 @@ def as_text(renderable: RenderableType, width: int = 140) -> str:
 
 
 def table_of(summary: dict[str, Any]) -> str:
-    return " ".join(as_text(final_table(summary), 400).split())
+    return " ".join(as_text(final_table(summary, verbose=True), 400).split())
 
 
 def test_steps_of_low_ess_are_counted_and_marked() -> None:
@@ -363,7 +365,7 @@ def test_conservation(
 
 
 def test_the_table_shows_what_matters() -> None:
-    text = as_text(final_table(whole_run()))
+    text = as_text(final_table(whole_run(), verbose=True))
     for shown in (
         "gcd, pipeline, seed 3: finished",
         "0.350 ± 0.050 -> 0.950 ± 0.050",
@@ -376,6 +378,30 @@ def test_the_table_shows_what_matters() -> None:
         "100 started = 64 trained + 9 dropped (stale 5, timeout 3, error 1) + 15 queued + 12 unfinished",
     ):
         assert shown in text, shown
+
+
+def test_the_metrics_of_the_environment_come_first_and_rows_on_lag_only_on_demand() -> None:
+    def used(step: StepRecord, errors: float, **metrics: float) -> StepRecord:
+        calls = {"tool_calls": 2.0, "tool_errors": errors, "malformed_tool_calls": 1.0, "never": 0.0}
+        return msgspec.structs.replace(step, metrics=calls | metrics, metric_counts=dict.fromkeys(metrics, step.version))
+
+    before, *_, almost, after = steps(8)
+    records = [used(before, 1.0, distinct=0.25), used(almost, 0.5), used(after, 0.74, distinct=0.5)]
+    summary = summarize(CONFIG, [records[0], *steps(8)[1:6], *records[1:]], [], {}, wall_s=1.0, status="finished")
+    assert summary["metrics_last"]["distinct"] == 0.5
+    assert summary["metrics_last"]["tool_errors"] == pytest.approx(0.62)
+    rows = [line.split("│")[1:3] for line in as_text(final_table(summary)).splitlines() if line.startswith("│")]
+    names = [name.strip() for name, _ in rows]
+    assert names[:3] == ["tool errors", "metrics", "held-out reward"]
+    assert rows[0][1].strip() == "50% -> 31% of the calls"
+    assert rows[1][1].strip() == (
+        "distinct 0.25 -> 0.5, malformed_tool_calls 1 -> 1, tool_calls 2 -> 2, tool_errors 1 -> 0.62"
+    )
+    more = {"lag", "weight updates", "generated"}
+    assert not more & {*names}
+    assert more <= {
+        line.split("│")[1].strip() for line in as_text(final_table(summary, verbose=True)).splitlines() if "│" in line
+    }
 
 
 def test_a_sample_is_shown_literally() -> None:
