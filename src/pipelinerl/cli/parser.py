@@ -114,6 +114,10 @@ def _check_spelling(settings: Sequence[str], flags: Sequence[str]) -> None:
     for flag in (setting.partition("=")[0] for setting in settings if setting.startswith("--")):
         if "." not in flag and flag[2:] not in RunConfig.model_fields:
             for near in difflib.get_close_matches(flag, flags, n=1, cutoff=0.75):
+                from pipelinerl.config.help import counterpart  # noqa: PLC0415 - only for a mistake
+
+                if counterpart(flag[2:]):
+                    continue
                 raise UserError(f"unknown flag {flag}; did you mean `{near}`?")
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import textwrap
 from collections.abc import Callable, Collection
+from functools import cache
+from importlib import resources
 from typing import Any, NamedTuple
 
 from pydantic.json_schema import GenerateJsonSchema
@@ -17,6 +20,8 @@ from pipelinerl.config.schema import RunConfig
 from pipelinerl.config.variables import escaped
 
 WIDTH = 100
+LIKE = 0.75
+"""How alike a name and a key must be, at least, to be taken for a slip of the pen."""
 _WORDS = {
     "integer": "a whole number",
     "number": "a number",
@@ -26,41 +31,6 @@ _WORDS = {
     "string": "text",
 }
 _BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
-
-_SYNONYMS = {
-    "run_dir": "output_dir",
-    "model.path": "model model_id model_name model_name_or_path",
-    "model.dtype": "torch_dtype",
-    "model.lora": "peft_config",
-    "environment.kind": "env",
-    "environment.args": "env_arg reward_funcs dataset train_dataset",
-    "schedule.max_lag": "max_staleness max_async_level max_off_policy_steps",
-    "actor.group_size": "n num_generations rollouts_per_example",
-    "actor.max_tokens": "max_completion_length max_completion_tokens max_new_tokens max_response_length response_length",
-    "engine.urls": "engine_url",
-    "engine.slots": "max_num_seqs",
-    "engine.max_length": "max_model_len max_prompt_length max_seq_len max_seq_length",
-    "preprocess.normalize_std": "scale_rewards",
-    "preprocess.overlong": "mask_truncated_completions",
-    "trainer.steps": "epochs num_epochs num_train_epochs total_epochs max_steps total_training_steps",
-    "trainer.batch_size": "train_batch_size rollout_batch_size per_device_train_batch_size",
-    "trainer.loss": "loss_type",
-    "trainer.loss_normalization": "loss_agg_mode",
-    "trainer.clip_low": "clip_ratio_low epsilon",
-    "trainer.clip_high": "clip_ratio clip_ratio_high epsilon_high",
-    "trainer.kl_coefficient": "beta kl_coef kl_loss_coef",
-    "trainer.learning_rate": "lr",
-    "trainer.lr_schedule": "lr_scheduler lr_scheduler_type",
-    "trainer.warmup_steps": "num_warmup_steps warmup_ratio",
-    "trainer.micro_batch_tokens": "max_token_len_per_gpu",
-    "trainer.checkpoint_every": "save_steps save_freq",
-    "trainer.keep_checkpoints": "save_total_limit",
-    "evaluation.every": "eval_steps test_freq",
-    "metrics.trackers": "report_to",
-    "metrics.callback": "callbacks",
-}
-SYNONYMS = {name: key for key, names in _SYNONYMS.items() for name in names.split()}
-"""What other libraries (TRL, verl, prime-rl, transformers, vLLM) call a setting -> the key of the run file."""
 
 MOVED = {
     "trainer.clamp": "`{prefix}correction.token_high` (with `correction.token: truncate`, the default of reinforce)",
@@ -113,10 +83,38 @@ def _unknown_in_file(key: str) -> str:
     return f"unknown key; this takes {mapping.allowed}" if mapping.inner else f"write `{mapping}` as a mapping"
 
 
+class Counterpart(NamedTuple):
+    """What a setting of another library is here: a key and what to know of it, or without a key, why there is none."""
+
+    key: str | None
+    note: str
+
+
+@cache
+def other_names() -> dict[str, Counterpart]:
+    """What TRL, verl and other libraries call a setting -> its counterpart. docs/coming_from.md has the same table."""
+    table = (resources.files("pipelinerl") / "assets" / "other_names.md").read_text(encoding="utf-8")
+    found: dict[str, Counterpart] = {}
+    for row in table.splitlines()[2:]:
+        *names, here = row.strip("| ").split("|")
+        key, note = re.findall(r"^ (?:`([\w.]+)`[;,]? ?)?(.*)", here)[0]
+        found |= dict.fromkeys(re.findall("`(.+?)`", " ".join(names)), Counterpart(key or None, note))
+    return found
+
+
+def counterpart(key: str) -> Counterpart | None:
+    """The counterpart of a key or flag of another library, by its last parts."""
+    parts = key.replace("-", "_").split(".")
+    return next(filter(None, (other_names().get(".".join(parts[first:])) for first in range(len(parts)))), None)
+
+
 def unknown_key(key: str, prefix: str = "", *, sections: bool = False, keys: Collection[str] | None = None) -> str:
     """What is wrong with a key that does not exist. `keys`: the only ones that may be meant."""
     if key in MOVED:
         return f"unknown key; it is now {MOVED[key].format(prefix=prefix)}"
+    if (other := counterpart(key)) and (other.key is None or keys is None or other.key in keys):
+        note = f" ({other.note})" if other.note else ""
+        return f"unknown key; did you mean `{prefix}{other.key}`?{note}" if other.key else f"unknown key; {other.note}"
     closest = closest_key(key, sections=sections, among=keys)
     return "unknown key; " + (f"did you mean `{prefix}{closest}`?" if closest else "`pipelinerl config` prints all keys")
 
@@ -125,17 +123,15 @@ def closest_key(key: str, *, sections: bool = False, among: Collection[str] | No
     """The existing key that someone who wrote `key` most likely meant, if there is one; with `sections`, or section."""
     keys = list(run_keys()) if among is None else [known for known in run_keys() if known in among]
     name = key.rpartition(".")[2].replace("-", "_")
-    if sections and "." not in key and (near := difflib.get_close_matches(name, run_sections(), n=1, cutoff=0.75)):
+    if sections and "." not in key and (near := difflib.get_close_matches(name, run_sections(), n=1, cutoff=LIKE)):
         return near[0]
-    if SYNONYMS.get(name) in keys:
-        return SYNONYMS[name]
     by_name = {known.rpartition(".")[2]: known for known in keys}
     if name in by_name:
         misplaced = [known for known in keys if known.rpartition(".")[2] == name]
         return max(misplaced, key=lambda known: difflib.SequenceMatcher(None, key, known).ratio())
-    if near := difflib.get_close_matches(key.replace("-", "_"), keys, n=1, cutoff=0.6):
+    if near := difflib.get_close_matches(key.replace("-", "_"), keys, n=1, cutoff=LIKE):
         return near[0]
-    near = difflib.get_close_matches(name, by_name, n=1, cutoff=0.6)
+    near = difflib.get_close_matches(name, by_name, n=1, cutoff=LIKE)
     return by_name[near[0]] if near else None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from pipelinerl.config.correction import clip_range, resolve
-from pipelinerl.config.help import SYNONYMS, json_schema, render
-from pipelinerl.config.keys import config_to_yaml, run_keys
+from pipelinerl.config.help import json_schema, other_names, render
+from pipelinerl.config.keys import config_to_yaml, run_keys, run_sections
 from pipelinerl.config.load import config_from_yaml, load_config, validate, with_flags
 from pipelinerl.config.schema import ActorConfig, CorrectionConfig, EnvironmentConfig, RunConfig, TrainerConfig
 from pipelinerl.errors import ConfigError
@@ -238,9 +239,48 @@ def test_mistakes_in_flags_name_the_flag(tmp_path: Path, flags: list[str], messa
 
 
 def test_names_of_other_libraries_lead_to_keys_that_exist() -> None:
-    assert set(SYNONYMS.values()) <= run_keys().keys()
+    assert {other.key for other in other_names().values()} - {None} <= run_keys().keys()
     names = {key.rpartition(".")[2] for key in run_keys()}
-    assert not names & SYNONYMS.keys()
+    assert not names & other_names().keys()
+    sections = "|".join(run_sections())
+    for other in other_names().values():
+        assert other.key or other.note.startswith("no counterpart: ")
+        assert {*re.findall(rf"`((?:{sections})\.\w+)", other.note)} <= run_keys().keys(), other.note
+
+
+def test_the_page_for_users_of_other_libraries_has_the_same_table() -> None:
+    root = Path(__file__).parents[3]
+    assert (root / "src/pipelinerl/assets/other_names.md").read_text() in (root / "docs/coming_from.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("data.train_batch_size", "did you mean `trainer.batch_size`? (in rollouts: verl counts prompts"),
+        ("actor_rollout_ref.rollout.n", "did you mean `actor.group_size`?"),
+        ("actor_rollout_ref.rollout.val_kwargs.temperature", "did you mean `evaluation.temperature`?"),
+        ("rollout.tensor_model_parallel_size", "no counterpart: start vLLM yourself"),
+        ("algorithm.adv_estimator", "did you mean `preprocess.advantage`? (`group_mean` for grpo"),
+        ("actor.clip_ratio", "did you mean `trainer.clip_high`? (and `trainer.clip_low`"),
+        ("trainer.n_gpus_per_node", "did you mean `trainer.ranks`?"),
+        ("resume_from_checkpoint", "no counterpart: `pipelinerl train --resume RUN_DIR`"),
+        ("deepspeed", "did you mean `trainer.ranks`?"),
+        ("log_completions", "no counterpart: every step and all rollouts are recorded"),
+        ("num_iterations", "no counterpart: every rollout is trained on once"),
+        ("gradient_accumulation_steps", "no counterpart: `trainer.batch_size` is the whole step"),
+        ("bf16", "did you mean `model.dtype`? (as `bfloat16`;"),
+        ("use_vllm", "did you mean `engine.kind`? (as `vllm`"),
+        ("epsilon", "did you mean `trainer.clip_low`?"),
+        ("delta", "did you mean `trainer.dual_clip`?"),
+        ("seq_len", "did you mean `engine.max_length`?"),
+        ("weight_sync_steps", "did you mean `schedule.kind`?"),
+        ("micro_rollout_batch_sizes", "`pipelinerl config` prints all keys"),
+    ],
+)
+def test_a_name_of_another_library_is_explained_in_a_file_and_as_a_flag(tmp_path: Path, name: str, said: str) -> None:
+    assert f"{name}: unknown key; {said}" in message_of(tmp_path, f"{name}: 1")
+    flag = said.replace("mean `", "mean `--")
+    assert f"--{name}: unknown key; {flag}" in message_of(tmp_path, "", f"--{name}", "1")
 
 
 def test_a_path_may_be_text_and_overrides_a_dict(tmp_path: Path) -> None:
