@@ -51,20 +51,16 @@ class GenerationClient(Protocol):
     @property
     def sampling(self) -> SamplingParams:
         """The default sampling parameters. `max_tokens` is the upper limit for a call's own `max_tokens`."""
-        ...
 
     @property
     def completions(self) -> Sequence[Completion]:
         """The completions so far. A stream that was left early is a completion with finish reason "cancelled"."""
-        ...
 
     async def generate(self, prompt_ids: Sequence[int], *, max_tokens: int | None = None) -> Completion:
         """Generate one completion. Raises PromptTooLongError immediately if the prompt does not fit."""
-        ...
 
     def stream(self, prompt_ids: Sequence[int], *, max_tokens: int | None = None) -> AsyncIterator[TokenEvent]:
         """Generate one completion token by token. Leaving the loop early cancels the request."""
-        ...
 
 
 class Environment(Protocol):
@@ -75,15 +71,12 @@ class Environment(Protocol):
 
     def problem(self, index: int) -> Problem:
         """Training problem number `index` (0, 1, 2, ... without end)."""
-        ...
 
     def held_out(self, count: int) -> Sequence[Problem]:
         """The first `count` problems of a fixed evaluation set that training never uses, or all if there are fewer."""
-        ...
 
     async def rollout(self, problem: Problem, client: GenerationClient) -> Rollout:
         """One attempt: calls the client as often as needed and returns the turns in order with a finite reward."""
-        ...
 
 
 @runtime_checkable
@@ -92,7 +85,6 @@ class ScoresGroups(Protocol):
 
     async def score_group(self, problem: Problem, rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
         """The same rollouts in the same order, with final rewards and metrics. Evaluations don't call this."""
-        ...
 
 
 class StepOutput(NamedTuple):
@@ -117,11 +109,9 @@ class EngineState(Protocol):
     @property
     def copies(self) -> int:
         """Number of model replicas; each has its own weights."""
-        ...
 
     def progress(self) -> EngineProgress:
         """Counts since the engine was made."""
-        ...
 
 
 class Engine(EngineState, Protocol):
@@ -129,23 +119,18 @@ class Engine(EngineState, Protocol):
 
     def submit(self, request: GenerationRequest) -> None:
         """Queue a request. Raises RequestError if it can never be served; other requests are not affected."""
-        ...
 
     def cancel(self, request_id: str) -> None:
         """Free the request's slot at the next token boundary; its completion has finish reason "cancelled"."""
-        ...
 
     def step(self) -> StepOutput:
         """One token boundary and one decode step. Does nothing if no request is in progress or queued."""
-        ...
 
     def update_weights(self, update: WeightUpdate) -> UpdateReceipt:
         """Apply new weights between two decode steps: all of them, or none (then the receipt has an error)."""
-        ...
 
     def restart(self, version: int = 0) -> None:
         """Begin again as if it had just been made with the weights that it holds, as `version`: without requests."""
-        ...
 
 
 CANCELLED_KEPT = 4096
@@ -161,26 +146,21 @@ class AsyncEngine(EngineState, Protocol):
 
     async def generate(self, request: GenerationRequest) -> Completion:
         """One completion. Raises RequestError, at once or later, if the request can never be served."""
-        ...
 
     def stream(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent | Completion, None]:
         """Every token as it arrives, then the completion."""
-        ...
 
     def take_cancelled(self) -> Sequence[Completion]:
         """The completions of cancelled requests that have ended since the last call."""
-        ...
 
     async def advance(self) -> bool:
         """One decode step, or a short wait for servers. The coroutines that got a token or an answer then run.
 
         Returns False at once if no request is in progress or queued. Raises the errors that end the engine.
         """
-        ...
 
     async def update_weights(self, update: WeightUpdate) -> UpdateReceipt:
         """Apply new weights in flight: all of them, or none (then the receipt has an error). Requests may go on."""
-        ...
 
 
 class StreamStats(NamedTuple):
@@ -201,7 +181,6 @@ class StreamWriter(Protocol[ItemIn_contra]):
 
         `encoded`: the item as JSON, if the caller has already encoded it.
         """
-        ...
 
     def stats(self) -> StreamStats: ...
 
@@ -211,11 +190,9 @@ class StreamWriter(Protocol[ItemIn_contra]):
 class StreamReader(Protocol[ItemOut_co]):
     def read(self, limit: int) -> Sequence[tuple[int, ItemOut_co]]:
         """Take up to `limit` of the available items, oldest first, each with its offset. Never waits."""
-        ...
 
     def commit(self, offset: int) -> None:
         """Mark everything before `offset` as processed: a later reader starts there, and disk space is reclaimed."""
-        ...
 
     def stats(self) -> StreamStats: ...
 
@@ -241,25 +218,20 @@ class WeightSender(Protocol):
 
         Raises WeightUpdateError if an engine did not acknowledge the previous update within the time limit.
         """
-        ...
 
     def unanswered(self) -> Sequence[str]:
         """The engines that have not acknowledged the last update. While there are any, `send` would wait."""
-        ...
 
     def receipts(self) -> Sequence[UpdateReceipt]:
         """Receipts since the last call. Raises WeightUpdateError if one has another checksum or an error."""
-        ...
 
     @property
     def transfer(self) -> WeightTransfer | None:
         """The latest transfer that is complete; None before the first."""
-        ...
 
     @property
     def digests(self) -> Mapping[str, str]:
         """A digest of each tensor of the latest update, by name; empty before the first."""
-        ...
 
     def close(self) -> None: ...
 
@@ -267,11 +239,9 @@ class WeightSender(Protocol):
 class WeightReceiver(Protocol):
     def offered(self) -> int | None:
         """The version of the update that `poll` would return, or None. Cheap: called at every token boundary."""
-        ...
 
     def poll(self) -> WeightUpdate | None:
         """The newest complete update that was not polled yet, or None. The caller must acknowledge it."""
-        ...
 
     def acknowledge(self, receipt: UpdateReceipt) -> None: ...
 
@@ -332,15 +302,12 @@ class Schedule(Protocol):
     @property
     def too_old_reason(self) -> str:
         """The drop reason for rollouts older than `oldest_trained`."""
-        ...
 
     def oldest_trained(self, version: int) -> int:
         """The lowest version of tokens that the trainer may train on at `version`."""
-        ...
 
     def may_start(self, state: PipelineState, rollouts: int) -> Verdict:
         """Whether the actor may start `rollouts` more rollouts now."""
-        ...
 
     def may_take_weights(self, in_progress: int) -> Verdict:
         """Whether an engine may apply new weights at this token boundary.
@@ -348,23 +315,18 @@ class Schedule(Protocol):
         `in_progress` counts the rollouts, over all engines, that were started with older weights and are not yet in the
         stream.
         """
-        ...
 
     def may_train(self, version: int, queued: int) -> Verdict:
         """Whether the trainer, at `version` with `queued` samples, may take its next optimizer step."""
-        ...
 
     def publishes(self, version: int) -> bool:
         """Whether the weights of `version` are published to the engines."""
-        ...
 
     def trains_in_rounds(self) -> bool:
         """True if the samples of several steps are available before the first step; batches are then in problem order.
 
         In completion order, the first batch of a round would hold its short rollouts and the last its long ones.
         """
-        ...
 
     def takes_turns(self) -> bool:
         """True if generation and training never overlap, so that each phase can use the whole machine."""
-        ...

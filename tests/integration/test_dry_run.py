@@ -14,9 +14,10 @@ import pipelinerl
 from pipelinerl.cli import main
 from pipelinerl.config.load import load_config
 from pipelinerl.errors import EnvironmentSetupError, UserError
+from pipelinerl.launch import dry_run as dry_run_module
 from pipelinerl.launch import memory as memory_check
 from pipelinerl.launch.checks import check_before_the_start
-from pipelinerl.launch.dry_run import dry_run
+from pipelinerl.launch.dry_run import TryoutReport, dry_run
 from pipelinerl.launch.dry_run import try_environment as in_a_process
 from pipelinerl.launch.memory import Memory, check_memory
 from pipelinerl.launch.tryout import try_environment
@@ -84,9 +85,32 @@ def test_what_does_not_agree_in_the_model_is_reported(folder: Path) -> None:
 WRONG = {
     "unknown kind": (lambda _: {"environment__kind": "nofunc"}, "environment.kind 'nofunc' is unknown"),
     "missing class": (lambda _: {"environment__kind": "rewards.py:Nope"}, "rewards.py has no class 'Nope'"),
-    "missing file": (lambda _: function(reward="nofile.py:f"), "there is no file "),
+    "missing file": (lambda _: function(reward="nofile.py:f"), "/nofile.py (a path is relative to the working directory, /"),
     "missing function": (lambda _: function(reward="rewards.py:f"), "has no function 'f'; it has right"),
+    "missing prompt": (lambda _: function(prompt="rewards.py:ask"), "rewards.py has no function 'ask'"),
     "missing data": (lambda _: function(data="nofile.jsonl"), "can't read nofile.jsonl"),
+    "missing second file": (lambda _: function(data="[data.jsonl, two.jsonl]"), "can't read two.jsonl"),
+    "missing agent": (
+        lambda _: {"environment__kind": "agent", "environment__args": "{run: agent.py:solve, data: data.jsonl}"},
+        "agent.py",
+    ),
+    "unknown part": (
+        lambda _: {"environment__kind": "mixture", "environment__args": "{environments: {a: {kind: gdc}}}"},
+        "environment.args.environments.a: environment.kind 'gdc' is unknown",
+    ),
+    "missing callback file": (lambda _: {"metrics__callback": "none.py:note"}, "metrics.callback: there is no file "),
+    "missing callback": (
+        lambda _: {"metrics__callback": "rewards.py:note"},
+        "rewards.py has no function 'note'; it has right",
+    ),
+    "callback without a name": (
+        lambda _: {"metrics__callback": "note"},
+        "metrics.callback: 'note' does not name a function; write path/to/file.py:function",
+    ),
+    "arguments of a class": (
+        lambda folder: klass(folder, "def __init__(self, tokenizer, seed, size): ..."),
+        "missing a required argument: 'size'; after `tokenizer` and `seed` it takes size (required)",
+    ),
     "misspelt argument": (lambda _: function(timeout=3), "unexpected keyword argument 'timeout'"),
     "misspelt task": (
         lambda _: {"environment__kind": "reasoning_gym", "environment__args": "{task: chainsum}"},
@@ -129,7 +153,7 @@ WRONG = {
         "has no held-out problems",
     ),
 }
-STATIC = ("unknown kind", "missing class", "missing file", "missing function", "missing data", "misspelt argument")
+BEFORE_A_RUN = ("unknown kind", "missing class", "missing file", "unknown part", "missing callback", "misspelt argument")
 IN_A_PROCESS = {
     "constructor raises": pytest.mark.slow,
     "reward loops": pytest.mark.exhaustive,
@@ -147,7 +171,7 @@ def test_what_is_wrong_with_an_environment_is_found(folder: Path, name: str) -> 
     assert "pool.py" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", [*STATIC, *(pytest.param(name, marks=mark) for name, mark in IN_A_PROCESS.items())])
+@pytest.mark.parametrize("name", [*BEFORE_A_RUN, *(pytest.param(name, marks=mark) for name, mark in IN_A_PROCESS.items())])
 def test_the_command_says_it_in_one_line(folder: Path, capsys: Capture, name: str) -> None:
     make, said = WRONG[name]
     assert main(["train", "--dry-run", *flags(folder / "r", **make(folder))]) == 2
@@ -166,6 +190,66 @@ def test_a_reward_that_any_answer_gets_is_doubted(folder: Path) -> None:
 def test_a_wrong_reward_ends_a_run_before_its_start(folder: Path) -> None:
     with pytest.raises(EnvironmentSetupError, match=r"reward: rewards\.py, line 8: ValueError: boom"):
         check_before_the_start(small_run(folder / "r", **function(reward="rewards.py:raises")))
+
+
+@pytest.mark.parametrize(
+    ("kind", "args", "message"),
+    [
+        ("gdc", "{}", "Did you mean 'gcd'"),
+        ("gcd", "{size: 3}", "environment.args don't fit gcd"),
+        ("mixture", "{environments: 3}", "environment.args.environments is 3: expected `object`, got `int`"),
+        ("countdown", "{highest: 1}", "environment.args.highest is 1: expected `int` >= 2"),
+        ("math", "{path: data.jsonl, judge: 3}", "environment.args.judge"),
+        (
+            "function",
+            "{data: data.jsonl, reward: rewards.py:right, timeout: 3}",
+            "got an unexpected keyword argument 'timeout'",
+        ),
+    ],
+)
+def test_the_arguments_of_a_built_in_environment_are_checked_without_a_process(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str, args: str, message: str
+) -> None:
+    monkeypatch.setattr(dry_run_module, "try_environment", None)
+    with pytest.raises(EnvironmentSetupError) as caught:
+        check_before_the_start(small_run(folder / "r", environment__kind=kind, environment__args=args))
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "attempts"),
+    [
+        ({}, None),
+        ({"environment__kind": "countdown", "environment__args": "{highest: 20}"}, None),
+        ({"environment__kind": "task.py:Task"}, False),
+        ({"environment__kind": "a.module:Task"}, False),
+        ({"environment__kind": "math", "environment__args": "{path: data.jsonl}"}, False),
+        ({"environment__kind": "mixture", "environment__args": "{environments: {a: {kind: task.py:Task}}}"}, False),
+        ({"metrics__callback": "rewards.py:right"}, False),
+        (function(), True),
+    ],
+)
+def test_user_code_and_files_are_tried_before_a_run_and_nothing_else(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], attempts: bool | None
+) -> None:
+    calls: list[bool] = []
+
+    def note(_: Any, *, attempts: bool) -> TryoutReport:
+        calls.append(attempts)
+        return TryoutReport(built_s=0.0, held_out=0)
+
+    monkeypatch.setattr(dry_run_module, "try_environment", note)
+    check_before_the_start(small_run(folder / "r", **settings | {"launch__kind": "processes"}))
+    assert calls == ([] if attempts is None else [attempts])
+
+
+def test_a_class_is_built_before_a_run_without_an_attempt(folder: Path) -> None:
+    body = "async def rollout(self, problem, client):\n    raise ValueError('not tried')"
+    config = small_run(folder / "r", **klass(folder, body, evaluation__problems=1, launch__kind="processes"))
+    assert check_before_the_start(config).warnings == ()
+    with pytest.raises(EnvironmentSetupError, match="has no class"):
+        check_before_the_start(small_run(folder / "r", environment__kind=f"{folder}/task.py:Tusk", launch__kind="processes"))
 
 
 def test_what_the_environment_does_is_shown_without_the_models_weights(folder: Path, capsys: Capture) -> None:

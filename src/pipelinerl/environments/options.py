@@ -28,18 +28,14 @@ from msgspec import Meta
 
 from pipelinerl.errors import EnvironmentSetupError
 
-FileName: TypeAlias = Annotated[str, Meta(title="file")]
-Files: TypeAlias = FileName | Annotated[list[FileName], Meta(min_length=1)]
+Files: TypeAlias = str | Annotated[list[str], Meta(min_length=1)]
 """A file (JSON lines, a JSON array, CSV or Parquet, by its suffix), a data set (`dataset:...`), or a list of them."""
 Share: TypeAlias = Annotated[float, Meta(ge=0, lt=1)]
-FunctionName: TypeAlias = Annotated[str, Meta(title="function")]
+FunctionName: TypeAlias = str
 """`path/to/file.py:function` or `package.module:function`."""
 AtLeastOne: TypeAlias = Annotated[int, Meta(ge=1)]
 Seconds: TypeAlias = Annotated[float, Meta(gt=0)]
 
-BASE_SIGNATURE = inspect.Signature(
-    [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in ("tokenizer", "seed")]
-)
 SHOWN_CHARACTERS = 60
 """Characters of a wrong value that an error quotes."""
 
@@ -86,21 +82,13 @@ class Options(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
                 raise EnvironmentSetupError(f"environment.args.{field.name} has no effect: {why}; leave it out")
 
     @classmethod
-    def fields_of(cls, kind: Any) -> list[str]:
-        """The fields whose type is `kind`, or a union with it."""
-        hints = get_type_hints(cls, include_extras=True)
-        return [name for name, hint in hints.items() if kind in (hint, *get_args(hint))]
-
-    @classmethod
     def signature(cls) -> inspect.Signature:
         """The signature of a constructor that takes the fields as keyword arguments."""
-        own = [
-            inspect.Parameter(
-                field.name, inspect.Parameter.KEYWORD_ONLY, default=inspect.Parameter.empty if field.required else None
-            )
-            for field in msgspec.structs.fields(cls)
-        ]
-        return inspect.Signature([*BASE_SIGNATURE.parameters.values(), *own])
+        one = inspect.Parameter
+        base = [one(name, one.POSITIONAL_OR_KEYWORD) for name in ("tokenizer", "seed")]
+        fields = msgspec.structs.fields(cls)
+        own = [one(field.name, one.KEYWORD_ONLY, default=one.empty if field.required else None) for field in fields]
+        return inspect.Signature([*base, *own])
 
 
 def _mistake(options: type[Options], what: str, where: str, args: Mapping[str, Any]) -> str:

@@ -1,5 +1,5 @@
-"""The checks before a run: the devices and the model exist, the run fits into memory, the environment's code is right,
-and what follows the run is installed.
+"""The checks before a run: the devices and the model exist, the run fits into memory, the user's code is right, and the
+trackers are installed.
 """
 
 from __future__ import annotations
@@ -8,8 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from pipelinerl.config.schema import RunConfig
-from pipelinerl.environments.static_check import check_statically
+from pipelinerl.config.schema import EnvironmentConfig, RunConfig
 from pipelinerl.errors import EnvironmentSetupError, UserError
 from pipelinerl.launch.memory import Judgement, check_memory
 from pipelinerl.launch.share import engines_here
@@ -18,20 +17,20 @@ from pipelinerl.launch.share import engines_here
 def check_before_the_start(config: RunConfig) -> Judgement:
     """The checks of a run before its processes start. Raises UserError for what would end the run.
 
-    User functions are tried in a process of their own, before any model is loaded. If the run may not fit into memory, it is
-    judged again with the environment's actual prompt lengths: the first prediction assumes that a prompt may be as long as a
-    slot. If another environment can't be tried, the first judgement stands.
+    User code is tried in a process of its own, before any model is loaded: reward functions with answers, a class is built.
+    If the run may not fit into memory, it is judged again with the environment's actual prompt lengths: the first prediction
+    assumes that a prompt may be as long as a slot. If a class can't be tried for that, the first judgement stands.
     """
     memory = check_without_running(config)
-    tried = config.environment.kind in ("function", "tools")
-    if not (tried or memory.warnings):
+    functions = config.environment.kind in ("function", "tools")
+    if not (functions or memory.warnings or _has_user_code(config)):
         return memory
     from pipelinerl.launch.dry_run import try_environment  # noqa: PLC0415 - not every run needs it
 
     try:
-        report = try_environment(config)
+        report = try_environment(config, attempts=functions or bool(memory.warnings))
     except EnvironmentSetupError:
-        if tried:
+        if functions or not memory.warnings:
             raise
         return memory
     judged = check_memory(config, report.longest_prompt) if memory.warnings else memory
@@ -39,16 +38,34 @@ def check_before_the_start(config: RunConfig) -> Judgement:
 
 
 def check_without_running(config: RunConfig) -> Judgement:
-    """Check the devices, the model and its memory, and the environment's code statically. Raises UserError."""
+    """Check the devices, the model and its memory, and the arguments of a built-in environment. Raises UserError."""
     if config.launch.kind != "ray":  # there the devices are those of other machines
         _check_devices(config)
     memory = check_memory(config)
-    check_statically(config.environment.kind, config.environment.args, held_out=config.evaluation.problems)
-    if config.metrics.trackers or config.metrics.callback:
-        from pipelinerl.launch.following import check_followers  # noqa: PLC0415 - few runs have one
+    if config.environment != EnvironmentConfig() and ":" not in config.environment.kind:
+        from pipelinerl.environments.options import check_arguments  # noqa: PLC0415 - not for the demo
+        from pipelinerl.environments.registry import constructor_of, find_class, options_of  # noqa: PLC0415 - as above
 
-        check_followers(config.metrics)
+        kind, args = config.environment.kind, config.environment.args
+        found = find_class(kind)
+        check_arguments(kind, constructor_of(found), args)
+        if (options := options_of(found)) is not None:
+            options.read(args)
+    for name in config.metrics.trackers:
+        from pipelinerl.extras import require  # noqa: PLC0415 - few runs have one
+
+        require(name, "metrics.trackers")
     return memory
+
+
+def _has_user_code(config: RunConfig) -> bool:
+    """Whether it must be tried in a process that the user's class, files or callback can be used.
+
+    Any text among the arguments may name a file or a function. An embedded run builds its environment before all else.
+    """
+    environment = config.environment
+    names = ":" in environment.kind or any(isinstance(value, str | list | dict) for value in environment.args.values())
+    return config.metrics.callback is not None or (names and config.launch.kind != "embedded")
 
 
 def inputs_of(config: RunConfig) -> dict[str, str]:

@@ -46,12 +46,12 @@ class TryoutReport(msgspec.Struct, frozen=True, kw_only=True, tag="report"):
     """
 
     built_s: float
-    prompt: str
-    prompt_tokens: tuple[int, ...]
-    single_turn: bool
-    reward: float
-    metrics: dict[str, float]
     held_out: int
+    prompt: str = ""
+    prompt_tokens: tuple[int, ...] = ()
+    single_turn: bool = False
+    reward: float = 0.0
+    metrics: dict[str, float] = {}
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -87,8 +87,8 @@ def _placement(config: RunConfig) -> list[str]:
         return [*placement_lines(places, cluster.machines), *machines_away(config, cluster, places)]
 
 
-def try_environment(config: RunConfig) -> TryoutReport:
-    """Build the environment and try an empty answer, in a separate process.
+def try_environment(config: RunConfig, *, attempts: bool = True) -> TryoutReport:
+    """Import the callback, build the environment and, with `attempts`, try an empty answer, in a separate process.
 
     Raises the error that this ended with. Raises EnvironmentSetupError if it took longer than `launch.startup_timeout_s`
     or crashed its process.
@@ -100,6 +100,7 @@ def try_environment(config: RunConfig) -> TryoutReport:
         settings.write_text(config_to_yaml(config), encoding="utf-8")
         messages.touch()
         command = [sys.executable, "-m", "pipelinerl.launch.tryout", str(settings), str(messages)]
+        command += [] if attempts else ["build"]
         with ChildProcess(command, log=folder / "output") as process:
             process.wait_until(lambda: not isinstance(_last_message(messages), Step), bound_s)
             message = _last_message(messages)

@@ -26,10 +26,9 @@ from typing import Any
 import msgspec
 
 from pipelinerl.child import ChildProcess, stop_all
-from pipelinerl.config.schema import MetricsConfig, RunConfig
+from pipelinerl.config.schema import RunConfig
 from pipelinerl.config.secrets import without_secrets
-from pipelinerl.errors import INVALID_DATA, EnvironmentSetupError, StopRun
-from pipelinerl.extras import require
+from pipelinerl.errors import INVALID_DATA, StopRun
 from pipelinerl.files import write_atomically
 from pipelinerl.launch.interrupts import counted_interrupts
 from pipelinerl.launch.roles import LOG_FORMAT
@@ -50,22 +49,6 @@ TABLES = 10
 """Tables of training samples in a run."""
 
 _log = logging.getLogger(__name__)
-
-
-def check_followers(metrics: MetricsConfig) -> None:
-    """Raise UserError if a tracker is not installed, or the callback's file certainly has no such function."""
-    for name in metrics.trackers:
-        require(name, "metrics.trackers")
-    if metrics.callback is not None:
-        from pipelinerl.environments.user.code import names_a_function  # noqa: PLC0415 - few runs have one
-        from pipelinerl.environments.user.parsed import check_function  # noqa: PLC0415 - as above
-
-        if not names_a_function(metrics.callback):
-            raise EnvironmentSetupError(
-                f"metrics.callback: {metrics.callback!r} does not name a function; write file.py:name"
-            )
-        if ".py:" in metrics.callback:
-            check_function(metrics.callback)
 
 
 # ---- in the launcher

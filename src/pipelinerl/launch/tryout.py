@@ -1,8 +1,8 @@
 """Builds the environment of a run and tries its first problems with an empty and with wrong answers, without a model.
 
-    python -m pipelinerl.launch.tryout CONFIG.yaml MESSAGES
+    python -m pipelinerl.launch.tryout CONFIG.yaml MESSAGES [build]
 
-Messages (`dry_run.TryoutMessage`) are appended to the file MESSAGES, one per line.
+Messages (`dry_run.TryoutMessage`) are appended to the file MESSAGES, one per line. `build`: without any attempt.
 Attempts have the time limits of a run, `actor.code_timeout_s` and `actor.rollout_timeout_s`.
 """
 
@@ -25,6 +25,7 @@ from pipelinerl.config.load import config_from_yaml
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.environments.registry import epoch_note, make_environment, no_held_out
 from pipelinerl.environments.single_turn import JudgedTurn
+from pipelinerl.environments.user.code import find_function
 from pipelinerl.environments.user.function import Function
 from pipelinerl.errors import EnvironmentSetupError, PipelineRLError
 from pipelinerl.launch.dry_run import Mistake, Step, TryoutMessage, TryoutReport
@@ -66,23 +67,32 @@ class EmptyAnswers(EngineClient):
 
 
 def main(arguments: Sequence[str]) -> int:
-    settings, messages = map(Path, arguments)
+    settings, messages = map(Path, arguments[:2])
     with messages.open("ab", buffering=0) as file:
 
         def send(message: TryoutMessage) -> None:
             file.write(msgspec.json.encode(message) + b"\n")
 
         try:
-            send(asyncio.run(try_environment(config_from_yaml(settings.read_text(encoding="utf-8")), send)))
+            config = config_from_yaml(settings.read_text(encoding="utf-8"))
+            send(asyncio.run(try_environment(config, send, attempts=len(arguments) < 3)))
         except PipelineRLError as error:
             send(Mistake(type(error).__name__, str(error)))
             return error.exit_status
     return 0
 
 
-async def try_environment(config: RunConfig, send: Callable[[TryoutMessage], None]) -> TryoutReport:
+async def try_environment(
+    config: RunConfig, send: Callable[[TryoutMessage], None], *, attempts: bool = True
+) -> TryoutReport:
     """Raises EnvironmentSetupError, ConfigError or ModelLoadError for what would end the run or fail every rollout."""
     kind = config.environment.kind
+    if config.metrics.callback is not None:
+        send(Step("imports metrics.callback"))
+        try:
+            find_function(config.metrics.callback)
+        except EnvironmentSetupError as error:
+            raise EnvironmentSetupError(f"metrics.callback: {error}") from error
     send(Step("loads the tokenizer"))
     tokenizer = load_tokenizer(config.model)
     contract = read_contract(load_config(config.model), tokenizer, config.engine.max_length)
@@ -95,6 +105,8 @@ async def try_environment(config: RunConfig, send: Callable[[TryoutMessage], Non
     held_out = len(held_out_problems(environment, wanted)) if wanted else 0
     if wanted and not held_out:
         raise no_held_out(kind, wanted)
+    if not attempts:
+        return TryoutReport(built_s=built_s, held_out=held_out)
     send(Step("tries the first problem with an empty answer"))
     client = EmptyAnswers(min(contract.stop_token_ids, default=0))
     limits = TimeLimits(config.actor.rollout_timeout_s, CodeAlarm(config.actor.code_timeout_s))

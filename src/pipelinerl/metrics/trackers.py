@@ -50,7 +50,6 @@ class Tracker(Protocol):
 
     def write(self, record: Record) -> None:
         """Add a point to each curve, at the version of the weights."""
-        ...
 
     def table(self, name: str, version: int, rows: Sequence[Row]) -> None: ...
 

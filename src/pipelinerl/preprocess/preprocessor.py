@@ -23,7 +23,6 @@ class ReferenceScorer(Protocol):
         Computed at the temperature of training rollouts, so that they are comparable to `behaviour_logprobs`. One call has
         all segments of a group; the scorer chooses the batching.
         """
-        ...
 
 
 class Preprocessor:

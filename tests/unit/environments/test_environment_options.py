@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from msgspec import Meta
 
-from pipelinerl.environments.options import AtLeastOne, FileName, Files, Inner, Options
+from pipelinerl.environments.options import AtLeastOne, Files, Inner, Options
 from pipelinerl.environments.registry import BUILT_IN, find_class
 from pipelinerl.errors import EnvironmentSetupError
 from tests.unit.environments.env_client import one_line
@@ -32,7 +32,6 @@ def test_arguments_are_converted_and_have_defaults() -> None:
     assert Coins.read({"path": "a"}) == Coins(path="a")
     assert Coins.read({"path": ["a", "b"], "odds": 1, "bounds": [3, 4]}) == Coins(path=["a", "b"], odds=1.0, bounds=(3, 4))
     assert Coins.read({"path": "a", "inner": {"kind": "gcd"}}).inner == Inner("gcd")
-    assert Coins.fields_of(FileName) == ["path"]
 
 
 @pytest.mark.parametrize(

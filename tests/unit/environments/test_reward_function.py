@@ -376,6 +376,16 @@ def test_calls_of_async_functions_wait_together_up_to_a_limit(task, tmp_path):
     assert max(asyncio.run(main())) == 3
 
 
+def test_an_async_function_from_another_file_or_in_a_partial_is_known_as_one(task, tmp_path):
+    (tmp_path / "verdicts_of_others.py").write_text(SEVERAL)
+    others = "import functools\nfrom verdicts_of_others import judge\npartly = functools.partial(judge)\n"
+    (tmp_path / "others.py").write_text(others)
+    for name in ("judge", "partly"):
+        environment = task(rewards=SEVERAL, reward=f"{tmp_path}/others.py:{name}", isolate=True)
+        assert environment.calls_async
+        assert not environment._functions._pool.pids, "no process is kept for it"
+
+
 def test_an_async_function_has_a_time_limit_and_its_errors_name_the_line(task, tmp_path):
     environment = task(rewards=SEVERAL, reward=f"{tmp_path}/rewards.py:judge", timeout_s=0.3, isolate=True)
     (late, raised), _ = play(environment, environment.problem(0), ["never", "raise"])

@@ -10,10 +10,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from pipelinerl.config.schema import MetricsConfig, RunConfig
-from pipelinerl.errors import EnvironmentSetupError, MissingDependencyError
+from pipelinerl.config.load import load_config
+from pipelinerl.config.schema import RunConfig
+from pipelinerl.errors import MissingDependencyError
 from pipelinerl.launch import following
-from pipelinerl.launch.following import Follower, Notes, Sent, check_followers, follow_all, followed
+from pipelinerl.launch.checks import check_before_the_start
+from pipelinerl.launch.following import Follower, Notes, Sent, follow_all, followed
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.metrics.evaluations import EvaluatedProblem, EvaluationRecord
 from pipelinerl.metrics.records import StepRecord
@@ -157,20 +159,10 @@ def test_tensorboard_gets_curves_texts_and_samples(tmp_path: Path) -> None:
     assert texts["samples/held_out"].splitlines()[-1] == "| 3 | 1\\|1 | two<br>lines | 0.5 | 0 |"
 
 
-def test_what_is_not_there_is_refused_before_the_start(tmp_path: Path, not_installed: Callable[[str], None]) -> None:
+def test_a_tracker_that_is_not_there_is_refused_before_the_start(not_installed: Callable[[str], None]) -> None:
     not_installed("wandb")
     with pytest.raises(MissingDependencyError, match=r"metrics.trackers: .*pip install 'wandb>="):
-        check_followers(MetricsConfig(trackers=("wandb",)))
-    file = tmp_path / "mine.py"
-    file.write_text("def note(record): ...\n")
-    check_followers(MetricsConfig(callback=f"{file}:note"))
-    for wrong, message in (
-        (f"{file}:notes", "it has note"),
-        (f"{tmp_path}/none.py:note", "no file"),
-        ("note", "name a function"),
-    ):
-        with pytest.raises(EnvironmentSetupError, match=message):
-            check_followers(MetricsConfig(callback=wrong))
+        check_before_the_start(load_config(None, ["--metrics.trackers", "[wandb]"]))
 
 
 def test_damaged_notes_are_none(tmp_path: Path) -> None:

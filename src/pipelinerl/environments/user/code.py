@@ -41,7 +41,7 @@ def import_file(path: Path) -> ModuleType:
     if name in sys.modules:
         return sys.modules[name]
     if not path.is_file():
-        raise no_file(path)
+        raise EnvironmentSetupError(f"there is no file {path} (a path is relative to the working directory, {Path.cwd()})")
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise EnvironmentSetupError(f"{path} is not a Python file; its name must end in .py")
@@ -55,11 +55,6 @@ def import_file(path: Path) -> ModuleType:
         del sys.modules[name]
         raise EnvironmentSetupError(f"{path} can't be imported: {summarize_error(error, path)}") from error
     return module
-
-
-def no_file(path: Path) -> EnvironmentSetupError:
-    """The error for a file that does not exist."""
-    return EnvironmentSetupError(f"there is no file {path} (a path is relative to the working directory, {Path.cwd()})")
 
 
 def find_user_class(module_name: str, class_name: str, kind: str) -> type:
@@ -319,12 +314,12 @@ def run_to_end(work: Coroutine[Any, Any, T]) -> T:
         raise
 
 
-def try_out(trial: Coroutine[Any, Any, object], bound_s: float, what: str) -> None:
+def try_out(trial: Coroutine[Any, Any, T], bound_s: float, what: str) -> T:
     """Run `trial` to its end, even if this thread runs an event loop. Raises EnvironmentSetupError if it fails."""
     import asyncio  # noqa: PLC0415
 
     try:
-        in_daemon_thread(lambda: asyncio.run(trial)).result(bound_s)
+        return in_daemon_thread(lambda: asyncio.run(trial)).result(bound_s)
     except EnvironmentSetupError:
         raise
     except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything

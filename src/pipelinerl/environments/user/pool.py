@@ -95,6 +95,11 @@ class FunctionPool:
             return reply.value
         raise (RolloutError if reply.outcome == "bad_value" else RuntimeError)(reply.error)
 
+    async def coroutine_functions(self) -> list[str]:
+        """The names of the functions that are `async def`, which a process can't call. Raises EnvironmentSetupError."""
+        self._idle.append(worker := await self._start_worker())
+        return worker.coroutine_functions
+
     def close(self) -> None:
         """Kill all processes. Idempotent."""
         self._close()
@@ -129,11 +134,14 @@ class FunctionPool:
         if reply.outcome != "returned":
             worker.kill()
             raise EnvironmentSetupError(reply.error)
+        worker.coroutine_functions = reply.value
         return worker
 
 
 class _Worker(ChildProcess):
     """A process that runs user functions (`worker.py`)."""
+
+    coroutine_functions: list[str]
 
     def __init__(self, start: Start) -> None:
         """Returns at once; reply 0 arrives when the process is ready. Raises OSError if it can't be started."""

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from pipelinerl.environments.user.code import describe, find_function, finite_number
-from pipelinerl.environments.user.parsed import is_async
+from pipelinerl.environments.user.code import describe, find_function, finite_number, try_out
 from pipelinerl.environments.user.pool import FunctionPool, Limits
 from pipelinerl.errors import EnvironmentSetupError, RolloutError
 
@@ -44,16 +43,14 @@ class Functions:
     ) -> None:
         """`rewards` are the names of those that may have the signature of another trainer's reward.
 
-        Raises EnvironmentSetupError if a function that is called in this process can't be imported."""
+        Raises EnvironmentSetupError if a function can't be imported.
+        """
         self._specs, self._concurrency, self._timeout_s = dict(specs), concurrency, limits.timeout_s
-        own = [name for name, spec in specs.items() if not isolate or is_async(spec)]
+        self._pool = FunctionPool(specs if isolate else {}, rewards=rewards, workers=workers, limits=limits)
+        own = try_out(self._pool.coroutine_functions(), 2 * limits.start_timeout_s, "its start") if isolate else [*specs]
         self._own = {name: find_function(specs[name], allow_async=True, reward=name in rewards) for name in own}
-        self._pool = FunctionPool(
-            {name: spec for name, spec in specs.items() if name not in own},
-            rewards=rewards,
-            workers=workers,
-            limits=limits,
-        )
+        if len(own) == len(specs):
+            self._pool.close()
         self._slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
     @property
@@ -129,7 +126,7 @@ async def weighted_sum(functions: Functions, weights: Mapping[str, float], *argu
     finally:
         for call in calls:
             call.cancel()
-    scores = [_score(value, name) for name, value in zip(weights, values, strict=True)]
+    scores = [score_of(value, name) for name, value in zip(weights, values, strict=True)]
     metrics = {name: score.reward for name, score in zip(weights, scores, strict=True)} if len(weights) > 1 else {}
     for name, score in zip(weights, scores, strict=True):
         if known := metrics.keys() & score.metrics.keys():
@@ -138,7 +135,7 @@ async def weighted_sum(functions: Functions, weights: Mapping[str, float], *argu
     return Score(sum(weights[name] * score.reward for name, score in zip(weights, scores, strict=True)), metrics)
 
 
-def _score(value: object, name: str) -> Score:
+def score_of(value: object, name: str) -> Score:
     """The value that the function `name` returned: a number, or a dict of a reward and metrics."""
     if not isinstance(value, dict):
         return Score(finite_number(value, name), {})

@@ -19,6 +19,7 @@ import socket
 import sys
 from contextlib import suppress
 from functools import partial
+from inspect import iscoroutinefunction
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
@@ -84,7 +85,10 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
-    """The outcome of a call: `value` if it returned, else `error` (one line). Number 0 is the outcome of the imports."""
+    """The outcome of a call: `value` if it returned, else `error` (one line).
+
+    Number 0 is the outcome of the imports; its value has the names of the functions that are `async def`.
+    """
 
     number: int
     outcome: Literal["returned", "raised", "bad_value"] = "returned"
@@ -98,7 +102,10 @@ def main(argument: str) -> int:
     os.dup2(2, 1)
     try:
         if start.task is None:
-            functions = {name: find_function(spec, reward=name in start.rewards) for name, spec in start.functions.items()}
+            functions = {
+                name: find_function(spec, allow_async=True, reward=name in start.rewards)
+                for name, spec in start.functions.items()
+            }
         else:
             from pipelinerl.environments.user.task import reward_of  # noqa: PLC0415 - functions start without it
 
@@ -111,7 +118,7 @@ def main(argument: str) -> int:
         connection.sendall(_encode(Reply(number=0, outcome="raised", error=str(error))))
         return 1
     _limit_memory(start.limits)
-    connection.sendall(_encode(Reply(number=0)))
+    connection.sendall(_encode(Reply(number=0, value=[name for name in functions if iscoroutinefunction(functions[name])])))
     decoder = msgspec.json.Decoder(Call)
     for line in connection.makefile("rb"):
         call = decoder.decode(line)

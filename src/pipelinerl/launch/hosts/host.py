@@ -81,30 +81,24 @@ class Worker(Protocol):
 
     def failure(self) -> PipelineRLError | None:
         """The error that it ended with. None if it still runs, ended with status 0, or was stopped on request."""
-        ...
 
     @property
     def died(self) -> bool:
         """Whether it ended without an outcome: it was killed, or wrote no report of an error."""
-        ...
 
     def peak_memory_bytes(self) -> int | None:
         """Known once it has ended without being killed."""
-        ...
 
     def dump_stacks(self) -> None:
         """Have it write the stacks of all its threads to its log (see faulthandler)."""
-        ...
 
     def ask_to_stop(self) -> None: ...
 
     def kill(self) -> None:
         """Kill it with all processes that it started. Does not wait."""
-        ...
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until it has ended, for at most `timeout_s`. Returns whether it has."""
-        ...
 
 
 class Host(Protocol):
@@ -114,23 +108,18 @@ class Host(Protocol):
 
     def start(self, role: str) -> Worker:
         """Start a process. Servers come first: workers may hold what servers need."""
-        ...
 
     def bury(self, worker: Worker) -> None:
         """Kill what a process that died has started. Nothing that it has sent arrives after this. Raises StageDiedError."""
-        ...
 
     def failure(self) -> PipelineRLError | None:
         """Why the host can't go on, if it is not because of a single process: a machine is lost, for example."""
-        ...
 
     def cause(self, failure: PipelineRLError) -> PipelineRLError:
         """What caused the failure of a process, which may be known only a little later; or the failure itself."""
-        ...
 
     def keep(self, hurry: Callable[[], bool]) -> Kept | None:
         """Have processes that hold models wait for the next session. Once `hurry` returns True, the others are left out."""
-        ...
 
     def __enter__(self) -> Self: ...
 

@@ -66,15 +66,12 @@ class Kept(Protocol):
     @property
     def roles(self) -> Collection[str]:
         """Of the processes that still wait."""
-        ...
 
     def fits(self, cluster: Cluster | None) -> bool:
         """Whether they can take part in a session on this cluster (None: this machine)."""
-        ...
 
     def close(self) -> None:
         """End the processes that still wait. May be called twice."""
-        ...
 
 
 class Waiting:

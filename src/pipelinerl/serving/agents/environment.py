@@ -6,17 +6,16 @@ import asyncio
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal
 
-import msgspec
-
-from pipelinerl.environments.data import ProblemSet, read_split
+from pipelinerl.environments.data import ProblemSet, by_payload, read_split
 from pipelinerl.environments.options import AtLeastOne, Files, FunctionName, Inner, Options, Share
 from pipelinerl.environments.prompts import check_template_options
 from pipelinerl.environments.registry import make_inner
-from pipelinerl.environments.user.code import describe, find_function, finite_number
+from pipelinerl.environments.user.code import describe, find_function
+from pipelinerl.environments.user.rewards import score_of
 from pipelinerl.errors import EnvironmentSetupError, RolloutError
 from pipelinerl.extras import require
 from pipelinerl.interfaces import Environment, GenerationClient, Tokenizer
@@ -69,7 +68,7 @@ class Agent:
         if options.problems is not None:
             self._source = make_inner("environment.args.problems", options.problems, tokenizer, seed)
         else:
-            parts = read_split(options.data or [], options.held_out, lambda _: None, _key)
+            parts = read_split(options.data or [], options.held_out, lambda _: None, by_payload)
             self._source = ProblemSet(parts, f"agent/{seed}")
         self._gateway = _gateway()
         weakref.finalize(self, self._gateway.close)
@@ -90,7 +89,7 @@ class Agent:
         session = Session(client, self._template_options, ignore_sampling=self._ignore_sampling)
         with self._gateway.serving(session) as base_url:
             returned = await self._agent.call(dict(problem.payload), base_url, API_KEY)
-        reward, metrics = _read(returned)
+        reward, metrics = score_of(returned, "the agent")
         conversation = session.conversation
         if not conversation.turns:
             raise RolloutError("the agent sent no request to the model at `base_url`")
@@ -104,22 +103,6 @@ def _gateway() -> Gateway:
     from pipelinerl.serving.agents.gateway import Gateway  # noqa: PLC0415 - needs an extra
 
     return Gateway()
-
-
-def _read(returned: object) -> tuple[float, dict[str, float]]:
-    """The reward and other numbers that the agent returned. Raises RolloutError for other values."""
-    if not isinstance(returned, Mapping):
-        return finite_number(returned, "the agent"), {}
-    if "reward" not in returned:
-        raise RolloutError(
-            f"the agent returned a dict without `reward` (it has: {', '.join(map(str, returned)) or 'nothing'})"
-        )
-    numbers = {str(name): finite_number(value, f"the agent's {name}") for name, value in returned.items()}
-    return numbers.pop("reward"), numbers
-
-
-def _key(problem: Problem) -> str:
-    return msgspec.json.encode(problem.payload, order="deterministic").decode()
 
 
 # ---- the code of agents: beside the engine, so that none blocks it

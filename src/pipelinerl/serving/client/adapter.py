@@ -33,11 +33,9 @@ class EngineServer(Protocol):
     @property
     def url(self) -> str:
         """Its address; also identifies the server in messages."""
-        ...
 
     async def info(self) -> ServerInfo:
         """Describe the server and its weights. `instance` must change at a restart; `checksum` is "" if it is unknown."""
-        ...
 
     async def generate(self, request: GenerationRequest, on_token: TokenListener | None = None) -> Completion:
         """Return one completion. With `on_token` and `request.stream`, also report each token as it arrives, from index 0.
@@ -45,15 +43,12 @@ class EngineServer(Protocol):
         If the request is sent again under the same id after a ServerUnreachableError, a server that supports it returns the
         same completion, and its tokens from index 0. Cancelling the awaiting task closes the connection.
         """
-        ...
 
     async def cancel(self, request_id: str) -> None:
         """End a request early: its `generate` returns what exists, with reason "cancelled". Unknown ids are ignored."""
-        ...
 
     async def join_broadcast(self, group: ProcessGroupRequest) -> None:
         """Join the trainer's broadcast as a receiver. Returns when all receivers have joined; raises after its timeout."""
-        ...
 
     async def update_weights(self, update: WeightUpdateRequest) -> UpdateReceipt:
         """Apply the weights from the file or the broadcast in flight, between two tokens: all of them or none.
@@ -63,11 +58,9 @@ class EngineServer(Protocol):
         The receipt's checksum is of the weights that the server then holds; a server that can't compute it returns the
         checksum that it verified before loading. Applying the version and checksum that it already holds is no error.
         """
-        ...
 
     async def close(self) -> None:
         """Close all connections."""
-        ...
 
 
 # ---- checks of requests before they are sent, and of completions when they arrive

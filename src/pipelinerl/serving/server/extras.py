@@ -39,7 +39,6 @@ class Rule(Protocol):
 
     def apply(self, logits_V: Tensor) -> None:
         """Change the logits in place. Raises ValueError if the rule can't be followed any longer."""
-        ...
 
     def sampled(self, token_id: int) -> None: ...
 

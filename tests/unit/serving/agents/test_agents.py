@@ -333,8 +333,8 @@ def test_what_the_engine_made_is_the_rollout(tmp_path: Path) -> None:
     [
         (None, "bad_rollout", "the agent returned None, not a number"),
         (float("nan"), "bad_rollout", "not a finite number"),
-        ({"right": 1}, "bad_rollout", "without `reward` (it has: right)"),
-        ({"reward": "1"}, "bad_rollout", "the agent's reward returned a str"),
+        ({"right": 1}, "bad_rollout", "without 'reward'; it has right"),
+        ({"reward": "1"}, "bad_rollout", "the agent['reward'] returned a str"),
         (KeyError("what"), "raised", "KeyError: 'what'"),
         (SystemExit(3), "raised", "it raised SystemExit"),
         (StopIteration(), "raised", "StopIteration"),
