@@ -84,14 +84,18 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     copy: int | None = None
 
 
-class TokenEvent(msgspec.Struct, frozen=True):
-    """One streamed token: its position in the completion, id, log-prob and weight version."""
+class TokenEvent(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One streamed token: its position in the completion, id, log-prob and weight version.
+
+    The first token of each version has the `prompt_versions` with which it was sampled: see `Completion`.
+    """
 
     request_id: str
     index: int
     token_id: int
     logprob: float
     version: int
+    prompt_versions: tuple[VersionSpan, ...] = ()
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,6 +130,7 @@ def cancelled_completion(request_id: str, events: Sequence[TokenEvent]) -> Compl
         logprobs=tuple(event.logprob for event in events),
         weight_versions=spans_from_versions(event.version for event in events),
         finish_reason="cancelled",
+        prompt_versions=next((event.prompt_versions for event in reversed(events) if event.prompt_versions), ()),
     )
 
 

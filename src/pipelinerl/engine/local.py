@@ -350,9 +350,19 @@ class LocalEngine:
         events = []
         for row, token_id, logprob in zip(row_n, ids_n.tolist(), logprobs_n.tolist(), strict=True):
             if self._streaming and (request_id := table.owner(row).request.id) in self._streaming:
-                events.append(TokenEvent(request_id, int(table.counts[row]) - 1, token_id, logprob, self._version))
+                events.append(self._event(self._requests[request_id], int(table.counts[row]) - 1, token_id, logprob))
         self._end_rows(rows_n, finished)
         return events
+
+    def _event(self, sequence: Sequence, index: int, token_id: int, logprob: float) -> TokenEvent:
+        span = sequence.versions.spans(index + 1)[-1]
+        read = self._prompt_versions(sequence, span.version) if span.start == index else ()
+        return TokenEvent(sequence.request.id, index, token_id, logprob, span.version, read)
+
+    def _prompt_versions(self, sequence: Sequence, version: int) -> tuple[VersionSpan, ...]:
+        """The versions of the prompt's KV entries when a token of `version` was sampled."""
+        recomputed = (VersionSpan(version, 0, len(sequence.request.prompt_ids)),)
+        return recomputed if self._recompute_kv else sequence.prompt_versions
 
     def _finish_prefill(self, prefill: Prefill) -> None:
         """Copy the prompt's keys and values to the other members' rows and start decoding all members."""
@@ -396,13 +406,14 @@ class LocalEngine:
             self._rows_changed = True
         del self._requests[sequence.request.id]
         self._streaming.discard(sequence.request.id)
+        versions = sequence.versions.spans(count)
         return Completion(
             request_id=sequence.request.id,
             token_ids=tuple(table.tokens[row, :count].tolist()),
             logprobs=tuple(table.logprobs[row, :count].tolist()),
-            weight_versions=sequence.versions.spans(count),
+            weight_versions=versions,
             finish_reason=reason,
-            prompt_versions=sequence.prompt_versions,
+            prompt_versions=self._prompt_versions(sequence, versions[-1].version) if versions else (),
         )
 
     # ---- weight updates
@@ -464,7 +475,6 @@ class LocalEngine:
             if sequence.row >= 0 and sequence not in prefilling:
                 sampled = table.tokens[sequence.row, : table.counts[sequence.row] - 1].tolist()
                 jobs.append((sequence.row, (*sequence.request.prompt_ids, *sampled)))
-                sequence.prompt_versions = (VersionSpan(self._version, 0, len(sequence.request.prompt_ids)),)
         for prefill in self._prefills:
             jobs.append((prefill.row, prefill.prompt_ids[: prefill.done]))
             prefill.versions = VersionMarks()

@@ -256,8 +256,7 @@ class StaticEngine(LocalEngine):
             count = int(table.counts[sequence.row]) if sequence.row >= 0 else 0
             for i in range(self._streamed.get(request_id, 0), count):
                 token_id, logprob = int(table.tokens[sequence.row, i]), float(table.logprobs[sequence.row, i])
-                version = sequence.versions.spans(i + 1)[-1].version
-                events.append(TokenEvent(request_id, i, token_id, logprob, version))
+                events.append(self._event(sequence, i, token_id, logprob))
             self._streamed[request_id] = count
         for row, by_stop_token in table.ended_rows():
             finished.append(self._end(table.owner(row), "stop" if by_stop_token else "length"))
@@ -265,13 +264,6 @@ class StaticEngine(LocalEngine):
     def _end(self, sequence: Sequence, reason: FinishReason) -> Completion:
         self._streamed.pop(sequence.request.id, None)
         return super()._end(sequence, reason)
-
-    def _recompute(self) -> None:
-        ended = [self._table.owner(row) for row, _ in self._table.ended_rows()]  # with the weights before the update
-        before = [sequence.prompt_versions for sequence in ended]
-        super()._recompute()
-        for sequence, versions in zip(ended, before, strict=True):
-            sequence.prompt_versions = versions
 
 
 def engine_for(model: nn.Module, *, decoding: Literal["auto", "packed", "static"] = "auto", **options: Any) -> LocalEngine:

@@ -16,7 +16,7 @@ from typing import Literal
 
 import msgspec
 
-from pipelinerl.types import Completion, TokenEvent, versions_from_spans
+from pipelinerl.types import Completion, TokenEvent, VersionSpan, versions_from_spans
 
 ErrorCode = Literal[
     "bad_request",  # 400: the request can never be served
@@ -116,8 +116,12 @@ class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
 def token_events(completion: Completion) -> list[TokenEvent]:
     """The tokens that a stream of this completion has. Raises ValueError unless the version spans cover all tokens."""
     versions = versions_from_spans(completion.weight_versions, len(completion.token_ids))
+    read, spans = completion.prompt_versions, completion.weight_versions
+    # A prompt is of the first token's version, at its end, unless an update recomputed it.
+    recomputed = bool(read and spans) and read[-1].version != spans[0].version
+    first = {span.start: (VersionSpan(span.version, 0, read[-1].end),) if recomputed else read for span in spans}
     return [
-        TokenEvent(completion.request_id, index, token_id, logprob, version)
+        TokenEvent(completion.request_id, index, token_id, logprob, version, first.get(index, ()))
         for index, (token_id, logprob, version) in enumerate(
             zip(completion.token_ids, completion.logprobs, versions, strict=True)
         )

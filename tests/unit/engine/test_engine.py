@@ -27,7 +27,15 @@ from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models import state
 from pipelinerl.models.device_sums import device_checksum
 from pipelinerl.models.state import checksum, named_weights
-from pipelinerl.types import Completion, GenerationRequest, SamplingParams, TokenEvent, versions_from_spans
+from pipelinerl.serving.wire import token_events
+from pipelinerl.types import (
+    Completion,
+    GenerationRequest,
+    SamplingParams,
+    TokenEvent,
+    cancelled_completion,
+    versions_from_spans,
+)
 from tests.parity.models import VOCABULARY, make_model
 
 
@@ -342,6 +350,29 @@ def test_an_engine_on_the_cpu_verifies_the_checksum_of_an_update_with_sums() -> 
     assert engine().update_weights(good._replace(device_checksum="0" * 32)).checksum == good.checksum
     with pytest.raises(WeightUpdateError, match="checksum"):
         engine().update_weights(good._replace(checksum="0" * 32, device_checksum="0" * 32))
+
+
+@pytest.mark.parametrize(
+    ("kv", "prompt"),
+    [("keep", [[(0, 0, 16), (1, 16, 40)]] * 4), ("recompute", [[(1, 0, 40)]] * 2 + [[(2, 0, 40)]] * 2)],
+)
+def test_a_completion_cut_at_any_token_says_which_weights_read_its_prompt(kv: Any, prompt: list[Any]) -> None:
+    """One update comes between two chunks of the prompt, one after two tokens, and one after the last token."""
+    served, events = engine(kv_on_update=kv), []
+    served.submit(request("x", tuple(range(3, 43)), 9, stream=True))
+    for version in (1, 2, 3):
+        while len(events) < 2 * version - 2:
+            events += served.step().tokens
+        if version == 1:
+            served.step()
+        served.update_weights(update_of(version, version))
+    served.cancel("x")
+    (whole,) = served.step().finished
+    cut = [cancelled_completion("x", events[:count]) for count in range(5)]
+    assert cut[0].prompt_versions == ()
+    assert cut[4] == whole
+    assert events == token_events(whole)
+    assert [[(span.version, span.start, span.end) for span in one.prompt_versions] for one in cut[1:]] == prompt
 
 
 def test_an_update_between_two_chunks_of_a_prompt_is_recorded() -> None:

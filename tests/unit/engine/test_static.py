@@ -16,6 +16,7 @@ from pipelinerl.engine.sampler import invert, keep_likeliest
 from pipelinerl.engine.static import DeviceRows, StaticEngine, engine_for
 from pipelinerl.engine.varlen import VarlenBatch
 from pipelinerl.errors import LogitsError, UnsupportedModelError
+from pipelinerl.serving.wire import token_events
 from pipelinerl.types import GenerationRequest, versions_from_spans
 from tests.parity.models import VOCABULARY, make_model
 from tests.parity.test_engine import full_forward_logprobs
@@ -104,10 +105,11 @@ def test_streams_cancellations_and_updates_at_any_step_leave_every_token_and_ver
         found = done[name]
         versions = versions_from_spans(found.weight_versions, len(found.token_ids))
         if asked.stream:
-            told = [(event.token_id, event.version) for event in events[name]]
-            whole = list(zip(found.token_ids, versions, strict=True))
+            told, whole = events[name], token_events(found)
             assert told == whole[: len(told)]
             assert found.finish_reason == "cancelled" or len(told) == len(whole)
+        prompt = [(span.version, span.start, span.end) for span in found.prompt_versions]
+        assert prompt == [(version, 0, len(asked.prompt_ids)) for version in versions[-1:]]
         if asked.sampling.temperature == 1 and not asked.sampling.top_k:
             for version in set(versions):
                 rows = full_forward_logprobs(models[version], asked.prompt_ids, found.token_ids)

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import httpx2
 import openai
@@ -16,8 +17,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from pipelinerl.environments.text_stream import TextStream
 from pipelinerl.models.state import checksum, named_weights
+from pipelinerl.serving.server.exchange import Generation
+from pipelinerl.serving.server.openai.answers import pieces
 from pipelinerl.serving.server.service import Service
+from pipelinerl.serving.server.text import StopStrings
+from pipelinerl.types import GenerationRequest, SamplingParams, TokenEvent, VersionSpan, cancelled_completion
 from tests.unit.fake_engine_servers import in_event_loop, wait_until
 from tests.unit.server_parts import EOS, TEMPLATE, byte_model, byte_tokenizer, client_of, running
 
@@ -388,3 +394,20 @@ async def test_without_the_extra_constrained_answers_are_refused_by_its_name(
             with pytest.raises(openai.BadRequestError, match="pip install 'llguidance>="):
                 await client.chat.completions.create(**CHAT | wants)
         assert (await client.completions.create(**PLAIN)).choices
+
+
+@in_event_loop
+async def test_an_update_after_a_stop_string_does_not_change_what_read_the_prompt() -> None:
+    """The engine ends the request a step later than the text ends, perhaps with a recomputed prompt."""
+    request = GenerationRequest(id="r", prompt_ids=(1, 2), sampling=SamplingParams(max_tokens=9))
+    generation, read = Generation(request, keep=False), {v: (VersionSpan(v, 0, 2),) for v in range(3)}
+    ids = TOKENIZER.encode("abcd")
+    events = [TokenEvent("r", i, ids[i], -1.0, v, read[v]) for i, v in enumerate((0, 1, 2))]
+    for event in events:
+        generation.add(event)
+    exchange = mock.Mock()
+    exchange.cancel = lambda _: generation.end(cancelled_completion("r", events))
+    text = TextStream(TOKENIZER)
+    found = [piece async for piece in pieces(exchange, generation, None, text, StopStrings(["b"]), singly=True, silent=())]
+    assert [event.version for piece in found for event in piece.tokens] == [0, 1]
+    assert (found[-1].stop, found[-1].prompt_versions) == ("b", read[1])

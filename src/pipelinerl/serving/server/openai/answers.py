@@ -176,11 +176,13 @@ async def pieces(
     was refused, or was cancelled because the server stops.
     """
     last_id: int | None = None
+    read: tuple[VersionSpan, ...] = ()
     async for batch in generation.batches():
         size = 1 if singly else len(batch)
         for start in range(0, len(batch), size):
             tokens = batch[start : start + size]
             last_id = tokens[-1].token_id
+            read = next((event.prompt_versions for event in reversed(tokens) if event.prompt_versions), read)
             yield Piece(tokens, stop.feed(text.feed([event.token_id for event in tokens if event.token_id not in silent])))
             if stop.found is not None:
                 break
@@ -195,7 +197,7 @@ async def pieces(
             raise unavailable("the request was cancelled")
     rest = stop.feed(text.rest()) + stop.rest()
     if stop.found is not None:
-        yield Piece([], rest, "stop", completion.prompt_versions, stop.found)
+        yield Piece([], rest, "stop", read, stop.found)
     else:
         by = last_id if completion.finish_reason == "stop" else None
         yield Piece([], rest, completion.finish_reason, completion.prompt_versions, by)
