@@ -61,7 +61,11 @@ class Process(NamedTuple):
 
 
 class Prediction(NamedTuple):
+    """For the model of this `shape`, and this longest prompt; a part of a run's processes has none."""
+
     processes: tuple[Process, ...]
+    shape: ModelShape | None = None
+    longest_prompt: int | None = None
 
     @property
     def devices(self) -> list[str]:
@@ -90,7 +94,8 @@ def predict(config: RunConfig, shape: ModelShape, longest_prompt: int | None = N
     """
     if config.launch.kind == "embedded":
         parts = [*_engine(config, shape), *_trainer(config, shape, longest_prompt), *_reference(config, shape)]
-        return Prediction((_process("embedded", [*parts, _fixed("weights handed over", _weight_bytes(config, shape))]),))
+        parts.append(_fixed("weights handed over", _weight_bytes(config, shape)))
+        return Prediction((_process("embedded", parts),), shape, longest_prompt)
     with_model = config.engine.kind == "local"
     generation = [*_engine(config, shape), *_staging(config, shape, config.engine.device, copies=1)] if with_model else []
     processes = [_process(role, generation) for role in generation_roles(config)]
@@ -111,7 +116,7 @@ def predict(config: RunConfig, shape: ModelShape, longest_prompt: int | None = N
         processes.append(_process(role, [*parts, *(_reference(config, shape, rank) if with_trainer else [])]))
     if between := _between(config, shape):
         processes.append(Process(BETWEEN, (_fixed(BETWEEN, between),)))
-    return Prediction(tuple(processes))
+    return Prediction(tuple(processes), shape, longest_prompt)
 
 
 def activation_bytes(shape: ModelShape, tokens: int, *, item_bytes: int, checkpointing: bool) -> int:
@@ -424,8 +429,6 @@ def _reclaimable(path: Path) -> int:
 Machine = Callable[[str], Memory | None]
 """The memory of a device (`cpu` or a CUDA device), None if it is not known."""
 SHOWN_USES = 5
-ADVICE_SHARE = 0.1
-"""A suggestion is made only for uses of at least this share of the memory."""
 
 
 class Judgement(NamedTuple):
@@ -513,15 +516,19 @@ def judge(config: RunConfig, prediction: Prediction, machine: Machine) -> Judgem
         if memory is None:
             lines.append(f"up to {gigabytes(most)}{on}")
             continue
-        total, details = gigabytes(memory.total), _details(config, prediction, device)
+        total = gigabytes(memory.total)
         lines.append(f"up to {gigabytes(most)} of {total}{on}")
+        free = memory.total if memory.available is None else memory.available
+        if most <= min(free, memory.total):
+            continue
+        details, needs = _details(config, prediction, device, memory), f"the run may need {gigabytes(most)} of memory{on}"
         if least > memory.total:
             raise UserError(f"the run needs at least {gigabytes(least)} of memory{on}, and there are {total} {details}")
-        needs = f"the run may need {gigabytes(most)} of memory{on}"
         if most > memory.total:
             warnings.append(f"{needs} if prompts and answers are as long as they may be, and there are {total} {details}")
-        elif memory.available is not None and most > memory.available:
-            warnings.append(f"{needs}, and only {gigabytes(memory.available)} are free now: other processes use the rest")
+        else:
+            only = f"only {gigabytes(free)} are free now: other processes use the rest"
+            warnings.append(f"{needs}, and {only} {details}")
     parts = ", ".join(
         f"{process.role} {gigabytes(sum(part.most for part in process.parts))}" for process in prediction.processes
     )
@@ -540,27 +547,9 @@ def _range(least: int, most: int) -> str:
     return f"{most / 1e6:.0f} MB" if least == most else f"{least / 1e6:.0f} to {most / 1e6:.0f} MB"
 
 
-def _details(config: RunConfig, prediction: Prediction, device: str) -> str:
-    """The largest uses of memory, and suggestions."""
+def _details(config: RunConfig, prediction: Prediction, device: str, memory: Memory) -> str:
+    """The largest uses of memory, and what to change."""
+    from pipelinerl.launch.fitting import remedy  # noqa: PLC0415 - only for a run that may not fit
+
     table = ", ".join(f"{name} {gigabytes(size)}" for name, size in prediction.largest(device)[:SHOWN_USES])
-    return f"({table}); {'; '.join(_advice(config, prediction, device))}"
-
-
-def _advice(config: RunConfig, prediction: Prediction, device: str) -> list[str]:
-    """Suggestions for the largest uses of memory; small ones are omitted."""
-    remedies = {
-        "KV cache": ["lower engine.slots or engine.max_length"],
-        "activations": [
-            "lower trainer.micro_batch_tokens (the step does not depend on it)",
-            *([] if config.trainer.gradient_checkpointing else ["set trainer.gradient_checkpointing to true"]),
-        ],
-        "logits": ["lower trainer.micro_batch_tokens (the step does not depend on it)"],
-        "Adam's moments": [
-            *(["set model.lora to {}"] if config.model.lora is None else []),
-            *(["raise trainer.ranks to use more GPUs"] if device == _memory_of(config.trainer.device) != HOST else []),
-        ],
-        "weights": ["set model.dtype to bfloat16"] if config.model.dtype == "float32" else [],
-        "reference model": ["set trainer.kl_coefficient to 0"],
-    }
-    large_uses = [name for name, size in prediction.largest(device) if size >= ADVICE_SHARE * prediction.bytes_on(device)]
-    return [*dict.fromkeys(remedy for name in large_uses for remedy in remedies.get(name, [])), "or take a smaller model"]
+    return f"({table}); {remedy(config, prediction, device, memory)}"

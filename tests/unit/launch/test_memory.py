@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from subprocess import run
 from typing import Any
@@ -12,7 +13,9 @@ import torch
 from benchmarks.models import make_model as make_family
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
-from pipelinerl.config.load import load_config
+from pipelinerl.config.keys import run_keys
+from pipelinerl.config.load import load_config, with_flags
+from pipelinerl.config.schema import RunConfig
 from pipelinerl.engine import LocalEngine, flat
 from pipelinerl.engine.runner import ModelRunner
 from pipelinerl.errors import ModelLoadError, UserError
@@ -361,7 +364,6 @@ def test_a_run_that_can_not_fit_is_refused_with_the_numbers_and_what_to_change()
     message = str(caught.value)
     assert f"needs at least {least:.1f} GB of memory, and there are {least - 1:.1f} GB" in message
     assert "Adam's moments 8.0 GB" in message
-    assert "lower trainer.micro_batch_tokens" in message
     assert "set model.lora to {}" in message
     assert "\n" not in message
 
@@ -373,6 +375,37 @@ def test_only_what_can_not_fit_is_refused() -> None:
     assert "only 5.0 GB are free now" in judged(most + 1, 5).warnings[0]
     assert judged(most + 1, most + 0.5).warnings == judged(most + 1).warnings == []
     assert f"up to {most:.1f} GB of {most + 1:.1f} GB" in judged(most + 1).line
+
+
+SMALL = replace(BILLION, layers=30, hidden=576, feed_forward=1536, parameters=135_000_000)
+
+
+@pytest.mark.parametrize("shape", [BILLION, SMALL])
+@pytest.mark.parametrize("free", [0.95, 0.8, 0.6])
+@pytest.mark.parametrize("longest_prompt", [None, 300])
+def test_with_the_flags_of_the_warning_the_run_fits(shape: ModelShape, free: float, longest_prompt: int | None) -> None:
+    config = RunConfig()
+    prediction = predict(config, shape, longest_prompt)
+    size = int(free * prediction.bytes_on("cpu"))
+    for there in (Memory(size, None), Memory(4 * size, size)):
+        try:
+            (warning,) = judge(config, prediction, lambda _, there=there: there).warnings
+        except UserError as error:
+            warning = str(error)
+        flags = warning.partition("it fits with ")[2].split()
+        assert flags, warning
+        changed = with_flags(config, flags, run_keys())
+        assert judge(changed, predict(changed, shape, longest_prompt), lambda _, there=there: there).warnings == []
+        assert changed.trainer.batch_size == config.trainer.batch_size
+        if longest_prompt and changed.engine.max_length:
+            assert changed.engine.max_length >= longest_prompt + 256
+
+
+def test_flags_that_cost_least_come_first_and_what_no_flag_mends_is_advice() -> None:
+    _, most = sums()
+    assert "it fits with --trainer.micro_batch_tokens 1024" in judged(most - 0.5).warnings[0]
+    with pytest.raises(UserError, match=r"set model\.lora to {}; set model\.dtype to bfloat16; or take a smaller model"):
+        judged(2.0)
 
 
 def test_a_gpu_is_named_and_one_that_is_not_known_refuses_nothing() -> None:
