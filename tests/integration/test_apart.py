@@ -32,23 +32,28 @@ def resume_to(run_dir: Path, goal: int) -> None:
     assert_gone_on(run_dir, goal)
 
 
+WEIGHTS = {"files": {"weights__kind": "collective", "engine__servers": 2, "engine__slots": 8}, "redis": {}}
+
+
 @pytest.mark.parametrize("stream", ["files", pytest.param("redis", marks=pytest.mark.needs_redis)])
 def test_everything_apart_and_on_from_its_checkpoint(
     stream: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With a reference model, and streams on both sides of the preprocessor."""
+    """With a reference model, and streams on both sides of the preprocessor. Weights are broadcast, or written to a file."""
     run_dir = tmp_path / "r"
-    settings = PREPROCESSOR | {"engine__kind": "http", "stream__kind": stream}
+    settings = PREPROCESSOR | {"engine__kind": "http", "stream__kind": stream} | WEIGHTS[stream]
     settings |= {"trainer__kl_coefficient": 0.01, "preprocess__zero_advantage": "keep", "preprocess__overlong": "drop"}
     settings |= {"trainer__steps": 6, "actor__max_tokens": 60, "evaluation__problems": 4, "schedule__max_lag": 4}
     counts = run_processes(run_dir, **settings)
-    assert counts["peak_memory_bytes"].keys() == {"generation", "preprocessing", "training", "server-0"}
+    servers = {f"server-{number}" for number in range(settings.get("engine__servers", 1))}
+    assert counts["peak_memory_bytes"].keys() == {"generation", "preprocessing", "training", *servers}
     assert counts["weight_updates"] >= 6
     assert counts["lag_max"] <= 4
     assert counts["eval_reward_after"] is not None
     assert counts["rollouts_dropped"].keys() <= {"overlong", "stale"}
     assert assert_provenance(run_dir) > 0, "some tokens that were trained on span an update"
-    resume_to(run_dir, 8)
+    if stream == "redis":
+        resume_to(run_dir, 8)
     capsys.readouterr()
     assert main(["train", "--resume", str(run_dir), "--trainer.steps=9", "--launch.preprocessor=with_trainer"]) == 2
     error = capsys.readouterr().err
@@ -85,7 +90,8 @@ def test_rounds_are_exact_with_servers_and_a_preprocessor(tmp_path: Path) -> Non
 def test_servers_that_do_not_start_are_one_clear_error(tmp_path: Path) -> None:
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "config.json").write_text("{}")
-    ended = command("train", *flags(tmp_path / "r", launch__kind="processes", model__path=tmp_path / "m", **SERVERS))
+    settings = {"launch__kind": "processes", "model__path": tmp_path / "m", "engine__kind": "http"}
+    ended = command("train", *flags(tmp_path / "r", **settings))
     assert ended.status == 2
     assert "can't load the" in ended.error
     assert "Traceback" not in ended.error

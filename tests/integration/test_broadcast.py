@@ -10,7 +10,6 @@ from tests.integration.runs import (
     assert_conserved,
     assert_provenance,
     endless,
-    run_processes,
     start,
     start_processes,
     steps,
@@ -24,15 +23,6 @@ from tests.integration.test_remote import servers as servers  # noqa: PLC0414 - 
 
 pytestmark = pytest.mark.slow
 BROADCAST = {"engine__kind": "http", "weights__kind": "collective"}
-
-
-def test_a_run_broadcasts_to_the_servers_that_it_starts(tmp_path: Path) -> None:
-    run_dir = tmp_path / "r"
-    # With the bound, rollouts are started at every step: however slow training is, some are in progress at an update.
-    settings = {"engine__servers": 2, "engine__slots": 8, "actor__max_tokens": 100, "trainer__steps": 6}
-    counts = run_processes(run_dir, schedule__max_lag=2, **settings, **BROADCAST)
-    assert counts["weight_updates"] == 7
-    assert assert_provenance(run_dir) > 0, "some tokens that were trained on span an update"
 
 
 @pytest.mark.exhaustive

@@ -39,6 +39,7 @@ def test_no_process_of_a_default_run_imports_more_than_its_share(tmp_path: Path)
     (tmp_path / "sitecustomize.py").write_text(NOTE_IMPORTS)
     search = os.pathsep.join([str(tmp_path), str(Path(pipelinerl.__file__).parents[1])])
     few = ["--trainer.steps", "1", "--trainer.batch_size", "32", "--evaluation.problems", "4"]
+    few += ["--engine.threads", "1", "--trainer.threads", "1", "--actor.max_tokens", "32"]
     run = [sys.executable, "-c", COMMAND, "train", *few, "--run_dir", str(tmp_path / "run")]
     subprocess.run(run, env={**os.environ, "PYTHONPATH": search, "IMPORTS": str(noted)}, check=True, capture_output=True)
     lines = {}

@@ -14,6 +14,7 @@ from tests.integration.runs import command, start, until, wait
 
 SMALL = [
     *("--trainer.batch_size", "16", "--actor.group_size", "8", "--engine.slots", "16", "--actor.max_tokens", "48"),
+    *("--engine.threads", "1", "--trainer.threads", "1"),
     *("--launch.kind", "embedded", "--evaluation.problems", "4", "--metrics.plot=false"),
 ]
 

@@ -308,10 +308,10 @@ def test_plain_numbers_are_compared_exactly():
         lambda: f"{rng.randint(1, 3)}e{rng.randint(-2, 3)}",
         lambda: f"{rng.randint(1, 3)},{rng.choice(['000', '500'])}",
     ]
-    texts = [rng.choice(forms)() for _ in range(400)]
-    verdicts = [(quick_verdict(one, other), by_hand(one) == by_hand(other)) for one in texts for other in texts]
+    values = {text: by_hand(text) for text in [rng.choice(forms)() for _ in range(400)]}
+    verdicts = [(quick_verdict(one, other), values[one] == values[other]) for one in values for other in values]
     assert all(verdict is same for verdict, same in verdicts)
-    assert sum(same for _, same in verdicts) > 2000
+    assert sum(same for _, same in verdicts) > 400
 
 
 @needs_math_verify
