@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 from pipelinerl.config.schema import RunConfig
 
 if TYPE_CHECKING:
-    from pipelinerl.api import Run, StartedRun, start, train
+    from pipelinerl.api import Run, StartedRun, start, train, try_run
     from pipelinerl.errors import StopRun
 
 __version__ = "0.1.0"
-__all__ = ["Run", "RunConfig", "StartedRun", "StopRun", "__version__", "load_config", "start", "train"]
+__all__ = ["Run", "RunConfig", "StartedRun", "StopRun", "__version__", "load_config", "start", "train", "try_run"]
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] | Mapping[str, Any] = ()) -> RunConfig:

@@ -8,10 +8,11 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar
 
 import msgspec
 
@@ -21,13 +22,7 @@ from pipelinerl.config.keys import config_to_yaml
 from pipelinerl.config.load import config_of_values, load_config, validate
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.environments.user.source import name_by_file
-from pipelinerl.errors import (
-    INVALID_DATA,
-    PipelineRLError,
-    RunDirectoryError,
-    StopRun,
-    UserError,
-)
+from pipelinerl.errors import INVALID_DATA, PipelineRLError, RunDirectoryError, StopRun, UserError
 from pipelinerl.extras import require
 from pipelinerl.files import write_privately
 from pipelinerl.launch.run_directory import RunDirectory
@@ -40,6 +35,10 @@ from pipelinerl.metrics.tail import Records
 
 if TYPE_CHECKING:
     from pipelinerl.experiments.evaluate.results import EvaluationSummary
+    from pipelinerl.experiments.trial import Trial
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 LOOK_EVERY_S = 0.2
 STOP_PATIENCE_S = 180.0
@@ -49,6 +48,19 @@ Environment = type | partial[Any] | str
 Reward = Callable[..., Any] | str
 Rewards = Reward | Mapping[Any, float] | Sequence[Reward | tuple[Reward, float]]
 Callback = Callable[[Record], object]
+
+
+def _explained(call: Callable[P, T]) -> Callable[P, T]:
+    """`call`, whose errors of this package have the traceback of the caller only: their messages name the cause."""
+
+    @wraps(call)
+    def explained(*args: P.args, **options: P.kwargs) -> T:
+        try:
+            return call(*args, **options)
+        except PipelineRLError as error:
+            raise error.with_traceback(None) from None
+
+    return explained
 
 
 class Run:
@@ -93,6 +105,7 @@ class Run:
 
         return _frame([msgspec.structs.asdict(row) for row in read_rows(self.path, self.config, warnings.warn)])
 
+    @_explained
     def evaluate(self, *, problems: int = 100, attempts: int = 4, before: bool = False, **flags: Any) -> EvaluationSummary:
         """Measure the last checkpoint on held-out problems, like `pipelinerl eval`; with `before`, also the initial model.
 
@@ -192,6 +205,7 @@ class StartedRun:
         raise kinds.get(status, PipelineRLError)(message)
 
 
+@_explained
 def train(
     config: Config = None,
     *,
@@ -238,6 +252,7 @@ def train(
     return Run(inputs.parent)
 
 
+@_explained
 def start(
     config: Config = None,
     *,
@@ -263,22 +278,38 @@ def start(
     return StartedRun(*_prepare(config, model, environment, reward, data))
 
 
+@_explained
+def try_run(config: Config = None, *, problem: int = 0, **inputs: Any) -> Trial:
+    """Let the model answer problem number `problem` of the training data, `actor.group_size` times, and train nothing.
+
+    `inputs`: model, environment, reward and data, as for `start`. `print` of the result shows prompt, answers and rewards.
+    """
+    from pipelinerl.experiments.trial import try_group  # noqa: PLC0415 - loads torch
+
+    _refuse_imported_scripts()
+    with TemporaryDirectory(prefix="pipelinerl-try-") as folder:
+        return try_group(_prepare(config, **inputs, root=Path(folder))[0], problem)
+
+
 def _prepare(
     config: Config,
-    model: str | Path | None,
-    environment: Environment | None,
-    reward: Rewards | None,
-    data: str | Path | Sequence[Mapping[str, Any]] | None,
+    model: str | Path | None = None,
+    environment: Environment | None = None,
+    reward: Rewards | None = None,
+    data: str | Path | Sequence[Mapping[str, Any]] | None = None,
+    *,
+    root: Path | None = None,
 ) -> tuple[RunConfig, Path]:
-    """The configuration of a new run, with its directory, and the folder there for what it is given."""
+    """The configuration of a new run, with its directory `root`, and the folder there for what it is given."""
     given = any(value is not None for value in (model, environment, reward, data))
     base = _resolved({} if config is None and given else config)
     chosen = environment.func if isinstance(environment, partial) else environment
     name = chosen or ("function" if reward is not None else base.environment.kind)
     with errors_explained():
         name = name if isinstance(name, str) else getattr(name, "__name__", "environment")
-        root = Path(base.run_dir).absolute() if base.run_dir else fresh_directory(name, base.schedule.kind)
-        if base.run_dir and (trained := RunDirectory(root).metrics).is_file() and trained.stat().st_size:
+        chosen_root = root or (Path(base.run_dir).absolute() if base.run_dir else None)
+        root = chosen_root or fresh_directory(name, base.schedule.kind)
+        if chosen_root and (trained := RunDirectory(root).metrics).is_file() and trained.stat().st_size:
             raise RunDirectoryError(f"{root} already has a run; continue it with `resume`, or choose another run_dir")
     inputs = root / "inputs"
     try:
@@ -362,8 +393,8 @@ def _written(examples: Any, inputs: Path) -> str:
 
 
 def _refuse_imported_scripts() -> None:
-    """Raise UserError if the caller is a file that a process of a run imports, which would then start a run of its own."""
-    name = sys._getframe(2).f_globals.get("__name__", "")
+    """Raise UserError if the user's file that calls is imported by a process of a run, which would then start a run, too."""
+    name = sys._getframe(3).f_globals.get("__name__", "")
     if name.startswith("pipelinerl_file_"):
         raise UserError("this file starts a run when it is imported: put that below `if __name__ == '__main__':`")
 

@@ -95,7 +95,7 @@ USER_ERRORS: dict[str, tuple[Callable[[Path], Settings], str]] = {
     "environment arguments": (lambda _: {"environment__args": "{size: 3}"}, "size"),
     "environment raises": (
         environment("def __init__(self, tokenizer, seed):\n    raise OSError('no such table')"),
-        "can't be built: OSError: no such table (task.py, line 9)",
+        "can't be built: task.py, line 9: OSError: no such table",
     ),
     "environment is not Python": (environment("def problem(self index): pass"), "task.py can't be imported: line "),
     "held_out raises": (environment("def held_out(self, count):\n    raise KeyError('answers')"), "held_out(1)"),

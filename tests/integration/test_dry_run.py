@@ -122,7 +122,7 @@ WRONG = {
     "function returns NaN for a text": (lambda _: function(reward="rewards.py:nan"), "reward returned nan, not a finite"),
     "constructor raises": (
         lambda folder: klass(folder, "def __init__(self, tokenizer, seed):\n    raise OSError('no such table')"),
-        "can't be built: OSError: no such table (task.py, line 9)",
+        "can't be built: task.py, line 9: OSError: no such table",
     ),
     "reward raises": (
         lambda folder: klass(folder, "def reward(self, problem, text):\n    return problem.answer"),

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 EXPORTED = {
-    "pipelinerl": {"Run", "RunConfig", "StartedRun", "StopRun", "__version__", "load_config", "start", "train"},
+    "pipelinerl": {"Run", "RunConfig", "StartedRun", "StopRun", "__version__", "load_config", "start", "train", "try_run"},
     "pipelinerl.engine": {"LocalEngine"},
     "pipelinerl.environments": {"SingleTurn", "ToolTask", "make_environment"},
 }

@@ -77,8 +77,8 @@ class OpenGroup:
 class GroupRunner:
     """Runs the attempts of groups as tasks of the event loop. `skips` decides which problems are skipped.
 
-    `finished` holds complete groups in order of completion. `running` counts attempts that have not ended, and groups
-    whose rollouts are being scored together.
+    `open` has the groups by index, `finished` the complete ones in order of completion. `running` counts attempts that have
+    not ended, and groups whose rollouts are being scored together.
     """
 
     def __init__(self, context: RolloutContext, config: ActorConfig, skips: DifficultyFilter | None = None) -> None:
@@ -90,7 +90,7 @@ class GroupRunner:
         self.running = 0
         self._filter = skips
         self._failures = FailureLog(config.max_failure_fraction, config.failure_window)
-        self._open: dict[int, OpenGroup] = {}
+        self.open: dict[int, OpenGroup] = {}
         self._waiting_lengths: dict[int, list[int]] = {}  # lengths of complete groups started after an open one
         self._started_lengths: deque[int] = deque(maxlen=RECENT_ATTEMPTS)
         self._handed_over = 0
@@ -104,7 +104,7 @@ class GroupRunner:
     def in_progress(self) -> int:
         """Rollouts of open groups and of groups still in `finished`, without failed attempts."""
         waiting = sum(len(group.rollouts) for group in self.finished)
-        return waiting + sum(group.in_progress for group in self._open.values())
+        return waiting + sum(group.in_progress for group in self.open.values())
 
     def progress(self) -> ActorProgress:
         """Counts since the actor was made, without those of evaluations.
@@ -142,7 +142,7 @@ class GroupRunner:
             self.finished.append(group)
             return False
         self.groups_started += 1
-        self._open[index] = opened = OpenGroup(index, recorded, self.config.group_size, version)
+        self.open[index] = opened = OpenGroup(index, recorded, self.config.group_size, version)
         self.running += opened.size
         for number in range(opened.size):
             if isinstance(made, Failure):
@@ -209,18 +209,18 @@ class GroupRunner:
         for place, (number, rollout) in enumerate(ended.items()):
             if isinstance(scored, Failure):
                 group.failed += 1
-                group.outcomes[number] = scored
+                group.outcomes[number] = failure = scored._replace(turns=rollout.turns)
                 length = sum(len(turn.completion.token_ids) for turn in rollout.turns)
-                self._failures.failure(scored, group.rollout_name(number), length)
+                self._failures.failure(failure, group.rollout_name(number), length)
             else:
                 group.outcomes[number] = scored[place]
         self._close(group)
 
     def _close(self, group: OpenGroup) -> None:
-        del self._open[group.index]
+        del self.open[group.index]
         self.finished.append(group.record())
         self._waiting_lengths[group.index] = group.lengths
-        oldest = min(self._open, default=None)
+        oldest = min(self.open, default=None)
         for index in sorted(self._waiting_lengths):
             if oldest is None or index < oldest:
                 self._started_lengths.extend(self._waiting_lengths.pop(index))

@@ -39,11 +39,23 @@ NOT_USERS = (str(Path(__file__).parents[1]), *map(sysconfig.get_path, ("stdlib",
 
 
 class Failure(NamedTuple):
-    """Why an attempt produced no rollout. `message` is one line; `traceback` is the whole one."""
+    """Why an attempt gave no rollout. `message` is one line, `traceback` the whole one, `turns` what was sampled."""
 
     reason: FailureReason
     message: str
     traceback: str = ""
+    turns: tuple[Turn, ...] = ()
+
+    @property
+    def frames(self) -> list[str]:
+        """The frames of the user's files in the traceback, outermost first."""
+        return [frame[0] for frame in FRAME.finditer(self.traceback) if not frame[1].startswith(NOT_USERS)]
+
+    @property
+    def line(self) -> str:
+        """The reason, the message, and where the user's code was, in one line."""
+        frames = self.frames
+        return f"{self.reason}: {self.message}" + (f" ({frames[-1].splitlines()[0].strip()})" if frames else "")
 
 
 class TimeLimits(NamedTuple):
@@ -114,9 +126,13 @@ async def attempt(
         return check_rollout(await environment.rollout(problem, client), client.produced())
 
     try:
-        return await guarded(play, limits, "the rollout")
+        outcome = await guarded(play, limits, "the rollout")
     finally:
         client.close()
+    if isinstance(outcome, Failure):
+        sampled = [one for one in client.produced().values() if one.completion.token_ids]
+        return outcome._replace(turns=tuple(Turn(prompt_ids=ids, completion=completion) for ids, completion in sampled))
+    return outcome
 
 
 async def guarded(code: Callable[[], Coroutine[Any, Any, T]], limits: TimeLimits, what: str) -> T | Failure:
@@ -349,7 +365,7 @@ class FailureLog:
             return
         reason, count = Counter(failure.reason for failure in failed).most_common(1)[0]
         latest = next(failure for failure in reversed(failed) if failure.reason == reason)
-        frames = [f"\n{entry[0]}" for entry in FRAME.finditer(latest.traceback) if not entry[1].startswith(NOT_USERS)]
+        frames = [f"\n{frame}" for frame in latest.frames]
         raise TooManyFailuresError(
             f"{len(failed)} of the last {len(self._recent)} rollouts failed (actor.max_failure_fraction allows "
             f"{self._max_fraction:g}), {count} of them by `{reason}`: {latest.message}{''.join(frames[-SHOWN_FRAMES:])}"

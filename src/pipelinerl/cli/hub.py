@@ -1,4 +1,4 @@
-"""`pipelinerl push` and `pipelinerl chat`: what to do with a trained model."""
+"""`pipelinerl try`, `push` and `chat`: what a model answers, before and after training."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipelinerl.cli.parser import Commands, at_least, config_of_run, refuse_settings, write
-from pipelinerl.config.load import with_flags
+from pipelinerl.cli.parser import SETTINGS_HELP, Commands, at_least, config_of_run, refuse_settings, write
+from pipelinerl.config.load import load_config, with_flags
 from pipelinerl.config.schema import ModelConfig, RunConfig
 from pipelinerl.errors import EnvironmentSetupError, PromptTooLongError
 
@@ -40,6 +40,11 @@ def add_to(commands: Commands) -> None:
     flag("--system", default="", metavar="TEXT", help="the system message")
     flag("--seed", type=at_least(0), default=0, help="seed of sampling (default: 0)")
 
+    text = "Let the model answer one problem, and show prompt, answers and rewards. Nothing is trained or written."
+    flag = commands.add("try", text, SETTINGS_HELP, run=run_try).add_argument
+    flag("run_file", nargs="?", type=Path, metavar="RUN.yaml", help="the run file (default: the built-in demo)")
+    flag("--problem", type=at_least(0), default=0, metavar="N", help="which problem of the training data (default: 0)")
+
 
 def _version(text: str) -> str | float:
     return text if text == "best" else at_least(1)(text)
@@ -56,6 +61,15 @@ def run_push(options: argparse.Namespace, settings: Sequence[str]) -> int:
             lines = [f"{path.relative_to(folder)}  {path.stat().st_size / 1e6:.2f} MB" for path in files]
             return write("\n".join([*lines, "", (folder / "README.md").read_text(encoding="utf-8")]))
         return write(f"{upload(folder, options.repo, private=not options.public)}\n")
+
+
+def run_try(options: argparse.Namespace, settings: Sequence[str]) -> int:
+    config = load_config(options.run_file, settings)
+    from pipelinerl.experiments.trial import try_group  # noqa: PLC0415 (loads torch)
+    from pipelinerl.status.view import printable  # noqa: PLC0415 - as above
+
+    trial = try_group(config, options.problem)
+    return write(f"{printable(str(trial))}\n") or int(not trial.group.rollouts)
 
 
 def run_chat(options: argparse.Namespace, settings: Sequence[str]) -> int:

@@ -63,9 +63,9 @@ def build(kind: str, args: Mapping[str, Any], tokenizer: Tokenizer, seed: int) -
     except PipelineRLError:
         raise
     except Exception as error:
-        from pipelinerl.environments.user.code import constructor_error  # noqa: PLC0415 - only for an error
+        from pipelinerl.environments.user.code import describe  # noqa: PLC0415 - only for an error
 
-        raise EnvironmentSetupError(f"environment {kind} can't be built: {constructor_error(kind, error)}") from error
+        raise EnvironmentSetupError(f"environment {kind} can't be built: {describe(error, kind)}") from error
 
 
 def make_inner(where: str, inner: Inner, tokenizer: Tokenizer, seed: int) -> Environment:

@@ -20,7 +20,7 @@ import msgspec
 from pipelinerl.actor.client import EngineClient, RolloutClient
 from pipelinerl.actor.deadline import CodeAlarm
 from pipelinerl.actor.evaluation import held_out_problems
-from pipelinerl.actor.rollouts import FRAME, NOT_USERS, Failure, TimeLimits, attempt, guarded, problem_for
+from pipelinerl.actor.rollouts import Failure, TimeLimits, attempt, guarded, problem_for
 from pipelinerl.config.load import config_from_yaml
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.environments.registry import epoch_note, make_environment, no_held_out
@@ -155,9 +155,7 @@ async def try_environment(
 
 
 def _refused(kind: str, what: str, failure: Failure) -> EnvironmentSetupError:
-    places = [frame[0] for frame in FRAME.finditer(failure.traceback) if not frame[1].startswith(NOT_USERS)]
-    where = f" ({places[-1].splitlines()[0].strip()})" if places else ""
-    return EnvironmentSetupError(f"environment {kind}, tried with {what}: {failure.reason}: {failure.message}{where}")
+    return EnvironmentSetupError(f"environment {kind}, tried with {what}: {failure.line}")
 
 
 async def _doubts(examples: Sequence[dict[str, Any]], reward_of: Callable[[int, str], Awaitable[float | None]]) -> list[str]:

@@ -178,7 +178,7 @@ def nothing_learned(steps: Sequence[StepRecord], cut: float | None, max_tokens: 
     message = f"no step had a gradient, as {reason}"
     if cut is not None and cut >= MANY_CUT:
         return f"{message}; {cut:.0%} of the answers were cut at their token limit: raise actor.max_tokens, {max_tokens} now"
-    return f"{message}; check the answers with `pipelinerl browse`, and the reward"
+    return f"{message}; check the answers with `pipelinerl browse` or `pipelinerl try`, and the reward"
 
 
 def edge_of(steps: int) -> int:

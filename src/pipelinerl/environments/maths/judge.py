@@ -15,6 +15,7 @@ from collections import OrderedDict
 from fractions import Fraction
 from typing import Any, NamedTuple
 
+from pipelinerl.environments.maths.numbers import exact
 from pipelinerl.environments.user.pool import CALL_ENDED, FunctionPool, Limits
 from pipelinerl.extras import require
 
@@ -132,15 +133,7 @@ def _plain_number(text: str) -> Fraction | None:
     if match is None:
         return None
     parts = {name: re.sub(r",|\\,", "", part) for name, part in match.groupdict().items() if part}
-    sign = -1 if "sign" in parts else 1
-    try:
-        if "whole" in parts:
-            return sign * (int(parts["whole"]) + Fraction(int(parts["top"]), int(parts["bottom"])))
-        if "numerator" in parts:
-            return sign * Fraction(int(parts["numerator"]), int(parts["denominator"]))
-        return sign * Fraction(parts["decimal"])
-    except ZeroDivisionError:
-        return None
+    return exact(parts, -1 if "sign" in parts else 1)
 
 
 def _units_differ(expected: str, answer: str) -> bool:

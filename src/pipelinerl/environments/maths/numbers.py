@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 from itertools import accumulate
 from typing import NamedTuple
@@ -100,7 +100,11 @@ def _value(match: re.Match[str]) -> Fraction | None:
     parts = {name: part.replace(",", "") for name, part in match.groupdict().items() if part}
     if any(len(part) > MAX_DIGITS for part in parts.values()):
         return None
-    sign = -1 if _is_negative(match.string[: match.start()]) else 1
+    return exact(parts, -1 if _is_negative(match.string[: match.start()]) else 1)
+
+
+def exact(parts: Mapping[str, str], sign: int) -> Fraction | None:
+    """The value of the parts that a number's pattern names; None if its denominator is 0."""
     try:
         if "whole" in parts:
             return sign * (int(parts["whole"]) + Fraction(int(parts["top"]), int(parts["bottom"])))

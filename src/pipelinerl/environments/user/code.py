@@ -341,11 +341,3 @@ def unknown_kind(kind: str, built_in: Collection[str]) -> EnvironmentSetupError:
         f"environment.kind {kind!r} is unknown.{hint} It is one of {', '.join(built_in)}, `path/to/file.py:ClassName` "
         "or `package.module:ClassName`"
     )
-
-
-def constructor_error(kind: str, error: Exception) -> str:
-    """What the constructor of `kind` raised, in one line, with the last line of the user's file in the traceback."""
-    file = Path(kind.rpartition(":")[0])
-    line = last_line(error, file)
-    where = "" if line is None else f" ({file.name}, line {line})"
-    return f"{type(error).__name__}: {' '.join(str(error).split())}{where}"
