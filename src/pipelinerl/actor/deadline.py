@@ -12,6 +12,7 @@ A call into C code that does not return to the interpreter can't be interrupted;
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sysconfig
 import threading
@@ -99,7 +100,10 @@ class CodeAlarm:
         self._outer_due_s, self._outer_repeat_s = inf, 0.0
 
     def call(self, function: Callable[[], T]) -> T:
-        """Call `function` under the alarm. Raises CodeDeadlineError inside it, and RuntimeError if it calls `sys.exit`."""
+        """Call `function` under the alarm. Raises CodeDeadlineError inside it, and RuntimeError if it calls `sys.exit`.
+
+        A child process that the code forked ends where the code does.
+        """
         with self.applied(CodeDeadline(self)):
             return self.resume(function)
 
@@ -107,13 +111,19 @@ class CodeAlarm:
         """Run user code until it returns or yields to the event loop."""
         if self.interruptions >= self._patience and not self.worked:
             raise CodeGivenUpError(f"{self._interrupted} (every time so far: it is no longer run)")
-        self._began_s = monotonic()
+        self._began_s, process = monotonic(), os.getpid()
         try:
             return step(*arguments)
         except SystemExit as error:  # would propagate through the event loop and end the process
             raise RuntimeError(f"the code called sys.exit({error.code!r})") from error
+        except KeyboardInterrupt as error:
+            if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # perhaps the user's Ctrl-C
+                raise
+            raise RuntimeError("the code raised KeyboardInterrupt") from error
         finally:
             self._began_s = inf
+            if os.getpid() != process:
+                os._exit(1)
 
     @contextmanager
     def applied(self, deadline: CodeDeadline, loop: asyncio.AbstractEventLoop | None = None) -> Iterator[None]:

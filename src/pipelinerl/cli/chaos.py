@@ -69,7 +69,7 @@ def run_command(options: argparse.Namespace, settings: Sequence[str]) -> int:
     with writing_to(out):
         out.mkdir(parents=True, exist_ok=True)
     results: list[Result] = []
-    with counted_interrupts(raising=True) as interrupts:
+    with counted_interrupts(raises_at=2) as interrupts:
         for layout in layouts:
             for seed in range(options.seed, options.seed + options.runs):
                 results.append(run_chaos(request, layout, seed, lambda: interrupts.count > 0))

@@ -61,7 +61,7 @@ def run(options: argparse.Namespace, settings: Sequence[str]) -> int:
     from pipelinerl.experiments.evaluate.results import evaluation_table  # noqa: PLC0415
     from pipelinerl.launch.interrupts import counted_interrupts  # noqa: PLC0415
 
-    with counted_interrupts(raising=True) as interrupts:
+    with counted_interrupts(raises_at=2) as interrupts:
         summary = evaluate(plan, lambda: interrupts.count > 0, say)
     status = write(f"{evaluation_table(summary)}\n{plan.out / 'summary.json'}\n")
     if summary.status == "interrupted":

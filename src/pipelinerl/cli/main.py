@@ -1,7 +1,8 @@
 """The `pipelinerl` command: parses arguments, runs a subcommand, and turns errors into one line and an exit status.
 
-Exit status: 0 the run reached its goal (or the command succeeded), 2 user error, 130 interrupted; see `errors.py` for the
-others. Only the module of the given command is imported, and it imports heavy modules after it has checked its arguments.
+Exit status: 0 the run reached its goal (or the command succeeded), 2 user error, 130 after Ctrl-C, 143 after SIGTERM; see
+`errors.py` for the others. Only the module of the given command is imported, and it imports heavy modules after it has
+checked its arguments.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import errno
 import importlib
 import re
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -17,6 +19,7 @@ from contextlib import suppress
 from pipelinerl.cli.parser import Commands, refuse_settings
 from pipelinerl.errors import PipelineRLError, RunInterruptedError
 from pipelinerl.files import UNWRITABLE, remedy
+from pipelinerl.launch.interrupts import counted_interrupts
 
 MODULES = {
     "train": ("train",),
@@ -48,7 +51,12 @@ GROUPS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status. Raises only on bugs."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    with counted_interrupts(signal.SIGTERM, raises_at=1) as stopped:
+        status = _status(list(sys.argv[1:] if argv is None else argv))
+    return 128 + signal.SIGTERM if stopped.terminated and status == RunInterruptedError.exit_status else status
+
+
+def _status(arguments: list[str]) -> int:
     failure: BaseException
     try:
         return _run(arguments)

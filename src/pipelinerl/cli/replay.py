@@ -58,7 +58,7 @@ def run_replay(options: argparse.Namespace, settings: Sequence[str]) -> int:
         held_out=options.held_out,
         out=options.out,
     )
-    with counted_interrupts(raising=True) as interrupts:
+    with counted_interrupts(raises_at=2) as interrupts:
         result = replay(request, lambda: interrupts.count > 0, say)
     status = write(result_text(result))
     if result.differences:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import sys
 import threading
@@ -13,6 +14,7 @@ import pytest
 
 from pipelinerl.actor import deadline
 from pipelinerl.actor.deadline import CodeAlarm, CodeDeadline, CodeDeadlineError, deadlines_work, own_code
+from pipelinerl.launch.interrupts import counted_interrupts
 
 SHORT_S = 0.03
 ENOUGH_S = 0.5
@@ -258,6 +260,48 @@ def test_sys_exit_does_not_end_the_process():
 
     with pytest.raises(RuntimeError, match=r"sys\.exit\(3\)"):
         run(code(), ENOUGH_S)
+
+
+def test_a_keyboard_interrupt_of_the_code_itself_ends_the_code_alone():
+    async def code():
+        raise KeyboardInterrupt
+
+    with counted_interrupts() as interrupts, pytest.raises(RuntimeError, match="raised KeyboardInterrupt"):
+        run(code(), ENOUGH_S)
+    assert interrupts.count == 0
+
+
+@pytest.mark.parametrize("presses", [1, 2])
+def test_the_users_interrupts_do_what_they_do_elsewhere(presses):
+    def code():
+        for _ in range(presses):
+            signal.raise_signal(signal.SIGINT)
+        return "went on"
+
+    alarm = CodeAlarm(ENOUGH_S)
+    with pytest.raises(KeyboardInterrupt):
+        alarm.call(code)
+    with counted_interrupts(raises_at=2) as interrupts:
+        if presses == 1:
+            assert alarm.call(code) == "went on"
+        else:
+            with pytest.raises(KeyboardInterrupt):
+                alarm.call(code)
+    assert interrupts.count == 1
+
+
+def test_a_forked_child_that_returns_into_the_event_loop_ends_there(tmp_path):
+    parent, came_back = os.getpid(), tmp_path / "came back"
+
+    async def code():
+        if child := os.fork():
+            os.waitpid(child, 0)
+
+    run(code(), ENOUGH_S)
+    if os.getpid() != parent:
+        came_back.touch()
+        os._exit(0)
+    assert not came_back.exists()
 
 
 def test_timer_and_handler_of_others_are_restored():

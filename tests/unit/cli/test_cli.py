@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import json
 import re
+import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,8 @@ from pipelinerl.cli.main import MODULES
 from pipelinerl.config.keys import config_to_yaml
 from pipelinerl.config.load import config_from_yaml, load_config
 from pipelinerl.config.schema import RunConfig
-from pipelinerl.errors import StalledError
+from pipelinerl.errors import RunInterruptedError, StalledError
+from pipelinerl.launch.interrupts import counted_interrupts
 
 Capture = pytest.CaptureFixture[str]
 
@@ -131,6 +134,19 @@ def test_every_error_has_its_exit_status(
     monkeypatch.setattr(pipelinerl.cli.project, "load_config", fail)
     assert main(["config"]) == status
     assert capsys.readouterr().err == message
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_after_sigterm_the_status_is_that_of_sigterm(nested: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def terminated(*_: object) -> None:
+        with counted_interrupts() if nested else nullcontext():
+            signal.raise_signal(signal.SIGTERM)
+            raise RunInterruptedError("stopped before its goal")
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(pipelinerl.cli.project, "load_config", terminated)
+    assert main(["config"]) == 143
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 @pytest.mark.parametrize(

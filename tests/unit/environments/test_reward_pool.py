@@ -47,6 +47,8 @@ def act(what, *arguments):
         print("hello")
         os.write(1, b"world")
         return input() if arguments else None
+    if what == "fork":
+        return os.fork() and 1
     if what == "child":
         return subprocess.Popen(["sleep", "60"]).pid
     if what == "forge":
@@ -134,6 +136,11 @@ def test_what_a_call_raises_or_returns_costs_no_process(file):
     assert outcomes[4:7] == [0.5, {"a": [1, None, "ü\n"]}, None]
     assert "EOFError" in str(outcomes[7])
     assert outcomes[8] == 9  # the same process all along
+
+
+def test_a_forked_child_that_returns_from_the_call_does_not_reply(file):
+    pool = FunctionPool({"act": f"{file}:act"}, workers=1, limits=LIMITS)
+    assert play(pool, ["fork"], ["fork"], ["sleep", 0.3], ["count"]) == [1, 1, 0.3, 4]
 
 
 @pytest.mark.parametrize(("what", "where"), [(["sleep", 60], ", in line 12"), (["sum"], "")])

@@ -119,13 +119,16 @@ def main(argument: str) -> int:
         return 1
     _limit_memory(start.limits)
     connection.sendall(_encode(Reply(number=0, value=[name for name in functions if iscoroutinefunction(functions[name])])))
-    decoder = msgspec.json.Decoder(Call)
+    decoder, process = msgspec.json.Decoder(Call), os.getpid()
     for line in connection.makefile("rb"):
         call = decoder.decode(line)
         spec = start.functions[call.name]
         signal.signal(LINE_SIGNAL, partial(_tell_line, connection, spec))
         _limit_cpu(start.limits)
-        connection.sendall(answer(call, functions[call.name], spec))
+        reply = answer(call, functions[call.name], spec)
+        if os.getpid() != process:  # the call has forked, and the child returned from it, too
+            os._exit(1)
+        connection.sendall(reply)
     return 0
 
 

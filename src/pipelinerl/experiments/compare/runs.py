@@ -170,7 +170,7 @@ def answer_held_out(run_dir: Path, request: Request) -> list[Answered]:
     workers = min(len(versions), request.machine.cores) if request.config.engine.device == "cpu" else 1
     with ExitStack() as cleanup:
         scratch = Path(cleanup.enter_context(tempfile.TemporaryDirectory(dir=run_dir, prefix=".held-out-")))
-        interrupts = cleanup.enter_context(counted_interrupts(raising=True))
+        interrupts = cleanup.enter_context(counted_interrupts(raises_at=2))
         processes: list[ChildProcess] = []
         cleanup.callback(stop_all, processes, STOP_S)
         outs = [scratch / str(number) for number in range(workers)]

@@ -8,6 +8,7 @@ OUT/sweep.json                        the results so far, written after each run
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -127,7 +128,7 @@ def _train(run: PlannedRun, out: Path, interrupts: Interrupts) -> str | None:
                 asked = interrupts.count
                 process.ask_to_stop()
         lines, status = process.log_lines(), process.status
-    if interrupts.count or status == RunInterruptedError.exit_status:
+    if interrupts.count or status in (RunInterruptedError.exit_status, 128 + signal.SIGTERM):
         raise RunInterruptedError(f"stopped; to continue, run the same command with --out {out}")
     if not status:
         return None

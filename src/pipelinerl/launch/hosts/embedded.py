@@ -58,7 +58,7 @@ def run_embedded(session: Session, view: View, lock: RunLock) -> Outcome:
         stack.enter_context(_logging_to(session.run))
         stack.enter_context(torch_threads(threads))
         stack.enter_context(closing(board))
-        interrupts = stack.enter_context(counted_interrupts(raising=True))
+        interrupts = stack.enter_context(counted_interrupts(raises_at=2))
         writer, reader = _stream(session, on_drop)
         stack.enter_context(closing(reader))
         stack.enter_context(closing(writer))
