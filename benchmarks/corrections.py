@@ -74,6 +74,7 @@ RECIPES: dict[str, dict[str, str]] = {
     "ppo": {"trainer.loss": "ppo"},
     "ppo, no dual clip": {"trainer.loss": "ppo", "trainer.dual_clip": "null"},
     "decoupled": {"trainer.loss": "decoupled"},
+    "decoupled, geo_truncate": {"trainer.loss": "decoupled", "correction.sequence": "geo_truncate"},
     "cispo": {"trainer.loss": "cispo"},
     "gspo": {"trainer.loss": "gspo"},
 }

@@ -30,7 +30,7 @@ from pipelinerl.types import (
 
 PRODUCTS = (
     "WARNING: log_product_sd is above 1 since step {}: under correction.sequence: truncate a few rollouts have most of the "
-    "weight. Set correction.sequence: geo_truncate, or leave it out"
+    "weight. Use correction.token: tv instead"
 )
 
 
