@@ -112,7 +112,7 @@ def test_a_crash_costs_one_rollout_or_is_worth_what_the_user_says(task):
     problem = environment.problem(0)
     (died, right), _ = play(environment, problem, ["die", problem.payload["answer"]])
     message = "ChildProcessError: reward (rewards.py:reward): its process ended with status 1"
-    assert died == Failure("raised", message, died.traceback)
+    assert died == Failure("raised", message, died.traceback, died.turns)
     assert right.reward == 1.0
 
     environment = task(isolate=True, workers=1, ended_reward=-0.5)
@@ -126,7 +126,7 @@ def test_a_reward_that_takes_too_long_is_a_timeout(task):
     environment = task(isolate=True, workers=1, timeout_s=0.5)
     (late,), _ = play(environment, environment.problem(0), ["loop"])
     message = "reward (rewards.py:reward): it took longer than 0.5 s, in line 14; its process was ended"
-    assert late == Failure("timeout", message, late.traceback)
+    assert late == Failure("timeout", message, late.traceback, late.turns)
 
 
 @pytest.mark.parametrize(
@@ -222,6 +222,13 @@ MISTAKES = {
     "system without a template": ({"system": "think"}, "environment.args.system has no effect: there is no chat"),
     "workers without processes": ({"workers": 3}, "workers has no effect: it is for processes, and `isolate` is false"),
     "folders without processes": ({"writes": []}, "environment.args.writes has no effect"),
+    "limits without processes": ({"timeout_s": 3}, "timeout_s has no effect: calls in this process have no limits"),
+    "an end that never comes": ({"ended_reward": 0.0}, "environment.args.ended_reward has no effect"),
+    "calls that never wait": ({"concurrency": 8}, "concurrency has no effect: no function is `async def`"),
+    "processes of functions that wait": (
+        {"isolate": True, "memory_mb": 64, "rewards": "async def reward(text, example): return 0.0"},
+        "memory_mb has no effect: it is for processes, and all functions are `async def`",
+    ),
     "list in a line": ({"lines": [GOOD, "[1]"]}, "is not a JSON object, but a list: write one object a line"),
     "share": ({"held_out": 1.0}, "environment.args.held_out is 1.0: expected `float` < 1"),
     "workers": ({"workers": 0}, "environment.args.workers is 0: expected `int` >= 1"),

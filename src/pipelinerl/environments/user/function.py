@@ -106,8 +106,6 @@ class Function(ProblemSet):
         rewards = named_rewards(options.reward)
         self._weights = {name: weight for name, (_, weight) in rewards.items()}
         self._group_reward = options.group_reward
-        if not options.isolate:
-            options.refuse_without_effect("it is for processes, and `isolate` is false", "workers", "memory_mb", "writes")
         others = {} if self._field else {PROMPT: options.prompt}
         if self._group_reward:
             others[GROUP_REWARD] = self._group_reward
@@ -121,6 +119,14 @@ class Function(ProblemSet):
             concurrency=options.concurrency,
             limits=options.limits,
         )
+        pooled = self._functions.any_pooled or (options.isolate and isinstance(options, ToolsOptions))
+        if not pooled:
+            why = "all functions are `async def`" if options.isolate else "`isolate` is false"
+            options.refuse_without_effect(f"it is for processes, and {why}", "workers", "memory_mb", "writes")
+        if not self.calls_async:
+            options.refuse_without_effect("no function is `async def`", "concurrency")
+            if not pooled:
+                options.refuse_without_effect("calls in this process have no limits", "timeout_s", "ended_reward")
         try_out(self._trial(parts.training[0]), 2 * options.limits.start_timeout_s, "an empty answer to the first example")
 
     @property

@@ -57,6 +57,10 @@ class Functions:
     def any_async(self) -> bool:
         return any(map(inspect.iscoroutinefunction, self._own.values()))
 
+    @property
+    def any_pooled(self) -> bool:
+        return self._own.keys() != self._specs.keys()
+
     def check_signature(self, name: str, *arguments: Any) -> bool:
         """Check that an `async def` function takes these arguments. Returns False for another function.
 
