@@ -107,9 +107,9 @@ class CodeAlarm:
         with self.applied(CodeDeadline(self)):
             return self.resume(function)
 
-    def resume(self, step: Callable[..., T], *arguments: Any) -> T:
-        """Run user code until it returns or yields to the event loop."""
-        if self.interruptions >= self._patience and not self.worked:
+    def resume(self, step: Callable[..., T], *arguments: Any, ending: bool = False) -> T:
+        """Run user code until it returns or yields to the event loop. What ends it also runs if it has been given up."""
+        if self.interruptions >= self._patience and not self.worked and not ending:
             raise CodeGivenUpError(f"{self._interrupted} (every time so far: it is no longer run)")
         self._began_s, process = monotonic(), os.getpid()
         try:
@@ -259,7 +259,7 @@ class CodeDeadline:
             except CodeDeadlineError:
                 # Usually the error was raised inside the coroutine and has ended it. But if the signal came just after
                 # the coroutine yielded, it is still suspended and is closed here.
-                resume(coroutine.close)
+                resume(coroutine.close, ending=True)
                 raise
             try:
                 yield waits_on
@@ -268,7 +268,7 @@ class CodeDeadline:
                 if isinstance(error, asyncio.CancelledError):
                     if self._closing:
                         with suppress(RuntimeError, CodeDeadlineError):  # if it refuses this, too, it is left suspended
-                            resume(coroutine.close)
+                            resume(coroutine.close, ending=True)
                         raise
                     asyncio.get_running_loop().call_later(GRACE_S, self._close_if_refused)
                 step, argument = coroutine.throw, error

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
+import gc
 import os
 import signal
 import sys
@@ -260,6 +262,33 @@ def test_sys_exit_does_not_end_the_process():
 
     with pytest.raises(RuntimeError, match=r"sys\.exit\(3\)"):
         run(code(), ENOUGH_S)
+
+
+def test_code_that_is_given_up_is_closed_where_it_ran(recwarn):
+    """Otherwise it would be closed when it is collected, in another context, or never be awaited at all."""
+    variable = contextvars.ContextVar("variable")
+    closed = []
+
+    async def code(seconds):
+        token = variable.set(seconds)
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            variable.reset(token)
+            closed.append(seconds)
+
+    async def main():
+        alarm = CodeAlarm(ENOUGH_S, gives_up=True)
+        begun = asyncio.create_task(CodeDeadline(alarm).run(code(0.01)))
+        await asyncio.sleep(0)
+        alarm.interruptions = deadline.GIVE_UP_AFTER
+        return await asyncio.gather(begun, CodeDeadline(alarm).run(code(9)), return_exceptions=True)
+
+    errors = asyncio.run(main())
+    gc.collect()
+    assert [type(error) for error in errors] == [deadline.CodeGivenUpError] * 2
+    assert closed == [0.01]
+    assert not recwarn.list
 
 
 def test_a_keyboard_interrupt_of_the_code_itself_ends_the_code_alone():
