@@ -10,21 +10,28 @@ BASE := $(VENV)/.base
 STAMP := $(VENV)/.installed
 VLLM ?= .venv-vllm
 
-.PHONY: install install-ray install-docs install-locked lock demo chaos test test-all test-models test-fast test-wild
+.PHONY: install own install-ray install-docs install-locked lock demo chaos test test-all test-models test-fast test-wild
 .PHONY: test-ray test-services test-newest test-vllm docs docs-serve check format clean
 
 install: $(STAMP)
 
+# VENV may be somebody's environment: nothing is installed into one that was not made by this clone, or removed.
+own:
+	@test ! -e $(VENV)/pyvenv.cfg \
+		|| test "$$(cat $(VENV)/.owner 2>/dev/null || { test -e $(BASE) && echo '$(CURDIR)'; })" = '$(CURDIR)' \
+		|| { echo '$(VENV) was not made by this clone; remove it, or set VENV to another folder' >&2; exit 1; }
+
 # What runs need. Python files are compiled when they are first imported, which most of them never are.
-$(BASE): pyproject.toml constraints.txt
+$(BASE): pyproject.toml constraints.txt | own
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("pipelinerl needs Python 3.11 or newer; set PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
+	echo '$(CURDIR)' > $(VENV)/.owner
 	# torch first and alone: later requirements then find the pinned build and pull no other.
 	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable .
 	touch $@
 
-$(STAMP): $(BASE)
+$(STAMP): $(BASE) | own
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,gguf]'
 	touch $@
 
@@ -33,8 +40,9 @@ install-ray: install
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[ray]'
 
 # The same versions, if all files have the hashes of requirements.lock: those of PyPI, so on Linux with CUDA (some GB).
-install-locked:
+install-locked: own
 	$(PYTHON) -m venv $(VENV)
+	echo '$(CURDIR)' > $(VENV)/.owner
 	$(BIN)/python -m pip install --quiet --require-hashes --requirement requirements.lock
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $(BASE) $(STAMP)
@@ -119,5 +127,5 @@ format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-clean:
+clean: own
 	rm -rf $(VENV) $(VLLM) build dist *.egg-info

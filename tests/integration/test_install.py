@@ -68,3 +68,23 @@ def test_containers_name_commands_flags_and_files_that_exist() -> None:
     allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     assert {name for names in copied for name in names.split()} == allowed
     assert "install:" in (ROOT / "Makefile").read_text(), json.loads((ROOT / ".devcontainer/devcontainer.json").read_text())
+
+
+def test_make_installs_nothing_into_an_environment_of_somebody_else(tmp_path: Path) -> None:
+    def own(folder: Path) -> subprocess.CompletedProcess[str]:
+        command = ["make", "--no-print-directory", "own", f"VENV={folder}"]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs/pyvenv.cfg").touch()
+    for mark in (None, "/another/clone"):
+        if mark:
+            (tmp_path / "theirs/.owner").write_text(f"{mark}\n")
+        refused = own(tmp_path / "theirs")
+        assert refused.returncode == 2
+        assert "was not made by this clone" in refused.stderr
+    (tmp_path / "theirs/.owner").write_text(f"{ROOT}\n")
+    assert own(tmp_path / "theirs").returncode == own(tmp_path / "absent").returncode == 0
+    targets = (ROOT / "Makefile").read_text()
+    for target in ("$(BASE): pyproject.toml constraints.txt | own", "$(STAMP): $(BASE) | own", "install-locked: own"):
+        assert f"{target}\n" in targets

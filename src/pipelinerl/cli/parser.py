@@ -25,6 +25,13 @@ SETTINGS_HELP = (
 
 
 _USAGE = "pipelinerl COMMAND ...          (pipelinerl COMMAND --help has the flags of each)"
+GUESSES = {
+    "resume": "train --resume RUN_DIR",
+    "run": "train RUN.yaml",
+    "start": "train RUN.yaml",
+    "continue": "train --resume RUN_DIR",
+}
+"""Commands that users try first -> what to write."""
 Run = Callable[[argparse.Namespace, Sequence[str]], int]
 """Runs a subcommand with its options and the flags of the run file. Returns the exit status."""
 
@@ -105,8 +112,8 @@ class Commands:
     def _check_command(self, own: Sequence[str]) -> None:
         command = next((argument for argument in own if not argument.startswith("-")), None)
         if command is not None and command not in self._parsers:
-            near = difflib.get_close_matches(command, self._parsers, n=1)
-            hint = f"did you mean `{near[0]}`?" if near else f"there are {', '.join(self._parsers)}"
+            near = GUESSES.get(command) or next(iter(difflib.get_close_matches(command, self._parsers, n=1)), None)
+            hint = f"did you mean `{near}`?" if near else f"there are {', '.join(self._parsers)}"
             raise UserError(f"unknown command {command!r}; {hint} (see `pipelinerl --help`)")
 
 

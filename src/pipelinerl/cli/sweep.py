@@ -24,6 +24,7 @@ def add_to(commands: Commands) -> None:
     flag = commands.add("sweep", text, _EPILOG, run=run).add_argument
     flag("run_file", nargs="?", type=Path, metavar="RUN.yaml", help="the run file")
     flag("--seeds", type=int, default=1, metavar="K", help="runs of each setting, each with a different seed (default: 1)")
+    flag("--dry-run", action="store_true", help="check every setting, as `train --dry-run` does, without training")
     flag("-o", "--out", type=Path, metavar="DIR", help="a new folder, or one to continue (default: runs/sweep-DATE)")
 
 
@@ -32,6 +33,10 @@ def run(options: argparse.Namespace, settings: Sequence[str]) -> int:
     from pipelinerl.experiments.sweep.grid import make_grid  # noqa: PLC0415 (with the others)
 
     grid = make_grid(options.run_file, settings, options.seeds)
+    if options.dry_run:
+        from pipelinerl.launch.dry_run import dry_run  # noqa: PLC0415
+
+        return write("".join("\n".join([f"{one.label}:", *dry_run(one.config), "\n"]) for one in grid.settings))
     from pipelinerl.experiments.sweep.results import FAILED, table  # noqa: PLC0415
     from pipelinerl.experiments.sweep.sweep import RESULTS_FILE, sweep  # noqa: PLC0415
     from pipelinerl.report import count  # noqa: PLC0415

@@ -276,6 +276,8 @@ def _unknown(key: str, prefix: str = "", *, keys: Collection[str] | None = None)
 def _read(path: Path) -> str:
     if path.suffix == ".toml":
         raise ConfigError(f"{path}: a run file is YAML; [trainer] with steps = 20 is `trainer: {{steps: 20}}` there")
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder, not a run file; `pipelinerl train --resume {path}` continues a run")
     try:
         return path.read_text(encoding="utf-8-sig")
     except OSError as error:

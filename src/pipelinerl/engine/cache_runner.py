@@ -28,7 +28,7 @@ from pipelinerl.engine.attention import Chunk, ChunkBatch, LengthBucket, Move, b
 from pipelinerl.engine.rounding import require_exact, rounding_limit
 from pipelinerl.engine.runner import differences
 from pipelinerl.errors import UnsupportedModelError
-from pipelinerl.models.attention import choose_attention, unsupported
+from pipelinerl.models.attention import choose_attention, returned_cache, unsupported
 from pipelinerl.models.own_forward import accepts, logits_at, recurrence_chunk, use_configured_time_steps
 
 ATTENTION_NAME = "pipelinerl_cache"
@@ -388,11 +388,9 @@ class CacheRunner:
             out = self.model(
                 input_ids=torch.zeros(_PROBE_ROWS, tokens, dtype=torch.long, device=self.device), use_cache=True
             )
-            names = [key for key in ("past_key_values", "cache_params") if getattr(out, key, None) is not None]
-            if not names:
+            if (named := returned_cache(out)) is None:
                 raise UnsupportedModelError(f"{name} returns no cache, so the embedded engine can't run it")
-            self._cache_argument = names[0]
-            cache = getattr(out, names[0])
+            self._cache_argument, cache = named
             found.append(cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache)
         used, longer = found
         if type(used) is not DynamicCache:

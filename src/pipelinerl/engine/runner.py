@@ -24,7 +24,7 @@ from pipelinerl.engine.attention import (
 )
 from pipelinerl.engine.flat import FlatForward
 from pipelinerl.errors import UnsupportedModelError
-from pipelinerl.models.attention import refuse_states, replace_attention, rope_limit, unsupported
+from pipelinerl.models.attention import refuse_states, replace_attention, returned_cache, rope_limit, unsupported
 from pipelinerl.models.loading import learned_positions
 
 if TYPE_CHECKING:
@@ -164,7 +164,8 @@ class ModelRunner:
         replace_attention(self.model, ATTENTION_NAME, slot_attention)
         self.model.set_attn_implementation("eager")
         reference = self.model(input_ids=ids_T[None], use_cache=True)
-        refuse_states(getattr(reference, "past_key_values", None), type(self.model).__name__)
+        if (named := returned_cache(reference)) is not None:
+            refuse_states(named[1], type(self.model).__name__)
         self.model.set_attn_implementation(ATTENTION_NAME)
         self._shapes = self._received_shapes(ids_T)
         self._compare(ids_T, reference.logits[0])

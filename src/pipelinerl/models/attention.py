@@ -71,6 +71,15 @@ _PLAIN_LAYERS = frozenset({"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLa
 """Classes of cache layers that hold keys and values and nothing else, or nothing at all."""
 
 
+def returned_cache(output: Any) -> tuple[str, Any] | None:
+    """The cache in a model's output, and the name of the argument that takes it; None without one.
+
+    transformers calls it `cache` from 5.24 on, and warns of the older names.
+    """
+    names = ("cache", "past_key_values", "cache_params")
+    return next(((name, found) for name in names if (found := getattr(output, name, None)) is not None), None)
+
+
 def refuse_states(cache: Any, name: str) -> None:
     """Raise UnsupportedModelError unless all that the model named `name` keeps of past tokens is keys and values.
 

@@ -16,8 +16,9 @@ import shutil
 import tempfile
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -63,11 +64,11 @@ def convert_gguf(source: str, out_dir: Path) -> ConvertedModel:
     try:
         out_dir.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{out_dir.name}-", dir=out_dir.parent) as scratch:
-            with _gguf_file(source, Path(scratch)) as file:
-                model, tokenizer = _load(file)
             staged = Path(scratch) / "model"
-            model.save_pretrained(staged)
-            tokenizer.save_pretrained(staged)
+            with _gguf_file(source, Path(scratch)) as file, redirect_stderr(StringIO()):  # three progress bars
+                model, tokenizer = _load(file)
+                model.save_pretrained(staged)
+                tokenizer.save_pretrained(staged)
             for written in staged.iterdir():  # safetensors makes its file readable by its owner only
                 shutil.copymode(staged / "config.json", written)
             facts = _verified(staged, out_dir, model, tokenizer)

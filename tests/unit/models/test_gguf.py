@@ -120,8 +120,9 @@ def test_converted_model_computes_what_the_original_does(tiny: Tiny, tmp_path: P
     assert not hasattr(converted.config, "quantization_config")
 
 
-def test_tokenizer_template_and_ends_survive(tiny: Tiny, tmp_path: Path) -> None:
+def test_tokenizer_template_and_ends_survive(tiny: Tiny, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     facts = convert_gguf(str(tiny.file), tmp_path / "model")
+    assert capfd.readouterr().err == "", "no progress bars"
     tokenizer = AutoTokenizer.from_pretrained(facts.path)
     assert facts.chat_template
     assert tokenizer.chat_template == TEMPLATE

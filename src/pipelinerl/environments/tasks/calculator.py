@@ -12,6 +12,7 @@ from pipelinerl.environments.chat.messages import ChatMessage
 from pipelinerl.environments.chat.tool_use import Tool, ToolError, ToolTask, tool_of
 from pipelinerl.environments.maths.numbers import MAX_OPERAND_DIGITS, answer_in, read_expression
 from pipelinerl.environments.options import AtLeastOne, Options
+from pipelinerl.environments.prompts import check_template_options
 from pipelinerl.environments.questions import chat_messages, is_held_out
 from pipelinerl.errors import EnvironmentSetupError
 from pipelinerl.interfaces import Tokenizer
@@ -49,6 +50,8 @@ class CalculatorOptions(Options, kw_only=True):
     """Some of `+-*`."""
     system: str = SYSTEM
     """The system message; "" for none."""
+    template_options: dict[str, Any] | None = None
+    """Options of the model's chat template, such as `{enable_thinking: false}`."""
     max_turns: AtLeastOne = 4
     """Turns of the model, including the answer."""
     max_tokens: AtLeastOne | None = None
@@ -70,6 +73,7 @@ class Calculator(ToolTask):
         self._options = CalculatorOptions.read(args)
         self.max_turns = self._options.max_turns
         self.max_tokens = self._options.max_tokens
+        self.template_options = check_template_options(tokenizer, self._options.template_options)
         self._calculate = tool_of(calculate)
 
     def tools(self, problem: Problem) -> Sequence[Tool]:  # noqa: ARG002 - the same for all

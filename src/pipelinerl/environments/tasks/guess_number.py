@@ -12,7 +12,7 @@ from msgspec import Meta
 from pipelinerl.environments.chat.conversation import Conversation
 from pipelinerl.environments.chat.messages import ChatMessage
 from pipelinerl.environments.options import AtLeastOne, Options
-from pipelinerl.environments.prompts import encode_prompt, try_prompt
+from pipelinerl.environments.prompts import check_template_options, encode_prompt, try_prompt
 from pipelinerl.environments.questions import chat_messages, check_chat
 from pipelinerl.interfaces import GenerationClient, Tokenizer
 from pipelinerl.types import Problem, Rollout
@@ -29,6 +29,8 @@ class GuessNumberOptions(Options, kw_only=True):
     """Longest guess."""
     chat: bool | None = None
     """Whether to use the model's chat template. null: if the model has one."""
+    template_options: dict[str, Any] | None = None
+    """Options of the model's chat template, such as `{enable_thinking: false}`."""
 
 
 class GuessNumber:
@@ -39,6 +41,7 @@ class GuessNumber:
     def __init__(self, tokenizer: Tokenizer, seed: int, **args: Any) -> None:
         self._options = options = GuessNumberOptions.read(args)
         self._chat = check_chat(tokenizer, options.chat)
+        self._template = check_template_options(tokenizer, options.template_options, chat=self._chat)
         self._tokenizer = tokenizer
         self._seed = seed
         numbers = list(range(1, options.highest + 1))
@@ -46,7 +49,7 @@ class GuessNumber:
         self._held_out, self._training = numbers[: options.highest // 10], numbers[options.highest // 10 :]
         rules = f"I am thinking of a whole number from 1 to {options.highest}. Guess it; I will say higher or lower."
         self._rules = f"{rules} Answer with a number and nothing else." if self._chat else f"{rules}\nGuess:"
-        try_prompt(tokenizer, chat_messages("", self._rules) if self._chat else self._rules)
+        try_prompt(tokenizer, chat_messages("", self._rules) if self._chat else self._rules, self._template)
 
     def problem(self, index: int) -> Problem:
         number = random.Random(f"guess/{self._seed}/{index}").choice(self._training)
@@ -57,7 +60,7 @@ class GuessNumber:
 
     async def rollout(self, problem: Problem, client: GenerationClient) -> Rollout:
         number, limit = int(problem.payload["number"]), self._options.max_tokens
-        conversation = Conversation(client)
+        conversation = Conversation(client, template_options=self._template)
         messages: list[ChatMessage] = [*chat_messages("", self._rules)]
         prompt_ids = () if self._chat else encode_prompt(self._tokenizer, self._rules)
         for guesses in range(1, self._options.max_turns + 1):

@@ -68,6 +68,25 @@ def test_a_wrong_value_is_told_before_any_run_starts(tmp_path: Path, capsys: pyt
     assert not (tmp_path / "out").exists()
 
 
+def test_a_dry_run_checks_every_setting_and_trains_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "pipelinerl.launch.dry_run.dry_run", lambda config: [f"learning rate {config.trainer.learning_rate:g} is fine"]
+    )
+    assert main(["sweep", "--dry-run", *RATES, "--out", str(tmp_path / "out")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [
+        "trainer.learning_rate 1e-4:",
+        "learning rate 0.0001 is fine",
+        "",
+        "trainer.learning_rate 3e-4:",
+        "learning rate 0.0003 is fine",
+        "",
+    ]
+    assert not (tmp_path / "out").exists()
+
+
 def found(rewards: dict[int, list[float | str | None]], grid: Grid) -> Results:
     """Results of runs with these rewards, by setting; a text is how a run failed, None: it has not run."""
 
