@@ -17,13 +17,13 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.cli import main
-from pipelinerl.experiments.chaos import faults
-from pipelinerl.experiments.chaos import run as run_module
-from pipelinerl.experiments.chaos.faults import Proxy
-from pipelinerl.experiments.chaos.invariants import check
-from pipelinerl.experiments.chaos.plan import LAYOUTS, Fault, Kind
-from pipelinerl.experiments.chaos.results import Injected, Result
+from tests.chaos import __main__ as chaos_main
+from tests.chaos import faults
+from tests.chaos.__main__ import main
+from tests.chaos.faults import Proxy
+from tests.chaos.invariants import check
+from tests.chaos.plan import LAYOUTS, Fault, Kind
+from tests.chaos.results import Injected, Result
 from tests.integration.runs import resume, run, until
 
 HALF, GOAL, GROUP = 3, 6, 4
@@ -316,7 +316,7 @@ def test_what_is_not_there_is_not_hurt() -> None:
 def test_a_broken_run_ends_with_what_repeats_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def broken(request: run_module.Request, layout: str, seed: int, stop: object) -> Result:
+    def broken(request: chaos_main.Request, layout: str, seed: int, stop: object) -> Result:
         fault = Fault(kind="kill", place="training-rank-1", steps=2, after_s=0.1)
         return Result(
             layout=layout,
@@ -331,14 +331,14 @@ def test_a_broken_run_ends_with_what_repeats_it(
             run_dir="",
         )
 
-    monkeypatch.setattr(run_module, "run_chaos", broken)
+    monkeypatch.setattr(chaos_main, "run_chaos", broken)
     arguments = ["--layouts", "sharded", "--seed", "3", "--runs", "2", "--faults", "stop,kill", "--trainer.seed=1"]
-    assert main(["chaos", "--out", str(tmp_path / "out"), *arguments]) == 2, "a setting that does not exist"
-    assert main(["chaos", "--out", str(tmp_path / "out"), *arguments[:-1], "--trainer.steps=20"]) == 1
+    assert main(["--out", str(tmp_path / "out"), *arguments]) == 2, "a setting that does not exist"
+    assert main(["--out", str(tmp_path / "out"), *arguments[:-1], "--trainer.steps=20"]) == 1
     shown = capsys.readouterr()
     assert "sharded seed 3: 1 faults (1 kill)" in shown.err
     assert "BROKEN\n  once: g1.a0 was trained" in shown.err
-    again = "pipelinerl chaos --layouts sharded --seed 4 --count 8 --faults stop,kill --trainer.steps=20"
+    again = "python -m tests.chaos --layouts sharded --seed 4 --count 8 --faults stop,kill --trainer.steps=20"
     assert f"1 of 2 runs broke an invariant; to run the first again: {again}" in shown.err
     assert "| kill | training rank | 2 | 0 | 0 | 2 | 1.0, 1.0 | 9.0, 9.0 |" in shown.out
     assert len(json.loads((tmp_path / "out" / "chaos.json").read_text())) == 2
@@ -346,7 +346,7 @@ def test_a_broken_run_ends_with_what_repeats_it(
 
 @pytest.mark.parametrize("flag", ["--layouts", "--faults"])
 def test_unknown_names_are_one_clear_error(flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["chaos", "--out", str(tmp_path / "out"), flag, "earthquake"]) == 2
+    assert main(["--out", str(tmp_path / "out"), flag, "earthquake"]) == 2
     assert f"error: {flag} earthquake: it is one of" in capsys.readouterr().err
 
 
@@ -356,7 +356,7 @@ def test_unknown_names_are_one_clear_error(flag: str, tmp_path: Path, capsys: py
 def chaos(out: Path, layout: str, seed: int, count: int, *more: str) -> list[dict[str, Any]]:
     """Run one seed; it must be whole. Returns what each fault did."""
     arguments = ["--layouts", layout, "--seed", str(seed), "--count", str(count), "--out", str(out), *more]
-    assert main(["chaos", *arguments]) == 0, (out / "chaos.json").read_text()
+    assert main(arguments) == 0, (out / "chaos.json").read_text()
     (result,) = json.loads((out / "chaos.json").read_text())
     assert result["violations"] == []
     assert not list(out.glob(f"{layout}-*")), "a whole run leaves nothing"

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.experiments.chaos.faults import Proxy
-from pipelinerl.experiments.chaos.plan import Fault, Kind
 from pipelinerl.stream.redis_server import start_server
+from tests.chaos.faults import Proxy
+from tests.chaos.plan import Fault, Kind
 from tests.integration.runs import assert_gone_on, command, start_processes, steps, until, version_of, wait
 from tests.integration.test_remote import Server
 

@@ -21,11 +21,13 @@ from typing import Any
 import pytest
 from scripts.docs import ROOT, AllCommands, Block, Site, blocks, commands, links, main, page_name, pages
 
+from pipelinerl.cli.parser import Commands
 from pipelinerl.config import yaml_text
 from pipelinerl.config.keys import run_keys, run_sections
 from pipelinerl.config.load import config_from_yaml, load_config, with_flags
 from pipelinerl.environments.registry import BUILT_IN, find_class
 from pipelinerl.experiments.sweep.grid import make_grid
+from tests.chaos.__main__ import add_to
 from tests.integration.runs import command, flags
 
 DOCS = ROOT / "docs"
@@ -37,7 +39,6 @@ NOT_RUN = {
     "study": "minutes (tests/integration/test_study.py)",
     "calibrate": "minutes (tests/integration/test_calibrate.py)",
     "simulate": "needs a calibration (tests/integration/test_calibrate.py)",
-    "chaos": "minutes (tests/integration/test_chaos.py)",
     "serve": "does not end (tests/integration/test_serve.py)",
     "watch": "does not end (tests/integration/test_watch_page.py)",
     "chat": "reads from a terminal (tests/unit/cli)",
@@ -185,6 +186,10 @@ def check_python(arguments: list[str]) -> None:
             sources = [ROOT / f"{name.replace('.', '/')}.py", ROOT / "benchmarks/common.py"]
             text = "".join(path.read_text(encoding="utf-8") for path in sources)
             assert all(f'"{word}"' in text for word in rest if word.startswith("--")), rest
+        case ["-m", "tests.chaos", *rest]:
+            parser = Commands()
+            add_to(parser)
+            parser.root.parse_args(parser.split(["chaos", *rest])[0])
         case ["-m", "venv" | "pydoc", *_]:
             pass
         case ["-c", code]:

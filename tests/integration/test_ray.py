@@ -26,12 +26,12 @@ import msgspec
 import pytest
 
 from pipelinerl.config.schema import RunConfig
-from pipelinerl.experiments.chaos.invariants import check
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.session import StartPlan
 from pipelinerl.launch.stages.streams import redis_of
 from pipelinerl.stream.redis_server import RedisServer, start_server
 from pipelinerl.types import StageStatus
+from tests.chaos.invariants import check
 from tests.integration.runs import (
     Ended,
     alive,

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 import pipelinerl
-from pipelinerl.experiments.chaos.invariants import check
 from pipelinerl.experiments.replay.replay import Request, replay
 from pipelinerl.serving.client.weights_file import SHARED_MEMORY
+from tests.chaos.invariants import check
 from tests.integration.runs import (
     alive,
     assert_gone_on,

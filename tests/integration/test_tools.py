@@ -11,8 +11,8 @@ import openai
 import pytest
 
 from pipelinerl import load_config
-from pipelinerl.experiments.chaos import invariants
 from pipelinerl.launch.run import train
+from tests.chaos import invariants
 from tests.integration import runs
 
 ROOT = Path(__file__).parents[2]

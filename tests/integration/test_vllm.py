@@ -22,7 +22,6 @@ from benchmarks.vllm_switch import VllmProcess, measure, perturbed, running_vllm
 from pipelinerl.channel import listen
 from pipelinerl.config.schema import ModelConfig
 from pipelinerl.errors import PromptTooLongError, RequestError, WeightUpdateError
-from pipelinerl.experiments.chaos.invariants import check
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models.folder import resolve_path
 from pipelinerl.models.loading import load_model
@@ -38,6 +37,7 @@ from pipelinerl.serving.wire import ProcessGroupRequest, WeightUpdateRequest
 from pipelinerl.types import Completion, GenerationRequest, SamplingParams, TokenEvent, versions_from_spans
 from pipelinerl.weights.broadcast.receiver import CollectiveWeightReceiver
 from pipelinerl.weights.broadcast.sender import CollectiveWeightSender
+from tests.chaos.invariants import check
 from tests.integration.runs import alive, assert_gone_on, process_ids, wait
 from tests.integration.test_restart import BROADCAST, GOAL, assert_went_on, going, kill
 

@@ -33,7 +33,6 @@ MODULES = {
     "plan": ("plan", "calibrate", "simulate"),
     "serve": ("serve", "check-engine"),
     "replay": ("replay", "export"),
-    "chaos": ("chaos",),
     "tools": ("doctor", "completion"),
 }
 """The modules of this package that add subcommands, and the names of theirs."""
@@ -43,7 +42,7 @@ GROUPS = {
         *("report", "eval", "chat", "push", "replay", "export"),
     ),
     "models and servers": ("serve", "check-engine", "convert-gguf"),
-    "experiments of the paper, and tests of runs": ("compare", "study", "plan", "calibrate", "simulate", "chaos"),
+    "experiments of the paper": ("compare", "study", "plan", "calibrate", "simulate"),
     "this machine": ("doctor", "completion"),
 }
 """The commands as `pipelinerl --help` lists them."""

@@ -19,12 +19,12 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from pipelinerl.experiments.chaos.plan import AGENT, REDIS, Fault
 from pipelinerl.launch.roles import TRAINING
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.stages.streams import ROLLOUTS
 from pipelinerl.stream.files import StreamFile
 from pipelinerl.weights.shared.file import Control, file_bytes
+from tests.chaos.plan import AGENT, REDIS, Fault
 
 WORKER = "pipelinerl.launch.hosts.worker"
 SLOW_S, STOPPED_S = 0.5, 0.4

@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from pipelinerl.experiments.chaos.plan import KINDS, Fault
+from tests.chaos.plan import KINDS, Fault
 
 Effect = Literal["went on", "restarted", "ended", "not injected"]
 

@@ -1,19 +1,21 @@
-"""`pipelinerl chaos`: real runs with faults from seeds, and what their records say."""
+"""`python -m tests.chaos`: real runs with faults from seeds, and what their records say."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pipelinerl.cli.parser import SETTINGS_HELP, Commands, at_least, say, write
 from pipelinerl.config.load import load_config
 from pipelinerl.errors import PipelineRLError, UserError
-
-if TYPE_CHECKING:
-    from pipelinerl.experiments.chaos.results import Result
+from pipelinerl.launch.interrupts import counted_interrupts
+from pipelinerl.report import write_json, writing_to
+from tests.chaos.plan import KINDS, LAYOUTS
+from tests.chaos.results import Result, line_of, table_of, total_of
+from tests.chaos.run import Request, run_chaos
 
 _EPILOG = (
     "A run is started as a command, hurt at the points of its seed's schedule, resumed whenever it ends, and checked by its "
@@ -25,11 +27,25 @@ class ChaosError(PipelineRLError):
     """A run that was hurt broke an invariant; the message has the command that runs its seed again."""
 
 
+def main(arguments: Sequence[str]) -> int:
+    """Returns the exit status: 1 if a run broke an invariant, 2 for a mistake in the arguments."""
+    commands = Commands()
+    try:
+        add_to(commands)
+        own, settings = commands.split(["chaos", *arguments])
+        return run_command(commands.root.parse_args(own), settings)
+    except PipelineRLError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_status
+
+
 def add_to(commands: Commands) -> None:
     text = (
         "Hurt real runs with seeded faults, and check that nothing is lost, doubled or hangs. Without a run file: the demo."
     )
-    flag = commands.add("chaos", text, _EPILOG + SETTINGS_HELP, run=run_command).add_argument
+    parser = commands.add("chaos", text, _EPILOG + SETTINGS_HELP, run=run_command)
+    parser.prog = "python -m tests.chaos"
+    flag = parser.add_argument
     flag("run_file", nargs="?", type=Path, metavar="RUN.yaml", help="the run file")
     flag("--runs", type=at_least(1), default=1, metavar="N", help="runs per layout, with seeds S, S+1, ... (default: 1)")
     flag("--seed", type=at_least(0), default=0, metavar="S", help="the first seed (default: 0)")
@@ -45,12 +61,6 @@ def add_to(commands: Commands) -> None:
 def run_command(options: argparse.Namespace, settings: Sequence[str]) -> int:
     """Raises UserError, and ChaosError if a run broke an invariant."""
     load_config(options.run_file, settings)
-    from pipelinerl.experiments.chaos.plan import KINDS, LAYOUTS  # noqa: PLC0415 (with the others)
-    from pipelinerl.experiments.chaos.results import line_of, table_of, total_of  # noqa: PLC0415 - as above
-    from pipelinerl.experiments.chaos.run import Request, run_chaos  # noqa: PLC0415 (loads torch)
-    from pipelinerl.launch.interrupts import counted_interrupts  # noqa: PLC0415 - as above
-    from pipelinerl.report import write_json, writing_to  # noqa: PLC0415 - as above
-
     layouts = [*LAYOUTS][1:] if options.layouts == "all" else options.layouts.split(",")
     kinds = KINDS if options.faults is None else tuple(options.faults.split(","))
     for flag, given, known in (("--layouts", layouts, tuple(LAYOUTS)), ("--faults", kinds, KINDS)):
@@ -80,3 +90,7 @@ def run_command(options: argparse.Namespace, settings: Sequence[str]) -> int:
         text = f"{len(broken)} of {len(results)} runs broke an invariant; to run the first again: {broken[0].command}"
         raise ChaosError(text)
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import pipelinerl
 from pipelinerl.config.load import load_config
 from pipelinerl.config.schema import RunConfig
-from pipelinerl.experiments.chaos.plan import KINDS, LAYOUTS, LONG_S, SHORT_S, SMALL, Kind, places, plan_faults
+from tests.chaos.plan import KINDS, LAYOUTS, LONG_S, SHORT_S, SMALL, Kind, places, plan_faults
 
 LINKS = ("redis", "server-0")
 CONFIGS = {layout: load_config(None, [*SMALL, *flags]) for layout, flags in LAYOUTS.items()}

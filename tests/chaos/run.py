@@ -22,14 +22,14 @@ from pipelinerl.config.load import load_config
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.database import Database
 from pipelinerl.errors import UserError
-from pipelinerl.experiments.chaos.faults import NotInjectedError, Proxy, Undo, inject, processes_of
-from pipelinerl.experiments.chaos.invariants import check
-from pipelinerl.experiments.chaos.plan import KINDS, LAUNCHER, LAYOUTS, SMALL, STEPS_PER_FAULT, Fault, Kind, plan_faults
-from pipelinerl.experiments.chaos.results import Injected, Result
 from pipelinerl.extras import require
 from pipelinerl.launch.run_directory import ORPHAN_PATIENCE_S, RunDirectory
 from pipelinerl.ports import free_port
 from pipelinerl.stream.redis_server import start_server
+from tests.chaos.faults import NotInjectedError, Proxy, Undo, inject, processes_of
+from tests.chaos.invariants import check
+from tests.chaos.plan import KINDS, LAUNCHER, LAYOUTS, SMALL, STEPS_PER_FAULT, Fault, Kind, plan_faults
+from tests.chaos.results import Injected, Result
 
 COMMAND = "import sys; from pipelinerl.cli import main; sys.exit(main())"
 LOOK_EVERY_S = 0.02
@@ -55,7 +55,7 @@ class Request:
 
     def command(self, layout: str, seed: int) -> str:
         """What runs this seed again."""
-        parts = ["pipelinerl", "chaos", *([str(self.run_file)] if self.run_file else [])]
+        parts = ["python", "-m", "tests.chaos", *([str(self.run_file)] if self.run_file else [])]
         parts += ["--layouts", layout, "--seed", str(seed), "--count", str(self.count)]
         parts += [] if tuple(self.kinds) == KINDS else ["--faults", ",".join(self.kinds)]
         return " ".join([*parts, *(["--replay"] if self.replay else []), *self.settings])
@@ -106,7 +106,7 @@ def run_chaos(request: Request, layout: str, seed: int, stop: Callable[[], bool]
 
 def _troubled(config: RunConfig, seed: int) -> list[str]:
     inner = msgspec.json.encode({"kind": config.environment.kind, "args": config.environment.args}).decode()
-    kind = "pipelinerl.experiments.chaos.environment:Troubled"
+    kind = f"{Path(__file__).with_name('environment.py')}:Troubled"
     return [f"--environment.kind={kind}", f"--environment.args={{inner: {inner}, chaos_seed: {seed}}}"]
 
 
