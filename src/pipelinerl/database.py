@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import sqlite3
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -136,8 +135,8 @@ def _code(error: sqlite3.Error) -> int:
 
 
 def refuse_network_file_system(directory: Path, mounts: Path = Path("/proc/self/mounts")) -> None:
-    """Raises OSError if `directory` is on a network file system (Linux only; elsewhere nothing is checked)."""
-    if not sys.platform.startswith("linux"):
+    """Raises OSError if `directory` is on a network file system (if `mounts` lists them; else nothing is checked)."""
+    if not mounts.is_file():
         return
     where = directory.resolve()
     best, kind = "", ""

@@ -91,3 +91,7 @@ def test_network_file_systems_are_refused(tmp_path: Path, mounts: str, refused: 
             refuse_network_file_system(folder, table)
     else:
         refuse_network_file_system(folder, table)
+
+
+def test_without_a_table_of_mounts_nothing_is_refused(tmp_path: Path) -> None:
+    refuse_network_file_system(tmp_path, tmp_path / "proc" / "mounts")

@@ -85,7 +85,7 @@ def test_only_rewards_are_called_as_another_trainer_calls_them(tmp_path: Path) -
 
     async def ask(isolate: bool) -> tuple[Any, ...]:
         limits = Limits()
-        functions = Functions(specs, rewards={"reward"}, isolate=isolate, workers=1, concurrency=1, limits=limits)
+        functions = Functions(specs, {"reward"}, isolate=isolate, workers=1, concurrency=1, limits=limits)
         (tool,) = read_tools([f"{tmp_path}/functions.py:check"], isolate=isolate, workers=1, limits=limits)
         example = {"prompt": "2 + 2?"}
         return (

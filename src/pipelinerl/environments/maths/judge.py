@@ -47,6 +47,12 @@ _UNIT = re.compile(
     r"(?P<number>.*\d)[\s~]*(?:\\[,;: ])*\s*"
     r"(?:\\(?:text|mathrm|textrm)\s*\{\s*(?P<text>[A-Za-z]+)\s*\}|(?P<letters>[A-Za-z]+))\.?"
 )
+_UNITS = (
+    " meter:m metre:m kilometer:km kilometre:km centimeter:cm centimetre:cm millimeter:mm millimetre:mm second:s sec:s "
+    "minute:min hour:h hr:h day:d year:y yr:y gram:g kilogram:kg pound:lb liter:l litre:l L:l degree:deg mile:mi yard:yd "
+    "foot:ft feet:ft inch:in inche:in"
+)
+"""Units by their names in the singular; all others are only the same as themselves."""
 _SPACING = re.compile(r"\\[,;: ]|~|\\q?quad(?![A-Za-z])")
 _PLAIN_MARKS = str.maketrans({"\u2212": "-", "\u2013": "-", "\u00a0": " ", "\u202f": " ", "\u2009": " "})
 
@@ -137,12 +143,18 @@ def _plain_number(text: str) -> Fraction | None:
 
 
 def _units_differ(expected: str, answer: str) -> bool:
-    """Whether both are equal numbers with units that are certainly not the same: math-verify would leave the units out."""
+    """Whether both are numbers with units that are not known to be the same: math-verify would leave the units out."""
     one, other = _UNIT.fullmatch(expected), _UNIT.fullmatch(answer)
     if one is None or other is None or _plain_number(one["number"]) is None:
         return False
-    first, second = one["text"] or one["letters"], other["text"] or other["letters"]
-    return first[0].lower() != second[0].lower() or (first != second and len(first) <= 2 and len(second) <= 2)
+    first, second = (_unit(found["text"] or found["letters"]) for found in (one, other))
+    return sorted(first) != sorted(second)  # 2ab is 2ba
+
+
+def _unit(name: str) -> str:
+    name = name if len(name) <= 2 else name.lower().removesuffix("s")
+    known = re.search(rf" {name}:(\w+)", _UNITS)
+    return known[1] if known else name
 
 
 def _normalised(text: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -32,19 +32,9 @@ class Functions:
     """Calls user functions by name: in processes with limits, or in this one if they are `async def` or not `isolate`d."""
 
     def __init__(
-        self,
-        specs: Mapping[str, str],
-        *,
-        rewards: Collection[str],
-        isolate: bool,
-        workers: int,
-        concurrency: int,
-        limits: Limits,
+        self, specs: dict[str, str], rewards: Set[str], *, isolate: bool, workers: int, concurrency: int, limits: Limits
     ) -> None:
-        """`rewards` are the names of those that may have the signature of another trainer's reward.
-
-        Raises EnvironmentSetupError if a function can't be imported.
-        """
+        """`rewards`: names of those that may have another trainer's signature. Raises EnvironmentSetupError."""
         self._specs, self._concurrency, self._timeout_s = dict(specs), concurrency, limits.timeout_s
         self._pool = FunctionPool(specs if isolate else {}, rewards=rewards, workers=workers, limits=limits)
         own = try_out(self._pool.coroutine_functions(), 2 * limits.start_timeout_s, "its start") if isolate else [*specs]
