@@ -139,21 +139,15 @@ class ReasoningGym(JudgedTurn):
             return 0.0, "score_raised"
         return finite_number(score, f"{self._options.task} of reasoning-gym"), ""
 
-    async def _score(self, problem: Problem, answer: str) -> float:
-        return (await self._outcome(problem, answer))[0]
-
     async def _try_wrong_answers(self) -> None:
         """Raises EnvironmentSetupError if most wrong answers to some problems get full credit, warns of single ones."""
         problems = [self.problem(index) for index in range(_TRIED_PROBLEMS)]
         scores: dict[str, list[float]] = {}
         for problem, other in zip(problems, [*problems[1:], problems[0]], strict=True):
             right = problem.payload["answer"].strip().lower()
-            for name, answer in {
-                **{answer: answer for answer in _WRONG},
-                "another problem's": other.payload["answer"],
-            }.items():
+            for name, answer in ({one: one for one in _WRONG} | {"another problem's": other.payload["answer"]}).items():
                 if answer.strip().lower() != right:
-                    scores.setdefault(name, []).append(await self._score(problem, answer))
+                    scores.setdefault(name, []).append((await self._outcome(problem, answer))[0])
         credited = [name for name, given in scores.items() if min(given) >= 1.0]
         what = f"{self._options.task} of reasoning-gym gives full credit to wrong answers"
         if 2 * len(credited) > len(scores):

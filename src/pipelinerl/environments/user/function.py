@@ -121,8 +121,7 @@ class Function(ProblemSet):
         )
         pooled = self._functions.any_pooled or (options.isolate and isinstance(options, ToolsOptions))
         if not pooled:
-            why = "all functions are `async def`" if options.isolate else "`isolate` is false"
-            options.refuse_without_effect(f"it is for processes, and {why}", "workers", "memory_mb", "writes")
+            options.refuse_without_effect("no function is called in a process", "workers", "memory_mb", "writes")
         if not self.calls_async:
             options.refuse_without_effect("no function is `async def`", "concurrency")
             if not pooled:
