@@ -24,7 +24,8 @@ _STUDY = (
 def add_to(commands: Commands) -> None:
     text = "Compare schedules on this machine, each at its best settings. Without a run file: the demo."
     flag = commands.add("compare", text, SETTINGS_HELP, run=run_compare).add_argument
-    flag("run_file", nargs="*", type=Path, metavar="RUN.yaml", help="the run file")
+    flag("run_file", nargs="?", type=Path, metavar="RUN.yaml", help="the run file")
+    flag("others", nargs="*", type=Path, help=argparse.SUPPRESS)
     flag("--schedules", metavar="LIST", help="e.g. pipeline,conventional:1,conventional:4,async:2 (G after the colon)")
     flag("--seeds", type=int, metavar="K", help="repetitions, each with a different seed (default: 2; with --quick 1)")
     flag("--quick", action="store_true", help="fewer schedules, seeds, steps and settings; takes a few minutes")
@@ -60,13 +61,10 @@ def run_compare(options: argparse.Namespace, settings: Sequence[str]) -> int:
     target: float | None = options.target
     if target is not None and not math.isfinite(target):
         raise UserError(f"--target: {target} is not a reward")
-    files: list[Path] = options.run_file
-    if len(files) > 1 or any(file.is_dir() for file in files):
-        named = " ".join(map(str, files))
-        raise UserError(
-            f"compare trains with the schedules that it compares, from one run file; for runs: `pipelinerl report {named}`"
-        )
-    config = load_config(files[0] if files else None, settings)
+    if options.others or (options.run_file is not None and options.run_file.is_dir()):
+        named = " ".join(map(str, [options.run_file, *options.others]))
+        raise UserError(f"compare trains, with several schedules, from one run file; for runs: `pipelinerl report {named}`")
+    config = load_config(options.run_file, settings)
     out: Path = options.out or Path("runs") / f"compare-{time.strftime('%Y%m%d-%H%M%S')}"
     from pipelinerl.experiments.compare.compare import compare  # noqa: PLC0415 (loads matplotlib)
     from pipelinerl.experiments.compare.request import make_request  # noqa: PLC0415

@@ -146,7 +146,7 @@ def test_mistakes_in_a_file_are_one_line_with_place_and_fix(tmp_path: Path, text
 def test_files_that_can_not_be_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"can't read the run file .*absent\.yaml: No such file"):
         load_config(tmp_path / "absent.yaml")
-    with pytest.raises(ConfigError, match="Is a directory"):
+    with pytest.raises(ConfigError, match="is a folder, not a run file; `pipelinerl train --resume"):
         load_config(tmp_path)
     (tmp_path / "latin.yaml").write_bytes(b"model: {path: caf\xe9}")
     with pytest.raises(ConfigError, match="UTF-8 text; byte 17 is not"):
