@@ -89,10 +89,7 @@ def try_prompt(
 
 
 def encode_or_refuse(
-    tokenizer: Tokenizer,
-    encoder: str,
-    prompt: str | Sequence[Message],
-    template_options: Mapping[str, Any] = NO_OPTIONS,
+    tokenizer: Tokenizer, encoder: str, prompt: str | Sequence[Message], template_options: Mapping[str, Any] = NO_OPTIONS
 ) -> tuple[int, ...]:
     """`encode_prompt`, for any text. Raises EnvironmentSetupError; `encoder` is what its message says of the tokenizer."""
     try:

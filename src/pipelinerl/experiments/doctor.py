@@ -41,13 +41,7 @@ class Finding(NamedTuple):
 
 
 def examine(vllm_python: Path | None = None) -> list[Finding]:
-    return [
-        *_machine(Path.cwd()),
-        *_gpus(),
-        *packages(),
-        *_redis(),
-        vllm(vllm_python),
-    ]
+    return [*_machine(Path.cwd()), *_gpus(), *packages(), *_redis(), vllm(vllm_python)]
 
 
 def shown(findings: Sequence[Finding]) -> str:

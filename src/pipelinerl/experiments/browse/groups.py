@@ -13,14 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipelinerl.errors import UserError
-from pipelinerl.experiments.browse.records import (
-    Attempt,
-    Attempts,
-    Browsed,
-    Damaged,
-    Trained,
-    one_line,
-)
+from pipelinerl.experiments.browse.records import Attempt, Attempts, Browsed, Damaged, Trained, one_line
 from pipelinerl.status.view import printable
 
 # ---- queries like `reward>0.5 version=12 "some text"`

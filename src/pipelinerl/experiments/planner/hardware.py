@@ -7,14 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from pipelinerl.experiments.planner.analytic import (
-    BANDWIDTH_EFFICIENCY,
-    COMPUTE_CEILING,
-    H100,
-    H200,
-    Accelerator,
-    Floats,
-)
+from pipelinerl.experiments.planner.analytic import BANDWIDTH_EFFICIENCY, COMPUTE_CEILING, H100, H200, Accelerator, Floats
 
 WEIGHT_BYTES = 2
 """bfloat16: what engines hold, ranks gather and updates send."""
@@ -83,35 +76,13 @@ class ModelShape:
 
 
 QWEN_1_5B = ModelShape(
-    name="qwen2.5-1.5b",
-    layers=28,
-    hidden=1536,
-    heads=12,
-    kv_heads=2,
-    head_dim=128,
-    ffn=8960,
-    vocabulary=151_936,
-    tied=True,
+    name="qwen2.5-1.5b", layers=28, hidden=1536, heads=12, kv_heads=2, head_dim=128, ffn=8960, vocabulary=151_936, tied=True
 )
 QWEN_7B = ModelShape(
-    name="qwen2.5-7b",
-    layers=28,
-    hidden=3584,
-    heads=28,
-    kv_heads=4,
-    head_dim=128,
-    ffn=18_944,
-    vocabulary=152_064,
+    name="qwen2.5-7b", layers=28, hidden=3584, heads=28, kv_heads=4, head_dim=128, ffn=18_944, vocabulary=152_064
 )
 QWEN_32B = ModelShape(
-    name="qwen2.5-32b",
-    layers=64,
-    hidden=5120,
-    heads=40,
-    kv_heads=8,
-    head_dim=128,
-    ffn=27_648,
-    vocabulary=152_064,
+    name="qwen2.5-32b", layers=64, hidden=5120, heads=40, kv_heads=8, head_dim=128, ffn=27_648, vocabulary=152_064
 )
 QWEN_235B = ModelShape(
     name="qwen3-235b-a22b",
@@ -173,10 +144,7 @@ class Cluster:
         return -(-accelerators // self.per_machine)
 
 
-CLUSTERS = {
-    "h100": Cluster(accelerator=H100, memory_bytes=80e9),
-    "h200": Cluster(accelerator=H200, memory_bytes=141e9),
-}
+CLUSTERS = {"h100": Cluster(accelerator=H100, memory_bytes=80e9), "h200": Cluster(accelerator=H200, memory_bytes=141e9)}
 
 
 def gather_s(cluster: Cluster, size: float, ranks: int) -> float:

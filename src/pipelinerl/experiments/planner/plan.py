@@ -361,11 +361,7 @@ def plan_json(plan: Plan) -> bytes:
         "batch_size": workload.batch_size,
         "length_mean": workload.lengths.mean,
         "length_max": workload.lengths.longest,
-        "utilisation": {
-            "active": utilisation.active,
-            "step_times": utilisation.step_times,
-            "source": utilisation.source,
-        },
+        "utilisation": {"active": utilisation.active, "step_times": utilisation.step_times, "source": utilisation.source},
         "tau": workload.tau,
         "chosen": _numbers(plan.chosen),
         "throughput_by_max_lag": [_numbers(comparison) for comparison in plan.curve],

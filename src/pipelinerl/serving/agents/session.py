@@ -43,16 +43,7 @@ _SUPPORTED = frozenset(
 )
 
 _SAMPLING = frozenset(
-    {
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "seed",
-        "presence_penalty",
-        "frequency_penalty",
-        "repetition_penalty",
-    }
+    {"temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty"}
 )
 """Parameters that change the distribution of tokens, or what is drawn from it, and that an agent can do without."""
 

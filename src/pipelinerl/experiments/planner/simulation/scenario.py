@@ -340,12 +340,7 @@ def calibrated_workload(
 
 
 def run_scenario(
-    config: RunConfig,
-    costs: Costs,
-    workload: Workload,
-    *,
-    engines: int | None = None,
-    steps: int | None = None,
+    config: RunConfig, costs: Costs, workload: Workload, *, engines: int | None = None, steps: int | None = None
 ) -> Scenario:
     """The run that `config` describes. `engines` and `steps` override the run file's."""
     return Scenario(
