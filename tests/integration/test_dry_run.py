@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import shutil
 from pathlib import Path
@@ -262,6 +263,21 @@ def test_what_the_environment_does_is_shown_without_the_models_weights(folder: P
     assert "the first prompt has 7 tokens, 7 to 7 in the first 16 problems: " in said
     assert "an empty answer to it gets reward 0.25" in said
     assert "2 held-out problems (evaluation.problems: 2)" in said
+
+
+def test_prompts_that_do_not_fit_are_counted(folder: Path, capsys: Capture) -> None:
+    rows = [{"question": f"{number + 10}{'1' * 16 * (number % 2)}:", "answer": "1"} for number in range(40)]
+    (folder / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = function(data="long.jsonl", prompt="question") | {"actor__max_tokens": 10}
+    assert main(["train", "--dry-run", *flags(folder / "r", **settings, engine__max_length=20)]) == 0
+    found = re.search(
+        r"warning: (\d+) of 16 prompts do not fit engine.max_length \(20\) with actor.max_tokens \(10\)",
+        capsys.readouterr().out,
+    )
+    assert found is not None
+    assert 0 < int(found[1]) < 16
+    assert main(["train", "--dry-run", *flags(folder / "r", **settings, engine__max_length=40)]) == 0
+    assert "do not fit" not in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from pipelinerl.actor.client import RolloutClient, derive_seed, rollout_of
 from pipelinerl.actor.rollouts import Failure, FailureLog, RolloutContext, attempt, problem_for
 from pipelinerl.config.schema import ActorConfig
 from pipelinerl.interfaces import ScoresGroups
-from pipelinerl.types import ActorProgress, Group, Problem, Rollout
+from pipelinerl.types import ActorProgress, Group, Problem, Rollout, Turn
 
 if TYPE_CHECKING:
     from pipelinerl.actor.difficulty import DifficultyFilter
@@ -180,6 +180,9 @@ class GroupRunner:
 
     async def _attempt(self, group: OpenGroup, number: int, problem: Problem, client: RolloutClient) -> None:
         outcome = await attempt(self.context.environment, problem, client, self.context.limits)
+        if isinstance(outcome, Failure):
+            sampled = [one for one in client.produced().values() if one.completion.token_ids]
+            outcome = outcome._replace(turns=tuple(Turn(prompt_ids=ids, completion=one) for ids, one in sampled))
         self._ended(group, number, outcome, sum(len(one.token_ids) for one in client.completions))
 
     def _ended(self, group: OpenGroup, number: int, outcome: Rollout | Failure, length: int) -> None:

@@ -39,7 +39,7 @@ NOT_USERS = (str(Path(__file__).parents[1]), *map(sysconfig.get_path, ("stdlib",
 
 
 class Failure(NamedTuple):
-    """Why an attempt gave no rollout. `message` is one line, `traceback` the whole one, `turns` what was sampled."""
+    """Why an attempt gave no rollout. `message` is one line, `traceback` the whole one, `turns` what a group has of it."""
 
     reason: FailureReason
     message: str
@@ -126,13 +126,9 @@ async def attempt(
         return check_rollout(await environment.rollout(problem, client), client.produced())
 
     try:
-        outcome = await guarded(play, limits, "the rollout")
+        return await guarded(play, limits, "the rollout")
     finally:
         client.close()
-    if isinstance(outcome, Failure):
-        sampled = [one for one in client.produced().values() if one.completion.token_ids]
-        return outcome._replace(turns=tuple(Turn(prompt_ids=ids, completion=completion) for ids, completion in sampled))
-    return outcome
 
 
 async def guarded(code: Callable[[], Coroutine[Any, Any, T]], limits: TimeLimits, what: str) -> T | Failure:

@@ -38,6 +38,7 @@ class Task(ABC):
     False: in this process, for a reward that needs the state of this instance."""
     reward_workers = 2
     reward_timeout_s = 10.0
+    reward_retries = 2
     reward_memory_mb = 1024
     reward_writes: tuple[str, ...] | None = None
     reward_pool: RewardPool | None = None

@@ -30,7 +30,7 @@ from pipelinerl.environments.user.function import Function
 from pipelinerl.errors import EnvironmentSetupError, PipelineRLError
 from pipelinerl.launch.dry_run import Mistake, Step, TryoutMessage, TryoutReport
 from pipelinerl.models.contract import read_contract
-from pipelinerl.models.loading import load_config, load_tokenizer
+from pipelinerl.models.loading import load_config, load_tokenizer, slot_length
 from pipelinerl.types import Completion, GenerationRequest, Rollout, SamplingParams, TokenEvent, VersionSpan
 
 PROMPTS = 16
@@ -49,9 +49,11 @@ class EmptyAnswers(EngineClient):
     def __init__(self, end_id: int) -> None:
         self._end_id = end_id
         self.prompts: list[tuple[int, ...]] = []
+        self.lengths: list[int] = []  # of each prompt with its longest completion
 
     async def generate(self, request: GenerationRequest) -> Completion:
         self.prompts.append(request.prompt_ids)
+        self.lengths.append(len(request.prompt_ids) + request.sampling.max_tokens)
         return Completion(
             request_id=request.id,
             token_ids=(self._end_id,),
@@ -95,7 +97,7 @@ async def try_environment(
             raise EnvironmentSetupError(f"metrics.callback: {error}") from error
     send(Step("loads the tokenizer"))
     tokenizer = load_tokenizer(config.model)
-    contract = read_contract(load_config(config.model), tokenizer, config.engine.max_length)
+    contract = read_contract(model := load_config(config.model), tokenizer, config.engine.max_length)
     send(Step("builds the environment"))
     began_s = time.monotonic()
     environment = make_environment(kind, config.environment.args, tokenizer, config.seed)
@@ -141,17 +143,26 @@ async def try_environment(
 
         send(Step("tries answers that are texts"))
         warnings = await _doubts(examples, reward_of)
+    tokens = tuple(map(len, client.prompts)) if single_turn else (len(prompt),)
     return TryoutReport(
-        warnings=tuple(warnings),
+        warnings=(*warnings, *_too_long(client.lengths[: len(tokens)], model, config)),
         built_s=built_s,
         prompt=tokenizer.decode(prompt),
-        prompt_tokens=tuple(map(len, client.prompts)) if single_turn else (len(prompt),),
+        prompt_tokens=tokens,
         single_turn=single_turn,
         reward=played.reward,
         metrics=dict(played.metrics),
         held_out=held_out,
         notes=(*(f"model: {note}" for note in contract.notes), *epoch_note(environment, config)),
     )
+
+
+def _too_long(lengths: Sequence[int], model: Any, config: RunConfig) -> list[str]:
+    """A warning if some of the prompts, with their longest completions, are longer than a slot."""
+    longest = slot_length(model, config.engine.max_length)
+    count = 0 if config.engine.urls else sum(length > longest for length in lengths)  # such servers have slots of their own
+    fit = f"do not fit engine.max_length ({longest}) with actor.max_tokens ({config.actor.max_tokens})"
+    return [f"{count} of {len(lengths)} prompts {fit}: their rollouts are dropped"] if count else []
 
 
 def _refused(kind: str, what: str, failure: Failure) -> EnvironmentSetupError:

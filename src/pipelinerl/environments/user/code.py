@@ -6,6 +6,8 @@ import importlib
 import importlib.util
 import inspect
 import math
+import re
+import socket
 import sys
 import zlib
 from collections.abc import Callable, Collection, Coroutine, Sequence
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
 T = TypeVar("T")
+AWAY = (408, 429, 502, 503, 504)
+"""Status codes of HTTP servers that may answer later."""
+_AWAY = re.compile("Connect|(API|Read|Write|Pool|Server)Timeout")
 
 # ---- importing a Python file by path, or a module by name
 
@@ -230,6 +235,34 @@ def describe(error: BaseException, spec: str) -> str:
     file = Path(spec.rpartition(":")[0])
     summary = summarize_error(error, file)
     return f"{file.name}, {summary}" if summary.startswith("line ") else summary
+
+
+def is_away(error: BaseException | None) -> bool:
+    """Whether a call failed because a server can't be reached now, is overloaded, or answered too late for its client.
+
+    Clients wrap such errors in their own, with the cause, the status of the answer, or a telling name.
+    """
+    while error is not None:
+        if isinstance(error, ConnectionError | TimeoutError | socket.gaierror):
+            return True
+        response = getattr(error, "response", error)
+        status = next((got for name in ("status_code", "status", "code") if (got := getattr(response, name, None))), None)
+        if status in AWAY or _AWAY.search(type(error).__name__):
+            return True
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return False
+
+
+async def retried(call: Callable[[], Coroutine[Any, Any, T]], retries: int) -> T:
+    """The result of `call`, which is made again, after 1, 4, 16, ... s, if it raises ConnectionError."""
+    import asyncio  # noqa: PLC0415
+
+    for number in range(retries):
+        try:
+            return await call()
+        except ConnectionError:
+            await asyncio.sleep(4**number)
+    return await call()
 
 
 def plain(value: object) -> object:

@@ -16,7 +16,7 @@ from pipelinerl.environments.data import ProblemSet, read_split
 from pipelinerl.environments.options import AtLeastOne, Files, FunctionName, Options, Seconds, Share, listed
 from pipelinerl.environments.prompts import Message, check_template_options, encode_prompt, text_decoder, try_prompt
 from pipelinerl.environments.questions import NO_CHAT, chat_messages, check_chat, with_system, wrong_chat
-from pipelinerl.environments.user.code import find_function, names_a_function, summarize_error, try_out
+from pipelinerl.environments.user.code import find_function, is_away, names_a_function, retried, summarize_error, try_out
 from pipelinerl.environments.user.pool import CALL_ENDED, FunctionPool, Limits
 from pipelinerl.environments.user.rewards import Functions, Score, group_values, named_rewards, weighted_sum
 from pipelinerl.errors import EnvironmentSetupError, RolloutError
@@ -62,6 +62,8 @@ class FunctionOptions(Options, kw_only=True):
     """How many calls of `async def` functions, which run in the generation process, may wait at the same time."""
     timeout_s: Seconds = 10.0
     """How long a call may take."""
+    retries: Annotated[int, Meta(ge=0)] = 2
+    """How often a call is made again, after 1, 4, 16, ... s, if it raised the error of a server that can't be reached."""
     memory_mb: AtLeastOne = 1024
     """How much memory a call may use beyond what its process uses after the imports."""
     writes: list[str] | None = None
@@ -111,6 +113,7 @@ class Function(ProblemSet):
             isolate=options.isolate,
             workers=options.workers,
             concurrency=options.concurrency,
+            retries=options.retries,
             limits=options.limits,
         )
         pooled = self._functions.any_pooled or (options.isolate and isinstance(options, ToolsOptions))
@@ -219,7 +222,7 @@ class Function(ProblemSet):
 # ---- user functions as tools
 
 
-def read_tools(specs: Sequence[str], *, isolate: bool, workers: int, limits: Limits) -> list[Tool]:
+def read_tools(specs: Sequence[str], *, isolate: bool, workers: int, limits: Limits, retries: int = 0) -> list[Tool]:
     """User functions (`path/to/file.py:function`) as tools. With `isolate`, they are called in up to `workers` processes.
 
     Raises EnvironmentSetupError for a spec that names no function, for one that can't be described to the model, and for two
@@ -234,13 +237,15 @@ def read_tools(specs: Sequence[str], *, isolate: bool, workers: int, limits: Lim
     # The specs are registered so that a process imports their files when it starts. The pool passes positional arguments
     # only, so the workers run `call`, which takes the arguments by name.
     pool = FunctionPool({**{spec: spec for spec in specs}, "call": f"{__name__}:call"}, workers=workers, limits=limits)
-    return [tool._replace(call=functools.partial(_call_in, pool, spec)) for spec, tool in zip(specs, tools, strict=True)]
+    return [
+        tool._replace(call=functools.partial(_call_in, pool, retries, spec)) for spec, tool in zip(specs, tools, strict=True)
+    ]
 
 
-async def _call_in(pool: FunctionPool, spec: str, arguments: dict[str, Any]) -> Any:
+async def _call_in(pool: FunctionPool, retries: int, spec: str, arguments: dict[str, Any]) -> Any:
     try:
-        outcome = await pool.call("call", spec, arguments)
-    except (*CALL_ENDED, RolloutError) as error:
+        outcome = await retried(functools.partial(pool.call, "call", spec, arguments), retries)
+    except (*CALL_ENDED, ConnectionError, RolloutError) as error:
         raise ToolError(re.sub(r"^call( \(\S*\))?:? ", "", str(error))) from None
     if "error" in outcome:
         raise ToolError(outcome["error"])
@@ -255,7 +260,9 @@ def call(spec: str, arguments: dict[str, Any]) -> dict[str, Any]:
         return {"result": result}
     except MemoryError:
         raise  # the state of the process is unknown: the worker exits
-    except Exception as error:  # noqa: BLE001 - user code may raise anything; the model sees the error
+    except Exception as error:  # user code may raise anything; the model sees the error
+        if is_away(error):
+            raise ConnectionError(summarize_error(error, Path(spec.rpartition(":")[0]))) from error
         return {"error": summarize_error(error, Path(spec.rpartition(":")[0]))}
 
 
@@ -280,7 +287,11 @@ class Tools(Function):
         super().__init__(tokenizer, seed, **args)
         options = ToolsOptions.read(args)
         self._tools = read_tools(
-            listed(options.functions), isolate=options.isolate, workers=options.workers, limits=options.limits
+            listed(options.functions),
+            isolate=options.isolate,
+            workers=options.workers,
+            retries=options.retries,
+            limits=options.limits,
         )
         self._max_turns = options.max_turns
 

@@ -70,9 +70,9 @@ class FunctionPool:
     async def call(self, name: str, *arguments: Any) -> Any:
         """What the function returns for these arguments. The wait for a free process has no time limit.
 
-        Raises RuntimeError with one line if the function raised, RolloutError if it returned something that isn't JSON (such
-        as a number that isn't finite), TimeoutError, MemoryError, ChildProcessError if its process died, and
-        EnvironmentSetupError if no process can be started.
+        Raises RuntimeError with one line if the function raised, ConnectionError if that `is_away`, RolloutError if it
+        returned something that isn't JSON (such as a number that isn't finite), TimeoutError, MemoryError, ChildProcessError
+        if its process died, and EnvironmentSetupError if no process can be started.
         """
         loop = asyncio.get_running_loop()
         async with self._slots.setdefault(loop, asyncio.Semaphore(self._workers)):
@@ -93,7 +93,8 @@ class FunctionPool:
             self._idle.append(worker)
         if reply.outcome == "returned":
             return reply.value
-        raise (RolloutError if reply.outcome == "bad_value" else RuntimeError)(reply.error)
+        kinds = {"bad_value": RolloutError, "away": ConnectionError}
+        raise kinds.get(reply.outcome, RuntimeError)(reply.error)
 
     async def coroutine_functions(self) -> list[str]:
         """The names of the functions that are `async def`, which a process can't call. Raises EnvironmentSetupError."""

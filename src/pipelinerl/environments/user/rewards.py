@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Mapping, Sequence, Set
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from pipelinerl.environments.user.code import describe, find_function, finite_number, try_out
+from pipelinerl.environments.user.code import describe, find_function, finite_number, is_away, retried, try_out
 from pipelinerl.environments.user.pool import FunctionPool, Limits
 from pipelinerl.errors import EnvironmentSetupError, RolloutError
 
@@ -32,10 +33,19 @@ class Functions:
     """Calls user functions by name: in processes with limits, or in this one if they are `async def` or not `isolate`d."""
 
     def __init__(
-        self, specs: dict[str, str], rewards: Set[str], *, isolate: bool, workers: int, concurrency: int, limits: Limits
+        self,
+        specs: dict[str, str],
+        rewards: Set[str],
+        *,
+        isolate: bool,
+        workers: int,
+        concurrency: int,
+        limits: Limits,
+        retries: int = 0,
     ) -> None:
         """`rewards`: names of those that may have another trainer's signature. Raises EnvironmentSetupError."""
         self._specs, self._concurrency, self._timeout_s = dict(specs), concurrency, limits.timeout_s
+        self._retries = retries
         self._pool = FunctionPool(specs if isolate else {}, rewards=rewards, workers=workers, limits=limits)
         own = try_out(self._pool.coroutine_functions(), 2 * limits.start_timeout_s, "its start") if isolate else [*specs]
         self._own = {name: find_function(specs[name], allow_async=True, reward=name in rewards) for name in own}
@@ -69,7 +79,10 @@ class Functions:
         return True
 
     async def call(self, name: str, *arguments: Any) -> Any:
-        """What the function returns. Raises as `FunctionPool.call`."""
+        """What the function returns; called again if a server that it asks is away. Raises as `FunctionPool.call`."""
+        return await retried(partial(self._call, name, *arguments), self._retries)
+
+    async def _call(self, name: str, *arguments: Any) -> Any:
         if name not in self._own:
             return await self._pool.call(name, *arguments)
         if inspect.iscoroutinefunction(self._own[name]):
@@ -91,8 +104,8 @@ class Functions:
                     raise TimeoutError(f"{what}: it took longer than {self._timeout_s:g} s") from None
                 raise self._raised(name, error) from error
 
-    def _raised(self, name: str, error: Exception) -> RuntimeError:
-        return RuntimeError(f"{name}: {describe(error, self._specs[name])}")
+    def _raised(self, name: str, error: Exception) -> Exception:
+        return (ConnectionError if is_away(error) else RuntimeError)(f"{name}: {describe(error, self._specs[name])}")
 
 
 def named_rewards(reward: str | Mapping[str, float] | Sequence[str]) -> dict[str, tuple[str, float]]:

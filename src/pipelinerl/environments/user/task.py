@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import Any, cast
+from functools import partial
+from typing import Annotated, Any, cast
 
 import msgspec
+from msgspec import Meta
 
 from pipelinerl.environments.options import AtLeastOne, Seconds
 from pipelinerl.environments.registry import build
 from pipelinerl.environments.single_turn import Task
-from pipelinerl.environments.user.code import UserFunction
+from pipelinerl.environments.user.code import UserFunction, retried
 from pipelinerl.environments.user.pool import FunctionPool
 from pipelinerl.environments.user.worker import Limits, TaskSource
 from pipelinerl.errors import EnvironmentSetupError
@@ -28,6 +30,7 @@ class _Attributes(msgspec.Struct):
 
     reward_workers: AtLeastOne
     reward_timeout_s: Seconds
+    reward_retries: Annotated[int, Meta(ge=0)]
     reward_memory_mb: AtLeastOne
     reward_writes: tuple[str, ...] | None
 
@@ -57,6 +60,7 @@ class RewardPool:
                 f"environment.args of {kind} are not JSON, so no other process can have them ({error}); use JSON, or set "
                 "`isolate_reward = False` in the class"
             ) from error
+        self._retries = limits.reward_retries
         self._pool = FunctionPool(
             {REWARD: kind},
             workers=limits.reward_workers,
@@ -72,7 +76,7 @@ class RewardPool:
     async def call(self, problem: Problem, *answer: Any) -> Any:
         """What `reward` returns. Raises as `FunctionPool.call`."""
         try:
-            return await self._pool.call(REWARD, problem, *answer)
+            return await retried(partial(self._pool.call, REWARD, problem, *answer), self._retries)
         except RuntimeError as error:
             if not any(f": {name}: " in str(error) for name in ("AttributeError", "KeyError")):
                 raise

@@ -26,7 +26,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from pipelinerl.environments.user.code import UserFunction, describe, find_function, not_finite, plain
+from pipelinerl.environments.user.code import UserFunction, describe, find_function, is_away, not_finite, plain
 from pipelinerl.errors import EnvironmentSetupError
 from pipelinerl.parent_pipe import take_stdin
 
@@ -91,7 +91,7 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     number: int
-    outcome: Literal["returned", "raised", "bad_value"] = "returned"
+    outcome: Literal["returned", "raised", "away", "bad_value"] = "returned"
     value: Any = None
     error: str = ""
 
@@ -154,7 +154,8 @@ def answer(call: Call, function: UserFunction, spec: str) -> bytes:
     except MemoryError:
         os._exit(OUT_OF_MEMORY)
     except BaseException as error:  # noqa: BLE001 - user code may raise anything, SystemExit included; only this call fails
-        return _encode(Reply(number=call.number, outcome="raised", error=f"{call.name}: {describe(error, spec)}"))
+        outcome: Literal["raised", "away"] = "away" if is_away(error) else "raised"
+        return _encode(Reply(number=call.number, outcome=outcome, error=f"{call.name}: {describe(error, spec)}"))
 
 
 def _limit_memory(limits: Limits) -> None:

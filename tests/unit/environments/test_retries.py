@@ -1,0 +1,143 @@
+"""Rewards and tools whose server is away for a while are called again; other errors are not repeated."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import urllib.error
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelinerl.environments.chat.tool_use import ToolError
+from pipelinerl.environments.user.code import is_away
+from pipelinerl.environments.user.function import read_tools
+from pipelinerl.environments.user.pool import Limits
+from pipelinerl.environments.user.rewards import Functions
+
+FILE = """
+from pathlib import Path
+import urllib.request
+
+CALLS = Path(__file__).with_name("calls")
+
+def away(times, error):
+    calls = len(CALLS.read_text()) if CALLS.exists() else 0
+    CALLS.write_text("x" * (calls + 1))
+    if calls < times:
+        raise error
+
+def judge(completion, example):
+    away(2, ConnectionRefusedError("no judge"))
+    return 1.0
+
+async def judge_async(completion, example):
+    away(2, TimeoutError("no answer"))
+    return 1.0
+
+def wrapped(completion, example):
+    try:
+        away(2, ConnectionResetError("gone"))
+    except OSError as error:
+        raise ValueError("no verdict") from error
+    return 1.0
+
+def wrong(completion, example):
+    away(2, ValueError("a bad answer"))
+    return 1.0
+
+def look_up(word: str) -> str:
+    '''Look up a word.
+
+    Args:
+        word: the word
+    '''
+    away(2, ConnectionError("no dictionary"))
+    return word.upper()
+"""
+
+
+class Response(Exception):  # noqa: N818 - as clients of HTTP name it
+    def __init__(self, status: int) -> None:
+        super().__init__(f"status {status}")
+        self.status_code = status
+
+
+class APIConnectionError(Exception):
+    """As a client of an API names it; it is no OSError."""
+
+
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The pauses between the calls, which are not made."""
+    made: list[float] = []
+    sleep = asyncio.sleep
+
+    async def shortly(delay_s: float, *more: Any) -> None:
+        if delay_s >= 1:
+            made.append(delay_s)
+        await sleep(0)
+
+    monkeypatch.setattr(asyncio, "sleep", shortly)
+    return made
+
+
+def called(tmp_path: Path, name: str, *, retries: int = 2, isolate: bool = True) -> Callable[[], Any]:
+    (tmp_path / "rewards.py").write_text(FILE)
+    functions = Functions(
+        {"reward": f"{tmp_path}/rewards.py:{name}"},
+        rewards=["reward"],
+        isolate=isolate,
+        workers=1,
+        concurrency=1,
+        retries=retries,
+        limits=Limits(),
+    )
+    return lambda: asyncio.run(functions.call("reward", "", {}))
+
+
+@pytest.mark.parametrize("isolate", [True, False])
+@pytest.mark.parametrize("name", ["judge", "judge_async", "wrapped"])
+def test_a_reward_is_asked_again_while_its_server_is_away(
+    tmp_path: Path, pauses: list[float], name: str, isolate: bool
+) -> None:
+    assert called(tmp_path, name, isolate=isolate)() == 1.0
+    assert pauses == [1, 4]
+
+
+def test_after_the_last_retry_the_error_is_that_of_the_function(tmp_path: Path, pauses: list[float]) -> None:
+    with pytest.raises(ConnectionError, match=r"reward: rewards.py, line 11: ConnectionRefusedError: no judge"):
+        called(tmp_path, "judge", retries=1)()
+    assert pauses == [1]
+
+
+def test_another_error_is_not_repeated(tmp_path: Path, pauses: list[float]) -> None:
+    for isolate in (True, False):
+        (tmp_path / "calls").unlink(missing_ok=True)
+        with pytest.raises(RuntimeError, match="a bad answer"):
+            called(tmp_path, "wrong", isolate=isolate)()
+        assert (tmp_path / "calls").read_text() == "x"
+    assert not pauses
+
+
+def test_a_tool_is_called_again_and_the_model_sees_its_last_error(tmp_path: Path, pauses: list[float]) -> None:
+    (tmp_path / "rewards.py").write_text(FILE)
+    for retries in (1, 2):
+        (tmp_path / "calls").unlink(missing_ok=True)
+        (tool,) = read_tools([f"{tmp_path}/rewards.py:look_up"], isolate=True, workers=1, retries=retries, limits=Limits())
+        if retries == 2:
+            assert asyncio.run(tool.call({"word": "a"})) == "A"
+        else:
+            with pytest.raises(ToolError, match="no dictionary"):
+                asyncio.run(tool.call({"word": "a"}))
+    assert pauses == [1, 1, 4]
+
+
+def test_what_counts_as_away() -> None:
+    away = [ConnectionResetError(), TimeoutError(), socket.gaierror(), Response(503), Response(429), APIConnectionError()]
+    away.append(urllib.error.HTTPError("http://judge", 502, "bad gateway", {}, None))  # type: ignore[arg-type]
+    assert all(map(is_away, away))
+    here = [ValueError(), FileNotFoundError(), Response(400), KeyError("a"), None, OSError("no such table")]
+    assert not any(map(is_away, here))
