@@ -137,11 +137,7 @@ def write_checkpoint(
     Both raise CheckpointError if it can't be written (full disk, no permission); existing checkpoints are then unchanged.
     """
     state = CheckpointState(
-        version=version,
-        rng=dict(rng),
-        positions=dict(positions),
-        counters=dict(counters),
-        session=session,
+        version=version, rng=dict(rng), positions=dict(positions), counters=dict(counters), session=session
     )
     target, hidden = _folders_of(directory, version)
     others: Mapping[str, FileRecord] = {}

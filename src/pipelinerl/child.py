@@ -178,11 +178,7 @@ ChildT = TypeVar("ChildT", bound=Stoppable)
 
 
 def stop_all(
-    children: Sequence[ChildT],
-    patience_s: float,
-    hurry: Callable[[], bool] = lambda: False,
-    *,
-    hung: Sequence[ChildT] = (),
+    children: Sequence[ChildT], patience_s: float, hurry: Callable[[], bool] = lambda: False, *, hung: Sequence[ChildT] = ()
 ) -> list[ChildT]:
     """Ask all to stop, and kill those that still run after `patience_s` or once `hurry` returns True.
 

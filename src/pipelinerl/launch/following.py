@@ -152,14 +152,7 @@ class Follower:
     """Sends a run's records to one tracker, in the thread that calls `follow`."""
 
     def __init__(
-        self,
-        name: str,
-        make: Make,
-        run: RunDirectory,
-        notes: Notes,
-        *,
-        steps: int,
-        say: Callable[[str], None],
+        self, name: str, make: Make, run: RunDirectory, notes: Notes, *, steps: int, say: Callable[[str], None]
     ) -> None:
         self.errors = 0
         self._name, self._make, self._run, self._notes, self._say = name, make, run, notes, say

@@ -226,10 +226,7 @@ def _sharded_state(config: RunConfig, shape: ModelShape, rank: int, device: str)
         parts = [Part("gradients of gathered weights", item * summed, most, device)]
     else:
         trained, rows = sum(lora.rank * (n + m) for n, m in _adapted(shape, lora.target_modules)), item * share
-        parts = [
-            _fixed("adapters", 4 * trained, device),
-            _fixed("the model as it is loaded", _weight_bytes(config, shape)),
-        ]
+        parts = [_fixed("adapters", 4 * trained, device), _fixed("the model as it is loaded", _weight_bytes(config, shape))]
     parts += [
         _fixed("weights", rows, device),
         _fixed("gathered weights", item * gathered, device),

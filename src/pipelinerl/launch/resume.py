@@ -351,13 +351,7 @@ def _size(path: Path) -> int:
 
 
 def take_back(
-    store: StreamStore,
-    position: QueuePosition,
-    ledger: GroupLedger,
-    version: int,
-    *,
-    apart: bool,
-    waiting: dict[int, Group],
+    store: StreamStore, position: QueuePosition, ledger: GroupLedger, version: int, *, apart: bool, waiting: dict[int, Group]
 ) -> list[KeptGroup]:
     """Rewind the streams to the checkpoint of `version`. Returns the kept groups, which are also added to `ledger`.
 

@@ -57,12 +57,7 @@ class MicroBatch:
 
     @classmethod
     def of(
-        cls,
-        samples: Sequence[TrainingSample],
-        *,
-        version: int,
-        device: torch.device,
-        waste: float = MAX_PADDING_WASTE,
+        cls, samples: Sequence[TrainingSample], *, version: int, device: torch.device, waste: float = MAX_PADDING_WASTE
     ) -> MicroBatch:
         """Build the tensors for a step that starts from `version`. `waste`: as for `PackedRow.of`.
 

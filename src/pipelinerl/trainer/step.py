@@ -147,10 +147,7 @@ class Learner:
         return self._forward(PackedRow.of(segments, self._device, waste=self._waste))
 
     def step(
-        self,
-        samples: Sequence[TrainingSample],
-        version: int,
-        on_micro_batch: OnMicroBatch | None = None,
+        self, samples: Sequence[TrainingSample], version: int, on_micro_batch: OnMicroBatch | None = None
     ) -> StepResult:
         """Take the step from `version` to `version + 1` on these samples.
 

@@ -28,14 +28,7 @@ import msgspec
 from pipelinerl import __version__, errors
 from pipelinerl.checkpoint_folders import files_in
 from pipelinerl.config.schema import LaunchConfig, RunConfig
-from pipelinerl.errors import (
-    PipelineRLError,
-    RankLostError,
-    RunDirectoryError,
-    StageDiedError,
-    StreamError,
-    UserError,
-)
+from pipelinerl.errors import PipelineRLError, RankLostError, RunDirectoryError, StageDiedError, StreamError, UserError
 from pipelinerl.extras import require
 from pipelinerl.files import write_atomically
 from pipelinerl.interfaces import Board

@@ -118,13 +118,7 @@ def run_generation(session: Session, index: int, weights_fd: int) -> None:
 
 
 def _take_part(
-    session: Session,
-    index: int,
-    weights_fd: int,
-    *,
-    runner: asyncio.Runner,
-    turns: Turns,
-    kept: Generation | None = None,
+    session: Session, index: int, weights_fd: int, *, runner: asyncio.Runner, turns: Turns, kept: Generation | None = None
 ) -> Generation:
     """Take part in a session until it ends or `turns` says so. `kept` has the environment and the engine, if they exist."""
     stage = generation_stages(session.config.engine.processes)[index].engine

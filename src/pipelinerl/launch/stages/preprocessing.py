@@ -31,10 +31,7 @@ def run_preprocessing(session: Session) -> None:
 
 
 def preparing(
-    config: RunConfig,
-    reader: StreamReader[Group],
-    lora: LoraModel | None = None,
-    reference: ReferenceScorer | None = None,
+    config: RunConfig, reader: StreamReader[Group], lora: LoraModel | None = None, reference: ReferenceScorer | None = None
 ) -> PreparingReader:
     """A reader that prepares the groups of `reader` as they are read (see `make_preprocessor`)."""
     return PreparingReader(reader, make_preprocessor(config, lora, reference))

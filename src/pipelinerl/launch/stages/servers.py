@@ -108,12 +108,7 @@ def _become_vllm(session: Session, role: str, parent_pipe: int) -> None:
     ready = ReadyFile(f"{scheme}://{address}:{port}", os.getpid())
     write_atomically(session.run.ready_file(role), msgspec.json.encode(ready))
     os.dup2(parent_pipe, 0)  # the guard watches it there
-    command = [
-        sys.executable,
-        "-m",
-        "pipelinerl.serving.vllm.guard",
-        *command_line(settings, port, address, guarded=True),
-    ]
+    command = [sys.executable, "-m", "pipelinerl.serving.vllm.guard", *command_line(settings, port, address, guarded=True)]
     os.execve(sys.executable, command, environment(settings, os.environ, key))  # noqa: S606 - our own module
 
 

@@ -252,10 +252,7 @@ def build_trainer(
     if policy.checkpoint is None:
         record()
     queue = SampleQueue(
-        reader,
-        by_index=session.schedule.trains_in_rounds(),
-        position=state.position,
-        counts=state.counters.queue,
+        reader, by_index=session.schedule.trains_in_rounds(), position=state.position, counts=state.counters.queue
     )
     generation = generation_stages(config.engine.processes)
     return Trainer(
@@ -277,10 +274,7 @@ def build_trainer(
         ),
         stopped=session.run.stop_request.exists,
         checkpoints=CheckpointPlan(
-            directory=session.run.checkpoints,
-            tokenizer=policy.tokenizer,
-            session=session.plan.id,
-            folders=_folders(session),
+            directory=session.run.checkpoints, tokenizer=policy.tokenizer, session=session.plan.id, folders=_folders(session)
         ),
         state=state,
     )

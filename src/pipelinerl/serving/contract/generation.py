@@ -86,8 +86,7 @@ async def ends_on_stop_tokens(subject: Subject) -> str:
     cut = await subject.complete(subject.request(prompt, temperature=0.0, max_tokens=12, stop_token_ids=(stop,)))
     require(cut.finish_reason == "stop", f"token {stop} is a stop token, but the finish reason is {cut.finish_reason}")
     require(
-        cut.token_ids == free.token_ids[: index + 1],
-        f"{cut.token_ids} does not end at the first {stop} of {free.token_ids}",
+        cut.token_ids == free.token_ids[: index + 1], f"{cut.token_ids} does not end at the first {stop} of {free.token_ids}"
     )
     return f"after {index + 1} tokens, the stop token included"
 

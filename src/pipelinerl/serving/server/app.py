@@ -176,9 +176,7 @@ class _EngineCollector(Collector):
         yield CounterMetricFamily("pipelinerl_engine_busy_seconds", "Time in steps and updates.", progress.busy_s)
         yield CounterMetricFamily("pipelinerl_weight_updates", "Weight updates taken.", progress.weight_updates)
         yield CounterMetricFamily(
-            "pipelinerl_weight_update_pause_seconds",
-            "Time in which updates made sequences wait.",
-            service.updates.paused_s,
+            "pipelinerl_weight_update_pause_seconds", "Time in which updates made sequences wait.", service.updates.paused_s
         )
 
 

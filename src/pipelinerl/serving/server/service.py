@@ -148,11 +148,7 @@ def loaded_from(model: Any, tokenizer: Any, options: ServeOptions, *, flatten: b
     )
     weights = named_weights(model)
     thread = EngineThread(
-        engine,
-        name=options.name,
-        slots=options.engine.slots,
-        max_queue=options.max_queue,
-        held=lambda: checksum(weights),
+        engine, name=options.name, slots=options.engine.slots, max_queue=options.max_queue, held=lambda: checksum(weights)
     )
     return Loaded(
         engine=thread,

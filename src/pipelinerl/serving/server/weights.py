@@ -135,11 +135,7 @@ class WeightUpdates:
     """
 
     def __init__(
-        self,
-        engine: EngineThread,
-        held: Mapping[str, Tensor],
-        directories: Sequence[Path],
-        on_new_epoch: Callable[[], None],
+        self, engine: EngineThread, held: Mapping[str, Tensor], directories: Sequence[Path], on_new_epoch: Callable[[], None]
     ) -> None:
         self._engine = engine
         self._held = held

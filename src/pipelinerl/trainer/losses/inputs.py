@@ -35,13 +35,7 @@ class LossInputs:
 
     def __post_init__(self) -> None:
         shape = self.logprobs_N.shape
-        others = (
-            self.behaviour_logprobs_N,
-            self.advantages_N,
-            self.lags_N,
-            self.sequence_N,
-            self.reference_logprobs_N,
-        )
+        others = (self.behaviour_logprobs_N, self.advantages_N, self.lags_N, self.sequence_N, self.reference_logprobs_N)
         if len(shape) != 1 or any(other is not None and other.shape != shape for other in others):
             shapes = [tuple(shape), *(None if other is None else tuple(other.shape) for other in others)]
             raise ValueError(f"every per-token tensor of a loss must have the same shape (N,), got {shapes}")

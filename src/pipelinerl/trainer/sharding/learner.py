@@ -49,13 +49,7 @@ class ShardedPolicy:
     """A model that is sharded over the ranks of `team`. `host` is the whole model on the CPU of rank 0, for its weights."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        trainer: TrainerConfig,
-        team: Team,
-        *,
-        seed: int = 0,
-        adapter: Path | None = None,
+        self, config: ModelConfig, trainer: TrainerConfig, team: Team, *, seed: int = 0, adapter: Path | None = None
     ) -> None:
         """With `config.lora`, the base weights are sharded and the adapters (those of `adapter`, if given) are not.
 

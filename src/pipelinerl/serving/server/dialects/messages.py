@@ -222,11 +222,7 @@ class MessagesWriter(EventWriter):
         return [{"type": "content_block_stop", "index": self._index}]
 
     def _end(self, usage: Json) -> Iterable[Json]:
-        yield {
-            "type": "message_delta",
-            "delta": self._ended_by(),
-            "usage": {"output_tokens": usage["completion_tokens"]},
-        }
+        yield {"type": "message_delta", "delta": self._ended_by(), "usage": {"output_tokens": usage["completion_tokens"]}}
         yield {"type": "message_stop"}
 
 

@@ -24,14 +24,7 @@ from pipelinerl.serving.server.dialects import messages, responses
 from pipelinerl.serving.server.dialects.common import Translated
 from pipelinerl.serving.server.exchange import Generation
 from pipelinerl.serving.server.extras import ExtendedRequest, Extras, Penalties, Rule
-from pipelinerl.serving.server.http import (
-    RefusedError,
-    Stream,
-    answer,
-    body_of,
-    decoded,
-    unless_gone,
-)
+from pipelinerl.serving.server.http import RefusedError, Stream, answer, body_of, decoded, unless_gone
 from pipelinerl.serving.server.openai.answers import (
     Json,
     LogprobWriter,
@@ -45,13 +38,7 @@ from pipelinerl.serving.server.openai.answers import (
     text_writer,
     usage_of,
 )
-from pipelinerl.serving.server.openai.bodies import (
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    TokenizeBody,
-    read_body,
-)
+from pipelinerl.serving.server.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, read_body
 from pipelinerl.serving.server.service import Service, ServiceHolder
 from pipelinerl.serving.server.text import StopStrings, ToolCallStream
 from pipelinerl.types import GenerationRequest, SamplingParams, TokenEvent, spans_from_versions
