@@ -89,7 +89,7 @@ def _rows(files: Sequence[Any], key: str, rows_of: Callable[[int], slice]) -> Te
 
 
 def rng_state() -> dict[str, str]:
-    """The states of torch's generators, for `save_checkpoint`: the CPU's and, if CUDA is in use, each GPU's."""
+    """The states of torch's generators, for `write_checkpoint`: the CPU's and, if CUDA is in use, each GPU's."""
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states |= {f"cuda:{i}": torch.cuda.get_rng_state(i) for i in range(torch.cuda.device_count())}
@@ -104,11 +104,6 @@ def restore_rng(states: Mapping[str, str]) -> None:
             torch.set_rng_state(state)
         elif torch.cuda.is_available() and torch.device(device).index < torch.cuda.device_count():
             torch.cuda.set_rng_state(state, device)
-
-
-def save_checkpoint(directory: Path, **contents: Any) -> Path:
-    """Write a checkpoint, and return when it is on the disk. See `write_checkpoint`."""
-    return write_checkpoint(directory, **contents)()
 
 
 def write_checkpoint(
@@ -163,9 +158,7 @@ def write_checkpoint(
 def save_optimizer(folder: Path, tensors: Mapping[str, Tensor], rank: int = 0, ranks: int = 1) -> Path:
     """Write the optimizer's state to a checkpoint's folder: all of it, or the rows (first dimension) that `rank` has.
 
-    Returns the file.
-
-    Raises OSError or SafetensorError.
+    Returns the file. Raises OSError or SafetensorError.
     """
     name = OPTIMIZER_FILE if ranks == 1 else OPTIMIZER_SHARD.format(rank + 1, ranks)
     save_file({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, folder / name)

@@ -179,11 +179,9 @@ class AsyncSchedule(_Rounds):
 
 
 def _enough(queued: int, needed: int) -> Verdict:
-    return (
-        ALLOWED
-        if queued >= needed
-        else Verdict(False, f"samples from the actor: {queued} of {needed} have arrived", (ACTOR,))
-    )
+    if queued >= needed:
+        return ALLOWED
+    return Verdict(False, f"samples from the actor: {queued} of {needed} have arrived", (ACTOR,))
 
 
 def _within_share(state: PipelineState, round_size: int) -> Verdict:

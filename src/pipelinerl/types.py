@@ -7,7 +7,7 @@ another process or a file is never executed. This module does not import torch.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any, Literal
 
 import msgspec
@@ -32,18 +32,11 @@ class VersionSpan(msgspec.Struct, frozen=True):
 
 def spans_from_versions(versions: Iterable[int]) -> tuple[VersionSpan, ...]:
     """Run-length encode one version per token into half-open spans that cover all of them."""
-    spans: list[VersionSpan] = []
-    start = 0
-    current: int | None = None
-    position = 0
-    for version in versions:
-        if current is not None and version != current:
-            spans.append(VersionSpan(current, start, position))
-            start = position
-        current = version
-        position += 1
-    if current is not None:
-        spans.append(VersionSpan(current, start, position))
+    spans, start = list[VersionSpan](), 0
+    for version, tokens in groupby(versions):
+        end = start + sum(1 for _ in tokens)
+        spans.append(VersionSpan(version, start, end))
+        start = end
     return tuple(spans)
 
 

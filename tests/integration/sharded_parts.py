@@ -26,7 +26,7 @@ from msgspec.structs import replace
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from pipelinerl.checkpoint import load_checkpoint, rng_state, save_checkpoint
+from pipelinerl.checkpoint import load_checkpoint, rng_state, write_checkpoint
 from pipelinerl.config.schema import CorrectionConfig, LoraConfig, ModelConfig, TrainerConfig
 from pipelinerl.models.loading import load_model
 from pipelinerl.models.lora import LoraModel
@@ -218,7 +218,7 @@ def train(
         results.append(learner.step(samples, version))
         version += 1
         if version == SAVED_AT and scenario in map(SCENARIOS.get, RESUMED):
-            save_checkpoint(
+            write_checkpoint(
                 folder / "checkpoints",
                 version=version,
                 model=learner,
@@ -227,7 +227,7 @@ def train(
                 rng=rng_state(),
                 positions={},
                 counters={},
-            )
+            )()
     probe = learner.logits([Segment(token_ids=(1, 2, 3), sampled=((1, 3),))])
     weights = {name: tensor.clone() for name, tensor in learner.weights().items()}
     save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "weights.safetensors")

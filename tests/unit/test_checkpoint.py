@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from pipelinerl import checkpoint as module
 from pipelinerl import checkpoint_state
-from pipelinerl.checkpoint import load_checkpoint, rng_state, save_checkpoint
+from pipelinerl.checkpoint import load_checkpoint, rng_state, write_checkpoint
 from pipelinerl.checkpoint_folders import best_version, checkpoints, keep_latest, latest_checkpoint
 from pipelinerl.config.schema import TrainerConfig
 from pipelinerl.errors import CheckpointError
@@ -69,7 +69,7 @@ def save(directory: Path, version: int, learner: Learner | None = None, **change
         "counters": {"trained": 12, "dropped": {"stale": 2}},
         "session": "abc",
     }
-    return save_checkpoint(directory, version=version, **(options | changes))
+    return write_checkpoint(directory, version=version, **(options | changes))()
 
 
 def test_records_are_durable_before_the_checkpoint_that_follows_them(
@@ -150,7 +150,7 @@ def test_any_number_of_ranks_reads_the_optimizers_state_of_any_other(tmp_path: P
             module.save_optimizer(folder, share(rank, savers), rank, savers)
 
     checkpoint = load_checkpoint(
-        save_checkpoint(
+        write_checkpoint(
             tmp_path,
             version=1,
             model=make_model(),
@@ -159,7 +159,7 @@ def test_any_number_of_ranks_reads_the_optimizers_state_of_any_other(tmp_path: P
             rng=rng_state(),
             positions={},
             counters={},
-        )
+        )()
     )
     for rank in range(loaders):
         found = checkpoint.optimizer_state(partial(rows_of, rank=rank, ranks=loaders))

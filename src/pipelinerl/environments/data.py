@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from pipelinerl.environments.options import Files, listed, names_a_dataset, unreadable
+from pipelinerl.environments.options import Files, listed
 from pipelinerl.errors import INVALID_DATA, EnvironmentSetupError
 from pipelinerl.extras import require
 from pipelinerl.types import Problem
@@ -83,7 +83,7 @@ def read_rows(path: Path) -> Iterator[tuple[int, Any]]:
     Rows of JSON lines and CSV have the number of their line, others are counted from 1. Raises EnvironmentSetupError for
     unreadable files and rows, MissingDependencyError for Parquet without pyarrow.
     """
-    if names_a_dataset(path):
+    if str(path).startswith("dataset:"):
         yield from read_dataset(str(path))
         return
     readers: dict[str, Callable[[Path], Iterator[tuple[int, Any]]]] = {
@@ -94,7 +94,8 @@ def read_rows(path: Path) -> Iterator[tuple[int, Any]]:
     try:
         yield from readers.get(path.suffix.lower(), _json_rows)(path)
     except OSError as error:
-        raise unreadable(path, error) from error
+        place = "" if path.is_absolute() else f" ({path.absolute()}: a path is relative to the working directory)"
+        raise EnvironmentSetupError(f"can't read {path}: {error.strerror or error}{place}") from error
     except UnicodeDecodeError as error:
         raise EnvironmentSetupError(f"{path} is not UTF-8: {error}") from error
 
@@ -144,9 +145,7 @@ def _value(text: bytes, place: str) -> Any:
         except (ValueError, RecursionError):
             found = None
         if found is not None:
-            why = (
-                f"it has the escape \\u{ord(found[0]):x}, half of a character, without its other half: remove or complete it"
-            )
+            why = f"it has the escape \\u{ord(found[0]):x}, half of a character, without the other: remove or complete it"
         elif text.strip() in (b"{", b"["):
             why = "one object over several lines: write one object a line, or an array of objects"
         elif text.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):

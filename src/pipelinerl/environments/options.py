@@ -20,7 +20,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeAlias, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -38,16 +37,6 @@ Seconds: TypeAlias = Annotated[float, Meta(gt=0)]
 
 SHOWN_CHARACTERS = 60
 """Characters of a wrong value that an error quotes."""
-
-
-def names_a_dataset(file: Path) -> bool:
-    return str(file).startswith("dataset:")
-
-
-def unreadable(path: Path, error: OSError) -> EnvironmentSetupError:
-    """The error for a file that can't be read."""
-    place = "" if path.is_absolute() else f" ({path.absolute()}: a path is relative to the working directory)"
-    return EnvironmentSetupError(f"can't read {path}: {error.strerror or error}{place}")
 
 
 def listed(names: str | list[str]) -> list[str]:

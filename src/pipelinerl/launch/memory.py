@@ -101,19 +101,16 @@ def predict(config: RunConfig, shape: ModelShape, longest_prompt: int | None = N
     processes = [_process(role, generation) for role in generation_roles(config)]
     processes += [_process(role, _server(config, shape)) for role in server_roles(config)]
     reference = _reference(config, shape)
-    training = [
-        *_trainer(config, shape, longest_prompt),
-        *_staging(config, shape, config.trainer.device, copies=1 + _deltas(config)),
-    ]
+    copies = 2 if config.weights.encoding == "delta" else 1
+    training = [*_trainer(config, shape, longest_prompt), *_staging(config, shape, config.trainer.device, copies=copies)]
     if config.launch.preprocessor == "process":
         processes.append(_process(PREPROCESSING, reference, torch=bool(reference)))
     else:
         training += reference
     processes.append(_process(TRAINING, training))
     for rank, role in enumerate(rank_roles(config), start=1):
-        parts = _trainer(config, shape, longest_prompt, rank)
-        with_trainer = config.launch.preprocessor == "with_trainer"
-        processes.append(_process(role, [*parts, *(_reference(config, shape, rank) if with_trainer else [])]))
+        own = _reference(config, shape, rank) if config.launch.preprocessor == "with_trainer" else []
+        processes.append(_process(role, [*_trainer(config, shape, longest_prompt, rank), *own]))
     if between := _between(config, shape):
         processes.append(Process(BETWEEN, (_fixed(BETWEEN, between),)))
     return Prediction(tuple(processes), shape, longest_prompt)
@@ -204,9 +201,7 @@ def _whole_state(config: RunConfig, shape: ModelShape, device: str) -> list[Part
     elif item != 4:
         parts.append(_fixed("master weights in float32", (4 + item) * trained, device))  # and a micro-batch's gradients
     parts += [_fixed("gradients", 4 * trained, device), _fixed("Adam's moments", 8 * trained, device)]
-    if device.startswith("cuda"):
-        parts.append(_fixed("a checkpoint as it is written", (8 + (4 if item != 4 else 0)) * trained))
-    return parts
+    return parts + _written(trained, item, device)
 
 
 def _sharded_state(config: RunConfig, shape: ModelShape, rank: int, device: str) -> list[Part]:
@@ -234,11 +229,13 @@ def _sharded_state(config: RunConfig, shape: ModelShape, rank: int, device: str)
         _fixed("gradients", 4 * trained, device),
         _fixed("Adam's moments", 8 * trained, device),
     ]
-    if device.startswith("cuda"):
-        parts.append(_fixed("a checkpoint as it is written", (8 + (4 if item != 4 else 0)) * trained))
-    if rank == 0:
-        parts.append(_fixed("all weights, to be published", _weight_bytes(config, shape)))
-    return parts
+    published = [_fixed("all weights, to be published", _weight_bytes(config, shape))] if rank == 0 else []
+    return parts + _written(trained, item, device) + published
+
+
+def _written(trained: int, item: int, device: str) -> list[Part]:
+    size = (8 + (4 if item != 4 else 0)) * trained
+    return [_fixed("a checkpoint as it is written", size)] if device.startswith("cuda") else []
 
 
 def _device_of(config: RunConfig, rank: int) -> str:
@@ -270,11 +267,8 @@ def _reference(config: RunConfig, shape: ModelShape, rank: int = 0) -> list[Part
 def _server(config: RunConfig, shape: ModelShape) -> list[Part]:
     if config.engine.kind == "vllm" and config.engine.device != "cpu":
         return []
-    return [
-        *_engine(config, shape),
-        _fixed("an incoming weight update", _weight_bytes(config, shape), _memory_of(config.engine.device)),
-        *([Part("a delta", 0, _weight_bytes(config, shape), _memory_of(config.engine.device))] if _deltas(config) else []),
-    ]
+    size, memory = _weight_bytes(config, shape), _memory_of(config.engine.device)
+    return [*_engine(config, shape), _fixed("an incoming weight update", size, memory), *_delta(config, size, memory)]
 
 
 def _staging(config: RunConfig, shape: ModelShape, device: str, *, copies: int) -> list[Part]:
@@ -282,12 +276,11 @@ def _staging(config: RunConfig, shape: ModelShape, device: str, *, copies: int) 
     if config.weights.kind == "shared":
         return []
     size, memory = _weight_bytes(config, shape), _memory_of(device)
-    delta = [Part("a delta", 0, size, memory)] if _deltas(config) else []
-    return [_fixed("staged weights", copies * size, memory), *delta]
+    return [_fixed("staged weights", copies * size, memory), *_delta(config, size, memory)]
 
 
-def _deltas(config: RunConfig) -> bool:
-    return config.weights.encoding == "delta"
+def _delta(config: RunConfig, size: int, device: str) -> list[Part]:
+    return [Part("a delta", 0, size, device)] if config.weights.encoding == "delta" else []
 
 
 def _between(config: RunConfig, shape: ModelShape) -> int:
@@ -309,12 +302,9 @@ def _adapted(shape: ModelShape, targets: Sequence[str] | None) -> list[tuple[int
 
 def _process(role: str, parts: Iterable[Part], *, torch: bool = True) -> Process:
     parts = tuple(parts)
-    contexts = [
-        _fixed("CUDA", CUDA_CONTEXT, device)
-        for device in dict.fromkeys(p.device for p in parts)
-        if device.startswith("cuda")
-    ]
-    return Process(role, (_fixed("the process itself", TORCH_PROCESS if torch else PLAIN_PROCESS), *parts, *contexts))
+    gpus = dict.fromkeys(part.device for part in parts if part.device.startswith("cuda"))
+    itself = _fixed("the process itself", TORCH_PROCESS if torch else PLAIN_PROCESS)
+    return Process(role, (itself, *parts, *(_fixed("CUDA", CUDA_CONTEXT, gpu) for gpu in gpus)))
 
 
 def _weight_bytes(config: RunConfig, shape: ModelShape) -> int:

@@ -20,18 +20,8 @@ from torch import Tensor, nn
 from pipelinerl.errors import PipelineRLError, UnsupportedModelError
 
 # Arguments that models pass to attention and that do not change its result: we build the masks and hold the caches.
-_IGNORED_ARGUMENTS = frozenset(
-    {
-        "position_ids",
-        "use_cache",
-        "output_attentions",
-        "past_key_values",
-        "cache_position",
-        "layer_idx",
-        "output_router_logits",
-    }
-)
-_KNOWN_ARGUMENTS = _IGNORED_ARGUMENTS | {"dropout", "is_causal"}  # whether these two are supported depends on their values
+_IGNORED = "position_ids use_cache output_attentions past_key_values cache_position layer_idx output_router_logits"
+_KNOWN_ARGUMENTS = {*_IGNORED.split(), "dropout", "is_causal"}  # whether the last two are supported depends on their values
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,31 +34,28 @@ def read_contract(model: Any, tokenizer: Any, max_length: int | None = None) -> 
     }
     named = {where: _ids(where, getattr(owner, "eos_token_id", None)) for where, owner in owners.items()}
     sources = {token: where for where, ids in reversed(named.items()) for token in ids}
-    notes, turn = list[str](), None
+    notes, size, unmarked = list[str](), int(text_config.vocab_size), ""
     if getattr(tokenizer, "chat_template", None):
         from pipelinerl.models.template import read_turn  # noqa: PLC0415 - the demo's model has none
 
-        turn = read_turn(tokenizer, added)
-        notes += turn.notes
-    if turn is not None and turn.end is not None and turn.end not in sources:
-        notes.append(
-            f"the chat template ends an answer with {_name(tokenizer, turn.end)}, which no eos_token_id names: it ends "
-            "completions, too"
-        )
-        sources[turn.end] = "the chat template"
-    size = int(text_config.vocab_size)
+        end, unmarked, found = read_turn(tokenizer, added)
+        notes += found
+        if end is not None and end not in sources:
+            name = _name(tokenizer, end)
+            notes.append(
+                f"the chat template ends an answer with {name}, which no eos_token_id names: it ends completions, too"
+            )
+            sources[end] = "the chat template"
     inside = tuple(sorted(token for token in sources if 0 <= token < size))
     for token, where in sorted(sources.items()):
         if token not in inside:
             notes.append(f"the stop token {token} of {where} is beyond the model's vocabulary of {size}: it ends nothing")
         elif added and token not in added and token not in tokenizer.all_special_ids:
-            notes.append(
-                f"the stop token {_name(tokenizer, token)} of {where} is no special token: is the tokenizer that of "
-                "another model?"
-            )
-    ends = " and ".join(_name(tokenizer, token) for token in inside) or "nothing"
-    if turn is not None and turn.text:
-        shown = repr(turn.text[:_SHOWN_CHARACTERS])
+            name = _name(tokenizer, token)
+            notes.append(f"the stop token {name} of {where} is no special token: is the tokenizer that of another model?")
+    if unmarked:
+        ends = " and ".join(_name(tokenizer, token) for token in inside) or "nothing"
+        shown = repr(unmarked[:_SHOWN_CHARACTERS])
         notes.append(f"the chat template has no token at the end of an answer, only {shown}: completions end with {ends}")
     if not inside:
         notes.append(
@@ -66,10 +63,9 @@ def read_contract(model: Any, tokenizer: Any, max_length: int | None = None) -> 
             "eos_token_id; each one runs to its limit"
         )
     if beyond := [_name(tokenizer, token) for token in sorted(added) if token >= size]:
-        more = f" and {len(beyond) - 2} more" if len(beyond) > 2 else ""
+        shown = ", ".join(beyond[:2]) + (f" and {len(beyond) - 2} more" if len(beyond) > 2 else "")
         notes.append(
-            f"the tokenizer has tokens beyond the model's vocabulary of {size}: {', '.join(beyond[:2])}{more}; prompts with "
-            "them are refused"
+            f"the tokenizer has tokens beyond the model's vocabulary of {size}: {shown}; prompts with them are refused"
         )
     trained = getattr(text_config, "max_position_embeddings", None)
     if max_length and trained and max_length > trained > 0:

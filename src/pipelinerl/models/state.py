@@ -112,12 +112,12 @@ def load_weights(model: nn.Module, tensors: Mapping[str, Tensor], *, known_finit
         for name, weight in weights.items()
         if name in tensors and tensors[name].shape != weight.shape
     ]
-    problems = _summary_of("missing", sorted(weights.keys() - tensors.keys()))
-    problems += _summary_of("unknown", sorted(tensors.keys() - weights.keys()))
-    problems += _summary_of("of another shape", misshapen)
+    problems = summary_of("missing", sorted(weights.keys() - tensors.keys()))
+    problems += summary_of("unknown", sorted(tensors.keys() - weights.keys()))
+    problems += summary_of("of another shape", misshapen)
     if not problems:
-        problems = _summary_of("tied in the model but not equal", _untied(weights, tensors))
-        problems += _summary_of("with values that are not finite", [] if known_finite else not_finite(tensors))
+        problems = summary_of("tied in the model but not equal", _untied(weights, tensors))
+        problems += summary_of("with values that are not finite", [] if known_finite else not_finite(tensors))
     if problems:
         raise WeightUpdateError("the weights do not fit the model: " + "; ".join(problems))
     with torch.no_grad():
@@ -136,7 +136,8 @@ def _untied(weights: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> lis
     ]
 
 
-def _summary_of(what: str, names: Iterable[str], most: int = 8) -> list[str]:
+def summary_of(what: str, names: Iterable[str], most: int = 8) -> list[str]:
+    """A part of a message: how many names there are, and the first ones. Empty without names."""
     names = list(names)
     if not names:
         return []

@@ -17,8 +17,9 @@ STD_EPSILON = 1e-6
 def advantages(
     rewards: Sequence[float], *, baseline: Literal["group_mean", "leave_one_out"], normalize_std: bool = False
 ) -> list[float]:
-    """The advantage of each of a group's K rewards.
+    """The advantage of each of a group's K rewards; 0 for a group of one.
 
+    `group_mean`: R_i - mean(R), as in the paper. `leave_one_out`: R_i - mean of the others, which does not depend on R_i.
     With `normalize_std`, they are divided by the rewards' population standard deviation plus `STD_EPSILON`. Sums are
     exact (rational arithmetic): a reward that equals its baseline gets exactly 0.0, which the filters rely on.
 
@@ -31,16 +32,6 @@ def advantages(
     deviations = [float(value) for value in _minus_mean(exact)]
     scale = STD_EPSILON + (math.hypot(*deviations) / math.sqrt(len(deviations)) if deviations else 0.0)
     return [value / scale for value in result]
-
-
-def group_mean(rewards: Sequence[float]) -> list[float]:
-    """R_i - mean(R): the baseline of the paper. 0 for a group of one."""
-    return advantages(rewards, baseline="group_mean")
-
-
-def leave_one_out(rewards: Sequence[float]) -> list[float]:
-    """R_i - mean of the other rewards, a baseline that does not depend on R_i (RLOO). 0 for a group of one."""
-    return advantages(rewards, baseline="leave_one_out")
 
 
 def _exact(rewards: Sequence[float]) -> list[Fraction]:

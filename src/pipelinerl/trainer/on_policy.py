@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 PACKED_COLUMNS = 7
-"""Numbers per token in `OnPolicyStats.packed`."""
+"""Numbers per token in `OnPolicyStats.packed`: the arguments of `OnPolicyStats.add`."""
 
 
 def effective_sample_size(log_ratios_N: torch.Tensor) -> float:
@@ -68,13 +68,7 @@ class OnPolicyStats:
     """
 
     def __init__(self) -> None:
-        self._log_ratios: list[torch.Tensor] = []
-        self._masked: list[torch.Tensor] = []
-        self._truncated: list[torch.Tensor] = []
-        self._entropy: list[torch.Tensor] = []
-        self._lags: list[torch.Tensor] = []
-        self._lengths: list[torch.Tensor] = []
-        self._log_products: list[torch.Tensor] = []
+        self._columns: tuple[list[torch.Tensor], ...] = tuple([] for _ in range(PACKED_COLUMNS))
 
     def add(
         self,
@@ -92,60 +86,46 @@ class OnPolicyStats:
         `lengths_N`: number of sampled tokens of the token's rollout; `log_products_N`: the sum of log(pi / mu) over them.
         Each is given for all micro-batches of a step or for none.
         """
-        shapes = [tuple(tensor.shape) for tensor in (log_ratios_N, masked_N, truncated_N, entropy_N, lags_N)]
+        needed = (log_ratios_N, masked_N, truncated_N, entropy_N, lags_N)
+        shapes = [tuple(tensor.shape) for tensor in needed]
         if len(set(shapes)) != 1 or len(shapes[0]) != 1:
             raise ValueError(f"every per-token tensor must have the same shape (N,), got {shapes}")
-        self._log_ratios.append(log_ratios_N.detach())
-        self._masked.append(masked_N.detach())
-        self._truncated.append(truncated_N.detach())
-        self._entropy.append(entropy_N.detach())
-        self._lags.append(lags_N.detach())
-        if lengths_N is not None:
-            self._lengths.append(lengths_N.detach())
-        if log_products_N is not None:
-            self._log_products.append(log_products_N.detach())
+        for column, tensor_N in zip(self._columns, (*needed, lengths_N, log_products_N), strict=True):
+            if tensor_N is not None:
+                column.append(tensor_N.detach())
 
     def packed(self) -> torch.Tensor:
         """All tokens in float32 on the CPU, (PACKED_COLUMNS, N), for `add_packed` elsewhere. Needs the lengths."""
-        chunks = (self._log_ratios, self._masked, self._truncated, self._entropy, self._lags)
-        columns = (*chunks, self._lengths, self._log_products)
-        return torch.stack([torch.cat([torch.empty(0), *(chunk.float().cpu() for chunk in column)]) for column in columns])
+        columns = ([torch.empty(0), *(chunk.float().cpu() for chunk in column)] for column in self._columns)
+        return torch.stack([torch.cat(column) for column in columns])
 
     def add_packed(self, tokens_7N: torch.Tensor) -> None:
         """Add the tokens of another process."""
-        log_ratios_N, masked_N, truncated_N, entropy_N, lags_N, lengths_N, log_products_N = tokens_7N.to(self._device())
-        self.add(
-            log_ratios_N,
-            masked_N.bool(),
-            truncated_N.bool(),
-            entropy_N,
-            lags_N.long(),
-            lengths_N=lengths_N.long(),
-            log_products_N=log_products_N,
-        )
-
-    def _device(self) -> torch.device:
-        return self._log_ratios[0].device if self._log_ratios else torch.device("cpu")
+        device = self._columns[0][0].device if self._columns[0] else "cpu"
+        logs_N, masked_N, truncated_N, entropy_N, lags_N, lengths_N, products_N = tokens_7N.to(device)
+        known = {"lengths_N": lengths_N.long(), "log_products_N": products_N}
+        self.add(logs_N, masked_N.bool(), truncated_N.bool(), entropy_N, lags_N.long(), **known)
 
     def result(self) -> OnPolicyMetrics | None:
         """The metrics of all tokens added; None if there were none.
 
         Raises ValueError if a log-ratio is not finite, which means that the weights or an input are broken.
         """
-        tokens = sum(chunk.numel() for chunk in self._log_ratios)
+        tokens = sum(chunk.numel() for chunk in self._columns[0])
         if tokens == 0:
             return None
-        logs_N = torch.cat(self._log_ratios).cpu().double()
-        lags_N = torch.cat(self._lags).cpu().long()
+        found = [torch.cat(column).cpu() if column else None for column in self._columns]
+        logs_N, masked_N, truncated_N, entropy_N, lags_N = (tensor for tensor in found[:5] if tensor is not None)
+        lengths_N, products_N = found[5:]
+        logs_N, lags_N = logs_N.double(), lags_N.long()
         if broken := int((~logs_N.isfinite()).sum()):
             raise ValueError(f"log(pi / mu) is not a finite number at {broken} of {tokens} tokens")
         weights_N = logs_N.exp()
         sorted_lags_N = lags_N.sort().values
         on_policy_N = logs_N[lags_N == 0]
-        masked_N, truncated_N = torch.cat(self._masked).cpu(), torch.cat(self._truncated).cpu()
         limited_N = (masked_N | truncated_N).double()
-        lengths_N = torch.cat(self._lengths).cpu() if self._lengths else None
         longest_N = None if lengths_N is None else in_longest_quarter(lengths_N)
+        by_rollout = None if lengths_N is None or products_N is None else _sd_by_rollout(products_N.double(), lengths_N)
         return OnPolicyMetrics(
             tokens=tokens,
             ess=effective_sample_size(logs_N),
@@ -157,15 +137,13 @@ class OnPolicyStats:
             lag_p99=_nearest_rank(sorted_lags_N, 0.99),
             masked_fraction=float(masked_N.double().mean()),
             truncated_fraction=float(truncated_N.double().mean()),
-            entropy_mean=float(torch.cat(self._entropy).cpu().double().mean()),
+            entropy_mean=float(entropy_N.double().mean()),
             weight_mean=float(weights_N.mean()),
             weight_max=float(weights_N.max()),
             on_policy_gap=float(on_policy_N.abs().max()) if on_policy_N.numel() else None,
             longest_lag_mean=None if longest_N is None else float(lags_N[longest_N].double().mean()),
             longest_limited_fraction=None if longest_N is None else float(limited_N[longest_N].mean()),
-            log_product_sd=_sd_by_rollout(torch.cat(self._log_products).cpu().double(), lengths_N)
-            if lengths_N is not None and self._log_products
-            else None,
+            log_product_sd=by_rollout,
         )
 
 

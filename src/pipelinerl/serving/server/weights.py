@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.interfaces import WeightUpdate
-from pipelinerl.models.state import checksum, first_names
+from pipelinerl.models.state import checksum, first_names, summary_of
 from pipelinerl.serving.epochs import Epochs, StaleEpochError
 from pipelinerl.serving.server.engine_thread import EngineThread, Holding
 from pipelinerl.serving.server.http import RefusedError, unavailable
@@ -99,12 +99,7 @@ def _check_names(names: set[str], firsts: Mapping[str, str]) -> None:
     present = {firsts[name] for name in names & firsts.keys()}
     missing = sorted(name for name, first in firsts.items() if first not in present)
     unknown = sorted(names - firsts.keys())
-    problems = [
-        f"{len(wrong)} {what} ({', '.join(wrong[:8])}{', ...' if len(wrong) > 8 else ''})"
-        for what, wrong in (("missing", missing), ("unknown", unknown))
-        if wrong
-    ]
-    if problems:
+    if problems := summary_of("missing", missing) + summary_of("unknown", unknown):
         raise WeightUpdateError("the weights do not fit the model: " + "; ".join(problems))
 
 
