@@ -18,7 +18,7 @@ its fields are the documentation. A class with an ordinary constructor needs no 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal, Self, TypeAlias, get_args, get_origin, get_type_hints
 
@@ -102,15 +102,10 @@ def check_arguments(name: str, signature: inspect.Signature, args: Mapping[str, 
         own = list(signature.parameters.values())[2:]
         required = [it.name for it in own if it.default is it.empty and it.kind < it.VAR_KEYWORD]
         optional = [it.name for it in own if it.name not in required]
+        names = [*required, *optional]
+        close = ((unknown, get_close_matches(unknown, names, n=1)) for unknown in args if unknown not in names)
+        hints = (f". Did you mean {match!r} instead of {unknown!r}?" for unknown, found in close for match in found)
         takes = ", ".join([*(f"{it} (required)" for it in required), *optional]) or "nothing"
         raise EnvironmentSetupError(
-            f"environment.args don't fit {name}: {error}; after `tokenizer` and `seed` it takes {takes}"
-            + _did_you_mean(args, [*required, *optional])
+            f"environment.args don't fit {name}: {error}; after `tokenizer` and `seed` it takes {takes}" + next(hints, "")
         ) from error
-
-
-def _did_you_mean(given: Iterable[str], names: Sequence[str]) -> str:
-    for unknown in (name for name in given if name not in names):
-        for close in get_close_matches(unknown, names, n=1):
-            return f". Did you mean {close!r} instead of {unknown!r}?"
-    return ""

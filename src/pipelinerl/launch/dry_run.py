@@ -15,7 +15,7 @@ from pipelinerl import errors
 from pipelinerl.child import ChildProcess
 from pipelinerl.config.keys import config_to_yaml
 from pipelinerl.config.schema import RunConfig
-from pipelinerl.errors import EnvironmentSetupError, PipelineRLError
+from pipelinerl.errors import EnvironmentSetupError
 from pipelinerl.launch.checks import check_without_running
 from pipelinerl.launch.memory import check_memory
 
@@ -107,7 +107,7 @@ def try_environment(config: RunConfig, *, attempts: bool = True) -> TryoutReport
             if isinstance(message, TryoutReport):
                 return message
             if isinstance(message, Mistake):
-                raise _to_error(message)
+                raise getattr(errors, message.kind, EnvironmentSetupError)(message.message)
             if process.running:
                 raise EnvironmentSetupError(
                     f"environment {kind} was not ready after {bound_s:g} s (launch.startup_timeout_s): it {message.doing}"
@@ -123,12 +123,6 @@ def _last_message(path: Path) -> TryoutMessage:
     """The last complete line that the process wrote."""
     *_, last, _ = ["", *path.read_text(encoding="utf-8").split("\n")]
     return msgspec.json.decode(last, type=TryoutMessage) if last else Step("loads this package")
-
-
-def _to_error(mistake: Mistake) -> PipelineRLError:
-    kind = getattr(errors, mistake.kind, EnvironmentSetupError)
-    error: PipelineRLError = kind(mistake.message)
-    return error
 
 
 def _report_lines(report: TryoutReport, config: RunConfig) -> list[str]:

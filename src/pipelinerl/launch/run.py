@@ -60,7 +60,11 @@ def train(config: RunConfig, *, resume: Path | None = None, began: Began = lambd
     """
     started_s = time.monotonic()
     config = validate(config)
-    changes = _changed_settings(config, RunDirectory(resume.absolute())) if resume is not None else []
+    changes: list[str] = []
+    if resume is not None:
+        from pipelinerl.launch.resume import changed_settings  # noqa: PLC0415 - only a resumed run needs it
+
+        changes = changed_settings(config, RunDirectory(resume.absolute()))
     memory = check_before_the_start(config)
     losses: Losses | None = None
     with output_that_never_fails(), ExitStack() as held, ExitStack() as aside:
@@ -154,12 +158,6 @@ def _train_session(
             if losses is None:
                 return _conclude(session, outcome)
             return losses if follows else _conclude(session, losses.counted(session, outcome))
-
-
-def _changed_settings(config: RunConfig, run: RunDirectory) -> list[str]:
-    from pipelinerl.launch.resume import changed_settings  # noqa: PLC0415 - only a resumed run needs it
-
-    return changed_settings(config, run)
 
 
 def _prepare_resume(config: RunConfig, run: RunDirectory) -> str | None:

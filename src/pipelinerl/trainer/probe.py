@@ -55,19 +55,15 @@ class ProbeCheck:
                 raise WeightUpdateError(self._mismatch_message(reading, ours))
 
     def _mismatch_message(self, reading: ProbeReading, ours: float) -> str:
-        others = {
+        off = {
             version: abs(reading.logprob - float(expected_V[reading.token_id]))
             for version, expected_V in self._expected.items()
-            if version != reading.version
         }
-        nearest = min(others, key=others.__getitem__, default=None)
-        hint = (
-            f"; version {nearest} would compute this value"
-            if nearest is not None and others[nearest] <= self._tolerance
-            else "; check that both run the same model and dtype"
-        )
+        nearest = min(off, key=off.__getitem__)  # not the reading's own version, which is beyond the tolerance
+        right = off[nearest] <= self._tolerance
+        hint = f"version {nearest} would compute this value" if right else "check that both run the same model and dtype"
         return (
             f"engine {reading.engine!r} acknowledged weights of version {reading.version}, but does not compute with "
             f"them: its log-prob of token {reading.token_id} after a fixed prompt is {reading.logprob:.5f}, the trainer's "
-            f"{ours:.5f} (bound: {self._tolerance:g}){hint}"
+            f"{ours:.5f} (bound: {self._tolerance:g}); {hint}"
         )

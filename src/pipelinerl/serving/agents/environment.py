@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from pipelinerl.environments.data import ProblemSet, by_payload, read_split
 from pipelinerl.environments.options import AtLeastOne, Files, FunctionName, Inner, Options, Share
@@ -20,9 +20,6 @@ from pipelinerl.errors import EnvironmentSetupError, RolloutError
 from pipelinerl.extras import require
 from pipelinerl.interfaces import Environment, GenerationClient, Tokenizer
 from pipelinerl.types import Problem, Rollout
-
-if TYPE_CHECKING:
-    from pipelinerl.serving.agents.gateway import Gateway
 
 API_KEY = "rollout"
 """A placeholder, as clients of OpenAI's API require a key. Requests are authorised by the secret in their address."""
@@ -70,7 +67,10 @@ class Agent:
         else:
             parts = read_split(options.data or [], options.held_out, lambda _: None, by_payload)
             self._source = ProblemSet(parts, f"agent/{seed}")
-        self._gateway = _gateway()
+        require("serve", "environment.kind agent")
+        from pipelinerl.serving.agents.gateway import Gateway  # noqa: PLC0415 - needs an extra
+
+        self._gateway = Gateway()
         weakref.finalize(self, self._gateway.close)
 
     @property
@@ -84,7 +84,7 @@ class Agent:
         return self._source.held_out(count)
 
     async def rollout(self, problem: Problem, client: GenerationClient) -> Rollout:
-        from pipelinerl.serving.agents.session import Session  # noqa: PLC0415 - as in `_gateway`
+        from pipelinerl.serving.agents.session import Session  # noqa: PLC0415 - as in `__init__`
 
         session = Session(client, self._template_options, ignore_sampling=self._ignore_sampling)
         with self._gateway.serving(session) as base_url:
@@ -96,13 +96,6 @@ class Agent:
         ignored = {"sampling_ignored": float(session.ignored)} if self._ignore_sampling else {}
         ignored["cancelled_turns"] = float(session.cancelled)
         return Rollout(turns=conversation.turns, reward=reward, metrics={**conversation.metrics, **ignored, **metrics})
-
-
-def _gateway() -> Gateway:
-    require("serve", "environment.kind agent")
-    from pipelinerl.serving.agents.gateway import Gateway  # noqa: PLC0415 - needs an extra
-
-    return Gateway()
 
 
 # ---- the code of agents: beside the engine, so that none blocks it
