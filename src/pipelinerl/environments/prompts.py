@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from pipelinerl.errors import EnvironmentSetupError
 from pipelinerl.interfaces import Tokenizer
 
 Message = Mapping[str, str]
 """One message of a chat: `{"role": "user", "content": "..."}`."""
 
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
-_OWN_OPTIONS = ("messages", "tools", "add_generation_prompt")
-
-SHOWN_CHARACTERS = 60  # of a prompt, in an error message
 
 
 def has_chat_template(tokenizer: Tokenizer) -> bool:
@@ -53,57 +48,6 @@ def encode_prompt(
         messages, tokenize=True, add_generation_prompt=True, return_dict=True, **template_options
     )
     return tuple(map(int, encoded["input_ids"]))
-
-
-def check_template_options(tokenizer: Tokenizer, options: Mapping[str, Any] | None, *, chat: bool = True) -> dict[str, Any]:
-    """The options; none for None. Raises EnvironmentSetupError for one that has no effect. `chat`: the template is used."""
-    template = str(getattr(tokenizer, "chat_template", None) or "") if chat else ""
-    for name in options or {}:
-        if name in _OWN_OPTIONS or not re.search(rf"\b{re.escape(name)}\b", template):
-            why = "is set here" if name in _OWN_OPTIONS else "is not in the model's chat template"
-            why = why if template else "has no effect: the prompts are not chats"
-            raise EnvironmentSetupError(f"environment.args.template_options: {name!r} {why}; leave it out")
-    return dict(options or {})
-
-
-def try_prompt(
-    tokenizer: Tokenizer, prompt: str | Sequence[Message], template_options: Mapping[str, Any] = NO_OPTIONS
-) -> None:
-    """Encode a prompt before the run starts, so that an error appears before the first rollout.
-
-    Raises EnvironmentSetupError if it can't be encoded, has no tokens, or if the chat template ignores the user's message.
-    """
-    if isinstance(prompt, str):
-        if not encode_or_refuse(tokenizer, "the model's tokenizer", prompt):
-            raise EnvironmentSetupError(f"the model's tokenizer makes an empty prompt of {_short(prompt)}")
-        return
-    encoder = "the model's chat template"
-    last = prompt[-1]
-    other = [*prompt[:-1], {**last, "content": last["content"] * 2}]
-    ids = encode_or_refuse(tokenizer, encoder, prompt, template_options)
-    if not ids or ids == encode_or_refuse(tokenizer, encoder, other, template_options):
-        how = "ignores the user's message" if ids else "makes an empty prompt"
-        raise EnvironmentSetupError(
-            f"{encoder} {how} ({_short(last['content'])}): it belongs to another model, or is damaged"
-        )
-
-
-def encode_or_refuse(
-    tokenizer: Tokenizer, encoder: str, prompt: str | Sequence[Message], template_options: Mapping[str, Any] = NO_OPTIONS
-) -> tuple[int, ...]:
-    """`encode_prompt`, for any text. Raises EnvironmentSetupError; `encoder` is what its message says of the tokenizer."""
-    try:
-        return encode_prompt(tokenizer, prompt, template_options)
-    except Exception as error:  # third-party code, which may raise anything
-        what = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
-        system = not isinstance(prompt, str) and any(message["role"] == "system" for message in prompt)
-        advice = '; if it takes no system message, set environment.args.system to ""' if system else ""
-        raise EnvironmentSetupError(f"{encoder} can't make a prompt of {_short(text)}: {what}{advice}") from error
-
-
-def _short(text: str) -> str:
-    return repr(text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}...")
 
 
 PART = "\ufffd"

@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast
 
-from pipelinerl.environments.prompts import try_prompt
+from pipelinerl.environments.prompts import encode_prompt
 from pipelinerl.environments.single_turn import JudgedTurn, Task
 from pipelinerl.errors import ConfigError, EnvironmentSetupError, PipelineRLError
 from pipelinerl.interfaces import Environment, Tokenizer
@@ -99,11 +100,13 @@ def _try_first_prompt(environment: JudgedTurn, tokenizer: Tokenizer) -> None:
         prompt = environment.prompt(environment.problem(0))
     except Exception:  # noqa: BLE001 - may affect this problem only; failed rollouts are counted and bounded
         return
-    if not isinstance(prompt, str):
-        from pipelinerl.environments.questions import wrong_chat  # noqa: PLC0415 - only for chats
+    with suppress(Exception):  # it is tried again, to say what is wrong
+        if isinstance(prompt, str) and encode_prompt(tokenizer, prompt):
+            return
+    from pipelinerl.environments.questions import try_prompt, wrong_chat  # noqa: PLC0415 - for chats, and for an error
 
-        if wrong := wrong_chat(prompt):
-            raise EnvironmentSetupError(f"the first problem's prompt has {wrong}")
+    if not isinstance(prompt, str) and (wrong := wrong_chat(prompt)):
+        raise EnvironmentSetupError(f"the first problem's prompt has {wrong}")
     try_prompt(tokenizer, prompt, environment.template_options)
 
 

@@ -11,7 +11,8 @@ import torch
 from pipelinerl.checkpoint import load_checkpoint
 from pipelinerl.config.schema import LONGEST_SLOT, RunConfig
 from pipelinerl.engine import LocalEngine
-from pipelinerl.environments.prompts import encode_or_refuse, has_chat_template, text_decoder
+from pipelinerl.environments.prompts import has_chat_template, text_decoder
+from pipelinerl.environments.questions import encode_or_refuse
 from pipelinerl.errors import PromptTooLongError, UserError
 from pipelinerl.experiments.evaluate.models import find_targets
 from pipelinerl.models.loading import load_model, load_tokenizer, model_max_length, stop_token_ids

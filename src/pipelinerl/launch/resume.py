@@ -22,8 +22,8 @@ from pipelinerl.config.secrets import without_secrets
 from pipelinerl.errors import INVALID_DATA, RunDirectoryError
 from pipelinerl.files import JsonLines, write_atomically
 from pipelinerl.launch.run_directory import RunDirectory
-from pipelinerl.launch.run_lock import errors_explained
-from pipelinerl.launch.session import KeptGroup, StartPlan, last_begun
+from pipelinerl.launch.run_lock import errors_explained, last_begun
+from pipelinerl.launch.session import KeptGroup, StartPlan
 from pipelinerl.launch.stages.streams import PREPARED, ROLLOUTS, StreamStore, group_reader
 from pipelinerl.ledger import GroupLedger
 from pipelinerl.metrics.evaluations import EvaluationRecord

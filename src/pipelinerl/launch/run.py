@@ -28,9 +28,10 @@ from pipelinerl.launch.run_lock import (
     create_run_directory,
     errors_explained,
     keep_settings,
+    last_begun,
     open_run_directory,
 )
-from pipelinerl.launch.session import Session, StartPlan, last_begun
+from pipelinerl.launch.session import Session, StartPlan
 from pipelinerl.launch.stages.streams import stream_store
 from pipelinerl.launch.summary import Outcome, finished_summary, show_result, write_summary
 from pipelinerl.schedule import make_schedule

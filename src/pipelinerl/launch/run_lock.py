@@ -14,9 +14,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import msgspec
+
 from pipelinerl.config.keys import config_to_yaml
 from pipelinerl.config.schema import RunConfig
-from pipelinerl.errors import RunDirectoryError
+from pipelinerl.errors import INVALID_DATA, RunDirectoryError
 from pipelinerl.files import write_atomically, write_privately
 from pipelinerl.launch.run_directory import ORPHAN_PATIENCE_S, RunDirectory
 from pipelinerl.launch.stages.streams import name_in_redis
@@ -196,3 +198,23 @@ def fresh_directory(kind: str, schedule: str) -> Path:
             continue
         return path
     raise AssertionError("itertools.count ended")
+
+
+class Begun(msgspec.Struct, frozen=True):
+    """What the next session needs to know of the plan of the latest one."""
+
+    run: str
+    epoch: int
+    rollouts_bytes: int = 0
+
+
+def last_begun(run: RunDirectory) -> Begun | None:
+    """The latest session that was planned. Raises RunDirectoryError if its plan is damaged."""
+    try:
+        return msgspec.json.decode(run.plan.read_bytes(), type=Begun)
+    except FileNotFoundError:
+        return None
+    except (OSError, *INVALID_DATA) as error:
+        raise RunDirectoryError(
+            f"{run.plan} can't be read ({error}): delete it, and start the servers again that engine.urls names, if any"
+        ) from error

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from pipelinerl.config.schema import RunConfig
-from pipelinerl.errors import INVALID_DATA, ReplacedError, RunDirectoryError
+from pipelinerl.errors import ReplacedError
 from pipelinerl.files import JsonLines, Lines, write_atomically
 from pipelinerl.interfaces import Schedule
 from pipelinerl.launch.run_directory import RunDirectory
@@ -139,26 +139,6 @@ class Session:
         if empty:
             path.unlink(missing_ok=True)
         return JsonLines(path)
-
-
-class Begun(msgspec.Struct, frozen=True):
-    """What the next session needs to know of the plan of the latest one."""
-
-    run: str
-    epoch: int
-    rollouts_bytes: int = 0
-
-
-def last_begun(run: RunDirectory) -> Begun | None:
-    """The latest session that was planned. Raises RunDirectoryError if its plan is damaged."""
-    try:
-        return msgspec.json.decode(run.plan.read_bytes(), type=Begun)
-    except FileNotFoundError:
-        return None
-    except (OSError, *INVALID_DATA) as error:
-        raise RunDirectoryError(
-            f"{run.plan} can't be read ({error}): delete it, and start the servers again that engine.urls names, if any"
-        ) from error
 
 
 def read_session(run: RunDirectory, records_from_s: float, here: Here) -> Session:

@@ -43,9 +43,7 @@ class TimelineWriter:
     ) -> None:
         """`lines` opens the file."""
         self._lines = lines(run_dir / f"{TIMELINE_STEM}{worker}.jsonl")
-        self._worker = worker
-        self._origin_s = origin_s
-        self._clock = clock
+        self._worker, self._origin_s, self._clock = worker, origin_s, clock
         self._due_s = clock()
 
     def note(self, progress: Callable[[], EngineProgress]) -> None:

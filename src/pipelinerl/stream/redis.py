@@ -334,9 +334,7 @@ class RedisStore:
 
     def __init__(self, url: str, prefix: str = "", patience_s: float = PATIENCE_S) -> None:
         """`patience_s`: how long a lost connection is retried."""
-        self._url = url
-        self._prefix = prefix
-        self._patience_s = patience_s
+        self._url, self._prefix, self._patience_s = url, prefix, patience_s
 
     def writer(
         self,

@@ -106,9 +106,7 @@ class RowLogprobs:
         head_chunk: int | Literal["auto"] = "auto",
         several_ranks: bool = False,
     ) -> None:
-        self._forward = forward
-        self._temperature = temperature
-        self._head_chunk = head_chunk
+        self._forward, self._temperature, self._head_chunk = forward, temperature, head_chunk
         if several_ranks and head_chunk:
             _ = self._chunked
 

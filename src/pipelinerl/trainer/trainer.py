@@ -103,10 +103,7 @@ class Trainer:
         stopped: Callable[[], bool] = lambda: False,
     ) -> None:
         state = state or TrainerState()
-        self._config = config
-        self._learner = learner
-        self._queue = queue
-        self._schedule = schedule
+        self._config, self._learner, self._queue, self._schedule = config, learner, queue, schedule
         self._sender = sender
         self._probe = ProbeCheck(learner.model, learner.logits)
         self._checkpoints = checkpoints

@@ -12,7 +12,8 @@ import msgspec
 
 from pipelinerl.environments.data import ProblemSet, split, without
 from pipelinerl.environments.options import FunctionName, Options, Share
-from pipelinerl.environments.prompts import check_template_options, has_chat_template
+from pipelinerl.environments.prompts import has_chat_template
+from pipelinerl.environments.questions import check_template_options
 from pipelinerl.errors import EnvironmentSetupError
 from pipelinerl.extras import require
 from pipelinerl.interfaces import GenerationClient, Tokenizer

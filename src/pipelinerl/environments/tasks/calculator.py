@@ -12,8 +12,7 @@ from pipelinerl.environments.chat.messages import ChatMessage
 from pipelinerl.environments.chat.tool_use import Tool, ToolError, ToolTask, tool_of
 from pipelinerl.environments.maths.numbers import MAX_OPERAND_DIGITS, answer_in, read_expression
 from pipelinerl.environments.options import AtLeastOne, Options
-from pipelinerl.environments.prompts import check_template_options
-from pipelinerl.environments.questions import chat_messages, is_held_out
+from pipelinerl.environments.questions import chat_messages, check_template_options, is_held_out
 from pipelinerl.errors import EnvironmentSetupError
 from pipelinerl.interfaces import Tokenizer
 from pipelinerl.types import Problem

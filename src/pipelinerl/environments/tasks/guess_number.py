@@ -12,8 +12,8 @@ from msgspec import Meta
 from pipelinerl.environments.chat.conversation import Conversation
 from pipelinerl.environments.chat.messages import ChatMessage
 from pipelinerl.environments.options import AtLeastOne, Options
-from pipelinerl.environments.prompts import check_template_options, encode_prompt, try_prompt
-from pipelinerl.environments.questions import chat_messages, check_chat
+from pipelinerl.environments.prompts import encode_prompt
+from pipelinerl.environments.questions import chat_messages, check_chat, check_template_options, try_prompt
 from pipelinerl.interfaces import GenerationClient, Tokenizer
 from pipelinerl.types import Problem, Rollout
 

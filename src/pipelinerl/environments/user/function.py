@@ -14,8 +14,16 @@ from msgspec import Meta
 from pipelinerl.environments.chat.tool_use import Tool, ToolError, require_chat, tool_of, use_tools
 from pipelinerl.environments.data import ProblemSet, read_split
 from pipelinerl.environments.options import AtLeastOne, Files, FunctionName, Options, Seconds, Share, listed
-from pipelinerl.environments.prompts import Message, check_template_options, encode_prompt, text_decoder, try_prompt
-from pipelinerl.environments.questions import NO_CHAT, chat_messages, check_chat, with_system, wrong_chat
+from pipelinerl.environments.prompts import Message, encode_prompt, text_decoder
+from pipelinerl.environments.questions import (
+    NO_CHAT,
+    chat_messages,
+    check_chat,
+    check_template_options,
+    try_prompt,
+    with_system,
+    wrong_chat,
+)
 from pipelinerl.environments.user.code import find_function, is_away, names_a_function, retried, summarize_error, try_out
 from pipelinerl.environments.user.pool import CALL_ENDED, FunctionPool, Limits
 from pipelinerl.environments.user.rewards import Functions, Score, group_values, named_rewards, weighted_sum

@@ -213,9 +213,7 @@ class Gaps:
     """
 
     def __init__(self, run_dir: Path, config: RunConfig | str, weights: Path | None) -> None:
-        self._run_dir = run_dir
-        self._config = config
-        self._weights = weights
+        self._run_dir, self._config, self._weights = run_dir, config, weights
         self._scorer: FrozenModelScorer | None = None
 
     def of(self, rollout: Rollout) -> list[float]:

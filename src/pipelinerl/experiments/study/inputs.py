@@ -153,9 +153,7 @@ class SavedWeights:
     """
 
     def __init__(self, run_dir: Path, model: ModelConfig, *, kept_bytes: int = 2 << 30) -> None:
-        self._run_dir = run_dir
-        self._model = model
-        self._kept_bytes = kept_bytes
+        self._run_dir, self._model, self._kept_bytes = run_dir, model, kept_bytes
         self._paths: dict[int, Path] = saved_versions(run_dir)
         self._loaded: OrderedDict[int, Mapping[str, Tensor]] = OrderedDict()
 

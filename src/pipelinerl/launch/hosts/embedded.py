@@ -124,9 +124,7 @@ class _AfterIteration:
 
     def __init__(self, session: Session, trainer: Trainer, board: Board, view: View, lock: RunLock) -> None:
         self._session, self._lock = session, lock
-        self._trainer = trainer
-        self._board = board
-        self._view = view
+        self._trainer, self._board, self._view = trainer, board, view
         self._watchdog = Watchdog(session.config.launch.watchdog_s)
         self._files = MmapBoard(session.run.scratch)
         self._looked_s = 0.0

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pipelinerl.environments.data import ProblemSet, by_payload, read_split
 from pipelinerl.environments.options import AtLeastOne, Files, FunctionName, Inner, Options, Share
-from pipelinerl.environments.prompts import check_template_options
+from pipelinerl.environments.questions import check_template_options
 from pipelinerl.environments.registry import make_inner
 from pipelinerl.environments.user.code import describe, find_function
 from pipelinerl.environments.user.rewards import score_of
@@ -111,9 +111,7 @@ class AgentThreads:
 
     def __init__(self, function: Callable[..., Any], spec: str, limit: int) -> None:
         """`spec` is the function's name, for messages."""
-        self._function = function
-        self._spec = spec
-        self._limit = limit
+        self._function, self._spec, self._limit = function, spec, limit
         self._semaphores: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
             weakref.WeakKeyDictionary()
         )
@@ -158,9 +156,7 @@ class _Run:
         semaphore: asyncio.Semaphore,
         agents_loop: asyncio.AbstractEventLoop | None,
     ) -> None:
-        self._function = function
-        self._arguments = arguments
-        self._semaphore = semaphore
+        self._function, self._arguments, self._semaphore = function, arguments, semaphore
         self._loop = asyncio.get_running_loop()
         self._agents_loop = agents_loop
         self._task: asyncio.Task[None] | None = None

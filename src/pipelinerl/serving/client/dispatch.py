@@ -138,10 +138,7 @@ class Dispatcher:
         self.tokens_received = 0
         self.error: BaseException | None = None
         self.arrived = asyncio.Event()
-        self._pool = pool
-        self._bounds = bounds
-        self._vocabulary = vocabulary
-        self._clock = clock
+        self._pool, self._bounds, self._vocabulary, self._clock = pool, bounds, vocabulary, clock
         self._router = Router()
         self._prefix = secrets.token_hex(4)
         self._started = 0

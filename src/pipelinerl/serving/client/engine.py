@@ -51,9 +51,7 @@ class RemoteEngine:
         self._version = min(held if first is None else [first, *held])
         self._pool = pool
         self._dispatcher = Dispatcher(pool, bounds, self.limits.vocabulary, clock)
-        self._files = files
-        self._step_s = step_s
-        self._clock = clock
+        self._files, self._step_s, self._clock = files, step_s, clock
         self._joined = False
         self._joining: asyncio.Task[None] | None = None
         self._open: set[str] = set()

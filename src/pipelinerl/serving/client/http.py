@@ -31,9 +31,7 @@ class RefusedError(ServerError):
 
     def __init__(self, url: str, status: int, detail: str, code: str = "") -> None:
         super().__init__(url, f"refused ({status}): {detail}")
-        self.status = status
-        self.detail = detail
-        self.code = code
+        self.status, self.detail, self.code = status, detail, code
 
 
 class HttpClient:

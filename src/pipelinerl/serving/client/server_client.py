@@ -47,9 +47,7 @@ class PipelineServer:
         self._http = HttpClient(url, api_key=api_key)
         self._updates = self._http if update_url is None else HttpClient(update_url, api_key=api_key)
         self._run, self._epoch = run, epoch
-        self._timeout_s = timeout_s
-        self._update_timeout_s = update_timeout_s
-        self._silence_s = silence_s
+        self._timeout_s, self._update_timeout_s, self._silence_s = timeout_s, update_timeout_s, silence_s
         self._decoder: msgspec.json.Decoder[TokenLine | CompletionLine] = msgspec.json.Decoder(TokenLine | CompletionLine)
 
     @property

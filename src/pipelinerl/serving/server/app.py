@@ -132,9 +132,7 @@ class CountedApp:
     """Records every request of `app` in `metrics`. All unknown paths are recorded as "other"."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics, paths: frozenset[str]) -> None:
-        self._app = app
-        self._metrics = metrics
-        self._paths = paths
+        self._app, self._metrics, self._paths = app, metrics, paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

@@ -47,10 +47,7 @@ class EngineThread:
     """
 
     def __init__(self, engine: Engine, *, name: str, slots: int, max_queue: int, held: Callable[[], str]) -> None:
-        self.name = name
-        self._engine = engine
-        self._held = held
-        self._slots = slots
+        self.name, self._engine, self._held, self._slots = name, engine, held, slots
         self.most_open = slots + max_queue
         self._holding = Holding(engine.version, held())
         self._progress = engine.progress()

@@ -97,10 +97,7 @@ class Exchange:
         keep_tokens: int = 500_000,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.engine = engine
-        self._keep_s = keep_s
-        self._keep_tokens = keep_tokens
-        self._clock = clock
+        self.engine, self._keep_s, self._keep_tokens, self._clock = engine, keep_s, keep_tokens, clock
         self._loop = asyncio.get_running_loop()
         self._known: dict[str, Generation] = {}  # in progress or kept
         self._kept: deque[_Kept] = deque()

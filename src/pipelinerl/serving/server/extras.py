@@ -60,9 +60,7 @@ class Extras:
     """
 
     def __init__(self, *, top: int = 0, scores_prompt: bool = False, rules: Sequence[Rule] = ()) -> None:
-        self.top = top
-        self.scores_prompt = scores_prompt
-        self.rules = rules
+        self.top, self.scores_prompt, self.rules = top, scores_prompt, rules
         self.tops: list[Likeliest] = []
         self.prompt: list[PromptToken] = []
         self.error: str | None = None

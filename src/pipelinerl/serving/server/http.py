@@ -63,9 +63,7 @@ class RefusedError(PipelineRLError):
 
     def __init__(self, code: ErrorCode, message: str, *, retry_after_s: int | None = None, param: str | None = None) -> None:
         super().__init__(message)
-        self.code = code
-        self.retry_after_s = retry_after_s
-        self.param = param
+        self.code, self.retry_after_s, self.param = code, retry_after_s, param
 
 
 def unavailable(reason: str) -> RefusedError:

@@ -65,10 +65,7 @@ class _Process:
     def __init__(
         self, options: ServeOptions, sockets: list[socket.socket], loading: Future[Loaded], began: Callable[[], None]
     ) -> None:
-        self._options = options
-        self._began = began
-        self._sockets = sockets
-        self._loading = loading
+        self._options, self._began, self._sockets, self._loading = options, began, sockets, loading
         self._stop = asyncio.Event()
         self._stop_now = False
 

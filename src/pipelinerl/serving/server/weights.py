@@ -132,9 +132,7 @@ class WeightUpdates:
     def __init__(
         self, engine: EngineThread, held: Mapping[str, Tensor], directories: Sequence[Path], on_new_epoch: Callable[[], None]
     ) -> None:
-        self._engine = engine
-        self._held = held
-        self._directories = directories
+        self._engine, self._held, self._directories = engine, held, directories
         self._on_new_epoch = on_new_epoch
         self._lock = asyncio.Lock()
         self._last: UpdateReceipt | None = None

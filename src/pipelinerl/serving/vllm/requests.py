@@ -152,10 +152,7 @@ class Requests:
         version: Callable[[], int],
         session: tuple[str, int] | None,
     ) -> None:
-        self._http = http
-        self._session = session
-        self._prepare = prepare
-        self._version = version
+        self._http, self._session, self._prepare, self._version = http, session, prepare, version
         self._in_flight: dict[str, _InFlight] = {}
         self._failure = ServerError(http.url, "")
 

@@ -51,9 +51,7 @@ class SharedWeightSender:
         self._control = Control(fd)
         if self._control.offers_made():
             raise ValueError("the shared file has had a sender: make a new file for each sender")
-        self._timeout_s = timeout_s
-        self._dtype = dtype
-        self._give_up = give_up
+        self._timeout_s, self._dtype, self._give_up = timeout_s, dtype, give_up
         self._layout: Layout | None = None
         self._layout_bytes = 0
         self._buffers: list[dict[str, Tensor]] = []

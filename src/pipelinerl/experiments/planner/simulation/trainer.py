@@ -118,9 +118,7 @@ class SimulatedTrainer:
         self.lag = LagStatistics()
         self.finish_s: float | None = None
         """When the step in progress will be done; None: no step is in progress."""
-        self._scenario = scenario
-        self._outstanding = outstanding
-        self._publications = publications
+        self._scenario, self._outstanding, self._publications = scenario, outstanding, publications
         self._stream: deque[SimulatedGroup] = deque()
         self._queue: deque[SimulatedRollout] = deque()
         self._batch: list[SimulatedRollout] = []

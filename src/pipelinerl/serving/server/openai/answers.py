@@ -98,9 +98,7 @@ class LogprobWriter:
     """Writes log-probs with `top` alternatives. `as_ids`: tokens are written as "token_id:5"."""
 
     def __init__(self, tokenizer: Tokenizer, top: int, *, as_ids: bool) -> None:
-        self._tokenizer = tokenizer
-        self._top = top
-        self._as_ids = as_ids
+        self._tokenizer, self._top, self._as_ids = tokenizer, top, as_ids
 
     def of_chat(self, tokens: Iterable[ScoredToken]) -> Json:
         content = []

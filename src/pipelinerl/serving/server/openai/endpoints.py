@@ -181,9 +181,7 @@ class _Call:
     ) -> None:
         self._service = service
         self._tokenizer = service.loaded.tokenizer
-        self._body = body
-        self._prompts = prompts
-        self._top = top
+        self._body, self._prompts, self._top = body, prompts, top
         self._chat = chat = isinstance(body, ChatBody)
         self._echo = isinstance(body, CompletionBody) and body.echo
         self._only_echo = isinstance(body, CompletionBody) and body.only_echo
