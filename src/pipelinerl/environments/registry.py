@@ -77,13 +77,17 @@ def make_inner(where: str, inner: Inner, tokenizer: Tokenizer, seed: int) -> Env
         raise type(error)(f"{where}: {error}") from error
 
 
-def epoch_note(environment: Environment, config: RunConfig) -> tuple[str, ...]:
-    """A line on how many steps an epoch is; none for an environment whose problems have no end, or that does not say."""
+def notes_of(environment: Environment, config: RunConfig) -> tuple[str, ...]:
+    """How many steps an epoch is, if the environment says how many problems it has; rewards that are called as by others."""
+    notes: tuple[str, ...] = getattr(environment, "signature_notes", ())
     count: int | None = getattr(environment, "training_count", None)
     if count is None:
-        return ()
+        return notes
     steps = count * config.actor.group_size / config.trainer.batch_size
-    return (f"data: {count} training problems: an epoch is {steps:.4g} steps (trainer.steps: {config.trainer.steps})",)
+    return (
+        *notes,
+        f"data: {count} training problems: an epoch is {steps:.4g} steps (trainer.steps: {config.trainer.steps})",
+    )
 
 
 def no_held_out(kind: str, problems: int) -> ConfigError:

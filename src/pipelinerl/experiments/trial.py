@@ -13,7 +13,7 @@ from pipelinerl.actor.evaluation import IDLE_S, evaluated
 from pipelinerl.actor.groups import GroupRunner
 from pipelinerl.actor.rollouts import Failure, RolloutContext, logger, problem_for
 from pipelinerl.config.schema import RunConfig
-from pipelinerl.environments.registry import epoch_note, make_environment
+from pipelinerl.environments.registry import make_environment, notes_of
 from pipelinerl.environments.user.code import run_to_end
 from pipelinerl.errors import EnvironmentSetupError
 from pipelinerl.experiments.evaluate.models import Target, engine_for
@@ -103,7 +103,7 @@ async def _play(config: RunConfig, problem: int, environment: Environment, token
             groups.cancel()
             logger.disabled = False
     attempts = tuple(_record(played.problem, played.outcomes[number], tokenizer) for number in range(played.size))
-    return Trial(config=config, group=groups.finished[0], attempts=attempts, notes=epoch_note(environment, config))
+    return Trial(config=config, group=groups.finished[0], attempts=attempts, notes=notes_of(environment, config))
 
 
 def _record(problem: Problem, outcome: Rollout | Failure, tokenizer: Tokenizer) -> EvaluatedProblem:

@@ -4,6 +4,7 @@ trackers are installed.
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -65,19 +66,21 @@ def _has_user_code(config: RunConfig) -> bool:
     """
     environment = config.environment
     names = ":" in environment.kind or any(isinstance(value, str | list | dict) for value in environment.args.values())
+    names = names or bool(config.evaluation.sets)
     return config.metrics.callback is not None or (names and config.launch.kind != "embedded")
 
 
 def inputs_of(config: RunConfig) -> dict[str, str]:
     """Path -> checksum of each file that `environment` names: data, and code with its rewards. Not what the code imports."""
     found: dict[str, str] = {}
-    values: list[Any] = [config.environment.kind, config.environment.args]
+    values: list[Any] = [config.environment.kind, config.environment.args, config.evaluation.sets]
     while values:
         value = values.pop()
         if isinstance(value, dict | list):
             values += [*value, *value.values()] if isinstance(value, dict) else value
         elif isinstance(value, str):
-            path = Path(value.removeprefix("dataset:").rpartition(":")[0] or value).expanduser()
+            named = re.sub("^(dataset|trl|verl):", "", value).rpartition(":")[0]
+            path = Path(named or value).expanduser()
             with suppress(OSError, ValueError):  # most texts name no file
                 folder = value.startswith("dataset:") and path.is_dir()
                 if not folder and not path.is_file() and not (path := Path(value)).is_file():

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.environments.user.code import adapted
-from pipelinerl.environments.user.function import read_tools
+from pipelinerl.environments.user.code import adapted, split_signature
+from pipelinerl.environments.user.function import Function, read_tools
 from pipelinerl.environments.user.pool import Limits
 from pipelinerl.environments.user.rewards import Functions
 from pipelinerl.errors import EnvironmentSetupError
+from tests.unit.scripted_engine import CharTokenizer
 
+TOKENIZER = CharTokenizer()
 CHAT = [{"role": "user", "content": "2 + 2?"}]
 
 
@@ -73,6 +75,52 @@ def test_arguments_in_the_wrong_order_are_an_error() -> None:
         adapted(swapped, "rewards.py:swapped")
 
 
+@pytest.mark.parametrize(
+    ("named", "parts"),
+    [
+        ("trl:rewards.py:f", ("trl", "rewards.py:f")),
+        ("verl:package.module:f", ("verl", "package.module:f")),
+        ("rewards.py:f", ("", "rewards.py:f")),
+        ("trl:f", ("", "trl:f")),  # a function of the module
+    ],
+)
+def test_a_prefix_names_the_signature(named: str, parts: tuple[str, str]) -> None:
+    assert split_signature(named) == parts
+
+
+def test_a_prefix_counts_more_than_the_names_of_parameters() -> None:
+    def unusual(completions: list[str], answer: list[str]) -> list[float]:
+        return [float(completions == answer)]
+
+    called = adapted(unusual, "rewards.py:unusual", "trl")
+    assert called("4", {"prompt": "2 + 2?", "answer": "4", "level": 1}) == 1.0
+
+
+@pytest.mark.parametrize("function", [lambda text: 1.0, lambda prompts, completions, answer: [1.0], lambda a, b, *, c: 1.0])
+def test_a_function_that_takes_something_else_is_an_error(function: Any) -> None:
+    with pytest.raises(
+        EnvironmentSetupError, match=r"rewards.py:f takes \(.*called with \(completion, example\).* trl:rewards.py:f"
+    ):
+        adapted(function, "rewards.py:f")
+
+
+@pytest.mark.parametrize("isolate", [True, False])
+def test_the_signature_that_was_recognised_is_said(isolate: bool, tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_text('{"prompt": "2 + 2?", "answer": "4"}\n' * 3)
+    file = tmp_path / "rewards.py"
+    file.write_text(
+        "def right(completions, answer, **kwargs):\n    return [float(completions == answer)]\n"
+        "def score(solution_str, ground_truth):\n    return float(solution_str == ground_truth)\n"
+        "def own(completion, example):\n    return 0.0\n"
+    )
+    rewards = [f"{file}:right", f"verl:{file}:score", f"{file}:own"]
+    (tmp_path / "data.jsonl").write_text('{"prompt": "2 + 2?", "answer": "4", "ground_truth": "4"}\n')
+    environment = Function(TOKENIZER, 0, data=f"{tmp_path}/data.jsonl", reward=rewards, isolate=isolate, held_out=0.0)
+    assert [note.partition(":")[0] for note in environment.signature_notes] == [f"reward {file}", f"reward {file}"]
+    assert ["as TRL calls" in note or "as verl calls" in note for note in environment.signature_notes] == [True, True]
+    assert asyncio.run(environment.reward_of("4", {"prompt": "2 + 2?", "answer": "4", "ground_truth": "4"})) == 2.0
+
+
 def test_only_rewards_are_called_as_another_trainer_calls_them(tmp_path: Path) -> None:
     (tmp_path / "functions.py").write_text(
         "def judge(completions, **kwargs):\n    return [len(kwargs['prompts'])]\n"
@@ -85,7 +133,7 @@ def test_only_rewards_are_called_as_another_trainer_calls_them(tmp_path: Path) -
 
     async def ask(isolate: bool) -> tuple[Any, ...]:
         limits = Limits()
-        functions = Functions(specs, {"reward"}, isolate=isolate, workers=1, concurrency=1, limits=limits)
+        functions = Functions(specs, {"reward": ""}, isolate=isolate, workers=1, concurrency=1, limits=limits)
         (tool,) = read_tools([f"{tmp_path}/functions.py:check"], isolate=isolate, workers=1, limits=limits)
         example = {"prompt": "2 + 2?"}
         return (

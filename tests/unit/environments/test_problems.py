@@ -10,7 +10,7 @@ import pytest
 
 from pipelinerl.config.schema import ActorConfig, RunConfig, TrainerConfig
 from pipelinerl.environments import make_environment
-from pipelinerl.environments.registry import epoch_note
+from pipelinerl.environments.registry import notes_of
 from pipelinerl.interfaces import Environment
 from pipelinerl.types import Problem
 from tests.unit.chat_parts import make_tokenizer
@@ -67,7 +67,7 @@ def test_held_out_problems_do_not_depend_on_the_seed_and_are_never_trained_on(ma
 
 def test_how_many_steps_an_epoch_is(made: tuple[list[Environment], int], request: pytest.FixtureRequest) -> None:
     config = RunConfig(actor=ActorConfig(group_size=8), trainer=TrainerConfig(batch_size=64, steps=7))
-    note = "".join(epoch_note(made[0][0], config))
+    note = "".join(notes_of(made[0][0], config))
     if request.node.callspec.params["made"] in ("math", "function"):
         count = int(note.split()[1])
         assert len({made[0][0].problem(index).id for index in range(2 * count)}) == count

@@ -15,6 +15,7 @@ import pytest
 
 from pipelinerl.environments.user.code import find_function
 from pipelinerl.environments.user.pool import FunctionPool, Limits
+from pipelinerl.environments.user.worker import MOST_PRINTED
 from pipelinerl.errors import EnvironmentSetupError, RolloutError
 from tests.unit.environments.env_client import one_line
 
@@ -136,6 +137,17 @@ def test_what_a_call_raises_or_returns_costs_no_process(file):
     assert outcomes[4:7] == [0.5, {"a": [1, None, "ü\n"]}, None]
     assert "EOFError" in str(outcomes[7])
     assert outcomes[8] == 9  # the same process all along
+
+
+def test_what_a_call_prints_is_bounded_and_the_log_says_so(file, capfd):
+    pool = FunctionPool({"act": f"{file}:act"}, workers=1, limits=LIMITS)
+    loud = ["value", "print('x' * 100_000) or print('y' * 100_000, file=__import__('sys').stderr)"]
+    assert play(pool, loud, ["print"], loud) == [None, None, None]
+    log = capfd.readouterr().err
+    assert len(log) < 3 * MOST_PRINTED
+    assert log.count("x") == 2 * MOST_PRINTED
+    note = f"({200_002 - MOST_PRINTED} more characters that a call printed are left out)"
+    assert log.index(note) < log.index("hello") < log.rindex(note)
 
 
 def test_a_forked_child_that_returns_from_the_call_does_not_reply(file):

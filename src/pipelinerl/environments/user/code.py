@@ -15,7 +15,7 @@ from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 from pipelinerl.errors import EnvironmentSetupError, RolloutError
 
@@ -145,8 +145,8 @@ def names_a_function(text: str) -> bool:
     return bool(colon and name.isidentifier() and (module.endswith(".py") or module.replace(".", "").isidentifier()))
 
 
-def find_function(spec: str, *, allow_async: bool = False, reward: bool = False) -> UserFunction:
-    """The function that `spec` names; as a `reward`, it is `adapted`. Its file is imported as by `import_file`.
+def find_function(spec: str, *, allow_async: bool = False, reward: Signature | None = None) -> UserFunction:
+    """The function that `spec` names; as a `reward` of this signature, it is `adapted`. It is imported as by `import_file`.
 
     Raises EnvironmentSetupError, with the line of the file where known, if there is no such function.
     """
@@ -163,16 +163,32 @@ def find_function(spec: str, *, allow_async: bool = False, reward: bool = False)
         raise not_defined(module_name, "function", name, names_in(module, inspect.isfunction))
     if inspect.iscoroutinefunction(found) and not allow_async:
         raise EnvironmentSetupError(f"{spec} is `async def`; it must be a plain function, which may block")
-    return adapted(found, spec) if reward else found
+    return found if reward is None else adapted(found, spec, reward)
 
 
-# ---- rewards with the signatures of other trainers, known by their parameter names
+# ---- rewards with the signatures of other trainers, known by their parameter names or by a prefix, as in `trl:file.py:name`
+
+Signature: TypeAlias = Literal["", "trl", "verl"]
+CALLED_AS: dict[Signature, str] = {
+    "trl": "as TRL calls rewards: (completions=[...], prompts=[...], **fields)",
+    "verl": "as verl calls rewards: (data_source, solution_str, ground_truth, extra_info)",
+}
 
 
-def adapted(found: UserFunction, spec: str) -> UserFunction:
+def split_signature(spec: str) -> tuple[Signature, str]:
+    """The prefix of a reward's name, "" if it has none, and the rest."""
+    for signature in CALLED_AS:
+        rest = spec.removeprefix(f"{signature}:")
+        if rest != spec and ":" in rest:
+            return signature, rest
+    return "", spec
+
+
+def adapted(found: UserFunction, spec: str, signature: Signature = "") -> UserFunction:
     """`found`, or if it has the signature of a reward of TRL or verl: a function (completion, example) that calls it.
 
-    Raises EnvironmentSetupError for (example, completion), in this order.
+    The attribute `called_as` of such a function is its signature, which "" leaves to the parameters' names. Raises
+    EnvironmentSetupError for a function that takes neither (completion, example) nor the arguments of TRL or verl.
     """
     try:
         parameters = inspect.signature(found).parameters
@@ -182,12 +198,18 @@ def adapted(found: UserFunction, spec: str) -> UserFunction:
     if names[:2] in (["example", "completion"], ["example", "completions"]):
         raise EnvironmentSetupError(f"{spec} has the parameters ({', '.join(names[:2])}): write them in the other order")
     others = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    if "completions" in names and others:
-        arguments, read = _for_trl, _first
-    elif "solution_str" in names:
-        arguments, read = _for_verl, _score
-    else:
+    known_as: Signature = "trl" if "completions" in names and others else "verl" if "solution_str" in names else ""
+    signature = signature or known_as
+    if not signature:
+        try:
+            inspect.signature(found).bind("", {})
+        except TypeError as error:
+            raise EnvironmentSetupError(
+                f"{spec} takes ({', '.join(names)}), and a reward is called with (completion, example): {error}. For one of "
+                f"TRL or verl write trl:{spec} or verl:{spec} (docs/rewards.md)"
+            ) from None
         return found
+    arguments, read = (_for_trl, _first) if signature == "trl" else (_for_verl, _score)
 
     def known(completion: str, example: dict[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in arguments(completion, example).items() if others or name in names}
@@ -198,7 +220,9 @@ def adapted(found: UserFunction, spec: str) -> UserFunction:
     def call(completion: str, example: dict[str, Any]) -> Any:
         return read(found(**known(completion, example)))
 
-    return ask if inspect.iscoroutinefunction(found) else call
+    function = ask if inspect.iscoroutinefunction(found) else call
+    function.__dict__["called_as"] = signature
+    return function
 
 
 def _for_trl(completion: str, example: dict[str, Any]) -> dict[str, Any]:

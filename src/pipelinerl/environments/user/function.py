@@ -108,7 +108,7 @@ class Function(ProblemSet):
         parts = read_split(options.data, options.held_out, self._check, self._key)
         super().__init__(parts, f"function/{seed}")
         rewards = named_rewards(options.reward)
-        self._weights = {name: weight for name, (_, weight) in rewards.items()}
+        self._weights = {name: one.weight for name, one in rewards.items()}
         self._group_reward = options.group_reward
         others = {} if self._field else {PROMPT: options.prompt}
         if self._group_reward:
@@ -116,8 +116,8 @@ class Function(ProblemSet):
         if taken := others.keys() & rewards.keys():
             raise EnvironmentSetupError(f"environment.args.reward: a function can't be called {min(taken)}; rename it")
         self._functions = Functions(
-            {name: spec for name, (spec, _) in rewards.items()} | others,
-            rewards=rewards.keys(),
+            {name: one.spec for name, one in rewards.items()} | others,
+            rewards={name: one.signature for name, one in rewards.items()},
             isolate=options.isolate,
             workers=options.workers,
             concurrency=options.concurrency,
@@ -132,6 +132,11 @@ class Function(ProblemSet):
             if not pooled:
                 options.refuse_without_effect("calls in this process have no limits", "timeout_s", "ended_reward")
         try_out(self._trial(parts.training[0]), 2 * options.limits.start_timeout_s, "an empty answer to the first example")
+
+    @property
+    def signature_notes(self) -> tuple[str, ...]:
+        """The rewards that are called as another trainer calls them, for the user to check."""
+        return self._functions.notes
 
     @property
     def calls_async(self) -> bool:

@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 import msgspec
 
 from pipelinerl.child import ChildProcess
+from pipelinerl.environments.user.code import Signature
 from pipelinerl.environments.user.worker import LINE_SIGNAL, OUT_OF_MEMORY, Call, Limits, Reply, Start, TaskSource
 from pipelinerl.errors import INVALID_DATA, EnvironmentSetupError, RolloutError
 
@@ -49,12 +50,12 @@ class FunctionPool:
         self,
         functions: Mapping[str, str],
         *,
-        rewards: Collection[str] = (),
+        rewards: Mapping[str, Signature] | None = None,
         workers: int = 2,
         limits: Limits | None = None,
         task: TaskSource | None = None,
     ) -> None:
-        self._start = Start(functions=dict(functions), rewards=tuple(rewards), limits=limits or Limits(), task=task)
+        self._start = Start(functions=dict(functions), rewards=dict(rewards or {}), limits=limits or Limits(), task=task)
         self._workers = workers
         self._numbers = count(1)
         self._idle: list[_Worker] = []
@@ -96,10 +97,13 @@ class FunctionPool:
         kinds = {"bad_value": RolloutError, "away": ConnectionError}
         raise kinds.get(reply.outcome, RuntimeError)(reply.error)
 
-    async def coroutine_functions(self) -> list[str]:
-        """The names of the functions that are `async def`, which a process can't call. Raises EnvironmentSetupError."""
+    async def describe(self) -> dict[str, tuple[bool, Signature]]:
+        """By function: whether it is `async def`, so that a process can't call it, and the trainer as which it is called.
+
+        Raises EnvironmentSetupError.
+        """
         self._idle.append(worker := await self._start_worker())
-        return worker.coroutine_functions
+        return worker.described
 
     def close(self) -> None:
         """Kill all processes. Idempotent."""
@@ -135,14 +139,14 @@ class FunctionPool:
         if reply.outcome != "returned":
             worker.kill()
             raise EnvironmentSetupError(reply.error)
-        worker.coroutine_functions = reply.value
+        worker.described = reply.value
         return worker
 
 
 class _Worker(ChildProcess):
     """A process that runs user functions (`worker.py`)."""
 
-    coroutine_functions: list[str]
+    described: dict[str, tuple[bool, Signature]]
 
     def __init__(self, start: Start) -> None:
         """Returns at once; reply 0 arrives when the process is ready. Raises OSError if it can't be started."""

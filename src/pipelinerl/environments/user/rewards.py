@@ -8,13 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from pipelinerl.environments.user.code import describe, find_function, finite_number, is_away, retried, try_out
+from pipelinerl.environments.user.code import (
+    CALLED_AS,
+    Signature,
+    describe,
+    find_function,
+    finite_number,
+    is_away,
+    retried,
+    split_signature,
+    try_out,
+)
 from pipelinerl.environments.user.pool import FunctionPool, Limits
 from pipelinerl.errors import EnvironmentSetupError, RolloutError
 
@@ -35,7 +45,7 @@ class Functions:
     def __init__(
         self,
         specs: dict[str, str],
-        rewards: Set[str],
+        rewards: Mapping[str, Signature],
         *,
         isolate: bool,
         workers: int,
@@ -43,12 +53,17 @@ class Functions:
         limits: Limits,
         retries: int = 0,
     ) -> None:
-        """`rewards`: names of those that may have another trainer's signature. Raises EnvironmentSetupError."""
+        """`rewards`: the signatures of those that may have another trainer's. Raises EnvironmentSetupError."""
         self._specs, self._concurrency, self._timeout_s = dict(specs), concurrency, limits.timeout_s
         self._retries = retries
         self._pool = FunctionPool(specs if isolate else {}, rewards=rewards, workers=workers, limits=limits)
-        own = try_out(self._pool.coroutine_functions(), 2 * limits.start_timeout_s, "its start") if isolate else [*specs]
-        self._own = {name: find_function(specs[name], allow_async=True, reward=name in rewards) for name in own}
+        found = try_out(self._pool.describe(), 2 * limits.start_timeout_s, "its start") if isolate else {}
+        own = [name for name in specs if not isolate or found[name][0]]
+        self._own = {name: find_function(specs[name], allow_async=True, reward=rewards.get(name)) for name in own}
+        called = {name: called_as for name, (_, called_as) in found.items()}
+        called |= {name: getattr(function, "called_as", "") for name, function in self._own.items()}
+        self.notes = tuple(f"reward {specs[name]}: called {CALLED_AS[one]}" for name, one in called.items() if one)
+        """The functions that are called as another trainer calls them."""
         if len(own) == len(specs):
             self._pool.close()
         self._slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
@@ -108,15 +123,23 @@ class Functions:
         return (ConnectionError if is_away(error) else RuntimeError)(f"{name}: {describe(error, self._specs[name])}")
 
 
-def named_rewards(reward: str | Mapping[str, float] | Sequence[str]) -> dict[str, tuple[str, float]]:
-    """(function, weight) by the name that errors and metrics use: of several functions, each one's own.
+class NamedReward(NamedTuple):
+    spec: str
+    weight: float
+    signature: Signature
+
+
+def named_rewards(reward: str | Mapping[str, float] | Sequence[str]) -> dict[str, NamedReward]:
+    """The functions by the name that errors and metrics use: of several functions, each one's own.
 
     Raises EnvironmentSetupError if two functions have the same name.
     """
     if isinstance(reward, str):
-        return {TOTAL: (reward, 1.0)}
+        signature, spec = split_signature(reward)
+        return {TOTAL: NamedReward(spec, 1.0, signature)}
     weights = reward.items() if isinstance(reward, Mapping) else [(spec, 1.0) for spec in reward]
-    named = {spec.rpartition(":")[2]: (spec, weight) for spec, weight in weights}
+    split = [(*split_signature(named), weight) for named, weight in weights]
+    named = {spec.rpartition(":")[2]: NamedReward(spec, weight, signature) for signature, spec, weight in split}
     if len(named) < len(reward):
         raise EnvironmentSetupError("environment.args.reward: two functions have the same name; rename one of them")
     return named

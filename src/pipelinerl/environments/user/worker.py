@@ -11,6 +11,7 @@ kills it (see `child`), even if the call never returns to Python. Where no kerne
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import resource
@@ -22,17 +23,20 @@ from functools import partial
 from inspect import iscoroutinefunction
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 import msgspec
 
-from pipelinerl.environments.user.code import UserFunction, describe, find_function, is_away, not_finite, plain
+from pipelinerl.environments.user.code import Signature, UserFunction, describe, find_function, is_away, not_finite, plain
 from pipelinerl.errors import EnvironmentSetupError
 from pipelinerl.parent_pipe import take_stdin
 
 EXTRA_CPU_S = 1
 OUT_OF_MEMORY = 77
 """Exit status of a worker in which a call exceeded its memory limit."""
+MOST_PRINTED = 16 << 10
+MOST_PRINTED_IN_ALL = 16 << 20
+"""Characters that one call, and all calls of a process, may print to the log."""
 LINE_SIGNAL = signal.SIGUSR1
 """Asks a worker for the line of the user's file that it executes."""
 
@@ -65,13 +69,14 @@ class TaskSource(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker's only argument: functions (`file.py:function`) by name, which of them are rewards, and limits.
+    """A worker's only argument: functions (`file.py:function`) by name, the signatures of the rewards among them, and
+    limits.
 
     With `task` there is one function, the task's `reward`, and its name stands for the class.
     """
 
     functions: dict[str, str]
-    rewards: tuple[str, ...] = ()
+    rewards: dict[str, Signature] = {}
     limits: Limits
     task: TaskSource | None = None
 
@@ -87,7 +92,8 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
     """The outcome of a call: `value` if it returned, else `error` (one line).
 
-    Number 0 is the outcome of the imports; its value has the names of the functions that are `async def`.
+    Number 0 is the outcome of the imports; its value has, by function, whether it is `async def`, and the trainer
+    as which it is called.
     """
 
     number: int
@@ -96,14 +102,46 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
 
 
+class Printed(io.TextIOBase):
+    """What user code prints, for a log that must not fill the disk: the beginning of each call's text.
+
+    `end_call` adds how much was left out.
+    """
+
+    def __init__(self, log: IO[str]) -> None:
+        self._log = log
+        self._left, self._left_in_all, self._left_out = MOST_PRINTED, MOST_PRINTED_IN_ALL, 0
+
+    def write(self, text: str) -> int:
+        kept = text[: min(self._left, self._left_in_all)]
+        self._left -= len(kept)
+        self._left_in_all -= len(kept)
+        self._left_out += len(text) - len(kept)
+        self._log.write(kept)
+        return len(text)
+
+    def flush(self) -> None:
+        self._log.flush()
+
+    def fileno(self) -> int:
+        return self._log.fileno()
+
+    def end_call(self) -> None:
+        if self._left_out and self._left_in_all:
+            self._log.write(f"\n({self._left_out} more characters that a call printed are left out)\n")
+        self._left, self._left_out = MOST_PRINTED, 0
+        self._log.flush()
+
+
 def main(argument: str) -> int:
     start = msgspec.json.decode(argument.encode(), type=Start)
     connection = socket.socket(fileno=take_stdin())
     os.dup2(2, 1)
+    sys.stdout = sys.stderr = printed = Printed(sys.stderr)
     try:
         if start.task is None:
             functions = {
-                name: find_function(spec, allow_async=True, reward=name in start.rewards)
+                name: find_function(spec, allow_async=True, reward=start.rewards.get(name))
                 for name, spec in start.functions.items()
             }
         else:
@@ -118,7 +156,8 @@ def main(argument: str) -> int:
         connection.sendall(_encode(Reply(number=0, outcome="raised", error=str(error))))
         return 1
     _limit_memory(start.limits)
-    connection.sendall(_encode(Reply(number=0, value=[name for name in functions if iscoroutinefunction(functions[name])])))
+    described = {name: (iscoroutinefunction(found), getattr(found, "called_as", "")) for name, found in functions.items()}
+    connection.sendall(_encode(Reply(number=0, value=described)))
     decoder, process = msgspec.json.Decoder(Call), os.getpid()
     for line in connection.makefile("rb"):
         call = decoder.decode(line)
@@ -126,6 +165,7 @@ def main(argument: str) -> int:
         signal.signal(LINE_SIGNAL, partial(_tell_line, connection, spec))
         _limit_cpu(start.limits)
         reply = answer(call, functions[call.name], spec)
+        printed.end_call()
         if os.getpid() != process:  # the call has forked, and the child returned from it, too
             os._exit(1)
         connection.sendall(reply)

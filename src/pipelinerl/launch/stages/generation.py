@@ -30,7 +30,7 @@ from pipelinerl.actor.probe import WeightProbe
 from pipelinerl.actor.rollouts import RolloutContext
 from pipelinerl.actor.status import GenerationStatus
 from pipelinerl.config.schema import EvaluationConfig
-from pipelinerl.environments.registry import epoch_note, make_environment, no_held_out
+from pipelinerl.environments.registry import make_environment, no_held_out, notes_of
 from pipelinerl.errors import BroadcastEndedError, StalledError
 from pipelinerl.files import JsonLines, Lines
 from pipelinerl.interfaces import AsyncEngine, Board, Environment, StreamStats, StreamWriter, Tokenizer, WeightReceiver
@@ -184,6 +184,7 @@ class Generation:
     writer: StreamWriter[Group]
     receiver: WeightReceiver
     environment: Environment
+    sets: dict[str, Environment]
     tokenizer: Tokenizer
     engine: AbstractAsyncContextManager[EngineHandle]
     admission: Admission
@@ -230,10 +231,15 @@ def build_generation(
     environment = make_environment(config.environment.kind, config.environment.args, tokenizer, config.seed)
     if index == 0 and config.evaluation.problems and not held_out_problems(environment, 1):
         raise no_held_out(config.environment.kind, config.evaluation.problems)
+    sets: dict[str, Environment] = {}
+    if index == 0 and config.evaluation.sets:
+        from pipelinerl.launch.stages.held_out import evaluation_sets  # noqa: PLC0415 - few runs have them
+
+        sets = evaluation_sets(config, environment, tokenizer)
     if index == 0 and session.plan.other_data and not config.evaluation.accept_trained:
         from pipelinerl.launch.stages.held_out import refuse_trained  # noqa: PLC0415 - few resumes have other data
 
-        refuse_trained(environment, session)
+        refuse_trained(environment, sets.values(), session)
     starting(board, stages, waits_for(config.engine))
     engine = make_engine(session, stages.engine, tokenizer, weights_fd)
     return Generation(
@@ -244,6 +250,7 @@ def build_generation(
         writer=writer,
         receiver=receiver,
         environment=environment,
+        sets=sets,
         tokenizer=tokenizer,
         engine=engine,
         admission=_admission(session, board, writer, index),
@@ -322,7 +329,7 @@ def _groups(generation: Generation, handle: EngineHandle) -> GroupRunner:
         seed=config.seed,
         slots=handle.slots,
         stop_token_ids=handle.contract.stop_token_ids,
-        notes=(*(f"model: {note}" for note in handle.contract.notes), *epoch_note(generation.environment, config)),
+        notes=(*(f"model: {note}" for note in handle.contract.notes), *notes_of(generation.environment, config)),
     )
     skips = None
     if config.actor.online_filter is not None:
@@ -339,6 +346,7 @@ def _actor_of(generation: Generation, writer: RolloutWriter, timeline: TimelineW
     evaluations = Evaluations(
         generation.groups.context,
         generation.evaluation,
+        sets=generation.sets,
         on_done=lambda evaluation: _record(session, evaluation),
         until=session.config.trainer.steps,
         reached=session.plan.evaluated,
@@ -385,9 +393,9 @@ def _record(session: Session, evaluation: Evaluation) -> None:
     with session.lines(path, empty=True) as answers:  # it may be left from before a resume
         for problem in evaluation.problems:
             write_record(answers, problem)
-    answered = [problem for problem in evaluation.problems if problem.failure is None]
+    answered = [problem for problem in evaluation.own if problem.failure is None]
     record = EvaluationRecord.of(
-        [problem.reward for problem in evaluation.problems],
+        [problem.reward for problem in evaluation.own],
         [problem.length for problem in answered],
         when=evaluation.when,
         version=evaluation.version,
@@ -395,7 +403,7 @@ def _record(session: Session, evaluation: Evaluation) -> None:
         tokens_by_version=evaluation.tokens_by_version,
         failed=evaluation.failed,
         skipped=evaluation.skipped,
-        metrics=[problem.metrics for problem in answered],
+        metrics=[*(problem.metrics for problem in answered), *evaluation.rewards_of_sets],
     )
     with closing(JsonlSink(session.run.root, session.lines)) as sink:
         sink.write(record)
