@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from pipelinerl.errors import ConfigError, EnvironmentSetupError
 from pipelinerl.metrics.evaluations import EvaluatedProblem, EvaluationRecord
 from pipelinerl.metrics.reading import read_json_lines, read_records
 from tests.integration.runs import (
@@ -78,3 +80,75 @@ def test_rounds_do_not_wait_for_them_and_a_resume_repeats_none(tmp_path: Path) -
         assert_as_recorded(run_dir, record)
     for rollout in rollouts_by_id(run_dir).values():
         assert len(set(versions(rollout))) == 1, "weights are frozen in a round, whatever is being evaluated"
+
+
+def of_sets(folder: Path, **sets: object) -> dict[str, object]:
+    """Settings of a run that continues `N,N+1:`, and is evaluated on a share of these problems and on other sets."""
+    for name, numbers in {"data": range(10, 34), "longer": range(34, 40), "hard": range(50, 55)}.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"prompt": f"{n},{n + 1}:"}) + "\n" for n in numbers))
+    (folder / "rewards.py").write_text(
+        "def reward(completion, example):\n    return 1.0 if example['prompt'] >= '5' else 0.25 * (len(completion) % 2)\n"
+    )
+    args = {"data": f"{folder}/data.jsonl", "reward": f"{folder}/rewards.py:reward", "isolate": False}
+    return {
+        "environment__kind": "function",
+        "environment__args": json.dumps(args),
+        "evaluation__problems": 4,
+        "evaluation__sets": json.dumps(sets),
+    }
+
+
+@pytest.mark.slow
+def test_each_of_several_sets_has_a_reward_of_its_own(tmp_path: Path) -> None:
+    settings = of_sets(
+        tmp_path, hard={"held_out": f"{tmp_path}/hard.jsonl"}, longer={"held_out": f"{tmp_path}/longer.jsonl"}
+    )
+    run_dir = tmp_path / "r"
+    counts = run(run_dir, trainer__steps=2, actor__max_tokens=12, evaluation__every=1, **settings)
+    records = evaluations(run_dir)
+    assert {record.when for record in records} >= {"before", "after"}
+    for record in records:
+        name = f"v{record.version}" if record.when == "online" else record.when
+        answers = read_json_lines(run_dir / "rollouts" / f"evaluation-{name}.jsonl", EvaluatedProblem)
+        by_set = {of: [one.reward for one in answers if one.evaluation_set == of] for of in ("", "hard", "longer")}
+        assert [len(rewards) for rewards in by_set.values()] == [record.problems, 4, 4]
+        assert record.reward_mean == sum(by_set[""]) / record.problems < 0.5
+        assert record.metrics == {f"{of}/reward": sum(by_set[of]) / 4 for of in ("hard", "longer")}
+        assert record.metrics["hard/reward"] == 1.0
+    assert counts["eval_after_metrics"]["hard/reward"] == 1.0
+    assert counts["eval_reward_after"] < 0.5
+
+
+@pytest.mark.parametrize(
+    ("sets", "wrong"),
+    [
+        (
+            {"hard": {"data": "hard.jsonl", "held_out": "data.jsonl"}},
+            r"sets.hard: 4 of its 4 problems are also training problems \(data/",
+        ),
+        ({"hard": {"held_out": "none.jsonl"}}, "evaluation.sets.hard: .*none.jsonl"),
+        ({"hard": {"helt_out": 0.1}}, "evaluation.sets.hard: .*'held_out' instead of 'helt_out'"),
+    ],
+)
+def test_a_set_that_can_not_be_used_ends_the_run_before_it_starts(
+    sets: dict[str, dict[str, object]], wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = of_sets(tmp_path, **sets)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(EnvironmentSetupError, match=wrong):
+        run(tmp_path / "r", trainer__steps=2, **settings)
+    assert not (tmp_path / "r").exists()
+
+
+@pytest.mark.parametrize(
+    ("changed", "wrong"),
+    [
+        ({"evaluation__problems": 0}, "evaluation.sets: evaluation.problems says how many"),
+        ({"evaluation__sets": '{"a/b": {}}'}, "evaluation.sets: 'a/b' is no name"),
+    ],
+)
+def test_sets_without_problems_or_with_a_wrong_name_are_refused(
+    changed: dict[str, object], wrong: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=wrong):
+        run(tmp_path / "r", trainer__steps=2, **of_sets(tmp_path, hard={}) | changed)

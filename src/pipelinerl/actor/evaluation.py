@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
 
@@ -22,11 +22,20 @@ from pipelinerl.errors import EnvironmentSetupError, RunDirectoryError
 from pipelinerl.files import remedy
 from pipelinerl.interfaces import Environment, Tokenizer
 from pipelinerl.metrics.evaluations import EvaluatedProblem, When
+from pipelinerl.metrics.statistics import REWARD
 from pipelinerl.types import Problem, Rollout, spans_from_versions, versions_from_spans
 
 logger = logging.getLogger(__name__)
 
 IDLE_S = 0.002
+
+
+class Question(NamedTuple):
+    """A held-out problem of `environment`. `of` is the name of the further set that it belongs to, if any."""
+
+    environment: Environment
+    problem: Problem
+    of: str = ""
 
 
 class RecordSink(Protocol):
@@ -40,7 +49,7 @@ class Evaluation:
     """One evaluation, with the answers in the order of the problems.
 
     `name` is `before`, `after`, or for the online one that began with the weights of version 20 `v20`. `skipped` counts the
-    evaluations that were skipped since the previous one.
+    evaluations that were skipped since the previous one. `problems` are followed by those of further sets.
     """
 
     name: str
@@ -50,14 +59,24 @@ class Evaluation:
     skipped: int = 0
 
     @property
+    def own(self) -> list[EvaluatedProblem]:
+        """The problems that belong to no further set."""
+        return [record for record in self.problems if not record.evaluation_set]
+
+    @property
     def reward(self) -> float | None:
-        """The mean over all problems, failed attempts as 0; None without problems."""
-        return sum(record.reward for record in self.problems) / len(self.problems) if self.problems else None
+        """The mean over the `own` problems, failed attempts as 0; None without problems."""
+        return sum(record.reward for record in self.own) / len(self.own) if self.own else None
 
     @property
     def failed(self) -> dict[str, int]:
-        """Number of failed attempts by reason."""
-        return dict(Counter(record.failure.partition(":")[0] for record in self.problems if record.failure is not None))
+        """Number of failed attempts at the `own` problems, by reason."""
+        return dict(Counter(record.failure.partition(":")[0] for record in self.own if record.failure is not None))
+
+    @property
+    def rewards_of_sets(self) -> list[dict[str, float]]:
+        """The reward of each problem of a further set, as a metric `NAME/reward`; failed attempts as 0."""
+        return [{f"{one.evaluation_set}{REWARD}": one.reward} for one in self.problems if one.evaluation_set]
 
     @property
     def tokens_by_version(self) -> dict[int, int]:
@@ -72,17 +91,17 @@ class Evaluation:
 class _Pass:
     """The attempts of one evaluation. The caller advances the engine.
 
-    Seeds depend only on a problem's position in `problems`, so that evaluations of different weights, or in different runs,
+    Seeds depend only on a problem's position in `questions`, so that evaluations of different weights, or in different runs,
     differ only by the weights.
     """
 
-    def __init__(self, context: RolloutContext, problems: Sequence[Problem], when: When, version: int) -> None:
+    def __init__(self, context: RolloutContext, questions: Sequence[Question], when: When, version: int) -> None:
         self._when: When = when
         self._version = version
         self._name = f"v{version}" if when == "online" else when
         self._context = context
-        self._problems = problems
-        self._waiting = deque(range(len(problems)))
+        self._questions = questions
+        self._waiting = deque(range(len(questions)))
         self._running: dict[asyncio.Task[Rollout | Failure], int] = {}
         self._done: dict[int, EvaluatedProblem] = {}
 
@@ -93,7 +112,7 @@ class _Pass:
 
     @property
     def complete(self) -> bool:
-        return self.done == len(self._problems)
+        return self.done == len(self._questions)
 
     @property
     def running(self) -> int:
@@ -102,7 +121,7 @@ class _Pass:
     @property
     def status(self) -> str:
         when = f" since version {self._version}" if self._when == "online" else f", {self._when} training"
-        return f"evaluates{when}: {self.done} of {len(self._problems)} held-out problems"
+        return f"evaluates{when}: {self.done} of {len(self._questions)} held-out problems"
 
     def start(self, slots: int) -> bool:
         """Start attempts until `slots` are running or none are left. They begin in the next event-loop pass.
@@ -113,7 +132,8 @@ class _Pass:
         while self._waiting and self.running < slots:
             number = self._waiting.popleft()
             client = context.rollout_client(f"evaluation-{self._name}.{number}", derive_seed("evaluation", number))
-            attempted = attempt(context.environment, self._problems[number], client, context.limits)
+            question = self._questions[number]
+            attempted = attempt(question.environment, question.problem, client, context.limits)
             self._running[asyncio.create_task(attempted)] = number
         return self.running > before
 
@@ -121,7 +141,9 @@ class _Pass:
         """Record the attempts that have ended. A failed attempt fails one problem only."""
         for task in [task for task in self._running if task.done()]:
             number = self._running.pop(task)
-            self._done[number] = evaluated(self._problems[number], task.result(), self._context.tokenizer)
+            question = self._questions[number]
+            answer = evaluated(question.problem, task.result(), self._context.tokenizer)
+            self._done[number] = msgspec.structs.replace(answer, evaluation_set=question.of)
 
     def cancel(self) -> None:
         """Cancel running attempts."""
@@ -129,7 +151,7 @@ class _Pass:
             task.cancel()
 
     def result(self, skipped: int) -> Evaluation:
-        problems = tuple(self._done[number] for number in range(len(self._problems)))
+        problems = tuple(self._done[number] for number in range(len(self._questions)))
         return Evaluation(name=self._name, when=self._when, version=self._version, problems=problems, skipped=skipped)
 
 
@@ -150,16 +172,23 @@ class Evaluations:
         context: RolloutContext,
         config: EvaluationConfig,
         *,
+        sets: Mapping[str, Environment] | None = None,
         on_done: Callable[[Evaluation], object] = lambda _: None,
         until: int = 0,
         reached: int = 0,
     ) -> None:
-        """`on_done` records an evaluation that has ended. Those due up to version `reached` have already taken place.
+        """`on_done` records an evaluation that has ended. Those due up to version `reached` have already taken place. `sets`
+        has the environments of further sets of problems, by name.
 
-        Raises EnvironmentSetupError if the environment fails to return its held-out problems.
+        Raises EnvironmentSetupError if an environment fails to return its held-out problems.
         """
         self.rewards: dict[str, float] = {}
-        self._problems = held_out_problems(context.environment, config.problems) if config.problems else ()
+        asked = {"": context.environment, **(sets or {})} if config.problems else {}
+        self._questions = [
+            Question(environment, problem, name)
+            for name, environment in asked.items()
+            for problem in held_out_problems(environment, config.problems)
+        ]
         sampling = msgspec.structs.replace(context.sampling, temperature=config.temperature, top_p=1.0, top_k=0)
         self._context = replace(context, sampling=sampling)
         self._config = config
@@ -194,7 +223,7 @@ class Evaluations:
         if not self._config.problems:
             return False
         context = self._context
-        self._pass = running = _Pass(context, self._problems, when, context.engine.version)
+        self._pass = running = _Pass(context, self._questions, when, context.engine.version)
         try:
             while not running.complete:
                 running.start(context.slots)
@@ -214,13 +243,13 @@ class Evaluations:
 
         Returns whether any attempt was started. Raises what `on_done` raises.
         """
-        if not (self._problems and self._config.every):
+        if not (self._questions and self._config.every):
             return False
         self._collect()
         if version < self._until and version // self._config.every > self._due:
             self._due = version // self._config.every
             if self._pass is None:
-                self._pass = _Pass(self._context, self._problems, "online", version)
+                self._pass = _Pass(self._context, self._questions, "online", version)
             else:
                 self._skip(f"the evaluation due at version {version} is skipped: {self.status}")
         return self._pass is not None and self._pass.start(self._online_slots)

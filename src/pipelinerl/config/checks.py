@@ -154,6 +154,10 @@ def _trainer(config: RunConfig) -> Iterator[str]:
         )
     if config.evaluation.every and not config.evaluation.problems:
         yield "evaluation.every: there are no problems to evaluate with; set evaluation.problems, or evaluation.every to 0"
+    if config.evaluation.sets and not config.evaluation.problems:
+        yield "evaluation.sets: evaluation.problems says how many problems of each set are evaluated; set it"
+    if wrong := [name for name in config.evaluation.sets if not name or "/" in name]:
+        yield f"evaluation.sets: {wrong[0]!r} is no name for a set; use letters, digits, - and _"
 
 
 def _engines(config: RunConfig) -> Iterator[str]:

@@ -341,6 +341,10 @@ class EvaluationConfig(Section, frozen=True):
     """Optimizer steps between evaluations during training, which use the engine's current weights; 0: only before and after
     training.
     """
+    sets: dict[str, dict[str, JsonValue]] = {}
+    """Further sets of held-out problems, as many each, by name: arguments that replace those of the environment, as in
+    `{hard: {held_out: hard.jsonl}}`. Their rewards are metrics of each evaluation, `hard/reward`.
+    """
     share: PositiveShare = 0.25
     """Share of the slots that an evaluation may take during training."""
     accept_trained: bool = False

@@ -9,7 +9,7 @@ import math
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -256,6 +256,13 @@ class ProblemSet:
 
     def held_out(self, count: int) -> Sequence[Problem]:
         return self._held_out[:count]
+
+    def trains_on(self, problem: Problem) -> bool:
+        return self.key(problem) in self._training_keys
+
+    @cached_property
+    def _training_keys(self) -> set[str]:
+        return set(map(self.key, self._parts.training))
 
     @property
     def training_count(self) -> int:

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from pipelinerl.stream.redis_server import RedisServer
 
 
-OF_DATA = ("changed: seed ", "changed: environment.", "changed: the content of ")
+OF_DATA = ("changed: seed ", "changed: environment.", "changed: evaluation.sets", "changed: the content of ")
 """How the lines of changes begin that may change which problems are held out."""
 Began = Callable[[Path], str | None]
 

@@ -23,12 +23,14 @@ from pipelinerl.actor.evaluation import held_out_problems
 from pipelinerl.actor.rollouts import Failure, TimeLimits, attempt, guarded, problem_for
 from pipelinerl.config.load import config_from_yaml
 from pipelinerl.config.schema import RunConfig
-from pipelinerl.environments.registry import epoch_note, make_environment, no_held_out
+from pipelinerl.environments.registry import make_environment, no_held_out, notes_of
 from pipelinerl.environments.single_turn import JudgedTurn
 from pipelinerl.environments.user.code import find_function
 from pipelinerl.environments.user.function import Function
 from pipelinerl.errors import EnvironmentSetupError, PipelineRLError
+from pipelinerl.interfaces import Environment, Tokenizer
 from pipelinerl.launch.dry_run import Mistake, Step, TryoutMessage, TryoutReport
+from pipelinerl.launch.stages.held_out import evaluation_sets
 from pipelinerl.models.contract import read_contract
 from pipelinerl.models.loading import load_config, load_tokenizer, slot_length
 from pipelinerl.types import Completion, GenerationRequest, Rollout, SamplingParams, TokenEvent, VersionSpan
@@ -103,10 +105,7 @@ async def try_environment(
     environment = make_environment(kind, config.environment.args, tokenizer, config.seed)
     built_s = time.monotonic() - began_s
     send(Step("asks for held-out problems"))
-    wanted = config.evaluation.problems
-    held_out = len(held_out_problems(environment, wanted)) if wanted else 0
-    if wanted and not held_out:
-        raise no_held_out(kind, wanted)
+    held_out = _count_held_out(config, environment, tokenizer)
     if not attempts:
         return TryoutReport(built_s=built_s, held_out=held_out)
     send(Step("tries the first problem with an empty answer"))
@@ -153,8 +152,18 @@ async def try_environment(
         reward=played.reward,
         metrics=dict(played.metrics),
         held_out=held_out,
-        notes=(*(f"model: {note}" for note in contract.notes), *epoch_note(environment, config)),
+        notes=(*(f"model: {note}" for note in contract.notes), *notes_of(environment, config)),
     )
+
+
+def _count_held_out(config: RunConfig, environment: Environment, tokenizer: Tokenizer) -> int:
+    """The number of held-out problems, at most `evaluation.problems`. Raises UserError if there are none, or wrong sets."""
+    wanted = config.evaluation.problems
+    found = len(held_out_problems(environment, wanted)) if wanted else 0
+    if wanted and not found:
+        raise no_held_out(config.environment.kind, wanted)
+    evaluation_sets(config, environment, tokenizer)
+    return found
 
 
 def _too_long(lengths: Sequence[int], model: Any, config: RunConfig) -> list[str]:

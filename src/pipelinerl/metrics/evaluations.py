@@ -105,6 +105,7 @@ class EvaluatedProblem(msgspec.Struct, frozen=True, kw_only=True):
     With several turns, `prompt` is that of the first turn, and `completion` is the rest of the conversation: the model's
     texts, and what the environment added between them (not if the last prompt does not continue the first). `token_ids`,
     `weight_versions` and `length` are of sampled tokens only. A failed attempt has reward 0, and `failure` says why.
+    `evaluation_set` is the name of the further set that the problem belongs to, if any.
     """
 
     problem_id: str
@@ -117,3 +118,4 @@ class EvaluatedProblem(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason | None = None
     failure: str | None = None
     metrics: dict[str, float] = {}
+    evaluation_set: str = ""

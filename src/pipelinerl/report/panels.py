@@ -15,6 +15,10 @@ def draw_held_out(axes: Any, curves: Curves) -> None:
     """Held-out reward over versions, with version ranges and standard errors, drawn over the training reward."""
     line(axes, curves.version, curves.reward, "training", alpha=0.35)
     points(axes, [(one.version, one) for one in curves.held_out], "held out", spans=True, color="black")
+    of_sets = {name for one in curves.held_out for name in one.metrics if name.endswith(REWARD)}
+    for number, name in enumerate(sorted(of_sets - {one + REWARD for one in curves.by_environment})):
+        label = name.removesuffix(REWARD)
+        _draw_held_out_metric(axes, curves, name, "D--", color=f"C{number + 1}", markersize=4, label=label)
     finish_axes(axes, "Held-out reward", "optimizer step", "mean reward")
 
 

@@ -103,13 +103,12 @@ def _failed_calls(metrics: Mapping[str, float]) -> str:
 
 
 def _rewards_by_environment(summary: Mapping[str, Any]) -> list[Row]:
-    """Held-out reward of each environment of a mixture; empty for summaries of older versions."""
+    """Held-out reward of each environment of a mixture, and of each further set; empty for summaries of older versions."""
     before, after = (summary.get(f"eval_{when}_metrics", {}) for when in ("before", "after"))
     names = sorted(name for name in {*before, *after} if name.endswith(REWARD))
-    rows = [
+    return [
         (f"  {name.removesuffix(REWARD)}", f"{_reward(before.get(name))} -> {_reward(after.get(name))}") for name in names
     ]
-    return rows if len(rows) > 1 else []
 
 
 def _online(summary: Mapping[str, Any]) -> list[Row]:

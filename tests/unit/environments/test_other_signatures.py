@@ -99,7 +99,8 @@ def test_a_prefix_counts_more_than_the_names_of_parameters() -> None:
 @pytest.mark.parametrize("function", [lambda text: 1.0, lambda prompts, completions, answer: [1.0], lambda a, b, *, c: 1.0])
 def test_a_function_that_takes_something_else_is_an_error(function: Any) -> None:
     with pytest.raises(
-        EnvironmentSetupError, match=r"rewards.py:f takes \(.*called with \(completion, example\).* trl:rewards.py:f"
+        EnvironmentSetupError,
+        match=r"f can't be called with 2 arguments: .* takes \(completion, example\).* trl:rewards.py:f",
     ):
         adapted(function, "rewards.py:f")
 

@@ -251,7 +251,10 @@ MISTAKES = {
         {"rewards": "import sys\ndef reward(completion, example): sys.exit(3)"},
         "tried on an empty answer to the first example, ",
     ),
-    "reward takes one": ({"rewards": "def reward(completion): return 1.0"}, "takes 1 positional argument but 2 were given"),
+    "reward takes one": (
+        {"rewards": "def reward(completion): return 1.0"},
+        "It takes (completion), a reward takes (completion, example)",
+    ),
     "argument": ({"dats": "x"}, "environment.args don't fit function"),
 }
 

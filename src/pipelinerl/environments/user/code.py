@@ -205,8 +205,8 @@ def adapted(found: UserFunction, spec: str, signature: Signature = "") -> UserFu
             inspect.signature(found).bind("", {})
         except TypeError as error:
             raise EnvironmentSetupError(
-                f"{spec} takes ({', '.join(names)}), and a reward is called with (completion, example): {error}. For one of "
-                f"TRL or verl write trl:{spec} or verl:{spec} (docs/rewards.md)"
+                f"{spec} can't be called with 2 arguments: {error}. It takes ({', '.join(names)}), a reward takes "
+                f"(completion, example). For one of TRL or verl write trl:{spec} or verl:{spec} (docs/rewards.md)"
             ) from None
         return found
     arguments, read = (_for_trl, _first) if signature == "trl" else (_for_verl, _score)

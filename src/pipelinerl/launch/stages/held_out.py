@@ -1,16 +1,20 @@
-"""A resume with other data, or with another share that is held out, must not evaluate what the run has trained on."""
+"""Held-out problems are no training problems: those of further sets, and those of a resume with other data."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
 
 from pipelinerl.actor.evaluation import held_out_problems
+from pipelinerl.config.schema import RunConfig
 from pipelinerl.environments.data import ProblemSet, by_payload
+from pipelinerl.environments.options import Inner
+from pipelinerl.environments.registry import make_inner
 from pipelinerl.errors import INVALID_DATA, EnvironmentSetupError, RunDirectoryError
-from pipelinerl.interfaces import Environment
+from pipelinerl.interfaces import Environment, Tokenizer
 from pipelinerl.launch.session import Session
 from pipelinerl.ledger import GroupLedger
 from pipelinerl.types import Problem
@@ -21,13 +25,35 @@ class _Group(msgspec.Struct):
     problem: Problem
 
 
-def refuse_trained(environment: Environment, session: Session) -> None:
+def evaluation_sets(config: RunConfig, environment: Environment, tokenizer: Tokenizer) -> dict[str, Environment]:
+    """The environments of `evaluation.sets`, by name.
+
+    Raises EnvironmentSetupError for one that can't be built, has no held-out problems, or some of the training data.
+    """
+    kind, made = config.environment.kind, {}
+    for name, args in config.evaluation.sets.items():
+        where = f"evaluation.sets.{name}"
+        made[name] = make_inner(where, Inner(kind, {**config.environment.args, **args}), tokenizer, config.seed)
+        problems = held_out_problems(made[name], config.evaluation.problems)
+        if not problems:
+            raise EnvironmentSetupError(f"{where}: it has no held-out problems")
+        if isinstance(environment, ProblemSet) and (trained := [one.id for one in problems if environment.trains_on(one)]):
+            raise EnvironmentSetupError(
+                f"{where}: {len(trained)} of its {len(problems)} problems are also training problems ({trained[0]}); hold "
+                "them out of environment.args.data"
+            )
+    return made
+
+
+def refuse_trained(environment: Environment, sets: Iterable[Environment], session: Session) -> None:
     """Raise EnvironmentSetupError if the run has sampled training rollouts of a problem that is held out now.
 
     All held-out rows of data are checked; of other environments, those that this run evaluates.
     """
     rows = isinstance(environment, ProblemSet) and getattr(type(environment), "held_out", None) is ProblemSet.held_out
-    held_out = held_out_problems(environment, sys.maxsize if rows else session.config.evaluation.problems)
+    wanted = session.config.evaluation.problems
+    held_out = [*held_out_problems(environment, sys.maxsize if rows else wanted)]
+    held_out += [problem for one in sets for problem in held_out_problems(one, wanted)]
     key = environment.key if isinstance(environment, ProblemSet) else by_payload
     taken, records = GroupLedger.from_record(session.plan.taken), session.run.rollouts_of(0, shared=False)
     trained = {key(group.problem) for group in _groups(records) if group.index in taken}
