@@ -233,8 +233,8 @@ class CorrectionConfig(Section, frozen=True):
     """Upper threshold of `token`. null: its default (truncate 5, mask 2, band 5, tv 0.2)."""
     sequence: SequenceCorrection = "none"
     """Per rollout. `truncate`: all its tokens have the weight min(sequence_high, product of r) instead of their own
-    (reinforce, decoupled). `geo_truncate`: the same with the geometric mean of r, for long completions. `geo_mask`: no
-    gradient from a rollout if the geometric mean of r is outside sequence_low to sequence_high.
+    (reinforce, decoupled). `geo_truncate`: the same with the geometric mean of r, which hardly corrects
+    staleness. `geo_mask`: no gradient from a rollout if the geometric mean of r is outside sequence_low to sequence_high.
     """
     sequence_low: Positive | None = None
     """Lower threshold of `sequence`. null: its default (geo_mask 0.9)."""
