@@ -88,7 +88,7 @@ def called(tmp_path: Path, name: str, *, retries: int = 2, isolate: bool = True)
     (tmp_path / "rewards.py").write_text(FILE)
     functions = Functions(
         {"reward": f"{tmp_path}/rewards.py:{name}"},
-        rewards=["reward"],
+        rewards={"reward": ""},
         isolate=isolate,
         workers=1,
         concurrency=1,
