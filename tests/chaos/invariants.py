@@ -19,7 +19,7 @@ from pipelinerl.errors import PipelineRLError
 from pipelinerl.experiments.replay.records import RecordedRun, RecordedSamples
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.stages.recording import SessionRecord
-from pipelinerl.metrics.reading import read_json_lines, read_records
+from pipelinerl.metrics.reading import read_json_lines, read_records, without_repeated
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.preprocess import Preprocessor, newest_version
 from pipelinerl.trainer.records import PublishedRecord, TrainedRecord, TrainedSample
@@ -73,7 +73,7 @@ class _Records:
         self.groups = read_json_lines(self.run.rollouts / "rollouts.jsonl", Group)
         self.metrics = read_records(self.run.metrics, StepRecord)
         self.raw = read_json_lines(self.run.trained, TrainedRecord)
-        self.trained = _surviving(self.raw)
+        self.trained = without_repeated(self.raw, lambda old, new: old.version >= new.version)
         self.summary: dict[str, Any] = msgspec.json.decode(self.run.summary.read_bytes(), type=dict[str, Any])
         self.config = self.recorded.segments[-1].config
         self.sessions = read_json_lines(self.run.sessions, SessionRecord)
@@ -212,16 +212,6 @@ class _Records:
         missing = set(range(self.config.trainer.steps)) - history.keys()
         if missing and self.config.schedule.kind == "pipeline":
             yield "published", f"versions {sorted(missing)[:5]} were not published"
-
-
-def _surviving(records: Sequence[TrainedRecord]) -> list[TrainedRecord]:
-    """A resumed run repeats the steps after its checkpoint: the last line of a version counts."""
-    kept: list[TrainedRecord] = []
-    for record in records:
-        while kept and kept[-1].version >= record.version:
-            kept.pop()
-        kept.append(record)
-    return kept
 
 
 def _session(line: int, first: Sequence[int]) -> int:

@@ -17,7 +17,7 @@ import xxhash
 
 from pipelinerl import RunConfig, load_config
 from pipelinerl.launch.run import train
-from pipelinerl.metrics.reading import read_json_lines, read_records
+from pipelinerl.metrics.reading import read_json_lines, read_lines, read_records
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.status.board import MmapBoard, last_statuses
 from pipelinerl.trainer.records import TrainedRecord
@@ -198,13 +198,8 @@ def groups(run_dir: Path) -> list[Group]:
 
 def trained(run_dir: Path) -> list[TrainedRecord]:
     """What each step trained on. A resumed run repeats the steps after its checkpoint: the last line of a version counts."""
-    lines = read_json_lines(run_dir / "rollouts" / "trained.jsonl", TrainedRecord)
-    kept: list[TrainedRecord] = []
-    for line in lines:
-        while kept and kept[-1].version >= line.version:
-            kept.pop()
-        kept.append(line)
-    return kept
+    path = run_dir / "rollouts" / "trained.jsonl"
+    return read_lines(path, TrainedRecord, lambda old, new: old.version >= new.version)
 
 
 def steps(run_dir: Path) -> list[StepRecord]:

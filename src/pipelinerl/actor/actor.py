@@ -23,6 +23,7 @@ from pipelinerl.actor.evaluation import Evaluations, RecordSink, write_record
 from pipelinerl.actor.groups import GroupRunner
 from pipelinerl.actor.outstanding import open_limit
 from pipelinerl.actor.probe import WeightProbe
+from pipelinerl.actor.rollouts import IDLE_S
 from pipelinerl.actor.status import GenerationStatus
 from pipelinerl.interfaces import StreamWriter, Verdict, WeightReceiver
 from pipelinerl.schedule import ALLOWED
@@ -30,7 +31,6 @@ from pipelinerl.types import TRAINER, Group
 
 logger = logging.getLogger(__name__)
 
-IDLE_S = 0.002
 LONGEST_IDLE = 8
 """The sleep of an idle actor grows up to this multiple of `idle_s`, to leave the cores to other processes."""
 

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import msgspec
 
 from pipelinerl.actor.client import derive_seed
-from pipelinerl.actor.rollouts import Failure, RolloutContext, attempt
+from pipelinerl.actor.rollouts import Failure, RolloutContext, advance, attempt
 from pipelinerl.config.schema import EvaluationConfig
 from pipelinerl.errors import EnvironmentSetupError, RunDirectoryError
 from pipelinerl.files import remedy
@@ -26,8 +26,6 @@ from pipelinerl.metrics.statistics import REWARD
 from pipelinerl.types import Problem, Rollout, spans_from_versions, versions_from_spans
 
 logger = logging.getLogger(__name__)
-
-IDLE_S = 0.002
 
 
 class Question(NamedTuple):
@@ -227,9 +225,7 @@ class Evaluations:
         try:
             while not running.complete:
                 running.start(context.slots)
-                await context.awake.settle()
-                if not await context.engine.advance():
-                    await asyncio.sleep(IDLE_S)
+                await advance(context.engine, context.awake)
                 running.collect()
                 on_step()
         finally:

@@ -37,6 +37,8 @@ T = TypeVar("T")
 FRAME = re.compile(r'^  File "(.+)", line .*(?:\n    .*)*', re.MULTILINE)
 NOT_USERS = (str(Path(__file__).parents[1]), *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), "<")
 
+IDLE_S = 0.002  # a pause after a step of an engine that had nothing to do
+
 
 class Failure(NamedTuple):
     """Why an attempt gave no rollout. `message` is one line, `traceback` the whole one, `turns` what a group has of it."""
@@ -63,6 +65,13 @@ class TimeLimits(NamedTuple):
 
     rollout_s: float
     alarm: CodeAlarm
+
+
+async def advance(engine: AsyncEngine, awake: Awake) -> None:
+    """Let the running attempts submit their requests, and step the engine; pause if it has nothing to do."""
+    await awake.settle()
+    if not await engine.advance():
+        await asyncio.sleep(IDLE_S)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import msgspec
 
-from pipelinerl.actor.evaluation import IDLE_S, evaluated
+from pipelinerl.actor.evaluation import evaluated
 from pipelinerl.actor.groups import GroupRunner
-from pipelinerl.actor.rollouts import Failure, RolloutContext, logger, problem_for
+from pipelinerl.actor.rollouts import Failure, RolloutContext, advance, logger, problem_for
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.environments.registry import make_environment, notes_of
 from pipelinerl.environments.user.code import run_to_end
@@ -95,9 +94,7 @@ async def _play(config: RunConfig, problem: int, environment: Environment, token
         logger.disabled = True  # the result has the failures
         try:
             while not groups.finished:
-                await context.awake.settle()
-                if not await engine.advance():
-                    await asyncio.sleep(IDLE_S)
+                await advance(engine, context.awake)
                 groups.check()
         finally:
             groups.cancel()

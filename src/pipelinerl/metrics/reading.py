@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
@@ -51,6 +51,11 @@ def read_lines(path: Path, kind: type[T], repeats: Callable[[T, T], bool] = lamb
         raise RunDirectoryError(f"can't read {path}: {error.strerror}") from error
     except ValueError as error:
         raise RunDirectoryError(f"damaged records: {error}; repair or delete the line") from error
+    return without_repeated(written, repeats)
+
+
+def without_repeated(written: Iterable[T], repeats: Callable[[T, T], bool]) -> list[T]:
+    """The records without those that a later record `repeats(old, new)`."""
     records: list[T] = []
     for record in written:
         while records and repeats(records[-1], record):

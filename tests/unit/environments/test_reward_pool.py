@@ -146,7 +146,7 @@ def test_what_a_call_prints_is_bounded_and_the_log_says_so(file, capfd):
     log = capfd.readouterr().err
     assert len(log) < 3 * MOST_PRINTED
     assert log.count("x") == 2 * MOST_PRINTED
-    note = f"({200_002 - MOST_PRINTED} more characters that a call printed are left out)"
+    note = f"({200_002 - MOST_PRINTED} more bytes that a call printed are left out)"
     assert log.index(note) < log.index("hello") < log.rindex(note)
 
 

@@ -191,23 +191,21 @@ def adapted(found: UserFunction, spec: str, signature: Signature = "") -> UserFu
     EnvironmentSetupError for a function that takes neither (completion, example) nor the arguments of TRL or verl.
     """
     try:
-        parameters = inspect.signature(found).parameters
+        taken = inspect.signature(found)
     except (TypeError, ValueError):  # some functions in C have no signature
         return found
-    names = list(parameters)
+    names = list(taken.parameters)
     if names[:2] in (["example", "completion"], ["example", "completions"]):
         raise EnvironmentSetupError(f"{spec} has the parameters ({', '.join(names[:2])}): write them in the other order")
-    others = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    others = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.parameters.values())
     known_as: Signature = "trl" if "completions" in names and others else "verl" if "solution_str" in names else ""
     signature = signature or known_as
     if not signature:
-        try:
-            inspect.signature(found).bind("", {})
-        except TypeError as error:
+        if wrong := refusal(taken, spec, "", {}):
             raise EnvironmentSetupError(
-                f"{spec} can't be called with 2 arguments: {error}. It takes ({', '.join(names)}), a reward takes "
-                f"(completion, example). For one of TRL or verl write trl:{spec} or verl:{spec} (docs/rewards.md)"
-            ) from None
+                f"{wrong}. It takes ({', '.join(names)}), a reward takes (completion, example). For one of TRL or verl "
+                f"write trl:{spec} or verl:{spec} (docs/rewards.md)"
+            )
         return found
     arguments, read = (_for_trl, _first) if signature == "trl" else (_for_verl, _score)
 
@@ -223,6 +221,20 @@ def adapted(found: UserFunction, spec: str, signature: Signature = "") -> UserFu
     function = ask if inspect.iscoroutinefunction(found) else call
     function.__dict__["called_as"] = signature
     return function
+
+
+def described(function: UserFunction) -> tuple[bool, Signature]:
+    """Whether the function is `async def`, and as which trainer's it is called."""
+    return inspect.iscoroutinefunction(function), getattr(function, "called_as", "")
+
+
+def refusal(taken: inspect.Signature, spec: str, *arguments: Any) -> str:
+    """Why a function of this signature can't be called with these arguments; "" if it can."""
+    try:
+        taken.bind(*arguments)
+    except TypeError as error:
+        return f"{spec} can't be called with {len(arguments)} arguments: {error}"
+    return ""
 
 
 def _for_trl(completion: str, example: dict[str, Any]) -> dict[str, Any]:

@@ -18,9 +18,11 @@ from pipelinerl.environments.user.code import (
     CALLED_AS,
     Signature,
     describe,
+    described,
     find_function,
     finite_number,
     is_away,
+    refusal,
     retried,
     split_signature,
     try_out,
@@ -60,9 +62,8 @@ class Functions:
         found = try_out(self._pool.describe(), 2 * limits.start_timeout_s, "its start") if isolate else {}
         own = [name for name in specs if not isolate or found[name][0]]
         self._own = {name: find_function(specs[name], allow_async=True, reward=rewards.get(name)) for name in own}
-        called = {name: called_as for name, (_, called_as) in found.items()}
-        called |= {name: getattr(function, "called_as", "") for name, function in self._own.items()}
-        self.notes = tuple(f"reward {specs[name]}: called {CALLED_AS[one]}" for name, one in called.items() if one)
+        found |= {name: described(function) for name, function in self._own.items()}
+        self.notes = tuple(f"reward {specs[name]}: called {CALLED_AS[one]}" for name, (_, one) in found.items() if one)
         """The functions that are called as another trainer calls them."""
         if len(own) == len(specs):
             self._pool.close()
@@ -85,12 +86,8 @@ class Functions:
         function = self._own.get(name)
         if not inspect.iscoroutinefunction(function):
             return False
-        try:
-            inspect.signature(function).bind(*arguments)
-        except TypeError as error:
-            raise EnvironmentSetupError(
-                f"{self._specs[name]} can't be called with {len(arguments)} arguments: {error}"
-            ) from None
+        if wrong := refusal(inspect.signature(function), self._specs[name], *arguments):
+            raise EnvironmentSetupError(wrong)
         return True
 
     async def call(self, name: str, *arguments: Any) -> Any:

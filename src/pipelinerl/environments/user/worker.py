@@ -20,14 +20,22 @@ import socket
 import sys
 from contextlib import suppress
 from functools import partial
-from inspect import iscoroutinefunction
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 
-from pipelinerl.environments.user.code import Signature, UserFunction, describe, find_function, is_away, not_finite, plain
+from pipelinerl.environments.user.code import (
+    Signature,
+    UserFunction,
+    describe,
+    described,
+    find_function,
+    is_away,
+    not_finite,
+    plain,
+)
 from pipelinerl.errors import EnvironmentSetupError
 from pipelinerl.parent_pipe import take_stdin
 
@@ -36,7 +44,7 @@ OUT_OF_MEMORY = 77
 """Exit status of a worker in which a call exceeded its memory limit."""
 MOST_PRINTED = 16 << 10
 MOST_PRINTED_IN_ALL = 16 << 20
-"""Characters that one call, and all calls of a process, may print to the log."""
+"""Bytes that one call, and all calls of a process, may print to the log."""
 LINE_SIGNAL = signal.SIGUSR1
 """Asks a worker for the line of the user's file that it executes."""
 
@@ -102,42 +110,38 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
 
 
-class Printed(io.TextIOBase):
-    """What user code prints, for a log that must not fill the disk: the beginning of each call's text.
+class Printed(io.FileIO):
+    """What user code prints through Python, to standard error: the beginning of each call's text, so that no disk fills up.
 
-    `end_call` adds how much was left out.
+    `end_call` says how much was left out.
     """
 
-    def __init__(self, log: IO[str]) -> None:
-        self._log = log
+    def __init__(self) -> None:
+        super().__init__(2, "wb", closefd=False)
         self._left, self._left_in_all, self._left_out = MOST_PRINTED, MOST_PRINTED_IN_ALL, 0
 
-    def write(self, text: str) -> int:
-        kept = text[: min(self._left, self._left_in_all)]
+    def write(self, data: Any, /) -> int:
+        size = memoryview(data).nbytes
+        kept = bytes(data[: min(self._left, self._left_in_all)])
         self._left -= len(kept)
         self._left_in_all -= len(kept)
-        self._left_out += len(text) - len(kept)
-        self._log.write(kept)
-        return len(text)
-
-    def flush(self) -> None:
-        self._log.flush()
-
-    def fileno(self) -> int:
-        return self._log.fileno()
+        self._left_out += size - len(kept)
+        while kept:
+            kept = kept[super().write(kept) :]
+        return size
 
     def end_call(self) -> None:
-        if self._left_out and self._left_in_all:
-            self._log.write(f"\n({self._left_out} more characters that a call printed are left out)\n")
-        self._left, self._left_out = MOST_PRINTED, 0
-        self._log.flush()
+        left_out, self._left, self._left_out = self._left_out, MOST_PRINTED, 0
+        if left_out and self._left_in_all:
+            super().write(f"\n({left_out} more bytes that a call printed are left out)\n".encode())
 
 
 def main(argument: str) -> int:
     start = msgspec.json.decode(argument.encode(), type=Start)
     connection = socket.socket(fileno=take_stdin())
     os.dup2(2, 1)
-    sys.stdout = sys.stderr = printed = Printed(sys.stderr)
+    printed = Printed()
+    sys.stdout = sys.stderr = io.TextIOWrapper(io.BufferedWriter(printed), "utf-8", "backslashreplace", line_buffering=True)
     try:
         if start.task is None:
             functions = {
@@ -156,8 +160,7 @@ def main(argument: str) -> int:
         connection.sendall(_encode(Reply(number=0, outcome="raised", error=str(error))))
         return 1
     _limit_memory(start.limits)
-    described = {name: (iscoroutinefunction(found), getattr(found, "called_as", "")) for name, found in functions.items()}
-    connection.sendall(_encode(Reply(number=0, value=described)))
+    connection.sendall(_encode(Reply(number=0, value={name: described(found) for name, found in functions.items()})))
     decoder, process = msgspec.json.Decoder(Call), os.getpid()
     for line in connection.makefile("rb"):
         call = decoder.decode(line)
@@ -165,9 +168,10 @@ def main(argument: str) -> int:
         signal.signal(LINE_SIGNAL, partial(_tell_line, connection, spec))
         _limit_cpu(start.limits)
         reply = answer(call, functions[call.name], spec)
-        printed.end_call()
         if os.getpid() != process:  # the call has forked, and the child returned from it, too
             os._exit(1)
+        sys.stderr.flush()
+        printed.end_call()
         connection.sendall(reply)
     return 0
 

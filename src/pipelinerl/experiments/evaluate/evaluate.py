@@ -18,7 +18,7 @@ import torch
 from pipelinerl.actor.client import Awake, RolloutClient, derive_seed
 from pipelinerl.actor.deadline import CodeAlarm
 from pipelinerl.actor.evaluation import evaluated, held_out_problems
-from pipelinerl.actor.rollouts import Failure, TimeLimits, attempt, problem_for
+from pipelinerl.actor.rollouts import Failure, TimeLimits, advance, attempt, problem_for
 from pipelinerl.config.schema import EngineConfig
 from pipelinerl.environments.registry import make_environment
 from pipelinerl.environments.user.code import run_to_end
@@ -41,7 +41,6 @@ from pipelinerl.types import Problem, Rollout, SamplingParams
 RESAMPLES = 2000
 LEVEL = 0.95
 REPORT_EVERY_S = 10.0
-IDLE_S = 0.002
 END_S = 2.0
 """Time that cancelled attempts get to end."""
 
@@ -231,9 +230,7 @@ async def answer(
                 rollout = attempt(environment, problems[number], client, limits)
                 running[asyncio.create_task(rollout)] = upcoming
                 upcoming = next(waiting, None)
-            await awake.settle()
-            if not await ready.engine.advance():
-                await asyncio.sleep(IDLE_S)
+            await advance(ready.engine, awake)
             for task in [task for task in running if task.done()]:
                 number, k = running.pop(task)
                 record = evaluated(problems[number], task.result(), tokenizer)

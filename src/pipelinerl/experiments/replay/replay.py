@@ -62,20 +62,8 @@ COUNTERFACTUAL_KEYS = (
 )
 """Settings that a counterfactual may change: those of the training side that leave the batches as they are."""
 _OF_THE_COURSE = {
-    *(
-        "time_s",
-        "train_s",
-        "wait_s",
-        "publish_s",
-        "saving_s",
-        "update",
-        "engine",
-        "queued",
-        "reward_read_mean",
-        "dropped",
-        "actor_dropped",
-    ),
-    *("actor_dropped_tokens", "sampled_length_mean", "started_length_mean"),
+    *("time_s", "train_s", "wait_s", "publish_s", "saving_s", "update", "engine", "queued", "dropped", "actor_dropped"),
+    *("actor_dropped_tokens", "sampled_length_mean", "started_length_mean", "reward_read_mean"),
 }
 """The metrics of a step that do not follow from its batch. All others must be the run's to the bit."""
 SAY_EVERY_S = 10.0

@@ -141,12 +141,9 @@ def _take_part(
         closing(_receiver(session, weights_fd, index, stage)) as receiver,
         closing(make()) as generation,
     ):
-        # The objects of the model and the libraries live until the end: keep the collector from traversing them every time.
         gc.collect()
-        gc.freeze()
-        # Reference counts free finished rollouts. With the default threshold of 700, rollouts alone would trigger 10
-        # collections a second.
-        gc.set_threshold(YOUNG_OBJECTS)
+        gc.freeze()  # the objects of the model and the libraries live until the end
+        gc.set_threshold(YOUNG_OBJECTS)  # with the default of 700, rollouts alone would trigger 10 collections a second
         turns.listen()
         try:
             runner.run(generate(generation, stop=turns.over))
@@ -232,14 +229,13 @@ def build_generation(
     if index == 0 and config.evaluation.problems and not held_out_problems(environment, 1):
         raise no_held_out(config.environment.kind, config.evaluation.problems)
     sets: dict[str, Environment] = {}
-    if index == 0 and config.evaluation.sets:
-        from pipelinerl.launch.stages.held_out import evaluation_sets  # noqa: PLC0415 - few runs have them
+    other_data = session.plan.other_data and not config.evaluation.accept_trained
+    if index == 0 and (config.evaluation.sets or other_data):
+        from pipelinerl.launch.stages.held_out import evaluation_sets, refuse_trained  # noqa: PLC0415 - few runs need them
 
         sets = evaluation_sets(config, environment, tokenizer)
-    if index == 0 and session.plan.other_data and not config.evaluation.accept_trained:
-        from pipelinerl.launch.stages.held_out import refuse_trained  # noqa: PLC0415 - few resumes have other data
-
-        refuse_trained(environment, sets.values(), session)
+        if other_data:
+            refuse_trained(environment, sets.values(), session)
     starting(board, stages, waits_for(config.engine))
     engine = make_engine(session, stages.engine, tokenizer, weights_fd)
     return Generation(
