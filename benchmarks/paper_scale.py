@@ -33,7 +33,8 @@ from pipelinerl.experiments.planner.plan import PAPER_PARAMETERS, compare
 from pipelinerl.experiments.planner.simulation.run import Prediction, simulate
 from pipelinerl.experiments.planner.simulation.scenario import Costs, DrawnWorkload, Scenario
 from pipelinerl.report.curves import png_of
-from pipelinerl.schedule import ConventionalSchedule, PipelineSchedule
+from pipelinerl.rounds import ConventionalSchedule
+from pipelinerl.schedule import PipelineSchedule
 
 N = 128
 FLASH_S = flash_s(PAPER_PARAMETERS, H100.peak_flops)

@@ -39,7 +39,8 @@ from pipelinerl.experiments.planner.scaling import (
 )
 from pipelinerl.experiments.planner.simulation.run import simulate
 from pipelinerl.experiments.planner.simulation.scenario import DrawnWorkload, Scenario
-from pipelinerl.schedule import ConventionalSchedule, PipelineSchedule
+from pipelinerl.rounds import ConventionalSchedule
+from pipelinerl.schedule import PipelineSchedule
 
 CLUSTER = CLUSTERS["h100"]
 SIZES = tuple(2**power for power in range(3, 13))

@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Se
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from pipelinerl.types import (
+    ACTOR,
     Completion,
     EngineProgress,
     GenerationRequest,
@@ -267,6 +268,16 @@ class Verdict(NamedTuple):
     allowed: bool
     waiting_for: str = ""
     waits_for: tuple[str, ...] = ()
+
+
+ALLOWED = Verdict(True)
+
+
+def enough(queued: int, needed: int) -> Verdict:
+    """Whether the samples that the trainer has are as many as it needs."""
+    if queued >= needed:
+        return ALLOWED
+    return Verdict(False, f"samples from the actor: {queued} of {needed} have arrived", (ACTOR,))
 
 
 class PipelineState(NamedTuple):

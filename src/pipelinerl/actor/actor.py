@@ -25,8 +25,7 @@ from pipelinerl.actor.outstanding import open_limit
 from pipelinerl.actor.probe import WeightProbe
 from pipelinerl.actor.rollouts import IDLE_S
 from pipelinerl.actor.status import GenerationStatus
-from pipelinerl.interfaces import StreamWriter, Verdict, WeightReceiver
-from pipelinerl.schedule import ALLOWED
+from pipelinerl.interfaces import ALLOWED, StreamWriter, Verdict, WeightReceiver
 from pipelinerl.types import TRAINER, Group
 
 logger = logging.getLogger(__name__)

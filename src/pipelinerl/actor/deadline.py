@@ -14,14 +14,12 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sysconfig
 import threading
 import types
 from collections.abc import Callable, Coroutine, Generator, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from math import inf
-from pathlib import Path
 from time import monotonic
 from types import FrameType
 from typing import Any, TypeVar
@@ -39,13 +37,6 @@ SLOW_S = 2.0
 """Code that has blocked the thread for this long is reported while it runs."""
 GIVE_UP_AFTER = 4
 """After this many interruptions without a successful rollout, the code is no longer run."""
-
-_NOT_USER_CODE = (
-    str(Path(__file__).parents[1]),
-    *(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-    "<frozen",
-)
-"""Paths of code that is not the user's: this package, the standard library, installed packages."""
 
 
 class CodeDeadlineError(BaseException):
@@ -173,6 +164,8 @@ class CodeAlarm:
         ran_s = now_s - self._began_s
         if IN_ROLLOUT.get() is None or ran_s < min(self._seconds, SLOW_S):
             return
+        from pipelinerl.actor.failures import place_of  # noqa: PLC0415 - most code is quick
+
         if ran_s >= self._seconds:
             if self._interrupted_s != self._began_s:  # otherwise it is the same code, which swallowed the error
                 self._interrupted_s = self._began_s
@@ -195,19 +188,6 @@ class CodeAlarm:
             deadline.tasks.add(task)
             task.add_done_callback(deadline.tasks.discard)
         return task
-
-
-def place_of(frame: FrameType | None) -> str:
-    """Where user code is, as `in Task.reward (task.py, line 9)`: its outermost frame, or without one the innermost frame."""
-    place = frame
-    while frame is not None and frame.f_code.co_filename != __file__:
-        if not frame.f_code.co_filename.startswith(_NOT_USER_CODE):
-            place = frame
-        frame = frame.f_back
-    if place is None:
-        return "in no Python code"
-    code = place.f_code
-    return f"in {code.co_qualname} ({Path(code.co_filename).name}, line {place.f_lineno})"
 
 
 class CodeDeadline:

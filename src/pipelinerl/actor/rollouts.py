@@ -13,13 +13,9 @@ import dataclasses
 import logging
 import math
 import numbers
-import re
-import sysconfig
-import traceback
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self, TypeVar, cast
 
 import msgspec
@@ -27,15 +23,13 @@ import msgspec
 from pipelinerl.actor.client import Awake, Produced, RolloutClient
 from pipelinerl.actor.deadline import CodeAlarm, CodeDeadline, CodeDeadlineError, CodeGivenUpError
 from pipelinerl.config.schema import ActorConfig
-from pipelinerl.errors import PromptTooLongError, RolloutError, TooManyFailuresError
+from pipelinerl.errors import RolloutError, TooManyFailuresError
 from pipelinerl.interfaces import AsyncEngine, Environment, Tokenizer
 from pipelinerl.types import Completion, Problem, Rollout, SamplingParams, Turn
 
 FailureReason = Literal["timeout", "raised", "bad_rollout", "prompt_too_long"]
 
 T = TypeVar("T")
-FRAME = re.compile(r'^  File "(.+)", line .*(?:\n    .*)*', re.MULTILINE)
-NOT_USERS = (str(Path(__file__).parents[1]), *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), "<")
 
 IDLE_S = 0.002  # a pause after a step of an engine that had nothing to do
 
@@ -51,7 +45,9 @@ class Failure(NamedTuple):
     @property
     def frames(self) -> list[str]:
         """The frames of the user's files in the traceback, outermost first."""
-        return [frame[0] for frame in FRAME.finditer(self.traceback) if not frame[1].startswith(NOT_USERS)]
+        from pipelinerl.actor.failures import user_frames  # noqa: PLC0415 - only for an error
+
+        return user_frames(self.traceback)
 
     @property
     def line(self) -> str:
@@ -157,7 +153,7 @@ async def guarded(code: Callable[[], Coroutine[Any, Any, T]], limits: TimeLimits
     except asyncio.CancelledError as error:
         if not expired:
             raise
-        outcome = Failure("timeout", "cancelled", _format(error))
+        outcome = _failure(error, "timeout", "cancelled")
     finally:
         timer.cancel()
     while task is not None and task.cancelling():  # cancelled by `expire` or by the environment: handled
@@ -179,9 +175,10 @@ def problem_for(environment: Environment, index: int, limits: TimeLimits) -> tup
     except CodeGivenUpError as error:
         return Failure("timeout", str(error))
     except CodeDeadlineError as error:
-        return Failure("timeout", f"problem({index}): {error}", _format(error))
+        return _failure(error, "timeout", f"problem({index}): {error}")
     except Exception as error:  # noqa: BLE001 - user code may raise anything: it is a failure of this problem
-        return Failure("raised", f"problem({index}): {_one_line(error)}", _format(error))
+        failure = _failure(error)
+        return failure._replace(message=f"problem({index}): {failure.message}")
 
 
 async def _caught(code: Callable[[], Coroutine[Any, Any, T]], deadline: CodeDeadline) -> T | Failure:
@@ -196,33 +193,15 @@ async def _caught(code: Callable[[], Coroutine[Any, Any, T]], deadline: CodeDead
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise
-        return Failure("raised", "the environment awaited something that was cancelled", _format(error))
+        return _failure(error, "raised", "the environment awaited something that was cancelled")
     except BaseException as error:  # noqa: BLE001 - user code may raise anything: it is a failure of this attempt
         return _failure(error)
 
 
-def _failure(error: BaseException) -> Failure:
-    """Convert an error to a Failure. In an exception group, a deadline error takes precedence, then a too long prompt."""
-    parts = list(_leaves(error))
-    for part in parts:
-        if isinstance(part, CodeDeadlineError):
-            return Failure("timeout", str(part), _format(error))
-    for part in parts:
-        if isinstance(part, PromptTooLongError):
-            return Failure("prompt_too_long", str(part))
-    if isinstance(error, RolloutError):
-        return Failure("bad_rollout", str(error))
-    if isinstance(error, TimeoutError) and str(error):  # a user function that exceeded its time limit
-        return Failure("timeout", str(error), _format(error))
-    return Failure("raised", _one_line(error), _format(error))
+def _failure(error: BaseException, *known: Any) -> Failure:
+    from pipelinerl.actor.failures import failure_of  # noqa: PLC0415 - only for an error
 
-
-def _leaves(error: BaseException) -> Iterator[BaseException]:
-    if isinstance(error, BaseExceptionGroup):
-        for part in error.exceptions:
-            yield from _leaves(part)
-    else:
-        yield error
+    return failure_of(error, *known)
 
 
 def check_rollout(returned: object, produced: Mapping[str, Produced]) -> Rollout:
@@ -288,14 +267,6 @@ def finite(value: object, what: str) -> float:
 
 def type_name(value: object) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
-
-
-def _one_line(error: BaseException) -> str:
-    return traceback.format_exception_only(error)[-1].strip()
-
-
-def _format(error: BaseException) -> str:
-    return "".join(traceback.format_exception(error)).rstrip()
 
 
 # ---- failed attempts: counted, logged, and limited

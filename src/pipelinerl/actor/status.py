@@ -10,9 +10,8 @@ import msgspec
 from pipelinerl.actor.evaluation import Evaluations
 from pipelinerl.actor.groups import GroupRunner
 from pipelinerl.actor.probe import WeightProbe
-from pipelinerl.interfaces import Board, Verdict
+from pipelinerl.interfaces import ALLOWED, Board, Verdict
 from pipelinerl.metrics.timeline import TimelineWriter
-from pipelinerl.schedule import ALLOWED
 from pipelinerl.status.reporter import ALONE, GenerationStages, StatusReporter
 from pipelinerl.types import ActorProgress, EngineProgress, StageState
 

@@ -453,7 +453,12 @@ class LocalEngine:
             if sequence.row >= 0 and (count := int(self._table.counts[sequence.row])):
                 sequence.versions.mark(update.version, count)
         if self._recompute_kv:
-            self._recompute()
+            from pipelinerl.engine.recompute import recompute  # noqa: PLC0415 - the default keeps the entries
+
+            for prefill in self._prefills:
+                prefill.versions = VersionMarks()
+                prefill.versions.mark(self._version, 0)
+            recompute(self._runner, self._table, self._requests.values(), self._prefills, self._prefill_tokens)
         pause_s = time.perf_counter() - started_s
         self._updates += 1
         self._pauses_s.append(pause_s)
@@ -465,37 +470,3 @@ class LocalEngine:
             pause_s=pause_s,
             sequences_in_flight=self.in_progress,
         )
-
-    def _recompute(self) -> None:
-        """Recompute all keys and values with the current weights."""
-        table = self._table
-        jobs: list[tuple[int, tuple[int, ...]]] = []
-        prefilling = {sequence for prefill in self._prefills for sequence in prefill.members}
-        for sequence in self._requests.values():
-            if sequence.row >= 0 and sequence not in prefilling:
-                sampled = table.tokens[sequence.row, : table.counts[sequence.row] - 1].tolist()
-                jobs.append((sequence.row, (*sequence.request.prompt_ids, *sampled)))
-        for prefill in self._prefills:
-            jobs.append((prefill.row, prefill.prompt_ids[: prefill.done]))
-            prefill.versions = VersionMarks()
-            prefill.versions.mark(self._version, 0)
-        pieces = [
-            (row, start, ids[start : start + self._prefill_tokens])
-            for row, ids in jobs
-            for start in range(0, len(ids), self._prefill_tokens)
-        ]
-        while pieces:
-            self._recompute_pieces(pieces)
-
-    @torch.inference_mode()
-    def _recompute_pieces(self, pieces: list[tuple[int, int, tuple[int, ...]]]) -> None:
-        """Process the first pieces (row, offset, ids) that fit the token budget, and remove them from the list."""
-        ids: list[int] = []
-        positions: list[int] = []
-        chunks = []
-        while pieces and (not ids or len(ids) + len(pieces[0][2]) <= self._prefill_tokens):
-            row, offset, piece = pieces.pop(0)
-            chunks.append(Chunk(begin=len(ids), count=len(piece), row=row, offset=offset))
-            ids += piece
-            positions += range(offset, offset + len(piece))
-        self._runner.forward(self._runner.kv, ids, positions, keep=[], chunks=tuple(chunks))

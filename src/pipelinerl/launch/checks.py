@@ -106,7 +106,7 @@ def _check_devices(config: RunConfig) -> None:
     for setting, device in devices.items():
         if device == "cpu":
             continue
-        from pipelinerl.models.loading import require_device  # noqa: PLC0415 - loads torch into this process
+        from pipelinerl.models.device import require_device  # noqa: PLC0415 - loads torch into this process
 
         try:
             require_device(device)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from pipelinerl.config.schema import LONGEST_SLOT, ModelConfig
-from pipelinerl.errors import ModelLoadError, UserError
+from pipelinerl.errors import ModelLoadError
 from pipelinerl.models.folder import find_model
 
 _log = logging.getLogger(__name__)
@@ -29,31 +29,6 @@ that predict further tokens, and encoders of images and sound."""
 _POSITIONS = re.compile(r"(^|\.|embed_)(wpe|pos|positions?)(_[a-z]+)?$")
 
 
-def require_device(device: torch.device | str) -> None:
-    """Raise UserError unless PyTorch can compute on `device` on this machine."""
-    try:
-        wanted = torch.device(device)
-    except RuntimeError as error:
-        raise UserError(f"device {str(device)!r} is unknown to PyTorch; use cpu, cuda, cuda:N or mps") from error
-    instead = "use cpu"
-    if wanted.type == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if torch.version.cuda is None and torch.version.hip is None:
-            problem = f"the PyTorch installed here ({torch.__version__}) is built without CUDA"
-            instead = "use cpu, or install a PyTorch with CUDA"
-        elif not count:
-            problem = "PyTorch finds no CUDA GPU here (nvidia-smi shows what the driver finds)"
-        elif (wanted.index or 0) >= count:
-            problem, instead = f"there are {count} CUDA GPUs here", f"use cuda:0 to cuda:{count - 1}"
-        else:
-            return
-    elif wanted.type == "mps" and not torch.backends.mps.is_available():
-        problem = "PyTorch finds no Apple GPU here"
-    else:
-        return
-    raise UserError(f"device {str(device)!r} can't be used: {problem}; {instead}")
-
-
 def load_model(config: ModelConfig, device: torch.device | str = "cpu") -> Any:
     """The model in `config.dtype` on `device`, in eval mode: the policy that samples has no dropout, so training has none.
 
@@ -64,7 +39,10 @@ def load_model(config: ModelConfig, device: torch.device | str = "cpu") -> Any:
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText  # noqa: PLC0415 - takes seconds
 
-    require_device(device)
+    if str(device) != "cpu":
+        from pipelinerl.models.device import require_device  # noqa: PLC0415 - every machine has a CPU
+
+        require_device(device)
     options = {"dtype": DTYPES[config.dtype], "trust_remote_code": config.trust_remote_code, "output_loading_info": True}
     path = find_model(config.path)
     with _quiet(), _one_line(config.path, "model"):

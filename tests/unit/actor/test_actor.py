@@ -31,7 +31,8 @@ from pipelinerl.config.schema import ActorConfig, EvaluationConfig
 from pipelinerl.errors import PromptTooLongError, RequestError, RolloutError, RunDirectoryError, TooManyFailuresError
 from pipelinerl.interfaces import Verdict, WeightUpdate
 from pipelinerl.launch.run import make_record
-from pipelinerl.schedule import AsyncSchedule, ConventionalSchedule, PipelineSchedule
+from pipelinerl.rounds import AsyncSchedule, ConventionalSchedule
+from pipelinerl.schedule import PipelineSchedule
 from pipelinerl.status.board import MemoryBoard
 from pipelinerl.status.watchdog import find_cycle
 from pipelinerl.stream.memory import MemoryStream

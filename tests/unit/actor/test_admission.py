@@ -28,7 +28,8 @@ from pipelinerl.errors import RunDirectoryError, StalledError, StreamError
 from pipelinerl.interfaces import Board, PipelineState, Schedule, Verdict
 from pipelinerl.launch.run import make_record
 from pipelinerl.ledger import GroupLedger
-from pipelinerl.schedule import AsyncSchedule, ConventionalSchedule, PipelineSchedule, make_schedule
+from pipelinerl.rounds import AsyncSchedule, ConventionalSchedule
+from pipelinerl.schedule import PipelineSchedule, make_schedule
 from pipelinerl.types import StageStatus, TrainerProgress
 from tests.limits import small_files
 from tests.unit.actor.admission_places import LocalPlace, Place, RedisPlace
@@ -394,7 +395,8 @@ def test_no_batch_is_ever_beyond_the_bound(max_lag: int) -> None:
 CLAIM = """
 import sys, time
 from pathlib import Path
-from pipelinerl.schedule import AsyncSchedule, ConventionalSchedule, PipelineSchedule
+from pipelinerl.rounds import AsyncSchedule, ConventionalSchedule
+from pipelinerl.schedule import PipelineSchedule
 from tests.unit.actor.admission_places import place_of
 folder, schedule, me, address = Path(sys.argv[1]), eval(sys.argv[2]), sys.argv[3], sys.argv[4:]
 place = place_of(*address)

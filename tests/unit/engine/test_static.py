@@ -12,8 +12,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pipelinerl.engine import LocalEngine, device_sampler
-from pipelinerl.engine.sampler import invert, keep_likeliest
+from pipelinerl.engine.sampler import invert
 from pipelinerl.engine.static import DeviceRows, StaticEngine, engine_for
+from pipelinerl.engine.truncation import keep_likeliest
 from pipelinerl.engine.varlen import VarlenBatch
 from pipelinerl.errors import LogitsError, UnsupportedModelError
 from pipelinerl.serving.wire import token_events

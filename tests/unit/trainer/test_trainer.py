@@ -29,7 +29,8 @@ from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.sinks import JsonlSink
 from pipelinerl.models.state import checksum, digests_of, named_weights
 from pipelinerl.preprocess import PreparingReader, Preprocessor, pack
-from pipelinerl.schedule import ConventionalSchedule, PipelineSchedule
+from pipelinerl.rounds import ConventionalSchedule
+from pipelinerl.schedule import PipelineSchedule
 from pipelinerl.status.board import MemoryBoard
 from pipelinerl.stream.memory import MemoryStream
 from pipelinerl.trainer import CheckpointPlan, Learner, SampleQueue, Trainer, TrainerOutput, TrainerState

@@ -21,7 +21,8 @@ from torch import Tensor
 from pipelinerl.engine import LocalEngine
 from pipelinerl.engine.attention import Chunk
 from pipelinerl.engine.rows import Ints, Prefill
-from pipelinerl.engine.sampler import SamplingRows, distribution
+from pipelinerl.engine.sampler import SamplingRows
+from pipelinerl.engine.truncation import distribution
 from pipelinerl.types import GenerationRequest
 
 if TYPE_CHECKING:

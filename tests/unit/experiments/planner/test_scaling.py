@@ -47,7 +47,8 @@ from pipelinerl.experiments.planner.scaling import (
 from pipelinerl.experiments.planner.simulation.run import simulate
 from pipelinerl.experiments.planner.simulation.scenario import DrawnWorkload, Scenario, Stragglers
 from pipelinerl.preprocess.packing import pack
-from pipelinerl.schedule import ConventionalSchedule, PipelineSchedule
+from pipelinerl.rounds import ConventionalSchedule
+from pipelinerl.schedule import PipelineSchedule
 from pipelinerl.trainer.sharding.plan import plan
 
 H100 = CLUSTERS["h100"]

@@ -24,7 +24,8 @@ from pipelinerl.experiments.planner.simulation.scenario import (
     first_fifth,
 )
 from pipelinerl.interfaces import Verdict
-from pipelinerl.schedule import AsyncSchedule, ConventionalSchedule, PipelineSchedule
+from pipelinerl.rounds import AsyncSchedule, ConventionalSchedule
+from pipelinerl.schedule import PipelineSchedule
 from tests.unit.experiments.planner.slow_simulation import SlowSimulation
 
 TICK = 2.0**-10

@@ -1,0 +1,71 @@
+"""What an error means for the attempt that raised it, and where it was raised in the user's files."""
+
+from __future__ import annotations
+
+import re
+import sysconfig
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+from pipelinerl.actor import deadline
+from pipelinerl.actor.deadline import CodeDeadlineError
+from pipelinerl.actor.rollouts import Failure, FailureReason
+from pipelinerl.errors import PromptTooLongError, RolloutError
+
+NOT_USER_CODE = (
+    str(Path(__file__).parents[1]),
+    *(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    "<",
+)
+"""Paths of code that is not the user's: this package, the standard library, installed packages."""
+FRAME = re.compile(r'^  File "(.+)", line .*(?:\n    .*)*', re.MULTILINE)
+
+
+def failure_of(error: BaseException, reason: FailureReason | None = None, message: str = "") -> Failure:
+    """Convert an error to a Failure, with this `reason` and `message` if they are known.
+
+    In an exception group, a deadline error takes precedence, then a too long prompt.
+    """
+    trace = "".join(traceback.format_exception(error)).rstrip()
+    if reason is not None:
+        return Failure(reason, message, trace)
+    parts = list(_leaves(error))
+    for part in parts:
+        if isinstance(part, CodeDeadlineError):
+            return Failure("timeout", str(part), trace)
+    for part in parts:
+        if isinstance(part, PromptTooLongError):
+            return Failure("prompt_too_long", str(part))
+    if isinstance(error, RolloutError):
+        return Failure("bad_rollout", str(error))
+    if isinstance(error, TimeoutError) and str(error):  # a user function that exceeded its time limit
+        return Failure("timeout", str(error), trace)
+    return Failure("raised", traceback.format_exception_only(error)[-1].strip(), trace)
+
+
+def user_frames(trace: str) -> list[str]:
+    """The frames of the user's files in a traceback, outermost first."""
+    return [frame[0] for frame in FRAME.finditer(trace) if not frame[1].startswith(NOT_USER_CODE)]
+
+
+def place_of(frame: FrameType | None) -> str:
+    """Where user code is, as `in Task.reward (task.py, line 9)`: its outermost frame, or without one the innermost frame."""
+    place = frame
+    while frame is not None and frame.f_code.co_filename != deadline.__file__:
+        if not frame.f_code.co_filename.startswith(NOT_USER_CODE):
+            place = frame
+        frame = frame.f_back
+    if place is None:
+        return "in no Python code"
+    code = place.f_code
+    return f"in {code.co_qualname} ({Path(code.co_filename).name}, line {place.f_lineno})"
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        for part in error.exceptions:
+            yield from _leaves(part)
+    else:
+        yield error
