@@ -14,6 +14,7 @@ import pytest
 import pipelinerl
 from pipelinerl.cli import main
 from pipelinerl.config.load import load_config
+from pipelinerl.environments.maths.judge import Judge, Verdict
 from pipelinerl.errors import EnvironmentSetupError, UserError
 from pipelinerl.launch import dry_run as dry_run_module
 from pipelinerl.launch import memory as memory_check
@@ -186,6 +187,52 @@ def test_a_reward_that_any_answer_gets_is_doubted(folder: Path) -> None:
     (doubt,) = tried(function(reward="rewards.py:length"), folder).warnings
     assert doubt == "wrong answers, such as 'nan', get the reward 1, and no answer that was tried gets more"
     assert tried(function(), folder).warnings  # 0.25 for every answer
+
+
+SCORER = """
+import verifiers as vf
+from datasets import Dataset
+
+def load_environment(scorer):
+    def right(completion, answer, parser):
+        return float(parser.parse_answer(completion) == answer)
+    def any_answer(completion):
+        return 1.0
+    rows = Dataset.from_list([{"question": f"What is {n} + {n}?", "answer": str(2 * n)} for n in range(20)])
+    parser = vf.XMLParser(["answer"])
+    return vf.SingleTurnEnv(dataset=rows, rubric=vf.Rubric(funcs=[locals()[scorer]], parser=parser))
+"""
+
+
+def doubts(folder: Path, kind: str, args: str) -> list[str]:
+    """The doubts about an environment that is built before a run, of a model that reads every text."""
+    settings = {"environment__kind": kind, "environment__args": args, "model__path": "demo-tools"}
+    config = small_run(folder / "r", **settings, evaluation__problems=0)
+    return list(asyncio.run(try_environment(config, lambda _: None, attempts=False)).warnings)
+
+
+@pytest.mark.slow  # for what verifiers imports
+@pytest.mark.parametrize(("scorer", "doubted"), [("any_answer", True), ("right", False)])
+def test_a_rubric_that_any_answer_satisfies_is_doubted(folder: Path, scorer: str, doubted: bool) -> None:
+    pytest.importorskip("verifiers")
+    (folder / "env.py").write_text(SCORER)
+    found = doubts(folder, "verifiers", f"{{load: env.py:load_environment, args: {{scorer: {scorer}}}}}")
+    assert [doubt.partition(",")[0] for doubt in found] == ["wrong answers"] * doubted
+
+
+@pytest.mark.parametrize("credulous", [True, False])
+def test_a_judge_of_maths_that_accepts_any_answer_is_doubted(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, credulous: bool
+) -> None:
+    async def verdict(judge: Judge, expected: str, answer: str) -> Verdict:
+        return Verdict(credulous or expected == answer)
+
+    monkeypatch.setattr(Judge, "verdict", verdict)
+    monkeypatch.setattr("pipelinerl.environments.maths.judge.require", lambda *_: None)
+    rows = [json.dumps({"question": f"What is {n} + x?", "answer": f"{n}+x"}) for n in range(20, 40)]
+    (folder / "maths.jsonl").write_text("\n".join(rows))
+    found = doubts(folder, "math", "{path: maths.jsonl}")
+    assert [doubt.partition(",")[0] for doubt in found] == ["wrong answers"] * credulous
 
 
 def test_a_wrong_reward_ends_a_run_before_its_start(folder: Path) -> None:

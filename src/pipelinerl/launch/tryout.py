@@ -12,6 +12,7 @@ import asyncio
 import sys
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,28 +46,35 @@ ANSWERS_S = 20.0
 """How many problems are tried with answers that aren't empty, and the time limit for trying them."""
 
 
-class EmptyAnswers(EngineClient):
-    """An engine client that answers every request with the end-of-text token, and records the prompts."""
+FORMS = ("{0}", "<answer>{0}</answer> \\boxed{{{0}}}")
+"""How a model may give an answer: alone, or marked as the usual prompts ask for it."""
+
+
+class Answers(EngineClient):
+    """An engine client that answers every request with the tokens `says` and the end-of-text token. Records the prompts."""
 
     def __init__(self, end_id: int) -> None:
         self._end_id = end_id
+        self.says: Sequence[int] = ()
         self.prompts: list[tuple[int, ...]] = []
         self.lengths: list[int] = []  # of each prompt with its longest completion
 
     async def generate(self, request: GenerationRequest) -> Completion:
         self.prompts.append(request.prompt_ids)
         self.lengths.append(len(request.prompt_ids) + request.sampling.max_tokens)
+        tokens = (*self.says, self._end_id)
         return Completion(
             request_id=request.id,
-            token_ids=(self._end_id,),
-            logprobs=(0.0,),
-            weight_versions=(VersionSpan(version=0, start=0, end=1),),
+            token_ids=tokens,
+            logprobs=(0.0,) * len(tokens),
+            weight_versions=(VersionSpan(version=0, start=0, end=len(tokens)),),
             finish_reason="stop",
         )
 
     async def stream(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent | Completion, None]:
         completion = await self.generate(request)
-        yield TokenEvent(request_id=request.id, index=0, token_id=self._end_id, logprob=0.0, version=0)
+        for index, token in enumerate(completion.token_ids):
+            yield TokenEvent(request_id=request.id, index=index, token_id=token, logprob=0.0, version=0)
         yield completion
 
 
@@ -84,6 +92,47 @@ def main(arguments: Sequence[str]) -> int:
             send(Mistake(type(error).__name__, str(error)))
             return error.exit_status
     return 0
+
+
+class Trial:
+    """Plays the first problems of an environment with answers that no model gave."""
+
+    def __init__(self, config: RunConfig, environment: Environment, tokenizer: Tokenizer, end_id: int) -> None:
+        self.client = Answers(end_id)
+        self._environment = environment
+        self._tokenizer = tokenizer
+        self._kind = config.environment.kind
+        self._limits = TimeLimits(config.actor.rollout_timeout_s, CodeAlarm(config.actor.code_timeout_s))
+        self._sampling = SamplingParams(max_tokens=config.actor.max_tokens)
+
+    async def play(self, index: int, says: str = "") -> Rollout | Failure:
+        made = problem_for(self._environment, index, self._limits)
+        if isinstance(made, Failure):
+            return made
+        self.client.says = self._tokenizer.encode(says, add_special_tokens=False)
+        view = RolloutClient(self.client, self._tokenizer, self._sampling, name=f"g{index}.a0", seed=0)
+        return await attempt(self._environment, made[0], view, self._limits)
+
+    async def doubts(self) -> list[str]:
+        """What is doubtful about the rewards of texts, if they can be tried. Raises EnvironmentSetupError if one fails."""
+        if not getattr(self._environment, "scores_texts", False):
+            return []
+        return await _doubts([self._environment.problem(index).payload for index in range(ANSWERED)], self._reward_of)
+
+    async def _reward_of(self, example: dict[str, Any], index: int, text: str) -> float | None:
+        """The highest reward in any form; None if one takes too long."""
+        rewards: list[float] = []
+        for said in [form.format(text) for form in FORMS]:
+            if isinstance(function := self._environment, Function):
+                outcome = await guarded(partial(function.reward_of, said, example), self._limits, "the reward")
+            else:
+                played = await self.play(index, said)
+                outcome = played if isinstance(played, Failure) else played.reward
+            if not isinstance(outcome, Failure):
+                rewards.append(outcome)
+            elif outcome.reason != "timeout":
+                raise refused(self._kind, f"the answer {said[:40]!r} to problem {index}", outcome)
+        return max(rewards) if len(rewards) == len(FORMS) else None
 
 
 async def try_environment(
@@ -106,48 +155,27 @@ async def try_environment(
     built_s = time.monotonic() - began_s
     send(Step("asks for held-out problems"))
     held_out = _count_held_out(config, environment, tokenizer)
+    trial = Trial(config, environment, tokenizer, min(contract.stop_token_ids, default=0))
     if not attempts:
-        return TryoutReport(built_s=built_s, held_out=held_out)
-    send(Step("tries the first problem with an empty answer"))
-    client = EmptyAnswers(min(contract.stop_token_ids, default=0))
-    limits = TimeLimits(config.actor.rollout_timeout_s, CodeAlarm(config.actor.code_timeout_s))
-    sampling = SamplingParams(max_tokens=config.actor.max_tokens)
-
-    async def play(index: int) -> Rollout | Failure:
-        made = problem_for(environment, index, limits)
-        if isinstance(made, Failure):
-            return made
-        view = RolloutClient(client, tokenizer, sampling, name=f"g{index}.a0", seed=0)
-        return await attempt(environment, made[0], view, limits)
-
-    played = await play(0)
-    if isinstance(played, Failure):
-        raise _refused(kind, "an empty answer to its first problem", played)
-    prompt = client.prompts[0]
-    single_turn = isinstance(environment, JudgedTurn) or type(environment) is Function
-    if single_turn:
-        until_s = time.monotonic() + PROMPTS_S
-        for index in range(1, PROMPTS):
-            if time.monotonic() < until_s:
-                await play(index)
-    warnings: list[str] = []
-    if isinstance(environment, Function) and not environment.calls_async:
-        examples = [environment.problem(index).payload for index in range(ANSWERED)]
-
-        async def reward_of(index: int, text: str) -> float | None:
-            outcome = await guarded(lambda: environment.reward_of(text, examples[index]), limits, "the reward")
-            if isinstance(outcome, Failure) and outcome.reason != "timeout":
-                raise _refused(kind, f"the answer {text[:40]!r} to problem {index}", outcome)
-            return None if isinstance(outcome, Failure) else outcome
-
         send(Step("tries answers that are texts"))
-        warnings = await _doubts(examples, reward_of)
-    tokens = tuple(map(len, client.prompts)) if single_turn else (len(prompt),)
+        return TryoutReport(built_s=built_s, held_out=held_out, warnings=tuple(await trial.doubts()))
+    send(Step("tries the first problem with an empty answer"))
+    played = await trial.play(0)
+    if isinstance(played, Failure):
+        raise refused(kind, "an empty answer to its first problem", played)
+    single_turn = isinstance(environment, JudgedTurn) or type(environment) is Function
+    until_s = time.monotonic() + PROMPTS_S
+    for index in range(1, PROMPTS if single_turn else 0):
+        if time.monotonic() < until_s:
+            await trial.play(index)
+    asked = len(trial.client.prompts) if single_turn else 1
+    prompts, lengths = trial.client.prompts[:asked], trial.client.lengths[:asked]
+    send(Step("tries answers that are texts"))
     return TryoutReport(
-        warnings=(*warnings, *_too_long(client.lengths[: len(tokens)], model, config)),
+        warnings=(*(await trial.doubts()), *_too_long(lengths, model, config)),
         built_s=built_s,
-        prompt=tokenizer.decode(prompt),
-        prompt_tokens=tokens,
+        prompt=tokenizer.decode(prompts[0]),
+        prompt_tokens=tuple(map(len, prompts)),
         single_turn=single_turn,
         reward=played.reward,
         metrics=dict(played.metrics),
@@ -174,11 +202,13 @@ def _too_long(lengths: Sequence[int], model: Any, config: RunConfig) -> list[str
     return [f"{count} of {len(lengths)} prompts {fit}: their rollouts are dropped"] if count else []
 
 
-def _refused(kind: str, what: str, failure: Failure) -> EnvironmentSetupError:
+def refused(kind: str, what: str, failure: Failure) -> EnvironmentSetupError:
     return EnvironmentSetupError(f"environment {kind}, tried with {what}: {failure.line}")
 
 
-async def _doubts(examples: Sequence[dict[str, Any]], reward_of: Callable[[int, str], Awaitable[float | None]]) -> list[str]:
+async def _doubts(
+    examples: Sequence[dict[str, Any]], reward_of: Callable[[dict[str, Any], int, str], Awaitable[float | None]]
+) -> list[str]:
     """Reward wrong answers, and the texts of each example, among which the right one may be. Returns what is doubtful."""
     best: float = 0.0
     wrong: dict[str, list[float | None]] = {text: [] for text in WRONG}
@@ -188,7 +218,7 @@ async def _doubts(examples: Sequence[dict[str, Any]], reward_of: Callable[[int, 
         for text in (*WRONG, *own):
             if time.monotonic() > until_s:
                 break
-            reward = await reward_of(index, text)
+            reward = await reward_of(example, index, text)
             best = max(best, reward or 0.0)
             if text in wrong and text not in own:
                 wrong[text].append(reward)

@@ -76,6 +76,11 @@ class Verifiers(ProblemSet):
         template_options = check_template_options(tokenizer, options.template_options, chat=not texts)
         self._player = Player(loaded, template_options, threads=options.threads, drop_raised=options.drop_raised)
 
+    @property
+    def scores_texts(self) -> bool:
+        """Whether it is tried with wrong answers before a run: not if that takes several turns, or asks another model."""
+        return self._player.scores_texts
+
     async def rollout(self, problem: Problem, client: GenerationClient) -> Rollout:
         return await self._player.play(problem.payload, client)
 

@@ -17,7 +17,9 @@ import msgspec
 from verifiers.clients.client import Client
 from verifiers.envs.env_group import EnvGroup
 from verifiers.envs.environment import Environment
+from verifiers.envs.singleturn_env import SingleTurnEnv
 from verifiers.errors import OverlongPromptError
+from verifiers.rubrics.judge_rubric import JudgeRubric
 from verifiers.rubrics.rubric import Rubric
 from verifiers.rubrics.rubric_group import RubricGroup
 from verifiers.types import Response, ResponseMessage, ResponseTokens, ToolCall, Usage
@@ -315,6 +317,9 @@ class Player:
         """Raises EnvironmentSetupError for rubrics that can't score single rollouts."""
         prepare_rubrics(loaded.environment, loaded.name, threads=threads)
         self._name = loaded.name
+        parts = environment.envs if isinstance(environment := loaded.environment, EnvGroup) else [environment]
+        single = all(isinstance(part, SingleTurnEnv) for part in parts)
+        self.scores_texts = single and not any(isinstance(one, JudgeRubric) for one in _rubrics(environment))
         self._environment = loaded.environment
         self._template_options = template_options
         self._drop_raised = drop_raised

@@ -139,6 +139,11 @@ class Function(ProblemSet):
         return self._functions.notes
 
     @property
+    def scores_texts(self) -> bool:
+        """Whether it is tried with wrong answers before a run."""
+        return not self.calls_async
+
+    @property
     def calls_async(self) -> bool:
         """Whether a reward is an `async def` function: a call may cost money."""
         return self._functions.any_async
