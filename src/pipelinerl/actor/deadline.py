@@ -69,8 +69,9 @@ class CodeAlarm:
     timer is due before, its handler is called. A process can use one alarm at a time.
 
     `on_slow` is called at each tick while code runs for longer than `SLOW_S`, with a message that says where it is. With
-    `gives_up`, code that was interrupted `GIVE_UP_AFTER` times before `worked` was set gets a CodeGivenUpError instead of
-    being run.
+    `gives_up`, code that was `stuck` `GIVE_UP_AFTER` times before `worked` was set gets a CodeGivenUpError instead of being
+    run. It is stuck if it is interrupted and no code has got further, by the number of times that it was resumed: a few
+    problems that take too long say nothing about the others.
     """
 
     def __init__(
@@ -79,6 +80,8 @@ class CodeAlarm:
         self.on_slow = on_slow
         self.interruptions = 0
         self.worked = False
+        self.stuck = 0
+        self._turn, self._furthest = 0, -1  # of the code that is running; of all code that was not interrupted
         self._seconds = code_timeout_s
         self._patience = GIVE_UP_AFTER if gives_up else inf
         self._began_s = inf  # when the user code that is running was resumed; inf while none is
@@ -98,11 +101,12 @@ class CodeAlarm:
         with self.applied(CodeDeadline(self)):
             return self.resume(function)
 
-    def resume(self, step: Callable[..., T], *arguments: Any, ending: bool = False) -> T:
+    def resume(self, step: Callable[..., T], *arguments: Any, turn: int = 0, ending: bool = False) -> T:
         """Run user code until it returns or yields to the event loop. What ends it also runs if it has been given up."""
-        if self.interruptions >= self._patience and not self.worked and not ending:
+        if self.stuck >= self._patience and not self.worked and not ending:
             raise CodeGivenUpError(f"{self._interrupted} (every time so far: it is no longer run)")
-        self._began_s, process = monotonic(), os.getpid()
+        self._began_s = began_s = monotonic()
+        self._turn, process = turn, os.getpid()
         try:
             return step(*arguments)
         except SystemExit as error:  # would propagate through the event loop and end the process
@@ -115,6 +119,8 @@ class CodeAlarm:
             self._began_s = inf
             if os.getpid() != process:
                 os._exit(1)
+            if self._interrupted_s != began_s:
+                self._furthest = max(self._furthest, turn)
 
     @contextmanager
     def applied(self, deadline: CodeDeadline, loop: asyncio.AbstractEventLoop | None = None) -> Iterator[None]:
@@ -170,6 +176,7 @@ class CodeAlarm:
             if self._interrupted_s != self._began_s:  # otherwise it is the same code, which swallowed the error
                 self._interrupted_s = self._began_s
                 self.interruptions += 1
+                self.stuck += self._turn > self._furthest
             self._interrupted = f"the code ran for {self._seconds:g} s without yielding, {place_of(frame)}"
             raise CodeDeadlineError(self._interrupted)
         if self.on_slow is not None:
@@ -230,9 +237,11 @@ class CodeDeadline:
         resume = self._alarm.resume
         step: Callable[..., Any] = coroutine.send
         argument: BaseException | None = None
+        turn = 0  # a call of a function has none
         while True:
+            turn += 1
             try:
-                waits_on = resume(step, argument)
+                waits_on = resume(step, argument, turn=turn)
             except StopIteration as end:
                 result: T = end.value
                 return result

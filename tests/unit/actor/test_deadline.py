@@ -281,7 +281,7 @@ def test_code_that_is_given_up_is_closed_where_it_ran(recwarn):
         alarm = CodeAlarm(ENOUGH_S, gives_up=True)
         begun = asyncio.create_task(CodeDeadline(alarm).run(code(0.01)))
         await asyncio.sleep(0)
-        alarm.interruptions = deadline.GIVE_UP_AFTER
+        alarm.stuck = deadline.GIVE_UP_AFTER
         return await asyncio.gather(begun, CodeDeadline(alarm).run(code(9)), return_exceptions=True)
 
     errors = asyncio.run(main())
@@ -464,6 +464,42 @@ def test_code_that_holds_the_thread_is_named_while_it_runs_and_when_it_is_interr
     assert told
     for line in told:
         assert line == "environment code has run for 0 s without yielding, in reward (task.py, line 3)"
+
+
+def test_problems_that_take_too_long_do_not_end_the_others():
+    """The first prompts of a run may be of the long problems, before any rollout has ended: the other rollouts go on."""
+    ended = []
+
+    async def code(number):
+        if number % 4 == 0:
+            time.sleep(60)
+        await asyncio.sleep(0)
+        ended.append(number)
+
+    async def main():
+        alarm = CodeAlarm(0.02, gives_up=True)
+        attempts = [CodeDeadline(alarm).run(code(number)) for number in range(1, 4 * deadline.GIVE_UP_AFTER + 5)]
+        return alarm, await asyncio.gather(*attempts, return_exceptions=True)
+
+    alarm, outcomes = asyncio.run(main())
+    assert alarm.interruptions == deadline.GIVE_UP_AFTER + 1
+    assert ended == [number for number in range(1, len(outcomes) + 1) if number % 4]
+
+
+def test_code_that_stops_at_the_same_place_every_time_is_given_up():
+    async def code():
+        await asyncio.sleep(0)
+        time.sleep(60)
+
+    async def main():
+        alarm = CodeAlarm(0.02, gives_up=True)
+        alarm.call(lambda: 3)
+        attempts = [CodeDeadline(alarm).run(code()) for _ in range(deadline.GIVE_UP_AFTER + 3)]
+        return alarm, await asyncio.gather(*attempts, return_exceptions=True)
+
+    alarm, outcomes = asyncio.run(main())
+    assert alarm.interruptions == deadline.GIVE_UP_AFTER
+    assert [isinstance(outcome, deadline.CodeGivenUpError) for outcome in outcomes].count(True) == 3
 
 
 def test_code_that_never_worked_is_given_up_and_code_that_did_is_not():
