@@ -81,7 +81,13 @@ class GroupRunner:
     not ended, and groups whose rollouts are being scored together.
     """
 
-    def __init__(self, context: RolloutContext, config: ActorConfig, skips: DifficultyFilter | None = None) -> None:
+    def __init__(
+        self,
+        context: RolloutContext,
+        config: ActorConfig,
+        skips: DifficultyFilter | None = None,
+        failures: FailureLog | None = None,
+    ) -> None:
         self.context = context
         self.config = config
         self.finished: deque[Group] = deque()
@@ -89,7 +95,7 @@ class GroupRunner:
         self.groups_skipped = 0
         self.running = 0
         self._filter = skips
-        self._failures = FailureLog(config.max_failure_fraction, config.failure_window)
+        self._failures = failures or FailureLog(config.max_failure_fraction, config.failure_window)
         self.open: dict[int, OpenGroup] = {}
         self._waiting_lengths: dict[int, list[int]] = {}  # lengths of complete groups started after an open one
         self._started_lengths: deque[int] = deque(maxlen=RECENT_ATTEMPTS)

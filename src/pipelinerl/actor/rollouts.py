@@ -286,11 +286,13 @@ REMEMBERED = 4096
 class FailureLog:
     """Counts failed attempts, logs the first few, and raises when too many fail.
 
-    `max_fraction` is the largest share of the last `window` attempts that may fail; 1 disables the limit.
+    `max_fraction` is the largest share of the last `window` attempts that may fail; 1 disables the limit. `shown` failures
+    of each reason are logged.
     """
 
-    def __init__(self, max_fraction: float, window: int) -> None:
+    def __init__(self, max_fraction: float, window: int, shown: int = SHOWN_PER_REASON) -> None:
         self._max_fraction = max_fraction
+        self._shown = shown
         self._recent: deque[Failure | None] = deque(maxlen=window)
         self._counts: Counter[str] = Counter()
         self._tokens: Counter[str] = Counter()
@@ -320,8 +322,8 @@ class FailureLog:
         self._recent.append(failure)
         self._counts[failure.reason] += 1
         nth = self._counts[failure.reason]
-        if nth <= SHOWN_PER_REASON:
-            last = " (further ones are counted, not shown)" if nth == SHOWN_PER_REASON else ""
+        if nth <= self._shown:
+            last = " (further ones are counted, not shown)" if nth == self._shown else ""
             trace = f"\n{failure.traceback}" if failure.traceback else ""
             logger.warning("rollout %s is dropped, %s: %s%s%s", rollout, failure.reason, failure.message, last, trace)
 

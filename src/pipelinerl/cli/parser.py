@@ -112,7 +112,9 @@ class Commands:
     def _check_command(self, own: Sequence[str]) -> None:
         command = next((argument for argument in own if not argument.startswith("-")), None)
         if command is not None and command not in self._parsers:
-            near = GUESSES.get(command) or next(iter(difflib.get_close_matches(command, self._parsers, n=1)), None)
+            folder = command in GUESSES and any(Path(argument).is_dir() for argument in own)
+            near = GUESSES.get("continue" if folder else command)
+            near = near or next(iter(difflib.get_close_matches(command, self._parsers, n=1)), None)
             hint = f"did you mean `{near}`?" if near else f"there are {', '.join(self._parsers)}"
             raise UserError(f"unknown command {command!r}; {hint} (see `pipelinerl --help`)")
 

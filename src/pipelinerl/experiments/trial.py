@@ -10,7 +10,7 @@ import msgspec
 
 from pipelinerl.actor.evaluation import evaluated
 from pipelinerl.actor.groups import GroupRunner
-from pipelinerl.actor.rollouts import Failure, RolloutContext, advance, logger, problem_for
+from pipelinerl.actor.rollouts import Failure, FailureLog, RolloutContext, advance, problem_for
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.environments.registry import make_environment, notes_of
 from pipelinerl.environments.user.code import run_to_end
@@ -86,19 +86,17 @@ async def _play(config: RunConfig, problem: int, environment: Environment, token
     async with engine_for(target, settings, tokenizer, config.actor.max_tokens, key) as ready:
         engine, stop, of = ready.engine, ready.stop_token_ids, RolloutContext.of
         context = of(config.actor, environment, engine, tokenizer, seed=config.seed, slots=ready.slots, stop_token_ids=stop)
-        groups = GroupRunner(context, config.actor.model_copy(update={"max_failure_fraction": 1.0}))
+        groups = GroupRunner(context, config.actor, failures=FailureLog(1.0, 1, shown=0))  # the result has all of them
         if isinstance(made := problem_for(environment, problem, context.limits), Failure):
             raise EnvironmentSetupError(f"environment {config.environment.kind}: {made.line}")
         groups.start(problem, engine.version)
         played = groups.open[problem]
-        logger.disabled = True  # the result has the failures
         try:
             while not groups.finished:
                 await advance(engine, context.awake)
                 groups.check()
         finally:
             groups.cancel()
-            logger.disabled = False
     attempts = tuple(_record(played.problem, played.outcomes[number], tokenizer) for number in range(played.size))
     return Trial(config=config, group=groups.finished[0], attempts=attempts, notes=notes_of(environment, config))
 

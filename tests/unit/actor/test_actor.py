@@ -479,6 +479,10 @@ def test_only_the_first_failures_of_a_kind_are_shown(caplog):
             log.failure(Failure("raised", "ValueError: x", "TRACE"), f"g{number}.a0")
     assert caplog.text.count("TRACE") == 3
     assert log.counts == {"raised": 10}
+    caplog.clear()
+    silent = FailureLog(1.0, 100, shown=0)
+    silent.failure(Failure("raised", "ValueError: x", "TRACE"), "g0.a0")
+    assert (silent.counts, caplog.text) == ({"raised": 1}, "")
 
 
 # ------------------------------------------------------------------------------------------------- the actor

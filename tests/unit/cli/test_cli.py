@@ -69,6 +69,7 @@ def test_version_and_help(capsys: Capture) -> None:
         (["trian"], "unknown command 'trian'; did you mean `train`?"),
         (["resume", "runs/x"], "unknown command 'resume'; did you mean `train --resume RUN_DIR`?"),
         (["run", "x.yaml"], "unknown command 'run'; did you mean `train RUN.yaml`?"),
+        (["run", "."], "unknown command 'run'; did you mean `train --resume RUN_DIR`?"),
         (["compare", "runs/a", "runs/b"], "from one run file; for runs: `pipelinerl report runs/a runs/b`"),
         (["compare", "."], "for runs: `pipelinerl report .`"),
         (["train", "."], ". is a folder, not a run file; `pipelinerl train --resume .` continues a run"),
