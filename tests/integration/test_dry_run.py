@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from pipelinerl.environments.maths.judge import Judge, Verdict
 from pipelinerl.errors import EnvironmentSetupError, UserError
 from pipelinerl.launch import dry_run as dry_run_module
 from pipelinerl.launch import memory as memory_check
+from pipelinerl.launch import tryout
 from pipelinerl.launch.checks import check_before_the_start
 from pipelinerl.launch.dry_run import TryoutReport, dry_run
 from pipelinerl.launch.dry_run import try_environment as in_a_process
@@ -58,6 +60,29 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+class InThisProcess:
+    """In place of the trial's process, which imports libraries for longer than all else takes."""
+
+    running = False
+
+    def __init__(self, command: list[str], **_: Any) -> None:
+        assert command[1:3] == ["-m", "pipelinerl.launch.tryout"]
+        tryout.main(command[3:])
+
+    def __enter__(self) -> InThisProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def wait_until(self, condition: Callable[[], bool], _: float) -> None:
+        assert condition()
+
+
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dry_run_module, "ChildProcess", InThisProcess)
+
+
 def function(**args: Any) -> dict[str, Any]:
     values = {"data": "data.jsonl", "reward": "rewards.py:right", **args}
     text = ", ".join(f"{name}: {value}" for name, value in values.items())
@@ -72,6 +97,7 @@ def tried(settings: dict[str, Any], folder: Path) -> Any:
     return asyncio.run(try_environment(small_run(folder / "r", **settings), lambda _: None))
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_what_does_not_agree_in_the_model_is_reported(folder: Path) -> None:
     copy = folder / "model"
     shutil.copytree(resolve_path("demo"), copy)
@@ -173,8 +199,18 @@ def test_what_is_wrong_with_an_environment_is_found(folder: Path, name: str) -> 
     assert "pool.py" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", [*BEFORE_A_RUN, *(pytest.param(name, marks=mark) for name, mark in IN_A_PROCESS.items())])
+@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.parametrize("name", BEFORE_A_RUN)
 def test_the_command_says_it_in_one_line(folder: Path, capsys: Capture, name: str) -> None:
+    assert_said_in_one_line(folder, capsys, name)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=mark) for name, mark in IN_A_PROCESS.items()])
+def test_the_command_says_what_its_process_found(folder: Path, capsys: Capture, name: str) -> None:
+    assert_said_in_one_line(folder, capsys, name)
+
+
+def assert_said_in_one_line(folder: Path, capsys: Capture, name: str) -> None:
     make, said = WRONG[name]
     assert main(["train", "--dry-run", *flags(folder / "r", **make(folder))]) == 2
     shown = capsys.readouterr()
@@ -292,6 +328,7 @@ def test_user_code_and_files_are_tried_before_a_run_and_nothing_else(
     assert calls == ([] if attempts is None else [attempts])
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_a_class_is_built_before_a_run_without_an_attempt(folder: Path) -> None:
     body = "async def rollout(self, problem, client):\n    raise ValueError('not tried')"
     config = small_run(folder / "r", **klass(folder, body, evaluation__problems=1, launch__kind="processes"))
@@ -312,6 +349,7 @@ def test_what_the_environment_does_is_shown_without_the_models_weights(folder: P
     assert "2 held-out problems (evaluation.problems: 2)" in said
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_prompts_that_do_not_fit_are_counted(folder: Path, capsys: Capture) -> None:
     rows = [{"question": f"{number + 10}{'1' * 16 * (number % 2)}:", "answer": "1"} for number in range(40)]
     (folder / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -339,7 +377,7 @@ def test_memory_is_that_of_the_prompts_there_are(folder: Path, capsys: Capture) 
     assert dry < start / 4
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("in_this_process")
 def test_a_run_that_may_not_fit_is_judged_by_its_prompts_before_it_starts(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

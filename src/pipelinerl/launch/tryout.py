@@ -9,6 +9,7 @@ Attempts have the time limits of a run, `actor.code_timeout_s` and `actor.rollou
 from __future__ import annotations
 
 import asyncio
+import gc
 import sys
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
@@ -24,7 +25,7 @@ from pipelinerl.actor.evaluation import held_out_problems
 from pipelinerl.actor.rollouts import Failure, TimeLimits, attempt, guarded, problem_for
 from pipelinerl.config.load import config_from_yaml
 from pipelinerl.config.schema import RunConfig
-from pipelinerl.environments.registry import make_environment, no_held_out, notes_of
+from pipelinerl.environments.registry import find_class, make_environment, no_held_out, notes_of
 from pipelinerl.environments.single_turn import JudgedTurn
 from pipelinerl.environments.user.code import find_function
 from pipelinerl.environments.user.function import Function
@@ -33,7 +34,6 @@ from pipelinerl.interfaces import Environment, Tokenizer
 from pipelinerl.launch.dry_run import Mistake, Step, TryoutMessage, TryoutReport
 from pipelinerl.launch.stages.held_out import evaluation_sets
 from pipelinerl.models.contract import read_contract
-from pipelinerl.models.loading import load_config, load_tokenizer, slot_length
 from pipelinerl.types import Completion, GenerationRequest, Rollout, SamplingParams, TokenEvent, VersionSpan
 
 PROMPTS = 16
@@ -146,7 +146,11 @@ async def try_environment(
             find_function(config.metrics.callback)
         except EnvironmentSetupError as error:
             raise EnvironmentSetupError(f"metrics.callback: {error}") from error
+    send(Step("loads the class of the environment"))
+    find_class(kind)
     send(Step("loads the tokenizer"))
+    from pipelinerl.models.loading import load_config, load_tokenizer, slot_length  # noqa: PLC0415 - takes seconds
+
     tokenizer = load_tokenizer(config.model)
     contract = read_contract(model := load_config(config.model), tokenizer, config.engine.max_length)
     send(Step("builds the environment"))
@@ -170,9 +174,10 @@ async def try_environment(
             await trial.play(index)
     asked = len(trial.client.prompts) if single_turn else 1
     prompts, lengths = trial.client.prompts[:asked], trial.client.lengths[:asked]
+    longest = slot_length(model, config.engine.max_length)
     send(Step("tries answers that are texts"))
     return TryoutReport(
-        warnings=(*(await trial.doubts()), *_too_long(lengths, model, config)),
+        warnings=(*(await trial.doubts()), *_too_long(lengths, longest, config)),
         built_s=built_s,
         prompt=tokenizer.decode(prompts[0]),
         prompt_tokens=tuple(map(len, prompts)),
@@ -194,9 +199,8 @@ def _count_held_out(config: RunConfig, environment: Environment, tokenizer: Toke
     return found
 
 
-def _too_long(lengths: Sequence[int], model: Any, config: RunConfig) -> list[str]:
-    """A warning if some of the prompts, with their longest completions, are longer than a slot."""
-    longest = slot_length(model, config.engine.max_length)
+def _too_long(lengths: Sequence[int], longest: int, config: RunConfig) -> list[str]:
+    """A warning if some of the prompts, with their longest completions, are longer than a slot of `longest` tokens."""
     count = 0 if config.engine.urls else sum(length > longest for length in lengths)  # such servers have slots of their own
     fit = f"do not fit engine.max_length ({longest}) with actor.max_tokens ({config.actor.max_tokens})"
     return [f"{count} of {len(lengths)} prompts {fit}: their rollouts are dropped"] if count else []
@@ -237,4 +241,5 @@ async def _doubts(
 
 
 if __name__ == "__main__":
+    gc.set_threshold(50_000)  # the imports take less time, as in `hosts.worker`
     sys.exit(main(sys.argv[1:]))

@@ -98,8 +98,6 @@ T = TypeVar("T")
 
 LOOK_EVERY_S = 0.1
 POLL_S = 0.002
-YOUNG_OBJECTS = 50_000
-"""Garbage collection threshold: more objects than the rollouts in progress have, but traversed in milliseconds."""
 
 
 def run_generation(session: Session, index: int, weights_fd: int) -> None:
@@ -143,7 +141,6 @@ def _take_part(
     ):
         gc.collect()
         gc.freeze()  # the objects of the model and the libraries live until the end
-        gc.set_threshold(YOUNG_OBJECTS)  # with the default of 700, rollouts alone would trigger 10 collections a second
         turns.listen()
         try:
             runner.run(generate(generation, stop=turns.over))

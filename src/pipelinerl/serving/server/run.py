@@ -31,8 +31,6 @@ from pipelinerl.serving.server.service import Loaded, Service, ServiceHolder, lo
 CLOSE_S = 5
 """Time for connections to close after their requests have ended."""
 POLL_EVERY_S = 0.02
-GC_THRESHOLD = 50_000
-"""Requests' objects are freed by reference counting; at Python's default of 700 they would trigger constant collections."""
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,7 +115,6 @@ class _Process:
         # Exclude all loaded objects from garbage collection: they stay, and every full collection would visit them.
         gc.collect()
         gc.freeze()
-        gc.set_threshold(GC_THRESHOLD)
         holder.open(service)
         self._began()
         urls = [url_of(listening, encrypted=self._options.tls is not None) for listening in self._sockets]
