@@ -6,6 +6,7 @@ A test may be a coroutine function.
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib.util
 import inspect
 import os
@@ -19,6 +20,9 @@ from hypothesis import settings
 # Small models gain nothing from several threads, and tests may run in parallel. Must be set before anything imports torch;
 # processes started by tests inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# As in the processes of a run: with the default of 700 the imports of torch and transformers take a fifth longer.
+gc.set_threshold(50_000)
 
 settings.register_profile("seeded", derandomize=True, deadline=None)
 settings.register_profile("wild", derandomize=False, deadline=None, max_examples=1000)

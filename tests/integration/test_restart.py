@@ -59,11 +59,11 @@ def rank_pid(run_dir: Path, role: str) -> int:
     return pid
 
 
-def assert_went_on(run_dir: Path, process: subprocess.Popen[str], count: int) -> dict[str, Any]:
+def assert_went_on(run_dir: Path, process: subprocess.Popen[str], count: int, goal: int = GOAL) -> dict[str, Any]:
     """The run reached its goal after so many restarts, and said so. Returns its summary."""
     ended = wait(process)
     assert (ended.status, ended.error) == (0, "")
-    counts = assert_gone_on(run_dir, GOAL)
+    counts = assert_gone_on(run_dir, goal)
     assert counts["restarts"]["run"]["count"] == count
     assert len(counts["restarts"]["run"]["recovery_s"]) == count
     assert ended.out.count("the run goes on from its latest checkpoint") == count
@@ -86,7 +86,8 @@ def test_a_killed_process_costs_the_steps_since_the_last_checkpoint(
 ) -> None:
     """Generation processes of one machine go on with the same engine."""
     run_dir = tmp_path / "r"
-    process = going(run_dir, 6, **settings)
+    goal = 24
+    process = going(run_dir, 6, trainer__steps=goal, **settings)
     before = process_ids(run_dir)
     kill(run_dir, role)
     until(lambda: process_ids(run_dir).get("training", before["training"]) != before["training"], process)
@@ -95,7 +96,7 @@ def test_a_killed_process_costs_the_steps_since_the_last_checkpoint(
     until(lambda: process_ids(run_dir).keys() >= generating, process)
     now = process_ids(run_dir)
     assert {name for name in generating if now[name] == before[name]} == kept
-    counts = assert_went_on(run_dir, process, 1)
+    counts = assert_went_on(run_dir, process, 1, goal)
     assert counts["resumed_from"] >= 4
     restarts = counts["restarts"]["run"]
     assert restarts["steps_lost"] <= 5

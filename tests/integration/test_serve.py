@@ -32,7 +32,7 @@ from pipelinerl.types import (
     VersionSpan,
     versions_from_spans,
 )
-from tests.integration.runs import Ended, until, wait
+from tests.integration.runs import until, wait
 from tests.integration.test_remote import changed, demo
 from tests.parity.test_engine import full_forward_logprobs, mixed_cache_logprobs
 
@@ -74,10 +74,6 @@ class Server:
 
     def async_client(self) -> openai.AsyncOpenAI:
         return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="any", max_retries=0, timeout=60)
-
-    def stop(self) -> Ended:
-        self.process.send_signal(signal.SIGTERM)
-        return wait(self.process, 30)
 
 
 HOLD = """
@@ -133,9 +129,15 @@ def serving(folder: Path, *flags: str, **options: Any) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(tmp_path_factory.mktemp("serve"), "--engine.slots", "16", "--max-queue", "8") as server:
+    """In the end, it ends with its lifeline, which this process holds."""
+    ours, theirs = os.pipe()
+    flags = ("--engine.slots", "16", "--max-queue", "8", "--lifeline-fd", str(ours))
+    with serving(tmp_path_factory.mktemp("serve"), *flags, fds=(ours,)) as server:
+        os.close(ours)
         yield server
-        assert server.stop().status == 0
+        assert server.process.poll() is None
+        os.close(theirs)
+        assert wait(server.process, 30).status == 0
 
 
 def saved(directory: Path, model: Any, version: int) -> WeightUpdateRequest:
@@ -324,12 +326,9 @@ def test_weights_that_are_wrong_leave_the_old_ones(server: Server) -> None:
     assert server.client().completions.create(model="demo", prompt=PROMPT).choices[0].text
 
 
-def test_an_update_with_recomputed_entries_on_an_address_of_its_own(tmp_path: Path) -> None:
-    """In the end, the server ends with whoever holds its lifeline."""
-    ours, theirs = os.pipe()
+def test_an_update_with_recomputed_entries_on_an_address_of_its_own_and_an_end_by_sigterm(tmp_path: Path) -> None:
     flags = ("--engine.slots", "16", "--engine.kv_on_update", "recompute", "--update-port", "0")
-    with serving(tmp_path, *flags, "--lifeline-fd", str(ours), fds=(ours,)) as server:
-        os.close(ours)
+    with serving(tmp_path, *flags) as server:
         assert server.update_url != server.url
         models = {0: demo(), 1: changed(1)}
         wanted = saved(server.weights_dir, models[1], 1)
@@ -344,22 +343,21 @@ def test_an_update_with_recomputed_entries_on_an_address_of_its_own(tmp_path: Pa
                 rows = full_forward_logprobs(models[span.version], prompt, completion.token_ids)[len(prompt) - 1 :]
                 for i in range(span.start, span.end):
                     assert abs(float(rows[i, completion.token_ids[i]]) - completion.logprobs[i]) < TOLERANCE
-        assert server.process.poll() is None
-        os.close(theirs)
-        assert wait(server.process, 30).status == 0
+        assert_sigterm_finishes_what_is_in_progress_and_takes_nothing_more(server, requests=24)
 
 
 # ---------------------------------------------------------------------------------------------- beginning and ending
 
 
-def test_sigterm_finishes_what_is_in_progress_and_takes_nothing_more(tmp_path: Path) -> None:
+def assert_sigterm_finishes_what_is_in_progress_and_takes_nothing_more(server: Server, requests: int) -> None:
+    """There are more requests than slots: the others wait in the queue."""
     body = {"prompt": PROMPT, "max_tokens": 500, "ignore_eos": True}
 
-    async def scenario(server: Server) -> None:
+    async def scenario() -> None:
         async with httpx2.AsyncClient(base_url=server.url, timeout=60) as client:
             with server.held():
-                asking = [asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(12)]
-                while (info := (await client.get("/info")).json())["in_progress"] + info["queued"] < 12:
+                asking = [asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(requests)]
+                while (info := (await client.get("/info")).json())["in_progress"] + info["queued"] < requests:
                     await asyncio.sleep(0.002)
                 server.process.send_signal(signal.SIGTERM)
                 while (health := await client.get("/health")).status_code == 200:
@@ -371,9 +369,8 @@ def test_sigterm_finishes_what_is_in_progress_and_takes_nothing_more(tmp_path: P
             for answer in await asyncio.gather(*asking):
                 assert answer.json()["usage"]["completion_tokens"] == 500
 
-    with serving(tmp_path, "--engine.slots", "4") as server:
-        asyncio.run(scenario(server))
-        ended = wait(server.process, 30)
+    asyncio.run(scenario())
+    ended = wait(server.process, 30)
     assert ended.status == 0, ended
     assert "Traceback" not in ended.error
 

@@ -9,7 +9,7 @@ Schedules are compared by held-out rewards of a run's versions, measured after t
 weights that sampled the rollout, which are older by the schedule's lag. Held-out problems are answered by the weights of
 each version, with the same versions, problems and random numbers for every schedule.
 
-timed run ─▶ weights/step_* ─▶ `pipelinerl eval` in one process per core ─▶ held_out.json, and the weights are removed
+timed run ─▶ weights/step_* ─▶ `pipelinerl eval` in up to one process per core ─▶ held_out.json, and the weights are removed
 """
 
 from __future__ import annotations
@@ -130,6 +130,8 @@ HELD_OUT_FILE = "held_out.json"
 POLL_S = 0.1
 STOP_S = 2.0
 """Time for an evaluation to end once it is told to. Its results are not used."""
+WORTH_A_PROCESS = 100
+"""Attempts that take as long as a process takes to load the model."""
 _EVAL = "import sys; from pipelinerl.cli import main; sys.exit(main())"
 
 
@@ -163,11 +165,12 @@ def check_held_out(request: Request) -> None:
 def answer_held_out(run_dir: Path, request: Request) -> list[Answered]:
     """Have every version of `request.evaluated_versions` answer the held-out problems, by `pipelinerl eval`.
 
-    On CPUs the versions are distributed over one process per core. Raises PipelineRLError with the last line of output if
-    an evaluation fails, and RunInterruptedError.
+    On CPUs the versions are distributed over one process per core, each with at least `WORTH_A_PROCESS` attempts. Raises
+    PipelineRLError with the last line of output if an evaluation fails, and RunInterruptedError.
     """
     versions = request.evaluated_versions
-    workers = min(len(versions), request.machine.cores) if request.config.engine.device == "cpu" else 1
+    worth = 1 + len(versions) * request.held_out // WORTH_A_PROCESS
+    workers = min(len(versions), request.machine.cores, worth) if request.config.engine.device == "cpu" else 1
     with ExitStack() as cleanup:
         scratch = Path(cleanup.enter_context(tempfile.TemporaryDirectory(dir=run_dir, prefix=".held-out-")))
         interrupts = cleanup.enter_context(counted_interrupts(raises_at=2))
