@@ -35,7 +35,7 @@ class Trial:
     notes: tuple[str, ...]
 
     def __str__(self) -> str:
-        kind, limit = self.config.environment.kind, f"actor.max_tokens ({self.config.actor.max_tokens})"
+        kind, limit = self.config.environment.kind, f"token limit (actor.max_tokens: {self.config.actor.max_tokens})"
         metrics = [set(rollout.metrics.items()) for rollout in self.group.rollouts]
         same = set.intersection(*metrics) if len(metrics) > 1 else set()
         head = f"{kind}, problem {self.group.index} ({self.group.problem.id}), {self.config.model.path}"
@@ -45,7 +45,7 @@ class Trial:
                 prompt = one.prompt
                 lines += ["", "the prompt, as the model sees it:", prompt]
             scored = one.failure or f"reward {one.reward:g}{_listed(one.metrics.items() - same)}"
-            cut = f", CUT at {limit}" if one.finish_reason == "length" else ""
+            cut = f", CUT at its {limit}" if one.finish_reason == "length" else ""
             lines += ["", f"attempt {number}: {scored} ({one.length} tokens{cut})", one.completion]
         lines += ["", f"all attempts: {_listed(same)[2:]}"] if same else [""]
         count, rewards = len(self.attempts), [rollout.reward for rollout in self.group.rollouts]
@@ -53,7 +53,7 @@ class Trial:
             lines.append(f"{failed} of {count} attempts FAILED: a run drops them (see actor.max_failure_fraction)")
         if cut_count := sum(one.finish_reason == "length" for one in self.attempts):
             overlong = f"preprocess.overlong: {self.config.preprocess.overlong}"
-            lines.append(f"{cut_count} of {count} answers were cut at {limit}; {overlong}")
+            lines.append(f"{cut_count} of {count} answers were cut at their {limit}; {overlong}")
         if len(set(rewards)) > 1:
             lines.append(f"the rewards differ, from {min(rewards):g} to {max(rewards):g}: this group teaches something")
         elif rewards:

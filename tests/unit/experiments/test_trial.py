@@ -65,7 +65,7 @@ def test_attempts_are_returned_with_their_rewards(rewards: Path) -> None:
     text = str(trial)
     assert "the rewards differ, from " in text
     assert "commas 3" in text
-    assert "CUT at actor.max_tokens (16)" in text
+    assert "CUT at its token limit (actor.max_tokens: 16)" in text
     assert "preprocess.overlong: keep" in text
 
 
