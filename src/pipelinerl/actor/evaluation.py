@@ -312,10 +312,15 @@ def evaluated(problem: Problem, outcome: Rollout | Failure, tokenizer: Tokenizer
     if isinstance(outcome, Failure):
         return EvaluatedProblem(problem_id=str(problem.id), reward=0.0, failure=f"{outcome.reason}: {outcome.message}")
     completions = [turn.completion for turn in outcome.turns]
-    prompt_ids, last = outcome.turns[0].prompt_ids, outcome.turns[-1]
-    texts = [completion.token_ids for completion in completions]
-    if last.prompt_ids[: len(prompt_ids)] == prompt_ids:  # else the environment shortened or rewrote the conversation
-        texts = [(*last.prompt_ids, *last.completion.token_ids)[len(prompt_ids) :]]
+    texts: list[tuple[int, ...]] = []
+    begun, before = 0, tuple[int, ...]((-1,))
+    for turn in outcome.turns:
+        if turn.prompt_ids[: len(before)] == before:  # else another chat begins, or the conversation was rewritten
+            texts.pop()
+        else:
+            begun = len(turn.prompt_ids)
+        texts.append((*turn.prompt_ids, *turn.completion.token_ids)[begun:])
+        before = (*turn.prompt_ids, *turn.completion.answer_ids)
     token_ids = tuple(token_id for completion in completions for token_id in completion.token_ids)
     versions = [
         version
@@ -325,7 +330,7 @@ def evaluated(problem: Problem, outcome: Rollout | Failure, tokenizer: Tokenizer
     return EvaluatedProblem(
         problem_id=str(problem.id),
         reward=outcome.reward,
-        prompt=tokenizer.decode(prompt_ids),
+        prompt=tokenizer.decode(outcome.turns[0].prompt_ids),
         completion="\n".join(tokenizer.decode(ids) for ids in texts),
         token_ids=token_ids,
         weight_versions=spans_from_versions(versions),

@@ -45,6 +45,12 @@ def failure_of(error: BaseException, reason: FailureReason | None = None, messag
     return Failure("raised", traceback.format_exception_only(error)[-1].strip(), trace)
 
 
+def line_of(failure: Failure) -> str:
+    """The reason, the message, and where the user's code was, in one line."""
+    frames = user_frames(failure.traceback)
+    return f"{failure.reason}: {failure.message}" + (f" ({frames[-1].splitlines()[0].strip()})" if frames else "")
+
+
 def user_frames(trace: str) -> list[str]:
     """The frames of the user's files in a traceback, outermost first."""
     return [frame[0] for frame in FRAME.finditer(trace) if not frame[1].startswith(NOT_USER_CODE)]

@@ -42,19 +42,6 @@ class Failure(NamedTuple):
     traceback: str = ""
     turns: tuple[Turn, ...] = ()
 
-    @property
-    def frames(self) -> list[str]:
-        """The frames of the user's files in the traceback, outermost first."""
-        from pipelinerl.actor.failures import user_frames  # noqa: PLC0415 - only for an error
-
-        return user_frames(self.traceback)
-
-    @property
-    def line(self) -> str:
-        """The reason, the message, and where the user's code was, in one line."""
-        frames = self.frames
-        return f"{self.reason}: {self.message}" + (f" ({frames[-1].splitlines()[0].strip()})" if frames else "")
-
 
 class TimeLimits(NamedTuple):
     """`rollout_s` limits the whole rollout, `alarm` the time that its code may run without yielding."""
@@ -343,7 +330,9 @@ class FailureLog:
             return
         reason, count = Counter(failure.reason for failure in failed).most_common(1)[0]
         latest = next(failure for failure in reversed(failed) if failure.reason == reason)
-        frames = [f"\n{frame}" for frame in latest.frames]
+        from pipelinerl.actor.failures import user_frames  # noqa: PLC0415 - only for an error
+
+        frames = [f"\n{frame}" for frame in user_frames(latest.traceback)]
         raise TooManyFailuresError(
             f"{len(failed)} of the last {len(self._recent)} rollouts failed (actor.max_failure_fraction allows "
             f"{self._max_fraction:g}), {count} of them by `{reason}`: {latest.message}{''.join(frames[-SHOWN_FRAMES:])}"

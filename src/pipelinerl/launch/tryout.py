@@ -22,6 +22,7 @@ import msgspec
 from pipelinerl.actor.client import EngineClient, RolloutClient
 from pipelinerl.actor.deadline import CodeAlarm
 from pipelinerl.actor.evaluation import held_out_problems
+from pipelinerl.actor.failures import line_of
 from pipelinerl.actor.rollouts import Failure, TimeLimits, attempt, guarded, problem_for
 from pipelinerl.config.load import config_from_yaml
 from pipelinerl.config.schema import RunConfig
@@ -207,7 +208,7 @@ def _too_long(lengths: Sequence[int], longest: int, config: RunConfig) -> list[s
 
 
 def refused(kind: str, what: str, failure: Failure) -> EnvironmentSetupError:
-    return EnvironmentSetupError(f"environment {kind}, tried with {what}: {failure.line}")
+    return EnvironmentSetupError(f"environment {kind}, tried with {what}: {line_of(failure)}")
 
 
 async def _doubts(

@@ -1058,7 +1058,7 @@ def test_it_says_once_when_code_can_not_be_interrupted(caplog):
 
 @pytest.mark.parametrize(
     ("second_prompt", "completion"),
-    [("h0hello\0tool: 7;", "hello\0tool: 7;hello\0"), ("shortened;", "hello\0\nhello\0")],
+    [("h0hello\0tool: 7;", "hello\0tool: 7;hello\0"), ("shortened;", "hello\0\nhello\0"), ("h0", "hello\0\nhello\0")],
 )
 def test_the_answer_to_a_held_out_problem_has_what_the_environment_added(second_prompt, completion):
     async def two_turns(problem, client):
