@@ -24,11 +24,13 @@ UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EMFILE
 
 
 def remedy(error: OSError) -> str:
-    """What a user can do about an error of writing."""
+    """What a user can do about an error of a file."""
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return "raise the limit on open files (ulimit -n)"
     if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
         return "make it writable"
+    if error.errno in (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOENT, errno.ELOOP):
+        return "restore it, or move away what is there instead"
     return "make room on that disk"
 
 

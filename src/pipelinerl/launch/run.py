@@ -16,8 +16,8 @@ from pipelinerl.actor.outstanding import SCHEMA, Outstanding
 from pipelinerl.config.load import validate
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.database import Database
-from pipelinerl.errors import PipelineRLError, RunDirectoryError, StageDiedError
-from pipelinerl.files import remedy, write_privately
+from pipelinerl.errors import PipelineRLError, StageDiedError
+from pipelinerl.files import write_privately
 from pipelinerl.launch.checks import check_before_the_start, inputs_of
 from pipelinerl.launch.hosts.host import LocalHost
 from pipelinerl.launch.hosts.processes import run_processes
@@ -84,6 +84,7 @@ def train(config: RunConfig, *, resume: Path | None = None, began: Began = lambd
             time.sleep(losses.pause_s)
 
 
+@errors_explained()
 def _train_session(
     config: RunConfig,
     resume: Path | None,
@@ -176,26 +177,23 @@ def _plan_resume(config: RunConfig, run: RunDirectory, redis_url: str | None) ->
 def _write_start(session: Session, kept: Collection[str]) -> None:
     """Write the files that the session's processes, and a later resume, read. `kept`: roles of processes that run already.
 
-    Raises RunDirectoryError.
+    Raises OSError.
     """
     run = session.run
-    try:
-        write_session(session)
-        if not run.config.exists():
-            keep_settings(session.config, run)
-        run.stop_request.unlink(missing_ok=True)
-        running = {run.ready_file(role) for role in kept}
-        for stale in {*run.control.glob("*.board"), *run.control.glob("*.ready.json")} - running:
-            stale.unlink()
-        handed_over = sum(kept.left for kept in session.plan.kept)
-        if session.config.launch.kind == "ray":
-            from pipelinerl.launch.hosts.head import write_start  # noqa: PLC0415 - needs the extra `redis`
+    write_session(session)
+    if not run.config.exists():
+        keep_settings(session.config, run)
+    run.stop_request.unlink(missing_ok=True)
+    running = {run.ready_file(role) for role in kept}
+    for stale in {*run.control.glob("*.board"), *run.control.glob("*.ready.json")} - running:
+        stale.unlink()
+    handed_over = sum(kept.left for kept in session.plan.kept)
+    if session.config.launch.kind == "ray":
+        from pipelinerl.launch.hosts.head import write_start  # noqa: PLC0415 - needs the extra `redis`
 
-            write_start(session, handed_over)
-        else:
-            make_record(run.admission, handed_over, session.plan.settled)
-    except OSError as error:
-        raise RunDirectoryError(f"can't write to {run.root}: {error.strerror}; {remedy(error)}") from error
+        write_start(session, handed_over)
+    else:
+        make_record(run.admission, handed_over, session.plan.settled)
 
 
 def write_session(session: Session) -> None:
@@ -223,8 +221,7 @@ def _running_broker(config: RunConfig, lock: RunLock, address: str | None = None
     Raises MissingDependencyError if redis-server or its Python library is not installed, StreamError if it does not start.
     """
     if config.stream.kind == "redis":
-        with errors_explained():
-            choose_name_in_redis(lock.run)
+        choose_name_in_redis(lock.run)
     if config.stream.kind != "redis" or config.stream.url is not None:
         yield None
         return
@@ -248,8 +245,7 @@ def _take_over(run: RunDirectory, session_id: str) -> None:
     from pipelinerl.launch.hosts.ray import wait_until_unused  # noqa: PLC0415 - as above
 
     wait_until_unused(run.root)
-    with errors_explained():
-        take_over(run, session_id)
+    take_over(run, session_id)
 
 
 def _make_view(session: Session, notices: list[str]) -> View:

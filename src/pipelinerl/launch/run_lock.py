@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import itertools
@@ -19,7 +20,7 @@ import msgspec
 from pipelinerl.config.keys import config_to_yaml
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import INVALID_DATA, RunDirectoryError
-from pipelinerl.files import write_atomically, write_privately
+from pipelinerl.files import remedy, write_atomically, write_privately
 from pipelinerl.launch.run_directory import ORPHAN_PATIENCE_S, RunDirectory
 from pipelinerl.launch.stages.streams import name_in_redis
 
@@ -50,7 +51,7 @@ class RunLock:
                         f"{run.root} is in use, and of its processes these are stopped: {pids}; continue them (kill -CONT "
                         f"{pids}) and wait, or end them (kill -KILL {pids})"
                     )
-                raise RunDirectoryError(f"{run.root} is in use by another run; wait for it or choose another --run_dir")
+                raise RunDirectoryError(f"{run.root} is in use by another run; wait for it or choose a --run_dir elsewhere")
             time.sleep(0.05)
         os.ftruncate(self.fd, 0)
         os.pwrite(self.fd, str(os.getpid()).encode(), 0)
@@ -163,7 +164,7 @@ def _remove_failed_start(run: RunDirectory) -> None:
     trained = run.metrics.exists() and run.metrics.stat().st_size > 0
     if trained or not run.plan.is_file():  # without a plan, config.yaml is not of a run
         raise RunDirectoryError(
-            f"{run.root} already has a run; continue it with --resume {run.root} or choose another --run_dir"
+            f"{run.root} already has a run; continue it with --resume {run.root} or choose a --run_dir elsewhere"
         )
     shutil.rmtree(run.streams, ignore_errors=True)
     for path in run.checkpoints.glob("step_*"):
@@ -176,13 +177,14 @@ def _remove_failed_start(run: RunDirectory) -> None:
 
 @contextmanager
 def errors_explained() -> Iterator[None]:
-    """Turn an OSError inside into a RunDirectoryError that says what to do."""
+    """Turn an OSError of a file inside into a RunDirectoryError that says what to do."""
     try:
         yield
     except OSError as error:
-        raise RunDirectoryError(
-            f"can't write to {error.filename}: {error.strerror}; choose a --run_dir that can be written to"
-        ) from error
+        if error.filename is None or error.errno == errno.ENOMEM:  # not for want of the file
+            raise
+        advice = f"{remedy(error)}, or choose a --run_dir elsewhere"
+        raise RunDirectoryError(f"can't use {error.filename}: {error.strerror}; {advice}") from error
 
 
 def fresh_directory(kind: str, schedule: str) -> Path:

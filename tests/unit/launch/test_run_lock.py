@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 from collections.abc import Callable
 from contextlib import closing
@@ -9,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import RunDirectoryError
+from pipelinerl.launch import run as run_module
 from pipelinerl.launch.run_directory import RunDirectory
-from pipelinerl.launch.run_lock import RunLock
+from pipelinerl.launch.run_lock import RunLock, errors_explained
 
 
 def removed_and_made_again(root: Path) -> None:
@@ -37,3 +41,21 @@ def test_a_run_directory_that_is_no_longer_there_is_noticed(end: Callable[[Path]
         end(run.root)
         with pytest.raises(RunDirectoryError, match="was removed or renamed while the run used it"):
             lock.require_directory()
+
+
+@pytest.mark.parametrize("number", [errno.EISDIR, errno.ENOENT, errno.ELOOP, errno.EACCES])
+def test_any_file_that_can_not_be_used_ends_a_session_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def failing(config: object) -> object:
+        raise OSError(number, os.strerror(number), str(tmp_path / "control"))
+
+    monkeypatch.setattr(run_module, "create_run_directory", failing)
+    monkeypatch.setattr(run_module, "check_before_the_start", lambda config: None)
+    with pytest.raises(RunDirectoryError, match=rf"can't use \S+/control: {os.strerror(number)}; (restore it|make it)"):
+        run_module.train(RunConfig())
+
+
+def test_a_lack_of_memory_is_no_fault_of_the_file(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="Cannot allocate"), errors_explained():
+        raise OSError(errno.ENOMEM, "Cannot allocate memory", str(tmp_path))
