@@ -20,6 +20,7 @@ from tests.integration.runs import (
     alive,
     assert_finished,
     assert_gone_on,
+    assert_provenance,
     assert_whole,
     groups,
     in_training,
@@ -35,6 +36,8 @@ from tests.integration.runs import (
     wait,
     write_environment,
 )
+from tests.integration.test_conservation import MISBEHAVES, TIMEOUTS
+from tests.integration.test_provenance import EVERY_VERSION, assert_recomputed
 
 pytestmark = pytest.mark.slow
 exhaustive = pytest.mark.exhaustive
@@ -88,20 +91,28 @@ def problem(self, index):
 """
 
 
-def dies_at(folder: Path, index: int, *, always: bool = False) -> str:
-    body = DIES_AT.format(index=index, always=always, path=str(folder / "died"))
+def dies_at(folder: Path, index: int, *, always: bool = False, also: str = "") -> str:
+    body = also + DIES_AT.format(index=index, always=always, path=str(folder / "died"))
     return write_environment(folder, body, imports=["import os"])
 
 
-def test_a_process_that_dies_is_started_again(tmp_path: Path) -> None:
-    """It dies as it starts a group; the new process starts that group first."""
+def test_a_process_that_dies_is_started_again_and_every_token_is_of_its_version(tmp_path: Path) -> None:
+    """It dies as it starts a group; the new process starts that group first. The environment fails in every other way, too.
+
+    The timeout leaves enough time for rollouts that do nothing wrong, on a busy machine too.
+    """
     run_dir = tmp_path / "r"
-    process = start_processes(run_dir, environment__kind=dies_at(tmp_path, 12), trainer__steps=6, schedule__max_lag=4)
+    settings = {"environment__kind": dies_at(tmp_path, 12, also=MISBEHAVES), "engine__kv_on_update": "recompute"}
+    settings |= TIMEOUTS | {"actor__rollout_timeout_s": 4.0}
+    process = start_processes(run_dir, **settings, **EVERY_VERSION, schedule__max_lag=4)
     counts = assert_healed(run_dir, process)
     assert counts["rollouts_trained"] == 6 * 16
     assert counts["restarts"]["generation"]["count"] == 1
     assert counts["rollouts_dropped"]["lost_in_crash"] >= 4
     assert 12 in {group.index for group in groups(run_dir)}
+    assert {"raised", "bad_rollout", "timeout"} <= counts["rollouts_dropped"].keys()
+    assert assert_provenance(run_dir) >= 3
+    assert_recomputed(run_dir)
 
 
 @exhaustive

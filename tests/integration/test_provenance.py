@@ -19,13 +19,11 @@ from tests.integration.runs import (
     groups,
     rollouts_by_id,
     run,
-    run_processes,
     steps,
     trained,
     versions,
     write_environment,
 )
-from tests.integration.test_conservation import MISBEHAVES, TIMEOUTS
 from tests.parity.test_engine import full_forward_logprobs, mixed_cache_logprobs
 
 TOLERANCE = 1e-4
@@ -81,16 +79,6 @@ def test_log_probabilities_are_those_of_the_recorded_versions(kv: str, check: An
     run(tmp_path / "r", engine__kv_on_update=kv, **EVERY_VERSION)
     assert assert_provenance(tmp_path / "r") >= 3
     check(tmp_path / "r")
-
-
-@pytest.mark.slow
-def test_the_same_between_processes_with_an_environment_that_fails_in_every_way(tmp_path: Path) -> None:
-    kind = write_environment(tmp_path, MISBEHAVES)
-    settings = {"environment__kind": kind, "engine__kv_on_update": "recompute"}
-    counts = run_processes(tmp_path / "r", **settings, **TIMEOUTS, **EVERY_VERSION)
-    assert {"raised", "bad_rollout", "timeout"} <= counts["rollouts_dropped"].keys()
-    assert assert_provenance(tmp_path / "r") >= 3
-    assert_recomputed(tmp_path / "r")
 
 
 def test_engine_and_trainer_agree_on_tokens_of_the_current_version(tmp_path: Path) -> None:

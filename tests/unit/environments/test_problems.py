@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,16 +30,18 @@ KINDS: dict[str, tuple[dict[str, Any], int]] = {
 IDENTIFYING = ("question", "a", "b", "number", "target", "expression")
 
 
-@pytest.fixture(params=KINDS)
-def made(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Environment], int]:
+@pytest.fixture(params=KINDS, scope="module")
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Environment], int]:
     """The same environment twice, and once with another seed; and how many held-out problems there are at least."""
-    monkeypatch.chdir(tmp_path)
+    folder = tmp_path_factory.mktemp("problems")
     rows = [json.dumps({"question": f"How much is {n} + 1?", "answer": f"We add.\n#### {n + 1}"}) for n in range(200)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
-    (tmp_path / "rewards.py").write_text("def reward(completion, example): return 0.0")
+    (folder / "rows.jsonl").write_text("\n".join(rows))
+    (folder / "rewards.py").write_text("def reward(completion, example): return 0.0")
     args, held_out = KINDS[request.param]
     kind = request.param.partition(" ")[0]
-    return [make_environment(kind, args, TOKENIZER, seed) for seed in (1, 1, 2)], held_out
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        return [make_environment(kind, args, TOKENIZER, seed) for seed in (1, 1, 2)], held_out
 
 
 def content(problem: Problem) -> str:
