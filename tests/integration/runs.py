@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 import xxhash
 
 from pipelinerl import RunConfig, load_config
+from pipelinerl.launch import dry_run, tryout
 from pipelinerl.launch.run import train
 from pipelinerl.metrics.reading import read_json_lines, read_lines, read_records
 from pipelinerl.metrics.records import StepRecord
@@ -60,6 +62,29 @@ def run(run_dir: Path, **settings: Any) -> dict[str, Any]:
 def resume(run_dir: Path, **settings: Any) -> dict[str, Any]:
     changed = [f"--{name.replace('__', '.')}={value}" for name, value in settings.items()]
     return train(load_config(run_dir / "config.yaml", changed), resume=run_dir)
+
+
+class InThisProcess:
+    """In place of the trial's process, which imports libraries for longer than all else takes."""
+
+    running = False
+
+    def __init__(self, command: list[str], **_: Any) -> None:
+        assert command[1:3] == ["-m", "pipelinerl.launch.tryout"]
+        tryout.main(command[3:])
+
+    def __enter__(self) -> InThisProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def wait_until(self, condition: Callable[[], bool], _: float) -> None:
+        assert condition()
+
+
+def try_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start no process for the trial of user code before a run."""
+    monkeypatch.setattr(dry_run, "ChildProcess", InThisProcess)
 
 
 # ------------------------------------------------------------------------------------------------ the command

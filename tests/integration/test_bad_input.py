@@ -26,6 +26,7 @@ from tests.integration.runs import (
     start_processes,
     status_of,
     summary,
+    try_in_this_process,
     until,
     wait,
     write_environment,
@@ -139,7 +140,10 @@ def test_a_mistake_is_one_line_and_status_2(name: str, tmp_path: Path, refusal: 
         assert summary(run_dir)["status"] == "finished"
 
 
-def test_a_dry_run_says_what_memory_it_takes_and_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_says_what_memory_it_takes_and_starts_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    try_in_this_process(monkeypatch)
     assert main(["train", "--dry-run", *flags(tmp_path / "r")]) == 0
     said = capsys.readouterr().out
     assert said.startswith("memory: up to ")

@@ -6,7 +6,6 @@ import asyncio
 import json
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +18,13 @@ from pipelinerl.environments.maths.judge import Judge, Verdict
 from pipelinerl.errors import EnvironmentSetupError, UserError
 from pipelinerl.launch import dry_run as dry_run_module
 from pipelinerl.launch import memory as memory_check
-from pipelinerl.launch import tryout
 from pipelinerl.launch.checks import check_before_the_start
 from pipelinerl.launch.dry_run import TryoutReport, dry_run
 from pipelinerl.launch.dry_run import try_environment as in_a_process
 from pipelinerl.launch.memory import Memory, check_memory
 from pipelinerl.launch.tryout import try_environment
 from pipelinerl.models.folder import resolve_path
-from tests.integration.runs import flags, small_run, write_environment
+from tests.integration.runs import flags, small_run, try_in_this_process, write_environment
 
 Capture = pytest.CaptureFixture[str]
 REWARDS = """
@@ -60,27 +58,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-class InThisProcess:
-    """In place of the trial's process, which imports libraries for longer than all else takes."""
-
-    running = False
-
-    def __init__(self, command: list[str], **_: Any) -> None:
-        assert command[1:3] == ["-m", "pipelinerl.launch.tryout"]
-        tryout.main(command[3:])
-
-    def __enter__(self) -> InThisProcess:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def wait_until(self, condition: Callable[[], bool], _: float) -> None:
-        assert condition()
-
-
 @pytest.fixture
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dry_run_module, "ChildProcess", InThisProcess)
+    try_in_this_process(monkeypatch)
 
 
 def function(**args: Any) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from tests.integration.runs import (
     rollouts_by_id,
     run,
     steps,
+    try_in_this_process,
     versions,
 )
 
@@ -135,6 +136,7 @@ def test_a_set_that_can_not_be_used_ends_the_run_before_it_starts(
 ) -> None:
     settings = of_sets(tmp_path, **sets)
     monkeypatch.chdir(tmp_path)
+    try_in_this_process(monkeypatch)
     with pytest.raises(EnvironmentSetupError, match=wrong):
         run(tmp_path / "r", trainer__steps=2, **settings)
     assert not (tmp_path / "r").exists()

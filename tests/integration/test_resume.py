@@ -31,6 +31,7 @@ from tests.integration.runs import (
     steps,
     summary,
     trained,
+    try_in_this_process,
     weights_checksum,
     write_environment,
 )
@@ -263,8 +264,11 @@ def test_weights_that_the_run_did_not_publish_are_refused(stopped: Path, tmp_pat
     assert (run_dir / "published.jsonl").read_bytes() == published
 
 
-def test_what_was_trained_on_is_not_held_out_later(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_was_trained_on_is_not_held_out_later(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Neither by another share, nor by other content of the data, whose prompts alone count. Other content is named."""
+    try_in_this_process(monkeypatch)
     run_dir, data, reward = tmp_path / "r", tmp_path / "data.jsonl", tmp_path / "reward.py"
 
     def write(**more: int) -> None:
