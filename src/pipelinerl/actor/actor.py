@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
+from collections.abc import Callable
 from typing import Literal, Protocol
 
 from pipelinerl.actor.admission import Admission
@@ -25,7 +27,9 @@ from pipelinerl.actor.outstanding import open_limit
 from pipelinerl.actor.probe import WeightProbe
 from pipelinerl.actor.rollouts import IDLE_S
 from pipelinerl.actor.status import GenerationStatus
-from pipelinerl.interfaces import ALLOWED, StreamWriter, Verdict, WeightReceiver
+from pipelinerl.interfaces import ALLOWED, Board, StreamWriter, Verdict, WeightReceiver
+from pipelinerl.metrics.timeline import TimelineWriter
+from pipelinerl.status.reporter import ALONE, GenerationStages
 from pipelinerl.types import TRAINER, Group
 
 logger = logging.getLogger(__name__)
@@ -45,23 +49,27 @@ class Actor:
         self,
         *,
         groups: GroupRunner,
+        evaluations: Evaluations,
+        board: Board,
         admission: Admission,
         writer: GroupWriter,
         receiver: WeightReceiver,
-        probe: WeightProbe,
-        evaluations: Evaluations,
-        status: GenerationStatus,
+        stages: GenerationStages = ALONE,
+        timeline: TimelineWriter | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`admission` decides which groups to start and when."""
+        """`admission` decides which groups to start and when. `stages` are the names of engine and actor on the `board`."""
         self._groups = groups
         self._engine = groups.context.engine
         self._awake = groups.context.awake
         self._admission = admission
         self._writer = writer
         self._receiver = receiver
-        self._probe = probe
+        self._probe = WeightProbe(self._engine, board, stages.engine)
         self._evaluations = evaluations
-        self._status = status
+        self._status = GenerationStatus(
+            board, groups, evaluations, self._probe, stages=stages, timeline=timeline, clock=clock
+        )
         self._max_open = open_limit(groups.config.max_open_rollouts, groups.context.slots, in_rounds=admission.in_rounds)
         self.idle_s = IDLE_S
         self._stopping = False

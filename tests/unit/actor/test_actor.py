@@ -24,9 +24,7 @@ from pipelinerl.actor.client import MOST_PASSES, Awake, EngineClient, RolloutCli
 from pipelinerl.actor.deadline import CodeAlarm
 from pipelinerl.actor.evaluation import Evaluations
 from pipelinerl.actor.groups import GroupRunner
-from pipelinerl.actor.probe import WeightProbe
 from pipelinerl.actor.rollouts import Failure, FailureLog, RolloutContext, TimeLimits, attempt, check_rollout
-from pipelinerl.actor.status import GenerationStatus
 from pipelinerl.config.schema import ActorConfig, EvaluationConfig
 from pipelinerl.errors import PromptTooLongError, RequestError, RolloutError, RunDirectoryError, TooManyFailuresError
 from pipelinerl.interfaces import Verdict, WeightUpdate
@@ -572,15 +570,14 @@ class Harness:
         self.evaluations = Evaluations(
             context, evaluation or EvaluationConfig(), on_done=self.evaluated.append, until=until, reached=reached
         )
-        probe = WeightProbe(self.groups.context.engine, self.board, "engine")
         self.actor = Actor(
             groups=self.groups,
+            evaluations=self.evaluations,
+            board=self.board,
             admission=self.admission,
             writer=self,
             receiver=self.receiver,
-            probe=probe,
-            evaluations=self.evaluations,
-            status=GenerationStatus(self.board, self.groups, self.evaluations, probe, clock=Clock()),
+            clock=Clock(),
         )
         self.actor.idle_s = 0.0
 

@@ -41,7 +41,7 @@ from pipelinerl.experiments.statistics import powers_of_two
 from pipelinerl.interfaces import Environment, StreamWriter, Tokenizer, WeightUpdate
 from pipelinerl.launch.run import make_record
 from pipelinerl.launch.stages.engines import load_local_engine
-from pipelinerl.launch.stages.generation import RolloutWriter, make_actor
+from pipelinerl.launch.stages.generation import RolloutWriter
 from pipelinerl.models.loading import load_tokenizer, stop_token_ids
 from pipelinerl.models.state import checksum, named_weights
 from pipelinerl.schedule import PipelineSchedule
@@ -178,9 +178,9 @@ def _actor(generator: Generator, folder: Path) -> Iterator[tuple[Actor, _Records
             slots=config.engine.slots,
             stop_token_ids=generator.stop_token_ids,
         )
-        actor = make_actor(
-            GroupRunner(context, config.actor),
-            Evaluations(context, EvaluationConfig()),
+        actor = Actor(
+            groups=GroupRunner(context, config.actor),
+            evaluations=Evaluations(context, EvaluationConfig()),
             board=board,
             admission=admission,
             writer=records,

@@ -26,9 +26,7 @@ from pipelinerl.actor.actor import Actor
 from pipelinerl.actor.admission import Admission, LocalAdmission
 from pipelinerl.actor.evaluation import Evaluation, Evaluations, held_out_problems, write_record
 from pipelinerl.actor.groups import GroupRunner
-from pipelinerl.actor.probe import WeightProbe
 from pipelinerl.actor.rollouts import RolloutContext
-from pipelinerl.actor.status import GenerationStatus
 from pipelinerl.config.schema import EvaluationConfig
 from pipelinerl.environments.registry import make_environment, no_held_out, notes_of
 from pipelinerl.errors import BroadcastEndedError, StalledError
@@ -45,7 +43,7 @@ from pipelinerl.metrics.timeline import TimelineWriter
 from pipelinerl.models.loading import load_tokenizer
 from pipelinerl.parent_pipe import Turns
 from pipelinerl.status.board import MmapBoard
-from pipelinerl.status.reporter import ALONE, GenerationStages, generation_stages, starting
+from pipelinerl.status.reporter import GenerationStages, generation_stages, starting
 from pipelinerl.types import TRAINER, Group, TrainerProgress, trainer_progress
 
 
@@ -344,39 +342,15 @@ def _actor_of(generation: Generation, writer: RolloutWriter, timeline: TimelineW
         until=session.config.trainer.steps,
         reached=session.plan.evaluated,
     )
-    return make_actor(
-        generation.groups,
-        evaluations,
+    return Actor(
+        groups=generation.groups,
+        evaluations=evaluations,
         board=generation.board,
         admission=generation.admission,
         writer=writer,
         receiver=generation.receiver,
         stages=generation.stages,
         timeline=timeline,
-    )
-
-
-def make_actor(
-    groups: GroupRunner,
-    evaluations: Evaluations,
-    *,
-    board: Board,
-    admission: Admission,
-    writer: RolloutWriter,
-    receiver: WeightReceiver,
-    stages: GenerationStages = ALONE,
-    timeline: TimelineWriter | None = None,
-) -> Actor:
-    """An actor of these parts, with a probe of its engine and its statuses."""
-    probe = WeightProbe(groups.context.engine, board, stages.engine)
-    return Actor(
-        groups=groups,
-        admission=admission,
-        writer=writer,
-        receiver=receiver,
-        probe=probe,
-        evaluations=evaluations,
-        status=GenerationStatus(board, groups, evaluations, probe, stages=stages, timeline=timeline),
     )
 
 
