@@ -1,4 +1,4 @@
-"""Static decode steps pass what packed steps pass. Attention is the reference of `varlen_attn` here."""
+"""Static decode steps pass what packed steps pass. Attention is the reference of FlashAttention here."""
 
 from __future__ import annotations
 

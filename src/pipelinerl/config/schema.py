@@ -165,7 +165,7 @@ class EngineConfig(Section, frozen=True):
     prefill_tokens: Count = 2048
     """Maximum prompt tokens in one engine step; longer prompts are split into chunks."""
     decoding: Literal["auto", "packed", "static"] = "auto"
-    """`static`: decode steps of fixed shapes, as CUDA graphs. `auto`: on CUDA, where PyTorch and the model allow them."""
+    """`static`: decode steps of fixed shapes, as CUDA graphs. `auto`: on CUDA, if the type and the model allow them."""
     device: Device = "cpu"
     """torch device of the engine, e.g. `cpu` or `cuda:0`."""
     threads: Count | None = None

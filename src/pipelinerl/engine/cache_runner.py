@@ -25,8 +25,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.cache_utils import CacheLayerMixin
 
 from pipelinerl.engine.attention import Chunk, ChunkBatch, LengthBucket, Move, batch_chunks
-from pipelinerl.engine.rounding import require_exact, rounding_limit
-from pipelinerl.engine.runner import differences
+from pipelinerl.engine.rounding import in_float32, require_same
 from pipelinerl.errors import UnsupportedModelError
 from pipelinerl.models.attention import choose_attention, returned_cache, unsupported
 from pipelinerl.models.own_forward import accepts, logits_at, recurrence_chunk, use_configured_time_steps
@@ -293,9 +292,12 @@ class CacheRunner:
         AttentionMaskInterface.register(ATTENTION_NAME, _row_masks)
         name = type(model).__name__
         with unsupported(f"{name} fails on the probe that the embedded engine checks models with"), torch.inference_mode():
-            choose_attention(model, "eager")
-            self._new, self._used = self._probe(name)
-            self.error = self._check()
+            with in_float32(model):
+                self._new, self._used = self._probe(name)
+                self.error = self._check()
+            if self.dtype not in (torch.float32, torch.float64):
+                self._new, self._used = self._probe(name)
+                self.error = self._check_narrow()
         self.kv = SlotCache(self._new, self._used, rows, max_length)
         slow = [] if self._ragged else ["sequences of different lengths can't share a batch"]
         slow += [] if self._continues else ["prompts longer than engine.prefill_tokens are processed token by token"]
@@ -383,6 +385,7 @@ class CacheRunner:
 
     def _probe(self, name: str) -> tuple[Any, Any]:
         """An unused cache of the model, and one that has seen tokens. Sets the name of the cache's argument."""
+        choose_attention(self.model, "eager")
         found = []
         for tokens in (_PROBE_TOKENS, _PROBE_TOKENS + 1):
             out = self.model(
@@ -409,13 +412,8 @@ class CacheRunner:
 
     def _check(self) -> float:
         """The largest difference of log-probabilities. Sets how batches are formed: the fastest way that is exact."""
-        length = min(2 * recurrence_chunk(self.model) + 3 * _DECODED, self._max_length)
-        ids_T = torch.randint(self.vocabulary, (length,), generator=torch.Generator().manual_seed(0)).to(self.device)
-        # Padding may have an embedding of zeros, for which a sparse indexer's scores are all equal and its choice arbitrary.
-        if (padding := getattr(self.model.get_input_embeddings(), "padding_idx", None)) is not None:
-            ids_T[ids_T == padding] = (padding + 1) % self.vocabulary
-        reference_TV = self.model(input_ids=ids_T[None], use_cache=False).logits[0]
-        limit = rounding_limit(self.model, ids_T, reference_TV, least=_TOLERANCE)
+        ids_T = self._probe_ids()
+        reference_TV: Tensor = self.model(input_ids=ids_T[None], use_cache=False).logits[0]
         refusals: list[Exception] = []
         given = self._has_positions
         ways = [(True, True, given), (True, False, given), (False, True, given), (False, False, given)]
@@ -424,17 +422,37 @@ class CacheRunner:
         for way in ways:
             self._choose(way)
             try:
-                return require_exact(self._errors(ids_T, reference_TV), limit, self.model)
+                logits_NV, order_N = self._slot_logits(ids_T)
+                return require_same(logits_NV, reference_TV[order_N], self.model, ids_T, torch.float32, least=_TOLERANCE)
             except Exception as error:  # noqa: BLE001 - a way that the model's code does not allow, or that is not exact
                 refusals.append(error)
         raise next((error for error in refusals if isinstance(error, UnsupportedModelError)), refusals[-1])
+
+    def _check_narrow(self) -> float:
+        """The error in the model's own type, of the way that is exact in float32."""
+        ids_T = self._probe_ids()
+        reference_TV: Tensor = self.model(input_ids=ids_T[None], use_cache=False).logits[0]
+        choose_attention(self.model, ATTENTION_NAME if self._ragged else "eager")
+        logits_NV, order_N = self._slot_logits(ids_T)
+        return require_same(logits_NV, reference_TV[order_N], self.model, ids_T, self.dtype)
+
+    def _probe_ids(self) -> Tensor:
+        length = min(2 * recurrence_chunk(self.model) + 3 * _DECODED, self._max_length)
+        ids_T = torch.randint(self.vocabulary, (length,), generator=torch.Generator().manual_seed(0)).to(self.device)
+        # Padding may have an embedding of zeros, for which a sparse indexer's scores are all equal and its choice arbitrary.
+        if (padding := getattr(self.model.get_input_embeddings(), "padding_idx", None)) is not None:
+            ids_T[ids_T == padding] = (padding + 1) % self.vocabulary
+        return ids_T
 
     def _choose(self, way: tuple[bool, bool, bool]) -> None:
         self._ragged, self._continues, self._has_positions = way
         choose_attention(self.model, ATTENTION_NAME if self._ragged else "eager")
 
-    def _errors(self, ids_T: Tensor, reference_TV: Tensor) -> Tensor:
-        """The errors of two sequences' tokens: one runs in two chunks, is moved, and is decoded together with the other."""
+    def _slot_logits(self, ids_T: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits [N, V] of two sequences, and the position [N] in `ids_T` of each.
+
+        One runs in two chunks, is moved, and is decoded together with the other.
+        """
         length = len(ids_T)
         kv = SlotCache(self._new, self._used, 2, length)
         decoded = max(1, min(_DECODED, length // 4))
@@ -450,7 +468,8 @@ class CacheRunner:
             buckets = (LengthBucket(0, 2, min(length, longer + i + 3)),)
             logits = self.forward(kv, ids_T[positions], positions, keep=None, decoding=2, buckets=buckets)
             found += [(longer + i, logits[:1]), (shorter + i, logits[1:])]
-        return torch.cat([differences(logits, reference_TV[start : start + len(logits)]) for start, logits in found])
+        order_N = torch.cat([torch.arange(start, start + len(logits), device=self.device) for start, logits in found])
+        return torch.cat([logits for _, logits in found]), order_N
 
     def _chunk_logits(self, kv: SlotCache, ids_T: Tensor, begin: int, end: int, row: int) -> Tensor:
         chunk = Chunk(begin=0, count=end - begin, row=row, offset=begin)

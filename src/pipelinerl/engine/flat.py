@@ -21,7 +21,7 @@ from torch import Tensor, fx, nn
 from pipelinerl.engine.attention import AttentionSite, LayerCall
 
 _ATEN = torch.ops.aten
-_CONVERSIONS = (_ATEN.to.dtype, _ATEN.to.device, _ATEN.to.dtype_layout, _ATEN.type_as.default)
+CONVERSIONS = (_ATEN.to.dtype, _ATEN.to.device, _ATEN.to.dtype_layout, _ATEN.type_as.default)
 _TO_THE_END = 2**62
 _TOKENS, _KEPT = 13, 11
 """Sizes to export with. Both become symbolic, so they must not coincide with a size in a real model."""
@@ -36,7 +36,8 @@ class FlatForward:
     as one with data-dependent operations.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *passes: Callable[[fx.Graph], None]) -> None:
+        """`passes` change the graph, whose operations are those of ATen and `InverseRms`."""
         calls = _AttentionCalls()
         program = _export(model, calls)
         graph = program.graph_module.graph
@@ -45,8 +46,8 @@ class FlatForward:
         _insert_attention(graph, calls)
         self._inputs = _graph_tensors(program, model)
         self._copies = _make_copies(graph, self._inputs)
-        _simplify_rms(graph)
-        _use_python_functions(graph)
+        for change in (_simplify_rms, *passes, _use_python_functions):
+            change(graph)
         graph.eliminate_dead_code()
         graph.lint()
         program.graph_module.recompile()
@@ -145,7 +146,7 @@ def _remove_no_ops(graph: fx.Graph) -> None:
 
 
 def _is_no_op(node: Any) -> bool:
-    if node.target in _CONVERSIONS:
+    if node.target in CONVERSIONS:
         before, after = node.args[0].meta["val"], node.meta["val"]
         return bool(before.dtype == after.dtype and before.device == after.device)
     if node.target is _ATEN.dropout.default:
@@ -234,7 +235,7 @@ def _simplify_rms(graph: fx.Graph) -> None:
             _, add, _, power = chain
             x = power.args[0]
             epsilon = torch.tensor(add.args[1], dtype=rsqrt.meta["val"].dtype, device=rsqrt.meta["val"].device)
-            rsqrt.target, rsqrt.args = _InverseRms(epsilon, x.meta["val"].shape[-1]), (x,)
+            rsqrt.target, rsqrt.args = InverseRms(epsilon, x.meta["val"].shape[-1]), (x,)
     graph.eliminate_dead_code()
 
 
@@ -243,18 +244,18 @@ def _is_rms(add: Any, mean: Any, power: Any) -> bool:
     return isinstance(add.args[1], float) and over_last and power.args[1] == 2 and not (add.kwargs or mean.kwargs)
 
 
-class _InverseRms:
+class InverseRms:
     """1 / sqrt(mean(x^2) + epsilon) over the last dimension."""
 
     def __init__(self, epsilon: Tensor, size: int) -> None:
-        self._epsilon = epsilon
+        self.epsilon = epsilon
         self._share = 1 / size
         self.__name__ = self.__qualname__ = "inverse_rms"
         self.__module__ = __name__
 
     def __call__(self, x: Tensor) -> Tensor:
         norm = torch.linalg.vector_norm(x, 2, -1, True)
-        return torch.addcmul(self._epsilon, norm, norm, value=self._share).rsqrt_()
+        return torch.addcmul(self.epsilon, norm, norm, value=self._share).rsqrt_()
 
 
 def _make_copies(graph: fx.Graph, inputs: list[Tensor]) -> list[Any]:

@@ -1,26 +1,47 @@
-"""How much rounding may change what a runner computes on the probe with which a model is checked."""
+"""How exact a runner must be on the probe with which a model is checked, whatever the type of its weights.
+
+A runner must be exact in float32. Narrow weights have a float32 forward, too (`in_float32`), so a mistake can't hide behind
+their rounding. How much narrow types round depends on the model: with logits of 30, neighbouring numbers in bfloat16 are
+0.125 apart. So in its own type, a runner must only agree on the likeliest tokens.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipelinerl.engine.runner import TOLERANCE, differences
 from pipelinerl.errors import UnsupportedModelError
 from pipelinerl.models.attention import choose_attention
-from pipelinerl.models.own_forward import largest_beyond_rounding
-from pipelinerl.models.state import compute_dtype
+from pipelinerl.models.layers import decoder_layers, perturbed
 
 NARROW_TOLERANCE = 0.25
-"""In types narrower than float32."""
+"""In types narrower than float32: the median over tokens, of the log-probability of the likeliest one."""
 LARGEST_TOLERANCE = 1e-3
 
 
-def require_exact(errors_T: Tensor, limit: float, model: Any) -> float:
-    """The error on the probe, given that of each token. Raises UnsupportedModelError if it is above the limit, or NaN."""
-    error = float(largest_beyond_rounding(model, errors_T))
+def require_same(
+    logits_TV: Tensor, reference_TV: Tensor, model: Any, ids_T: Tensor, dtype: torch.dtype, *, least: float = TOLERANCE
+) -> float:
+    """The error on the probe `ids_T` of a runner that computes in `dtype`.
+
+    It is the largest one in float32, in narrower types the median error of the likeliest tokens.
+    Raises UnsupportedModelError if it is above the limit, or NaN.
+    """
+    if dtype in (torch.float32, torch.float64):
+        error = float(differences(logits_TV, reference_TV).max())
+        return _within(error, least if error <= least else rounding_limit(model, ids_T, least=least), model)
+    likeliest_T1 = reference_TV.argmax(-1, keepdim=True)
+    found_T1, own_T1 = (logits.float().log_softmax(-1).gather(1, likeliest_T1) for logits in (logits_TV, reference_TV))
+    return _within(float((found_T1 - own_T1).abs().median()), NARROW_TOLERANCE, model)
+
+
+def _within(error: float, limit: float, model: Any) -> float:
     if not error <= limit:
         raise UnsupportedModelError(
             f"{type(model).__name__} can't be run by the embedded engine: on a probe its log-probabilities are off by "
@@ -29,29 +50,67 @@ def require_exact(errors_T: Tensor, limit: float, model: Any) -> float:
     return error
 
 
-def rounding_limit(model: Any, ids_T: Tensor, reference_TV: Tensor, *, least: float = TOLERANCE) -> float:
-    """How much rounding may change log-probabilities of the probe; at least `least`, with weights in float32.
+def rounding_limit(model: Any, ids_T: Tensor, *, least: float = TOLERANCE) -> float:
+    """How much rounding in float32 may change log-probabilities of the probe; at least `least`.
 
     Large models and recurrences amplify rounding. So eight times that of the model's own forward is allowed: its change when
     each element of the embeddings changes by the precision of its type.
     """
-    if compute_dtype(model) not in (torch.float32, torch.float64):  # logits are float32 also above a float32 head
-        return NARROW_TOLERANCE
-    own = float(differences(_perturbed(model, ids_T), reference_TV).max())
-    return min(max(least, 8 * own), LARGEST_TOLERANCE)
-
-
-def _perturbed(model: Any, ids_T: Tensor) -> Tensor:
-    def perturb(_: Any, __: Any, embedded: Tensor) -> Tensor:
-        signs = torch.randint(-1, 2, embedded.shape, generator=torch.Generator().manual_seed(0)).to(embedded.device)
-        return embedded * (1 + torch.finfo(embedded.dtype).eps * signs)
-
     chosen = model.config._attn_implementation
     choose_attention(model, "eager")
-    hook = model.get_input_embeddings().register_forward_hook(perturb)
     try:
-        logits: Tensor = model(input_ids=ids_T[None], use_cache=False).logits[0]
+        own_TV = model(input_ids=ids_T[None], use_cache=False).logits[0]
+        with perturbed(model):
+            changed_TV = model(input_ids=ids_T[None], use_cache=False).logits[0]
     finally:
-        hook.remove()
         choose_attention(model, chosen)
-    return logits
+    return min(max(least, 8 * float(differences(changed_TV, own_TV).max())), LARGEST_TOLERANCE)
+
+
+@contextmanager
+def in_float32(model: nn.Module) -> Iterator[None]:
+    """Inside, `model` computes in float32. The weights of a layer are converted while it runs, to save memory."""
+    layers = list(dict.fromkeys(decoder_layers(model)))
+    of_layers = {id(tensor) for layer in layers for tensor in _narrow(layer)}
+    with ExitStack() as stack:
+        for layer in layers:
+            widened = ExitStack()
+            enter, leave = partial(_enter, widened, _narrow(layer)), partial(_leave, widened)
+            stack.enter_context(_removed(layer.register_forward_pre_hook(enter)))
+            stack.enter_context(_removed(layer.register_forward_hook(leave, always_call=True)))
+        stack.enter_context(_widened([tensor for tensor in _narrow(model) if id(tensor) not in of_layers]))
+        yield
+
+
+def _narrow(module: nn.Module) -> list[Tensor]:
+    tensors = (*module.parameters(), *module.buffers())
+    return [tensor for tensor in tensors if tensor.is_floating_point() and tensor.element_size() < 4]
+
+
+@contextmanager
+def _widened(tensors: Sequence[Tensor]) -> Iterator[None]:
+    kept = [tensor.data for tensor in tensors]
+    with torch.inference_mode(False), torch.no_grad():
+        for tensor in tensors:
+            tensor.data = tensor.data.float()
+    try:
+        yield
+    finally:
+        for tensor, content in zip(tensors, kept, strict=True):
+            tensor.data = content
+
+
+def _enter(stack: ExitStack, tensors: Sequence[Tensor], *_: Any) -> None:
+    stack.enter_context(_widened(tensors))
+
+
+def _leave(stack: ExitStack, *_: Any) -> None:
+    stack.close()
+
+
+@contextmanager
+def _removed(handle: Any) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from pipelinerl.engine.attention import (
     ATTENTION_NAME,
@@ -74,6 +74,8 @@ class ModelRunner:
     With `flatten`, the forward runs as an exported graph (see `flat.py`). A model with data-dependent operations can't be
     exported and runs as it is, with the same results. `flat` is true if the graph is used.
     """
+
+    _passes: tuple[Callable[[fx.Graph], None], ...] = ()
 
     def __init__(self, model: Any, rows: int, max_length: int, *, flatten: bool = True) -> None:
         self.model = model.eval()
@@ -158,24 +160,36 @@ class ModelRunner:
     def _check(self, flatten: bool) -> None:
         """Compare logits with those of the model's own attention, without and, if possible, with the exported graph."""
         window = _sliding_window(self.model)
-        length = _CHECK_TOKENS if window is None or window > 512 else window + _CHECK_TOKENS
-        length = min(length, self._max_length)
+        length = min(_CHECK_TOKENS + (window if window and window <= 512 else 0), self._max_length)
         ids_T = torch.randint(self.vocabulary, (length,), generator=torch.Generator().manual_seed(0)).to(self.device)
         replace_attention(self.model, ATTENTION_NAME, slot_attention)
+        reference_TV = self._own_logits(ids_T)
+        self._shapes = self._received_shapes(ids_T)
+        if self.dtype not in (torch.float32, torch.float64):
+            from pipelinerl.engine.rounding import in_float32  # noqa: PLC0415 - as below
+
+            dtype, self.dtype = self.dtype, torch.float32
+            with in_float32(self.model):
+                self._compare(ids_T, self._own_logits(ids_T))
+            self.dtype = dtype
+        self._compare(ids_T, reference_TV)
+        self._mask = torch.zeros((1, 1, 1, 1), dtype=self.dtype, device=self.device)
+        if flatten and self._flatten():
+            self._compare(ids_T, reference_TV)
+
+    def _own_logits(self, ids_T: Tensor) -> Tensor:
+        """Logits [T, V] of the model's own forward."""
         self.model.set_attn_implementation("eager")
         reference = self.model(input_ids=ids_T[None], use_cache=True)
         if (named := returned_cache(reference)) is not None:
             refuse_states(named[1], type(self.model).__name__)
         self.model.set_attn_implementation(ATTENTION_NAME)
-        self._shapes = self._received_shapes(ids_T)
-        self._compare(ids_T, reference.logits[0])
-        self._mask = torch.zeros((1, 1, 1, 1), dtype=self.dtype, device=self.device)
-        if flatten and self._flatten():
-            self._compare(ids_T, reference.logits[0])
+        logits: Tensor = reference.logits[0]
+        return logits
 
     def _flatten(self) -> bool:
         try:
-            self._flat = FlatForward(self.model)
+            self._flat = FlatForward(self.model, *self._passes)
         except Exception as error:  # noqa: BLE001 - torch.export raises whatever the model's code does to it
             reason = str(error).partition("\n")[0]
             _log.warning("%s can't be exported as a graph, which costs some speed: %s", type(self.model).__name__, reason)
@@ -192,12 +206,12 @@ class ModelRunner:
     def _compare(self, ids_T: Tensor, reference_TV: Tensor) -> None:
         """Raise UnsupportedModelError if logits computed over slots differ from the model's own."""
         kv = self._make_kv(2, len(ids_T))
-        errors_T = differences(self._slot_logits(kv, ids_T), reference_TV)
-        self.error = float(errors_T.max())
+        logits_TV = self._slot_logits(kv, ids_T)
+        self.error = float(differences(logits_TV, reference_TV).max())
         if not self.error <= TOLERANCE:
-            from pipelinerl.engine.rounding import require_exact, rounding_limit  # noqa: PLC0415 - few models round so much
+            from pipelinerl.engine.rounding import require_same  # noqa: PLC0415 - few models round so much
 
-            require_exact(errors_T, rounding_limit(self.model, ids_T, reference_TV), self.model)
+            self.error = require_same(logits_TV, reference_TV, self.model, ids_T, self.dtype)
 
     def _slot_logits(self, kv: Any, ids_T: Tensor) -> Tensor:
         """Logits [T, V] of `ids_T`, processed as two prompt chunks and then token by token, over two rows."""

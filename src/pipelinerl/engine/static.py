@@ -93,7 +93,6 @@ class DeviceRows:
         kv = self._runner.kv
         return VarlenBatch(
             kv=kv,
-            attention=self._runner.attention,
             # Rows that don't decode must not write to their places, which a prompt may be using.
             places_T=torch.where(active.bool(), self._bases[:rows] + positions, kv.spare),
             cu_q=self._begins[: rows + 1],
@@ -124,6 +123,7 @@ class StepGraphs:
         self._on_gpu = rows.integers.device.type == "cuda"
         self._graphs: dict[tuple[int, bool], Any] = {}
         self._pool: Any = None
+        self._stream: Any = None
 
     def __call__(self, rows: int, plain: bool) -> None:
         if not self._on_gpu:
@@ -137,18 +137,20 @@ class StepGraphs:
     def clear(self) -> None:
         """Must be called after a tensor of the state was replaced."""
         self._graphs.clear()
+        self._pool = None  # a pool ends with its last graph
 
     def _record(self, rows: int, plain: bool) -> None:
         graph = torch.cuda.CUDAGraph()
         self._pool = self._pool or torch.cuda.graph_pool_handle()
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        # A stream of these graphs alone: libraries keep a workspace for each stream, which ends with the graphs of another.
+        self._stream = stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
         with self._rows.at_rest():
             # Libraries set themselves up at a first call, which a graph can't record.
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 self._step(rows, plain)
             torch.cuda.current_stream().wait_stream(stream)
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
                 self._step(rows, plain)
         self._graphs[rows, plain] = graph
 

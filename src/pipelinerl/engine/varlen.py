@@ -13,13 +13,15 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from pipelinerl.engine.attention import Chunk, LayerCall, LayerShape, LengthBucket, Move
+from pipelinerl.engine.fused import fuse_norms
 from pipelinerl.engine.runner import ModelRunner
 from pipelinerl.errors import UnsupportedModelError
 from pipelinerl.models.transfers import to_device
-from pipelinerl.models.varlen import Attention, attention_of, has_kernel
+from pipelinerl.models.varlen import attention_of, has_kernel
 
 
 class SlotKV:
@@ -35,7 +37,10 @@ class SlotKV:
         for layer, shape in shapes.items():
             by_shape.setdefault(shape, []).append(layer)
         for shape, layers in by_shape.items():
-            _require_kernel(shape, device)
+            if shape.key_dim != shape.value_dim:
+                raise UnsupportedModelError(
+                    f"keys of {shape.key_dim} numbers and values of {shape.value_dim} can't share a cache"
+                )
             size = (len(layers), self.spare + 1, shape.heads, shape.key_dim)
             keys, values = torch.zeros(size, dtype=dtype, device=device), torch.zeros(size, dtype=dtype, device=device)
             self._blocks += [keys, values]
@@ -62,13 +67,6 @@ class SlotKV:
             part[:, targets] = content
 
 
-def _require_kernel(shape: LayerShape, device: torch.device) -> None:
-    if shape.key_dim != shape.value_dim:
-        raise UnsupportedModelError(f"keys of {shape.key_dim} numbers and values of {shape.value_dim} can't share a cache")
-    if not has_kernel(shape.key_dim, device):
-        raise UnsupportedModelError(f"PyTorch has no attention with variable lengths for heads of {shape.key_dim} numbers")
-
-
 @dataclass(slots=True)
 class VarlenBatch:
     """The slots and positions of one forward: an `AttentionSite`.
@@ -80,7 +78,6 @@ class VarlenBatch:
     """
 
     kv: SlotKV
-    attention: Attention
     places_T: Tensor
     cu_q: Tensor
     cu_k: Tensor
@@ -98,18 +95,23 @@ class VarlenBatch:
         keys, values = self.kv.layer(call.layer)
         keys.index_copy_(0, self.places_T, key)
         values.index_copy_(0, self.places_T, value)
-        attended = self.attention(
+        cu_k, used, window = self.cu_k, self.used, (-1 if call.window is None else call.window - 1, 0)
+        if self.max_q == 1:  # the last position sees all keys: without a window, FlashAttention reads each of them once
+            if call.window is not None:
+                hidden = (used - call.window).clamp(min=0)
+                cu_k, used = cu_k + F.pad(hidden, (0, 1)), used - hidden
+            window = (-1, -1)
+        attended = attention_of(query)(
             query,
             keys,
             values,
             self.cu_q,
-            self.cu_k,
+            cu_k,
             self.max_q,
             self.max_k,
             scale=call.scale,
-            window_size=(-1 if call.window is None else call.window - 1, 0),
-            enable_gqa=True,
-            seqused_k=self.used,
+            window_size=window,
+            seqused_k=used,
         )
         return attended[None]
 
@@ -118,10 +120,14 @@ class VarlenRunner(ModelRunner):
     """`ModelRunner` over a `SlotKV`. The same check at load time compares it with the model's own forward."""
 
     kv: SlotKV
+    _passes = (fuse_norms,)
 
-    def __init__(self, model: Any, rows: int, max_length: int, *, flatten: bool = True) -> None:
-        self.attention = attention_of(next(model.parameters()))
-        super().__init__(model, rows, max_length, flatten=flatten)
+    def _received_shapes(self, ids_T: Tensor) -> dict[int, LayerShape]:
+        shapes = super()._received_shapes(ids_T)
+        for size in {shape.key_dim for shape in shapes.values()}:
+            if not has_kernel(size, self.device, self.dtype):
+                raise UnsupportedModelError(f"FlashAttention has no heads of {size} numbers in {self.dtype}")
+        return shapes
 
     def _make_kv(self, rows: int, max_length: int) -> SlotKV:
         return SlotKV(self._shapes, rows, max_length, self.dtype, self.device)
@@ -155,7 +161,6 @@ class VarlenRunner(ModelRunner):
         places_T, cu_q, cu_k, used_N = (to_device(part, self.device) for part in integers)
         batch = VarlenBatch(
             kv=kv,
-            attention=self.attention,
             places_T=places_T,
             cu_q=cu_q.int(),
             cu_k=cu_k.int(),

@@ -1,19 +1,16 @@
-"""Attention of sequences of different lengths in one call, without padding: PyTorch's `varlen_attn` on GPUs.
+"""Attention of sequences of different lengths in one call, without padding: FlashAttention on GPUs.
 
 Elsewhere `varlen_reference` computes the same. It is slow: for tests.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from pipelinerl.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
     from pipelinerl.models.packed import PackedRow
@@ -21,29 +18,21 @@ if TYPE_CHECKING:
 Attention = Callable[..., Tensor]
 
 _LARGEST_HEAD, _HEAD_MULTIPLE = 256, 8
-"""Head sizes that the kernel on GPUs has."""
+_TYPES = (torch.bfloat16, torch.float16)
+"""Head sizes and types that the kernel on GPUs has."""
 
 
-def has_kernel(size: int, device: torch.device) -> bool:
-    """Whether heads of `size` numbers have an implementation."""
-    return device.type != "cuda" or (size <= _LARGEST_HEAD and size % _HEAD_MULTIPLE == 0)
+def has_kernel(size: int, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether heads of `size` numbers have an implementation that is made for `device`."""
+    return device.type != "cuda" or (size <= _LARGEST_HEAD and size % _HEAD_MULTIPLE == 0 and dtype in _TYPES)
 
 
-def attention_of(parameter: Tensor) -> Attention:
-    """The implementation for the device of `parameter`. Raises UnsupportedModelError if there is none."""
-    if parameter.device.type != "cuda":
-        return varlen_reference
-    if parameter.dtype not in (torch.bfloat16, torch.float16):
-        raise UnsupportedModelError(f"PyTorch has no attention with variable lengths in {parameter.dtype}")
-    from torch.nn.attention import varlen  # noqa: PLC0415 - PyTorch has it for GPUs only
-
-    known = inspect.signature(varlen.varlen_attn).parameters
-    if not {"seqused_k", "enable_gqa", "window_size"} <= known.keys():
-        raise UnsupportedModelError(f"PyTorch {torch.__version__} has no attention over cache slots; 2.12 has")
-    return cast("Attention", varlen.varlen_attn)  # it returns more only if asked
+def attention_of(query: Tensor) -> Attention:
+    """The implementation for the device and the type of `query`."""
+    return flash_attention if query.is_cuda and query.dtype in _TYPES else varlen_reference
 
 
-def varlen_reference(  # noqa: PLR0917 - the signature of `varlen_attn`
+def flash_attention(  # noqa: PLR0917 - as `varlen_reference`
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -54,18 +43,54 @@ def varlen_reference(  # noqa: PLR0917 - the signature of `varlen_attn`
     *,
     scale: float | None = None,
     window_size: tuple[int, int] = (-1, -1),
-    enable_gqa: bool = False,
     seqused_k: Tensor | None = None,
 ) -> Tensor:
-    """What `torch.nn.attention.varlen.varlen_attn` computes, for any device: query [T, Hq, D], key [K, Hk, D] -> [T, Hq, D].
+    """What `varlen_reference` computes, on a GPU. Sequences of one query are fastest without a window.
+
+    PyTorch's `varlen_attn` calls the same operation, but takes `seqused_k` from version 2.12 on only.
+    """
+    before, after = window_size
+    attended: Tensor = torch.ops.aten._flash_attention_forward(
+        query,
+        key,
+        value,
+        cu_seq_q,
+        cu_seq_k,
+        max_q,
+        max_k,
+        0.0,  # dropout
+        window_size == (-1, 0),
+        False,
+        scale=scale,
+        window_size_left=before,
+        window_size_right=after,
+        seqused_k=seqused_k,
+    )[0]
+    return attended
+
+
+def varlen_reference(  # noqa: PLR0917 - the arguments of the operation
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    seqused_k: Tensor | None = None,
+) -> Tensor:
+    """Attention within sequences, for any device: query [T, Hq, D], key and value [K, Hk, D] -> [T, Hq, D].
 
     Sequence i has queries `cu_seq_q[i] <= t < cu_seq_q[i + 1]`, at most `max_q`, and `seqused_k[i]` keys, at most `max_k`,
     from `cu_seq_k[i]` on (without `seqused_k`, those up to `cu_seq_k[i + 1]`). Its last query is at the position of its last
     key. A query sees keys from `window_size[0]` positions before its own to `window_size[1]` after it; -1 means no limit.
     The output of a query that sees no key is 0.
     """
-    if query.shape[1] % key.shape[1] or (not enable_gqa and query.shape[1] != key.shape[1]):
-        raise ValueError(f"{query.shape[1]} query heads can't share {key.shape[1]} key heads (enable_gqa={enable_gqa})")
+    if query.shape[1] % key.shape[1]:
+        raise ValueError(f"{query.shape[1]} query heads can't share {key.shape[1]} key heads")
     device = query.device
     begin_N, end_N = cu_seq_q[:-1].long(), cu_seq_q[1:].long()
     used_N = (cu_seq_k[1:] - cu_seq_k[:-1] if seqused_k is None else seqused_k).long()
@@ -100,14 +125,10 @@ def attend_row(
     Values of fewer numbers than keys (latent attention) are padded.
     """
     size, missing = query.shape[-1], query.shape[-1] - value.shape[-1]
-    if row.begins is None or missing < 0 or not has_kernel(size, query.device):
-        return None
-    try:
-        attention = attention_of(query)
-    except UnsupportedModelError:
+    if row.begins is None or missing < 0 or not has_kernel(size, query.device, query.dtype):
         return None
     query, key, value = (projected[0].transpose(0, 1) for projected in (query, key, F.pad(value, (0, missing))))
-    attended = attention(
+    attended = attention_of(query)(
         query,
         key,
         value,
@@ -117,6 +138,5 @@ def attend_row(
         row.longest,
         scale=scale,
         window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=True,
     )
     return attended[None, ..., : size - missing]

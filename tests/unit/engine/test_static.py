@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pipelinerl.engine import LocalEngine, device_sampler
@@ -159,3 +160,12 @@ def test_broken_logits_are_found_before_their_tokens_are_passed_on() -> None:
 def test_a_model_that_needs_scores_is_refused_by_static_steps_only() -> None:
     with pytest.raises(UnsupportedModelError, match="soft caps"):
         engine_for(make_model("gemma2"), decoding="static", slots=1, max_length=32)
+
+
+@pytest.mark.parametrize(("family", "norms"), [("llama", 9), ("qwen3", 17), ("gemma3", 0)])
+def test_norms_are_one_operation_each(family: str, norms: int) -> None:
+    """Of a layer two, and in Qwen 3 those of queries and keys. Gemma's have other weights and stay as they are."""
+    runner = StaticEngine(make_model(family).bfloat16(), slots=2, max_length=64)._runner  # compares it with the model's own
+    assert runner._flat is not None
+    graph = runner._flat._run.__self__.graph  # type: ignore[attr-defined]
+    assert sum(node.target is F.rms_norm for node in graph.nodes) == norms

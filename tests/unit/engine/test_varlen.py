@@ -1,4 +1,4 @@
-"""The reference of `varlen_attn`: every sequence gets what fused attention gives it alone."""
+"""The reference of attention with variable lengths: every sequence gets what fused attention gives it alone."""
 
 from __future__ import annotations
 
@@ -49,7 +49,6 @@ def test_every_sequence_gets_what_it_gets_alone(data: st.DataObject) -> None:
         SLOT,
         scale=0.3,
         window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=True,
         seqused_k=torch.tensor(used, dtype=torch.int32),
     )
     for i, (row, keys) in enumerate(zip(rows, used, strict=True)):
@@ -66,10 +65,10 @@ def test_without_used_lengths_keys_end_where_the_next_begin_and_no_key_means_zer
     assert torch.equal(found[3], torch.zeros(1, 8))
 
 
-def test_heads_that_are_not_said_to_be_shared_are_refused() -> None:
-    query, key = torch.randn(1, 4, 8), torch.randn(1, 2, 8)
+def test_query_heads_that_can_not_share_key_heads_evenly_are_refused() -> None:
+    query, key = torch.randn(1, 3, 8), torch.randn(1, 2, 8)
     begins = torch.tensor([0, 1])
-    with pytest.raises(ValueError, match="enable_gqa"):
+    with pytest.raises(ValueError, match="can't share"):
         varlen_reference(query, key, key, begins, begins, 1, 1)
 
 
