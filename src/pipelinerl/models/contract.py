@@ -47,12 +47,14 @@ def read_contract(model: Any, tokenizer: Any, max_length: int | None = None) -> 
             )
             sources[end] = "the chat template"
     inside = tuple(sorted(token for token in sources if 0 <= token < size))
-    for token, where in sorted(sources.items()):
-        if token not in inside:
-            notes.append(f"the stop token {token} of {where} is beyond the model's vocabulary of {size}: it ends nothing")
-        elif added and token not in added and token not in tokenizer.all_special_ids:
-            name = _name(tokenizer, token)
-            notes.append(f"the stop token {name} of {where} is no special token: is the tokenizer that of another model?")
+    for where in dict.fromkeys(sources[token] for token in sorted(sources)):
+        own = sorted(token for token, source in sources.items() if source == where)
+        outside = [str(token) for token in own if token not in inside]
+        special = {*added, *tokenizer.all_special_ids} if added else inside
+        odd = [_name(tokenizer, token) for token in own if token in inside and token not in special]
+        beyond = f"beyond the model's vocabulary of {size}: it ends nothing"
+        for tokens, what in ((outside, beyond), (odd, "no special token: is the tokenizer that of another model?")):
+            notes += [f"the stop token {_some(tokens)} of {where} is {what}"] if tokens else []
     if unmarked:
         ends = " and ".join(_name(tokenizer, token) for token in inside) or "nothing"
         shown = repr(unmarked[:_SHOWN_CHARACTERS])
@@ -62,11 +64,9 @@ def read_contract(model: Any, tokenizer: Any, max_length: int | None = None) -> 
             "no token ends a completion: neither generation_config.json nor config.json nor the tokenizer has an "
             "eos_token_id; each one runs to its limit"
         )
-    if beyond := [_name(tokenizer, token) for token in sorted(added) if token >= size]:
-        shown = ", ".join(beyond[:2]) + (f" and {len(beyond) - 2} more" if len(beyond) > 2 else "")
-        notes.append(
-            f"the tokenizer has tokens beyond the model's vocabulary of {size}: {shown}; prompts with them are refused"
-        )
+    if more := [_name(tokenizer, token) for token in sorted(added) if token >= size]:
+        which = f"tokens beyond the model's vocabulary of {size}: {_some(more)}"
+        notes.append(f"the tokenizer has {which}; prompts with them are refused")
     trained = getattr(text_config, "max_position_embeddings", None)
     if max_length and trained and max_length > trained > 0:
         notes.append(
@@ -82,6 +82,10 @@ def _ids(where: str, given: object) -> list[int]:
     except msgspec.ValidationError as error:
         raise ModelLoadError(f"eos_token_id of {where} must be a token id, or a list of ids, but is {given!r}") from error
     return [ids] if isinstance(ids, int) else ids
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
 
 
 def _name(tokenizer: Any, token: int) -> str:

@@ -62,7 +62,7 @@ class Float32Head(nn.Linear):
             wide_TV: Tensor = _WideLinear.apply(narrow_TH, self.weight)  # type: ignore[no-untyped-call]
         else:
             wide_TV = wide_product(narrow_TH, self.weight.t())
-        return wide_TV.view(*input.shape[:-1], -1)
+        return wide_TV.view(*input.shape[:-1], wide_TV.shape[-1])
 
 
 def use_float32_head(model: Any) -> None:

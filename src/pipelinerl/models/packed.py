@@ -369,7 +369,8 @@ def checkpoint_activations(model: Any) -> None:
         raise ModelLoadError(
             f"{type(model).__name__} has no gradient checkpointing: set trainer.gradient_checkpointing to false"
         )
-    model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable  # an older name
+    enable({"use_reentrant": False})
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
             module.training = True

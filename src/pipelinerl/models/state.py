@@ -95,7 +95,7 @@ def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
     owners = [name for name, first in first_names(tensors).items() if name == first and tensors[name].is_floating_point()]
     if not owners:
         return []
-    sums = torch.stack([tensors[name].detach().sum(dtype=torch.float32).cpu() for name in owners])
+    sums = torch.stack([tensors[name].detach().sum(dtype=torch.float32) for name in owners]).cpu()
     suspects = [owners[index] for index in (~sums.isfinite()).nonzero()[:, 0].tolist()]
     return [name for name in suspects if not bool(tensors[name].isfinite().all())]
 
@@ -123,7 +123,7 @@ def load_weights(model: nn.Module, tensors: Mapping[str, Tensor], *, known_finit
     with torch.no_grad():
         for name, first in first_names(weights).items():
             if name == first:
-                weights[name].copy_(tensors[name])
+                weights[name].copy_(tensors[name], non_blocking=weights[name].is_cuda)
 
 
 def _untied(weights: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> list[str]:

@@ -25,7 +25,7 @@ def to_device(array: npt.ArrayLike | Tensor, device: torch.device) -> Tensor:
     """A copy of `array` on the device, unless it is there. The host does not wait for the transfer."""
     if isinstance(array, Tensor) and array.device == device:
         return array
-    host = torch.from_numpy(np.array(array))
+    host = array if isinstance(array, Tensor) else torch.from_numpy(np.array(array))
     if device.type != "cuda":
         return host.to(device)
     return host.pin_memory().to(device, non_blocking=True)

@@ -228,7 +228,6 @@ class Learner:
         output = self._loss(inputs)
         part = output.loss_N.sum() / normalizer
         part.backward()  # type: ignore[no-untyped-call]
-        lengths_P = batch.sequence_P.bincount()[batch.sequence_P]
         log_ratio_P = inputs.log_ratio_N.detach()
         sums.stats.add(
             log_ratio_P,
@@ -236,7 +235,7 @@ class Learner:
             output.truncated_N,
             entropy_P,
             batch.lags_P,
-            lengths_N=lengths_P,
+            lengths_N=inputs.sums_by_sequence(torch.ones_like(batch.sequence_P))[batch.sequence_P],
             log_products_N=inputs.sums_by_sequence(log_ratio_P)[batch.sequence_P],
         )
         sums.loss += part.detach()

@@ -82,6 +82,7 @@ def test_the_narrow_product_gives_the_same_logits_and_gradients(monkeypatch: pyt
         logits = exact(given)
         with torch.no_grad():
             assert torch.equal(exact(given), logits)
+            assert exact(given[:, :0]).shape == (2, 0, 50), "a chunk of a prompt needs no logits"
         found.append((logits, *torch.autograd.grad(logits.log_softmax(-1)[..., 3].sum(), (given, head.weight))))
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)

@@ -380,6 +380,20 @@ def test_on_gpus_both_ends_pin_the_buffers_until_they_close(fd: int, monkeypatch
     assert calls[2:] == ["cuda:1 unpins", "cpu unpins"]
 
 
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_the_host_hashes_what_a_gpu_will_not_verify(on_gpu: bool, fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[str] = []
+    monkeypatch.setattr(pinned, "pin", lambda *_: lambda: None)
+    monkeypatch.setattr(shared_receiver, "checksum", lambda tensors: hashed.append(checksum(tensors)) or hashed[-1])
+    monkeypatch.setattr(shared_sender, "source_checksum", lambda *_: "of the device" if on_gpu else "")
+    sender, receiver = SharedWeightSender(fd, 1), pinned.PinnedWeightReceiver(fd, 0, "cuda:1")
+    digest = sender.send(0, named_weights(Tied()))
+    update = receiver.poll()
+    assert update is not None
+    assert update.device_checksum == ("of the device" if on_gpu else "")
+    assert hashed == ([] if on_gpu else [digest])
+
+
 def test_damage_in_the_buffer_is_found(fd: int) -> None:
     sender, receiver = SharedWeightSender(fd, 1), SharedWeightReceiver(fd, 0)
     weights = {"x": torch.arange(100, dtype=torch.int64)}

@@ -25,6 +25,11 @@ class PinnedWeightReceiver(SharedWeightReceiver):
         self._unpin()
         super().close()
 
+    def _require_intact(self, offer: Offer, tensors: dict[str, Tensor]) -> None:
+        """The engine stands still here. It verifies the device's checksum, if there is one, on its own parameters."""
+        if not offer.device_checksum:
+            super()._require_intact(offer, tensors)
+
     def _map_buffers(self, offer: Offer) -> list[dict[str, Tensor]]:
         buffers = super()._map_buffers(offer)
         self._unpin = pin(next(iter(buffers[0].values())), self._device)

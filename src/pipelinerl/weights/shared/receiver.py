@@ -50,14 +50,7 @@ class SharedWeightReceiver:
             self._buffers = self._map_buffers(offer)
         tensors = self._buffers[offer.buffer]
         self._seen, self._taken, self._receipt_due = offer.number, offer, True
-        found = checksum(tensors)
-        if found != offer.checksum:
-            # A CPU that reorders stores (ARM) may show the offer before the last bytes, which have arrived by now.
-            found = checksum(tensors)
-        if found != offer.checksum:
-            raise WeightUpdateError(
-                f"weights of version {offer.version} arrived damaged: checksum {found}, sent {offer.checksum}"
-            )
+        self._require_intact(offer, tensors)
         return WeightUpdate(offer.version, offer.checksum, tensors, offer.device_checksum)
 
     def acknowledge(self, receipt: UpdateReceipt) -> None:
@@ -71,6 +64,14 @@ class SharedWeightReceiver:
         """Release the buffers; views returned by `poll` stay valid."""
         self._buffers = []
         self._control.close()
+
+    def _require_intact(self, offer: Offer, tensors: dict[str, Tensor]) -> None:
+        for _ in range(2):  # a CPU that reorders stores (ARM) may show the offer before the last bytes
+            if (found := checksum(tensors)) == offer.checksum:
+                return
+        raise WeightUpdateError(
+            f"weights of version {offer.version} arrived damaged: checksum {found}, sent {offer.checksum}"
+        )
 
     def _newest(self) -> Offer | None:
         if self._control.offers_made() == self._seen:
