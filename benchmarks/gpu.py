@@ -16,11 +16,13 @@ import shutil
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from benchmarks import common
@@ -31,6 +33,7 @@ from pipelinerl.engine import LocalEngine
 from pipelinerl.engine.static import engine_for
 from pipelinerl.models.folder import find_model
 from pipelinerl.models.state import named_weights
+from pipelinerl.models.varlen import attention_of
 from pipelinerl.preprocess.packing import pack
 from pipelinerl.trainer import Learner
 from pipelinerl.types import GenerationRequest, SamplingParams
@@ -94,25 +97,52 @@ def _wait(options: argparse.Namespace) -> None:
 
 
 def limits(options: argparse.Namespace) -> list[Record]:
-    """Bytes/s that are read and written, and FLOP/s of a product in the model's type."""
+    """Bytes/s that are read and written, FLOP/s of a product in the model's type, and bytes/s from pinned memory.
+
+    Also the time of one layer's attention over slots, with the window that ends at the query and without one.
+    """
     tiny = options.size == "tiny"
     source = torch.ones((1 << 24) if tiny else (1 << 31), dtype=torch.uint8, device=options.device)
     target = torch.empty_like(source)
     side = 512 if tiny else 8192
     a, b = torch.randn(2, side, side, device=options.device, dtype=dtype_of(options))
-    return [
-        {
-            "bytes_per_s": 2 * source.numel() / seconds(options, lambda: target.copy_(source), 10),
-            "flop_per_s": 2 * side**3 / seconds(options, lambda: a @ b, 10),
-        }
-    ]
+    record: Record = {
+        "torch": torch.__version__,
+        "device": options.device if tiny else torch.cuda.get_device_name(),
+        "bytes_per_s": 2 * source.numel() / seconds(options, lambda: target.copy_(source), 10),
+        "flop_per_s": 2 * side**3 / seconds(options, lambda: a @ b, 10),
+    }
+    if options.device != "cpu":
+        host = torch.ones(1 << 30, dtype=torch.uint8).pin_memory()
+        copied = target[: len(host)]
+        record["host_bytes_per_s"] = len(host) / seconds(options, lambda: copied.copy_(host, non_blocking=True), 4)
+    for slots in options.slots:
+        for context in options.contexts:
+            for window in ((-1, 0), (-1, -1)):
+                called = attention_call(options, slots, context, window)
+                record[f"attention_s {slots} {context} {window}"] = seconds(options, called, 20)
+    return [record]
+
+
+def attention_call(options: argparse.Namespace, slots: int, context: int, window: tuple[int, int]) -> Callable[[], Tensor]:
+    """One query for each of `slots` sequences of `context` keys, in a cache of places for them."""
+    sizes = config_of(options.size)
+    heads, kv_heads = sizes.num_attention_heads, sizes.num_key_value_heads
+    new = {"device": options.device, "dtype": dtype_of(options)}
+    query = torch.randn(slots, heads, sizes.hidden_size // heads, **new)
+    key, value = torch.randn(2, slots * context, kv_heads, query.shape[-1], **new)
+    begins = torch.arange(slots + 1, dtype=torch.int32, device=options.device)
+    used = torch.full((slots,), context, dtype=torch.int32, device=options.device)
+    return lambda: attention_of(query)(
+        query, key, value, begins, begins * context, 1, context, scale=0.1, window_size=window, seqused_k=used
+    )
 
 
 def decode(options: argparse.Namespace) -> list[Record]:
-    """Steps with all slots decoding, at each number of slots and context, packed and static."""
+    """Steps with all slots decoding, at each number of slots and context, in each of `options.ways`."""
     records: list[Record] = []
     tokens = 8 if options.size == "tiny" else 40
-    for way in ("static", "packed"):
+    for way in options.ways:
         record: Record = {"size": options.size, "decoding": way}
         try:
             engine = new_engine(options, max(options.contexts) + 4 * tokens, way)
@@ -122,6 +152,7 @@ def decode(options: argparse.Namespace) -> list[Record]:
                     save(options, records)
         except Exception as error:  # noqa: BLE001 - the other way is to be measured
             records.append(record | {"error": f"{type(error).__name__}: {error}".partition("\n")[0]})
+            traceback.print_exc()
     return records
 
 
@@ -225,7 +256,7 @@ def update(options: argparse.Namespace) -> list[Record]:
 
 
 def loop(options: argparse.Namespace) -> list[Record]:
-    """One end for `options.seconds`: tokens/s of `decode` or `train`. Waits for a line of input when it is ready."""
+    """One end: `decode` or `train`. For each line of input, works for `options.seconds` and prints its tokens/s."""
     if options.end == "decode":
         tokens, context = (64 if options.size == "tiny" else 400), options.contexts[0]
         engine = new_engine(options, context + tokens)
@@ -256,58 +287,55 @@ def loop(options: argparse.Namespace) -> list[Record]:
     work()
     _wait(options)
     print("ready", flush=True)
-    sys.stdin.readline()
-    begin, begin_s = done(), time.perf_counter()
-    while time.perf_counter() - begin_s < options.seconds:
-        work()
-    _wait(options)
-    rate = (done() - begin) / (time.perf_counter() - begin_s)
-    print(json.dumps({"tokens_per_s": rate}), flush=True)
+    for _ in sys.stdin:
+        begin, begin_s = done(), time.perf_counter()
+        while time.perf_counter() - begin_s < options.seconds:
+            work()
+        _wait(options)
+        print((done() - begin) / (time.perf_counter() - begin_s), flush=True)
     return []
 
 
 def both(options: argparse.Namespace) -> list[Record]:
     """Generation and training in two processes on one GPU: each alone, then both at once."""
-    alone = {end: _rates(options, [end])[end] for end in ("decode", "train")}
-    together = _rates(options, ["decode", "train"])
+    ends = {end: _start_loop(options, end) for end in ("decode", "train")}
+    try:
+        for end, process in ends.items():
+            while (line := _line(process)) != "ready\n":
+                if not line:
+                    raise SystemExit(f"the process of {end} ended; its error is above")
+        alone = {end: _rates({end: process})[end] for end, process in ends.items()}
+        together = _rates(ends)
+    finally:
+        for process in ends.values():
+            process.kill()
+            process.communicate()
     return [
         {"end": end, "mps": options.mps, "alone": alone[end], "together": together[end], "kept": together[end] / alone[end]}
-        for end in alone
+        for end in ends
     ]
 
 
-def _rates(options: argparse.Namespace, ends: Sequence[str]) -> dict[str, float]:
+def _start_loop(options: argparse.Namespace, end: str) -> subprocess.Popen[str]:
     sizes = ["--size", options.size, "--device", options.device, "--slots", str(options.slots[-1])]
     rest = ["--contexts", str(options.contexts[0]), "--seconds", str(options.seconds), "--out", str(options.out)]
     more = ["--micro-batch-tokens", str(options.micro_batch_tokens)]
-    processes = {
-        end: subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.gpu", "loop", "--end", end, *sizes, *rest, *more],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for end in ends
-    }
-    rates = {}
-    try:
-        for process in processes.values():
-            assert process.stdout is not None
-            while (line := process.stdout.readline()) != "ready\n":
-                if not line:
-                    raise SystemExit("a process of the measurement ended; its error is above")
-        for process in processes.values():
-            assert process.stdin is not None
-            process.stdin.write("\n")
-            process.stdin.flush()
-        for end, process in processes.items():
-            assert process.stdout is not None
-            rates[end] = float(json.loads(process.stdout.readline())["tokens_per_s"])
-    finally:
-        for process in processes.values():
-            process.kill()
-            process.communicate()
-    return rates
+    command = [sys.executable, "-m", "benchmarks.gpu", "loop", "--end", end, *sizes, *rest, *more]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def _line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline()
+
+
+def _rates(processes: dict[str, subprocess.Popen[str]]) -> dict[str, float]:
+    """Tokens/s of each end, while these work at once."""
+    for process in processes.values():
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+    return {end: float(_line(process)) for end, process in processes.items()}
 
 
 def folder(options: argparse.Namespace) -> list[Record]:
@@ -350,7 +378,7 @@ def vllm(options: argparse.Namespace) -> list[Record]:
 def runs(options: argparse.Namespace) -> list[Record]:
     """`pipeline` and `conventional` on the same model and task: when each of a few optimizer steps was taken."""
     records = []
-    steps = 2 * ROUND if options.size == "tiny" else 3 * ROUND
+    steps = 2 * ROUND
     for kind in ("pipeline", "conventional"):
         run_dir = options.out / f"run-{kind}"
         shutil.rmtree(run_dir, ignore_errors=True)
@@ -454,8 +482,9 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--slots", type=int, nargs="+", default=[8, 64, 256])
     parser.add_argument("--contexts", type=int, nargs="+", default=[256, 1000])
-    parser.add_argument("--micro-batch-tokens", type=int, default=16384)
-    parser.add_argument("--seconds", type=float, default=20.0, help="both: length of each measurement")
+    parser.add_argument("--ways", nargs="+", default=["static"], help="decode: values of engine.decoding")
+    parser.add_argument("--micro-batch-tokens", type=int, default=8192)
+    parser.add_argument("--seconds", type=float, default=8.0, help="both: length of each measurement")
     parser.add_argument("--mps", action="store_true", help="both: note that the CUDA multi-process service runs")
     parser.add_argument("--end", choices=["decode", "train"], help="loop: which end")
     options = parser.parse_args()

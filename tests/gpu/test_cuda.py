@@ -86,7 +86,7 @@ def test_attention_over_slots_is_the_reference(counts: list[int], window: int | 
     order = torch.randperm(rows, generator=generator).tolist()
     begins = torch.tensor([0, *counts]).cumsum(0).int()
     places = torch.tensor([row * slot for row in [*order, rows]], dtype=torch.int32)
-    options = {"scale": 0.125, "window_size": (-1 if window is None else window - 1, 0), "enable_gqa": True}
+    options = {"scale": 0.125, "window_size": (-1 if window is None else window - 1, 0)}
     given = (query, key, value, begins, places)
     expected = varlen_reference(*given, max(counts), slot, seqused_k=torch.tensor(used, dtype=torch.int32), **options)
     attention = attention_of(query.cuda())
@@ -215,8 +215,10 @@ def test_deltas_on_the_device_are_those_on_the_cpu() -> None:
         assert torch.equal(buffer_U8.cpu(), new_U8)
 
 
-def test_the_demo_learns_with_engine_and_trainer_on_the_device(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_demo_learns_with_engine_and_trainer_on_the_device(dtype: str, tmp_path: Path) -> None:
     flags = "--engine.device cuda:0 --trainer.device cuda:0 --trainer.steps 40 --evaluation.problems 256 --metrics.view none"
+    flags += " --model.dtype bfloat16 --model.head_dtype float32" if dtype == "bfloat16" else ""
     config = pipelinerl.load_config(None, [*flags.split(), "--run_dir", str(tmp_path / "run")])
     summary = pipelinerl.train(config).summary
     assert summary["eval_reward_after"] > summary["eval_reward_before"] + 0.2
