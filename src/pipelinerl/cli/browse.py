@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipelinerl.cli.parser import Commands, refuse_settings, say, write
-from pipelinerl.config.load import config_from_yaml, with_own_model
+from pipelinerl.config.load import config_of_file, with_own_model
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import UserError
 from pipelinerl.extras import require
@@ -101,13 +101,10 @@ def _export(options: argparse.Namespace, rollouts: RunRollouts, query: Query | N
 
 def _config(run_dir: Path) -> RunConfig | str:
     """The run's configuration, or why it can't be read, as rollouts can be browsed without it."""
-    path = run_dir / "config.yaml"
     try:
-        return with_own_model(config_from_yaml(path.read_text(encoding="utf-8"), str(path)), run_dir)
-    except OSError as error:
-        return f"can't read {path}: {error.strerror}"
-    except (UnicodeDecodeError, UserError) as error:
-        return f"can't read {path}: {error}"
+        return with_own_model(config_of_file(run_dir / "config.yaml"), run_dir)
+    except UserError as error:
+        return str(error)
 
 
 def _texts(config: RunConfig | str) -> TokenText:

@@ -57,6 +57,11 @@ def load_config(path: str | Path | None, overrides: Sequence[str] | Mapping[str,
     return draft.checked()
 
 
+def config_of_file(path: Path) -> RunConfig:
+    """The configuration in a run's `config.yaml`. Raises ConfigError, also if the file can't be read."""
+    return config_from_yaml(_read(path), str(path))
+
+
 def config_from_yaml(text: str, source: str = "config.yaml") -> RunConfig:
     """The configuration that `keys.config_to_yaml` or `render` wrote, or any text of a run file.
 

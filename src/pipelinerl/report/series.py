@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from pipelinerl.config.load import config_from_yaml, with_own_model
+from pipelinerl.config.load import config_of_file, with_own_model
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import INVALID_DATA, RunDirectoryError
 from pipelinerl.metrics.evaluations import EvaluationRecord
@@ -306,15 +306,12 @@ def read_timeline(run_dir: Path) -> list[TimelineRecord]:
 
 
 def read_config(run_dir: Path) -> RunConfig:
-    """The run file of a run directory. Raises ConfigError, and RunDirectoryError if there is none or it can't be read."""
+    """The run file of a run directory. Raises ConfigError, and RunDirectoryError if there is none."""
     path = run_dir / "config.yaml"
     if not path.is_file():
         missing = "it has no config.yaml" if run_dir.is_dir() else "there is no such folder"
         raise RunDirectoryError(f"{run_dir} is not a run directory: {missing}")
-    try:
-        return with_own_model(config_from_yaml(path.read_text(encoding="utf-8"), str(path)), run_dir)
-    except (OSError, UnicodeDecodeError) as error:
-        raise RunDirectoryError(f"can't read {path}: {error}") from error
+    return with_own_model(config_of_file(path), run_dir)
 
 
 def read_summary(run_dir: Path) -> dict[str, Any] | None:

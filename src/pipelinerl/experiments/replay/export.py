@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 from pipelinerl.config import yaml_text
-from pipelinerl.config.load import config_from_yaml
+from pipelinerl.config.load import config_of_file
 from pipelinerl.config.schema import PACKAGED_MODELS, RunConfig
 from pipelinerl.config.secrets import without_secrets
 from pipelinerl.errors import RunDirectoryError, UserError
@@ -74,7 +74,7 @@ class _Export:
 
     def write(self, *, weights: bool, model: bool) -> None:
         run = self._run
-        config = config_from_yaml(run.config.read_text(encoding="utf-8"), str(run.config))
+        config = config_of_file(run.config)
         folder = _model_folder(config, run)
         carried = folder is not None and model
         if folder is not None and not model:
