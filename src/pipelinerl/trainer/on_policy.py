@@ -114,18 +114,20 @@ class OnPolicyStats:
         tokens = sum(chunk.numel() for chunk in self._columns[0])
         if tokens == 0:
             return None
-        found = [torch.cat(column).cpu() if column else None for column in self._columns]
+        # In one type, so that the host waits for a device once.
+        arrived = iter(torch.stack([torch.cat(column).double() for column in self._columns if column]).cpu())
+        found = [next(arrived) if column else None for column in self._columns]
         logs_N, masked_N, truncated_N, entropy_N, lags_N = (tensor for tensor in found[:5] if tensor is not None)
-        lengths_N, products_N = found[5:]
-        logs_N, lags_N = logs_N.double(), lags_N.long()
+        lengths_N, products_N = None if found[5] is None else found[5].long(), found[6]
+        lags_N = lags_N.long()
         if broken := int((~logs_N.isfinite()).sum()):
             raise ValueError(f"log(pi / mu) is not a finite number at {broken} of {tokens} tokens")
         weights_N = logs_N.exp()
         sorted_lags_N = lags_N.sort().values
         on_policy_N = logs_N[lags_N == 0]
-        limited_N = (masked_N | truncated_N).double()
+        limited_N = torch.maximum(masked_N, truncated_N)
         longest_N = None if lengths_N is None else in_longest_quarter(lengths_N)
-        by_rollout = None if lengths_N is None or products_N is None else _sd_by_rollout(products_N.double(), lengths_N)
+        by_rollout = None if lengths_N is None or products_N is None else _sd_by_rollout(products_N, lengths_N)
         return OnPolicyMetrics(
             tokens=tokens,
             ess=effective_sample_size(logs_N),
@@ -135,9 +137,9 @@ class OnPolicyStats:
             lag_max=int(sorted_lags_N[-1]),
             lag_p50=_nearest_rank(sorted_lags_N, 0.50),
             lag_p99=_nearest_rank(sorted_lags_N, 0.99),
-            masked_fraction=float(masked_N.double().mean()),
-            truncated_fraction=float(truncated_N.double().mean()),
-            entropy_mean=float(entropy_N.double().mean()),
+            masked_fraction=float(masked_N.mean()),
+            truncated_fraction=float(truncated_N.mean()),
+            entropy_mean=float(entropy_N.mean()),
             weight_mean=float(weights_N.mean()),
             weight_max=float(weights_N.max()),
             on_policy_gap=float(on_policy_N.abs().max()) if on_policy_N.numel() else None,

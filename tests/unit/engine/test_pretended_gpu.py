@@ -1,0 +1,154 @@
+"""The engine for GPUs on a device that is pretended: the same tokens as on the CPU, one wait a step, and faults show."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipelinerl.engine import local, static, varlen
+from pipelinerl.engine.static import DeviceRows, StaticEngine
+from pipelinerl.interfaces import WeightUpdate
+from pipelinerl.models.state import checksum, named_weights
+from pipelinerl.types import Completion, GenerationRequest, SamplingParams
+from tests.parity.models import make_model
+from tests.pretend_cuda import CUDA, pretended_cuda
+
+MODELS = [make_model("qwen3", seed=seed).bfloat16() for seed in range(2)]
+NEW = {name: tensor.clone() for name, tensor in named_weights(MODELS[1]).items()}
+
+
+def requests(count: int, **sampling: Any) -> list[GenerationRequest]:
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(3, 97, (3 + 5 * (i % 4),), generator=generator).tolist() for i in range(count)]
+    return [
+        GenerationRequest(
+            id=f"r{i}", prompt_ids=tuple(prompt), sampling=SamplingParams(max_tokens=6 + 2 * i, seed=i, **sampling)
+        )
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+SCENARIOS: dict[str, tuple[list[GenerationRequest], int | None]] = {
+    "plain": (requests(6), None),
+    "an update in flight": (requests(6), 5),
+    "top-k and top-p": (requests(4, temperature=0.7, top_p=0.9, top_k=20), None),
+    "greedy": (requests(4, temperature=0.0), None),
+    "many stop tokens": (requests(4, stop_token_ids=tuple(range(3, 12))), None),
+}
+
+
+def run(engine: StaticEngine, wanted: list[GenerationRequest], update_at: int | None) -> tuple[list[Completion], int]:
+    """The completions, and the number of steps."""
+    for request in wanted:
+        engine.submit(request)
+    done: dict[str, Completion] = {}
+    steps = 0
+    while len(done) < len(wanted):
+        if steps == update_at:
+            engine.update_weights(WeightUpdate(engine.version + 1, checksum(NEW), NEW))
+        done |= {completion.request_id: completion for completion in engine.step().finished}
+        steps += 1
+        assert steps < 100
+    return [done[request.id] for request in wanted], steps
+
+
+def engine_on(where: str) -> StaticEngine:
+    return StaticEngine(copy.deepcopy(MODELS[0]).to(where), slots=8, max_length=64, flatten=False)
+
+
+def tokens(completions: list[Completion]) -> list[object]:
+    return [(completion.token_ids, completion.weight_versions) for completion in completions]
+
+
+def test_it_samples_what_the_cpu_samples_and_waits_once_a_step() -> None:
+    on_cpu = engine_on("cpu")
+    expected = {name: tokens(run(on_cpu, *scenario)[0]) for name, scenario in SCENARIOS.items()}
+    with pretended_cuda() as device:
+        engine = engine_on("cuda")
+        assert "one CUDA graph each" in engine.progress().runner
+        for name, (wanted, update_at) in SCENARIOS.items():
+            device.waits.clear()
+            device.operations.clear()
+            found, steps = run(engine, wanted, update_at)
+            assert tokens(found) == expected[name], name
+            assert device.operations["attention, slow"] == 0
+            if update_at is None:
+                assert set(device.waits) == {"an event"}, name
+                assert device.waits["an event"] <= steps, name
+                assert device.operations["replay"] >= steps - 1, name
+
+
+def planted_rebinding(patch: pytest.MonkeyPatch) -> None:
+    """An update that replaces the weights' storage: recorded graphs would read the old one."""
+
+    def rebind(model: Any, tensors: dict[str, Tensor], **_: Any) -> None:
+        for name, parameter in model.named_parameters():
+            parameter.data = tensors[name].to(parameter.device)
+
+    patch.setattr(local, "load_weights", rebind)
+
+
+def planted_wait(patch: pytest.MonkeyPatch) -> None:
+    own = DeviceRows.step
+
+    def step(rows: DeviceRows, count: int, plain: bool) -> None:
+        assert bool((rows.integers[-1] >= 0).all())
+        own(rows, count, plain)
+
+    patch.setattr(DeviceRows, "step", step)
+
+
+def planted_early_reading(patch: pytest.MonkeyPatch) -> None:
+    def early(tensor: Tensor) -> Callable[[], Any]:
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+        return host.numpy
+
+    patch.setattr(static, "to_host", early)
+
+
+def planted_cpu_tensor(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(varlen, "to_device", lambda array, _: torch.as_tensor(array))
+
+
+def planted_old_pool(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(static.StepGraphs, "clear", lambda graphs: graphs._graphs.clear())
+
+
+@pytest.mark.parametrize(
+    "fault", [planted_rebinding, planted_wait, planted_early_reading, planted_cpu_tensor, planted_old_pool]
+)
+def test_a_planted_fault_is_seen(fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    scenarios = [SCENARIOS["an update in flight"], SCENARIOS["many stop tokens"]]
+    on_cpu = engine_on("cpu")
+    expected = [tokens(run(on_cpu, *scenario)[0]) for scenario in scenarios]
+    fault(monkeypatch)
+    found: object = None
+    with pretended_cuda():
+        try:
+            engine = engine_on("cuda")
+            found = [tokens(run(engine, *scenario)[0]) for scenario in scenarios]
+        except Exception as error:  # noqa: BLE001 - however a device shows it
+            found = error
+    assert found != expected
+
+
+def test_the_device_counts_and_refuses_as_a_real_one_does() -> None:
+    with pretended_cuda() as device:
+        here = torch.arange(4, device="cuda")
+        assert here.is_cuda
+        assert here.device == CUDA
+        with pytest.raises(RuntimeError, match="same device"):
+            here + torch.arange(4)
+        with pytest.raises(TypeError, match="numpy"):
+            here.numpy()
+        assert not device.waits
+        assert (here * 2).sum().item() == 12
+        assert here.cpu().numpy().tolist() == [0, 1, 2, 3]
+        assert sum(device.waits.values()) == 2
+    assert not torch.cuda.is_available()
+    assert here.device == torch.device("cpu")

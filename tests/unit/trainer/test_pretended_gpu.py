@@ -1,0 +1,72 @@
+"""The trainer and its weights on a device that is pretended: the numbers of the CPU, and few waits."""
+
+from __future__ import annotations
+
+import copy
+import os
+from contextlib import closing
+from typing import Any
+
+import pytest
+import torch
+
+from pipelinerl.config.schema import TrainerConfig
+from pipelinerl.engine.static import StaticEngine
+from pipelinerl.models.float32_head import use_float32_head
+from pipelinerl.models.state import checksum, named_weights
+from pipelinerl.preprocess import pack
+from pipelinerl.trainer import Learner
+from pipelinerl.weights.shared.file import create_shared_file
+from pipelinerl.weights.shared.pinned import PinnedWeightReceiver
+from pipelinerl.weights.shared.sender import SharedWeightSender
+from tests.parity.models import make_model
+from tests.pretend_cuda import pretended_cuda
+from tests.unit.trainer.test_trainer_step import make_samples
+
+WAITS_A_STEP = 5
+"""For the loss, the statistics, the gradient's norm, the optimizer's master weights, and whether weights are finite."""
+
+
+@pytest.mark.parametrize("wide_head", [False, True])
+def test_steps_have_the_losses_of_the_cpu_and_a_bounded_number_of_waits(wide_head: bool) -> None:
+    model = make_model("qwen3").bfloat16()
+    samples = make_samples(model)
+    if wide_head:
+        use_float32_head(model)
+
+    def learner(where: str, tokens: int) -> Learner:
+        config = TrainerConfig(micro_batch_tokens=tokens)
+        return Learner(copy.deepcopy(model).to(where), config, temperature=1.0, pack=pack)
+
+    for tokens in (64, 256):
+        expected = learner("cpu", tokens).step(samples, version=4)
+        with pretended_cuda() as device:
+            on_device = learner("cuda", tokens)
+            device.waits.clear()
+            found = on_device.step(samples, version=4)
+            # transformers asks once in each forward whether positions are those of one sequence
+            assert device.waits.total() <= WAITS_A_STEP + found.micro_batches
+        assert found.loss == pytest.approx(expected.loss, abs=1e-6)
+        assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-3)
+
+
+def test_an_update_is_verified_by_the_device_and_waits_for_it_once() -> None:
+    fd = create_shared_file()
+    models = [make_model("qwen3", seed=seed).bfloat16() for seed in (1, 0)]
+    with pretended_cuda() as device:
+        trained, served = (model.to("cuda") for model in models)
+        engine: Any = StaticEngine(served, slots=4, max_length=96, flatten=False)
+        with (
+            closing(SharedWeightSender(fd, 1)) as sender,
+            closing(PinnedWeightReceiver(fd, 0, "cuda")) as receiver,
+        ):
+            digest = sender.send(1, named_weights(trained))
+            device.waits.clear()
+            update = receiver.poll()
+            assert update is not None
+            assert not device.waits
+            receipt = engine.update_weights(update)
+            assert device.waits.total() == 1, "for the sums of its parameters"
+        assert receipt.checksum == digest == checksum(named_weights(served))
+    os.close(fd)
+    assert torch.equal(served.model.norm.weight, trained.model.norm.weight)
