@@ -175,10 +175,9 @@ async def try_environment(
             await trial.play(index)
     asked = len(trial.client.prompts) if single_turn else 1
     prompts, lengths = trial.client.prompts[:asked], trial.client.lengths[:asked]
-    longest = slot_length(model, config.engine.max_length)
     send(Step("tries answers that are texts"))
     return TryoutReport(
-        warnings=(*(await trial.doubts()), *_too_long(lengths, longest, config)),
+        warnings=(*(await trial.doubts()), *_too_long(lengths, slot_length(model, config.engine.max_length), config)),
         built_s=built_s,
         prompt=tokenizer.decode(prompts[0]),
         prompt_tokens=tuple(map(len, prompts)),

@@ -20,7 +20,7 @@ from pipelinerl.errors import ConfigError, RunInterruptedError
 from pipelinerl.experiments.compare.page import Results, comparison_page
 from pipelinerl.experiments.compare.request import Request, claim_folder, plain
 from pipelinerl.experiments.compare.results import RunResult, drawn_with_answers, row, run_result, target_reward
-from pipelinerl.experiments.compare.runs import Answered, Execution, Folder, read_answers, remove_parts, write_answers
+from pipelinerl.experiments.compare.runs import HELD_OUT_FILE, Answered, Execution, Folder, read_answers, remove_parts
 from pipelinerl.experiments.compare.settings import (
     CONVENTIONAL,
     PIPELINE,
@@ -39,7 +39,7 @@ from pipelinerl.experiments.compare.settings import (
 from pipelinerl.metrics.reading import read_records
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.sinks import METRICS_FILE
-from pipelinerl.report import figures, number, write_file
+from pipelinerl.report import figures, number, write_file, write_json
 from pipelinerl.report.figures import DrawnRun
 from pipelinerl.report.series import read_run, tokens_rate_after
 
@@ -162,7 +162,7 @@ class _Session:
         )
         self.say(f"{progress} {contender.label}, seed {planned.seed}: {execution.status}, {outcome}")
         if request.held_out and execution.finished and not read_answers(path):
-            write_answers(path, self.evaluate(path, request))
+            write_json(path / HELD_OUT_FILE, self.evaluate(path, request), indent=2)
             last = read_answers(path)[-1]
             interval = f"{last.reward:.3f} ({last.low:.3f} to {last.high:.3f})"
             self.say(f"{progress} held-out reward of version {last.version}: {interval}")

@@ -47,7 +47,6 @@ from pipelinerl.launch.share import process_environment
 from pipelinerl.launch.summary import FINISHED
 from pipelinerl.metrics.reading import read_json_lines
 from pipelinerl.models.loading import load_tokenizer
-from pipelinerl.report import write_json
 
 
 class Execution(msgspec.Struct, frozen=True, kw_only=True):
@@ -132,7 +131,6 @@ STOP_S = 2.0
 """Time for an evaluation to end once it is told to. Its results are not used."""
 WORTH_A_PROCESS = 100
 """Attempts that take as long as a process takes to load the model."""
-_EVAL = "import sys; from pipelinerl.cli import main; sys.exit(main())"
 
 
 class Answered(msgspec.Struct, frozen=True, kw_only=True):
@@ -169,8 +167,8 @@ def answer_held_out(run_dir: Path, request: Request) -> list[Answered]:
     PipelineRLError with the last line of output if an evaluation fails, and RunInterruptedError.
     """
     versions = request.evaluated_versions
-    worth = 1 + len(versions) * request.held_out // WORTH_A_PROCESS
-    workers = min(len(versions), request.machine.cores, worth) if request.config.engine.device == "cpu" else 1
+    most = request.machine.cores if request.config.engine.device == "cpu" else 1
+    workers = min(len(versions), most, 1 + len(versions) * request.held_out // WORTH_A_PROCESS)
     with ExitStack() as cleanup:
         scratch = Path(cleanup.enter_context(tempfile.TemporaryDirectory(dir=run_dir, prefix=".held-out-")))
         interrupts = cleanup.enter_context(counted_interrupts(raises_at=2))
@@ -190,7 +188,7 @@ def answer_held_out(run_dir: Path, request: Request) -> list[Answered]:
 
 
 def read_answers(run_dir: Path) -> list[Answered]:
-    """Read what `write_answers` wrote, ascending by version; empty if not evaluated. Raises RunDirectoryError."""
+    """Read the run's answers, ascending by version; empty if it is not evaluated. Raises RunDirectoryError."""
     path = run_dir / HELD_OUT_FILE
     try:
         return msgspec.json.decode(path.read_bytes(), type=list[Answered])
@@ -198,10 +196,6 @@ def read_answers(run_dir: Path) -> list[Answered]:
         return []
     except (OSError, *INVALID_DATA) as error:
         raise RunDirectoryError(f"can't read {path}: {error}; delete the run's folder") from error
-
-
-def write_answers(run_dir: Path, answered: Sequence[Answered]) -> None:
-    write_json(run_dir / HELD_OUT_FILE, answered, indent=2)
 
 
 def _start(run_dir: Path, versions: Sequence[int], request: Request, out: Path) -> ChildProcess:
@@ -214,7 +208,7 @@ def _start(run_dir: Path, versions: Sequence[int], request: Request, out: Path) 
     if request.config.engine.device == "cpu":
         arguments += ["--engine.threads", "1"]
         environment = process_environment("generation", 1)
-    command = [sys.executable, "-c", _EVAL, "eval", *arguments, "--out", str(out)]
+    command = [sys.executable, "-m", "pipelinerl", "eval", *arguments, "--out", str(out)]
     return ChildProcess(command, log=out.with_suffix(".log"), environment=environment)
 
 

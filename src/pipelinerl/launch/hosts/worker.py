@@ -28,13 +28,9 @@ from pipelinerl.launch.run_directory import ORPHAN_PATIENCE_S, RunDirectory
 from pipelinerl.launch.session import Here, Session, read_session, write_error, write_report
 from pipelinerl.parent_pipe import take_stdin, when_closed
 
-YOUNG_OBJECTS = 50_000
-"""Garbage collection threshold: more than the rollouts in progress have, and traversed in milliseconds. With the default of
-700, importing PyTorch and transformers takes a fifth longer, and rollouts alone trigger 10 collections a second."""
-
 
 def main(arguments: list[str]) -> int:
-    gc.set_threshold(YOUNG_OBJECTS)
+    gc.set_threshold(50_000)  # at the default of 700, imports take a fifth longer, and rollouts trigger 10 a second
     role, run_dir, weights_fd, ranks_fd, records_from_s, said = arguments
     here = msgspec.json.decode(said, type=Here)
     run = RunDirectory(Path(run_dir), None if here.scratch is None else Path(here.scratch))
