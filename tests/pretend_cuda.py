@@ -365,6 +365,7 @@ def _cuda_api(device: PretendedDevice) -> dict[str, Any]:
         "mem_get_info": lambda *_: (78 << 30, 80 << 30),
         "get_device_properties": lambda *_: properties,
         "cudart": lambda: cudart,
+        "is_current_stream_capturing": lambda: device.recording is not None,
         "_lazy_init": lambda: None,
     }
 
