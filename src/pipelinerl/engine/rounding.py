@@ -74,10 +74,9 @@ def in_float32(model: nn.Module) -> Iterator[None]:
     of_layers = {id(tensor) for layer in layers for tensor in _narrow(layer)}
     with ExitStack() as stack:
         for layer in layers:
-            widened = ExitStack()
-            enter, leave = partial(_enter, widened, _narrow(layer)), partial(_leave, widened)
-            stack.enter_context(_removed(layer.register_forward_pre_hook(enter)))
-            stack.enter_context(_removed(layer.register_forward_hook(leave, always_call=True)))
+            running = ExitStack()
+            stack.enter_context(layer.register_forward_pre_hook(partial(_enter, running, _narrow(layer))))
+            stack.enter_context(layer.register_forward_hook(partial(_leave, running), always_call=True))
         stack.enter_context(_widened([tensor for tensor in _narrow(model) if id(tensor) not in of_layers]))
         yield
 
@@ -106,11 +105,3 @@ def _enter(stack: ExitStack, tensors: Sequence[Tensor], *_: Any) -> None:
 
 def _leave(stack: ExitStack, *_: Any) -> None:
     stack.close()
-
-
-@contextmanager
-def _removed(handle: Any) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        handle.remove()

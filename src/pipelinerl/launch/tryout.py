@@ -95,7 +95,7 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-class Trial:
+class Tryout:
     """Plays the first problems of an environment with answers that no model gave."""
 
     def __init__(self, config: RunConfig, environment: Environment, tokenizer: Tokenizer, end_id: int) -> None:
@@ -160,24 +160,24 @@ async def try_environment(
     built_s = time.monotonic() - began_s
     send(Step("asks for held-out problems"))
     held_out = _count_held_out(config, environment, tokenizer)
-    trial = Trial(config, environment, tokenizer, min(contract.stop_token_ids, default=0))
+    tryout = Tryout(config, environment, tokenizer, min(contract.stop_token_ids, default=0))
     if not attempts:
         send(Step("tries answers that are texts"))
-        return TryoutReport(built_s=built_s, held_out=held_out, warnings=tuple(await trial.doubts()))
+        return TryoutReport(built_s=built_s, held_out=held_out, warnings=tuple(await tryout.doubts()))
     send(Step("tries the first problem with an empty answer"))
-    played = await trial.play(0)
+    played = await tryout.play(0)
     if isinstance(played, Failure):
         raise refused(kind, "an empty answer to its first problem", played)
     single_turn = isinstance(environment, JudgedTurn) or type(environment) is Function
     until_s = time.monotonic() + PROMPTS_S
     for index in range(1, PROMPTS if single_turn else 0):
         if time.monotonic() < until_s:
-            await trial.play(index)
-    asked = len(trial.client.prompts) if single_turn else 1
-    prompts, lengths = trial.client.prompts[:asked], trial.client.lengths[:asked]
+            await tryout.play(index)
+    asked = len(tryout.client.prompts) if single_turn else 1
+    prompts, lengths = tryout.client.prompts[:asked], tryout.client.lengths[:asked]
     send(Step("tries answers that are texts"))
     return TryoutReport(
-        warnings=(*(await trial.doubts()), *_too_long(lengths, slot_length(model, config.engine.max_length), config)),
+        warnings=(*(await tryout.doubts()), *_too_long(lengths, slot_length(model, config.engine.max_length), config)),
         built_s=built_s,
         prompt=tokenizer.decode(prompts[0]),
         prompt_tokens=tuple(map(len, prompts)),

@@ -101,11 +101,8 @@ def perturbed(model: Any) -> Iterator[None]:
         signs = torch.randint(-1, 2, embedded.shape, generator=torch.Generator().manual_seed(0)).to(embedded)
         return embedded + embedded * torch.finfo(embedded.dtype).eps * signs
 
-    hook = model.get_input_embeddings().register_forward_hook(perturb)
-    try:
+    with model.get_input_embeddings().register_forward_hook(perturb):
         yield
-    finally:
-        hook.remove()
 
 
 @torch.enable_grad()

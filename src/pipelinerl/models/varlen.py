@@ -32,20 +32,16 @@ def attention_of(query: Tensor) -> Attention:
     return flash_attention if query.is_cuda and query.dtype in _TYPES else varlen_reference
 
 
-def flash_attention(  # noqa: PLR0917 - as `varlen_reference`
+def flash_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor,
-    max_q: int,
-    max_k: int,
-    *,
+    *sequences: Tensor | int,
     scale: float | None = None,
     window_size: tuple[int, int] = (-1, -1),
     seqused_k: Tensor | None = None,
 ) -> Tensor:
-    """What `varlen_reference` computes, on a GPU. Sequences of one query are fastest without a window.
+    """What `varlen_reference` computes, on a GPU, of the same arguments. Single queries are fastest without a window.
 
     PyTorch's `varlen_attn` calls the same operation, but takes `seqused_k` from version 2.12 on only.
     """
@@ -54,10 +50,7 @@ def flash_attention(  # noqa: PLR0917 - as `varlen_reference`
         query,
         key,
         value,
-        cu_seq_q,
-        cu_seq_k,
-        max_q,
-        max_k,
+        *sequences,
         0.0,  # dropout
         window_size == (-1, 0),
         False,
