@@ -20,6 +20,7 @@ from contextlib import suppress
 from pipelinerl.cli.parser import Commands, refuse_settings
 from pipelinerl.errors import PipelineRLError, RunInterruptedError
 from pipelinerl.files import UNWRITABLE, remedy
+from pipelinerl.launch import GARBAGE_THRESHOLD
 from pipelinerl.launch.interrupts import counted_interrupts
 
 MODULES = {
@@ -51,7 +52,7 @@ GROUPS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status. Raises only on bugs."""
-    gc.set_threshold(50_000)  # at the default of 700, heavy imports take a fifth longer, and requests cause pauses
+    gc.set_threshold(GARBAGE_THRESHOLD)
     with counted_interrupts(signal.SIGTERM, raises_at=1) as stopped:
         status = _status(list(sys.argv[1:] if argv is None else argv))
     return 128 + signal.SIGTERM if stopped.terminated and status == RunInterruptedError.exit_status else status

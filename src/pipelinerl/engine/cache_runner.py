@@ -29,6 +29,7 @@ from pipelinerl.engine.rounding import in_float32, require_same
 from pipelinerl.errors import UnsupportedModelError
 from pipelinerl.models.attention import choose_attention, returned_cache, unsupported
 from pipelinerl.models.own_forward import accepts, logits_at, recurrence_chunk, use_configured_time_steps
+from pipelinerl.models.state import is_narrow
 
 ATTENTION_NAME = "pipelinerl_cache"
 _log = logging.getLogger(__name__)
@@ -295,9 +296,9 @@ class CacheRunner:
             with in_float32(model):
                 self._new, self._used = self._probe(name)
                 self.error = self._check()
-            if self.dtype not in (torch.float32, torch.float64):
+            if is_narrow(self.dtype):
                 self._new, self._used = self._probe(name)
-                self.error = self._check_narrow()
+                self.error = self._error(self.dtype)
         self.kv = SlotCache(self._new, self._used, rows, max_length)
         slow = [] if self._ragged else ["sequences of different lengths can't share a batch"]
         slow += [] if self._continues else ["prompts longer than engine.prefill_tokens are processed token by token"]
@@ -412,29 +413,27 @@ class CacheRunner:
 
     def _check(self) -> float:
         """The largest difference of log-probabilities. Sets how batches are formed: the fastest way that is exact."""
-        ids_T = self._probe_ids()
-        reference_TV: Tensor = self.model(input_ids=ids_T[None], use_cache=False).logits[0]
         refusals: list[Exception] = []
         given = self._has_positions
         ways = [(True, True, given), (True, False, given), (False, True, given), (False, False, given)]
         if given:  # a model may count its positions itself, from another number than 0 (RoBERTa)
             ways += [(False, True, False), (False, False, False)]
         for way in ways:
-            self._choose(way)
+            self._ragged, self._continues, self._has_positions = way
             try:
-                logits_NV, order_N = self._slot_logits(ids_T)
-                return require_same(logits_NV, reference_TV[order_N], self.model, ids_T, torch.float32, least=_TOLERANCE)
+                return self._error(torch.float32)
             except Exception as error:  # noqa: BLE001 - a way that the model's code does not allow, or that is not exact
                 refusals.append(error)
         raise next((error for error in refusals if isinstance(error, UnsupportedModelError)), refusals[-1])
 
-    def _check_narrow(self) -> float:
-        """The error in the model's own type, of the way that is exact in float32."""
+    def _error(self, dtype: torch.dtype) -> float:
+        """The difference in `dtype` between the way of `_check` and the model's own forward."""
         ids_T = self._probe_ids()
+        choose_attention(self.model, "eager")
         reference_TV: Tensor = self.model(input_ids=ids_T[None], use_cache=False).logits[0]
         choose_attention(self.model, ATTENTION_NAME if self._ragged else "eager")
         logits_NV, order_N = self._slot_logits(ids_T)
-        return require_same(logits_NV, reference_TV[order_N], self.model, ids_T, self.dtype)
+        return require_same(logits_NV, reference_TV[order_N], self.model, ids_T, dtype, least=_TOLERANCE)
 
     def _probe_ids(self) -> Tensor:
         length = min(2 * recurrence_chunk(self.model) + 3 * _DECODED, self._max_length)
@@ -443,10 +442,6 @@ class CacheRunner:
         if (padding := getattr(self.model.get_input_embeddings(), "padding_idx", None)) is not None:
             ids_T[ids_T == padding] = (padding + 1) % self.vocabulary
         return ids_T
-
-    def _choose(self, way: tuple[bool, bool, bool]) -> None:
-        self._ragged, self._continues, self._has_positions = way
-        choose_attention(self.model, ATTENTION_NAME if self._ragged else "eager")
 
     def _slot_logits(self, ids_T: Tensor) -> tuple[Tensor, Tensor]:
         """Logits [N, V] of two sequences, and the position [N] in `ids_T` of each.

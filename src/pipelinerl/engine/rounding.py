@@ -19,6 +19,7 @@ from pipelinerl.engine.runner import TOLERANCE, differences
 from pipelinerl.errors import UnsupportedModelError
 from pipelinerl.models.attention import choose_attention
 from pipelinerl.models.layers import decoder_layers, perturbed
+from pipelinerl.models.state import is_narrow
 
 NARROW_TOLERANCE = 0.25
 """In types narrower than float32: the median over tokens, of the log-probability of the likeliest one."""
@@ -33,7 +34,7 @@ def require_same(
     It is the largest one in float32, in narrower types the median error of the likeliest tokens.
     Raises UnsupportedModelError if it is above the limit, or NaN.
     """
-    if dtype in (torch.float32, torch.float64):
+    if not is_narrow(dtype):
         error = float(differences(logits_TV, reference_TV).max())
         return _within(error, least if error <= least else rounding_limit(model, ids_T, least=least), model)
     likeliest_T1 = reference_TV.argmax(-1, keepdim=True)
@@ -83,7 +84,7 @@ def in_float32(model: nn.Module) -> Iterator[None]:
 
 def _narrow(module: nn.Module) -> list[Tensor]:
     tensors = (*module.parameters(), *module.buffers())
-    return [tensor for tensor in tensors if tensor.is_floating_point() and tensor.element_size() < 4]
+    return [tensor for tensor in tensors if tensor.is_floating_point() and is_narrow(tensor.dtype)]
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from pipelinerl.engine.flat import FlatForward
 from pipelinerl.errors import UnsupportedModelError
 from pipelinerl.models.attention import refuse_states, replace_attention, returned_cache, rope_limit, unsupported
 from pipelinerl.models.loading import learned_positions
+from pipelinerl.models.state import is_narrow
 
 if TYPE_CHECKING:
     from pipelinerl.engine.runners import Runner
@@ -165,7 +166,7 @@ class ModelRunner:
         replace_attention(self.model, ATTENTION_NAME, slot_attention)
         reference_TV = self._own_logits(ids_T)
         self._shapes = self._received_shapes(ids_T)
-        if self.dtype not in (torch.float32, torch.float64):
+        if is_narrow(self.dtype):
             from pipelinerl.engine.rounding import in_float32  # noqa: PLC0415 - as below
 
             dtype, self.dtype = self.dtype, torch.float32

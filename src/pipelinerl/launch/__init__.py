@@ -10,3 +10,6 @@ run.train
   hosts.embedded.run_embedded        or: the same stages in this process
   summary                            summary.json, curves, the table
 """
+
+GARBAGE_THRESHOLD = 50_000
+"""For `gc.set_threshold`: with the default, 700, imports take a fifth longer, and rollouts trigger 10 a second."""

@@ -32,6 +32,7 @@ from pipelinerl.environments.user.code import find_function
 from pipelinerl.environments.user.function import Function
 from pipelinerl.errors import EnvironmentSetupError, PipelineRLError
 from pipelinerl.interfaces import Environment, Tokenizer
+from pipelinerl.launch import GARBAGE_THRESHOLD
 from pipelinerl.launch.dry_run import Mistake, Step, TryoutMessage, TryoutReport
 from pipelinerl.launch.stages.held_out import evaluation_sets
 from pipelinerl.models.contract import read_contract
@@ -241,5 +242,5 @@ async def _doubts(
 
 
 if __name__ == "__main__":
-    gc.set_threshold(50_000)  # the imports take less time, as in `hosts.worker`
+    gc.set_threshold(GARBAGE_THRESHOLD)
     sys.exit(main(sys.argv[1:]))

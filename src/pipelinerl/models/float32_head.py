@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from pipelinerl.errors import UnsupportedModelError
+from pipelinerl.models.state import is_narrow
 
 
 def multiplies_wide(weight: Tensor) -> bool:
@@ -73,5 +74,5 @@ def use_float32_head(model: Any) -> None:
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         raise UnsupportedModelError(f"{type(model).__name__} has no linear output head; set model.head_dtype to null")
-    if head.weight.dtype not in (torch.float32, torch.float64):
+    if is_narrow(head.weight.dtype):
         model.set_output_embeddings(Float32Head(head))

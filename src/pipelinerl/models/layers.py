@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from pipelinerl.models.attention import choose_attention, replace_attention
 from pipelinerl.models.packed import ATTENTION_NAME, PackedRow, TrainingForward, packed_attention
-from pipelinerl.models.state import compute_dtype
+from pipelinerl.models.state import compute_dtype, is_narrow
 from pipelinerl.types import Segment
 
 _log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ def compile_layers(forward: TrainingForward, *, backend: str = "inductor") -> Tr
         return forward
     layers = decoder_layers(forward.model)
     expected, tolerance = _probe(forward, layers), 1e-4
-    if compute_dtype(forward.model) not in (torch.float32, torch.float64):
+    if is_narrow(compute_dtype(forward.model)):
         with perturbed(forward.model):
             tolerance = max(0.05, 2 * _difference(_probe(forward, layers), expected))
     try:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from pipelinerl.models.state import compute_dtype
+from pipelinerl.models.state import compute_dtype, is_narrow
 
 if TYPE_CHECKING:
     from pipelinerl.models.packed import Bucket, PackedRow
@@ -34,10 +34,9 @@ def largest_beyond_rounding(model: Any, errors_T: Tensor) -> Tensor:
 
     There rounding changes which experts some tokens go to, so these have large errors. A mistake has them at most tokens.
     """
-    narrow = compute_dtype(model) not in (torch.float32, torch.float64)
-    if narrow and any("expert" in f"{name} {type(part).__name__}".lower() for name, part in model.named_modules()):
-        return errors_T.median()
-    return errors_T.max()
+    parts = model.named_modules() if is_narrow(compute_dtype(model)) else ()
+    experts = any("expert" in f"{name} {type(part).__name__}".lower() for name, part in parts)
+    return errors_T.median() if experts else errors_T.max()
 
 
 def use_configured_time_steps(model: Any) -> None:

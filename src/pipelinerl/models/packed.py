@@ -32,7 +32,7 @@ from pipelinerl.models.attention import (
     unsupported,
 )
 from pipelinerl.models.loading import model_max_length
-from pipelinerl.models.state import compute_dtype
+from pipelinerl.models.state import compute_dtype, is_narrow
 from pipelinerl.types import Segment
 
 _log = logging.getLogger(__name__)
@@ -347,7 +347,7 @@ def _verify(model: Any, forward: TrainingForward, way: str) -> None:
     alone_PV = torch.cat(alone)
     errors_P = (row_PV - alone_PV).abs().amax(-1) / alone_PV.abs().max().clamp_min(1e-6)
     error, tolerance = errors_P.max(), 1e-4
-    if compute_dtype(model) not in (torch.float32, torch.float64):
+    if is_narrow(compute_dtype(model)):
         from pipelinerl.models.own_forward import largest_beyond_rounding  # noqa: PLC0415 - as above
 
         error, tolerance = largest_beyond_rounding(model, errors_P), 0.05

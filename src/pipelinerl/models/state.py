@@ -30,6 +30,11 @@ def compute_dtype(model: nn.Module) -> torch.dtype:
     return found if isinstance(found, torch.dtype) else next(model.parameters()).dtype
 
 
+def is_narrow(dtype: torch.dtype) -> bool:
+    """Whether a type of floating-point numbers is narrower than float32."""
+    return dtype.itemsize < torch.float32.itemsize
+
+
 def first_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """For each name, the first name of the same tensor: the name itself unless it is a tied alias.
 

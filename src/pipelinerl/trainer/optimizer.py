@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipelinerl.errors import CheckpointError, TrainingDivergedError
-from pipelinerl.models.state import not_finite
+from pipelinerl.models.state import is_narrow, not_finite
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
@@ -124,9 +124,7 @@ class Optimizer:
 
 
 def _master(weight: nn.Parameter) -> nn.Parameter:
-    if weight.dtype in (torch.float32, torch.float64):
-        return weight
-    return nn.Parameter(weight.detach().float())
+    return nn.Parameter(weight.detach().float()) if is_narrow(weight.dtype) else weight
 
 
 # ---- the learning rate of a step

@@ -23,6 +23,7 @@ import msgspec
 
 from pipelinerl.errors import PipelineRLError, RunDirectoryError, StageDiedError
 from pipelinerl.files import UNWRITABLE, remedy
+from pipelinerl.launch import GARBAGE_THRESHOLD
 from pipelinerl.launch.roles import LOG_FORMAT, PREPROCESSING, TRAINING, generation_roles, rank_roles, server_roles
 from pipelinerl.launch.run_directory import ORPHAN_PATIENCE_S, RunDirectory
 from pipelinerl.launch.session import Here, Session, read_session, write_error, write_report
@@ -30,7 +31,7 @@ from pipelinerl.parent_pipe import take_stdin, when_closed
 
 
 def main(arguments: list[str]) -> int:
-    gc.set_threshold(50_000)  # at the default of 700, imports take a fifth longer, and rollouts trigger 10 a second
+    gc.set_threshold(GARBAGE_THRESHOLD)
     role, run_dir, weights_fd, ranks_fd, records_from_s, said = arguments
     here = msgspec.json.decode(said, type=Here)
     run = RunDirectory(Path(run_dir), None if here.scratch is None else Path(here.scratch))

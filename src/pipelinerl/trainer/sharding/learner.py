@@ -27,7 +27,7 @@ from pipelinerl.models.loading import DTYPES, load_model
 from pipelinerl.models.lora import LoraModel
 from pipelinerl.models.packed import PackedRow
 from pipelinerl.models.sharded import gather, host_model, load_for_sharding, load_rows, reshard, rows_of, shard
-from pipelinerl.models.state import named_weights, not_finite
+from pipelinerl.models.state import is_narrow, named_weights, not_finite
 from pipelinerl.trainer.losses import DEFAULT_CORRECTION
 from pipelinerl.trainer.micro_batch import Packer, segment_lengths
 from pipelinerl.trainer.on_policy import PACKED_COLUMNS
@@ -142,7 +142,7 @@ class ShardedLearner(Learner):
         whole = [name for name, parameter in trained.items() if not isinstance(parameter, DTensor)]
         if whole and self._policy.lora is None:
             raise RuntimeError(f"{len(whole)} parameters of the model are not sharded, for example {whole[0]}")
-        narrow = self._policy.lora is None and self._policy.dtype != torch.float32
+        narrow = self._policy.lora is None and is_narrow(self._policy.dtype)
         return ShardedOptimizer(self.model, config, narrow=narrow)
 
     # ---- Rank 0
