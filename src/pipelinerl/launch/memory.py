@@ -112,7 +112,7 @@ def predict(config: RunConfig, shape: ModelShape, longest_prompt: int | None = N
         own = _reference(config, shape, rank) if config.launch.preprocessor == "with_trainer" else []
         processes.append(_process(role, [*_trainer(config, shape, longest_prompt, rank), *own]))
     if between := _between(config, shape):
-        processes.append(Process(BETWEEN, (_fixed(BETWEEN, between),)))
+        processes.append(Process(BETWEEN, (_fixed("weights in transfer", between),)))
     return Prediction(tuple(processes), shape, longest_prompt)
 
 

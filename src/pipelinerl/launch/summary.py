@@ -18,6 +18,7 @@ from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.reading import read_records
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.summary import summarize
+from pipelinerl.report import only_shown
 from pipelinerl.types import ActorProgress, StageStatus
 
 if TYPE_CHECKING:
@@ -119,22 +120,23 @@ def finished_summary(run: RunDirectory) -> dict[str, Any] | None:
 def show_result(session: Session, summary: dict[str, Any], stream: TextIO) -> None:
     """Draw the curves and, unless the view is `none`, print the table, a sample of two evaluations, and the results' paths.
 
-    After a failure nothing is printed, so that the error stays visible; the results are in the run directory. Raises
-    RunDirectoryError if the records are damaged.
+    After a failure nothing is printed, so that the error stays visible; the results are in the run directory.
     """
     run, metrics = session.run, session.config.metrics
     if metrics.plot:
-        from pipelinerl.report.curves import draw_curves  # noqa: PLC0415 - matplotlib takes a second
+        with only_shown(run.curves.name):
+            from pipelinerl.report.curves import draw_curves  # noqa: PLC0415 - matplotlib takes a second
 
-        draw_curves(run.root, run.curves)
+            draw_curves(run.root, run.curves)
     if metrics.view == "none" or summary["status"].startswith("failed"):
         return
     from pipelinerl.report.terminal import final_table, largest_gain, sample_before_after  # noqa: PLC0415
 
-    console = Console(file=stream)
+    console = Console(file=stream, markup=False, emoji=False)
     console.print(final_table(summary, verbose=metrics.verbose))
-    if (sample := largest_gain(run.root)) is not None:
-        console.print(sample_before_after(*sample))
+    with only_shown("the sample of the evaluations"):
+        if (sample := largest_gain(run.root)) is not None:
+            console.print(sample_before_after(*sample))
     for path in (run.curves, run.summary, run.metrics, run.rollouts, run.checkpoints):
         if path.exists():
             console.print(f"  {path.relative_to(run.root)}", style="dim", highlight=False)

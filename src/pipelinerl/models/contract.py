@@ -52,11 +52,16 @@ def read_contract(model: Any, tokenizer: Any, max_length: int | None = None) -> 
         outside = [str(token) for token in own if token not in inside]
         special = {*added, *tokenizer.all_special_ids} if added else inside
         odd = [_name(tokenizer, token) for token in own if token in inside and token not in special]
-        beyond = f"beyond the model's vocabulary of {size}: it ends nothing"
-        for tokens, what in ((outside, beyond), (odd, "no special token: is the tokenizer that of another model?")):
-            notes += [f"the stop token {_some(tokens)} of {where} is {what}"] if tokens else []
+        unknown = [name for name in odd if name.isdecimal()]
+        for tokens, what in (
+            (outside, f"beyond the model's vocabulary of {size}, so without effect"),
+            (unknown, "unknown to the tokenizer: is it that of another model?"),
+            ([name for name in odd if name not in unknown], "not special: is the tokenizer that of another model?"),
+        ):
+            several, verb = ("", "is") if len(tokens) == 1 else ("s", "are")
+            notes += [f"the stop token{several} {_some(tokens)} of {where} {verb} {what}"] if tokens else []
     if unmarked:
-        ends = " and ".join(_name(tokenizer, token) for token in inside) or "nothing"
+        ends = _some([_name(tokenizer, token) for token in inside]) or "nothing"
         shown = repr(unmarked[:_SHOWN_CHARACTERS])
         notes.append(f"the chat template has no token at the end of an answer, only {shown}: completions end with {ends}")
     if not inside:
@@ -85,9 +90,11 @@ def _ids(where: str, given: object) -> list[int]:
 
 
 def _some(names: list[str]) -> str:
-    return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
+    shown = names if len(names) < 3 else [*names[:2], f"{len(names) - 2} more"]
+    return " and ".join(part for part in (", ".join(shown[:-1]), *shown[-1:]) if part)
 
 
 def _name(tokenizer: Any, token: int) -> str:
-    convert = getattr(tokenizer, "convert_ids_to_tokens", None)
-    return f"{convert(token)!r} ({token})" if convert else str(token)
+    """The token and its id; the id alone if the tokenizer has no such token."""
+    text = tokenizer.convert_ids_to_tokens(token) if hasattr(tokenizer, "convert_ids_to_tokens") else None
+    return str(token) if text is None else f"{text!r} ({token})"

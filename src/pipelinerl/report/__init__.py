@@ -44,8 +44,17 @@ def writing_to(out: Path) -> Iterator[None]:
         raise RunDirectoryError(f"can't write to {out}: {error.strerror}; free space, or choose another --out") from error
 
 
+@contextmanager
+def only_shown(what: str) -> Iterator[None]:
+    """Pictures, pages and tables of results that are already written: an error is one line, and decides nothing else."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - libraries that draw raise errors of many types
+        print(f"warning: {what} is missing: {' '.join(str(error).split())}", flush=True)
+
+
 def new_table(title: str, *columns: str, caption: str | None = None, show_header: bool | None = None) -> Table:
-    """A table for the terminal. The title is plain text, so that a path in it is not read as markup."""
+    """A table for the terminal. `rendered` reads no markup in its texts, such as paths."""
     table = Table(
         title=Text(title, "bold"),
         caption=caption,
@@ -61,7 +70,7 @@ def new_table(title: str, *columns: str, caption: str | None = None, show_header
 
 def rendered(*parts: RenderableType, width: int | None = None) -> str:
     """The parts as text: as wide as the terminal and in its colours, or without colours and `width` characters wide."""
-    console = Console() if width is None else Console(file=io.StringIO(), width=width)
+    console = Console(file=None if width is None else io.StringIO(), width=width, markup=False, emoji=False)
     with console.capture() as capture:
         for part in parts:
             console.print(part)

@@ -72,15 +72,16 @@ def _learning(summary: Mapping[str, Any]) -> list[Row]:
     nothing = summary.get("nothing_learned")
     first, last = (_reward(summary[f"reward_{edge}"]) for edge in ("first", "last"))
     before, after = (_lengths(summary[f"eval_{when}_lengths"]) for when in ("before", "after"))
+    held_out = any(summary[f"eval_reward_{when}"] is not None for when in ("before", "after"))
     return [
         *([("NOTHING LEARNED", nothing)] if nothing else []),
         *([("stopped early", f"by a callback: {why}")] if (why := summary.get("stopped_by")) else []),
         *([("COLLAPSED", collapse)] if (collapse := summary.get("collapse")) else []),
         *_metrics(summary),
-        ("held-out reward", f"{_evaluated(summary, 'before')} -> {_evaluated(summary, 'after')}"),
+        *([("held-out reward", f"{_evaluated(summary, 'before')} -> {_evaluated(summary, 'after')}")] if held_out else []),
         *_rewards_by_environment(summary),
         *_online(summary),
-        ("held-out length", f"{before} -> {after}"),
+        *([("held-out length", f"{before} -> {after}")] if held_out else []),
         ("training reward", f"{first} -> {last} (means of {count(edge_of(summary['optimizer_steps']), 'step')} each)"),
     ]
 

@@ -232,7 +232,7 @@ def test_each_choice_costs_or_saves_what_it_should() -> None:
     plain = predicted()
     assert plain["training"]["Adam's moments"] == 8 * 10**9
     assert plain["training"]["gradients"] == 4 * 10**9
-    assert plain[BETWEEN] == {BETWEEN: 8 * 10**9}
+    assert list(plain[BETWEEN].values()) == [8 * 10**9]
     assert plain["generation"]["packed weights"] == 4 << 30
     assert "packed weights" not in predicted("--model.dtype=bfloat16")["generation"]
 
@@ -261,6 +261,14 @@ def test_every_process_of_a_run_is_there() -> None:
     assert servers["generation"].keys() == {"the process itself"}
     assert servers["training"]["staged weights"] == servers["server-0"]["an incoming weight update"] == 4 * 10**9
     assert predicted("--launch.kind=embedded").keys() == {"embedded"}
+
+
+def test_no_line_of_the_table_says_its_process_twice() -> None:
+    config = load_config(None, [])
+    table = check_memory(config).report()
+    assert all(table.count(line) == 1 for line in table)
+    shared = next(line for line in table if line.startswith(f"  {BETWEEN}"))
+    assert shared.count(BETWEEN) == 1
 
 
 def test_deltas_need_a_second_copy_in_the_trainer_and_up_to_one_more_at_both_ends() -> None:

@@ -392,7 +392,7 @@ def test_the_metrics_of_the_environment_come_first_and_rows_on_lag_only_on_deman
     assert summary["metrics_last"]["tool_errors"] == pytest.approx(0.62)
     rows = [line.split("│")[1:3] for line in as_text(final_table(summary)).splitlines() if line.startswith("│")]
     names = [name.strip() for name, _ in rows]
-    assert names[:3] == ["tool errors", "metrics", "held-out reward"]
+    assert names[:3] == ["tool errors", "metrics", "training reward"]
     assert rows[0][1].strip() == "50% -> 31% of the calls"
     assert rows[1][1].strip() == (
         "distinct 0.25 -> 0.5, malformed_tool_calls 1 -> 1, tool_calls 2 -> 2, tool_errors 1 -> 0.62"
@@ -402,6 +402,15 @@ def test_the_metrics_of_the_environment_come_first_and_rows_on_lag_only_on_deman
     assert more <= {
         line.split("│")[1].strip() for line in as_text(final_table(summary, verbose=True)).splitlines() if "│" in line
     }
+
+
+def test_a_run_without_evaluations_has_no_rows_for_them() -> None:
+    alone = summarize(CONFIG, steps(8), [], statuses(ENGINE, ACTOR, TRAINER), wall_s=1.0, status="finished")
+    assert "held-out" not in table_of(alone)
+    online = summarize(CONFIG, steps(8), [evaluation("online", 4, 0.5)], {}, wall_s=1.0, status="finished")
+    assert "during training" in table_of(online)
+    before = summarize(CONFIG, steps(8), [evaluation("before", 0, 0.3)], {}, wall_s=1.0, status="failed: x")
+    assert "held-out reward │ 0.350 ± 0.050 -> -" in table_of(before)
 
 
 def test_a_sample_is_shown_literally() -> None:

@@ -115,10 +115,11 @@ def test_a_model_that_never_ends_is_named() -> None:
 def test_stop_tokens_of_another_vocabulary_are_named_and_do_nothing() -> None:
     found = contract(generation=[EOS, 50, 268, 300], config=-1)
     assert found.stop_token_ids == (EOS, 50, 268)
-    before, beyond, ordinary = found.notes
+    before, beyond, unknown, ordinary = found.notes
     assert "stop token -1 of config.json is beyond" in before
-    assert "stop token 300 of generation_config.json is beyond the model's vocabulary of 270" in beyond
-    assert "(50), None (268) of generation_config.json is no special token" in ordinary
+    assert "stop token 300 of generation_config.json is beyond the model's vocabulary of 270, so without effect" in beyond
+    assert "the stop token 268 of generation_config.json is unknown to the tokenizer: is it that of" in unknown
+    assert "(50) of generation_config.json is not special" in ordinary
 
 
 def test_hundreds_of_stop_tokens_are_one_note() -> None:
@@ -126,7 +127,12 @@ def test_hundreds_of_stop_tokens_are_one_note() -> None:
     found = contract(generation=list(range(EOS, 1000)))
     assert len(found.stop_token_ids) == SIZE - EOS
     assert sum(len(note) for note in found.notes) < 1000
-    assert "the stop token 270, 271 and 728 more of generation_config.json is beyond" in found.notes[0]
+    beyond, unknown, ordinary = found.notes
+    assert "the stop tokens 270, 271 and 728 more of generation_config.json are beyond the model's" in beyond
+    assert "the stop tokens 263, 264 and 5 more of generation_config.json are unknown to the tokenizer: " in unknown
+    assert "(3), " in ordinary
+    assert "more of generation_config.json are not special: is the tokenizer that of another model?" in ordinary
+    assert "None" not in "".join(found.notes)
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_named() -> None:

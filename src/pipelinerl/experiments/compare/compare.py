@@ -39,7 +39,7 @@ from pipelinerl.experiments.compare.settings import (
 from pipelinerl.metrics.reading import read_records
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.sinks import METRICS_FILE
-from pipelinerl.report import figures, number, write_file, write_json
+from pipelinerl.report import figures, number, only_shown, write_file, write_json
 from pipelinerl.report.figures import DrawnRun
 from pipelinerl.report.series import read_run, tokens_rate_after
 
@@ -229,10 +229,12 @@ def write_results(
     }
     images = {name: png for name, png in drawings.items() if png is not None}
     contents = document(request, found, lines)
-    for name, png in images.items():
-        write_file(out / f"{name}.png", png)
-    write_file(out / "report.html", comparison_page(request, found, images).encode())
     write_file(out / "compare.json", in_lines(contents))
+    for name, png in images.items():
+        with only_shown(f"{name}.png"):
+            write_file(out / f"{name}.png", png)
+    with only_shown("report.html"):
+        write_file(out / "report.html", comparison_page(request, found, images).encode())
     return contents
 
 

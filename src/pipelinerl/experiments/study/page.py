@@ -14,7 +14,7 @@ from rich.table import Table
 from pipelinerl.experiments.statistics import Interval
 from pipelinerl.experiments.study.kv_cache import PolicyRecord, StartRecord, StudyRecord
 from pipelinerl.files import write_atomically
-from pipelinerl.report import new_table, rendered, writing_to
+from pipelinerl.report import new_table, only_shown, rendered, writing_to
 from pipelinerl.report.curves import finish_axes, new_figure, png_of
 
 KL = "KL(mu || pi), nats per token"
@@ -100,6 +100,7 @@ def write_study(study: StudyRecord, out: Path) -> tuple[Path, Path]:
     numbers, picture = out / "kv-cache.json", out / "kv-cache.png"
     with writing_to(out):
         write_atomically(numbers, msgspec.json.encode(study) + b"\n")
+    with only_shown(picture.name):
         write_atomically(picture, draw_study(study))
     return numbers, picture
 

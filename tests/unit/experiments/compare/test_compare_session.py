@@ -222,6 +222,18 @@ def test_settings_are_tried_and_the_fastest_is_used(tmp_path: Path) -> None:
     assert page.count("<td>used</td>") == 3
 
 
+def test_a_picture_that_cannot_be_written_leaves_the_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(tmp_path / "out", target=0.5)
+    for name in ("report.html", "learning.png", "compare.json"):
+        (tmp_path / "out" / name).unlink()
+    for name in ("report.html", "learning.png"):
+        (tmp_path / "out" / name).mkdir()
+    contents = run(tmp_path / "out", target=0.5)
+    assert json.loads((tmp_path / "out" / "compare.json").read_text()) == contents
+    warnings = capsys.readouterr().out.splitlines()
+    assert [line.partition(" is missing: ")[0] for line in warnings] == ["warning: learning.png", "warning: report.html"]
+
+
 def test_it_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
     def stop(config: RunConfig) -> Exception | None:
         here = config.schedule.steps_per_round == 4 and config.seed == 0
