@@ -138,7 +138,7 @@ WRONG = {
     ),
     "reward returns text": (
         lambda folder: klass(folder, "def reward(self, problem, text):\n    return '1'"),
-        "bad_rollout: the reward is a str, not a number",
+        "bad_rollout: reward returned a str, not a number",
     ),
     "reward loops": (
         lambda folder: klass(folder, "reward_timeout_s = 0.3\ndef reward(self, problem, text):\n    while True: pass"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from pipelinerl.environments.prompts import NO_OPTIONS, Message, encode_prompt, text_decoder
 from pipelinerl.interfaces import GenerationClient, Tokenizer
@@ -16,11 +16,24 @@ if TYPE_CHECKING:
 CACHED_PROMPTS = 64
 
 
+Returned: TypeAlias = float | Mapping[str, float] | tuple[float, Mapping[str, float]]
+"""What a reward may return: a number, a dict of `reward` and metrics, or (reward, metrics)."""
+
+
 class Judgement(NamedTuple):
     """The reward of an attempt, and its metrics."""
 
     reward: float
     metrics: Mapping[str, float] = {}
+
+    @classmethod
+    def of(cls, returned: object) -> Judgement:
+        """Of what `reward` has returned. Raises RolloutError if it is nothing that a reward may return."""
+        if isinstance(returned, float):
+            return cls(returned)
+        from pipelinerl.environments.user.rewards import score_of  # noqa: PLC0415 - the rewards of this package are floats
+
+        return score_of(returned, "reward")
 
 
 class Task(ABC):
@@ -109,8 +122,8 @@ class SingleTurn(JudgedTurn):
     """A subclass defines `problem`, `prompt` and `reward`, and `held_out` if evaluations use it."""
 
     @abstractmethod
-    def reward(self, problem: Problem, text: str) -> float:
+    def reward(self, problem: Problem, text: str) -> Returned:
         """The reward for the answer `text`, which has no stop token."""
 
     async def judge(self, problem: Problem, turn: Turn) -> Judgement:
-        return Judgement(await self.call_reward(problem, turn.text))
+        return Judgement.of(await self.call_reward(problem, turn.text))

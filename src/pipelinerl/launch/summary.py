@@ -18,7 +18,6 @@ from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.reading import read_records
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.summary import summarize
-from pipelinerl.report import only_shown
 from pipelinerl.types import ActorProgress, StageStatus
 
 if TYPE_CHECKING:
@@ -122,6 +121,8 @@ def show_result(session: Session, summary: dict[str, Any], stream: TextIO) -> No
 
     After a failure nothing is printed, so that the error stays visible; the results are in the run directory.
     """
+    from pipelinerl.report import only_shown  # noqa: PLC0415 - as below
+
     run, metrics = session.run, session.config.metrics
     if metrics.plot:
         with only_shown(run.curves.name):

@@ -70,6 +70,10 @@ class Counts(Act):
     def reward(self, problem, text):
         return len(self.tokenizer.encode(text + "12"))
 
+class Paired(Act):
+    def reward(self, problem, text):
+        return 0.5, {"length": len(text)}
+
 class Packaged(Gcd):
     pass
 """
@@ -125,6 +129,13 @@ def test_it_runs_in_this_process_if_the_class_says_so_or_the_reward_is_of_this_p
     isolated = made(file, "Act")
     assert rollout(isolated, Problem(id="a", payload={"what": "pid"}), "HEY").reward != os.getpid()
     isolated.reward_pool.close()  # type: ignore[attr-defined]
+
+
+def test_a_class_may_return_metrics_with_its_reward(file: Path) -> None:
+    paired = made(file, "Paired")
+    played = rollout(paired, Problem(id="a", payload={}), "HEY")
+    paired.reward_pool.close()  # type: ignore[attr-defined]
+    assert (played.reward, played.metrics) == (0.5, {"length": 3.0})
 
 
 def test_what_another_process_can_not_have_is_refused(file: Path) -> None:

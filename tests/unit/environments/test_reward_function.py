@@ -14,7 +14,9 @@ from pipelinerl.actor.rollouts import Failure, TimeLimits, attempt
 from pipelinerl.actor.scoring import score
 from pipelinerl.api import _named_rewards
 from pipelinerl.environments import make_environment
+from pipelinerl.environments.single_turn import Judgement
 from pipelinerl.environments.user.code import finite_number, names_a_function
+from pipelinerl.environments.user.rewards import score_of
 from pipelinerl.errors import EnvironmentSetupError, RolloutError
 from pipelinerl.types import Rollout, SamplingParams
 from tests.unit.environments.env_client import one_line
@@ -103,7 +105,7 @@ def test_an_answer_is_worth_what_the_function_says(task, isolate):
     assert [(failure.reason, failure.message) for failure in failed] == [
         ("raised", "RuntimeError: reward: rewards.py, line 6: ValueError: no such answer"),
         ("bad_rollout", "reward returned nan, not a finite number"),
-        ("bad_rollout", "reward returned a str, not a number"),
+        ("bad_rollout", "reward returned a str, not a number, a dict of 'reward' and other numbers, or (reward, dict)"),
     ]
 
 
@@ -310,6 +312,31 @@ def test_numbers_of_other_libraries_are_rewards():
     for value in ("1", None, [1.0], 1j, float("inf"), 10**400, np.float64("nan")):
         with pytest.raises(RolloutError):
             finite_number(value, "r")
+
+
+PAIR = (0.5, {"digits": 3, "short": np.bool_(True)})
+
+
+@pytest.mark.parametrize("returned", [PAIR, [*PAIR], {"reward": 0.5, **PAIR[1]}])
+def test_a_reward_and_its_metrics_may_be_a_pair_or_a_dict(returned):
+    assert score_of(returned, "r") == Judgement.of(returned) == (0.5, {"digits": 3.0, "short": 1.0})
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [(), (1.0,), [1.0], (1.0, 2.0), (1.0, {}, {}), (1.0, None), (1.0, {"reward": 1.0}), ({}, 1.0), {1.0}, None, "1"],
+)
+def test_what_is_no_reward_is_named_with_what_one_is(returned):
+    kind = "None" if returned is None else f"a {type(returned).__name__}"
+    with pytest.raises(RolloutError) as caught:
+        score_of(returned, "r")
+    assert str(caught.value) == f"r returned {kind}, not a number, a dict of 'reward' and other numbers, or (reward, dict)"
+
+
+def test_metrics_of_a_pair_are_numbers():
+    for metrics in ({"a": "1"}, {"a": None}, {"a": float("nan")}):
+        with pytest.raises(RolloutError, match=r"r\['a'\] returned"):
+            score_of((1.0, metrics), "r")
 
 
 def test_what_names_a_function():

@@ -312,12 +312,12 @@ def plain(value: object) -> object:
     return float(value)  # type: ignore[arg-type]  # it has `__float__`
 
 
-def finite_number(value: object, name: str) -> float:
+def finite_number(value: object, name: str, wanted: str = "a number") -> float:
     """The value that the function `name` returned, as a reward. Raises RolloutError if it isn't a finite number."""
     number = plain(value)
     if not isinstance(number, bool | int | float):
         kind = "None" if value is None else f"a {type(value).__name__}"
-        raise RolloutError(f"{name} returned {kind}, not a number")
+        raise RolloutError(f"{name} returned {kind}, not {wanted}")
     try:
         reward = float(number)
     except OverflowError:

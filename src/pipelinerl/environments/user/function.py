@@ -24,9 +24,10 @@ from pipelinerl.environments.questions import (
     with_system,
     wrong_chat,
 )
+from pipelinerl.environments.single_turn import Judgement
 from pipelinerl.environments.user.code import find_function, is_away, names_a_function, retried, summarize_error, try_out
 from pipelinerl.environments.user.pool import CALL_ENDED, FunctionPool, Limits
-from pipelinerl.environments.user.rewards import Functions, Score, group_values, named_rewards, weighted_sum
+from pipelinerl.environments.user.rewards import Functions, group_values, named_rewards, weighted_sum
 from pipelinerl.errors import EnvironmentSetupError, RolloutError
 from pipelinerl.interfaces import GenerationClient, Tokenizer
 from pipelinerl.types import Problem, Rollout, Turn
@@ -47,9 +48,9 @@ class FunctionOptions(Options, kw_only=True):
         | Annotated[dict[FunctionName, float], Meta(min_length=1)]
         | Annotated[list[FunctionName], Meta(min_length=1)]
     )
-    """(completion, example) -> a finite number, or a dict of `reward` and metrics. The completion has no stop token, but
-    other special tokens such as `<think>`, and may be empty. Several functions with their weights: `{rewards.py:right: 1.0,
-    rewards.py:brief: 0.2}`; in a list, each has the weight 1."""
+    """(completion, example) -> a finite number, a dict of `reward` and metrics, or (reward, metrics). The completion has no
+    stop token, but other special tokens such as `<think>`, and may be empty. Several functions with their weights:
+    `{rewards.py:right: 1.0, rewards.py:brief: 0.2}`; in a list, each has the weight 1."""
     group_reward: FunctionName = ""
     """(completions, example) -> a list of numbers, which are added to the rewards of a group's rollouts in training."""
     prompt: FunctionName = "prompt"
@@ -158,7 +159,7 @@ class Function(ProblemSet):
         text = self._decode(completion.answer_ids)
         reward, metrics = await self._score(text, problem.payload)
         turn = Turn(prompt_ids=prompt_ids, completion=completion, text=text)
-        return Rollout(turns=(turn,), reward=reward, metrics=metrics)
+        return Rollout(turns=(turn,), reward=reward, metrics=dict(metrics))
 
     async def score_group(self, problem: Problem, rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
         if not self._group_reward:
@@ -170,15 +171,15 @@ class Function(ProblemSet):
             for rollout, value in zip(rollouts, added, strict=True)
         ]
 
-    async def _score(self, text: str, example: dict[str, Any]) -> Score:
+    async def _score(self, text: str, example: dict[str, Any]) -> Judgement:
         """The reward, and whether a call was ended as a metric (only with `ended_reward`)."""
         if self._ended_reward is None:
             return await weighted_sum(self._functions, self._weights, text, example)
         try:
             score = await weighted_sum(self._functions, self._weights, text, example)
         except CALL_ENDED:
-            return Score(self._ended_reward, {"reward_ended": 1.0})
-        return Score(score.reward, {**score.metrics, "reward_ended": 0.0})
+            return Judgement(self._ended_reward, {"reward_ended": 1.0})
+        return Judgement(score.reward, {**score.metrics, "reward_ended": 0.0})
 
     async def _prompt(self, example: dict[str, Any]) -> Prompt:
         value = example[self._field] if self._field else await self._functions.call(PROMPT, example)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+from pipelinerl.environments.single_turn import Judgement
 from pipelinerl.environments.user.code import (
     CALLED_AS,
     Signature,
@@ -32,13 +33,6 @@ from pipelinerl.errors import EnvironmentSetupError, RolloutError
 
 TOTAL = "reward"
 """The entry of a returned dict that is the reward. The others are metrics."""
-
-
-class Score(NamedTuple):
-    """The reward of an answer, and its metrics by name."""
-
-    reward: float
-    metrics: dict[str, float]
 
 
 class Functions:
@@ -142,7 +136,7 @@ def named_rewards(reward: str | Mapping[str, float] | Sequence[str]) -> dict[str
     return named
 
 
-async def weighted_sum(functions: Functions, weights: Mapping[str, float], *arguments: Any) -> Score:
+async def weighted_sum(functions: Functions, weights: Mapping[str, float], *arguments: Any) -> Judgement:
     """The sum of what the functions return, times their weights. Of several functions, each value is also a metric.
 
     Raises RolloutError if one returns neither a finite number nor a dict with one.
@@ -159,17 +153,19 @@ async def weighted_sum(functions: Functions, weights: Mapping[str, float], *argu
         if known := metrics.keys() & score.metrics.keys():
             raise RolloutError(f"{name} returned the metric {min(known)!r}, which another function has too")
         metrics |= score.metrics
-    return Score(sum(weights[name] * score.reward for name, score in zip(weights, scores, strict=True)), metrics)
+    return Judgement(sum(weights[name] * score.reward for name, score in zip(weights, scores, strict=True)), metrics)
 
 
-def score_of(value: object, name: str) -> Score:
-    """The value that the function `name` returned: a number, or a dict of a reward and metrics."""
+def score_of(value: object, name: str) -> Judgement:
+    """The value that the function `name` returned: a number, a dict of a reward and metrics, or (reward, metrics)."""
+    if isinstance(value, tuple | list) and len(value) == 2 and isinstance(value[1], dict) and TOTAL not in value[1]:
+        value = {TOTAL: value[0], **value[1]}
     if not isinstance(value, dict):
-        return Score(finite_number(value, name), {})
+        return Judgement(finite_number(value, name, f"a number, a dict of {TOTAL!r} and other numbers, or (reward, dict)"))
     if TOTAL not in value:
         raise RolloutError(f"{name} returned a dict without {TOTAL!r}; it has {', '.join(map(str, value)) or 'nothing'}")
     metrics = {str(key): finite_number(entry, f"{name}[{key!r}]") for key, entry in value.items()}
-    return Score(metrics.pop(TOTAL), metrics)
+    return Judgement(metrics.pop(TOTAL), metrics)
 
 
 def group_values(value: object, name: str, count: int) -> list[float]:

@@ -27,8 +27,8 @@ API_KEY = "rollout"
 
 class AgentOptions(Options, kw_only=True):
     run: FunctionName
-    """(problem, base_url, api_key) -> the reward, or a dict of `reward` and other numbers. Attempts run concurrently: of a
-    plain function in threads, of `async def` in one event loop. All requests to `base_url` become training data."""
+    """(problem, base_url, api_key) -> a finite number, a dict of `reward` and metrics, or (reward, metrics). Attempts run at
+    once: of a plain function in threads, of `async def` in one event loop. All requests to `base_url` are trained on."""
     data: Files | None = None
     """Files of problems, one per line, passed to `run` as dicts."""
     held_out: Share | Files = 0.1

@@ -335,6 +335,11 @@ def test_what_the_engine_made_is_the_rollout(tmp_path: Path) -> None:
         (float("nan"), "bad_rollout", "not a finite number"),
         ({"right": 1}, "bad_rollout", "without 'reward'; it has right"),
         ({"reward": "1"}, "bad_rollout", "the agent['reward'] returned a str"),
+        (
+            (1.0,),
+            "bad_rollout",
+            "the agent returned a tuple, not a number, a dict of 'reward' and other ",
+        ),
         (KeyError("what"), "raised", "KeyError: 'what'"),
         (SystemExit(3), "raised", "it raised SystemExit"),
         (StopIteration(), "raised", "StopIteration"),
