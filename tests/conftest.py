@@ -12,10 +12,13 @@ import inspect
 import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import settings
+
+from tests import forks
 
 # Small models gain nothing from several threads, and tests may run in parallel. Must be set before anything imports torch;
 # processes started by tests inherit it.
@@ -34,6 +37,15 @@ NEEDED = {
     "needs_ray": lambda: importlib.util.find_spec("ray") is not None,
 }
 """What tests with these marks need: a bare machine does not have it, and skips them."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if "TESTS_FORKS" not in os.environ:  # the workers of xdist have it
+        folder = tempfile.mkdtemp(prefix="forks-")
+        config.add_cleanup(lambda: shutil.rmtree(folder))
+        os.environ["TESTS_FORKS"] = f"{folder} {os.getpid()}"
+    folder, owner = os.environ["TESTS_FORKS"].split()
+    forks.install(folder, int(owner))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from pipelinerl.launch.memory import BETWEEN
 from pipelinerl.report.series import read_timeline
+from tests import forks
 from tests.integration.runs import (
     assert_gone_on,
     assert_whole,
@@ -78,13 +79,16 @@ def test_async_changes_weights_between_rounds_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("interrupted", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
-def test_stopped_in_any_way_it_goes_on_with_any_number_of_processes(interrupted: bool, tmp_path: Path) -> None:
+def test_stopped_in_any_way_it_goes_on_with_any_number_of_processes(
+    interrupted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One generation process, everything is killed at once; two, to its end. Together they are one run.
 
     If `interrupted`: two, everything is killed; three, Ctrl-C; one, to its end.
 
     The stream is one, whoever writes it: what was handed over is trained on, by whom it was generated does not matter.
     """
+    monkeypatch.setenv(forks.REAL, "1")  # a fork shares memory, and the prediction is for processes that do not
     run_dir = tmp_path / "r"
     settings = {"engine__processes": 2 if interrupted else 1, "schedule__max_lag": 4, "trainer__checkpoint_every": 2}
     settings["evaluation__problems"] = 0 if interrupted else 8
