@@ -38,17 +38,22 @@ def shared_recordings() -> Iterator[None]:
 
 
 def _key(model: nn.Module) -> object:
+    settings = sorted((model.config.to_dict() | {"_name_or_path": ""}).items())
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     return (
-        model.config.to_json_string(use_diff=False),
+        repr(settings),
         tuple((name, type(module), _settings(module)) for name, module in model.named_modules()),
         tuple((name, tensor.shape, tensor.dtype, tensor.device) for name, tensor in tensors),
     )
 
 
 def _settings(module: nn.Module) -> tuple[object, ...]:
-    """Numbers that a module holds become constants of what is recorded."""
-    return tuple(item for item in vars(module).items() if isinstance(item[1], (bool, int, float, str)))
+    """Numbers that a module holds become constants of what is recorded. Where it was loaded from does not."""
+    held = vars(module).items()
+    return tuple(item for item in held if isinstance(item[1], (bool, int, float, str)) and item[0] not in _ORIGIN)
+
+
+_ORIGIN = ("name_or_path", "_is_hf_initialized")
 
 
 def _copy(program: Any) -> Any:
