@@ -36,7 +36,7 @@ _SHAPE = {
     "vocab_size": VOCABULARY,
     "hidden_size": 48,
     "intermediate_size": 96,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 2,  # one of each kind where there are two: what one layer caches must not reach the other
     "num_attention_heads": 4,
     "max_position_embeddings": 256,
     "bos_token_id": 1,
@@ -51,21 +51,21 @@ _LATENTS = {
     **_EXPERTS,
     "num_key_value_heads": 4,
     "n_routed_experts": 4,
-    "first_k_dense_replace": 2,
+    "first_k_dense_replace": 1,
     "q_lora_rank": 24,
     "kv_lora_rank": 16,
     "qk_nope_head_dim": 12,
     "qk_rope_head_dim": 8,
     "v_head_dim": 10,
 }
-_MAMBA = {**_SHAPE, "num_hidden_layers": 2, "state_size": 8, "expand": 2, "chunk_size": 16}
+_MAMBA = {**_SHAPE, "state_size": 8, "expand": 2, "chunk_size": 16}
 
 CONFIGS: dict[str, Any] = {
     "llama": LlamaConfig(**_GQA, head_dim=12, tie_word_embeddings=True),
     "llama-untied": LlamaConfig(**_GQA, tie_word_embeddings=False),
     "mistral-window": MistralConfig(**_GQA, head_dim=12, sliding_window=16),
     "qwen2": Qwen2Config(**_GQA),
-    "qwen2-window": Qwen2Config(**_GQA, use_sliding_window=True, sliding_window=16, max_window_layers=2),
+    "qwen2-window": Qwen2Config(**_GQA, use_sliding_window=True, sliding_window=16, max_window_layers=1),
     "qwen3": Qwen3Config(**_GQA, head_dim=16),
     "gemma2": Gemma2Config(
         **_GQA,
@@ -75,7 +75,13 @@ CONFIGS: dict[str, Any] = {
         final_logit_softcapping=8.0,
         query_pre_attn_scalar=12,
     ),
-    "gemma3": Gemma3TextConfig(**_GQA, head_dim=12, sliding_window=16, query_pre_attn_scalar=12),
+    "gemma3": Gemma3TextConfig(
+        **_GQA,
+        head_dim=12,
+        sliding_window=16,
+        query_pre_attn_scalar=12,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
     "gpt-neox": GPTNeoXConfig(**_SHAPE, rotary_pct=0.5),
     "phi": PhiConfig(**_GQA, partial_rotary_factor=0.5),
     # What is cached differs from what attention receives.
@@ -90,13 +96,13 @@ CONFIGS: dict[str, Any] = {
     ),
 }
 THROUGH_CACHE: dict[str, Any] = {
-    "bloom-alibi": BloomConfig(vocab_size=VOCABULARY, hidden_size=48, n_layer=3, n_head=4, initializer_range=0.15),
+    "bloom-alibi": BloomConfig(vocab_size=VOCABULARY, hidden_size=48, n_layer=2, n_head=4, initializer_range=0.15),
     # The indexer's scores of a padding token, whose embedding is 0, are all 0, and which are chosen depends on the length.
     "deepseek-v32-indexer": DeepseekV32Config(
         **_LATENTS | {"pad_token_id": None}, index_n_heads=16, index_head_dim=16, index_topk=8
     ),
     "falcon-h1-both-in-one-layer": FalconH1Config(
-        **_GQA | {"num_hidden_layers": 2},
+        **_GQA,
         head_dim=12,
         mamba_d_ssm=64,
         mamba_n_heads=4,
@@ -107,9 +113,9 @@ THROUGH_CACHE: dict[str, Any] = {
     ),
     "falcon-mamba-token-by-token": FalconMambaConfig(**_MAMBA),
     "gptj-old-class": GPTJConfig(
-        vocab_size=VOCABULARY, n_embd=48, n_layer=3, n_head=4, n_positions=256, rotary_dim=8, initializer_range=0.15
+        vocab_size=VOCABULARY, n_embd=48, n_layer=2, n_head=4, n_positions=256, rotary_dim=8, initializer_range=0.15
     ),
-    "lfm2-conv": Lfm2Config(**_GQA, layer_types=["conv", "full_attention", "conv", "conv"]),
+    "lfm2-conv": Lfm2Config(**_GQA, layer_types=["conv", "full_attention"]),
     "mamba2": Mamba2Config(**_MAMBA, num_heads=6, head_dim=16, n_groups=1),
     "nemotron-h": NemotronHConfig(
         **{name: value for name, value in _GQA.items() if name != "num_hidden_layers"},
@@ -126,9 +132,9 @@ THROUGH_CACHE: dict[str, Any] = {
         chunk_size=16,
     ),
     "qwen3.5-delta-rule": Qwen3_5TextConfig(
-        **_GQA | {"initializer_range": 0.06},
+        **_GQA | {"initializer_range": 0.06, "num_hidden_layers": 3},
         head_dim=16,
-        layer_types=["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
         linear_num_value_heads=4,
         linear_num_key_heads=2,
         linear_key_head_dim=12,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -65,9 +66,15 @@ def tokens(completions: list[Completion]) -> list[object]:
     return [(completion.token_ids, completion.weight_versions) for completion in completions]
 
 
-def test_it_samples_what_the_cpu_samples_and_waits_once_a_step() -> None:
+@cache
+def expected_of(*names: str) -> list[object]:
+    """The tokens of the CPU in these scenarios, one after the other. Asked for before a fault is planted."""
     on_cpu = engine_on("cpu")
-    expected = {name: tokens(run(on_cpu, *scenario)[0]) for name, scenario in SCENARIOS.items()}
+    return [tokens(run(on_cpu, *SCENARIOS[name])[0]) for name in names]
+
+
+def test_it_samples_what_the_cpu_samples_and_waits_once_a_step() -> None:
+    expected = dict(zip(SCENARIOS, expected_of(*SCENARIOS), strict=True))
     with pretended_cuda() as device:
         engine = engine_on("cuda")
         assert "one CUDA graph each" in engine.progress().runner
@@ -123,15 +130,14 @@ def planted_old_pool(patch: pytest.MonkeyPatch) -> None:
     "fault", [planted_rebinding, planted_wait, planted_early_reading, planted_cpu_tensor, planted_old_pool]
 )
 def test_a_planted_fault_is_seen(fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    scenarios = [SCENARIOS["an update in flight"], SCENARIOS["many stop tokens"]]
-    on_cpu = engine_on("cpu")
-    expected = [tokens(run(on_cpu, *scenario)[0]) for scenario in scenarios]
+    names = ("an update in flight", "many stop tokens")
+    expected = expected_of(*names)
     fault(monkeypatch)
     found: object = None
     with pretended_cuda():
         try:
             engine = engine_on("cuda")
-            found = [tokens(run(engine, *scenario)[0]) for scenario in scenarios]
+            found = [tokens(run(engine, *SCENARIOS[name])[0]) for name in names]
         except Exception as error:  # noqa: BLE001 - however a device shows it
             found = error
     assert found != expected
