@@ -30,10 +30,10 @@ def words(values: Iterable[int]) -> Tensor:
 
 def changed(base_U8: Tensor, places: Iterable[int], seed: int = 0) -> Tensor:
     """A copy of the buffer with other words at `places`."""
-    rng = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+    where = torch.tensor(list(places), dtype=torch.int64)
     new = base_U8.clone()
-    for place in places:
-        new.view(torch.int16)[place] ^= rng.randrange(1, 1 << 15)
+    new.view(torch.int16)[where] ^= torch.randint(1, 1 << 15, where.shape, generator=generator, dtype=torch.int16)
     return new
 
 
