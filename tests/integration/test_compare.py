@@ -83,12 +83,12 @@ def test_the_example_of_equal_lengths_has_equal_lengths(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_report_of_runs(tmp_path: Path) -> None:
-    run(tmp_path / "one")
-    run(tmp_path / "two", schedule__kind="conventional", schedule__steps_per_round=5)
+    run(tmp_path / "one", trainer__steps=3)
+    run(tmp_path / "two", trainer__steps=4, schedule__kind="conventional", schedule__steps_per_round=2)
     assert main(["report", str(tmp_path / "one"), str(tmp_path / "two"), "--out", str(tmp_path / "page.html")]) == 0
     page = (tmp_path / "page.html").read_text()
     assert "<th>one</th><th>two</th>" in page
-    assert "conventional:5" in page
+    assert "conventional:2" in page
     assert main(["report", str(tmp_path / "one")]) == 0
     assert (tmp_path / "one" / "report.html").is_file()
 

@@ -115,7 +115,7 @@ def test_a_stream_that_drops_its_oldest_groups(stream: str, tmp_path: Path, monk
 
     def now_and_then(trainer: Trainer) -> bool:
         turns[0] += 1
-        return pump(trainer) if turns[0] % 100 == 0 else False
+        return pump(trainer) if turns[0] % 50 == 0 else False
 
     monkeypatch.setattr(Trainer, "pump", now_and_then)
     run(tmp_path / "r", stream__kind=stream, trainer__steps=3, **DROP_OLDEST)
@@ -135,12 +135,12 @@ def test_a_stream_that_drops_its_oldest_groups_between_processes(tmp_path: Path)
 @pytest.mark.parametrize("max_lag", [0, 1])
 def test_no_token_is_older_than_max_lag(max_lag: int, tmp_path: Path) -> None:
     """Also after a resume."""
-    settings = {"schedule__max_lag": max_lag, "trainer__steps": 4, "engine__slots": 64}
+    settings = {"schedule__max_lag": max_lag, "trainer__steps": 3, "engine__slots": 64}
     run(tmp_path / "r", **settings)
     assert_whole(tmp_path / "r")
-    resume(tmp_path / "r", trainer__steps=8)
+    resume(tmp_path / "r", trainer__steps=6)
     assert_whole(tmp_path / "r")
-    assert len(steps(tmp_path / "r")) == 8
+    assert len(steps(tmp_path / "r")) == 6
     assert max(step.lag_max for step in steps(tmp_path / "r") if step.lag_max is not None) <= max_lag
     assert max(sample.lag_max for record in trained(tmp_path / "r") for sample in record.samples) <= max_lag
 
@@ -154,7 +154,7 @@ def test_a_bound_on_lag_is_used_to_the_full(tmp_path: Path) -> None:
 
 def test_batches_of_a_low_effective_sample_size_are_refused(tmp_path: Path) -> None:
     """A large learning rate and many steps in flight: the guard trips, waits for fresh data, and the run still ends."""
-    settings = {"trainer__learning_rate": 2e-2, "trainer__ess_threshold": 0.9, "engine__slots": 64, "trainer__steps": 6}
+    settings = {"trainer__learning_rate": 2e-2, "trainer__ess_threshold": 0.9, "engine__slots": 64, "trainer__steps": 4}
     settings["stream__capacity"] = 64  # without the limit of the stock, which keeps data fresh
     run(tmp_path / "r", **settings)
     counts = assert_whole(tmp_path / "r")

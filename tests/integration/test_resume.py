@@ -43,15 +43,15 @@ from tests.integration.runs import (
 def test_the_next_step_after_a_resume_is_the_same(of_loss: dict[str, Any], tmp_path: Path) -> None:
     """On policy, so that nothing is in flight at the checkpoint: to the bit. The reference model is not the checkpoint."""
     settings = {"schedule__kind": "conventional", "trainer__keep_checkpoints": 10, **of_loss}
-    run(tmp_path / "straight", trainer__steps=6, trainer__checkpoint_every=2, **settings)
-    run(tmp_path / "halves", trainer__steps=3, **settings)
+    run(tmp_path / "straight", trainer__steps=4, trainer__checkpoint_every=3, **settings)
+    run(tmp_path / "halves", trainer__steps=2, **settings)
+    resume(tmp_path / "halves", trainer__steps=3)
     resume(tmp_path / "halves", trainer__steps=4)
-    resume(tmp_path / "halves", trainer__steps=6)
-    for version in (4, 6):
+    for version in (3, 4):
         checkpoint = Path("checkpoints") / f"step_{version:08d}"
         assert weights_checksum(tmp_path / "straight" / checkpoint) == weights_checksum(tmp_path / "halves" / checkpoint)
     assert trained(tmp_path / "straight") == trained(tmp_path / "halves")
-    assert_gone_on(tmp_path / "halves", 6)
+    assert_gone_on(tmp_path / "halves", 4)
 
 
 @pytest.mark.parametrize("schedule", ["pipeline", pytest.param("async", marks=pytest.mark.slow)])
@@ -61,12 +61,12 @@ def test_a_resume_with_groups_on_their_way(schedule: str, tmp_path: Path) -> Non
     settings = {"schedule__kind": schedule, "trainer__batch_size": 10, **rounds}
     run_dir = tmp_path / "r"
     assert_conserved(run(run_dir, trainer__steps=3, **settings))
-    for goal in (4, 7):
+    for goal in (4, 6):
         assert_conserved(resume(run_dir, trainer__steps=goal))
         assert_trained_once(run_dir)
         assert_provenance(run_dir)
-    assert [step.version for step in steps(run_dir)] == list(range(1, 8))
-    assert summary(run_dir)["rollouts_trained"] == 70
+    assert [step.version for step in steps(run_dir)] == list(range(1, 7))
+    assert summary(run_dir)["rollouts_trained"] == 60
 
 
 def test_a_stop_right_after_a_resume_conserves_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,7 +337,7 @@ def test_a_run_goes_on_under_another_schedule(before: dict[str, object], after: 
     """In the middle of what was a round, or would be one."""
     run_dir = tmp_path / "r"
     run(run_dir, trainer__steps=3, **before)
-    resume(run_dir, trainer__steps=8, **after)
-    assert_gone_on(run_dir, 8)
+    resume(run_dir, trainer__steps=6, **after)
+    assert_gone_on(run_dir, 6)
     if after is ROUNDS_OF_2:
-        assert [step.lag_max or 0 for step in steps(run_dir)][4:] == [0, 1, 0, 1]
+        assert [step.lag_max or 0 for step in steps(run_dir)][4:] == [0, 1]

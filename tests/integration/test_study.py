@@ -15,7 +15,7 @@ from tests.integration.runs import run
 pytestmark = pytest.mark.slow
 
 SAVED = {"trainer__checkpoint_every": 1, "trainer__keep_checkpoints": 100}
-SHORT = ("--lag", "3", "--problems", "16", "--attempts", "4", "--max-tokens", "30")
+SHORT = ("--lag", "3", "--problems", "8", "--attempts", "4", "--max-tokens", "30")
 
 
 @pytest.fixture(scope="module")
