@@ -279,9 +279,13 @@ def main() -> None:
     install(folder, owner)
     for name in IMPORTED:
         importlib.import_module(name)
-    gc.freeze()
-    if (request := serve(listener, owner)) is not None:
-        run(request)
+    from tests import recordings  # imports torch
+
+    with recordings.shared_recordings():
+        recordings.record_demo()
+        gc.freeze()
+        if (request := serve(listener, owner)) is not None:
+            run(request)
 
 
 if __name__ == "__main__":

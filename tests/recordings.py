@@ -16,7 +16,9 @@ from unittest import mock
 
 from torch import fx, nn
 
-from pipelinerl.engine import flat
+from pipelinerl.config.schema import ModelConfig
+from pipelinerl.engine import LocalEngine, flat
+from pipelinerl.models.loading import load_model
 
 
 @contextmanager
@@ -35,6 +37,11 @@ def shared_recordings() -> Iterator[None]:
 
     with mock.patch.object(flat, "_export", export):
         yield
+
+
+def record_demo() -> None:
+    """Record the demo's model, for processes that are forked from this one."""
+    LocalEngine(load_model(ModelConfig()), slots=1, max_length=64)
 
 
 def _key(model: nn.Module) -> object:
