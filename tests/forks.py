@@ -50,6 +50,8 @@ READ_AT_IMPORT = ("PYTHON", "LD_", "GLIBC", "OMP_", "MKL_", "OPENBLAS_", "CUDA",
 ROOT = Path(__file__).parents[1]
 REAL = "TESTS_REAL_PROCESSES"
 """With this variable a process and all that it starts are no forks."""
+PREPARE = "TESTS_PREPARE"
+"""The name of a file in this variable: a fork runs it before its program, as an interpreter does a `sitecustomize.py`."""
 FIRST_FD = 512
 """Files are moved above this number before each gets its own."""
 
@@ -257,9 +259,12 @@ def run(request: dict[str, Any]) -> None:
         )
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
+    sys.orig_argv[:] = [sys.executable, *request["words"]]
     flag, what, *arguments = request["words"]
     sys.path[0] = "" if flag == "-c" else request["folder"]
     sys.argv = [flag, *arguments]
+    if PREPARE in os.environ:
+        runpy.run_path(os.environ[PREPARE])
     if flag == "-m":
         warnings.filterwarnings("ignore", module="runpy")  # the module is imported already
         runpy.run_module(what, run_name="__main__", alter_sys=True)

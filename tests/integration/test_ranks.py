@@ -20,6 +20,7 @@ from pipelinerl.checkpoint_folders import latest_checkpoint
 from pipelinerl.errors import ConfigError
 from pipelinerl.launch.run import train
 from pipelinerl.models.folder import resolve_path
+from tests import forks
 from tests.integration.runs import (
     Ended,
     alive,
@@ -131,9 +132,8 @@ def cases(roles: Sequence[str], usual: set[tuple[str, str]]) -> list[Any]:
 def start_faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **fault: Any) -> Ended:
     """A run in which the process of `role` sends itself `signal` in `phase`, once there is a checkpoint."""
     run_dir = tmp_path / "r"
-    (tmp_path / "sitecustomize.py").write_text(textwrap.dedent(FAULTY).format(run_dir=str(run_dir), **fault))
-    path = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
+    (tmp_path / "faulty.py").write_text(textwrap.dedent(FAULTY).format(run_dir=str(run_dir), **fault))
+    monkeypatch.setenv(forks.PREPARE, str(tmp_path / "faulty.py"))
     process = start_processes(run_dir, **TWO | {"trainer__steps": 100_000, "launch__watchdog_s": 40, "launch__restarts": 0})
     ended = wait(process)
     assert "Traceback" not in ended.out + ended.error
@@ -158,7 +158,7 @@ def test_a_killed_rank_ends_the_run(role: str, phase: str, tmp_path: Path, monke
     assert path is not None
     version = load_checkpoint(path).state.version
     if phase == "save":
-        (tmp_path / "sitecustomize.py").unlink()
+        monkeypatch.delenv(forks.PREPARE)
         counts = resume(run_dir, trainer__ranks=1 if role == "training" else 3, trainer__steps=version + 2)
         assert counts["optimizer_steps"] == version + 2
         assert_conserved(counts)

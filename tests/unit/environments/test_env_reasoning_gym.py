@@ -18,6 +18,24 @@ def made(seed=0, **args):
     return make_environment("reasoning_gym", args, TOKENIZER, seed)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def shared_pools():
+    """All environments here share their processes, since importing reasoning-gym takes a process seconds."""
+    pools = {}
+
+    def shared(functions, **options):
+        key = repr((functions, options))
+        if key not in pools:
+            pools[key] = FunctionPool(functions, **options)
+        return pools[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reasoning_gym, "FunctionPool", shared)
+        yield
+    for pool in pools.values():
+        pool.close()
+
+
 @pytest.fixture(scope="module")
 def sums():
     return made(**SUMS, format_reward=0.1)
