@@ -117,7 +117,7 @@ def write_models(root: Path) -> None:
             vocab_size=VOCABULARY,
             hidden_size=66,
             intermediate_size=101,
-            num_hidden_layers=3,
+            num_hidden_layers=2,
             num_attention_heads=3,
             num_key_value_heads=1,
             max_position_embeddings=256,
