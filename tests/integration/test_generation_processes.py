@@ -88,7 +88,6 @@ def test_stopped_in_any_way_it_goes_on_with_any_number_of_processes(
 
     The stream is one, whoever writes it: what was handed over is trained on, by whom it was generated does not matter.
     """
-    monkeypatch.setenv(forks.REAL, "1")  # a fork shares memory, and the prediction is for processes that do not
     run_dir = tmp_path / "r"
     settings = {"engine__processes": 2 if interrupted else 1, "schedule__max_lag": 4, "trainer__checkpoint_every": 2}
     settings["evaluation__problems"] = 0 if interrupted else 8
@@ -110,6 +109,7 @@ def test_stopped_in_any_way_it_goes_on_with_any_number_of_processes(
         assert (run_dir / "checkpoints" / f"step_{stopped['version']:08d}").is_dir()
         goal = stopped["version"] + 3
     last = ["--engine.processes=1"] if interrupted else ["--engine.processes=2"]
+    monkeypatch.setenv(forks.REAL, "1")  # a fork shares memory, and the prediction is for processes that do not
     ended = command("train", "--resume", str(run_dir), f"--trainer.steps={goal}", *last)
     assert ended.status == 0, ended.error
     counts = assert_gone_on(run_dir, goal)
