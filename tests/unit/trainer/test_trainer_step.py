@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from pipelinerl.config.schema import CorrectionConfig, TrainerConfig
 from pipelinerl.errors import CheckpointError, TrainingDivergedError
+from pipelinerl.models.state import checksum, named_weights
 from pipelinerl.preprocess import pack
 from pipelinerl.trainer import FrozenModelScorer, Learner
 from pipelinerl.trainer.logprobs import token_logprobs
@@ -42,7 +43,20 @@ def own_logprobs(model: PreTrainedModel, sample: TrainingSample) -> torch.Tensor
 
 
 def make_samples(model: PreTrainedModel, count: int = 12, noise: float = 0.2, version: int = 3) -> list[TrainingSample]:
-    """Ragged samples, some of several turns or segments, one in four without advantage, behaviour a bit off `model`."""
+    """Ragged samples, some of several turns or segments, one in four without advantage, behaviour a bit off `model`.
+
+    They are made once for all models of the same weights.
+    """
+    key = (type(model), checksum(named_weights(model)), count, noise, version)
+    if key not in _MADE:
+        _MADE[key] = _make_samples(model, count, noise, version)
+    return [*_MADE[key]]
+
+
+_MADE: dict[object, list[TrainingSample]] = {}
+
+
+def _make_samples(model: PreTrainedModel, count: int, noise: float, version: int) -> list[TrainingSample]:
     generator = torch.Generator().manual_seed(5)
 
     def integer(low: int, high: int) -> int:
