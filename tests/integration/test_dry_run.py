@@ -42,6 +42,9 @@ def text(completion, example):
 def late(completion, example):
     return int(completion or 0)
 
+def answer(completion, example):
+    return float(completion == example["prompt"])
+
 def length(completion, example):
     return 1.0
 
@@ -203,6 +206,47 @@ def test_a_reward_that_any_answer_gets_is_doubted(folder: Path) -> None:
     (doubt,) = tried(function(reward="rewards.py:length"), folder).warnings
     assert doubt == "wrong answers, such as 'nan', get the reward 1, and no answer that was tried gets more"
     assert tried(function(), folder).warnings  # 0.25 for every answer
+
+
+def mixture(**rewards: str) -> dict[str, Any]:
+    """A mixture of `easy` problems and of another mixture, which has a filter; each reward is a function."""
+    part = "{{kind: function, args: {{data: data.jsonl, held_out: 0, reward: rewards.py:{0}}}}}".format
+    inner = {name: part(reward) for name, reward in rewards.items()}
+    args = (
+        f"{{environments: {{easy: {inner['easy']}, numbers: {{kind: gcd}}, more: {{kind: mixture, args: {{environments: "
+        f"{{hard: {{kind: difficulty_filter, args: {{environment: {inner['hard']}, pass_rates: rates.jsonl}}}}}}}}}}}}}}"
+    )
+    return {"environment__kind": "mixture", "environment__args": args}
+
+
+def test_the_environments_in_a_mixture_are_tried(folder: Path) -> None:
+    (folder / "rates.jsonl").write_text('{"id": "data/1", "attempts": 2, "passes": 1}')
+    said = "wrong answers, such as 'nan', get the reward 1, and no answer that was tried gets more"
+    report = tried(mixture(easy="answer", hard="length"), folder)
+    assert report.warnings == (f"more/hard: {said}",)
+    assert tried(mixture(easy="length", hard="answer"), folder).warnings == (f"easy: {said}",)
+    with pytest.raises(EnvironmentSetupError, match=r"environment mixture \(more/hard\), tried with the answer 'nan' to "):
+        tried(mixture(easy="answer", hard="late"), folder)
+    assert not [note for note in report.notes if "wrong answers" in note]
+
+
+@pytest.mark.parametrize(
+    ("body", "doubted"),
+    [
+        ("return 1.0", True),
+        ("return 0.0", False),
+        ("return {'reward': float(text == str(problem.payload['answer'])), 'length': len(text)}", False),
+    ],
+)
+def test_a_class_is_tried_with_wrong_answers(folder: Path, body: str, doubted: bool) -> None:
+    settings = klass(folder, f"isolate_reward = False\ndef reward(self, problem, text):\n    {body}")
+    assert [doubt.partition(",")[0] for doubt in tried(settings, folder).warnings] == ["wrong answers"] * doubted
+
+
+def test_a_class_whose_reward_raises_over_an_answer_is_refused(folder: Path) -> None:
+    settings = klass(folder, "isolate_reward = False\ndef reward(self, problem, text):\n    return float(text or 0) > 1e9")
+    with pytest.raises(EnvironmentSetupError, match=r"Task, tried with the answer .*ValueError: could not convert"):
+        tried(settings, folder)
 
 
 SCORER = """

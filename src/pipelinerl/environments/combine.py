@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
 from itertools import count
@@ -18,9 +18,25 @@ from msgspec import Meta
 from pipelinerl.environments.data import ProblemSet, Split, read_rows
 from pipelinerl.environments.options import Files, Inner, Options, listed
 from pipelinerl.environments.registry import make_inner
+from pipelinerl.environments.single_turn import Task
 from pipelinerl.errors import EnvironmentSetupError
 from pipelinerl.interfaces import Environment, GenerationClient, ScoresGroups, Tokenizer
 from pipelinerl.types import Problem, Rollout
+
+
+def parts_of(environment: Environment, name: str = "") -> Iterator[tuple[str, Environment]]:
+    """The environments that give the rewards, by name: those in mixtures and filters, or else `environment` itself, ""."""
+    inner: Mapping[str, Environment] = getattr(environment, "inner", {})
+    for key, part in inner.items():
+        yield from parts_of(part, "/".join(filter(None, (name, key))))
+    if not inner:
+        yield name, environment
+
+
+def _reward_notes(environment: Environment) -> tuple[str, ...]:
+    noted = ((name, getattr(part, "reward_notes", Task.reward_notes)) for name, part in parts_of(environment))
+    return tuple(f"{name}: {note}".removeprefix(": ") for name, notes in noted for note in notes)
+
 
 # ---- several environments in one run, each with a fixed share of the problems
 
@@ -58,13 +74,14 @@ class Mixture:
     """
 
     Options = MixtureOptions
+    reward_notes = property(_reward_notes)
 
     def __init__(self, tokenizer: Tokenizer, seed: int, **args: Any) -> None:
         """Raises EnvironmentSetupError, naming the environment, if one can't be built."""
         parts = MixtureOptions.read(args).environments
         self._seed = seed
         self._names = tuple(parts)
-        self._environments: dict[str, Environment] = {
+        self.inner: dict[str, Environment] = {
             name: make_inner(f"environment.args.environments.{name}", part, tokenizer, seed) for name, part in parts.items()
         }
         self._counts = whole_weights([part.weight for part in parts.values()])
@@ -75,10 +92,10 @@ class Mixture:
         cycle, place = divmod(index, sum(self._counts))
         part, rank = self._cycle(cycle)[place]
         name = self._names[part]
-        return _prefixed(name, self._environments[name].problem(cycle * self._counts[part] + rank))
+        return _prefixed(name, self.inner[name].problem(cycle * self._counts[part] + rank))
 
     def held_out(self, count: int) -> Sequence[Problem]:
-        remaining = {name: iter(environment.held_out(count)) for name, environment in self._environments.items()}
+        remaining = {name: iter(environment.held_out(count)) for name, environment in self.inner.items()}
         chosen: list[Problem] = []
         order = [self._names[place.part] for place in spread(self._counts)]
         while remaining and len(chosen) < count:
@@ -92,12 +109,12 @@ class Mixture:
 
     async def rollout(self, problem: Problem, client: GenerationClient) -> Rollout:
         name, inner = _unprefixed(problem)
-        rollout = await self._environments[name].rollout(inner, client)
+        rollout = await self.inner[name].rollout(inner, client)
         return _with_prefixed_metrics(name, rollout)
 
     async def score_group(self, problem: Problem, rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
         name, inner = _unprefixed(problem)
-        environment = self._environments[name]
+        environment = self.inner[name]
         if not isinstance(environment, ScoresGroups):
             return rollouts
         own = [_with_own_metrics(name, rollout) for rollout in rollouts]
@@ -207,6 +224,7 @@ class DifficultyFilter(ProblemSet):
     """
 
     Options = DifficultyFilterOptions
+    reward_notes = property(_reward_notes)
 
     def __init__(self, tokenizer: Tokenizer, seed: int, **args: Any) -> None:
         """Raises EnvironmentSetupError if the file is invalid, is for another environment, or leaves no problem."""
@@ -215,6 +233,7 @@ class DifficultyFilter(ProblemSet):
         names = listed(options.pass_rates)
         measured = read_pass_rates([Path(name).expanduser() for name in names])
         self._inner = make_inner("environment.args.environment", options.environment, tokenizer, seed)
+        self.inner = {"": self._inner}
         wanted = {name for name, rate in measured.items() if low <= rate.passes / rate.attempts <= high}
         if not wanted:
             rates = sorted(rate.passes / rate.attempts for rate in measured.values())

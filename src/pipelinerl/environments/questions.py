@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 from msgspec import Meta
 
@@ -13,6 +13,9 @@ from pipelinerl.environments.options import AtLeastOne, Options
 from pipelinerl.environments.prompts import NO_OPTIONS, Message, encode_prompt, has_chat_template
 from pipelinerl.errors import EnvironmentSetupError
 from pipelinerl.interfaces import Tokenizer
+
+if TYPE_CHECKING:
+    from pipelinerl.environments.single_turn import JudgedTurn
 
 HELD_OUT_IN = 10
 SHOWN_CHARACTERS = 60  # of a prompt, in an error message
@@ -88,6 +91,16 @@ def try_prompt(
         raise EnvironmentSetupError(
             f"{encoder} {how} ({_short(last['content'])}): it belongs to another model, or is damaged"
         )
+
+
+def try_first_prompt(environment: JudgedTurn, tokenizer: Tokenizer) -> None:
+    try:
+        prompt = environment.prompt(environment.problem(0))
+    except Exception:  # noqa: BLE001 - may affect this problem only; failed rollouts are counted and bounded
+        return
+    if not isinstance(prompt, str) and (wrong := wrong_chat(prompt)):
+        raise EnvironmentSetupError(f"the first problem's prompt has {wrong}")
+    try_prompt(tokenizer, prompt, environment.template_options)
 
 
 def encode_or_refuse(

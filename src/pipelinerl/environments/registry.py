@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from pipelinerl.environments.prompts import encode_prompt
 from pipelinerl.environments.single_turn import JudgedTurn, Task
-from pipelinerl.errors import ConfigError, EnvironmentSetupError, PipelineRLError
+from pipelinerl.errors import EnvironmentSetupError, PipelineRLError
 from pipelinerl.interfaces import Environment, Tokenizer
 
 if TYPE_CHECKING:
@@ -78,8 +78,8 @@ def make_inner(where: str, inner: Inner, tokenizer: Tokenizer, seed: int) -> Env
 
 
 def notes_of(environment: Environment, config: RunConfig) -> tuple[str, ...]:
-    """How many steps an epoch is, if the environment says how many problems it has; rewards that are called as by others."""
-    notes: tuple[str, ...] = getattr(environment, "signature_notes", ())
+    """How many steps an epoch is, if the environment says it, and what a user should know of its rewards."""
+    notes: tuple[str, ...] = getattr(environment, "reward_notes", Task.reward_notes)
     count: int | None = getattr(environment, "training_count", None)
     if count is None:
         return notes
@@ -90,28 +90,15 @@ def notes_of(environment: Environment, config: RunConfig) -> tuple[str, ...]:
     )
 
 
-def no_held_out(kind: str, problems: int) -> ConfigError:
-    """The error for a run that evaluates an environment without held-out problems."""
-    return ConfigError(
-        f"evaluation.problems is {problems}, but environment {kind} has no held-out problems: define "
-        "`held_out(self, count)` in its class, or set evaluation.problems to 0"
-    )
-
-
 def _try_first_prompt(environment: JudgedTurn, tokenizer: Tokenizer) -> None:
     """Raises EnvironmentSetupError if the model's tokenizer or chat template can't encode the first prompt."""
-    try:
-        prompt = environment.prompt(environment.problem(0))
-    except Exception:  # noqa: BLE001 - may affect this problem only; failed rollouts are counted and bounded
-        return
     with suppress(Exception):  # it is tried again, to say what is wrong
+        prompt = environment.prompt(environment.problem(0))
         if isinstance(prompt, str) and encode_prompt(tokenizer, prompt):
             return
-    from pipelinerl.environments.questions import try_prompt, wrong_chat  # noqa: PLC0415 - for chats, and for an error
+    from pipelinerl.environments.questions import try_first_prompt  # noqa: PLC0415 - for chats, and for an error
 
-    if not isinstance(prompt, str) and (wrong := wrong_chat(prompt)):
-        raise EnvironmentSetupError(f"the first problem's prompt has {wrong}")
-    try_prompt(tokenizer, prompt, environment.template_options)
+    try_first_prompt(environment, tokenizer)
 
 
 def find_class(kind: str) -> type:

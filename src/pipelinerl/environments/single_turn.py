@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipelinerl.environments.prompts import NO_OPTIONS, Message, encode_prompt, text_decoder
 from pipelinerl.interfaces import GenerationClient, Tokenizer
@@ -16,24 +16,11 @@ if TYPE_CHECKING:
 CACHED_PROMPTS = 64
 
 
-Returned: TypeAlias = float | Mapping[str, float] | tuple[float, Mapping[str, float]]
-"""What a reward may return: a number, a dict of `reward` and metrics, or (reward, metrics)."""
-
-
 class Judgement(NamedTuple):
     """The reward of an attempt, and its metrics."""
 
     reward: float
     metrics: Mapping[str, float] = {}
-
-    @classmethod
-    def of(cls, returned: object) -> Judgement:
-        """Of what `reward` has returned. Raises RolloutError if it is nothing that a reward may return."""
-        if isinstance(returned, float):
-            return cls(returned)
-        from pipelinerl.environments.user.rewards import score_of  # noqa: PLC0415 - the rewards of this package are floats
-
-        return score_of(returned, "reward")
 
 
 class Task(ABC):
@@ -44,6 +31,9 @@ class Task(ABC):
 
     max_tokens: int | None = None
     """Maximum tokens of a turn for this task. None, or a value above `actor.max_tokens`, means `actor.max_tokens`."""
+    scores_texts = False
+    """Whether `launch.tryout` tries the reward with wrong answers before a run."""
+    reward_notes: tuple[str, ...] = ("rewards: not tried with wrong answers, as an attempt may have several turns",)
     template_options: Mapping[str, Any] = NO_OPTIONS
     """Options of the model's chat template, such as `{"enable_thinking": False}`."""
     isolate_reward = True
@@ -87,6 +77,8 @@ class JudgedTurn(Task):
     `judge` may await something, such as a function in another process, while generation continues.
     """
 
+    reward_notes: tuple[str, ...] = ("rewards: not tried with wrong answers, as `judge` may ask a server",)
+
     def __init__(self, tokenizer: Tokenizer, seed: int) -> None:
         super().__init__(tokenizer, seed)
         self._decode = text_decoder(tokenizer)
@@ -121,9 +113,16 @@ class JudgedTurn(Task):
 class SingleTurn(JudgedTurn):
     """A subclass defines `problem`, `prompt` and `reward`, and `held_out` if evaluations use it."""
 
+    scores_texts, reward_notes = True, ()
+
     @abstractmethod
-    def reward(self, problem: Problem, text: str) -> Returned:
-        """The reward for the answer `text`, which has no stop token."""
+    def reward(self, problem: Problem, text: str) -> Any:
+        """The reward for the answer `text`, which has no stop token: a number, also with metrics, in a dict or a pair."""
 
     async def judge(self, problem: Problem, turn: Turn) -> Judgement:
-        return Judgement.of(await self.call_reward(problem, turn.text))
+        returned = await self.call_reward(problem, turn.text)
+        if isinstance(returned, float):
+            return Judgement(returned)
+        from pipelinerl.environments.user.rewards import score_of  # noqa: PLC0415 - the rewards of this package are floats
+
+        return score_of(returned, "reward")

@@ -15,7 +15,6 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -26,7 +25,8 @@ from pipelinerl.actor.failures import line_of
 from pipelinerl.actor.rollouts import Failure, TimeLimits, attempt, guarded, problem_for
 from pipelinerl.config.load import config_from_yaml
 from pipelinerl.config.schema import RunConfig
-from pipelinerl.environments.registry import find_class, make_environment, no_held_out, notes_of
+from pipelinerl.environments.combine import parts_of
+from pipelinerl.environments.registry import find_class, make_environment, notes_of
 from pipelinerl.environments.single_turn import JudgedTurn
 from pipelinerl.environments.user.code import find_function
 from pipelinerl.environments.user.function import Function
@@ -34,9 +34,9 @@ from pipelinerl.errors import EnvironmentSetupError, PipelineRLError
 from pipelinerl.interfaces import Environment, Tokenizer
 from pipelinerl.launch import GARBAGE_THRESHOLD
 from pipelinerl.launch.dry_run import Mistake, Step, TryoutMessage, TryoutReport
-from pipelinerl.launch.stages.held_out import evaluation_sets
+from pipelinerl.launch.stages.held_out import evaluation_sets, no_held_out
 from pipelinerl.models.contract import read_contract
-from pipelinerl.types import Completion, GenerationRequest, Rollout, SamplingParams, TokenEvent, VersionSpan
+from pipelinerl.types import Completion, GenerationRequest, Problem, Rollout, SamplingParams, TokenEvent, Turn, VersionSpan
 
 PROMPTS = 16
 PROMPTS_S = 10.0
@@ -47,9 +47,9 @@ ANSWERED = 3
 ANSWERS_S = 20.0
 """How many problems are tried with answers that aren't empty, and the time limit for trying them."""
 
-
 FORMS = ("{0}", "<answer>{0}</answer> \\boxed{{{0}}}")
 """How a model may give an answer: alone, or marked as the usual prompts ask for it."""
+NOTHING = Completion(request_id="", token_ids=(), logprobs=(), weight_versions=(), finish_reason="stop")
 
 
 class Answers(EngineClient):
@@ -99,11 +99,14 @@ def main(arguments: Sequence[str]) -> int:
 class Tryout:
     """Plays the first problems of an environment with answers that no model gave."""
 
-    def __init__(self, config: RunConfig, environment: Environment, tokenizer: Tokenizer, end_id: int) -> None:
+    def __init__(
+        self, config: RunConfig, environment: Environment, tokenizer: Tokenizer, end_id: int, part: str = ""
+    ) -> None:
+        """`part`: the name of this environment within the one of `config`."""
         self.client = Answers(end_id)
         self._environment = environment
         self._tokenizer = tokenizer
-        self._kind = config.environment.kind
+        self._name = f"{config.environment.kind} ({part})" if part else config.environment.kind
         self._limits = TimeLimits(config.actor.rollout_timeout_s, CodeAlarm(config.actor.code_timeout_s))
         self._sampling = SamplingParams(max_tokens=config.actor.max_tokens)
 
@@ -116,24 +119,27 @@ class Tryout:
         return await attempt(self._environment, made[0], view, self._limits)
 
     async def doubts(self) -> list[str]:
-        """What is doubtful about the rewards of texts, if they can be tried. Raises EnvironmentSetupError if one fails."""
-        if not getattr(self._environment, "scores_texts", False):
-            return []
-        return await _doubts([self._environment.problem(index).payload for index in range(ANSWERED)], self._reward_of)
+        """What is doubtful about the rewards of texts. Raises EnvironmentSetupError if one fails."""
+        made = [problem_for(self._environment, index, self._limits) for index in range(ANSWERED)]
+        return await _doubts([one[0] for one in made if not isinstance(one, Failure)], self._reward_of)
 
-    async def _reward_of(self, example: dict[str, Any], index: int, text: str) -> float | None:
+    async def _reward_of(self, problem: Problem, index: int, text: str) -> float | None:
         """The highest reward in any form; None if one takes too long."""
         rewards: list[float] = []
         for said in [form.format(text) for form in FORMS]:
-            if isinstance(function := self._environment, Function):
-                outcome = await guarded(partial(function.reward_of, said, example), self._limits, "the reward")
+            if isinstance(scorer := self._environment, Function):
+                outcome = await guarded(partial(scorer.reward_of, said, problem.payload), self._limits, "the reward")
+            elif isinstance(scorer, JudgedTurn):
+                turn = Turn(prompt_ids=(), completion=NOTHING, text=said)
+                judged = await guarded(partial(scorer.judge, problem, turn), self._limits, "the reward")
+                outcome = judged if isinstance(judged, Failure) else judged.reward
             else:
                 played = await self.play(index, said)
                 outcome = played if isinstance(played, Failure) else played.reward
             if not isinstance(outcome, Failure):
                 rewards.append(outcome)
             elif outcome.reason != "timeout":
-                raise refused(self._kind, f"the answer {said[:40]!r} to problem {index}", outcome)
+                raise refused(self._name, f"the answer {said[:40]!r} to problem {index}", outcome)
         return max(rewards) if len(rewards) == len(FORMS) else None
 
 
@@ -161,10 +167,17 @@ async def try_environment(
     built_s = time.monotonic() - began_s
     send(Step("asks for held-out problems"))
     held_out = _count_held_out(config, environment, tokenizer)
-    tryout = Tryout(config, environment, tokenizer, min(contract.stop_token_ids, default=0))
+    end_id = min(contract.stop_token_ids, default=0)
+    tryout = Tryout(config, environment, tokenizer, end_id)
+
+    async def doubts() -> list[str]:
+        parts = [(name, part) for name, part in parts_of(environment) if getattr(part, "scores_texts", False)]
+        tried = {name: Tryout(config, part, tokenizer, end_id, name) for name, part in parts}
+        return [f"{name}: {doubt}".removeprefix(": ") for name, one in tried.items() for doubt in await one.doubts()]
+
     if not attempts:
         send(Step("tries answers that are texts"))
-        return TryoutReport(built_s=built_s, held_out=held_out, warnings=tuple(await tryout.doubts()))
+        return TryoutReport(built_s=built_s, held_out=held_out, warnings=tuple(await doubts()))
     send(Step("tries the first problem with an empty answer"))
     played = await tryout.play(0)
     if isinstance(played, Failure):
@@ -178,7 +191,7 @@ async def try_environment(
     prompts, lengths = tryout.client.prompts[:asked], tryout.client.lengths[:asked]
     send(Step("tries answers that are texts"))
     return TryoutReport(
-        warnings=(*(await tryout.doubts()), *_too_long(lengths, slot_length(model, config.engine.max_length), config)),
+        warnings=(*(await doubts()), *_too_long(lengths, slot_length(model, config.engine.max_length), config)),
         built_s=built_s,
         prompt=tokenizer.decode(prompts[0]),
         prompt_tokens=tuple(map(len, prompts)),
@@ -212,18 +225,18 @@ def refused(kind: str, what: str, failure: Failure) -> EnvironmentSetupError:
 
 
 async def _doubts(
-    examples: Sequence[dict[str, Any]], reward_of: Callable[[dict[str, Any], int, str], Awaitable[float | None]]
+    problems: Sequence[Problem], reward_of: Callable[[Problem, int, str], Awaitable[float | None]]
 ) -> list[str]:
-    """Reward wrong answers, and the texts of each example, among which the right one may be. Returns what is doubtful."""
+    """Reward wrong answers, and the texts of each problem, among which the right one may be. Returns what is doubtful."""
     best: float = 0.0
     wrong: dict[str, list[float | None]] = {text: [] for text in WRONG}
     until_s = time.monotonic() + ANSWERS_S
-    for index, example in enumerate(examples):
-        own = [str(value) for value in example.values() if isinstance(value, str | int | float) and str(value)]
+    for index, problem in enumerate(problems):
+        own = [str(value) for value in problem.payload.values() if isinstance(value, str | int | float) and str(value)]
         for text in (*WRONG, *own):
             if time.monotonic() > until_s:
                 break
-            reward = await reward_of(example, index, text)
+            reward = await reward_of(problem, index, text)
             best = max(best, reward or 0.0)
             if text in wrong and text not in own:
                 wrong[text].append(reward)

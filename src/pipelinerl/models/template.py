@@ -1,11 +1,13 @@
-"""How a chat template ends an answer of the model."""
+"""How a chat template ends an answer of the model, and what else does not agree between model and tokenizer, in words."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 ANSWER = "@@"
 """Stands for an answer of the model where a chat template is tried."""
+_SHOWN_CHARACTERS = 20
 
 
 class Turn(NamedTuple):
@@ -46,3 +48,45 @@ def read_turn(tokenizer: Any, added: dict[int, Any]) -> Turn:
     text = next((after for _, after in found if after), "")
     ends = {token.content: number for number, token in added.items() if token.content and text.startswith(token.content)}
     return Turn(ends[max(ends, key=len)] if ends else None, "" if ends else text, tuple(notes))
+
+
+def disagreements(
+    tokenizer: Any, odd: Mapping[int, str], *, more: Sequence[int], unmarked: str, inside: Sequence[int], size: int
+) -> list[str]:
+    """A line for each. `odd`: stop tokens that model or tokenizer lack, or that are not special, with what names them.
+
+    `more`: tokens of the tokenizer beyond the model's vocabulary of `size`. `unmarked`: the text that ends an answer in the
+    chat template, which has no token there. `inside`: the stop tokens of the model.
+    """
+    notes = []
+    for where in dict.fromkeys(odd.values()):
+        own = [token for token, source in odd.items() if source == where]
+        outside = [token for token in own if token not in inside]
+        unknown = [token for token in own if token in inside and _text(tokenizer, token) is None]
+        plain = [token for token in own if token not in {*outside, *unknown}]
+        for tokens, what in (
+            (outside, f"beyond the model's vocabulary of {size}, so without effect"),
+            (unknown, "unknown to the tokenizer: is it that of another model?"),
+            (plain, "not special: is the tokenizer that of another model?"),
+        ):
+            several, verb = ("", "is") if len(tokens) == 1 else ("s", "are")
+            notes += [f"the stop token{several} {named(tokenizer, tokens)} of {where} {verb} {what}"] if tokens else []
+    if unmarked:
+        ends, shown = named(tokenizer, inside) or "nothing", repr(unmarked[:_SHOWN_CHARACTERS])
+        notes.append(f"the chat template has no token at the end of an answer, only {shown}: completions end with {ends}")
+    if more:
+        which = f"tokens beyond the model's vocabulary of {size}: {named(tokenizer, more)}"
+        notes.append(f"the tokenizer has {which}; prompts with them are refused")
+    return notes
+
+
+def named(tokenizer: Any, tokens: Sequence[int]) -> str:
+    """The first tokens with their ids, and how many more there are; the id alone of one that the tokenizer does not have."""
+    texts = [_text(tokenizer, token) for token in tokens[:2]]
+    shown = [str(token) if text is None else f"{text!r} ({token})" for token, text in zip(tokens, texts, strict=False)]
+    shown += [f"{len(tokens) - 2} more"] if len(tokens) > 2 else []
+    return " and ".join(part for part in (", ".join(shown[:-1]), *shown[-1:]) if part)
+
+
+def _text(tokenizer: Any, token: int) -> Any:
+    return tokenizer.convert_ids_to_tokens(token) if token >= 0 and hasattr(tokenizer, "convert_ids_to_tokens") else None

@@ -117,8 +117,8 @@ def test_the_signature_that_was_recognised_is_said(isolate: bool, tmp_path: Path
     rewards = [f"{file}:right", f"verl:{file}:score", f"{file}:own"]
     (tmp_path / "data.jsonl").write_text('{"prompt": "2 + 2?", "answer": "4", "ground_truth": "4"}\n')
     environment = Function(TOKENIZER, 0, data=f"{tmp_path}/data.jsonl", reward=rewards, isolate=isolate, held_out=0.0)
-    assert [note.partition(":")[0] for note in environment.signature_notes] == [f"reward {file}", f"reward {file}"]
-    assert ["as TRL calls" in note or "as verl calls" in note for note in environment.signature_notes] == [True, True]
+    assert [note.partition(":")[0] for note in environment.reward_notes] == [f"reward {file}", f"reward {file}"]
+    assert ["as TRL calls" in note or "as verl calls" in note for note in environment.reward_notes] == [True, True]
     assert asyncio.run(environment.reward_of("4", {"prompt": "2 + 2?", "answer": "4", "ground_truth": "4"})) == 2.0
 
 

@@ -73,6 +73,7 @@ class ReasoningGym(JudgedTurn):
     """
 
     Options = ReasoningGymOptions
+    reward_notes = ()  # `_try_wrong_answers` does it
 
     def __init__(self, tokenizer: Tokenizer, seed: int, **args: Any) -> None:
         """Raises MissingDependencyError, and EnvironmentSetupError for an unknown or refused task, or wrong arguments."""

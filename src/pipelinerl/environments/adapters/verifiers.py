@@ -78,8 +78,11 @@ class Verifiers(ProblemSet):
 
     @property
     def scores_texts(self) -> bool:
-        """Whether it is tried with wrong answers before a run: not if that takes several turns, or asks another model."""
-        return self._player.scores_texts
+        return not self._player.untried
+
+    @property
+    def reward_notes(self) -> tuple[str, ...]:
+        return tuple(f"rewards: not tried with wrong answers, as {why}" for why in (self._player.untried,) if why)
 
     async def rollout(self, problem: Problem, client: GenerationClient) -> Rollout:
         return await self._player.play(problem.payload, client)

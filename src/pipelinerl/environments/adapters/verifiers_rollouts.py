@@ -319,7 +319,8 @@ class Player:
         self._name = loaded.name
         parts = environment.envs if isinstance(environment := loaded.environment, EnvGroup) else [environment]
         single = all(isinstance(part, SingleTurnEnv) for part in parts)
-        self.scores_texts = single and not any(isinstance(one, JudgeRubric) for one in _rubrics(environment))
+        judged = any(isinstance(one, JudgeRubric) for one in _rubrics(environment))
+        self.untried = "its rubric asks another model" if judged else "" if single else "an attempt may have several turns"
         self._environment = loaded.environment
         self._template_options = template_options
         self._drop_raised = drop_raised

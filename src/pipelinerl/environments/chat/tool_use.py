@@ -11,7 +11,8 @@ import msgspec
 from pipelinerl.environments.chat.conversation import Conversation
 from pipelinerl.environments.chat.messages import ChatMessage, ToolCall, ToolSchema
 from pipelinerl.environments.prompts import has_chat_template
-from pipelinerl.environments.single_turn import Judgement, Returned, Task
+from pipelinerl.environments.single_turn import Task
+from pipelinerl.environments.user.rewards import score_of
 from pipelinerl.errors import EnvironmentSetupError, PromptTooLongError, RolloutError
 from pipelinerl.interfaces import GenerationClient, Tokenizer
 from pipelinerl.types import Problem, Rollout
@@ -175,7 +176,7 @@ class ToolTask(Task):
         """The messages that start the conversation."""
 
     @abstractmethod
-    def reward(self, problem: Problem, answer: str, messages: Sequence[ChatMessage]) -> Returned:
+    def reward(self, problem: Problem, answer: str, messages: Sequence[ChatMessage]) -> Any:
         """The reward for the model's last text `answer`. `messages` is the whole history."""
 
     async def rollout(self, problem: Problem, client: GenerationClient) -> Rollout:
@@ -187,4 +188,4 @@ class ToolTask(Task):
             max_tokens=self.max_tokens,
             template_options=self.template_options,
         )
-        return used.rollout(*Judgement.of(await self.call_reward(problem, used.answer, used.messages)))
+        return used.rollout(*score_of(await self.call_reward(problem, used.answer, used.messages), "reward"))

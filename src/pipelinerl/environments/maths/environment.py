@@ -76,7 +76,7 @@ class Maths(ProblemSet, JudgedTurn):
     r"""Reward 1 if the answer (in the last `\boxed{}`, else the last number) has the right value, else 0."""
 
     Options = MathsOptions
-    scores_texts = True
+    scores_texts, reward_notes = True, ()
 
     def __init__(self, tokenizer: Tokenizer, seed: int, **args: Any) -> None:
         """Raises EnvironmentSetupError, naming file and line, for unusable data, and MissingDependencyError."""

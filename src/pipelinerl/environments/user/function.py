@@ -135,13 +135,13 @@ class Function(ProblemSet):
         try_out(self._trial(parts.training[0]), 2 * options.limits.start_timeout_s, "an empty answer to the first example")
 
     @property
-    def signature_notes(self) -> tuple[str, ...]:
-        """The rewards that are called as another trainer calls them, for the user to check."""
-        return self._functions.notes
+    def reward_notes(self) -> tuple[str, ...]:
+        """The rewards that are called as by another trainer, for the user to check, and whether one may cost money."""
+        untried = "rewards: not tried with wrong answers, as a call of an `async def` function may cost money"
+        return (*self._functions.notes, untried) if self.calls_async else self._functions.notes
 
     @property
     def scores_texts(self) -> bool:
-        """Whether it is tried with wrong answers before a run."""
         return not self.calls_async
 
     @property

@@ -28,7 +28,7 @@ from pipelinerl.actor.evaluation import Evaluation, Evaluations, held_out_proble
 from pipelinerl.actor.groups import GroupRunner
 from pipelinerl.actor.rollouts import RolloutContext
 from pipelinerl.config.schema import EvaluationConfig
-from pipelinerl.environments.registry import make_environment, no_held_out, notes_of
+from pipelinerl.environments.registry import make_environment, notes_of
 from pipelinerl.errors import BroadcastEndedError, StalledError
 from pipelinerl.files import JsonLines, Lines
 from pipelinerl.interfaces import AsyncEngine, Board, Environment, StreamStats, StreamWriter, Tokenizer, WeightReceiver
@@ -222,6 +222,8 @@ def build_generation(
     tokenizer = load_tokenizer(config.model)
     environment = make_environment(config.environment.kind, config.environment.args, tokenizer, config.seed)
     if index == 0 and config.evaluation.problems and not held_out_problems(environment, 1):
+        from pipelinerl.launch.stages.held_out import no_held_out  # noqa: PLC0415 - only for an error
+
         raise no_held_out(config.environment.kind, config.evaluation.problems)
     sets: dict[str, Environment] = {}
     other_data = session.plan.other_data and not config.evaluation.accept_trained

@@ -13,7 +13,7 @@ from pipelinerl.config.schema import RunConfig
 from pipelinerl.environments.data import ProblemSet, by_payload
 from pipelinerl.environments.options import Inner
 from pipelinerl.environments.registry import make_inner
-from pipelinerl.errors import INVALID_DATA, EnvironmentSetupError, RunDirectoryError
+from pipelinerl.errors import INVALID_DATA, ConfigError, EnvironmentSetupError, RunDirectoryError
 from pipelinerl.interfaces import Environment, Tokenizer
 from pipelinerl.launch.session import Session
 from pipelinerl.ledger import GroupLedger
@@ -23,6 +23,14 @@ from pipelinerl.types import Problem
 class _Group(msgspec.Struct):
     index: int
     problem: Problem
+
+
+def no_held_out(kind: str, problems: int) -> ConfigError:
+    """The error for a run that evaluates an environment without held-out problems."""
+    return ConfigError(
+        f"evaluation.problems is {problems}, but environment {kind} has no held-out problems: define "
+        "`held_out(self, count)` in its class, or set evaluation.problems to 0"
+    )
 
 
 def evaluation_sets(config: RunConfig, environment: Environment, tokenizer: Tokenizer) -> dict[str, Environment]:
