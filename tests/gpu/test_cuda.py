@@ -117,6 +117,7 @@ def test_one_call_for_all_sequences_of_a_row_has_the_gradients_of_buckets(
 def test_graphs_give_what_plain_calls_give() -> None:
     wanted = requests(10, temperature=1.0)
     engines = [StaticEngine(make_model("qwen3").bfloat16().cuda(), slots=16, max_length=128) for _ in range(2)]
+    assert all("compiled pieces" in engine.progress().runner for engine in engines)
     engines[1]._launch = engines[1]._rows.step  # type: ignore[assignment]
     replayed, called = (engine.generate(wanted) for engine in engines)
     assert [completion.token_ids for completion in replayed] == [completion.token_ids for completion in called]

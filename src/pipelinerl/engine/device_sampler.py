@@ -31,6 +31,25 @@ def draw(logits_nV: Tensor, uniforms_n: Tensor) -> tuple[Tensor, Tensor]:
     return ids_n1[:, 0], logprobs_n1[:, 0].float()
 
 
+def advance(logits_RV: Tensor, stops_RS: Tensor, reals_2R: Tensor | None, *state: Tensor) -> tuple[Tensor, Tensor]:
+    """One token for each active row: the rows' next state [7, R] and the results [R, 2], as in `static.DeviceRows`.
+
+    `state`: the integers of `DeviceRows`. Without `reals_2R`, all sample at temperature 1, without truncation.
+    """
+    positions, ids, counts, budgets, top_k, keys, active = state
+    uniforms_R = device_uniforms(keys, counts)
+    if reals_2R is None:
+        new, logprobs = draw(logits_RV, uniforms_R)
+    else:
+        temperature, top_p = reals_2R.unbind()
+        new, logprobs = draw_with(logits_RV, SamplingRows(temperature, top_p, top_k), uniforms_R)
+    decodes, counts = active.bool(), counts + active
+    ended = (new[:, None] == stops_RS).any(1) | (counts >= budgets)
+    ids = torch.where(decodes, new, ids)
+    next_7R = torch.stack([positions + active, ids, counts, budgets, top_k, keys, active * ~ended])
+    return next_7R, torch.stack([torch.where(decodes, new, -1).double(), logprobs.double()], 1)
+
+
 def draw_with(logits_nV: Tensor, rows: SamplingRows, uniforms_n: Tensor) -> tuple[Tensor, Tensor]:
     """As `sampler.sample` with parameters; costs a sort of all rows, also of those without top-k and top-p."""
     logits_nV = logits_nV.float()

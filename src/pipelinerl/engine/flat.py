@@ -36,8 +36,8 @@ class FlatForward:
     as one with data-dependent operations.
     """
 
-    def __init__(self, model: nn.Module, *passes: Callable[[fx.Graph], None]) -> None:
-        """`passes` change the graph, whose operations are those of ATen and `InverseRms`."""
+    def __init__(self, model: nn.Module, *passes: Callable[[fx.Graph, list[Tensor]], None]) -> None:
+        """`passes` change the graph (operations of ATen, and `InverseRms`), given the tensors that precede its inputs."""
         calls = _AttentionCalls()
         program = _export(model, calls)
         graph = program.graph_module.graph
@@ -45,13 +45,16 @@ class FlatForward:
         _merge_repeated(graph)
         _insert_attention(graph, calls)
         self._inputs = _graph_tensors(program, model)
+        for change in (_simplify_rms, *passes):
+            change(graph, self._inputs)
         self._copies = _make_copies(graph, self._inputs)
-        for change in (_simplify_rms, *passes, _use_python_functions):
-            change(graph)
+        _use_python_functions(graph)
         graph.eliminate_dead_code()
         graph.lint()
         program.graph_module.recompile()
-        self._run: Callable[..., tuple[Tensor]] = program.graph_module.forward
+        self.module = program.graph_module
+        self._run: Callable[..., tuple[Tensor]] = self.module.forward
+        self.compiled: Callable[..., tuple[Tensor]] | None = None  # see `pieces.py`
 
     def weights_changed(self) -> None:
         """Must be called after every write to the model's parameters, to refresh copies in another dtype or layout."""
@@ -59,6 +62,9 @@ class FlatForward:
             copied.refresh()
 
     def __call__(self, ids_1T: Tensor, positions_1T: Tensor, keep_P: Tensor, batch: AttentionSite) -> Tensor:
+        if self.compiled is not None and ids_1T.shape[1] == len(keep_P) > 1:
+            # Copies, because it would be compiled once more for parts of tensors, and for those of inference mode.
+            return self.compiled(*self._inputs, ids_1T.clone(), positions_1T.clone(), keep_P.clone(), batch)[0]
         return self._run(*self._inputs, ids_1T, positions_1T, keep_P, batch)[0]
 
 
@@ -195,11 +201,11 @@ def _insert_attention(graph: fx.Graph, calls: _AttentionCalls) -> None:
     for node in list(graph.nodes):
         if node.target is placeholder:
             *tensors, call = node.args
-            node.target = _Attention(calls.noted[call])
+            node.target = Attention(calls.noted[call])
             node.args = (batch, *(tensor for tensor in tensors if tensor is not None))
 
 
-class _Attention:
+class Attention:
     """Attention of one layer. It has a `__name__` because the code generated from a graph calls functions by name."""
 
     def __init__(self, call: LayerCall) -> None:
@@ -223,8 +229,9 @@ def _use_python_functions(graph: fx.Graph) -> None:
             node.target = _PYTHON_FUNCTIONS.get(node.target, node.target)
 
 
-def _simplify_rms(graph: fx.Graph) -> None:
+def _simplify_rms(graph: fx.Graph, _: list[Tensor]) -> None:
     """Compute 1 / rms(x), that is rsqrt(mean(x^2) + eps), from the norm of x, which takes fewer operations."""
+    made: dict[object, InverseRms] = {}
     for rsqrt in [node for node in graph.nodes if node.target is _ATEN.rsqrt.default]:
         chain = [rsqrt]
         for target in (_ATEN.add.Tensor, _ATEN.mean.dim, _ATEN.pow.Tensor_Scalar):
@@ -233,9 +240,10 @@ def _simplify_rms(graph: fx.Graph) -> None:
                 chain.append(argument)
         if len(chain) == 4 and _is_rms(*chain[1:]):
             _, add, _, power = chain
-            x = power.args[0]
-            epsilon = torch.tensor(add.args[1], dtype=rsqrt.meta["val"].dtype, device=rsqrt.meta["val"].device)
-            rsqrt.target, rsqrt.args = InverseRms(epsilon, x.meta["val"].shape[-1]), (x,)
+            x, like = power.args[0], rsqrt.meta["val"]
+            epsilon = torch.tensor(add.args[1], dtype=like.dtype, device=like.device)
+            key = (add.args[1], like.dtype, x.meta["val"].shape[-1])
+            rsqrt.target, rsqrt.args = made.setdefault(key, InverseRms(epsilon, key[-1])), (x,)
     graph.eliminate_dead_code()
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from pipelinerl.engine.attention import (
     ATTENTION_NAME,
@@ -76,7 +76,8 @@ class ModelRunner:
     exported and runs as it is, with the same results. `flat` is true if the graph is used.
     """
 
-    _passes: tuple[Callable[[fx.Graph], None], ...] = ()
+    _passes: tuple[Callable[..., None], ...] = ()
+    _how = ""
 
     def __init__(self, model: Any, rows: int, max_length: int, *, flatten: bool = True) -> None:
         self.model = model.eval()
@@ -92,7 +93,7 @@ class ModelRunner:
         with unsupported(f"{type(model).__name__} fails on the probe that the embedded engine checks models with"):
             self._check(flatten)
         self.kv = self._make_kv(rows, max_length)
-        self.description = "over packed batches" + (", as an exported graph" if self.flat else "")
+        self.description = "over packed batches" + (f", as an exported graph{self._how}" if self.flat else "")
 
     @property
     def flat(self) -> bool:
@@ -176,7 +177,10 @@ class ModelRunner:
         self._compare(ids_T, reference_TV)
         self._mask = torch.zeros((1, 1, 1, 1), dtype=self.dtype, device=self.device)
         if flatten and self._flatten():
-            self._compare(ids_T, reference_TV)
+            self._check_flat(ids_T, reference_TV)
+
+    def _check_flat(self, ids_T: Tensor, reference_TV: Tensor) -> None:
+        self._compare(ids_T, reference_TV)
 
     def _own_logits(self, ids_T: Tensor) -> Tensor:
         """Logits [T, V] of the model's own forward."""

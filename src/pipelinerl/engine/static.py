@@ -21,15 +21,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from pipelinerl.engine.device_sampler import device_uniforms, draw, draw_with
+from pipelinerl.engine.device_sampler import advance
 from pipelinerl.engine.local import NOTHING, LocalEngine
 from pipelinerl.engine.rows import Prefill, Sequence
 from pipelinerl.engine.runner import refuse_longer
-from pipelinerl.engine.sampler import SamplingRows
 from pipelinerl.engine.slot_table import RowState, SlotTable
-from pipelinerl.engine.varlen import VarlenBatch, VarlenRunner, row_buckets
+from pipelinerl.engine.varlen import COMPILERS, VarlenBatch, VarlenRunner, row_buckets
 from pipelinerl.errors import UnsupportedModelError
 from pipelinerl.interfaces import StepOutput
+from pipelinerl.models.compiler import try_compiler
 from pipelinerl.models.transfers import to_device, to_host
 from pipelinerl.types import Completion, FinishReason, TokenEvent
 
@@ -59,6 +59,20 @@ class DeviceRows:
         self._bases = torch.arange(rows + 1, device=device) * max_length
         self._begins = torch.arange(rows + 1, dtype=torch.int32, device=device)
         self._cu_k = self._bases.int()
+        self._advance: Callable[..., tuple[Tensor, Tensor]] = advance
+
+    def compile(self, rows: int) -> None:
+        """Compile what follows the model in plain steps, best for `rows`. Raises what compilers do, or if results differ."""
+        from pipelinerl.engine.pieces import compiled  # noqa: PLC0415 - on a GPU only
+
+        run = compiled(advance, [(1, 1), *((i, 0) for i in (0, 1, *range(3, 10)))], COMPILERS[self.results.device.type])
+        with self.at_rest():
+            positions, ids, *_, active = state = self.integers[:, :rows].unbind()
+            logits_RV = self._runner.run(ids, positions, None, self._batch(rows, positions, active))
+            self.integers.copy_(torch.arange(self.integers.numel()).view_as(self.integers))
+            found, expected = (call(logits_RV, self.stops[:rows], None, *state) for call in (run, advance))
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+        self._advance = run
 
     def write(self, rows_n: Tensor, integers: Tensor, reals: Tensor, stops: Tensor) -> None:
         """Set the state of some rows."""
@@ -72,22 +86,12 @@ class DeviceRows:
 
         Reads nothing back to the host, and its shapes depend on nothing but `rows`.
         """
-        positions, ids, counts, budgets, top_k, keys, active = self.integers[:, :rows].unbind()
+        positions, ids, *_, active = state = self.integers[:, :rows].unbind()
         logits_RV = self._runner.run(ids, positions, None, self._batch(rows, positions, active))
-        uniforms_R = device_uniforms(keys, counts)
-        if plain:
-            new, logprobs = draw(logits_RV, uniforms_R)
-        else:
-            temperature, top_p = self.reals[:, :rows].unbind()
-            new, logprobs = draw_with(logits_RV, SamplingRows(temperature, top_p, top_k), uniforms_R)
-        decodes = active.bool()
-        counts.add_(active)
-        positions.add_(active)
-        ids.copy_(torch.where(decodes, new, ids))
-        self.results[:rows, 0].copy_(torch.where(decodes, new, -1))
-        self.results[:rows, 1].copy_(logprobs)
-        ended = (new[:, None] == self.stops[:rows]).any(1) | (counts >= budgets)
-        active.mul_(~ended)
+        call = self._advance if plain else advance
+        next_7R, results_R2 = call(logits_RV, self.stops[:rows], None if plain else self.reals[:, :rows], *state)
+        self.integers[:, :rows].copy_(next_7R)
+        self.results[:rows].copy_(results_R2)
 
     def _batch(self, rows: int, positions: Tensor, active: Tensor) -> VarlenBatch:
         kv = self._runner.kv
@@ -168,10 +172,12 @@ class StaticEngine(LocalEngine):
         self._buckets = row_buckets(self.slots)
         self._rows = DeviceRows(self._runner, self.slots, self.max_length)
         self._launch = StepGraphs(self._rows.step, self._rows)
+        steps = "one CUDA graph each" if self._runner.device.type == "cuda" else "plain calls"
         with self._inference:
+            if self._runner.compiled and self.slots > 1:
+                steps += try_compiler("sampling", lambda: self._rows.compile(self._buckets[0]))
             for rows in self._buckets if self._runner.device.type == "cuda" else ():
                 self._try_step(rows)
-        steps = "one CUDA graph each" if self._runner.device.type == "cuda" else "plain calls"
         self._runner.description = f"in static decode steps ({steps}), {self._runner.description}"
 
     def _try_step(self, rows: int) -> None:

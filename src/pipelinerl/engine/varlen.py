@@ -7,6 +7,7 @@ one call (`models/varlen.py`): a decoding row has one query, a chunk has several
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,11 +18,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipelinerl.engine.attention import Chunk, LayerCall, LayerShape, LengthBucket, Move
-from pipelinerl.engine.fused import fuse_norms
+from pipelinerl.engine.fused import fuse_norms, join_products
 from pipelinerl.engine.runner import ModelRunner
 from pipelinerl.errors import UnsupportedModelError
+from pipelinerl.models.compiler import try_compiler
 from pipelinerl.models.transfers import to_device
 from pipelinerl.models.varlen import attention_of, has_kernel
+
+COMPILERS: dict[str, Any] = {"cuda": "inductor"}
+"""What compiles graphs, by type of device."""
 
 
 class SlotKV:
@@ -120,7 +125,8 @@ class VarlenRunner(ModelRunner):
     """`ModelRunner` over a `SlotKV`. The same check at load time compares it with the model's own forward."""
 
     kv: SlotKV
-    _passes = (fuse_norms,)
+    _passes = (join_products, fuse_norms)
+    compiled = False
 
     def _received_shapes(self, ids_T: Tensor) -> dict[int, LayerShape]:
         shapes = super()._received_shapes(ids_T)
@@ -128,6 +134,25 @@ class VarlenRunner(ModelRunner):
             if not has_kernel(size, self.device, self.dtype):
                 raise UnsupportedModelError(f"FlashAttention has no heads of {size} numbers in {self.dtype}")
         return shapes
+
+    def _check_flat(self, ids_T: Tensor, reference_TV: Tensor) -> None:
+        super()._check_flat(ids_T, reference_TV)
+        flat: Any = self._flat
+        if flat is None or self.device.type not in COMPILERS:
+            return
+
+        def compile_it() -> None:
+            from pipelinerl.engine.pieces import in_pieces  # noqa: PLC0415 - on a GPU only
+
+            begin_s = time.perf_counter()
+            flat.compiled, count = in_pieces(flat.module, COMPILERS[self.device.type])
+            self._compare(ids_T, reference_TV)
+            self._how = f" of {count} compiled pieces (made in {time.perf_counter() - begin_s:.0f} s)"
+
+        failure = try_compiler(type(self.model).__name__, compile_it)
+        self.compiled = not failure
+        if failure:
+            self._how, flat.compiled = failure, None
 
     def _make_kv(self, rows: int, max_length: int) -> SlotKV:
         return SlotKV(self._shapes, rows, max_length, self.dtype, self.device)

@@ -80,11 +80,6 @@ def make_inner(where: str, inner: Inner, tokenizer: Tokenizer, seed: int) -> Env
 def notes_of(environment: Environment, config: RunConfig) -> tuple[str, ...]:
     """How many steps an epoch is, if the environment says it, and what a user should know of its rewards."""
     notes: tuple[str, ...] = getattr(environment, "reward_notes", Task.reward_notes)
-    asked, default = config.actor.max_tokens, type(config.actor).model_fields["max_tokens"].default
-    for name, part in {config.environment.kind: environment, **getattr(environment, "inner", {})}.items():
-        limit = getattr(part, "max_tokens", None)
-        if limit is not None and asked > limit and asked != default:
-            notes += (f"actor.max_tokens is {asked}, but {name} limits a turn to {limit} tokens",)
     count: int | None = getattr(environment, "training_count", None)
     if count is None:
         return notes

@@ -6,11 +6,7 @@ into few loops, forward and backward. Attention is left as it is: its shapes dif
 
 from __future__ import annotations
 
-import atexit
 import logging
-import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pipelinerl.models.attention import choose_attention, replace_attention
+from pipelinerl.models.compiler import prepare_compiler, why_not
 from pipelinerl.models.packed import ATTENTION_NAME, PackedRow, TrainingForward, packed_attention
 from pipelinerl.models.state import compute_dtype, is_narrow
 from pipelinerl.types import Segment
@@ -27,7 +24,6 @@ from pipelinerl.types import Segment
 _log = logging.getLogger(__name__)
 
 _COMPILED_ATTENTION = f"{ATTENTION_NAME}_apart"
-_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 _LENGTHS = (5, 11, 2, 12)
 
 
@@ -62,8 +58,7 @@ def compile_layers(forward: TrainingForward, *, backend: str = "inductor") -> Tr
             return replace(forward, compiled=True)
         reason = f"its results would be off by {error:.1g} (relative)"
     except Exception as failure:  # noqa: BLE001 - whatever a compiler raises
-        inner = getattr(failure, "inner_exception", failure)
-        reason = f"{type(inner).__name__}: {inner}".partition("\n")[0]
+        reason = why_not(failure)
     for layer in layers:
         vars(layer).pop("forward", None)
     choose_attention(forward.model, ATTENTION_NAME)
@@ -72,12 +67,7 @@ def compile_layers(forward: TrainingForward, *, backend: str = "inductor") -> Tr
 
 
 def _compile(model: Any, layers: Sequence[nn.Module], backend: str) -> None:
-    import torch._inductor.config  # noqa: PLC0415 - takes a second
-
-    if _CACHE not in os.environ:  # torch's own default is a name in /tmp that another user may have taken
-        os.environ[_CACHE] = tempfile.mkdtemp(prefix="pipelinerl-compiled-")
-        atexit.register(shutil.rmtree, os.environ[_CACHE], ignore_errors=True)
-    torch._inductor.config.compile_threads = 1  # no processes of its own
+    prepare_compiler()
     apart: Any = torch.compiler.disable(packed_attention)  # type: ignore[no-untyped-call]
     replace_attention(model, _COMPILED_ATTENTION, apart)
     for layer in layers:

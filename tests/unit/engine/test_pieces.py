@@ -1,0 +1,172 @@
+"""Graphs with joint products and in compiled pieces compute the same, and layers of one kind are compiled once."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from pipelinerl.engine import varlen
+from pipelinerl.engine.fused import join_products
+from pipelinerl.engine.static import StaticEngine
+from pipelinerl.engine.varlen import VarlenRunner
+from pipelinerl.models.state import checksum, named_weights
+from pipelinerl.types import GenerationRequest, SamplingParams
+from tests.parity.models import CONFIGS, make_model
+
+LAYERS = 3
+OTHERS = {"qwen3", "gemma3", "mistral-window", "phi"}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", os.fspath(tmp_path_factory.getbasetemp() / "compiled"))
+    yield
+    torch.compiler.reset()
+
+
+def deep_model(family: str) -> Any:
+    settings = CONFIGS[family].to_dict() | {"num_hidden_layers": LAYERS, "layer_types": None, "max_window_layers": 2}
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(type(CONFIGS[family])(**settings), attn_implementation="eager").eval()
+
+
+def requests() -> list[GenerationRequest]:
+    """Of different lengths, so that steps compute sixteen rows at first, if there are as many, and eight at the end."""
+    sampling = [SamplingParams(max_tokens=3 + 2 * i, seed=i) for i in range(12)]
+    return [GenerationRequest(id=f"r{i}", prompt_ids=(5, 7, 3 + i), sampling=one) for i, one in enumerate(sampling)]
+
+
+def generated(engine: StaticEngine) -> list[object]:
+    return [(done.token_ids, done.logprobs) for done in engine.generate(requests())]
+
+
+def expected_of(model: Any, slots: int) -> list[object]:
+    """What `generated` gives without a compiler."""
+    engine = StaticEngine(model, slots=slots, max_length=64)
+    return [(done.token_ids, pytest.approx(done.logprobs, abs=1e-4)) for done in engine.generate(requests())]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_products_of_one_input_are_joint_and_follow_what_is_written_to_their_parameters(family: str) -> None:
+    model, other = make_model(family), make_model(family, seed=1)
+    before = {name: tensor.clone() for name, tensor in named_weights(model).items()}
+    runner = VarlenRunner(model, 2, 64)  # compares it with the model's own forward
+    assert runner._flat is not None
+    products = [node for node in runner._flat.module.graph.nodes if node.target is F.linear]
+    assert len(products) == 4 * model.config.num_hidden_layers + 1
+    after = named_weights(model)
+    assert list(after) == list(before)
+    assert checksum(after) == checksum(before)
+    for parameter, new in zip(model.parameters(), other.parameters(), strict=True):
+        parameter.data.copy_(new)
+    runner.weights_changed()
+    ids_T = torch.arange(3, 23)
+    with torch.inference_mode():
+        expected_TV = other(input_ids=ids_T[None]).logits[0]
+        torch.testing.assert_close(runner._slot_logits(runner.kv, ids_T), expected_TV, atol=1e-4, rtol=1e-4)
+
+
+class _Shared(nn.Module):
+    """Two of its layers have the same weight, and three the same input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third, self.fourth = (nn.Linear(4, 4) for _ in range(4))
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x) * self.third(x) + self.fourth(x) * self.second(x + 1)  # type: ignore[no-any-return]
+
+
+def test_a_weight_that_is_used_twice_stays_as_it_is() -> None:
+    model = _Shared()
+    x = torch.randn(3, 4)
+    program = torch.export.export(model, (x,))
+    own = dict(model.named_parameters(remove_duplicate=False))
+    inputs: list[Tensor] = [own[spec.target] for spec in program.graph_signature.input_specs if spec.target]
+    join_products(program.graph_module.graph, inputs)
+    program.graph_module.recompile()
+    assert (
+        len(inputs) == len(program.graph_signature.input_specs) - 1 + 2
+    )  # a weight and a bias, of the third and the fourth
+    for parameter in model.parameters():
+        parameter.data.copy_(torch.randn(parameter.shape))
+    torch.testing.assert_close(program.graph_module.forward(*inputs, x)[0], model(x))
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["llama", *(pytest.param(name, marks=(pytest.mark.slow, pytest.mark.exhaustive)) for name in sorted(OTHERS))],
+)
+def test_layers_of_a_kind_are_compiled_once_for_all_numbers_of_rows(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs: list[Any] = []
+
+    def noting(graph: Any, _: object) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward  # type: ignore[no-any-return]
+
+    plain = expected_of(deep_model(family), slots=16)
+    monkeypatch.setitem(varlen.COMPILERS, "cpu", noting)
+    engine = StaticEngine(deep_model(family), slots=16, max_length=64)
+    assert "of 3 compiled pieces" in engine.progress().runner
+    assert len(graphs) == 4  # sampling is one
+    assert generated(engine) == plain
+    assert len(graphs) == 4
+
+
+@pytest.mark.parametrize("fault", ["no compiler", pytest.param("wrong", marks=pytest.mark.slow)])
+def test_what_can_not_be_compiled_exactly_runs_as_it_is_and_says_why(
+    fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def faulty(graph: Any, _: object) -> Callable[..., Any]:
+        if fault == "no compiler":
+            raise RuntimeError("No working C++ compiler found\nand more")
+        return lambda *given: tuple(
+            out * 1.1 if isinstance(out, Tensor) and out.is_floating_point() else out for out in graph.forward(*given)
+        )
+
+    plain = expected_of(make_model("llama"), slots=8)
+    monkeypatch.setitem(varlen.COMPILERS, "cpu", faulty)
+    engine = StaticEngine(make_model("llama"), slots=8, max_length=64)
+    reason = "RuntimeError: No working C++ compiler found" if fault == "no compiler" else "log-probabilities"
+    _, _, described = engine.progress().runner.partition("as an exported graph, not compiled: ")
+    assert reason in described
+    assert reason in caplog.text
+    assert "and more" not in described
+    assert generated(engine) == plain
+
+
+@pytest.mark.slow
+def test_sampling_that_can_not_be_compiled_exactly_runs_as_it_is_and_says_why(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def faulty(graph: Any, _: object) -> Callable[..., Any]:
+        samples = "cumsum" in graph.code
+        return lambda *given: tuple(out + samples for out in graph.forward(*given))
+
+    plain = expected_of(make_model("llama"), slots=8)
+    monkeypatch.setitem(varlen.COMPILERS, "cpu", faulty)
+    engine = StaticEngine(make_model("llama"), slots=8, max_length=64)
+    assert "(plain calls, not compiled: AssertionError: " in engine.progress().runner
+    assert "sampling can't be compiled" in caplog.text
+    assert generated(engine) == plain
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the compiler for CPUs needs g++")
+def test_the_real_compiler_samples_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = expected_of(deep_model("gemma3"), slots=8)
+    monkeypatch.setitem(varlen.COMPILERS, "cpu", "inductor")
+    engine = StaticEngine(deep_model("gemma3"), slots=8, max_length=64)
+    assert "of 3 compiled pieces" in engine.progress().runner
+    assert "not compiled" not in engine.progress().runner
+    assert generated(engine) == plain
