@@ -304,6 +304,16 @@ def test_a_changed_metric_of_a_step_is_named(metric: str, copied: Path) -> None:
     assert difference.startswith(f"step 3 has {metric} ")
 
 
+@pytest.mark.parametrize("number", ["samples_trained", "reward_last", "ess_mean", "lag_max", "eval_reward_after"])
+def test_a_summary_that_the_records_do_not_give_is_named(number: str, copied: Path) -> None:
+    path = copied / "summary.json"
+    contents = json.loads(path.read_text())
+    contents[number] = (contents[number] or 0) + 1
+    path.write_text(json.dumps(contents))
+    (difference,) = replayed(copied).differences
+    assert difference.startswith(f"summary.json has {number} {contents[number]}, the records give ")
+
+
 # ---- records that can't be replayed
 
 

@@ -80,14 +80,17 @@ def make_inner(where: str, inner: Inner, tokenizer: Tokenizer, seed: int) -> Env
 def notes_of(environment: Environment, config: RunConfig) -> tuple[str, ...]:
     """How many steps an epoch is, if the environment says it, and what a user should know of its rewards."""
     notes: tuple[str, ...] = getattr(environment, "reward_notes", Task.reward_notes)
+    asked, default = config.actor.max_tokens, type(config.actor).model_fields["max_tokens"].default
+    for name, part in {config.environment.kind: environment, **getattr(environment, "inner", {})}.items():
+        limit = getattr(part, "max_tokens", None) or asked
+        said = f"actor.max_tokens is {asked}, but {name} limits a turn to {limit} tokens"
+        notes += (said,) if limit < asked != default else ()
     count: int | None = getattr(environment, "training_count", None)
     if count is None:
         return notes
     steps = count * config.actor.group_size / config.trainer.batch_size
-    return (
-        *notes,
-        f"data: {count} training problems: an epoch is {steps:.4g} steps (trainer.steps: {config.trainer.steps})",
-    )
+    epoch = f"an epoch is {steps:.4g} steps (trainer.steps: {config.trainer.steps})"
+    return (*notes, f"data: {count} training problems: {epoch}")
 
 
 def _try_first_prompt(environment: JudgedTurn, tokenizer: Tokenizer) -> None:

@@ -31,8 +31,7 @@ class Task(ABC):
 
     max_tokens: int | None = None
     """Maximum tokens of a turn for this task. None, or a value above `actor.max_tokens`, means `actor.max_tokens`."""
-    scores_texts = False
-    """Whether `launch.tryout` tries the reward with wrong answers before a run."""
+    scores_texts = False  # whether `launch.tryout` tries the reward with wrong answers before a run
     reward_notes: tuple[str, ...] = ("rewards: not tried with wrong answers, as an attempt may have several turns",)
     template_options: Mapping[str, Any] = NO_OPTIONS
     """Options of the model's chat template, such as `{"enable_thinking": False}`."""

@@ -11,5 +11,4 @@ run.train
   summary                            summary.json, curves, the table
 """
 
-GARBAGE_THRESHOLD = 50_000
-"""For `gc.set_threshold`: with the default, 700, imports take a fifth longer, and rollouts trigger 10 a second."""
+GARBAGE_THRESHOLD = 50_000  # with the default, 700, imports take a fifth longer, and rollouts trigger 10 a second

@@ -55,8 +55,8 @@ def disagreements(
 ) -> list[str]:
     """A line for each. `odd`: stop tokens that model or tokenizer lack, or that are not special, with what names them.
 
-    `more`: tokens of the tokenizer beyond the model's vocabulary of `size`. `unmarked`: the text that ends an answer in the
-    chat template, which has no token there. `inside`: the stop tokens of the model.
+    `more`: tokens beyond the model's vocabulary of `size`. `unmarked`: the text that ends an answer in place of a token.
+    `inside`: the stop tokens of the model.
     """
     notes = []
     for where in dict.fromkeys(odd.values()):

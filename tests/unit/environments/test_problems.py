@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.config.schema import ActorConfig, RunConfig, TrainerConfig
+from pipelinerl.config.schema import ActorConfig, EnvironmentConfig, RunConfig, TrainerConfig
 from pipelinerl.environments import make_environment
 from pipelinerl.environments.registry import notes_of
 from pipelinerl.interfaces import Environment
@@ -73,6 +73,24 @@ def test_rewards_that_no_wrong_answer_tries_are_named(
     several = request.node.callspec.params["made"] in ("guess_number", "calculator")
     notes = [note for note in notes_of(made[0][0], RunConfig()) if "wrong answers" in note]
     assert notes == ["rewards: not tried with wrong answers, as an attempt may have several turns"] * several
+
+
+LIMITS = {"gcd": "gcd", "guess_number": "guess_number", "mixture": "gcd"}
+
+
+def test_a_limit_of_the_task_below_the_one_that_was_asked_for_is_named(
+    made: tuple[list[Environment], int], request: pytest.FixtureRequest
+) -> None:
+    kind = request.node.callspec.params["made"]
+    for asked, said in ((900, kind in LIMITS), (10, False), (ActorConfig().max_tokens, False)):
+        config = RunConfig(environment=EnvironmentConfig(kind=kind.partition(" ")[0]), actor=ActorConfig(max_tokens=asked))
+        found = [note for note in notes_of(made[0][0], config) if "max_tokens" in note]
+        assert len(found) == said
+    config = RunConfig(environment=EnvironmentConfig(kind=kind), actor=ActorConfig(max_tokens=900))
+    for note in notes_of(made[0][0], config):
+        if note.startswith("actor.max_tokens"):
+            limit = 16 if kind == "guess_number" else 240
+            assert note == f"actor.max_tokens is 900, but {LIMITS[kind]} limits a turn to {limit} tokens"
 
 
 def test_how_many_steps_an_epoch_is(made: tuple[list[Environment], int], request: pytest.FixtureRequest) -> None:

@@ -75,14 +75,8 @@ class Verifiers(ProblemSet):
             )
         template_options = check_template_options(tokenizer, options.template_options, chat=not texts)
         self._player = Player(loaded, template_options, threads=options.threads, drop_raised=options.drop_raised)
-
-    @property
-    def scores_texts(self) -> bool:
-        return not self._player.untried
-
-    @property
-    def reward_notes(self) -> tuple[str, ...]:
-        return tuple(f"rewards: not tried with wrong answers, as {why}" for why in (self._player.untried,) if why)
+        self.scores_texts = not (why := self._player.untried)
+        self.reward_notes = (f"rewards: not tried with wrong answers, as {why}",) if why else ()
 
     async def rollout(self, problem: Problem, client: GenerationClient) -> Rollout:
         return await self._player.play(problem.payload, client)

@@ -40,6 +40,7 @@ class GuessNumber:
 
     def __init__(self, tokenizer: Tokenizer, seed: int, **args: Any) -> None:
         self._options = options = GuessNumberOptions.read(args)
+        self.max_tokens = options.max_tokens
         self._chat = check_chat(tokenizer, options.chat)
         self._template = check_template_options(tokenizer, options.template_options, chat=self._chat)
         self._tokenizer = tokenizer
@@ -59,7 +60,7 @@ class GuessNumber:
         return [Problem(id=f"guess/held-out/{number}", payload={"number": number}) for number in self._held_out[:count]]
 
     async def rollout(self, problem: Problem, client: GenerationClient) -> Rollout:
-        number, limit = int(problem.payload["number"]), self._options.max_tokens
+        number, limit = int(problem.payload["number"]), self.max_tokens
         conversation = Conversation(client, template_options=self._template)
         messages: list[ChatMessage] = [*chat_messages("", self._rules)]
         prompt_ids = () if self._chat else encode_prompt(self._tokenizer, self._rules)

@@ -125,6 +125,7 @@ class Function(ProblemSet):
             retries=options.retries,
             limits=options.limits,
         )
+        self.scores_texts = not self.calls_async
         pooled = self._functions.any_pooled or (options.isolate and isinstance(options, ToolsOptions))
         if not pooled:
             options.refuse_without_effect("no function is called in a process", "workers", "memory_mb", "writes")
@@ -139,10 +140,6 @@ class Function(ProblemSet):
         """The rewards that are called as by another trainer, for the user to check, and whether one may cost money."""
         untried = "rewards: not tried with wrong answers, as a call of an `async def` function may cost money"
         return (*self._functions.notes, untried) if self.calls_async else self._functions.notes
-
-    @property
-    def scores_texts(self) -> bool:
-        return not self.calls_async
 
     @property
     def calls_async(self) -> bool:

@@ -46,8 +46,12 @@ from pipelinerl.experiments.replay.results import HeldOut, ReplayResult, StepCom
 from pipelinerl.experiments.replay.training import TrainingReplay
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.stages.recording import this_machine
+from pipelinerl.metrics.evaluations import EvaluationRecord
+from pipelinerl.metrics.reading import read_records
 from pipelinerl.metrics.records import StepRecord
+from pipelinerl.metrics.summary import summarize
 from pipelinerl.report import count, write_file, write_json, writing_to
+from pipelinerl.report.series import read_summary
 from pipelinerl.types import Group
 
 DEVICE_KEYS = ("trainer.device", "trainer.threads", "engine.device", "engine.threads")
@@ -66,6 +70,10 @@ _OF_THE_COURSE = {
     *("actor_dropped_tokens", "sampled_length_mean", "started_length_mean", "reward_read_mean"),
 }
 """The metrics of a step that do not follow from its batch. All others must be the run's to the bit."""
+_OF_RECORDS = (  # numbers of the summary
+    *("samples_trained", "tokens_trained", "reward_first", "reward_last", "metrics_first", "metrics_last", "ess_mean"),
+    *("ess_min", "lag_mean", "lag_max", "trained_length_mean", "eval_reward_before", "eval_reward_after", "eval_online"),
+)
 SAY_EVERY_S = 10.0
 
 
@@ -165,6 +173,7 @@ class _Replay:
         differences = list(self._kept_weights()) if self.request.exact else []
         differences += self._train() if self.steps else []
         differences += [changed_text(rollouts, version, what) for (version, what), rollouts in self.changes.items()]
+        differences += self._summary() if self.request.exact and not differences else ()
         generation = None
         tolerance = self.request.tolerance or TOLERANCE[self.config.model.dtype]
         if groups and not differences:
@@ -230,6 +239,15 @@ class _Replay:
             except (CheckpointError, ModelLoadError, ReplayDifferenceError) as error:
                 yield str(error)
             self.kept += 1
+
+    def _summary(self) -> Iterator[str]:
+        """What differs between the numbers in `summary.json` and the records that they follow from."""
+        steps, found = list(self.run.metrics.values()), read_summary(self.run.run.root) or {}
+        evaluations = read_records(self.run.run.evaluations, EvaluationRecord)
+        again = msgspec.to_builtins(summarize(self.config, steps, evaluations, {}, wall_s=0.0, status=""))
+        whole = found.get("optimizer_steps") == len(steps)  # another session may have ended without one
+        odd = [key for key in _OF_RECORDS if whole and key in found and found[key] != again[key]]
+        yield from (f"summary.json has {key} {found[key]}, the records give {again[key]}" for key in odd[:1])
 
     # ---- training
 
