@@ -12,29 +12,42 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks import common
+from pipelinerl.engine import LocalEngine
+from pipelinerl.engine.sampler import SamplingRows, sample
+from pipelinerl.types import GenerationRequest, SamplingParams
 
 LENGTHS = (100, 1000, 4000)
 PROMPT = "Once upon a time"
 
 
-@torch.inference_mode()
-def log_ratios(folder: str, rollouts: int, tokens: int, seed: int) -> torch.Tensor:
+def log_ratios(folder: str, rollouts: int, tokens: int) -> torch.Tensor:
     """log pi - log mu of sampled tokens, shape (rollouts, tokens)."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    prompt = AutoTokenizer.from_pretrained(folder)(PROMPT, return_tensors="pt").input_ids
-    random, cache = torch.Generator().manual_seed(seed), DynamicCache(config=model.config)
-    inputs_RT, found = prompt.expand(rollouts, -1), []
-    for _ in range(tokens):
-        logits_RV = model(inputs_RT, past_key_values=cache, logits_to_keep=1).logits[:, -1]
-        sampled_RV = logits_RV.bfloat16().float().log_softmax(-1)
-        inputs_RT = torch.multinomial(sampled_RV.exp(), 1, generator=random)
-        found.append((logits_RV.log_softmax(-1) - sampled_RV).gather(1, inputs_RT))
-    return torch.cat(found, 1).double()
+    prompt = tuple(AutoTokenizer.from_pretrained(folder)(PROMPT).input_ids)
+    found = []
+
+    def rounded(
+        logits_RV: torch.Tensor, rows: SamplingRows | None, uniforms_R: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ids_R, logs_R = sample(logits_RV.bfloat16(), rows, uniforms_R)
+        if len(ids_R) == rollouts:
+            found.append(logits_RV.log_softmax(-1).gather(1, ids_R[:, None])[:, 0] - logs_R)
+        return ids_R, logs_R
+
+    engine = LocalEngine(model, slots=rollouts, max_length=len(prompt) + tokens)
+    with patch("pipelinerl.engine.local.sample", rounded):
+        for index in range(rollouts):
+            sampling = SamplingParams(max_tokens=tokens)
+            engine.submit(GenerationRequest(id=str(index), prompt_ids=prompt, sampling=sampling))
+        while engine.in_progress or engine.queued:
+            engine.step()
+    return torch.stack(found, 1).double()
 
 
 def by_length(logs_RT: torch.Tensor, length: int) -> dict[str, float]:
@@ -59,13 +72,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--rollouts", type=int, default=16)
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=common.RESULTS / "engine-noise.json")
     options = parser.parse_args()
-    logs_RT = log_ratios(options.model, options.rollouts, max(LENGTHS), options.seed)
+    logs_RT = log_ratios(options.model, options.rollouts, max(LENGTHS))
     kl = float((logs_RT.expm1() - logs_RT).mean())
     rows = [by_length(logs_RT, length) for length in LENGTHS]
-    result = {"machine": common.machine(), "model": Path(options.model).name, "seed": options.seed, "kl_per_token": kl}
+    result = {"machine": common.machine(), "model": Path(options.model).name, "kl_per_token": kl}
     options.out.write_text(json.dumps(result | {"lengths": rows}, indent=1) + "\n")
     print(f"KL(mu || pi) per token: {kl:.2g} nats\n\n{common.markdown(rows)}")
 
