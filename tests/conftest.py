@@ -48,6 +48,12 @@ def pytest_configure(config: pytest.Config) -> None:
     forks.install(folder, int(owner))
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are cores, as tests also wait for processes."""
+    return (os.cpu_count() or 1) + 1
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--exhaustive", action="store_true", help="also run the tests that are marked as exhaustive")
     parser.addoption("--newest", action="store_true", help="also run the tests that download the newest packages")

@@ -1,7 +1,8 @@
-"""How much of this package the processes of a default run import: a reader of that run reads no more."""
+"""The size of a default run: how much of this package its processes import, as a reader of it reads no more, and memory."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import pipelinerl
+from pipelinerl.launch.memory import BETWEEN
 
 MOST_LINES = 9200
 
@@ -33,7 +35,7 @@ atexit.register(note)
 
 
 @pytest.mark.slow
-def test_no_process_of_a_default_run_imports_more_than_its_share(tmp_path: Path) -> None:
+def test_the_processes_of_a_default_run_import_their_share_and_have_the_memory_that_was_predicted(tmp_path: Path) -> None:
     noted = tmp_path / "imports"
     noted.mkdir()
     (tmp_path / "sitecustomize.py").write_text(NOTE_IMPORTS)
@@ -51,3 +53,9 @@ def test_no_process_of_a_default_run_imports_more_than_its_share(tmp_path: Path)
     assert len(lines) == 3, "the command, generation and training"
     assert {"actor", "trainer"} < set(lines)
     assert all(4000 < count <= MOST_LINES for count in lines.values()), lines
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    predicted_bytes, measured_bytes = summary["predicted_memory_bytes"], summary["peak_memory_bytes"]
+    between = predicted_bytes.pop(BETWEEN)
+    assert predicted_bytes.keys() == measured_bytes.keys() == {"generation", "training"}
+    for role, most in predicted_bytes.items():
+        assert 0.8 * measured_bytes[role] < most + between < 1.5 * measured_bytes[role], role
