@@ -101,7 +101,7 @@ class Forked(subprocess.Popen[Any]):
         unlike = {*environment.items()} ^ {*self.environment.items()}
         plain = not names["shell"] and names["close_fds"] and names["preexec_fn"] is None and names["executable"] is None
         ours = words[0] == sys.executable and (
-            (words[1:2] == ["-m"] and words[2].startswith(("pipelinerl", "tests.")))
+            (words[1:2] == ["-m"] and words[2].startswith(("pipelinerl", "tests.integration.")))
             or (words[1:2] == ["-c"] and words[2].endswith("from pipelinerl.cli import main\nsys.exit(main())"))
         )
         real = REAL in environment
