@@ -94,6 +94,7 @@ def try_prompt(
 
 
 def try_first_prompt(environment: JudgedTurn, tokenizer: Tokenizer) -> None:
+    """Raise EnvironmentSetupError, saying what is wrong, if the first problem's prompt can't be encoded."""
     try:
         prompt = environment.prompt(environment.problem(0))
     except Exception:  # noqa: BLE001 - may affect this problem only; failed rollouts are counted and bounded
