@@ -298,7 +298,8 @@ class CacheRunner:
                 self.error = self._check()
             if is_narrow(self.dtype):
                 self._new, self._used = self._probe(name)
-                self.error = self._error(self.dtype)
+                ids_T, reference_TV = self._own_logits()
+                self.error = self._error(ids_T, reference_TV, self.dtype)
         self.kv = SlotCache(self._new, self._used, rows, max_length)
         slow = [] if self._ragged else ["sequences of different lengths can't share a batch"]
         slow += [] if self._continues else ["prompts longer than engine.prefill_tokens are processed token by token"]
@@ -413,6 +414,7 @@ class CacheRunner:
 
     def _check(self) -> float:
         """The largest difference of log-probabilities. Sets how batches are formed: the fastest way that is exact."""
+        ids_T, reference_TV = self._own_logits()
         refusals: list[Exception] = []
         given = self._has_positions
         ways = [(True, True, given), (True, False, given), (False, True, given), (False, False, given)]
@@ -421,16 +423,19 @@ class CacheRunner:
         for way in ways:
             self._ragged, self._continues, self._has_positions = way
             try:
-                return self._error(torch.float32)
+                return self._error(ids_T, reference_TV, torch.float32)
             except Exception as error:  # noqa: BLE001 - a way that the model's code does not allow, or that is not exact
                 refusals.append(error)
         raise next((error for error in refusals if isinstance(error, UnsupportedModelError)), refusals[-1])
 
-    def _error(self, dtype: torch.dtype) -> float:
-        """The difference in `dtype` between the way of `_check` and the model's own forward."""
+    def _own_logits(self) -> tuple[Tensor, Tensor]:
+        """The ids [T] of the probe, and logits [T, V] of the model's own forward."""
         ids_T = self._probe_ids()
         choose_attention(self.model, "eager")
-        reference_TV: Tensor = self.model(input_ids=ids_T[None], use_cache=False).logits[0]
+        return ids_T, self.model(input_ids=ids_T[None], use_cache=False).logits[0]
+
+    def _error(self, ids_T: Tensor, reference_TV: Tensor, dtype: torch.dtype) -> float:
+        """The difference in `dtype` between the way that was chosen and the model's own forward."""
         choose_attention(self.model, ATTENTION_NAME if self._ragged else "eager")
         logits_NV, order_N = self._slot_logits(ids_T)
         return require_same(logits_NV, reference_TV[order_N], self.model, ids_T, dtype, least=_TOLERANCE)

@@ -35,10 +35,12 @@ def in_pieces(module: fx.GraphModule, backend: Any) -> tuple[Callable[..., tuple
     pieces: dict[object, Callable[..., Any]] = {}
     for i in range(0, part + 1, 2):
         piece: Any = split.get_submodule(f"submod_{i}")
-        shapes = [node.meta["val"].shape for node in piece.graph.find_nodes(op="placeholder")]
-        sizes = [(i, dim, size) for i, shape in enumerate(shapes) for dim, size in enumerate(shape)]
-        varying = [(i, dim) for i, dim, size in sizes if isinstance(size, torch.SymInt)]
-        piece.forward = pieces.setdefault(_structure(piece.graph), compiled(piece.forward, varying, backend))
+        if (structure := _structure(piece.graph)) not in pieces:
+            shapes = [node.meta["val"].shape for node in piece.graph.find_nodes(op="placeholder")]
+            dims = [(place, dim) for place, shape in enumerate(shapes) for dim in range(len(shape))]
+            varying = [(place, dim) for place, dim in dims if isinstance(shapes[place][dim], torch.SymInt)]
+            pieces[structure] = compiled(piece.forward, varying, backend)
+        piece.forward = pieces[structure]
     return split.forward, len(pieces)
 
 

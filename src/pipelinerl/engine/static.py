@@ -65,7 +65,9 @@ class DeviceRows:
         """Compile what follows the model in plain steps, best for `rows`. Raises what compilers do, or if results differ."""
         from pipelinerl.engine.pieces import compiled  # noqa: PLC0415 - on a GPU only
 
-        run = compiled(advance, [(1, 1), *((i, 0) for i in (0, 1, *range(3, 10)))], COMPILERS[self.results.device.type])
+        varying = [(place, 0) for place in (0, 1, *range(3, 10))]  # the rows: of the logits, the stop tokens and the state
+        varying.append((1, 1))  # the number of stop tokens
+        run = compiled(advance, varying, COMPILERS[self.results.device.type])
         with self.at_rest():
             positions, ids, *_, active = state = self.integers[:, :rows].unbind()
             logits_RV = self._runner.run(ids, positions, None, self._batch(rows, positions, active))
