@@ -34,8 +34,8 @@ from benchmarks.common import Record
 from pipelinerl.child import ChildProcess
 from pipelinerl.models.folder import resolve_path
 from pipelinerl.models.state import checksum, named_weights
+from pipelinerl.models.tensor_file import write_safetensors
 from pipelinerl.ports import free_port
-from pipelinerl.serving.client.weights_file import write_safetensors
 from pipelinerl.serving.vllm.adapter import VllmServer
 from pipelinerl.serving.vllm.server_info import kv_cache_bytes
 from pipelinerl.serving.vllm.start import HOST, VllmSettings, command_line, environment
@@ -121,7 +121,7 @@ def save(model: Any, version: int, directory: Path) -> WeightUpdateRequest:
     """Save the model's weights as an update file."""
     tensors = named_weights(model)
     path = directory / f"v{version}.safetensors"
-    write_safetensors(path, tensors)
+    write_safetensors(tensors, path)
     return WeightUpdateRequest(version=version, checksum=checksum(tensors), path=str(path))
 
 

@@ -57,13 +57,18 @@ _READS = {"item", "tolist", "__bool__", "__float__", "__int__", "__index__"}
 
 
 class PretendedDevice:
-    """The state of the device. `waits` counts by what the host waited for, `operations` by name."""
+    """The state of the device. `waits` counts by what the host waited for, `operations` by name.
+
+    `most_pinned`: the most bytes of pinned memory that were in use at once.
+    """
 
     def __init__(self) -> None:
         self.waits: Counter[str] = Counter()
         self.operations: Counter[str] = Counter()
         self.recording: list[Any] | None = None
         self.on = True
+        self.most_pinned = 0
+        self._pinned: list[tuple[StorageWeakRef, int]] = []
         self._labels: dict[int, tuple[StorageWeakRef, str]] = {}
         self._arriving: list[tuple[Tensor, Tensor]] = []
         self._before: dict[int, tuple[Tensor, Tensor]] = {}
@@ -88,6 +93,10 @@ class PretendedDevice:
         with torch._C.DisableTorchFunction():
             storage = tensor.untyped_storage()
             self._labels[storage._cdata] = (StorageWeakRef(storage), label)
+            if label == "pinned":
+                in_use = [(pinned, size) for pinned, size in self._pinned if not pinned.expired()]
+                self._pinned = [*in_use, (StorageWeakRef(storage), storage.nbytes())]
+                self.most_pinned = max(self.most_pinned, sum(size for _, size in self._pinned))
         return tensor
 
     @contextlib.contextmanager

@@ -32,13 +32,13 @@ from typing import Any
 import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers.utils import logging
 
 from pipelinerl.checkpoint_folders import HIDDEN, FileRecord, Folders, files_in, folder_name, record_of, sync_records
 from pipelinerl.checkpoint_state import STATE_FILE, CheckpointState, encode_state, read_state
 from pipelinerl.errors import CheckpointError
+from pipelinerl.models.tensor_file import models_written_by_part, write_safetensors
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 OPTIMIZER_SHARD = "optimizer-{:05d}-of-{:05d}.safetensors"
@@ -161,7 +161,7 @@ def save_optimizer(folder: Path, tensors: Mapping[str, Tensor], rank: int = 0, r
     Returns the file. Raises OSError or SafetensorError.
     """
     name = OPTIMIZER_FILE if ranks == 1 else OPTIMIZER_SHARD.format(rank + 1, ranks)
-    save_file({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, folder / name)
+    write_safetensors(tensors, folder / name)
     return folder / name
 
 
@@ -207,7 +207,7 @@ def _removed_on_failure(hidden: Path, target: Path, folders: Folders) -> Iterato
 
 
 def _write_model(folder: Path, model: Any, tokenizer: Any) -> None:
-    with _no_progress_bars():
+    with _no_progress_bars(), models_written_by_part():
         model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

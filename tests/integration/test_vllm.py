@@ -26,9 +26,9 @@ from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models.folder import resolve_path
 from pipelinerl.models.loading import load_model
 from pipelinerl.models.state import checksum, named_weights
+from pipelinerl.models.tensor_file import write_safetensors
 from pipelinerl.serving.client.engine import RemoteEngine
 from pipelinerl.serving.client.errors import ServerBusyError, ServerError, ServerUnreachableError
-from pipelinerl.serving.client.weights_file import write_safetensors
 from pipelinerl.serving.vllm.adapter import VllmServer
 from pipelinerl.serving.vllm.guard import members
 from pipelinerl.serving.vllm.server_info import kv_cache_bytes, model_facts
@@ -197,7 +197,7 @@ def test_a_refused_update_changes_nothing_and_generation_goes_on(vllm: VllmProce
     held = version_at(vllm)
     good = save(model, held + 1, tmp_path)
     part = {name: tensor for name, tensor in named_weights(model).items() if "layers.1" not in name}
-    write_safetensors(tmp_path / "part.safetensors", part)
+    write_safetensors(part, tmp_path / "part.safetensors")
     bad = {
         "checksum": {"checksum": "0" * 32},
         "can't be read": {"path": str(tmp_path / "nothing.safetensors")},
@@ -226,7 +226,7 @@ def test_a_tied_head_follows_the_embedding(vllm: VllmProcess, tmp_path: Path) ->
     version = version_at(vllm) + 1
     path = tmp_path / "tied.safetensors"
     update = WeightUpdateRequest(version=version, checksum=checksum(tensors), path=str(path))
-    write_safetensors(path, tensors)
+    write_safetensors(tensors, path)
 
     async def twice(client: VllmServer) -> tuple[Completion, list[float]]:
         receipts = [await client.update_weights(update), await client.update_weights(update)]
@@ -329,7 +329,7 @@ def test_the_first_weights_of_a_session_may_be_older_and_end_all_requests(vllm: 
 
     def update(version: int, model: Any) -> WeightUpdateRequest:
         path, weights = tmp_path / f"{version}.safetensors", named_weights(model)
-        write_safetensors(path, weights)
+        write_safetensors(weights, path)
         return WeightUpdateRequest(version=version, checksum=checksum(weights), path=str(path))
 
     async def main(_: VllmServer) -> Completion:

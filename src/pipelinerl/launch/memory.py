@@ -35,6 +35,8 @@ LOGIT_CHUNKS = 3 * (1 << 22) * 4
 """Bytes of temporaries for log-probabilities, computed in chunks of `trainer.logprobs.CHUNK_ELEMENTS`."""
 LOGITS_AT_ONCE, HEAD_CHUNK = 1 << 28, {"cpu": 128, "cuda": 1024}
 """Those of `trainer.logprobs`, for `trainer.head_chunk`."""
+WRITTEN_AT_ONCE = 3 << 26
+"""Host memory through which a GPU's tensors go to a file, in parts of `models.transfers.PART` bytes."""
 SHORT_ANSWERS = 4
 ALLOCATOR = 1.15
 """Factor for the allocator's gaps between buffers that are allocated and freed all the time (measured, glibc)."""
@@ -201,7 +203,7 @@ def _whole_state(config: RunConfig, shape: ModelShape, device: str) -> list[Part
     elif item != 4:
         parts.append(_fixed("master weights in float32", (4 + item) * trained, device))  # and a micro-batch's gradients
     parts += [_fixed("gradients", 4 * trained, device), _fixed("Adam's moments", 8 * trained, device)]
-    return parts + _written(trained, item, device)
+    return parts + _written(device)
 
 
 def _sharded_state(config: RunConfig, shape: ModelShape, rank: int, device: str) -> list[Part]:
@@ -230,12 +232,11 @@ def _sharded_state(config: RunConfig, shape: ModelShape, rank: int, device: str)
         _fixed("Adam's moments", 8 * trained, device),
     ]
     published = [_fixed("all weights, to be published", _weight_bytes(config, shape))] if rank == 0 else []
-    return parts + _written(trained, item, device) + published
+    return parts + _written(device) + published
 
 
-def _written(trained: int, item: int, device: str) -> list[Part]:
-    size = (8 + (4 if item != 4 else 0)) * trained
-    return [_fixed("a checkpoint as it is written", size)] if device.startswith("cuda") else []
+def _written(device: str) -> list[Part]:
+    return [_fixed("a checkpoint as it is written", WRITTEN_AT_ONCE)] if device.startswith("cuda") else []
 
 
 def _device_of(config: RunConfig, rank: int) -> str:

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from pipelinerl.config.schema import LoraConfig
 from pipelinerl.errors import CheckpointError, ConfigError, UnsupportedModelError
 from pipelinerl.models.state import checksum, named_weights
+from pipelinerl.models.tensor_file import write_safetensors
 
 ADAPTER_FOLDER = "adapter"
 """Subfolder of a checkpoint. If it were beside `model.safetensors`, transformers would load the folder as an adapter."""
@@ -90,8 +90,8 @@ class LoraModel:
         config = copy.copy(self._peft.peft_config["default"])
         config.inference_mode = True  # as peft writes it: the adapter is loaded frozen by default
         config.save_pretrained(folder / ADAPTER_FOLDER)
-        tensors = {name: tensor.cpu().contiguous() for name, tensor in self._adapter().items()}
-        save_file(tensors, folder / ADAPTER_FOLDER / ADAPTER_WEIGHTS, {"format": "pt", _BASE: self._base_checksum})
+        metadata = {"format": "pt", _BASE: self._base_checksum}
+        write_safetensors(self._adapter(), folder / ADAPTER_FOLDER / ADAPTER_WEIGHTS, metadata)
 
     @torch.no_grad()
     def load_adapter(self, folder: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -70,20 +70,21 @@ def on_gpu(tensors: Mapping[str, Tensor]) -> bool:
 
 
 def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """A digest of the bytes of each tensor: 128 bits as 32 hex digits.
-
-    Tensors on other devices are copied to the CPU one at a time; a tied tensor is read once.
-    """
+    """A digest of the bytes of each tensor: 128 bits as 32 hex digits. A tied tensor is read once."""
     firsts = first_names(tensors)
-    owners = list(dict.fromkeys(firsts.values()))
-    if any(tensors[name].is_cuda for name in owners):
+    digests = {name: xxhash.xxh3_128() for name in firsts.values()}
+    for name, part in host_parts({name: tensors[name] for name in digests}):
+        digests[name].update(part)
+    return {name: digests[first].hexdigest() for name, first in firsts.items()}
+
+
+def host_parts(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Any]]:
+    """The bytes of each tensor, in order. From other devices one tensor at a time is copied, from a GPU in several parts."""
+    if any(tensor.is_cuda for tensor in tensors.values()):
         from pipelinerl.models.transfers import arriving  # noqa: PLC0415 - only from a GPU
 
-        bytes_by_name: Iterable[tuple[str, Any]] = arriving({name: bytes_of(tensors[name]) for name in owners})
-    else:
-        bytes_by_name = ((name, bytes_of(tensors[name].cpu()).numpy()) for name in owners)
-    digests = {name: xxhash.xxh3_128_hexdigest(array.data) for name, array in bytes_by_name}
-    return {name: digests[first] for name, first in firsts.items()}
+        return arriving(tensors)
+    return ((name, bytes_of(tensor.cpu()).numpy()) for name, tensor in tensors.items())
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
@@ -144,7 +145,5 @@ def _untied(weights: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> lis
 def summary_of(what: str, names: Iterable[str], most: int = 8) -> list[str]:
     """A part of a message: how many names there are, and the first ones. Empty without names."""
     names = list(names)
-    if not names:
-        return []
-    shown = ", ".join(names[:most])
-    return [f"{len(names)} {what} ({shown}{', ...' if len(names) > most else ''})"]
+    shown = ", ".join(names[:most]) + (", ..." if len(names) > most else "")
+    return [f"{len(names)} {what} ({shown})"] if names else []

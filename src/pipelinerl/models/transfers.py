@@ -15,8 +15,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from pipelinerl.models.state import bytes_of
+
 logger = logging.getLogger(__name__)
 
+PART = 1 << 26
+"""In bytes. A power of two, which PyTorch rounds pinned memory up to."""
 _PORTABLE = 1
 """cudaHostRegisterPortable: pinned for all devices."""
 
@@ -47,11 +51,12 @@ def to_host(tensor: Tensor) -> Callable[[], npt.NDArray[Any]]:
     return read
 
 
-def arriving(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, npt.NDArray[Any]]]:
-    """The tensors as arrays, in order. The next one is copied while the caller uses one."""
+def arriving(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, npt.NDArray[np.uint8]]]:
+    """The bytes of each tensor, in order, in parts of at most `PART`. The next part is copied while the caller uses one."""
     before: tuple[str, Callable[[], npt.NDArray[Any]]] | None = None
-    for name, tensor in tensors.items():
-        started = name, to_host(tensor)
+    parts = ((name, part) for name, tensor in tensors.items() for part in torch.split(bytes_of(tensor), PART))
+    for name, part_U8 in parts:
+        started = name, to_host(part_U8)
         if before is not None:
             yield before[0], before[1]()
         before = started

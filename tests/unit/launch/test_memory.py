@@ -33,6 +33,7 @@ from pipelinerl.launch.memory import (
     packed_bytes,
     predict,
 )
+from pipelinerl.models import transfers
 from pipelinerl.models.folder import resolve_path
 from pipelinerl.models.packed import PackedRow, sampled_logits, use_packed_attention
 from pipelinerl.models.shape import ModelShape, read_shape
@@ -161,6 +162,7 @@ def test_constants_are_those_of_the_code_they_stand_for() -> None:
     assert memory.LOGIT_CHUNKS == 3 * 4 * logprobs.CHUNK_ELEMENTS
     assert memory.LOGITS_AT_ONCE == logprobs.LOGITS_AT_ONCE
     assert memory.HEAD_CHUNK == logprobs.HEAD_CHUNK
+    assert memory.WRITTEN_AT_ONCE == 3 * transfers.PART, "one is copied, one waits, one is written"
 
 
 def test_the_engines_memory_is_what_the_engine_allocates(tmp_path: Path) -> None:
@@ -304,6 +306,17 @@ def test_ranks_share_the_weights_the_gradients_and_the_optimizers_state() -> Non
     narrow = predicted("--trainer.ranks=4", "--model.dtype=bfloat16")["training"]
     assert narrow["weights"] == ranks[0]["weights"], "they are the master copy, in float32"
     assert narrow["gathered weights"] == ranks[0]["gathered weights"] / 2
+
+
+def test_a_checkpoint_takes_the_same_host_memory_whatever_its_size() -> None:
+    flags = ("--trainer.device=cuda", "--engine.device=cuda:7", "--model.dtype=bfloat16")
+    for ranks in (1, 4):
+        small, large = (
+            predict(load_config(None, [*flags, f"--trainer.ranks={ranks}"]), replace(BILLION, parameters=size * 10**9))
+            for size in (1, 7)
+        )
+        more = large.bytes_on("cpu") - small.bytes_on("cpu")
+        assert more == 6 * 10**9 * 2 * (2 + (ranks > 1)), "only buffers between processes, and the weights to be published"
 
 
 def test_logits_take_at_most_the_limit_or_those_of_a_chunk() -> None:

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from pipelinerl.models.transfers import arriving, pin, to_device, to_host
+from pipelinerl.models import transfers
+from pipelinerl.models.transfers import pin, to_device, to_host
 
 CPU = torch.device("cpu")
 
@@ -23,9 +24,11 @@ def test_what_is_sent_is_as_it_was_then() -> None:
     assert back().tolist() == [0, 1, 2]
 
 
-def test_tensors_arrive_under_their_names_in_order() -> None:
-    tensors = {name: torch.full((2,), i) for i, name in enumerate("cab")}
-    assert [(name, array.tolist()) for name, array in arriving(tensors)] == [("c", [0, 0]), ("a", [1, 1]), ("b", [2, 2])]
+def test_tensors_arrive_under_their_names_in_order_and_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfers, "PART", 2)
+    tensors = {name: torch.full((3,), i, dtype=torch.uint8) for i, name in enumerate("ca")}
+    found = [(name, array.tolist()) for name, array in transfers.arriving(tensors)]
+    assert found == [("c", [0, 0]), ("c", [0]), ("a", [1, 1]), ("a", [1])]
 
 
 class Cudart:

@@ -5,14 +5,19 @@ from __future__ import annotations
 import copy
 import os
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from pipelinerl.config.schema import TrainerConfig
+from pipelinerl.checkpoint import write_checkpoint
+from pipelinerl.config.schema import LoraConfig, TrainerConfig
 from pipelinerl.engine.static import StaticEngine
+from pipelinerl.models import transfers
 from pipelinerl.models.float32_head import use_float32_head
+from pipelinerl.models.lora import LoraModel
 from pipelinerl.models.state import checksum, named_weights
 from pipelinerl.preprocess import pack
 from pipelinerl.trainer import Learner
@@ -21,6 +26,7 @@ from pipelinerl.weights.shared.pinned import PinnedWeightReceiver
 from pipelinerl.weights.shared.sender import SharedWeightSender
 from tests.parity.models import make_model
 from tests.pretend_cuda import pretended_cuda
+from tests.unit.test_checkpoint import make_tokenizer
 from tests.unit.trainer.test_trainer_step import make_samples
 
 WAITS_A_STEP = 5
@@ -70,3 +76,30 @@ def test_an_update_is_verified_by_the_device_and_waits_for_it_once() -> None:
         assert receipt.checksum == digest == checksum(named_weights(served))
     os.close(fd)
     assert torch.equal(served.model.norm.weight, trained.model.norm.weight)
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_a_checkpoint_is_written_in_parts_of_which_the_host_has_three(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, adapters: bool
+) -> None:
+    monkeypatch.setattr(transfers, "PART", 1000)
+    model = make_model("qwen3").bfloat16()
+    samples = make_samples(model)
+    with pretended_cuda() as device:
+        model = model.to("cuda")
+        lora = LoraModel(model, LoraConfig(rank=2), seed=0) if adapters else None
+        learner = Learner(model, TrainerConfig(), temperature=1.0, pack=pack, lora=lora)
+        learner.step(samples, version=0)
+        expected = {
+            "model.safetensors": {name: tensor.cpu() for name, tensor in learner.weights().items()},
+            "optimizer.safetensors": {name: tensor.cpu() for name, tensor in learner.optimizer.state().items()},
+        }
+        device.waits.clear()
+        options: Any = {"positions": {}, "counters": {}, "rng": {}, "tokenizer": make_tokenizer()}
+        path = write_checkpoint(tmp_path, version=1, model=learner, optimizer=learner.save_optimizer, **options)()
+        assert device.waits.keys() == {"an event"}, "nothing else is copied to the host"
+        assert 0 < device.most_pinned <= 3 * 1000
+    for name, tensors in expected.items():
+        saved = load_file(path / name)
+        assert saved.keys() == tensors.keys()
+        assert all(torch.equal(saved[key], tensors[key]) for key in saved)

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from pipelinerl.actor.client import derive_seed
@@ -36,6 +36,7 @@ from pipelinerl.errors import ReplayDifferenceError, RunInterruptedError, UserEr
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models.loading import load_model
 from pipelinerl.models.state import checksum, first_names, named_weights
+from pipelinerl.models.tensor_file import write_safetensors
 from pipelinerl.types import Completion, GenerationRequest, Group, SamplingParams, Turn, VersionSpan
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.3}
@@ -69,9 +70,9 @@ class Weights:
     def save(self, version: int, tensors: Mapping[str, Tensor]) -> None:
         """Save weights to disk, tied tensors once."""
         self._aliases[version] = first_names(tensors)
-        owned = {name: tensors[name].cpu().contiguous() for name in dict.fromkeys(self._aliases[version].values())}
+        owned = {name: tensors[name] for name in self._aliases[version].values()}
         self._folder.mkdir(parents=True, exist_ok=True)
-        save_file(owned, self._file(version))
+        write_safetensors(owned, self._file(version))
 
     def __call__(self, version: int) -> Mapping[str, Tensor]:
         """Raises CheckpointError for damaged files, ReplayDifferenceError for kept weights that the run did not publish."""

@@ -7,16 +7,12 @@ import fcntl
 import os
 import secrets
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
-
-import msgspec
-import torch
-from torch import Tensor
 
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.files import remedy
 from pipelinerl.interfaces import WeightUpdate
+from pipelinerl.models.tensor_file import write_safetensors
 from pipelinerl.serving.wire import WeightUpdateRequest
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - shared with the servers on this machine
@@ -24,19 +20,6 @@ _PREFIX = "pipelinerl-weights-"
 _LOCK = "lock"
 _COPIES = 2
 """The previous update stays until the new one is acknowledged. Its file is then overwritten: half the cost of a new file."""
-
-_TYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 
 
 class WeightFiles:
@@ -63,7 +46,7 @@ class WeightFiles:
                 self._spare.rename(path)
                 self._spare = None
             try:
-                write_safetensors(path, update.tensors)
+                write_safetensors(update.tensors, path)
             except BaseException:
                 path.unlink(missing_ok=True)
                 raise
@@ -103,43 +86,6 @@ class WeightFiles:
         self._lock_fd = os.open(unlocked / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return unlocked.rename(parent / name)
-
-
-def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write every tensor under its name, tied tensors under each of their names. An existing file is overwritten in place.
-
-    Contiguous CPU tensors are written without a copy in memory. Raises OSError.
-    """
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, tensor in tensors.items():
-        start, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": _type_of(name, tensor), "shape": list(tensor.shape), "data_offsets": [start, end]}
-    encoded = msgspec.json.encode(header)
-    encoded += b" " * (-len(encoded) % 8)
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        _write(fd, len(encoded).to_bytes(8, "little") + encoded)
-        for tensor in tensors.values():
-            if tensor.numel():
-                flat_U8 = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-                _write(fd, flat_U8.numpy().data)
-        os.ftruncate(fd, 8 + len(encoded) + end)
-    finally:
-        os.close(fd)
-
-
-def _type_of(name: str, tensor: Tensor) -> str:
-    try:
-        return _TYPES[tensor.dtype]
-    except KeyError:
-        raise WeightUpdateError(f"tensor {name} is of type {tensor.dtype}, which is not sent to engine servers") from None
-
-
-def _write(fd: int, data: bytes | memoryview) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
 
 
 def _remove_if_abandoned(directory: Path) -> None:

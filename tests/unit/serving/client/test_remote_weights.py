@@ -14,8 +14,9 @@ from safetensors.torch import load_file
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models.state import checksum
+from pipelinerl.models.tensor_file import write_safetensors
 from pipelinerl.serving.client.errors import EngineUnavailableError, ServerUnreachableError
-from pipelinerl.serving.client.weights_file import WeightFiles, write_safetensors
+from pipelinerl.serving.client.weights_file import WeightFiles
 from pipelinerl.serving.wire import ProcessGroupRequest, WeightUpdateRequest
 from pipelinerl.types import GenerationRequest, SamplingParams, UpdateReceipt
 from tests.unit.fake_engine_servers import FAST, FakeServer, engine_over, in_event_loop, wait_until
@@ -46,7 +47,7 @@ def files(directory: Path) -> list[str]:
 
 def test_what_is_written_is_what_safetensors_reads(tmp_path: Path) -> None:
     written = tensors()
-    write_safetensors(tmp_path / "w.safetensors", written)
+    write_safetensors(written, tmp_path / "w.safetensors")
     read = load_file(tmp_path / "w.safetensors")
     assert read.keys() == written.keys()
     assert all(torch.equal(read[name], written[name]) and read[name].dtype == written[name].dtype for name in read)

@@ -18,7 +18,7 @@ from torch import nn
 from pipelinerl.channel import listen
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.models.state import checksum
-from pipelinerl.serving.client.weights_file import write_safetensors
+from pipelinerl.models.tensor_file import write_safetensors
 from pipelinerl.serving.vllm.messages import REFUSED, FilesInfo
 from pipelinerl.serving.vllm.plugin import WeightTransfer, refresh_heads
 from pipelinerl.serving.wire import ProcessGroupRequest
@@ -60,7 +60,7 @@ def good() -> dict[str, torch.Tensor]:
 
 def write(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
     path.unlink(missing_ok=True)
-    write_safetensors(path, tensors)
+    write_safetensors(tensors, path)
     return {"path": str(path), "version": 2, "checksum": checksum(tensors)}
 
 
