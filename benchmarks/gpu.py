@@ -1,6 +1,6 @@
 """What a GPU is asked: decode against its bandwidth, training against its peak, updates, both ends on it. See `gpu.sh`.
 
-    python -m benchmarks.gpu STEP --out FOLDER [--size 1.5b] [--device cuda]
+    python -m benchmarks.gpu STEP --out FOLDER [--size 1.5b] [--device cuda:0]
 
 Models have random weights of a configuration's sizes, in bfloat16 (`tiny`: float32, to try the scripts on a CPU). The limits
 are measured on the same device: bandwidth by copying, peak by a large product of matrices. Every step writes
@@ -479,7 +479,7 @@ def main() -> None:
     parser.add_argument("step", choices=[*STEPS, "table"])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--size", default="1.5b", choices=list(SIZES))
-    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--slots", type=int, nargs="+", default=[8, 64, 256])
     parser.add_argument("--contexts", type=int, nargs="+", default=[256, 1000])
     parser.add_argument("--ways", nargs="+", default=["static"], help="decode: values of engine.decoding")

@@ -5,14 +5,14 @@
 #   bash benchmarks/gpu.sh FOLDER [part1|part2|vllm|table|all]
 # FOLDER.tgz has the results and logs, without the model. It needs PyTorch for CUDA and this package (`pip install -e .`, or
 # PYTHONPATH=src), and no network. Environment variables:
-#   SIZE=1.5b (0.5b, tiny)   DEVICE=cuda   PYTHON=python3
+#   SIZE=1.5b (0.5b, tiny)   DEVICE=cuda:0   PYTHON=python3
 # To try the scripts without a GPU: DEVICE=cpu SIZE=tiny bash benchmarks/gpu.sh FOLDER
 set -uo pipefail
 out=${1:?where results go}
 part=${2:-all}
 python=${PYTHON:-python3}
 size=${SIZE:-1.5b}
-device=${DEVICE:-cuda}
+device=${DEVICE:-cuda:0}
 mkdir -p "$out"
 failed=0
 patience=1

@@ -21,7 +21,8 @@ from pipelinerl.launch import memory as memory_check
 from pipelinerl.launch.checks import check_before_the_start
 from pipelinerl.launch.dry_run import TryoutReport, dry_run
 from pipelinerl.launch.dry_run import try_environment as in_a_process
-from pipelinerl.launch.memory import Memory, check_memory
+from pipelinerl.launch.machine import Memory
+from pipelinerl.launch.memory import check_memory
 from pipelinerl.launch.tryout import try_environment
 from pipelinerl.models.folder import resolve_path
 from tests.integration.runs import flags, small_run, try_in_this_process, write_environment

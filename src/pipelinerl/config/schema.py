@@ -167,7 +167,7 @@ class EngineConfig(Section, frozen=True):
     decoding: Literal["auto", "packed", "static"] = "auto"
     """`static`: decode steps of fixed shapes, as CUDA graphs. `auto`: on CUDA, if the type and the model allow them."""
     device: Device = "cpu"
-    """torch device of the engine, e.g. `cpu` or `cuda:0`."""
+    """torch device of the engine. `cuda`: a GPU of its own for each process. `cuda:0`: this one, which others may share."""
     threads: Count | None = None
     """CPU threads of an engine. null: half the cores, or 1 each for several processes or servers; `conventional`: all."""
 
@@ -315,7 +315,7 @@ class TrainerConfig(Section, frozen=True):
     compile: bool = False
     """Compile the model's layers (`torch.compile`): faster steps after a longer start. Needs g++, on a GPU Triton."""
     device: Device = "cpu"
-    """torch device of the trainer."""
+    """torch device of the trainer, as `engine.device`."""
     threads: Count | None = None
     """CPU threads of the trainer (of each rank). null: half the cores, or those that engines leave; `conventional`: all;
     shared by the ranks.

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from pipelinerl import extras
 from pipelinerl.experiments.machine import load_average, processor
-from pipelinerl.launch.memory import host_memory
+from pipelinerl.launch.machine import host_memory
 from pipelinerl.launch.share import usable_cores
 from pipelinerl.report import count, new_table, rendered
 

@@ -17,7 +17,7 @@ from pipelinerl.config.keys import config_to_yaml
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import EnvironmentSetupError
 from pipelinerl.launch.checks import check_without_running
-from pipelinerl.launch.memory import check_memory
+from pipelinerl.launch.memory import check_memory, on_gpus
 
 SHOWN_CHARACTERS = 80
 OUTPUT_LINES = 5
@@ -76,11 +76,15 @@ def dry_run(config: RunConfig) -> list[str]:
 
 
 def _placement(config: RunConfig) -> list[str]:
-    """Where the processes of a run on several machines would be started."""
-    if config.launch.kind != "ray":
+    """Where the processes of a run on several machines, or on GPUs of this one, would be started."""
+    if config.launch.kind == "embedded" or (config.launch.kind == "processes" and not on_gpus(config)):
         return []
-    from pipelinerl.launch.hosts.placement import placement_lines  # noqa: PLC0415 - only for several machines
-    from pipelinerl.launch.hosts.ray import connected, machines_away, placement_of  # noqa: PLC0415 - needs the extra `ray`
+    from pipelinerl.launch.hosts.placement import place_here, placement_lines  # noqa: PLC0415 - few runs need it
+
+    if config.launch.kind == "processes":
+        places, here = place_here(config)
+        return placement_lines(places, [here])
+    from pipelinerl.launch.hosts.ray import connected, machines_away, placement_of  # noqa: PLC0415 - an extra
 
     with connected(config.launch) as cluster:
         places = placement_of(config, cluster)

@@ -11,7 +11,8 @@ from typing import Any
 from pipelinerl.config.load import config_of_values
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import ConfigError
-from pipelinerl.launch.memory import HOST, Memory, Prediction, predict
+from pipelinerl.launch.machine import Memory
+from pipelinerl.launch.memory import HOST, Prediction, predict
 from pipelinerl.models.shape import ModelShape
 
 FEWEST_SLOTS = 8
@@ -40,7 +41,7 @@ def _fitting(config: RunConfig, prediction: Prediction, device: str, limit: int)
 
     def size(settings: Settings) -> float:
         with suppress(ConfigError):
-            return predict(config_of_values(settings, config), shape, prompt).bytes_on(device)
+            return predict(config_of_values(settings, config), shape, prompt).on(prediction.gpus).bytes_on(device)
         return inf
 
     firsts: list[Settings] = [{}, {"trainer.gradient_checkpointing": True}]  # what costs least comes first

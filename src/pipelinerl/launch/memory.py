@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import ModelLoadError, UserError
+from pipelinerl.launch.machine import Memory, device_memory, host_memory
 from pipelinerl.launch.roles import PREPROCESSING, TRAINING, generation_roles, rank_roles, server_roles
 from pipelinerl.models.folder import find_model
 from pipelinerl.models.shape import ModelShape, read_shape
@@ -63,11 +62,22 @@ class Process(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """For the model of this `shape`, and this longest prompt; a part of a run's processes has none."""
+    """For the model of this `shape`, and this longest prompt. `gpus`: those of each process, if they are known."""
 
     processes: tuple[Process, ...]
     shape: ModelShape | None = None
     longest_prompt: int | None = None
+    gpus: Mapping[str, Sequence[int]] = {}
+
+    def on(self, gpus: Mapping[str, Sequence[int]]) -> Prediction:
+        """That of one machine: of the processes in `gpus`, each on these GPUs. Without any, the same as before."""
+        processes = []
+        for process in self.processes if gpus else ():
+            if process.role in gpus:
+                own = [f"cuda:{number}" for number in gpus[process.role]]
+                parts = (part._replace(device=own[0]) if part.device != HOST and own else part for part in process.parts)
+                processes.append(Process(process.role, tuple(parts)))
+        return self._replace(processes=tuple(processes), gpus=gpus) if gpus else self
 
     @property
     def devices(self) -> list[str]:
@@ -325,94 +335,7 @@ def _memory_of(device: str) -> str:
     return {"mps": HOST, "cuda": "cuda:0"}.get(device, device)
 
 
-# ---- the memory of this machine and its GPUs; imports no torch
-
-_UNLIMITED = 1 << 60
-"""A limit from here on means none. Control groups also write `max` for that."""
-
-
-class Memory(NamedTuple):
-    """In bytes. `available` is what can be allocated now without ending other processes; None if it is not known."""
-
-    total: int
-    available: int | None
-
-
-def host_memory(root: Path = Path("/")) -> Memory:
-    """Physical memory, within the limits of this process's control groups. `root` is the folder of /proc and /sys."""
-    machine = _meminfo(root / "proc/meminfo")
-    if machine is None:
-        return Memory(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), None)
-    total, available = machine
-    for limit, used in _limits(root):
-        total, available = min(total, limit), min(available, max(0, limit - used))
-    return Memory(total, available)
-
-
-def device_memory(device: str) -> Memory | None:
-    """The memory of a CUDA device, given its torch name. None without a driver, or if the driver does not know the device.
-
-    This calls the driver directly: importing torch takes seconds, and both number devices in the same way.
-    """
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
-    number = int(device.partition(":")[2] or 0)
-    handle, total = ctypes.c_int(), ctypes.c_size_t()
-    if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(handle), number):
-        return None
-    return None if driver.cuDeviceTotalMem_v2(ctypes.byref(total), handle) else Memory(total.value, None)
-
-
-def _meminfo(path: Path) -> tuple[int, int] | None:
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
-        return None
-    kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines) if rest.split()}
-    return (kib["MemTotal"] << 10, kib["MemAvailable"] << 10) if {"MemTotal", "MemAvailable"} <= kib.keys() else None
-
-
-def _limits(root: Path) -> Iterator[tuple[int, int]]:
-    """Limit and use, in bytes, of each control group (v1 and v2) that limits this process, parent groups included.
-
-    In a container the group may be mounted as the root, so both places are read. Use excludes file pages that the kernel
-    can reclaim.
-    """
-    try:
-        groups = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in groups:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            folder, limit, used = root / "sys/fs/cgroup", "memory.max", "memory.current"
-        elif "memory" in controllers.split(","):
-            folder, limit, used = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
-        else:
-            continue
-        own = folder / path.strip("/")
-        for group in (own, *own.parents):
-            if group.is_relative_to(folder) and (most := _number(group / limit)) is not None and most < _UNLIMITED:
-                yield most, (_number(group / used) or 0) - _reclaimable(group / "memory.stat")
-
-
-def _number(path: Path) -> int | None:
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdecimal() else None
-
-
-def _reclaimable(path: Path) -> int:
-    try:
-        fields = dict(line.split() for line in path.read_text().splitlines())
-    except (OSError, ValueError):
-        return 0
-    return int(fields.get("total_inactive_file", fields.get("inactive_file", 0)))
-
+# ---- judgement: the prediction against a machine
 
 Machine = Callable[[str], Memory | None]
 """The memory of a device (`cpu` or a CUDA device), None if it is not known."""
@@ -453,7 +376,7 @@ def check_memory(config: RunConfig, longest_prompt: int | None = None) -> Judgem
 
     A run on several machines is only predicted: they are judged when they are known (`judge_machine`).
 
-    Raises UserError for a run that can't fit, ModelLoadError if there is no model.
+    Raises UserError for a run that can't fit or has too few GPUs, ModelLoadError if there is no model.
     """
     shape = _shape(find_model(config.model.path))
     if shape is None:
@@ -462,20 +385,24 @@ def check_memory(config: RunConfig, longest_prompt: int | None = None) -> Judgem
     if config.launch.kind == "ray":
         most = gigabytes(sum(prediction.bytes_on(device) for device in prediction.devices))
         return Judgement(f"memory: up to {most} on all machines", prediction=prediction)
-    return judge(config, prediction, this_machine)
+    gpus: dict[str, tuple[int, ...]] = {}
+    if config.launch.kind == "processes" and on_gpus(config):
+        from pipelinerl.launch.hosts.placement import place_here  # noqa: PLC0415 - only on GPUs
+
+        gpus = {BETWEEN: ()} | {place.role: place.gpus for place in place_here(config)[0]}
+    return judge(config, prediction.on(gpus), this_machine)
+
+
+def on_gpus(config: RunConfig) -> bool:
+    """Whether any of the processes computes on a CUDA device."""
+    return config.engine.device.startswith("cuda") or config.trainer.device.startswith("cuda")
 
 
 def judge_machine(
     config: RunConfig, prediction: Prediction, gpus: Mapping[str, Sequence[int]], machine: Machine
 ) -> Judgement:
     """Judge one of several machines, on which each process of `gpus` has these GPUs. Raises UserError as `judge` does."""
-    processes = []
-    for process in prediction.processes:
-        if process.role in gpus:
-            own = [f"cuda:{number}" for number in gpus[process.role]]
-            parts = (part._replace(device=own[0]) if part.device != HOST and own else part for part in process.parts)
-            processes.append(Process(process.role, tuple(parts)))
-    return judge(config, Prediction(tuple(processes)), machine)
+    return judge(config, prediction.on(gpus), machine)
 
 
 def _shape(found: str) -> ModelShape | None:

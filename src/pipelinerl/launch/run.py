@@ -274,7 +274,10 @@ def _run_stages(
         for line in placement_lines(places, cluster.machines):
             view.say(line)
         return run_processes(session, view, RayHost(session, cluster, places, view.say, kept), broker, lock)
-    return run_processes(session, view, LocalHost(session, lock.fd, cast("KeptHere | None", kept)), broker, lock)
+    host = LocalHost(session, lock.fd, cast("KeptHere | None", kept))
+    for line in host.placement:
+        view.say(line)
+    return run_processes(session, view, host, broker, lock)
 
 
 def _conclude(session: Session, outcome: Outcome) -> dict[str, Any]:

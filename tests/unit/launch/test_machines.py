@@ -16,7 +16,8 @@ from pipelinerl.config.load import load_config
 from pipelinerl.errors import StageDiedError, UserError
 from pipelinerl.launch.hosts.agent import AWAY, Agent, Ended, Setup
 from pipelinerl.launch.hosts.placement import Machine
-from pipelinerl.launch.memory import HOST, Memory, Part, Prediction, Process, judge_machine
+from pipelinerl.launch.machine import Memory
+from pipelinerl.launch.memory import HOST, Part, Prediction, Process, judge_machine
 from pipelinerl.launch.resume import join_rollouts
 from pipelinerl.launch.session import StartPlan
 

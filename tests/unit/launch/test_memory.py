@@ -20,14 +20,12 @@ from pipelinerl.engine import LocalEngine, flat
 from pipelinerl.engine.runner import ModelRunner
 from pipelinerl.errors import ModelLoadError, UserError
 from pipelinerl.launch import memory
+from pipelinerl.launch.machine import Memory, device_memory, host_memory, usable_gpus
 from pipelinerl.launch.memory import (
     BETWEEN,
-    Memory,
     Prediction,
     activation_bytes,
     check_memory,
-    device_memory,
-    host_memory,
     judge,
     kv_bytes,
     packed_bytes,
@@ -351,6 +349,51 @@ def test_ranks_share_the_reference_model_unless_another_process_has_it() -> None
 def test_every_rank_has_a_gpu_of_its_own() -> None:
     prediction = predict(load_config(None, ["--trainer.device=cuda:2", "--trainer.ranks=3"]), BILLION)
     assert prediction.devices == ["cpu", "cuda:2", "cuda:3", "cuda:4"]
+
+
+class Driver:
+    """Two GPUs of 80 GB."""
+
+    def cuInit(self, _: int) -> int:
+        return 0
+
+    def cuDeviceGetCount(self, count: Any) -> int:
+        count._obj.value = 2
+        return 0
+
+    def cuDeviceGet(self, handle: Any, number: int) -> int:
+        handle._obj.value = number
+        return int(number > 1)
+
+    def cuDeviceTotalMem_v2(self, total: Any, _: object) -> int:
+        total._obj.value = 80 * 10**9
+        return 0
+
+
+def test_what_each_process_needs_is_compared_with_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ctypes.CDLL", lambda _: Driver())
+    assert usable_gpus() == 2
+    assert device_memory("cuda:1") == Memory(80 * 10**9, None)
+    apart = load_config(None, ["--engine.device=cuda", "--trainer.device=cuda"])
+    both = load_config(None, ["--engine.device=cuda:0", "--trainer.device=cuda:0"])
+    ours, shared = (check_memory(config).prediction for config in (apart, both))
+    assert ours is not None
+    assert shared is not None
+    assert ours.devices == ["cpu", "cuda:0", "cuda:1"]
+    assert ours.bytes_on("cuda:0") + ours.bytes_on("cuda:1") == shared.bytes_on("cuda:0")
+    assert ours.bytes_on("cpu") == shared.bytes_on("cpu"), "with the weights between them"
+    with pytest.raises(UserError, match=r"needs 3 \(training, generation-0, generation-1\), and 2 of this machine's 2"):
+        check_memory(load_config(None, ["--engine.device=cuda", "--trainer.device=cuda", "--engine.processes=2"]))
+
+
+def test_what_to_change_is_found_for_processes_on_their_own_gpus() -> None:
+    config = load_config(None, ["--engine.device=cuda", "--engine.processes=2", "--trainer.micro_batch_tokens=64"])
+    gpus = {"generation-0": (0,), "generation-1": (1,), "training": ()}
+    prediction = predict(config, BILLION).on(gpus)
+    slots = prediction.bytes_on("cuda:1") - 10**8
+    judged = judge(config, prediction, lambda device: Memory(10**12 if device == "cpu" else slots, None))
+    assert "it fits with --engine.slots 64" in judged.warnings[0]
+    assert prediction.bytes_on("cuda:0") == prediction.bytes_on("cuda:1")
 
 
 def test_ranks_fit_where_one_process_does_not() -> None:

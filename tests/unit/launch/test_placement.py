@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import product
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,7 +13,21 @@ from hypothesis import strategies as st
 
 from pipelinerl.config.load import load_config
 from pipelinerl.errors import UserError
-from pipelinerl.launch.hosts.placement import Machine, Place, Role, place, placement_lines, roles_of, shares_on
+from pipelinerl.launch.hosts import host as host_module
+from pipelinerl.launch.hosts import placement
+from pipelinerl.launch.hosts.placement import (
+    Machine,
+    Place,
+    Role,
+    place,
+    place_here,
+    placement_lines,
+    roles_of,
+    shares_on,
+    visible_gpus,
+)
+from pipelinerl.launch.run_directory import RunDirectory
+from pipelinerl.launch.session import Session, StartPlan
 from pipelinerl.launch.share import Share
 from pipelinerl.schedule import make_schedule
 
@@ -145,3 +161,115 @@ def test_what_several_machines_can_not_have_is_refused(flag: str, message: str |
     with pytest.raises(UserError, match=message):
         load_config(None, [*RAY, flag])
     load_config(None, [*RAY, "--stream.url=redis://:secret@10.0.0.5:6379/0"])
+
+
+def gpus_of(flags: str, gpus: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
+    """Of the processes that have any, in a run on this machine with so many."""
+    monkeypatch.setattr(placement, "usable_gpus", lambda: gpus)
+    return {found.role: list(found.gpus) for found in place_here(load_config(None, flags.split()))[0] if found.gpus}
+
+
+CUDA = "--engine.device=cuda --trainer.device=cuda"
+ONE = "--engine.device=cuda:0 --trainer.device=cuda:0"
+
+
+@pytest.mark.parametrize(
+    ("flags", "gpus", "expected"),
+    [
+        (CUDA, 2, {"training": [0], "generation": [1]}),
+        (ONE, 1, {"training": [0], "generation": [0]}),
+        (ONE, 8, {"training": [0], "generation": [0]}),
+        ("--engine.device=cuda", 1, {"generation": [0]}),
+        ("--engine.device=cuda --trainer.device=cuda:1", 2, {"training": [1], "generation": [0]}),
+        ("--engine.device=cuda:0 --engine.processes=3", 2, {f"generation-{index}": [0] for index in range(3)}),
+        (f"{CUDA} --engine.processes=3", 4, {"training": [0]} | {f"generation-{index}": [index + 1] for index in range(3)}),
+        (
+            "--engine.device=cuda --trainer.device=cuda:2 --trainer.ranks=2",
+            4,
+            {"training": [2], "training-rank-1": [3], "generation": [0]},
+        ),
+        (
+            f"{CUDA} --engine.kind=vllm --engine.python=python --engine.servers=2",
+            3,
+            {"training": [0], "server-0": [1], "server-1": [2]},
+        ),
+        (
+            f"{CUDA} --launch.preprocessor=process --trainer.kl_coefficient=0.1 --preprocess.zero_advantage=keep",
+            3,
+            {"training": [0], "preprocessing": [1], "generation": [2]},
+        ),
+        (
+            f"{ONE} --launch.preprocessor=process --trainer.kl_coefficient=0.1 --preprocess.zero_advantage=keep",
+            1,
+            {"training": [0], "preprocessing": [0], "generation": [0]},
+        ),
+        (f"{CUDA} --engine.kind=http --engine.urls=[http://h:1]", 1, {"training": [0]}),
+    ],
+)
+def test_on_this_machine_a_gpu_is_shared_only_if_it_is_named(
+    flags: str, gpus: int, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert gpus_of(flags, gpus, monkeypatch) == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "gpus", "message"),
+    [
+        (f"{CUDA} --engine.processes=8", 8, r"needs 9 \(training, generation-0, .*\), and 8 of this machine's 8 are free"),
+        (f"{CUDA} --engine.kind=http --engine.servers=8", 8, r"needs 9 \(training, server-0, .* Lower .* engine.servers"),
+        (CUDA, 1, r"needs 2 .*let both ends share the GPU: --engine.device cuda:0 --trainer.device cuda:0$"),
+        ("--engine.device=cuda --trainer.device=cuda:0", 1, r"needs 1 \(generation\), and 0 of this machine's 1 are free"),
+        ("--trainer.device=cuda:1 --trainer.ranks=4", 4, r"names the GPU cuda:4, and this machine has 4, from cuda:0 on"),
+        (
+            "--engine.device=cuda --engine.kind=vllm --engine.python=python",
+            0,
+            r"needs 1 \(server-0\), and 0 of this machine's 0 are free",
+        ),
+    ],
+)
+def test_more_processes_than_gpus_are_refused_with_numbers(
+    flags: str, gpus: int, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UserError, match=message):
+        gpus_of(flags, gpus, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("flags", "outer", "expected"),
+    [
+        (CUDA, None, {"training": "0", "generation": "1"}),
+        (CUDA, "4,GPU-7f,6", {"training": "4", "generation": "GPU-7f"}),
+        (ONE, None, {}),
+        ("--engine.device=cuda:1 --trainer.device=cuda", None, {"training": "0"}),
+        (
+            "--engine.kind=vllm --engine.python=python --engine.servers=2 --engine.device=cuda:1",
+            None,
+            {"server-0": "1", "server-1": "1"},
+        ),
+        ("--engine.kind=vllm --engine.python=python --engine.device=cuda:1", "4,7,9", {"server-0": "7"}),
+    ],
+)
+def test_a_process_sees_only_the_gpu_that_was_chosen_for_it(
+    flags: str, outer: str | None, expected: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(placement, "usable_gpus", lambda: 3)
+    config = load_config(None, flags.split())
+    assert visible_gpus(config, place_here(config)[0], outer) == expected
+    started = {}
+
+    def start(_: Session, role: str, *__: Any, environment: dict[str, str], **___: Any) -> None:
+        started[role] = environment.get("CUDA_VISIBLE_DEVICES")
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if outer is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", outer)
+    monkeypatch.setattr(host_module, "LocalWorker", start)
+    (tmp_path / "control").mkdir()
+    session = Session(config, RunDirectory(tmp_path), StartPlan(), make_schedule(config), 0.0)
+    host = host_module.LocalHost(session, 0)
+    host.channels = host_module.Channels()
+    for role in ("training", "generation", "server-0", "server-1"):
+        if role in {found.name for found in roles_of(config)}:
+            host._start(role)
+    assert {role: gpus for role, gpus in started.items() if gpus is not None} == expected
+    assert host.placement[0] == "placement:"

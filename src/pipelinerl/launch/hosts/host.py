@@ -22,6 +22,7 @@ from pipelinerl.child import KILL_TIMEOUT_S, ChildProcess
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import INVALID_DATA, PipelineRLError, StageDiedError
 from pipelinerl.interfaces import Board
+from pipelinerl.launch.memory import on_gpus
 from pipelinerl.launch.roles import server_roles, worker_roles
 from pipelinerl.launch.session import Here, Session, WorkerReport
 from pipelinerl.launch.share import process_environment, shares_of, usable_cores
@@ -200,7 +201,7 @@ def named(worker: Worker) -> str:
 class LocalHost:
     """This machine. All processes inherit `lock_fd`: it stays open until they have ended, also if the launcher is killed.
 
-    `kept` are processes of the session before.
+    `kept` are processes of the session before. `placement`: lines on which process is on which GPU, if any is.
     """
 
     def __init__(self, session: Session, lock_fd: int, kept: KeptHere | None = None) -> None:
@@ -210,6 +211,14 @@ class LocalHost:
         self._stack = ExitStack()
         roles = [*server_roles(session.config), *worker_roles(session.config)]
         self._shares = shares_of(session.config, session.schedule, roles, usable_cores())
+        self.placement: Sequence[str] = ()
+        self._gpus: Mapping[str, str] = {}
+        if on_gpus(session.config):
+            from pipelinerl.launch.hosts.placement import place_here, placement_lines, visible_gpus  # noqa: PLC0415
+
+            places, machine = place_here(session.config)
+            self.placement = placement_lines(places, [machine])
+            self._gpus = visible_gpus(session.config, places, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
     def start(self, role: str) -> LocalWorker:
         worker = (self._kept and self._kept.next_session(role)) or self._start(role)
@@ -219,11 +228,13 @@ class LocalHost:
     def _start(self, role: str) -> LocalWorker:
         share, servers = self._shares[role], server_roles(self._session.config)
         here = Here(threads=share.threads, yields=share.yields)
+        environment = {"CUDA_VISIBLE_DEVICES": self._gpus[role]} if role in self._gpus else {}
         if role in servers:
-            return LocalWorker(self._session, role, here, fds=[self._lock_fd])
+            return LocalWorker(self._session, role, here, fds=[self._lock_fd], environment=environment)
         # The workers are parents of the servers too: if the launcher is killed, servers end after the last worker.
         parents = (worker.parent_fd for worker in self._workers if worker.role in servers and worker.running)
-        return LocalWorker(self._session, role, here, channels=self.channels, fds=[self._lock_fd, *parents])
+        fds = [self._lock_fd, *parents]
+        return LocalWorker(self._session, role, here, channels=self.channels, fds=fds, environment=environment)
 
     def bury(self, worker: Worker) -> None:
         worker.kill()

@@ -2,7 +2,8 @@
 
 Processes that need most GPUs are placed first, so that a smaller one never takes the last room of a larger one. Each goes
 where most GPUs, and then most CPUs, are free; one that belongs to another (`Role.beside`) goes to that one's machine if it
-fits there. GPUs are a limit; CPUs are not, they only balance the machines.
+fits there. GPUs are a limit; CPUs are not, they only balance the machines. A GPU is shared only by processes whose device in
+the run file has its number.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from typing import NamedTuple
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import UserError
 from pipelinerl.interfaces import Schedule
+from pipelinerl.launch.machine import usable_gpus
 from pipelinerl.launch.roles import PREPROCESSING, TRAINING, generation_roles, rank_roles, server_roles
-from pipelinerl.launch.share import PREPROCESSING_THREADS, Share, shares_of
+from pipelinerl.launch.share import PREPROCESSING_THREADS, Share, shares_of, usable_cores
 
 
 class Machine(NamedTuple):
@@ -29,13 +31,15 @@ class Machine(NamedTuple):
 class Role(NamedTuple):
     """A process to place. `cpus`: threads that it will use; None: half of its machine's.
 
-    `beside`: the role whose machine it should share, if that has room; a process without it is spread.
+    `beside`: the role whose machine it should share, if that has room; a process without it is spread. `at`: the GPU that
+    the run file names, which others may use too.
     """
 
     name: str
     gpus: int = 0
     cpus: int | None = 1
     beside: str | None = None
+    at: int | None = None
 
 
 class Place(NamedTuple):
@@ -47,19 +51,20 @@ class Place(NamedTuple):
 
 
 def roles_of(config: RunConfig) -> list[Role]:
-    """The processes of a run and what they need. A GPU is never shared: each process on a GPU has one of its own."""
+    """The processes of a run and what they need. A process on a GPU has one, of its own if its device has no number."""
     engine, trainer = config.engine, config.trainer
-    on_gpu = {"engine": int(engine.device.startswith("cuda")), "trainer": int(trainer.device.startswith("cuda"))}
-    roles = [Role(TRAINING, on_gpu["trainer"], trainer.threads)]
-    for name in rank_roles(config):  # on GPUs they are together, as they exchange most
-        roles.append(Role(name, on_gpu["trainer"], trainer.threads, beside=roles[-1].name if on_gpu["trainer"] else None))
+    (on_engine, engine_at), (on_trainer, trainer_at) = map(_gpu, (engine.device, trainer.device))
+    roles = [Role(TRAINING, on_trainer, trainer.threads, at=trainer_at)]
+    for rank, name in enumerate(rank_roles(config), start=1):  # on GPUs they are together, as they exchange most
+        beside, at = roles[-1].name if on_trainer else None, None if trainer_at is None else trainer_at + rank
+        roles.append(Role(name, on_trainer, trainer.threads, beside, at))
     if config.launch.preprocessor == "process":
-        reference = on_gpu["trainer"] if trainer.kl_coefficient else 0
-        roles.append(Role(PREPROCESSING, reference, PREPROCESSING_THREADS, beside=TRAINING))
-    roles += [Role(name, on_gpu["engine"], engine.threads) for name in server_roles(config)]
+        reference = (on_trainer, trainer_at) if trainer.kl_coefficient else (0, None)
+        roles.append(Role(PREPROCESSING, reference[0], PREPROCESSING_THREADS, TRAINING, reference[1]))
+    roles += [Role(name, on_engine, engine.threads, at=engine_at) for name in server_roles(config)]
     with_model = engine.kind == "local"
-    gpus, cpus = (on_gpu["engine"], engine.threads) if with_model else (0, 1)
-    return roles + [Role(name, gpus, cpus) for name in generation_roles(config)]
+    gpus, cpus, at = (on_engine, engine.threads, engine_at) if with_model else (0, 1, None)
+    return roles + [Role(name, gpus, cpus, at=at) for name in generation_roles(config)]
 
 
 def place(roles: Sequence[Role], machines: Sequence[Machine], pins: Mapping[str, str]) -> list[Place]:
@@ -74,9 +79,12 @@ def place(roles: Sequence[Role], machines: Sequence[Machine], pins: Mapping[str,
     free_gpus = {machine.name: list(range(machine.gpus)) for machine in machines}
     free_cpus = {machine.name: float(machine.cpus) for machine in machines}
     places: dict[str, Place] = {}
-    for role in sorted(roles, key=lambda role: (role.name not in pinned, -role.gpus)):
+    for role in sorted(roles, key=lambda role: (role.name not in pinned, role.at is None, -role.gpus)):
         wanted = [pinned[role.name]] if role.name in pinned else machines
-        fitting = [machine for machine in wanted if len(free_gpus[machine.name]) >= role.gpus]
+        if role.at is not None:
+            fitting = [machine for machine in wanted if role.at < machine.gpus]
+        else:
+            fitting = [machine for machine in wanted if len(free_gpus[machine.name]) >= role.gpus]
         if not fitting:
             raise _impossible(role, roles, wanted, free_gpus)
         near = places[role.beside].machine if role.beside in places else None
@@ -85,10 +93,54 @@ def place(roles: Sequence[Role], machines: Sequence[Machine], pins: Mapping[str,
             return machine.name == near, len(free_gpus[machine.name]), free_cpus[machine.name]
 
         best = max(fitting, key=rank)
-        taken, free_gpus[best.name] = free_gpus[best.name][: role.gpus], free_gpus[best.name][role.gpus :]
+        taken = free_gpus[best.name][: role.gpus] if role.at is None else [role.at]
+        free_gpus[best.name] = [gpu for gpu in free_gpus[best.name] if gpu not in taken]
         free_cpus[best.name] -= best.cpus / 2 if role.cpus is None else role.cpus
         places[role.name] = Place(role.name, best.name, tuple(taken))
     return [places[role.name] for role in roles]
+
+
+def place_here(config: RunConfig) -> tuple[list[Place], Machine]:
+    """A place on this machine for each process of a run, and the machine.
+
+    Raises UserError, with numbers and what to do, if there are too few GPUs.
+    """
+    gpus = usable_gpus()
+    if not gpus:  # of another maker than NVIDIA, perhaps
+        import torch  # noqa: PLC0415 - takes seconds
+
+        gpus = torch.cuda.device_count()
+    machine, roles = Machine("this machine", "this machine", usable_cores(), gpus), roles_of(config)
+    named = {role.at for role in roles if role.at is not None}
+    if missing := [at for at in sorted(named) if at >= gpus]:
+        raise UserError(f"the run file names the GPU cuda:{missing[0]}, and this machine has {gpus}, from cuda:0 on")
+    own, free = [role.name for role in roles if role.gpus and role.at is None], gpus - len(named)
+    if len(own) > free:
+        share = "name a GPU that processes shall share, like --engine.device cuda:0"
+        if gpus == config.trainer.ranks == 1:
+            share = "let both ends share the GPU: --engine.device cuda:0 --trainer.device cuda:0"
+        raise UserError(
+            f"on device cuda each process has a GPU of its own; this run needs {len(own)} ({', '.join(own)}), and {free} of "
+            f"this machine's {gpus} are free. Lower engine.processes, engine.servers or trainer.ranks, or {share}"
+        )
+    return place(roles, [machine], {}), machine
+
+
+def visible_gpus(config: RunConfig, places: Sequence[Place], outer: str | None) -> dict[str, str]:
+    """CUDA_VISIBLE_DEVICES for the processes that see only their own GPU; `outer` is that of the launcher.
+
+    They are those that `place` has chosen a GPU for, and vLLM's, which takes the first one that it sees. The others find
+    theirs by the number in the run file.
+    """
+    numbered = {role.name for role in roles_of(config) if role.at is not None}
+    if config.engine.kind == "vllm":
+        numbered -= set(server_roles(config))
+    names = outer.split(",") if outer else None
+    return {
+        place.role: ",".join(names[gpu] if names else str(gpu) for gpu in place.gpus)
+        for place in places
+        if place.gpus and place.role not in numbered
+    }
 
 
 def shares_on(
@@ -115,6 +167,12 @@ def placement_lines(places: Sequence[Place], machines: Sequence[Machine]) -> lis
         has = f"{machine.cpus} CPUs, {machine.gpus} GPUs"
         lines.append(f"  {known}, {has}: {', '.join(here) or 'nothing'}")
     return lines
+
+
+def _gpu(device: str) -> tuple[int, int | None]:
+    """The number of GPUs of a process on `device`, and the GPU that it names."""
+    kind, _, number = device.partition(":")
+    return int(kind == "cuda"), int(number) if number else None
 
 
 def _named(machines: Sequence[Machine], role: str, wanted: str) -> Machine:

@@ -37,7 +37,8 @@ from pipelinerl.launch.fence import Fence
 from pipelinerl.launch.hosts.agent import AWAY, BEAT_EVERY_S, LAUNCHER, LONGEST_PIECE, Agent, Ended, Look, Order, Setup, has
 from pipelinerl.launch.hosts.head import Head, RunningHead
 from pipelinerl.launch.hosts.placement import Machine, Place, place, roles_of, shares_on
-from pipelinerl.launch.memory import Memory, check_memory, judge_machine
+from pipelinerl.launch.machine import Memory
+from pipelinerl.launch.memory import check_memory, judge_machine
 from pipelinerl.launch.roles import TRAINING, rank_roles, stages_of
 from pipelinerl.launch.run_directory import ORPHAN_PATIENCE_S
 from pipelinerl.launch.session import Here, Session

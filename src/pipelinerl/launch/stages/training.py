@@ -104,13 +104,13 @@ def _options(session: Session, role: str) -> dict[str, Any]:
         write_error(session.run.report(role), RankLostError.__name__, why)
         os._exit(RankLostError.exit_status)
 
-    launch = session.config.launch
+    launch, device = session.config.launch, session.config.trainer.device
     # Before the watchdog, which can't say which rank it is.
     return {
         "bound_s": launch.startup_timeout_s,
         "stall_s": min(STALL_S, launch.watchdog_s / 2),
         "end": end,
-        "one_gpu": launch.kind == "ray",
+        "one_gpu": ":" not in device,  # see `placement.visible_gpus`
     }
 
 

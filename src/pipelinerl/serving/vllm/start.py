@@ -8,7 +8,6 @@ from pathlib import Path
 
 import msgspec
 
-from pipelinerl.errors import UserError
 from pipelinerl.serving.vllm.key import KEY_VARIABLE
 from pipelinerl.serving.vllm.messages import BACKEND
 
@@ -21,7 +20,7 @@ class VllmSettings:
 
     `python`: the interpreter of the environment that has vLLM. `model`: a folder. `slots`: H. `max_length`: of prompt +
     completion, in tokens. `kv_cache_bytes`: None leaves it to vLLM, which on CPU takes most of the memory (see
-    `server_info.kv_cache_bytes`). `device`: cpu, cuda or cuda:N. `threads`: compute threads, on CPU.
+    `server_info.kv_cache_bytes`). `device`: cpu or cuda. `threads`: compute threads, on CPU.
     """
 
     python: str
@@ -62,7 +61,6 @@ def environment(settings: VllmSettings, outer: Mapping[str, str], key: str | Non
     return {
         **outer,
         **({} if key is None else {KEY_VARIABLE: key}),
-        **_visible(settings.device, outer),
         "VLLM_SERVER_DEV_MODE": "1",  # enables the routes for weight updates
         "VLLM_PLUGINS": BACKEND,
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer shares the cores, so the OS scheduler should place threads
@@ -71,15 +69,3 @@ def environment(settings: VllmSettings, outer: Mapping[str, str], key: str | Non
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
     }
-
-
-def _visible(device: str, outer: Mapping[str, str]) -> dict[str, str]:
-    """Make `device` the only visible GPU: vLLM uses the first one that it sees. Raises UserError if `outer` hides it."""
-    _, _, number = device.partition(":")
-    if not number:
-        return {}
-    seen = outer.get("CUDA_VISIBLE_DEVICES")
-    gpus = seen.split(",") if seen is not None else None
-    if gpus is not None and int(number) >= len(gpus):
-        raise UserError(f"engine.device: {device} is not among the GPUs of CUDA_VISIBLE_DEVICES={seen}; choose one that is")
-    return {"CUDA_VISIBLE_DEVICES": number if gpus is None else gpus[int(number)]}

@@ -15,7 +15,6 @@ import msgspec
 import pytest
 
 from pipelinerl.child import ChildProcess, exit_words
-from pipelinerl.errors import UserError
 from pipelinerl.serving.vllm.guard import members
 from pipelinerl.serving.vllm.server_info import ServerDescription, kv_cache_bytes, model_facts
 from pipelinerl.serving.vllm.start import VllmSettings, command_line, environment
@@ -117,15 +116,10 @@ def test_the_command_line_asks_for_what_the_client_requires() -> None:
     )
 
 
-def test_a_gpu_is_the_only_one_that_vllm_sees() -> None:
-    gpu = dataclasses.replace(SETTINGS, device="cuda:1")
+def test_only_on_a_cpu_vllm_compiles_nothing() -> None:
     assert "--enforce-eager" in command_line(SETTINGS, 1)
-    assert "--enforce-eager" not in command_line(gpu, 1)
-    assert "CUDA_VISIBLE_DEVICES" not in environment(SETTINGS, {})
-    assert environment(gpu, {})["CUDA_VISIBLE_DEVICES"] == "1"
-    assert environment(gpu, {"CUDA_VISIBLE_DEVICES": "4,7"})["CUDA_VISIBLE_DEVICES"] == "7"
-    with pytest.raises(UserError, match=r"^engine.device: cuda:1 is not among the GPUs of CUDA_VISIBLE_DEVICES=4;"):
-        environment(gpu, {"CUDA_VISIBLE_DEVICES": "4"})
+    assert "--enforce-eager" not in command_line(dataclasses.replace(SETTINGS, device="cuda"), 1)
+    assert environment(SETTINGS, {"CUDA_VISIBLE_DEVICES": "4"})["CUDA_VISIBLE_DEVICES"] == "4"
 
 
 def description(**changes: str) -> bytes:
