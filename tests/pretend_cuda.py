@@ -351,8 +351,10 @@ def _cuda_api(device: PretendedDevice) -> dict[str, Any]:
         assert stream is not None, "graphs of two engines must not share a stream"
         made.pool = pool
         device.begin_recording(pool)
-        yield
-        made.recorded = device.end_recording()
+        try:
+            yield
+        finally:
+            made.recorded = device.end_recording()
 
     properties = SimpleNamespace(name="pretended", total_memory=80 << 30, multi_processor_count=132, major=9, minor=0)
     cudart = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)
@@ -406,11 +408,19 @@ def pretended_cuda() -> Iterator[PretendedDevice]:
     device = PretendedDevice()
     changes = [(torch.cuda, name, value) for name, value in _cuda_api(device).items()]
     changes.append((varlen, "flash_attention", _flash_attention(device)))
+    functions, run_backward = _Functions(device), torch.autograd._engine_run_backward
+
+    def backward(*arguments: Any, **options: Any) -> Any:
+        """With the mode that is off while it handles `Tensor.backward`: backward passes ask for devices, too."""
+        with functions:
+            return run_backward(*arguments, **options)
+
+    changes.append((torch.autograd, "_engine_run_backward", backward))
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
     for owner, name, value in changes:
         setattr(owner, name, value)
     try:
-        with _Operations(device), _Functions(device):
+        with _Operations(device), functions:
             yield device
     finally:
         device.on = False

@@ -184,8 +184,6 @@ def _ranks(config: RunConfig) -> Iterator[str]:
     if ranks == 1:
         return
     on_gpu = trainer.device.startswith("cuda")
-    if trainer.device == "mps":
-        yield f"trainer.ranks: an Apple GPU can't be shared by {ranks} ranks; set it to 1, or trainer.device to cpu"
     if trainer.backend == "nccl" and not on_gpu:
         yield "trainer.backend: nccl needs GPUs; set it to auto, or trainer.device to cuda"
     if trainer.backend == "gloo" and on_gpu:

@@ -21,7 +21,7 @@ PositiveShare = Annotated[float, Field(gt=0, le=1)]
 ShareBelowOne = Annotated[float, Field(ge=0, lt=1)]
 Names = Annotated[tuple[str, ...], Strict(False)]
 """`Strict(False)`: a list becomes a tuple. Its items are still checked strictly."""
-Device = Annotated[str, Field(pattern=r"^(cpu|mps|cuda(:[0-9]+)?)$", examples=["cpu", "cuda", "cuda:N", "mps"])]
+Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:[0-9]+)?)$", examples=["cpu", "cuda", "cuda:N"])]
 TokenCorrection = Literal["none", "truncate", "mask", "band", "tv"]
 SequenceCorrection = Literal["none", "truncate", "geo_truncate", "geo_mask"]
 

@@ -13,6 +13,7 @@ Off a GPU, steps run as plain calls, and attention is a slow reference: that is 
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -285,5 +286,7 @@ def engine_for(model: nn.Module, *, decoding: Literal["auto", "packed", "static"
         except UnsupportedModelError as reason:
             if decoding == "static":
                 raise
-            _log.warning("%s runs without static decode steps: %s", type(model).__name__, reason)
+            _log.warning("%s runs without static decode steps: %s", type(model).__name__, str(reason))
+        gc.collect()  # of the engine that failed, its K/V cache and what it recorded: there may be no room for two
+        torch.cuda.empty_cache()
     return LocalEngine(model, **options)

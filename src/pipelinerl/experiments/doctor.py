@@ -104,8 +104,6 @@ def _gpus() -> Iterator[Finding]:
         )
         fix = "install a torch for this driver: https://pytorch.org/get-started/locally"
         yield Finding(WRONG, "GPU", f"{listed.splitlines()[0]} can't be used: {built}", fix)
-    elif torch.backends.mps.is_available():
-        yield Finding("ok", "GPU", "Apple GPU", "--engine.device mps --trainer.device mps")
     else:
         yield Finding("note", "GPU", "none", "runs use the CPU")
 

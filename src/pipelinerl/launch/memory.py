@@ -331,8 +331,8 @@ def _fixed(name: str, size: int, device: str = HOST) -> Part:
 
 
 def _memory_of(device: str) -> str:
-    """The device whose memory `device` uses: the host's for Apple GPUs; `cuda` is `cuda:0`."""
-    return {"mps": HOST, "cuda": "cuda:0"}.get(device, device)
+    """The device whose memory `device` uses: `cuda` is `cuda:0`."""
+    return "cuda:0" if device == "cuda" else device
 
 
 # ---- judgement: the prediction against a machine

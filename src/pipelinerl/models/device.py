@@ -8,11 +8,11 @@ from pipelinerl.errors import UserError
 
 
 def require_device(device: torch.device | str) -> None:
-    """Raise UserError unless PyTorch can compute on `device` on this machine."""
+    """Raise UserError unless `device` is a CPU or a CUDA GPU, and PyTorch can compute on it on this machine."""
     try:
         wanted = torch.device(device)
     except RuntimeError as error:
-        raise UserError(f"device {str(device)!r} is unknown to PyTorch; use cpu, cuda, cuda:N or mps") from error
+        raise UserError(f"device {str(device)!r} is unknown to PyTorch; use cpu, cuda or cuda:N") from error
     instead = "use cpu"
     if wanted.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -25,8 +25,8 @@ def require_device(device: torch.device | str) -> None:
             problem, instead = f"there are {count} CUDA GPUs here", f"use cuda:0 to cuda:{count - 1}"
         else:
             return
-    elif wanted.type == "mps" and not torch.backends.mps.is_available():
-        problem = "PyTorch finds no Apple GPU here"
-    else:
+    elif wanted.type == "cpu":
         return
+    else:
+        problem, instead = "models run on CPUs and CUDA GPUs only", "use cpu, cuda or cuda:N"
     raise UserError(f"device {str(device)!r} can't be used: {problem}; {instead}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -141,6 +142,31 @@ def test_a_planted_fault_is_seen(fault: Callable[[pytest.MonkeyPatch], None], mo
         except Exception as error:  # noqa: BLE001 - however a device shows it
             found = error
     assert found != expected
+
+
+def test_an_engine_that_fails_has_left_the_device_when_another_takes_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unrecordable(rows: DeviceRows, count: int, plain: bool) -> None:
+        try:
+            rows.integers.sum().item()
+        except RuntimeError as error:
+            kept = error  # refers to this frame, which refers to it
+            raise kept from None
+
+    monkeypatch.setattr(DeviceRows, "step", unrecordable)
+    failed: list[weakref.ref[Any]] = []
+    begin = static.DeviceRows.__init__
+    left: list[object] = []
+
+    def noted(rows: DeviceRows, runner: Any, *rest: Any) -> None:
+        failed.append(weakref.ref(runner))
+        begin(rows, runner, *rest)
+
+    monkeypatch.setattr(DeviceRows, "__init__", noted)
+    with pretended_cuda():
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: left.extend(ref() for ref in failed))
+        engine = static.engine_for(copy.deepcopy(MODELS[0]).to("cuda"), slots=4, max_length=64, flatten=False)
+        assert type(engine) is local.LocalEngine
+    assert left == [None]
 
 
 def test_the_device_counts_and_refuses_as_a_real_one_does() -> None:

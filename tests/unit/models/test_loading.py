@@ -25,6 +25,7 @@ from transformers import (
     GPTNeoXConfig,
     LlamaConfig,
     OPTConfig,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2VLConfig,
     Qwen3_5Config,
@@ -449,7 +450,14 @@ def test_code_that_comes_with_a_model_is_not_run_unless_asked(folder: Path) -> N
     assert not marker.exists()
 
 
-def test_checkpointed_activations_give_the_same_gradients_without_dropout() -> None:
+@pytest.mark.parametrize("older", [False, True])
+def test_checkpointed_activations_give_the_same_gradients_without_dropout(
+    older: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`older`: a transformers that has the method under its earlier name only."""
+    if older and (enable := getattr(PreTrainedModel, "activation_checkpointing_enable", None)):
+        monkeypatch.delattr(PreTrainedModel, "activation_checkpointing_enable")
+        monkeypatch.setattr(PreTrainedModel, "gradient_checkpointing_enable", enable)
     torch.manual_seed(0)
     sizes = {"vocab_size": 20, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = GPTNeoXConfig(**sizes, hidden_dropout=0.5, attention_dropout=0.5)

@@ -21,11 +21,15 @@ from pipelinerl.errors import WeightUpdateError
 from pipelinerl.models.state import checksum
 from pipelinerl.types import UpdateReceipt
 from pipelinerl.weights.broadcast import control
+from pipelinerl.weights.broadcast import receiver as broadcast_receiver
+from pipelinerl.weights.broadcast import sender as broadcast_sender
+from pipelinerl.weights.broadcast.group import Group
 from pipelinerl.weights.broadcast.receiver import CollectiveWeightReceiver
 from pipelinerl.weights.broadcast.sender import CollectiveWeightSender
 
 BOUND_S = 45.0
 KEY = "a key of this test"
+CPU = torch.device("cpu")
 
 
 def eventually(what: Callable[[], object]) -> None:
@@ -50,7 +54,9 @@ class Engine:
     `dies_at`: a step of the protocol (`Report.step`, or `Answer`) at which it dies instead of sending the message.
     """
 
-    def __init__(self, sender: CollectiveWeightSender, index: int | None = 0, *, dies_at: object = None) -> None:
+    def __init__(
+        self, sender: CollectiveWeightSender, index: int | None = 0, *, dies_at: object = None, device: torch.device = CPU
+    ) -> None:
         self.index, self.versions, self.dead = index, list[int](), threading.Event()
         self._sent: dict[int, str] = {}
         engine = self
@@ -62,7 +68,9 @@ class Engine:
                     engine.die()
                 super()._send(message)
 
-        self.receiver = Receiver("127.0.0.1", sender.port, KEY, index, engine=f"engine-{index}", join_timeout_s=BOUND_S)
+        self.receiver = Receiver(
+            "127.0.0.1", sender.port, KEY, index, engine=f"engine-{index}", join_timeout_s=BOUND_S, device=device
+        )
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -287,6 +295,37 @@ def test_of_several_servers_one_is_lost_or_their_coordinator(rig: Rig, lost: int
     if lost == 0:
         assert members[None].versions[-2:] == [2, 3] or members[None].versions.count(2) == 2
     sender.close()
+
+
+def test_each_group_has_the_backend_of_its_own_members(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two that share a GPU receive by gloo; the one that is left has it alone, and its GPU is used."""
+    gpus = iter([control.Gpu(name, "2.29.7") for name in ("a", "b", "b")])
+    chosen: list[tuple[str, torch.device]] = []
+
+    def staging_device(backend: str, device: torch.device) -> torch.device:
+        chosen.append((backend, device))
+        return torch.device("cpu")
+
+    class OverGloo(Group):
+        def __init__(self, _: str, *parts: Any, **options: Any) -> None:
+            super().__init__("gloo", *parts, **options)
+
+    for end in (broadcast_sender, broadcast_receiver):
+        monkeypatch.setattr(end, "gpu_of", lambda _: next(gpus))
+        monkeypatch.setattr(end, "staging_device", staging_device)
+        monkeypatch.setattr(end, "Group", OverGloo)
+    here = torch.device("cuda", 0)
+    sender = rig.sender(2, device=here)
+    kept, lost = (rig.engine(sender, index, device=here) for index in range(2))
+    send(sender, 0)
+    eventually(lambda: kept.has(0) and lost.has(0))
+    assert {backend for backend, _ in chosen} == {"gloo"}
+    lost.die()
+    send(sender, 1)
+    eventually(lambda: kept.has(1))
+    assert chosen[-1][0] == "nccl"
+    assert {device for _, device in chosen} == {here}
+    sender._closing.set()
 
 
 def test_a_dead_sender_is_an_error_as_before(rig: Rig) -> None:

@@ -11,20 +11,27 @@ from pipelinerl import channel
 from pipelinerl.channel import Channel
 from pipelinerl.types import Encoding, UpdateReceipt
 
-PROTOCOL = "pipelinerl-weights-5"
+PROTOCOL = "pipelinerl-weights-6"
+
+
+class Gpu(msgspec.Struct, frozen=True):
+    """A GPU that nccl can be used on: a globally unique name, and the version of NCCL there."""
+
+    name: str
+    nccl: str
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     """A member's first message. `receivers`: how many receivers it expects (None: unknown).
 
-    `index` None: the coordinator. `gpu`: a unique name of the GPU that it could receive on; "" if there is none.
+    `index` None: the coordinator. `gpu`: on which it could receive.
     """
 
     protocol: str
     index: int | None
     engine: str = ""
     receivers: int | None = None
-    gpu: str = ""
+    gpu: Gpu | None = None
 
 
 class Report(msgspec.Struct, frozen=True, tag="report"):

@@ -19,6 +19,7 @@ from torch import Tensor, distributed
 from pipelinerl.channel import ProtocolError
 from pipelinerl.errors import UserError, WeightUpdateError
 from pipelinerl.rendezvous import Rendezvous, prove_members
+from pipelinerl.weights.broadcast.control import Gpu
 
 Backend = Literal["gloo", "nccl"]
 _FIRST_POLL_S, _LONGEST_POLL_S = 0.0002, 0.005
@@ -111,17 +112,23 @@ class Group:
         work.wait()  # Completed; this raises its error, if any.
 
 
-def gpu_of(device: torch.device) -> str:
-    """The globally unique name of the GPU `device`; "" if nccl can't be used there."""
+def gpu_of(device: torch.device) -> Gpu | None:
+    """The GPU `device`; None if nccl can't be used there."""
     if device.type != "cuda" or not distributed.is_available() or not distributed.is_nccl_available():
-        return ""
-    return str(torch.cuda.get_device_properties(device).uuid)
+        return None
+    version = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    return Gpu(str(torch.cuda.get_device_properties(device).uuid), version)
 
 
-def choose_backend(sender: str, receivers: Sequence[str]) -> Backend:
-    """nccl if sender and receivers each have a GPU (`gpu_of`) of their own, else gloo. nccl does not support shared GPUs."""
-    gpus = [sender, *receivers]
-    return "nccl" if all(gpus) and len(set(gpus)) == len(gpus) else "gloo"
+def choose_backend(sender: Gpu | None, receivers: Sequence[Gpu | None]) -> tuple[Backend, str]:
+    """nccl if sender and receivers each have a GPU of their own and the same NCCL, else gloo, and why."""
+    gpus = [gpu for gpu in (sender, *receivers) if gpu is not None]
+    if len(gpus) <= len(receivers):
+        return "gloo", "an engine or the trainer has no GPU for nccl"
+    if len({gpu.name for gpu in gpus}) < len(gpus):
+        return "gloo", "some of them share a GPU"
+    versions = sorted({gpu.nccl for gpu in gpus})
+    return ("nccl", "") if len(versions) == 1 else ("gloo", f"their versions of NCCL differ ({', '.join(versions)})")
 
 
 def staging_device(backend: str, device: torch.device) -> torch.device:

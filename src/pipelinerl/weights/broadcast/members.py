@@ -37,7 +37,7 @@ class Member:
     index: int | None
     channel: Channel[control.FromMember] | None = None  # None: not connected
     engine: str = ""
-    gpu: str = ""
+    gpu: control.Gpu | None = None
     done: dict[str, int] = field(default_factory=lambda: {"ready": 0, "full": 0, "staged": 0, "answered": 0})
     version: int = -1
     heard_s: float = 0.0  # time.monotonic, as `failed_s`

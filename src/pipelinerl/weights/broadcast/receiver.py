@@ -88,7 +88,7 @@ class CollectiveWeightReceiver:
             protocol=control.PROTOCOL, index=index, engine=engine, receivers=receivers, gpu=gpu_of(device)
         )
         self._join_timeout_s = join_timeout_s
-        self._device = device
+        self._device = self._staging_device = device
         self._beat_s = _FIRST_BEAT_S
         self._channel: Channel[control.FromSender] | None = None
         self._group: Group | None = None
@@ -289,26 +289,24 @@ class CollectiveWeightReceiver:
             return channel
 
     def _form_group(self, channel: Channel[control.FromSender], form: control.Form) -> Group:
-        self._device = staging_device(form.backend, self._device)
+        self._staging_device = device = staging_device(form.backend, self._device)
         bound_s, host = 2 * form.stall_s, channel.local_host
         try:
             rendezvous = join_store(channel.peer_host, form.store_port, self._key, bound_s)
         except (OSError, EOFError, ProtocolError) as error:
             where = f"{channel.peer_host}:{form.store_port}"
             raise GroupBrokenError(f"no group of weight receivers can be formed at {where}: {error}") from error
-        rank, device = form.rank, self._device
-        return Group(
-            form.backend, rendezvous, self._key, rank=rank, size=form.size, host=host, bound_s=bound_s, device=device
-        )
+        rank, size = form.rank, form.size
+        return Group(form.backend, rendezvous, self._key, rank=rank, size=size, host=host, bound_s=bound_s, device=device)
 
     def _get_ready(self, offer: control.Offer) -> None:
         """Have memory for the offered update. Asks for all weights if they are not here to apply its delta to."""
         if offer.layout:
             layout = decode_layout(offer.layout)
-            self._buffer_U8 = staging_buffer(layout.buffer_bytes, self._device)
+            self._buffer_U8 = staging_buffer(layout.buffer_bytes, self._staging_device)
             self._tensors = layout.views(self._buffer_U8)
         if offer.base and offer.base == self._held:
-            self._delta_U8 = staging_buffer(offer.delta_bytes, self._device)
+            self._delta_U8 = staging_buffer(offer.delta_bytes, self._staging_device)
         elif offer.base:
             self._send(control.Report("full", offer.number))
         self._send(control.Report("ready", offer.number))

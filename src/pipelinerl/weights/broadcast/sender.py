@@ -21,7 +21,6 @@ from pipelinerl.rendezvous import serve_store
 from pipelinerl.types import MAX_RECEIVERS, Encoding, UpdateReceipt, WeightTransfer
 from pipelinerl.weights.broadcast import control
 from pipelinerl.weights.broadcast.group import (
-    Backend,
     Group,
     GroupBrokenError,
     choose_backend,
@@ -47,7 +46,7 @@ _CPU = torch.device("cpu")
 class CollectiveWeightSender:
     """Sends to `receivers` engines that connect to `listener` and know `key`. The sender owns and closes `listener`.
 
-    Uses nccl if this process and every receiver have a GPU of their own, else gloo (`choose_backend`).
+    Uses nccl if it can be used between this process and every receiver, else gloo (`choose_backend`).
     """
 
     def __init__(
@@ -176,7 +175,7 @@ class CollectiveWeightSender:
         if self._layout is None:
             if self._gpu and not self._wait_until_joined():  # The copy's device depends on the receivers.
                 return False
-            device = staging_device(self._backend, self._device)
+            device = staging_device(self._backend[0], self._device)
             self._staging_U8 = staging_buffer(layout.buffer_bytes, device)
             if self._encoding == "delta":
                 self._base_U8 = staging_buffer(layout.buffer_bytes, device)
@@ -263,8 +262,8 @@ class CollectiveWeightSender:
             group.end()
 
     @property
-    def _backend(self) -> Backend:
-        """Valid once all receivers of the group have connected."""
+    def _backend(self) -> tuple[str, str]:
+        """And why it is not nccl. Valid once all receivers of the group have connected."""
         return choose_backend(self._gpu, [member.gpu for member in self._members.receiving])
 
     def _wait_until_joined(self) -> bool:
@@ -282,7 +281,9 @@ class CollectiveWeightSender:
         members = self._members
         if not (members.gather(members.dismiss()) if members.regroups else self._wait_until_joined()):
             return None
-        backend, size = self._backend, len(members.receiving) + 1
+        (backend, why), size = self._backend, len(members.receiving) + 1
+        if why and self._gpu is not None:
+            logger.warning("weights are broadcast by the hosts (gloo), not between the GPUs: %s", why)
         device, bound_s = staging_device(backend, self._device), 2 * self._stall_s
         rendezvous = serve_store(self.host, self._key, bound_s)
         form = control.Form(
@@ -305,6 +306,7 @@ class CollectiveWeightSender:
             return group
         with self._copies:
             self._base, members.formed = "", True
+            self._staging_U8, self._base_U8 = self._staging_U8.to(device), self._base_U8.to(device)
             if members.offer is not None:
                 self._offer(members.offer.version, members.offer.checksum, members.offer.device_checksum)
         return group

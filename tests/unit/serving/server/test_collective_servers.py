@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -22,6 +23,7 @@ from pipelinerl.serving.client.errors import Bounds
 from pipelinerl.serving.server.service import Service
 from pipelinerl.serving.wire import ProcessGroupRequest, ServerInfo, WeightUpdateRequest
 from pipelinerl.types import Completion, GenerationRequest, SamplingParams, UpdateReceipt, versions_from_spans
+from pipelinerl.weights.broadcast.control import Gpu
 from pipelinerl.weights.broadcast.group import choose_backend, gpu_of, staging_device
 from pipelinerl.weights.broadcast.receiver import CollectiveWeightReceiver
 from pipelinerl.weights.broadcast.sender import CollectiveWeightSender
@@ -141,32 +143,46 @@ def test_a_server_that_stalls_while_its_answer_is_waited_for_is_named(rig: Rig, 
 # -------------------------------------------------------------------------------------------------- which backend
 
 
+A, B, C = (Gpu(f"GPU-{name}", "2.29.7") for name in "abc")
+NEWER_C = Gpu("GPU-c", "2.30.7")
+
+
 @pytest.mark.parametrize(
-    ("sender", "receivers", "backend"),
+    ("sender", "receivers", "why_gloo"),
     [
-        ("GPU-a", ["GPU-b"], "nccl"),
-        ("GPU-a", ["GPU-b", "GPU-c"], "nccl"),
-        ("GPU-a", ["GPU-a"], "gloo"),
-        ("GPU-a", ["GPU-b", "GPU-b"], "gloo"),
-        ("GPU-a", ["GPU-b", ""], "gloo"),
-        ("", ["GPU-b"], "gloo"),
-        ("", [""], "gloo"),
+        (A, [B], ""),
+        (A, [B, C], ""),
+        (A, [A], "share a GPU"),
+        (A, [B, B], "share a GPU"),
+        (A, [B, None], "has no GPU"),
+        (None, [B], "has no GPU"),
+        (None, [None], "has no GPU"),
+        (A, [NEWER_C], r"NCCL differ \(2.29.7, 2.30.7\)"),
+        (A, [B, NEWER_C], r"NCCL differ \(2.29.7, 2.30.7\)"),
+        (NEWER_C, [A, B], r"NCCL differ \(2.29.7, 2.30.7\)"),
     ],
 )
-def test_nccl_is_for_a_gpu_of_its_own_at_every_end(sender: str, receivers: list[str], backend: str) -> None:
-    assert choose_backend(sender, receivers) == backend
+def test_nccl_is_for_a_gpu_of_its_own_and_the_same_version_at_every_end(
+    sender: Gpu | None, receivers: list[Gpu | None], why_gloo: str
+) -> None:
+    backend, why = choose_backend(sender, receivers)
+    assert backend == ("gloo" if why_gloo else "nccl")
+    assert re.search(why_gloo, why) if why_gloo else not why
 
 
 def test_what_nccl_sends_stays_on_the_gpu_and_what_gloo_sends_does_not_go_there() -> None:
     gpu = torch.device("cuda:1")
     assert staging_device("nccl", gpu) == gpu
     assert staging_device("gloo", gpu) == torch.device("cpu")
-    assert gpu_of(torch.device("cpu")) == ""
+    assert gpu_of(torch.device("cpu")) is None
 
 
-def test_receivers_say_which_gpu_they_have(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And one that has none is enough for gloo."""
-    gpus = iter(["GPU-a", "GPU-b", ""])
+@pytest.mark.parametrize(("last", "why"), [(None, "no GPU"), (NEWER_C, "NCCL differ")])
+def test_receivers_say_which_gpu_they_have(
+    rig: Rig, last: Gpu | None, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And one that has none, or another NCCL, is enough for gloo, which the sender says."""
+    gpus = iter([A, B, last])
     monkeypatch.setattr("pipelinerl.weights.broadcast.sender.gpu_of", lambda device: next(gpus))
     monkeypatch.setattr("pipelinerl.weights.broadcast.receiver.gpu_of", lambda device: next(gpus))
     sender = rig.sender(2)
@@ -177,8 +193,9 @@ def test_receivers_say_which_gpu_they_have(rig: Rig, monkeypatch: pytest.MonkeyP
     receivers.append(rig.receiver(sender, 1))
     assert [taken(receiver).version for receiver in receivers] == [0, 0]
     sending.join()
-    assert [member.gpu for member in sender._members.receivers] == ["GPU-b", ""]
-    assert sender._backend == "gloo"
+    assert [member.gpu for member in sender._members.receivers] == [B, last]
+    assert sender._backend[0] == "gloo"
+    assert why in caplog.text
 
 
 # ------------------------------------------------------------------------------------------------- engine servers
