@@ -14,13 +14,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipelinerl._version import __version__
 from pipelinerl.config.schema import RunConfig
 
 if TYPE_CHECKING:
     from pipelinerl.api import Run, StartedRun, start, train, try_run
     from pipelinerl.errors import StopRun
 
-__version__ = "0.1.0"
 __all__ = ["Run", "RunConfig", "StartedRun", "StopRun", "__version__", "load_config", "start", "train", "try_run"]
 
 

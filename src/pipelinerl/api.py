@@ -16,13 +16,21 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar
 
 import msgspec
 
-from pipelinerl import errors
 from pipelinerl.child import ChildProcess
 from pipelinerl.config.keys import config_to_yaml
 from pipelinerl.config.load import config_of_values, load_config, validate
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.environments.user.source import name_by_file
-from pipelinerl.errors import INVALID_DATA, PipelineRLError, RunDirectoryError, StopRun, UserError
+from pipelinerl.errors import (
+    INVALID_DATA,
+    PipelineRLError,
+    RunDirectoryError,
+    StageDiedError,
+    StalledError,
+    StopRun,
+    TrainingDivergedError,
+    UserError,
+)
 from pipelinerl.extras import require
 from pipelinerl.files import write_privately
 from pipelinerl.launch.run_directory import RunDirectory
@@ -199,7 +207,7 @@ class StartedRun:
             return
         text = "\n".join(self._process.log_lines())
         _, found, message = text.rpartition("error: ")
-        known = (errors.StageDiedError, errors.StalledError, errors.TrainingDivergedError, UserError)
+        known = (StageDiedError, StalledError, TrainingDivergedError, UserError)
         kinds = {kind.exit_status: kind for kind in known}
         message = message if found else f"the run {self._process.how_it_ended()}{self._process.log_excerpt()}"
         raise kinds.get(status, PipelineRLError)(message)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import pytest
 
+import pipelinerl
 from pipelinerl.cli.main import MODULES
 from pipelinerl.cli.parser import Commands
 
@@ -114,3 +118,85 @@ def test_a_command_is_in_the_module_that_the_table_names(module: str) -> None:
 )
 def test_code_imports_none_of_these(code: str, absent: set[str]) -> None:
     assert not absent & {name.partition(".")[0] for name in imported(code)}
+
+
+SOURCE = Path(pipelinerl.__file__).parent
+CIRCLES: set[str] = {
+    "actor.client actor.deadline actor.failures actor.rollouts",
+    "config.help config.keys config.variables",
+    "engine.cache_runner engine.rounding engine.runner",
+    "environments.prompts environments.text_stream",
+    "environments.registry environments.single_turn environments.user.pool environments.user.rewards "
+    "environments.user.task environments.user.worker",
+    "launch.away launch.fence launch.run_lock launch.session",
+    "launch.checks launch.dry_run launch.hosts.head launch.hosts.ray launch.resume",
+    "launch.fitting launch.memory",
+    "launch.hosts.host launch.hosts.keeping",
+    "launch.stages.engines launch.stages.servers",
+    "models.past models.shape",
+    "report.curves report.panels",
+    "status.live status.view",
+    "stream.file_reader stream.files",
+}
+"""Modules that still import each other in a circle. Each entry is removed with its circle, and none is added."""
+
+
+def imports_of(module: str, file: Path) -> set[str]:
+    """What a module imports, wherever in it, except for type checkers: `a.b` and `a.b.c` for `from a.b import c`."""
+    found: set[str] = set()
+    waiting: list[ast.AST] = [ast.parse(file.read_text(encoding="utf-8"))]
+    while waiting:
+        match waiting.pop():
+            case ast.If(test=ast.Name(id="TYPE_CHECKING"), orelse=otherwise):
+                waiting += otherwise
+            case ast.Import(names=names):
+                found |= {name.name for name in names}
+            case ast.ImportFrom(module=str(package), names=names):
+                found |= {package} | {f"{package}.{name.name}" for name in names}
+            case ast.Call(func=ast.Attribute(attr="import_module"), args=[ast.Constant(value=str(name))]):
+                found.add(name)
+            case node:
+                waiting += ast.iter_child_nodes(node)
+    return found - {module}
+
+
+def circles(imports: Mapping[str, set[str]]) -> Iterator[frozenset[str]]:
+    """The sets of several modules of which each imports, directly or not, all others."""
+
+    def reached(start: str) -> set[str]:
+        found: set[str] = set()
+        waiting = [start]
+        while waiting:
+            new = imports[waiting.pop()] & imports.keys() - found
+            found |= new
+            waiting += new
+        return found
+
+    reach = {module: reached(module) for module in imports}
+    left = {module for module, found in reach.items() if module in found}
+    while left:
+        start = min(left)
+        yield frozenset(circle := {start} | {other for other in reach[start] if start in reach[other]})
+        left -= circle
+
+
+def test_modules_do_not_import_each_other_in_a_circle() -> None:
+    imports = {}
+    for file in SOURCE.rglob("*.py"):
+        if "assets" not in file.relative_to(SOURCE).parts:
+            module = ".".join(("pipelinerl", *file.relative_to(SOURCE).with_suffix("").parts)).removesuffix(".__init__")
+            imports[module] = imports_of(module, file)
+    found = {" ".join(sorted(name.removeprefix("pipelinerl.") for name in circle)) for circle in circles(imports)}
+    assert not (new := found - CIRCLES), f"these modules import each other in a circle: {new}"
+    assert not (gone := CIRCLES - found), f"remove these from CIRCLES, as they import each other no longer: {gone}"
+
+
+def test_circles_are_found_wherever_the_import_stands(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("if TYPE_CHECKING:\n    import c\nelse:\n    def f():\n        from p import b\n")
+    (tmp_path / "b.py").write_text("if x:\n    importlib.import_module('c')\n")
+    (tmp_path / "c.py").write_text("import a\nfrom other import a as d\n")
+    (tmp_path / "d.py").write_text("import a\nif TYPE_CHECKING:\n    import d\n")
+    names = {"a": "a", "b": "p.b", "c": "c", "d": "d"}
+    imports = {module: imports_of(module, tmp_path / f"{file}.py") for file, module in names.items()}
+    assert imports == {"a": {"p", "p.b"}, "p.b": {"c"}, "c": {"a", "other", "other.a"}, "d": {"a"}}
+    assert list(circles(imports)) == [{"a", "p.b", "c"}]

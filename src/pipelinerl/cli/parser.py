@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from pipelinerl import __version__
+from pipelinerl._version import __version__
 from pipelinerl.config import yaml_text
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import RunDirectoryError, UserError

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-from pipelinerl.engine.sampler import SamplingRows
+if TYPE_CHECKING:
+    from pipelinerl.engine.sampler import SamplingRows
 
 
 def distribution(logits_nV: Tensor, rows: SamplingRows) -> Tensor:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from pipelinerl import errors
+import pipelinerl.errors
 from pipelinerl.child import ChildProcess
 from pipelinerl.config.keys import config_to_yaml
 from pipelinerl.config.schema import RunConfig
@@ -111,7 +111,7 @@ def try_environment(config: RunConfig, *, attempts: bool = True) -> TryoutReport
             if isinstance(message, TryoutReport):
                 return message
             if isinstance(message, Mistake):
-                raise getattr(errors, message.kind, EnvironmentSetupError)(message.message)
+                raise getattr(pipelinerl.errors, message.kind, EnvironmentSetupError)(message.message)
             if process.running:
                 raise EnvironmentSetupError(
                     f"environment {kind} was not ready after {bound_s:g} s (launch.startup_timeout_s): it {message.doing}"

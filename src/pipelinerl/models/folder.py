@@ -42,8 +42,9 @@ def resolve_path(path: str) -> str:
     from pipelinerl.models.hub import can_be_an_id  # noqa: PLC0415 - takes a moment, and folders don't need it
 
     if path.startswith((".", "/", "~")) or path.count("/") > 1 or not path or not can_be_an_id(path):
+        meant = f" ({os.path.abspath(folder)})" if path else ""
         raise ModelLoadError(
-            f"model.path {path!r} does not exist: give a folder with a model, or a hub id like owner/name{absolute(path)}"
+            f"model.path {path!r} does not exist: give a folder with a model, or a hub id like owner/name{meant}"
         )
     return path
 
@@ -66,8 +67,3 @@ def _read(path: Path) -> dict[str, Any]:
     with suppress(OSError, *INVALID_DATA):
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     return {}
-
-
-def absolute(path: str) -> str:
-    """What a path means in the working directory, for a message about it."""
-    return f" ({os.path.abspath(os.path.expanduser(path))})" if path else ""

@@ -15,7 +15,6 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils._validators import validate_repo_id
 
 from pipelinerl.errors import ModelLoadError
-from pipelinerl.models.folder import absolute
 from pipelinerl.models.load_errors import adapter_refusal, refuse_quantized
 
 HUB_TIMEOUT_S = 10.0
@@ -44,7 +43,7 @@ def find_on_the_hub(hub_id: str) -> str:
 
     If the hub can't be reached, the folder of an earlier download. Raises ModelLoadError.
     """
-    not_found = f"model.path {hub_id!r} is not a folder here{absolute(hub_id)} and"
+    not_found = f"model.path {hub_id!r} is not a folder here ({Path(hub_id).absolute()}) and"
     api = HfApi(endpoint=constants.ENDPOINT)
     try:
         info = api.model_info(hub_id, timeout=HUB_TIMEOUT_S)

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from pipelinerl import __version__
+from pipelinerl._version import __version__
 from pipelinerl.channel import listen
 from pipelinerl.child import KILL_TIMEOUT_S
 from pipelinerl.errors import PipelineRLError, RunDirectoryError, StreamError

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 
 import msgspec
 
-from pipelinerl import errors
+import pipelinerl.errors
 from pipelinerl.child import KILL_TIMEOUT_S, ChildProcess
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import INVALID_DATA, PipelineRLError, StageDiedError
@@ -175,7 +175,7 @@ class LocalWorker(ChildProcess):
         report = self._report()
         if report is None or report.error is None:
             return StageDiedError(f"{named(self)} {self.how_it_ended()}{self.log_excerpt()}")
-        kind = getattr(errors, report.error.kind, StageDiedError)
+        kind = getattr(pipelinerl.errors, report.error.kind, StageDiedError)
         error: PipelineRLError = kind(report.error.message)
         error.add_note(report.error.traceback)
         return error

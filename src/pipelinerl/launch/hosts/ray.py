@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
 
 import msgspec
 
-from pipelinerl import __version__, errors
+import pipelinerl.errors
+from pipelinerl._version import __version__
 from pipelinerl.checkpoint_folders import files_in
 from pipelinerl.config.schema import LaunchConfig, RunConfig
 from pipelinerl.errors import PipelineRLError, RankLostError, RunDirectoryError, StageDiedError, StreamError, UserError
@@ -205,7 +206,7 @@ class RemoteWorker:
         ended = self._ended
         if ended is None or ended.kind is None:
             return None
-        kind = getattr(errors, ended.kind, StageDiedError)
+        kind = getattr(pipelinerl.errors, ended.kind, StageDiedError)
         error: PipelineRLError = kind(ended.message)
         for note in ended.notes:
             error.add_note(note)

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pipelinerl import __version__
+from pipelinerl._version import __version__
 from pipelinerl.ports import is_this_machine
 from pipelinerl.serving.server.dialects.messages import with_its_errors
 from pipelinerl.serving.server.exchange import Generation

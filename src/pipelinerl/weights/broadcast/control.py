@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from pipelinerl import channel
 from pipelinerl.channel import Channel
+from pipelinerl.channel import dial as dial_any
 from pipelinerl.types import Encoding, UpdateReceipt
 
 PROTOCOL = "pipelinerl-weights-6"
@@ -120,4 +120,4 @@ FromSender = Form | Offer | Go | Close
 
 def dial(host: str, port: int, key: str, timeout_s: float, stop: Callable[[], bool]) -> Channel[FromSender] | None:
     """`channel.dial` to a weight sender."""
-    return channel.dial(host, port, key, timeout_s, stop, incoming=FromSender)
+    return dial_any(host, port, key, timeout_s, stop, incoming=FromSender)
