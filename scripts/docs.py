@@ -21,6 +21,7 @@ from typing import NamedTuple
 from pipelinerl.cli.main import GROUPS, MODULES
 from pipelinerl.cli.parser import Commands, Parser, Run
 from pipelinerl.config import yaml_text
+from pipelinerl.config.help import in_words
 from pipelinerl.config.keys import run_keys, run_sections, spell
 from pipelinerl.errors import PipelineRLError
 
@@ -264,9 +265,9 @@ def run_file_page() -> str:
             section = key.section
             parts.append(f"\n## {section or 'At the top'}\n")
         default = spell(key.schema["default"])
-        takes = f"Takes {key.allowed}. Default: `{default}`." if default != "" else f"Takes {key.allowed}."
+        takes = f"Takes {in_words(key.schema)}." + (f" Default: `{default}`." if default != "" else "")
         parts.append(f"`{key}`{{ #{str(key).replace('.', '-')} }}\n:   {key.description}\n\n    {takes}\n")
-        parts += [f"    - `{inner.name}`: {inner.description} Takes {inner.allowed}.\n" for inner in key.inner]
+        parts += [f"    - `{inner.name}`: {inner.description} Takes {in_words(inner.schema)}.\n" for inner in key.inner]
     return "\n".join(parts)
 
 

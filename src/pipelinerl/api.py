@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar
 import msgspec
 
 from pipelinerl.child import ChildProcess
-from pipelinerl.config.keys import config_to_yaml
-from pipelinerl.config.load import config_of_values, load_config, validate
+from pipelinerl.config.load import config_of_values, config_to_yaml, load_config, validate
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.environments.user.source import name_by_file
 from pipelinerl.errors import (

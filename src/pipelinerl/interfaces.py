@@ -29,6 +29,10 @@ ItemIn_contra = TypeVar("ItemIn_contra", contravariant=True)
 ItemOut_co = TypeVar("ItemOut_co", covariant=True)
 
 
+PART = "\ufffd"
+"""The replacement character: what decoding gives for part of a character."""
+
+
 class Tokenizer(Protocol):
     """The part of a Hugging Face tokenizer that environments use."""
 

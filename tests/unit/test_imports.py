@@ -123,9 +123,7 @@ def test_code_imports_none_of_these(code: str, absent: set[str]) -> None:
 SOURCE = Path(pipelinerl.__file__).parent
 CIRCLES: set[str] = {
     "actor.client actor.deadline actor.failures actor.rollouts",
-    "config.help config.keys config.variables",
     "engine.cache_runner engine.rounding engine.runner",
-    "environments.prompts environments.text_stream",
     "environments.registry environments.single_turn environments.user.pool environments.user.rewards "
     "environments.user.task environments.user.worker",
     "launch.away launch.fence launch.run_lock launch.session",
@@ -134,6 +132,7 @@ CIRCLES: set[str] = {
     "launch.hosts.host launch.hosts.keeping",
     "launch.stages.engines launch.stages.servers",
     "models.past models.shape",
+    "models.state models.transfers",
     "report.curves report.panels",
     "status.live status.view",
     "stream.file_reader stream.files",

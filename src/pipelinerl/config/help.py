@@ -69,7 +69,7 @@ def explain(error: ErrorDetails, given: Callable[[str], Any]) -> Mistake:
     elif kind == "invalid-json-value" or key is None:
         text = f"a value of type {type(value).__name__} can't be written as JSON"
     else:
-        place, text = str(key), f"{show(given(str(key)))} is not allowed here; this takes {key.allowed}"
+        place, text = str(key), f"{show(given(str(key)))} is not allowed here; this takes {in_words(key.schema)}"
     return Mistake(place, text, key)
 
 
@@ -80,7 +80,7 @@ def _unknown_in_file(key: str) -> str:
         return f"in a run file this is `{name}` below `{section}:`, indented"
     if (mapping := settable(key)) is None:
         return unknown_key(key, sections=True)
-    return f"unknown key; this takes {mapping.allowed}" if mapping.inner else f"write `{mapping}` as a mapping"
+    return f"unknown key; this takes {in_words(mapping.schema)}" if mapping.inner else f"write `{mapping}` as a mapping"
 
 
 class Counterpart(NamedTuple):
@@ -171,7 +171,7 @@ def _documented(key: Key, value: Any) -> str:
 
 
 def _values(key: Key) -> str:
-    return f"Takes {key.allowed}. Default: {spell(key.schema['default'])}"
+    return f"Takes {in_words(key.schema)}. Default: {spell(key.schema['default'])}"
 
 
 def in_words(schema: dict[str, Any]) -> str:

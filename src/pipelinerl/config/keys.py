@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from pipelinerl.config import yaml_text
 from pipelinerl.config.schema import RunConfig
 
 EXTENDS = "extends"
@@ -24,13 +23,6 @@ class Key:
 
     def __str__(self) -> str:
         return f"{self.section}.{self.name}" if self.section else self.name
-
-    @property
-    def allowed(self) -> str:
-        """What values this key takes, in words."""
-        from pipelinerl.config.help import in_words  # noqa: PLC0415 - only messages need it
-
-        return in_words(self.schema)
 
     @property
     def description(self) -> str:
@@ -83,17 +75,6 @@ def spell(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return value if isinstance(value, str) else repr(list(value) if isinstance(value, tuple) else value)
-
-
-def config_to_yaml(config: RunConfig) -> str:
-    """Every key and its value. `load.config_from_yaml` reads back an equal configuration."""
-    values = config.model_dump(mode="json")
-    text = yaml_text.dump(values)
-    if "${" in text:
-        from pipelinerl.config.variables import escaped  # noqa: PLC0415 - few run files have such texts
-
-        text = yaml_text.dump(escaped(values))
-    return text
 
 
 def _keys() -> Iterator[Key]:

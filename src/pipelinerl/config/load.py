@@ -63,11 +63,22 @@ def config_of_file(path: Path) -> RunConfig:
 
 
 def config_from_yaml(text: str, source: str = "config.yaml") -> RunConfig:
-    """The configuration that `keys.config_to_yaml` or `render` wrote, or any text of a run file.
+    """The configuration that `config_to_yaml` or `render` wrote, or any text of a run file.
 
     Keys, types and ranges are checked, combinations are not, and paths stay as they are. Raises ConfigError.
     """
     return _Draft.of_text(text, source).config()
+
+
+def config_to_yaml(config: RunConfig) -> str:
+    """Every key and its value. `config_from_yaml` reads back an equal configuration."""
+    values = config.model_dump(mode="json")
+    text = yaml_text.dump(values)
+    if "${" in text:
+        from pipelinerl.config.variables import escaped  # noqa: PLC0415 - few run files have such texts
+
+        text = yaml_text.dump(escaped(values))
+    return text
 
 
 def config_of_values(values: Mapping[str, Any], base: RunConfig | None = None) -> RunConfig:
@@ -269,7 +280,9 @@ def _values_of_flags(arguments: Sequence[str], keys: Collection[str] | None) -> 
         elif "boolean" in key.types:
             yield name, True
         else:
-            raise ConfigError(f"{flag}: needs a value: {key.allowed}")
+            from pipelinerl.config.help import in_words  # noqa: PLC0415 - only for a mistake
+
+            raise ConfigError(f"{flag}: needs a value: {in_words(key.schema)}")
 
 
 def _unknown(key: str, prefix: str = "", *, keys: Collection[str] | None = None) -> str:

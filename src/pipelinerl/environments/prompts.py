@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from pipelinerl.interfaces import Tokenizer
+from pipelinerl.interfaces import PART, Tokenizer
 
 Message = Mapping[str, str]
 """One message of a chat: `{"role": "user", "content": "..."}`."""
@@ -50,10 +50,6 @@ def encode_prompt(
     return tuple(map(int, encoded["input_ids"]))
 
 
-PART = "\ufffd"
-"""The replacement character: what decoding gives for part of a character."""
-
-
 def hidden_ids(tokenizer: Tokenizer) -> frozenset[int]:
     """Ids that are no text: the tokenizer's own bos, eos and padding. Other special tokens, such as `<think>`, are text."""
     ids = (getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad"))
@@ -75,13 +71,13 @@ def text_decoder(tokenizer: Tokenizer, *, special: bool = False) -> Callable[[Se
         # The decoder of byte tokens makes all of a run unreadable if one byte is. A stream has shown what came before it.
         from pipelinerl.environments.text_stream import TextStream  # noqa: PLC0415 - few completions need it
 
-        stream = TextStream(tokenizer, decode=decode)
+        stream = TextStream(decode)
         return stream.feed(ids) + stream.rest()
 
     return text
 
 
-def plain_decoder(tokenizer: Tokenizer, special: bool) -> Callable[[Sequence[int]], str]:
+def plain_decoder(tokenizer: Tokenizer, special: bool = False) -> Callable[[Sequence[int]], str]:
     """`tokenizer.decode`, or its Rust backend where equivalent, without hidden ids unless `special`.
 
     `decode` spends two thirds of its time on checking the type of every id, and every rollout calls it.

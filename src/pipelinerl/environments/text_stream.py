@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from pipelinerl.environments.prompts import PART, plain_decoder
-from pipelinerl.interfaces import Tokenizer
+from pipelinerl.interfaces import PART
 
 MOST_HELD = 16
 """Tokens that a stream holds back for the rest of a character. A character has at most four bytes."""
@@ -16,13 +15,12 @@ class TextStream:
 
     Some tokens are parts of a character, and some decode differently after another token. So the tokens of the last piece
     are decoded again with the new ones, and a piece is held back until its last character is complete, or for `MOST_HELD`
-    tokens. `special`: see `text_decoder`.
+    tokens.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer, *, special: bool = False, decode: Callable[[Sequence[int]], str] | None = None
-    ) -> None:
-        self._decode = decode or plain_decoder(tokenizer, special)
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        """`decode`: see `prompts.plain_decoder`."""
+        self._decode = decode
         self._ids: list[int] = []
         self._start = self._read = 0  # first token to decode again as context; number of tokens whose text was returned
 

@@ -13,7 +13,7 @@ import msgspec
 
 import pipelinerl.errors
 from pipelinerl.child import ChildProcess
-from pipelinerl.config.keys import config_to_yaml
+from pipelinerl.config.load import config_to_yaml
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import EnvironmentSetupError
 from pipelinerl.launch.checks import check_without_running

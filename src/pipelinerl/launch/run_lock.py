@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from pipelinerl.config.keys import config_to_yaml
+from pipelinerl.config.load import config_to_yaml
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import INVALID_DATA, RunDirectoryError
 from pipelinerl.files import remedy, write_atomically, write_privately

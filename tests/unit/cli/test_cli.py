@@ -18,8 +18,7 @@ import pipelinerl.cli.project
 from pipelinerl import __version__
 from pipelinerl.cli import main
 from pipelinerl.cli.main import MODULES
-from pipelinerl.config.keys import config_to_yaml
-from pipelinerl.config.load import config_from_yaml, load_config
+from pipelinerl.config.load import config_from_yaml, config_to_yaml, load_config
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import RunInterruptedError, StalledError
 from pipelinerl.launch.interrupts import counted_interrupts

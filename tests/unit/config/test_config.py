@@ -17,8 +17,8 @@ from pydantic import ValidationError
 
 from pipelinerl.config.correction import clip_range, resolve
 from pipelinerl.config.help import json_schema, other_names, render
-from pipelinerl.config.keys import config_to_yaml, run_keys, run_sections
-from pipelinerl.config.load import config_from_yaml, load_config, validate, with_flags
+from pipelinerl.config.keys import run_keys, run_sections
+from pipelinerl.config.load import config_from_yaml, config_to_yaml, load_config, validate, with_flags
 from pipelinerl.config.schema import ActorConfig, CorrectionConfig, EnvironmentConfig, RunConfig, TrainerConfig
 from pipelinerl.errors import ConfigError
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pipelinerl.config.keys import config_to_yaml
+from pipelinerl.config.load import config_to_yaml
 from pipelinerl.config.schema import EngineConfig, EnvironmentConfig, RunConfig, ScheduleConfig
 from pipelinerl.errors import RunDirectoryError
 from pipelinerl.files import JsonLines

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from rich.text import Text
 
 from pipelinerl.config.schema import ModelConfig, RunConfig
+from pipelinerl.environments.prompts import plain_decoder
 from pipelinerl.environments.text_stream import TextStream
 from pipelinerl.errors import ModelLoadError, UserError
 from pipelinerl.experiments.browse.groups import lag_text
@@ -44,7 +45,7 @@ class TokenText:
         """One piece of text per token. A character made of several tokens is in the piece of the last one."""
         if self._tokenizer is None:
             return _bracketed(token_ids)
-        stream = TextStream(self._tokenizer, special=True)
+        stream = TextStream(plain_decoder(self._tokenizer, special=True))
         try:
             pieces = [stream.feed((token_id,)) for token_id in token_ids]
             if pieces:

@@ -28,7 +28,7 @@ import msgspec
 import torch
 
 from pipelinerl.child import ChildProcess
-from pipelinerl.config.keys import config_to_yaml
+from pipelinerl.config.load import config_to_yaml
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import PipelineRLError, UserError
 from pipelinerl.experiments.machine import load_average, processor

@@ -18,8 +18,7 @@ import msgspec
 from torch import Tensor
 
 from pipelinerl.config.checks import mistakes
-from pipelinerl.config.keys import config_to_yaml
-from pipelinerl.config.load import with_flags
+from pipelinerl.config.load import config_to_yaml, with_flags
 from pipelinerl.config.schema import EngineConfig, RunConfig
 from pipelinerl.errors import (
     CheckpointError,

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from pipelinerl.child import ChildProcess
-from pipelinerl.config.keys import config_to_yaml
+from pipelinerl.config.load import config_to_yaml
 from pipelinerl.errors import INVALID_DATA, RunDirectoryError, RunInterruptedError, TrainingDivergedError, UserError
 from pipelinerl.experiments.compare.request import claim_folder
 from pipelinerl.experiments.compare.runs import clear_run

@@ -11,6 +11,7 @@ from typing import Any, cast
 import msgspec
 
 from pipelinerl.environments.chat.conversation import Answer, Conversation, Prompt
+from pipelinerl.environments.prompts import plain_decoder
 from pipelinerl.environments.text_stream import TextStream
 from pipelinerl.errors import RequestError, RolloutError
 from pipelinerl.interfaces import GenerationClient
@@ -179,7 +180,7 @@ class Session:
 
         Without one, both are None. All tokens are trained on: they were sampled.
         """
-        text, stop, shown = TextStream(self._client.tokenizer), StopStrings(stops), ""
+        text, stop, shown = TextStream(plain_decoder(self._client.tokenizer)), StopStrings(stops), ""
         events = self._client.stream(prompt_ids, max_tokens=max_tokens)
         async with aclosing(cast("AsyncGenerator[TokenEvent]", events)):
             async for event in events:

@@ -12,8 +12,7 @@ import msgspec
 import pytest
 
 from pipelinerl.checkpoint_folders import WEIGHTS_FOLDER
-from pipelinerl.config.keys import config_to_yaml
-from pipelinerl.config.load import load_config
+from pipelinerl.config.load import config_to_yaml, load_config
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import ConfigError, RunDirectoryError, RunInterruptedError, StalledError, TrainingDivergedError
 from pipelinerl.experiments.compare.compare import compare, plan_runs

@@ -9,8 +9,7 @@ from typing import Any
 
 import msgspec
 
-from pipelinerl.config.keys import config_to_yaml
-from pipelinerl.config.load import load_config
+from pipelinerl.config.load import config_to_yaml, load_config
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.types import Group
 from tests.unit.experiments.browse.browse_parts import group, lines, rollout, turn

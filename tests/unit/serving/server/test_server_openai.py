@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from pipelinerl.environments.prompts import plain_decoder
 from pipelinerl.environments.text_stream import TextStream
 from pipelinerl.models.state import checksum, named_weights
 from pipelinerl.serving.server.exchange import Generation
@@ -407,7 +408,7 @@ async def test_an_update_after_a_stop_string_does_not_change_what_read_the_promp
         generation.add(event)
     exchange = mock.Mock()
     exchange.cancel = lambda _: generation.end(cancelled_completion("r", events))
-    text = TextStream(TOKENIZER)
+    text = TextStream(plain_decoder(TOKENIZER))
     found = [piece async for piece in pieces(exchange, generation, None, text, StopStrings(["b"]), singly=True, silent=())]
     assert [event.version for piece in found for event in piece.tokens] == [0, 1]
     assert (found[-1].stop, found[-1].prompt_versions) == ("b", read[1])

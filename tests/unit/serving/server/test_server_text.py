@@ -16,8 +16,9 @@ from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from pipelinerl.environments.chat.messages import parse_tool_calls
-from pipelinerl.environments.prompts import PART, text_decoder
+from pipelinerl.environments.prompts import plain_decoder, text_decoder
 from pipelinerl.environments.text_stream import MOST_HELD, TextStream
+from pipelinerl.interfaces import PART
 from pipelinerl.serving.server.text import StopStrings, ToolCallStream
 from tests.unit.server_parts import byte_tokenizer
 
@@ -33,7 +34,7 @@ def cuts(length: int, seed: int) -> list[int]:
 @given(st.text(max_size=30), st.integers(0, 1000))
 def test_the_pieces_are_the_text_and_no_piece_breaks_a_character(text: str, seed: int) -> None:
     ids = TOKENIZER.encode(text)
-    stream = TextStream(TOKENIZER)
+    stream = TextStream(plain_decoder(TOKENIZER))
     pieces = [stream.feed(ids[start:end]) for start, end in pairwise(cuts(len(ids), seed))]
     if "\ufffd" not in text:
         assert all("\ufffd" not in piece for piece in pieces)
@@ -42,7 +43,7 @@ def test_the_pieces_are_the_text_and_no_piece_breaks_a_character(text: str, seed
 
 def test_a_torn_character_at_the_end_is_shown_as_decoding_shows_it() -> None:
     ids = TOKENIZER.encode("aé")[:-1]
-    stream = TextStream(TOKENIZER)
+    stream = TextStream(plain_decoder(TOKENIZER))
     assert [stream.feed([token]) for token in ids] == ["a", ""]
     assert stream.rest() == "\ufffd"
     assert stream.rest() == ""
@@ -66,7 +67,7 @@ def test_streams_of_bytes_that_are_no_text_are_the_record(data: list[int], seed:
         (FALLBACK, [3 + byte for byte in data]),
         (TOKENIZER, [TOKENIZER.convert_tokens_to_ids(BYTES[byte]) for byte in data]),
     ):
-        stream = TextStream(tokenizer)
+        stream = TextStream(plain_decoder(tokenizer))
         pieces = [stream.feed(ids[start:end]) for start, end in pairwise(cuts(len(ids), seed))]
         assert "".join(pieces) + stream.rest() == text_decoder(tokenizer)(ids)
     assert text_decoder(TOKENIZER)(ids) == bytes(data).decode(errors="replace")
@@ -84,14 +85,14 @@ def test_a_stream_of_undecodable_tokens_is_read_in_linear_time(byte: int) -> Non
         decoded.append(len(ids))
         return bytes(ids).decode(errors="replace")
 
-    stream = TextStream(TOKENIZER, decode=decode)
+    stream = TextStream(decode)
     text = "".join(stream.feed([byte]) for _ in range(2000)) + stream.rest()
     assert text == PART * 2000
     assert max(decoded) <= 2 * MOST_HELD
 
 
 def test_special_tokens_are_no_text() -> None:
-    stream = TextStream(TOKENIZER)
+    stream = TextStream(plain_decoder(TOKENIZER))
     assert stream.feed([*TOKENIZER.encode("x"), 2]) + stream.rest() == "x"
 
 
@@ -100,7 +101,7 @@ def test_special_tokens_with_a_meaning_are_text(special: bool) -> None:
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<tool_call>", "</tool_call>"]})
     ids = [*tokenizer.encode('<tool_call>{"name": "add", "arguments": {}}</tool_call>'), 2]
-    stream = TextStream(tokenizer, special=special)
+    stream = TextStream(plain_decoder(tokenizer, special=special))
     text = "".join(stream.feed([token]) for token in ids) + stream.rest()
     assert text.endswith("</tool_call><eos>" if special else "</tool_call>")
     assert ToolCallStream("c").feed(text, end=True)["tool_calls"][0]["function"]["name"] == "add"

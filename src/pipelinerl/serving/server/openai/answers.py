@@ -9,10 +9,9 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from pipelinerl.environments.prompts import PART
 from pipelinerl.environments.text_stream import TextStream
 from pipelinerl.errors import RequestError
-from pipelinerl.interfaces import Tokenizer
+from pipelinerl.interfaces import PART, Tokenizer
 from pipelinerl.serving.server.exchange import Exchange, Generation
 from pipelinerl.serving.server.extras import Extras, Likeliest
 from pipelinerl.serving.server.http import server_sent_event, unavailable

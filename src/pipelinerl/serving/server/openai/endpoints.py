@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pipelinerl.environments.chat.messages import ParsedText, answer_message, parse_tool_calls
-from pipelinerl.environments.prompts import text_decoder
+from pipelinerl.environments.prompts import plain_decoder, text_decoder
 from pipelinerl.environments.text_stream import TextStream
 from pipelinerl.errors import RequestError
 from pipelinerl.serving.server.dialects import messages, responses
@@ -266,7 +266,7 @@ class _Call:
             choice.last = Piece([], "", "length", completion.prompt_versions)
             yield choice.last
             return
-        text = TextStream(self._tokenizer, special=not body.skip_special_tokens)
+        text = TextStream(plain_decoder(self._tokenizer, special=not body.skip_special_tokens))
         stop = StopStrings(body.stops, include=body.include_stop_str_in_output)
         singly = self._top is not None or bool(body.stops)
         silent = () if body.include_stop_str_in_output else choice.generation.request.sampling.stop_token_ids
@@ -375,7 +375,7 @@ class _Call:
         """The prompt's tokens, once they are all scored. The first has no log-prob."""
         if self._top is None or choice.extras is None:
             return
-        text, offset = TextStream(self._tokenizer, special=not self._body.skip_special_tokens), 0
+        text, offset = TextStream(plain_decoder(self._tokenizer, special=not self._body.skip_special_tokens)), 0
         known = ((token.logprob, token.likeliest) for token in choice.extras.prompt)
         for token_id, (logprob, likeliest) in zip(choice.prompt.ids, [(None, []), *known], strict=True):
             yield ScoredToken(token_id, logprob, likeliest, offset)
