@@ -44,7 +44,7 @@ def make_environment(kind: str, args: Mapping[str, Any], tokenizer: Tokenizer, s
     # The rewards of this package are quick and safe.
     module = getattr(getattr(environment, "reward", None), "__module__", None) or "pipelinerl"
     if isinstance(environment, Task) and environment.isolate_reward and module.partition(".")[0] != "pipelinerl":
-        from pipelinerl.environments.user.task import RewardPool  # noqa: PLC0415 - only for a class of the user
+        from pipelinerl.environments.user.pool import RewardPool  # noqa: PLC0415 - only for a class of the user
 
         environment.reward_pool = RewardPool(environment, kind, args, tokenizer, seed)
     return environment

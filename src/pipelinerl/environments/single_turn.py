@@ -11,7 +11,7 @@ from pipelinerl.interfaces import GenerationClient, Tokenizer
 from pipelinerl.types import Problem, Rollout, Turn
 
 if TYPE_CHECKING:
-    from pipelinerl.environments.user.task import RewardPool
+    from pipelinerl.environments.user.pool import RewardPool
 
 CACHED_PROMPTS = 64
 
@@ -122,6 +122,6 @@ class SingleTurn(JudgedTurn):
         returned = await self.call_reward(problem, turn.text)
         if isinstance(returned, float):
             return Judgement(returned)
-        from pipelinerl.environments.user.rewards import score_of  # noqa: PLC0415 - the rewards of this package are floats
+        from pipelinerl.environments.user.code import score_of  # noqa: PLC0415 - the rewards of this package are floats
 
-        return score_of(returned, "reward")
+        return Judgement(*score_of(returned, "reward"))

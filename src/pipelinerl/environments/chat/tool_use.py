@@ -12,7 +12,7 @@ from pipelinerl.environments.chat.conversation import Conversation
 from pipelinerl.environments.chat.messages import ChatMessage, ToolCall, ToolSchema
 from pipelinerl.environments.prompts import has_chat_template
 from pipelinerl.environments.single_turn import Task
-from pipelinerl.environments.user.rewards import score_of
+from pipelinerl.environments.user.code import score_of
 from pipelinerl.errors import EnvironmentSetupError, PromptTooLongError, RolloutError
 from pipelinerl.interfaces import GenerationClient, Tokenizer
 from pipelinerl.types import Problem, Rollout

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
 T = TypeVar("T")
+TOTAL = "reward"
+"""The entry of a returned dict that is the reward. The others are metrics."""
 AWAY = (408, 429, 502, 503, 504)
 """Status codes of HTTP servers that may answer later."""
 _AWAY = re.compile("Connect|(API|Read|Write|Pool|Server)Timeout")
@@ -325,6 +327,18 @@ def finite_number(value: object, name: str, wanted: str = "a number") -> float:
     if not math.isfinite(reward):
         raise RolloutError(not_finite(name, reward))
     return reward
+
+
+def score_of(value: object, name: str) -> tuple[float, dict[str, float]]:
+    """The reward and the metrics that the function `name` returned: a number, a dict of a reward and metrics, or both."""
+    if isinstance(value, tuple | list) and len(value) == 2 and isinstance(value[1], dict) and TOTAL not in value[1]:
+        value = {TOTAL: value[0], **value[1]}
+    if not isinstance(value, dict):
+        return finite_number(value, name, f"a number, a dict of {TOTAL!r} and other numbers, or (reward, dict)"), {}
+    if TOTAL not in value:
+        raise RolloutError(f"{name} returned a dict without {TOTAL!r}; it has {', '.join(map(str, value)) or 'nothing'}")
+    metrics = {str(key): finite_number(entry, f"{name}[{key!r}]") for key, entry in value.items()}
+    return metrics.pop(TOTAL), metrics
 
 
 def not_finite(name: str, value: float) -> str:

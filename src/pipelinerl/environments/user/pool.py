@@ -10,20 +10,31 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 from weakref import WeakKeyDictionary
 
 import msgspec
+from msgspec import Meta
 
 from pipelinerl.child import ChildProcess
-from pipelinerl.environments.user.code import Signature
-from pipelinerl.environments.user.worker import LINE_SIGNAL, OUT_OF_MEMORY, Call, Limits, Reply, Start, TaskSource
+from pipelinerl.environments.options import AtLeastOne, Seconds
+from pipelinerl.environments.user.code import Signature, retried
+from pipelinerl.environments.user.messages import LINE_SIGNAL, OUT_OF_MEMORY, Call, Limits, Reply, Start, TaskSource
 from pipelinerl.errors import INVALID_DATA, EnvironmentSetupError, RolloutError
+from pipelinerl.interfaces import Tokenizer
+from pipelinerl.types import Problem
+
+if TYPE_CHECKING:
+    from pipelinerl.environments.single_turn import Task
 
 __all__ = ["CALL_ENDED", "FunctionPool", "Limits"]
 
+REWARD = "reward"
+START_TIMEOUT_S = 600.0
+"""How long an instance of a user's class may take to construct. Rollouts that wait for it have their own limit."""
 CLOSE_TIMEOUT_S = 2.0
 EXIT_TIMEOUT_S = 1.0
 """How long a process may take to exit after it closed its socket."""
@@ -141,6 +152,71 @@ class FunctionPool:
             raise EnvironmentSetupError(reply.error)
         worker.described = reply.value
         return worker
+
+
+class _Attributes(msgspec.Struct):
+    """The attributes of a class that are the limits of its reward."""
+
+    reward_workers: AtLeastOne
+    reward_timeout_s: Seconds
+    reward_retries: Annotated[int, Meta(ge=0)]
+    reward_memory_mb: AtLeastOne
+    reward_writes: tuple[str, ...] | None
+
+
+class RewardPool:
+    """Calls the `reward` of a user's class in processes with limits. No process is started before the first call."""
+
+    def __init__(self, task: Task, kind: str, args: Mapping[str, Any], tokenizer: Tokenizer, seed: int) -> None:
+        """Raises EnvironmentSetupError for limits that are none, and for arguments that can't be sent to a process."""
+        try:
+            limits = msgspec.convert(task, _Attributes, from_attributes=True)
+        except msgspec.ValidationError as error:
+            raise EnvironmentSetupError(f"environment {kind}: its attribute is wrong: {error}") from error
+        source = TaskSource(
+            kind=kind,
+            args=dict(args),
+            seed=seed,
+            tokenizer=getattr(tokenizer, "name_or_path", ""),
+            chat_template=getattr(tokenizer, "chat_template", None),
+            remote_code=type(tokenizer).__module__.startswith("transformers_modules"),
+            search=[str(place) for place in sys.path],
+        )
+        try:
+            msgspec.json.encode(source)
+        except TypeError as error:
+            raise EnvironmentSetupError(
+                f"environment.args of {kind} are not JSON, so no other process can have them ({error}); use JSON, or set "
+                "`isolate_reward = False` in the class"
+            ) from error
+        self._retries = limits.reward_retries
+        self._pool = FunctionPool(
+            {REWARD: kind},
+            workers=limits.reward_workers,
+            limits=Limits(
+                timeout_s=limits.reward_timeout_s,
+                memory_mb=limits.reward_memory_mb,
+                start_timeout_s=START_TIMEOUT_S,
+                writes=limits.reward_writes,
+            ),
+            task=source,
+        )
+
+    async def call(self, problem: Problem, *answer: Any) -> Any:
+        """What `reward` returns. Raises as `FunctionPool.call`."""
+        try:
+            return await retried(partial(self._pool.call, REWARD, problem, *answer), self._retries)
+        except RuntimeError as error:
+            if not any(f": {name}: " in str(error) for name in ("AttributeError", "KeyError")):
+                raise
+            raise RuntimeError(
+                f"{error} (`reward` has another process and instance than the other methods; if it needs what they have "
+                "stored, set `isolate_reward = False` in the class)"
+            ) from None
+
+    def close(self) -> None:
+        """End the processes; they also end with this one."""
+        self._pool.close()
 
 
 class _Worker(ChildProcess):

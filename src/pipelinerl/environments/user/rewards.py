@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 from pipelinerl.environments.single_turn import Judgement
 from pipelinerl.environments.user.code import (
     CALLED_AS,
+    TOTAL,
     Signature,
     describe,
     described,
@@ -25,14 +26,12 @@ from pipelinerl.environments.user.code import (
     is_away,
     refusal,
     retried,
+    score_of,
     split_signature,
     try_out,
 )
 from pipelinerl.environments.user.pool import FunctionPool, Limits
 from pipelinerl.errors import EnvironmentSetupError, RolloutError
-
-TOTAL = "reward"
-"""The entry of a returned dict that is the reward. The others are metrics."""
 
 
 class Functions:
@@ -147,25 +146,13 @@ async def weighted_sum(functions: Functions, weights: Mapping[str, float], *argu
     finally:
         for call in calls:
             call.cancel()
-    scores = [score_of(value, name) for name, value in zip(weights, values, strict=True)]
+    scores = [Judgement(*score_of(value, name)) for name, value in zip(weights, values, strict=True)]
     metrics = {name: score.reward for name, score in zip(weights, scores, strict=True)} if len(weights) > 1 else {}
     for name, score in zip(weights, scores, strict=True):
         if known := metrics.keys() & score.metrics.keys():
             raise RolloutError(f"{name} returned the metric {min(known)!r}, which another function has too")
         metrics |= score.metrics
     return Judgement(sum(weights[name] * score.reward for name, score in zip(weights, scores, strict=True)), metrics)
-
-
-def score_of(value: object, name: str) -> Judgement:
-    """The value that the function `name` returned: a number, a dict of a reward and metrics, or (reward, metrics)."""
-    if isinstance(value, tuple | list) and len(value) == 2 and isinstance(value[1], dict) and TOTAL not in value[1]:
-        value = {TOTAL: value[0], **value[1]}
-    if not isinstance(value, dict):
-        return Judgement(finite_number(value, name, f"a number, a dict of {TOTAL!r} and other numbers, or (reward, dict)"))
-    if TOTAL not in value:
-        raise RolloutError(f"{name} returned a dict without {TOTAL!r}; it has {', '.join(map(str, value)) or 'nothing'}")
-    metrics = {str(key): finite_number(entry, f"{name}[{key!r}]") for key, entry in value.items()}
-    return Judgement(metrics.pop(TOTAL), metrics)
 
 
 def group_values(value: object, name: str, count: int) -> list[float]:

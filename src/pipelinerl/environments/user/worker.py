@@ -1,4 +1,4 @@
-"""The worker process that runs user functions, and its messages to and from the pool: JSON, one per line.
+"""The worker process that runs user functions. Its messages to and from the pool are in `messages`: JSON, one per line.
 
     python -m pipelinerl.environments.user.worker START
 
@@ -22,12 +22,11 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import msgspec
 
 from pipelinerl.environments.user.code import (
-    Signature,
     UserFunction,
     describe,
     described,
@@ -36,78 +35,16 @@ from pipelinerl.environments.user.code import (
     not_finite,
     plain,
 )
+from pipelinerl.environments.user.messages import LINE_SIGNAL, OUT_OF_MEMORY, Call, Limits, Reply, Start, TaskSource
 from pipelinerl.errors import EnvironmentSetupError
+from pipelinerl.interfaces import Tokenizer
 from pipelinerl.parent_pipe import take_stdin
+from pipelinerl.types import Problem
 
 EXTRA_CPU_S = 1
-OUT_OF_MEMORY = 77
-"""Exit status of a worker in which a call exceeded its memory limit."""
 MOST_PRINTED = 16 << 10
 MOST_PRINTED_IN_ALL = 16 << 20
 """Bytes that one call, and all calls of a process, may print to the log."""
-LINE_SIGNAL = signal.SIGUSR1
-"""Asks a worker for the line of the user's file that it executes."""
-
-
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of a call: `timeout_s`, and `memory_mb` beyond what the process uses after importing the functions' files.
-
-    `start_timeout_s` limits that import. `writes`: the only folders below which a call can write; None: not limited.
-    """
-
-    timeout_s: float = 10.0
-    memory_mb: int = 1024
-    start_timeout_s: float = 60.0
-    writes: tuple[str, ...] | None = None
-
-
-class TaskSource(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker needs to make an instance of a user's class: that of `make_environment`, and where its parts are found.
-
-    `tokenizer` is a folder or id, "" if that is not known. `search` is the module search path of the pool's process.
-    """
-
-    kind: str
-    args: dict[str, Any]
-    seed: int
-    tokenizer: str
-    chat_template: Any
-    remote_code: bool
-    search: list[str]
-
-
-class Start(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker's only argument: functions (`file.py:function`) by name, the signatures of the rewards among them, and
-    limits.
-
-    With `task` there is one function, the task's `reward`, and its name stands for the class.
-    """
-
-    functions: dict[str, str]
-    rewards: dict[str, Signature] = {}
-    limits: Limits
-    task: TaskSource | None = None
-
-
-class Call(msgspec.Struct, frozen=True, kw_only=True):
-    """A call of the function `name`. The reply repeats `number`."""
-
-    number: int
-    name: str
-    arguments: tuple[Any, ...]
-
-
-class Reply(msgspec.Struct, frozen=True, kw_only=True):
-    """The outcome of a call: `value` if it returned, else `error` (one line).
-
-    Number 0 is the outcome of the imports; its value has, by function, whether it is `async def`, and the trainer
-    as which it is called.
-    """
-
-    number: int
-    outcome: Literal["returned", "raised", "away", "bad_value"] = "returned"
-    value: Any = None
-    error: str = ""
 
 
 class Printed(io.FileIO):
@@ -149,8 +86,6 @@ def main(argument: str) -> int:
                 for name, spec in start.functions.items()
             }
         else:
-            from pipelinerl.environments.user.task import reward_of  # noqa: PLC0415 - functions start without it
-
             functions = dict.fromkeys(start.functions, reward_of(start.task))
         if start.limits.writes is not None:
             from pipelinerl.environments.user.sandbox import write_only_below  # noqa: PLC0415 - few runs need it
@@ -200,6 +135,59 @@ def answer(call: Call, function: UserFunction, spec: str) -> bytes:
     except BaseException as error:  # noqa: BLE001 - user code may raise anything, SystemExit included; only this call fails
         outcome: Literal["raised", "away"] = "away" if is_away(error) else "raised"
         return _encode(Reply(number=call.number, outcome=outcome, error=f"{call.name}: {describe(error, spec)}"))
+
+
+# ---- the `reward` of a user's class
+
+
+def reward_of(source: TaskSource) -> UserFunction:
+    """The `reward` of a new instance. Raises EnvironmentSetupError."""
+    from pipelinerl.environments.registry import build  # noqa: PLC0415 - functions start without it
+
+    sys.path += [place for place in source.search if place not in sys.path]
+    tokenizer = _LazyTokenizer(source)
+    task: Any = build(source.kind, source.args, cast("Tokenizer", tokenizer), source.seed)
+    if "tokenizer" in getattr(getattr(task.reward, "__code__", None), "co_names", ()):
+        tokenizer.load()  # a call has no time for it
+
+    def reward(problem: object, *answer: Any) -> Any:
+        return task.reward(msgspec.convert(problem, Problem), *answer)
+
+    return reward
+
+
+class _LazyTokenizer:
+    """The model's tokenizer, loaded when it is first used: that takes seconds, and few rewards need it."""
+
+    def __init__(self, source: TaskSource) -> None:
+        self._source = source
+        self.chat_template = source.chat_template
+        self._loaded: Any = None
+
+    def load(self) -> Any:
+        """The tokenizer itself."""
+        if not self._source.tokenizer:
+            raise EnvironmentSetupError(
+                f"where the tokenizer of {self._source.kind} comes from is not known, so the process of `reward` has none; "
+                "set `isolate_reward = False` in the class"
+            )
+        if self._loaded is None:
+            from transformers import AutoTokenizer  # noqa: PLC0415 - takes seconds
+
+            self._loaded = AutoTokenizer.from_pretrained(self._source.tokenizer, trust_remote_code=self._source.remote_code)
+        return self._loaded
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        return self.load()(*arguments, **options)
+
+    def __len__(self) -> int:
+        return len(self.load())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.load(), name)
+
+
+# ---- limits
 
 
 def _limit_memory(limits: Limits) -> None:

@@ -14,8 +14,7 @@ from pipelinerl.environments.data import ProblemSet, by_payload, read_split
 from pipelinerl.environments.options import AtLeastOne, Files, FunctionName, Inner, Options, Share
 from pipelinerl.environments.questions import check_template_options
 from pipelinerl.environments.registry import make_inner
-from pipelinerl.environments.user.code import describe, find_function
-from pipelinerl.environments.user.rewards import score_of
+from pipelinerl.environments.user.code import describe, find_function, score_of
 from pipelinerl.errors import EnvironmentSetupError, RolloutError
 from pipelinerl.extras import require
 from pipelinerl.interfaces import Environment, GenerationClient, Tokenizer
