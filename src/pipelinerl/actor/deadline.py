@@ -24,6 +24,8 @@ from time import monotonic
 from types import FrameType
 from typing import Any, TypeVar
 
+from pipelinerl.errors import CodeDeadlineError
+
 T = TypeVar("T")
 
 IN_ROLLOUT: ContextVar[CodeDeadline | None] = ContextVar("IN_ROLLOUT", default=None)
@@ -37,10 +39,6 @@ SLOW_S = 2.0
 """Code that has blocked the thread for this long is reported while it runs."""
 GIVE_UP_AFTER = 4
 """After this many interruptions without a successful rollout, the code is no longer run."""
-
-
-class CodeDeadlineError(BaseException):
-    """Raised in code that blocks the thread for too long. Not an `Exception`, so `except Exception` does not catch it."""
 
 
 class CodeGivenUpError(CodeDeadlineError):
@@ -172,17 +170,18 @@ class CodeAlarm:
             return
         from pipelinerl.actor.failures import place_of  # noqa: PLC0415 - most code is quick
 
+        where = place_of(frame, __file__)
         if ran_s >= self._seconds:
             if self._interrupted_s != self._began_s:  # otherwise it is the same code, which swallowed the error
                 self._interrupted_s = self._began_s
                 self.interruptions += 1
                 self.stuck += self._turn > self._furthest
-            self._interrupted = f"the code ran for {self._seconds:g} s without yielding, {place_of(frame)}"
+            self._interrupted = f"the code ran for {self._seconds:g} s without yielding, {where}"
             raise CodeDeadlineError(self._interrupted)
         if self.on_slow is not None:
             times = f"; interrupted {self.interruptions} times before" if self.interruptions else ""
             with own_code():  # no signal is handled meanwhile
-                self.on_slow(f"environment code has run for {ran_s:.0f} s without yielding, {place_of(frame)}{times}")
+                self.on_slow(f"environment code has run for {ran_s:.0f} s without yielding, {where}{times}")
 
     def _create_task(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> Any:
         """Task factory: creates tasks like the outer factory, but those of user code under its deadline."""

@@ -8,11 +8,12 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
-from pipelinerl.actor import deadline
-from pipelinerl.actor.deadline import CodeDeadlineError
-from pipelinerl.actor.rollouts import Failure, FailureReason
-from pipelinerl.errors import PromptTooLongError, RolloutError
+from pipelinerl.errors import CodeDeadlineError, PromptTooLongError, RolloutError
+
+if TYPE_CHECKING:
+    from pipelinerl.actor.rollouts import Failure, FailureReason
 
 NOT_USER_CODE = (
     str(Path(__file__).parents[1]),
@@ -23,26 +24,26 @@ NOT_USER_CODE = (
 FRAME = re.compile(r'^  File "(.+)", line .*(?:\n    .*)*', re.MULTILINE)
 
 
-def failure_of(error: BaseException, reason: FailureReason | None = None, message: str = "") -> Failure:
-    """Convert an error to a Failure, with this `reason` and `message` if they are known.
+def explain(error: BaseException, reason: FailureReason | None = None, message: str = "") -> tuple[FailureReason, str, str]:
+    """The reason, message and traceback of an attempt's Failure, with this `reason` and `message` if they are known.
 
     In an exception group, a deadline error takes precedence, then a too long prompt.
     """
     trace = "".join(traceback.format_exception(error)).rstrip()
     if reason is not None:
-        return Failure(reason, message, trace)
+        return reason, message, trace
     parts = list(_leaves(error))
     for part in parts:
         if isinstance(part, CodeDeadlineError):
-            return Failure("timeout", str(part), trace)
+            return "timeout", str(part), trace
     for part in parts:
         if isinstance(part, PromptTooLongError):
-            return Failure("prompt_too_long", str(part))
+            return "prompt_too_long", str(part), ""
     if isinstance(error, RolloutError):
-        return Failure("bad_rollout", str(error))
+        return "bad_rollout", str(error), ""
     if isinstance(error, TimeoutError) and str(error):  # a user function that exceeded its time limit
-        return Failure("timeout", str(error), trace)
-    return Failure("raised", traceback.format_exception_only(error)[-1].strip(), trace)
+        return "timeout", str(error), trace
+    return "raised", traceback.format_exception_only(error)[-1].strip(), trace
 
 
 def line_of(failure: Failure) -> str:
@@ -56,10 +57,13 @@ def user_frames(trace: str) -> list[str]:
     return [frame[0] for frame in FRAME.finditer(trace) if not frame[1].startswith(NOT_USER_CODE)]
 
 
-def place_of(frame: FrameType | None) -> str:
-    """Where user code is, as `in Task.reward (task.py, line 9)`: its outermost frame, or without one the innermost frame."""
+def place_of(frame: FrameType | None, caller: str) -> str:
+    """Where user code is, as `in Task.reward (task.py, line 9)`: its outermost frame, or without one the innermost frame.
+
+    Frames of the file `caller` and outside it are not looked at.
+    """
     place = frame
-    while frame is not None and frame.f_code.co_filename != deadline.__file__:
+    while frame is not None and frame.f_code.co_filename != caller:
         if not frame.f_code.co_filename.startswith(NOT_USER_CODE):
             place = frame
         frame = frame.f_back

@@ -21,9 +21,9 @@ from typing import Any, Literal, NamedTuple, Self, TypeVar, cast
 import msgspec
 
 from pipelinerl.actor.client import Awake, Produced, RolloutClient
-from pipelinerl.actor.deadline import CodeAlarm, CodeDeadline, CodeDeadlineError, CodeGivenUpError
+from pipelinerl.actor.deadline import CodeAlarm, CodeDeadline, CodeGivenUpError
 from pipelinerl.config.schema import ActorConfig
-from pipelinerl.errors import RolloutError, TooManyFailuresError
+from pipelinerl.errors import CodeDeadlineError, RolloutError, TooManyFailuresError
 from pipelinerl.interfaces import AsyncEngine, Environment, Tokenizer
 from pipelinerl.types import Completion, Problem, Rollout, SamplingParams, Turn
 
@@ -186,9 +186,9 @@ async def _caught(code: Callable[[], Coroutine[Any, Any, T]], deadline: CodeDead
 
 
 def _failure(error: BaseException, *known: Any) -> Failure:
-    from pipelinerl.actor.failures import failure_of  # noqa: PLC0415 - only for an error
+    from pipelinerl.actor.failures import explain  # noqa: PLC0415 - only for an error
 
-    return failure_of(error, *known)
+    return Failure(*explain(error, *known))
 
 
 def check_rollout(returned: object, produced: Mapping[str, Produced]) -> Rollout:
