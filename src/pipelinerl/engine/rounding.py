@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipelinerl.engine.runner import TOLERANCE, differences
 from pipelinerl.errors import UnsupportedModelError
-from pipelinerl.models.attention import choose_attention
+from pipelinerl.models.attention import choose_attention, deviations
 from pipelinerl.models.layers import decoder_layers, perturbed
 from pipelinerl.models.state import is_narrow
 
@@ -27,7 +26,7 @@ LARGEST_TOLERANCE = 1e-3
 
 
 def require_same(
-    logits_TV: Tensor, reference_TV: Tensor, model: Any, ids_T: Tensor, dtype: torch.dtype, *, least: float = TOLERANCE
+    logits_TV: Tensor, reference_TV: Tensor, model: Any, ids_T: Tensor, dtype: torch.dtype, *, least: float
 ) -> float:
     """The error on the probe `ids_T` of a runner that computes in `dtype`.
 
@@ -35,7 +34,7 @@ def require_same(
     Raises UnsupportedModelError if it is above the limit, or NaN.
     """
     if not is_narrow(dtype):
-        error = float(differences(logits_TV, reference_TV).max())
+        error = float(deviations(logits_TV, reference_TV).max())
         return _within(error, least if error <= least else rounding_limit(model, ids_T, least=least), model)
     likeliest_T1 = reference_TV.argmax(-1, keepdim=True)
     found_T1, own_T1 = (logits.float().log_softmax(-1).gather(1, likeliest_T1) for logits in (logits_TV, reference_TV))
@@ -51,7 +50,7 @@ def _within(error: float, limit: float, model: Any) -> float:
     return error
 
 
-def rounding_limit(model: Any, ids_T: Tensor, *, least: float = TOLERANCE) -> float:
+def rounding_limit(model: Any, ids_T: Tensor, *, least: float) -> float:
     """How much rounding in float32 may change log-probabilities of the probe; at least `least`.
 
     Large models and recurrences amplify rounding. So eight times that of the model's own forward is allowed: its change when
@@ -65,7 +64,7 @@ def rounding_limit(model: Any, ids_T: Tensor, *, least: float = TOLERANCE) -> fl
             changed_TV = model(input_ids=ids_T[None], use_cache=False).logits[0]
     finally:
         choose_attention(model, chosen)
-    return min(max(least, 8 * float(differences(changed_TV, own_TV).max())), LARGEST_TOLERANCE)
+    return min(max(least, 8 * float(deviations(changed_TV, own_TV).max())), LARGEST_TOLERANCE)
 
 
 @contextmanager

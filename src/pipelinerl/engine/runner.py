@@ -24,7 +24,7 @@ from pipelinerl.engine.attention import (
 )
 from pipelinerl.engine.flat import FlatForward
 from pipelinerl.errors import UnsupportedModelError
-from pipelinerl.models.attention import refuse_states, replace_attention, returned_cache, rope_limit, unsupported
+from pipelinerl.models.attention import deviations, refuse_states, replace_attention, returned_cache, rope_limit, unsupported
 from pipelinerl.models.loading import learned_positions
 from pipelinerl.models.state import is_narrow
 
@@ -212,11 +212,11 @@ class ModelRunner:
         """Raise UnsupportedModelError if logits computed over slots differ from the model's own."""
         kv = self._make_kv(2, len(ids_T))
         logits_TV = self._slot_logits(kv, ids_T)
-        self.error = float(differences(logits_TV, reference_TV).max())
+        self.error = float(deviations(logits_TV, reference_TV).max())
         if not self.error <= TOLERANCE:
             from pipelinerl.engine.rounding import require_same  # noqa: PLC0415 - few models round so much
 
-            self.error = require_same(logits_TV, reference_TV, self.model, ids_T, self.dtype)
+            self.error = require_same(logits_TV, reference_TV, self.model, ids_T, self.dtype, least=TOLERANCE)
 
     def _slot_logits(self, kv: Any, ids_T: Tensor) -> Tensor:
         """Logits [T, V] of `ids_T`, processed as two prompt chunks and then token by token, over two rows."""
@@ -244,8 +244,3 @@ def _sliding_window(model: Any) -> int | None:
     if window is None or not used or (types is not None and "sliding_attention" not in types):
         return None
     return int(window)
-
-
-def differences(logits_TV: Tensor, reference_TV: Tensor) -> Tensor:
-    """For each token the largest difference of log-probabilities [T] over the vocabulary."""
-    return (logits_TV.float().log_softmax(-1) - reference_TV.float().log_softmax(-1)).abs().amax(-1)

@@ -151,6 +151,11 @@ def attend(
     return attend_by_scores(query, key, value, mask, sinks, scale=scale, softcap=softcap)
 
 
+def deviations(logits_TV: Tensor, reference_TV: Tensor) -> Tensor:
+    """For each token the largest difference of log-probabilities [T] over the vocabulary."""
+    return (logits_TV.float().log_softmax(-1) - reference_TV.float().log_softmax(-1)).abs().amax(-1)
+
+
 def rope_limit(model: Any) -> int | None:
     """The length beyond which the rotary frequencies of *all* sequences of a forward change; None if they never do.
 

@@ -23,6 +23,14 @@ _PLAIN = ("llama", "mistral", "qwen2", "qwen3")
 """Families whose layers all keep keys and values, of the same heads."""
 
 
+class Config(dict[str, Any]):
+    """A model's configuration, of which families use different names for one number."""
+
+    def first_int(self, *names: str) -> int | None:
+        """The first of `names` that is a positive integer here."""
+        return next((self[name] for name in names if isinstance(self.get(name), int) and self[name] > 0), None)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
     """Sizes of a decoder. `parameters` counts a tensor that has two names once.
@@ -60,22 +68,22 @@ def read_shape(folder: Path) -> ModelShape | None:
     config = _json(folder / "config.json")
     tensors = dict(_tensors(folder))
     inner_config = config.get("text_config")
-    text = inner_config if isinstance(inner_config, dict) else config
-    hidden = first_int(text, "hidden_size", "n_embd", "d_model")
-    layers = first_int(text, "num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
+    text = Config(inner_config if isinstance(inner_config, dict) else config)
+    hidden = text.first_int("hidden_size", "n_embd", "d_model")
+    layers = text.first_int("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
     layers = layers or len(text.get("layers_block_type") or ())
-    heads = first_int(
-        text, "num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "decoder_attention_heads"
+    heads = text.first_int(
+        "num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "decoder_attention_heads"
     )
     heads = heads or (1 if "state_size" in text else None)
-    vocabulary = first_int(text, "vocab_size")
+    vocabulary = text.first_int("vocab_size")
     if not tensors or not (hidden and layers and heads and vocabulary):
         return None
     if text.get("model_type") == "longcat_flash":
         layers *= 2  # each has two of attention and MLP
-    head_dim = first_int(text, "head_dim") or hidden // heads
+    head_dim = text.first_int("head_dim") or hidden // heads
     inner = (
-        first_int(text, "moe_intermediate_size", "intermediate_size", "n_inner", "ffn_dim", "decoder_ffn_dim") or 4 * hidden
+        text.first_int("moe_intermediate_size", "intermediate_size", "n_inner", "ffn_dim", "decoder_ffn_dim") or 4 * hidden
     )
     head = next((name for name in tensors if name.endswith(_HEADS)), None)
     if head and config.get("tie_word_embeddings") is True and len(tensors) > 1:
@@ -88,7 +96,7 @@ def read_shape(folder: Path) -> ModelShape | None:
     }
     tied = head is None
     if text.get("model_type") in _PLAIN:
-        kv_width, state = 2 * layers * (first_int(text, "num_key_value_heads") or heads) * head_dim, 0
+        kv_width, state = 2 * layers * (text.first_int("num_key_value_heads") or heads) * head_dim, 0
     else:
         from pipelinerl.models.past import past  # noqa: PLC0415 - other families
 
@@ -106,9 +114,9 @@ def read_shape(folder: Path) -> ModelShape | None:
         query_width=heads * head_dim,
         kv_width=kv_width,
         state=state,
-        feed_forward=inner * (first_int(text, "num_experts_per_tok") or 1),
+        feed_forward=inner * (text.first_int("num_experts_per_tok") or 1),
         vocabulary=vocabulary,
-        max_length=first_int(text, "max_position_embeddings", "n_positions"),
+        max_length=text.first_int("max_position_embeddings", "n_positions"),
     )
 
 
@@ -153,8 +161,3 @@ def _json(path: Path) -> dict[str, Any]:
         raise ModelLoadError(f"can't read {path}: {error.strerror}") from error
     except INVALID_DATA as error:
         raise ModelLoadError(f"{path} is not a JSON object: {error}; get a complete copy of the model") from error
-
-
-def first_int(config: Mapping[str, Any], *names: str) -> int | None:
-    """The first of `names` that is a positive integer in `config`: model families use different names for one number."""
-    return next((config[name] for name in names if isinstance(config.get(name), int) and config[name] > 0), None)

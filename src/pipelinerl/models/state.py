@@ -83,7 +83,7 @@ def host_parts(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Any]]:
     if any(tensor.is_cuda for tensor in tensors.values()):
         from pipelinerl.models.transfers import arriving  # noqa: PLC0415 - only from a GPU
 
-        return arriving(tensors)
+        return arriving((name, bytes_of(tensor)) for name, tensor in tensors.items())
     return ((name, bytes_of(tensor.cpu()).numpy()) for name, tensor in tensors.items())
 
 

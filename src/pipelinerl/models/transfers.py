@@ -6,7 +6,7 @@ Also pins memory that other processes share.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -14,8 +14,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-
-from pipelinerl.models.state import bytes_of
 
 logger = logging.getLogger(__name__)
 
@@ -51,10 +49,10 @@ def to_host(tensor: Tensor) -> Callable[[], npt.NDArray[Any]]:
     return read
 
 
-def arriving(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, npt.NDArray[np.uint8]]]:
-    """The bytes of each tensor, in order, in parts of at most `PART`. The next part is copied while the caller uses one."""
+def arriving(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, npt.NDArray[np.uint8]]]:
+    """The bytes of each tensor [n], in parts of at most `PART`. The next part is copied while the caller uses one."""
     before: tuple[str, Callable[[], npt.NDArray[Any]]] | None = None
-    parts = ((name, part) for name, tensor in tensors.items() for part in torch.split(bytes_of(tensor), PART))
+    parts = ((name, part) for name, bytes_U8 in named for part in torch.split(bytes_U8, PART))
     for name, part_U8 in parts:
         started = name, to_host(part_U8)
         if before is not None:
