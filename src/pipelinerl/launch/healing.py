@@ -43,7 +43,7 @@ from pipelinerl.metrics.reading import read_records
 from pipelinerl.metrics.totals import ENDED_ACTORS, ENDED_ENGINES, actor_total, engine_total
 from pipelinerl.status.board import last_statuses
 from pipelinerl.status.reporter import starting
-from pipelinerl.status.view import View
+from pipelinerl.status.screen import View
 from pipelinerl.types import TRAINER, ActorProgress, EngineProgress, Progress, StageStatus, trainer_progress
 from pipelinerl.weights.shared.file import AWAY, Answer, Control
 

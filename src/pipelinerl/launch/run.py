@@ -35,7 +35,8 @@ from pipelinerl.launch.session import Session, StartPlan
 from pipelinerl.launch.stages.streams import stream_store
 from pipelinerl.launch.summary import Outcome, finished_summary, show_result, write_summary
 from pipelinerl.schedule import make_schedule
-from pipelinerl.status.view import View, make_view, output_that_never_fails
+from pipelinerl.status.screen import View
+from pipelinerl.status.view import make_view, output_that_never_fails
 
 if TYPE_CHECKING:
     from pipelinerl.launch.hosts.keeping import Kept, KeptHere

@@ -19,17 +19,19 @@ from rich.text import Text
 from pipelinerl.metrics.totals import actor_total, engine_total, trainer_progress
 from pipelinerl.status.screen import (
     NO_STAGE,
+    REDRAW_S,
     SILENT_S,
     Trends,
+    View,
     dropped_by_reason,
     duration,
     headline,
     pause,
+    printable,
     reasons,
     throughput,
     wait_line,
 )
-from pipelinerl.status.view import REDRAW_S, View, printable
 from pipelinerl.types import ActorProgress, StageStatus, TrainerProgress
 
 NARROW = 92

@@ -1,13 +1,27 @@
-"""What terminal views show: rates, and lines of text. Pure functions of stage statuses and the time."""
+"""What terminal views show: rates, and lines of text, as functions of stage statuses and the time; and the simplest view."""
 
 from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Mapping
+from typing import TextIO
 
 from pipelinerl.metrics.statistics import LOW_ESS
 from pipelinerl.metrics.totals import actor_total, engine_total, trainer_progress
 from pipelinerl.types import ActorProgress, EngineProgress, StageStatus, TrainerProgress
+
+REDRAW_S = 0.5
+_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) != "\n"} | {0x7F: 0x2421}
+_INVISIBLE = [*range(0x80, 0xA0), 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x2028, 0x2029, 0xFEFF]
+_SHOWN = _PICTURES | {code: f"<U+{code:04X}>" for code in (*_INVISIBLE, *range(0xD800, 0xE000))}
+
+
+def printable(text: str) -> str:
+    """Make text that may come from data or models safe to print: it never reaches the terminal as control codes.
+
+    Control characters become pictures (`␛`), except newlines, and bidirectional or invisible ones `<U+XXXX>`.
+    """
+    return text.translate(_SHOWN)
 
 
 class Rate:
@@ -206,3 +220,25 @@ def _share(busy_s: float, ready_s: float) -> str:
 
 def reasons(dropped: Counter[str]) -> str:
     return ", ".join(f"{reason} {count}" for reason, count in dropped.most_common())
+
+
+class View:
+    """Shows a run to its user. This one, of kind `none`, only prints messages."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._said: set[str] = set()
+
+    def update(self, statuses: Mapping[str, StageStatus], now: float) -> None:  # noqa: ARG002 - for the other views
+        """Show the statuses of all stages at `now` (`time.monotonic`)."""
+        for line in model_lines(statuses):
+            if line not in self._said:
+                self._said.add(line)
+                self.say(line)
+
+    def say(self, text: str) -> None:
+        """Print a message that stays on the screen, like a warning or a process's crash message."""
+        print(printable(text.expandtabs()), file=self._stream, flush=True)
+
+    def close(self) -> None:
+        """Leave the last state on the screen and release the terminal. May be called twice."""

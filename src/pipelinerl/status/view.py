@@ -13,24 +13,11 @@ from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdo
 from typing import Any, Literal, TextIO
 
 from pipelinerl.metrics.totals import trainer_progress
-from pipelinerl.status.screen import Trends, model_lines, plain_line, stage_lines
+from pipelinerl.status.screen import REDRAW_S, Trends, View, plain_line, stage_lines
 from pipelinerl.types import StageStatus
 
-REDRAW_S = 0.5
 PLAIN_EVERY_S = 10.0
 LONG_WAIT_S = 10.0
-
-_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) != "\n"} | {0x7F: 0x2421}
-_INVISIBLE = [*range(0x80, 0xA0), 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x2028, 0x2029, 0xFEFF]
-_SHOWN = _PICTURES | {code: f"<U+{code:04X}>" for code in (*_INVISIBLE, *range(0xD800, 0xE000))}
-
-
-def printable(text: str) -> str:
-    """Make text that may come from data or models safe to print: it never reaches the terminal as control codes.
-
-    Control characters become pictures (`␛`), except newlines, and bidirectional or invisible ones `<U+XXXX>`.
-    """
-    return text.translate(_SHOWN)
 
 
 class _Dropping(io.FileIO):
@@ -59,28 +46,6 @@ def output_that_never_fails() -> Iterator[None]:
             lines = io.TextIOWrapper(raw, encoding=stream.encoding, errors=stream.errors, line_buffering=True)
             stack.enter_context(redirect(stack.enter_context(lines)))
         yield
-
-
-class View:
-    """Shows a run to its user. This one, of kind `none`, only prints messages."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self._said: set[str] = set()
-
-    def update(self, statuses: Mapping[str, StageStatus], now: float) -> None:  # noqa: ARG002 - for the other views
-        """Show the statuses of all stages at `now` (`time.monotonic`)."""
-        for line in model_lines(statuses):
-            if line not in self._said:
-                self._said.add(line)
-                self.say(line)
-
-    def say(self, text: str) -> None:
-        """Print a message that stays on the screen, like a warning or a process's crash message."""
-        print(printable(text.expandtabs()), file=self._stream, flush=True)
-
-    def close(self) -> None:
-        """Leave the last state on the screen and release the terminal. May be called twice."""
 
 
 class PlainView(View):

@@ -32,7 +32,7 @@ from pipelinerl.metrics.totals import actor_total
 from pipelinerl.redis_connection import RedisConnection
 from pipelinerl.schedule import make_schedule
 from pipelinerl.status.board import MmapBoard, last_statuses
-from pipelinerl.status.view import View
+from pipelinerl.status.screen import View
 from pipelinerl.types import (
     ActorProgress,
     Completion,

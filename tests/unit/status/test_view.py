@@ -17,8 +17,8 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from pipelinerl.status.live import LiveView, render, sparkline
-from pipelinerl.status.screen import Rate, Trends, duration, headline, short, wait_line
-from pipelinerl.status.view import PlainView, View, make_view, output_that_never_fails
+from pipelinerl.status.screen import Rate, Trends, View, duration, headline, short, wait_line
+from pipelinerl.status.view import PlainView, make_view, output_that_never_fails
 from pipelinerl.types import ActorProgress, EngineProgress, StageStatus, TrainerProgress
 
 LATEST = {"reward_read_mean": 0.625, "ess": 0.971, "lag_mean": 1.75, "lag_max": 5.0, "entropy_mean": 0.3}

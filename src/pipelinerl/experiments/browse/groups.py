@@ -14,7 +14,7 @@ from rich.text import Text
 
 from pipelinerl.errors import UserError
 from pipelinerl.experiments.browse.records import Attempt, Attempts, Browsed, Damaged, Trained, one_line
-from pipelinerl.status.view import printable
+from pipelinerl.status.screen import printable
 
 # ---- queries like `reward>0.5 version=12 "some text"`
 

@@ -16,7 +16,7 @@ import msgspec
 
 from pipelinerl.errors import INVALID_DATA, RunDirectoryError
 from pipelinerl.metrics.evaluations import EvaluatedProblem
-from pipelinerl.status.view import printable
+from pipelinerl.status.screen import printable
 from pipelinerl.types import Completion, FinishReason, Group, Problem, Rollout, Skip, Turn, VersionSpan
 
 T = TypeVar("T")

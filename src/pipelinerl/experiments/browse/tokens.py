@@ -17,7 +17,7 @@ from pipelinerl.environments.text_stream import TextStream
 from pipelinerl.errors import ModelLoadError, UserError
 from pipelinerl.experiments.browse.groups import lag_text
 from pipelinerl.experiments.browse.records import Trained, one_line
-from pipelinerl.status.view import printable
+from pipelinerl.status.screen import printable
 from pipelinerl.types import Rollout, Turn, VersionSpan, versions_from_spans
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from pipelinerl.errors import ModelLoadError
 from pipelinerl.experiments.browse.records import one_line, skip_text
 from pipelinerl.experiments.browse.tokens import TokenText, load_token_text
 from pipelinerl.models.folder import resolve_path
-from pipelinerl.status.view import printable
+from pipelinerl.status.screen import printable
 from pipelinerl.types import Group, Rollout, Turn, versions_from_spans
 
 GROUPS = 3

@@ -29,8 +29,7 @@ from pipelinerl.metrics.timeline import TIMELINE_STEM, TimelineRecord
 from pipelinerl.metrics.totals import actor_total, engine_total, trainer_progress
 from pipelinerl.report.series import begin_s, name_of, read_config, read_summary
 from pipelinerl.status.board import STATUS_BYTES, SUFFIX
-from pipelinerl.status.screen import SILENT_S, Trends, dropped_by_reason, throughput, wait_line
-from pipelinerl.status.view import printable
+from pipelinerl.status.screen import SILENT_S, Trends, dropped_by_reason, printable, throughput, wait_line
 from pipelinerl.status.watchdog import waits_on
 from pipelinerl.types import Group, StageStatus, TrainerProgress
 

@@ -33,7 +33,7 @@ from pipelinerl.launch.summary import Outcome, interruption
 from pipelinerl.schedule import stream_capacity
 from pipelinerl.status.board import MemoryBoard, MmapBoard, last_statuses
 from pipelinerl.status.reporter import starting
-from pipelinerl.status.view import View
+from pipelinerl.status.screen import View
 from pipelinerl.status.watchdog import Watchdog
 from pipelinerl.stream.memory import MemoryStream
 from pipelinerl.trainer import Trainer

@@ -41,7 +41,7 @@ from pipelinerl.launch.session import Session
 from pipelinerl.launch.stages.streams import PREPARED, ROLLOUTS, StreamStore, group_reader, prepared_reader
 from pipelinerl.launch.summary import Outcome, interruption
 from pipelinerl.status.board import last_statuses
-from pipelinerl.status.view import View
+from pipelinerl.status.screen import View
 from pipelinerl.status.watchdog import Watchdog
 from pipelinerl.types import TRAINER, Group, Prepared, StageStatus, goal_reached, trainer_progress
 

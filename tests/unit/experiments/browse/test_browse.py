@@ -27,7 +27,7 @@ from pipelinerl.experiments.browse.records import (
     Trained,
 )
 from pipelinerl.experiments.browse.tokens import TokenText, load_token_text
-from pipelinerl.status.view import printable
+from pipelinerl.status.screen import printable
 from pipelinerl.types import Group, Problem, Skip
 from tests.unit.experiments.browse.browse_parts import (
     Bytes,
