@@ -14,8 +14,17 @@ from typing import Any, NamedTuple
 
 from pipelinerl.metrics.statistics import REWARD
 from pipelinerl.report import series
-from pipelinerl.report.curves import Curves, finish_axes, line, new_figure, png_of, points, prepare
-from pipelinerl.report.panels import draw_environment, draw_metric
+from pipelinerl.report.curves import (
+    Curves,
+    draw_environment,
+    draw_metric,
+    finish_axes,
+    line,
+    new_figure,
+    png_of,
+    points,
+    prepare,
+)
 from pipelinerl.report.series import WINDOW, BatchSize, LagByPosition, RunRecords
 
 COLOURS = ("#1f5fbf", "#d1600a", "#2a8c4a", "#a03070", "#8a6d00", "#4b4b9f", "#00868b", "#7a3b10")
