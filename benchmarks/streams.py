@@ -28,8 +28,7 @@ import msgspec
 
 from benchmarks import common
 from benchmarks.common import Record
-from pipelinerl.stream.file_reader import FileStreamReader
-from pipelinerl.stream.files import FileStreamWriter
+from pipelinerl.stream.files import FileStore, FileStreamWriter
 from pipelinerl.stream.memory import MemoryStream
 from pipelinerl.stream.redis import RedisStore, RedisStreamReader, RedisStreamWriter
 from pipelinerl.stream.redis_server import start_server
@@ -79,7 +78,7 @@ def writing_end(kind: str, place: str) -> Any:
 
 def reading_end(kind: str, place: str) -> Any:
     if kind == "files":
-        return FileStreamReader(Path(place), Group)
+        return FileStore(Path(place)).reader("", Group)
     return RedisStreamReader(place, "benchmark", Group)
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import closing
-from pathlib import Path
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from pipelinerl.interfaces import StreamStats
-from pipelinerl.stream.files import Counts, StreamFile, role_held
+
+if TYPE_CHECKING:
+    from pipelinerl.stream.files import StreamFile
 
 T = TypeVar("T")
 
@@ -16,9 +16,9 @@ T = TypeVar("T")
 class FileStreamReader(Generic[T]):
     """The reading end. One process at a time; a new one starts at the committed offset."""
 
-    def __init__(self, directory: Path, item_type: type[T]) -> None:
-        """Raises StreamError if the stream already has a reader or can't be opened. A writer is not required yet."""
-        self._file = StreamFile(directory, item_type, "reader")
+    def __init__(self, file: StreamFile[T]) -> None:
+        """`file` is open in the role `reader`. A writer is not required yet."""
+        self._file = file
         with self._file.transaction() as stream:
             counts = self._file.counts()
             between = "SELECT count(*) FROM items WHERE offset >= ? AND offset < ?"
@@ -63,16 +63,15 @@ class FileStreamReader(Generic[T]):
         self._file.close()
 
 
-def rewind(directory: Path, item_type: type[T], from_offset: int, keep: Callable[[T], bool]) -> list[T]:
-    """Rewind the stream to a checkpoint, before either end is opened. Returns the items that stay, oldest first.
+def rewind(file: StreamFile[T], from_offset: int, keep: Callable[[T], bool]) -> list[T]:
+    """Rewind the stream to a checkpoint. The caller holds both roles. Returns the items that stay, oldest first.
 
     Items before `from_offset`, dropped items, and those for which `keep` is false are removed. The others are renumbered
     without gaps: the first has offset `from_offset`, which becomes the committed offset. The counts continue as if every
     item before it had been taken or dropped. Atomic: if the process is killed, the stream is either unchanged or
-    rewound. Raises StreamError if an end is open or the file is damaged.
+    rewound. Raises StreamError if the file is damaged.
     """
-    file = StreamFile(directory, item_type, "writer")
-    with closing(file), role_held(directory, "reader"), file.durable(), file.transaction() as stream:
+    with file.durable(), file.transaction() as stream:
         stored = [(json, file.decode(offset, json)) for offset, json in file.waiting(from_offset, -1)]
         kept = [(json, item) for json, item in stored if keep(item)]
         ((earlier_drops,),) = stream.execute("SELECT count(*) FROM drops WHERE offset < ?", (from_offset,))
@@ -80,7 +79,7 @@ def rewind(directory: Path, item_type: type[T], from_offset: int, keep: Callable
         stream.execute("DELETE FROM drops WHERE offset >= ?", (from_offset,))
         numbered = ((offset, json) for offset, (json, _) in enumerate(kept, start=from_offset))
         stream.executemany("INSERT INTO items VALUES (?, ?)", numbered)
-        counts = Counts(
+        counts = file.counts()._replace(
             written=from_offset + len(kept),
             taken=from_offset - earlier_drops,
             dropped=earlier_drops,

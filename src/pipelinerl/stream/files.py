@@ -222,7 +222,7 @@ class FileStore:
     def reader(self, name: str, item_type: type[T]) -> StreamReader[T]:
         from pipelinerl.stream.file_reader import FileStreamReader  # noqa: PLC0415 - generation processes only write
 
-        return FileStreamReader(self._directory / name, item_type)
+        return FileStreamReader(StreamFile(self._directory / name, item_type, "reader"))
 
     def waiting(self, name: str, item_type: type[T]) -> list[T]:
         """The items that were written and neither taken nor dropped, oldest first. Empty if the stream does not exist.
@@ -235,7 +235,9 @@ class FileStore:
             return [file.decode(offset, json) for offset, json in file.waiting(file.counts().cursor, -1)]
 
     def rewind(self, name: str, item_type: type[T], from_offset: int, keep: Callable[[T], bool]) -> list[T]:
-        """`file_reader.rewind`: rewind the stream to a checkpoint, before either end is opened."""
+        """`file_reader.rewind`, before either end is opened. Raises StreamError if one is."""
         from pipelinerl.stream.file_reader import rewind  # noqa: PLC0415 - as above
 
-        return rewind(self._directory / name, item_type, from_offset, keep)
+        directory = self._directory / name
+        with closing(StreamFile(directory, item_type, "writer")) as file, role_held(directory, "reader"):
+            return rewind(file, from_offset, keep)

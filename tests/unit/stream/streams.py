@@ -13,8 +13,7 @@ from unittest import mock
 import msgspec
 
 from pipelinerl.interfaces import StreamReader, StreamStats, StreamWriter
-from pipelinerl.stream.file_reader import FileStreamReader
-from pipelinerl.stream.files import FileStreamWriter
+from pipelinerl.stream.files import FileStore, FileStreamWriter
 from pipelinerl.stream.memory import MemoryStream
 
 ROOT = Path(__file__).parents[3]
@@ -109,7 +108,7 @@ class FilesPlace:
         return FileStreamWriter(self.directory, Item, **options)
 
     def reader(self) -> StreamReader[Item]:
-        return FileStreamReader(self.directory, Item)
+        return FileStore(self.directory).reader("", Item)
 
 
 class RedisPlace:

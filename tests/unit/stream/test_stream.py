@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from pipelinerl.errors import StreamError
 from pipelinerl.interfaces import StreamStats
-from pipelinerl.stream.file_reader import FileStreamReader
 from pipelinerl.stream.files import FileStore, FileStreamWriter
 from tests.limits import small_files
 from tests.unit.stream.streams import ROOT, Item, items, write
@@ -22,7 +21,7 @@ from tests.unit.stream.streams import ROOT, Item, items, write
 
 def test_the_space_of_processed_items_is_reused(tmp_path: Path) -> None:
     writer = FileStreamWriter(tmp_path, Item, capacity=100)
-    reader = FileStreamReader(tmp_path, Item)
+    reader = FileStore(tmp_path).reader("", Item)
     sizes = []
     for first in range(0, 500, 50):
         for n in range(first, first + 50):
@@ -35,9 +34,9 @@ def test_the_space_of_processed_items_is_reused(tmp_path: Path) -> None:
 
 def test_there_is_one_reader_and_none_while_a_stream_is_rewound(tmp_path: Path) -> None:
     writer = FileStreamWriter(tmp_path, Item, capacity=1)
-    reader = FileStreamReader(tmp_path, Item)
+    reader = FileStore(tmp_path).reader("", Item)
     with pytest.raises(StreamError, match="by another reader"):
-        FileStreamReader(tmp_path, Item)
+        FileStore(tmp_path).reader("", Item)
     with pytest.raises(StreamError, match="by another writer"):
         FileStore(tmp_path).rewind("", Item, 0, lambda item: True)
     writer.close()
@@ -50,7 +49,7 @@ def test_there_is_one_reader_and_none_while_a_stream_is_rewound(tmp_path: Path) 
 def test_waiting_items_can_be_inspected_while_the_stream_is_used(tmp_path: Path) -> None:
     assert FileStore(tmp_path).waiting("none", Item) == []
     writer = FileStreamWriter(tmp_path, Item, capacity=3, when_full="drop_oldest")
-    reader = FileStreamReader(tmp_path, Item)
+    reader = FileStore(tmp_path).reader("", Item)
     write(writer, *range(5))
     assert FileStore(tmp_path).waiting("", Item) == items(2, 3, 4)
     reader.read(1)
@@ -65,10 +64,10 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     contents = file.read_bytes()
     file.write_bytes(b"\0" * 100 + contents[100:])
     with pytest.raises(StreamError, match=r"stream\.sqlite: file is not a database\. Restore it, or delete"):
-        FileStreamReader(tmp_path, Item)
+        FileStore(tmp_path).reader("", Item)
     file.write_bytes(contents[:4096] + b"\xff" * (len(contents) - 4096))
     with pytest.raises(StreamError, match=r"stream\.sqlite: .*malformed\. Restore it, or delete"):
-        FileStreamReader(tmp_path, Item).read(100)
+        FileStore(tmp_path).reader("", Item).read(100)
 
 
 def test_items_of_another_type_are_named(tmp_path: Path) -> None:
@@ -76,7 +75,7 @@ def test_items_of_another_type_are_named(tmp_path: Path) -> None:
     writer.try_write(Item(0))
     writer.try_write(Item(1), b'{"n":"one"}')
     with pytest.raises(StreamError, match=r"item 1: .*Expected `int`, got `str` - at `\$\.n`"):
-        FileStreamReader(tmp_path, Item).read(2)
+        FileStore(tmp_path).reader("", Item).read(2)
 
 
 def test_a_full_disk_is_named_and_leaves_no_half_record(tmp_path: Path) -> None:
@@ -90,7 +89,7 @@ def test_a_full_disk_is_named_and_leaves_no_half_record(tmp_path: Path) -> None:
         assert writer.stats() == StreamStats(written=2, taken=0, dropped=0)
     writer.try_write(large[3])
     assert writer.stats() == StreamStats(written=3, taken=0, dropped=0)
-    assert [item.n for _, item in FileStreamReader(tmp_path, Item).read(9)] == [0, 1, 4]
+    assert [item.n for _, item in FileStore(tmp_path).reader("", Item).read(9)] == [0, 1, 4]
 
 
 def test_items_that_were_not_written_drop_nothing(tmp_path: Path) -> None:
@@ -109,7 +108,7 @@ def test_items_that_were_not_written_drop_nothing(tmp_path: Path) -> None:
 
 
 def read_all(directory: Path) -> list[tuple[int, int]]:
-    reader = FileStreamReader(directory, Item)
+    reader = FileStore(directory).reader("", Item)
     found = [(offset, item.n) for offset, item in reader.read(10_000)]
     reader.close()
     return found
@@ -129,7 +128,7 @@ def test_rewinding_keeps_exactly_what_was_asked(history: tuple[int, int, int], c
         writer = FileStreamWriter(
             stream, Item, capacity=capacity, when_full="drop_oldest", on_drop=lambda item: dropped.append(item.n)
         )
-        reader = FileStreamReader(stream, Item)
+        reader = FileStore(stream).reader("", Item)
         for n in range(written):
             writer.try_write(Item(n))
         done = [offset for offset, _ in reader.read(taken)]

@@ -26,7 +26,6 @@ from hypothesis import strategies as st
 
 from pipelinerl.errors import ConfigError, StreamError
 from pipelinerl.interfaces import StreamStats
-from pipelinerl.stream.file_reader import FileStreamReader
 from pipelinerl.stream.files import FileStore, FileStreamWriter
 from tests.unit.stream.streams import ROOT, Item, Model, WhenFull, items, redis_for_tests, unreliable, write
 
@@ -404,8 +403,8 @@ def test_rewinding_is_as_it_is_elsewhere(
     assert reader.read(9) == [(from_offset + len(kept), Item(99))]
     with TemporaryDirectory() as directory:
         folder = Path(directory)
-        fill(FileStreamWriter(folder, Item, **options), FileStreamReader(folder, Item))
-        assert found == outcome(FileStore(folder).rewind("", Item, from_offset, keep), FileStreamReader(folder, Item))
+        fill(FileStreamWriter(folder, Item, **options), FileStore(folder).reader("", Item))
+        assert found == outcome(FileStore(folder).rewind("", Item, from_offset, keep), FileStore(folder).reader("", Item))
 
 
 def test_nobody_reads_while_a_stream_is_rewound_and_who_writes_is_told(url: str, name: str) -> None:

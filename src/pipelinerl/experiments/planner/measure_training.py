@@ -38,7 +38,7 @@ from pipelinerl.models.loading import load_model
 from pipelinerl.models.lora import LoraModel
 from pipelinerl.preprocess.packing import pack
 from pipelinerl.preprocess.preprocessor import Preprocessor
-from pipelinerl.stream.file_reader import FileStreamReader
+from pipelinerl.stream.files import FileStore
 from pipelinerl.trainer import Learner
 from pipelinerl.trainer.sharding import ranks
 from pipelinerl.trainer.sharding.learner import ShardedLearner, ShardedPolicy
@@ -121,7 +121,7 @@ def prepare(config: RunConfig, stream: Path) -> PreparedSamples:
     rollouts = 0
     clock = clock_of("cpu")
     begin_s = clock()
-    with closing(FileStreamReader(stream, Group)) as reader:
+    with closing(FileStore(stream).reader("", Group)) as reader:
         for _, group in reader.read(sys.maxsize):
             samples += preprocessor.process(group).samples
             rollouts += len(group.rollouts)
