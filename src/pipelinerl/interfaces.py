@@ -29,8 +29,7 @@ ItemIn_contra = TypeVar("ItemIn_contra", contravariant=True)
 ItemOut_co = TypeVar("ItemOut_co", covariant=True)
 
 
-PART = "\ufffd"
-"""The replacement character: what decoding gives for part of a character."""
+PART = "\ufffd"  # the replacement character: what decoding gives for part of a character
 
 
 class Tokenizer(Protocol):

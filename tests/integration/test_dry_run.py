@@ -16,13 +16,14 @@ from pipelinerl.cli import main
 from pipelinerl.config.load import load_config
 from pipelinerl.environments.maths.judge import Judge, Verdict
 from pipelinerl.errors import EnvironmentSetupError, UserError
-from pipelinerl.launch import dry_run as dry_run_module
 from pipelinerl.launch import memory as memory_check
+from pipelinerl.launch import trial
 from pipelinerl.launch.checks import check_before_the_start
-from pipelinerl.launch.dry_run import TryoutReport, dry_run
-from pipelinerl.launch.dry_run import try_environment as in_a_process
+from pipelinerl.launch.dry_run import dry_run
 from pipelinerl.launch.machine import Memory
 from pipelinerl.launch.memory import check_memory
+from pipelinerl.launch.trial import TryoutReport
+from pipelinerl.launch.trial import try_environment as in_a_process
 from pipelinerl.launch.tryout import try_environment
 from pipelinerl.models.folder import resolve_path
 from tests.integration.runs import flags, small_run, try_in_this_process, write_environment
@@ -319,7 +320,7 @@ def test_a_wrong_reward_ends_a_run_before_its_start(folder: Path) -> None:
 def test_the_arguments_of_a_built_in_environment_are_checked_without_a_process(
     folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str, args: str, message: str
 ) -> None:
-    monkeypatch.setattr(dry_run_module, "try_environment", None)
+    monkeypatch.setattr(trial, "try_environment", None)
     with pytest.raises(EnvironmentSetupError) as caught:
         check_before_the_start(small_run(folder / "r", environment__kind=kind, environment__args=args))
     assert message in str(caught.value)
@@ -348,7 +349,7 @@ def test_user_code_and_files_are_tried_before_a_run_and_nothing_else(
         calls.append(attempts)
         return TryoutReport(built_s=0.0, held_out=0)
 
-    monkeypatch.setattr(dry_run_module, "try_environment", note)
+    monkeypatch.setattr(trial, "try_environment", note)
     check_before_the_start(small_run(folder / "r", **settings | {"launch__kind": "processes"}))
     assert calls == ([] if attempts is None else [attempts])
 

@@ -26,7 +26,7 @@ def check_before_the_start(config: RunConfig) -> Judgement:
     functions = config.environment.kind in ("function", "tools")
     if not (functions or memory.warnings or _has_user_code(config)):
         return memory
-    from pipelinerl.launch.dry_run import try_environment  # noqa: PLC0415 - not every run needs it
+    from pipelinerl.launch.trial import try_environment  # noqa: PLC0415 - not every run needs it
 
     try:
         report = try_environment(config, attempts=functions or bool(memory.warnings))

@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from math import inf
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipelinerl.config.load import config_of_values
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.launch.machine import Memory
-from pipelinerl.launch.memory import HOST, Prediction, predict
-from pipelinerl.models.shape import ModelShape
+
+if TYPE_CHECKING:
+    from pipelinerl.launch.memory import Prediction
+    from pipelinerl.models.shape import ModelShape
 
 FEWEST_SLOTS = 8
 Settings = Mapping[str, Any]
+Predict = Callable[[RunConfig, "ModelShape", "int | None"], "Prediction"]
+"""`memory.predict`, which this module does not import: `memory` uses it."""
 
 
-def remedy(config: RunConfig, prediction: Prediction, device: str, memory: Memory) -> str:
+def remedy(config: RunConfig, prediction: Prediction, device: str, memory: Memory, predict: Predict) -> str:
     """Flags with which the most that `device` may need is free now, or at least is there; else what remains to be done."""
     for limit in (memory.available, memory.total):
-        if limit is not None and (settings := _fitting(config, prediction, device, limit)):
+        if limit is not None and (settings := _fitting(config, prediction, device, limit, predict)):
             return "it fits with " + " ".join(f"--{key} {json.dumps(value)}" for key, value in sorted(settings.items()))
     more = {
-        "raise trainer.ranks to use more GPUs": HOST not in (config.trainer.device, device),
+        "raise trainer.ranks to use more GPUs": "cpu" not in (config.trainer.device, device),
         "set model.lora to {}": config.model.lora is None,
         "set model.dtype to bfloat16": config.model.dtype == "float32",
         "set trainer.kl_coefficient to 0": config.trainer.kl_coefficient > 0,
@@ -33,7 +37,7 @@ def remedy(config: RunConfig, prediction: Prediction, device: str, memory: Memor
     return "; ".join([*(what for what, possible in more.items() if possible), "or take a smaller model"])
 
 
-def _fitting(config: RunConfig, prediction: Prediction, device: str, limit: int) -> Settings | None:
+def _fitting(config: RunConfig, prediction: Prediction, device: str, limit: int, predict: Predict) -> Settings | None:
     """Settings with which the prediction is within `limit` bytes; of the sizes, always the one is halved that saves most."""
     shape, prompt = prediction.shape, prediction.longest_prompt
     if shape is None:

@@ -467,4 +467,4 @@ def _details(config: RunConfig, prediction: Prediction, device: str, memory: Mem
     from pipelinerl.launch.fitting import remedy  # noqa: PLC0415 - only for a run that may not fit
 
     table = ", ".join(f"{name} {gigabytes(size)}" for name, size in prediction.largest(device)[:SHOWN_USES])
-    return f"({table}); {remedy(config, prediction, device, memory)}"
+    return f"({table}); {remedy(config, prediction, device, memory, predict)}"

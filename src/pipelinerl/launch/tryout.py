@@ -2,7 +2,7 @@
 
     python -m pipelinerl.launch.tryout CONFIG.yaml MESSAGES [build]
 
-Messages (`dry_run.TryoutMessage`) are appended to the file MESSAGES, one per line. `build`: without any attempt.
+Messages (`trial.TryoutMessage`) are appended to the file MESSAGES, one per line. `build`: without any attempt.
 Attempts have the time limits of a run, `actor.code_timeout_s` and `actor.rollout_timeout_s`.
 """
 
@@ -33,8 +33,8 @@ from pipelinerl.environments.user.function import Function
 from pipelinerl.errors import EnvironmentSetupError, PipelineRLError
 from pipelinerl.interfaces import Environment, Tokenizer
 from pipelinerl.launch import GARBAGE_THRESHOLD
-from pipelinerl.launch.dry_run import Mistake, Step, TryoutMessage, TryoutReport
 from pipelinerl.launch.stages.held_out import evaluation_sets, no_held_out
+from pipelinerl.launch.trial import Mistake, Step, TryoutMessage, TryoutReport
 from pipelinerl.models.contract import read_contract
 from pipelinerl.types import Completion, GenerationRequest, Problem, Rollout, SamplingParams, TokenEvent, Turn, VersionSpan
 

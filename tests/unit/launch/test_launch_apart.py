@@ -32,7 +32,7 @@ from pipelinerl.launch.run_lock import choose_name_in_redis
 from pipelinerl.launch.session import Here, KeptGroup, Session, StartPlan, read_session
 from pipelinerl.launch.share import Threads, plan_threads, process_environment, shares_of, trainer_goes_first
 from pipelinerl.launch.stages import broadcast
-from pipelinerl.launch.stages.engines import make_engine
+from pipelinerl.launch.stages.generation import make_engine
 from pipelinerl.launch.stages.servers import _api_key, run_server
 from pipelinerl.launch.stages.streams import name_in_redis, stream_store
 from pipelinerl.schedule import make_schedule

@@ -24,10 +24,10 @@ from pipelinerl.experiments.compare.runs import clear_run
 from pipelinerl.experiments.sweep.grid import Grid, PlannedRun
 from pipelinerl.experiments.sweep.results import DIVERGED, FAILED, WAITING, Results, RunResult, results
 from pipelinerl.launch.checks import check_without_running
-from pipelinerl.launch.dry_run import try_environment
 from pipelinerl.launch.interrupts import Interrupts, counted_interrupts
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.summary import FINISHED, finished_summary
+from pipelinerl.launch.trial import try_environment
 from pipelinerl.report import number, write_json, writing_to
 
 RESULTS_FILE = "sweep.json"

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
-from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pipelinerl.config.schema import EngineConfig, RunConfig
+from pipelinerl.config.schema import RunConfig
 from pipelinerl.interfaces import AsyncEngine, Tokenizer
-from pipelinerl.launch.session import Session, StartPlan
+from pipelinerl.launch.session import StartPlan
 from pipelinerl.models.contract import Contract, read_contract
 from pipelinerl.types import ENGINE
 
@@ -28,31 +27,6 @@ class EngineHandle(NamedTuple):
     slots: int
     contract: Contract
     restart: Callable[[StartPlan], Coroutine[Any, Any, None]]
-
-
-def waits_for(config: EngineConfig) -> str:
-    """What `make_engine` waits for, as status text."""
-    if config.kind == "local":
-        return "loads the model"
-    return f"waits for the engine servers {', '.join(config.urls)}".rstrip()
-
-
-def make_engine(
-    session: Session, name: str, tokenizer: Tokenizer, weights_fd: int | None = None, *, again: bool = False
-) -> AbstractAsyncContextManager[EngineHandle]:
-    """The engine that the run file configures: loaded now, or over servers, which are connected with on entry.
-
-    `weights_fd` is the trainer's channel: servers join its broadcast, if weights are broadcast. `again`: they do so only in
-    `restart`, which has to be called.
-
-    Raises ModelLoadError and UnsupportedModelError; for servers also StalledError, UserError and the errors of
-    `RemoteEngine.connect`.
-    """
-    if session.config.engine.kind == "local":
-        return nullcontext(_local(session.config, name, tokenizer))
-    from pipelinerl.launch.stages.servers import connected_engine  # noqa: PLC0415 - a run without servers does not need it
-
-    return connected_engine(session, name, weights_fd, again=again)
 
 
 def load_local_engine(config: RunConfig, name: str = ENGINE) -> tuple[Any, LocalEngine]:
@@ -77,7 +51,7 @@ def load_local_engine(config: RunConfig, name: str = ENGINE) -> tuple[Any, Local
     return model, engine
 
 
-def _local(config: RunConfig, name: str, tokenizer: Tokenizer) -> EngineHandle:
+def local_engine(config: RunConfig, name: str, tokenizer: Tokenizer) -> EngineHandle:
     from pipelinerl.actor.client import EngineClient  # noqa: PLC0415 - as above
 
     model, engine = load_local_engine(config, name)

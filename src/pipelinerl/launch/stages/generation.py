@@ -13,7 +13,7 @@ import asyncio
 import gc
 import time
 from collections.abc import Callable, Coroutine
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, closing
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, closing, nullcontext
 from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
@@ -34,7 +34,7 @@ from pipelinerl.files import JsonLines, Lines
 from pipelinerl.interfaces import AsyncEngine, Board, Environment, StreamStats, StreamWriter, Tokenizer, WeightReceiver
 from pipelinerl.launch.roles import generation_roles
 from pipelinerl.launch.session import Session, read_session, write_report, yield_to_the_trainer
-from pipelinerl.launch.stages.engines import EngineHandle, make_engine, waits_for
+from pipelinerl.launch.stages.engines import EngineHandle, local_engine
 from pipelinerl.launch.stages.streams import group_writer
 from pipelinerl.ledger import GroupLedger
 from pipelinerl.metrics.evaluations import EvaluationRecord
@@ -233,7 +233,8 @@ def build_generation(
         sets = evaluation_sets(config, environment, tokenizer)
         if other_data:
             refuse_trained(environment, sets.values(), session)
-    starting(board, stages, waits_for(config.engine))
+    servers = f"waits for the engine servers {', '.join(config.engine.urls)}".rstrip()
+    starting(board, stages, "loads the model" if config.engine.kind == "local" else servers)
     engine = make_engine(session, stages.engine, tokenizer, weights_fd)
     return Generation(
         session=session,
@@ -403,6 +404,24 @@ async def _take_weights(
             )
         else:
             await asyncio.sleep(POLL_S)
+
+
+def make_engine(
+    session: Session, name: str, tokenizer: Tokenizer, weights_fd: int | None = None, *, again: bool = False
+) -> AbstractAsyncContextManager[EngineHandle]:
+    """The engine that the run file configures: loaded now, or over servers, which are connected with on entry.
+
+    `weights_fd` is the trainer's channel: servers join its broadcast, if weights are broadcast. `again`: they do so only in
+    `restart`, which has to be called.
+
+    Raises ModelLoadError and UnsupportedModelError; for servers also StalledError, UserError and the errors of
+    `RemoteEngine.connect`.
+    """
+    if session.config.engine.kind == "local":
+        return nullcontext(local_engine(session.config, name, tokenizer))
+    from pipelinerl.launch.stages.servers import connected_engine  # noqa: PLC0415 - a run without servers does not need it
+
+    return connected_engine(session, name, weights_fd, again=again)
 
 
 async def _unless_stopped(

@@ -165,7 +165,7 @@ async def connected_engine(
 ) -> AsyncIterator[EngineHandle]:
     """The engine of a generation process over the run's servers, those in `engine.urls` or those that it starts itself.
 
-    `again`: see `make_engine`.
+    `again`: see `generation.make_engine`.
     """
     from pipelinerl.serving.client.engine import RemoteEngine  # noqa: PLC0415 - needs httpx2, an extra
     from pipelinerl.serving.client.errors import Bounds  # noqa: PLC0415 - as above
