@@ -44,13 +44,13 @@ import msgspec
 
 from pipelinerl.child import HUNG_PATIENCE_S, stop_all
 from pipelinerl.config.schema import RunConfig
-from pipelinerl.launch.hosts.host import LocalWorker
 from pipelinerl.launch.roles import generation_roles, server_roles
 from pipelinerl.launch.session import Session
 from pipelinerl.launch.stages.servers import ReadyFile
 from pipelinerl.weights.shared.file import CONTROL_BYTES
 
 if TYPE_CHECKING:
+    from pipelinerl.launch.hosts.host import LocalWorker
     from pipelinerl.launch.hosts.ray import Cluster
 
 POLL_S = 0.02
