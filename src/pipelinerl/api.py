@@ -16,20 +16,12 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar
 
 import msgspec
 
+import pipelinerl.errors
 from pipelinerl.child import ChildProcess
 from pipelinerl.config.load import config_of_values, config_to_yaml, load_config, validate
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.environments.user.source import name_by_file
-from pipelinerl.errors import (
-    INVALID_DATA,
-    PipelineRLError,
-    RunDirectoryError,
-    StageDiedError,
-    StalledError,
-    StopRun,
-    TrainingDivergedError,
-    UserError,
-)
+from pipelinerl.errors import INVALID_DATA, PipelineRLError, RunDirectoryError, StopRun, UserError
 from pipelinerl.extras import require
 from pipelinerl.files import write_privately
 from pipelinerl.launch.run_directory import RunDirectory
@@ -206,7 +198,8 @@ class StartedRun:
             return
         text = "\n".join(self._process.log_lines())
         _, found, message = text.rpartition("error: ")
-        known = (StageDiedError, StalledError, TrainingDivergedError, UserError)
+        errors = pipelinerl.errors
+        known = (errors.StageDiedError, errors.StalledError, errors.TrainingDivergedError, UserError)
         kinds = {kind.exit_status: kind for kind in known}
         message = message if found else f"the run {self._process.how_it_ended()}{self._process.log_excerpt()}"
         raise kinds.get(status, PipelineRLError)(message)

@@ -26,15 +26,7 @@ from typing import Any, Literal, cast
 
 import msgspec
 
-from pipelinerl.environments.user.code import (
-    UserFunction,
-    describe,
-    described,
-    find_function,
-    is_away,
-    not_finite,
-    plain,
-)
+from pipelinerl.environments.user.code import UserFunction, describe, described, find_function, is_away, not_finite, plain
 from pipelinerl.environments.user.messages import LINE_SIGNAL, OUT_OF_MEMORY, Call, Limits, Reply, Start, TaskSource
 from pipelinerl.errors import EnvironmentSetupError
 from pipelinerl.interfaces import Tokenizer
