@@ -34,8 +34,7 @@ from pipelinerl.models.state import checksum
 from pipelinerl.preprocess.packing import pack
 from pipelinerl.trainer import FrozenModelScorer, Learner, StepResult, logprobs
 from pipelinerl.trainer.sharding import ranks
-from pipelinerl.trainer.sharding.learner import ShardedLearner, ShardedPolicy
-from pipelinerl.trainer.sharding.reference import ShardedReference
+from pipelinerl.trainer.sharding.learner import ShardedLearner, ShardedPolicy, ShardedReference
 from pipelinerl.types import Segment, TrainingSample
 
 KEY = "key of a test"

@@ -38,9 +38,8 @@ from pipelinerl.trainer import CheckpointPlan, Learner, SampleQueue, Trainer, Tr
 from pipelinerl.types import TRAINER, Prepared
 
 if TYPE_CHECKING:
-    from pipelinerl.trainer.sharding.learner import ShardedLearner, ShardedPolicy
+    from pipelinerl.trainer.sharding.learner import ShardedLearner, ShardedPolicy, ShardedReference
     from pipelinerl.trainer.sharding.ranks import Team
-    from pipelinerl.trainer.sharding.reference import ShardedReference
 
 STALL_S = 30.0
 """A rank of the trainer that sends no heartbeat for this long is lost."""
@@ -228,7 +227,7 @@ def _sharded_reference(config: RunConfig, policy: ShardedPolicy, team: Team) -> 
     """The reference model, if there is a KL penalty and no process of its own that computes it."""
     if config.trainer.kl_coefficient == 0 or config.launch.preprocessor == "process":
         return None
-    from pipelinerl.trainer.sharding.reference import ShardedReference  # noqa: PLC0415 - as above
+    from pipelinerl.trainer.sharding.learner import ShardedReference  # noqa: PLC0415 - as above
 
     temperature = config.actor.temperature
     return ShardedReference(policy, config.model, config.trainer, team, temperature=temperature, pack=pack)

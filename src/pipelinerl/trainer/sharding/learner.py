@@ -1,4 +1,4 @@
-"""The learner of a sharded trainer: the same step as `Learner`, over several ranks.
+"""The learner of a sharded trainer: the same step as `Learner`, over several ranks, and its KL penalty's reference model.
 
     rank 0   samples ──plan──▶ grid ──order──▶ gradient of its column ──▶ sums of all ──▶ ESS guard ──order──▶ update
     others             follow:   order ──────▶ gradient of its column ──▶ its sums           order ──────────▶ update
@@ -9,10 +9,10 @@ the same order. The result is that of one process: Z belongs to the step, and gr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -28,6 +28,7 @@ from pipelinerl.models.lora import LoraModel
 from pipelinerl.models.packed import PackedRow
 from pipelinerl.models.sharded import gather, host_model, load_for_sharding, load_rows, reshard, rows_of, shard
 from pipelinerl.models.state import is_narrow, named_weights, not_finite
+from pipelinerl.trainer.logprobs import FrozenModelScorer
 from pipelinerl.trainer.losses import DEFAULT_CORRECTION
 from pipelinerl.trainer.micro_batch import Packer, segment_lengths
 from pipelinerl.trainer.on_policy import PACKED_COLUMNS
@@ -37,9 +38,6 @@ from pipelinerl.trainer.sharding.plan import attention_cost, plan, plan_padded, 
 from pipelinerl.trainer.sharding.ranks import Team
 from pipelinerl.trainer.step import Learner, OnMicroBatch, Sums
 from pipelinerl.types import Segment, TrainingSample
-
-if TYPE_CHECKING:
-    from pipelinerl.trainer.sharding.reference import ShardedReference
 
 IDLE = Segment(token_ids=(0, 0), sampled=((1, 2),))
 """What is computed in an empty place."""
@@ -329,3 +327,88 @@ def _add_received(sums: Sums, rank: int, tokens: int) -> None:
     sums.loss += totals[0].to(sums.loss.device)
     sums.cells += int(totals[1])
     sums.stats.add_packed(tokens_7N)
+
+
+# ---- the reference model of a KL penalty
+
+
+class ShardedReference(FrozenModelScorer):
+    """A `FrozenModelScorer` on one rank of `team`: rank 0 calls `score`, and the others `follow` its order.
+
+    It is the base model under the adapters of `policy`; without adapters, `config` is loaded. All ranks must create it at
+    the same point. Raises the errors of `load_model`, and UnsupportedModelError like `training_forward`.
+    """
+
+    _several_ranks = True
+
+    def __init__(
+        self,
+        policy: ShardedPolicy,
+        config: ModelConfig,
+        trainer: TrainerConfig,
+        team: Team,
+        *,
+        temperature: float,
+        pack: Packer,
+    ) -> None:
+        model = policy.model
+        if policy.lora is None:
+            dtype = DTYPES[config.dtype]
+            model, files = load_for_sharding(config, frozen=True)
+            kept = trainer.reshard_after_forward
+            shard(model, team.mesh, dtype=dtype, reshard_after_forward=kept, replicated=set())
+            if files:
+                load_rows(model, files, dtype=dtype, device=team.device)
+        self._team = team
+        self._attention_cost = attention_cost(model)
+        super().__init__(
+            model,
+            temperature=temperature,
+            micro_batch_tokens=trainer.micro_batch_tokens,
+            pack=pack,
+            lora=policy.lora,
+            head_chunk=trainer.head_chunk,
+        )
+        if self._forward.padded:
+            self._waste = 1.0  # as in `ShardedLearner`
+        reshard(model)
+
+    def score(self, segments: Sequence[Segment]) -> list[list[float]]:
+        lengths = [len(segment.token_ids) for segment in segments]
+        if self._forward.padded:
+            grid = plan_padded([[length] for length in lengths], self._team.size, self._budget)
+        else:
+            costs = [token_cost([length], self._attention_cost) for length in lengths]
+            grid = plan(lengths, costs, self._team.size, self._budget, self._pack)
+        peers = self._team.peers
+        peers.send(ranks.Score(len(grid)))
+        for row in grid:
+            for rank in range(1, self._team.size):
+                peers.send(ranks.Unscored(tuple(segments[index] for index in row[rank])), rank)
+        own_N = self._score_all([segments[index] for index in row[0]] for row in grid)
+        scores: list[list[float]] = [[] for _ in segments]
+        for rank in range(self._team.size):
+            indices = [index for row in grid for index in row[rank]]
+            counts = [len(segments[index].sampled_positions) for index in indices]
+            found_N = own_N if rank == 0 else torch.empty(sum(counts))
+            if rank and found_N.numel():
+                distributed.recv(found_N, rank)
+            for index, found_n in zip(indices, torch.split(found_N, counts), strict=True):
+                scores[index] = found_n.tolist()
+        return scores
+
+    def follow(self, rows: int) -> None:
+        """Carry out an order to score: compute the places of this rank and send the results to rank 0."""
+        found_N = self._score_all(self._team.peers.receive(ranks.Unscored).segments for _ in range(rows))
+        if found_N.numel():
+            distributed.send(found_N, 0)
+
+    def _score_all(self, places: Iterable[Sequence[Segment]]) -> Tensor:
+        """The log-probabilities of this rank's places, one after the other, on the CPU. Computes empty places as well."""
+        found = [torch.empty(0)]
+        for segments in places:
+            logprobs_P = self.logprobs(segments or [IDLE])
+            if segments:
+                found.append(logprobs_P.float().cpu())
+        reshard(self._model)
+        return torch.cat(found)
