@@ -152,7 +152,7 @@ class StartedRun:
         self.path = inputs.parent
         self._log = inputs / "output.log"
         run_file = inputs / "run.yaml"
-        write_privately(run_file, config_to_yaml(config).encode())
+        write_privately(run_file, config_to_yaml(config, only_given=True).encode())
         command = [sys.executable, "-m", "pipelinerl", "train", str(run_file), "--metrics.view", "plain"]
         self._stopped = False
         self._process = ChildProcess(command, log=self._log)

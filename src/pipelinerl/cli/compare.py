@@ -64,7 +64,11 @@ def run_compare(options: argparse.Namespace, settings: Sequence[str]) -> int:
     if options.others or (options.run_file is not None and options.run_file.is_dir()):
         named = " ".join(map(str, [options.run_file, *options.others]))
         raise UserError(f"compare trains, with several schedules, from one run file; for runs: `pipelinerl report {named}`")
-    config = load_config(options.run_file, settings)
+    from pipelinerl.launch.checks import settled  # noqa: PLC0415 - not needed for --help
+
+    config, chosen = settled(load_config(options.run_file, settings))
+    for line in chosen:
+        say(line)
     out: Path = options.out or Path("runs") / f"compare-{time.strftime('%Y%m%d-%H%M%S')}"
     from pipelinerl.experiments.compare.compare import compare  # noqa: PLC0415 (loads matplotlib)
     from pipelinerl.experiments.compare.request import make_request  # noqa: PLC0415

@@ -70,9 +70,9 @@ def config_from_yaml(text: str, source: str = "config.yaml") -> RunConfig:
     return _Draft.of_text(text, source).config()
 
 
-def config_to_yaml(config: RunConfig) -> str:
-    """Every key and its value. `config_from_yaml` reads back an equal configuration."""
-    values = config.model_dump(mode="json")
+def config_to_yaml(config: RunConfig, *, only_given: bool = False) -> str:
+    """Every key, or those that were set, and its value. `config_from_yaml` reads back an equal configuration."""
+    values = config.model_dump(mode="json", exclude_unset=only_given)
     text = yaml_text.dump(values)
     if "${" in text:
         from pipelinerl.config.variables import escaped  # noqa: PLC0415 - few run files have such texts
@@ -83,7 +83,7 @@ def config_to_yaml(config: RunConfig) -> str:
 
 def config_of_values(values: Mapping[str, Any], base: RunConfig | None = None) -> RunConfig:
     """`base`, or the defaults, with values by key on top (as `overrides` of `load_config`). Raises ConfigError."""
-    draft = _Draft({} if base is None else base.model_dump(), "RunConfig")
+    draft = _Draft({} if base is None else base.model_dump(exclude_unset=True), "RunConfig")
     draft.set_values(values)
     return draft.checked()
 
@@ -108,7 +108,7 @@ def with_flags(config: RunConfig, flags: Sequence[str], keys: Collection[str]) -
 
 def validate(config: RunConfig) -> RunConfig:
     """Check a configuration built in Python the way a run file is checked, and return it. Raises ConfigError."""
-    return _Draft(config.model_dump(warnings=False), "RunConfig").checked()
+    return _Draft(config.model_dump(warnings=False, exclude_unset=True), "RunConfig").checked()
 
 
 class _Draft:

@@ -97,7 +97,7 @@ def _gpus() -> Iterator[Finding]:
             of = torch.cuda.get_device_properties(number)
             free = torch.cuda.mem_get_info(number)[0] / GIB
             found = f"{of.name}, {free:.1f} of {of.total_memory / GIB:.1f} GiB free"
-            yield Finding("ok", f"GPU {number}", found, f"--engine.device cuda:{number} --trainer.device cuda:{number}")
+            yield Finding("ok", f"GPU {number}", found, "a run of your model uses it: pipelinerl train --model.path MODEL")
     elif listed is not None:
         built = f"torch {torch.__version__} is built " + (
             f"for CUDA {torch.version.cuda}" if torch.version.cuda else "for CPUs"

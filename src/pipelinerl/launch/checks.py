@@ -11,8 +11,18 @@ from typing import Any
 
 from pipelinerl.config.schema import EnvironmentConfig, RunConfig
 from pipelinerl.errors import EnvironmentSetupError, UserError
+from pipelinerl.launch.machine import usable_gpus
 from pipelinerl.launch.memory import Judgement, check_memory
 from pipelinerl.launch.share import engines_here
+
+
+def settled(config: RunConfig) -> tuple[RunConfig, list[str]]:
+    """`config` with what it leaves open chosen for this machine's GPUs, if there are any; and what to say of that."""
+    if not (gpus := usable_gpus()):
+        return config, []
+    from pipelinerl.launch.gpus import with_gpus  # noqa: PLC0415 - not without a GPU
+
+    return with_gpus(config, gpus)
 
 
 def check_before_the_start(config: RunConfig) -> Judgement:

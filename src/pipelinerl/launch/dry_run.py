@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipelinerl.config.schema import RunConfig
-from pipelinerl.launch.checks import check_without_running
+from pipelinerl.launch.checks import check_without_running, settled
 from pipelinerl.launch.memory import check_memory, on_gpus
 from pipelinerl.launch.trial import TryoutReport, try_environment
 
@@ -15,10 +15,11 @@ def dry_run(config: RunConfig) -> list[str]:
 
     Raises the error that the run would end with: UserError for settings, models and environments that can't be used.
     """
+    config, chosen = settled(config)
     check_without_running(config)
     placement = _placement(config)
     report = try_environment(config)
-    return [*placement, *check_memory(config, report.longest_prompt).report(), *_report_lines(report, config)]
+    return [*chosen, *placement, *check_memory(config, report.longest_prompt).report(), *_report_lines(report, config)]
 
 
 def _placement(config: RunConfig) -> list[str]:

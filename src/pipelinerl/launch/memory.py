@@ -378,7 +378,7 @@ def check_memory(config: RunConfig, longest_prompt: int | None = None) -> Judgem
 
     Raises UserError for a run that can't fit or has too few GPUs, ModelLoadError if there is no model.
     """
-    shape = _shape(find_model(config.model.path))
+    shape = shape_of(config)
     if shape is None:
         return Judgement(f"memory: not predicted (the sizes of model {config.model.path!r} are not known here)")
     prediction = predict(config, shape, longest_prompt)
@@ -405,8 +405,12 @@ def judge_machine(
     return judge(config, prediction.on(gpus), machine)
 
 
-def _shape(found: str) -> ModelShape | None:
-    """The sizes of the model in a folder, or of a hub id whose files are all downloaded; None if they are not."""
+def shape_of(config: RunConfig) -> ModelShape | None:
+    """The sizes of the run's model: a folder, or a hub id whose files are all downloaded; None if they are not known.
+
+    Raises ModelLoadError if there is no model.
+    """
+    found = find_model(config.model.path)
     if Path(found).is_dir():
         return read_shape(Path(found))
     from pipelinerl.models.hub import downloaded  # noqa: PLC0415 - folders don't need it

@@ -18,7 +18,7 @@ from pipelinerl.config.schema import RunConfig
 from pipelinerl.database import Database
 from pipelinerl.errors import PipelineRLError, StageDiedError
 from pipelinerl.files import write_privately
-from pipelinerl.launch.checks import check_before_the_start, inputs_of
+from pipelinerl.launch.checks import check_before_the_start, inputs_of, settled
 from pipelinerl.launch.hosts.host import LocalHost
 from pipelinerl.launch.hosts.processes import run_processes
 from pipelinerl.launch.run_directory import RunDirectory
@@ -61,13 +61,13 @@ def train(config: RunConfig, *, resume: Path | None = None, began: Began = lambd
     (see `errors`), after writing the summary.
     """
     started_s = time.monotonic()
-    config = validate(config)
+    config, chosen = settled(validate(config))
     changes: list[str] = []
     if resume is not None:
         from pipelinerl.launch.resume import changed_settings  # noqa: PLC0415 - only a resumed run needs it
 
         changes = changed_settings(config, RunDirectory(resume.absolute()))
-    memory = check_before_the_start(config)
+    changes, memory = [*chosen, *changes], check_before_the_start(config)
     losses: Losses | None = None
     with output_that_never_fails(), ExitStack() as held, ExitStack() as aside:
         while True:

@@ -118,7 +118,7 @@ def _train(run: PlannedRun, out: Path, interrupts: Interrupts) -> str | None:
         run_file = path.with_name(f"{path.name}.yaml")
         with writing_to(out):
             path.parent.mkdir(exist_ok=True)
-            run_file.write_text(config_to_yaml(config), encoding="utf-8")
+            run_file.write_text(config_to_yaml(config, only_given=True), encoding="utf-8")
         arguments = [str(run_file)]
     log = path.with_name(f"{path.name}.log")
     with ChildProcess([sys.executable, "-m", "pipelinerl", "train", *arguments], log=log, patience_s=STOP_S) as process:
