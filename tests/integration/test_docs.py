@@ -46,7 +46,20 @@ NOT_RUN = {
     "convert-gguf": "needs a download (tests/unit/models)",
 }
 """Commands whose arguments are parsed and that are not run."""
-OTHER_PROGRAMS = {".", "source", "cd", "export", "head", "less", "ray", "scontrol", "sqlite3", "srun", "tar"}
+OTHER_PROGRAMS = {
+    ".",
+    "source",
+    "cd",
+    "export",
+    "head",
+    "hf",
+    "less",
+    "nvidia-cuda-mps-control",
+    "ray",
+    "scontrol",
+    "sqlite3",
+}
+OTHER_PROGRAMS |= {"srun", "tar"}
 DATA = {"question": "2 + 2?", "answer": "#### 4", "prompt": "12,18:"}
 
 
