@@ -28,16 +28,18 @@ from contextlib import closing, suppress
 from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import msgspec
 
 from pipelinerl.checkpoint_folders import FileRecord, Folders, files_in, record_of
 from pipelinerl.errors import CheckpointError, StreamError
 from pipelinerl.files import write_atomically
-from pipelinerl.launch.session import Session
 from pipelinerl.launch.stages.streams import redis_of
 from pipelinerl.redis_connection import RedisConnection
+
+if TYPE_CHECKING:
+    from pipelinerl.launch.session import Session
 
 MOST_WAITING_BYTES = 64 << 20
 """In the outbox, and one entry more for each sender. Then senders wait."""

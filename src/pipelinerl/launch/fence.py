@@ -19,16 +19,17 @@ import shutil
 from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipelinerl.checkpoint_folders import WEIGHTS_FOLDER, Folders, delete, install, remove_unfinished, superfluous, sync_tree
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import ReplacedError, RunDirectoryError
 from pipelinerl.files import JsonLines, write_atomically
 from pipelinerl.launch.run_directory import RunDirectory
-from pipelinerl.launch.run_lock import new_name
-from pipelinerl.launch.session import Session
 from pipelinerl.launch.stages.streams import PREPARED, ROLLOUTS, name_in_redis, redis_of
+
+if TYPE_CHECKING:
+    from pipelinerl.launch.session import Session
 
 _RENAME = """
 for i = 1, #KEYS, 2 do
@@ -130,8 +131,8 @@ def _replace_by_copy(path: Path) -> None:
         raise
 
 
-def take_over_keys(config: RunConfig, run: RunDirectory, redis_url: str | None) -> None:
-    """Give the run's keys in Redis a new name, which no process of an earlier session knows. Raises StreamError.
+def take_over_keys(config: RunConfig, run: RunDirectory, redis_url: str | None, new: str) -> None:
+    """Give the run's keys in Redis the name `new`, which no process of an earlier session knows. Raises StreamError.
 
     All earlier names are in a file until this is done, in case that this process is killed.
     """
@@ -139,7 +140,7 @@ def take_over_keys(config: RunConfig, run: RunDirectory, redis_url: str | None) 
     from pipelinerl.redis_connection import RedisConnection  # noqa: PLC0415 - as above
 
     url, _, patience_s = redis_of(config, run, redis_url)
-    earlier, new = name_in_redis(run).read_text().split(), new_name()
+    earlier = name_in_redis(run).read_text().split()
     write_atomically(name_in_redis(run), "\n".join([new, *earlier]).encode())
 
     def kept(prefix: str) -> list[str]:

@@ -19,7 +19,7 @@ from pipelinerl.launch import fence as fence_module
 from pipelinerl.launch import run_lock
 from pipelinerl.launch.fence import Fence, FencedFolders, FencedLines, take_over, take_over_keys
 from pipelinerl.launch.run_directory import RunDirectory
-from pipelinerl.launch.run_lock import RunLock
+from pipelinerl.launch.run_lock import RunLock, new_name
 
 EARLIER = """
 import os, signal, sys
@@ -203,8 +203,8 @@ def test_streams_move_and_late_processes_do_not_find_them(
                 with monkeypatch.context() as patch:
                     patch.setattr(fence_module, "_RENAME", "error('killed')")
                     with pytest.raises(StreamError, match="killed"):
-                        take_over_keys(config, run, url)
-            take_over_keys(config, run, url)
+                        take_over_keys(config, run, url, new_name())
+            take_over_keys(config, run, url, new_name())
 
         late.companion = replace  # called between its look and its transaction
         late.try_write(3)

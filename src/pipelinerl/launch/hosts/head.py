@@ -30,6 +30,7 @@ from pipelinerl.files import JsonLines, remedy
 from pipelinerl.launch.away import TO_ALL, Answer, Append, Entry, Envelope, Install, KeepLatest, Keys, ReadyFiles, Request
 from pipelinerl.launch.fence import Fence, FencedFolders, take_over_keys
 from pipelinerl.launch.run_directory import RunDirectory
+from pipelinerl.launch.run_lock import new_name
 from pipelinerl.launch.session import Session
 from pipelinerl.launch.stages.streams import redis_of
 from pipelinerl.redis_connection import RedisConnection
@@ -260,7 +261,7 @@ def take_what_is_left(config: RunConfig, run: RunDirectory, redis_url: str | Non
 
     Raises RunDirectoryError and StreamError.
     """
-    take_over_keys(config, run, redis_url)
+    take_over_keys(config, run, redis_url, new_name())
     _take_what_is_left(config, run, redis_url, Fence(run, session))
 
 
