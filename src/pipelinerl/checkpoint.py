@@ -33,12 +33,12 @@ import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers.utils import logging
 
 from pipelinerl.checkpoint_folders import HIDDEN, FileRecord, Folders, files_in, folder_name, record_of, sync_records
 from pipelinerl.checkpoint_state import STATE_FILE, CheckpointState, encode_state, read_state
 from pipelinerl.errors import CheckpointError
-from pipelinerl.models.tensor_file import models_written_by_part, write_safetensors
+from pipelinerl.models.loading import quiet
+from pipelinerl.models.tensor_file import write_safetensors
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 OPTIMIZER_SHARD = "optimizer-{:05d}-of-{:05d}.safetensors"
@@ -112,7 +112,7 @@ def write_checkpoint(
     version: int,
     model: Any,
     tokenizer: Any,
-    optimizer: Mapping[str, Tensor] | Callable[[Path], Mapping[str, FileRecord]],
+    optimizer: Callable[[Path], Mapping[str, FileRecord]],
     rng: Mapping[str, str],
     positions: Mapping[str, Any],
     counters: Mapping[str, Any],
@@ -126,8 +126,8 @@ def write_checkpoint(
     Then it gives the folder its name, deletes all but the last `keep` checkpoints, and returns the folder. It must end
     before the next checkpoint.
 
-    `model` and `tokenizer` are written with their `save_pretrained(folder)`. `optimizer` are the tensors of its state, or
-    writes them to the folder (`save_optimizer`) and returns the records of the files that other processes have written.
+    `model` and `tokenizer` are written with their `save_pretrained(folder)`. `optimizer` writes its state to the folder
+    (`save_optimizer`) and returns the records of the files that other processes have written.
 
     Both raise CheckpointError if it can't be written (full disk, no permission); existing checkpoints are then unchanged.
     """
@@ -135,14 +135,10 @@ def write_checkpoint(
         version=version, rng=dict(rng), positions=dict(positions), counters=dict(counters), session=session
     )
     target, hidden = _folders_of(directory, version)
-    others: Mapping[str, FileRecord] = {}
     with _removed_on_failure(hidden, target, folders):
         folders.make(hidden)
         _write_model(hidden, model, tokenizer)
-        if callable(optimizer):
-            others = optimizer(hidden)
-        else:
-            save_optimizer(hidden, optimizer)
+        others = optimizer(hidden)
 
     def finish() -> Path:
         with _removed_on_failure(hidden, target, folders):
@@ -207,7 +203,11 @@ def _removed_on_failure(hidden: Path, target: Path, folders: Folders) -> Iterato
 
 
 def _write_model(folder: Path, model: Any, tokenizer: Any) -> None:
-    with _no_progress_bars(), models_written_by_part():
+    from transformers import modeling_utils  # noqa: PLC0415 - takes seconds
+
+    with quiet(), ExitStack() as stack:
+        stack.callback(setattr, modeling_utils, "safe_save_file", modeling_utils.safe_save_file)
+        modeling_utils.safe_save_file = write_safetensors
         model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -224,18 +224,6 @@ def _write_state(folder: Path, state: CheckpointState, others: Mapping[str, File
 def load_checkpoint(path: Path) -> Checkpoint:
     """Read a checkpoint's state and verify all of its files. Raises CheckpointError (see `read_state`)."""
     return Checkpoint(path, read_state(path))
-
-
-@contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    """Disables transformers' progress bars, which would disturb the run's own display."""
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 def _first_line(error: Exception) -> str:

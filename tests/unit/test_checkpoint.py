@@ -63,7 +63,7 @@ def save(directory: Path, version: int, learner: Learner | None = None, **change
     options = {
         "model": learner.model,
         "tokenizer": make_tokenizer(),
-        "optimizer": learner.optimizer.state(),
+        "optimizer": learner.save_optimizer,
         "rng": rng_state(),
         "positions": {"offset": 7, "settled_ids": ["1/0"]},
         "counters": {"trained": 12, "dropped": {"stale": 2}},

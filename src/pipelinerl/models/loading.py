@@ -45,7 +45,7 @@ def load_model(config: ModelConfig, device: torch.device | str = "cpu") -> Any:
         require_device(device)
     options = {"dtype": DTYPES[config.dtype], "trust_remote_code": config.trust_remote_code, "output_loading_info": True}
     path = find_model(config.path)
-    with _quiet(), _one_line(config.path, "model"):
+    with quiet(), _one_line(config.path, "model"):
         _generation_config(path)
         try:
             model, report = AutoModelForCausalLM.from_pretrained(path, **options)
@@ -86,7 +86,7 @@ def load_config(config: ModelConfig) -> Any:
     from transformers import AutoConfig  # noqa: PLC0415 - takes seconds
 
     path = find_model(config.path)
-    with _quiet(), _one_line(config.path, "configuration"):
+    with quiet(), _one_line(config.path, "configuration"):
         found = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
         return SimpleNamespace(config=found, generation_config=_generation_config(path))
 
@@ -113,7 +113,7 @@ def load_tokenizer(config: ModelConfig) -> Any:
     from transformers import AutoTokenizer  # noqa: PLC0415 - takes seconds, and only loading needs it
 
     path = find_model(config.path)
-    with _quiet(), _one_line(config.path, "tokenizer"):
+    with quiet(), _one_line(config.path, "tokenizer"):
         return AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
 
 
@@ -163,7 +163,7 @@ def _one_line(path: str, what: str) -> Iterator[None]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Suppress the progress bars, warnings and loading reports of transformers inside; restore the settings afterwards."""
     from transformers.utils import logging  # noqa: PLC0415 - as above
 
