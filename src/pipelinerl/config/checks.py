@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from math import prod
 
 from pipelinerl.config import correction
 from pipelinerl.config.schema import EngineConfig, RunConfig
@@ -23,6 +24,7 @@ def mistakes(config: RunConfig) -> Iterator[str]:
 
 def engine_mistakes(engine: EngineConfig) -> Iterator[str]:
     """Those within the section `engine`."""
+    yield from _vllm(engine)
     if engine.kind == "local":
         named = {"urls": engine.urls, "api_key_env": engine.api_key_env, "servers": engine.servers > 1}
         for name in (name for name, value in named.items() if value):
@@ -32,15 +34,6 @@ def engine_mistakes(engine: EngineConfig) -> Iterator[str]:
             f"engine.processes: one generation process drives all `{engine.kind}` servers, not {engine.processes}; set it "
             "to 1, and engine.servers (or engine.urls) to have more engines"
         )
-    if engine.kind != "vllm" and engine.python is not None:
-        yield f"engine.python: this is for vLLM, and engine.kind is {engine.kind}; remove it, or set engine.kind to vllm"
-    if engine.kind == "vllm" and not engine.urls and engine.python is None:
-        yield (
-            "engine.python: to start vLLM, give the interpreter that has it installed (/path/to/its/bin/python); or set "
-            "engine.urls to servers that run already"
-        )
-    if engine.kind == "vllm" and engine.kv_on_update == "recompute":
-        yield "engine.kv_on_update: vLLM servers always keep the KV cache at an update; set it to keep"
     if engine.urls and engine.servers > 1:
         yield (
             f"engine.servers: with engine.urls the run can't start {engine.servers} servers of its own; set it to 1, or "
@@ -55,6 +48,55 @@ def engine_mistakes(engine: EngineConfig) -> Iterator[str]:
             yield f"engine.urls: {url!r} is not a server's address; write http://HOST:PORT"
     if len({url.rstrip("/") for url in engine.urls}) < len(engine.urls):
         yield "engine.urls: a server is named twice; name each once"
+
+
+VLLM_OWN = {
+    "--model": ", and set model.path",
+    "--dtype": ", and set model.dtype",
+    "--max-model-len": ", and set engine.max_length",
+    "--max-num-seqs": ", and set engine.slots",
+    "--ssl-certfile": ", and set engine.tls_certificate",
+    "--ssl-keyfile": ", and set engine.tls_key",
+    **dict.fromkeys(("--data-parallel-size", "-dp"), ", and set engine.servers"),
+    **dict.fromkeys(("--host", "--port", "--served-model-name", "--api-key", "--middleware", "--config"), ""),
+    **dict.fromkeys(("--enable-scale-out", "--logprobs-mode", "--generation-config", "--weight-transfer-config"), ""),
+    "--enable-prefix-caching": "",
+}
+"""Options that would replace the run's own, and what to do instead, if that is possible."""
+
+
+def vllm_options(engine: EngineConfig) -> dict[str, str]:
+    """Options of `engine.vllm_args` with their values, in all ways of vLLM: `--a-b=1`, `--a_b 1`, `--a.key 1`, `--no-a`."""
+    found = {}
+    for argument, after in zip(engine.vllm_args, [*engine.vllm_args[1:], ""], strict=False):
+        option, joined, value = argument.partition("=")
+        if option.startswith("-"):
+            found[option.partition(".")[0].replace("_", "-").replace("--no-", "--")] = value if joined else after
+    return found
+
+
+def vllm_workers(engine: EngineConfig) -> int:
+    """On how many GPUs each vLLM server that the run starts computes."""
+    options = vllm_options(engine)
+    sizes = ("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp")
+    return prod(int(options[name]) for name in sizes if options.get(name, "").isdecimal())
+
+
+def _vllm(engine: EngineConfig) -> Iterator[str]:
+    for name in ("python", "vllm_args") if engine.kind != "vllm" else ():
+        if getattr(engine, name):
+            yield f"engine.{name}: this is for vLLM, and engine.kind is {engine.kind}; remove it, or set engine.kind to vllm"
+    if engine.vllm_args and engine.urls:
+        yield "engine.vllm_args: servers that run already have their own; remove it, or set engine.urls to []"
+    for option in sorted(VLLM_OWN.keys() & vllm_options(engine).keys()):
+        yield f"engine.vllm_args: the run sets {option} itself; remove it{VLLM_OWN[option]}"
+    if engine.kind == "vllm" and not engine.urls and engine.python is None:
+        yield (
+            "engine.python: to start vLLM, give the interpreter that has it installed (/path/to/its/bin/python); or set "
+            "engine.urls to servers that run already"
+        )
+    if engine.kind == "vllm" and engine.kv_on_update == "recompute":
+        yield "engine.kv_on_update: vLLM servers always keep the KV cache at an update; set it to keep"
 
 
 def _schedule(config: RunConfig) -> Iterator[str]:
@@ -167,6 +209,8 @@ def _engines(config: RunConfig) -> Iterator[str]:
             "model.head_dtype: vLLM computes its output head in model.dtype, and the trainer should do the same; set it "
             "to null, or engine.kind to local or http"
         )
+    if config.weights.kind == "collective" and (workers := vllm_workers(engine)) > 1:
+        yield f"weights.kind: a broadcast reaches one worker, and engine.vllm_args asks for {workers}; set it to shared"
     if engine.weights_dir is not None and config.weights.kind == "collective":
         yield "engine.weights_dir: with weights.kind collective no file is written; remove one of the two"
     if engine.processes > 1 and config.launch.kind == "embedded":

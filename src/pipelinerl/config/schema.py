@@ -156,6 +156,8 @@ class EngineConfig(Section, frozen=True):
     """ray: PEM file of the key of `tls_certificate`."""
     python: str | None = None
     """vllm: to start servers, the interpreter that has vLLM installed, like `/opt/vllm/bin/python`."""
+    vllm_args: Names = ()
+    """vllm: more arguments of the servers that the run starts, like `[--tensor-parallel-size=2, --quantization=fp8]`."""
     slots: Count = 64
     """H, sequences in progress at once (per process, or per server started here)."""
     max_length: Annotated[int, Field(ge=2)] | None = None

@@ -11,6 +11,7 @@ from contextlib import suppress
 from itertools import product
 from typing import Any, NamedTuple
 
+from pipelinerl.config.checks import vllm_workers
 from pipelinerl.config.keys import spell
 from pipelinerl.config.load import config_of_values
 from pipelinerl.config.schema import PACKAGED_MODELS, RunConfig, Section
@@ -163,7 +164,7 @@ def _spread(config: RunConfig, given: Collection[str], gpus: int) -> Iterator[di
     count, on_gpu = f"engine.{_engines(config)}", config.trainer.device.startswith("cuda")
     shared = config.trainer.device != "cuda" or "trainer.ranks" in given
     for ranks in [config.trainer.ranks] if shared else range(1, max(2, gpus)):
-        engines = max(1, min(gpus - ranks * on_gpu, MAX_RECEIVERS))
+        engines = max(1, min((gpus - ranks * on_gpu) // vllm_workers(config.engine), MAX_RECEIVERS))
         found = {} if shared else {"trainer.ranks": ranks}
         yield found | ({count: engines} if config.engine.device == "cuda" and count not in given else {})
 

@@ -8,6 +8,7 @@ from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
+from pipelinerl.config.checks import vllm_workers
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import ModelLoadError, UserError
 from pipelinerl.launch.machine import Memory, device_memory, host_memory
@@ -36,6 +37,8 @@ LOGITS_AT_ONCE, HEAD_CHUNK = 1 << 28, {"cpu": 128, "cuda": 1024}
 """Those of `trainer.logprobs`, for `trainer.head_chunk`."""
 WRITTEN_AT_ONCE = 3 << 26
 """Host memory through which a GPU's tensors go to a file, in parts of `models.transfers.PART` bytes."""
+VLLM, VLLM_SHARE = "vLLM", 0.92
+"""Its weights, KV cache and activations, and the share of a GPU that it takes for them by default."""
 SHORT_ANSWERS = 4
 ALLOCATOR = 1.15
 """Factor for the allocator's gaps between buffers that are allocated and freed all the time (measured, glibc)."""
@@ -74,8 +77,9 @@ class Prediction(NamedTuple):
         processes = []
         for process in self.processes if gpus else ():
             if process.role in gpus:
-                own = [f"cuda:{number}" for number in gpus[process.role]]
-                parts = (part._replace(device=own[0]) if part.device != HOST and own else part for part in process.parts)
+                before = dict.fromkeys(part.device for part in process.parts if part.device != HOST)
+                placed = dict(zip(before, (f"cuda:{number}" for number in gpus[process.role]), strict=False))
+                parts = (part._replace(device=placed.get(part.device, part.device)) for part in process.parts)
                 processes.append(Process(process.role, tuple(parts)))
         return self._replace(processes=tuple(processes), gpus=gpus) if gpus else self
 
@@ -101,8 +105,8 @@ class Prediction(NamedTuple):
 def predict(config: RunConfig, shape: ModelShape, longest_prompt: int | None = None) -> Prediction:
     """The peak memory of each process of the run. `longest_prompt` is in tokens, None if not known (or with several turns).
 
-    Not included: vLLM servers on a GPU (vLLM's own setting decides), the groups in streams, and processes that the
-    environment starts.
+    A vLLM server on a GPU is there with what its slots need; it takes more, if nothing else is on its GPU. Not included: the
+    groups in streams, and processes that the environment starts.
     """
     if config.launch.kind == "embedded":
         parts = [*_engine(config, shape), *_trainer(config, shape, longest_prompt), *_reference(config, shape)]
@@ -276,10 +280,32 @@ def _reference(config: RunConfig, shape: ModelShape, rank: int = 0) -> list[Part
 
 
 def _server(config: RunConfig, shape: ModelShape) -> list[Part]:
-    if config.engine.kind == "vllm" and config.engine.device != "cpu":
-        return []
     size, memory = _weight_bytes(config, shape), _memory_of(config.engine.device)
-    return [*_engine(config, shape), _fixed("an incoming weight update", size, memory), *_delta(config, size, memory)]
+    update = [_fixed("an incoming weight update", size, memory), *_delta(config, size, memory)]
+    if config.engine.kind != "vllm" or memory == HOST:
+        return [*_engine(config, shape), *update]
+    workers, first = vllm_workers(config.engine), int(memory.partition(":")[2])
+    most = sum(part.most for part in _engine(config, shape))  # with less, it fills fewer slots
+    parts = [Part(VLLM, size // workers, most // workers, f"cuda:{first + number}") for number in range(workers)]
+    return parts if config.weights.kind == "shared" else [*parts, *update]
+
+
+def share_for_vllm(config: RunConfig, machine: Machine = device_memory) -> float | None:
+    """The share of a GPU's memory, from 0 to 1, that the rest of the run leaves to each vLLM server on it.
+
+    For a server process, which sees only its GPUs. None if nothing else is there, or if not all sizes are known.
+    """
+    shape, memory, numbered = shape_of(config), machine("cuda:0"), ":" in config.engine.device
+    if shape is None or memory is None:
+        return None
+    servers = server_roles(config)[: None if numbered else 1]  # without a number, each process has GPUs of its own
+    both = numbered and ":" in config.trainer.device
+    processes = [process for process in predict(config, shape).processes if both or process.role in servers]
+    parts = [part for process in processes for part in process.parts]
+    gpus = {part.device for part in parts if part.name == VLLM}
+    others = max(sum(part.most for part in parts if part.device == gpu and part.name != VLLM) for gpu in gpus)
+    left = memory.total - others, sum(part.least for part in parts if part.name == VLLM) // len(gpus)
+    return None if others <= CUDA_CONTEXT else min(VLLM_SHARE, max(left) / memory.total / len(servers))
 
 
 def _staging(config: RunConfig, shape: ModelShape, device: str, *, copies: int) -> list[Part]:

@@ -259,7 +259,7 @@ def test_the_page_for_users_of_other_libraries_has_the_same_table() -> None:
         ("data.train_batch_size", "did you mean `trainer.batch_size`? (in rollouts: verl counts prompts"),
         ("actor_rollout_ref.rollout.n", "did you mean `actor.group_size`?"),
         ("actor_rollout_ref.rollout.val_kwargs.temperature", "did you mean `evaluation.temperature`?"),
-        ("rollout.tensor_model_parallel_size", "no counterpart: start vLLM yourself"),
+        ("rollout.tensor_model_parallel_size", "did you mean `engine.vllm_args`? (as `[--tensor-parallel-size=2]`"),
         ("algorithm.adv_estimator", "did you mean `preprocess.advantage`? (`group_mean` for grpo"),
         ("actor.clip_ratio", "did you mean `trainer.clip_high`? (and `trainer.clip_low`"),
         ("trainer.n_gpus_per_node", "did you mean `trainer.ranks`?"),
@@ -343,6 +343,7 @@ def test_paths_are_found_beside_the_run_file_then_here(tmp_path: Path, monkeypat
 # --- combinations ----------------------------------------------------------------------------------------------------
 
 ROUNDS = "schedule: {kind: conventional, steps_per_round: 4}\n"
+VLLM = "engine: {kind: vllm, python: p, vllm_args: "
 
 
 @pytest.mark.parametrize(
@@ -401,6 +402,21 @@ ROUNDS = "schedule: {kind: conventional, steps_per_round: 4}\n"
         ("engine: {kind: http, python: p}", "engine.python", "set engine.kind to vllm"),
         ("engine: {kind: vllm}", "engine.python", "set engine.urls to servers that run already"),
         ("engine: {kind: vllm, python: p, kv_on_update: recompute}", "engine.kv_on_update", "set it to keep"),
+        ("engine: {kind: http, vllm_args: [--seed=1]}", "engine.vllm_args", "set engine.kind to vllm"),
+        ("engine: {kind: vllm, urls: ['http://a:1'], vllm_args: [--seed=1]}", "engine.vllm_args", "set engine.urls to []"),
+        (
+            VLLM + "[--max_model_len, '9']}",
+            "engine.vllm_args",
+            "--max-model-len itself; remove it, and set engine.max",
+        ),
+        (
+            VLLM + "[--seed=1, --no-enable-prefix-caching]}",
+            "engine.vllm_args",
+            "sets --enable-prefix-caching itself",
+        ),
+        (VLLM + "[--weight-transfer-config.backend=nccl]}", "engine.vllm_args", "sets --weight-transfer-config itself"),
+        (VLLM + "[-dp, '2']}", "engine.vllm_args", "and set engine.servers"),
+        (VLLM + "[-tp, '2']}\nweights: {kind: collective}", "weights.kind", "asks for 2; set it to shared"),
         ("weights: {kind: collective}\nlaunch: {kind: embedded}", "weights.kind", "set launch.kind to processes"),
         ("weights: {encoding: delta}", "weights.encoding", "set weights.kind to collective"),
         ("launch: {kind: embedded, preprocessor: process}", "launch.preprocessor", "launch.preprocessor to with_trainer"),
@@ -438,6 +454,8 @@ def test_combinations_that_make_no_sense_name_key_and_fix(tmp_path: Path, text: 
         "stream: {kind: memory}\nlaunch: {kind: embedded}",
         "actor: {group_size: 2}\npreprocess: {advantage: leave_one_out}",
         "engine: {max_length: 257}",
+        VLLM + "[--tensor-parallel-size=1]}\nweights: {kind: collective}",
+        VLLM + "[--tensor-parallel-size=2, --gpu-memory-utilization=0.5, --kv-cache-memory-bytes=9, --model-impl=auto]}",
         "trainer: {ess_threshold: 0.5}",
         "schedule: {kind: conventional}\ntrainer: {ess_threshold: 0.5}",
         "trainer: {kl_coefficient: 0.1}\npreprocess: {zero_advantage: keep}",

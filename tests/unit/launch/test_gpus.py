@@ -169,6 +169,8 @@ def test_vllm_is_chosen_where_it_can_have_gpus_of_its_own_and_do_what_the_run_fi
     eight = chosen("1.5B", 8, H200, vllm=True)
     assert {key: eight[key] for key in ("engine.kind", "engine.servers")} == {"engine.kind": "vllm", "engine.servers": 7}
     assert not {"engine.processes", "model.head_dtype"} & eight.keys()
+    parallel = ("--engine.kind=vllm", "--engine.python=p", "--engine.vllm_args=[--tensor-parallel-size=2]")
+    assert chosen("1.5B", 8, H200, *parallel)["engine.servers"] == 3, "of two GPUs each, beside the trainer"
     assert "engine.kind" not in chosen("1.5B", 1, H200, vllm=True)
     for flag in ("--engine.kind=local", "--model.head_dtype=float32", "--engine.kv_on_update=recompute"):
         assert "engine.kind" not in chosen("1.5B", 8, H200, flag, vllm=True), flag

@@ -30,6 +30,7 @@ from pipelinerl.launch.memory import (
     kv_bytes,
     packed_bytes,
     predict,
+    share_for_vllm,
 )
 from pipelinerl.models import transfers
 from pipelinerl.models.folder import resolve_path
@@ -277,6 +278,65 @@ def test_deltas_need_a_second_copy_in_the_trainer_and_up_to_one_more_at_both_end
     assert local["training"]["staged weights"] == servers["training"]["staged weights"] == 8 * 10**9
     assert local["generation"]["staged weights"] == servers["server-0"]["an incoming weight update"] == 4 * 10**9
     assert all(parts["a delta"] == 4 * 10**9 for parts in (local["training"], local["generation"], servers["server-0"]))
+
+
+VLLM = ("--engine.kind=vllm", "--engine.python=python", "--model.dtype=bfloat16")
+RAY = ("--launch.kind=ray", "--stream.kind=redis")
+SHARED = (*VLLM, "--engine.device=cuda:0", "--trainer.device=cuda:0", "--trainer.micro_batch_tokens=512")
+
+
+def test_a_vllm_server_takes_what_its_slots_need_on_each_of_its_gpus() -> None:
+    own = predicted("--model.dtype=bfloat16")["generation"]
+    needed = own["weights"] + own["KV cache"] + own["activations"]
+    assert predicted(*VLLM, "--engine.device=cuda")["server-0"]["vLLM"] == needed
+    flags = [*VLLM, "--engine.device=cuda:1", "--engine.vllm_args=[--tensor-parallel-size=2]"]
+    parallel = predict(load_config(None, flags), BILLION)
+    for prediction, gpus in ((parallel, ("cuda:1", "cuda:2")), (parallel.on({"server-0": (5, 3)}), ("cuda:5", "cuda:3"))):
+        halves = [part for process in prediction.processes for part in process.parts if part.name == "vLLM"]
+        assert [(part.device, part.most, part.least) for part in halves] == [(gpu, needed // 2, 10**9) for gpu in gpus]
+
+
+@pytest.mark.parametrize(
+    ("flags", "sharers", "update"),
+    [
+        (SHARED, 1, 0),
+        ((*SHARED, "--engine.servers=2"), 2, 0),
+        ((*SHARED, "--weights.kind=collective"), 1, 2 * 10**9),
+        ((*SHARED, "--engine.device=cuda:1"), 0, 0),
+        ((*VLLM, "--engine.device=cuda", "--trainer.device=cuda"), 0, 0),
+        ((*VLLM, "--engine.device=cuda", "--trainer.device=cuda", "--weights.kind=collective"), 1, 2 * 10**9),
+        ((*VLLM, "--engine.device=cuda", "--trainer.device=cuda", "--weights.kind=collective", *RAY), 1, 2 * 10**9),
+        ((*VLLM, "--engine.device=cuda:0", "--engine.servers=2"), 2, 0),
+    ],
+)
+def test_vllm_leaves_a_gpu_to_the_rest_of_the_run(
+    flags: tuple[str, ...], sharers: int, update: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "shape_of", lambda _: BILLION)
+    config, asked = load_config(None, flags), []
+
+    def machine(device: str) -> Memory:
+        asked.append(device)
+        return Memory(80 * 10**9, None)
+
+    share = share_for_vllm(config, machine)
+    assert set(asked) == {"cuda:0"}, "the first that the server sees"
+    if not sharers:
+        assert share is None
+        return
+    trainer = next(process for process in predict(config, BILLION).processes if process.role == "training")
+    shared = ":" in config.engine.device and ":" in config.trainer.device
+    others = trainer.bytes_on("cuda:0") * shared + sharers * (update + memory.CUDA_CONTEXT)
+    assert share == pytest.approx(min(0.92, (1 - others / 80e9) / sharers))
+    assert share_for_vllm(config, lambda _: None) is None
+
+
+def test_vllm_has_room_for_its_weights_beside_a_trainer_that_may_need_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "shape_of", lambda _: BILLION)
+    config = load_config(None, SHARED)
+    assert share_for_vllm(config, lambda _: Memory(20 * 10**9, None)) == pytest.approx(0.1)
+    with pytest.raises(UserError, match=r"the run needs at least .* of memory on cuda:0, and there are 20\.0 GB .*vLLM"):
+        judge(config, predict(config, BILLION), lambda _: Memory(20 * 10**9, None))
 
 
 def test_what_is_on_a_gpu_is_not_in_the_machines_memory() -> None:

@@ -170,6 +170,7 @@ def gpus_of(flags: str, gpus: int, monkeypatch: pytest.MonkeyPatch) -> dict[str,
 
 
 CUDA = "--engine.device=cuda --trainer.device=cuda"
+PARALLEL = "--engine.kind=vllm --engine.python=python --engine.vllm_args=[--tensor-parallel-size=2]"
 ONE = "--engine.device=cuda:0 --trainer.device=cuda:0"
 
 
@@ -193,6 +194,8 @@ ONE = "--engine.device=cuda:0 --trainer.device=cuda:0"
             3,
             {"training": [0], "server-0": [1], "server-1": [2]},
         ),
+        (f"{CUDA} {PARALLEL} --engine.servers=2", 5, {"training": [4], "server-0": [0, 1], "server-1": [2, 3]}),
+        (f"--engine.device=cuda:1 {PARALLEL} --trainer.device=cuda", 3, {"training": [0], "server-0": [1, 2]}),
         (
             f"{CUDA} --launch.preprocessor=process --trainer.kl_coefficient=0.1 --preprocess.zero_advantage=keep",
             3,
@@ -217,6 +220,8 @@ def test_on_this_machine_a_gpu_is_shared_only_if_it_is_named(
     [
         (f"{CUDA} --engine.processes=8", 8, r"needs 9 \(training, generation-0, .*\), and 8 of this machine's 8 are free"),
         (f"{CUDA} --engine.kind=http --engine.servers=8", 8, r"needs 9 \(training, server-0, .* Lower .* engine.servers"),
+        (f"{CUDA} {PARALLEL}", 2, r"needs 3 \(training, server-0, server-0\), and 2 of this machine's 2 are free"),
+        (f"--engine.device=cuda:1 {PARALLEL}", 2, r"names the GPU cuda:2, and this machine has 2, from cuda:0 on"),
         (CUDA, 1, r"needs 2 .*let both ends share the GPU: --engine.device cuda:0 --trainer.device cuda:0$"),
         ("--engine.device=cuda --trainer.device=cuda:0", 1, r"needs 1 \(generation\), and 0 of this machine's 1 are free"),
         ("--trainer.device=cuda:1 --trainer.ranks=4", 4, r"names the GPU cuda:4, and this machine has 4, from cuda:0 on"),
@@ -247,6 +252,7 @@ def test_more_processes_than_gpus_are_refused_with_numbers(
             {"server-0": "1", "server-1": "1"},
         ),
         ("--engine.kind=vllm --engine.python=python --engine.device=cuda:1", "4,7,9", {"server-0": "7"}),
+        (f"--engine.device=cuda:1 {PARALLEL}", "4,7,9", {"server-0": "7,9"}),
     ],
 )
 def test_a_process_sees_only_the_gpu_that_was_chosen_for_it(

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from pipelinerl.config.checks import vllm_workers
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import UserError
 from pipelinerl.interfaces import Schedule
@@ -61,7 +62,8 @@ def roles_of(config: RunConfig) -> list[Role]:
     if config.launch.preprocessor == "process":
         reference = (on_trainer, trainer_at) if trainer.kl_coefficient else (0, None)
         roles.append(Role(PREPROCESSING, reference[0], PREPROCESSING_THREADS, TRAINING, reference[1]))
-    roles += [Role(name, on_engine, engine.threads, at=engine_at) for name in server_roles(config)]
+    on_server = on_engine * vllm_workers(engine)
+    roles += [Role(name, on_server, engine.threads, at=engine_at) for name in server_roles(config)]
     with_model = engine.kind == "local"
     gpus, cpus, at = (on_engine, engine.threads, engine_at) if with_model else (0, 1, None)
     return roles + [Role(name, gpus, cpus, at=at) for name in generation_roles(config)]
@@ -82,7 +84,7 @@ def place(roles: Sequence[Role], machines: Sequence[Machine], pins: Mapping[str,
     for role in sorted(roles, key=lambda role: (role.name not in pinned, role.at is None, -role.gpus)):
         wanted = [pinned[role.name]] if role.name in pinned else machines
         if role.at is not None:
-            fitting = [machine for machine in wanted if role.at < machine.gpus]
+            fitting = [machine for machine in wanted if role.at + role.gpus <= machine.gpus]
         else:
             fitting = [machine for machine in wanted if len(free_gpus[machine.name]) >= role.gpus]
         if not fitting:
@@ -93,7 +95,7 @@ def place(roles: Sequence[Role], machines: Sequence[Machine], pins: Mapping[str,
             return machine.name == near, len(free_gpus[machine.name]), free_cpus[machine.name]
 
         best = max(fitting, key=rank)
-        taken = free_gpus[best.name][: role.gpus] if role.at is None else [role.at]
+        taken = free_gpus[best.name][: role.gpus] if role.at is None else range(role.at, role.at + role.gpus)
         free_gpus[best.name] = [gpu for gpu in free_gpus[best.name] if gpu not in taken]
         free_cpus[best.name] -= best.cpus / 2 if role.cpus is None else role.cpus
         places[role.name] = Place(role.name, best.name, tuple(taken))
@@ -111,10 +113,10 @@ def place_here(config: RunConfig) -> tuple[list[Place], Machine]:
 
         gpus = torch.cuda.device_count()
     machine, roles = Machine("this machine", "this machine", usable_cores(), gpus), roles_of(config)
-    named = {role.at for role in roles if role.at is not None}
+    named = {gpu for role in roles if role.at is not None for gpu in range(role.at, role.at + role.gpus)}
     if missing := [at for at in sorted(named) if at >= gpus]:
         raise UserError(f"the run file names the GPU cuda:{missing[0]}, and this machine has {gpus}, from cuda:0 on")
-    own, free = [role.name for role in roles if role.gpus and role.at is None], gpus - len(named)
+    own, free = [role.name for role in roles if role.at is None for _ in range(role.gpus)], gpus - len(named)
     if len(own) > free:
         share = "name a GPU that processes shall share, like --engine.device cuda:0"
         if gpus == config.trainer.ranks == 1:

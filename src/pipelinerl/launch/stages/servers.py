@@ -15,13 +15,12 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import msgspec
 
-from pipelinerl.config.schema import EngineConfig, ModelConfig, RunConfig
+from pipelinerl.config.schema import EngineConfig, RunConfig
 from pipelinerl.errors import StalledError, UserError, WeightUpdateError
 from pipelinerl.extras import require
 from pipelinerl.files import write_atomically
@@ -113,25 +112,27 @@ def _become_vllm(session: Session, role: str, parent_pipe: int) -> None:
 
 
 def _vllm_settings(session: Session) -> VllmSettings:
+    from pipelinerl.launch.memory import share_for_vllm  # noqa: PLC0415 - as above
     from pipelinerl.models.folder import resolve_path  # noqa: PLC0415 - with torch
+    from pipelinerl.models.loading import load_config, slot_length  # noqa: PLC0415 - as above
     from pipelinerl.serving.vllm.server_info import kv_cache_bytes  # noqa: PLC0415 - as above
     from pipelinerl.serving.vllm.start import VllmSettings  # noqa: PLC0415 - as above
 
     model, engine = session.config.model, session.config.engine
-    max_length = engine.max_length or _max_length(model)
+    max_length = engine.max_length or slot_length(load_config(model), None)
+    on_cpu, sizes = engine.device == "cpu", {"slots": engine.slots, "max_length": max_length}
     item_bytes = 4 if model.dtype == "float32" else 2
     return VllmSettings(
         python=engine.python or sys.executable,
         model=resolve_path(model.path),
-        slots=engine.slots,
-        max_length=max_length,
+        **sizes,
         dtype=model.dtype,
-        kv_cache_bytes=kv_cache_bytes(model.path, slots=engine.slots, max_length=max_length, item_bytes=item_bytes)
-        if engine.device == "cpu"
-        else None,
+        kv_cache_bytes=kv_cache_bytes(model.path, **sizes, item_bytes=item_bytes) if on_cpu else None,
+        memory_share=None if on_cpu else share_for_vllm(session.config),
         device=engine.device,
         threads=session.here.threads,
         tls=_tls(engine),
+        arguments=engine.vllm_args,
     )
 
 
@@ -144,16 +145,6 @@ def _tls(engine: EngineConfig) -> tuple[Path, Path] | None:
         if not path.is_file():
             raise UserError(f"engine.{name}: there is no file {path} on {socket.gethostname()}")
     return files
-
-
-def _max_length(model: ModelConfig) -> int:
-    from transformers import AutoConfig  # noqa: PLC0415 - takes seconds
-
-    from pipelinerl.models.folder import resolve_path  # noqa: PLC0415 - with torch
-    from pipelinerl.models.loading import slot_length  # noqa: PLC0415 - with torch
-
-    config = AutoConfig.from_pretrained(resolve_path(model.path), trust_remote_code=model.trust_remote_code)
-    return slot_length(SimpleNamespace(config=config), None)
 
 
 # ---- the connection of a generation process with servers

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,8 @@ class VllmSettings:
 
     `python`: the interpreter of the environment that has vLLM. `model`: a folder. `slots`: H. `max_length`: of prompt +
     completion, in tokens. `kv_cache_bytes`: None leaves it to vLLM, which on CPU takes most of the memory (see
-    `server_info.kv_cache_bytes`). `device`: cpu or cuda. `threads`: compute threads, on CPU.
+    `server_info.kv_cache_bytes`). `memory_share`: of its GPUs, from 0 to 1; None leaves it to vLLM. `device`: cpu or cuda.
+    `threads`: compute threads, on CPU. `arguments`: more of them; vLLM takes the last of two.
     """
 
     python: str
@@ -29,9 +30,11 @@ class VllmSettings:
     max_length: int
     dtype: str = "float32"
     kv_cache_bytes: int | None = None
+    memory_share: float | None = None
     device: str = "cpu"
     threads: int = 1
     tls: tuple[Path, Path] | None = None
+    arguments: Sequence[str] = ()
 
 
 def command_line(settings: VllmSettings, port: int, host: str = HOST, *, guarded: bool = False) -> list[str]:
@@ -53,7 +56,9 @@ def command_line(settings: VllmSettings, port: int, host: str = HOST, *, guarded
         command += ["--middleware", "pipelinerl.serving.vllm.key.RequireKey"]
     if settings.kv_cache_bytes is not None:
         command += ["--kv-cache-memory-bytes", str(settings.kv_cache_bytes)]
-    return command
+    if settings.memory_share is not None:
+        command += ["--gpu-memory-utilization", f"{settings.memory_share:.3f}"]
+    return [*command, *settings.arguments]
 
 
 def environment(settings: VllmSettings, outer: Mapping[str, str], key: str | None = None) -> dict[str, str]:

@@ -15,6 +15,8 @@ import msgspec
 import pytest
 
 from pipelinerl.child import ChildProcess, exit_words
+from pipelinerl.config.checks import VLLM_OWN, vllm_workers
+from pipelinerl.config.schema import EngineConfig
 from pipelinerl.serving.vllm.guard import members
 from pipelinerl.serving.vllm.server_info import ServerDescription, kv_cache_bytes, model_facts
 from pipelinerl.serving.vllm.start import VllmSettings, command_line, environment
@@ -120,6 +122,32 @@ def test_only_on_a_cpu_vllm_compiles_nothing() -> None:
     assert "--enforce-eager" in command_line(SETTINGS, 1)
     assert "--enforce-eager" not in command_line(dataclasses.replace(SETTINGS, device="cuda"), 1)
     assert environment(SETTINGS, {"CUDA_VISIBLE_DEVICES": "4"})["CUDA_VISIBLE_DEVICES"] == "4"
+
+
+def test_what_the_run_file_adds_comes_last_and_replaces_nothing_of_the_run_but_its_memory() -> None:
+    settings = dataclasses.replace(
+        SETTINGS, tls=(Path("c"), Path("k")), kv_cache_bytes=5, memory_share=0.337, arguments=("--seed", "1")
+    )
+    command = command_line(settings, 1, guarded=True)
+    assert command[-6:] == ["--kv-cache-memory-bytes", "5", "--gpu-memory-utilization", "0.337", "--seed", "1"]
+    own = {option.replace("--no-", "--") for option in command[2:-2] if option.startswith("--")}
+    assert own - VLLM_OWN.keys() == {"--enforce-eager", "--kv-cache-memory-bytes", "--gpu-memory-utilization"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "workers"),
+    [
+        ("", 1),
+        ("--seed=3", 1),
+        ("--tensor-parallel-size=4", 4),
+        ("--tensor_parallel_size 2", 2),
+        ("-tp 2 -pp=3 --seed 5", 6),
+        ("-tp 2 -tp 4", 4),
+        ("--tensor-parallel-size", 1),
+    ],
+)
+def test_a_server_has_as_many_gpus_as_its_arguments_ask_for(arguments: str, workers: int) -> None:
+    assert vllm_workers(EngineConfig(kind="vllm", vllm_args=tuple(arguments.split()))) == workers
 
 
 def description(**changes: str) -> bytes:
