@@ -241,9 +241,8 @@ def _simplify_rms(graph: fx.Graph, _: list[Tensor]) -> None:
         if len(chain) == 4 and _is_rms(*chain[1:]):
             _, add, _, power = chain
             x, like = power.args[0], rsqrt.meta["val"]
-            epsilon = torch.tensor(add.args[1], dtype=like.dtype, device=like.device)
-            key = (add.args[1], like.dtype, x.meta["val"].shape[-1])
-            rsqrt.target, rsqrt.args = made.setdefault(key, InverseRms(epsilon, key[-1])), (x,)
+            key = (add.args[1], x.meta["val"].shape[-1], like.dtype, like.device)
+            rsqrt.target, rsqrt.args = made.setdefault(key, InverseRms(*key)), (x,)
     graph.eliminate_dead_code()
 
 
@@ -255,15 +254,16 @@ def _is_rms(add: Any, mean: Any, power: Any) -> bool:
 class InverseRms:
     """1 / sqrt(mean(x^2) + epsilon) over the last dimension."""
 
-    def __init__(self, epsilon: Tensor, size: int) -> None:
+    def __init__(self, epsilon: float, size: int, dtype: torch.dtype, device: torch.device) -> None:
         self.epsilon = epsilon
+        self._epsilon = torch.tensor(epsilon, dtype=dtype, device=device)
         self._share = 1 / size
         self.__name__ = self.__qualname__ = "inverse_rms"
         self.__module__ = __name__
 
     def __call__(self, x: Tensor) -> Tensor:
         norm = torch.linalg.vector_norm(x, 2, -1, True)
-        return torch.addcmul(self.epsilon, norm, norm, value=self._share).rsqrt_()
+        return torch.addcmul(self._epsilon, norm, norm, value=self._share).rsqrt_()
 
 
 def _make_copies(graph: fx.Graph, inputs: list[Tensor]) -> list[Any]:

@@ -71,7 +71,7 @@ def fuse_norms(graph: fx.Graph, _: list[Tensor]) -> None:
         if isinstance(weight, fx.Node) and weight.meta["val"].shape == (size,):
             given = x.args[0] if x.target in CONVERSIONS else x
             with graph.inserting_before(scaled):
-                norm = graph.call_function(F.rms_norm, (given, [size], weight, float(node.target.epsilon)))
+                norm = graph.call_function(F.rms_norm, (given, [size], weight, node.target.epsilon))
             norm.meta = scaled.meta
             scaled.replace_all_uses_with(norm)
     graph.eliminate_dead_code()
