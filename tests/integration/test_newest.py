@@ -13,6 +13,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.unit.chat_parts import make_tokenizer
 
 ROOT = Path(__file__).parents[2]
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
@@ -20,7 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.newest, pytest.mark.timeout(1800)]
 
 SHORT = ["--trainer.steps=2", "--trainer.batch_size=32", "--evaluation.problems=8", "--metrics.plot=false"]
 TRAIN = ["pipelinerl", "train", "--run_dir", "{extra}", *SHORT]
-DRY = ["pipelinerl", "train", "--dry-run", "--run_dir", "{extra}"]
+DRY = ["pipelinerl", "train", "--dry-run", "--run_dir", "{extra}", "--model.path=model"]  # the demo's reads only numbers
 PROBLEMS = [{"question": f"What is {n} + {n}?", "answer": str(2 * n)} for n in range(40)]
 SERVED = """
 import json, subprocess, sys, time, urllib.request
@@ -89,6 +92,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # The only exception: a newer torch may be had only with the libraries for CUDA, which are gigabytes.
     torch = next(line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch=="))
     (folder / "torch.txt").write_text(torch)
+    tokenizer = make_tokenizer(template=None)
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, **shape)
+    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
     (folder / "problems.jsonl").write_text("".join(json.dumps(one) + "\n" for one in PROBLEMS))
     (folder / "data").mkdir()
     (folder / "data" / "train.jsonl").write_bytes((folder / "problems.jsonl").read_bytes())
