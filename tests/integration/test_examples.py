@@ -34,7 +34,7 @@ OF_RANDOM_WEIGHTS = {"engine__max_length": 4000, **SHORT_ANSWERS}
 OWN = {
     "agent.yaml": {},
     "apart.yaml": {"launch__kind": "processes", **SHORT_ANSWERS},
-    "slow_judge.yaml": {"environment__args__median_s": 0.01, **SHORT_ANSWERS},
+    "slow_judge.yaml": {"environment__args__median_s": 0.01, "engine__processes": 1, **SHORT_ANSWERS},
     "tools.yaml": {},
     "tools_agent.yaml": {},
     **{name: OF_RANDOM_WEIGHTS for name in RUN_FILES if "smollm2" in (ROOT / "examples" / name).read_text()},
