@@ -56,6 +56,8 @@ class WeightFiles:
                 f"can't write {size / 1e6:.0f} MB of weights for the engine servers to {where}: "
                 f"{error.strerror or error}; {remedy(error)}, or name another directory"
             ) from error
+        except ValueError as error:
+            raise WeightUpdateError(f"weights can't be sent to engine servers: {error}") from None
         return WeightUpdateRequest(version=update.version, checksum=update.checksum, path=str(path))
 
     def remove(self, path: str) -> None:

@@ -54,6 +54,13 @@ def test_what_is_written_is_what_safetensors_reads(tmp_path: Path) -> None:
     assert checksum(read) == checksum(written)
 
 
+def test_a_type_that_files_do_not_have_is_an_error_of_the_update(tmp_path: Path) -> None:
+    odd = {"x": torch.zeros(2, dtype=torch.complex128)}
+    with pytest.raises(WeightUpdateError, match=r"servers: .*x is of type torch\.complex128"):
+        WeightFiles(tmp_path).write(WeightUpdate(1, "", odd))
+    assert files(tmp_path) == []
+
+
 def test_a_file_is_written_over_once_it_is_not_needed(tmp_path: Path) -> None:
     weights = WeightFiles(tmp_path)
     larger = {**tensors(), "more": torch.ones(500)}
