@@ -69,7 +69,7 @@ _SAME = {
     12: "qk_nope_head_dim",
     128: "mamba_d_ssm",
     0: "pad_token_id",
-    VOCABULARY: "vocab_size vocab_size_per_layer_input",
+    VOCABULARY: "vocab_size unpadded_vocab_size vocab_size_per_layer_input",
 }
 SIZES: dict[str, Any] = {name: size for size, names in _SAME.items() for name in names.split()} | {
     "initializer_range": 0.1,

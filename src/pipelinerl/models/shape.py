@@ -79,8 +79,8 @@ def read_shape(folder: Path) -> ModelShape | None:
     vocabulary = text.first_int("vocab_size")
     if not tensors or not (hidden and layers and heads and vocabulary):
         return None
-    if text.get("model_type") == "longcat_flash":
-        layers *= 2  # each has two of attention and MLP
+    if text.get("model_type") == "longcat_flash":  # each has two of attention and MLP, which num_hidden_layers may count
+        layers = 2 * (text.first_int("num_layers") or layers)
     head_dim = text.first_int("head_dim") or hidden // heads
     inner = (
         text.first_int("moe_intermediate_size", "intermediate_size", "n_inner", "ffn_dim", "decoder_ffn_dim") or 4 * hidden

@@ -8,13 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from benchmarks.models import make_model as make_family
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     BertConfig,
+    BloomConfig,
     DeepseekV32Config,
-    GPTJConfig,
     MambaConfig,
     MiniMaxConfig,
 )
@@ -37,7 +36,7 @@ from pipelinerl.types import (
     cancelled_completion,
     versions_from_spans,
 )
-from tests.parity.models import VOCABULARY, make_model
+from tests.parity.models import VOCABULARY, make_family, make_model
 
 
 def engine(slots: int = 4, **options: Any) -> LocalEngine:
@@ -465,7 +464,7 @@ def test_a_model_whose_past_can_not_be_held_in_slots_is_refused_by_what_it_keeps
 @pytest.mark.parametrize(
     ("config", "way"),
     [
-        (GPTJConfig(vocab_size=50, n_embd=16, n_layer=1, n_head=2, rotary_dim=4, n_positions=64), "own cache"),
+        (BloomConfig(vocab_size=50, hidden_size=16, n_layer=1, n_head=2), "own cache"),
         (MambaConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1, state_size=4), "token by token"),
     ],
     ids=lambda value: getattr(value, "model_type", ""),

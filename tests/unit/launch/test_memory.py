@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.models import make_model as make_family
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from pipelinerl.config.keys import run_keys
@@ -40,7 +39,7 @@ from pipelinerl.models.state import named_weights
 from pipelinerl.trainer import logprobs
 from pipelinerl.trainer.optimizer import Optimizer
 from pipelinerl.types import Segment
-from tests.parity.models import CONFIGS, THROUGH_CACHE, make_model
+from tests.parity.models import THROUGH_CACHE, make_family
 
 SIZES: dict[str, Any] = {
     "vocab_size": 512,
@@ -186,7 +185,7 @@ LAYERS_DIFFER = ["gemma4_text", "inkling2_text", "longcat_flash", "mimo_v2_flash
     ],
 )
 def test_latents_and_states_take_what_the_engine_allocates(tmp_path: Path, family: str) -> None:
-    model = make_model(family) if family in CONFIGS else make_family(family)
+    model = make_family(family)
     shape = saved(tmp_path, model)
     engine = LocalEngine(model, slots=3, max_length=40, flatten=False)
     assert kv_bytes(shape, slots=3, length=40, item_bytes=4) == engine._runner.kv.kv_bytes

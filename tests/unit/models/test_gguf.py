@@ -11,16 +11,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from pipelinerl import extras
 from pipelinerl.errors import MissingDependencyError, ModelLoadError, UserError
 
-gguf = pytest.importorskip("gguf", reason="extra `gguf`")
-pytest.importorskip("accelerate", reason="extra `gguf`")
+if lacking := list(filter(None, map(extras.problem, extras.requirements("gguf")))):
+    pytest.skip(f"extra `gguf`: {', '.join(lacking)}", allow_module_level=True)
 
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM  # noqa: E402
-from transformers.convert_slow_tokenizer import bytes_to_unicode  # noqa: E402
+import gguf
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from pipelinerl.models.gguf import convert_gguf  # noqa: E402
-from tests.parity.models import tiny_llama  # noqa: E402
+from pipelinerl.models.gguf import convert_gguf
+from tests.parity.models import tiny_llama
 
 TEMPLATE = "{% for message in messages %}<|start|>{{ message['content'] }}<|end|>{% endfor %}"
 SPECIALS = ["<|text_end|>", "<|start|>", "<|end|>"]
