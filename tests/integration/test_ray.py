@@ -343,7 +343,6 @@ def test_a_run_that_loses_something_goes_on_by_itself(victim: str, machines: Mac
     counts = checked(run.run_dir, wait(run.process))
     run.nothing_is_left()
     assert counts["restarts"]["run"]["count"] == 1
-    assert counts["restarts"]["run"]["processes_kept"] == (victim == "training")
     assert counts["optimizer_steps"] == 30
 
 
@@ -796,102 +795,9 @@ def test_a_full_disk_at_the_head_ends_the_run_with_one_error(apart: Machines, tm
     resume_to_the_end(run_dir)
 
 
-# ------------------------------------------------------------------------ processes that a session leaves to the next
-
-
-KEPT = {"trainer__steps": 30, "trainer__checkpoint_every": 2, "launch__restarts": 2, "schedule__max_lag": 4}
-ON_ALL = {"training": "machine-0", "generation-0": "machine-1", "generation-1": "machine-2"}
-
-
-def kill_trainer(run: Running, victim: str = "training") -> None:
-    """Until another one has started. Generation processes and engine servers are those that they were."""
-    first, now = run.plan.id, dict(run.pids)
-
-    def another_has_started() -> bool:
-        now.update(workers_of(run.run_dir, first, run.plan.id))
-        return now["training"] != run.pids["training"]
-
-    os.kill(run.pids[victim], signal.SIGKILL)
-    until(another_has_started, run.process)
-    kept = {role for role in now if role.startswith(("generation", "server"))}
-    assert {role: now[role] for role in kept} == {role: run.pids[role] for role in kept}
-    run.pids |= {f"{role}, again": pid for role, pid in now.items() if role not in kept}
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("victim", "away", "settings"),
-    [
-        ("training", (), TWO_ACTORS | {"launch__place": json.dumps(ON_ALL)}),
-        (
-            "training-rank-1",
-            (),
-            SPREAD | {"trainer__ranks": 2, "launch__place": json.dumps({"training-rank-1": "machine-1"})},
-        ),
-        ("training", OTHERS, TWO_ACTORS | {"launch__place": json.dumps(ON_ALL)}),
-        (
-            "training",
-            OTHERS,
-            TWO_ACTORS | {"launch__place": json.dumps(ON_ALL | {"training": "machine-1", "generation-0": "machine-0"})},
-        ),
-        ("training", (), APART),
-        ("training", OTHERS, APART),
-    ],
-    ids=["plain", "rank", "generation-away", "trainer-away", "servers", "servers-away"],
-)
-def test_engines_outlive_the_trainer(
-    victim: str, away: tuple[str, ...], settings: dict[str, Any], cluster: Machines, tmp_path: Path
-) -> None:
-    cluster.complete(*away)
-    removed = scratch_folders(cluster)
-    run = Running(tmp_path / "r", **settings | KEPT)
-    before = scratch_folders(cluster) - removed
-    kept = [role for role in run.pids if role.startswith(("generation", "server"))]
-    kill_trainer(run, victim)
-    ended = wait(run.process)
-    counts = checked(run.run_dir, msgspec.structs.replace(ended, error="") if away else ended)
-    run.nothing_is_left()
-    assert scratch_folders(cluster).isdisjoint(before)
-    assert counts["restarts"]["run"]["count"] == 1
-    assert counts["restarts"]["run"]["processes_kept"] == len(kept)
-    assert check(run.run_dir) == []
-    for role in kept:  # each line of a log is sent once
-        assert log_of(run, role).count("is served at") == role.startswith("server")
-
-
-@pytest.mark.exhaustive
-def test_engines_of_a_machine_that_is_lost_later_are_started_again(machines: Machines, tmp_path: Path) -> None:
-    run = Running(tmp_path / "r", **TWO_ACTORS | KEPT | {"launch__place": '{"training": "machine-0"}'})
-    kill_trainer(run)
-    version = run.plan.version
-    until(lambda: version_of(run.run_dir) > version + 2, run.process)
-    machines.remove("machine-1")
-    counts = checked(run.run_dir, wait(run.process))
-    run.nothing_is_left()
-    assert counts["restarts"]["run"]["count"] == 2
-    assert counts["restarts"]["run"]["processes_kept"] == 2
-    assert check(run.run_dir) == []
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL, signal.SIGSTOP])
-def test_processes_that_wait_end_without_their_launcher(number: signal.Signals, machines: Machines, tmp_path: Path) -> None:
-    run = Running(tmp_path / "r", **TWO_ACTORS | KEPT | {"metrics__view": "plain"})
-    os.kill(run.pids["training"], signal.SIGKILL)
-    assert run.process.stdout is not None
-    while "the run goes on" not in run.process.stdout.readline():
-        pass
-    run.process.send_signal(number)
-    until(lambda: not any(map(alive, [*run.pids.values(), *run.agents.values()])))
-    if number == signal.SIGSTOP:
-        run.process.send_signal(signal.SIGCONT)
-        assert wait(run.process).status == 0
-    else:
-        assert wait(run.process).status != 0
-        resume_to_the_end(run.run_dir)
-
-
 # -------------------------------------------------------------------------------- processes that are started again
+
+ON_ALL = {"training": "machine-0", "generation-0": "machine-1", "generation-1": "machine-2"}
 
 
 def replace(run: Running, *victims: str) -> None:

@@ -84,23 +84,17 @@ def assert_went_on(run_dir: Path, process: subprocess.Popen[str], count: int, go
 def test_a_killed_process_costs_the_steps_since_the_last_checkpoint(
     tmp_path: Path, role: str, settings: dict[str, Any]
 ) -> None:
-    """Generation processes of one machine go on with the same engine."""
+    """All processes of the run are started again."""
     run_dir = tmp_path / "r"
     goal = 24
     process = going(run_dir, 6, trainer__steps=goal, **settings)
     before = process_ids(run_dir)
     kill(run_dir, role)
     until(lambda: process_ids(run_dir).get("training", before["training"]) != before["training"], process)
-    generating = {name for name in before if name.startswith("generation")}
-    kept = generating - {role} if role != "redis-server" else set()
-    until(lambda: process_ids(run_dir).keys() >= generating, process)
-    now = process_ids(run_dir)
-    assert {name for name in generating if now[name] == before[name]} == kept
     counts = assert_went_on(run_dir, process, 1, goal)
     assert counts["resumed_from"] >= 4
     restarts = counts["restarts"]["run"]
     assert restarts["steps_lost"] <= 5
-    assert restarts["processes_kept"] == len(kept)
     assert restarts["rollouts_abandoned"] > 0 or restarts["steps_lost"] == 0
     assert check(run_dir) == []
     assert not any(alive(pid) for pid in before.values())
@@ -109,8 +103,8 @@ def test_a_killed_process_costs_the_steps_since_the_last_checkpoint(
 @exhaustive
 @pytest.mark.parametrize("weights", [{}, BROADCAST])
 @pytest.mark.parametrize("whose", ["the run's", "external"])
-def test_engine_servers_outlive_the_trainer(tmp_path: Path, whose: str, weights: dict[str, str]) -> None:
-    """They hold later weights than those of the checkpoint, and answers with these weights."""
+def test_external_servers_outlive_the_trainer(tmp_path: Path, whose: str, weights: dict[str, str]) -> None:
+    """They hold later weights than the checkpoint, and answers with these weights. Servers of the run are started again."""
     run_dir, settings = tmp_path / "r", {"engine__kind": "http", "engine__slots": 16} | weights
     with ExitStack() as stack:
         if whose == "external":
@@ -123,12 +117,10 @@ def test_engine_servers_outlive_the_trainer(tmp_path: Path, whose: str, weights:
         kill(run_dir, "training")
         counts = assert_went_on(run_dir, process, 1)
         assert counts["resumed_from"] >= 4
-        restarts = counts["restarts"]["run"]
-        assert restarts["processes_kept"] == (1 if whose == "external" else 2), "generation, and the server"
-        assert restarts["rollouts_abandoned"] > 0
+        assert counts["restarts"]["run"]["rollouts_abandoned"] > 0
         assert check(run_dir) == []
         for path in (run_dir / "logs").glob("server-*.log"):
-            assert path.read_text().count("is served at") == 1
+            assert path.read_text().count("is served at") == 2
         assert [alive(pid) for pid in serving_pids] == [whose == "external"]
 
 
@@ -152,37 +144,7 @@ def test_a_stopped_trainer_is_noticed_and_the_run_goes_on(tmp_path: Path) -> Non
 
 
 @exhaustive
-def test_a_generation_process_that_does_not_answer_is_not_kept(tmp_path: Path) -> None:
-    run_dir = tmp_path / "r"
-    process = going(run_dir, 6, engine__processes=3)
-    before = process_ids(run_dir)
-    kill(run_dir, "generation-1", signal.SIGSTOP)
-    kill(run_dir, "training")
-    until(lambda: process_ids(run_dir).get("generation-1", before["generation-1"]) != before["generation-1"], process)
-    now = process_ids(run_dir)
-    assert {role for role in ("generation-0", "generation-2") if now[role] == before[role]} == {
-        "generation-0",
-        "generation-2",
-    }
-    assert assert_went_on(run_dir, process, 1)["restarts"]["run"]["processes_kept"] == 2
-
-
-@exhaustive
-def test_a_kept_process_that_dies_is_replaced(tmp_path: Path) -> None:
-    run_dir = tmp_path / "r"
-    process = going(run_dir, 6)
-    before = kill(run_dir, "training")
-    until(lambda: process_ids(run_dir).get("training", before) != before, process)
-    kept = kill(run_dir, "generation")
-    until(lambda: process_ids(run_dir).get("generation", kept) != kept, process)
-    counts = assert_went_on(run_dir, process, 1)
-    assert counts["restarts"]["run"]["processes_kept"] == counts["restarts"]["generation"]["count"] == 1
-    assert check(run_dir) == []
-
-
-@exhaustive
-def test_a_run_that_may_not_go_on_ends_its_kept_processes(tmp_path: Path) -> None:
-    """Also while they wait: it is interrupted in the pause before the next session."""
+def test_a_run_that_is_interrupted_before_the_next_session_leaves_no_process(tmp_path: Path) -> None:
     run_dir = tmp_path / "r"
     process = going(run_dir, 6, launch__restarts=1, trainer__checkpoint_every=1000)
     pids = process_ids(run_dir)

@@ -39,7 +39,7 @@ from pipelinerl.weights.broadcast.receiver import CollectiveWeightReceiver
 from pipelinerl.weights.broadcast.sender import CollectiveWeightSender
 from tests.chaos.invariants import check
 from tests.integration.runs import alive, assert_gone_on, process_ids, wait
-from tests.integration.test_restart import BROADCAST, GOAL, assert_went_on, going, kill
+from tests.integration.test_restart import BROADCAST, GOAL, going, kill
 
 PYTHON = os.environ.get("PIPELINERL_VLLM_PYTHON", "")
 pytestmark = [
@@ -353,19 +353,6 @@ def test_the_first_weights_of_a_session_may_be_older_and_end_all_requests(vllm: 
     assert [span.version for span in done.weight_versions] == [2]
     assert logprob_error(models[1], (3, 4, 5), done) < TOLERANCE
     assert version_at(vllm) == 2
-
-
-@pytest.mark.parametrize("weights", [{}, BROADCAST])
-def test_a_server_outlives_the_trainer(weights: dict[str, str], tmp_path: Path) -> None:
-    run_dir = tmp_path / "r"
-    served = {"engine__kind": "vllm", "engine__python": PYTHON, "engine__slots": SLOTS, "engine__max_length": LENGTH}
-    process = going(run_dir, 6, **(served | weights))
-    kill(run_dir, "training")
-    restarts = assert_went_on(run_dir, process, 1)["restarts"]["run"]
-    assert restarts["processes_kept"] == 2, "generation, and the server"
-    assert check(run_dir) == []
-    log = (run_dir / "logs" / "server-0.log").read_text()
-    assert log.count("Application startup complete") == 1
 
 
 @pytest.mark.parametrize("weights", [{}, BROADCAST])

@@ -33,9 +33,9 @@ from pipelinerl.database import DamagedDatabaseError
 from pipelinerl.errors import CrashLoopError, StageDiedError
 from pipelinerl.files import write_atomically
 from pipelinerl.launch.hosts.host import Host, LocalHost, Worker, named
-from pipelinerl.launch.hosts.keeping import answers
 from pipelinerl.launch.roles import PREPROCESSING, generation_roles, server_roles, stages_of
 from pipelinerl.launch.session import Session
+from pipelinerl.launch.stages.servers import ReadyFile
 from pipelinerl.launch.stages.streams import group_reader, prepared_writer
 from pipelinerl.launch.taking_back import Beginning, Part, take_back
 from pipelinerl.metrics.evaluations import EvaluationRecord
@@ -202,13 +202,15 @@ class Healing:
         if stages := stages_of(self._session.config, role):
             found = [statuses.get(stage) for stage in stages]
             return all(status is not None and status.pid == pid and status.state != "starting" for status in found)
+        path = self._session.run.ready_file(role)
+        if not path.exists() or (ready := msgspec.json.decode(path.read_bytes(), type=ReadyFile)).pid != pid:
+            return False
         if self._session.config.engine.kind == "vllm":  # it writes its ready file before it loads the model
             if now < self._ask_s:
                 return False
             self._ask_s = now + ASK_EVERY_S
-            return answers(self._session, role, pid)
-        ready = self._session.run.ready_file(role)
-        return ready.exists() and msgspec.json.decode(ready.read_bytes(), type=dict[str, Any])["pid"] == pid
+            return ready.answers(self._session.plan.servers_key)
+        return True
 
     def _crash_loop(self, role: str) -> str:
         reports = self._histories[role].reports

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from pipelinerl.checkpoint_folders import by_version
 from pipelinerl.errors import PipelineRLError, RunDirectoryError
@@ -20,10 +20,6 @@ from pipelinerl.metrics.reading import read_lines
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.totals import actor_total
 from pipelinerl.types import TRAINER, ActorProgress, trainer_progress
-
-if TYPE_CHECKING:
-    from pipelinerl.launch.hosts.keeping import Kept
-    from pipelinerl.launch.hosts.ray import Cluster
 
 FIRST_PAUSE_S = 0.5
 """Pause before another session follows one that lost a process; it doubles with each one that made no progress."""
@@ -47,13 +43,12 @@ class Losses:
 
     def __init__(self, first: Session, lock: RunLock) -> None:
         self.error: PipelineRLError | None = None
-        self._kept: Kept | None = None
         self.lock, self.records_from_s = lock, first.records_from_s
         self._allowed = first.config.launch.restarts
         self._losses: list[Loss] = []
         self._latest = 0  # the version of the latest checkpoint
         self._reports: list[str] = []  # of the sessions since the latest new checkpoint
-        self._rollouts = self._rollouts_abandoned = self._processes_kept = 0
+        self._rollouts = self._rollouts_abandoned = 0
 
     def allow(self, session: Session, outcome: Outcome) -> bool:
         """Whether another session follows this one, which has ended."""
@@ -69,22 +64,14 @@ class Losses:
             return False
         trainer = trainer_progress(outcome.statuses.get(TRAINER))
         self._losses.append(Loss(time.monotonic(), max(trainer.version - latest, 0) if trainer else 0))
-        self.error, self._kept = outcome.error, outcome.kept
+        self.error = outcome.error
         actors = actor_total(outcome.statuses) or ActorProgress()
         self._rollouts = _rollouts(session.plan) + actors.rollouts_started - sum(actors.rollouts_dropped.values())
         return True
 
-    def begin(self, plan: StartPlan, cluster: Cluster | None = None) -> Kept | None:
-        """Another session begins: count what the rewind to its plan has given up. Returns the processes that were kept.
-
-        Those that can't take part in it, because machines of the cluster have changed, are ended.
-        """
+    def begin(self, plan: StartPlan) -> None:
+        """Another session begins: count what the rewind to its plan has given up."""
         self._rollouts_abandoned += max(0, self._rollouts - _rollouts(plan))
-        if self._kept is not None and not self._kept.fits(cluster):
-            self._kept.close()
-            self._kept = None
-        self._processes_kept += len(self._kept.roles) if self._kept is not None else 0
-        return self._kept
 
     @property
     def pause_s(self) -> float:
@@ -116,7 +103,6 @@ class Losses:
             "count": len(self._losses),
             "steps_lost": sum(loss.steps for loss in self._losses),
             "rollouts_abandoned": self._rollouts_abandoned,
-            "processes_kept": self._processes_kept,
             "recovery_s": [
                 round(min(after) - loss.time_s, 3)
                 for loss in self._losses

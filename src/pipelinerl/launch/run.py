@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -39,7 +39,6 @@ from pipelinerl.status.screen import View
 from pipelinerl.status.view import make_view, output_that_never_fails
 
 if TYPE_CHECKING:
-    from pipelinerl.launch.hosts.keeping import Kept, KeptHere
     from pipelinerl.launch.hosts.ray import Cluster
     from pipelinerl.launch.losses import Losses
     from pipelinerl.launch.memory import Judgement
@@ -69,11 +68,11 @@ def train(config: RunConfig, *, resume: Path | None = None, began: Began = lambd
         changes = changed_settings(config, RunDirectory(resume.absolute()))
     changes, memory = [*chosen, *changes], check_before_the_start(config)
     losses: Losses | None = None
-    with output_that_never_fails(), ExitStack() as held, ExitStack() as aside:
+    with output_that_never_fails(), ExitStack() as held:
         while True:
             try:
                 ended = _train_session(
-                    config, resume, memory, started_s, changes=changes, losses=losses, held=held, aside=aside, began=began
+                    config, resume, memory, started_s, changes=changes, losses=losses, held=held, began=began
                 )
             except PipelineRLError as error:
                 if losses is None or losses.error is None:
@@ -95,17 +94,14 @@ def _train_session(
     changes: Sequence[str],
     losses: Losses | None,
     held: ExitStack,
-    aside: ExitStack,
     began: Began,
 ) -> dict[str, Any] | Losses:
     """One session, from the lock on the run directory to its summary. Returns the losses if another one shall follow.
 
-    `held` closes the lock at the end of the last session. `aside` has what is kept for the next one: processes that wait,
-    and the connection with the cluster that they are on.
+    `held` closes the lock at the end of the last session.
     """
     with ExitStack() as stack:
-        connection = stack.enter_context(aside.pop_all())
-        cluster = connection.enter_context(_cluster(config))
+        cluster = stack.enter_context(_cluster(config))
         if losses is None:
             locked = create_run_directory(config) if resume is None else open_run_directory(resume, config)
         lock = losses.lock if losses else held.enter_context(closing(locked))
@@ -132,21 +128,18 @@ def _train_session(
             plan = msgspec.structs.replace(
                 plan, **named, inputs=inputs_of(config), redis_url=redis_url, predicted_memory_bytes=memory.predicted_bytes
             )
-            if kept := losses.begin(plan, cluster) if losses else None:
-                plan = msgspec.structs.replace(plan, servers_key=kept.servers_key)
+            if losses:
+                losses.begin(plan)
             records_from_s = losses.records_from_s if losses else started_s - plan.elapsed_s
             session = Session(config, run, plan, make_schedule(config), records_from_s)
-            _write_start(session, kept.roles if kept else ())
+            _write_start(session)
             notices = [line for line in (restart_notice, *changes, *memory.lines, began(run.root)) if line]
             with closing(_make_view(session, notices)) as view:
                 if config.metrics.trackers or config.metrics.callback:  # they also get the summary
                     from pipelinerl.launch.following import followed  # noqa: PLC0415 - few runs have trackers
 
                     stack.enter_context(followed(run, view.say))
-                outcome = _run_stages(session, cluster, broker, view, lock=lock, kept=kept)
-                if outcome.kept is not None:
-                    aside.push(connection.pop_all())
-                    aside.callback(outcome.kept.close)
+                outcome = _run_stages(session, cluster, broker, view, lock=lock)
                 if losses is None and outcome.lost and config.launch.restarts:
                     from pipelinerl.launch.losses import Losses  # noqa: PLC0415 - few runs need it
 
@@ -175,18 +168,14 @@ def _plan_resume(config: RunConfig, run: RunDirectory, redis_url: str | None) ->
     return plan_resume(config, run, stream_store(config, run, redis_url))
 
 
-def _write_start(session: Session, kept: Collection[str]) -> None:
-    """Write the files that the session's processes, and a later resume, read. `kept`: roles of processes that run already.
-
-    Raises OSError.
-    """
+def _write_start(session: Session) -> None:
+    """Write the files that the session's processes, and a later resume, read. Raises OSError."""
     run = session.run
     write_session(session)
     if not run.config.exists():
         keep_settings(session.config, run)
     run.stop_request.unlink(missing_ok=True)
-    running = {run.ready_file(role) for role in kept}
-    for stale in {*run.control.glob("*.board"), *run.control.glob("*.ready.json")} - running:
+    for stale in (*run.control.glob("*.board"), *run.control.glob("*.ready.json")):
         stale.unlink()
     handed_over = sum(kept.left for kept in session.plan.kept)
     if session.config.launch.kind == "ray":
@@ -261,7 +250,7 @@ def _make_view(session: Session, notices: list[str]) -> View:
 
 
 def _run_stages(
-    session: Session, cluster: Cluster | None, broker: RedisServer | None, view: View, *, lock: RunLock, kept: Kept | None
+    session: Session, cluster: Cluster | None, broker: RedisServer | None, view: View, *, lock: RunLock
 ) -> Outcome:
     if session.config.launch.kind == "embedded":
         from pipelinerl.launch.hosts.embedded import run_embedded  # noqa: PLC0415 - loads torch into this process
@@ -274,8 +263,8 @@ def _run_stages(
         places = placement_of(session.config, cluster)
         for line in placement_lines(places, cluster.machines):
             view.say(line)
-        return run_processes(session, view, RayHost(session, cluster, places, view.say, kept), broker, lock)
-    host = LocalHost(session, lock.fd, cast("KeptHere | None", kept))
+        return run_processes(session, view, RayHost(session, cluster, places, view.say), broker, lock)
+    host = LocalHost(session, lock.fd)
     for line in host.placement:
         view.say(line)
     return run_processes(session, view, host, broker, lock)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 import msgspec
 from rich.console import Console
@@ -20,9 +20,6 @@ from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.summary import summarize
 from pipelinerl.types import ActorProgress, StageStatus
 
-if TYPE_CHECKING:
-    from pipelinerl.launch.hosts.keeping import Kept
-
 FINISHED = "finished"
 
 
@@ -30,7 +27,7 @@ FINISHED = "finished"
 class Outcome:
     """`error` is None for a run that reached its goal. `stream_rollouts` are in a stream, not yet read by the trainer.
 
-    `lost`: the session ended because a process was lost, so that another session can go on. `kept`: processes for it.
+    `lost`: the session ended because a process was lost, so that another session can go on.
     """
 
     statuses: Mapping[str, StageStatus]
@@ -40,7 +37,6 @@ class Outcome:
     peak_memory_bytes: Mapping[str, int] = field(default_factory=dict)
     restarts: Mapping[str, Any] = field(default_factory=dict)
     lost: bool = False
-    kept: Kept | None = None
 
     @property
     def status(self) -> str:

@@ -8,9 +8,6 @@ An agent does not know what carries the calls; all arguments and results are str
 of a pipe of their agent and end with it. The agent ends when it is told to, or when it has not heard the launcher's beats
 for `launch.lost_s`: then the launcher is gone, or the network between them, and another run may need the machine.
 
-An agent may outlive a session (see `keeping`): `have_wait`, `pause`, and `open` for the next one. Meanwhile it has no
-connection with Redis, and calls of `stay` are the launcher's beats. Its folder, sockets and the processes that wait stay.
-
 What processes share by maps or locks is in a scratch folder of each machine, since network file systems can't offer it.
 Whether a machine has the run directory is checked with a file that the launcher has just written there. One that does not
 have it is away: its processes get a folder in the scratch folder instead, and what they write there goes to the launcher
@@ -21,15 +18,12 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing, suppress
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -50,9 +44,6 @@ from pipelinerl.redis_connection import RedisConnection
 from pipelinerl.status.board import MmapBoard
 from pipelinerl.status.mirror import Heartbeats, Mirror, RedisBoard
 
-if TYPE_CHECKING:
-    from pipelinerl.launch.hosts.keeping import Waiting
-
 LAUNCHER = "launcher"
 """The launcher's name among the heartbeats. Machines have their own."""
 MIRROR_EVERY_S = 0.02
@@ -65,8 +56,6 @@ OWN_FOLDER = "PIPELINERL_OWN_FOLDER"
 """A machine with this environment variable is away, even if it has the run directory."""
 LAST_WORDS_S = 2.0
 """Time in which the launcher can still hear why an agent ends."""
-THREADS_END_S = 5.0
-"""Time for a thread to end, which may wait for Redis."""
 
 
 class Greeting(msgspec.Struct, frozen=True):
@@ -88,7 +77,6 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     working_folder  relative paths in the run file are relative to it
     files           for a machine that is away: what its processes read in the run directory
     model_folder    `model.path` is a folder on the launcher's machine
-    kept            the processes of the session before that go on, on all machines
     """
 
     version: str
@@ -103,7 +91,6 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     working_folder: str
     files: dict[str, bytes] = {}
     model_folder: bool = False
-    kept: tuple[str, ...] = ()
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
@@ -152,14 +139,10 @@ class Agent:
         self._problem: str | None = None
         self._mirroring = threading.Lock()
         self._closing = threading.Event()  # for the threads
-        self._threads: list[threading.Thread] = []
         self._scratch: Path | None = None
         self._away = False
         self._sending: Sending | None = None
         self._sent: dict[Path, int] = {}
-        self._found: Sequence[LocalWorker] = ()
-        self._waiting: Waiting | None = None
-        self._silent_s = 0.0
 
     def clock(self) -> float:
         return time.monotonic()
@@ -178,10 +161,7 @@ class Agent:
         self._away = bool(self._setup.files)
         if not self._away and not has(str(root / name), contents):
             return AWAY
-        self._end_threads()
-        self._scratch = self._scratch or Path(tempfile.mkdtemp(prefix="pipelinerl-"))
-        for board in self._scratch.glob("*.board"):
-            board.unlink()
+        self._scratch = Path(tempfile.mkdtemp(prefix="pipelinerl-"))
         if Path(self._setup.working_folder).is_dir():
             os.chdir(self._setup.working_folder)
         try:
@@ -205,31 +185,21 @@ class Agent:
                 self._sending = Sending(self._session, RedisConnection(url, "sender", patience_s), prefix, self._sent)
         except (OSError, PipelineRLError) as error:
             return str(error)
-        self._start_thread(self._keep)
+        threading.Thread(target=self._keep, daemon=True).start()
         if self._sending is not None:  # apart, since it waits while the launcher is behind
-            self._start_thread(partial(self._keep_sending, self._sending))
+            threading.Thread(target=self._keep_sending, args=(self._sending,), daemon=True).start()
         return ""
 
     def listen(self, address: str) -> list[int]:
-        """Open the sockets of `Channels`, at this address of the machine. Returns their ports.
-
-        That for weights stays from session to session: kept processes know its address.
-        """
-        before = self._channels
-        weights = listen(address) if before.weights < 0 else socket.socket(fileno=before.weights)
-        if before.ranks >= 0:
-            os.close(before.ranks)
-        listeners = [weights, listen(address)]
+        """Open the sockets of `Channels`, at this address of the machine. Returns their ports."""
+        listeners = [listen(address), listen(address)]
         ports = [listener.getsockname()[1] for listener in listeners]
         self._channels = Channels(*(listener.detach() for listener in listeners))
         return ports
 
     def start(self, order: bytes) -> int:
-        """Start a process, or have the one that waits go on; returns its id."""
+        """Start a process; returns its id."""
         wanted = msgspec.json.decode(order, type=Order)
-        if self._waiting is not None and (kept := self._waiting.next_session(wanted.role)) is not None:
-            self._workers[wanted.role] = kept
-            return kept.pid
         here = msgspec.structs.replace(wanted.here, machine=self._setup.machine, scratch=str(self._scratch), away=self._away)
         if wanted.plan:
             self._write_plan(self._session.run, wanted.plan)
@@ -277,40 +247,13 @@ class Agent:
         self._kill([worker])
         self._redis.disconnect(worker.pid)
 
-    def have_wait(self) -> list[str]:
-        """Have the processes that hold models wait for the next session. Returns the roles of those that do."""
-        from pipelinerl.launch.hosts.keeping import have_wait  # noqa: PLC0415 - few runs need it
-
-        running = [worker for worker in self._workers.values() if worker.running]
-        self._found = have_wait(self._session, running, lambda: False)
-        self._copy()  # their last statuses
-        return [worker.role for worker in self._found]
-
-    def pause(self, roles: Sequence[str]) -> bool:
-        """End this machine's part of the session; those of `roles` that wait stay. Returns whether the agent stays, too."""
-        from pipelinerl.launch.hosts.keeping import Waiting  # noqa: PLC0415 - as above
-
-        waiting = [worker for worker in self._found if worker.role in roles]
-        self._kill([worker for worker in self._workers.values() if worker not in waiting])
-        if not self._end_threads() or self._problem is not None:
-            return False
-        self._waiting, self._workers = Waiting(waiting, self._session.config), {}
-        self._send_the_last()
-        self._silent_s = 0.0
-        self._start_thread(self._wait)
-        return True
-
-    def stay(self) -> None:
-        """The launcher still wants another session."""
-        self._silent_s = 0.0
-
     def close(self) -> None:
         """Kill what still runs, and remove what is on this machine only."""
         self._closing.set()
         self._kill(list(self._workers.values()))
-        if self._waiting is not None:
-            self._waiting.close()
-        self._send_the_last()
+        if self._sending is not None:
+            with suppress(OSError, StreamError):
+                self._sending.send_the_last()
         if self._scratch is not None:
             shutil.rmtree(self._scratch, ignore_errors=True)
 
@@ -327,38 +270,11 @@ class Agent:
             worker.wait(KILL_TIMEOUT_S)
             remove_weights_of(worker.pid)
 
-    def _send_the_last(self) -> None:
-        if self._sending is not None:
-            with suppress(OSError, StreamError):
-                self._sending.send_the_last()
-            self._sending = None
-
-    def _start_thread(self, run: Callable[[], None]) -> None:
-        self._threads.append(threading.Thread(target=run, daemon=True))
-        self._threads[-1].start()
-
-    def _end_threads(self) -> bool:
-        """End the threads, and let others start. Returns whether all have ended."""
-        self._closing.set()
-        for thread in self._threads:
-            thread.join(THREADS_END_S)
-        ended = not any(thread.is_alive() for thread in self._threads)
-        self._threads, self._closing = [], threading.Event()
-        return ended
-
-    def _wait(self) -> None:
-        """End this process if the launcher is silent while it waits for the next session. The thread of this."""
-        closing = self._closing
-        while not closing.wait(BEAT_EVERY_S):
-            self._silent_s += BEAT_EVERY_S
-            if self._silent_s > self._setup.lost_s:
-                self._end(f"the launcher has not been heard for {self._silent_s:.0f} s (launch.lost_s)")
-
     def _keep(self) -> None:
         """Copy statuses and send heartbeats until the end. The thread of this."""
-        beaten_s, fence, over = 0.0, Fence.of(self._session), self._closing
+        beaten_s, fence = 0.0, Fence.of(self._session)
         with closing(self._redis):
-            while not over.wait(MIRROR_EVERY_S):
+            while not self._closing.wait(MIRROR_EVERY_S):
                 try:
                     due = time.monotonic() - beaten_s > BEAT_EVERY_S
                     if due and not self._away:
@@ -379,18 +295,14 @@ class Agent:
 
     def _keep_sending(self, sending: Sending) -> None:
         """Send what is new in this machine's folder until the end. The thread of this."""
-        over = self._closing
-        while not over.wait(SEND_EVERY_S):
+        while not self._closing.wait(SEND_EVERY_S):
             try:
                 sending.send()
             except (OSError, StreamError) as error:
                 self._end(str(error))
 
     def _write_files(self, run: RunDirectory) -> None:
-        shutil.rmtree(run.checkpoints, ignore_errors=True)  # of the session before
         run.make_folders()
-        for ready in {*run.control.glob("*.ready.json")} - {run.ready_file(role) for role in self._setup.kept}:
-            ready.unlink()
         for name, contents in self._setup.files.items():
             write_atomically(run.root / name, contents, mode=0o600)
         self._write_plan(run, run.plan.read_bytes())

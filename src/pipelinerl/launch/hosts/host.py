@@ -10,10 +10,10 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 import msgspec
 
@@ -27,9 +27,6 @@ from pipelinerl.launch.roles import server_roles, worker_roles
 from pipelinerl.launch.session import Here, Session, WorkerReport
 from pipelinerl.launch.share import process_environment, shares_of, usable_cores
 from pipelinerl.status.board import MmapBoard
-
-if TYPE_CHECKING:
-    from pipelinerl.launch.hosts.keeping import Kept, KeptHere
 
 
 class Channels(NamedTuple):
@@ -119,9 +116,6 @@ class Host(Protocol):
     def cause(self, failure: PipelineRLError) -> PipelineRLError:
         """What caused the failure of a process, which may be known only a little later; or the failure itself."""
 
-    def keep(self, hurry: Callable[[], bool]) -> Kept | None:
-        """Have processes that hold models wait for the next session. Once `hurry` returns True, the others are left out."""
-
     def __enter__(self) -> Self: ...
 
     def __exit__(self, *exception: object) -> None: ...
@@ -201,12 +195,12 @@ def named(worker: Worker) -> str:
 class LocalHost:
     """This machine. All processes inherit `lock_fd`: it stays open until they have ended, also if the launcher is killed.
 
-    `kept` are processes of the session before. `placement`: lines on which process is on which GPU, if any is.
+    `placement`: lines on which process is on which GPU, if any is.
     """
 
-    def __init__(self, session: Session, lock_fd: int, kept: KeptHere | None = None) -> None:
+    def __init__(self, session: Session, lock_fd: int) -> None:
         self.board: Board = MmapBoard(session.run.scratch)
-        self._session, self._lock_fd, self._kept = session, lock_fd, kept
+        self._session, self._lock_fd = session, lock_fd
         self._workers: list[LocalWorker] = []
         self._stack = ExitStack()
         roles = [*server_roles(session.config), *worker_roles(session.config)]
@@ -221,7 +215,7 @@ class LocalHost:
             self._gpus = visible_gpus(session.config, places, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
     def start(self, role: str) -> LocalWorker:
-        worker = (self._kept and self._kept.next_session(role)) or self._start(role)
+        worker = self._start(role)
         self._workers.append(worker)
         return worker
 
@@ -247,18 +241,13 @@ class LocalHost:
     def cause(self, failure: PipelineRLError) -> PipelineRLError:
         return failure
 
-    def keep(self, hurry: Callable[[], bool]) -> Kept | None:
-        from pipelinerl.launch.hosts.keeping import keep_here  # noqa: PLC0415 - few runs need it
-
-        return keep_here(self._session, self._workers, self.channels.weights, hurry)
-
     def __enter__(self) -> Self:
         ranks = -1
         if self._session.config.trainer.ranks > 1:
             from pipelinerl.channel import listen  # noqa: PLC0415 - only several ranks need it
 
             ranks = listen().detach()
-        self.channels = Channels(self._kept.channel() if self._kept else make_channel(self._session.config), ranks)
+        self.channels = Channels(make_channel(self._session.config), ranks)
         for fd in self.channels.opened:
             self._stack.callback(os.close, fd)
         return self

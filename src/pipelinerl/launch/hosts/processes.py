@@ -132,7 +132,7 @@ def run_processes(session: Session, view: View, host: Host, broker: RedisServer 
     processes = Processes(host, broker)
     beginning = (0, 0, 0)
     error: PipelineRLError | None = None
-    lost, kept = False, None
+    lost = False
 
     def healing() -> Healing:
         from pipelinerl.launch.healing import Healing  # noqa: PLC0415 - few runs need it
@@ -152,10 +152,6 @@ def run_processes(session: Session, view: View, host: Host, broker: RedisServer 
                 processes.workers.append(host.start(role))
             error = _watch(session, lock, processes, healing, view=view, interrupts=interrupts)
             lost = processes.lost(error)
-            may_go_on = lost and session.config.launch.restarts and not processes.broker_failure()
-            if may_go_on and (kept := host.keep(lambda: interrupts.count > 0)):
-                processes.workers = [worker for worker in processes.workers if worker.role not in kept.roles]
-                processes.servers = [server for server in processes.servers if server.role not in kept.roles]
         except PipelineRLError as raised:
             error, lost = raised, processes.lost(raised)
         finally:
@@ -179,7 +175,6 @@ def run_processes(session: Session, view: View, host: Host, broker: RedisServer 
         peak_memory_bytes={worker.role: peak for worker in started if (peak := worker.peak_memory_bytes()) is not None},
         restarts=processes.healing.summary() if processes.healing else {},
         lost=lost and not isinstance(error, RunInterruptedError),
-        kept=kept,
     )
 
 

@@ -2,8 +2,7 @@
 
 Ray places and watches, and does nothing else: one actor per machine (`agent.Agent`) starts the processes of that machine.
 What they share goes through Redis and the run directory. Calls carry the bytes of checkpoints for machines without the run
-directory. Actors belong to the launcher, and Ray ends them with it. If a session loses a process and no machine, all agents
-wait for the next one, with the processes that hold models (`KeptAgents`).
+directory. Actors belong to the launcher, and Ray ends them with it.
 
 What Ray says about an actor is taken as follows. Died: the machine is lost. Unavailable: not known yet. In the end only
 heartbeats count: a machine that has not sent one for `launch.lost_s` is lost, whatever Ray says.
@@ -17,7 +16,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from itertools import islice
 from pathlib import Path
@@ -56,7 +55,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # noq
 
 if TYPE_CHECKING:
     from pipelinerl.launch.hosts.host import Worker
-    from pipelinerl.launch.hosts.keeping import Kept
 
 NAMESPACE = "pipelinerl"
 CONNECT_TIMEOUT_S = 10.0
@@ -71,8 +69,6 @@ TRY_S = 1.0
 CLOCK_CALLS = 5
 CAUSE_PATIENCE_S = 3.0
 """After a failure: the time in which a lost machine, which may be its cause, stops answering."""
-ANSWER_S = 10.0
-"""Time for an agent that waits to show that it is there."""
 QUIET_S = 1.5
 """An agent that has been silent for longer (it beats every half second) may be lost."""
 
@@ -323,64 +319,6 @@ class _LastBoard(RedisBoard):
         return found
 
 
-class KeptAgents:
-    """All agents of a session, which wait for the next one with the processes that they keep (see `keeping.Kept`).
-
-    Between `pause` and `taken` the launcher tells them that it is there.
-    """
-
-    def __init__(self, session: Session, cluster: Cluster, seats: Mapping[str, Seat], roles: Collection[str]) -> None:
-        self.servers_key = session.plan.servers_key
-        self.seats, self.roles = dict(seats), frozenset(roles)
-        self._cluster = cluster
-        self._over = threading.Event()
-        self._staying = threading.Thread(target=self._stay, name="stay", daemon=True)
-
-    def pause(self) -> None:
-        """End the session on all machines, except the processes that wait. If one does not answer, nothing is kept."""
-        pausing = [(seat, seat.actor.pause.remote(sorted(self.roles))) for seat in self.seats.values()]
-        try:
-            paused = all(seat.result(call, CLOSE_TIMEOUT_S) for seat, call in pausing)
-        except StageDiedError:
-            paused = False
-        if paused:
-            self._staying.start()
-        else:
-            self.close()
-
-    def fits(self, cluster: Cluster | None) -> bool:
-        """Whether the machines are the same, so that the placement is, and all agents are there."""
-        if not self.seats or cluster != self._cluster:
-            return False
-        try:
-            for seat in self.seats.values():
-                seat.call("clock", timeout_s=ANSWER_S)
-        except StageDiedError:
-            return False
-        return True
-
-    def taken(self) -> None:
-        """They belong to another session now."""
-        self.seats = {}
-        self._stop()
-
-    def close(self) -> None:
-        self._stop()
-        end_agents(self.seats.values())
-        self.seats = {}
-
-    def _stop(self) -> None:
-        self._over.set()
-        if self._staying.is_alive():
-            self._staying.join()
-
-    def _stay(self) -> None:
-        seats = list(self.seats.values())
-        while not self._over.wait(BEAT_EVERY_S):
-            for seat in seats:
-                seat.actor.stay.remote()
-
-
 class RayHost:
     """The machines of a cluster. Each that has a process of the run gets an agent."""
 
@@ -390,12 +328,9 @@ class RayHost:
         cluster: Cluster,
         places: Sequence[Place],
         say: Callable[[str], object],
-        kept: Kept | None = None,
     ) -> None:
-        """`say` shows a line to the user. `kept`: `KeptAgents` of the session before."""
+        """`say` shows a line to the user."""
         self._session, self._cluster, self._say = session, cluster, say
-        self._before = cast("KeptAgents | None", kept)
-        self._kept: KeptAgents | None = None
         self._places = {place.role: place for place in places}
         self._shares: dict[str, Share] = shares_on(session.config, session.schedule, places, cluster.machines)
         self._seats: dict[str, Seat] = {}
@@ -420,15 +355,11 @@ class RayHost:
             self._stack.callback(beating.join)
             self._stack.callback(stop.set)
             self._stack.callback(self._close_head)  # what agents send at their end is taken
-            self._stack.callback(self._end_agents)
+            self._stack.callback(lambda: end_agents(self._seats.values()))
             for machine in self._cluster.machines:
                 if roles := [place.role for place in self._places.values() if place.machine == machine.name]:
-                    actor = self._before.seats[machine.name].actor if self._before else self._make_agent(machine)
-                    self._seats[machine.name] = Seat(machine, actor, roles)
-            away = self._open_agents()
-            if self._before is not None:
-                self._before.taken()
-            if away:
+                    self._seats[machine.name] = Seat(machine, self._make_agent(machine), roles)
+            if away := self._open_agents():
                 self._start_head(away)
             trainer = self._seats[self._places[TRAINING].machine]
             self._trainer_at = trainer.machine.address
@@ -485,25 +416,6 @@ class RayHost:
             time.sleep(POLL_S)
         return lost
 
-    def keep(self, hurry: Callable[[], bool]) -> KeptAgents | None:
-        """Nothing is kept if something is wrong with a machine."""
-        from pipelinerl.launch.hosts.keeping import roles_to_keep  # noqa: PLC0415 - few runs need it
-
-        if self.failure() is not None:
-            return None
-        asked = {seat: seat.actor.have_wait.remote() for seat in self._seats.values()}
-        deadline_s = time.monotonic() + CLOSE_TIMEOUT_S
-        while ray.wait([*asked.values()], num_returns=len(asked), timeout=POLL_S)[1]:
-            if hurry() or time.monotonic() > deadline_s:
-                return None
-        try:
-            waiting = {role for seat, call in asked.items() for role in seat.result(call)}
-        except StageDiedError:
-            return None
-        if roles := roles_to_keep(self._session.config, waiting):
-            self._kept = KeptAgents(self._session, self._cluster, self._seats, roles)
-        return self._kept
-
     def _make_agent(self, machine: Machine) -> Any:
         """An actor of this run on the machine. `wait_until_unused` finds its name.
 
@@ -538,7 +450,6 @@ class RayHost:
                     records_from_s=session.records_from_s,
                     lost_s=session.config.launch.lost_s,
                     working_folder=os.getcwd(),
-                    kept=tuple(self._before.roles) if self._before else (),
                 )
                 opening[name] = setup
             for name, setup in opening.items():
@@ -550,8 +461,7 @@ class RayHost:
                     problem = seat.call("open", msgspec.json.encode(self._for_away(setup)))
                 if problem:
                     raise UserError(f"{seat.name}: {problem}")
-                if self._before is None:
-                    self._judge_memory(seat)
+                self._judge_memory(seat)
         finally:
             (run.root / nonce[0]).unlink(missing_ok=True)
         return away
@@ -660,12 +570,6 @@ class RayHost:
         while not stop.wait(BEAT_EVERY_S):
             with suppress(StreamError):
                 self._heartbeats.beat()
-
-    def _end_agents(self) -> None:
-        if self._kept is not None:
-            self._kept.pause()
-        else:
-            end_agents(self._seats.values())
 
 
 def end_agents(seats: Collection[Seat]) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.interfaces import AsyncEngine, Tokenizer
-from pipelinerl.launch.session import StartPlan
 from pipelinerl.models.contract import Contract, read_contract
 from pipelinerl.types import ENGINE
 
@@ -17,16 +16,11 @@ if TYPE_CHECKING:
 
 
 class EngineHandle(NamedTuple):
-    """An engine that is ready. `slots` is its H, summed over all servers; `contract` that of its model and tokenizer.
-
-    `restart` prepares it for another session: without requests, and with the weights of the plan's checkpoint if they are
-    exactly those that the run had published. Otherwise it has to wait for the trainer's.
-    """
+    """An engine that is ready. `slots` is its H, summed over all servers; `contract` that of its model and tokenizer."""
 
     engine: AsyncEngine
     slots: int
     contract: Contract
-    restart: Callable[[StartPlan], Coroutine[Any, Any, None]]
 
 
 def load_local_engine(config: RunConfig, name: str = ENGINE) -> tuple[Any, LocalEngine]:
@@ -55,13 +49,5 @@ def local_engine(config: RunConfig, name: str, tokenizer: Tokenizer) -> EngineHa
     from pipelinerl.actor.client import EngineClient  # noqa: PLC0415 - as above
 
     model, engine = load_local_engine(config, name)
-
-    async def restart(plan: StartPlan) -> None:
-        from pipelinerl.launch.stages.rejoining import weights_of  # noqa: PLC0415 - few processes need it
-
-        engine.restart()
-        if update := weights_of(plan, model):
-            engine.update_weights(update)
-
     contract = read_contract(model, tokenizer, config.engine.max_length)
-    return EngineHandle(EngineClient(engine), config.engine.slots, contract, restart)
+    return EngineHandle(EngineClient(engine), config.engine.slots, contract)

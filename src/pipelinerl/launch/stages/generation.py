@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, closing, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,8 +33,7 @@ from pipelinerl.environments.registry import make_environment, notes_of
 from pipelinerl.errors import BroadcastEndedError, StalledError
 from pipelinerl.files import JsonLines, Lines
 from pipelinerl.interfaces import AsyncEngine, Board, Environment, StreamStats, StreamWriter, Tokenizer, WeightReceiver
-from pipelinerl.launch.roles import generation_roles
-from pipelinerl.launch.session import Session, read_session, write_report, yield_to_the_trainer
+from pipelinerl.launch.session import Session, yield_to_the_trainer
 from pipelinerl.launch.stages.engines import EngineHandle, local_engine
 from pipelinerl.launch.stages.streams import group_writer
 from pipelinerl.ledger import GroupLedger
@@ -41,7 +41,7 @@ from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.sinks import JsonlSink
 from pipelinerl.metrics.timeline import TimelineWriter
 from pipelinerl.models.loading import load_tokenizer
-from pipelinerl.parent_pipe import Turns
+from pipelinerl.parent_pipe import stop_on_sigterm
 from pipelinerl.status.board import MmapBoard
 from pipelinerl.status.reporter import GenerationStages, generation_stages, starting
 from pipelinerl.types import TRAINER, Group, TrainerProgress, trainer_progress
@@ -99,52 +99,27 @@ POLL_S = 0.002
 
 
 def run_generation(session: Session, index: int, weights_fd: int) -> None:
-    """Generation process number `index`, to its end. `Turns` are the signals that it obeys.
-
-    If it is kept for another session (see `hosts.keeping`), it has the same environment and the same engine there.
-    """
+    """Generation process number `index`, to its end."""
     torch.set_num_threads(session.here.threads)
-    turns, report = Turns(), session.run.report(generation_roles(session.config)[index])
-    with asyncio.Runner() as runner:
-        generation = _take_part(session, index, weights_fd, runner=runner, turns=turns)
-        while turns.another(lambda: write_report(report)):
-            here = msgspec.structs.replace(session.here, session="")  # whichever has begun
-            session = read_session(session.run, session.records_from_s, here)
-            generation = _take_part(session, index, weights_fd, runner=runner, turns=turns, kept=generation)
-
-
-def _take_part(
-    session: Session, index: int, weights_fd: int, *, runner: asyncio.Runner, turns: Turns, kept: Generation | None = None
-) -> Generation:
-    """Take part in a session until it ends or `turns` says so. `kept` has the environment and the engine, if they exist."""
     stage = generation_stages(session.config.engine.processes)[index].engine
-    board = MmapBoard(session.run.scratch)
+    board, stopping = MmapBoard(session.run.scratch), threading.Event()
 
     def on_drop(group: Group) -> None:  # generation is made after the stream
         generation.stream_dropped(group)
 
-    def make() -> Generation:
-        if kept is None:
-            return build_generation(session, board, writer, receiver, index=index, weights_fd=weights_fd)
-        again = replace(kept, session=session, again=True, board=board, writer=writer, receiver=receiver)
-        again.admission = _admission(session, board, writer, index)
-        if session.config.engine.kind != "local":  # the engine servers are kept, not the connection with them
-            again.engine = make_engine(session, stage, kept.tokenizer, weights_fd, again=True)
-        return again
-
     with (
         closing(group_writer(session.streams(), session.config, on_drop)) as writer,
         closing(_receiver(session, weights_fd, index, stage)) as receiver,
-        closing(make()) as generation,
+        closing(build_generation(session, board, writer, receiver, index=index, weights_fd=weights_fd)) as generation,
     ):
         gc.collect()
         gc.freeze()  # the objects of the model and the libraries live until the end
-        turns.listen()
+        stop = stop_on_sigterm(stopping)
         try:
-            runner.run(generate(generation, stop=turns.over))
+            asyncio.run(generate(generation, stop=stop))
         except BroadcastEndedError:
-            turns.wait()  # the launcher knows the cause, and whether another session follows
-    return generation
+            while not stopping.wait(LOOK_EVERY_S):  # the launcher knows the cause
+                pass
 
 
 def _receiver(session: Session, fd: int, index: int, engine: str) -> WeightReceiver:
@@ -166,7 +141,7 @@ def _receiver(session: Session, fd: int, index: int, engine: str) -> WeightRecei
 class Generation:
     """What generation process number `index` works with. Made by `build_generation`; call `close` at the end.
 
-    `again`: the engine was in another session before. `groups` is set once the engine is ready.
+    `groups` is set once the engine is ready.
     """
 
     session: Session
@@ -180,7 +155,6 @@ class Generation:
     tokenizer: Tokenizer
     engine: AbstractAsyncContextManager[EngineHandle]
     admission: Admission
-    again: bool = False
     groups: GroupRunner = field(init=False)
 
     @property
@@ -278,11 +252,7 @@ async def _generate(
     generation: Generation, handle: EngineHandle, stop: Callable[[], bool], between: Callable[[], object]
 ) -> None:
     session, engine = generation.session, handle.engine
-    if not generation.again:
-        yield_to_the_trainer(session.here)
-    else:
-        starting(generation.board, generation.stages, "takes the weights of the checkpoint")
-        await _unless_stopped(handle.restart(session.plan), stop)
+    yield_to_the_trainer(session.here)
     starting(generation.board, generation.stages, "waits for the trainer's first weights")
     await _take_weights(generation, engine, stop, until=lambda: engine.progress().weight_updates > 0)
     if stop():
@@ -407,12 +377,11 @@ async def _take_weights(
 
 
 def make_engine(
-    session: Session, name: str, tokenizer: Tokenizer, weights_fd: int | None = None, *, again: bool = False
+    session: Session, name: str, tokenizer: Tokenizer, weights_fd: int | None = None
 ) -> AbstractAsyncContextManager[EngineHandle]:
     """The engine that the run file configures: loaded now, or over servers, which are connected with on entry.
 
-    `weights_fd` is the trainer's channel: servers join its broadcast, if weights are broadcast. `again`: they do so only in
-    `restart`, which has to be called.
+    `weights_fd` is the trainer's channel: servers join its broadcast, if weights are broadcast.
 
     Raises ModelLoadError and UnsupportedModelError; for servers also StalledError, UserError and the errors of
     `RemoteEngine.connect`.
@@ -421,7 +390,7 @@ def make_engine(
         return nullcontext(local_engine(session.config, name, tokenizer))
     from pipelinerl.launch.stages.servers import connected_engine  # noqa: PLC0415 - a run without servers does not need it
 
-    return connected_engine(session, name, weights_fd, again=again)
+    return connected_engine(session, name, weights_fd)
 
 
 async def _unless_stopped(

@@ -7,13 +7,14 @@ ready file, and ends when its parent-death pipe closes.
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
+from http import HTTPStatus
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -21,10 +22,9 @@ from urllib.parse import urlsplit
 import msgspec
 
 from pipelinerl.config.schema import EngineConfig, RunConfig
-from pipelinerl.errors import StalledError, UserError, WeightUpdateError
+from pipelinerl.errors import StalledError, UserError
 from pipelinerl.extras import require
 from pipelinerl.files import write_atomically
-from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.launch.roles import server_roles
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.session import Session, StartPlan, yield_to_the_trainer
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
     from pipelinerl.serving.vllm.server_info import ModelFacts
     from pipelinerl.serving.vllm.start import VllmSettings
 
-logger = logging.getLogger(__name__)
-
 DRAIN_S = 5.0
 """Time for requests in progress once the server is told to stop. Short: their clients have ended by then."""
 LOOK_EVERY_S = 0.05
+HEALTH_S = 3.0
+"""Time for a server to answer. It has nothing to do by then."""
 START_SHARE = 0.8
 """Share of `launch.startup_timeout_s` to wait for servers: the error that names them must precede the launcher's timeout."""
 
@@ -51,6 +51,17 @@ class ReadyFile(msgspec.Struct, frozen=True):
 
     url: str
     pid: int
+
+    def answers(self, key: str) -> bool:
+        """Whether the server answers. One that still loads its model, or hangs, does not."""
+        url = urlsplit(self.url)
+        connect = HTTPConnection if url.scheme == "http" else HTTPSConnection
+        try:
+            with closing(connect(url.netloc, timeout=HEALTH_S)) as connection:
+                connection.request("GET", "/health", headers={"Authorization": f"Bearer {key}"})
+                return bool(connection.getresponse().status == HTTPStatus.OK)
+        except (OSError, HTTPException):
+            return False
 
 
 # ---- a server that the run starts
@@ -151,13 +162,8 @@ def _tls(engine: EngineConfig) -> tuple[Path, Path] | None:
 
 
 @asynccontextmanager
-async def connected_engine(
-    session: Session, name: str, weights_fd: int | None, *, again: bool = False
-) -> AsyncIterator[EngineHandle]:
-    """The engine of a generation process over the run's servers, those in `engine.urls` or those that it starts itself.
-
-    `again`: see `generation.make_engine`.
-    """
+async def connected_engine(session: Session, name: str, weights_fd: int | None) -> AsyncIterator[EngineHandle]:
+    """The engine of a generation process over the run's servers, those in `engine.urls` or those that it starts itself."""
     from pipelinerl.serving.client.engine import RemoteEngine  # noqa: PLC0415 - needs httpx2, an extra
     from pipelinerl.serving.client.errors import Bounds  # noqa: PLC0415 - as above
     from pipelinerl.serving.client.weights_file import SHARED_MEMORY  # noqa: PLC0415 - as above
@@ -175,35 +181,11 @@ async def connected_engine(
     bounds = Bounds(startup_s=left_s, join_s=left_s, alone_s=alone_s)
     servers, first = server_clients(config.engine.kind, urls, facts, key, session.plan), session.plan.version
     async with RemoteEngine.connect(servers, name=name, first=first, weight_dirs=directories, bounds=bounds) as engine:
-        sender = None
         if config.weights.kind == "collective" and weights_fd is not None:
             from pipelinerl.launch.stages.broadcast import sender_address  # noqa: PLC0415 - few runs need it
 
-            sender = sender_address(session, weights_fd)
-            if not again:
-                await engine.join_broadcast(*sender)
-
-        async def restart(plan: StartPlan) -> None:
-            from pipelinerl.launch.stages.rejoining import tensors_of, tensors_with_ties_of  # noqa: PLC0415 - few need it
-
-            # Servers may be on other machines, and vLLM generates nothing while it joins.
-            here = config.launch.kind == "processes" and not config.engine.urls
-            reads_files = sender is None or (config.engine.kind == "http" and here)
-            if plan.checkpoint is not None and plan.checksum is not None and reads_files:
-                path, vllm = Path(plan.checkpoint), config.engine.kind == "vllm"
-                tensors = tensors_with_ties_of(path, config.model) if vllm else tensors_of(path)
-                try:
-                    await engine.update_weights(WeightUpdate(plan.version, plan.checksum, tensors))  # or they are refused
-                except WeightUpdateError as error:
-                    if sender is None:
-                        raise
-                    logger.warning("the engine servers wait for the trainer's broadcast: %s", error)
-            if sender is not None and engine.progress().weight_updates:
-                engine.begin_to_join_broadcast(*sender)
-            elif sender is not None:
-                await engine.join_broadcast(*sender)
-
-        yield EngineHandle(engine, engine.slots, Contract(facts.stop_token_ids, facts.notes), restart)
+            await engine.join_broadcast(*sender_address(session, weights_fd))
+        yield EngineHandle(engine, engine.slots, Contract(facts.stop_token_ids, facts.notes))
 
 
 def _are_started_again(config: RunConfig) -> bool:

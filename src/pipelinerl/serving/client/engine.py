@@ -53,7 +53,6 @@ class RemoteEngine:
         self._dispatcher = Dispatcher(pool, bounds, self.limits.vocabulary, clock)
         self._files, self._step_s, self._clock = files, step_s, clock
         self._joined = False
-        self._joining: asyncio.Task[None] | None = None
         self._open: set[str] = set()
         self._busy_s = 0.0
         self._busy_since_s = 0.0
@@ -94,8 +93,6 @@ class RemoteEngine:
                 yield engine
             finally:
                 watch.cancel()
-                if engine._joining is not None:
-                    engine._joining.cancel()
                 await engine._dispatcher.close()
         finally:
             await asyncio.gather(*(server.close() for server in servers), return_exceptions=True)
@@ -217,13 +214,8 @@ class RemoteEngine:
 
         Raises WeightUpdateError or ServerError, naming the server that does not join within `bounds.join_s`.
         """
-        self._joined = True  # from now on weights come from the trainer: `update_weights` waits until all have joined
         await self._pool.join(host, port, key)
-
-    def begin_to_join_broadcast(self, host: str, port: int, key: str) -> None:
-        """Have all servers join while they generate, with the weights that they hold. An error ends the engine."""
-        self._joining = asyncio.create_task(self.join_broadcast(host, port, key))
-        self._joining.add_done_callback(self._task_ended)
+        self._joined = True
 
     async def update_weights(self, update: WeightUpdate) -> UpdateReceipt:
         """Have all servers apply the weights in flight. Servers and coroutines continue.
@@ -248,10 +240,7 @@ class RemoteEngine:
         receipt = await self._pool.update(request)
         unused = previous if receipt.error is None else request
         if unused is not None and unused.path is not None:
-            if self._joined:
-                self._files.close()  # no more are written
-            else:
-                self._files.remove(unused.path)
+            self._files.remove(unused.path)
         if receipt.error is not None:
             return receipt
         self._version = update.version

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from pipelinerl.channel import listen
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models.state import checksum, named_weights
@@ -288,57 +287,3 @@ def test_servers_receive_for_themselves_and_the_engine_only_says_when(
         versions = versions_from_spans(completion.weight_versions, 80)
         assert versions == sorted(versions)
     assert not list(tmp_path.iterdir()), "no file was written"
-
-
-def test_servers_generate_while_they_join_the_broadcast_of_the_next_session(
-    rig: Rig, coordinate: Any, servers: list[HostedServer], tmp_path: Path
-) -> None:
-    """With the weights of a checkpoint, from a file; the trainer then begins with the same ones."""
-    held = named_weights(byte_model(1))
-    wanted = [GenerationRequest(id=f"r{i}", prompt_ids=(5, i), sampling=SamplingParams(max_tokens=9)) for i in range(4)]
-
-    async def session() -> None:
-        async with RemoteEngine.connect(servers, weight_dirs=[tmp_path], bounds=Bounds(join_s=BOUND_S)) as engine:
-            await engine.update_weights(WeightUpdate(4, checksum(held), held))
-            with listen() as listening:
-                engine.begin_to_join_broadcast(*listening.getsockname(), KEY)
-                for completion in await asyncio.gather(*map(engine.generate, wanted)):
-                    assert [span.version for span in completion.weight_versions] == [4]
-                sender = rig.sender(2, at=listening, coordinated=True, timeout_s=BOUND_S)
-                coordinator = coordinate(sender)
-                for version in (4, 5):
-                    weights = held if version == 4 else named_weights(byte_model(2))
-                    digest = sender.send(version, weights)
-                    eventually(lambda: coordinator.offered() is not None)
-                    update = coordinator.poll()
-                    assert update is not None
-                    coordinator.acknowledge(await engine.update_weights(update))
-                    assert [server.service.engine.holding for server in servers] == [(version, digest)] * 2
-                    assert not list(tmp_path.iterdir()), "the file is gone"
-                    eventually(lambda: not sender.unanswered())
-
-    asyncio.run(session())
-
-
-def test_servers_that_can_not_join_end_the_engine(servers: list[HostedServer]) -> None:
-    async def session() -> None:
-        async with RemoteEngine.connect(servers, bounds=Bounds(join_s=0.3)) as engine:
-            with listen() as listening:
-                engine.begin_to_join_broadcast(*listening.getsockname(), KEY)
-                async with asyncio.timeout(BOUND_S):
-                    while not await engine.advance():
-                        await asyncio.sleep(0.01)
-
-    with pytest.raises(WeightUpdateError, match=r"formed no group in|can't be reached"):
-        asyncio.run(session())
-
-
-def test_a_group_that_is_not_formed_in_time_is_an_error(servers: list[HostedServer], rig: Rig) -> None:
-    sender = rig.sender(2, join_timeout_s=BOUND_S, coordinated=True)  # it waits for one more
-
-    async def join() -> None:
-        async with RemoteEngine.connect(servers, bounds=Bounds(join_s=0.3)) as engine:
-            await engine.join_broadcast("127.0.0.1", sender.port, KEY)
-
-    with pytest.raises(WeightUpdateError, match=rf"127\.0\.0\.1:{sender.port} .*in 0.3 s"):
-        asyncio.run(join())
