@@ -3,7 +3,8 @@
 It is as strict as a device, or stricter:
 
 devices      an operation that mixes tensors of the device and of the CPU fails
-waits        everything for which the host waits for the device is counted, and fails while a graph is recorded
+waits        everything for which the host waits for the device is counted, and fails while a graph is recorded. A copy to
+             the device is waited for, too, unless it comes from pinned memory and does not block
 late copies  a copy into pinned memory that does not block arrives when an event recorded after it is waited for, or the
              device is; until then the memory holds garbage
 graphs       recording notes the operations with their tensors, and has no effect; a replay runs them on the same storage, so
@@ -68,6 +69,8 @@ class PretendedDevice:
         self.recording: list[Any] | None = None
         self.on = True
         self.most_pinned = 0
+        self.registered: set[int] = set()
+        """Addresses of memory that PyTorch has not allocated, and that is pinned."""
         self._pinned: list[tuple[StorageWeakRef, int]] = []
         self._labels: dict[int, tuple[StorageWeakRef, str]] = {}
         self._arriving: list[tuple[Tensor, Tensor]] = []
@@ -84,7 +87,7 @@ class PretendedDevice:
         if storage is not None and storage.expired():
             del self._labels[key]
             return None
-        return label
+        return label or ("pinned" if tensor.untyped_storage().data_ptr() in self.registered else None)
 
     def is_here(self, tensor: Any) -> bool:
         return self.label(tensor) == "cuda"
@@ -186,9 +189,9 @@ class _Operations(TorchDispatchMode):
             device.wait(func.__name__)
         if func is aten.copy_.default and self._copies_to_host(args, kwargs):
             return args[0]
+        if func in (aten.copy_.default, aten._to_copy.default) and elsewhere and (made_here or device.is_here(args[0])):
+            self._copies_from_host(elsewhere[0], late=bool(kwargs.get("non_blocking")) or args[2:] == (True,))
         if device.recording is not None:
-            if func in (aten.copy_.default, aten._to_copy.default) and elsewhere and (made_here or device.is_here(args[0])):
-                device.wait("a copy from the host")
             device.note(func, args, kwargs)
         out = func(*args, **kwargs)
         if here or made_here:
@@ -202,6 +205,10 @@ class _Operations(TorchDispatchMode):
     def _indexes_by_mask(self, func: Any, args: Any) -> bool:
         indexing = func in (aten.index.Tensor, aten.index_put_.default, aten._index_put_impl_.default)
         return indexing and any(isinstance(index, Tensor) and index.dtype == torch.bool for index in args[1])
+
+    def _copies_from_host(self, source: Tensor, *, late: bool) -> None:
+        if self._device.recording is not None or not (late and self._device.label(source) == "pinned"):
+            self._device.wait("a copy from the host")
 
     def _copies_to_host(self, args: Any, kwargs: Any) -> bool:
         """Whether this is a copy to the host that has been done here."""
@@ -226,7 +233,7 @@ class _Functions(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         device, kwargs = self._device, dict(kwargs or {})
-        if not device.on or getattr(func, "__name__", "") == "_parse_to":
+        if not device.on or func is torch.device or getattr(func, "__name__", "") == "_parse_to":
             return func(*args, **kwargs)
         name, first = getattr(func, "__name__", ""), args[0] if args else None
         here = device.is_here(first)
@@ -251,12 +258,12 @@ class _Functions(TorchFunctionMode):
         if name == "to" and isinstance(first, Tensor):
             other = args[1] if len(args) > 1 and isinstance(args[1], Tensor) else None
             to_cuda = device.is_here(other) if other is not None else ("cuda" in names or (here and not names))
-            return self._moved(first, [*args[1:], *kwargs.values()], to_cuda=to_cuda)
+            late = bool(kwargs.get("non_blocking")) and device.label(first) == "pinned"
+            return self._moved(first, [*args[1:], *kwargs.values()], to_cuda=to_cuda, late=late)
         if "cuda" in names and name in ("tensor", "as_tensor"):
             if here:
                 return func(*args, **kwargs)
-            if device.recording is not None:
-                device.wait("a copy from the host")
+            device.wait("a copy from the host")
             before, device.on = device.on, False
             try:
                 return device.mark(func(*args, **kwargs).clone())
@@ -267,13 +274,13 @@ class _Functions(TorchFunctionMode):
             return tree_map_only(Tensor, device.mark, out)
         return device.mark(out, "pinned") if pinned else out
 
-    def _moved(self, tensor: Tensor, given: list[Any], *, to_cuda: bool) -> Tensor:
+    def _moved(self, tensor: Tensor, given: list[Any], *, to_cuda: bool, late: bool) -> Tensor:
         device = self._device
         dtypes = [part if isinstance(part, torch.dtype) else part.dtype for part in given if isinstance(part, _HAVE_DTYPE)]
         dtype = dtypes[0] if dtypes else tensor.dtype
         if to_cuda == device.is_here(tensor):
             return tensor if dtype == tensor.dtype else tensor.to(dtype)
-        if not to_cuda or device.recording is not None:
+        if not to_cuda or not late or device.recording is not None:
             device.wait("a copy to the host" if not to_cuda else "a copy from the host")
         before, device.on = device.on, False
         try:
@@ -328,6 +335,9 @@ def _cuda_api(device: PretendedDevice) -> dict[str, Any]:
 
         def wait_stream(self, _: object) -> None: ...
 
+        def synchronize(self) -> None:
+            device.wait("a stream")
+
     class CUDAGraph:
         recorded: list[Any]
         pool: object = None
@@ -357,7 +367,12 @@ def _cuda_api(device: PretendedDevice) -> dict[str, Any]:
             made.recorded = device.end_recording()
 
     properties = SimpleNamespace(name="pretended", total_memory=80 << 30, multi_processor_count=132, major=9, minor=0)
-    cudart = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)
+
+    def register(address: int, *_: object) -> int:
+        device.registered.add(address)
+        return 0
+
+    cudart = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=device.registered.discard)
     nothing: Callable[..., Any] = lambda *_: contextlib.nullcontext()  # noqa: E731
     return {
         "is_available": lambda: True,

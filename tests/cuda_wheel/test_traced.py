@@ -153,12 +153,13 @@ def test_a_step_and_a_prompt_are_few_kernels_a_layer_and_read_nothing(name: str,
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.usefixtures("host")
-def test_a_row_in_training_is_one_call_of_attention_a_layer_and_reads_nothing(name: str) -> None:
+def test_a_row_in_training_is_one_call_of_attention_a_layer_and_reads_nothing(name: str, host: Host) -> None:
     model = model_of(name)
     use_packed_attention(model)
     segments = [Segment(token_ids=tuple(range(1, n)), sampled=((2, n - 1),)) for n in (60, 12, 33)]
+    before = host.copies
     row = PackedRow.of(segments, "cuda")
+    assert host.copies == before + 1
     with Traced() as traced:
         logits = sampled_logits(model, row)
     assert logits.requires_grad

@@ -16,7 +16,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -98,6 +98,11 @@ class PackedRow:
 
         Raises ValueError if there are none, one is empty, or its first token is sampled.
         """
+        return uploaded(cls.on_host(segments, device, waste=waste), device)
+
+    @classmethod
+    def on_host(cls, segments: Sequence[Segment], device: torch.device | str, *, waste: float) -> PackedRow:
+        """What `of` gives before it is copied to `device`."""
         if not segments or any(not segment.token_ids for segment in segments):
             raise ValueError("a packed row needs at least one segment, and every segment at least one token")
         by_length = sorted(range(len(segments)), key=lambda i: (-len(segments[i].token_ids), i))
@@ -112,18 +117,16 @@ class PackedRow:
         if any(positions[p] == 0 for p in sampled):
             raise ValueError("the first token of a segment can't be a sampled one: no logits predict it")
         lengths = [len(segments[i].token_ids) for i in by_length]
-        token_ids_T = torch.tensor(tokens, device=device)
-        sampled_P = torch.tensor(sampled, dtype=torch.long, device=device)
+        token_ids_T = torch.tensor(tokens)
+        sampled_P = torch.tensor(sampled, dtype=torch.long)
         return cls(
             token_ids_1T=token_ids_T[None],
-            position_ids_1T=torch.tensor([positions], device=device),
+            position_ids_1T=torch.tensor([positions]),
             predictor_P=sampled_P - 1,
             sampled_ids_P=token_ids_T[sampled_P],
             longest=lengths[0],
-            buckets=tuple(_buckets(lengths, device, waste)),
-            begins=torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
-            if _in_one_call(device)
-            else None,
+            buckets=tuple(_buckets(lengths, waste)),
+            begins=torch.tensor([0, *accumulate(lengths)], dtype=torch.int32) if _in_one_call(device) else None,
         )
 
     @property
@@ -146,11 +149,23 @@ class PackedRow:
         return mask
 
 
+Batch = TypeVar("Batch")
+
+
+def uploaded(batch: Batch, device: torch.device | str) -> Batch:
+    """The batch, a dataclass of tensors on the CPU, on `device`. For a GPU see `transfers.uploaded`."""
+    if torch.device(device).type == "cpu":
+        return batch
+    from pipelinerl.models import transfers  # noqa: PLC0415 - for GPUs
+
+    return transfers.uploaded(batch, torch.device(device))
+
+
 def _in_one_call(device: torch.device | str) -> bool:
     return torch.device(device).type == "cuda"
 
 
-def _buckets(lengths: Sequence[int], device: torch.device | str, waste: float) -> list[Bucket]:
+def _buckets(lengths: Sequence[int], waste: float) -> list[Bucket]:
     """Split descending lengths into buckets whose padding is at most `waste` of the padded batch."""
     buckets: list[Bucket] = []
     first = row_start = 0
@@ -160,12 +175,12 @@ def _buckets(lengths: Sequence[int], device: torch.device | str, waste: float) -
         if length and cells - total - length <= waste * cells:
             total += length
             continue
-        buckets.append(_bucket(row_start, lengths[first:i], device))
+        buckets.append(_bucket(row_start, lengths[first:i]))
         first, row_start, total = i, row_start + total, length
     return buckets
 
 
-def _bucket(start: int, lengths: Sequence[int], device: torch.device | str) -> Bucket:
+def _bucket(start: int, lengths: Sequence[int]) -> Bucket:
     count, longest, total = len(lengths), lengths[0], sum(lengths)
     if lengths[-1] == longest:
         return Bucket(start, start + total, count, longest, None, None)
@@ -174,7 +189,7 @@ def _bucket(start: int, lengths: Sequence[int], device: torch.device | str) -> B
     starts_S1 = lengths_S1.cumsum(0) - lengths_S1
     pad_index = (starts_S1 + torch.minimum(column_L, lengths_S1 - 1)).flatten()
     cell_index = (column_L < lengths_S1).flatten().nonzero()[:, 0]
-    return Bucket(start, start + total, count, longest, pad_index.to(device), cell_index.to(device))
+    return Bucket(start, start + total, count, longest, pad_index, cell_index)
 
 
 ATTENTION_NAME = "pipelinerl_packed"

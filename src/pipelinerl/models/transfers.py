@@ -8,17 +8,25 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from typing import Any
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from pipelinerl.models.state import bytes_of
 
 logger = logging.getLogger(__name__)
 
+Batch = TypeVar("Batch")
+
 PART = 1 << 26
 """In bytes. A power of two, which PyTorch rounds pinned memory up to."""
+_ALIGNED = 16
+"""In bytes, so that a part of a buffer can have any type."""
 _PORTABLE = 1
 """cudaHostRegisterPortable: pinned for all devices."""
 
@@ -31,6 +39,31 @@ def to_device(array: npt.ArrayLike | Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda":
         return host.to(device)
     return host.pin_memory().to(device, non_blocking=True)
+
+
+def uploaded(batch: Batch, device: torch.device) -> Batch:
+    """The batch with its tensors on `device`: by one transfer, which the host does not wait for.
+
+    `batch`: a dataclass of tensors on the CPU, of such dataclasses, and of tuples of them.
+    """
+    found: list[Tensor] = []
+    _with_tensors(batch, found.append)
+    sizes = [-(-tensor.nbytes // _ALIGNED) * _ALIGNED for tensor in found]
+    padded = [F.pad(bytes_of(tensor), (0, size - tensor.nbytes)) for tensor, size in zip(found, sizes, strict=True)]
+    parts = iter(torch.split(to_device(torch.cat(padded), device), sizes))
+    there: Batch = _with_tensors(batch, lambda tensor: next(parts)[: tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+    return there
+
+
+def _with_tensors(value: Any, change: Callable[[Tensor], Tensor | None]) -> Any:
+    """A copy of `value` with `change` of each of its tensors, called in the order of the fields."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, tuple):
+        return tuple(_with_tensors(part, change) for part in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{one.name: _with_tensors(getattr(value, one.name), change) for one in fields(value)})
+    return value
 
 
 def to_host(tensor: Tensor) -> Callable[[], npt.NDArray[Any]]:

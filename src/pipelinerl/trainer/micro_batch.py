@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pipelinerl.models.packed import MAX_PADDING_WASTE, PackedRow
+from pipelinerl.models.packed import MAX_PADDING_WASTE, PackedRow, uploaded
 from pipelinerl.types import TrainingSample
 
 Packer = Callable[[Sequence[int], int], list[list[int]]]
@@ -67,15 +67,13 @@ class MicroBatch:
         reference = [sample.reference_logprobs for sample in samples]
         counts_S = torch.tensor(sampled)
         advantages_S = torch.tensor([sample.advantage for sample in samples])
-        lags_P = torch.tensor([version - token for sample in samples for token in sample.versions])
-        return cls(
-            row=PackedRow.of([segment for sample in samples for segment in sample.segments], device, waste=waste),
-            behaviour_logprobs_P=torch.tensor([lp for sample in samples for lp in sample.behaviour_logprobs]).to(device),
-            advantages_P=advantages_S.repeat_interleave(counts_S).to(device),
-            lags_P=lags_P.to(device),
-            sequence_P=torch.arange(len(samples)).repeat_interleave(counts_S).to(device),
+        batch = cls(
+            row=PackedRow.on_host([segment for sample in samples for segment in sample.segments], device, waste=waste),
+            behaviour_logprobs_P=torch.tensor([lp for sample in samples for lp in sample.behaviour_logprobs]),
+            advantages_P=advantages_S.repeat_interleave(counts_S),
+            lags_P=torch.tensor([version - token for sample in samples for token in sample.versions]),
+            sequence_P=torch.arange(len(samples)).repeat_interleave(counts_S),
             sequence_count=len(samples),
-            reference_logprobs_P=(
-                None if None in reference else torch.tensor([lp for lps in reference if lps for lp in lps]).to(device)
-            ),
+            reference_logprobs_P=None if None in reference else torch.tensor([lp for lps in reference if lps for lp in lps]),
         )
+        return uploaded(batch, device)

@@ -90,7 +90,9 @@ class SharedWeightSender:
         with torch.no_grad():
             for name, first in first_names(tensors).items():
                 if name == first:
-                    buffer[name].copy_(tensors[name])
+                    buffer[name].copy_(tensors[name], non_blocking=True)
+        for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
         self.digests = digests_of(buffer)
         digest = checksum(buffer, self.digests)
         sums = source_checksum(tensors, self._dtype)
