@@ -17,8 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipelinerl.models.state import bytes_of
-
 logger = logging.getLogger(__name__)
 
 Batch = TypeVar("Batch")
@@ -49,7 +47,10 @@ def uploaded(batch: Batch, device: torch.device) -> Batch:
     found: list[Tensor] = []
     _with_tensors(batch, found.append)
     sizes = [-(-tensor.nbytes // _ALIGNED) * _ALIGNED for tensor in found]
-    padded = [F.pad(bytes_of(tensor), (0, size - tensor.nbytes)) for tensor, size in zip(found, sizes, strict=True)]
+    padded = [
+        F.pad(tensor.reshape(-1).view(torch.uint8), (0, size - tensor.nbytes))
+        for tensor, size in zip(found, sizes, strict=True)
+    ]
     parts = iter(torch.split(to_device(torch.cat(padded), device), sizes))
     there: Batch = _with_tensors(batch, lambda tensor: next(parts)[: tensor.nbytes].view(tensor.dtype).view(tensor.shape))
     return there
