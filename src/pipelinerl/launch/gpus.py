@@ -23,7 +23,7 @@ from pipelinerl.models.shape import ModelShape
 from pipelinerl.types import MAX_RECEIVERS
 
 FILLED = 0.9
-"""Share of a GPU's memory that may be planned for: graphs and gaps of the allocator are not predicted."""
+"""Share of a GPU's free memory that may be planned for: graphs and gaps of the allocator are not predicted."""
 SLOTS = ((256, 128, 64), (32, 16, 8))
 """Numbers of slots to try; the second ones after slower ways to train, as decoding needs rows (docs/benchmarks.md)."""
 MICRO_BATCHES = ((False, 8192), (True, 16384), (True, 8192))
@@ -59,7 +59,8 @@ def with_gpus(config: RunConfig, count: int) -> tuple[RunConfig, list[str]]:
         return config, []
     import torch  # noqa: PLC0415 - takes seconds
 
-    gpus = [found.total for number in range(count) if (found := device_memory(f"cuda:{number}")) is not None]
+    found = [memory for number in range(count) if (memory := device_memory(f"cuda:{number}")) is not None]
+    gpus = [memory.total if memory.available is None else memory.available for memory in found]
     if not gpus or torch.cuda.device_count() < len(gpus):
         return config, []
     chosen = choose(config, given, gpus, shape_of(config), vllm=importlib.util.find_spec("vllm") is not None)
@@ -89,7 +90,7 @@ def may_choose(config: RunConfig, given: Collection[str]) -> bool:
 def choose(
     config: RunConfig, given: Collection[str], gpus: Sequence[int], shape: ModelShape | None, *, vllm: bool
 ) -> Chosen:
-    """What to use of `gpus`, their memory in bytes. Nothing in `given` changes.
+    """What to use of `gpus`, their free memory in bytes. Nothing in `given` changes.
 
     `shape`: None if the model's sizes are not known. `vllm`: this Python has it. It is chosen only where engines have GPUs
     of their own, since it takes nearly all memory of one.
@@ -134,7 +135,7 @@ def _line(config: RunConfig, chosen: Settings, gpus: Sequence[int]) -> str:
         for key, value in chosen.items()
         if value != before[key.partition(".")[0]][key.partition(".")[2]]
     ]
-    return f"chosen for {len(gpus)} GPU{'s' * (len(gpus) > 1)} of {min(gpus) / 1e9:.0f} GB: {', '.join(shown)}"
+    return f"chosen for {len(gpus)} GPU{'s' * (len(gpus) > 1)} with {min(gpus) / 1e9:.0f} GB free: {', '.join(shown)}"
 
 
 def _fitting(config: RunConfig, given: Collection[str], gpus: Sequence[int], shape: ModelShape) -> Iterator[Settings]:

@@ -39,7 +39,22 @@ def device_memory(device: str) -> Memory | None:
     handle, total = ctypes.c_int(), ctypes.c_size_t()
     if driver is None or driver.cuDeviceGet(ctypes.byref(handle), number):
         return None
-    return None if driver.cuDeviceTotalMem_v2(ctypes.byref(total), handle) else Memory(total.value, None)
+    if driver.cuDeviceTotalMem_v2(ctypes.byref(total), handle):
+        return None
+    return Memory(total.value, _free(driver, handle, total.value))
+
+
+def _free(driver: ctypes.CDLL, handle: ctypes.c_int, total: int) -> int | None:
+    """Bytes of the device that no process uses. None without nvidia-smi's library, which needs no context on the device."""
+    bus, device, found = ctypes.create_string_buffer(16), ctypes.c_void_p(), (ctypes.c_ulonglong * 3)()
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    failed = driver.cuDeviceGetPCIBusId(bus, len(bus), handle) or nvml.nvmlInit_v2()
+    failed = failed or nvml.nvmlDeviceGetHandleByPciBusId_v2(bus, ctypes.byref(device))
+    failed = failed or nvml.nvmlDeviceGetMemoryInfo(device, ctypes.byref(found))  # total, free, used
+    return None if failed else min(found[1], total)
 
 
 def usable_gpus() -> int:

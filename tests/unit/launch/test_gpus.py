@@ -180,7 +180,7 @@ def test_the_line_says_what_was_chosen_why_and_what_does_not_fit() -> None:
     config = load_config(os.devnull, REAL)
     line = choose(config, keys_given(config), [H100], MODELS["7B"], vllm=False).line
     assert line.startswith(
-        "chosen for 1 GPU of 85 GB: engine.device cuda:0, trainer.device cuda:0, model.dtype bfloat16 (with"
+        "chosen for 1 GPU with 85 GB free: engine.device cuda:0, trainer.device cuda:0, model.dtype bfloat16 (with"
     )
     assert line.endswith("; all 7.6B parameters can't be trained here, low-rank adapters can: --model.lora {}")
     unknown = choose(config, keys_given(config), [H100] * 4, None, vllm=False)
@@ -223,6 +223,17 @@ def with_two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipelinerl.models.device.require_device", lambda _: None)
 
 
+def test_memory_that_other_processes_use_is_not_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_two_gpus(monkeypatch)
+    monkeypatch.setattr(gpus, "shape_of", lambda _: MODELS["1.5B"])
+    config = load_config(os.devnull, REAL)
+    alone, _ = gpus.with_gpus(config, 2)
+    monkeypatch.setattr(gpus, "device_memory", lambda device: Memory(H100, H100 if device == "cuda:1" else 48 * GB))
+    beside, lines = gpus.with_gpus(config, 2)
+    assert lines[0].startswith("chosen for 2 GPUs with 48 GB free: ")
+    assert (alone.trainer.gradient_checkpointing, beside.trainer.gradient_checkpointing) == (False, True)
+
+
 def test_without_a_gpu_nothing_changes() -> None:
     config = load_config(os.devnull, REAL)
     assert checks.settled(config) == (config, [])
@@ -243,7 +254,7 @@ def test_a_run_begins_with_what_was_chosen_and_records_it(monkeypatch: pytest.Mo
     run.train(config)
     run.train(config_from_yaml(config_to_yaml(seen[0][0])))  # as a resume reads it
     (first, lines), (second, nothing) = seen
-    assert lines[0].startswith("chosen for 2 GPUs of 85 GB: engine.device cuda, trainer.device cuda, model.dtype bfloat16")
+    assert lines[0].startswith("chosen for 2 GPUs with 85 GB free: engine.device cuda, trainer.device cuda, model.dtype ")
     assert (first.model.dtype, first.model.head_dtype, first.engine.device) == ("bfloat16", "float32", "cuda")
     assert (second, nothing) == (first, [])
     monkeypatch.setattr(dry_run_module, "try_environment", lambda _: TryoutReport(built_s=0, held_out=0, prompt_tokens=(6,)))

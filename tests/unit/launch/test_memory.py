@@ -428,10 +428,37 @@ class Driver:
         total._obj.value = 80 * 10**9
         return 0
 
+    def cuDeviceGetPCIBusId(self, bus: Any, length: int, handle: Any) -> int:
+        bus.value = b"0000:%02X:00.0" % (handle.value + 0x3B)
+        return int(length < len("0000:3B:00.0") + 1)
+
+
+class Management:
+    """The second one's memory is in use, but for 30 GB."""
+
+    def nvmlInit_v2(self) -> int:
+        return 0
+
+    def nvmlDeviceGetHandleByPciBusId_v2(self, bus: Any, device: Any) -> int:
+        device._obj.value = int(bus.value[5:7], 16)
+        return 0
+
+    def nvmlDeviceGetMemoryInfo(self, device: Any, found: Any) -> int:
+        free = {0x3B: 81, 0x3C: 30}[device.value]  # the driver counts a little more than CUDA
+        found._obj[:] = [81 * 10**9, free * 10**9, (81 - free) * 10**9]
+        return 0
+
+
+def missing(name: str) -> Any:
+    raise OSError(f"{name}: cannot open shared object file")
+
 
 def test_what_each_process_needs_is_compared_with_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ctypes.CDLL", lambda _: Driver())
+    monkeypatch.setattr("ctypes.CDLL", lambda name: Driver() if "cuda" in name else Management())
     assert usable_gpus() == 2
+    assert device_memory("cuda:0") == Memory(80 * 10**9, 80 * 10**9)
+    assert device_memory("cuda:1") == Memory(80 * 10**9, 30 * 10**9)
+    monkeypatch.setattr("ctypes.CDLL", lambda name: Driver() if "cuda" in name else missing(name))
     assert device_memory("cuda:1") == Memory(80 * 10**9, None)
     apart = load_config(None, ["--engine.device=cuda", "--trainer.device=cuda"])
     both = load_config(None, ["--engine.device=cuda:0", "--trainer.device=cuda:0"])
