@@ -73,7 +73,7 @@ class WeightUpdateError(PipelineRLError):
 
 
 class BroadcastEndedError(WeightUpdateError):
-    """The weight sender ended its broadcast because of an error, or its process has gone. The message has the cause."""
+    """A member of a weight broadcast is lost, or the sender has ended it because of an error. The message has the cause."""
 
 
 class StreamError(PipelineRLError):

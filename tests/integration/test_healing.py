@@ -130,12 +130,7 @@ def test_a_process_that_dies_is_started_again_and_every_token_is_of_its_version(
         ("server-0", {"engine__kind": "http"}),
         ("server-1", {"engine__kind": "http", "engine__servers": 2, "engine__slots": 8}),
         ("generation", {"engine__kind": "http"}),
-        ("generation-1", {"engine__processes": 2, "weights__kind": "collective", "weights__encoding": "delta"}),
-        ("generation", {"weights__kind": "collective"}),
         ("preprocessing", {"launch__preprocessor": "process", "weights__kind": "collective"}),
-        ("server-1", {"engine__kind": "http", "engine__servers": 2, "engine__slots": 8, "weights__kind": "collective"}),
-        ("server-0", {"engine__kind": "http", "weights__kind": "collective"}),
-        ("generation", {"engine__kind": "http", "engine__servers": 2, "engine__slots": 8, "weights__kind": "collective"}),
     ],
 )
 def test_a_process_that_is_killed_is_started_again(victim: str, settings: dict[str, Any], tmp_path: Path) -> None:

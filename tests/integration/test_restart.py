@@ -34,6 +34,7 @@ exhaustive = pytest.mark.exhaustive
 
 GOAL = 40
 BROADCAST = {"weights__kind": "collective", "weights__encoding": "delta"}
+SERVERS = {"engine__kind": "http", "engine__servers": 2, "engine__slots": 8}
 
 
 def going(run_dir: Path, version: int, **settings: Any) -> subprocess.Popen[str]:
@@ -79,6 +80,9 @@ def assert_went_on(run_dir: Path, process: subprocess.Popen[str], count: int, go
         pytest.param("redis-server", {"stream__kind": "redis"}, marks=[exhaustive, pytest.mark.needs_redis]),
         pytest.param("training", BROADCAST | {"engine__processes": 2}, marks=exhaustive),
         pytest.param("training-rank-1", BROADCAST | {"trainer__ranks": 2}, marks=exhaustive),
+        pytest.param("generation-1", BROADCAST | {"engine__processes": 2}, marks=exhaustive),
+        pytest.param("generation", BROADCAST | SERVERS, marks=exhaustive),
+        pytest.param("server-1", BROADCAST | SERVERS, marks=exhaustive),
     ],
 )
 def test_a_killed_process_costs_the_steps_since_the_last_checkpoint(

@@ -39,7 +39,7 @@ from pipelinerl.weights.broadcast.receiver import CollectiveWeightReceiver
 from pipelinerl.weights.broadcast.sender import CollectiveWeightSender
 from tests.chaos.invariants import check
 from tests.integration.runs import alive, assert_gone_on, process_ids, wait
-from tests.integration.test_restart import BROADCAST, GOAL, going, kill
+from tests.integration.test_restart import GOAL, going, kill
 
 PYTHON = os.environ.get("PIPELINERL_VLLM_PYTHON", "")
 pytestmark = [
@@ -355,12 +355,11 @@ def test_the_first_weights_of_a_session_may_be_older_and_end_all_requests(vllm: 
     assert version_at(vllm) == 2
 
 
-@pytest.mark.parametrize("weights", [{}, BROADCAST])
-def test_a_killed_server_of_a_run_is_started_again(weights: dict[str, str], tmp_path: Path) -> None:
+def test_a_killed_server_of_a_run_is_started_again(tmp_path: Path) -> None:
     """The trainer goes on meanwhile."""
     run_dir = tmp_path / "r"
     served = {"engine__kind": "vllm", "engine__python": PYTHON, "engine__slots": SLOTS, "engine__max_length": LENGTH}
-    process = going(run_dir, 2, **(served | weights))
+    process = going(run_dir, 2, **served)
     before = process_ids(run_dir)
     kill(run_dir, "server-0")
     ended = wait(process)

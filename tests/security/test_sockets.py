@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from pipelinerl.channel import Channel, ProtocolError, dial, listen
-from pipelinerl.weights.broadcast import control
+from pipelinerl.weights.messages import PROTOCOL
 from tests.unit.weights.test_collective import KEY, Rig, Tied, receipt, rig, taken  # noqa: F401 - `rig` is a fixture
 
 
@@ -28,7 +28,7 @@ def noise(rng: Random) -> bytes:
             struct.pack("!i", 11 + len(text)) + b"#CHALLENGE#" + text,
             struct.pack("!i", 9) + b"#WELCOME#" + text,
             b"GET / HTTP/1.1\r\n\r\n",
-            b'{"type":"hello","protocol":"' + control.PROTOCOL.encode() + b'","index":0}',
+            b'{"type":"hello","protocol":"' + PROTOCOL.encode() + b'","index":0}',
         )
     )
 

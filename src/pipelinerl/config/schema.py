@@ -202,8 +202,7 @@ class WeightsConfig(Section, frozen=True):
     less, and costs a second copy of the weights in the trainer.
     """
     full_every: Count = 100
-    """delta: every k-th update sends all weights. So do the first one, also after a resume, and one that an engine asks for.
-    """
+    """delta: every k-th update sends all weights. So does the first one, also after a resume."""
 
 
 class PreprocessConfig(Section, frozen=True):

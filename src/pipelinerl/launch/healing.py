@@ -7,7 +7,7 @@ is taken back before that (`taking_back`):
 
 generation     The groups that it had in progress are counted as lost and start again under their index, in any generation
                process. A group that is recorded but not in the stream is written to it. The trainer does not wait for the
-               engine until the new process asks for weights; it gets the newest. (A broadcast's sender forms a new group.)
+               engine until the new process asks for weights; it gets the newest.
 preprocessing  A group that is in both streams is removed from the first.
 server         Its clients send its requests to other servers, and the newest weights to the new process. That has the same
                address.
@@ -220,10 +220,7 @@ class Healing:
     # ---- the work of the dead
 
     def _bury(self, worker: Worker) -> None:
-        """Kill what the process has started, remove what it has left, and have the trainer not wait for its engine.
-
-        The sender of a broadcast notices by itself that a receiver is gone.
-        """
+        """Kill what the process has started, remove what it has left, and have the trainer not wait for its engine."""
         self._host.bury(worker)
         config, roles = self._session.config, generation_roles(self._session.config)
         if config.weights.kind == "shared" and worker.role in roles:

@@ -8,7 +8,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from pipelinerl.errors import WeightUpdateError
+from pipelinerl.errors import INVALID_DATA, WeightUpdateError
 
 _ALIGNMENT = 64
 
@@ -44,6 +44,19 @@ class Layout(msgspec.Struct, frozen=True):
 def aligned(size: int, alignment: int = _ALIGNMENT) -> int:
     """`size`, rounded up to a multiple of `alignment`."""
     return -(-size // alignment) * alignment
+
+
+def decode_layout(text: str) -> Layout:
+    """Decode the layout. Raises WeightUpdateError if it is invalid or a tensor is not within the buffer."""
+    try:
+        layout = msgspec.json.decode(text, type=Layout)
+    except INVALID_DATA as error:
+        raise WeightUpdateError(f"the weight sender's description of its tensors can't be read: {error}") from error
+    for place in layout.places:
+        inside = place.start >= 0 and min(place.shape, default=0) >= 0 and place.start + place.size <= layout.buffer_bytes
+        if not inside or place.start % 8:
+            raise WeightUpdateError(f"the weight sender's description of its tensors is wrong: {place}")
+    return layout
 
 
 def _dtype(name: str) -> torch.dtype:

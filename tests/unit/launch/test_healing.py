@@ -568,8 +568,9 @@ def test_what_can_be_replaced_is_a_rule() -> None:
     assert roles("--launch.preprocessor=process") == ["generation", "preprocessing"]
     assert roles("--engine.kind=http", "--engine.servers=2") == ["server-0", "server-1", "generation"]
     assert roles("--engine.kind=vllm", "--engine.python=python") == ["server-0", "generation"]
-    assert roles("--launch.preprocessor=process", "--weights.kind=collective") == ["generation", "preprocessing"]
-    assert roles(*RedisRun.kinds, "--engine.processes=2") == ["generation-0", "generation-1"]
+    broadcast = ("--launch.preprocessor=process", "--weights.kind=collective")
+    assert roles(*broadcast) == roles(*broadcast, "--engine.kind=http") == ["preprocessing"], "a group is formed once"
+    assert roles(*RedisRun.kinds, "--engine.processes=2") == []
     assert roles("--launch.restarts=0") == []
 
 

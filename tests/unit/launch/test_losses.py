@@ -5,13 +5,16 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from pipelinerl.checkpoint_folders import folder_name
 from pipelinerl.config.load import load_config
-from pipelinerl.errors import StageDiedError
+from pipelinerl.errors import BroadcastEndedError, PipelineRLError, StageDiedError, WeightUpdateError
 from pipelinerl.files import JsonLines
+from pipelinerl.launch.hosts.host import Host
+from pipelinerl.launch.hosts.processes import Processes
 from pipelinerl.launch.losses import Losses
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.run_lock import RunLock
@@ -97,3 +100,10 @@ def test_an_error_that_would_happen_again_ends_the_run(tmp_path: Path, lost: boo
     losses = Losses(first, RunLock(first.run))
     assert losses.allow(first, ended("a mistake", version=1, lost=lost)) is lost
     assert (losses.error is not None) is lost
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"), [(BroadcastEndedError("engine 1 is gone"), True), (WeightUpdateError("damaged"), False)]
+)
+def test_a_lost_member_of_a_broadcast_is_a_loss_and_damaged_weights_are_an_error(error: PipelineRLError, lost: bool) -> None:
+    assert Processes(cast(Host, None), None).lost(error) is lost

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 from pipelinerl.child import stop_all
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import (
+    BroadcastEndedError,
     CrashLoopError,
     PipelineRLError,
     RankLostError,
@@ -109,6 +110,8 @@ class Processes:
 
     def lost(self, error: PipelineRLError | None) -> bool:
         """Whether the error is that a process or a machine was lost, and not one that would only happen again."""
+        if isinstance(error, BroadcastEndedError):
+            return True
         if isinstance(error, CrashLoopError) or not isinstance(error, (StageDiedError, StalledError, StreamError)):
             return False
         if isinstance(error.__cause__, OSError) and error.__cause__.errno in UNWRITABLE:
@@ -192,10 +195,12 @@ def beginning_of(session: Session) -> tuple[int, int, int]:
 
 
 def replaceable_roles(config: RunConfig) -> list[str]:
-    """The processes that are started again if they die."""
+    """The processes that are started again if they die. A member of a broadcast can't be: its group is formed once."""
     if not config.launch.restarts:
         return []
-    return [*server_roles(config), *(role for role in worker_roles(config) if role not in {TRAINING, *rank_roles(config)})]
+    engines = [*server_roles(config), *generation_roles(config)]
+    lost = {TRAINING, *rank_roles(config), *(engines if config.weights.kind == "collective" else ())}
+    return [role for role in (*server_roles(config), *worker_roles(config)) if role not in lost]
 
 
 def _watch(

@@ -16,8 +16,6 @@ from pipelinerl.launch.session import Session
 from pipelinerl.types import MAX_RECEIVERS
 
 LOOPBACK = "127.0.0.1"
-RETURN_S = 60.0
-"""How long a run that is over waits for an engine server that is not its own. Its own processes are started again."""
 
 
 class SenderAddress(NamedTuple):
@@ -57,8 +55,6 @@ def broadcast_sender(session: Session, fd: int, timeout_s: float, give_up: Calla
         coordinated=config.engine.kind != "local",
         encoding=config.weights.encoding,
         full_every=config.weights.full_every,
-        regroups=config.launch.restarts > 0,
-        return_s=RETURN_S if config.engine.urls else config.launch.startup_timeout_s,
         give_up=give_up,
     )
 

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from pipelinerl.config.schema import EngineConfig, RunConfig
+from pipelinerl.config.schema import EngineConfig
 from pipelinerl.errors import StalledError, UserError
 from pipelinerl.extras import require
 from pipelinerl.files import write_atomically
@@ -177,7 +177,8 @@ async def connected_engine(session: Session, name: str, weights_fd: int | None) 
     shared = config.engine.weights_dir
     directories = (Path(shared),) if shared else (SHARED_MEMORY, session.run.control)
     left_s = max(1.0, deadline_s - time.monotonic())
-    alone_s = config.launch.startup_timeout_s if _are_started_again(config) else 0.0
+    again = config.launch.restarts > 0 and bool(server_roles(config)) and config.weights.kind != "collective"
+    alone_s = config.launch.startup_timeout_s if again else 0.0  # servers that die are started again (see `launch.healing`)
     bounds = Bounds(startup_s=left_s, join_s=left_s, alone_s=alone_s)
     servers, first = server_clients(config.engine.kind, urls, facts, key, session.plan), session.plan.version
     async with RemoteEngine.connect(servers, name=name, first=first, weight_dirs=directories, bounds=bounds) as engine:
@@ -186,11 +187,6 @@ async def connected_engine(session: Session, name: str, weights_fd: int | None) 
 
             await engine.join_broadcast(*sender_address(session, weights_fd))
         yield EngineHandle(engine, engine.slots, Contract(facts.stop_token_ids, facts.notes))
-
-
-def _are_started_again(config: RunConfig) -> bool:
-    """Whether servers that die are started again, at the same address (see `launch.healing`)."""
-    return config.launch.restarts > 0 and bool(server_roles(config))
 
 
 def server_clients(

@@ -4,8 +4,7 @@
                                                       └ restarted: the last update is sent first
     update ─▶ all servers at once ─▶ one combined receipt
 
-The file of the last update is kept for servers that come back. With a broadcast, such a server joins it instead, and the
-trainer then sends the last update again.
+The file of the last update is kept for servers that come back. With a broadcast, the loss of a server ends the session.
 """
 
 from __future__ import annotations
@@ -50,7 +49,6 @@ class Replica:
         self.gone = False
         self.last_error = "it has not answered yet"
         self.health_check: asyncio.Task[None] | None = None
-        self.joined = ""  # the instance that has joined the trainer's broadcast
         self._steps_before = 0
         self._bounds = bounds
         self._clock = clock
@@ -144,7 +142,6 @@ class ReplicaPool:
         self._update_lock = asyncio.Lock()
         self.last_update: WeightUpdateRequest | None = None
         self._alone_since_s: float | None = None
-        self._sender: tuple[str, int, str] | None = None  # address and key of the trainer's broadcast, once it is joined
 
     def accepts(self, replica: Replica) -> bool:
         """Whether it gets new requests: it is healthy and holds the newest weights that all servers have acknowledged."""
@@ -226,26 +223,15 @@ class ReplicaPool:
 
         Raises WeightUpdateError or ServerError, naming the first server that does not join.
         """
-
-        async with self._update_lock:
-            self._sender = host, port, key
-            await _gather_or_cancel(map(self._join, self.replicas))
-
-    async def _join(self, replica: Replica) -> None:
-        assert self._sender is not None  # noqa: S101 - only called after `join`
-        host, port, key = self._sender
-        instance = replica.instance
-        group = ProcessGroupRequest(
-            host=host,
-            port=port,
-            key=key,
-            index=self.replicas.index(replica),
-            receivers=len(self.replicas),
-            timeout_s=self._bounds.join_s,
-            name=replica.url,
+        count, timeout_s = len(self.replicas), self._bounds.join_s
+        await _gather_or_cancel(
+            replica.server.join_broadcast(
+                ProcessGroupRequest(
+                    host=host, port=port, key=key, index=index, receivers=count, timeout_s=timeout_s, name=replica.url
+                )
+            )
+            for index, replica in enumerate(self.replicas)
         )
-        await replica.server.join_broadcast(group)
-        replica.joined = instance
 
     async def update(self, weights: WeightUpdateRequest) -> UpdateReceipt:
         """Have all servers that are not gone apply the weights. Servers that are gone get them when they come back.
@@ -287,33 +273,12 @@ class ReplicaPool:
                     raise self._no_answer(replica, weights) from error
                 await asyncio.sleep(back_off_s(failures))
             else:
-                if receipt.error is not None and await self._was_replaced(replica):
-                    continue
                 replica.recovered()
                 return receipt
         return None
 
-    async def _was_replaced(self, replica: Replica) -> bool:
-        """Whether a server that refused an update has ended since, or is another process than before: it may take it yet."""
-        before = replica.instance
-        try:
-            info = await replica.server.info()
-        except ServerUnreachableError:
-            return True
-        except ServerError:
-            return False
-        if info.instance == before:
-            return False
-        await self.check_health(replica)
-        return True
-
     async def _bring_up_to_date(self, replica: Replica) -> None:
-        """Send the last update to a server that does not hold it: it was restarted, or unreachable during the update.
-
-        With a broadcast, have it join. The trainer then sends the last update again.
-        """
-        if self._sender is not None and replica.joined not in ("", replica.instance):
-            await self._join(replica)
+        """Send the last update to a server that does not hold it: it was restarted, or unreachable during the update."""
         if self.last_update is None or replica.holds(self.last_update.version) or self._update_lock.locked():
             return
         if self.last_update.path is None:

@@ -17,18 +17,14 @@ import torch
 from torch import Tensor, distributed
 
 from pipelinerl.channel import ProtocolError
-from pipelinerl.errors import UserError, WeightUpdateError
+from pipelinerl.errors import BroadcastEndedError, UserError, WeightUpdateError
 from pipelinerl.rendezvous import Rendezvous, prove_members
-from pipelinerl.weights.broadcast.control import Gpu
+from pipelinerl.weights.messages import Gpu
 
 Backend = Literal["gloo", "nccl"]
 _FIRST_POLL_S, _LONGEST_POLL_S = 0.0002, 0.005
 _NCCL_BOUND = timedelta(days=1)
 _distributed: Any = distributed  # Its type declarations are incomplete.
-
-
-class GroupBrokenError(WeightUpdateError):
-    """The group was not formed, or one of its members is lost."""
 
 
 class Group:
@@ -48,7 +44,7 @@ class Group:
     ) -> None:
         """Form the group with the other members. `host`: the address at which they reach this member.
 
-        Takes `rendezvous` over. Raises GroupBrokenError if they do not join within `bound_s` or one does not have `key`,
+        Takes `rendezvous` over. Raises BroadcastEndedError if they do not join within `bound_s` or one does not have `key`,
         UserError if this PyTorch lacks the backend.
         """
         self._rendezvous, self._bound_s = rendezvous, bound_s
@@ -62,7 +58,7 @@ class Group:
                 prove_members(self._group, key, rank=rank, size=size, bound_s=bound_s)
         except (RuntimeError, ProtocolError) as error:
             rendezvous.close()
-            raise GroupBrokenError(
+            raise BroadcastEndedError(
                 f"the group of weight sender and receivers was not formed: {_first_line(error)}"
             ) from error
         except UserError:
@@ -73,7 +69,7 @@ class Group:
         """Copy `flat_U8` (bytes, [n]) from rank 0 to every member.
 
         `check` is called repeatedly meanwhile. If it raises, the broadcast is abandoned and the caller gets the exception.
-        Raises GroupBrokenError if the group breaks, or a bucket takes longer than the bound.
+        Raises BroadcastEndedError if the group breaks, or a bucket takes longer than the bound.
         """
         options = _distributed.BroadcastOptions()
         options.rootRank, options.rootTensor, options.asyncOp = 0, 0, True
@@ -88,7 +84,7 @@ class Group:
             for work in self._works:
                 self._wait_for(work, check)
         except RuntimeError as error:  # PyTorch's, of either backend
-            raise GroupBrokenError(f"the broadcast of weights failed: {_first_line(error)}") from error
+            raise BroadcastEndedError(f"the broadcast of weights failed: {_first_line(error)}") from error
         self._works = []
 
     def end(self) -> None:
@@ -106,7 +102,7 @@ class Group:
         while not work.is_completed():
             check()
             if time.monotonic() > deadline_s:
-                raise GroupBrokenError(f"the broadcast of weights made no progress for {self._bound_s:g} s")
+                raise BroadcastEndedError(f"the broadcast of weights made no progress for {self._bound_s:g} s")
             time.sleep(poll_s)
             poll_s = min(2 * poll_s, _LONGEST_POLL_S)
         work.wait()  # Completed; this raises its error, if any.

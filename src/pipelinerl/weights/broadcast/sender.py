@@ -7,8 +7,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 import torch
@@ -19,18 +18,11 @@ from pipelinerl.errors import PipelineRLError, WeightUpdateError
 from pipelinerl.models.state import checksum, digests_of, first_names
 from pipelinerl.rendezvous import serve_store
 from pipelinerl.types import MAX_RECEIVERS, Encoding, UpdateReceipt, WeightTransfer
-from pipelinerl.weights.broadcast import control
-from pipelinerl.weights.broadcast.group import (
-    Group,
-    GroupBrokenError,
-    choose_backend,
-    gpu_of,
-    staging_buffer,
-    staging_device,
-)
-from pipelinerl.weights.broadcast.members import Member, Members
+from pipelinerl.weights.broadcast.group import Group, choose_backend, gpu_of, staging_buffer, staging_device
+from pipelinerl.weights.broadcast.members import Members
 from pipelinerl.weights.delta import encode
 from pipelinerl.weights.layout import Layout
+from pipelinerl.weights.messages import Apply, Form, Offer
 from pipelinerl.weights.sending import layout_of, require_same, source_checksum
 
 logger = logging.getLogger(__name__)
@@ -38,8 +30,7 @@ logger = logging.getLogger(__name__)
 BUCKET_BYTES = 64 << 20
 _ENDING_S = 5.0
 _EXPLANATION_S = 3.0
-_MOST_BROKEN = 4
-"""Groups in a row that break although no member has left, before the transfer fails."""
+"""Time for members to explain a broadcast that has failed: one may be gone."""
 _CPU = torch.device("cpu")
 
 
@@ -64,8 +55,6 @@ class CollectiveWeightSender:
         coordinated: bool = False,
         encoding: Encoding = "full",
         full_every: int = 100,
-        regroups: bool = False,
-        return_s: float = 60.0,
         give_up: Callable[[], bool] = lambda: False,
     ) -> None:
         """`timeout_s`: how long to wait for answers. `stall_s`: how long a receiver may be silent; a transfer may make no
@@ -75,9 +64,7 @@ class CollectiveWeightSender:
         (None: unchanged). `device`: where this process computes; with nccl the copy to send is there. `coordinated`: the
         engines are servers; a coordinator connects as well, decides when they apply an update and answers for all of them.
         `encoding` delta: send what differs from the previous update, except in the first and every `full_every`-th update,
-        if a receiver asks for all weights, or if that would not be fewer bytes. Needs a second copy of the weights.
-        `regroups`: once the first group is formed, members may be lost and come back (see the package). `return_s`: how long
-        `close` waits for one that is away.
+        or if that would not be fewer bytes. Needs a second copy of the weights.
         `give_up` returns True when the run is ending, and engines may be gone: the sender then neither waits nor sends.
         """
         if not 1 <= receivers <= MAX_RECEIVERS:
@@ -88,18 +75,13 @@ class CollectiveWeightSender:
             raise ValueError(f"stall_s must be at least a second, not {stall_s:g} s")
         self._timeout_s, self._stall_s, self._join_timeout_s = timeout_s, stall_s, join_timeout_s
         self._bucket_bytes, self._dtype, self._device = bucket_bytes, dtype, device
-        self._gpu = gpu_of(device)
-        self._give_up = give_up
+        self._gpu, self._give_up = gpu_of(device), give_up
         self.host, self.port = listener.getsockname()[:2]
         self._key = key
         self._members = Members(listener, key, receivers, stall_s=stall_s, coordinated=coordinated, give_up=give_up)
         self._layout: Layout | None = None
         self._encoding, self._full_every = encoding, full_every
         self._staging_U8 = self._base_U8 = torch.empty(0, dtype=torch.uint8)  # the update, and with deltas the previous one
-        self._copies = threading.Lock()  # held while one of them is written or broadcast
-        self._base = ""  # checksum of the previous update that this group has; "": none
-        self._regroups, self._return_s = regroups, return_s
-        self._broken = 0  # groups in a row
         self._begin_s = 0.0
         self.transfer: WeightTransfer | None = None
         self.digests: Mapping[str, str] = {}
@@ -112,26 +94,29 @@ class CollectiveWeightSender:
         """Copy the tensors and return the checksum of the copy ("" if `give_up` said so). A thread then broadcasts the copy.
 
         Versions must rise, and names, types, shapes and tying must not change; otherwise raises WeightUpdateError. Also
-        raises it if an engine is gone, stalls, did not acknowledge the previous update in time, or holds other weights.
+        raises it if an engine is gone, did not acknowledge the previous update in time, or holds other weights.
         """
-        last = self._members.offer
+        members, last = self._members, self._members.offer
         if last is not None and version <= last.version:
             raise WeightUpdateError(f"weight versions must rise: {version} was sent after {last.version}")
         layout = layout_of(tensors, self._dtype)
         if self._layout is not None:
             require_same(self._layout, layout)
-        with self._previous_answered() as answered:
-            if not answered or not self._have_buffers(layout):
-                return ""
-            self._begin_s = time.monotonic()
-            staged = layout.views(self._staging_U8)
-            with torch.no_grad():
-                for name, owner in first_names(tensors).items():
-                    if name == owner:
-                        staged[name].copy_(tensors[name])
-            self.digests = digests_of(staged)
-            self._offer(version, checksum(staged, self.digests), source_checksum(tensors, self._dtype))
-        return self._members.offer.checksum if self._members.offer else ""
+        if not self._previous_answered() or not self._have_buffers(layout):
+            return ""
+        self._begin_s = time.monotonic()
+        staged = layout.views(self._staging_U8)
+        with torch.no_grad():
+            for name, owner in first_names(tensors).items():
+                if name == owner:
+                    staged[name].copy_(tensors[name])
+        self.digests = digests_of(staged)
+        digest, sums = checksum(staged, self.digests), source_checksum(tensors, self._dtype)
+        with members.changed:
+            number = last.number + 1 if last else 1
+            members.offer = Offer(number=number, version=version, checksum=digest, device_checksum=sums)
+            members.changed.notify_all()
+        return digest
 
     def unanswered(self) -> Sequence[str]:
         """The engines that have not acknowledged the last update. While there are any, `send` would wait."""
@@ -143,32 +128,14 @@ class CollectiveWeightSender:
         return self._members.take_receipts()
 
     def close(self) -> None:
-        """End the transfer. The last update is still delivered, unless there was a failure, and can be taken afterwards.
-
-        A receiver that has left and does not have it is waited for, for at most `return_s`.
-        """
-        members = self._members
+        """End the transfer. The last update is still delivered, unless there was a failure, and can be taken afterwards."""
         with contextlib.suppress(WeightUpdateError):  # `receipts` reports failures; `close` does not.
-            if members.regroups:
-                members.wait_until(self._behind_the_last, self._return_s, "come back for the last weights")
-            elif all(member.channel for member in members.all):
+            if all(member.channel for member in self._members.all):
                 self._wait_until_released()
         self._closing.set()
-        members.close()
+        self._members.close()
         self._thread.join(_ENDING_S)
         self._staging_U8 = self._base_U8 = torch.empty(0, dtype=torch.uint8)
-
-    def _behind_the_last(self) -> list[Member]:
-        last = self._members.offer
-        return [member for member in self._members.receivers if last is not None and member.version < last.version]
-
-    def _offer(self, version: int, checksum: str, sums: str) -> None:
-        """Have the thread broadcast what is in the buffer."""
-        members = self._members
-        with members.changed:
-            number = members.offer.number + 1 if members.offer else 1
-            members.offer = control.Offer(number=number, version=version, checksum=checksum, device_checksum=sums)
-            members.changed.notify_all()
 
     def _have_buffers(self, layout: Layout) -> bool:
         """Make the buffers for the first update. For a delta, the previous update becomes the base. False: the run ends."""
@@ -184,33 +151,17 @@ class CollectiveWeightSender:
             self._staging_U8, self._base_U8 = self._base_U8, self._staging_U8
         return True
 
-    @contextmanager
-    def _previous_answered(self) -> Iterator[bool]:
-        """While inside, the buffers may be written: all engines of the group have acknowledged the previous update.
-
-        Nobody is waited for while a group is formed again. False if the run is ending.
-        """
-        members = self._members
-        while True:
-            answered = self._wait_for_answers()
-            with self._copies:
-                if not answered or not members.unanswered:  # a new group gets the previous update too
-                    yield answered
-                    return
-
-    def _wait_for_answers(self) -> bool:
+    def _previous_answered(self) -> bool:
         """Wait until all engines have acknowledged the previous update. False if the run is ending."""
-        if self._give_up():
+        members, offer = self._members, self._members.offer
+        if self._give_up() or not self._wait_until_released():
             return False
-        members = self._members
-        if (offer := members.offer) is not None:
+        if offer is not None:
             verb = f"answer weights of version {offer.version}"
-            if not self._wait_until_released():
-                return False
-            if not members.wait_until(lambda: members.late, self._timeout_s, verb):
+            if not members.wait_until(lambda: members.unanswered, self._timeout_s, verb, WeightUpdateError):
                 return False
         members.require_no_problem()
-        members.require_alive(members.group)
+        members.require_alive()
         return True
 
     def _wait_until_released(self) -> bool:
@@ -220,190 +171,96 @@ class CollectiveWeightSender:
             return True
         # The thread has tighter bounds; this one is for a backend that blocks it.
         buckets = -(-self._staging_U8.numel() // self._bucket_bytes)
-        broadcasts = 1 if self._encoding == "full" else 2
-        bound_s = self._join_timeout_s + 2 * self._stall_s * (1 + broadcasts * (1 + buckets))
+        bound_s = self._join_timeout_s + 2 * self._stall_s * (2 + buckets)
+        verb = f"receive weights of version {offer.version}"
+        return members.wait_until(lambda: members.all if self._released < offer.number else [], bound_s, verb)
 
-        def waits() -> Sequence[Member]:
-            return members.group if members.formed and members.offer and self._released < members.offer.number else []
+    def _wait_until_joined(self) -> bool:
+        """Wait until all members have connected. False if the run is ending."""
+        members, verb = self._members, f"connect to {self.host}:{self.port}"
+        missing = lambda: [member for member in members.all if member.channel is None]  # noqa: E731
+        return members.wait_until(missing, self._join_timeout_s, verb, WeightUpdateError)
 
-        return members.wait_until(waits, bound_s, f"receive weights of version {offer.version}")
+    @property
+    def _backend(self) -> tuple[str, str]:
+        """And why it is not nccl. Valid once all receivers have connected."""
+        return choose_backend(self._gpu, [member.gpu for member in self._members.receivers])
 
-    # ---- The broadcasting thread
+    # ---- the broadcasting thread
 
     def _run(self) -> None:
         """Any error here fails the whole transfer."""
         group: Group | None = None
+        members = self._members
         try:
-            while True:
-                try:
-                    group = self._form_group()
-                    if group is not None:
-                        self._deliver(group)
-                    break
-                except GroupBrokenError as error:
-                    members = self._members
-                    self._broken += not (members.broken or members.newcomers)
-                    if not members.regroups or self._broken > _MOST_BROKEN:
-                        raise
-                    logger.warning("the group of weight receivers is formed again: %s", error)
-                    if group is not None:
-                        group.end()
-                    group = None
+            if self._wait_until_joined():
+                group = self._form_group()
+                self._deliver(group)
         except PipelineRLError as error:
             with contextlib.suppress(WeightUpdateError):
-                self._members.require_alive(self._members.all)  # A dead member explains more.
-            self._members.fail(str(error))
+                members.wait_until(lambda: members.all, _EXPLANATION_S, "explain it")  # a dead member explains more
+            members.fail(error)
         except Exception as error:
-            self._members.fail(f"the weight sender failed: {type(error).__name__}: {error}")
+            members.fail(WeightUpdateError(f"the weight sender failed: {type(error).__name__}: {error}"))
             raise
         # PyTorch can't destroy a group safely during interpreter shutdown, so `close` waits for this.
         self._closing.wait()
         if group is not None:
             group.end()
 
-    @property
-    def _backend(self) -> tuple[str, str]:
-        """And why it is not nccl. Valid once all receivers of the group have connected."""
-        return choose_backend(self._gpu, [member.gpu for member in self._members.receiving])
-
-    def _wait_until_joined(self) -> bool:
-        """Wait until all members have connected. False if the run is ending."""
-        members, verb = self._members, f"connect to {self.host}:{self.port}"
-        return members.wait_until(
-            lambda: [member for member in members.all if member.channel is None], self._join_timeout_s, verb
-        )
-
-    def _form_group(self) -> Group | None:
-        """A group of all members, or later of those that there are. None if the run ends before.
-
-        A group that replaces another one begins with the last update.
-        """
+    def _form_group(self) -> Group:
         members = self._members
-        if not (members.gather(members.dismiss()) if members.regroups else self._wait_until_joined()):
-            return None
-        (backend, why), size = self._backend, len(members.receiving) + 1
+        (backend, why), size = self._backend, len(members.receivers) + 1
         if why and self._gpu is not None:
             logger.warning("weights are broadcast by the hosts (gloo), not between the GPUs: %s", why)
         device, bound_s = staging_device(backend, self._device), 2 * self._stall_s
         rendezvous = serve_store(self.host, self._key, bound_s)
-        form = control.Form(
-            backend=backend,
-            size=size,
-            rank=0,
-            store_port=rendezvous.port,
-            bucket_bytes=self._bucket_bytes,
-            stall_s=self._stall_s,
-            coordinated=members.coordinator is not None,
-            regroups=self._regroups,
-        )
-        if members.coordinator is not None:
-            members.send(form, [members.coordinator])
-        for rank, member in enumerate(members.receiving, start=1):
-            members.send(msgspec.structs.replace(form, rank=rank), [member])
-        group = Group(backend, rendezvous, self._key, rank=0, size=size, host=self.host, bound_s=bound_s, device=device)
-        if not members.regroups:
-            members.regroups = self._regroups
-            return group
-        with self._copies:
-            self._base, members.formed = "", True
-            self._staging_U8, self._base_U8 = self._staging_U8.to(device), self._base_U8.to(device)
-            if members.offer is not None:
-                self._offer(members.offer.version, members.offer.checksum, members.offer.device_checksum)
-        return group
+        for member in members.all:
+            form = Form(
+                backend=backend,
+                size=size,
+                rank=0 if member.index is None else member.index + 1,
+                store_port=rendezvous.port,
+                bucket_bytes=self._bucket_bytes,
+                stall_s=self._stall_s,
+                coordinated=members.coordinator is not None,
+            )
+            members.send(form, [member])
+        return Group(backend, rendezvous, self._key, rank=0, size=size, host=self.host, bound_s=bound_s, device=device)
 
     def _deliver(self, group: Group) -> None:
-        """Broadcast updates until the sender closes. Raises GroupBrokenError when another group must be formed."""
+        """Broadcast updates until the sender closes."""
         members, number = self._members, 0
-        while True:
+        while not self._closing.is_set():
             with members.changed:
-                while not self._closing.is_set() and not (members.offer and members.offer.number > number):
-                    if newcomers := members.newcomers:
-                        raise GroupBrokenError(f"engine {newcomers[0].label} joins")
+                offer = members.offer
+                if offer is None or offer.number == number:
                     members.changed.wait(POLL_S)
-            if self._closing.is_set():
-                return
-            with self._copies:
-                assert members.offer is not None  # noqa: S101 - it is awaited above
-                offer, first = members.offer, number == 0
-                members.require_whole()
-                self._broadcast(group, offer, first=first)
+                    continue
+            self._broadcast(group, offer)
             number = offer.number
 
-    def _broadcast(self, group: Group, offer: control.Offer, *, first: bool) -> None:
-        """Offer the update, broadcast it once all receivers are ready, and release it once all have staged it.
-
-        So no broadcast begins while a receiver is stopped or dead. One that stops later is detected by its silence. If any
-        receiver can't use the delta, all receive all weights. `first`: of this group.
-        """
+    def _broadcast(self, group: Group, offer: Offer) -> None:
+        """Offer the update, broadcast it, and release it once all receivers have staged it."""
         members, number, delta_U8 = self._members, offer.number, self._delta(offer)
-        if first:
-            offer = msgspec.structs.replace(offer, layout=msgspec.json.encode(self._layout).decode())
-        if delta_U8 is not None:
-            offer = msgspec.structs.replace(offer, base=self._base, delta_bytes=delta_U8.numel())
-        members.send(offer, members.group)
-        if not self._wait_for_step(("ready",), offer, 2 * self._stall_s):
+        sent_U8 = self._staging_U8 if delta_U8 is None else delta_U8
+        layout = msgspec.json.encode(self._layout).decode() if number == 1 else ""
+        delta_bytes = None if delta_U8 is None else delta_U8.numel()
+        members.send(msgspec.structs.replace(offer, layout=layout, delta_bytes=delta_bytes))
+        group.broadcast(sent_U8, self._bucket_bytes, members.require_alive)
+        missing = lambda: [member for member in members.receivers if member.staged < number]  # noqa: E731
+        if not members.wait_until(missing, 2 * self._stall_s, f"receive weights of version {offer.version}"):
             return
-        encoding: Encoding = "full"
-        sent_bytes = 0
-        if delta_U8 is not None and not self._full_wanted(number):
-            encoding, sent_bytes = "delta", delta_U8.numel()
-            if not self._transmit(group, offer, "delta", delta_U8):
-                return
-        if encoding == "full" or self._full_wanted(number):
-            encoding, sent_bytes = "full", sent_bytes + self._staging_U8.numel()
-            if not self._transmit(group, offer, "full", self._staging_U8):
-                return
         time_s = time.monotonic() - self._begin_s
-        self.transfer = WeightTransfer(version=offer.version, bytes=sent_bytes, time_s=time_s, encoding=encoding)
-        self._base, self._broken = offer.checksum, 0
-        members.send(control.Go("apply", number), members.answering)
+        encoding: Encoding = "full" if delta_U8 is None else "delta"
+        self.transfer = WeightTransfer(version=offer.version, bytes=sent_U8.numel(), time_s=time_s, encoding=encoding)
+        members.send(Apply(number), members.answering)
         with members.changed:
-            for member in members.receiving:
-                member.version = offer.version
             self._released = number
             members.changed.notify_all()
 
-    def _delta(self, offer: control.Offer) -> Tensor | None:
-        """The delta from the previous update; None if all weights are due or not longer."""
-        if self._encoding == "full" or not self._base or (offer.number - 1) % self._full_every == 0:
+    def _delta(self, offer: Offer) -> Tensor | None:
+        """The delta from the previous update, which all receivers hold; None if all weights are due or not longer."""
+        if self._encoding == "full" or (offer.number - 1) % self._full_every == 0:
             return None
         return encode(self._staging_U8, self._base_U8, below=self._staging_U8.numel())
-
-    def _full_wanted(self, number: int) -> bool:
-        return any(member.done["full"] >= number for member in self._members.receiving)
-
-    def _transmit(self, group: Group, offer: control.Offer, encoding: Encoding, sent_U8: Tensor) -> bool:
-        """One broadcast, until all receivers have staged the update or refused the delta. False if the run is ending."""
-        members, number = self._members, offer.number
-        for member in members.receiving:
-            member.done["staged"] = number - 1  # Those that could use the delta stage the update again.
-        members.send(control.Go("receive", number, encoding), members.receiving)
-        ends = ("staged",) if encoding == "full" else ("staged", "full")
-
-        def check() -> None:
-            members.require_alive(self._without(("staged",), number))
-            members.require_whole()
-
-        try:
-            group.broadcast(sent_U8, self._bucket_bytes, check)
-        except WeightUpdateError:
-            self._wait_for_step(ends, offer, _EXPLANATION_S)  # Raises an error that names the failed receiver.
-            raise
-        return self._wait_for_step(ends, offer, 2 * self._stall_s)
-
-    def _wait_for_step(self, steps: Sequence[str], offer: control.Offer, bound_s: float) -> bool:
-        """Wait until all receivers have done one of the steps. False if the run is ending.
-
-        Raises GroupBrokenError if one has left the group.
-        """
-        verb = f"{'get ready for' if 'ready' in steps else 'receive'} weights of version {offer.version}"
-
-        def missing() -> list[Member]:
-            self._members.require_whole()
-            return self._without(steps, offer.number)
-
-        return self._members.wait_until(missing, bound_s, verb)
-
-    def _without(self, steps: Sequence[str], number: int) -> list[Member]:
-        """The receivers that have not done one of the steps of update `number`. The others may leave."""
-        return [member for member in self._members.receiving if all(member.done[step] < number for step in steps)]

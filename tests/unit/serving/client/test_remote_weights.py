@@ -222,41 +222,6 @@ async def test_servers_that_joined_a_broadcast_are_told_only_which_weights_to_ta
 
 
 @in_event_loop
-async def test_a_server_that_was_restarted_joins_the_broadcast_and_is_used_again_once_it_has_weights(tmp_path: Path) -> None:
-    a, b = FakeServer("http://a"), FakeServer("http://b")
-    async with engine_over(a, b, weight_dirs=[tmp_path]) as engine:
-        await engine.join_broadcast("10.0.0.5", 7, "secret")
-        await engine.update_weights(WeightUpdate(1, "c0ffee", {}))
-        b.joined = None
-        b.restart()
-        await wait_until(lambda: b.joined is not None)
-        await wait_until(lambda: engine.slots == a.slots)
-        await engine.update_weights(WeightUpdate(1, "c0ffee", {}))  # the trainer sends it again
-        await wait_until(lambda: engine.slots == a.slots + b.slots)
-        assert (await engine.update_weights(WeightUpdate(2, "cafe", {}))).error is None
-    assert [offer.version for offer in b.updates] == [1, 1, 2]
-
-
-@in_event_loop
-async def test_a_server_that_is_restarted_during_an_update_is_no_refusal(tmp_path: Path) -> None:
-    """Its new process has not joined the broadcast yet, and refuses."""
-    a, b = FakeServer("http://a"), FakeServer("http://b")
-    async with engine_over(a, b, weight_dirs=[tmp_path]) as engine:
-        await engine.join_broadcast("10.0.0.5", 7, "secret")
-        whole, b.joined = b.update_weights, None
-
-        async def until_joined(update: WeightUpdateRequest) -> UpdateReceipt:
-            if b.joined is None:
-                b.restart()
-                raise WeightUpdateError("no process group to receive from")
-            return await whole(update)
-
-        b.update_weights = until_joined  # type: ignore[method-assign]
-        assert (await engine.update_weights(WeightUpdate(1, "c0ffee", {}))).error is None
-    assert [offer.version for offer in b.updates] == [1]
-
-
-@in_event_loop
 async def test_a_server_that_does_not_join_is_named(tmp_path: Path) -> None:
     a, b = FakeServer("http://a"), FakeServer("http://b")
     b.join_problem = WeightUpdateError("engine server http://b refused: no group was formed")
