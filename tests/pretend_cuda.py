@@ -36,6 +36,7 @@ CUDA = torch.device("cuda", 0)
 aten = torch.ops.aten
 
 _MAY_MIX = {
+    aten._has_compatible_shallow_copy_type.default,
     aten.copy_.default,
     aten._to_copy.default,
     aten.index.Tensor,
@@ -237,8 +238,8 @@ class _Functions(TorchFunctionMode):
             return func(*args, **kwargs)
         name, first = getattr(func, "__name__", ""), args[0] if args else None
         here = device.is_here(first)
-        if func in _PLACES:
-            return _PLACES[func](here)
+        if here and func in _PLACES:
+            return _PLACES[func]
         if name == "is_pinned":
             return device.label(first) == "pinned"
         if name == "pin_memory":
@@ -291,11 +292,7 @@ class _Functions(TorchFunctionMode):
 
 
 _HAVE_DTYPE = (torch.dtype, Tensor)
-_PLACES: dict[Any, Callable[[bool], Any]] = {
-    Tensor.device.__get__: lambda here: CUDA if here else torch.device("cpu"),
-    Tensor.is_cuda.__get__: lambda here: here,
-    Tensor.is_cpu.__get__: lambda here: not here,
-}
+_PLACES: dict[Any, Any] = {Tensor.device.__get__: CUDA, Tensor.is_cuda.__get__: True, Tensor.is_cpu.__get__: False}
 
 
 def _names_cuda(device: object) -> bool:
@@ -307,7 +304,7 @@ def _without_device(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, A
     names = []
 
     def named(part: Any) -> Any:
-        if isinstance(part, torch.device) or part in ("cpu", "cuda", "cuda:0"):
+        if str(part) in ("cpu", "cuda", "cuda:0"):  # not meta
             names.append("cuda" if _names_cuda(part) else "cpu")
             return torch.device("cpu")
         return part
@@ -372,6 +369,11 @@ def _cuda_api(device: PretendedDevice) -> dict[str, Any]:
         device.registered.add(address)
         return 0
 
+    def all_reduce(tensors: list[Tensor]) -> None:
+        total = torch.stack(tensors).sum(0)
+        for tensor in tensors:
+            tensor.copy_(total)
+
     cudart = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=device.registered.discard)
     nothing: Callable[..., Any] = lambda *_: contextlib.nullcontext()  # noqa: E731
     return {
@@ -391,6 +393,7 @@ def _cuda_api(device: PretendedDevice) -> dict[str, Any]:
         "mem_get_info": lambda *_: (78 << 30, 80 << 30),
         "get_device_properties": lambda *_: properties,
         "cudart": lambda: cudart,
+        "nccl": SimpleNamespace(all_reduce=all_reduce, version=lambda: (2, 29, 7)),
         "is_current_stream_capturing": lambda: device.recording is not None,
         "_lazy_init": lambda: None,
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import resource
 import shutil
@@ -41,7 +42,7 @@ class Finding(NamedTuple):
 
 
 def examine(vllm_python: Path | None = None) -> list[Finding]:
-    return [*_machine(Path.cwd()), *_gpus(), *packages(), *_redis(), vllm(vllm_python)]
+    return [*_machine(Path.cwd()), *_gpus(), *_gpu_checks(), *packages(), *_redis(), vllm(vllm_python)]
 
 
 def shown(findings: Sequence[Finding]) -> str:
@@ -108,6 +109,32 @@ def _gpus() -> Iterator[Finding]:
         yield Finding("note", "GPU", "none", "runs use the CPU")
 
 
+def _gpu_checks() -> Iterator[Finding]:
+    """What a program finds that may fail or hang, and whether MPS runs."""
+    import torch  # noqa: PLC0415 - takes a second
+
+    if not torch.cuda.is_available():
+        return
+    command, lines = [sys.executable, "-m", "pipelinerl.experiments.gpu_checks"], b""
+    try:
+        lines, end = subprocess.run(command, capture_output=True, timeout=TIMEOUT_S, check=True).stdout, ""  # noqa: S603
+    except subprocess.SubprocessError as error:
+        lines, end = getattr(error, "stdout", None) or b"", str(error).partition("' ")[2]
+    for passed, what, found, fix in map(json.loads, lines.splitlines()):
+        yield Finding("ok" if passed else WRONG, what, found, fix)
+    if end:
+        yield Finding(WRONG, "GPU checks", f"the program {end}", f"see its errors: {' '.join(command)}")
+    yield _mps()
+
+
+def _mps() -> Finding:
+    """Whether the daemon with which processes share a GPU at once answers."""
+    if _output(["nvidia-cuda-mps-control"], "get_default_active_thread_percentage\n"):
+        return Finding("ok", "MPS", "running")
+    fix = "a trainer and an engine that share a GPU are faster with it: nvidia-cuda-mps-control -d"
+    return Finding("note", "MPS", "not running", fix)
+
+
 def packages() -> Iterator[Finding]:
     """This package, what it needs, and its extras: one finding for each that is wrong, one for all that are missing."""
     yield Finding("ok", "pipelinerl", f"{extras.version('pipelinerl')}, {Path(__file__).parents[1]}")
@@ -151,10 +178,10 @@ def vllm(python: Path | None) -> Finding:
     return Finding("ok", "vLLM", f"{said.split()[-1]} in {python}", f"--engine.kind vllm --engine.python {python}")
 
 
-def _output(command: Sequence[str]) -> str | None:
-    """What a program prints; None if there is no such program, or it fails."""
+def _output(command: Sequence[str], given: str = "") -> str | None:
+    """What a program prints; None if there is no such program, or it fails. `given`: its standard input."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)  # noqa: S603 - fixed
+        done = subprocess.run(command, input=given, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)  # noqa: S603
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip() or None

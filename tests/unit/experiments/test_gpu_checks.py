@@ -1,0 +1,128 @@
+"""What `pipelinerl doctor` tries on a GPU, on a device that is pretended: all of it passes, and faults are seen."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipelinerl.engine import static
+from pipelinerl.experiments import doctor, gpu_checks
+from pipelinerl.models import varlen
+from tests.pretend_cuda import pretended_cuda
+
+Patch = pytest.MonkeyPatch
+
+
+@pytest.fixture(autouse=True)
+def _a_torch_for_cuda(monkeypatch: Patch) -> None:
+    monkeypatch.setattr("pipelinerl.models.device.require_device", lambda _: None)
+
+
+def run(capsys: pytest.CaptureFixture[str], plant: Callable[[Patch], None] | None = None) -> list[list[Any]]:
+    with pretended_cuda(), pytest.MonkeyPatch.context() as patch:
+        if plant is not None:
+            plant(patch)
+        gpu_checks.main()
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+@pytest.mark.slow
+def test_all_checks_pass(capsys: pytest.CaptureFixture[str]) -> None:
+    found = run(capsys)
+    assert [what for passed, what, *_ in found if passed] == list(gpu_checks.CHECKS), found
+    assert found[-1][2] == "2.29.7, a sum over 1 GPU"
+
+
+def imprecise_attention(patch: Patch) -> None:
+    own = varlen.flash_attention
+    patch.setattr(varlen, "flash_attention", lambda *given, **options: own(*given, **options) * 1.1)
+
+
+def unrecordable_step(patch: Patch) -> None:
+    own = static.DeviceRows.step
+
+    def step(rows: static.DeviceRows, count: int, plain: bool) -> None:
+        rows.integers.sum().item()
+        own(rows, count, plain)
+
+    patch.setattr(static.DeviceRows, "step", step)
+    patch.setattr(gpu_checks, "CHECKS", {"CUDA graph": gpu_checks.CHECKS["CUDA graph"]})
+
+
+def early_copies(patch: Patch) -> None:
+    def early(tensor: Tensor) -> Callable[[], Any]:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True).numpy
+
+    patch.setattr(gpu_checks, "to_host", early)
+    patch.setattr(gpu_checks, "CHECKS", {"pinned memory": gpu_checks.CHECKS["pinned memory"]})
+
+
+def wrong_sum(patch: Patch) -> None:
+    patch.setattr(torch.cuda.nccl, "all_reduce", lambda tensors: tensors[0].mul_(2))
+    patch.setattr(gpu_checks, "CHECKS", {"nccl": gpu_checks.CHECKS["nccl"]})
+
+
+@pytest.mark.parametrize(
+    ("fault", "what", "message"),
+    [
+        (imprecise_attention, "attention", "UserError: off by 0."),
+        (unrecordable_step, "CUDA graph", "UnsupportedModelError: its decode step can't be recorded as a CUDA graph"),
+        (early_copies, "pinned memory", "UserError: copies through pinned memory arrive damaged"),
+        (wrong_sum, "nccl", "UserError: its sum over 1 GPU is wrong"),
+    ],
+)
+def test_a_fault_is_seen_and_ends_the_checks(
+    fault: Callable[[Patch], None], what: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ((passed, name, found, fix),) = run(capsys, fault)
+    assert (passed, name) == (False, what)
+    assert found.startswith(message)
+    assert fix
+
+
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        ('print(\'[true, "nccl", "2.29.7", ""]\')', [("ok", "nccl", "2.29.7")]),
+        (
+            'import os; print(\'[false, "nccl", "no", "do"]\', flush=True); os.abort()',
+            [("WRONG", "nccl", "no"), ("WRONG", "GPU checks", "the program died with <Signals.SIGABRT: 6>.")],
+        ),
+        ("import time; time.sleep(60)", [("WRONG", "GPU checks", "the program timed out after 3.0 seconds")]),
+    ],
+)
+def test_the_doctor_reports_the_checks_and_how_their_program_ended(
+    program: str, expected: list[tuple[str, str, str]], monkeypatch: Patch
+) -> None:
+    own = subprocess.run
+
+    def other(command: list[str], **options: Any) -> Any:
+        return own([sys.executable, "-c", program] if "-m" in command else command, **options)
+
+    monkeypatch.setattr(doctor, "TIMEOUT_S", 3.0)
+    monkeypatch.setattr(subprocess, "run", other)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    *found, mps = doctor._gpu_checks()
+    assert [(one.level, one.what, one.found) for one in found] == expected
+    assert (mps.level, mps.found, mps.fix.endswith("nvidia-cuda-mps-control -d")) == ("note", "not running", True)
+
+
+def test_the_doctor_sees_a_daemon_of_mps(tmp_path: Path, monkeypatch: Patch) -> None:
+    control = tmp_path / "nvidia-cuda-mps-control"
+    control.write_text("#!/bin/sh\nread command\n[ $command = get_default_active_thread_percentage ] && echo 100.0\n")
+    control.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    assert doctor._mps() == doctor.Finding("ok", "MPS", "running")
+
+
+def test_without_a_gpu_nothing_is_tried() -> None:
+    assert not list(doctor._gpu_checks())
