@@ -17,7 +17,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -32,7 +31,6 @@ from pipelinerl.trainer.sharding import ranks
 from pipelinerl.trainer.sharding.learner import ShardedLearner, ShardedPolicy
 
 KEY = "of the benchmark"
-BOUNDS: dict[str, Any] = {"bound_s": 600.0, "stall_s": 120.0}
 
 
 def measure(learner: Learner, vocabulary: int, options: argparse.Namespace) -> Record:
@@ -63,22 +61,15 @@ def run_process(name: str, rank: int, size: int, port: int, options: argparse.Na
         whole = load_model(model)
         print(json.dumps(measure(Learner(whole, config, temperature=1.0, pack=pack), whole.config.vocab_size, options)))
         return
-    if rank == 0:
-        entered = ranks.lead(socket.socket(fileno=port), KEY, config, **BOUNDS, end=_end)
-    else:
-        entered = ranks.follow(("127.0.0.1", port), KEY, config, rank, **BOUNDS, end=_end)
-    with entered as team:
+    meeting = socket.socket(fileno=port) if rank == 0 else ("127.0.0.1", port)
+    with ranks.join(config, rank, meeting, KEY, start_s=600.0, stall_s=120.0) as team:
         policy = ShardedPolicy(model, config, team)
-        learner = ShardedLearner(policy, config, team, temperature=1.0, pack=pack)
+        learner = ShardedLearner(policy, config, temperature=1.0, pack=pack)
         if rank == 0:
             print(json.dumps(measure(learner, policy.model.config.vocab_size, options)))
+            team.call(ranks.Call("end"))
         else:
             learner.follow()
-
-
-def _end(why: str) -> None:
-    print(why, file=sys.stderr)
-    os._exit(1)
 
 
 def run_all(name: str, size: int, options: argparse.Namespace) -> Record:

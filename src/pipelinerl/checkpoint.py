@@ -4,14 +4,10 @@
         config.json, model.safetensors, tokenizer...   Hugging Face layout: AutoModelForCausalLM.from_pretrained(folder)
         adapter/                                       for a run with `model.lora`: the trained adapter, in peft's layout
         optimizer.safetensors                          moments and step counts by parameter name
-        optimizer-00001-of-00002.safetensors, ...      instead, for a sharded trainer: a file of each rank
         state.json                                     version, RNG, positions, counters, size and checksum of each file
 
 A checkpoint is written into a hidden folder, synced to disk, and renamed. A failure before the rename (a full disk, a
 kill) leaves the existing checkpoints unchanged. Nothing is pickled.
-
-A rank's optimizer file has its rows of each tensor; the files in order, one below the other, are the whole. So any number of
-ranks can resume: each reads the rows that it needs.
 
 `weights/step_00000010/` (`save_weights`) omits what only a resume needs: no optimizer, no RNG, no fsync. It is cheap enough
 to be written often, for evaluations after the run.
@@ -20,29 +16,26 @@ to be written often, for evaluations after the run.
 from __future__ import annotations
 
 import base64
-import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
-from pipelinerl.checkpoint_folders import HIDDEN, FileRecord, Folders, files_in, folder_name, record_of, sync_records
+from pipelinerl.checkpoint_folders import HIDDEN, Folders, files_in, folder_name, record_of, sync_records
 from pipelinerl.checkpoint_state import STATE_FILE, CheckpointState, encode_state, read_state
 from pipelinerl.errors import CheckpointError
 from pipelinerl.models.loading import quiet
 from pipelinerl.models.tensor_file import write_safetensors
 
 OPTIMIZER_FILE = "optimizer.safetensors"
-OPTIMIZER_SHARD = "optimizer-{:05d}-of-{:05d}.safetensors"
-OPTIMIZER_NAME = re.compile(r"optimizer(-\d{5}-of-\d{5})?\.safetensors")
 
 
 class Checkpoint(msgspec.Struct, frozen=True):
@@ -51,41 +44,16 @@ class Checkpoint(msgspec.Struct, frozen=True):
     path: Path
     state: CheckpointState
 
-    def optimizer_state(self, rows_of: Callable[[int], slice] = slice) -> dict[str, Tensor]:
-        """The optimizer's tensors, saved by any number of ranks. `rows_of(size)`: the rows to read of a tensor with `size`.
-
-        Only these are read. Raises CheckpointError.
-        """
+    def optimizer_state(self) -> dict[str, Tensor]:
+        """The optimizer's tensors, which are read when they are used. Raises CheckpointError."""
         try:
-            with ExitStack() as stack:
-                names = sorted(name for name in self.state.files if OPTIMIZER_NAME.fullmatch(name))
-                files = [stack.enter_context(safe_open(self.path / name, "pt")) for name in names]
-                if not files:
-                    raise CheckpointError(f"{self.path} has no state of an optimizer")
-                keys = dict.fromkeys(key for file in files for key in file.keys())  # noqa: SIM118 - not a mapping
-                return {key: _rows([file for file in files if key in file.keys()], key, rows_of) for key in keys}  # noqa: SIM118
+            found: dict[str, Tensor] = load_file(self.path / OPTIMIZER_FILE)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"can't read the optimizer's state in {self.path}: {_first_line(error)}") from error
+        return found
 
     def restore_rng(self) -> None:
         restore_rng(self.state.rng)
-
-
-def _rows(files: Sequence[Any], key: str, rows_of: Callable[[int], slice]) -> Tensor:
-    """The wanted rows of a tensor, of which each file has some. A number is the same in all files."""
-    parts = [file.get_slice(key) for file in files]
-    if not parts[0].get_shape():
-        found: Tensor = files[0].get_tensor(key)
-        return found
-    sizes = [part.get_shape()[0] for part in parts]
-    start, stop, _ = rows_of(sum(sizes)).indices(sum(sizes))
-    ends = list(accumulate(sizes, initial=0))
-    wanted = [
-        part[max(0, start - first) : min(size, stop - first)]
-        for part, first, size in zip(parts, ends, sizes, strict=False)
-        if first < stop and start < first + size
-    ]
-    return torch.cat(wanted) if wanted else parts[0][0:0]
 
 
 def rng_state() -> dict[str, str]:
@@ -112,7 +80,7 @@ def write_checkpoint(
     version: int,
     model: Any,
     tokenizer: Any,
-    optimizer: Callable[[Path], Mapping[str, FileRecord]],
+    optimizer: Callable[[Path], object],
     rng: Mapping[str, str],
     positions: Mapping[str, Any],
     counters: Mapping[str, Any],
@@ -127,7 +95,7 @@ def write_checkpoint(
     before the next checkpoint.
 
     `model` and `tokenizer` are written with their `save_pretrained(folder)`. `optimizer` writes its state to the folder
-    (`save_optimizer`) and returns the records of the files that other processes have written.
+    as `OPTIMIZER_FILE`.
 
     Both raise CheckpointError if it can't be written (full disk, no permission); existing checkpoints are then unchanged.
     """
@@ -138,27 +106,17 @@ def write_checkpoint(
     with _removed_on_failure(hidden, target, folders):
         folders.make(hidden)
         _write_model(hidden, model, tokenizer)
-        others = optimizer(hidden)
+        optimizer(hidden)
 
     def finish() -> Path:
         with _removed_on_failure(hidden, target, folders):
-            _write_state(hidden, state, others)
+            _write_state(hidden, state)
             sync_records(directory.parent)
             folders.install(hidden, target, durable=True)
         folders.keep_latest(directory, None, keep)
         return target
 
     return finish
-
-
-def save_optimizer(folder: Path, tensors: Mapping[str, Tensor], rank: int = 0, ranks: int = 1) -> Path:
-    """Write the optimizer's state to a checkpoint's folder: all of it, or the rows (first dimension) that `rank` has.
-
-    Returns the file. Raises OSError or SafetensorError.
-    """
-    name = OPTIMIZER_FILE if ranks == 1 else OPTIMIZER_SHARD.format(rank + 1, ranks)
-    write_safetensors(tensors, folder / name)
-    return folder / name
 
 
 def save_weights(
@@ -212,12 +170,9 @@ def _write_model(folder: Path, model: Any, tokenizer: Any) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def _write_state(folder: Path, state: CheckpointState, others: Mapping[str, FileRecord] | None = None) -> None:
-    """Must be called last: the file has the checksums of all other files in the folder. `others` are known already."""
-    files = dict(others or {})
-    for path in files_in(folder):
-        if (name := str(path.relative_to(folder))) not in files:
-            files[name] = record_of(path)
+def _write_state(folder: Path, state: CheckpointState) -> None:
+    """Must be called last: the file has the checksums of all other files in the folder."""
+    files = {str(path.relative_to(folder)): record_of(path) for path in files_in(folder)}
     (folder / STATE_FILE).write_bytes(encode_state(msgspec.structs.replace(state, files=files)))
 
 

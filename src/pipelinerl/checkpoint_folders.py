@@ -119,14 +119,12 @@ def superfluous(directory: Path, version: int | None, count: int, *, spared_ever
 class Folders:
     """How a process of a run works with these folders. This is for a run directory that its machine has.
 
-    `directory`: that of checkpoints; only a rank of the trainer above 0 needs it. `any_thread`: whether `install` and
-    `keep_latest` may be called in another thread than the rest.
+    `any_thread`: whether `install` and `keep_latest` may be called in another thread than the rest.
     """
 
     any_thread = True
 
-    def __init__(self, directory: Path | None = None) -> None:
-        self._directory = directory
+    def __init__(self) -> None:
         self.on_sent: Callable[[int], None] = lambda _: None
         """Called with the bytes that were sent, while folders are sent to another machine."""
 
@@ -148,19 +146,6 @@ class Folders:
     def keep_latest(self, directory: Path, version: int | None, count: int, *, spared_every: int = 0) -> None:
         """See the function of this name."""
         keep_latest(directory, version, count, spared_every=spared_every)
-
-    def mine(self, folder: str) -> Path:
-        """What this machine has for the hidden folder of rank 0, which may be on another machine."""
-        if self._directory is None:
-            return Path(folder)
-        mine = self._directory / Path(folder).name
-        mine.parent.mkdir(exist_ok=True)
-        mine.mkdir(exist_ok=True)
-        return mine
-
-    def finished(self, file: Path) -> FileRecord:
-        """A file in `mine` is written. Raises OSError."""
-        return record_of(file)
 
 
 def install(hidden: Path, target: Path) -> None:

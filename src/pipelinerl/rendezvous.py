@@ -34,10 +34,13 @@ Ends = tuple[socket.socket, socket.socket]
 
 
 class Rendezvous:
-    """A group's `store`, as one member uses it. `port`: where the others reach it, if it is served here."""
+    """A group's `store`, as one member uses it. `host`: its own address, as the others see it.
 
-    def __init__(self, store: Any, forward: _Forward) -> None:
-        self.store, self.port = store, forward.port
+    `port`: where the others reach the store, if it is served here.
+    """
+
+    def __init__(self, store: Any, forward: _Forward, host: str) -> None:
+        self.store, self.port, self.host = store, forward.port, host
         self._forward = forward
 
     def close(self) -> None:
@@ -45,8 +48,8 @@ class Rendezvous:
         self._forward.close()
 
 
-def serve_store(host: str, key: str, bound_s: float) -> Rendezvous:
-    """A new store for members that have the key. They reach it at `host`. Raises OSError if that is no address of ours."""
+def serve_store(listener: socket.socket, key: str, bound_s: float) -> Rendezvous:
+    """A new store for members that have the key. They connect to `listener`, which it takes over."""
     inside = listen()
     address = inside.getsockname()[:2]
     store = _distributed.TCPStore(*address, is_master=True, wait_for_workers=False, master_listen_fd=inside.detach())
@@ -54,7 +57,7 @@ def serve_store(host: str, key: str, bound_s: float) -> Rendezvous:
     def admit(connected: socket.socket) -> Ends:
         return prove(connected, key, dialled=False, bound_s=bound_s), socket.create_connection(address, timeout=bound_s)
 
-    return Rendezvous(store, _Forward(listen(host), admit))
+    return Rendezvous(store, _Forward(listener, admit), listener.getsockname()[0])
 
 
 def join_store(host: str, port: int, key: str, bound_s: float) -> Rendezvous:
@@ -67,6 +70,7 @@ def join_store(host: str, port: int, key: str, bound_s: float) -> Rendezvous:
         return prove(socket.create_connection((host, port), timeout=bound_s), key, dialled=True, bound_s=bound_s)
 
     ready = [dial()]
+    own_host = ready[0].getsockname()[0]
     forward = _Forward(listen(), lambda connected: (connected, ready.pop() if ready else dial()))
     try:
         timeout = timedelta(seconds=bound_s)
@@ -74,7 +78,7 @@ def join_store(host: str, port: int, key: str, bound_s: float) -> Rendezvous:
     except RuntimeError as error:
         forward.close()
         raise ConnectionError(str(error).partition("\n")[0]) from error
-    return Rendezvous(store, forward)
+    return Rendezvous(store, forward, own_host)
 
 
 def prove_members(group: Any, key: str, *, rank: int, size: int, bound_s: float) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 
 import msgspec
@@ -10,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from pipelinerl.channel import listen
 from pipelinerl.config.schema import TrainerConfig
 from pipelinerl.trainer.sharding import ranks
 from tests.integration import sharded_parts as parts
@@ -18,17 +18,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 NAMES = ["default", "untied", "checkpointing", "lora", "bfloat16", "kl", "kl_lora"]
 
 
-def end(why: str) -> None:
-    raise AssertionError(why)
-
-
 def test_one_rank_over_nccl_equals_one_process(tmp_path: Path) -> None:
     parts.write_models(tmp_path)
     config = TrainerConfig(ranks=1, device="cuda")
-    with (
-        socket.create_server(("127.0.0.1", 0)) as listener,
-        ranks.lead(listener, parts.KEY, config, bound_s=60, stall_s=60, end=end) as team,
-    ):
+    with ranks.join(config, 0, listen(), parts.KEY, start_s=60.0, stall_s=60.0) as team:
         for name in NAMES:
             parts.train_alone(tmp_path, name, tmp_path / "alone" / name, device="cuda")
             parts.train_as_rank(tmp_path, name, tmp_path / "rank" / name, team, device="cuda")

@@ -34,7 +34,7 @@ from pipelinerl.models.state import checksum
 from pipelinerl.preprocess.packing import pack
 from pipelinerl.trainer import FrozenModelScorer, Learner, StepResult, logprobs
 from pipelinerl.trainer.sharding import ranks
-from pipelinerl.trainer.sharding.learner import ShardedLearner, ShardedPolicy, ShardedReference
+from pipelinerl.trainer.sharding.learner import ShardedLearner, ShardedPolicy
 from pipelinerl.types import Segment, TrainingSample
 
 KEY = "key of a test"
@@ -189,8 +189,6 @@ class Outcome(msgspec.Struct, frozen=True):
     steps: list[dict[str, Any]]
     checksum: str
     logits: list[float]
-    reference: list[float]
-    """Log-probabilities of the samples of the last step under the reference model."""
 
 
 class Tokenizer:
@@ -211,10 +209,8 @@ def train(
     if checkpoint is not None:
         learner.load_optimizer(load_checkpoint(checkpoint))
         version = SAVED_AT
-    samples: list[TrainingSample] = []
     while version < STEPS:
-        samples = batch(scenario, version, reference)
-        results.append(learner.step(samples, version))
+        results.append(learner.step(batch(scenario, version, reference), version))
         version += 1
         if version == SAVED_AT and scenario in map(SCENARIOS.get, RESUMED):
             write_checkpoint(
@@ -241,8 +237,7 @@ def train(
         for result in results
     ]
     steps = [{name: value for name, value in step.items() if value is not None} for step in steps]
-    scores = [score for sample in samples for score in sample.reference_logprobs or ()]
-    outcome = Outcome(steps, checksum(learner.weights()), probe.float().flatten()[:50].tolist(), scores)
+    outcome = Outcome(steps, checksum(learner.weights()), probe.float().flatten()[:50].tolist())
     (folder / "outcome.json").write_bytes(msgspec.json.encode(outcome))
 
 
@@ -284,18 +279,15 @@ def train_as_rank(
         team,
         adapter=checkpoint if config.lora else None,
     )
-    reference = None
-    if trainer.kl_coefficient:
-        reference = ShardedReference(policy, of_reference(root, config), trainer, team, temperature=0.9, pack=pack)
-    learner = ShardedLearner(policy, trainer, team, temperature=0.9, pack=pack, correction=correction)
+    options: Any = {"temperature": 0.9, "pack": pack, "correction": correction}
+    reference = of_reference(root, config) if trainer.kl_coefficient else None
+    learner = ShardedLearner(policy, trainer, reference=reference, **options)
     if team.rank == 0:
         folder.mkdir(parents=True)
-        train(learner, SCENARIOS[name], folder, checkpoint, reference)
-        team.peers.send(ranks.Close())
+        train(learner, SCENARIOS[name], folder, checkpoint)
+        team.call(ranks.Call("end"))
     else:
-        if checkpoint is not None:
-            learner.load_optimizer(load_checkpoint(checkpoint))
-        learner.follow(reference)
+        learner.follow()
 
 
 def checkpoint_of(root: Path, who: str, name: str) -> Path:
@@ -327,16 +319,8 @@ def _train_alone(root: Path, who: str, names: Sequence[str], saver: str = "") ->
 def _as_rank(root: Path, rank: int, size: int, listener: socket.socket, *, exhaustive: bool) -> None:
     """All scenarios, and a continuation of what each of `FROM` saved, as one rank of `size`."""
 
-    def end(why: str) -> None:
-        print(why, file=sys.stderr)
-        os._exit(1)
-
-    bounds: Any = {"bound_s": 120.0, "stall_s": 60.0, "end": end}
-    any_config = TrainerConfig(ranks=size)
-    if rank == 0:
-        entered = ranks.lead(listener, KEY, any_config, **bounds)
-    else:
-        entered = ranks.follow(listener.getsockname()[:2], KEY, any_config, rank, **bounds)
+    meeting = listener if rank == 0 else listener.getsockname()[:2]
+    entered = ranks.join(TrainerConfig(ranks=size), rank, meeting, KEY, start_s=120.0, stall_s=60.0)
     jobs: list[tuple[str, str, Path | None]] = [
         (name, f"by{size}", None) for name in scenarios_of(size, exhaustive=exhaustive)
     ]

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,13 +16,11 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
-from pipelinerl import checkpoint as module
 from pipelinerl import checkpoint_state
 from pipelinerl.checkpoint import load_checkpoint, rng_state, write_checkpoint
 from pipelinerl.checkpoint_folders import best_version, checkpoints, keep_latest, latest_checkpoint
 from pipelinerl.config.schema import TrainerConfig
 from pipelinerl.errors import CheckpointError
-from pipelinerl.models.sharded import rows_of
 from pipelinerl.preprocess import pack
 from pipelinerl.trainer import Learner
 from pipelinerl.types import Segment, TrainingSample
@@ -131,42 +128,6 @@ def test_a_resumed_step_is_bitwise_the_step_that_would_have_followed(tmp_path: P
     resumed.step(SAMPLES, version=3)
     for a, b in zip(learner.model.parameters(), resumed.model.parameters(), strict=True):
         assert torch.equal(a, b)
-
-
-@pytest.mark.parametrize("savers", [1, 2, 3, 5])
-@pytest.mark.parametrize("loaders", [1, 2, 4])
-def test_any_number_of_ranks_reads_the_optimizers_state_of_any_other(tmp_path: Path, savers: int, loaders: int) -> None:
-    whole = {
-        "w.exp_avg": torch.arange(28.0).reshape(7, 4),
-        "b.exp_avg": torch.arange(2.0),
-        "w.step": torch.tensor(3.0),
-    }
-
-    def share(rank: int, ranks: int) -> dict[str, torch.Tensor]:
-        return {key: t[rows_of(t.shape[0], rank, ranks)] if t.ndim else t for key, t in whole.items()}
-
-    def write(folder: Path) -> None:
-        for rank in range(savers):
-            module.save_optimizer(folder, share(rank, savers), rank, savers)
-
-    checkpoint = load_checkpoint(
-        write_checkpoint(
-            tmp_path,
-            version=1,
-            model=make_model(),
-            tokenizer=make_tokenizer(),
-            optimizer=write,
-            rng=rng_state(),
-            positions={},
-            counters={},
-        )()
-    )
-    for rank in range(loaders):
-        found = checkpoint.optimizer_state(partial(rows_of, rank=rank, ranks=loaders))
-        expected = share(rank, loaders)
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[key], expected[key]) for key in found)
-    assert all(torch.equal(value, whole[key]) for key, value in checkpoint.optimizer_state().items())
 
 
 def test_only_the_last_ones_are_kept(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import distributed
 
-from pipelinerl.channel import ProtocolError
+from pipelinerl.channel import ProtocolError, listen
 from pipelinerl.rendezvous import Rendezvous, join_store, prove_members, serve_store
 
 KEY, BOUND_S = "the key of the run", 10.0
@@ -24,7 +24,7 @@ Proof = Callable[[Any, int], None]
 @contextmanager
 def rendezvous_of(size: int) -> Iterator[list[Rendezvous]]:
     """Of a group's members in this process, rank 0 first."""
-    with closing(serve_store("127.0.0.1", KEY, BOUND_S)) as served:
+    with closing(serve_store(listen(), KEY, BOUND_S)) as served:
         joined = [join_store("127.0.0.1", served.port, KEY, BOUND_S) for _ in range(1, size)]
         yield [served, *joined]
         for rendezvous in joined:
@@ -91,7 +91,7 @@ def test_a_silent_member_is_named_within_the_bound() -> None:
 
 
 def test_without_the_key_there_is_no_store() -> None:
-    with closing(serve_store("127.0.0.1", KEY, BOUND_S)) as served:
+    with closing(serve_store(listen(), KEY, BOUND_S)) as served:
         with pytest.raises((ProtocolError, EOFError, OSError)):
             join_store("127.0.0.1", served.port, "a guess", BOUND_S)
         with pytest.raises(RuntimeError):  # PyTorch's own client
@@ -102,7 +102,7 @@ def test_without_the_key_there_is_no_store() -> None:
 
 
 def test_a_closed_store_can_not_be_reached() -> None:
-    with closing(serve_store("127.0.0.1", KEY, BOUND_S)) as served, socket.socket() as waiting:
+    with closing(serve_store(listen(), KEY, BOUND_S)) as served, socket.socket() as waiting:
         waiting.connect(("127.0.0.1", served.port))
         joined = join_store("127.0.0.1", served.port, KEY, BOUND_S)
     with pytest.raises(RuntimeError):

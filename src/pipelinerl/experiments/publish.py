@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pipelinerl.checkpoint import OPTIMIZER_NAME, load_checkpoint
+from pipelinerl.checkpoint import OPTIMIZER_FILE, load_checkpoint
 from pipelinerl.checkpoint_state import STATE_FILE
 from pipelinerl.config import yaml_text
 from pipelinerl.config.secrets import without_secrets
@@ -158,7 +158,7 @@ def _check_repo(repo: str) -> None:
 
 
 def _of_a_resume(_folder: str, names: list[str]) -> list[str]:
-    return [name for name in names if name == STATE_FILE or OPTIMIZER_NAME.fullmatch(name)]
+    return [name for name in names if name in {STATE_FILE, OPTIMIZER_FILE}]
 
 
 def _link(source: str, target: str) -> None:

@@ -24,7 +24,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import closing, suppress
+from contextlib import closing
 from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
@@ -207,7 +207,7 @@ class AwayFolders(Folders):
     any_thread = False
 
     def __init__(self, session: Session) -> None:
-        super().__init__(session.run.checkpoints)
+        super().__init__()
         self._root, self._machine = session.run.root, session.here.machine
         self._outbox = outbox_of(session)
 
@@ -223,17 +223,6 @@ class AwayFolders(Folders):
         name = str(directory.relative_to(self._root))
         request = KeepLatest(id=_new_id(), directory=name, version=version, count=count, spared_every=spared_every)
         self._outbox.ask(request, self.on_sent)
-
-    def finished(self, file: Path) -> FileRecord:
-        """The file is sent, and not kept here. Rank 0 may have the rest of the folder on this machine."""
-        record = record_of(file)
-        try:
-            self._send(file.parent, {file.name: record}, None, durable=True)
-        finally:
-            file.unlink()
-            with suppress(OSError):
-                file.parent.rmdir()
-        return record
 
     def _send(self, folder: Path, files: Mapping[str, FileRecord], target: str | None, *, durable: bool) -> None:
         request = Install(

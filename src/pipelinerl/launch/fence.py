@@ -84,8 +84,8 @@ class FencedLines(JsonLines):
 class FencedFolders(Folders):
     """Its methods also raise what `Fence.check` raises."""
 
-    def __init__(self, fence: Fence, directory: Path | None = None) -> None:
-        super().__init__(directory)
+    def __init__(self, fence: Fence) -> None:
+        super().__init__()
         self._fence = fence
 
     def check(self) -> None:

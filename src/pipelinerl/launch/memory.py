@@ -236,8 +236,11 @@ def _sharded_state(config: RunConfig, shape: ModelShape, rank: int, device: str)
         most = (item + 4) * summed + 4 * summed // ranks
         parts = [Part("gradients of gathered weights", item * summed, most, device)]
     else:
-        trained, rows = sum(lora.rank * (n + m) for n, m in _adapted(shape, lora.target_modules)), item * share
-        parts = [_fixed("adapters", 4 * trained, device), _fixed("the model as it is loaded", _weight_bytes(config, shape))]
+        adapted = _adapted(shape, lora.target_modules)
+        trained, rows = sum(lora.rank * (n + m) for n, m in adapted), item * share
+        parts = [_fixed("adapters", 4 * trained, device)]
+        if rank == 0:
+            parts.append(_fixed("merged weights", item * sum(map(prod, adapted))))
     parts += [
         _fixed("weights", rows, device),
         _fixed("gathered weights", item * gathered, device),

@@ -44,7 +44,8 @@ class LoraModel:
         from pipelinerl.models.lora_linear import LoraLinear  # noqa: PLC0415 - as above
 
         targets = _targets(model, config.target_modules)
-        self._base_checksum = checksum(named_weights(model))
+        empty = next(model.parameters()).is_meta  # where another process has the weights
+        self._base_checksum = "" if empty else checksum(named_weights(model))
         adapter = peft.LoraConfig(
             task_type="CAUSAL_LM", r=config.rank, lora_alpha=config.alpha, target_modules=targets, bias="none"
         )

@@ -88,7 +88,8 @@ def host_parts(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Any]]:
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """The tensor's bytes, flat: NumPy has no bfloat16."""
+    """The tensor's bytes, flat: NumPy has no bfloat16. All ranks must call it for a sharded tensor, which it gathers."""
+    tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 

@@ -27,16 +27,21 @@ _TYPES = {
 """In the order in which safetensors has them in a file: every tensor is then aligned to its type."""
 
 
+def in_file_order(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    order = list(_TYPES)
+    return dict(sorted(tensors.items(), key=lambda item: (order.index(item[1].dtype), item[0])))
+
+
 def write_safetensors(tensors: Mapping[str, Tensor], path: Path | str, metadata: Mapping[str, str] | None = None) -> None:
     """Write every tensor under its name, tied tensors under each of their names. An existing file is overwritten in place.
 
     The file is the one that `safetensors.torch.save_file` writes. Contiguous CPU tensors are not copied, others as
-    `host_parts` says. Raises OSError, and ValueError for a tensor of another type.
+    `host_parts` says; sharded tensors are gathered one after the other. Raises OSError, and ValueError for a tensor of
+    another type.
     """
     if odd := [f"{name} is of type {tensor.dtype}" for name, tensor in tensors.items() if tensor.dtype not in _TYPES]:
         raise ValueError(f"a safetensors file can't have all tensors: {odd[0]}")
-    order = list(_TYPES)
-    tensors = {name: tensors[name] for name in sorted(tensors, key=lambda name: (order.index(tensors[name].dtype), name))}
+    tensors = in_file_order(tensors)
     header: dict[str, object] = {"__metadata__": metadata or {"format": "pt"}}
     end = 0
     for name, tensor in tensors.items():

@@ -138,11 +138,8 @@ class FrozenModelScorer:
 
     With `lora`, `model` is the model being trained, and scores are computed without its adapters, so no copy is needed.
     `temperature` is the sampling temperature of the rollouts. Segments run in packed batches of at most `micro_batch_tokens`
-    tokens. Raises UnsupportedModelError like `training_forward`.
+    tokens. `several_ranks`: as for `RowLogprobs`. Raises UnsupportedModelError like `training_forward`.
     """
-
-    _waste = MAX_PADDING_WASTE
-    _several_ranks = False
 
     def __init__(
         self,
@@ -153,12 +150,14 @@ class FrozenModelScorer:
         pack: Packer,
         lora: LoraModel | None = None,
         head_chunk: int | Literal["auto"] = "auto",
+        several_ranks: bool = False,
     ) -> None:
-        self._forward = training_forward(model)
         self._row_logprobs = RowLogprobs(
-            self._forward, temperature=temperature, head_chunk=head_chunk, several_ranks=self._several_ranks
+            training_forward(model), temperature=temperature, head_chunk=head_chunk, several_ranks=several_ranks
         )
-        self._model = model.eval() if lora else model.eval().requires_grad_(False)
+        model.eval()
+        if lora is None:
+            model.requires_grad_(False)
         self._initial = lora.without_adapters if lora else nullcontext
         self._device: torch.device = next(model.parameters()).device
         self._budget = micro_batch_tokens
@@ -173,9 +172,11 @@ class FrozenModelScorer:
                 scores[i] = [next(remaining) for _ in segments[i].sampled_positions]
         return scores
 
-    @torch.no_grad()
     def logprobs(self, segments: Sequence[Segment]) -> Tensor:
         """The log-probabilities (P,) of the sampled tokens of one packed batch."""
-        row = PackedRow.of(segments, self._device, waste=self._waste)
+        return self.row_logprobs(PackedRow.of(segments, self._device, waste=MAX_PADDING_WASTE))
+
+    @torch.no_grad()
+    def row_logprobs(self, row: PackedRow) -> Tensor:
         with self._initial():
             return self._row_logprobs(row)[0]

@@ -91,13 +91,18 @@ class Optimizer:
         tensors: dict[str, Tensor] = {}
         for name, master in self._masters.items():
             for moment, value in self._adam.state.get(master, {}).items():
-                tensors[f"{name}.{moment}"] = local(value)
+                tensors[f"{name}.{moment}"] = value
             if name in self._saved_masters:
-                tensors[f"{name}.master"] = local(master.detach())
+                tensors[f"{name}.master"] = master.detach()
         return tensors
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
         """Restore what `state` returned. Raises CheckpointError, with nothing changed, if it is of another model."""
+        self.require_fitting(tensors)
+        self.fill(tensors)
+
+    def require_fitting(self, tensors: Mapping[str, Tensor]) -> None:
+        """Raise CheckpointError unless the tensors are those of a `state` of this model."""
         masters = {f"{name}.master" for name in self._saved_masters}
         moments = {f"{name}.{moment}" for name in self._masters for moment in _MOMENTS}
         if tensors.keys() not in (masters, masters | moments):
@@ -106,21 +111,27 @@ class Optimizer:
         for name, master in self._masters.items():
             for kind in ("exp_avg", "exp_avg_sq", "master"):
                 found = tensors.get(f"{name}.{kind}")
-                if found is not None and found.shape != local(master).shape:
+                if found is not None and found.shape != master.shape:
                     raise CheckpointError(
-                        f"the optimizer's {name}.{kind} has shape {tuple(found.shape)}, not {tuple(local(master).shape)}"
+                        f"the optimizer's {name}.{kind} has shape {tuple(found.shape)}, not {tuple(master.shape)}"
                     )
-        with torch.no_grad():
-            for name, master in self._masters.items():
-                if f"{name}.master" in tensors:
-                    local(master).copy_(tensors[f"{name}.master"])
-                if f"{name}.step" in tensors:
-                    moved = {moment: tensors[f"{name}.{moment}"].to(master.device, copy=True) for moment in _MOMENTS}
-                    self._adam.state[master] = {key: self._placed(value, master) for key, value in moved.items()}
 
-    def _placed(self, value: Tensor, master: nn.Parameter) -> Tensor:  # noqa: ARG002 - for sharded parameters
-        """A value that was saved for `master`, as the optimizer keeps it."""
-        return value
+    @torch.no_grad()
+    def fill(self, tensors: Mapping[str, Tensor] | Mapping[str, None]) -> None:
+        """Take the state from tensors that fit. They are None on ranks above 0 of a sharded trainer."""
+        for name, master in self._masters.items():
+            if f"{name}.master" in tensors:
+                self._fill(master, tensors[f"{name}.master"])
+            if f"{name}.step" in tensors:
+                step = torch.zeros((), device=master.device)
+                state = {"exp_avg": torch.zeros_like(master), "exp_avg_sq": torch.zeros_like(master), "step": step}
+                for moment, value in state.items():
+                    self._fill(value, tensors[f"{name}.{moment}"])
+                self._adam.state[master] = state
+
+    def _fill(self, target: Tensor, saved: Tensor | None) -> None:
+        if saved is not None:
+            target.copy_(saved)
 
 
 def _master(weight: nn.Parameter) -> nn.Parameter:

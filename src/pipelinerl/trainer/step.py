@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipelinerl.checkpoint import Checkpoint, save_optimizer
-from pipelinerl.checkpoint_folders import FileRecord
+from pipelinerl.checkpoint import OPTIMIZER_FILE, Checkpoint
 from pipelinerl.config.schema import CorrectionConfig, TrainerConfig
 from pipelinerl.errors import TrainingDivergedError
 from pipelinerl.models.lora import LoraModel
 from pipelinerl.models.packed import MAX_PADDING_WASTE, PackedRow, checkpoint_activations, training_forward
 from pipelinerl.models.state import named_weights
+from pipelinerl.models.tensor_file import write_safetensors
 from pipelinerl.trainer.logprobs import RowLogprobs
 from pipelinerl.trainer.losses import DEFAULT_CORRECTION, LossInputs, make_loss
 from pipelinerl.trainer.micro_batch import MicroBatch, Packer, padded_bins, segment_lengths, split
@@ -111,8 +111,6 @@ class Learner:
             freeze_all_but_text(model)
         self.model = model
         self.lora = lora
-        self.on_sent: Callable[[int], object] = lambda _: None
-        """Called with the bytes that were sent, while other ranks send a checkpoint to another machine."""
         self.optimizer = self._new_optimizer(config)
         self._config = config
         self._loss = make_loss(config, correction)
@@ -132,10 +130,9 @@ class Learner:
         """Write these weights as a Hugging Face folder, together with the adapter if there is one."""
         (self.model if self.lora is None else self.lora).save_pretrained(folder)
 
-    def save_optimizer(self, folder: Path) -> Mapping[str, FileRecord]:
-        """Write the optimizer's state to the folder of a checkpoint. Returns the files that other processes have written."""
-        save_optimizer(folder, self.optimizer.state())
-        return {}
+    def save_optimizer(self, folder: Path) -> None:
+        """Write the optimizer's state to the folder of a checkpoint."""
+        write_safetensors(self.optimizer.state(), folder / OPTIMIZER_FILE)
 
     def load_optimizer(self, checkpoint: Checkpoint) -> None:
         """Restore the optimizer's state. Raises CheckpointError if it can't be read or is of another model."""
@@ -160,9 +157,7 @@ class Learner:
         used = [s for s in samples if s.advantage != 0.0 or not self._skip_zero_advantage]
         micro_batches, sums = self._differentiate(used, version, self._normalizer(samples), on_micro_batch)
         loss = float(sums.loss)
-        metrics = _result(sums.stats, loss)
-        rate = self._learning_rate(version, metrics)
-        stepped = metrics is None or metrics.ess >= self._config.ess_threshold
+        metrics, rate, stepped = self._decide(sums.stats, loss, version)
         norm = self._update(rate) if stepped else None
         tokens, trained = sum(s.length for s in used), sum(s.sampled_count for s in used)
         return StepResult(
@@ -190,6 +185,12 @@ class Learner:
             batches = split(used, self._config.micro_batch_tokens, self._pack)
         return len(batches), self._accumulate_all(batches, len(batches), version, normalizer, on_micro_batch)
 
+    def _decide(self, stats: OnPolicyStats, loss: float, version: int) -> tuple[OnPolicyMetrics | None, float, bool]:
+        """The metrics of the step, its learning rate, and whether it is taken."""
+        metrics = _result(stats, loss)
+        stepped = metrics is None or metrics.ess >= self._config.ess_threshold
+        return metrics, self._learning_rate(version, metrics), stepped
+
     def _update(self, rate: float) -> float:
         """Change the weights by the gradient. Returns its norm before clipping."""
         return self.optimizer.step(learning_rate=rate, max_grad_norm=self._config.max_grad_norm)
@@ -215,6 +216,7 @@ class Learner:
     def _accumulate(self, samples: Sequence[TrainingSample], version: int, normalizer: int, sums: Sums) -> None:
         """Forward and backward of one micro-batch."""
         batch = MicroBatch.of(samples, version=version, device=self._device, waste=self._waste)
+        reference_logprobs_P = self._reference_logprobs(batch)
         logprobs_P, entropy_P = self._row_logprobs(batch.row)
         inputs = LossInputs(
             logprobs_N=logprobs_P,
@@ -223,7 +225,7 @@ class Learner:
             lags_N=batch.lags_P,
             sequence_N=batch.sequence_P,
             sequence_count=batch.sequence_count,
-            reference_logprobs_N=batch.reference_logprobs_P,
+            reference_logprobs_N=reference_logprobs_P,
         )
         output = self._loss(inputs)
         part = output.loss_N.sum() / normalizer
@@ -240,6 +242,10 @@ class Learner:
         )
         sums.loss += part.detach()
         sums.cells += batch.row.cells
+
+    def _reference_logprobs(self, batch: MicroBatch) -> Tensor | None:
+        """Of the reference model of a KL penalty (P,)."""
+        return batch.reference_logprobs_P
 
     def _normalizer(self, samples: Sequence[TrainingSample]) -> int:
         if self._config.loss_normalization == "sequences":

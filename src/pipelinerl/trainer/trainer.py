@@ -108,7 +108,7 @@ class Trainer:
         self._probe = ProbeCheck(learner.model, learner.logits)
         self._checkpoints = checkpoints
         if checkpoints is not None:
-            checkpoints.folders.on_sent = learner.on_sent = self._on_sent
+            checkpoints.folders.on_sent = self._on_sent
         self._status = TrainerStatus(output, self._progress)
         self._version, self._stopped, self._last_step = state.version, stopped, False
         self._published_before = {state.version: state.checksum} if state.checksum else {}

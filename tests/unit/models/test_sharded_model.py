@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
@@ -17,17 +16,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from pipelinerl.config.schema import ModelConfig
-from pipelinerl.errors import ModelLoadError
+from pipelinerl.errors import ModelLoadError, UnsupportedModelError
 from pipelinerl.models.loading import load_model
-from pipelinerl.models.sharded import (
-    host_model,
-    load_for_sharding,
-    load_rows,
-    reshard,
-    rows_of,
-    shard,
-    units,
-)
+from pipelinerl.models.sharded import distribute, empty_model, fill, reshard, shard, units
 from pipelinerl.models.state import compute_dtype, first_names, named_weights
 from pipelinerl.weights.sending import layout_of
 
@@ -63,11 +54,17 @@ def saved(folder: Path, *, tied: bool = True) -> ModelConfig:
     return ModelConfig(path=str(folder))
 
 
+def rows_of(whole: torch.Tensor) -> torch.Tensor:
+    """Those of this rank."""
+    parts = whole.chunk(RANKS)
+    return parts[RANK] if len(parts) > RANK else whole[:0]
+
+
 def sharded(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Any:
-    model, files = load_for_sharding(config)
+    """As on a rank to which rank 0 has sent its tensors: the fake group leaves what is there."""
+    model = empty_model(config).float()
     shard(model, fake_mesh(), dtype=dtype, reshard_after_forward=True, replicated=set())
-    if files:
-        load_rows(model, files, dtype=dtype, device=CPU)
+    distribute(model, load_model(config), CPU)
     return model
 
 
@@ -83,71 +80,60 @@ def test_a_tied_head_is_in_one_unit_with_the_embedding(tmp_path: Path, tied: boo
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_rank_reads_its_rows_of_each_parameter(tmp_path: Path, tied: bool, dtype: Any) -> None:
+def test_a_rank_takes_its_rows_of_each_parameter(tmp_path: Path, tied: bool, dtype: Any) -> None:
     config = saved(tmp_path, tied=tied).model_copy(update={"dtype": dtype})
     whole = named_weights(load_model(config))
     model = sharded(config, getattr(torch, dtype))
     assert compute_dtype(model) == getattr(torch, dtype)
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        rows = whole[name][rows_of(whole[name].shape[0], RANK, RANKS)]
         assert parameter.dtype == torch.float32, "a shard is the master copy"
-        assert torch.equal(parameter.to_local(), rows.float())
+        assert torch.equal(parameter.to_local(), rows_of(whole[name]).float())
     assert torch.equal(model.model.rotary_emb.inv_freq, load_model(config).model.rotary_emb.inv_freq)
 
 
-def test_reading_takes_memory_for_the_rows_only(tmp_path: Path) -> None:
-    model, files = load_for_sharding(saved(tmp_path))
-    assert len(set(files.values())) > 1
-    assert all(parameter.is_meta for parameter in model.parameters())
-    assert not any(buffer.is_meta for buffer in model.buffers())
+def test_a_model_has_no_memory_before_its_rows_come(tmp_path: Path) -> None:
+    model = empty_model(saved(tmp_path))
+    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
-def test_a_model_whose_tensors_transformers_joins_is_loaded_whole(tmp_path: Path) -> None:
+def test_a_model_whose_tensors_transformers_joins_is_sharded_like_others(tmp_path: Path) -> None:
     torch.manual_seed(0)
     sizes = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 50, "num_hidden_layers": 2}
     experts = MixtralConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, num_local_experts=4)
     mixtral: Any = MixtralForCausalLM(experts)
     mixtral.save_pretrained(tmp_path)
-    config = ModelConfig(path=str(tmp_path))
-    model, files = load_for_sharding(config)
-    assert files == {}
-    shard(model, fake_mesh(), dtype=torch.float32, reshard_after_forward=True, replicated=set())
-    for name, parameter in model.named_parameters():
-        rows = mixtral.get_parameter(name)[rows_of(parameter.shape[0], RANK, RANKS)]
-        assert torch.equal(parameter.to_local(), rows)
+    for name, parameter in sharded(ModelConfig(path=str(tmp_path))).named_parameters():
+        assert torch.equal(parameter.to_local(), rows_of(mixtral.get_parameter(name)))
 
 
-def test_what_is_no_model_is_refused_as_with_one_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64, torch.bool])
+@pytest.mark.parametrize("shape", [(), (3, 2)])
+def test_tensors_of_all_types_are_sent(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    fake_mesh()
+    target = torch.zeros(shape, dtype=dtype)
+    fill(target, torch.ones(shape, dtype=dtype))
+    assert torch.equal(target, torch.ones(shape, dtype=dtype))
+
+
+def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
     config = saved(tmp_path)
-    for path in tmp_path.glob("*.safetensors*"):
-        path.unlink()
+    (tmp_path / "config.json").unlink()
     with pytest.raises(ModelLoadError):
-        load_for_sharding(config)
+        empty_model(config)
 
 
-def test_a_tensor_of_another_shape_is_named(tmp_path: Path) -> None:
+def test_a_model_that_has_other_tensors_than_its_code_is_refused(tmp_path: Path) -> None:
     config = saved(tmp_path)
-    model, files = load_for_sharding(config)
-    shard(model, fake_mesh(), dtype=torch.float32, reshard_after_forward=True, replicated=set())
-    path = files["model.norm.weight"]
-    save_file(load_file(path) | {"model.norm.weight": torch.zeros(7)}, path)
-    with pytest.raises(ModelLoadError, match=r"model\.norm\.weight has shape \[7\], not \[32\]"):
-        load_rows(model, files, dtype=torch.float32, device=CPU)
-
-
-def test_the_host_model_has_the_types_and_ties_of_the_whole_one(tmp_path: Path) -> None:
-    config = saved(tmp_path).model_copy(update={"dtype": "bfloat16"})
-    model, _ = load_for_sharding(config)
-    host = host_model(model, torch.bfloat16)
-    kinds = {name: (tensor.dtype, tensor.shape, tensor.device) for name, tensor in named_weights(host).items()}
-    whole = load_model(config)
-    assert kinds == {name: (tensor.dtype, tensor.shape, tensor.device) for name, tensor in named_weights(whole).items()}
-    assert host.lm_head.weight is host.model.embed_tokens.weight
-    assert host.config.dtype == torch.bfloat16
+    model, whole = empty_model(config), load_model(config)
+    whole.register_buffer("extra", torch.zeros(1))
+    with pytest.raises(
+        UnsupportedModelError, match=r"LlamaForCausalLM can't be sharded: 1 only in .* \(extra\); set it to 1"
+    ):
+        distribute(model, whole, CPU)
 
 
 def test_experts_are_not_taken_for_layers(tmp_path: Path) -> None:
-    model, _ = load_for_sharding(saved(tmp_path))
+    model = empty_model(saved(tmp_path))
     model.model.layers[0].mlp.experts = nn.ModuleList(nn.Linear(3, 3) for _ in range(8))
     shard(model, fake_mesh(), dtype=torch.float32, reshard_after_forward=True, replicated=set())
     assert {type(unit).__name__ for unit in units(model)} == {"FSDPLlamaForCausalLM", "FSDPLlamaDecoderLayer"}
@@ -168,12 +154,3 @@ def test_sharded_tensors_have_no_address_to_compare(tmp_path: Path) -> None:
         first_names(weights)
     with pytest.raises(TypeError, match="is sharded: gather it first"):
         layout_of(weights, None)
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
-@pytest.mark.parametrize("size", [0, 1, 2, 6, 7, 100])
-def test_rows_are_those_that_torch_chunks(size: int, ranks: int) -> None:
-    chunks = torch.arange(size).chunk(ranks)
-    for rank in range(ranks):
-        expected = chunks[rank] if rank < len(chunks) else torch.arange(0)
-        assert torch.equal(torch.arange(size)[rows_of(size, rank, ranks)], expected)

@@ -31,7 +31,7 @@ import torch
 from pipelinerl.child import ChildProcess
 from pipelinerl.config.load import config_from_yaml
 from pipelinerl.config.schema import RunConfig, TrainerConfig
-from pipelinerl.errors import PipelineRLError, RankLostError, UserError
+from pipelinerl.errors import PipelineRLError, UserError
 from pipelinerl.experiments.machine import clock_of
 from pipelinerl.experiments.planner.calibration import ENOUGH, READY, TrainingCost
 from pipelinerl.models.loading import load_model
@@ -64,7 +64,6 @@ class PreparedSamples(NamedTuple):
 
 KEY = "PIPELINERL_RANKS_KEY"
 """Name of the environment variable with the key of the ranks' channel."""
-STALL_S = 30.0
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -162,29 +161,26 @@ def _lead(config: RunConfig, config_path: Path) -> Iterator[Learner]:
         port = str(listener.getsockname()[1])
         for rank in range(1, config.trainer.ranks):
             stack.enter_context(ChildProcess([*command, str(rank), port], environment={KEY: key}))
-        team = stack.enter_context(ranks.lead(listener, key, config.trainer, **_bounds(config)))
+        team = stack.enter_context(ranks.join(config.trainer, 0, listener, key, **_bounds(config)))
         yield _sharded(config, team)
+        team.call(ranks.Call("end"))
 
 
 def _follow(config: RunConfig, rank: int, port: int) -> int:
-    with ranks.follow(("127.0.0.1", port), os.environ[KEY], config.trainer, rank, **_bounds(config)) as team:
+    with ranks.join(config.trainer, rank, ("127.0.0.1", port), os.environ[KEY], **_bounds(config)) as team:
         _sharded(config, team).follow()
     return 0
 
 
 def _bounds(config: RunConfig) -> dict[str, Any]:
-    def end(why: str) -> None:
-        print(f"error: {why}", file=sys.stderr, flush=True)
-        os._exit(RankLostError.exit_status)
-
-    return {"bound_s": config.launch.startup_timeout_s, "stall_s": STALL_S, "end": end}
+    return {"start_s": config.launch.startup_timeout_s, "stall_s": config.launch.watchdog_s / 2}
 
 
 def _sharded(config: RunConfig, team: ranks.Team) -> ShardedLearner:
     trainer = _trainer(config)
     policy = ShardedPolicy(config.model, trainer, team, seed=config.seed)
     return ShardedLearner(
-        policy, trainer, team, temperature=config.actor.temperature, pack=pack, skip_zero_advantage=skips(config)
+        policy, trainer, temperature=config.actor.temperature, pack=pack, skip_zero_advantage=skips(config)
     )
 
 

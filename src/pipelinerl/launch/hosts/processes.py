@@ -108,6 +108,16 @@ class Processes:
         noticed = (RankLostError, WeightUpdateError)
         return min(failures.values(), key=lambda failure: isinstance(failure, noticed), default=None)
 
+    def silent_ranks(self, roles: Sequence[str]) -> RankLostError | None:
+        """The error that names the ranks of the trainer that still run, if all others have ended for want of them."""
+        ranks = [worker for worker in self.workers if worker.role in roles]
+        silent = [worker for worker in ranks if worker.running]
+        ended = [worker.failure() for worker in ranks if worker not in silent]
+        if not silent or not ended or not all(isinstance(failure, RankLostError) for failure in ended):
+            return None
+        names = " and ".join(map(named, silent))
+        return RankLostError(f"{names} no longer answers the other ranks of the trainer: it is stopped, or hangs")
+
     def lost(self, error: PipelineRLError | None) -> bool:
         """Whether the error is that a process or a machine was lost, and not one that would only happen again."""
         if isinstance(error, BroadcastEndedError):
@@ -226,7 +236,7 @@ def _watch(
         if failure := processes.replace(healing, time.monotonic()) or processes.failure():
             if followers:
                 time.sleep(CAUSE_PATIENCE_S)
-                failure = processes.failure() or failure
+                failure = processes.silent_ranks([TRAINING, *followers]) or processes.failure() or failure
             return processes.broker_failure() or processes.host.cause(failure)
         now = time.monotonic()
         found = last_statuses(processes.host.board)

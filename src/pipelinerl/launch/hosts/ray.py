@@ -169,8 +169,7 @@ def machines_away(config: RunConfig, cluster: Cluster, places: Sequence[Place]) 
         raise UserError(f"the machines of the Ray cluster do not answer ({_first_line(error)})") from error
     finally:
         note.unlink()
-    training = {TRAINING, *rank_roles(config)}
-    trains = {place.machine for place in places if place.role in training}
+    trains = {place.machine for place in places if place.role == TRAINING}
     return [_is_away(f"machine {name}", trains=name in trains) for name in away]
 
 
@@ -481,9 +480,8 @@ class RayHost:
         connection = RedisConnection(url, "head", patience_s)
         ready = ReadyFiles(run.control, connection, prefix)
         self._head = RunningHead(Head(connection, prefix, Fence.of(session), self._fetch), ready)
-        training = {TRAINING, *rank_roles(session.config)}
         for seat in away:
-            trains = not training.isdisjoint(seat.roles)
+            trains = TRAINING in seat.roles
             self._say(_is_away(seat.name, trains=trains))
             if trains and session.plan.checkpoint is not None:
                 self._send_folder(seat, Path(session.plan.checkpoint))

@@ -30,38 +30,40 @@ def run_preprocessing(session: Session) -> None:
         stage.run(lambda: stop() or goal_reached(board.read(TRAINER)))
 
 
-def preparing(
-    config: RunConfig, reader: StreamReader[Group], lora: LoraModel | None = None, reference: ReferenceScorer | None = None
-) -> PreparingReader:
+def preparing(config: RunConfig, reader: StreamReader[Group], lora: LoraModel | None = None) -> PreparingReader:
     """A reader that prepares the groups of `reader` as they are read (see `make_preprocessor`)."""
-    return PreparingReader(reader, make_preprocessor(config, lora, reference))
+    return PreparingReader(reader, make_preprocessor(config, lora))
 
 
-def make_preprocessor(
-    config: RunConfig, lora: LoraModel | None = None, reference: ReferenceScorer | None = None
-) -> Preprocessor:
+def make_preprocessor(config: RunConfig, lora: LoraModel | None = None) -> Preprocessor:
     """The preprocessor of a run.
 
-    The reference model of a KL penalty is `reference`, or else the base model under the adapters of `lora`; without both it
-    is loaded.
+    The reference model of a KL penalty is the base model under the adapters of `lora`; without them it is loaded. It
+    is None if ranks of a sharded trainer compute with it in the step.
     """
-    return Preprocessor(config.preprocess, reference or _reference(config, lora))
+    return Preprocessor(config.preprocess, _reference(config, lora))
 
 
-def prepared_groups(session: Session, lora: LoraModel | None, reference: ReferenceScorer | None) -> StreamReader[Prepared]:
+def prepared_groups(session: Session, lora: LoraModel | None) -> StreamReader[Prepared]:
     """The trainer's reader: the prepared stream, or `preparing` if groups are prepared in this process.
 
-    `lora` are the adapters of the trainer's model, if it has any; `reference` is a sharded trainer's reference model.
+    `lora` are the adapters of the trainer's model, if it has any.
     """
     store = session.streams()
     if session.config.launch.preprocessor == "process":
         return prepared_reader(store)
-    return preparing(session.config, group_reader(store), lora, reference)
+    return preparing(session.config, group_reader(store), lora)
+
+
+def scores_in_the_step(config: RunConfig) -> bool:
+    """Whether the ranks of a sharded trainer compute with the reference model of a KL penalty, in the step."""
+    trainer = config.trainer
+    return trainer.kl_coefficient > 0 and trainer.ranks > 1 and config.launch.preprocessor == "with_trainer"
 
 
 def _reference(config: RunConfig, lora: LoraModel | None) -> ReferenceScorer | None:
     """The scorer with the initial model, if a KL penalty is configured."""
-    if config.trainer.kl_coefficient == 0:
+    if config.trainer.kl_coefficient == 0 or scores_in_the_step(config):
         return None
     from pipelinerl.models.loading import load_model  # noqa: PLC0415 - with torch, which nothing else here needs
     from pipelinerl.trainer import FrozenModelScorer  # noqa: PLC0415 - as above

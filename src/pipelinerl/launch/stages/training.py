@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,12 +18,11 @@ import torch
 from pipelinerl.checkpoint import Checkpoint, load_checkpoint
 from pipelinerl.checkpoint_folders import Folders
 from pipelinerl.config.schema import RunConfig
-from pipelinerl.errors import RankLostError
 from pipelinerl.files import Lines
 from pipelinerl.interfaces import Board, StreamReader, WeightSender
-from pipelinerl.launch.roles import TRAINING, rank_roles
-from pipelinerl.launch.session import Session, write_error
-from pipelinerl.launch.stages.preprocessing import prepared_groups
+from pipelinerl.launch.roles import rank_roles
+from pipelinerl.launch.session import Session
+from pipelinerl.launch.stages.preprocessing import prepared_groups, scores_in_the_step
 from pipelinerl.launch.stages.recording import session_recorder
 from pipelinerl.metrics.sinks import JsonlSink, Sink
 from pipelinerl.metrics.totals import ENDED_ACTORS, ENDED_ENGINES
@@ -38,11 +36,8 @@ from pipelinerl.trainer import CheckpointPlan, Learner, SampleQueue, Trainer, Tr
 from pipelinerl.types import TRAINER, Prepared
 
 if TYPE_CHECKING:
-    from pipelinerl.trainer.sharding.learner import ShardedLearner, ShardedPolicy, ShardedReference
+    from pipelinerl.trainer.sharding.learner import ShardedLearner, ShardedPolicy
     from pipelinerl.trainer.sharding.ranks import Team
-
-STALL_S = 30.0
-"""A rank of the trainer that sends no heartbeat for this long is lost."""
 
 ANSWER_S = 120.0
 """How long engines may take to acknowledge weights."""
@@ -66,56 +61,44 @@ def run_training(session: Session, weights_fd: int, ranks_fd: int = -1) -> None:
 
 def run_rank(session: Session, role: str, ranks_fd: int) -> None:
     """Another rank of the trainer, to its end. It ends with rank 0, so that SIGTERM leaves time for a checkpoint."""
-    from pipelinerl.trainer.sharding import ranks  # noqa: PLC0415 - only for several ranks
-
-    config, rank = session.config, 1 + rank_roles(session.config).index(role)
     torch.set_num_threads(session.here.threads)
     if (address := session.here.ranks_at) is None:
         with socket.socket(fileno=os.dup(ranks_fd)) as listening:
             address = listening.getsockname()[:2]
-    with ranks.follow(address, session.plan.ranks_key, config.trainer, rank, **_options(session, role)) as team:
+    with _joined(session, 1 + rank_roles(session.config).index(role), address) as team:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        policy = load_policy(session, team)
-        learner = policy.sharded_learner(config)
-        if policy.checkpoint is not None:
-            learner.load_optimizer(policy.checkpoint)
-        learner.follow(policy.reference, _folders(session))
+        load_policy(session, team).sharded_learner(session.config).follow()
 
 
 @contextmanager
 def lead_ranks(session: Session, board: Board, ranks_fd: int) -> Iterator[Team]:
     """Be rank 0 of a sharded trainer while inside; the others connect to the socket `ranks_fd`."""
-    from pipelinerl.trainer.sharding import ranks  # noqa: PLC0415 - as above
+    from pipelinerl.trainer.sharding.ranks import Call  # noqa: PLC0415 - only for several ranks
 
     starting(board, [TRAINER], "waits for the other ranks to start")
-    with (
-        socket.socket(fileno=os.dup(ranks_fd)) as listener,
-        ranks.lead(listener, session.plan.ranks_key, session.config.trainer, **_options(session, TRAINING)) as team,
-    ):
+    with _joined(session, 0, socket.socket(fileno=os.dup(ranks_fd))) as team:
         yield team
+        team.call(Call("end"))
 
 
-def _options(session: Session, role: str) -> dict[str, Any]:
-    """How long a rank waits for others, how it ends if a collective operation does not return, and if it sees one GPU."""
+def _joined(session: Session, rank: int, meeting: socket.socket | tuple[str, int]) -> AbstractContextManager[Team]:
+    from pipelinerl.trainer.sharding.ranks import join  # noqa: PLC0415 - as above
 
-    def end(why: str) -> None:
-        faulthandler.dump_traceback()
-        write_error(session.run.report(role), RankLostError.__name__, why)
-        os._exit(RankLostError.exit_status)
-
-    launch, device = session.config.launch, session.config.trainer.device
-    # Before the watchdog, which can't say which rank it is.
-    return {
-        "bound_s": launch.startup_timeout_s,
-        "stall_s": min(STALL_S, launch.watchdog_s / 2),
-        "end": end,
-        "one_gpu": ":" not in device,  # see `placement.visible_gpus`
-    }
+    launch, trainer = session.config.launch, session.config.trainer
+    return join(
+        trainer,
+        rank,
+        meeting,
+        session.plan.ranks_key,
+        start_s=launch.startup_timeout_s,
+        stall_s=launch.watchdog_s / 2,  # before the watchdog, which can't say which rank it is
+        one_gpu=":" not in trainer.device,  # see `placement.visible_gpus`
+    )
 
 
 def _train(session: Session, board: Board, policy: Policy, weights_fd: int, stopping: threading.Event) -> None:
     with (
-        closing(prepared_groups(session, policy.lora, policy.reference)) as reader,
+        closing(prepared_groups(session, policy.lora)) as reader,
         closing(_sender(session, weights_fd, stopping.is_set)) as sender,
         open_logs(session) as logs,
     ):
@@ -159,8 +142,7 @@ def open_logs(session: Session) -> Iterator[TrainingLogs]:
 class Policy:
     """The model to train and the checkpoint it was loaded from, if any. With `model.lora`, it has the adapters of `lora`.
 
-    `sharded`, `team` and `reference` (of a KL penalty whose log-probabilities are computed here): with several
-    `trainer.ranks`.
+    `sharded`: with several `trainer.ranks`, of which only rank 0 has a checkpoint.
     """
 
     model: Any
@@ -168,8 +150,6 @@ class Policy:
     tokenizer: Any
     checkpoint: Checkpoint | None
     sharded: ShardedPolicy | None = None
-    team: Team | None = None
-    reference: ShardedReference | None = None
 
     def learner(self, config: RunConfig) -> Learner:
         if self.sharded is not None:
@@ -179,8 +159,9 @@ class Policy:
     def sharded_learner(self, config: RunConfig) -> ShardedLearner:
         from pipelinerl.trainer.sharding.learner import ShardedLearner  # noqa: PLC0415 - as above
 
-        assert self.sharded is not None and self.team is not None  # noqa: S101, PT018 - see `load_policy`
-        return ShardedLearner(self.sharded, config.trainer, self.team, **_learner_options(config))
+        assert self.sharded is not None  # noqa: S101 - see `load_policy`
+        reference = config.model if scores_in_the_step(config) else None
+        return ShardedLearner(self.sharded, config.trainer, reference=reference, **_learner_options(config))
 
 
 def _learner_options(config: RunConfig) -> dict[str, Any]:
@@ -193,44 +174,29 @@ def _learner_options(config: RunConfig) -> dict[str, Any]:
 
 
 def load_policy(session: Session, team: Team | None = None) -> Policy:
-    """Load the model, or the checkpoint that the plan names. With a `team`, it is sharded over it.
+    """Load the model, or the checkpoint that the plan names. With a `team`, it is sharded over it, and rank 0 reads it.
 
     With adapters: load the run's initial model and the checkpoint's adapters.
     """
     config, plan = session.config, session.plan
-    checkpoint = load_checkpoint(Path(plan.checkpoint)) if plan.checkpoint else None
+    checkpoint = load_checkpoint(Path(plan.checkpoint)) if plan.checkpoint and (team is None or team.rank == 0) else None
     merged = config.model.model_copy(update={"path": str(checkpoint.path)}) if checkpoint else config.model
     if checkpoint and config.model.lora is None:
         refuse_adapter(checkpoint.path)
+    tokenizer = load_tokenizer(merged)
     if team is not None:
         from pipelinerl.trainer.sharding.learner import ShardedPolicy  # noqa: PLC0415 - as above
 
-        with_adapters = config.model.lora is not None
-        sharded = ShardedPolicy(
-            config.model if with_adapters else merged,
-            config.trainer,
-            team,
-            seed=config.seed,
-            adapter=checkpoint.path if checkpoint and with_adapters else None,
-        )
-        reference = _sharded_reference(config, sharded, team)
-        return Policy(sharded.model, sharded.lora, load_tokenizer(merged), checkpoint, sharded, team, reference)
+        adapter = checkpoint.path if checkpoint and config.model.lora else None
+        model = config.model if adapter else merged
+        sharded = ShardedPolicy(model, config.trainer, team, seed=config.seed, adapter=adapter)
+        return Policy(sharded.model, sharded.lora, tokenizer, checkpoint, sharded)
     if config.model.lora is None:
-        return Policy(load_model(merged, config.trainer.device), None, load_tokenizer(merged), checkpoint)
+        return Policy(load_model(merged, config.trainer.device), None, tokenizer, checkpoint)
     lora = LoraModel(load_model(config.model, config.trainer.device), config.model.lora, seed=config.seed)
     if checkpoint:
         lora.load_adapter(checkpoint.path)
-    return Policy(lora.model, lora, load_tokenizer(merged), checkpoint)
-
-
-def _sharded_reference(config: RunConfig, policy: ShardedPolicy, team: Team) -> ShardedReference | None:
-    """The reference model, if there is a KL penalty and no process of its own that computes it."""
-    if config.trainer.kl_coefficient == 0 or config.launch.preprocessor == "process":
-        return None
-    from pipelinerl.trainer.sharding.learner import ShardedReference  # noqa: PLC0415 - as above
-
-    temperature = config.actor.temperature
-    return ShardedReference(policy, config.model, config.trainer, team, temperature=temperature, pack=pack)
+    return Policy(lora.model, lora, tokenizer, checkpoint)
 
 
 def build_trainer(
@@ -287,8 +253,8 @@ def _folders(session: Session) -> Folders:
     if session.config.launch.kind == "ray":
         from pipelinerl.launch.fence import Fence, FencedFolders  # noqa: PLC0415 - only several machines need it
 
-        return FencedFolders(Fence.of(session), session.run.checkpoints)
-    return Folders(session.run.checkpoints)
+        return FencedFolders(Fence.of(session))
+    return Folders()
 
 
 @contextmanager

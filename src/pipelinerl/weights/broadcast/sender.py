@@ -13,7 +13,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from pipelinerl.channel import POLL_S
+from pipelinerl.channel import POLL_S, listen
 from pipelinerl.errors import PipelineRLError, WeightUpdateError
 from pipelinerl.models.state import checksum, digests_of, first_names
 from pipelinerl.rendezvous import serve_store
@@ -214,7 +214,7 @@ class CollectiveWeightSender:
         if why and self._gpu is not None:
             logger.warning("weights are broadcast by the hosts (gloo), not between the GPUs: %s", why)
         device, bound_s = staging_device(backend, self._device), 2 * self._stall_s
-        rendezvous = serve_store(self.host, self._key, bound_s)
+        rendezvous = serve_store(listen(self.host), self._key, bound_s)
         for member in members.all:
             form = Form(
                 backend=backend,

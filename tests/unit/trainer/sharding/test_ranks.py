@@ -1,159 +1,101 @@
-"""How ranks find each other and notice that one is lost. The ranks are threads here."""
+"""How ranks find each other, and what becomes of the errors of their operations. That they compute is tested elsewhere."""
 
 from __future__ import annotations
 
 import os
-import queue
 import socket
-import threading
-import time
-from collections.abc import Callable
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
+from torch import distributed
 
-from pipelinerl.channel import Channel, dial
+from pipelinerl.channel import listen
 from pipelinerl.config.schema import TrainerConfig
 from pipelinerl.errors import RankLostError
 from pipelinerl.trainer.sharding import ranks
-from pipelinerl.trainer.sharding.ranks import Close, Gather, Message, Peers, Saved, Update, backend_of, device_of
+from pipelinerl.trainer.sharding.ranks import backend_of, device_of, join
 
-KEY = "key"
-LONG_S = 60.0
-
-
-def pair(stall_s: float = LONG_S, end: Callable[[str], None] = lambda _: None) -> tuple[Peers, Channel[Any]]:
-    """Rank 0, whose only peer is rank 1, and the end of the channel that rank 1 has."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        far = socket.create_connection(listener.getsockname())
-        near, _ = listener.accept()
-    found: queue.Queue[Channel[Any]] = queue.Queue()
-    other = threading.Thread(target=lambda: found.put(Channel(far, KEY, Message, dialled=True)))
-    other.start()
-    line: Channel[Any] = Channel(near, KEY, Message, dialled=False)
-    other.join()
-    return Peers({1: line}, {1: 4711}, stall_s=stall_s, end=end), found.get()
+KEY, LONG_S = "key", 60.0
 
 
-def test_messages_arrive_in_order_without_heartbeats() -> None:
-    peers, rank_1 = pair()
-    for message in (ranks.Beat(), Saved(""), ranks.Beat(), Saved("full")):
-        rank_1.send(message)
-    assert [peers.receive(Saved, 1).error for _ in range(2)] == ["", "full"]
-    peers.send(Update(0.5))
-    peers.send(Gather(), 1)
-    orders = [message for message in (rank_1.receive() for _ in range(3)) if message != ranks.Beat()]
-    assert orders[0] == Update(0.5)
-    peers.close()
-
-
-def test_a_rank_that_is_gone_is_named() -> None:
-    peers, rank_1 = pair()
-    rank_1.close()
-    with pytest.raises(RankLostError, match=r"rank 1 of the trainer \(pid 4711\) is gone: its process has ended"):
-        peers.receive(Saved, 1)
-    with pytest.raises(RankLostError, match="rank 1"):
-        peers.send(Gather())
-
-
-def test_a_silent_rank_is_named() -> None:
-    peers, _rank_1 = pair(stall_s=0.3)
-    with pytest.raises(RankLostError, match=r"rank 1 .* sent nothing for 0\.3 s: its process is stopped"):
-        peers.receive(Saved, 1)
-
-
-def test_a_rank_that_takes_no_messages_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    peers, _rank_1 = pair()
-    monkeypatch.setattr(peers._lines[1], "send", lambda _: False)
-    with pytest.raises(RankLostError, match=r"rank 1 .* takes no messages"):
-        peers.receive(Saved, 1)
-
-
-def test_a_rank_that_ends_with_an_error_says_why() -> None:
-    peers, rank_1 = pair()
-    rank_1.send(Close("no memory"))
-    rank_1.close()
-    with pytest.raises(RankLostError, match=r"rank 1 .* ended: no memory"):
-        peers.receive(Saved, 1)
-
-
-def test_a_rank_that_ends_after_training_is_not_lost() -> None:
-    peers, rank_1 = pair(stall_s=0.3)
-    rank_1.send(Close())
-    rank_1.close()
-    assert peers.next(1) == Close()
-    time.sleep(0.6)
-    peers.require_all()
-
-
-def test_the_error_of_a_collective_operation_becomes_the_loss_that_caused_it() -> None:
-    peers, rank_1 = pair()
-    rank_1.close()
-    with pytest.raises(RankLostError, match="rank 1") as caught, peers.naming_the_lost():
-        raise RuntimeError("Connection closed by peer")
-    assert isinstance(caught.value.__cause__, RuntimeError)
-
-
-def test_another_error_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "GRACE_S", 0.1)
-    peers, _rank_1 = pair()
-    with pytest.raises(RuntimeError, match="out of memory"), peers.naming_the_lost():
-        raise RuntimeError("out of memory")
-    peers.close()
-
-
-def test_a_main_thread_that_can_not_notice_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "GRACE_S", 0.1)
-    ended: queue.Queue[str] = queue.Queue()
-    _peers, rank_1 = pair(end=ended.put)
-    rank_1.close()
-    assert "rank 1 of the trainer (pid 4711) is gone" in ended.get(timeout=LONG_S)
-
-
-def test_a_main_thread_that_noticed_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "GRACE_S", 0.1)
-    ended: queue.Queue[str] = queue.Queue()
-    peers, rank_1 = pair(end=ended.put)
-    rank_1.close()
-    with pytest.raises(RankLostError):
-        peers.receive(Saved, 1)
-    time.sleep(0.4)
-    assert ended.empty()
+def meet(rank: int, size: int, listener: socket.socket, key: str = KEY, start_s: float = LONG_S) -> str:
+    """Why the rank does not meet the others; "" if it does."""
+    meeting = listener if rank == 0 else listener.getsockname()[:2]
+    try:
+        with ranks._broken_operations_explained():
+            ranks._meet(TrainerConfig(ranks=size), rank, meeting, key, start_s).close()
+    except RankLostError as error:
+        return str(error)
+    return ""
 
 
 def test_ranks_that_do_not_start_are_named() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        entered = ranks.lead(listener, KEY, TrainerConfig(ranks=3), bound_s=0.2, stall_s=LONG_S, end=lambda _: None)
-        with pytest.raises(RankLostError, match=r"rank 1, 2 of the trainer did not start within 0\.2 s"), entered:
-            pass
+    listener = listen()
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda rank: meet(rank, 4, listener, start_s=1.0), (0, 2)))
+    assert found[0] == "rank 1, rank 3 of the trainer did not start within 1 s"
 
 
-def test_strangers_and_second_ranks_of_a_number_are_turned_away() -> None:
-    listener = socket.create_server(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
-    found: queue.Queue[Any] = queue.Queue()
-    accepting = threading.Thread(target=lambda: found.put(ranks._accept_all(listener, KEY, 3, LONG_S)))
-    accepting.start()
+def test_a_rank_with_another_key_is_no_rank() -> None:
+    listener = listen()
+    with ThreadPoolExecutor(2) as pool:
+        rank_0 = pool.submit(meet, 0, 2, listener, start_s=1.0)
+        assert "does not have the key of this run" in meet(1, 2, listener, key="another")
+    assert rank_0.result() == "rank 1 of the trainer did not start within 1 s"
 
-    def connect(key: str, rank: int) -> Channel[Any]:
-        line = dial("127.0.0.1", port, key, LONG_S, lambda: False, incoming=Message)
-        assert line is not None
-        line.send(ranks.Hello(rank, rank * 100))
-        return line
 
-    with pytest.raises(Exception, match="key"):
-        connect("another", 1)
-    first = connect(KEY, 1)
-    second = connect(KEY, 1)
-    with pytest.raises(EOFError):
-        second.receive()
-    last = connect(KEY, 2)
-    lines, pids = found.get(timeout=LONG_S)
-    assert sorted(lines) == [1, 2]
-    assert pids == {1: 100, 2: 200}
-    for line in (first, last):
-        assert isinstance(line.receive(), ranks.Hello)
+def test_a_rank_0_that_is_gone_is_reported() -> None:
+    listener = listen()
     listener.close()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = free.getsockname()
+    with pytest.raises(RankLostError, match="rank 0 of the trainer can't be reached"):
+        ranks._meet(TrainerConfig(ranks=2), 1, address, KEY, 1.0)
+
+
+@pytest.fixture
+def alone() -> tuple[TrainerConfig, int, socket.socket, str]:
+    return TrainerConfig(ranks=1), 0, listen(), KEY
+
+
+Alone = tuple[TrainerConfig, int, socket.socket, str]
+
+
+def test_the_group_listens_at_the_address_of_rank_0_only(alone: Alone) -> None:
+    """Gloo itself has no key: on the loopback address it is out of reach of other machines."""
+    before = listening()
+    with join(*alone, start_s=LONG_S, stall_s=LONG_S) as team:
+        assert (team.rank, team.size) == (0, 1)
+        found = listening() - before
+    assert {address.partition(":")[0] for address in found} == {"0100007F"}
+    assert not distributed.is_initialized()
+
+
+def listening() -> set[str]:
+    """ADDRESS:PORT, in hexadecimal, of the sockets at which this process listens."""
+    own = {os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.exists()}
+    lines = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()[1:]]
+    return {fields[1] for fields in lines if fields[3] == "0A" and f"socket:[{fields[9]}]" in own}
+
+
+def test_the_error_of_an_operation_that_a_rank_has_left_is_one_line(alone: Alone) -> None:
+    left = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:7. This is\nC++"
+    with (
+        pytest.raises(RankLostError, match=r"exchange tensors any more: Connection closed by peer \[127\.0\.0\.1\]:7$"),
+        join(*alone, start_s=LONG_S, stall_s=LONG_S),
+    ):
+        raise_after_leaving(left)
+
+
+def test_another_error_stays_as_it_is(alone: Alone) -> None:
+    with pytest.raises(RuntimeError, match="out of memory"), join(*alone, start_s=LONG_S, stall_s=LONG_S):
+        raise_after_leaving("out of memory")
+
+
+def raise_after_leaving(message: str) -> None:
+    distributed.destroy_process_group()
+    raise RuntimeError(message)
 
 
 def test_backends_and_devices() -> None:
@@ -161,24 +103,3 @@ def test_backends_and_devices() -> None:
     assert backend_of(TrainerConfig(ranks=2, device="cuda")) == "nccl"
     assert [str(device_of(TrainerConfig(ranks=2, device="cuda:2"), rank)) for rank in (0, 1)] == ["cuda:2", "cuda:3"]
     assert str(device_of(TrainerConfig(ranks=2), 1)) == "cpu"
-
-
-def test_the_group_listens_at_the_interface_of_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert ranks._interface_of("127.0.0.1") in {"lo", "lo0"}
-    assert ranks._interface_of("192.0.2.1") is None, "an address for documentation"
-    monkeypatch.setattr(ranks, "_interface_of", lambda host: f"interface of {host}")
-    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-
-    def seen(host: str) -> list[str | None]:
-        with ranks._at_interface_of(host):
-            return [os.environ.get(name) for name in names]
-
-    for name in names:
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
-    assert seen("127.0.0.1") == ["interface of 127.0.0.1", None]
-    assert seen("10.0.0.5") == ["interface of 10.0.0.5"] * 2
-    assert [os.environ.get(name) for name in names] == [None, "interface of 10.0.0.5"]
-    for name in names:
-        monkeypatch.setenv(name, "chosen by the user")
-    assert seen("10.0.0.5") == ["chosen by the user"] * 2
