@@ -38,7 +38,6 @@ from pipelinerl.preprocess.packing import pack
 from pipelinerl.trainer import Learner
 from pipelinerl.types import GenerationRequest, SamplingParams
 from pipelinerl.weights.shared.file import create_shared_file
-from pipelinerl.weights.shared.pinned import PinnedWeightReceiver
 from pipelinerl.weights.shared.receiver import SharedWeightReceiver
 from pipelinerl.weights.shared.sender import SharedWeightSender
 
@@ -232,7 +231,7 @@ def update(options: argparse.Namespace) -> list[Record]:
     sender_fd = create_shared_file()
     sender, receiver = SharedWeightSender(sender_fd, 1), SharedWeightReceiver(sender_fd, 0)
     if options.device != "cpu":
-        receiver = PinnedWeightReceiver(sender_fd, 0, options.device)
+        receiver = SharedWeightReceiver(sender_fd, 0, options.device)
     engine = new_engine(options, options.contexts[0] + 64)
     fill(engine, max(options.slots), options.contexts[0], 64)
     records = []

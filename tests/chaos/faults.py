@@ -19,11 +19,13 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+import torch
+
 from pipelinerl.launch.roles import TRAINING
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.stages.streams import ROLLOUTS
 from pipelinerl.stream.files import StreamFile
-from pipelinerl.weights.shared.file import Control, file_bytes
+from pipelinerl.weights.shared.file import Control, map_buffers
 from tests.chaos.plan import AGENT, REDIS, Fault
 
 WORKER = "pipelinerl.launch.hosts.worker"
@@ -183,10 +185,9 @@ def _damage_weights(pid: int, engine: int, amount: float, sleep: Callable[[float
                 sleep(OFFER_S)
                 offer, answer = control.read_offer(), control.read_answer(engine)
                 if offer is not None and answer is not None and answer.number < offer.number:
-                    size = file_bytes(offer.layout_bytes, offer.buffer_bytes)
-                    start = size - (2 - offer.buffer) * -(-offer.buffer_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-                    with mmap.mmap(file.fileno(), size) as memory:
-                        memory[start + int(0.9 * amount * offer.buffer_bytes)] ^= 0x40
+                    tensors = map_buffers(file.fileno())[offer.number % 2].values()
+                    bytes_U8 = max(tensors, key=lambda tensor: tensor.nbytes).view(-1).view(torch.uint8)
+                    bytes_U8[int(0.9 * amount * len(bytes_U8))] ^= 0x40
                     return
             finally:
                 _continue(pid)

@@ -30,7 +30,7 @@ from pipelinerl.models.varlen import attention_of, varlen_reference
 from pipelinerl.types import GenerationRequest, SamplingParams
 from pipelinerl.weights.delta import apply, encode
 from pipelinerl.weights.shared.file import create_shared_file
-from pipelinerl.weights.shared.pinned import PinnedWeightReceiver
+from pipelinerl.weights.shared.receiver import SharedWeightReceiver
 from pipelinerl.weights.shared.sender import SharedWeightSender
 from tests.parity.models import CONFIGS, make_model
 from tests.parity.test_engine import full_forward_logprobs, requests, run_with_updates
@@ -157,7 +157,7 @@ def test_an_update_is_verified_by_sums_that_devices_compute_and_nothing_is_copie
     fd = create_shared_file()
     with (
         closing(SharedWeightSender(fd, 1)) as sender,
-        closing(PinnedWeightReceiver(fd, 0, "cuda")) as receiver,
+        closing(SharedWeightReceiver(fd, 0, "cuda")) as receiver,
     ):
         digest = sender.send(1, named_weights(trained))
         update = receiver.poll()

@@ -45,7 +45,8 @@ from pipelinerl.status.board import last_statuses
 from pipelinerl.status.reporter import starting
 from pipelinerl.status.screen import View
 from pipelinerl.types import TRAINER, ActorProgress, EngineProgress, Progress, StageStatus, trainer_progress
-from pipelinerl.weights.shared.file import AWAY, Answer, Control
+from pipelinerl.weights.messages import Answer
+from pipelinerl.weights.shared.file import AWAY, Control
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 60.0
 """Pause before the first restart of a process. It doubles with each further one, up to the longest."""

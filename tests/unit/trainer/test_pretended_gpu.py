@@ -22,7 +22,7 @@ from pipelinerl.models.state import checksum, named_weights
 from pipelinerl.preprocess import pack
 from pipelinerl.trainer import Learner
 from pipelinerl.weights.shared.file import create_shared_file
-from pipelinerl.weights.shared.pinned import PinnedWeightReceiver
+from pipelinerl.weights.shared.receiver import SharedWeightReceiver
 from pipelinerl.weights.shared.sender import SharedWeightSender
 from tests.parity.models import make_model
 from tests.pretend_cuda import pretended_cuda
@@ -83,7 +83,7 @@ def test_an_update_is_verified_by_the_device_and_waits_for_it_once() -> None:
         engine: Any = StaticEngine(served, slots=4, max_length=96, flatten=False)
         with (
             closing(SharedWeightSender(fd, 1)) as sender,
-            closing(PinnedWeightReceiver(fd, 0, "cuda")) as receiver,
+            closing(SharedWeightReceiver(fd, 0, "cuda")) as receiver,
         ):
             device.waits.clear()
             digest = sender.send(1, named_weights(trained))

@@ -49,7 +49,7 @@ from pipelinerl.types import (
     UpdateReceipt,
     spans_from_versions,
 )
-from pipelinerl.weights.memory import MemoryChannel
+from pipelinerl.weights.memory import MemoryWeightSender
 from tests.parity.models import tiny_llama
 
 K = 4
@@ -59,20 +59,20 @@ PROMPT = (1, 2, 3)
 class Engine:
     """Generates whole groups with the newest weights it was sent, recording exact log-probs (off by `noise`)."""
 
-    def __init__(self, channel: MemoryChannel, noise: float = 0.0) -> None:
+    def __init__(self, sender: MemoryWeightSender, noise: float = 0.0) -> None:
         self.model = tiny_llama()
-        self.channel = channel
+        self.receiver = sender.receiver
         self.noise = noise
         self.versions: list[int] = []
 
     def take_weights(self) -> None:
-        update = self.channel.receiver.poll()
+        update = self.receiver.poll()
         if update is None:
             return
         self.model.load_state_dict(dict(update.tensors))
         self.versions.append(update.version)
         found = checksum(named_weights(self.model))
-        self.channel.receiver.acknowledge(
+        self.receiver.acknowledge(
             UpdateReceipt(engine="0", version=update.version, checksum=found, pause_s=0.0, sequences_in_flight=0)
         )
 
@@ -118,8 +118,8 @@ class Setup:
     ) -> None:
         self.config = TrainerConfig(**({"batch_size": 4, "steps": 6, "learning_rate": 1e-2} | changes))
         self.run_dir = run_dir
-        self.channel = MemoryChannel()
-        self.engine = Engine(self.channel, noise)
+        self.sender = MemoryWeightSender()
+        self.engine = Engine(self.sender, noise)
         self.board = MemoryBoard()
         self.writer = reader = MemoryStream[Group](capacity=100)
         model, state = tiny_llama(), TrainerState()
@@ -138,7 +138,7 @@ class Setup:
             self.learner,
             self.queue,
             schedule or PipelineSchedule(self.config.batch_size),
-            self.channel.sender,
+            self.sender,
             output=TrainerOutput(
                 board=self.board,
                 sink=JsonlSink(run_dir),

@@ -23,11 +23,10 @@ from pipelinerl.models.device_sums import device_checksum
 from pipelinerl.models.state import checksum, first_names, load_weights, named_weights, not_finite
 from pipelinerl.types import MAX_RECEIVERS, UpdateReceipt
 from pipelinerl.weights import sending
-from pipelinerl.weights.memory import MemoryChannel
-from pipelinerl.weights.shared import pinned
+from pipelinerl.weights.memory import MemoryWeightSender
+from pipelinerl.weights.messages import Answer
 from pipelinerl.weights.shared import receiver as shared_receiver
-from pipelinerl.weights.shared import sender as shared_sender
-from pipelinerl.weights.shared.file import AWAY, Answer, Control, create_shared_file
+from pipelinerl.weights.shared.file import AWAY, Control, create_shared_file
 from pipelinerl.weights.shared.receiver import SharedWeightReceiver
 from pipelinerl.weights.shared.sender import SharedWeightSender
 from tests.limits import small_files
@@ -162,8 +161,8 @@ def make_ends(request: pytest.FixtureRequest, fd: int) -> Callable[..., Ends]:
         return lambda **options: (SharedWeightSender(fd, 1, timeout_s=0.05, **options), SharedWeightReceiver(fd, 0))
 
     def memory_ends(**options: Any) -> Ends:
-        channel = MemoryChannel(**options)
-        return channel.sender, channel.receiver
+        sender = MemoryWeightSender(**options)
+        return sender, sender.receiver
 
     return memory_ends
 
@@ -308,13 +307,13 @@ def test_the_sums_of_the_trainers_gpu_come_with_an_update_unless_it_is_converted
 
 
 def test_memory_replaces_what_was_not_taken() -> None:
-    channel = MemoryChannel()
-    channel.sender.send(0, named_weights(Tied(seed=0)))
-    channel.sender.send(1, named_weights(Tied(seed=1)))
-    update = channel.receiver.poll()
+    sender = MemoryWeightSender()
+    sender.send(0, named_weights(Tied(seed=0)))
+    sender.send(1, named_weights(Tied(seed=1)))
+    update = sender.receiver.poll()
     assert update is not None
     assert update.version == 1
-    assert channel.receiver.poll() is None
+    assert sender.receiver.poll() is None
 
 
 # Shared memory
@@ -366,9 +365,9 @@ def test_on_gpus_both_ends_pin_the_buffers_until_they_close(fd: int, monkeypatch
         return lambda: calls.append(f"{device} unpins")
 
     monkeypatch.setattr(transfers, "pin", pin)
-    monkeypatch.setattr(pinned, "pin", pin)
-    monkeypatch.setattr(shared_sender, "on_gpu", lambda _: True)
-    sender, receiver = SharedWeightSender(fd, 1), pinned.PinnedWeightReceiver(fd, 0, "cuda:1")
+    monkeypatch.setattr(sending, "on_gpu", lambda _: True)
+    monkeypatch.setattr(sending, "source_checksum", lambda *_: "")
+    sender, receiver = SharedWeightSender(fd, 1), SharedWeightReceiver(fd, 0, "cuda:1")
     for version in range(3):
         digest = sender.send(version, named_weights(Tied()))
         assert receiver.poll() is not None
@@ -382,10 +381,10 @@ def test_on_gpus_both_ends_pin_the_buffers_until_they_close(fd: int, monkeypatch
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_the_host_hashes_what_a_gpu_will_not_verify(on_gpu: bool, fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
     hashed: list[str] = []
-    monkeypatch.setattr(pinned, "pin", lambda *_: lambda: None)
+    monkeypatch.setattr(transfers, "pin", lambda *_: lambda: None)
     monkeypatch.setattr(shared_receiver, "checksum", lambda tensors: hashed.append(checksum(tensors)) or hashed[-1])
-    monkeypatch.setattr(shared_sender, "source_checksum", lambda *_: "of the device" if on_gpu else "")
-    sender, receiver = SharedWeightSender(fd, 1), pinned.PinnedWeightReceiver(fd, 0, "cuda:1")
+    monkeypatch.setattr(sending, "source_checksum", lambda *_: "of the device" if on_gpu else "")
+    sender, receiver = SharedWeightSender(fd, 1), SharedWeightReceiver(fd, 0, "cuda:1")
     digest = sender.send(0, named_weights(Tied()))
     update = receiver.poll()
     assert update is not None
@@ -499,7 +498,7 @@ def test_an_engine_that_died_is_not_waited_for_until_its_replacement_asks(fd: in
         return first_names(weights)
 
     with monkeypatch.context() as patched:
-        patched.setattr(shared_sender, "first_names", copies)
+        patched.setattr(sending, "first_names", copies)
         digests.append(sender.send(4, named_weights(Tied(seed=4))))
     (update,) = taken
     assert update is not None

@@ -48,7 +48,7 @@ from pipelinerl.schedule import PipelineSchedule
 from pipelinerl.status.board import MemoryBoard
 from pipelinerl.stream.files import FileStreamWriter
 from pipelinerl.types import GenerationRequest, Group, SamplingParams
-from pipelinerl.weights.memory import MemoryChannel
+from pipelinerl.weights.memory import MemoryWeightSender
 from pipelinerl.weights.sending import source_checksum
 
 
@@ -184,7 +184,7 @@ def _actor(generator: Generator, folder: Path) -> Iterator[tuple[Actor, _Records
             board=board,
             admission=admission,
             writer=records,
-            receiver=MemoryChannel().receiver,
+            receiver=MemoryWeightSender().receiver,
         )
         yield actor, records
 

@@ -43,7 +43,7 @@ from pipelinerl.trainer import Learner
 from pipelinerl.trainer.sharding import ranks
 from pipelinerl.trainer.sharding.learner import ShardedLearner, ShardedPolicy
 from pipelinerl.types import Group, TrainingSample
-from pipelinerl.weights.memory import MemoryChannel
+from pipelinerl.weights.memory import MemoryWeightSender
 
 MIN_STEPS = 3
 SMALL = 4
@@ -203,7 +203,7 @@ def take_steps(
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[Step]:
     """Alternate steps of B and of B / SMALL rollouts, publishing included, until `stop()` and enough steps of each."""
-    sender = MemoryChannel().sender
+    sender = MemoryWeightSender()
     sizes = (config.trainer.batch_size, max(1, config.trainer.batch_size // SMALL))
     rollouts = itertools.cycle(samples)
     steps: list[Step] = []

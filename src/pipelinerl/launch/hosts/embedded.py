@@ -38,7 +38,7 @@ from pipelinerl.status.watchdog import Watchdog
 from pipelinerl.stream.memory import MemoryStream
 from pipelinerl.trainer import Trainer
 from pipelinerl.types import TRAINER, Group, StageStatus
-from pipelinerl.weights.memory import MemoryChannel
+from pipelinerl.weights.memory import MemoryWeightSender
 
 LOOK_EVERY_S = 0.5
 
@@ -47,7 +47,7 @@ def run_embedded(session: Session, view: View, lock: RunLock) -> Outcome:
     """Run the session to its end. Errors of the run are in the outcome, not raised."""
     begin_s = time.monotonic()
     threads = plan_threads(session.config, session.schedule, usable_cores()).training
-    board, channel = _GuardedBoard(2 * session.config.launch.watchdog_s), MemoryChannel()
+    board, sender = _GuardedBoard(2 * session.config.launch.watchdog_s), MemoryWeightSender()
     error: PipelineRLError | None = None
     waiting: dict[int, int] = {}
 
@@ -63,8 +63,8 @@ def run_embedded(session: Session, view: View, lock: RunLock) -> Outcome:
         stack.enter_context(closing(reader))
         stack.enter_context(closing(writer))
         try:
-            with closing(build_generation(session, board, writer, channel.receiver)) as generation:
-                goal_reached = _run(generation, reader, channel.sender, interrupts, view=view, lock=lock)
+            with closing(build_generation(session, board, writer, sender.receiver)) as generation:
+                goal_reached = _run(generation, reader, sender, interrupts, view=view, lock=lock)
             error = None if goal_reached else interruption(session)
         except PipelineRLError as raised:
             error = raised

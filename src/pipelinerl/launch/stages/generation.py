@@ -128,13 +128,10 @@ def _receiver(session: Session, fd: int, index: int, engine: str) -> WeightRecei
         from pipelinerl.launch.stages.broadcast import broadcast_receiver  # noqa: PLC0415 - few runs need it
 
         return broadcast_receiver(session, fd, index, engine)
-    if session.config.engine.kind == "local" and session.config.engine.device != "cpu":
-        from pipelinerl.weights.shared.pinned import PinnedWeightReceiver  # noqa: PLC0415 - only on a GPU
-
-        return PinnedWeightReceiver(fd, index, session.config.engine.device)
     from pipelinerl.weights.shared.receiver import SharedWeightReceiver  # noqa: PLC0415 - not for a broadcast
 
-    return SharedWeightReceiver(fd, index)
+    engine_here = session.config.engine.kind == "local"
+    return SharedWeightReceiver(fd, index, session.config.engine.device if engine_here else "cpu")
 
 
 @dataclass(kw_only=True)

@@ -250,5 +250,5 @@ class Members:
                 ):
                     member.answered, member.engine = number, member.engine or receipt.engine[:100]
                     self._receipts.append(receipt)
-                    self._problem = self._problem or complaint(receipt, self.offer.version, self.offer.checksum)
+                    self._problem = self._problem or complaint(receipt, self.offer)
             self.changed.notify_all()

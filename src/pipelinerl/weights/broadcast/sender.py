@@ -15,7 +15,6 @@ from torch import Tensor
 
 from pipelinerl.channel import POLL_S, listen
 from pipelinerl.errors import PipelineRLError, WeightUpdateError
-from pipelinerl.models.state import checksum, digests_of, first_names
 from pipelinerl.rendezvous import serve_store
 from pipelinerl.types import MAX_RECEIVERS, Encoding, UpdateReceipt, WeightTransfer
 from pipelinerl.weights.broadcast.group import Group, choose_backend, gpu_of, staging_buffer, staging_device
@@ -23,7 +22,7 @@ from pipelinerl.weights.broadcast.members import Members
 from pipelinerl.weights.delta import encode
 from pipelinerl.weights.layout import Layout
 from pipelinerl.weights.messages import Apply, Form, Offer
-from pipelinerl.weights.sending import layout_of, require_same, source_checksum
+from pipelinerl.weights.sending import Sender
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +33,7 @@ _EXPLANATION_S = 3.0
 _CPU = torch.device("cpu")
 
 
-class CollectiveWeightSender:
+class CollectiveWeightSender(Sender):
     """Sends to `receivers` engines that connect to `listener` and know `key`. The sender owns and closes `listener`.
 
     Uses nccl if it can be used between this process and every receiver, else gloo (`choose_backend`).
@@ -67,6 +66,7 @@ class CollectiveWeightSender:
         or if that would not be fewer bytes. Needs a second copy of the weights.
         `give_up` returns True when the run is ending, and engines may be gone: the sender then neither waits nor sends.
         """
+        super().__init__(dtype)
         if not 1 <= receivers <= MAX_RECEIVERS:
             raise ValueError(f"1 to {MAX_RECEIVERS} receivers, not {receivers}")
         if bucket_bytes < 1:
@@ -74,56 +74,24 @@ class CollectiveWeightSender:
         if stall_s < 1:
             raise ValueError(f"stall_s must be at least a second, not {stall_s:g} s")
         self._timeout_s, self._stall_s, self._join_timeout_s = timeout_s, stall_s, join_timeout_s
-        self._bucket_bytes, self._dtype, self._device = bucket_bytes, dtype, device
+        self._bucket_bytes, self._device = bucket_bytes, device
         self._gpu, self._give_up = gpu_of(device), give_up
         self.host, self.port = listener.getsockname()[:2]
         self._key = key
         self._members = Members(listener, key, receivers, stall_s=stall_s, coordinated=coordinated, give_up=give_up)
-        self._layout: Layout | None = None
         self._encoding, self._full_every = encoding, full_every
         self._staging_U8 = self._base_U8 = torch.empty(0, dtype=torch.uint8)  # the update, and with deltas the previous one
-        self._begin_s = 0.0
-        self.transfer: WeightTransfer | None = None
-        self.digests: Mapping[str, str] = {}
         self._released = 0  # the last update that may be applied
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="weights-broadcast", daemon=True)
         self._thread.start()
-
-    def send(self, version: int, tensors: Mapping[str, Tensor]) -> str:
-        """Copy the tensors and return the checksum of the copy ("" if `give_up` said so). A thread then broadcasts the copy.
-
-        Versions must rise, and names, types, shapes and tying must not change; otherwise raises WeightUpdateError. Also
-        raises it if an engine is gone, did not acknowledge the previous update in time, or holds other weights.
-        """
-        members, last = self._members, self._members.offer
-        if last is not None and version <= last.version:
-            raise WeightUpdateError(f"weight versions must rise: {version} was sent after {last.version}")
-        layout = layout_of(tensors, self._dtype)
-        if self._layout is not None:
-            require_same(self._layout, layout)
-        if not self._previous_answered() or not self._have_buffers(layout):
-            return ""
-        self._begin_s = time.monotonic()
-        staged = layout.views(self._staging_U8)
-        with torch.no_grad():
-            for name, owner in first_names(tensors).items():
-                if name == owner:
-                    staged[name].copy_(tensors[name])
-        self.digests = digests_of(staged)
-        digest, sums = checksum(staged, self.digests), source_checksum(tensors, self._dtype)
-        with members.changed:
-            number = last.number + 1 if last else 1
-            members.offer = Offer(number=number, version=version, checksum=digest, device_checksum=sums)
-            members.changed.notify_all()
-        return digest
 
     def unanswered(self) -> Sequence[str]:
         """The engines that have not acknowledged the last update. While there are any, `send` would wait."""
         return [member.label for member in self._members.unanswered]
 
     def receipts(self) -> Sequence[UpdateReceipt]:
-        """Receipts since the last call. Raises WeightUpdateError if one does not match the update or the transfer failed."""
+        """As of every sender. Raises WeightUpdateError also if the transfer has failed."""
         self._members.require_no_problem()
         return self._members.take_receipts()
 
@@ -137,19 +105,26 @@ class CollectiveWeightSender:
         self._thread.join(_ENDING_S)
         self._staging_U8 = self._base_U8 = torch.empty(0, dtype=torch.uint8)
 
-    def _have_buffers(self, layout: Layout) -> bool:
-        """Make the buffers for the first update. For a delta, the previous update becomes the base. False: the run ends."""
+    def _buffer(self, layout: Layout) -> Mapping[str, Tensor] | None:
+        """For a delta, the previous update becomes the base."""
+        if not self._previous_answered():
+            return None
         if self._layout is None:
             if self._gpu and not self._wait_until_joined():  # The copy's device depends on the receivers.
-                return False
+                return None
             device = staging_device(self._backend[0], self._device)
             self._staging_U8 = staging_buffer(layout.buffer_bytes, device)
             if self._encoding == "delta":
                 self._base_U8 = staging_buffer(layout.buffer_bytes, device)
-            self._layout = layout
         elif self._encoding == "delta":
             self._staging_U8, self._base_U8 = self._base_U8, self._staging_U8
-        return True
+        return layout.views(self._staging_U8)
+
+    def _publish(self, offer: Offer) -> None:
+        """A thread broadcasts the copies."""
+        with self._members.changed:
+            self._members.offer = offer
+            self._members.changed.notify_all()
 
     def _previous_answered(self) -> bool:
         """Wait until all engines have acknowledged the previous update. False if the run is ending."""

@@ -1,15 +1,16 @@
 """The file for weight transfer through shared memory. Has no name, so no file is left behind. Does not import torch.
 
-control region    the offer: which update is in which buffer (one `SharedRecord`)
+control region    the offer: which update is in the buffers (one `SharedRecord`)
                   one receipt per receiver (a `SharedRecord` each)
-layout            names, types, shapes and places of the tensors, JSON; written once
-buffer 0, 1       the tensors, each at a multiple of 64 bytes; updates alternate between the buffers
+layout            names, types, shapes and places of the tensors: its length (64 bits) and JSON; written once
+buffer 0, 1       the tensors, each at a multiple of 64 bytes; update n is in buffer n % 2
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import struct
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +18,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from pipelinerl.files import SharedRecord, reserve
-from pipelinerl.types import MAX_RECEIVERS, UpdateReceipt
+from pipelinerl.types import MAX_RECEIVERS
+from pipelinerl.weights.messages import Answer, Offer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,29 +29,11 @@ if TYPE_CHECKING:
 _RECORD_BYTES = 8192
 CONTROL_BYTES = (1 + MAX_RECEIVERS) * _RECORD_BYTES
 _MAX_ERROR_CHARACTERS = 500
-
-
-class Offer(msgspec.Struct, frozen=True):
-    """The sender's description of the update in a buffer. `number` counts updates from 1."""
-
-    number: int
-    version: int
-    checksum: str
-    buffer: int
-    layout_bytes: int
-    buffer_bytes: int
-    device_checksum: str = ""
+_LENGTH = struct.Struct("=Q")
 
 
 AWAY = -1
 """`number` of an answer for a receiver whose process has died: the sender does not wait for it until it answers again."""
-
-
-class Answer(msgspec.Struct, frozen=True):
-    """A receiver's receipt for update `number`; without a receipt, the sender waits for it from now on, or not (`AWAY`)."""
-
-    number: int
-    receipt: UpdateReceipt | None = None
 
 
 def create_shared_file() -> int:
@@ -68,7 +52,10 @@ def create_shared_file() -> int:
 
 
 class Control:
-    """The control region of the file, mapped: the offer and the answers."""
+    """The control region of the file, mapped: the offer and the answers.
+
+    A receiver whose answer has no receipt is waited for from now on, or not (`AWAY`).
+    """
 
     def __init__(self, fd: int) -> None:
         if os.fstat(fd).st_size < CONTROL_BYTES:
@@ -102,22 +89,32 @@ class Control:
         self._memory.close()
 
 
-def file_bytes(layout_bytes: int, buffer_bytes: int) -> int:
-    """Size of the whole file, in bytes."""
-    return _buffer_start(layout_bytes, buffer_bytes, 2)
+def make_buffers(fd: int, layout: Layout) -> list[dict[str, Tensor]]:
+    """Write the layout and make room for both buffers. Returns their tensors, by name. Raises OSError."""
+    encoded = msgspec.json.encode(layout)
+    contents = _LENGTH.pack(len(encoded)) + encoded
+    start = _pages(CONTROL_BYTES + len(contents))
+    reserve(fd, start + 2 * _pages(layout.buffer_bytes))
+    os.pwrite(fd, contents, CONTROL_BYTES)
+    return _views(fd, layout, start)
 
 
-def buffer_views(memory: mmap.mmap, layout: Layout, layout_bytes: int) -> list[dict[str, Tensor]]:
-    """The tensors of both buffers, by name. They keep the mapping alive."""
-    import torch  # noqa: PLC0415 - the launcher makes the file without it
+def map_buffers(fd: int) -> list[dict[str, Tensor]]:
+    """The tensors of both buffers that `make_buffers` has made. Raises WeightUpdateError for an invalid layout."""
+    from pipelinerl.weights.layout import decode_layout  # noqa: PLC0415 - with torch: the launcher makes the file without it
 
-    whole_U8 = torch.frombuffer(memory, dtype=torch.uint8)
-    starts = [_buffer_start(layout_bytes, layout.buffer_bytes, index) for index in (0, 1)]
-    return [layout.views(whole_U8[start : start + layout.buffer_bytes]) for start in starts]
+    (length,) = _LENGTH.unpack(os.pread(fd, _LENGTH.size, CONTROL_BYTES))
+    encoded = os.pread(fd, length, CONTROL_BYTES + _LENGTH.size)
+    return _views(fd, decode_layout(encoded), _pages(CONTROL_BYTES + _LENGTH.size + length))
 
 
-def _buffer_start(layout_bytes: int, buffer_bytes: int, index: int) -> int:
-    return _pages(CONTROL_BYTES + layout_bytes) + index * _pages(buffer_bytes)
+def _views(fd: int, layout: Layout, start: int) -> list[dict[str, Tensor]]:
+    """The tensors of both buffers, which begin at `start`. They keep the mapping alive."""
+    import torch  # noqa: PLC0415 - as above
+
+    size = _pages(layout.buffer_bytes)
+    whole_U8 = torch.frombuffer(mmap.mmap(fd, start + 2 * size), dtype=torch.uint8)
+    return [layout.views(whole_U8[begin : begin + layout.buffer_bytes]) for begin in (start, start + size)]
 
 
 def _pages(size: int) -> int:

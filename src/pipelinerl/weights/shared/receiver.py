@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-import mmap
-import os
+from collections.abc import Callable
 
-import msgspec
+import torch
 from torch import Tensor
 
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models.state import checksum
 from pipelinerl.types import MAX_RECEIVERS, UpdateReceipt
-from pipelinerl.weights.layout import Layout
-from pipelinerl.weights.shared.file import CONTROL_BYTES, Answer, Control, Offer, buffer_views, file_bytes
+from pipelinerl.weights.messages import Answer, Offer
+from pipelinerl.weights.shared.file import Control, map_buffers
 
 
 class SharedWeightReceiver:
     """An engine's end: number `index` of the sender's receivers. The caller owns the descriptor."""
 
-    def __init__(self, fd: int, index: int) -> None:
+    def __init__(self, fd: int, index: int, device: str = "cpu") -> None:
+        """`device`: where the engine computes. A GPU reads the file directly: it is pinned until `close`."""
         if not 0 <= index < MAX_RECEIVERS:
             raise ValueError(f"a receiver's index is 0 to {MAX_RECEIVERS - 1}, not {index}")
-        self._fd = fd
-        self._index = index
+        self._fd, self._index, self._device = fd, index, device
         self._control = Control(fd)
         self._buffers: list[dict[str, Tensor]] = []
+        self._unpin: Callable[[], object] = lambda: None
         self._seen = 0
         self._taken: Offer | None = None
         self._receipt_due = False
@@ -47,10 +47,16 @@ class SharedWeightReceiver:
         if offer is None:
             return None
         if not self._buffers:
-            self._buffers = self._map_buffers(offer)
-        tensors = self._buffers[offer.buffer]
+            self._buffers = map_buffers(self._fd)
+            if self._device != "cpu":
+                from pipelinerl.models.transfers import pin  # noqa: PLC0415 - only on a GPU
+
+                self._unpin = pin(next(iter(self._buffers[0].values())), torch.device(self._device))
+        tensors = self._buffers[offer.number % 2]
         self._seen, self._taken, self._receipt_due = offer.number, offer, True
-        self._require_intact(offer, tensors)
+        # A GPU verifies the device's checksum, if there is one, on its own parameters. It stands still here.
+        if self._device == "cpu" or not offer.device_checksum:
+            _require_intact(offer, tensors)
         return WeightUpdate(offer.version, offer.checksum, tensors, offer.device_checksum)
 
     def acknowledge(self, receipt: UpdateReceipt) -> None:
@@ -61,17 +67,10 @@ class SharedWeightReceiver:
         self._receipt_due = False
 
     def close(self) -> None:
-        """Release the buffers; views returned by `poll` stay valid."""
+        """Release the buffers; views returned by `poll` stay valid, and are not pinned any more."""
+        self._unpin()
         self._buffers = []
         self._control.close()
-
-    def _require_intact(self, offer: Offer, tensors: dict[str, Tensor]) -> None:
-        for _ in range(2):  # a CPU that reorders stores (ARM) may show the offer before the last bytes
-            if (found := checksum(tensors)) == offer.checksum:
-                return
-        raise WeightUpdateError(
-            f"weights of version {offer.version} arrived damaged: checksum {found}, sent {offer.checksum}"
-        )
 
     def _newest(self) -> Offer | None:
         if self._control.offers_made() == self._seen:
@@ -81,10 +80,9 @@ class SharedWeightReceiver:
             return None  # the offer is being written
         return offer
 
-    def _map_buffers(self, offer: Offer) -> list[dict[str, Tensor]]:
-        size = file_bytes(offer.layout_bytes, offer.buffer_bytes)
-        if os.fstat(self._fd).st_size < size:
-            raise WeightUpdateError(f"the shared file is shorter than the {size} bytes that its sender announced")
-        memory = mmap.mmap(self._fd, size)
-        layout = msgspec.json.decode(memory[CONTROL_BYTES : CONTROL_BYTES + offer.layout_bytes], type=Layout)
-        return buffer_views(memory, layout, offer.layout_bytes)
+
+def _require_intact(offer: Offer, tensors: dict[str, Tensor]) -> None:
+    for _ in range(2):  # a CPU that reorders stores (ARM) may show the offer before the last bytes
+        if (found := checksum(tensors)) == offer.checksum:
+            return
+    raise WeightUpdateError(f"weights of version {offer.version} arrived damaged: checksum {found}, sent {offer.checksum}")
