@@ -138,7 +138,6 @@ class CollectiveWeightReceiver:
 
     def close(self) -> None:
         """Leave the group. Views returned by `poll` stay valid."""
-        self._send(Report("leaving"))
         self._closed.set()
         if self._begun:
             self._thread.join(_ENDING_S)
@@ -159,6 +158,7 @@ class CollectiveWeightReceiver:
             self._ended.set()
         # PyTorch can't destroy a group safely during interpreter shutdown, so `close` waits for this.
         self._closed.wait()
+        self._send(Report("leaving"))
         if self._group is not None:
             self._group.end()
         if self._channel is not None:
