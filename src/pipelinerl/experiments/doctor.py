@@ -23,7 +23,6 @@ from pipelinerl.report import count, new_table, rendered
 
 Level = Literal["ok", "note", "WRONG"]
 WRONG: Level = "WRONG"
-LEAST_PYTHON = (3, 11)
 LEAST_MEMORY_GIB = 4.0
 """The demo's processes use some 3 GiB."""
 LEAST_DISK_GIB = 5.0
@@ -42,7 +41,7 @@ class Finding(NamedTuple):
 
 
 def examine(vllm_python: Path | None = None) -> list[Finding]:
-    return [*_machine(Path.cwd()), *_gpus(), *_gpu_checks(), *packages(), *_redis(), vllm(vllm_python)]
+    return [*_machine(Path.cwd()), *_gpus(), *packages(), *_redis(), vllm(vllm_python)]
 
 
 def shown(findings: Sequence[Finding]) -> str:
@@ -58,8 +57,7 @@ def shown(findings: Sequence[Finding]) -> str:
 
 def _machine(folder: Path) -> Iterator[Finding]:
     version = ".".join(map(str, sys.version_info[:3]))
-    fine = sys.version_info[:2] >= LEAST_PYTHON
-    yield Finding("ok" if fine else WRONG, "Python", f"{version}, {sys.executable}", "" if fine else "install 3.11 or newer")
+    yield Finding("ok", "Python", f"{version}, {sys.executable}")
     cores, load = usable_cores(), load_average()
     busy = load is not None and load > cores
     found = f"{count(cores, 'core')}, {processor()}" + ("" if load is None else f", load {load}")
@@ -99,6 +97,7 @@ def _gpus() -> Iterator[Finding]:
             free = torch.cuda.mem_get_info(number)[0] / GIB
             found = f"{of.name}, {free:.1f} of {of.total_memory / GIB:.1f} GiB free"
             yield Finding("ok", f"GPU {number}", found, "a run of your model uses it: pipelinerl train --model.path MODEL")
+        yield from _gpu_checks()
     elif listed is not None:
         built = f"torch {torch.__version__} is built " + (
             f"for CUDA {torch.version.cuda}" if torch.version.cuda else "for CPUs"
@@ -111,28 +110,19 @@ def _gpus() -> Iterator[Finding]:
 
 def _gpu_checks() -> Iterator[Finding]:
     """What a program finds that may fail or hang, and whether MPS runs."""
-    import torch  # noqa: PLC0415 - takes a second
-
-    if not torch.cuda.is_available():
-        return
     command, lines = [sys.executable, "-m", "pipelinerl.experiments.gpu_checks"], b""
     try:
         lines, end = subprocess.run(command, capture_output=True, timeout=TIMEOUT_S, check=True).stdout, ""  # noqa: S603
     except subprocess.SubprocessError as error:
         lines, end = getattr(error, "stdout", None) or b"", str(error).partition("' ")[2]
-    for passed, what, found, fix in map(json.loads, lines.splitlines()):
-        yield Finding("ok" if passed else WRONG, what, found, fix)
+    yield from (Finding(*json.loads(line)) for line in lines.splitlines() if line.startswith(b'["'))  # not what nccl prints
     if end:
         yield Finding(WRONG, "GPU checks", f"the program {end}", f"see its errors: {' '.join(command)}")
-    yield _mps()
-
-
-def _mps() -> Finding:
-    """Whether the daemon with which processes share a GPU at once answers."""
     if _output(["nvidia-cuda-mps-control"], "get_default_active_thread_percentage\n"):
-        return Finding("ok", "MPS", "running")
-    fix = "a trainer and an engine that share a GPU are faster with it: nvidia-cuda-mps-control -d"
-    return Finding("note", "MPS", "not running", fix)
+        yield Finding("ok", "MPS", "running")
+    else:
+        fix = "a trainer and an engine that share a GPU are faster with it: nvidia-cuda-mps-control -d"
+        yield Finding("note", "MPS", "not running", fix)
 
 
 def packages() -> Iterator[Finding]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,28 +34,22 @@ def host_memory(root: Path = Path("/")) -> Memory:
 def device_memory(device: str) -> Memory | None:
     """The memory of a CUDA device, given its torch name. None without a driver, or if the driver does not know the device.
 
-    This calls the driver directly: importing torch takes seconds, and both number devices in the same way.
+    This calls the driver directly: importing torch takes seconds, and both number devices in the same way. What is available
+    is known to the library of nvidia-smi, which needs no context on the device.
     """
-    driver, number = _driver(), int(device.partition(":")[2] or 0)
-    handle, total = ctypes.c_int(), ctypes.c_size_t()
-    if driver is None or driver.cuDeviceGet(ctypes.byref(handle), number):
+    driver, handle, total = _driver(), ctypes.c_int(), ctypes.c_size_t()
+    if driver is None or driver.cuDeviceGet(ctypes.byref(handle), int(device.partition(":")[2] or 0)):
         return None
     if driver.cuDeviceTotalMem_v2(ctypes.byref(total), handle):
         return None
-    return Memory(total.value, _free(driver, handle, total.value))
-
-
-def _free(driver: ctypes.CDLL, handle: ctypes.c_int, total: int) -> int | None:
-    """Bytes of the device that no process uses. None without nvidia-smi's library, which needs no context on the device."""
-    bus, device, found = ctypes.create_string_buffer(16), ctypes.c_void_p(), (ctypes.c_ulonglong * 3)()
-    try:
+    bus, found, memory = ctypes.create_string_buffer(16), ctypes.c_void_p(), (ctypes.c_ulonglong * 3)()
+    with suppress(OSError):
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        return None
-    failed = driver.cuDeviceGetPCIBusId(bus, len(bus), handle) or nvml.nvmlInit_v2()
-    failed = failed or nvml.nvmlDeviceGetHandleByPciBusId_v2(bus, ctypes.byref(device))
-    failed = failed or nvml.nvmlDeviceGetMemoryInfo(device, ctypes.byref(found))  # total, free, used
-    return None if failed else min(found[1], total)
+        failed = driver.cuDeviceGetPCIBusId(bus, len(bus), handle) or nvml.nvmlInit_v2()
+        failed = failed or nvml.nvmlDeviceGetHandleByPciBusId_v2(bus, ctypes.byref(found))
+        if not failed and not nvml.nvmlDeviceGetMemoryInfo(found, ctypes.byref(memory)):  # total, free, used
+            return Memory(total.value, min(memory[1], total.value))
+    return Memory(total.value, None)
 
 
 def usable_gpus() -> int:

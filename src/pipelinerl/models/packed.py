@@ -98,10 +98,10 @@ class PackedRow:
 
         Raises ValueError if there are none, one is empty, or its first token is sampled.
         """
-        return uploaded(cls.on_host(segments, device, waste=waste), device)
+        return uploaded(cls.on_host(segments, device, waste), device)
 
     @classmethod
-    def on_host(cls, segments: Sequence[Segment], device: torch.device | str, *, waste: float) -> PackedRow:
+    def on_host(cls, segments: Sequence[Segment], device: torch.device | str, waste: float) -> PackedRow:
         """What `of` gives before it is copied to `device`."""
         if not segments or any(not segment.token_ids for segment in segments):
             raise ValueError("a packed row needs at least one segment, and every segment at least one token")
@@ -158,7 +158,7 @@ def uploaded(batch: Batch, device: torch.device | str) -> Batch:
         return batch
     from pipelinerl.models import transfers  # noqa: PLC0415 - for GPUs
 
-    return transfers.uploaded(batch, torch.device(device))
+    return transfers.uploaded(batch, torch.device(device))  # type: ignore[no-any-return]
 
 
 def _in_one_call(device: torch.device | str) -> bool:

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import fields, is_dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,12 +19,8 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
-Batch = TypeVar("Batch")
-
 PART = 1 << 26
 """In bytes. A power of two, which PyTorch rounds pinned memory up to."""
-_ALIGNED = 16
-"""In bytes, so that a part of a buffer can have any type."""
 _PORTABLE = 1
 """cudaHostRegisterPortable: pinned for all devices."""
 
@@ -39,21 +35,16 @@ def to_device(array: npt.ArrayLike | Tensor, device: torch.device) -> Tensor:
     return host.pin_memory().to(device, non_blocking=True)
 
 
-def uploaded(batch: Batch, device: torch.device) -> Batch:
+def uploaded(batch: Any, device: torch.device) -> Any:
     """The batch with its tensors on `device`: by one transfer, which the host does not wait for.
 
     `batch`: a dataclass of tensors on the CPU, of such dataclasses, and of tuples of them.
     """
     found: list[Tensor] = []
     _with_tensors(batch, found.append)
-    sizes = [-(-tensor.nbytes // _ALIGNED) * _ALIGNED for tensor in found]
-    padded = [
-        F.pad(tensor.reshape(-1).view(torch.uint8), (0, size - tensor.nbytes))
-        for tensor, size in zip(found, sizes, strict=True)
-    ]
-    parts = iter(torch.split(to_device(torch.cat(padded), device), sizes))
-    there: Batch = _with_tensors(batch, lambda tensor: next(parts)[: tensor.nbytes].view(tensor.dtype).view(tensor.shape))
-    return there
+    padded = [F.pad(tensor.reshape(-1).view(torch.uint8), (0, -tensor.nbytes % 16)) for tensor in found]  # for any type
+    parts = iter(torch.split(to_device(torch.cat(padded), device), [part.nbytes for part in padded]))
+    return _with_tensors(batch, lambda tensor: next(parts)[: tensor.nbytes].view(tensor.dtype).view(tensor.shape))
 
 
 def _with_tensors(value: Any, change: Callable[[Tensor], Tensor | None]) -> Any:

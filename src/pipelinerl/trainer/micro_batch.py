@@ -63,14 +63,12 @@ class MicroBatch:
 
         Reference log-probabilities are set if all samples have them.
         """
-        sampled = [sample.sampled_count for sample in samples]
         reference = [sample.reference_logprobs for sample in samples]
-        counts_S = torch.tensor(sampled)
-        advantages_S = torch.tensor([sample.advantage for sample in samples])
+        counts_S = torch.tensor([sample.sampled_count for sample in samples])
         batch = cls(
-            row=PackedRow.on_host([segment for sample in samples for segment in sample.segments], device, waste=waste),
+            row=PackedRow.on_host([one for sample in samples for one in sample.segments], device, waste),
             behaviour_logprobs_P=torch.tensor([lp for sample in samples for lp in sample.behaviour_logprobs]),
-            advantages_P=advantages_S.repeat_interleave(counts_S),
+            advantages_P=torch.tensor([sample.advantage for sample in samples]).repeat_interleave(counts_S),
             lags_P=torch.tensor([version - token for sample in samples for token in sample.versions]),
             sequence_P=torch.arange(len(samples)).repeat_interleave(counts_S),
             sequence_count=len(samples),

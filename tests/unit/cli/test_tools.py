@@ -58,7 +58,7 @@ def test_the_doctor_tries_vllms_interpreter(tmp_path: Path) -> None:
 
 def test_the_doctor_names_the_command_for_a_gpu() -> None:
     with pretended_cuda():
-        (found,) = _gpus()
+        found = next(_gpus())
     assert (found.level, found.what, found.found) == ("ok", "GPU 0", "pretended, 78.0 of 80.0 GiB free")
     assert found.fix.endswith("pipelinerl train --model.path MODEL")
 
