@@ -37,7 +37,7 @@ from pipelinerl.preprocess.packing import pack
 from pipelinerl.trainer import Learner
 from pipelinerl.types import GenerationRequest, SamplingParams, Segment, TrainingSample
 from pipelinerl.weights.delta import apply, encode
-from pipelinerl.weights.layout import layout_of
+from pipelinerl.weights.sending import layout_of
 
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "bfloat16, settled": torch.bfloat16}
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from pipelinerl.channel import Channel, ProtocolError, dial, listen
-from pipelinerl.weights.messages import PROTOCOL
+from pipelinerl.weights.broadcast.control import PROTOCOL
 from tests.unit.weights.test_collective import KEY, Rig, Tied, receipt, rig, taken  # noqa: F401 - `rig` is a fixture
 
 

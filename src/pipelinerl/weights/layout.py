@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 import msgspec
 import torch
 from torch import Tensor
 
 from pipelinerl.errors import INVALID_DATA, WeightUpdateError
-from pipelinerl.models.state import first_names
-
-_ALIGNMENT = 64
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -43,33 +39,6 @@ class Layout(msgspec.Struct, frozen=True):
         }
 
 
-def layout_of(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> Layout:
-    """The layout of `tensors`, sent as `dtype`; names that share one tensor share one place."""
-    places: dict[str, Place] = {}
-    end = 0
-    for name, first in first_names(tensors).items():
-        tensor = tensors[name]
-        start = places[first].start if first != name else end
-        places[name] = Place(name, _name(sent_dtype(tensor, dtype)), tuple(tensor.shape), start)
-        if first == name:
-            end += -(-places[name].size // _ALIGNMENT) * _ALIGNMENT
-    return Layout(tuple(places.values()), end)
-
-
-def require_same(earlier: Layout, later: Layout) -> None:
-    """Raises WeightUpdateError, with the names, if `later` has other tensors than `earlier`."""
-    before = {place.name: place for place in earlier.places}
-    after = {place.name: place for place in later.places}
-    names = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
-    if names:
-        # A different tensor moves all tensors after it. Name the changed ones, unless only the tying changed.
-        changed = [name for name in names if _kind(before.get(name)) != _kind(after.get(name))] or names
-        listed = ", ".join(changed[:8]) + (", ..." if len(changed) > 8 else "")
-        raise WeightUpdateError(
-            f"the weights differ from those of earlier updates in names, types, shapes or tying: {listed}"
-        )
-
-
 def decode_layout(text: str | bytes) -> Layout:
     """Decode the layout. Raises WeightUpdateError if it is invalid or a tensor is not within the buffer."""
     try:
@@ -81,19 +50,6 @@ def decode_layout(text: str | bytes) -> Layout:
         if not inside or place.start % 8:
             raise WeightUpdateError(f"the weight sender's description of its tensors is wrong: {place}")
     return layout
-
-
-def sent_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """The type in which a tensor is sent: `dtype` for floating-point tensors; integers and booleans are not converted."""
-    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-
-
-def _kind(place: Place | None) -> tuple[str, tuple[int, ...]] | None:
-    return (place.dtype, place.shape) if place is not None else None
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -12,8 +12,10 @@ from torch import Tensor
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.models.state import checksum, digests_of, first_names, not_finite, on_gpu
 from pipelinerl.types import UpdateReceipt, WeightTransfer
-from pipelinerl.weights.layout import Layout, layout_of, require_same, sent_dtype
+from pipelinerl.weights.layout import Layout, Place
 from pipelinerl.weights.messages import Offer
+
+_ALIGNMENT = 64
 
 
 class Sender(ABC):
@@ -90,6 +92,42 @@ class Sender(ABC):
     def _raise_problem(self) -> None:
         if self._problem is not None:
             raise WeightUpdateError(self._problem)
+
+
+def layout_of(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> Layout:
+    """The layout of `tensors`, sent as `dtype`; names that share one tensor share one place."""
+    places: dict[str, Place] = {}
+    end = 0
+    for name, first in first_names(tensors).items():
+        tensor = tensors[name]
+        start = places[first].start if first != name else end
+        places[name] = Place(name, str(sent_dtype(tensor, dtype)).removeprefix("torch."), tuple(tensor.shape), start)
+        if first == name:
+            end += -(-places[name].size // _ALIGNMENT) * _ALIGNMENT
+    return Layout(tuple(places.values()), end)
+
+
+def require_same(earlier: Layout, later: Layout) -> None:
+    """Raises WeightUpdateError, with the names, if `later` has other tensors than `earlier`."""
+    before = {place.name: place for place in earlier.places}
+    after = {place.name: place for place in later.places}
+    names = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+    if names:
+        # A different tensor moves all tensors after it. Name the changed ones, unless only the tying changed.
+        changed = [name for name in names if _kind(before.get(name)) != _kind(after.get(name))] or names
+        listed = ", ".join(changed[:8]) + (", ..." if len(changed) > 8 else "")
+        raise WeightUpdateError(
+            f"the weights differ from those of earlier updates in names, types, shapes or tying: {listed}"
+        )
+
+
+def sent_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """The type in which a tensor is sent: `dtype` for floating-point tensors; integers and booleans are not converted."""
+    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+
+
+def _kind(place: Place | None) -> tuple[str, tuple[int, ...]] | None:
+    return (place.dtype, place.shape) if place is not None else None
 
 
 def source_checksum(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> str:

@@ -20,7 +20,7 @@ from pipelinerl.errors import ModelLoadError, UnsupportedModelError
 from pipelinerl.models.loading import load_model
 from pipelinerl.models.sharded import distribute, empty_model, fill, reshard, shard, units
 from pipelinerl.models.state import compute_dtype, first_names, named_weights
-from pipelinerl.weights.layout import layout_of
+from pipelinerl.weights.sending import layout_of
 
 RANK, RANKS = 1, 3
 CPU = torch.device("cpu")

@@ -24,12 +24,14 @@ from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models.state import checksum, named_weights
 from pipelinerl.types import UpdateReceipt
 from pipelinerl.weights import delta
+from pipelinerl.weights.broadcast.control import PROTOCOL, Apply, Close, Form, FromMember, FromSender, Hello, Report
 from pipelinerl.weights.broadcast.group import Group, require_backend
 from pipelinerl.weights.broadcast.members import Member
 from pipelinerl.weights.broadcast.receiver import CollectiveWeightReceiver
 from pipelinerl.weights.broadcast.sender import CollectiveWeightSender
-from pipelinerl.weights.layout import decode_layout, layout_of
-from pipelinerl.weights.messages import PROTOCOL, Answer, Apply, Close, Form, FromMember, FromSender, Hello, Offer, Report
+from pipelinerl.weights.layout import decode_layout
+from pipelinerl.weights.messages import Answer, Offer
+from pipelinerl.weights.sending import layout_of
 from tests.unit.weights.test_weights import (  # noqa: F401 - the contract of every hand-over, run with this module's `ends`
     Ends,
     Tied,

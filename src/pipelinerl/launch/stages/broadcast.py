@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
-from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from pipelinerl.channel import listen
@@ -16,14 +15,6 @@ from pipelinerl.launch.session import Session
 from pipelinerl.types import MAX_RECEIVERS
 
 LOOPBACK = "127.0.0.1"
-
-
-class SenderAddress(NamedTuple):
-    """The address at which engine servers connect to the sender of a broadcast, and the key that they prove to have."""
-
-    host: str
-    port: int
-    key: str
 
 
 def listen_for(config: RunConfig) -> int:
@@ -79,9 +70,9 @@ def broadcast_receiver(session: Session, fd: int, index: int, engine: str) -> We
     )
 
 
-def sender_address(session: Session, fd: int) -> SenderAddress:
-    """Where engine servers join the trainer's broadcast."""
-    return SenderAddress(*_address(session, fd), session.plan.weights_key)
+def sender_address(session: Session, fd: int) -> tuple[str, int, str]:
+    """Host and port at which engine servers join the trainer's broadcast, and the key that they prove to have."""
+    return *_address(session, fd), session.plan.weights_key
 
 
 def _receivers(config: RunConfig) -> int:

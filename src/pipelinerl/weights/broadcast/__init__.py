@@ -1,6 +1,6 @@
 """Weight transfer by a `torch.distributed` broadcast to several engines, on this machine or on others.
 
-The sender (the trainer's process) has one connection with each member (`messages`): with every receiver, which has an
+The sender (the trainer's process) has one connection with each member (`control`): with every receiver, which has an
 engine, and with the coordinator, if there is one. The connections carry small messages; the weights themselves go through
 a group of gloo or nccl (`group`), which is formed once. The launcher creates the sender's socket with `channel.listen`. For
 each update:

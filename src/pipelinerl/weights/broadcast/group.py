@@ -19,7 +19,7 @@ from torch import Tensor, distributed
 from pipelinerl.channel import ProtocolError
 from pipelinerl.errors import BroadcastEndedError, UserError, WeightUpdateError
 from pipelinerl.rendezvous import Rendezvous, prove_members
-from pipelinerl.weights.messages import Gpu
+from pipelinerl.weights.broadcast.control import Gpu
 
 Backend = Literal["gloo", "nccl"]
 _FIRST_POLL_S, _LONGEST_POLL_S = 0.0002, 0.005

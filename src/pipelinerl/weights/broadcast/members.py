@@ -17,8 +17,8 @@ from multiprocessing.connection import wait
 from pipelinerl.channel import POLL_S, Channel, ProtocolError
 from pipelinerl.errors import BroadcastEndedError, PipelineRLError, WeightUpdateError
 from pipelinerl.types import UpdateReceipt
-from pipelinerl.weights.messages import PROTOCOL, Answer, Close, FromMember, FromSender, Gpu, Hello, Offer, Report
-from pipelinerl.weights.sending import complaint
+from pipelinerl.weights.broadcast.control import PROTOCOL, Close, FromMember, FromSender, Gpu, Hello, Report
+from pipelinerl.weights.messages import Answer, Offer
 
 _CLOSED = "the weight sender has closed"
 _ENDING_S = 5.0
@@ -62,10 +62,12 @@ class Members:
         *,
         stall_s: float,
         coordinated: bool,
+        take: Callable[[UpdateReceipt], None],
         give_up: Callable[[], bool],
     ) -> None:
-        """`stall_s`: a member that is not heard for longer is lost."""
-        self._listener, self._key, self._stall_s, self._give_up = listener, key, stall_s, give_up
+        """`stall_s`: a member that is not heard for longer is lost. `take` gets the receipts for the last update."""
+        self._listener, self._key, self._stall_s = listener, key, stall_s
+        self._take, self._give_up = take, give_up
         self.changed = threading.Condition()
         self.offer: Offer | None = None
         self.receivers = [Member(index) for index in range(receivers)]
@@ -74,8 +76,6 @@ class Members:
         self.all = [*self.receivers, *([self.coordinator] if self.coordinator else [])]
         self._closed = False
         self._failure: PipelineRLError | None = None
-        self._problem: str | None = None
-        self._receipts: list[UpdateReceipt] = []
         self._thread = threading.Thread(target=self._hear_all, name="weights-control", daemon=True)
         self._thread.start()
 
@@ -122,11 +122,8 @@ class Members:
                 failure = self._failure or WeightUpdateError(_CLOSED)
                 raise type(failure)(*failure.args)
 
-    def require_no_problem(self) -> None:
-        """Raises WeightUpdateError if a receipt does not match its update, or the transfer has failed."""
-        if self._problem is not None:
-            self.require_alive()  # a server that has died, and was started again, refuses updates
-            raise WeightUpdateError(self._problem)
+    def require_no_failure(self) -> None:
+        """Raises WeightUpdateError if the transfer has failed."""
         if self._failure is not None and not self._give_up():  # when the run ends, engines may leave during an update
             raise type(self._failure)(*self._failure.args)
 
@@ -138,12 +135,6 @@ class Members:
             self._failure = error
             self.changed.notify_all()
         self.send(Close(str(error)))
-
-    def take_receipts(self) -> Sequence[UpdateReceipt]:
-        """All receipts since the last call. None is missed: the next update waits for those of this one."""
-        with self.changed:
-            receipts, self._receipts = self._receipts, []
-        return receipts
 
     def close(self) -> None:
         with self.changed:
@@ -249,6 +240,5 @@ class Members:
                     self.offer and message.number == number > member.answered and member in self.answering
                 ):
                     member.answered, member.engine = number, member.engine or receipt.engine[:100]
-                    self._receipts.append(receipt)
-                    self._problem = self._problem or complaint(receipt, self.offer)
+                    self._take(receipt)
             self.changed.notify_all()

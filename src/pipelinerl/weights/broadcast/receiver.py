@@ -16,10 +16,11 @@ from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models.state import checksum
 from pipelinerl.rendezvous import join_store
 from pipelinerl.types import UpdateReceipt
+from pipelinerl.weights.broadcast.control import PROTOCOL, Apply, Close, Form, FromMember, FromSender, Hello, Report
 from pipelinerl.weights.broadcast.group import Group, gpu_of, staging_buffer, staging_device
 from pipelinerl.weights.delta import apply
 from pipelinerl.weights.layout import decode_layout
-from pipelinerl.weights.messages import PROTOCOL, Answer, Apply, Close, Form, FromMember, FromSender, Hello, Offer, Report
+from pipelinerl.weights.messages import Answer, Offer
 
 _LONGEST_ERROR = 500
 _FIRST_BEAT_S, _BEATS_PER_BOUND = 0.2, 10

@@ -17,11 +17,12 @@ from pipelinerl.channel import POLL_S, listen
 from pipelinerl.errors import PipelineRLError, WeightUpdateError
 from pipelinerl.rendezvous import serve_store
 from pipelinerl.types import MAX_RECEIVERS, Encoding, UpdateReceipt, WeightTransfer
+from pipelinerl.weights.broadcast.control import Apply, Form
 from pipelinerl.weights.broadcast.group import Group, choose_backend, gpu_of, staging_buffer, staging_device
 from pipelinerl.weights.broadcast.members import Members
 from pipelinerl.weights.delta import encode
 from pipelinerl.weights.layout import Layout
-from pipelinerl.weights.messages import Apply, Form, Offer
+from pipelinerl.weights.messages import Offer
 from pipelinerl.weights.sending import Sender
 
 logger = logging.getLogger(__name__)
@@ -78,7 +79,9 @@ class CollectiveWeightSender(Sender):
         self._gpu, self._give_up = gpu_of(device), give_up
         self.host, self.port = listener.getsockname()[:2]
         self._key = key
-        self._members = Members(listener, key, receivers, stall_s=stall_s, coordinated=coordinated, give_up=give_up)
+        self._members = Members(
+            listener, key, receivers, stall_s=stall_s, coordinated=coordinated, take=self._take, give_up=give_up
+        )
         self._encoding, self._full_every = encoding, full_every
         self._staging_U8 = self._base_U8 = torch.empty(0, dtype=torch.uint8)  # the update, and with deltas the previous one
         self._released = 0  # the last update that may be applied
@@ -92,8 +95,11 @@ class CollectiveWeightSender(Sender):
 
     def receipts(self) -> Sequence[UpdateReceipt]:
         """As of every sender. Raises WeightUpdateError also if the transfer has failed."""
-        self._members.require_no_problem()
-        return self._members.take_receipts()
+        if self._problem is not None:
+            self._members.require_alive()  # a server that has died, and was started again, refuses updates
+        self._members.require_no_failure()
+        with self._members.changed:
+            return super().receipts()
 
     def close(self) -> None:
         """End the transfer. The last update is still delivered, unless there was a failure, and can be taken afterwards."""
@@ -135,8 +141,8 @@ class CollectiveWeightSender(Sender):
             verb = f"answer weights of version {offer.version}"
             if not members.wait_until(lambda: members.unanswered, self._timeout_s, verb, WeightUpdateError):
                 return False
-        members.require_no_problem()
         members.require_alive()
+        self._raise_problem()
         return True
 
     def _wait_until_released(self) -> bool:

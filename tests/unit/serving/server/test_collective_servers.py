@@ -22,10 +22,10 @@ from pipelinerl.serving.client.errors import Bounds
 from pipelinerl.serving.server.service import Service
 from pipelinerl.serving.wire import ProcessGroupRequest, ServerInfo, WeightUpdateRequest
 from pipelinerl.types import Completion, GenerationRequest, SamplingParams, UpdateReceipt, versions_from_spans
+from pipelinerl.weights.broadcast.control import Gpu
 from pipelinerl.weights.broadcast.group import choose_backend, gpu_of, staging_device
 from pipelinerl.weights.broadcast.receiver import CollectiveWeightReceiver
 from pipelinerl.weights.broadcast.sender import CollectiveWeightSender
-from pipelinerl.weights.messages import Gpu
 from tests.unit.server_parts import byte_model, running
 from tests.unit.weights.test_collective import BOUND_S, KEY, Rig, cut, eventually, problem, receipt, taken
 from tests.unit.weights.test_collective import rig as rig  # noqa: PLC0414 - a fixture
