@@ -20,7 +20,7 @@ from pipelinerl.errors import WeightUpdateError
 from pipelinerl.interfaces import WeightReceiver, WeightSender, WeightUpdate
 from pipelinerl.models import transfers
 from pipelinerl.models.device_sums import device_checksum
-from pipelinerl.models.state import checksum, first_names, load_weights, named_weights, not_finite
+from pipelinerl.models.state import checksum, digests_of, load_weights, named_weights, not_finite
 from pipelinerl.types import MAX_RECEIVERS, UpdateReceipt
 from pipelinerl.weights import sending
 from pipelinerl.weights.memory import MemoryWeightSender
@@ -493,12 +493,12 @@ def test_an_engine_that_died_is_not_waited_for_until_its_replacement_asks(fd: in
     second = SharedWeightReceiver(fd, 0)
     taken: list[WeightUpdate | None] = []
 
-    def copies(weights: dict[str, Tensor]) -> dict[str, str]:
+    def copies(copied: dict[str, Tensor]) -> dict[str, str]:
         taken.append(second.poll())
-        return first_names(weights)
+        return digests_of(copied)
 
     with monkeypatch.context() as patched:
-        patched.setattr(sending, "first_names", copies)
+        patched.setattr(sending, "digests_of", copies)
         digests.append(sender.send(4, named_weights(Tied(seed=4))))
     (update,) = taken
     assert update is not None
