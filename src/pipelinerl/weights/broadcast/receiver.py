@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import NamedTuple
 
 import msgspec
 import torch
@@ -36,13 +35,6 @@ class _OverError(Exception):
     def __init__(self, problem: WeightUpdateError | None) -> None:
         super().__init__(problem)
         self.problem = problem
-
-
-class _Arrived(NamedTuple):
-    """Update `number`, which every receiver has."""
-
-    number: int
-    update: WeightUpdate
 
 
 class CollectiveWeightReceiver:
@@ -84,8 +76,8 @@ class CollectiveWeightReceiver:
         # One buffer for all updates: the sender offers the next update only after this one is acknowledged.
         self._buffer_U8 = torch.empty(0, dtype=torch.uint8)
         self._tensors: dict[str, Tensor] = {}
-        self._arrived: _Arrived | None = None
-        self._taken: _Arrived | None = None
+        self._arrived: Offer | None = None  # what every receiver has
+        self._taken: Offer | None = None
         self._problem: WeightUpdateError | None = None
         self._joined, self._ended, self._closed = threading.Event(), threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="weights-receive", daemon=True)
@@ -113,7 +105,7 @@ class CollectiveWeightReceiver:
         if not self._begun:
             self._begin()
         if (arrived := self._arrived) is not None:
-            return arrived.update.version
+            return arrived.version
         if (problem := self._problem) is not None:
             raise type(problem)(*problem.args)
         return None
@@ -127,7 +119,10 @@ class CollectiveWeightReceiver:
         if self.offered() is None:
             return None
         self._taken, self._arrived = self._arrived, None
-        return self._taken.update if self._taken is not None else None
+        offer = self._taken
+        if offer is None:
+            return None
+        return WeightUpdate(offer.version, offer.checksum, self._tensors, offer.device_checksum)
 
     def acknowledge(self, receipt: UpdateReceipt) -> None:
         """Send the receipt for the update that was taken last. Raises ValueError if no update is waiting for one."""
@@ -168,20 +163,16 @@ class CollectiveWeightReceiver:
     def _follow(self) -> None:
         """Join, then take updates. Ends with _OverError; raises PipelineRLError for a failure at this end."""
         form = self._join()
-        receives, staged = self._index is not None, None
+        staged: Offer | None = None
         while True:
             match self._next():
-                case Offer() as offer:
-                    if receives:
-                        self._stage(offer, form.bucket_bytes)
-                    update = WeightUpdate(offer.version, offer.checksum, self._tensors, offer.device_checksum)
-                    staged = _Arrived(offer.number, update)
-                    if receives and form.coordinated:
-                        # The engine is a server, which is told over HTTP when to apply the update: `poll` must return it by
-                        # then. No server is told before all have staged it.
+                case Offer() as staged if self._index is None:
+                    pass  # the servers receive it
+                case Offer() as staged:
+                    self._stage(staged, form.bucket_bytes)
+                    if form.coordinated:  # the engine is a server, and will be asked over HTTP to apply it
                         self._arrived = staged
-                    if receives:
-                        self._send(Report("staged", offer.number))
+                    self._send(Report("staged", staged.number))
                 case Apply(number) if staged is not None and number == staged.number:
                     self._arrived, staged = staged, None
                 case message:
