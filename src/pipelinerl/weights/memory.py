@@ -36,9 +36,9 @@ class MemoryWeightSender(Sender):
             raise WeightUpdateError(f"the engine took weights of version {taken.version} without a receipt")
         return layout.views(torch.empty(layout.buffer_bytes, dtype=torch.uint8))
 
-    def _publish(self, offer: Offer) -> None:
+    def _publish(self, offer: Offer, copies: Mapping[str, Tensor]) -> None:
         self._sent_at_once(offer)
-        self.receiver.waiting = WeightUpdate(offer.version, offer.checksum, self._copies, offer.device_checksum)
+        self.receiver.waiting = WeightUpdate(offer.version, offer.checksum, copies, offer.device_checksum)
 
 
 class MemoryWeightReceiver:

@@ -30,7 +30,6 @@ class Sender(ABC):
         self._sent: Offer | None = None
         self._begin_s = self._sent_s = 0.0  # time.monotonic
         self._source: torch.device | None = None  # the GPU of the tensors, if they are on one
-        self._copies: Mapping[str, Tensor] = {}
         self._inbox: list[UpdateReceipt] = []
         self._problem: str | None = None
 
@@ -53,15 +52,15 @@ class Sender(ABC):
         with torch.no_grad():
             for name, first in first_names(tensors).items():
                 if name == first:
-                    copies[name].copy_(tensors[name], non_blocking=True)
+                    copies[name].copy_(tensors[name], non_blocking=tensors[name].is_cuda)
         for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
         self.digests = digests_of(copies)
         digest, sums = checksum(copies, self.digests), source_checksum(tensors, self._dtype)
         number = self._sent.number + 1 if self._sent else 1
         offer = Offer(number=number, version=version, checksum=digest, device_checksum=sums)
-        self._layout, self._copies, self._sent, self._sent_s = layout, copies, offer, time.monotonic()
-        self._publish(offer)
+        self._layout, self._sent, self._sent_s = layout, offer, time.monotonic()
+        self._publish(offer, copies)
         return digest
 
     def receipts(self) -> Sequence[UpdateReceipt]:
@@ -75,7 +74,7 @@ class Sender(ABC):
         """Memory for the next update, once nobody reads it any more. None if the run is ending."""
 
     @abstractmethod
-    def _publish(self, offer: Offer) -> None:
+    def _publish(self, offer: Offer, copies: Mapping[str, Tensor]) -> None:
         """Make the update available."""
 
     def _sent_at_once(self, offer: Offer) -> None:

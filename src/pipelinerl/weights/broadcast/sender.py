@@ -126,7 +126,7 @@ class CollectiveWeightSender(Sender):
             self._staging_U8, self._base_U8 = self._base_U8, self._staging_U8
         return layout.views(self._staging_U8)
 
-    def _publish(self, offer: Offer) -> None:
+    def _publish(self, offer: Offer, _copies: Mapping[str, Tensor]) -> None:
         """A thread broadcasts the copies."""
         with self._members.changed:
             self._members.offer = offer

@@ -79,7 +79,7 @@ class SharedWeightSender(Sender):
         number = self._sent.number + 1 if self._sent else 1
         return self._buffers[number % 2] if self._wait_for_answers() else None
 
-    def _publish(self, offer: Offer) -> None:
+    def _publish(self, offer: Offer, _copies: Mapping[str, Tensor]) -> None:
         self._control.write_offer(offer)
         self._sent_at_once(offer)
 
