@@ -165,7 +165,10 @@ def _copy_s(tensors: dict[str, Tensor], target: dict[str, Tensor]) -> float:
 
 
 def table_of(records: list[Record]) -> list[Record]:
-    """A row for each model, transport and number of engines: medians in milliseconds, and the longest pause."""
+    """A row for each model, transport and number of engines: medians in milliseconds, and the longest pause.
+
+    `copies`: what sequences wait for at an update, as a multiple of one copy of the weights.
+    """
     rows = []
     for case in dict.fromkeys((r["model"], r["system"], r["engines"]) for r in records):
         chosen = [r for r in records if (r["model"], r["system"], r["engines"]) == case]
@@ -173,6 +176,7 @@ def table_of(records: list[Record]) -> list[Record]:
         row: Record = {"model": model, "MB": chosen[0]["weight_bytes"] / 1e6, "transport": system, "engines": engines}
         for part in ("copy", "send", "poll", "pause", "until_answered"):
             row[f"{part} ms"] = 1e3 * statistics.median(r[f"{part}_s"] for r in chosen)
+        row["copies"] = (row["poll ms"] + row["pause ms"]) / row["copy ms"]
         row["longest pause ms"] = 1e3 * max(r["pause_s"] for r in chosen)
         rows.append(row)
     return rows
