@@ -1,8 +1,7 @@
-"""Messages between the sender of a broadcast and its members, in this order: plain structs, for any carrier.
+"""Messages between the sender of a broadcast and its members: plain structs, for any carrier.
 
-member  Hello ─────────────────────────────── Report staged ───────────────────────── Answer ─ ...   Report leaving
-sender         Form, once all have said Hello    │       Apply, once all have staged      Offer ...   Close
-               Offer, and the broadcast ─────────┘
+member -> sender   Hello          Report staged          Answer                        Report leaving
+sender -> member          Form  Offer            Apply           the next Offer  ...                   Close
 """
 
 from __future__ import annotations
