@@ -71,7 +71,7 @@ class Bucket:
         return cells if self.cell_index is None else cells.index_select(0, self.cell_index)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: torch 2.11 would compile layers again for each number of buckets
 class PackedRow:
     """Sequences laid out in one row, with the data that attention needs to separate them. Made once per micro-batch.
 
