@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +54,13 @@ def kill(run_dir: Path, role: str, number: signal.Signals = signal.SIGKILL) -> i
 
 
 def rank_pid(run_dir: Path, role: str) -> int:
-    """Ranks have no status on the board."""
-    commands = {int(path.parent.name): path.read_bytes().split(b"\0") for path in Path("/proc").glob("[0-9]*/cmdline")}
-    (pid,) = [pid for pid, words in commands.items() if {role.encode(), bytes(run_dir)} <= set(words)]
+    """Ranks have no status on the board: the leader of the session that writes to the rank's log."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/fd/1"):
+        with suppress(OSError):  # it has ended
+            if os.readlink(path) == str(run_dir / "logs" / f"{role}.log"):
+                found.add(os.getsid(int(path.parts[2])))
+    (pid,) = found
     return pid
 
 
@@ -117,7 +121,7 @@ def test_external_servers_outlive_the_trainer(tmp_path: Path, whose: str, weight
             serving_pids = [server.process.pid]
         process = going(run_dir, 6, **settings)
         if whose != "external":
-            serving_pids = [rank_pid(run_dir, "server-0")]
+            serving_pids = [process_ids(run_dir)["server-0"]]
         kill(run_dir, "training")
         counts = assert_went_on(run_dir, process, 1)
         assert counts["resumed_from"] >= 4
