@@ -62,7 +62,9 @@ def rows_of(whole: torch.Tensor) -> torch.Tensor:
 
 def sharded(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Any:
     """As on a rank to which rank 0 has sent its tensors: the fake group leaves what is there."""
-    model = empty_model(config).float()
+    model = empty_model(config)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.float()
     shard(model, fake_mesh(), dtype=dtype, reshard_after_forward=True, replicated=set())
     distribute(model, load_model(config), CPU)
     return model

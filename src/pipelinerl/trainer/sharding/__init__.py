@@ -1,4 +1,1 @@
-"""A trainer of several processes (`trainer.ranks`): `plan` divides a step, `ranks` connects, `learner` computes.
-
-With one process, nothing of this package is imported.
-"""
+"""A trainer of several processes (`trainer.ranks`): `ranks` forms the group, `learner` computes, `plan` divides a step."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from pipelinerl.checkpoint import OPTIMIZER_FILE, Checkpoint
-from pipelinerl.config.schema import CorrectionConfig, ModelConfig, TrainerConfig
+from pipelinerl.config.schema import ModelConfig, TrainerConfig
 from pipelinerl.models.loading import DTYPES, load_model
 from pipelinerl.models.lora import LoraModel
 from pipelinerl.models.packed import PackedRow
@@ -24,8 +24,7 @@ from pipelinerl.models.sharded import distribute, empty_model, fill, gather, res
 from pipelinerl.models.state import is_narrow, named_weights, not_finite
 from pipelinerl.models.tensor_file import in_file_order, write_safetensors
 from pipelinerl.trainer.logprobs import FrozenModelScorer
-from pipelinerl.trainer.losses import DEFAULT_CORRECTION
-from pipelinerl.trainer.micro_batch import MicroBatch, Packer, segment_lengths
+from pipelinerl.trainer.micro_batch import MicroBatch, segment_lengths
 from pipelinerl.trainer.on_policy import PACKED_COLUMNS, OnPolicyMetrics, OnPolicyStats
 from pipelinerl.trainer.optimizer import Optimizer, local
 from pipelinerl.trainer.sharding.plan import attention_cost, plan, plan_padded, token_cost
@@ -56,13 +55,9 @@ class ShardedPolicy:
         self.model = empty_model(config)
         self.lora = LoraModel(self.model, config.lora, seed=seed) if config.lora else None
         adapters = {p for p in self.model.parameters() if p.requires_grad} if config.lora else set[nn.Parameter]()
-        if not config.lora:
-            self.model.float()  # a shard is the master copy that the optimizer updates
+        for parameter in [] if config.lora else self.model.parameters():
+            parameter.data = parameter.data.float()  # a shard is the master copy that the optimizer updates
         _shard(self.model, self.host, self.dtype, trainer, team, replicated=adapters)
-
-    def load_host(self) -> None:
-        """Copy the trained weights to rank 0's host. All ranks call it."""
-        gather(self.model, None if self.host is None else dict(self.host.named_parameters()), self.dtype)
 
 
 def _shard(model: Any, host: Any, dtype: Any, trainer: TrainerConfig, team: Team, **replicated: set[nn.Parameter]) -> None:
@@ -92,42 +87,31 @@ class ShardedOptimizer(Optimizer):
 
 
 class ShardedLearner(Learner):
-    """A `Learner` on one rank of the team that has `policy`.
-
-    `reference`: the model of a KL penalty, for samples without its log-probabilities. With adapters, their base model is it.
-    """
+    """A `Learner` on one rank of the team that has `policy`."""
 
     _several_ranks = True
 
     def __init__(
-        self,
-        policy: ShardedPolicy,
-        config: TrainerConfig,
-        *,
-        temperature: float,
-        pack: Packer,
-        correction: CorrectionConfig = DEFAULT_CORRECTION,
-        skip_zero_advantage: bool = True,
-        reference: ModelConfig | None = None,
+        self, policy: ShardedPolicy, config: TrainerConfig, *, reference: ModelConfig | None = None, **options: Any
     ) -> None:
+        """`options`: of `Learner`. `reference`: the model of a KL penalty that is computed here; adapters have their own."""
         self._policy, self._team = policy, policy.team
         self._host_is_current = True  # with the weights that were loaded
-        options: Any = {"temperature": temperature, "pack": pack}
-        rest: Any = {"correction": correction, "skip_zero_advantage": skip_zero_advantage, "lora": policy.lora}
-        super().__init__(policy.model, config, **options, **rest)
-        self._reference = None if reference is None else self._load_reference(reference, options)
+        super().__init__(policy.model, config, lora=policy.lora, **options)
+        self._reference = None if reference is None else self._load_reference(reference, options["temperature"])
         self._attention_cost = attention_cost(self.model)
         if self._forward.padded:
             self._waste = 1.0  # one forward for each micro-batch: the ranks' collective calls must be the same
 
-    def _load_reference(self, config: ModelConfig, options: Mapping[str, Any]) -> FrozenModelScorer:
+    def _load_reference(self, config: ModelConfig, temperature: float) -> FrozenModelScorer:
         trainer, model = self._config, self.model
         if self.lora is None:
             model = empty_model(config).requires_grad_(False)
             host = load_model(config) if self._team.rank == 0 else None
             _shard(model, host, DTYPES[config.dtype], trainer, self._team, replicated=set())
         sizes: Any = {"micro_batch_tokens": trainer.micro_batch_tokens, "head_chunk": trainer.head_chunk}
-        return FrozenModelScorer(model, lora=self.lora, several_ranks=True, **sizes, **options)
+        options: Any = {"temperature": temperature, "pack": self._pack, "lora": self.lora}
+        return FrozenModelScorer(model, several_ranks=True, **sizes, **options)
 
     def _new_optimizer(self, config: TrainerConfig) -> Optimizer:
         reshard(self.model)
@@ -194,7 +178,8 @@ class ShardedLearner(Learner):
         """Copy all weights to the model on rank 0's host, unless no step was taken since the last time."""
         if not self._host_is_current:
             self._team.call(Call("gather"))
-            self._policy.load_host()
+            host = self._policy.host
+            gather(self.model, None if host is None else dict(host.named_parameters()), self._policy.dtype)
             self._host_is_current = True
 
     # ---- One step
@@ -247,19 +232,16 @@ class ShardedLearner(Learner):
 
 
 def _of_all(own: Sums, counts: Sequence[int], rank: int) -> Sums:
-    """On rank 0, the sums of all ranks, which have `counts` tokens; on the others, their own.
-
-    Tokens are sent in float32, which is exact for lags and lengths up to 2^24.
-    """
-    totals_2 = torch.tensor([float(own.loss), float(own.cells)], dtype=torch.float64)
-    tokens_7N = torch.zeros(PACKED_COLUMNS, max(counts, default=0))
-    tokens_7N[:, : counts[rank]] = own.stats.packed()
-    totals, tokens = ([torch.empty_like(one) for _ in counts] if rank == 0 else None for one in (totals_2, tokens_7N))
-    distributed.gather(totals_2, totals)
-    distributed.gather(tokens_7N, tokens)
-    if totals is None or tokens is None:
+    """On rank 0, the sums of all ranks, which have `counts` tokens; on the others, their own."""
+    sent = torch.zeros(PACKED_COLUMNS, 1 + max(counts, default=0), dtype=torch.float64)
+    sent[0, 0], sent[1, 0] = own.loss, own.cells
+    sent[:, 1 : 1 + counts[rank]] = own.stats.packed()
+    found = [torch.empty_like(sent) for _ in counts] if rank == 0 else None
+    distributed.gather(sent, found)
+    if found is None:
         return own
-    sums = Sums(torch.stack(totals)[:, 0].sum(), cells=int(torch.stack(totals)[:, 1].sum()))
-    for count, found_7N in zip(counts, tokens, strict=True):
-        sums.stats.add_packed(found_7N[:, :count])
+    totals_R7 = torch.stack([of_one[:, 0] for of_one in found])
+    sums = Sums(totals_R7[:, 0].sum(), cells=int(totals_R7[:, 1].sum()))
+    for count, of_one in zip(counts, found, strict=True):
+        sums.stats.add_packed(of_one[:, 1 : 1 + count].float())
     return sums

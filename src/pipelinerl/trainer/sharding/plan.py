@@ -40,10 +40,8 @@ def plan(lengths: Sequence[int], costs: Sequence[float], ranks: int, budget: int
     """Distribute samples of `lengths` (tokens) and positive `costs` over ranks, in bins of at most `budget` tokens.
 
     There are as few rows as `pack` needs, or a few more if that many even bins don't exist. A sample longer than the budget
-    gets a bin of its own. No samples: no rows. Raises ValueError for less than one rank, and like `pack`.
+    gets a bin of its own. No samples: no rows. Raises ValueError like `pack`.
     """
-    if ranks < 1:
-        raise ValueError(f"a plan needs at least one rank, not {ranks}")
     rows = -(-len(pack(lengths, budget)) // ranks)
     while (bins := _even_bins(lengths, costs, rows * ranks, budget)) is None:
         rows += 1

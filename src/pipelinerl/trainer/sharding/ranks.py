@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import msgspec
 import torch
-from torch import Tensor, distributed
+from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pipelinerl.channel import POLL_S, ProtocolError
@@ -70,18 +70,13 @@ class Team(msgspec.Struct, frozen=True):
     def _share(self, data: bytes = b"") -> bytes:
         """The bytes of rank 0, on all ranks."""
         size = torch.tensor([len(data)])
-        _broadcast(size, None if self.rank == 0 else _ANY_TIME)
+        options = _distributed.BroadcastOptions()
+        if self.rank > 0:
+            options.timeout = _ANY_TIME
+        _distributed.group.WORLD.broadcast([size], options).wait()
         data_U8 = torch.frombuffer(bytearray(data or int(size)), dtype=torch.uint8)
-        _broadcast(data_U8)
+        distributed.broadcast(data_U8, 0)
         return data_U8.numpy().tobytes()
-
-
-def _broadcast(tensor: Tensor, timeout: timedelta | None = None) -> None:
-    options = _distributed.BroadcastOptions()
-    options.rootRank = options.rootTensor = 0
-    if timeout is not None:
-        options.timeout = timeout
-    _distributed.group.WORLD.broadcast([tensor], options).wait()
 
 
 # ---- The group
@@ -138,7 +133,8 @@ def _form(
     config: TrainerConfig, rank: int, rendezvous: Rendezvous, key: str, *, start_s: float, stall_s: float, one_gpu: bool
 ) -> Team:
     """Form the default group of torch.distributed, and prove to its members that this one has `key`, as they have."""
-    backend, device = backend_of(config), device_of(config, 0 if one_gpu else rank)
+    device = device_of(config, 0 if one_gpu else rank)
+    backend = ("nccl" if device.type == "cuda" else "gloo") if config.backend == "auto" else config.backend
     if not distributed.is_available() or not distributed.is_backend_available(backend):
         raise UserError(f"trainer.backend: this PyTorch ({torch.__version__}) has no {backend}")
     if device.type == "cuda":
@@ -180,12 +176,6 @@ def _broken_operations_explained() -> Iterator[None]:
             raise
         why = re.sub(r"^\[\S+\] ", "", str(error)).partition("\n")[0].partition(". ")[0]
         raise RankLostError(f"the ranks of the trainer can't exchange tensors any more: {why}") from error
-
-
-def backend_of(config: TrainerConfig) -> Literal["gloo", "nccl"]:
-    if config.backend != "auto":
-        return config.backend
-    return "nccl" if config.device.startswith("cuda") else "gloo"
 
 
 def device_of(config: TrainerConfig, rank: int) -> torch.device:

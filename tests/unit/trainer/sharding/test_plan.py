@@ -71,11 +71,6 @@ def test_no_samples_no_rows() -> None:
     assert plan([], [], 3, 100, pack) == []
 
 
-def test_a_plan_needs_a_rank() -> None:
-    with pytest.raises(ValueError, match="at least one rank"):
-        plan([1], [1.0], 0, 100, pack)
-
-
 def test_attention_makes_a_long_sequence_dearer_than_short_ones_with_as_many_tokens() -> None:
     assert token_cost([100], 0.01) == pytest.approx(200)
     assert token_cost([50, 50], 0.01) == pytest.approx(150)
