@@ -27,6 +27,9 @@ from pipelinerl.models.layers import decoder_layers
 from pipelinerl.models.loading import DTYPES, load_config
 from pipelinerl.models.state import summary_of
 
+GATHERED_AT_ONCE = 1 << 26
+"""Elements of parameters that are gathered together: ranks would wait for each other at every small one."""
+
 
 def empty_model(config: ModelConfig) -> Any:
     """The model that `load_model(config)` loads, on the meta device: its parameters and buffers have no memory.
@@ -124,12 +127,31 @@ def fill(target: Tensor, whole: Tensor | None) -> None:
 
 @torch.no_grad()
 def gather(model: nn.Module, room: Mapping[str, Tensor] | None, dtype: torch.dtype) -> None:
-    """Copy the trained parameters into `room`, which rank 0 has, by name. Sharded ones are sent in `dtype`."""
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            value = whole(parameter.to(dtype)) if isinstance(parameter, DTensor) else parameter
-            if room is not None:
-                room[name].copy_(value)
+    """Copy the trained parameters into `room`, which rank 0 has, by name. Sharded ones are sent in `dtype`, many at once."""
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    at_once: dict[str, DTensor] = {}
+    for name, parameter in trained.items():
+        if isinstance(parameter, DTensor):
+            at_once[name] = parameter
+        elif room is not None:
+            room[name].copy_(parameter)
+        if at_once and (name == list(trained)[-1] or sum(map(Tensor.numel, at_once.values())) > GATHERED_AT_ONCE):
+            _gather(at_once, room, dtype)
+            at_once = {}
+
+
+def _gather(parameters: Mapping[str, DTensor], room: Mapping[str, Tensor] | None, dtype: torch.dtype) -> None:
+    mesh, device = next((one.device_mesh, one.device) for one in parameters.values())
+    sizes = [-(-one.shape[0] // mesh.size()) * (one.numel() // one.shape[0]) for one in parameters.values()]
+    sent = torch.zeros(sum(sizes), dtype=dtype, device=device)  # the last ranks may have fewer rows than their share
+    for part, parameter in zip(torch.split(sent, sizes), parameters.values(), strict=True):
+        rows = parameter.to_local().flatten()
+        part[: rows.numel()] = rows
+    found = None if room is None else [torch.empty_like(sent) for _ in range(mesh.size())]
+    distributed.gather(sent, found)
+    if room is not None and found is not None:
+        for (name, parameter), *parts in zip(parameters.items(), *(torch.split(one, sizes) for one in found), strict=True):
+            room[name].copy_(torch.cat(parts)[: parameter.numel()].view(parameter.shape))
 
 
 def whole(tensor: Tensor) -> Tensor:
