@@ -29,7 +29,17 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from pipelinerl.checkpoint_folders import HIDDEN, Folders, files_in, folder_name, record_of, sync_records
+from pipelinerl.checkpoint_folders import (
+    HIDDEN,
+    files_in,
+    folder_name,
+    install,
+    keep_latest,
+    make,
+    record_of,
+    sync_records,
+    sync_tree,
+)
 from pipelinerl.checkpoint_state import STATE_FILE, CheckpointState, encode_state, read_state
 from pipelinerl.errors import CheckpointError
 from pipelinerl.models.loading import quiet
@@ -86,7 +96,7 @@ def write_checkpoint(
     counters: Mapping[str, Any],
     session: str = "",
     keep: int = 2,
-    folders: Folders = Folders(),  # noqa: B008 - it does not change
+    check: Callable[[], object] = lambda: None,
 ) -> Callable[[], Path]:
     """Write the files of `directory/step_XXXXXXXX`. What is returned does the rest, and may be called in another thread.
 
@@ -103,17 +113,18 @@ def write_checkpoint(
         version=version, rng=dict(rng), positions=dict(positions), counters=dict(counters), session=session
     )
     target, hidden = _folders_of(directory, version)
-    with _removed_on_failure(hidden, target, folders):
-        folders.make(hidden)
+    with _removed_on_failure(hidden, target):
+        make(hidden, check)
         _write_model(hidden, model, tokenizer)
         optimizer(hidden)
 
     def finish() -> Path:
-        with _removed_on_failure(hidden, target, folders):
+        with _removed_on_failure(hidden, target):
             _write_state(hidden, state)
             sync_records(directory.parent)
-            folders.install(hidden, target, durable=True)
-        folders.keep_latest(directory, None, keep)
+            sync_tree(hidden)
+            install(hidden, target)
+        keep_latest(directory, None, keep)
         return target
 
     return finish
@@ -125,18 +136,18 @@ def save_weights(
     version: int,
     model: Any,
     tokenizer: Any,
-    folders: Folders = Folders(),  # noqa: B008 - it does not change
+    check: Callable[[], object] = lambda: None,
 ) -> Path:
     """Write `directory/step_XXXXXXXX` with only model and tokenizer, for evaluation. A machine crash may lose it.
 
     `load_checkpoint` verifies it like a checkpoint. Raises CheckpointError if it can't be written.
     """
     target, hidden = _folders_of(directory, version)
-    with _removed_on_failure(hidden, target, folders):
-        folders.make(hidden)
+    with _removed_on_failure(hidden, target):
+        make(hidden, check)
         _write_model(hidden, model, tokenizer)
         _write_state(hidden, CheckpointState(version=version))
-        folders.install(hidden, target, durable=False)
+        install(hidden, target)
     return target
 
 
@@ -147,13 +158,12 @@ def _folders_of(directory: Path, version: int) -> tuple[Path, Path]:
 
 
 @contextmanager
-def _removed_on_failure(hidden: Path, target: Path, folders: Folders) -> Iterator[None]:
+def _removed_on_failure(hidden: Path, target: Path) -> Iterator[None]:
     """Delete the hidden folder if what is inside fails. Raises CheckpointError."""
     try:
         yield
     except (OSError, SafetensorError, ValueError) as error:  # ValueError: a config that save_pretrained refuses
         shutil.rmtree(hidden, ignore_errors=True)
-        folders.check()  # a later session has removed the folder, perhaps
         raise CheckpointError(f"can't write checkpoint {target}: {_first_line(error)}") from error
     except BaseException:
         shutil.rmtree(hidden, ignore_errors=True)

@@ -116,36 +116,15 @@ def superfluous(directory: Path, version: int | None, count: int, *, spared_ever
     return [path for number, path in found.items() if number not in kept]
 
 
-class Folders:
-    """How a process of a run works with these folders. This is for a run directory that its machine has.
+def make(hidden: Path, check: Callable[[], object]) -> None:
+    """Make a hidden folder, and remove those that are unfinished. `check` raises PipelineRLError if that is not allowed.
 
-    `any_thread`: whether `install` and `keep_latest` may be called in another thread than the rest.
+    The check comes last: a later session removes the folder, so what is then written in it can't be installed.
     """
-
-    any_thread = True
-
-    def __init__(self) -> None:
-        self.on_sent: Callable[[int], None] = lambda _: None
-        """Called with the bytes that were sent, while folders are sent to another machine."""
-
-    def check(self) -> None:
-        """Raises PipelineRLError if this process may not write any more."""
-
-    def make(self, hidden: Path) -> None:
-        """Make a hidden folder, and remove those that are unfinished."""
-        hidden.parent.mkdir(exist_ok=True)  # a run directory that was removed stays so
-        remove_unfinished(hidden.parent)
-        hidden.mkdir()
-
-    def install(self, hidden: Path, target: Path, *, durable: bool) -> None:
-        """Give the folder its name. If `durable`, it is on the disk before. Raises OSError and CheckpointError."""
-        if durable:
-            sync_tree(hidden)
-        install(hidden, target)
-
-    def keep_latest(self, directory: Path, version: int | None, count: int, *, spared_every: int = 0) -> None:
-        """See the function of this name."""
-        keep_latest(directory, version, count, spared_every=spared_every)
+    hidden.parent.mkdir(exist_ok=True)  # a run directory that was removed stays so
+    remove_unfinished(hidden.parent)
+    hidden.mkdir()
+    check()
 
 
 def install(hidden: Path, target: Path) -> None:

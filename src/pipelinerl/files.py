@@ -67,11 +67,9 @@ def sync(path: Path) -> None:
 
 
 class Lines(Protocol):
-    """Where records go, one JSON line each: a file (`JsonLines`), or one on another machine."""
+    """Where records go, one JSON line each: a file (`JsonLines`), or one that the hub writes."""
 
     def write(self, record: Any) -> None: ...
-
-    def alone(self) -> bool: ...
 
     def close(self) -> None: ...
 
@@ -82,11 +80,16 @@ class Lines(Protocol):
     ) -> None: ...
 
 
+class OpenLines(Protocol):
+    def __call__(self, path: Path, *, empty: bool = False) -> Lines:
+        """Open a file of records, to append to it. `empty`: after removing what is there."""
+
+
 class JsonLines:
     """Writes records as JSON lines, each with one system call, so that readers only see complete lines.
 
-    One writer per file. Opening an existing file appends to it and truncates a partial last line (its writer was killed).
-    NaN and infinities, which JSON lacks, become null.
+    One writer per file; `size` is the file's. Opening an existing file appends to it and truncates a partial last line (its
+    writer was killed). NaN and infinities, which JSON lacks, become null.
     """
 
     def __init__(self, path: Path) -> None:
@@ -102,13 +105,9 @@ class JsonLines:
             while done < len(line):  # A nearly full disk accepts a part; the next call raises.
                 done += os.write(self._fd, line[done:])
         except BaseException:
-            self._truncate(self._size)
+            self._truncate(self.size)
             raise
-        self._size += len(line)
-
-    def alone(self) -> bool:
-        """Whether no other process has written since. If one has, reopen the file, which truncates a partial last line."""
-        return os.fstat(self._fd).st_size == self._size
+        self.size += len(line)
 
     def close(self) -> None:
         """Idempotent."""
@@ -124,7 +123,14 @@ class JsonLines:
 
     def _truncate(self, size: int) -> None:
         os.ftruncate(self._fd, size)
-        self._size = size
+        self.size = size
+
+
+def open_lines(path: Path, *, empty: bool = False) -> JsonLines:
+    """See `OpenLines`."""
+    if empty:
+        path.unlink(missing_ok=True)
+    return JsonLines(path)
 
 
 def _end_of_last_line(path: Path, block: int = 1 << 16) -> int:

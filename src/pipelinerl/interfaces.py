@@ -5,7 +5,7 @@ Torch is imported for annotations only, never at run time.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from pipelinerl.types import (
@@ -13,6 +13,7 @@ from pipelinerl.types import (
     Completion,
     EngineProgress,
     GenerationRequest,
+    Group,
     Problem,
     Rollout,
     SamplingParams,
@@ -25,7 +26,6 @@ from pipelinerl.types import (
 if TYPE_CHECKING:
     import torch
 
-ItemIn_contra = TypeVar("ItemIn_contra", contravariant=True)
 ItemOut_co = TypeVar("ItemOut_co", covariant=True)
 
 
@@ -167,38 +167,46 @@ class AsyncEngine(EngineState, Protocol):
         """Apply new weights in flight: all of them, or none (then the receipt has an error). Requests may go on."""
 
 
-class StreamStats(NamedTuple):
-    """Counts over the lifetime of the stream: pending = written - dropped - taken."""
+class Stream(Protocol):
+    """An ordered queue of encoded items, numbered by offsets. It keeps what was read until that is committed.
 
-    written: int
-    taken: int
-    dropped: int
+    `waiting` is the number of items that were not read. All methods may raise StreamError.
+    """
 
-    @property
-    def pending(self) -> int:
-        return self.written - self.taken - self.dropped
+    waiting: int
 
+    def offsets(self) -> Sequence[int]:
+        """The offsets of the waiting items."""
 
-class StreamWriter(Protocol[ItemIn_contra]):
-    def try_write(self, item: ItemIn_contra, encoded: bytes | None = None) -> bool:
-        """Append one item. Returns False, and writes nothing, if the stream is full and configured to block.
+    def append(self, item: bytes, place: int | None = None) -> int:
+        """Append an item. Returns its offset. `place`: where it begins in the run's file of records, if it is there."""
 
-        `encoded`: the item as JSON, if the caller has already encoded it.
-        """
+    def read(self, limit: int) -> Sequence[tuple[int, bytes]]:
+        """Read up to `limit` of the waiting items, oldest first, each with its offset."""
 
-    def stats(self) -> StreamStats: ...
+    def return_to(self, offset: int) -> None:
+        """Items from `offset` on are waiting again."""
+
+    def drop(self) -> int:
+        """Remove the oldest waiting item. Returns its offset."""
+
+    def commit(self, offset: int) -> None:
+        """Forget everything before `offset`."""
+
+    def keep(self, from_offset: int, wanted: Callable[[bytes], bool]) -> Sequence[bytes]:
+        """For a resume: remove all items before `from_offset`, and those that are not wanted. Returns the others."""
 
     def close(self) -> None: ...
 
 
 class StreamReader(Protocol[ItemOut_co]):
+    """The reading end of a stream, as a stage sees it."""
+
     def read(self, limit: int) -> Sequence[tuple[int, ItemOut_co]]:
         """Take up to `limit` of the available items, oldest first, each with its offset. Never waits."""
 
     def commit(self, offset: int) -> None:
-        """Mark everything before `offset` as processed: a later reader starts there, and disk space is reclaimed."""
-
-    def stats(self) -> StreamStats: ...
+        """Everything before `offset` is processed: what comes after it is read again after a resume."""
 
     def close(self) -> None: ...
 
@@ -281,6 +289,46 @@ def enough(queued: int, needed: int) -> Verdict:
     if queued >= needed:
         return ALLOWED
     return Verdict(False, f"samples from the actor: {queued} of {needed} have arrived", (ACTOR,))
+
+
+class Admitted(NamedTuple):
+    """`group` is the index of the group to start. If it is None, the verdict says why."""
+
+    group: int | None
+    verdict: Verdict
+
+
+class Admission(Protocol):
+    """A generation process's access to the hub, which decides over all of them. Nothing waits for an answer."""
+
+    @property
+    def in_rounds(self) -> bool:
+        """Whether the schedule generates in rounds of fixed size."""
+
+    @property
+    def opened(self) -> bool:
+        """Whether groups may be started, that is, whether the evaluation before training is over."""
+
+    def open(self) -> None:
+        """Allow groups to be started from now on."""
+
+    def claim(self, engine_version: int, rollouts: int, *, room: int = 0) -> Admitted:
+        """A group of `rollouts` attempts that the schedule has allowed. `engine_version`: that of the engine's weights.
+
+        `room`: for how many rollouts the engine has slots.
+        """
+
+    def hand_over(self, group: Group) -> None:
+        """Record a finished group, and write it to the stream. Raises RunDirectoryError and StreamError, perhaps later."""
+
+    def settle(self) -> None:
+        """Wait until everything that was handed over is in the stream, for a bounded time."""
+
+    def take_dropped(self) -> int:
+        """How many rollouts the stream has dropped for groups of this process since the last call."""
+
+    def may_take(self, version: int) -> bool:
+        """Whether the engine may apply the weights of `version` now. If so, it must: they are counted as applied."""
 
 
 class PipelineState(NamedTuple):

@@ -320,8 +320,8 @@ class TrainerProgress(msgspec.Struct, frozen=True, kw_only=True, tag="trainer"):
 
     `queued` rollouts are in the trainer's queue; `dropped` counts those that the trainer dropped, by reason, and
     `dropped_tokens` their sampled tokens. Rollouts in the stream and rollouts that the actor dropped are not counted.
-    `probe_ids` is the prompt of the weight canary (see `ProbeReading`), `runner` how the model is trained. `sent_bytes`: how
-    much of a checkpoint is on the launcher's machine, while it is sent there. `notes`: warnings about the training.
+    `probe_ids` is the prompt of the weight canary (see `ProbeReading`), `runner` how the model is trained. `notes`:
+    warnings about the training.
     """
 
     version: int = 0
@@ -338,7 +338,6 @@ class TrainerProgress(msgspec.Struct, frozen=True, kw_only=True, tag="trainer"):
     goal_reached: bool = False
     probe_ids: tuple[int, ...] = ()
     latest: dict[str, float] = {}
-    sent_bytes: int = 0
     runner: str = ""
     notes: tuple[str, ...] = ()
 

@@ -51,7 +51,7 @@ def add_to(commands: Commands) -> None:
     flag("--seed", type=at_least(0), default=0, metavar="S", help="the first seed (default: 0)")
     flag("--count", type=at_least(0), default=8, metavar="N", help="faults per run (default: 8)")
     flag("--faults", metavar="LIST", help="kinds of faults, like kill,stop (default: all that the run allows)")
-    text = "where the parts of the run are, like processes,redis; `all`, or `as-is` (default): as the run file says"
+    text = "where the parts of the run are, like processes,engines; `all`, or `as-is` (default): as the run file says"
     flag("--layouts", default="as-is", metavar="LIST", help=text)
     flag("--replay", action="store_true", help="also repeat the training of each run, and compare its weights to the bit")
     flag("--keep", action="store_true", help="keep the directories of runs without a violation too")

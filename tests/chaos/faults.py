@@ -10,7 +10,6 @@ import os
 import resource
 import signal
 import socket
-import sqlite3
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -21,27 +20,19 @@ from typing import Protocol
 
 import torch
 
-from pipelinerl.launch.roles import TRAINING
-from pipelinerl.launch.run_directory import RunDirectory
-from pipelinerl.launch.stages.streams import ROLLOUTS
-from pipelinerl.stream.files import StreamFile
 from pipelinerl.weights.shared.file import Control, map_buffers
-from tests.chaos.plan import AGENT, REDIS, Fault
+from tests.chaos.plan import AGENT, Fault
 
 WORKER = "pipelinerl.launch.hosts.worker"
 SLOW_S, STOPPED_S = 0.5, 0.4
 """A slow process is stopped for this part of every period."""
 OFFER_S, OFFER_TRIALS = 0.1, 20
 """How long an engine is stopped, until weights are published and wait for it, and how often this is tried."""
-WRITTEN_S = 0.5
-"""A trainer is stopped for so long that a group waits in the stream."""
-DAMAGE = b'{"index": "damaged"'
 
 
 def processes_of(run_dir: Path) -> dict[str, int]:
     """Process ids by role of all processes that run for this run directory, except the launcher."""
     found: dict[str, int] = {}
-    redis_folder = run_dir / "streams" / "redis"
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
@@ -52,8 +43,6 @@ def processes_of(run_dir: Path) -> dict[str, int]:
                 parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
                 if Path(f"/proc/{parent}/cmdline").read_bytes().startswith(b"ray::"):
                     found[AGENT] = parent
-            elif b"redis-server" in command[0] and os.readlink(entry / "cwd") == str(redis_folder):
-                found[REDIS] = int(entry.name)
     return found
 
 
@@ -74,7 +63,7 @@ Undo = Callable[[], None]
 
 
 class NotInjectedError(Exception):
-    """The place of a fault is not there now: the process has ended, or nothing waits in the stream."""
+    """The place of a fault is not there now: the process has ended."""
 
 
 def inject(fault: Fault, target: Target) -> Undo:
@@ -83,10 +72,8 @@ def inject(fault: Fault, target: Target) -> Undo:
         match fault.kind:
             case "cut" | "silence" | "delay":
                 return target.links[fault.place].disturb(fault)
-            case "record":
-                return _damage_record(target)
             case "disk":
-                return _limit(list(_without_redis(target).values()), resource.RLIMIT_FSIZE, int(fault.amount**4 * 1e6))
+                return _limit(list(target.pids().values()), resource.RLIMIT_FSIZE, int(fault.amount**4 * 1e6))
             case _:
                 return _hurt(fault, target)
     except ProcessLookupError as error:
@@ -117,10 +104,6 @@ def _hurt(fault: Fault, target: Target) -> Undo:
 
 def _nothing() -> None:
     """Nothing ends: the fault was a moment."""
-
-
-def _without_redis(target: Target) -> dict[str, int]:
-    return {role: pid for role, pid in target.pids().items() if role != REDIS}
 
 
 def _continue(pid: int) -> None:
@@ -193,39 +176,6 @@ def _damage_weights(pid: int, engine: int, amount: float, sleep: Callable[[float
                 _continue(pid)
             sleep(OFFER_S)
     raise NotInjectedError("no weights waited for this engine")
-
-
-def _damage_record(target: Target) -> Undo:
-    """Overwrite the newest group that waits in the stream's database. Undoing restores it, if it is still there.
-
-    A trainer in a process of its own is stopped meanwhile, so that a group waits.
-    """
-    path = RunDirectory(target.run_dir).streams / ROLLOUTS / StreamFile.NAME
-    trainer = target.pids().get(TRAINING)
-    if not path.exists():
-        raise NotInjectedError("there is no stream yet")
-    if trainer is not None:
-        os.kill(trainer, signal.SIGSTOP)
-    try:
-        target.sleep(WRITTEN_S)
-        with closing(sqlite3.connect(path, timeout=1.0)) as stream, stream:
-            query = "SELECT offset, json FROM items WHERE offset >= (SELECT cursor FROM counts) ORDER BY offset DESC LIMIT 1"
-            waiting = stream.execute(query).fetchall()
-            if not waiting:
-                raise NotInjectedError("no group waits in the stream")
-            ((offset, json),) = waiting
-            stream.execute("UPDATE items SET json = ? WHERE offset = ?", (DAMAGE, offset))
-    except sqlite3.OperationalError as error:
-        raise NotInjectedError(f"the stream can't be changed: {error}") from error
-    finally:
-        if trainer is not None:
-            _continue(trainer)
-
-    def restore() -> None:
-        with suppress(sqlite3.OperationalError), closing(sqlite3.connect(path, timeout=5.0)) as stream, stream:
-            stream.execute("UPDATE items SET json = ? WHERE offset = ? AND json = ?", (json, offset, DAMAGE))
-
-    return restore
 
 
 class Proxy:

@@ -15,7 +15,7 @@ import msgspec
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.launch.roles import generation_roles, server_roles, worker_roles
 
-Kind = Literal["kill", "stop", "slow", "disk", "memory", "cut", "silence", "delay", "weights", "record", "environment"]
+Kind = Literal["kill", "stop", "slow", "disk", "memory", "cut", "silence", "delay", "weights", "environment"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 DESCRIPTIONS: dict[Kind, str] = {
     "kill": "SIGKILL",
@@ -27,15 +27,12 @@ DESCRIPTIONS: dict[Kind, str] = {
     "silence": "nothing that is sent arrives, and connections stay open",
     "delay": "everything that is sent arrives late",
     "weights": "a flipped byte in the weights that wait for an engine",
-    "record": "a group that waits in the stream is overwritten",
     "environment": "attempts that raise, hang, compute for ever, keep memory, or return nonsense",
 }
 
 LAUNCHER = "launcher"
 AGENT = "agent"
 """Of a Ray cluster's machine: it starts and watches the run's processes there."""
-REDIS = "redis-server"
-STREAM = "stream"
 EVERYWHERE = "all processes"
 
 LAYOUTS: dict[str, tuple[str, ...]] = {
@@ -43,7 +40,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "embedded": ("--launch.kind=embedded", "--stream.kind=files"),
     "processes": ("--launch.kind=processes", "--stream.kind=files"),
     "engines": ("--launch.kind=processes", "--stream.kind=files", "--engine.processes=2"),
-    "redis": ("--launch.kind=processes", "--stream.kind=redis", "--launch.preprocessor=process"),
+    "apart": ("--launch.kind=processes", "--stream.kind=files", "--launch.preprocessor=process"),
     "http": ("--launch.kind=processes", "--engine.kind=http", "--engine.servers=2"),
     "broadcast": (
         "--launch.kind=processes",
@@ -52,8 +49,14 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
         "--weights.encoding=delta",
     ),
     "sharded": ("--launch.kind=processes", "--stream.kind=files", "--trainer.ranks=2"),
-    "ray": ("--launch.kind=ray", "--stream.kind=redis", "--weights.kind=collective"),
-    "links": ("--launch.kind=processes", "--engine.kind=http", "--engine.servers=1", "--stream.kind=redis"),
+    "ray": ("--launch.kind=ray", "--weights.kind=collective"),
+    "links": (
+        "--launch.kind=processes",
+        "--engine.kind=http",
+        "--engine.servers=1",
+        "--stream.kind=redis",
+        "--stream.url=redis://127.0.0.1:6379/0",
+    ),
 }
 """Where the parts of a run are: settings on top of the run file's. `ray`: a cluster of this machine only. `links`: Redis and
 the engine servers are not the run's own, and it reaches them through proxies, which can cut, silence and delay."""
@@ -74,7 +77,7 @@ SHORT_S, LONG_S = (0.1, 3.0), (1.2, 1.6)
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
-    """One fault in `place`: the role of a process, a link, the stream, or all processes.
+    """One fault in `place`: the role of a process, a link, or all processes.
 
     It is due `after_s` seconds after `steps` more steps since the recovery from the fault before; with `steps` None, after
     that fault's injection (the first one: after the run's start). `amount` is in [0, 1): which byte, which share.
@@ -97,9 +100,8 @@ def places(config: RunConfig, links: Sequence[str] = ()) -> dict[Kind, list[str]
     """Where faults of each kind can be injected into a run of `config` from outside; `links` are its proxies."""
     embedded = config.launch.kind == "embedded"
     workers = [] if embedded else [*worker_roles(config), *server_roles(config)]
-    own_redis = [REDIS] if config.stream.kind == "redis" and config.stream.url is None else []
     agent = [AGENT] if config.launch.kind == "ray" else []
-    processes = [LAUNCHER, *agent, *workers, *own_redis]
+    processes = [LAUNCHER, *agent, *workers]
     shared_weights = config.engine.kind == "local" and config.weights.kind == "shared" and not embedded
     found: dict[Kind, list[str]] = {
         "kill": processes,
@@ -111,7 +113,6 @@ def places(config: RunConfig, links: Sequence[str] = ()) -> dict[Kind, list[str]
         "silence": list(links),
         "delay": list(links),
         "weights": generation_roles(config) if shared_weights else [],
-        "record": [STREAM] if config.stream.kind == "files" and not embedded else [],
     }
     return {kind: there for kind, there in found.items() if there}
 
@@ -136,7 +137,7 @@ def _fault(draw: random.Random, there: dict[Kind, list[str]], watchdog_s: float,
     lasts_s = 0.0
     if kind == "stop" and draw.random() < 0.1:
         lasts_s = watchdog_s * draw.uniform(*LONG_S)
-    elif kind not in ("kill", "weights", "record"):
+    elif kind not in ("kill", "weights"):
         lasts_s = draw.uniform(*SHORT_S)
     return Fault(
         kind=kind,

@@ -16,27 +16,25 @@ from typing import NamedTuple
 
 import msgspec
 
-from pipelinerl.actor.outstanding import SCHEMA, Outstanding
 from pipelinerl.child import ChildProcess, exit_words
 from pipelinerl.config.load import load_config
 from pipelinerl.config.schema import RunConfig
-from pipelinerl.database import Database
 from pipelinerl.errors import UserError
 from pipelinerl.extras import require
 from pipelinerl.launch.run_directory import ORPHAN_PATIENCE_S, RunDirectory
 from pipelinerl.ports import free_port
-from pipelinerl.stream.redis_server import start_server
 from tests.chaos.faults import NotInjectedError, Proxy, Undo, inject, processes_of
 from tests.chaos.invariants import check
 from tests.chaos.plan import KINDS, LAUNCHER, LAYOUTS, SMALL, STEPS_PER_FAULT, Fault, Kind, plan_faults
 from tests.chaos.results import Injected, Result
+from tests.redis_server import redis_for_tests
 
 COMMAND = "import sys; from pipelinerl.cli import main; sys.exit(main())"
 LOOK_EVERY_S = 0.02
 HANG_S = 135.0
 """Beyond the watchdog's patience: longer than a start and a stop together, once no fault lasts any more."""
 LATENT_S = 3.0
-"""A damaged record or buffer may be read as late as this."""
+"""A damaged buffer may be read as late as this."""
 START_S = 120.0
 MOST_SESSIONS = 60
 
@@ -128,14 +126,14 @@ def _surroundings(layout: str, request: Request, run_dir: Path) -> Iterator[_Sur
         if layout == "ray":
             yield _Surroundings(settings=[f"--launch.ray_address={stack.enter_context(_cluster(run_dir))}"])
         elif layout == "links":
-            redis = stack.enter_context(start_server(run_dir / "redis", durable=True, address="127.0.0.1"))
-            head, _, port = redis.url.removesuffix("/0").rpartition(":")
-            proxy = stack.enter_context(closing(Proxy(("127.0.0.1", int(port)))))
+            port = free_port("127.0.0.1")
+            stack.enter_context(redis_for_tests(run_dir / "redis", "--port", str(port)))
+            proxy = stack.enter_context(closing(Proxy(("127.0.0.1", port))))
             config = load_config(request.run_file, request.flags(layout, run_dir / "run"))
             servers = [stack.enter_context(closing(_Server(run_dir, number, config))) for number in range(2)]
             urls = ",".join(f"http://127.0.0.1:{server.proxy.port}" for server in servers)
             links = {"redis": proxy, **{server.name: server.proxy for server in servers}}
-            settings = [f"--stream.url={head}:{proxy.port}/0", f"--engine.urls=[{urls}]"]
+            settings = [f"--stream.url=redis://127.0.0.1:{proxy.port}/0", f"--engine.urls=[{urls}]"]
             yield _Surroundings(links, settings, tuple(server.restart for server in servers))
         else:
             yield _Surroundings()
@@ -230,7 +228,7 @@ class _Chaos:
                 if self.sessions >= MOST_SESSIONS:
                     raise _StopError(f"the run did not reach its goal in {MOST_SESSIONS} sessions")
             violations += self._left_behind()
-            violations += check(self.run_dir, self._next_index())
+            violations += check(self.run_dir)
             if self.request.replay and not violations:
                 violations += self._replayed()
         except _StopError as error:
@@ -333,7 +331,7 @@ class _Chaos:
     @property
     def _latent(self) -> bool:
         """Whether the latest fault may end the run although steps are taken after it."""
-        return bool(self.injected) and self.injected[-1].fault.kind in ("weights", "record")
+        return bool(self.injected) and self.injected[-1].fault.kind == "weights"
 
     def _recover(self, stepped_s: float) -> None:
         open_faults = self._open_faults()
@@ -414,14 +412,6 @@ class _Chaos:
             time.sleep(0.1)
         return [f"processes are left after the run: {left}"] if left else []
 
-    def _next_index(self) -> int | None:
-        """The lowest group index that was not started, if the record of admission is in a file of the run directory."""
-        if self.config.launch.kind not in ("processes", "embedded") or not self._run.admission.exists():
-            return None
-        with closing(Database(self._run.admission, SCHEMA, temporary=True)) as database:
-            state = msgspec.json.decode(database.rows("SELECT json FROM record")[0][0], type=Outstanding)
-        return state.next_index or None
-
     def _replayed(self) -> list[str]:
         log = self.run_dir.parent / "replay.log"
         with _command(["replay", str(self.run_dir)], log) as process:
@@ -432,11 +422,10 @@ class _Chaos:
 
     def _dump_stacks(self) -> None:
         """Have the workers write their stacks to their logs, for whoever looks at the hang."""
-        for role, pid in processes_of(self.run_dir).items():
-            if role != "redis-server":
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGCONT)
-                    os.kill(pid, signal.SIGUSR1)
+        for pid in processes_of(self.run_dir).values():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+                os.kill(pid, signal.SIGUSR1)
         time.sleep(1.0)
 
     def _end_all(self) -> None:

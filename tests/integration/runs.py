@@ -8,7 +8,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,10 @@ import xxhash
 from pipelinerl import RunConfig, load_config
 from pipelinerl.launch import trial, tryout
 from pipelinerl.launch.run import train
+from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.metrics.reading import read_json_lines, read_lines, read_records
 from pipelinerl.metrics.records import StepRecord
-from pipelinerl.status.board import MmapBoard, last_statuses
+from pipelinerl.status.board import read_statuses
 from pipelinerl.trainer.records import TrainedRecord
 from pipelinerl.types import Group, Rollout, StageStatus, versions_from_spans
 
@@ -142,11 +143,7 @@ def until(condition: Callable[[], Any], process: subprocess.Popen[str] | None = 
 
 
 def status_of(run_dir: Path, stage: str) -> StageStatus | None:
-    board = MmapBoard(run_dir / "control")
-    try:
-        return board.read(stage)
-    finally:
-        board.close()
+    return read_statuses(RunDirectory(run_dir).statuses).get(stage)
 
 
 def version_of(run_dir: Path) -> int:
@@ -159,21 +156,14 @@ ROLES = {"actor": "generation", "preprocessor": "preprocessing", "trainer": "tra
 
 
 def process_ids(run_dir: Path) -> dict[str, int]:
-    """By role: the workers that have reported and still live, the servers that are ready, and the run's own Redis."""
+    """By role: the workers that have reported and still live, and the servers that are ready."""
     control, found = run_dir / "control", {}
-    board = MmapBoard(control)
-    for stage, status in last_statuses(board).items():
+    for stage, status in read_statuses(RunDirectory(run_dir).statuses).items():
         kind, dash, index = stage.partition("-")
         if kind in ROLES and alive(status.pid):
             found[ROLES[kind] + dash + index] = status.pid
-    board.close()
     for path in control.glob("server-*.ready.json"):
         found[path.name.split(".")[0]] = msgspec.json.decode(path.read_bytes())["pid"]
-    if url := msgspec.json.decode((control / "plan.json").read_bytes())["redis_url"]:
-        import redis
-
-        with redis.Redis.from_url(url) as client, suppress(redis.ConnectionError):  # it may just have been killed
-            found["redis-server"] = int(client.info("server")["process_id"])  # type: ignore[index,arg-type]
     return found
 
 

@@ -1,8 +1,9 @@
-"""A run with every part in a process of its own: engine servers over HTTP, preprocessor, Redis. All promises hold."""
+"""A run with every part in a process of its own: engine servers over HTTP, a preprocessor. All promises hold."""
 
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -20,11 +21,12 @@ from tests.integration.runs import (
     run_processes,
     wait,
 )
+from tests.redis_server import redis_for_tests
 
 pytestmark = pytest.mark.slow
 PREPROCESSOR = {"launch__preprocessor": "process"}
 SERVERS = {"engine__kind": "http", "engine__servers": 2, "engine__slots": 8}
-APART = PREPROCESSOR | SERVERS | {"stream__kind": "redis"}
+APART = PREPROCESSOR | SERVERS
 
 
 def resume_to(run_dir: Path, goal: int) -> None:
@@ -40,8 +42,13 @@ def test_everything_apart_and_on_from_its_checkpoint(
     stream: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With a reference model, and streams on both sides of the preprocessor. Weights are broadcast, or written to a file."""
-    run_dir = tmp_path / "r"
+    with redis_for_tests(tmp_path / "redis") if stream == "redis" else nullcontext() as url:
+        goes_on(tmp_path / "r", stream, url, capsys)
+
+
+def goes_on(run_dir: Path, stream: str, url: str | None, capsys: pytest.CaptureFixture[str]) -> None:
     settings = PREPROCESSOR | {"engine__kind": "http", "stream__kind": stream} | WEIGHTS[stream]
+    settings |= {"stream__url": url} if url else {}
     settings |= {"trainer__kl_coefficient": 0.01, "preprocess__zero_advantage": "keep", "preprocess__overlong": "drop"}
     settings |= {"trainer__steps": 6, "actor__max_tokens": 60, "evaluation__problems": 4, "schedule__max_lag": 4}
     counts = run_processes(run_dir, **settings)
@@ -61,7 +68,6 @@ def test_everything_apart_and_on_from_its_checkpoint(
     assert "launch.preprocessor process" in error, "where the streams lie can't change"
 
 
-@pytest.mark.needs_redis
 @pytest.mark.exhaustive
 def test_everything_ends_with_a_killed_launcher_and_can_go_on(tmp_path: Path) -> None:
     run_dir = tmp_path / "r"
@@ -99,4 +105,4 @@ def test_servers_that_do_not_start_are_one_clear_error(tmp_path: Path) -> None:
 
 def test_the_example_is_whole(tmp_path: Path) -> None:
     config = load_config(Path(__file__).parents[2] / "examples" / "apart.yaml")
-    assert (config.engine.kind, config.stream.kind, config.launch.preprocessor) == ("http", "redis", "process")
+    assert (config.engine.kind, config.stream.kind, config.launch.preprocessor) == ("http", "files", "process")

@@ -67,10 +67,10 @@ YEAR_S = 365 * 24 * 3600
     "settings",
     [
         {"engine__processes": 2, "launch__preprocessor": "process"},
-        {"engine__kind": "http", "engine__servers": 2, "stream__kind": "redis"},
+        {"engine__kind": "http", "engine__servers": 2},
         {"trainer__ranks": 2, "weights__kind": "collective"},
     ],
-    ids=["processes", "http-redis", "sharded"],
+    ids=["processes", "http", "sharded"],
 )
 def test_a_clock_that_jumps_changes_nothing(
     settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

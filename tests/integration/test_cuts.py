@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.stream.redis_server import start_server
+from pipelinerl.ports import free_port
 from tests.chaos.faults import Proxy
 from tests.chaos.plan import Fault, Kind
 from tests.integration.runs import assert_gone_on, command, start_processes, steps, until, version_of, wait
 from tests.integration.test_remote import Server
+from tests.redis_server import redis_for_tests
 
 pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.needs_redis]
 
@@ -28,9 +29,9 @@ def behind_proxies(folder: Path) -> Iterator[tuple[dict[str, Proxy], dict[str, A
     servers: they may hold weights of steps that were lost.
     """
     with ExitStack() as stack:
-        redis = stack.enter_context(start_server(folder / "redis", durable=True, address="127.0.0.1"))
-        head, _, port = redis.url.removesuffix("/0").rpartition(":")
-        proxies = {name: stack.enter_context(closing(Proxy(("127.0.0.1", int(port))))) for name in ("redis", *SERVERS)}
+        port = free_port("127.0.0.1")
+        stack.enter_context(redis_for_tests(folder / "redis", "--port", str(port)))
+        proxies = {name: stack.enter_context(closing(Proxy(("127.0.0.1", port)))) for name in ("redis", *SERVERS)}
 
         def restart() -> None:
             for name in SERVERS:
@@ -43,7 +44,7 @@ def behind_proxies(folder: Path) -> Iterator[tuple[dict[str, Proxy], dict[str, A
         urls = ",".join(f"http://127.0.0.1:{proxies[name].port}" for name in SERVERS)
         settings = {
             "stream__kind": "redis",
-            "stream__url": f"{head}:{proxies['redis'].port}/0",
+            "stream__url": f"redis://127.0.0.1:{proxies['redis'].port}/0",
             "engine__kind": "http",
             "engine__urls": f"[{urls}]",
             "engine__weights_dir": folder,

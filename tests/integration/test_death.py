@@ -47,7 +47,6 @@ def end_of(process: subprocess.Popen[str], timeout_s: float = 0.8 * CLEAN_STOP_S
         ("training", {}),
         ("preprocessing", PREPROCESSOR),
         ("server-1", {"engine__kind": "http", "engine__servers": 2, "engine__slots": 8}),
-        pytest.param("redis-server", {"stream__kind": "redis"}, marks=pytest.mark.needs_redis),
     ],
 )
 def test_a_killed_process_ends_the_run_and_is_named(victim: str, settings: dict[str, Any], tmp_path: Path) -> None:
@@ -56,8 +55,7 @@ def test_a_killed_process_ends_the_run_and_is_named(victim: str, settings: dict[
         os.kill(pids[victim], signal.SIGKILL)
         ended = end_of(process)
     assert ended.status == 4
-    said = victim if victim == "redis-server" else f"the {victim} process"
-    assert f"{said} (pid {pids[victim]}) was killed by SIGKILL" in ended.error
+    assert f"the {victim} process (pid {pids[victim]}) was killed by SIGKILL" in ended.error
     assert summary(run_dir)["status"].startswith("failed: ")
     if victim == "generation-1":
         version = summary(run_dir)["version"]
@@ -79,7 +77,7 @@ def test_workers_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
     with endless(run_dir) as (process, _):
         process.kill()
         end_of(process)
-    assert list((run_dir / "checkpoints").glob("step_*")), "the trainer had time for a checkpoint"
+    assert not list((run_dir / "checkpoints").glob("step_*")), "the launcher could not record what had led to one"
 
 
 STARTS_A_PROCESS = """

@@ -105,8 +105,7 @@ def here(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def marks_of(name: str) -> list[pytest.MarkDecorator]:
-    slow = [pytest.mark.slow, pytest.mark.exhaustive] if name in SLOW else []
-    return [*slow, pytest.mark.needs_redis] if name == "apart.yaml" else slow
+    return [pytest.mark.slow, pytest.mark.exhaustive] if name in SLOW else []
 
 
 def require(name: str) -> None:

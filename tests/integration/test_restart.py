@@ -81,7 +81,6 @@ def assert_went_on(run_dir: Path, process: subprocess.Popen[str], count: int, go
         ("training", {}),
         pytest.param("training", {"launch__preprocessor": "process", "engine__processes": 2}, marks=exhaustive),
         pytest.param("training-rank-1", {"trainer__ranks": 2}, marks=exhaustive),
-        pytest.param("redis-server", {"stream__kind": "redis"}, marks=[exhaustive, pytest.mark.needs_redis]),
         pytest.param("training", BROADCAST | {"engine__processes": 2}, marks=exhaustive),
         pytest.param("training-rank-1", BROADCAST | {"trainer__ranks": 2}, marks=exhaustive),
         pytest.param("generation-1", BROADCAST | {"engine__processes": 2}, marks=exhaustive),
@@ -205,18 +204,12 @@ def test_an_error_that_a_process_reports_is_not_tried_again(tmp_path: Path) -> N
 
 
 @exhaustive
-@pytest.mark.parametrize(
-    ("victim", "settings"),
-    [("training", {}), pytest.param("redis-server", {"stream__kind": "redis"}, marks=pytest.mark.needs_redis)],
-)
-def test_a_stopped_process_of_a_killed_launcher_keeps_the_next_session_out(
-    victim: str, settings: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_stopped_process_of_a_killed_launcher_keeps_the_next_session_out(tmp_path: Path) -> None:
     """It may write until it has ended. When it goes on, it ends by itself."""
     run_dir = tmp_path / "r"
-    process = going(run_dir, 6, **settings)
+    process = going(run_dir, 6)
     pids = process_ids(run_dir)
-    stopped = kill(run_dir, victim, signal.SIGSTOP)
+    stopped = kill(run_dir, "training", signal.SIGSTOP)
     process.kill()
     wait(process)
     until(lambda: not any(alive(pid) for pid in pids.values() if pid != stopped))
@@ -249,7 +242,7 @@ def dies(owner, name, number, after):
     setattr(owner, name, call)
 
 if "training" in sys.orig_argv:
-    from pipelinerl.checkpoint_folders import Folders
+    from pipelinerl import checkpoint
     from pipelinerl.weights.broadcast.group import Group
     from pipelinerl.weights.broadcast.sender import CollectiveWeightSender
     from pipelinerl.launch.stages import training
@@ -265,8 +258,8 @@ MOMENTS = {
     "after a step": ["Learner, 'step', 8, True"],
     "weights are not published": ["Control, 'write_offer', 7, False"],
     "weights are published": ["Control, 'write_offer', 7, True"],
-    "a checkpoint has no name": ["Folders, 'install', 2, False"],
-    "a checkpoint is there": ["Folders, 'install', 2, True"],
+    "a checkpoint has no name": ["checkpoint, 'install', 2, False"],
+    "a checkpoint is there": ["checkpoint, 'install', 2, True"],
     "all steps are taken": ["Trainer, 'finish', 1, False"],
     "no weights are published": ["Control, 'write_offer', 1, False"],
     "the first weights are published": ["Control, 'write_offer', 1, True"],

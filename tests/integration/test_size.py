@@ -13,7 +13,9 @@ import pytest
 import pipelinerl
 from pipelinerl.launch.memory import BETWEEN
 
-MOST_LINES = 9200
+MOST_LINES = {"actor": 8700, "trainer": 8900}
+MOST_LINES_OF_THE_LAUNCHER = 9800
+"""It owns the state of the run, which the others need not read."""
 
 COMMAND = "import sys; from pipelinerl.cli import main; sys.exit(main())"
 NOTE_IMPORTS = """
@@ -52,7 +54,7 @@ def test_the_processes_of_a_default_run_import_their_share_and_have_the_memory_t
         )
     assert len(lines) == 3, "the command, generation and training"
     assert {"actor", "trainer"} < set(lines)
-    assert all(4000 < count <= MOST_LINES for count in lines.values()), lines
+    assert all(4000 < count <= MOST_LINES.get(name, MOST_LINES_OF_THE_LAUNCHER) for name, count in lines.items()), lines
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     predicted_bytes, measured_bytes = summary["predicted_memory_bytes"], summary["peak_memory_bytes"]
     between = predicted_bytes.pop(BETWEEN)

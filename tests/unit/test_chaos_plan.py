@@ -37,7 +37,7 @@ def test_faults_are_repeatable_and_possible(seed: int, count: int, layout: str, 
         assert fault.kind in possible
         assert fault.place in there[fault.kind]
         assert fault.after_s >= 0
-        if fault.kind in ("kill", "weights", "record"):
+        if fault.kind in ("kill", "weights"):
             assert fault.lasts_s == 0
         else:
             assert SHORT_S[0] <= fault.lasts_s <= (longest_s if fault.kind == "stop" else SHORT_S[1])
@@ -63,10 +63,10 @@ def test_every_place_is_hurt_by_every_fault_that_fits(layout: str) -> None:
         ("embedded", "kill", ["launcher"]),
         ("engines", "weights", ["generation-0", "generation-1"]),
         ("http", "weights", []),
-        ("redis", "stop", ["launcher", "generation", "preprocessing", "training", "redis-server"]),
+        ("apart", "stop", ["launcher", "generation", "preprocessing", "training"]),
         ("links", "kill", ["launcher", "generation", "training"]),
         ("sharded", "slow", ["generation", "training", "training-rank-1"]),
-        ("redis", "record", []),
+        ("embedded", "weights", []),
     ],
 )
 def test_places(layout: str, kind: Kind, expected: list[str]) -> None:

@@ -104,15 +104,6 @@ def test_the_advice_fits_the_error(number: int, advice: str) -> None:
     assert advice in remedy(OSError(number, os.strerror(number)))
 
 
-def test_a_writer_sees_that_another_has_written(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    one, other = JsonLines(path), JsonLines(path)
-    one.write(1)
-    assert (one.alone(), other.alone()) == (True, False)
-    for lines in (one, one, other):
-        lines.close()
-
-
 def test_reserving_what_is_not_there_changes_nothing(tmp_path: Path) -> None:
     path = tmp_path / "big"
     path.write_bytes(b"abc")

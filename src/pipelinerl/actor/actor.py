@@ -1,6 +1,6 @@
 """The actor: keeps the engine full of rollouts and writes finished groups to the stream.
 
-    admission ─index─▶ group: K attempts ─▶ requests ─▶ engine ─▶ tokens ─▶ K outcomes ─▶ writer
+    hub ─index─▶ group: K attempts ─▶ requests ─▶ engine ─▶ tokens ─▶ K outcomes ─▶ hub
     (schedule admits)                               ▲  one step an iteration
                                     receiver ─weights┘  (between two steps, if the schedule allows it)
 
@@ -17,20 +17,17 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from typing import Literal, Protocol
+from typing import Literal
 
-from pipelinerl.actor.admission import Admission
 from pipelinerl.actor.deadline import deadlines_work
-from pipelinerl.actor.evaluation import Evaluations, RecordSink, write_record
+from pipelinerl.actor.evaluation import Evaluations
 from pipelinerl.actor.groups import GroupRunner
-from pipelinerl.actor.outstanding import open_limit
 from pipelinerl.actor.probe import WeightProbe
 from pipelinerl.actor.rollouts import IDLE_S
 from pipelinerl.actor.status import GenerationStatus
-from pipelinerl.interfaces import ALLOWED, Board, StreamWriter, Verdict, WeightReceiver
+from pipelinerl.interfaces import ALLOWED, Admission, Board, Verdict, WeightReceiver
 from pipelinerl.metrics.timeline import TimelineWriter
 from pipelinerl.status.reporter import ALONE, GenerationStages
-from pipelinerl.types import TRAINER, Group
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +35,16 @@ LONGEST_IDLE = 8
 """The sleep of an idle actor grows up to this multiple of `idle_s`, to leave the cores to other processes."""
 
 
-class GroupWriter(StreamWriter[Group], RecordSink, Protocol):
-    """Writes groups to the stream (`try_write`), and those that are in it to the readable records (`write`)."""
+OPEN_ROLLOUTS_PER_SLOT = 4
+"""Default of `actor.max_open_rollouts`, per slot."""
+
+
+def open_limit(configured: int | None, slots: int, *, in_rounds: bool) -> int | None:
+    """Most rollouts of an actor that may be open at once. None in rounds, where the size of the round is the limit.
+
+    A rollout that waits for a tool or a slow reward uses no slot, so more rollouts than slots may be open.
+    """
+    return None if in_rounds else configured or OPEN_ROLLOUTS_PER_SLOT * slots
 
 
 class Actor:
@@ -52,7 +57,6 @@ class Actor:
         evaluations: Evaluations,
         board: Board,
         admission: Admission,
-        writer: GroupWriter,
         receiver: WeightReceiver,
         stages: GenerationStages = ALONE,
         timeline: TimelineWriter | None = None,
@@ -63,7 +67,6 @@ class Actor:
         self._engine = groups.context.engine
         self._awake = groups.context.awake
         self._admission = admission
-        self._writer = writer
         self._receiver = receiver
         self._probe = WeightProbe(self._engine, board, stages.engine)
         self._evaluations = evaluations
@@ -74,7 +77,6 @@ class Actor:
         self.idle_s = IDLE_S
         self._stopping = False
         self._idle_iterations = 0
-        self._recorded: Group | None = None
         if not deadlines_work():
             logger.warning(
                 "actor.code_timeout_s has no effect here: code that never yields can be interrupted in the main thread of a "
@@ -97,18 +99,16 @@ class Actor:
         await self._idle(stepped)
 
     def _hand_over(self) -> None:
-        """Write finished groups, oldest first, until the stream is full."""
+        """Hand over finished groups, oldest first."""
         while self._groups.finished:
-            group = self._groups.finished[0]
-            counts = {"started": self._groups.config.group_size, "rollouts": len(group.rollouts)}
-            skipped, write = group.skipped is not None, self._write_oldest
-            if not self._admission.hand_over(group.index, group.started_version, **counts, skipped=skipped, write=write):
-                return
+            self._admission.hand_over(self._groups.finished[0])
+            self._groups.handed_over()
+        self._groups.stream_dropped(self._admission.take_dropped())
 
     async def _take_weights(self) -> None:
         """Apply new weights if there are any and the schedule allows it, and probe the engine once per version."""
         version = self._receiver.offered()
-        if version is not None and self._admission.may_take(version).allowed:
+        if version is not None and self._admission.may_take(version):
             update = self._receiver.poll()
             if update is not None:
                 self._receiver.acknowledge(await self._engine.update_weights(update))
@@ -129,8 +129,8 @@ class Actor:
             verdict = self._may_start()
             if not verdict.allowed:
                 return verdict
-            own, size = self._groups.in_progress, self._groups.config.group_size
-            index, verdict = self._admission.claim(self._engine.version, own, size)
+            size = self._groups.config.group_size
+            index, verdict = self._admission.claim(self._engine.version, size, room=room)
             if index is None:
                 return verdict
             room -= size if self._groups.start(index, self._engine.version) else 0
@@ -141,25 +141,9 @@ class Actor:
         """Whether this actor's own state allows another group. `admission` decides over all actors."""
         if self._stopping:
             return Verdict(False, "nothing: it was told to stop")
-        if self._groups.finished:
-            return Verdict(False, f"the trainer: the stream is full ({self._writer.stats().pending} groups)", (TRAINER,))
         if self._max_open is not None and self._groups.running >= self._max_open:
             return Verdict(False, f"the environment: {self._groups.running} rollouts are open and request no tokens")
         return ALLOWED
-
-    def _write_oldest(self) -> bool:
-        """Write the oldest finished group. Called under the lock of `admission`, as other actors write the same files.
-
-        The record comes first, so that every group that is trained on has one, even if this process is killed in between.
-        """
-        group = self._groups.finished[0]
-        if group is not self._recorded:
-            write_record(self._writer, group)
-            self._recorded = group
-        if not self._writer.try_write(group):
-            return False
-        self._groups.handed_over()
-        return True
 
     async def _idle(self, stepped: bool) -> None:
         """Sleep if no engine step was made. The sleep grows while no rollouts are running."""
@@ -185,6 +169,8 @@ class Actor:
         await self._awake.settle()  # and cancel their requests
         await self._engine.advance()  # the engine ends these requests
         self._hand_over()
+        self._admission.settle()
+        self._groups.stream_dropped(self._admission.take_dropped())
         self._status.done()
 
     def close(self) -> None:

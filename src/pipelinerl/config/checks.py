@@ -135,6 +135,8 @@ def _stream(config: RunConfig) -> Iterator[str]:
     kind, stream, needed = config.schedule.kind, config.stream, config.groups_needed
     if stream.url is not None and stream.kind != "redis":
         yield f"stream.url: `{stream.kind}` streams need no server; remove it, or set stream.kind to redis"
+    if stream.kind == "redis" and stream.url is None:
+        yield "stream.kind: which Redis? Set stream.url, like redis://HOST:PORT/DB, or stream.kind to files"
     if stream.url is not None and not stream.url.startswith(("redis://", "rediss://", "unix://")):
         yield "stream.url: a Redis server is redis://HOST:PORT/DB, rediss://... (encrypted) or unix:///PATH"
     if stream.kind == "memory" and config.launch.kind != "embedded":
@@ -256,7 +258,7 @@ def _processes(config: RunConfig) -> Iterator[str]:
 
 def _machines(config: RunConfig) -> Iterator[str]:
     """Settings that need processes on one machine, while `ray` has them on several, and the reverse."""
-    launch, url = config.launch, config.stream.url
+    launch = config.launch
     if (config.engine.tls_certificate is None) != (config.engine.tls_key is None):
         yield "engine.tls_key: engine.tls_certificate and engine.tls_key belong together; set both, or none"
     if launch.kind != "ray":
@@ -267,15 +269,8 @@ def _machines(config: RunConfig) -> Iterator[str]:
             if value:
                 yield f"launch.{key}: `{launch.kind}` uses this machine only; remove it, or set launch.kind to ray"
         return
-    if config.stream.kind != "redis":
-        yield f"stream.kind: `{config.stream.kind}` does not reach other machines; set it to redis"
     if config.weights.kind != "collective":
         yield f"weights.kind: `{config.weights.kind}` does not reach other machines; set it to collective"
     for key, device in (("engine.device", config.engine.device), ("trainer.device", config.trainer.device)):
         if ":" in device:
             yield f"{key}: with launch.kind ray each process sees only its own GPU; write cuda instead of {device}"
-    if url is not None and (url.startswith("unix:") or not re.search(r"//[^/]*:[^/]+@|[?&]password=.", url)):
-        yield (
-            "stream.url: processes on several machines use this Redis, so it must be a network address with a password: "
-            "redis://:PASSWORD@HOST:PORT/DB, or rediss://... (encrypted)"
-        )

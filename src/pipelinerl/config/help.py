@@ -34,6 +34,7 @@ _BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "m
 
 MOVED = {
     "trainer.clamp": "`{prefix}correction.token_high` (with `correction.token: truncate`, the default of reinforce)",
+    "launch.lost_s": "decided by Ray's health checks: remove it",
     "metrics.tensorboard": "`{prefix}metrics.trackers`, as `[tensorboard]`",
 }
 """Keys of earlier versions and where to set the same thing now."""

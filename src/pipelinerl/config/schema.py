@@ -176,19 +176,17 @@ class EngineConfig(Section, frozen=True):
 
 class StreamConfig(Section, frozen=True):
     kind: Literal["files", "memory", "redis"] = "files"
-    """`files`: an SQLite database in the run directory. `memory`: within one process only. `redis`: a Redis server (extra
-    `redis`).
+    """`files`: an SQLite database in the run directory. `memory`: within one process only. `redis`: a Redis server of yours
+    (extra `redis`).
     """
     url: str | None = None
-    """redis: the server, like `redis://10.0.0.5:6379/0`. null: the run starts its own server, which keeps its data in the
-    run directory and stops with the run.
-    """
+    """redis: the server, like `redis://10.0.0.5:6379/0`."""
     capacity: Count | None = None
-    """Maximum number of groups in the stream. null: no limit, because the schedule limits what is generated ahead (with
-    `drop_oldest`: enough groups for two optimizer steps).
+    """Number of groups that wait in the stream when it is full. null: no limit, because the schedule limits what is
+    generated ahead (with `drop_oldest`: enough groups for two optimizer steps).
     """
     when_full: Literal["block", "drop_oldest"] = "block"
-    """If the stream is full: make the actor wait, or drop the oldest group for the new one (counted)."""
+    """If the stream is full: start no more groups, or drop the oldest group for each new one (counted)."""
 
 
 class WeightsConfig(Section, frozen=True):
@@ -376,8 +374,6 @@ class LaunchConfig(Section, frozen=True):
     """ray: the cluster, like `10.0.0.5:6379`. null: the environment variable RAY_ADDRESS, or the cluster of this machine."""
     ray_without_token: bool = False
     """ray: accept a cluster of several machines without token authentication, where whoever reaches a port can run code."""
-    lost_s: Positive = 30.0
-    """ray: a machine that has not been heard for so long is lost, and so is a launcher; what it runs ends."""
     place: dict[str, str] = {}
     """ray: machines (name or address) for some processes, like `{training: 10.0.0.5, server-0: 10.0.0.6}`. The others are
     placed where there is room.

@@ -3,7 +3,7 @@
     death ─▶ what is left of it is killed ─▶ its work is taken back ─▶ a pause ─▶ it is started again ─▶ it is ready
 
 A process that is killed can't write any more, so nothing of it arrives after its replacement has started. What it had begun
-is taken back before that (`taking_back`):
+is returned before that, by the hub:
 
 generation     The groups that it had in progress are counted as lost and start again under their index, in any generation
                process. A group that is recorded but not in the stream is written to it. The trainer does not wait for the
@@ -29,15 +29,13 @@ import msgspec
 
 from pipelinerl.actor.groups import STREAM_DROP
 from pipelinerl.child import KILL_TIMEOUT_S
-from pipelinerl.database import DamagedDatabaseError
 from pipelinerl.errors import CrashLoopError, StageDiedError
 from pipelinerl.files import write_atomically
+from pipelinerl.hub.admission import Part
 from pipelinerl.launch.hosts.host import Host, LocalHost, Worker, named
-from pipelinerl.launch.roles import PREPROCESSING, generation_roles, server_roles, stages_of
+from pipelinerl.launch.roles import generation_roles, server_roles, stages_of
 from pipelinerl.launch.session import Session
 from pipelinerl.launch.stages.servers import ReadyFile
-from pipelinerl.launch.stages.streams import group_reader, prepared_writer
-from pipelinerl.launch.taking_back import Beginning, Part, take_back
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.reading import read_records
 from pipelinerl.metrics.totals import ENDED_ACTORS, ENDED_ENGINES, actor_total, engine_total
@@ -93,8 +91,8 @@ class History:
 class Healing:
     """The restarts of a session. The caller removes dead processes from its own list, and adds those that `begin` starts."""
 
-    def __init__(self, session: Session, host: Host, view: View, beginning: tuple[int, int, int]) -> None:
-        self._session, self._host, self._view, self._beginning = session, host, view, Beginning(*beginning)
+    def __init__(self, session: Session, host: Host, view: View) -> None:
+        self._session, self._host, self._view = session, host, view
         self._histories: dict[str, History] = {}
         self._ask_s = 0.0  # when servers are asked again
         self.changed_s = 0.0
@@ -126,12 +124,8 @@ class Healing:
             history.reports.append(str(worker.failure()))
             history.ready_s = None
             self._bury(worker)
-        try:
-            self._take_back(dead)
-            self._publish()
-        except (OSError, DamagedDatabaseError) as error:  # a full disk, or a lock that a stopped process holds
-            report = self._histories[dead[0].role].reports[-1]
-            raise StageDiedError(f"{report}\nits work can't be taken back: {error}") from error
+        self._take_back(dead)
+        self._publish()
         most = self._session.config.launch.restarts
         looping = [worker.role for worker in dead if len(self._histories[worker.role].reports) > most]
         if looping:
@@ -233,20 +227,10 @@ class Healing:
         config, statuses = self._session.config, last_statuses(self._host.board)
         roles = generation_roles(config)
         processes = {roles.index(worker.role): worker for worker in dead if worker.role in roles}
-        for process, part in take_back(self._session, processes, self._beginning).items():
-            self._count(processes[process], part, statuses)
-        if any(worker.role == PREPROCESSING for worker in dead):
-            self._pass_on()
+        for process, worker in processes.items():
+            self._count(worker, self._host.parts().get(process, Part()), statuses)
         for worker in dead:
             starting(self._host.board, stages_of(config, worker.role), "has died and is started again")
-
-    def _pass_on(self) -> None:
-        """Commit the group that the preprocessor had written to the second stream and not committed in the first, if any."""
-        store = self._session.streams()
-        with closing(group_reader(store)) as reader, closing(prepared_writer(store)) as writer:
-            if writer.stats().written - self._beginning.passed_on > reader.stats().taken:
-                ((offset, _),) = reader.read(1)
-                reader.commit(offset + 1)
 
     def _count(self, worker: Worker, part: Part, statuses: Mapping[str, StageStatus]) -> None:
         """Set the totals of all processes of this role that died.
@@ -257,7 +241,7 @@ class Healing:
         history, (engine_stage, actor_stage) = self._histories[worker.role], stages_of(self._session.config, worker.role)
         actor = _progress(statuses.get(actor_stage), worker.pid, ActorProgress)
         engine = _progress(statuses.get(engine_stage), worker.pid, EngineProgress)
-        history.lost += part.lost
+        history.lost = part.lost
         started = part.attempts + history.lost
         dropped = Counter(history.actor.rollouts_dropped) + Counter(actor.rollouts_dropped)
         dropped.pop(LOST, 0)

@@ -6,7 +6,7 @@ import itertools
 import os
 import shutil
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -20,11 +20,13 @@ from pipelinerl.config.load import keys_set, load_config, merged
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.config.secrets import without_secrets
 from pipelinerl.errors import INVALID_DATA, RunDirectoryError
-from pipelinerl.files import JsonLines, write_atomically
+from pipelinerl.files import JsonLines
+from pipelinerl.hub.wire import decoded
+from pipelinerl.interfaces import Stream
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.run_lock import errors_explained, last_begun
 from pipelinerl.launch.session import KeptGroup, StartPlan
-from pipelinerl.launch.stages.streams import PREPARED, ROLLOUTS, StreamStore, group_reader
+from pipelinerl.launch.streams import PREPARED, ROLLOUTS, open_stream
 from pipelinerl.ledger import GroupLedger
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.reading import read_lines, read_records
@@ -131,7 +133,6 @@ def prepare_resume(config: RunConfig, run: RunDirectory) -> str | None:
 
     Otherwise return None, or raise RunDirectoryError if the stream of the run is lost.
     """
-    join_rollouts(run.rollouts)
     if latest_checkpoint(run.root) is not None:
         if config.stream.kind == "memory":
             raise RunDirectoryError(
@@ -143,37 +144,6 @@ def prepare_resume(config: RunConfig, run: RunDirectory) -> str | None:
     kept = _set_aside(run)
     records = f"; the records of its first {steps} steps are in {kept}" if steps else ""
     return f"{run.root} has no checkpoint: it starts again from the beginning{records}"
-
-
-class Joining(msgspec.Struct, frozen=True):
-    """The file `part` is being appended to `rollouts.jsonl`, which had `size` bytes before."""
-
-    part: str
-    size: int
-
-
-def join_rollouts(folder: Path) -> None:
-    """Append the groups that several machines wrote to files of their own to `rollouts.jsonl`, each exactly once.
-
-    Goes on where a launcher that was killed here stopped. No process of the run may be writing.
-    """
-    whole, note = folder / "rollouts.jsonl", folder / "joining.json"
-    with errors_explained():
-        if note.exists():
-            begun = msgspec.json.decode(note.read_bytes(), type=Joining)
-            if (folder / begun.part).exists():
-                os.truncate(whole, begun.size)
-            note.unlink()
-        for part in sorted(folder.glob("rollouts-*.jsonl")):
-            for path in (part, whole):
-                JsonLines(path).close()  # truncates a partial last line, which a killed process may have left
-            write_atomically(note, msgspec.json.encode(Joining(part.name, whole.stat().st_size)))
-            with part.open("rb") as lines, whole.open("ab") as all_lines:
-                shutil.copyfileobj(lines, all_lines)
-                all_lines.flush()
-                os.fsync(all_lines.fileno())
-            part.unlink()
-            note.unlink()
 
 
 def _set_aside(run: RunDirectory) -> Path:
@@ -200,7 +170,7 @@ def _set_aside(run: RunDirectory) -> Path:
     return kept
 
 
-def plan_resume(config: RunConfig, run: RunDirectory, store: StreamStore) -> StartPlan:
+def plan_resume(config: RunConfig, run: RunDirectory) -> StartPlan:
     """Rewind the run's files to its latest checkpoint. Returns the plan of the session that continues there.
 
     Groups in the streams are kept if the checkpoint's version is at least that of all their tokens. Groups with tokens of
@@ -219,12 +189,12 @@ def plan_resume(config: RunConfig, run: RunDirectory, store: StreamStore) -> Sta
     position = msgspec.convert(state.positions, QueuePosition)
     counts = msgspec.convert(state.counters, TrainerCounters).queue
     ledger = GroupLedger.from_record(position.ledger)
-    records, waiting = run.rollouts / "rollouts.jsonl", dict[int, Group]()
-    places = _places(records)
-    checksum = _checked_records(run, path, state, places)
-    apart = config.launch.preprocessor == "process"
-    kept = take_back(store, position, ledger, state.version, apart=apart, waiting=waiting)
-    _record_lost(records, places, waiting)
+    checksum = _checked_records(run, path, state, _recorded(run.recorded))
+    names = [ROLLOUTS, *([PREPARED] if config.launch.preprocessor == "process" else [])]
+    with ExitStack() as opened:
+        run_id = begun.run if (begun := last_begun(run)) else ""
+        streams = {name: opened.enter_context(closing(open_stream(config, run, run_id, name))) for name in names}
+        kept = take_back(streams, position, ledger, state.version)
     steps = [step for step in read_records(run.metrics, StepRecord) if step.version <= state.version]
     evaluated = [one for one in read_records(run.evaluations, EvaluationRecord) if one.newest_version <= state.version]
     return StartPlan(
@@ -239,6 +209,9 @@ def plan_resume(config: RunConfig, run: RunDirectory, store: StreamStore) -> Sta
         rollouts_bytes=_unrecorded(run) or _size(run.rollouts / "rollouts.jsonl"),
         trained_bytes=_size(run.trained),
     )
+
+
+_GROUP, _PREPARED = msgspec.json.Decoder(Group), msgspec.json.Decoder(Prepared)
 
 
 class _Recorded(msgspec.Struct):
@@ -305,30 +278,16 @@ def _checked_records(run: RunDirectory, checkpoint: Path, state: CheckpointState
     return published.get(state.version)
 
 
-def _places(path: Path) -> dict[int, int]:
-    """Where the latest line of each group begins in `rollouts.jsonl`. Raises RunDirectoryError for a damaged line."""
-    places: dict[int, int] = {}
-    decoder, place = msgspec.json.Decoder(_Line), 0
+def _recorded(path: Path) -> set[int]:
+    """The groups in `rollouts.jsonl`. Raises RunDirectoryError for a damaged line."""
+    found, decoder = set[int](), msgspec.json.Decoder(_Line)
     with errors_explained(), closing(JsonLines(path)), path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             try:
-                places[decoder.decode(line).index] = place
+                found.add(decoder.decode(line).index)
             except INVALID_DATA as error:
                 raise RunDirectoryError(f"damaged records: {path}, line {number}: {error}; restore the line") from error
-            place += len(line)
-    return places
-
-
-def _record_lost(path: Path, places: Mapping[int, int], waiting: Mapping[int, Group]) -> None:
-    """Append the groups that wait in the stream and are not in `rollouts.jsonl`.
-
-    A group is recorded before it is in the stream, but a file system that gives up may lose the end of a file.
-    """
-    with errors_explained(), closing(JsonLines(path)) as records, path.open("rb") as file:
-        for index, group in waiting.items():
-            file.seek(places.get(index, 0))
-            if index not in places or msgspec.json.decode(file.readline(), type=Group) != group:
-                records.write(group)
+    return found
 
 
 def _unrecorded(run: RunDirectory) -> int | None:
@@ -350,41 +309,31 @@ def _size(path: Path) -> int:
     return path.stat().st_size
 
 
-def take_back(
-    store: StreamStore, position: QueuePosition, ledger: GroupLedger, version: int, *, apart: bool, waiting: dict[int, Group]
-) -> list[KeptGroup]:
+def take_back(streams: Mapping[str, Stream], position: QueuePosition, ledger: GroupLedger, version: int) -> list[KeptGroup]:
     """Rewind the streams to the checkpoint of `version`. Returns the kept groups, which are also added to `ledger`.
 
-    Those that are not prepared yet are added to `waiting`.
-
-    `position` is the trainer's position in the stream that it reads. `apart`: the preprocessor is a separate process, so
-    the trainer reads the prepared stream. A group may then be in both streams, if the preprocessor was killed between
-    writing and committing it; it is kept once.
+    `position` is the trainer's position in the stream that it reads: the prepared one, if there is one. A group may then be
+    in both streams, if the launcher was killed between writing it to one and removing it from the other; it is kept once.
     """
     settled_ids = frozenset(position.settled_ids)
     kept: list[KeptGroup] = []
 
-    def wanted(index: int, newest: int) -> bool:
-        return index not in ledger and newest <= version
+    def keep(index: int, newest: int, ids: Iterable[str]) -> bool:
+        wanted = index not in ledger and newest <= version
+        if wanted:
+            kept.append(KeptGroup(index, sum(rollout_id not in settled_ids for rollout_id in ids)))
+            ledger.add(index)
+        return wanted
 
-    def keep(index: int, ids: Iterable[str]) -> None:
-        kept.append(KeptGroup(index, sum(rollout_id not in settled_ids for rollout_id in ids)))
-        ledger.add(index)
+    def keep_prepared(json: bytes) -> bool:
+        item = decoded(_PREPARED, 0, json)
+        return keep(item.index, item.newest_version, item.ids)
 
-    if apart:
-        for prepared in store.rewind(
-            PREPARED, Prepared, position.offset, lambda item: wanted(item.index, item.newest_version)
-        ):
-            keep(prepared.index, prepared.ids)
-    offset = _first_uncommitted(store) if apart else position.offset
-    for group in store.rewind(ROLLOUTS, Group, offset, lambda item: wanted(item.index, newest_version(item))):
-        keep(group.index, (rollout.id for rollout in group.rollouts))
-        waiting[group.index] = group
+    def keep_group(json: bytes) -> bool:
+        group = decoded(_GROUP, 0, json)
+        return keep(group.index, newest_version(group), [rollout.id for rollout in group.rollouts])
+
+    if PREPARED in streams:
+        streams[PREPARED].keep(position.offset, keep_prepared)
+    streams[ROLLOUTS].keep(0 if PREPARED in streams else position.offset, keep_group)
     return kept
-
-
-def _first_uncommitted(store: StreamStore) -> int:
-    """The offset at which a new reader of the rollout stream begins."""
-    with closing(group_reader(store)) as reader:
-        found = reader.read(1)
-        return found[0][0] if found else reader.stats().written

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from pipelinerl.actor.outstanding import SCHEMA, Outstanding
+from pipelinerl.checkpoint_folders import WEIGHTS_FOLDER, remove_unfinished
 from pipelinerl.config.load import validate
 from pipelinerl.config.schema import RunConfig
-from pipelinerl.database import Database
 from pipelinerl.errors import PipelineRLError, StageDiedError
 from pipelinerl.files import write_privately
 from pipelinerl.launch.checks import check_before_the_start, inputs_of, settled
@@ -24,7 +22,6 @@ from pipelinerl.launch.hosts.processes import run_processes
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.run_lock import (
     RunLock,
-    choose_name_in_redis,
     create_run_directory,
     errors_explained,
     keep_settings,
@@ -32,7 +29,6 @@ from pipelinerl.launch.run_lock import (
     open_run_directory,
 )
 from pipelinerl.launch.session import Session, StartPlan
-from pipelinerl.launch.stages.streams import stream_store
 from pipelinerl.launch.summary import Outcome, finished_summary, show_result, write_summary
 from pipelinerl.schedule import make_schedule
 from pipelinerl.status.screen import View
@@ -42,7 +38,6 @@ if TYPE_CHECKING:
     from pipelinerl.launch.hosts.ray import Cluster
     from pipelinerl.launch.losses import Losses
     from pipelinerl.launch.memory import Judgement
-    from pipelinerl.stream.redis_server import RedisServer
 
 
 OF_DATA = ("changed: seed ", "changed: environment.", "changed: evaluation.sets", "changed: the content of ")
@@ -106,54 +101,49 @@ def _train_session(
             locked = create_run_directory(config) if resume is None else open_run_directory(resume, config)
         lock = losses.lock if losses else held.enter_context(closing(locked))
         run = lock.run
-        session_id = StartPlan().id
         if cluster is not None:
-            _take_over(run, session_id)
-            if resume is not None:  # before its files are used or moved
-                from pipelinerl.launch.hosts.head import take_what_is_left  # noqa: PLC0415 - only for several machines
+            _wait_until_unused(run)
+        before, begins_again = last_begun(run), None if resume is None else _prepare_resume(config, run)
+        plan = StartPlan() if resume is None or begins_again else _plan_resume(config, run)
+        if plan.version >= config.trainer.steps and (finished := finished_summary(run)) is not None:
+            print(f"{run.root} has reached its goal of {config.trainer.steps} steps; raise --trainer.steps to continue")
+            return finished
+        plan = msgspec.structs.replace(
+            plan,
+            run=before.run if before else plan.run,
+            epoch=before.epoch + 1 if before else 1,
+            other_data=any(line.startswith(OF_DATA) for line in changes),
+            inputs=inputs_of(config),
+            predicted_memory_bytes=memory.predicted_bytes,
+        )
+        if losses:
+            losses.begin(plan)
+        records_from_s = losses.records_from_s if losses else started_s - plan.elapsed_s
+        session = Session(config, run, plan, make_schedule(config), records_from_s)
+        _write_start(session)
+        notices = [line for line in (begins_again, *changes, *memory.lines, began(run.root)) if line]
+        view = stack.enter_context(closing(_make_view(session, notices)))
+        if config.metrics.trackers or config.metrics.callback:  # they also get the summary
+            from pipelinerl.launch.following import followed  # noqa: PLC0415 - few runs have trackers
 
-                with _running_broker(config, lock, cluster.address) as broker:
-                    take_what_is_left(config, run, broker.url if broker is not None else None, session_id)
-        before = last_begun(run) or StartPlan(epoch=0)
-        restart_notice = None if resume is None else _prepare_resume(config, run)
-        with _running_broker(config, lock, cluster.address if cluster is not None else None) as broker:
-            redis_url = broker.url if broker is not None else None
-            begins = resume is None or restart_notice is not None
-            plan = StartPlan() if begins else _plan_resume(config, run, redis_url)
-            if plan.version >= config.trainer.steps and (finished := finished_summary(run)) is not None:
-                print(f"{run.root} has reached its goal of {config.trainer.steps} steps; raise --trainer.steps to continue")
-                return finished
-            other_data = any(line.startswith(OF_DATA) for line in changes)
-            named = {"id": session_id, "run": before.run, "epoch": before.epoch + 1, "other_data": other_data}
-            plan = msgspec.structs.replace(
-                plan, **named, inputs=inputs_of(config), redis_url=redis_url, predicted_memory_bytes=memory.predicted_bytes
-            )
-            if losses:
-                losses.begin(plan)
-            records_from_s = losses.records_from_s if losses else started_s - plan.elapsed_s
-            session = Session(config, run, plan, make_schedule(config), records_from_s)
-            _write_start(session)
-            notices = [line for line in (restart_notice, *changes, *memory.lines, began(run.root)) if line]
-            with closing(_make_view(session, notices)) as view:
-                if config.metrics.trackers or config.metrics.callback:  # they also get the summary
-                    from pipelinerl.launch.following import followed  # noqa: PLC0415 - few runs have trackers
+            stack.enter_context(followed(run, view.say))
+        outcome = _run_stages(session, cluster, view, lock)
+        return _next_or_summary(session, outcome, losses, view, lock)
 
-                    stack.enter_context(followed(run, view.say))
-                outcome = _run_stages(session, cluster, broker, view, lock=lock)
-                if losses is None and outcome.lost and config.launch.restarts:
-                    from pipelinerl.launch.losses import Losses  # noqa: PLC0415 - few runs need it
 
-                    losses = Losses(session, lock)
-                if follows := losses is not None and losses.allow(session, outcome):
-                    view.say(losses.message)
-            if cluster is not None:
-                from pipelinerl.launch.hosts.head import gather  # noqa: PLC0415 - only for several machines
+def _next_or_summary(
+    session: Session, outcome: Outcome, losses: Losses | None, view: View, lock: RunLock
+) -> dict[str, Any] | Losses:
+    """What follows the session: the losses, if another one goes on from the latest checkpoint, or else the summary."""
+    if losses is None and outcome.lost and session.config.launch.restarts:
+        from pipelinerl.launch.losses import Losses  # noqa: PLC0415 - few runs need it
 
-                error = gather(session, redis=broker is None or broker.failure() is None)
-                outcome = replace(outcome, error=outcome.error or error)
-            if losses is None:
-                return _conclude(session, outcome)
-            return losses if follows else _conclude(session, losses.counted(session, outcome))
+        losses = Losses(session, lock)
+    if losses is not None and losses.allow(session, outcome):
+        view.say(losses.message)
+        return losses
+    view.close()
+    return _conclude(session, losses.counted(session, outcome) if losses else outcome)
 
 
 def _prepare_resume(config: RunConfig, run: RunDirectory) -> str | None:
@@ -162,10 +152,10 @@ def _prepare_resume(config: RunConfig, run: RunDirectory) -> str | None:
     return prepare_resume(config, run)
 
 
-def _plan_resume(config: RunConfig, run: RunDirectory, redis_url: str | None) -> StartPlan:
+def _plan_resume(config: RunConfig, run: RunDirectory) -> StartPlan:
     from pipelinerl.launch.resume import plan_resume  # noqa: PLC0415 - only a resumed run needs it
 
-    return plan_resume(config, run, stream_store(config, run, redis_url))
+    return plan_resume(config, run)
 
 
 def _write_start(session: Session) -> None:
@@ -175,50 +165,16 @@ def _write_start(session: Session) -> None:
     if not run.config.exists():
         keep_settings(session.config, run)
     run.stop_request.unlink(missing_ok=True)
-    for stale in (*run.control.glob("*.board"), *run.control.glob("*.ready.json")):
-        stale.unlink()
-    handed_over = sum(kept.left for kept in session.plan.kept)
-    if session.config.launch.kind == "ray":
-        from pipelinerl.launch.hosts.head import write_start  # noqa: PLC0415 - needs the extra `redis`
-
-        write_start(session, handed_over)
-    else:
-        make_record(run.admission, handed_over, session.plan.settled)
+    for folder in (run.checkpoints, run.root / WEIGHTS_FOLDER):  # a trainer that was frozen can't install them any more
+        remove_unfinished(folder)
+    for stale in (run.statuses, *run.control.glob("*.ready.json")):
+        stale.unlink(missing_ok=True)
 
 
 def write_session(session: Session) -> None:
     """Write what the processes of the session read. Both files have secrets."""
     write_privately(session.run.settings, session.config.model_dump_json().encode())
     write_privately(session.run.plan, msgspec.json.encode(session.plan))
-
-
-def make_record(path: Path, handed_over: int = 0, settled: int = 0) -> None:
-    """Create the record of a session that starts with `handed_over` rollouts in the stream, `settled` trained or dropped."""
-    for file in path.parent.glob(f"{path.name}*"):  # with the journal that a killed session may have left
-        file.unlink()
-    with closing(Database(path, SCHEMA, temporary=True)) as database, database.transaction() as record:
-        first = Outstanding(handed_over=handed_over, settled=settled)
-        record.execute("INSERT INTO record VALUES (?)", (msgspec.json.encode(first),))
-
-
-@contextmanager
-def _running_broker(config: RunConfig, lock: RunLock, address: str | None = None) -> Iterator[RedisServer | None]:
-    """Run the run's own Redis server while inside; None if the run needs none. Its data is kept for a resume.
-
-    Like every process of the run, it holds the lock until it has ended: a second server would write to the same files.
-    `address`: where other machines reach this one, if processes there need the server.
-
-    Raises MissingDependencyError if redis-server or its Python library is not installed, StreamError if it does not start.
-    """
-    if config.stream.kind == "redis":
-        choose_name_in_redis(lock.run)
-    if config.stream.kind != "redis" or config.stream.url is not None:
-        yield None
-        return
-    from pipelinerl.stream.redis_server import start_server  # noqa: PLC0415 - needs the extra `redis`
-
-    with start_server(lock.run.streams / "redis", durable=True, address=address, fds=[lock.fd]) as server:
-        yield server
 
 
 def _cluster(config: RunConfig) -> AbstractContextManager[Cluster | None]:
@@ -229,13 +185,11 @@ def _cluster(config: RunConfig) -> AbstractContextManager[Cluster | None]:
     return connected(config.launch)
 
 
-def _take_over(run: RunDirectory, session_id: str) -> None:
+def _wait_until_unused(run: RunDirectory) -> None:
     """Before anything of the run is changed: a launcher on another machine may be running it, or have left processes."""
-    from pipelinerl.launch.fence import take_over  # noqa: PLC0415 - as above
     from pipelinerl.launch.hosts.ray import wait_until_unused  # noqa: PLC0415 - as above
 
     wait_until_unused(run.root)
-    take_over(run, session_id)
 
 
 def _make_view(session: Session, notices: list[str]) -> View:
@@ -249,9 +203,7 @@ def _make_view(session: Session, notices: list[str]) -> View:
     return view
 
 
-def _run_stages(
-    session: Session, cluster: Cluster | None, broker: RedisServer | None, view: View, *, lock: RunLock
-) -> Outcome:
+def _run_stages(session: Session, cluster: Cluster | None, view: View, lock: RunLock) -> Outcome:
     if session.config.launch.kind == "embedded":
         from pipelinerl.launch.hosts.embedded import run_embedded  # noqa: PLC0415 - loads torch into this process
 
@@ -263,11 +215,11 @@ def _run_stages(
         places = placement_of(session.config, cluster)
         for line in placement_lines(places, cluster.machines):
             view.say(line)
-        return run_processes(session, view, RayHost(session, cluster, places, view.say), broker, lock)
+        return run_processes(session, view, RayHost(session, cluster, places, view.say), lock)
     host = LocalHost(session, lock.fd)
     for line in host.placement:
         view.say(line)
-    return run_processes(session, view, host, broker, lock)
+    return run_processes(session, view, host, lock)
 
 
 def _conclude(session: Session, outcome: Outcome) -> dict[str, Any]:

@@ -7,7 +7,6 @@ import fcntl
 import hashlib
 import itertools
 import os
-import secrets
 import shutil
 import tempfile
 import time
@@ -20,9 +19,8 @@ import msgspec
 from pipelinerl.config.load import config_to_yaml
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import INVALID_DATA, RunDirectoryError
-from pipelinerl.files import remedy, write_atomically, write_privately
+from pipelinerl.files import remedy, write_privately
 from pipelinerl.launch.run_directory import ORPHAN_PATIENCE_S, RunDirectory
-from pipelinerl.launch.stages.streams import name_in_redis
 
 DYING_PATIENCE_S = 2.0
 """A launcher that was just killed exists for a moment longer: the time that a new one waits for it."""
@@ -41,8 +39,6 @@ class RunLock:
         begin_s = time.monotonic()
         while not self._try_lock():
             if time.monotonic() > begin_s + (DYING_PATIENCE_S if self._holder_alive() else ORPHAN_PATIENCE_S + 5.0):
-                from pipelinerl.launch.fence import stopped_holders  # noqa: PLC0415 - only for this message
-
                 stopped = stopped_holders(self.fd)
                 os.close(self.fd)
                 if stopped:
@@ -148,17 +144,6 @@ def keep_settings(config: RunConfig, run: RunDirectory) -> None:
     write_privately(run.config, text)
 
 
-def choose_name_in_redis(run: RunDirectory) -> None:
-    """Choose the prefix of the run's keys, if it has none. Only the holder of the run's lock may call this."""
-    path = name_in_redis(run)
-    if not path.exists():
-        write_atomically(path, new_name().encode())
-
-
-def new_name() -> str:
-    return f"pipelinerl-{secrets.token_hex(8)}-"
-
-
 def _remove_failed_start(run: RunDirectory) -> None:
     """Remove the files of a run that took no optimizer step. Raises RunDirectoryError if it took any."""
     trained = run.metrics.exists() and run.metrics.stat().st_size > 0
@@ -173,6 +158,17 @@ def _remove_failed_start(run: RunDirectory) -> None:
     files = (run.evaluations, run.sessions, run.published, run.summary, run.config, run.trackers)
     for path in (*files, *records, *run.control.iterdir()):
         path.unlink(missing_ok=True)
+
+
+def stopped_holders(lock_fd: int) -> list[int]:
+    """The stopped processes that have the file of a lock open (Linux only; elsewhere none are known)."""
+    file, found = os.fstat(lock_fd), set()
+    for opened in Path("/proc").glob("[0-9]*/fd/*"):
+        with suppress(OSError):  # it has just ended
+            stat = (opened.parents[1] / "stat").read_text()
+            if stat.rpartition(")")[2].split()[0] == "T" and os.path.samestat(opened.stat(), file):
+                found.add(int(opened.parents[1].name))
+    return sorted(found)
 
 
 @contextmanager

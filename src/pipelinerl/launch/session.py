@@ -7,20 +7,19 @@ import resource
 import secrets
 import sys
 import traceback
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import ReplacedError
-from pipelinerl.files import JsonLines, Lines, write_atomically
+from pipelinerl.files import write_atomically
 from pipelinerl.interfaces import Schedule
 from pipelinerl.launch.run_directory import RunDirectory
-from pipelinerl.launch.stages.streams import StreamStore, stream_store
 from pipelinerl.ledger import LedgerRecord
 from pipelinerl.schedule import make_schedule
 
@@ -47,11 +46,11 @@ class StartPlan(msgspec.Struct, frozen=True, kw_only=True):
     trained_bytes             size of `trained.jsonl` before the session
     inputs                    checksums of the files that the environment is made of (see `checks.inputs_of`)
     other_data                they, or the environment's settings, are not those of the session before
-    redis_url                 address of the session's own Redis server
     predicted_memory_bytes    expected peak of each process; empty if it is not known
     weights_key               what the members of a weight broadcast prove to have; a new one for each session
     servers_key               what clients of the run's engine servers must send
     ranks_key                 the same for the ranks of a sharded trainer
+    hub_key                   the same for workers on other machines
     id                        of the session
     run, epoch                the run's id, and the number of this session: one epoch has one set of weights for a version
     """
@@ -68,19 +67,14 @@ class StartPlan(msgspec.Struct, frozen=True, kw_only=True):
     trained_bytes: int = 0
     inputs: dict[str, str] = {}
     other_data: bool = False
-    redis_url: str | None = None
     predicted_memory_bytes: dict[str, int] = {}
     weights_key: str = msgspec.field(default_factory=partial(secrets.token_hex, 16))
     servers_key: str = msgspec.field(default_factory=partial(secrets.token_hex, 16))
     ranks_key: str = msgspec.field(default_factory=partial(secrets.token_hex, 16))
+    hub_key: str = msgspec.field(default_factory=partial(secrets.token_hex, 16))
     id: str = msgspec.field(default_factory=partial(secrets.token_hex, 8))
     run: str = msgspec.field(default_factory=partial(secrets.token_hex, 8))
     epoch: int = 1
-
-    def rollouts_left(self, groups: Mapping[int, int]) -> int:
-        """Rollouts not yet trained on or dropped in `groups` (index -> number of rollouts), all of which are in streams."""
-        left = {kept.index: kept.left for kept in self.kept}
-        return sum(left.get(index, rollouts) for index, rollouts in groups.items())
 
 
 class Here(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,8 +85,7 @@ class Here(msgspec.Struct, frozen=True, kw_only=True):
     machine, address  of a run on several machines: the machine's name, and where other machines reach it
     weights_from      where the sender of a weight broadcast listens, if its socket is not inherited
     ranks_at          the same for rank 0 of a sharded trainer
-    scratch           see `RunDirectory`
-    away              this machine has a folder of its own instead of the run directory (see `launch.away`)
+    hub               where the hub listens, for a process on another machine
     session           `StartPlan.id` of its session
     """
 
@@ -102,9 +95,25 @@ class Here(msgspec.Struct, frozen=True, kw_only=True):
     address: str = "127.0.0.1"
     weights_from: tuple[str, int] | None = None
     ranks_at: tuple[str, int] | None = None
-    scratch: str | None = None
-    away: bool = False
+    hub: tuple[str, int] | None = None
     session: str = ""
+
+
+class Channels(NamedTuple):
+    """File descriptors that a process inherits; -1 for those that it does not use.
+
+    hub       its connection with the hub
+    weights   see `hosts.host.make_channel`
+    ranks     the socket at which rank 0 of a sharded trainer listens
+    """
+
+    hub: int = -1
+    weights: int = -1
+    ranks: int = -1
+
+    @property
+    def opened(self) -> list[int]:
+        return [fd for fd in self if fd >= 0]
 
 
 @dataclass(frozen=True)
@@ -121,24 +130,6 @@ class Session:
     schedule: Schedule
     records_from_s: float
     here: Here = field(default_factory=Here)
-
-    def streams(self) -> StreamStore:
-        """The store of the streams between the session's processes."""
-        return stream_store(self.config, self.run, self.plan.redis_url)
-
-    def lines(self, path: Path, *, empty: bool = False) -> Lines:
-        """Open a file of records in the run directory, to append to it. `empty`: after removing what is there."""
-        if self.here.away:
-            from pipelinerl.launch.away import AwayLines  # noqa: PLC0415 - only a machine without the directory needs it
-
-            return AwayLines(self, path, empty=empty)
-        if self.config.launch.kind == "ray":
-            from pipelinerl.launch.fence import Fence, FencedLines  # noqa: PLC0415 - only several machines need it
-
-            return FencedLines(path, Fence.of(self), empty=empty)
-        if empty:
-            path.unlink(missing_ok=True)
-        return JsonLines(path)
 
 
 def read_session(run: RunDirectory, records_from_s: float, here: Here) -> Session:

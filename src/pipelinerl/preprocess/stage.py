@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
-from pipelinerl.interfaces import Board, StreamReader, StreamStats, StreamWriter
+from pipelinerl.interfaces import Board, StreamReader
 from pipelinerl.preprocess.preprocessor import Preprocessor
 from pipelinerl.status.reporter import StatusReporter
 from pipelinerl.types import ACTOR, PREPROCESSOR, TRAINER, Group, Prepared
@@ -31,11 +32,13 @@ class PreparingReader:
     def commit(self, offset: int) -> None:
         self._reader.commit(offset)
 
-    def stats(self) -> StreamStats:
-        return self._reader.stats()
-
     def close(self) -> None:
         self._reader.close()
+
+
+class PreparedWriter(Protocol):
+    def try_pass_on(self, offset: int, prepared: Prepared) -> bool:
+        """Put what was made of the group at `offset` in its place. Returns False if the prepared stream is full."""
 
 
 class PreprocessorStage:
@@ -45,14 +48,13 @@ class PreprocessorStage:
     produces      prepared groups, in the same order
     waits for     the actor, when there is no group; the trainer, when the prepared stream is full
 
-    A group is committed in the first stream after it is written to the second. If the stage is killed in between, the group
-    is in both streams, and resuming the run removes one copy.
+    If the stage is killed, the group that it had is prepared again.
     """
 
     def __init__(
         self,
         reader: StreamReader[Prepared],
-        writer: StreamWriter[Prepared],
+        writer: PreparedWriter,
         *,
         board: Board,
         name: str = PREPROCESSOR,
@@ -82,11 +84,10 @@ class PreprocessorStage:
             self._status.report("waiting", "groups from the actor", waits_for=(ACTOR,))
             return False
         offset, prepared = self._pending
-        if not self._writer.try_write(prepared):
+        if not self._writer.try_pass_on(offset, prepared):
             wait = "the trainer to read prepared groups: its stream is full"
             self._status.report("waiting", wait, waits_for=(TRAINER,))
             return False
-        self._reader.commit(offset + 1)
         self._pending = None
         self._status.report("working", f"group {prepared.index} is prepared")
         return True

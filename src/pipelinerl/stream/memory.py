@@ -1,64 +1,53 @@
-"""A stream within one process, in memory."""
+"""A stream in memory."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Generic, Literal, TypeVar
-
-from pipelinerl.interfaces import StreamStats
-from pipelinerl.stream import checked_capacity
-
-T = TypeVar("T")
 
 
-class MemoryStream(Generic[T]):
-    """Both ends of a stream. Items are not copied, so they must be immutable, as everything in `types` is."""
+class MemoryStream:
+    """See `interfaces.Stream`."""
 
-    def __init__(
-        self,
-        *,
-        capacity: int | None = None,
-        when_full: Literal["block", "drop_oldest"] = "block",
-        on_drop: Callable[[T], None] | None = None,
-    ) -> None:
-        """`capacity` is in items; None: no limit. `on_drop` is called with every item that `drop_oldest` drops."""
-        self._capacity = checked_capacity(capacity)
-        self._when_full = when_full
-        self._on_drop = on_drop
-        self._pending: deque[tuple[int, T]] = deque()
-        self._written = 0
-        self._taken = 0
-        self._dropped = 0
+    def __init__(self) -> None:
+        self._items: dict[int, bytes] = {}
+        self._cursor = self._written = self.waiting = 0
 
-    def try_write(self, item: T, encoded: bytes | None = None) -> bool:
-        """Append one item. Returns False, and writes nothing, if the stream is full and configured to block."""
-        del encoded  # nothing is encoded here
-        while len(self._pending) >= self._capacity:
-            if self._when_full == "block":
-                return False
-            _, oldest = self._pending.popleft()
-            self._dropped += 1
-            if self._on_drop is not None:
-                self._on_drop(oldest)
-        self._pending.append((self._written, item))
+    def offsets(self) -> Sequence[int]:
+        return [offset for offset in self._items if offset >= self._cursor]
+
+    def append(self, item: bytes, place: int | None = None) -> int:
+        del place
+        self._items[self._written] = item
         self._written += 1
-        return True
+        self.waiting += 1
+        return self._written - 1
 
-    def read(self, limit: int) -> Sequence[tuple[int, T]]:
-        """Take up to `limit` of the available items, oldest first, each with its offset. Never waits."""
-        items = [self._pending.popleft() for _ in range(min(limit, len(self._pending)))]
-        self._taken += len(items)
-        return items
+    def read(self, limit: int) -> Sequence[tuple[int, bytes]]:
+        if not self.waiting:
+            return []
+        found = [(offset, self._items[offset]) for offset in self.offsets()[:limit]]
+        if found:
+            self._cursor = found[-1][0] + 1
+        self.waiting -= len(found)
+        return found
+
+    def return_to(self, offset: int) -> None:
+        self._cursor = offset
+        self.waiting = len(self.offsets())
+
+    def drop(self) -> int:
+        offset = self.offsets()[0]
+        del self._items[offset]
+        self.waiting -= 1
+        return offset
 
     def commit(self, offset: int) -> None:
-        """Only checks. Raises ValueError if an item before `offset` was neither taken nor dropped."""
-        end = self._pending[0][0] if self._pending else self._written
-        if offset > end:
-            raise ValueError(f"can't commit up to offset {offset}: items from {end} on were not taken yet")
+        self._items = {number: item for number, item in self._items.items() if number >= offset}
 
-    def stats(self) -> StreamStats:
-        return StreamStats(self._written, self._taken, self._dropped)
+    def keep(self, from_offset: int, wanted: Callable[[bytes], bool]) -> Sequence[bytes]:
+        self._items = {n: item for n, item in self._items.items() if n >= from_offset and wanted(item)}
+        self.return_to(0)
+        return list(self._items.values())
 
     def close(self) -> None:
-        """Releases nothing: the items in the stream can still be read."""
+        """The items end with the process."""

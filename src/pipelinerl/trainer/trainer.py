@@ -15,14 +15,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
 from pipelinerl.checkpoint import Checkpoint, rng_state, save_weights, write_checkpoint
-from pipelinerl.checkpoint_folders import WEIGHTS_FOLDER, Folders
+from pipelinerl.checkpoint_folders import WEIGHTS_FOLDER, keep_latest
 from pipelinerl.checkpoint_state import QueuePosition, TrainerCounters
 from pipelinerl.config.schema import TrainerConfig
 from pipelinerl.errors import CheckpointError, PolicyMismatchError
@@ -65,12 +65,15 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointPlan:
-    """Where checkpoints go, and what they contain in addition to the trainer's own state."""
+    """Where checkpoints go, and what they contain in addition to the trainer's own state.
+
+    `check` raises PipelineRLError if this process may not write any more.
+    """
 
     directory: Path
     tokenizer: Any
     session: str = ""
-    folders: Folders = field(default_factory=Folders)
+    check: Callable[[], object] = lambda: None
 
 
 class UnfinishedCheckpoint(NamedTuple):
@@ -107,8 +110,6 @@ class Trainer:
         self._sender = sender
         self._probe = ProbeCheck(learner.model, learner.logits)
         self._checkpoints = checkpoints
-        if checkpoints is not None:
-            checkpoints.folders.on_sent = self._on_sent
         self._status = TrainerStatus(output, self._progress)
         self._version, self._stopped, self._last_step = state.version, stopped, False
         self._published_before = {state.version: state.checksum} if state.checksum else {}
@@ -117,7 +118,6 @@ class Trainer:
         self._micro_batches = state.counters.micro_batches
         self._tokens_trained = state.counters.tokens_trained
         self._ess_guard_trips = state.counters.ess_guard_trips
-        self._sent_bytes = 0
         self._finishing = ThreadPoolExecutor(1, "checkpoint")
         self._unfinished: UnfinishedCheckpoint | None = None
         self._drop_stale()
@@ -268,9 +268,9 @@ class Trainer:
                 self._status.report("working", f"writing the weights of version {self._version}", now=True)
                 plan, every, version = self._checkpoints, self._config.weights_every, self._version
                 folder = plan.directory.parent / WEIGHTS_FOLDER
-                save_weights(folder, version=version, model=self._learner, tokenizer=plan.tokenizer, folders=plan.folders)
+                save_weights(folder, version=version, model=self._learner, tokenizer=plan.tokenizer, check=plan.check)
                 if isinstance(kept, int):
-                    plan.folders.keep_latest(folder, self._version, kept, spared_every=every)
+                    keep_latest(folder, self._version, kept, spared_every=every)
             if checkpoint:
                 self.checkpoint()
 
@@ -301,11 +301,9 @@ class Trainer:
             counters=msgspec.to_builtins(counters),
             session=self._checkpoints.session,
             keep=self._config.keep_checkpoints,
-            folders=self._checkpoints.folders,
+            check=self._checkpoints.check,
         )
         self._unfinished = UnfinishedCheckpoint(self._version, position, self._finishing.submit(finish))
-        if not self._checkpoints.folders.any_thread:
-            self._finish_checkpoint()
 
     def _finish_checkpoint(self) -> None:
         """Wait for the checkpoint that was begun, if any, then let the stream discard what is before it."""
@@ -335,10 +333,6 @@ class Trainer:
         self._micro_batches += 1
         self._status.report("working", f"step {self._version + 1}: micro-batch {done} of {total}")
 
-    def _on_sent(self, sent_bytes: int) -> None:
-        self._sent_bytes = sent_bytes
-        self._status.report("working", f"version {self._version}: {sent_bytes / 1e9:.2f} GB are sent to the launcher")
-
     def _progress(self) -> TrainerProgress:
         return TrainerProgress(
             version=self._version,
@@ -352,6 +346,5 @@ class Trainer:
             published_version=self._published_version,
             goal_reached=self.goal_reached,
             probe_ids=self._probe.prompt_ids,
-            sent_bytes=self._sent_bytes,
             runner=self._learner.runner,
         )

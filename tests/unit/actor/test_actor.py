@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 
 from pipelinerl.actor import deadline
 from pipelinerl.actor.actor import Actor
-from pipelinerl.actor.admission import LocalAdmission
 from pipelinerl.actor.client import MOST_PASSES, Awake, EngineClient, RolloutClient, derive_seed
 from pipelinerl.actor.deadline import CodeAlarm
 from pipelinerl.actor.evaluation import Evaluations
@@ -27,8 +26,9 @@ from pipelinerl.actor.groups import GroupRunner
 from pipelinerl.actor.rollouts import Failure, FailureLog, RolloutContext, TimeLimits, attempt, check_rollout
 from pipelinerl.config.schema import ActorConfig, EvaluationConfig
 from pipelinerl.errors import PromptTooLongError, RequestError, RolloutError, RunDirectoryError, TooManyFailuresError
+from pipelinerl.hub.admission import AdmissionState
+from pipelinerl.hub.hub import ROLLOUTS_FILE, CountedStream, Direct, DirectReader, Hub
 from pipelinerl.interfaces import Verdict, WeightUpdate
-from pipelinerl.launch.run import make_record
 from pipelinerl.rounds import AsyncSchedule, ConventionalSchedule
 from pipelinerl.schedule import PipelineSchedule
 from pipelinerl.status.board import MemoryBoard
@@ -36,6 +36,7 @@ from pipelinerl.status.watchdog import find_cycle
 from pipelinerl.stream.memory import MemoryStream
 from pipelinerl.types import (
     GenerationRequest,
+    Group,
     Problem,
     Rollout,
     SamplingParams,
@@ -44,6 +45,7 @@ from pipelinerl.types import (
     Turn,
     VersionSpan,
 )
+from tests.limits import small_files
 from tests.unit.scripted_engine import STOP, CharTokenizer, ScriptedEngine
 
 TOKENIZER = CharTokenizer()
@@ -553,14 +555,20 @@ class Harness:
     ):
         """`groups`: how many there are; after these, admission says no. `until`, `reached`: of `Evaluations`."""
         self.engine = ScriptedEngine(script, slots=slots, version=version)
-        self.board, self.receiver, self.records = MemoryBoard(), Receiver(), []
-        self.writer = self.reader = MemoryStream(capacity=capacity, when_full=when_full, on_drop=self.dropped)
+        self.receiver = Receiver()
+        self.stream = MemoryStream()
         self.folder = tempfile.TemporaryDirectory()
-        make_record(Path(self.folder.name) / "admission", in_stream, settled_before)
-        self.admission = LocalAdmission(
-            Path(self.folder.name) / "admission", Limited(schedule or PipelineSchedule(batch_size=4), groups, k), self.board
+        root = Path(self.folder.name)
+        self.recorded = root / ROLLOUTS_FILE
+        self.recorded.parent.mkdir()
+        self.state = AdmissionState(
+            Limited(schedule or PipelineSchedule(batch_size=4), groups, k), handed_over=in_stream, settled=settled_before
         )
-        self.admission.open()
+        rollouts = CountedStream(self.stream)
+        self.hub = Hub(self.state, rollouts, root, MemoryBoard(), capacity=capacity, drops=when_full == "drop_oldest")
+        self.reader = DirectReader(self.hub)
+        self.board, admission = self.hub, Direct(self.hub)
+        admission.open()
         config = ActorConfig(**{"group_size": k, "max_tokens": 20, **config})
         context = RolloutContext.of(
             config, environment or Task(), EngineClient(self.engine), TOKENIZER, seed=5, slots=slots, stop_token_ids=[STOP]
@@ -574,25 +582,15 @@ class Harness:
             groups=self.groups,
             evaluations=self.evaluations,
             board=self.board,
-            admission=self.admission,
-            writer=self,
+            admission=admission,
             receiver=self.receiver,
             clock=Clock(),
         )
         self.actor.idle_s = 0.0
 
-    def dropped(self, group):
-        self.admission.stream_dropped(len(group.rollouts))
-        self.groups.stream_dropped(len(group.rollouts))
-
-    def try_write(self, item, encoded=None):
-        return self.writer.try_write(item, encoded)
-
-    def stats(self):
-        return self.writer.stats()
-
-    def write(self, record):
-        self.records.append(record)
+    @property
+    def records(self):
+        return [msgspec.json.decode(line, type=Group) for line in self.recorded.read_bytes().splitlines()]
 
     def progress(self, stage="actor"):
         return self.board.read(stage).progress
@@ -764,26 +762,29 @@ def test_on_resume_earlier_counts_are_not_ours_and_what_the_stream_holds_is():
     assert len(harness.read()) == 4
 
 
-def test_a_full_stream_holds_groups_back_and_starts_no_more():
+def test_a_full_stream_starts_no_more_and_takes_what_is_finished():
     harness = run(Harness(k=1, slots=2, capacity=3), 60)
     started = harness.progress().groups_started
-    assert harness.writer.stats().pending == 3
-    assert 3 < started <= 3 + 4
-    assert "the stream is full (3 groups)" in harness.board.read("actor").detail
+    assert 3 <= started <= 3 + 2
+    assert harness.stream.waiting == started, "what was in progress is handed over"
+    assert f"the stream is full ({started} groups)" in harness.board.read("actor").detail
+    assert harness.board.read("actor").waits_for == ("trainer",)
     run(harness, 20)
     assert harness.progress().groups_started == started
     first = harness.read()
     run(harness, 60)
     indices = [group.index for group in first + harness.read()]
-    assert indices == list(range(6))  # nothing lost, nothing twice
+    assert indices == list(range(len(indices))), "nothing lost, nothing twice"
+    assert len(indices) > started
 
 
 def test_a_ring_stream_counts_what_it_drops():
     harness = run(Harness(k=2, slots=2, capacity=2, when_full="drop_oldest"), 60)
     progress = harness.groups.progress()
-    assert progress.rollouts_dropped["stream_full"] == 2 * harness.writer.stats().dropped > 0
+    assert progress.rollouts_dropped["stream_full"] == 2 * (len(harness.records) - 2) > 0
     assert progress.rollouts_handed_over == 4
-    assert harness.admission.read().rollouts == 4
+    assert harness.read() == harness.records[-2:]
+    assert harness.state.counts.rollouts == 4
 
 
 def test_the_same_seed_gives_the_same_requests():
@@ -872,7 +873,7 @@ def test_a_group_without_any_rollout_is_still_reported():
     assert by_index[1].rollouts == ()
     assert by_index[1].dropped == {"raised": 2}
     assert sorted(by_index) == [0, 1, 2]
-    assert harness.admission.read().rollouts == 4
+    assert harness.state.counts.rollouts == 4
 
 
 class Ranked(Task):
@@ -1010,33 +1011,26 @@ def test_errors_of_our_own_are_not_blamed_on_the_environment(monkeypatch):
 
 
 def test_a_group_is_recorded_once_and_before_it_is_in_the_stream():
-    """Also while the stream is full: a process that is killed leaves no group in the stream without a record."""
-    harness = Harness(capacity=1, groups=3)
-    write, recorded_first = harness.try_write, []
+    """A launcher that is killed leaves no group in the stream without a record."""
+    harness = Harness(groups=3)
+    append, recorded_first = harness.stream.append, []
 
-    def watched(item, encoded=None):
-        recorded_first.append(item in harness.records)
-        return write(item, encoded)
+    def watched(item, place=None):
+        recorded_first.append(harness.recorded.read_bytes().endswith(item + b"\n"))
+        return append(item, place)
 
-    harness.try_write = watched
+    harness.stream.append = watched
     run(harness, 40)
-    assert len(recorded_first) > 3, "the stream was full"
-    assert all(recorded_first)
-    assert [group.index for group in harness.records] == [0, 1]
-    read = harness.read()
-    run(harness, 40)
-    assert [group.index for group in harness.records] == [0, 1, 2]
-    assert harness.records[: len(read)] == read
+    assert recorded_first == [True] * 3
+    assert harness.records == harness.read()
 
 
 def test_records_that_can_not_be_written_are_an_error_that_says_so():
     harness = Harness()
-
-    def full_disk(record):
-        raise OSError(28, "No space left on device")
-
-    harness.write = full_disk
-    with pytest.raises(RunDirectoryError, match="No space left"):
+    with (
+        small_files(0),
+        pytest.raises(RunDirectoryError, match=r"can't write to .*rollouts.jsonl: .*; make room .* and resume"),
+    ):
         run(harness, 20)
 
 

@@ -87,7 +87,7 @@ def test_damaged_records_are_named(tmp_path: Path) -> None:
     ("settings", "said"),
     [
         (["--engine.processes=2"], "set engine.processes to 1"),
-        (["--launch.kind=ray", "--stream.kind=redis"], "launch.kind to processes"),
+        (["--launch.kind=ray"], "launch.kind to processes"),
         (["--stream.when_full=drop_oldest"], "set stream.when_full to block"),
     ],
 )

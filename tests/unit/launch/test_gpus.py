@@ -198,7 +198,7 @@ def test_the_line_says_what_was_chosen_why_and_what_does_not_fit() -> None:
         (["--trainer.device=cpu"], False),
         (["--model.path=demo"], False),
         (["--launch.kind=embedded"], False),
-        (["--launch.kind=ray", "--stream.kind=redis", "--weights.kind=collective"], False),
+        (["--launch.kind=ray", "--weights.kind=collective"], False),
     ],
 )
 def test_runs_that_stay_as_they_are(flags: list[str], expected: bool) -> None:

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +23,22 @@ from pipelinerl.config.schema import (
     TrainerConfig,
     WeightsConfig,
 )
-from pipelinerl.errors import PipelineRLError, RankLostError, RunDirectoryError, StageDiedError, StalledError, UserError
+from pipelinerl.errors import PipelineRLError, RankLostError, StageDiedError, StalledError, UserError
 from pipelinerl.launch.hosts.host import make_channel
 from pipelinerl.launch.hosts.processes import Processes
 from pipelinerl.launch.roles import rank_roles, server_roles, worker_roles, worker_stages
 from pipelinerl.launch.run import write_session
 from pipelinerl.launch.run_directory import RunDirectory
-from pipelinerl.launch.run_lock import choose_name_in_redis
 from pipelinerl.launch.session import Here, KeptGroup, Session, StartPlan, read_session
 from pipelinerl.launch.share import Threads, plan_threads, process_environment, shares_of, trainer_goes_first
 from pipelinerl.launch.stages import broadcast
 from pipelinerl.launch.stages.generation import make_engine
 from pipelinerl.launch.stages.servers import _api_key, run_server
-from pipelinerl.launch.stages.streams import name_in_redis, stream_store
+from pipelinerl.launch.streams import open_stream
 from pipelinerl.schedule import make_schedule
 from pipelinerl.serving.client.errors import EngineUnavailableError
-from pipelinerl.stream.files import FileStore
-from pipelinerl.stream.redis import RedisStore
+from pipelinerl.stream.files import FileStream
+from pipelinerl.stream.memory import MemoryStream
 from tests.unit.scripted_engine import CharTokenizer
 
 LOCAL = RunConfig()
@@ -214,18 +214,10 @@ def test_a_broadcast_reaches_so_many_engines_and_no_more(engine: EngineConfig) -
 
 def test_where_streams_lie(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
-    run.make_folders()
-    assert isinstance(stream_store(LOCAL, run, None), FileStore)
-    own = RunConfig(stream=StreamConfig(kind="redis"))
-    with pytest.raises(FileNotFoundError):  # only the launcher chooses the name: others might choose at the same time
-        stream_store(own, run, "unix:///r")
-    choose_name_in_redis(run)
-    assert isinstance(stream_store(own, run, "unix:///r"), RedisStore)
-    name = name_in_redis(run).read_text()
-    choose_name_in_redis(run)
-    assert name_in_redis(run).read_text() == name, "a resumed run finds its streams"
-    with pytest.raises(RunDirectoryError, match="was not started"):
-        stream_store(own, run, None)
+    with closing(open_stream(LOCAL, run, "a1", "rollouts")) as stream:
+        assert isinstance(stream, FileStream)
+    assert (run.streams / "rollouts" / FileStream.NAME).exists()
+    assert isinstance(open_stream(RunConfig(stream=StreamConfig(kind="memory")), run, "a1", "rollouts"), MemoryStream)
 
 
 @pytest.mark.parametrize(
@@ -271,17 +263,14 @@ class Ended:
 def test_the_first_cause_is_told() -> None:
     """What others depend on is looked at before them; a server has no reason to end well."""
     worker, server = Ended(StageDiedError("the worker lost its server")), Ended(StageDiedError("the server"))
-    broker: Any = Ended("the broker")
     here: Any = Ended(None)
     elsewhere: Any = Ended(StageDiedError("the machine"))
-    assert str(Processes(elsewhere, broker, [worker], [server]).failure()) == "the broker"  # type: ignore[list-item]
-    assert str(Processes(elsewhere, None, [worker], [server]).failure()) == "the machine"  # type: ignore[list-item]
-    assert str(Processes(here, broker, [worker], [server]).failure()) == "the broker"  # type: ignore[list-item]
-    assert str(Processes(here, None, [worker], [server]).failure()) == "the server"  # type: ignore[list-item]
+    assert str(Processes(elsewhere, [worker], [server]).failure()) == "the machine"  # type: ignore[list-item]
+    assert str(Processes(here, [worker], [server]).failure()) == "the server"  # type: ignore[list-item]
     left = "the server-0 process (pid 7) ended before the run did (was it told to stop?)"
-    assert str(Processes(here, None, [worker], [Ended(None)]).failure()) == left  # type: ignore[list-item]
-    assert str(Processes(here, None, [Ended(None), worker]).failure()) == "the worker lost its server"  # type: ignore[list-item]
-    assert Processes(here, None, [Ended(None)]).failure() is None  # type: ignore[list-item]
+    assert str(Processes(here, [worker], [Ended(None)]).failure()) == left  # type: ignore[list-item]
+    assert str(Processes(here, [Ended(None), worker]).failure()) == "the worker lost its server"  # type: ignore[list-item]
+    assert Processes(here, [Ended(None)]).failure() is None  # type: ignore[list-item]
 
 
 def test_the_cause_of_a_lost_rank_is_told() -> None:
@@ -289,8 +278,8 @@ def test_the_cause_of_a_lost_rank_is_told() -> None:
     here: Any = Ended(None)
     engine = Ended(StageDiedError("the engine's sender is gone"), "generation")
     noticed, killed = Ended(RankLostError("rank 1 is gone"), "training"), Ended(StageDiedError("killed"), "training-rank-1")
-    assert str(Processes(here, None, [engine, noticed]).failure()) == "rank 1 is gone"  # type: ignore[list-item]
-    assert str(Processes(here, None, [engine, noticed, killed]).failure()) == "killed"  # type: ignore[list-item]
+    assert str(Processes(here, [engine, noticed]).failure()) == "rank 1 is gone"  # type: ignore[list-item]
+    assert str(Processes(here, [engine, noticed, killed]).failure()) == "killed"  # type: ignore[list-item]
     lost = Ended(StageDiedError("the engine is gone"), "training")
     follower = Ended(RankLostError("rank 0 ended"), "training-rank-1")
-    assert str(Processes(here, None, [engine, lost, follower]).failure()) == str(engine.why)  # type: ignore[list-item]
+    assert str(Processes(here, [engine, lost, follower]).failure()) == str(engine.why)  # type: ignore[list-item]

@@ -280,7 +280,7 @@ def test_deltas_need_a_second_copy_in_the_trainer_and_up_to_one_more_at_both_end
 
 
 VLLM = ("--engine.kind=vllm", "--engine.python=python", "--model.dtype=bfloat16")
-RAY = ("--launch.kind=ray", "--stream.kind=redis")
+RAY = ("--launch.kind=ray",)
 SHARED = (*VLLM, "--engine.device=cuda:0", "--trainer.device=cuda:0", "--trainer.micro_batch_tokens=512")
 
 

@@ -31,7 +31,7 @@ from pipelinerl.launch.session import Session, StartPlan
 from pipelinerl.launch.share import Share
 from pipelinerl.schedule import make_schedule
 
-RAY = ["--launch.kind=ray", "--stream.kind=redis", "--weights.kind=collective"]
+RAY = ["--launch.kind=ray", "--weights.kind=collective"]
 
 
 def cluster(*gpus: int, cpus: int = 8) -> list[Machine]:
@@ -147,10 +147,8 @@ def test_cpus_are_shares_of_the_machine_that_a_process_is_on() -> None:
 @pytest.mark.parametrize(
     ("flag", "message"),
     [
-        ("--stream.kind=files", "stream.kind: `files` does not reach other machines"),
         ("--weights.kind=shared", "weights.kind: `shared` does not reach"),
         ("--engine.device=cuda:1", "write cuda instead of cuda:1"),
-        ("--stream.url=redis://10.0.0.5:6379/0", "stream.url: .* a password"),
         ("--launch.kind=processes", None),
     ],
 )
@@ -160,7 +158,6 @@ def test_what_several_machines_can_not_have_is_refused(flag: str, message: str |
         return
     with pytest.raises(UserError, match=message):
         load_config(None, [*RAY, flag])
-    load_config(None, [*RAY, "--stream.url=redis://:secret@10.0.0.5:6379/0"])
 
 
 def gpus_of(flags: str, gpus: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
@@ -272,10 +269,9 @@ def test_a_process_sees_only_the_gpu_that_was_chosen_for_it(
     monkeypatch.setattr(host_module, "LocalWorker", start)
     (tmp_path / "control").mkdir()
     session = Session(config, RunDirectory(tmp_path), StartPlan(), make_schedule(config), 0.0)
-    host = host_module.LocalHost(session, 0)
-    host.channels = host_module.Channels()
-    for role in ("training", "generation", "server-0", "server-1"):
-        if role in {found.name for found in roles_of(config)}:
-            host._start(role)
+    with host_module.LocalHost(session, 0) as host:
+        for role in ("training", "generation", "server-0", "server-1"):
+            if role in {found.name for found in roles_of(config)}:
+                host._start(role)
     assert {role: gpus for role, gpus in started.items() if gpus is not None} == expected
     assert host.placement[0] == "placement:"

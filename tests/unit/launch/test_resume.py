@@ -17,11 +17,9 @@ from pipelinerl.config.secrets import without_secrets
 from pipelinerl.environments.tasks.gcd import Gcd
 from pipelinerl.errors import RunDirectoryError, UserError
 from pipelinerl.files import JsonLines, write_privately
-from pipelinerl.launch.resume import FIXED, _places, _record_lost, changed_settings, resumed_config
+from pipelinerl.launch.resume import FIXED, changed_settings, resumed_config
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.run_lock import keep_settings
-from pipelinerl.metrics.reading import read_json_lines
-from pipelinerl.types import Group, Problem
 
 SETTINGS = {
     "trainer.steps": 4,
@@ -195,18 +193,3 @@ def test_a_run_from_python_is_named_after_its_environment(
     arguments = {"model": None, "environment": None, "reward": None, "data": None} | given
     _, inputs = _prepare(None, *arguments.values())
     assert inputs.parent.name.endswith(f"-{name}-pipeline")
-
-
-def test_groups_that_wait_in_the_stream_are_recorded_again_if_their_lines_were_lost(tmp_path: Path) -> None:
-    """Also a group that a resume started again, of which only the line of an abandoned past is left."""
-    path = tmp_path / "rollouts.jsonl"
-    older, *now = [
-        Group(index=index, problem=Problem(str(index), {}), rollouts=(), started=4, started_version=version)
-        for index, version in [(1, 0), (0, 1), (1, 1), (2, 1)]
-    ]
-    with JsonLines(path) as lines:
-        lines.write(older)
-        lines.write(now[0])
-    for _ in range(2):
-        _record_lost(path, _places(path), {group.index: group for group in now})
-        assert read_json_lines(path, Group) == [older, *now]

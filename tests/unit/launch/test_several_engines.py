@@ -9,19 +9,15 @@ import pytest
 
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import RunDirectoryError
-from pipelinerl.launch.stages.generation import RolloutWriter
 from pipelinerl.metrics.summary import summarize
 from pipelinerl.metrics.timeline import EVERY_S, TimelineRecord, TimelineWriter
 from pipelinerl.metrics.totals import actor_total, engine_total, trainer_progress
 from pipelinerl.report.series import read_timeline
 from pipelinerl.status.reporter import generation_stages
 from pipelinerl.status.screen import Trends, plain_line
-from pipelinerl.stream.memory import MemoryStream
 from pipelinerl.types import (
     ActorProgress,
     EngineProgress,
-    Group,
-    Problem,
     Progress,
     StageState,
     StageStatus,
@@ -200,26 +196,3 @@ def test_a_resumed_timeline_goes_on_where_the_run_does(tmp_path: Path) -> None:
     (tmp_path / "timeline-0.jsonl").write_text('{"worker":"x"}\n')
     with pytest.raises(RunDirectoryError, match=r"timeline-0\.jsonl, line 1"):
         read_timeline(tmp_path)
-
-
-# --------------------------------------------------------------------------------------------- where groups go
-
-
-def group(index: int) -> Group:
-    return Group(index=index, problem=Problem(id=str(index), payload={}), rollouts=(), started=2)
-
-
-def test_a_group_goes_to_the_stream_and_to_the_readable_records(tmp_path: Path) -> None:
-    writer = reader = MemoryStream[Group](capacity=1)
-    path = tmp_path / "rollouts.jsonl"
-    one, other = RolloutWriter(writer, path), RolloutWriter(writer, path)
-    for rollout_writer, made in ((one, group(0)), (other, group(1)), (one, group(2))):
-        assert rollout_writer.try_write(made)
-        rollout_writer.write(made)
-        assert not rollout_writer.try_write(group(9))
-        assert [item for _, item in reader.read(9)] == [made]
-    assert [msgspec.json.decode(line, type=Group) for line in path.read_bytes().splitlines()] == [group(n) for n in range(3)]
-    with path.open("ab") as torn:
-        torn.write(b'{"index":3,"pro')
-    one.write(group(4))
-    assert [msgspec.json.decode(line, type=Group).index for line in path.read_bytes().splitlines()] == [0, 1, 2, 4]

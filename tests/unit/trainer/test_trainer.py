@@ -18,8 +18,9 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from pipelinerl import checkpoint
 from pipelinerl.checkpoint import load_checkpoint
-from pipelinerl.checkpoint_folders import Folders, checkpoints, latest_checkpoint, saved_versions
+from pipelinerl.checkpoint_folders import checkpoints, latest_checkpoint, saved_versions
 from pipelinerl.config.schema import PreprocessConfig, TrainerConfig
 from pipelinerl.errors import CheckpointError, PolicyMismatchError
 from pipelinerl.files import JsonLines
@@ -32,7 +33,6 @@ from pipelinerl.preprocess import PreparingReader, Preprocessor, pack
 from pipelinerl.rounds import ConventionalSchedule
 from pipelinerl.schedule import PipelineSchedule
 from pipelinerl.status.board import MemoryBoard
-from pipelinerl.stream.memory import MemoryStream
 from pipelinerl.trainer import CheckpointPlan, Learner, SampleQueue, Trainer, TrainerOutput, TrainerState
 from pipelinerl.trainer.records import PublishedRecord, TrainedRecord, TrainedSample
 from pipelinerl.types import (
@@ -51,6 +51,7 @@ from pipelinerl.types import (
 )
 from pipelinerl.weights.memory import MemoryWeightSender
 from tests.parity.models import tiny_llama
+from tests.unit.group_stream import GroupStream
 
 K = 4
 PROMPT = (1, 2, 3)
@@ -111,7 +112,6 @@ class Setup:
         *,
         noise: float = 0.0,
         resume: bool = False,
-        folders: Folders | None = None,
         stopped: Callable[[], bool] = lambda: False,
         weighs_products: bool = False,
         **changes: object,
@@ -121,7 +121,7 @@ class Setup:
         self.sender = MemoryWeightSender()
         self.engine = Engine(self.sender, noise)
         self.board = MemoryBoard()
-        self.writer = reader = MemoryStream[Group](capacity=100)
+        self.writer = reader = GroupStream()
         model, state = tiny_llama(), TrainerState()
         path = latest_checkpoint(run_dir) if resume else None
         if path is not None:
@@ -149,7 +149,6 @@ class Setup:
             checkpoints=CheckpointPlan(
                 directory=run_dir / "checkpoints",
                 tokenizer=PreTrainedTokenizerFast(tokenizer_object=tokenizer),
-                folders=folders or Folders(),
             ),
             state=state,
             stopped=stopped,
@@ -158,7 +157,7 @@ class Setup:
     def feed(self, indices: Sequence[int]) -> None:
         self.engine.take_weights()
         for index in indices:
-            assert self.writer.try_write(self.engine.group(index))
+            self.writer.write(self.engine.group(index))
 
     def pump_all(self) -> None:
         while self.trainer.pump():
@@ -236,7 +235,7 @@ def test_it_leaves_what_it_does_not_need_in_the_stream(tmp_path: Path) -> None:
     setup.trainer.start()
     setup.feed(range(5))
     setup.trainer.pump()
-    assert setup.writer.stats().pending == 4
+    assert setup.writer.waiting == 4
     assert setup.trainer.version == 1
 
 
@@ -359,7 +358,7 @@ def test_after_a_refusal_stale_groups_of_the_stream_are_not_the_next_batch(tmp_p
     setup.feed(range(4))
     setup.pump_all()  # the first batch is trained on, the second is refused
     for index in (4, 5):  # of the time before the refusal, as its engine has not taken the new weights
-        assert setup.writer.try_write(setup.engine.group(index))
+        setup.writer.write(setup.engine.group(index))
     setup.pump_all()
     assert setup.trainer.version == 1
     assert setup.progress.dropped == {"ess_guard": 16}
@@ -416,7 +415,7 @@ def test_no_step_is_taken_before_the_engines_have_weights(tmp_path: Path) -> Non
     made_before.trainer.start()
     made_before.engine.take_weights()
     for index in range(3):
-        assert resumed.writer.try_write(made_before.engine.group(index))
+        resumed.writer.write(made_before.engine.group(index))
     turns = iter(range(8))
 
     def stop() -> bool:
@@ -466,24 +465,23 @@ def test_copies_of_the_weights_come_when_due_and_are_of_their_version(tmp_path: 
     assert [seconds > 0 for seconds in saving] == [False, False, True, False, True]
 
 
-class SlowDisk(Folders):
+class SlowDisk:
     """Files are on the disk once `written` is set; or not at all, with `full`."""
 
-    def __init__(self, *, full: bool = False) -> None:
-        super().__init__()
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, full: bool = False) -> None:
         self.written, self.full = threading.Event(), full
+        monkeypatch.setattr(checkpoint, "sync_tree", self.sync_tree)
 
-    def install(self, hidden: Path, target: Path, *, durable: bool) -> None:
+    def sync_tree(self, directory: Path) -> None:
         assert self.written.wait(60)
         if self.full:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        super().install(hidden, target, durable=durable)
 
 
-def test_steps_go_on_while_a_checkpoint_is_on_its_way_to_the_disk(tmp_path: Path) -> None:
+def test_steps_go_on_while_a_checkpoint_is_on_its_way_to_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The stream keeps what only the checkpoint before needs until then."""
-    disk = SlowDisk()
-    setup = Setup(tmp_path, folders=disk, steps=4, checkpoint_every=2)
+    disk = SlowDisk(monkeypatch)
+    setup = Setup(tmp_path, steps=4, checkpoint_every=2)
     commit = Mock(wraps=setup.queue.commit)
     setup.queue.commit = commit  # type: ignore[method-assign]
     setup.trainer.start()
@@ -499,10 +497,10 @@ def test_steps_go_on_while_a_checkpoint_is_on_its_way_to_the_disk(tmp_path: Path
     assert commit.call_count == 2
 
 
-def test_a_disk_that_is_full_is_noticed_before_the_next_checkpoint(tmp_path: Path) -> None:
-    disk = SlowDisk(full=True)
+def test_a_disk_that_is_full_is_noticed_before_the_next_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = SlowDisk(monkeypatch, full=True)
     disk.written.set()
-    setup = Setup(tmp_path, folders=disk, steps=4, checkpoint_every=2)
+    setup = Setup(tmp_path, steps=4, checkpoint_every=2)
     setup.trainer.start()
     setup.feed(range(4))
 
@@ -538,7 +536,7 @@ def test_a_resumed_trainer_takes_the_same_next_steps(tmp_path: Path) -> None:
     assert (resumed.trainer.version, position.offset, position.settled_ids) == (2, 1, ("1/0", "1/1"))
     resumed.engine.versions = first.engine.versions
     for index in range(3):  # the stream as it was kept: offset 0 is read and skipped
-        assert resumed.writer.try_write(first.engine.group(index))
+        resumed.writer.write(first.engine.group(index))
     resumed.trainer.start()
     while not resumed.trainer.goal_reached:
         resumed.trainer.pump()

@@ -24,7 +24,6 @@ from typing import Any
 import numpy as np
 
 from pipelinerl.actor.actor import Actor
-from pipelinerl.actor.admission import LocalAdmission
 from pipelinerl.actor.client import EngineClient
 from pipelinerl.actor.evaluation import Evaluations
 from pipelinerl.actor.groups import GroupRunner
@@ -38,15 +37,15 @@ from pipelinerl.experiments.machine import clock_of
 from pipelinerl.experiments.planner.analytic import LengthDistribution
 from pipelinerl.experiments.planner.calibration import READY, DecodeCost
 from pipelinerl.experiments.statistics import powers_of_two
-from pipelinerl.interfaces import Environment, StreamWriter, Tokenizer, WeightUpdate
-from pipelinerl.launch.run import make_record
+from pipelinerl.hub.admission import AdmissionState
+from pipelinerl.hub.hub import CountedStream, Direct, Hub
+from pipelinerl.interfaces import Environment, Tokenizer, WeightUpdate
 from pipelinerl.launch.stages.engines import load_local_engine
-from pipelinerl.launch.stages.generation import RolloutWriter
 from pipelinerl.models.loading import load_tokenizer, stop_token_ids
 from pipelinerl.models.state import checksum, named_weights
 from pipelinerl.schedule import PipelineSchedule
 from pipelinerl.status.board import MemoryBoard
-from pipelinerl.stream.files import FileStreamWriter
+from pipelinerl.stream.files import FileStream
 from pipelinerl.types import GenerationRequest, Group, SamplingParams
 from pipelinerl.weights.memory import MemoryWeightSender
 from pipelinerl.weights.sending import source_checksum
@@ -133,42 +132,39 @@ async def produce(
             await actor.stop()
 
 
-class _Records(RolloutWriter):
+class _Records(Direct):
     """Writes groups to disk as a run does, and keeps them in memory.
 
     `first` are the groups before the first one that is unfinished, in order of their start.
     """
 
-    def __init__(self, stream: StreamWriter[Group], rollouts: Path) -> None:
-        super().__init__(stream, rollouts)
+    def __init__(self, hub: Hub) -> None:
+        super().__init__(hub)
         self.groups: list[Group] = []
         self.first: list[Group] = []
         self.rollouts = 0
         self.first_rollouts = 0
         self._later: dict[int, Group] = {}
 
-    def write(self, record: Group) -> None:
-        super().write(record)
-        self.groups.append(record)
-        self.rollouts += len(record.rollouts)
-        self._later[record.index] = record
-        while group := self._later.pop(len(self.first), None):
-            self.first.append(group)
-            self.first_rollouts += len(group.rollouts)
+    def hand_over(self, group: Group) -> None:
+        super().hand_over(group)
+        self.groups.append(group)
+        self.rollouts += len(group.rollouts)
+        self._later[group.index] = group
+        while following := self._later.pop(len(self.first), None):
+            self.first.append(following)
+            self.first_rollouts += len(following.rollouts)
 
 
 @contextmanager
 def _actor(generator: Generator, folder: Path) -> Iterator[tuple[Actor, _Records]]:
     config = generator.config
-    folder.mkdir(parents=True, exist_ok=True)
-    board, schedule = MemoryBoard(), PipelineSchedule(config.trainer.batch_size)
-    make_record(folder / "admission")
-    with (
-        closing(FileStreamWriter(folder / "stream", Group)) as stream,
-        closing(LocalAdmission(folder / "admission", schedule, board)) as admission,
-        closing(_Records(stream, folder / "rollouts.jsonl")) as records,
-    ):
-        admission.open()
+    (folder / "rollouts").mkdir(parents=True, exist_ok=True)
+    admission = AdmissionState(PipelineSchedule(config.trainer.batch_size))
+    stream = CountedStream(FileStream(folder / "stream"))
+    with closing(Hub(admission, stream, folder, MemoryBoard())) as hub:
+        records = _Records(hub)
+        records.open()
         context = RolloutContext.of(
             config.actor,
             generator.environment,
@@ -181,9 +177,8 @@ def _actor(generator: Generator, folder: Path) -> Iterator[tuple[Actor, _Records
         actor = Actor(
             groups=GroupRunner(context, config.actor),
             evaluations=Evaluations(context, EvaluationConfig()),
-            board=board,
-            admission=admission,
-            writer=records,
+            board=hub,
+            admission=records,
             receiver=MemoryWeightSender().receiver,
         )
         yield actor, records

@@ -38,7 +38,7 @@ from pipelinerl.models.loading import load_model
 from pipelinerl.models.lora import LoraModel
 from pipelinerl.preprocess.packing import pack
 from pipelinerl.preprocess.preprocessor import Preprocessor
-from pipelinerl.stream.files import FileStore
+from pipelinerl.stream.files import FileStream
 from pipelinerl.trainer import Learner
 from pipelinerl.trainer.sharding import ranks
 from pipelinerl.trainer.sharding.learner import ShardedLearner, ShardedPolicy
@@ -120,8 +120,9 @@ def prepare(config: RunConfig, stream: Path) -> PreparedSamples:
     rollouts = 0
     clock = clock_of("cpu")
     begin_s = clock()
-    with closing(FileStore(stream).reader("", Group)) as reader:
-        for _, group in reader.read(sys.maxsize):
+    with closing(FileStream(stream)) as reader:
+        for _, json in reader.read(sys.maxsize):
+            group = msgspec.json.decode(json, type=Group)
             samples += preprocessor.process(group).samples
             rollouts += len(group.rollouts)
     if len(samples) < config.trainer.batch_size:

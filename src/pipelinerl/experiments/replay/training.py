@@ -27,14 +27,14 @@ from pipelinerl.child import stop_all
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import PolicyMismatchError, RunInterruptedError
 from pipelinerl.experiments.replay.records import Batch, RecordedRun, RecordedSamples, Segment
-from pipelinerl.files import JsonLines
-from pipelinerl.interfaces import Schedule, StreamStats, Verdict
+from pipelinerl.files import JsonLines, open_lines
+from pipelinerl.interfaces import Schedule, Verdict
 from pipelinerl.launch.hosts.embedded import torch_threads
-from pipelinerl.launch.hosts.host import Channels, LocalWorker
+from pipelinerl.launch.hosts.host import LocalWorker
 from pipelinerl.launch.roles import rank_roles
 from pipelinerl.launch.run import write_session
 from pipelinerl.launch.run_directory import RunDirectory
-from pipelinerl.launch.session import Here, Session, StartPlan
+from pipelinerl.launch.session import Channels, Here, Session, StartPlan
 from pipelinerl.launch.share import PREPROCESSING_THREADS
 from pipelinerl.launch.stages.preprocessing import make_preprocessor
 from pipelinerl.launch.stages.training import Policy, TrainingLogs, build_trainer, lead_ranks, load_policy
@@ -156,7 +156,7 @@ class TrainingReplay:
             JsonLines(self.folder.trained) as trained,
             JsonLines(self.folder.published) as published,
         ):
-            yield TrainingLogs(metrics, trained, published)
+            yield TrainingLogs(metrics, trained, published, open_lines, lambda: None)
 
 
 @contextmanager
@@ -202,9 +202,6 @@ class BatchStream:
 
     def commit(self, offset: int) -> None:
         """Nothing is stored."""
-
-    def stats(self) -> StreamStats:
-        return StreamStats(0, 0, 0)
 
     def close(self) -> None:
         """Nothing is open."""

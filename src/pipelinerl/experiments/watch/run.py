@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import mmap
 import os
 import time
 from bisect import bisect_right
@@ -16,10 +15,9 @@ from typing import Any
 import msgspec
 
 from pipelinerl.config.schema import RunConfig
-from pipelinerl.errors import INVALID_DATA, PipelineRLError
+from pipelinerl.errors import PipelineRLError
 from pipelinerl.experiments.watch.follow import Curves, Seen
 from pipelinerl.experiments.watch.newest import Texts, newest_of, shown_groups
-from pipelinerl.files import SharedRecord
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.reading import superseded
@@ -28,7 +26,7 @@ from pipelinerl.metrics.tail import Tail
 from pipelinerl.metrics.timeline import TIMELINE_STEM, TimelineRecord
 from pipelinerl.metrics.totals import actor_total, engine_total, trainer_progress
 from pipelinerl.report.series import begin_s, name_of, read_config, read_summary
-from pipelinerl.status.board import STATUS_BYTES, SUFFIX
+from pipelinerl.status.board import read_statuses
 from pipelinerl.status.screen import SILENT_S, Trends, dropped_by_reason, printable, throughput, wait_line
 from pipelinerl.status.watchdog import waits_on
 from pipelinerl.types import Group, StageStatus, TrainerProgress
@@ -40,22 +38,6 @@ FRESH_S = 60.0
 """A run over several machines has no lock here: it runs if its records changed within this time."""
 SPEED_STEPS = 50
 """Optimizer steps over which the time left is estimated."""
-
-
-def read_statuses(directory: Path) -> dict[str, StageStatus]:
-    """The last status of every stage of the `MmapBoard` in `directory`, for a process that must not write there.
-
-    Each call opens the files again, because a new session replaces them.
-    """
-    found = {}
-    for path in sorted(directory.glob("*" + SUFFIX)):
-        # It may be deleted meanwhile, or not be complete yet.
-        with suppress(OSError, ValueError, *INVALID_DATA), path.open("rb") as file:
-            with mmap.mmap(file.fileno(), 2 * STATUS_BYTES, access=mmap.ACCESS_READ) as memory:
-                newest = SharedRecord(memory, 0, 2 * STATUS_BYTES).read()
-            if newest is not None:
-                found[path.name.removesuffix(SUFFIX)] = msgspec.json.decode(newest[1], type=StageStatus)
-    return found
 
 
 class _Sample(msgspec.Struct):
@@ -144,7 +126,7 @@ class WatchedRun:
             self._show("evaluations", evaluations)
         self._look_at_load()
         self._look_at_groups(now)
-        self._statuses = read_statuses(self._run.scratch)
+        self._statuses = read_statuses(self._run.statuses)
         self._state, self._message = self._judge()
         if self._state == "running":
             self._trends.observe(self._statuses, now)

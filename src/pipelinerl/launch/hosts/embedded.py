@@ -11,14 +11,15 @@ import faulthandler
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
 
 import torch
 
 from pipelinerl.environments.user.code import run_to_end
-from pipelinerl.errors import PipelineRLError, StalledError, StreamError
-from pipelinerl.interfaces import Board, StreamReader, StreamWriter, WeightSender
+from pipelinerl.errors import PipelineRLError, StalledError
+from pipelinerl.hub.hub import Direct, DirectReader, Hub
+from pipelinerl.interfaces import WeightSender
 from pipelinerl.launch.interrupts import Interrupts, counted_interrupts
 from pipelinerl.launch.roles import LOG_FORMAT
 from pipelinerl.launch.run_directory import RunDirectory
@@ -27,17 +28,15 @@ from pipelinerl.launch.session import Session, peak_memory_bytes
 from pipelinerl.launch.share import plan_threads, usable_cores
 from pipelinerl.launch.stages.generation import Generation, build_generation, generate
 from pipelinerl.launch.stages.preprocessing import preparing
-from pipelinerl.launch.stages.streams import group_reader, group_writer
 from pipelinerl.launch.stages.training import build_trainer, failures_on_board, load_policy, open_logs
+from pipelinerl.launch.streams import make_hub
 from pipelinerl.launch.summary import Outcome, interruption
-from pipelinerl.schedule import stream_capacity
-from pipelinerl.status.board import MemoryBoard, MmapBoard, last_statuses
+from pipelinerl.status.board import MemoryBoard, last_statuses, write_statuses
 from pipelinerl.status.reporter import starting
 from pipelinerl.status.screen import View
 from pipelinerl.status.watchdog import Watchdog
-from pipelinerl.stream.memory import MemoryStream
 from pipelinerl.trainer import Trainer
-from pipelinerl.types import TRAINER, Group, StageStatus
+from pipelinerl.types import TRAINER, StageStatus
 from pipelinerl.weights.memory import MemoryWeightSender
 
 LOOK_EVERY_S = 0.5
@@ -49,52 +48,35 @@ def run_embedded(session: Session, view: View, lock: RunLock) -> Outcome:
     threads = plan_threads(session.config, session.schedule, usable_cores()).training
     board, sender = _GuardedBoard(2 * session.config.launch.watchdog_s), MemoryWeightSender()
     error: PipelineRLError | None = None
-    waiting: dict[int, int] = {}
-
-    def on_drop(group: Group) -> None:  # generation is made after the stream
-        generation.stream_dropped(group)
+    waiting = 0
 
     with ExitStack() as stack:
         stack.enter_context(_logging_to(session.run))
         stack.enter_context(torch_threads(threads))
         stack.enter_context(closing(board))
         interrupts = stack.enter_context(counted_interrupts(raises_at=2))
-        writer, reader = _stream(session, on_drop)
-        stack.enter_context(closing(reader))
-        stack.enter_context(closing(writer))
+        hub = stack.enter_context(closing(make_hub(session, board)))
         try:
-            with closing(build_generation(session, board, writer, sender.receiver)) as generation:
-                goal_reached = _run(generation, reader, sender, interrupts, view=view, lock=lock)
+            generation = build_generation(session, hub, Direct(hub), sender.receiver)
+            goal_reached = _run(generation, hub, sender, interrupts, view=view, lock=lock)
             error = None if goal_reached else interruption(session)
         except PipelineRLError as raised:
             error = raised
-        try:
-            waiting = {group.index: len(group.rollouts) for _, group in reader.read(sys.maxsize)}
-        except StreamError as raised:
-            error = error or raised
+        waiting = hub.waiting
     statuses = last_statuses(board)
     view.update(statuses, time.monotonic())
     return Outcome(
         statuses=statuses,
         error=error,
         wall_s=time.monotonic() - begin_s,
-        stream_rollouts=session.plan.rollouts_left(waiting),
+        stream_rollouts=waiting,
         peak_memory_bytes={"embedded": peak_memory_bytes()},
     )
 
 
-def _stream(session: Session, on_drop: Callable[[Group], None]) -> tuple[StreamWriter[Group], StreamReader[Group]]:
-    config = session.config
-    if config.stream.kind == "memory":
-        stream = MemoryStream(capacity=stream_capacity(config), when_full=config.stream.when_full, on_drop=on_drop)
-        return stream, stream
-    store = session.streams()
-    return group_writer(store, config, on_drop), group_reader(store)
-
-
 def _run(
     generation: Generation,
-    reader: StreamReader[Group],
+    hub: Hub,
     sender: WeightSender,
     interrupts: Interrupts,
     *,
@@ -102,15 +84,15 @@ def _run(
     lock: RunLock,
 ) -> bool:
     """Alternate generation and training to the end. Returns whether the goal was reached."""
-    session, board = generation.session, generation.board
-    starting(board, [TRAINER], "loads the model")
+    session = generation.session
+    starting(hub, [TRAINER], "loads the model")
     policy = load_policy(session)
     with open_logs(session) as logs:
-        prepared = preparing(session.config, reader, policy.lora)
-        trainer = build_trainer(session, board, policy, reader=prepared, sender=sender, logs=logs)
+        prepared = preparing(session.config, DirectReader(hub), policy.lora)
+        trainer = build_trainer(session, hub, policy, reader=prepared, sender=sender, logs=logs)
         with failures_on_board(trainer):
             trainer.start()
-            after_iteration = _AfterIteration(session, trainer, board, view, lock)
+            after_iteration = _AfterIteration(session, trainer, hub, view, lock)
             run_to_end(generate(generation, stop=lambda: interrupts.count > 0, between=after_iteration))
             trainer.finish()
         return trainer.goal_reached
@@ -119,14 +101,13 @@ def _run(
 class _AfterIteration:
     """Called between two iterations of the actor: runs the trainer and, every `LOOK_EVERY_S`, the view and the watchdog.
 
-    Then it also copies the status board to a folder where other processes can read it.
+    Then it also writes the statuses to a file for other processes.
     """
 
-    def __init__(self, session: Session, trainer: Trainer, board: Board, view: View, lock: RunLock) -> None:
+    def __init__(self, session: Session, trainer: Trainer, board: Hub, view: View, lock: RunLock) -> None:
         self._session, self._lock = session, lock
         self._trainer, self._board, self._view = trainer, board, view
         self._watchdog = Watchdog(session.config.launch.watchdog_s)
-        self._files = MmapBoard(session.run.scratch)
         self._looked_s = 0.0
 
     def __call__(self) -> None:
@@ -141,9 +122,7 @@ class _AfterIteration:
         self._lock.require_directory()
         statuses = last_statuses(self._board)
         self._view.update(statuses, now)
-        with suppress(OSError):  # on a full disk; only pages of `watch` read it
-            for status in statuses.values():
-                self._files.publish(status)
+        write_statuses(self._session.run.statuses, statuses)
         stall = self._watchdog.observe(statuses, now)
         if stall is not None:
             raise StalledError(stall.message)

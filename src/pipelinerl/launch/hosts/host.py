@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple, Protocol, Self
+from typing import Any, Protocol, Self
 
 import msgspec
 
@@ -21,24 +21,15 @@ import pipelinerl.errors
 from pipelinerl.child import KILL_TIMEOUT_S, ChildProcess
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import INVALID_DATA, PipelineRLError, StageDiedError
+from pipelinerl.hub.admission import Part
+from pipelinerl.hub.server import HubServer, WorkerKind
 from pipelinerl.interfaces import Board
 from pipelinerl.launch.memory import on_gpus
-from pipelinerl.launch.roles import server_roles, worker_roles
-from pipelinerl.launch.session import Here, Session, WorkerReport
+from pipelinerl.launch.roles import PREPROCESSING, TRAINING, generation_roles, server_roles, worker_roles
+from pipelinerl.launch.session import Channels, Here, Session, WorkerReport
 from pipelinerl.launch.share import process_environment, shares_of, usable_cores
-from pipelinerl.status.board import MmapBoard
-
-
-class Channels(NamedTuple):
-    """File descriptors between the workers; -1 for a process that does not use one."""
-
-    weights: int = -1
-    ranks: int = -1
-    """The socket at which rank 0 of a sharded trainer listens."""
-
-    @property
-    def opened(self) -> list[int]:
-        return [fd for fd in self if fd >= 0]
+from pipelinerl.launch.streams import make_hub
+from pipelinerl.status.board import MemoryBoard
 
 
 def make_channel(config: RunConfig) -> int:
@@ -103,6 +94,15 @@ class Host(Protocol):
     """A context: processes may be started inside, and have ended at its end."""
 
     board: Board
+
+    def settle(self, ended: Sequence[Worker]) -> None:
+        """Wait until everything is known that these processes sent before they ended."""
+
+    def waiting(self) -> int:
+        """Rollouts in the streams."""
+
+    def parts(self) -> dict[int, Part]:
+        """What generation processes have done, by number."""
 
     def start(self, role: str) -> Worker:
         """Start a process. Servers come first: workers may hold what servers need."""
@@ -186,6 +186,18 @@ class LocalWorker(ChildProcess):
             return None
 
 
+def worker_kind(config: RunConfig, role: str) -> WorkerKind | None:
+    """What the hub does for the process of a role; None for engine servers and ranks, which do without it."""
+    apart = config.launch.preprocessor == "process"
+    if role == TRAINING:
+        return WorkerKind(reads="prepared" if apart else "rollouts", follows=True)
+    if role == PREPROCESSING:
+        return WorkerKind(reads="rollouts")
+    if role in (roles := generation_roles(config)):
+        return WorkerKind(process=roles.index(role))
+    return None
+
+
 def named(worker: Worker) -> str:
     """A process as messages name it."""
     place = f" on {worker.machine}" if worker.machine else ""
@@ -198,8 +210,9 @@ class LocalHost:
     `placement`: lines on which process is on which GPU, if any is.
     """
 
+    board: Board
+
     def __init__(self, session: Session, lock_fd: int) -> None:
-        self.board: Board = MmapBoard(session.run.scratch)
         self._session, self._lock_fd = session, lock_fd
         self._workers: list[LocalWorker] = []
         self._stack = ExitStack()
@@ -228,26 +241,46 @@ class LocalHost:
         # The workers are parents of the servers too: if the launcher is killed, servers end after the last worker.
         parents = (worker.parent_fd for worker in self._workers if worker.role in servers and worker.running)
         fds = [self._lock_fd, *parents]
-        return LocalWorker(self._session, role, here, channels=self.channels, fds=fds, environment=environment)
+        options: dict[str, Any] = {"fds": fds, "environment": environment}
+        if (kind := worker_kind(self._session.config, role)) is None:
+            return LocalWorker(self._session, role, here, channels=self.channels, **options)
+        with self._server.connect(kind) as connected:
+            channels = self.channels._replace(hub=connected.fileno())
+            return LocalWorker(self._session, role, here, channels=channels, **options)
 
     def bury(self, worker: Worker) -> None:
         worker.kill()
         worker.wait(KILL_TIMEOUT_S)
         remove_weights_of(worker.pid)
+        if kind := worker_kind(self._session.config, worker.role):
+            self._server.wait_ended(kind)
+
+    def settle(self, ended: Sequence[Worker]) -> None:
+        for worker in ended:
+            if kind := worker_kind(self._session.config, worker.role):
+                self._server.wait_ended(kind)
+
+    def waiting(self) -> int:
+        return self._hub.waiting
+
+    def parts(self) -> dict[int, Part]:
+        return self._hub.admission.parts
 
     def failure(self) -> PipelineRLError | None:
-        return None
+        return self._server.failure
 
     def cause(self, failure: PipelineRLError) -> PipelineRLError:
         return failure
 
     def __enter__(self) -> Self:
+        self._hub = make_hub(self._session, MemoryBoard())
+        self.board = self._server = self._stack.enter_context(HubServer(self._hub))
         ranks = -1
         if self._session.config.trainer.ranks > 1:
             from pipelinerl.channel import listen  # noqa: PLC0415 - only several ranks need it
 
             ranks = listen().detach()
-        self.channels = Channels(make_channel(self._session.config), ranks)
+        self.channels = Channels(weights=make_channel(self._session.config), ranks=ranks)
         for fd in self.channels.opened:
             self._stack.callback(os.close, fd)
         return self

@@ -13,10 +13,9 @@ the run makes progress, and turns Ctrl-C into a clean stop. It starts some proce
 from __future__ import annotations
 
 import os
-import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -33,22 +32,20 @@ from pipelinerl.errors import (
     StreamError,
     WeightUpdateError,
 )
-from pipelinerl.files import UNWRITABLE, JsonLines
+from pipelinerl.files import UNWRITABLE
 from pipelinerl.launch.hosts.host import Host, Worker, named
 from pipelinerl.launch.interrupts import Interrupts, counted_interrupts
 from pipelinerl.launch.roles import TRAINING, generation_roles, rank_roles, server_roles, worker_roles, worker_stages
 from pipelinerl.launch.run_lock import RunLock, errors_explained, keep_settings
 from pipelinerl.launch.session import Session
-from pipelinerl.launch.stages.streams import PREPARED, ROLLOUTS, StreamStore, group_reader, prepared_reader
 from pipelinerl.launch.summary import Outcome, interruption
-from pipelinerl.status.board import last_statuses
+from pipelinerl.status.board import last_statuses, write_statuses
 from pipelinerl.status.screen import View
 from pipelinerl.status.watchdog import Watchdog
-from pipelinerl.types import TRAINER, Group, Prepared, StageStatus, goal_reached, trainer_progress
+from pipelinerl.types import TRAINER, StageStatus, goal_reached, trainer_progress
 
 if TYPE_CHECKING:
     from pipelinerl.launch.healing import Healing
-    from pipelinerl.stream.redis_server import RedisServer
 
 LOOK_EVERY_S = 0.1
 STOP_PATIENCE_S = 120.0
@@ -61,10 +58,9 @@ SERVER_PATIENCE_S = 20.0
 
 @dataclass
 class Processes:
-    """The processes of a session. `servers` and `broker` serve the `workers` until the workers have ended."""
+    """The processes of a session. `servers` serve the `workers` until the workers have ended."""
 
     host: Host
-    broker: RedisServer | None
     workers: list[Worker] = field(default_factory=list)
     servers: list[Worker] = field(default_factory=list)
     replaceable: Sequence[str] = ()  # roles
@@ -88,13 +84,9 @@ class Processes:
             return error
         return None
 
-    def broker_failure(self) -> PipelineRLError | None:
-        why = None if self.broker is None else self.broker.failure()
-        return None if why is None else StageDiedError(why)
-
     def failure(self) -> PipelineRLError | None:
         """Why a process ended that should not have. What others depend on comes first: its end may end the others."""
-        if failure := self.broker_failure() or self.host.failure():
+        if failure := self.host.failure():
             return failure
         dead = self.dead()
         for server in self.servers:
@@ -129,7 +121,7 @@ class Processes:
         if isinstance(error, StalledError):
             trainer = trainer_progress(last_statuses(self.host.board).get(TRAINER))
             return trainer is not None and trainer.busy_s > 0  # it worked before
-        if isinstance(error, RankLostError) or self.broker_failure() or self.host.failure():
+        if isinstance(error, RankLostError) or self.host.failure():
             return True
         return any(worker.died for worker in (*self.servers, *self.workers))
 
@@ -139,31 +131,29 @@ def premature_exit(worker: Worker) -> PipelineRLError:
     return StageDiedError(f"{named(worker)} ended before the run did (was it told to stop?)")
 
 
-def run_processes(session: Session, view: View, host: Host, broker: RedisServer | None, lock: RunLock) -> Outcome:
-    """Run the session to its end on `host`. Errors of the run are in the outcome, not raised. `broker` runs already."""
+def run_processes(session: Session, view: View, host: Host, lock: RunLock) -> Outcome:
+    """Run the session to its end on `host`. Errors of the run are in the outcome, not raised."""
     begin_s = time.monotonic()
-    processes = Processes(host, broker)
-    beginning = (0, 0, 0)
+    processes = Processes(host)
     error: PipelineRLError | None = None
     lost = False
 
     def healing() -> Healing:
         from pipelinerl.launch.healing import Healing  # noqa: PLC0415 - few runs need it
 
-        return Healing(session, host, view, beginning)
+        return Healing(session, host, view)
 
-    statuses: dict[str, StageStatus] = {}
+    statuses, waiting = dict[str, StageStatus](), 0
     with ExitStack() as stack:
         interrupts = stack.enter_context(counted_interrupts())
         try:
             stack.enter_context(host)
-            if roles := replaceable_roles(session.config):
-                processes.replaceable, beginning = roles, beginning_of(session)
+            processes.replaceable = replaceable_roles(session.config)
             for role in server_roles(session.config):
                 processes.servers.append(host.start(role))
             for role in worker_roles(session.config):
                 processes.workers.append(host.start(role))
-            error = _watch(session, lock, processes, healing, view=view, interrupts=interrupts)
+            error = _Watch(session, lock, processes, healing, view).run(interrupts)
             lost = processes.lost(error)
         except PipelineRLError as raised:
             error, lost = raised, processes.lost(raised)
@@ -171,37 +161,19 @@ def run_processes(session: Session, view: View, host: Host, broker: RedisServer 
             error = _stop(session, processes.workers, view, interrupts, error)
             asked = interrupts.count
             stop_all(processes.servers, SERVER_PATIENCE_S, lambda: interrupts.count > asked)
-            statuses = last_statuses(host.board)
+            host.settle(processes.workers)
+            statuses, waiting = last_statuses(host.board), host.waiting()
     view.update(statuses, time.monotonic())
-    in_streams: dict[int, int] = {}
-    try:
-        if broker is None or broker.failure() is None:
-            in_streams = rollouts_in_streams(session.streams(), session.config)
-    except PipelineRLError as raised:
-        error = error or raised
     started = [*processes.servers, *processes.workers]
     return Outcome(
         statuses=statuses,
         error=error,
         wall_s=time.monotonic() - begin_s,
-        stream_rollouts=session.plan.rollouts_left(in_streams),
+        stream_rollouts=waiting,
         peak_memory_bytes={worker.role: peak for worker in started if (peak := worker.peak_memory_bytes()) is not None},
         restarts=processes.healing.summary() if processes.healing else {},
         lost=lost and not isinstance(error, RunInterruptedError),
     )
-
-
-def beginning_of(session: Session) -> tuple[int, int, int]:
-    """Where the session begins, for `healing.Beginning`."""
-    store, path = session.streams(), session.run.rollouts_of(0, shared=False)
-    with errors_explained(), closing(JsonLines(path)):  # removes a partial last line
-        recorded = path.stat().st_size
-    with closing(store.writer(ROLLOUTS, Group, capacity=None, when_full="block", on_drop=None)) as writer:
-        first = writer.stats()
-    if session.config.launch.preprocessor == "with_trainer":
-        return recorded, first.written, 0
-    with closing(store.writer(PREPARED, Prepared, capacity=None, when_full="block", on_drop=None)) as second:
-        return recorded, first.written, second.stats().written - first.taken
 
 
 def replaceable_roles(config: RunConfig) -> list[str]:
@@ -213,62 +185,80 @@ def replaceable_roles(config: RunConfig) -> list[str]:
     return [role for role in (*server_roles(config), *worker_roles(config)) if role not in lost]
 
 
-def _watch(
-    session: Session,
-    lock: RunLock,
-    processes: Processes,
-    healing: Callable[[], Healing],
-    *,
-    view: View,
-    interrupts: Interrupts,
-) -> PipelineRLError | None:
-    """Watch processes, statuses and interrupts until the run is over. Returns why it ended; None if it reached its goal."""
-    config = session.config
-    watchdog = Watchdog(config.launch.watchdog_s)
-    stages = worker_stages(config)
-    loaded = False
-    workers = processes.workers
-    followers = rank_roles(config)  # they end with rank 0
-    begin_s = time.monotonic()
-    while True:
-        lock.require_directory()
-        ended = [worker for worker in workers if not worker.running and worker not in processes.dead()]
-        if failure := processes.replace(healing, time.monotonic()) or processes.failure():
-            if followers:
-                time.sleep(CAUSE_PATIENCE_S)
-                failure = processes.silent_ranks([TRAINING, *followers]) or processes.failure() or failure
-            return processes.broker_failure() or processes.host.cause(failure)
-        now = time.monotonic()
+class _Watch:
+    """Watches processes, statuses and interrupts until the run is over."""
+
+    def __init__(
+        self, session: Session, lock: RunLock, processes: Processes, healing: Callable[[], Healing], view: View
+    ) -> None:
+        self._session, self._lock, self._processes = session, lock, processes
+        self._healing, self._view = healing, view
+        self._stages, self._followers = worker_stages(session.config), rank_roles(session.config)  # which end with rank 0
+        self._watchdog = Watchdog(session.config.launch.watchdog_s)
+        self._loaded, self._begin_s = False, time.monotonic()
+
+    def run(self, interrupts: Interrupts) -> PipelineRLError | None:
+        """Returns why the run ended; None if it reached its goal."""
+        processes = self._processes
+        while True:
+            self._lock.require_directory()
+            ended = [worker for worker in processes.workers if not worker.running and worker not in processes.dead()]
+            if failure := processes.replace(self._healing, time.monotonic()) or processes.failure():
+                return self._cause(failure)
+            processes.host.settle(ended)
+            statuses = self._look()
+            early = [worker for worker in ended if worker.role not in self._followers]
+            if early and not goal_reached(statuses.get(TRAINER)):
+                return premature_exit(early[0])
+            if len(ended) == len(processes.workers) and not (processes.healing and processes.healing.pending):
+                return None
+            if interrupts.count:
+                return RunInterruptedError("stopping")
+            if stalled := self._stalled(statuses, time.monotonic()):
+                return stalled
+            time.sleep(LOOK_EVERY_S)
+
+    def _cause(self, failure: PipelineRLError) -> PipelineRLError:
+        processes = self._processes
+        if self._followers:
+            time.sleep(CAUSE_PATIENCE_S)
+            failure = processes.silent_ranks([TRAINING, *self._followers]) or processes.failure() or failure
+        return processes.host.cause(failure)
+
+    def _look(self) -> dict[str, StageStatus]:
+        """The statuses of the processes that run now. Shows them, and notes when all parts have loaded."""
+        processes, now = self._processes, time.monotonic()
+        started = {("", os.getpid()), *((worker.machine, worker.pid) for worker in processes.workers)}
         found = last_statuses(processes.host.board)
-        started = {("", os.getpid()), *((worker.machine, worker.pid) for worker in workers)}
         statuses = {stage: status for stage, status in found.items() if (status.machine, status.pid) in started}
-        view.update(statuses, now)
-        if not loaded and not any(_not_ready(stage, statuses.get(stage)) for stage in stages):
-            loaded = True
+        self._view.update(statuses, now)
+        write_statuses(self._session.run.statuses, statuses)
+        if not self._loaded and not any(_not_ready(stage, statuses.get(stage)) for stage in self._stages):
+            self._loaded = True
             with errors_explained():
-                keep_settings(config, session.run)
-        early = [worker for worker in ended if worker.role not in followers]
-        if early and not goal_reached(statuses.get(TRAINER)):
-            return premature_exit(early[0])
-        absent: Sequence[str] = ()
+                keep_settings(self._session.config, self._session.run)
         if processes.healing is not None:
             processes.healing.observe(statuses, now)
+        return statuses
+
+    def _stalled(self, statuses: Mapping[str, StageStatus], now: float) -> StalledError | None:
+        """Why nothing moves, or is not ready in time. Silent processes that can be replaced are killed instead."""
+        launch, processes = self._session.config.launch, self._processes
+        absent, begin_s = list[str](), self._begin_s
+        if processes.healing is not None:
             begin_s, absent = max(begin_s, processes.healing.changed_s), processes.healing.absent_servers
-        if len(ended) == len(workers) and not (processes.healing and processes.healing.pending):
-            return None
-        if interrupts.count:
-            return RunInterruptedError("stopping")
         # A stage without a status is still starting, as is an absent server, and the others may wait for it.
-        stall = watchdog.observe(statuses, now) if statuses.keys() >= set(stages) and not absent else None
+        stall = None if absent or set(self._stages) - statuses.keys() else self._watchdog.observe(statuses, now)
         if stall is not None:
-            processes.healing = processes.healing or (healing() if processes.replaceable else None)
-            if not (processes.healing and processes.healing.kill(stall.suspects, workers, processes.replaceable)):
+            processes.healing = processes.healing or (self._healing() if processes.replaceable else None)
+            replaceable = processes.replaceable
+            if not (processes.healing and processes.healing.kill(stall.suspects, processes.workers, replaceable)):
                 return StalledError(stall.message)
-            watchdog = Watchdog(config.launch.watchdog_s)  # those that waited for them have time to go on
-        late = [*absent, *(text for stage in stages if (text := _not_ready(stage, statuses.get(stage))))]
-        if late and now - begin_s > config.launch.startup_timeout_s:
+            self._watchdog = Watchdog(launch.watchdog_s)  # those that waited for them have time to go on
+        late = [*absent, *(text for stage in self._stages if (text := _not_ready(stage, statuses.get(stage))))]
+        if late and now - begin_s > launch.startup_timeout_s:
             return StalledError(f"{' and '.join(late)} not ready after {now - begin_s:.0f} s (launch.startup_timeout_s)")
-        time.sleep(LOOK_EVERY_S)
+        return None
 
 
 def _stop(
@@ -316,19 +306,3 @@ def _not_ready(stage: str, status: StageStatus | None) -> str | None:
     if status is None:
         return stage
     return f"{stage} ({status.detail})" if status.state == "starting" else None
-
-
-def rollouts_in_streams(store: StreamStore, config: RunConfig) -> dict[int, int]:
-    """Index -> number of rollouts of each group still in a stream, after all processes have ended.
-
-    A group that the preprocessor did not commit counts as waiting, unless it is also in the prepared stream. Known
-    overcount: if the preprocessor was killed after writing a group and before committing it, and the trainer has committed
-    that group since, it is still counted here. A resume excludes it by the trainer's ledger.
-    """
-    if config.launch.preprocessor == "with_trainer":
-        return {group.index: len(group.rollouts) for group in store.waiting(ROLLOUTS, Group)}
-    waiting = {prepared.index: len(prepared.ids) for prepared in store.waiting(PREPARED, Prepared)}
-    with closing(prepared_reader(store)) as second, closing(group_reader(store)) as first:
-        passed_on = {prepared.index for _, prepared in second.read(sys.maxsize)}
-        left = {group.index: len(group.rollouts) for _, group in first.read(sys.maxsize) if group.index not in passed_on}
-    return waiting | left

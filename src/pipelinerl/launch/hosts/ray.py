@@ -1,11 +1,8 @@
 """A Ray cluster as host of a run. Needs the extra `ray`.
 
-Ray places and watches, and does nothing else: one actor per machine (`agent.Agent`) starts the processes of that machine.
-What they share goes through Redis and the run directory. Calls carry the bytes of checkpoints for machines without the run
-directory. Actors belong to the launcher, and Ray ends them with it.
-
-What Ray says about an actor is taken as follows. Died: the machine is lost. Unavailable: not known yet. In the end only
-heartbeats count: a machine that has not sent one for `launch.lost_s` is lost, whatever Ray says.
+Ray places, starts and watches: each process of the run has an actor on its machine (`agent.Agent`), which starts it and
+waits for its end. Everything else goes over the process's connection with the hub. Actors belong to the launcher, and Ray
+ends them with it, and their processes end with them. A machine is lost when Ray says that an actor on it has died.
 """
 
 from __future__ import annotations
@@ -13,12 +10,9 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
-from itertools import islice
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
 
@@ -26,27 +20,25 @@ import msgspec
 
 import pipelinerl.errors
 from pipelinerl._version import __version__
-from pipelinerl.checkpoint_folders import files_in
 from pipelinerl.config.schema import LaunchConfig, RunConfig
-from pipelinerl.errors import PipelineRLError, RankLostError, RunDirectoryError, StageDiedError, StreamError, UserError
+from pipelinerl.errors import PipelineRLError, RankLostError, RunDirectoryError, StageDiedError, UserError
 from pipelinerl.extras import require
 from pipelinerl.files import write_atomically
+from pipelinerl.hub.admission import Part
+from pipelinerl.hub.network import Listener
+from pipelinerl.hub.server import HubServer
 from pipelinerl.interfaces import Board
-from pipelinerl.launch.away import ReadyFiles
-from pipelinerl.launch.fence import Fence
-from pipelinerl.launch.hosts.agent import AWAY, BEAT_EVERY_S, LAUNCHER, LONGEST_PIECE, Agent, Ended, Look, Order, Setup, has
-from pipelinerl.launch.hosts.head import Head, RunningHead
+from pipelinerl.launch.hosts.agent import Agent, Ended, Order, has
+from pipelinerl.launch.hosts.host import worker_kind
 from pipelinerl.launch.hosts.placement import Machine, Place, place, roles_of, shares_on
 from pipelinerl.launch.machine import Memory
 from pipelinerl.launch.memory import check_memory, judge_machine
-from pipelinerl.launch.roles import TRAINING, rank_roles, stages_of
+from pipelinerl.launch.roles import TRAINING, rank_roles, server_roles
 from pipelinerl.launch.run_directory import ORPHAN_PATIENCE_S
 from pipelinerl.launch.session import Here, Session
 from pipelinerl.launch.share import Share
-from pipelinerl.launch.stages.streams import name_in_redis, redis_of
-from pipelinerl.redis_connection import RedisConnection
-from pipelinerl.status.mirror import Heartbeats, RedisBoard
-from pipelinerl.types import StageStatus
+from pipelinerl.launch.streams import make_hub
+from pipelinerl.status.board import MemoryBoard
 
 require("ray", "launch.kind ray")  # before the import, which fails without
 import ray  # noqa: E402
@@ -61,16 +53,14 @@ CONNECT_TIMEOUT_S = 10.0
 CALL_TIMEOUT_S = 60.0
 """For calls that only start something. An agent that does not answer in this time is lost."""
 CLOSE_TIMEOUT_S = 15.0
-PIECES_AHEAD = 4
-"""Pieces of a file that are on their way at the same time."""
 POLL_S = 0.02
-TRY_S = 1.0
-"""How long the launcher tries to reach Redis at a time."""
-CLOCK_CALLS = 5
-CAUSE_PATIENCE_S = 3.0
-"""After a failure: the time in which a lost machine, which may be its cause, stops answering."""
+LOOK_EVERY_S = 0.2
+CAUSE_PATIENCE_S = 1.0
+"""After a failure: the time for Ray to name a lost machine, which may be its cause, if all agents answer."""
+LOST_S = 60.0
+"""The same if an agent does not answer: Ray's health checks take some 15 s."""
 QUIET_S = 1.5
-"""An agent that has been silent for longer (it beats every half second) may be lost."""
+"""Time for agents to answer."""
 
 
 class Cluster(NamedTuple):
@@ -174,56 +164,61 @@ def machines_away(config: RunConfig, cluster: Cluster, places: Sequence[Place]) 
 
 
 def _is_away(name: str, *, trains: bool) -> str:
-    sends = "records, logs and checkpoints" if trains else "records and logs"
-    return f"{name} does not have the run directory: its {sends} are sent to this machine (see docs/cluster.md for the cost)"
+    if trains:
+        return f"{name} does not have the run directory, and would run the trainer, which writes checkpoints: share run_dir"
+    return f"{name} does not have the run directory: its processes send their records to this machine"
 
 
 class RemoteWorker:
-    """A process on another machine, as its agent reported it last."""
+    """A process on another machine, as its agent reports it."""
 
-    def __init__(self, role: str, pid: int, log: Path, seat: Seat, look: Callable[[], None]) -> None:
-        self.role, self.machine, self.pid, self.log = role, seat.machine.name, pid, log
+    def __init__(self, handle: Handle, pid: int, log: Path) -> None:
+        self.role, self.machine, self.pid, self.log = handle.role, handle.machine.name, pid, log
         self.asked_to_stop = False
-        self._seat, self._look = seat, look
-
-    @property
-    def _ended(self) -> Ended | None:
-        """How this process ended, and not one before it."""
-        ended = self._seat.ended.get(self.role)
-        return ended if ended is not None and ended.pid == self.pid else None
+        self._handle = handle
+        self._waiting = handle.actor.wait.remote()
+        self._ended: Ended | None = None
 
     @property
     def running(self) -> bool:
-        self._look()
-        return self._ended is None and self._seat.lost is None
+        """False too once the machine is lost."""
+        if self._ended is None and self._handle.lost is None and ray.wait([self._waiting], timeout=0)[0]:
+            try:
+                self._ended = msgspec.json.decode(ray.get(self._waiting), type=Ended)
+            except exceptions.RayError as error:
+                self._handle.lost = _reason(error)
+            else:
+                if self._ended.log:  # its machine does not have the run directory
+                    with suppress(OSError), self.log.open("ab") as log:
+                        log.write(self._ended.log)
+        return self._ended is None and self._handle.lost is None
 
     def failure(self) -> PipelineRLError | None:
-        ended = self._ended
-        if ended is None or ended.kind is None:
+        if self.running or self._ended is None or self._ended.kind is None:
             return None
-        kind = getattr(pipelinerl.errors, ended.kind, StageDiedError)
-        error: PipelineRLError = kind(ended.message)
-        for note in ended.notes:
+        kind = getattr(pipelinerl.errors, self._ended.kind, StageDiedError)
+        error: PipelineRLError = kind(self._ended.message)
+        for note in self._ended.notes:
             error.add_note(note)
         return error
 
     @property
     def died(self) -> bool:
-        return self._ended is not None and self._ended.died and not self.asked_to_stop
+        return not self.running and self._ended is not None and self._ended.died and not self.asked_to_stop
 
     def peak_memory_bytes(self) -> int | None:
         return None if self._ended is None else self._ended.peak_memory_bytes
 
     def dump_stacks(self) -> None:
-        self._seat.tell(self.role, "stacks")
+        self._handle.tell("stacks")
 
     def ask_to_stop(self) -> None:
         if self.running:
             self.asked_to_stop = True
-            self._seat.tell(self.role, "stop")
+            self._handle.tell("stop")
 
     def kill(self) -> None:
-        self._seat.tell(self.role, "kill")
+        self._handle.tell("kill")
 
     def wait(self, timeout_s: float) -> bool:
         deadline_s = time.monotonic() + timeout_s
@@ -232,16 +227,13 @@ class RemoteWorker:
         return not self.running
 
 
-class Seat:
-    """An agent, as the launcher sees it. `lost` says why its machine is lost, if it is. `away`: see `launch.away`."""
+class Handle:
+    """The agent of a role, as the launcher sees it. `lost` says why it is lost, if it is."""
 
-    def __init__(self, machine: Machine, actor: Any, roles: Sequence[str]) -> None:
-        self.machine, self.actor, self.roles = machine, actor, roles
-        self.ended: dict[str, Ended] = {}
-        self.away = False
+    def __init__(self, role: str, machine: Machine, actor: Any) -> None:
+        self.role, self.machine, self.actor = role, machine, actor
+        self.sees_run = True
         self.lost: str | None = None
-        self.unavailable = False
-        self._looking: Any = None
 
     def call(self, method: str, *arguments: object, timeout_s: float = CALL_TIMEOUT_S) -> Any:
         """Call the agent. Raises StageDiedError if it does not answer."""
@@ -256,70 +248,22 @@ class Seat:
         except exceptions.RayError as error:
             raise StageDiedError(f"{self.name} does not answer ({_first_line(error)})") from error
 
-    def tell(self, role: str, what: str) -> None:
-        """Send a signal to a process, without waiting for it."""
+    def tell(self, what: str) -> None:
+        """Send a signal to the process, without waiting for it."""
         if self.lost is None:
-            self.actor.signal.remote(role, what)
-
-    def look(self) -> None:
-        """Take the answer to the last question, if it is there, and ask again. Never waits."""
-        if self.lost is not None:
-            return
-        if self._looking is None:
-            self._looking = self.actor.look.remote()
-        if not ray.wait([self._looking], timeout=0)[0]:
-            return
-        answered, self._looking = self._looking, None
-        try:
-            look = msgspec.json.decode(ray.get(answered), type=Look)
-        except exceptions.ActorDiedError as error:
-            self.lost = f"its agent died: {_reason(error)}"
-            return
-        except exceptions.RayError:
-            self.unavailable = True
-            return
-        self.unavailable = False
-        self.ended |= {ended.role: ended for ended in look.ended}
-        if look.problem is not None:
-            self.lost = look.problem
+            self.actor.signal.remote(what)
 
     @property
     def name(self) -> str:
         """The machine as messages name it."""
-        return f"machine {self.machine.name}" + (
-            f" ({self.machine.address})" if self.machine.address != self.machine.name else ""
-        )
-
-
-class _LastBoard(RedisBoard):
-    """While Redis is not there, it returns the statuses of the last look. `problem`: Redis has been away for too long.
-
-    What is published waits for Redis, over the connection `patient`.
-    """
-
-    def __init__(self, connection: RedisConnection, patient: RedisConnection, prefix: str, patience_s: float) -> None:
-        super().__init__(connection, prefix)
-        self._patience_s = patience_s
-        self._patient = RedisBoard(patient, prefix)
-        self._seen_s = time.monotonic()
-        self.problem: StreamError | None = None
-
-    def publish_all(self, statuses: Sequence[StageStatus]) -> None:
-        self._patient.publish_all(statuses)
-
-    def stages(self) -> Sequence[str]:
-        try:
-            found = super().stages()
-        except StreamError as error:
-            if time.monotonic() - self._seen_s > self._patience_s:
-                self.problem = error
-            return sorted(self._payloads)
-        self._seen_s = time.monotonic()
-        return found
+        machine = self.machine
+        return f"machine {machine.name}" + (f" ({machine.address})" if machine.address != machine.name else "")
 
 
 class RayHost:
-    """The machines of a cluster. Each that has a process of the run gets an agent."""
+    """The machines of a cluster. Each process of the run has an agent, which is an actor on the process's machine."""
+
+    board: Board
 
     def __init__(
         self,
@@ -332,35 +276,30 @@ class RayHost:
         self._session, self._cluster, self._say = session, cluster, say
         self._places = {place.role: place for place in places}
         self._shares: dict[str, Share] = shares_on(session.config, session.schedule, places, cluster.machines)
-        self._seats: dict[str, Seat] = {}
-        self._stack = ExitStack()
-        url, prefix, patience_s = redis_of(session.config, session.run, session.plan.redis_url)
-        # The thread of heartbeats must not wait for anything else, nor the launcher for long while it only looks.
-        connections = [RedisConnection(url, "launcher", bound_s) for bound_s in (TRY_S, TRY_S, patience_s)]
-        here, beating, patient = (self._stack.enter_context(closing(connection)) for connection in connections)
-        self._board = _LastBoard(here, patient, prefix, patience_s)
-        self.board: Board = self._board
-        self._heartbeats = Heartbeats(beating, prefix, LAUNCHER)
+        self._handles: dict[str, Handle] = {}
+        self._workers: list[RemoteWorker] = []
         self._looked_s = 0.0
-        self._head: RunningHead | None = None
+        self._ports, self._trainer_at = [0, 0], ""
+        self._ready: set[tuple[str, bytes]] = set()  # ready files of engine servers that were passed on
+        self._stack = ExitStack()
 
     def __enter__(self) -> Self:
+        session, config = self._session, self._session.config
         try:
-            self._heartbeats.clear()
-            self._heartbeats.beat()
-            stop = threading.Event()
-            beating = threading.Thread(target=self._beat, args=(stop,), name="heartbeats", daemon=True)
-            beating.start()
-            self._stack.callback(beating.join)
-            self._stack.callback(stop.set)
-            self._stack.callback(self._close_head)  # what agents send at their end is taken
-            self._stack.callback(lambda: end_agents(self._seats.values()))
-            for machine in self._cluster.machines:
-                if roles := [place.role for place in self._places.values() if place.machine == machine.name]:
-                    self._seats[machine.name] = Seat(machine, self._make_agent(machine), roles)
-            if away := self._open_agents():
-                self._start_head(away)
-            trainer = self._seats[self._places[TRAINING].machine]
+            self._hub = make_hub(session, MemoryBoard())
+            self.board = self._server = self._stack.enter_context(HubServer(self._hub))
+            kinds = {role: kind for role in self._places if (kind := worker_kind(config, role)) is not None}
+            self._server.expect(kinds)
+            listener = Listener(self._cluster.address, session.plan.hub_key, self._server.admit)
+            self._stack.callback(listener.close)
+            self._hub_at = listener.address
+            self._stack.callback(lambda: end_agents(self._handles.values()))
+            machines = {machine.name: machine for machine in self._cluster.machines}
+            for place in self._places.values():
+                machine = machines[place.machine]
+                self._handles[place.role] = Handle(place.role, machine, self._make_agent(place, machine))
+            self._prepare()
+            trainer = self._handles[TRAINING]
             self._trainer_at = trainer.machine.address
             self._ports = trainer.call("listen", self._trainer_at)
         except BaseException:
@@ -372,212 +311,193 @@ class RayHost:
         self._stack.close()
 
     def start(self, role: str) -> RemoteWorker:
-        found, share = self._places[role], self._shares[role]
-        seat = self._seats[found.machine]
+        handle = self._handles[role]
+        pid = handle.call("start", msgspec.json.encode(self._order(role)))
+        for name, contents in self._ready:
+            handle.call("write", name, contents)
+        worker = RemoteWorker(handle, pid, self._session.run.log(role))
+        self._workers.append(worker)
+        return worker
+
+    def bury(self, worker: Worker) -> None:
+        self._handles[worker.role].call("bury")
+        if kind := worker_kind(self._session.config, worker.role):
+            self._server.wait_ended(kind)
+
+    def settle(self, ended: Sequence[Worker]) -> None:
+        for worker in ended:
+            if kind := worker_kind(self._session.config, worker.role):
+                self._server.wait_ended(kind)
+
+    def waiting(self) -> int:
+        return self._hub.waiting
+
+    def parts(self) -> dict[int, Part]:
+        return self._hub.admission.parts
+
+    def failure(self) -> PipelineRLError | None:
+        if self._server.failure is not None:
+            return self._server.failure
+        for worker in self._workers:
+            worker.running  # noqa: B018 - looks at it
+        for handle in self._handles.values():
+            if handle.lost is not None:
+                ranks = {TRAINING, *rank_roles(self._session.config)}
+                kind = RankLostError if len(ranks) > 1 and handle.role in ranks else StageDiedError
+                others = [one.role for one in self._handles.values() if one.machine == handle.machine]
+                return kind(f"{handle.name}, which runs {', '.join(others)}, is lost: {handle.lost}")
+        self._pass_on_ready_files()
+        return None
+
+    def cause(self, failure: PipelineRLError) -> PipelineRLError:
+        """Wait for a machine that may be lost: other processes notice a broken connection sooner than Ray."""
+        calls = [handle.actor.memory.remote("cpu") for handle in self._handles.values() if handle.lost is None]
+        answered, _ = ray.wait(calls, num_returns=len(calls), timeout=QUIET_S) if calls else ([], [])
+        deadline_s = time.monotonic() + (CAUSE_PATIENCE_S if len(answered) == len(calls) else LOST_S)
+        while (lost := self.failure()) is None and time.monotonic() < deadline_s:
+            time.sleep(POLL_S)
+        return lost or failure
+
+    def _make_agent(self, place: Place, machine: Machine) -> Any:
+        """An actor of this run. `wait_until_unused` finds its name.
+
+        The name is of this session only: Ray keeps that of an agent which has ended until its launcher has, too.
+        """
+        where = NodeAffinitySchedulingStrategy(self._cluster.ids[machine.name], soft=False)
+        name = f"{self._session.run.root}:{place.role}:{self._session.plan.id}:{_launcher()}"
+        options = {
+            "name": name,
+            "num_cpus": 0,
+            "num_gpus": len(place.gpus),
+            "max_restarts": 0,
+            "max_concurrency": 4,  # one call waits for the end of the process
+            "scheduling_strategy": where,
+        }
+        return cast(Any, ray.remote(RayAgent)).options(**options).remote()
+
+    def _order(self, role: str, nonce: tuple[str, str] = ("", "")) -> Order:
+        session, share, machine = self._session, self._shares[role], self._handles[role].machine
+        model = session.config.model.path
         weights_port, ranks_port = self._ports
         here = Here(
             threads=share.threads,
             yields=share.yields,
-            address=seat.machine.address,
-            weights_from=(self._trainer_at, weights_port),
-            ranks_at=(self._trainer_at, ranks_port),
+            machine=machine.name,
+            address=machine.address,
+            weights_from=(self._trainer_at, weights_port) if weights_port else None,
+            ranks_at=(self._trainer_at, ranks_port) if ranks_port else None,
+            hub=self._hub_at,
+            session=session.plan.id,
         )
-        plan = self._session.run.plan.read_bytes() if seat.away else b""
-        order = Order(role=role, here=here, gpus=found.gpus, listens=role == TRAINING, plan=plan)
-        pid = seat.call("start", msgspec.json.encode(order))
-        return RemoteWorker(role, pid, self._session.run.log(role), seat, self._look)
+        return Order(
+            version=__version__,
+            run_dir=str(session.run.root),
+            nonce=nonce,
+            role=role,
+            here=here,
+            elapsed_s=time.monotonic() - session.records_from_s,
+            working_folder=os.getcwd(),
+            settings=session.run.settings.read_bytes(),
+            plan=session.run.plan.read_bytes(),
+            model=model,
+            model_folder=Path(model).expanduser().is_dir(),
+        )
 
-    def bury(self, worker: Worker) -> None:
-        seat = self._seats[worker.machine]
-        seat.call("bury", worker.role, timeout_s=self._session.config.launch.lost_s)
-        if self._head is not None and seat.away:  # records that it has sent may be on the way
-            self._head.catch_up()
-
-    def failure(self) -> PipelineRLError | None:
-        self._look()
-        if self._head is not None and self._head.problem is not None:  # agents end because of it
-            return self._head.problem
-        for seat in self._seats.values():
-            if seat.lost is not None:
-                ranks = {TRAINING, *rank_roles(self._session.config)}
-                kind = RankLostError if len(ranks) > 1 and ranks.intersection(seat.roles) else StageDiedError
-                return kind(f"{seat.name}, which runs {', '.join(seat.roles)}, is lost: {seat.lost}")
-        return self._board.problem
-
-    def cause(self, failure: PipelineRLError) -> PipelineRLError:
-        """Wait for a machine that may be lost: other processes notice its silence sooner than the launcher."""
-        begin_s = time.monotonic()
-        while (lost := self.failure()) is None:
-            waited_s = time.monotonic() - begin_s
-            quiet = any(seat.unavailable or self._silent_s(seat) > QUIET_S for seat in self._seats.values())
-            if waited_s > (self._session.config.launch.lost_s + CAUSE_PATIENCE_S if quiet else CAUSE_PATIENCE_S):
-                return failure
-            time.sleep(POLL_S)
-        return lost
-
-    def _make_agent(self, machine: Machine) -> Any:
-        """An actor of this run on the machine. `wait_until_unused` finds its name.
-
-        The name is of this session only: Ray keeps that of an agent which has ended until its launcher has, too.
-        """
-        gpus = sum(len(place.gpus) for place in self._places.values() if place.machine == machine.name)
-        where = NodeAffinitySchedulingStrategy(self._cluster.ids[machine.name], soft=False)
-        name = f"{self._session.run.root}:{machine.name}:{self._session.plan.id}:{_launcher()}"
-        options = {"name": name, "num_cpus": 0, "num_gpus": gpus, "max_restarts": 0, "scheduling_strategy": where}
-        return cast(Any, ray.remote(RayAgent)).options(**options).remote()
-
-    def _open_agents(self) -> list[Seat]:
-        """Have all agents begin. Returns those whose machines do not have the run directory.
-
-        Raises UserError for what is wrong on a machine.
-        """
+    def _prepare(self) -> None:
+        """Have all agents look at their machines. Raises UserError for what is wrong there."""
         session, run = self._session, self._session.run
         nonce = (f"control/shared-{secrets.token_hex(8)}", secrets.token_hex(16))
         write_atomically(run.root / nonce[0], nonce[1].encode())
         begin_s, bound_s = time.monotonic(), session.config.launch.startup_timeout_s
+        calls = {
+            role: one.actor.prepare.remote(msgspec.json.encode(self._order(role, nonce)))
+            for role, one in self._handles.items()
+        }
         try:
-            opening, away = {}, []
-            for name, seat in self._seats.items():
-                setup = Setup(
-                    version=__version__,
-                    run_dir=str(run.root),
-                    nonce=nonce,
-                    session=session.plan.id,
-                    machine=name,
-                    stages=tuple(stage for role in seat.roles for stage in stages_of(session.config, role)),
-                    ahead_s=self._clock_ahead_s(seat, max(1.0, bound_s - (time.monotonic() - begin_s))),
-                    records_from_s=session.records_from_s,
-                    lost_s=session.config.launch.lost_s,
-                    working_folder=os.getcwd(),
-                )
-                opening[name] = setup
-            for name, setup in opening.items():
-                seat = self._seats[name]
-                problem = seat.call("open", msgspec.json.encode(setup))
-                seat.away = problem == AWAY
-                if seat.away:
-                    away.append(seat)
-                    problem = seat.call("open", msgspec.json.encode(self._for_away(setup)))
+            for role, handle in self._handles.items():
+                left_s = max(1.0, bound_s - (time.monotonic() - begin_s))
+                problem, handle.sees_run = self._prepared(handle, calls[role], left_s)
                 if problem:
-                    raise UserError(f"{seat.name}: {problem}")
-                self._judge_memory(seat)
+                    raise UserError(f"{handle.name}: {problem}")
         finally:
             (run.root / nonce[0]).unlink(missing_ok=True)
-        return away
+        for handle in self._handles.values():
+            if handle.sees_run:
+                continue
+            if handle.role == TRAINING:
+                raise UserError(
+                    f"{handle.name} does not have the run directory {run.root}, where {handle.role} writes checkpoints: put "
+                    "run_dir on a file system that both machines share, or place it on this machine (launch.place)"
+                )
+            self._say(f"{handle.name} does not have the run directory: {handle.role} sends its records to this machine")
+        for machine in {handle.machine for handle in self._handles.values()}:
+            self._judge_memory([handle for handle in self._handles.values() if handle.machine == machine])
 
-    # ---- machines that do not have the run directory
+    def _prepared(self, handle: Handle, call: Any, bound_s: float) -> tuple[str, bool]:
+        try:
+            problem, sees = handle.result(call, bound_s)
+        except StageDiedError as error:
+            if isinstance(error.__cause__, exceptions.ActorDiedError):  # with its machine: Ray has just noticed
+                raise
+            gpus = len(self._places[handle.role].gpus)
+            raise UserError(
+                f"{handle.name}: no agent could be started in {bound_s:.0f} s ({error}); it needs {gpus} of the machine's "
+                f"{handle.machine.gpus} GPUs, which others may use"
+            ) from error
+        return str(problem), bool(sees)
 
-    def _for_away(self, setup: Setup) -> Setup:
-        run, model = self._session.run, Path(self._session.config.model.path).expanduser()
-        read = (run.settings, run.plan, name_in_redis(run))
-        files = {str(path.relative_to(run.root)): path.read_bytes() for path in read}
-        return msgspec.structs.replace(setup, files=files, model_folder=model.is_dir())
-
-    def _start_head(self, away: Sequence[Seat]) -> None:
-        """Take what these machines send, and send them the checkpoint that they load."""
-        session, run = self._session, self._session.run
-        url, prefix, patience_s = redis_of(session.config, run, session.plan.redis_url)
-        connection = RedisConnection(url, "head", patience_s)
-        ready = ReadyFiles(run.control, connection, prefix)
-        self._head = RunningHead(Head(connection, prefix, Fence.of(session), self._fetch), ready)
-        for seat in away:
-            trains = TRAINING in seat.roles
-            self._say(_is_away(seat.name, trains=trains))
-            if trains and session.plan.checkpoint is not None:
-                self._send_folder(seat, Path(session.plan.checkpoint))
-
-    def _close_head(self) -> None:
-        if self._head is not None:
-            self._head.close()
-
-    def _fetch(self, machine: str, name: str, size: int) -> Iterator[bytes]:
-        """The pieces of a file on the machine. Raises StageDiedError if it does not answer."""
-        seat = self._seats[machine]
-        coming: deque[Any] = deque()
-        offsets = iter(range(0, size, LONGEST_PIECE))
-        while True:
-            for offset in islice(offsets, PIECES_AHEAD - len(coming)):
-                coming.append(seat.actor.read.remote(name, offset, min(LONGEST_PIECE, size - offset)))
-            if not coming:
-                return
-            yield seat.result(coming.popleft())
-
-    def _send_folder(self, seat: Seat, folder: Path) -> None:
-        coming: deque[Any] = deque()  # Ray carries them out in order
-        for path in files_in(folder):
-            name = str(path.relative_to(self._session.run.root))
-            with path.open("rb") as file:
-                for offset in range(0, max(1, path.stat().st_size), LONGEST_PIECE):
-                    if len(coming) == PIECES_AHEAD:
-                        seat.result(coming.popleft())
-                    coming.append(seat.actor.write.remote(name, offset, file.read(LONGEST_PIECE)))
-        for call in coming:
-            seat.result(call)
-
-    def _judge_memory(self, seat: Seat) -> None:
+    def _judge_memory(self, handles: Sequence[Handle]) -> None:
         """Show what the processes of a machine may need. Raises UserError if that can't fit."""
-        config, gpus = self._session.config, {role: self._places[role].gpus for role in seat.roles}
+        config = self._session.config
         if (prediction := check_memory(config).prediction) is None:
             return
+        gpus = {handle.role: self._places[handle.role].gpus for handle in handles}
+        owners = {gpu: handle for handle in handles for gpu in gpus[handle.role]}
 
         def machine(device: str) -> Memory | None:
-            found = seat.call("memory", device)
+            number = device.partition(":")[2]
+            owner = owners.get(int(number), handles[0]) if number else handles[0]
+            own = f"cuda:{gpus[owner.role].index(int(number))}" if number and owner in owners.values() else device
+            found = owner.call("memory", own)
             return None if found is None else Memory(*found)
 
         try:
             judged = judge_machine(config, prediction, gpus, machine)
         except UserError as error:
-            raise UserError(f"{seat.name}: {error}") from error
+            raise UserError(f"{handles[0].name}: {error}") from error
         for line in judged.lines:
-            self._say(f"{seat.machine.name}: {line}")
+            self._say(f"{handles[0].machine.name}: {line}")
 
-    def _clock_ahead_s(self, seat: Seat, bound_s: float) -> float:
-        """The machine's clock minus this one's, from the fastest of some calls. The first waits for the agent's start."""
-        try:
-            seat.call("clock", timeout_s=bound_s)
-        except StageDiedError as error:
-            if isinstance(error.__cause__, exceptions.ActorDiedError):  # with its machine: Ray has just noticed
-                raise
-            gpus = sum(len(self._places[role].gpus) for role in seat.roles)
-            raise UserError(
-                f"{seat.name}: no agent could be started in {bound_s:.0f} s ({error}); it needs {gpus} of the machine's "
-                f"{seat.machine.gpus} GPUs, which others may use"
-            ) from error
-        measured = []
-        for _ in range(CLOCK_CALLS):
-            asked_s = time.monotonic()
-            there_s = seat.call("clock")
-            answered_s = time.monotonic()
-            measured.append((answered_s - asked_s, there_s - (asked_s + answered_s) / 2))
-        return float(min(measured)[1])
-
-    def _look(self) -> None:
-        """Look at all agents, unless that was done just now."""
-        if time.monotonic() - self._looked_s < POLL_S:
+    def _pass_on_ready_files(self) -> None:
+        """Copy the addresses of engine servers to, and from, machines without the run directory."""
+        config, run = self._session.config, self._session.run
+        away = [handle for handle in self._handles.values() if not handle.sees_run]
+        if not away or time.monotonic() - self._looked_s < LOOK_EVERY_S:
             return
         self._looked_s = time.monotonic()
-        for seat in self._seats.values():
-            seat.look()
-            if seat.lost is None and (silent_s := self._silent_s(seat)) > self._session.config.launch.lost_s:
-                seat.lost = f"it has not been heard for {silent_s:.0f} s (launch.lost_s)"
+        for role in server_roles(config):
+            file, handle = run.ready_file(role), self._handles[role]
+            name = str(file.relative_to(run.root))
+            found = file.read_bytes() if handle.sees_run and file.exists() else None
+            if not handle.sees_run and any(worker.role == role for worker in self._workers):
+                found = handle.call("read", name)
+            if found is None or (name, found) in self._ready:
+                continue
+            self._ready.add((name, found))
+            if not handle.sees_run:
+                write_atomically(file, found)
+            for other in away:
+                other.call("write", name, found)
 
-    def _silent_s(self, seat: Seat) -> float:
-        return self._heartbeats.silent_s(seat.machine.name)
 
-    def _beat(self, stop: threading.Event) -> None:
-        while not stop.wait(BEAT_EVERY_S):
-            with suppress(StreamError):
-                self._heartbeats.beat()
-
-
-def end_agents(seats: Collection[Seat]) -> None:
+def end_agents(handles: Collection[Handle]) -> None:
     """Have them end with all their processes."""
-    ending = [seat.actor.close.remote() for seat in seats if seat.lost is None]
+    ending = [handle.actor.close.remote() for handle in handles if handle.lost is None]
     if ending:
         with suppress(exceptions.RayError):
             ray.wait(ending, num_returns=len(ending), timeout=CLOSE_TIMEOUT_S)
-    for seat in seats:
-        ray.kill(seat.actor)
+    for handle in handles:
+        ray.kill(handle.actor)
 
 
 def _cluster() -> Cluster:

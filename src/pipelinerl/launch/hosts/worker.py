@@ -1,6 +1,6 @@
 """The entry point of a run's processes.
 
-    python -m pipelinerl.launch.hosts.worker ROLE RUN_DIR WEIGHTS_FD RANKS_FD RECORDS_FROM_S HERE
+    python -m pipelinerl.launch.hosts.worker ROLE RUN_DIR HUB_FD WEIGHTS_FD RANKS_FD RECORDS_FROM_S HERE
 
 HERE is a `session.Here` as JSON. ROLE is one of `roles.worker_roles` or `roles.server_roles`.
 
@@ -16,25 +16,28 @@ import gc
 import logging
 import os
 import signal
+import socket
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
 
 from pipelinerl.errors import PipelineRLError, RunDirectoryError, StageDiedError
 from pipelinerl.files import UNWRITABLE, remedy
+from pipelinerl.hub.client import HubClient
 from pipelinerl.launch import GARBAGE_THRESHOLD
 from pipelinerl.launch.roles import LOG_FORMAT, PREPROCESSING, TRAINING, generation_roles, rank_roles, server_roles
 from pipelinerl.launch.run_directory import ORPHAN_PATIENCE_S, RunDirectory
-from pipelinerl.launch.session import Here, Session, read_session, write_error, write_report
+from pipelinerl.launch.session import Channels, Here, Session, read_session, write_error, write_report
 from pipelinerl.parent_pipe import take_stdin, when_closed
 
 
 def main(arguments: list[str]) -> int:
     gc.set_threshold(GARBAGE_THRESHOLD)
-    role, run_dir, weights_fd, ranks_fd, records_from_s, said = arguments
+    role, run_dir, *fds, records_from_s, said = arguments
     here = msgspec.json.decode(said, type=Here)
-    run = RunDirectory(Path(run_dir), None if here.scratch is None else Path(here.scratch))
+    run = RunDirectory(Path(run_dir))
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
@@ -43,7 +46,7 @@ def main(arguments: list[str]) -> int:
     parent_pipe = take_stdin()
     when_closed(parent_pipe, lambda: os.kill(os.getpid(), signal.SIGTERM), ORPHAN_PATIENCE_S)
     try:
-        _run(read_session(run, float(records_from_s), here), role, int(weights_fd), int(ranks_fd), parent_pipe)
+        _run(read_session(run, float(records_from_s), here), role, Channels(*map(int, fds)), parent_pipe)
     except PipelineRLError as error:
         write_error(run.report(role), type(error).__name__, str(error))
         return error.exit_status
@@ -59,28 +62,40 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _run(session: Session, role: str, weights_fd: int, ranks_fd: int, parent_pipe: int) -> None:
+def _run(session: Session, role: str, fds: Channels, parent_pipe: int) -> None:
     """Run the stages of `role` to their end. Each process imports its own stages only."""
-    if role == TRAINING:
-        from pipelinerl.launch.stages.training import run_training  # noqa: PLC0415
-
-        run_training(session, weights_fd, ranks_fd)
-    elif role in rank_roles(session.config):
+    if role in rank_roles(session.config):
         from pipelinerl.launch.stages.training import run_rank  # noqa: PLC0415
 
-        run_rank(session, role, ranks_fd)
-    elif role == PREPROCESSING:
-        from pipelinerl.launch.stages.preprocessing import run_preprocessing  # noqa: PLC0415
-
-        run_preprocessing(session)
-    elif role in server_roles(session.config):
+        run_rank(session, role, fds.ranks)
+        return
+    if role in server_roles(session.config):
         from pipelinerl.launch.stages.servers import run_server  # noqa: PLC0415
 
         run_server(session, role, parent_pipe)
-    else:
-        from pipelinerl.launch.stages.generation import run_generation  # noqa: PLC0415
+        return
+    with closing(_hub(session, role, fds.hub)) as hub:
+        if role == TRAINING:
+            from pipelinerl.launch.stages.training import run_training  # noqa: PLC0415
 
-        run_generation(session, generation_roles(session.config).index(role), weights_fd)
+            run_training(session, hub, fds.weights, fds.ranks)
+        elif role == PREPROCESSING:
+            from pipelinerl.launch.stages.preprocessing import run_preprocessing  # noqa: PLC0415
+
+            run_preprocessing(session, hub)
+        else:
+            from pipelinerl.launch.stages.generation import run_generation  # noqa: PLC0415
+
+            run_generation(session, hub, generation_roles(session.config).index(role), fds.weights)
+
+
+def _hub(session: Session, role: str, fd: int) -> HubClient:
+    here = session.here
+    if here.hub is None:
+        return HubClient(socket.socket(fileno=fd))
+    from pipelinerl.hub.network import dial  # noqa: PLC0415 - only on another machine
+
+    return dial(here.hub, session.plan.hub_key, role, here.machine)
 
 
 if __name__ == "__main__":

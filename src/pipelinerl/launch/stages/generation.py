@@ -17,80 +17,30 @@ from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, closing, nullcontext
 from dataclasses import dataclass, field
 from math import inf
-from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
 import torch
 
 from pipelinerl.actor.actor import Actor
-from pipelinerl.actor.admission import Admission, LocalAdmission
 from pipelinerl.actor.evaluation import Evaluation, Evaluations, held_out_problems, write_record
 from pipelinerl.actor.groups import GroupRunner
 from pipelinerl.actor.rollouts import RolloutContext
 from pipelinerl.config.schema import EvaluationConfig
 from pipelinerl.environments.registry import make_environment, notes_of
 from pipelinerl.errors import BroadcastEndedError, StalledError
-from pipelinerl.files import JsonLines, Lines
-from pipelinerl.interfaces import AsyncEngine, Board, Environment, StreamStats, StreamWriter, Tokenizer, WeightReceiver
+from pipelinerl.files import OpenLines, open_lines
+from pipelinerl.hub.client import Claims, HubClient
+from pipelinerl.interfaces import Admission, AsyncEngine, Board, Environment, Tokenizer, WeightReceiver
 from pipelinerl.launch.session import Session, yield_to_the_trainer
 from pipelinerl.launch.stages.engines import EngineHandle, local_engine
-from pipelinerl.launch.stages.streams import group_writer
 from pipelinerl.ledger import GroupLedger
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.sinks import JsonlSink
 from pipelinerl.metrics.timeline import TimelineWriter
 from pipelinerl.models.loading import load_tokenizer
 from pipelinerl.parent_pipe import stop_on_sigterm
-from pipelinerl.status.board import MmapBoard
 from pipelinerl.status.reporter import GenerationStages, generation_stages, starting
-from pipelinerl.types import TRAINER, Group, TrainerProgress, trainer_progress
-
-
-class RolloutWriter:
-    """Writes an actor's groups to the stream and to `rollouts.jsonl`. Each group is encoded once.
-
-    It is both `writer` and `records` of an `Actor`. Several actors share the stream and the file; one writes at a time.
-    """
-
-    def __init__(self, stream: StreamWriter[Group], rollouts: Path, lines: Callable[[Path], Lines] = JsonLines) -> None:
-        """`lines` opens the file."""
-        self._stream = stream
-        self._rollouts = rollouts
-        self._open = lines
-        self._encoder = msgspec.json.Encoder()
-        self._group: Group | None = None
-        self._json = b""
-        self._lines: Lines | None = None
-
-    def try_write(self, item: Group, encoded: bytes | None = None) -> bool:
-        return self._stream.try_write(item, encoded or self._encoded(item))
-
-    def write(self, record: Group) -> None:
-        """Append to `rollouts.jsonl`.
-
-        If another actor has written to the file, reopen it: opening truncates a partial last line, which an actor that was
-        killed may have left.
-        """
-        if self._lines is not None and not self._lines.alone():
-            self._lines.close()
-            self._lines = None
-        self._lines = self._lines or self._open(self._rollouts)
-        self._lines.write(msgspec.Raw(self._encoded(record)))
-
-    def stats(self) -> StreamStats:
-        return self._stream.stats()
-
-    def close(self) -> None:
-        """Close `rollouts.jsonl`. The stream is closed by its owner."""
-        if self._lines is not None:
-            self._lines.close()
-
-    def _encoded(self, group: Group) -> bytes:
-        if group is not self._group:
-            self._group, self._json = group, self._encoder.encode(group)
-        return self._json
-
+from pipelinerl.types import TRAINER, TrainerProgress, trainer_progress
 
 T = TypeVar("T")
 
@@ -98,20 +48,15 @@ LOOK_EVERY_S = 0.1
 POLL_S = 0.002
 
 
-def run_generation(session: Session, index: int, weights_fd: int) -> None:
+def run_generation(session: Session, hub: HubClient, index: int, weights_fd: int) -> None:
     """Generation process number `index`, to its end."""
     torch.set_num_threads(session.here.threads)
     stage = generation_stages(session.config.engine.processes)[index].engine
-    board, stopping = MmapBoard(session.run.scratch), threading.Event()
-
-    def on_drop(group: Group) -> None:  # generation is made after the stream
-        generation.stream_dropped(group)
-
-    with (
-        closing(group_writer(session.streams(), session.config, on_drop)) as writer,
-        closing(_receiver(session, weights_fd, index, stage)) as receiver,
-        closing(build_generation(session, board, writer, receiver, index=index, weights_fd=weights_fd)) as generation,
-    ):
+    admission, stopping = Claims(hub, session.schedule), threading.Event()
+    with closing(_receiver(session, weights_fd, index, stage)) as receiver:
+        generation = build_generation(
+            session, hub, admission, receiver, lines=hub.opener(session.run.root), index=index, weights_fd=weights_fd
+        )
         gc.collect()
         gc.freeze()  # the objects of the model and the libraries live until the end
         stop = stop_on_sigterm(stopping)
@@ -136,7 +81,7 @@ def _receiver(session: Session, fd: int, index: int, engine: str) -> WeightRecei
 
 @dataclass(kw_only=True)
 class Generation:
-    """What generation process number `index` works with. Made by `build_generation`; call `close` at the end.
+    """What generation process number `index` works with. Made by `build_generation`.
 
     `groups` is set once the engine is ready.
     """
@@ -145,13 +90,13 @@ class Generation:
     index: int
     stages: GenerationStages
     board: Board
-    writer: StreamWriter[Group]
     receiver: WeightReceiver
     environment: Environment
     sets: dict[str, Environment]
     tokenizer: Tokenizer
     engine: AbstractAsyncContextManager[EngineHandle]
     admission: Admission
+    lines: OpenLines
     groups: GroupRunner = field(init=False)
 
     @property
@@ -164,22 +109,14 @@ class Generation:
         """What the trainer published last."""
         return trainer_progress(self.board.read(TRAINER)) or TrainerProgress()
 
-    def stream_dropped(self, group: Group) -> None:
-        """Count a group that the stream replaced by a newer one: `on_drop` of the stream."""
-        rollouts = self.session.plan.rollouts_left({group.index: len(group.rollouts)})
-        self.admission.stream_dropped(rollouts)
-        self.groups.stream_dropped(rollouts)
-
-    def close(self) -> None:
-        self.admission.close()
-
 
 def build_generation(
     session: Session,
     board: Board,
-    writer: StreamWriter[Group],
+    admission: Admission,
     receiver: WeightReceiver,
     *,
+    lines: OpenLines = open_lines,
     index: int = 0,
     weights_fd: int | None = None,
 ) -> Generation:
@@ -212,24 +149,14 @@ def build_generation(
         index=index,
         stages=stages,
         board=board,
-        writer=writer,
         receiver=receiver,
         environment=environment,
         sets=sets,
         tokenizer=tokenizer,
         engine=engine,
-        admission=_admission(session, board, writer, index),
+        admission=admission,
+        lines=lines,
     )
-
-
-def _admission(session: Session, board: Board, writer: StreamWriter[Group], index: int) -> Admission:
-    if session.config.launch.kind == "ray":
-        from pipelinerl.launch.stages.admission import redis_admission  # noqa: PLC0415 - needs the extra `redis`
-
-        return redis_admission(session, writer, index)
-    taken, processes = GroupLedger.from_record(session.plan.taken), session.config.engine.processes
-    record = session.run.admission
-    return LocalAdmission(record, session.schedule, board, taken=taken, processes=processes, process=index)
 
 
 async def generate(
@@ -255,11 +182,11 @@ async def _generate(
     if stop():
         return
     generation.groups = _groups(generation, handle)
-    records = session.run.rollouts_of(generation.index, shared=session.config.launch.kind == "ray")
     with (
-        closing(RolloutWriter(generation.writer, records, session.lines)) as rollout_writer,
-        closing(TimelineWriter(session.run.root, generation.index, session.records_from_s, lines=session.lines)) as timeline,
-        closing(_actor_of(generation, rollout_writer, timeline)) as actor,
+        closing(
+            TimelineWriter(session.run.root, generation.index, session.records_from_s, lines=generation.lines)
+        ) as timeline,
+        closing(_actor_of(generation, timeline)) as actor,
     ):
         try:
             if generation.evaluation.problems and session.plan.version == 0 and not generation.admission.opened:
@@ -298,17 +225,17 @@ def _groups(generation: Generation, handle: EngineHandle) -> GroupRunner:
 
         run, plan = generation.session.run, generation.session.plan
         skips = DifficultyFilter(config.actor.online_filter, config.seed)
-        skips.read(run.rollouts_of(0, shared=False), GroupLedger.from_record(plan.taken), plan.rollouts_bytes)
+        skips.read(run.recorded, GroupLedger.from_record(plan.taken), plan.rollouts_bytes)
     return GroupRunner(context, config.actor, skips)
 
 
-def _actor_of(generation: Generation, writer: RolloutWriter, timeline: TimelineWriter) -> Actor:
+def _actor_of(generation: Generation, timeline: TimelineWriter) -> Actor:
     session = generation.session
     evaluations = Evaluations(
         generation.groups.context,
         generation.evaluation,
         sets=generation.sets,
-        on_done=lambda evaluation: _record(session, evaluation),
+        on_done=lambda evaluation: _record(session, generation.lines, evaluation),
         until=session.config.trainer.steps,
         reached=session.plan.evaluated,
     )
@@ -317,17 +244,16 @@ def _actor_of(generation: Generation, writer: RolloutWriter, timeline: TimelineW
         evaluations=evaluations,
         board=generation.board,
         admission=generation.admission,
-        writer=writer,
         receiver=generation.receiver,
         stages=generation.stages,
         timeline=timeline,
     )
 
 
-def _record(session: Session, evaluation: Evaluation) -> None:
+def _record(session: Session, lines: OpenLines, evaluation: Evaluation) -> None:
     """Write the answers of an evaluation, and append its record."""
     path = session.run.evaluation(evaluation.name)
-    with session.lines(path, empty=True) as answers:  # it may be left from before a resume
+    with lines(path, empty=True) as answers:  # it may be left from before a resume
         for problem in evaluation.problems:
             write_record(answers, problem)
     answered = [problem for problem in evaluation.own if problem.failure is None]
@@ -342,7 +268,7 @@ def _record(session: Session, evaluation: Evaluation) -> None:
         skipped=evaluation.skipped,
         metrics=[*(problem.metrics for problem in answered), *evaluation.rewards_of_sets],
     )
-    with closing(JsonlSink(session.run.root, session.lines)) as sink:
+    with closing(JsonlSink(session.run.root, lines)) as sink:
         sink.write(record)
 
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import threading
-from contextlib import closing
 from typing import TYPE_CHECKING
 
 from pipelinerl.config.schema import RunConfig
+from pipelinerl.hub.client import HubClient, HubReader, PreparedWriter
 from pipelinerl.interfaces import StreamReader
 from pipelinerl.launch.session import Session
-from pipelinerl.launch.stages.streams import group_reader, prepared_reader, prepared_writer
 from pipelinerl.parent_pipe import stop_on_sigterm
 from pipelinerl.preprocess import PreparingReader, Preprocessor, PreprocessorStage, ReferenceScorer, pack
-from pipelinerl.status.board import MmapBoard
 from pipelinerl.status.reporter import starting
 from pipelinerl.types import PREPROCESSOR, TRAINER, Group, Prepared, goal_reached
 
@@ -20,14 +18,13 @@ if TYPE_CHECKING:
     from pipelinerl.models.lora import LoraModel
 
 
-def run_preprocessing(session: Session) -> None:
-    """The preprocessing process, between two streams, until the trainer has reached its goal or SIGTERM asks it to stop."""
-    board, store = MmapBoard(session.run.scratch), session.streams()
-    with closing(group_reader(store)) as reader, closing(prepared_writer(store)) as writer:
-        starting(board, [PREPROCESSOR], "loads the reference model, if there is one")
-        stage = PreprocessorStage(preparing(session.config, reader), writer, board=board, name=PREPROCESSOR)
-        stop = stop_on_sigterm(threading.Event())
-        stage.run(lambda: stop() or goal_reached(board.read(TRAINER)))
+def run_preprocessing(session: Session, hub: HubClient) -> None:
+    """The preprocessing process, until the trainer has reached its goal or SIGTERM asks it to stop."""
+    starting(hub, [PREPROCESSOR], "loads the reference model, if there is one")
+    reader = HubReader[Group](hub, Group, ahead=1)
+    stage = PreprocessorStage(preparing(session.config, reader), PreparedWriter(hub), board=hub, name=PREPROCESSOR)
+    stop = stop_on_sigterm(threading.Event())
+    stage.run(lambda: stop() or goal_reached(hub.read(TRAINER)))
 
 
 def preparing(config: RunConfig, reader: StreamReader[Group], lora: LoraModel | None = None) -> PreparingReader:
@@ -44,15 +41,14 @@ def make_preprocessor(config: RunConfig, lora: LoraModel | None = None) -> Prepr
     return Preprocessor(config.preprocess, _reference(config, lora))
 
 
-def prepared_groups(session: Session, lora: LoraModel | None) -> StreamReader[Prepared]:
+def prepared_groups(session: Session, hub: HubClient, lora: LoraModel | None) -> StreamReader[Prepared]:
     """The trainer's reader: the prepared stream, or `preparing` if groups are prepared in this process.
 
     `lora` are the adapters of the trainer's model, if it has any.
     """
-    store = session.streams()
     if session.config.launch.preprocessor == "process":
-        return prepared_reader(store)
-    return preparing(session.config, group_reader(store), lora)
+        return HubReader(hub, Prepared)
+    return preparing(session.config, HubReader(hub, Group), lora)
 
 
 def scores_in_the_step(config: RunConfig) -> bool:

@@ -14,6 +14,7 @@ import torch
 
 from pipelinerl.checkpoint import rng_state
 from pipelinerl.config.secrets import without_secrets
+from pipelinerl.files import OpenLines
 from pipelinerl.launch.session import Session
 
 FORMAT = 1
@@ -51,7 +52,7 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
     format: int = FORMAT
 
 
-def session_recorder(session: Session) -> Callable[[], None]:
+def session_recorder(session: Session, lines: OpenLines) -> Callable[[], None]:
     """What appends the record of this session. Called in the training process, when its model is loaded.
 
     A resume is recorded with its first step, so that one that fails before changes nothing.
@@ -69,8 +70,8 @@ def session_recorder(session: Session) -> Callable[[], None]:
     )
 
     def write() -> None:
-        with session.lines(session.run.sessions) as lines:
-            lines.write(record)
+        with lines(session.run.sessions) as sessions:
+            sessions.write(record)
 
     return write
 

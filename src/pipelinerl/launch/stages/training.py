@@ -16,9 +16,9 @@ import msgspec
 import torch
 
 from pipelinerl.checkpoint import Checkpoint, load_checkpoint
-from pipelinerl.checkpoint_folders import Folders
 from pipelinerl.config.schema import RunConfig
-from pipelinerl.files import Lines
+from pipelinerl.files import Lines, OpenLines, open_lines
+from pipelinerl.hub.client import HubClient
 from pipelinerl.interfaces import Board, StreamReader, WeightSender
 from pipelinerl.launch.roles import rank_roles
 from pipelinerl.launch.session import Session
@@ -30,7 +30,6 @@ from pipelinerl.models.loading import load_model, load_tokenizer
 from pipelinerl.models.lora import LoraModel, refuse_adapter
 from pipelinerl.parent_pipe import stop_on_sigterm
 from pipelinerl.preprocess.packing import pack
-from pipelinerl.status.board import MmapBoard
 from pipelinerl.status.reporter import generation_stages, starting
 from pipelinerl.trainer import CheckpointPlan, Learner, SampleQueue, Trainer, TrainerOutput, TrainerState
 from pipelinerl.types import TRAINER, Prepared
@@ -45,18 +44,17 @@ KILLED_S = 30.0
 """With restarts they may take longer: one that hangs for `launch.watchdog_s` is killed by then, and not waited for."""
 
 
-def run_training(session: Session, weights_fd: int, ranks_fd: int = -1) -> None:
+def run_training(session: Session, hub: HubClient, weights_fd: int, ranks_fd: int = -1) -> None:
     """The training process, to its end. SIGTERM asks it to stop with a checkpoint.
 
     With several `trainer.ranks`, this is rank 0, and `ranks_fd` the socket at which it listens for the others.
     """
     torch.set_num_threads(session.here.threads)
     stopping = threading.Event()
-    board = MmapBoard(session.run.scratch)
     with ExitStack() as stack:
-        team = stack.enter_context(lead_ranks(session, board, ranks_fd)) if session.config.trainer.ranks > 1 else None
-        starting(board, [TRAINER], "loads the model")
-        _train(session, board, load_policy(session, team), weights_fd, stopping)
+        team = stack.enter_context(lead_ranks(session, hub, ranks_fd)) if session.config.trainer.ranks > 1 else None
+        starting(hub, [TRAINER], "loads the model")
+        _train(session, hub, load_policy(session, team), weights_fd, stopping)
 
 
 def run_rank(session: Session, role: str, ranks_fd: int) -> None:
@@ -96,13 +94,13 @@ def _joined(session: Session, rank: int, meeting: socket.socket | tuple[str, int
     )
 
 
-def _train(session: Session, board: Board, policy: Policy, weights_fd: int, stopping: threading.Event) -> None:
+def _train(session: Session, hub: HubClient, policy: Policy, weights_fd: int, stopping: threading.Event) -> None:
     with (
-        closing(prepared_groups(session, policy.lora)) as reader,
+        closing(prepared_groups(session, hub, policy.lora)) as reader,
         closing(_sender(session, weights_fd, stopping.is_set)) as sender,
-        open_logs(session) as logs,
+        open_logs(session, hub.opener(session.run.root), hub.require_sync) as logs,
     ):
-        trainer = build_trainer(session, board, policy, reader=reader, sender=sender, logs=logs)
+        trainer = build_trainer(session, hub, policy, reader=reader, sender=sender, logs=logs)
         stop = stop_on_sigterm(stopping)
         with failures_on_board(trainer):
             trainer.run(stop)
@@ -123,19 +121,23 @@ def _sender(session: Session, fd: int, give_up: Callable[[], bool]) -> WeightSen
 
 @dataclass(frozen=True)
 class TrainingLogs:
-    """The files that the trainer writes its records to."""
+    """The files that the trainer writes its records to. `settle` waits until what was written is there."""
 
     metrics: Sink
     trained: Lines
     published: Lines
+    lines: OpenLines
+    settle: Callable[[], object]
 
 
 @contextmanager
-def open_logs(session: Session) -> Iterator[TrainingLogs]:
+def open_logs(
+    session: Session, lines: OpenLines = open_lines, settle: Callable[[], object] = lambda: None
+) -> Iterator[TrainingLogs]:
     run = session.run
-    metrics = JsonlSink(run.root, session.lines)
-    with closing(metrics), session.lines(run.trained) as trained, session.lines(run.published) as published:
-        yield TrainingLogs(metrics, trained, published)
+    metrics = JsonlSink(run.root, lines)
+    with closing(metrics), lines(run.trained) as trained, lines(run.published) as published:
+        yield TrainingLogs(metrics, trained, published, lines, settle)
 
 
 @dataclass(frozen=True)
@@ -213,7 +215,7 @@ def build_trainer(
     learner = policy.learner(config)
     state = TrainerState.resume(policy.checkpoint, learner) if policy.checkpoint else TrainerState()
     state = msgspec.structs.replace(state, checksum=session.plan.checksum)
-    record = session_recorder(session)
+    record = session_recorder(session, logs.lines)
     if policy.checkpoint is None:
         record()
     queue = SampleQueue(
@@ -239,22 +241,13 @@ def build_trainer(
         ),
         stopped=session.run.stop_request.exists,
         checkpoints=CheckpointPlan(
-            directory=session.run.checkpoints, tokenizer=policy.tokenizer, session=session.plan.id, folders=_folders(session)
+            directory=session.run.checkpoints,
+            tokenizer=policy.tokenizer,
+            session=session.plan.id,
+            check=logs.settle,
         ),
         state=state,
     )
-
-
-def _folders(session: Session) -> Folders:
-    if session.here.away:
-        from pipelinerl.launch.away import AwayFolders  # noqa: PLC0415 - only a machine without the run directory needs it
-
-        return AwayFolders(session)
-    if session.config.launch.kind == "ray":
-        from pipelinerl.launch.fence import Fence, FencedFolders  # noqa: PLC0415 - only several machines need it
-
-        return FencedFolders(Fence.of(session))
-    return Folders()
 
 
 @contextmanager

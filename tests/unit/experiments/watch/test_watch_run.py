@@ -14,7 +14,7 @@ import msgspec
 from pipelinerl.experiments.watch.run import GROUPS_EVERY_S, LOOK_EVERY_S, PageState, WatchedRun
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.run_lock import RunLock
-from pipelinerl.status.board import MmapBoard
+from pipelinerl.status.board import read_statuses, write_statuses
 from pipelinerl.types import EngineProgress, StageStatus, TrainerProgress
 from tests.unit.experiments.browse.browse_parts import group, rollout, turn
 from tests.unit.experiments.watch.watch_parts import HOSTILE, append, evaluation, load, make_run, step, trained
@@ -36,9 +36,8 @@ class Watcher:
 
 
 def publish(root: Path, **stages: StageStatus) -> None:
-    with closing(MmapBoard(root / "control")) as board:
-        for status in stages.values():
-            board.publish(status)
+    path = RunDirectory(root).statuses
+    write_statuses(path, read_statuses(path) | stages)
 
 
 def status(stage: str, state: Any, detail: str, progress: Any = None, waits_for: tuple[str, ...] = ()) -> StageStatus:
@@ -117,11 +116,10 @@ def test_stages_slots_and_sequences_that_cross_versions_come_from_the_board(tmp_
             "trainer": ("waiting", ["actor"], "-"),
         }
         assert (now["engine"]["slots"], now["engine"]["begun"]) == (8, [[5, 1], [6, 3], [7, 2]])
-        for path in (root / "control").glob("*.board"):
-            path.unlink()  # as a new session does
-        publish(root, engine=status("engine", "starting", "loads the model"))
-        (root / "control" / "broken.board").write_bytes(b"short")
+        write_statuses(RunDirectory(root).statuses, {"engine": status("engine", "starting", "loads the model")})
         assert [one["state"] for one in watcher.look()["now"]["stages"]] == ["starting"]
+        RunDirectory(root).statuses.write_bytes(b'{"engine": {')  # a full disk, or another program
+        assert watcher.look()["now"]["stages"] == []
 
 
 def test_failed_runs_say_why_and_runs_may_disappear_and_come_back(tmp_path: Path) -> None:

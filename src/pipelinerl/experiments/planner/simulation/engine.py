@@ -14,7 +14,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from pipelinerl.actor.outstanding import open_limit
+from pipelinerl.actor.actor import open_limit
 from pipelinerl.experiments.planner.simulation.scenario import GroupWork, Scenario
 
 # ---- records of the simulated pipeline, with slots because there may be millions

@@ -9,10 +9,10 @@ from statistics import fmean
 import msgspec
 import numpy as np
 
-from pipelinerl.actor.outstanding import Outstanding
 from pipelinerl.experiments.planner.simulation.engine import Publication, SimulatedEngine, SimulatedGroup
 from pipelinerl.experiments.planner.simulation.scenario import Scenario, first_fifth
 from pipelinerl.experiments.planner.simulation.trainer import LagStatistics, SimulatedTrainer
+from pipelinerl.hub.outstanding import Outstanding
 from pipelinerl.interfaces import PipelineState
 
 POSITION_BINS = 32

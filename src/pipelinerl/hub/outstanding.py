@@ -4,32 +4,12 @@ from __future__ import annotations
 
 import msgspec
 
-SCHEMA = """
-CREATE TABLE IF NOT EXISTS record (json BLOB NOT NULL);
-CREATE TABLE IF NOT EXISTS groups (number INTEGER PRIMARY KEY, process INTEGER, version INTEGER, started INTEGER, kept INTEGER);
-CREATE TABLE IF NOT EXISTS drops (process INTEGER, rollouts INTEGER)
-"""  # noqa: E501
-"""`record`: one `Outstanding`. `groups`: the process, version and attempts of each group, and the rollouts that were handed
-over, or NULL. `drops`: rollouts that the stream dropped for newer ones of a process.
-"""
-
 LATENCY_WEIGHT = 0.1
 """Weight of the latest group in the running mean `Outstanding.latency`."""
 
-OPEN_ROLLOUTS_PER_SLOT = 4
-"""Default of `actor.max_open_rollouts`, per slot."""
-
-
-def open_limit(configured: int | None, slots: int, *, in_rounds: bool) -> int | None:
-    """Most rollouts of an actor that may be open at once. None in rounds, where the size of the round is the limit.
-
-    A rollout that waits for a tool or a slow reward uses no slot, so more rollouts than slots may be open.
-    """
-    return None if in_rounds else configured or OPEN_ROLLOUTS_PER_SLOT * slots
-
 
 class Outstanding(msgspec.Struct):
-    """The record that generation processes share. Its size does not grow with the run.
+    """Counts of a session, over all generation processes. Their size does not grow with the run.
 
     next_index       lowest group index that was not started in this session
     returned         indices of groups whose process died, to be started again first
@@ -76,13 +56,14 @@ class Outstanding(msgspec.Struct):
         if self.first_version is None:
             self.first_version = version
 
+    def restart(self, version: int, later: int, rollouts: int) -> None:
+        """Rollouts that were counted as started with `version` start with a `later` one."""
+        self._remove(version, rollouts)
+        self.in_progress[later] = self.in_progress.get(later, 0) + rollouts
+
     def hand_over(self, version: int, *, started: int, rollouts: int) -> None:
         """Count a group of `started` attempts as handed over with `rollouts` rollouts. Its other attempts were dropped."""
-        left = self.in_progress[version] - started
-        if left:
-            self.in_progress[version] = left
-        else:
-            del self.in_progress[version]
+        self._remove(version, started)
         self.handed_over += rollouts
         if version == self.first_version or not rollouts:
             return  # the trainer had nothing to train on while this group was generated, or there is nothing in it
@@ -97,3 +78,10 @@ class Outstanding(msgspec.Struct):
         """The trainer has trained or dropped `total` rollouts since the beginning of the run. A lower total is ignored."""
         newly, self.settled = max(0, total - self.settled), max(total, self.settled)
         self.handed_over = max(0, self.handed_over - newly)
+
+    def _remove(self, version: int, rollouts: int) -> None:
+        left = self.in_progress[version] - rollouts
+        if left:
+            self.in_progress[version] = left
+        else:
+            del self.in_progress[version]

@@ -1,0 +1,254 @@
+"""A worker's end of its connection with the hub.
+
+It has no thread: each call first takes what has arrived. What is sent and what is asked for goes out at once.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Generic, Self, TypeVar
+
+import msgspec
+
+from pipelinerl.errors import ReplacedError, StalledError
+from pipelinerl.hub import wire
+from pipelinerl.interfaces import Admitted, Schedule, Verdict
+from pipelinerl.types import Group, Prepared, StageStatus
+
+T = TypeVar("T")
+
+ITEMS_AHEAD = 8
+"""Items that a reader has at hand. A stream that drops the oldest can't drop them any more."""
+CHECKPOINT_S = 120.0
+DRAIN_S = 10.0
+"""Time for the hub to take what is left, when a worker ends."""
+
+
+class HubClient:
+    """The status board as a worker sees it, and the connection that `Claims` and `HubReader` share."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        self._wire = wire.Wire(connected, wire.ToWorker)
+        self._statuses: dict[str, StageStatus] = {}
+        self._unsynced = False
+        self._handlers: dict[type[Any], Any] = {wire.Publish: self._on_publish, wire.Sync: self._on_sync}
+
+    def handle(self, kind: type[Any], handler: Any) -> None:
+        """Have `handler` called with every message of a kind."""
+        self._handlers[kind] = handler
+
+    def take(self) -> None:
+        """Take what has arrived. Raises ReplacedError if the hub has closed the connection."""
+        try:
+            messages = self._wire.receive()
+        except wire.ClosedError as error:
+            raise ReplacedError(f"the launcher has ended this session of the run, or has ended itself: {error}") from None
+        for message in messages:
+            if (handler := self._handlers.get(type(message))) is not None:
+                handler(message)
+        if self._wire.backlog:
+            self._wire.flush()
+
+    def send(self, message: msgspec.Struct) -> None:
+        self._wire.send(message)
+
+    def publish(self, status: StageStatus) -> None:
+        self._statuses[status.stage] = status
+        self._wire.send(wire.Publish(status))
+
+    def read(self, stage: str) -> StageStatus | None:
+        self.take()
+        return self._statuses.get(stage)
+
+    def stages(self) -> Sequence[str]:
+        return sorted(self._statuses)
+
+    def require_sync(self) -> None:
+        """`sync` before a checkpoint, which must not exist without the records that led to it. Raises StalledError."""
+        if not self.sync(CHECKPOINT_S):
+            raise StalledError(f"the launcher has not answered for {CHECKPOINT_S:.0f} s: is it stopped?")
+
+    def sync(self, timeout_s: float = DRAIN_S) -> bool:
+        """Wait until the hub has taken everything. Returns whether it has. Raises ReplacedError."""
+        self._unsynced = True
+        self.send(wire.Sync())
+        deadline_s = time.monotonic() + timeout_s
+        while self._unsynced and time.monotonic() < deadline_s:
+            self._wire.wait(deadline_s - time.monotonic())
+            self.take()
+        return not self._unsynced
+
+    def opener(self, root: Path) -> Callable[..., RecordLines]:
+        """What opens files of records in the run directory `root`. See `files.open_lines`."""
+
+        def open_lines(path: Path, *, empty: bool = False) -> RecordLines:
+            return RecordLines(self, path.relative_to(root).as_posix(), empty=empty)
+
+        return open_lines
+
+    def close(self) -> None:
+        """Send what is left."""
+        self._wire.drain(DRAIN_S)
+        self._wire.close()
+
+    def _on_sync(self, _: wire.Sync) -> None:
+        self._unsynced = False
+
+    def _on_publish(self, message: wire.Publish) -> None:
+        self._statuses[message.status.stage] = message.status
+
+
+class RecordLines:
+    """A file of records in the run directory, which the hub writes."""
+
+    def __init__(self, hub: HubClient, path: str, *, empty: bool) -> None:
+        """`path` is relative to the run directory."""
+        self._hub, self._path, self._encoder = hub, path, msgspec.json.Encoder()
+        if empty:
+            hub.send(wire.Line(path, b"", empty=True))
+
+    def write(self, record: Any) -> None:
+        """NaN and infinities become null."""
+        self._hub.send(wire.Line(self._path, self._encoder.encode(record)))
+
+    def close(self) -> None:
+        """The hub closes the file."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+class Claims:
+    """The groups of a generation process. See `interfaces.Admission`.
+
+    A group is asked for ahead, so that a free slot does not wait for the answer. It counts as in progress from then on.
+    """
+
+    def __init__(self, hub: HubClient, schedule: Schedule) -> None:
+        self.in_rounds = schedule.trains_in_rounds()
+        self._hub = hub
+        self._granted: deque[int] = deque()
+        self._received = self._dropped = 0
+        self._asked = wire.Ask(-1, 0, 0)
+        self._denial = Verdict(False, "the answer of the launcher")
+        self._wanted = self._may_take = -1
+        self._opened = False
+        self._encoder = msgspec.json.Encoder()
+        hub.handle(wire.Grant, self._on_grant)
+        hub.handle(wire.Denied, self._on_denied)
+        hub.handle(wire.MayTake, self._on_may_take)
+        hub.handle(wire.Opened, self._on_opened)
+        hub.handle(wire.Dropped, self._on_dropped)
+
+    @property
+    def opened(self) -> bool:
+        if not self._opened:
+            self._hub.take()
+        return self._opened
+
+    def open(self) -> None:
+        self._opened = True
+        self._hub.send(wire.Open())
+
+    def claim(self, engine_version: int, rollouts: int, *, room: int = 0) -> Admitted:
+        self._hub.take()
+        index = self._granted.popleft() if self._granted else None
+        free = -(-room // rollouts) - (index is not None)
+        total = max(self._asked.total, self._received + max(1, free) - len(self._granted))
+        if (total, engine_version) != (self._asked.total, self._asked.version):
+            self._asked = wire.Ask(engine_version, rollouts, total, tuple(self._granted))
+            self._hub.send(self._asked)
+        return Admitted(index, self._denial if index is None else Verdict(True))
+
+    def hand_over(self, group: Group) -> None:
+        line, skipped = self._encoder.encode(group), group.skipped is not None
+        self._hub.send(wire.HandOver(group.index, len(group.rollouts), skipped, line))
+
+    def settle(self) -> None:
+        self._hub.sync()
+
+    def take_dropped(self) -> int:
+        dropped, self._dropped = self._dropped, 0
+        return dropped
+
+    def may_take(self, version: int) -> bool:
+        if version > self._wanted:
+            self._wanted = version
+            self._hub.send(wire.Want(version))
+        if not self.in_rounds:  # the pipeline takes them at once
+            return True
+        self._hub.take()
+        return self._may_take >= version
+
+    def _on_grant(self, message: wire.Grant) -> None:
+        self._granted.append(message.index)
+        self._received += 1
+
+    def _on_denied(self, message: wire.Denied) -> None:
+        self._denial = message.verdict
+
+    def _on_may_take(self, message: wire.MayTake) -> None:
+        self._may_take = message.version
+
+    def _on_opened(self, _: wire.Opened) -> None:
+        self._opened = True
+
+    def _on_dropped(self, message: wire.Dropped) -> None:
+        self._dropped += message.rollouts
+
+
+class HubReader(Generic[T]):
+    """The reading end of a stream. Some items are at hand before they are read."""
+
+    def __init__(self, hub: HubClient, kind: Any, ahead: int = ITEMS_AHEAD) -> None:
+        """`kind` is the type of the items."""
+        self._hub, self._ahead = hub, ahead
+        self._decoder = msgspec.json.Decoder(kind)
+        self._items: deque[wire.Item] = deque()
+        self._taken = 0
+        hub.handle(wire.Item, self._items.append)
+        hub.send(wire.Take(0, ahead))
+
+    def read(self, limit: int) -> Sequence[tuple[int, T]]:
+        """See `interfaces.StreamReader`. Raises StreamError for an item of another type."""
+        if len(self._items) < limit:
+            self._hub.take()
+        items = [self._items.popleft() for _ in range(min(limit, len(self._items)))]
+        self._taken += len(items)
+        if items:
+            self._hub.send(wire.Take(self._taken, self._ahead))
+        return [(item.offset, wire.decoded(self._decoder, item.offset, item.json)) for item in items]
+
+    def commit(self, offset: int) -> None:
+        self._hub.send(wire.Commit(offset))
+
+    def close(self) -> None:
+        """Nothing is to be done: what was not committed is read again by another reader."""
+
+
+class PreparedWriter:
+    """Where the preprocessor passes prepared groups on. See `preprocess.stage`."""
+
+    def __init__(self, hub: HubClient) -> None:
+        self._hub = hub
+        self._room = self._written = 0
+        self._encoder = msgspec.json.Encoder()
+        hub.handle(wire.Room, self._on_room)
+
+    def try_pass_on(self, offset: int, prepared: Prepared) -> bool:
+        self._hub.take()
+        if self._written >= self._room:
+            return False
+        self._written += 1
+        self._hub.send(wire.PassOn(offset, self._encoder.encode(prepared)))
+        return True
+
+    def _on_room(self, message: wire.Room) -> None:
+        self._room = message.total

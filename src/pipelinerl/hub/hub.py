@@ -1,0 +1,209 @@
+"""The hub: the methods of a session's state, and what of it outlives the launcher."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from pipelinerl.errors import RunDirectoryError
+from pipelinerl.files import JsonLines, open_lines, remedy
+from pipelinerl.hub.admission import AdmissionState
+from pipelinerl.hub.wire import decoded
+from pipelinerl.interfaces import Admitted, Board, Stream, Verdict
+from pipelinerl.types import TRAINER, Group, StageStatus, trainer_progress
+
+ROLLOUTS_FILE = "rollouts/rollouts.jsonl"
+RECORDS = re.compile(r"(rollouts/)?[A-Za-z0-9][\w-]*\.jsonl", re.ASCII)
+
+
+class CountedStream:
+    """A stream of groups, with the number of rollouts of each group that are left to train on."""
+
+    def __init__(self, stream: Stream, left: Sequence[int] = ()) -> None:
+        """`left`: of the items that are waiting already, in order."""
+        self.stream = stream
+        self._left = dict(zip(stream.offsets(), left, strict=True))
+        self._cursor = 0
+
+    @property
+    def rollouts(self) -> int:
+        """Rollouts of the groups that are waiting."""
+        return sum(left for offset, left in self._left.items() if offset >= self._cursor)
+
+    def append(self, item: bytes, rollouts: int, place: int | None = None) -> None:
+        self._left[self.stream.append(item, place)] = rollouts
+
+    def read(self, limit: int) -> Sequence[tuple[int, bytes]]:
+        items = self.stream.read(limit)
+        if items:
+            self._cursor = items[-1][0] + 1
+        return items
+
+    def return_to(self, offset: int) -> None:
+        self._cursor = offset
+        self.stream.return_to(offset)
+
+    def drop(self) -> int:
+        """Remove the oldest waiting group. Returns its number of rollouts."""
+        return self._left.pop(self.stream.drop())
+
+    def commit(self, offset: int) -> None:
+        self.stream.commit(offset)
+        self._left = {number: left for number, left in self._left.items() if number >= offset}
+
+    def left_at(self, offset: int) -> int:
+        return self._left[offset]
+
+
+class Hub:
+    """The state of a session, and its status board. One thread at a time calls it."""
+
+    def __init__(
+        self,
+        admission: AdmissionState,
+        rollouts: CountedStream,
+        root: Path,
+        board: Board,
+        *,
+        prepared: CountedStream | None = None,
+        capacity: int | None = None,
+        drops: bool = False,
+    ) -> None:
+        """`root` is the run directory. `prepared`: prepared groups, if the preprocessor is a process of its own.
+
+        While `capacity` groups wait, no group is started or, with `drops`, each new one replaces the oldest.
+        """
+        self.admission, self.rollouts, self.prepared = admission, rollouts, prepared
+        self._root, self._board, self._capacity, self._drops = root, board, capacity, drops
+        self._files: dict[str, JsonLines] = {}
+
+    @property
+    def waiting(self) -> int:
+        """Rollouts that neither the trainer nor the preprocessor has read, or that it had read and not passed on."""
+        return self.rollouts.rollouts + (self.prepared.rollouts if self.prepared else 0)
+
+    # ---- groups
+
+    def claim(self, process: int, engine_version: int, rollouts: int) -> Admitted:
+        """A group of `rollouts` attempts for generation process number `process`, if it may start one now."""
+        waiting = self.rollouts.stream.waiting
+        if self._capacity is not None and not self._drops and waiting >= self._capacity:
+            return Admitted(None, Verdict(False, f"the trainer: the stream is full ({waiting} groups)", (TRAINER,)))
+        return self.admission.claim(process, engine_version, rollouts)
+
+    def hand_over(self, index: int, rollouts: int, line: bytes, *, skipped: bool) -> int:
+        """Record a group, and write it to the stream. `line` is the group as JSON.
+
+        The record comes first, so that every group that is trained on has one, even if this process is killed in between.
+        Returns how many rollouts the stream dropped for it. Raises RunDirectoryError and StreamError.
+        """
+        place = self.append(ROLLOUTS_FILE, line)
+        replaced = 0
+        while self._capacity is not None and self._drops and self.rollouts.stream.waiting >= self._capacity:
+            replaced += self.rollouts.drop()
+        self.rollouts.append(line, rollouts, place)
+        process = self.admission.hand_over(index, rollouts=rollouts, skipped=skipped)
+        self.admission.replace(process, replaced)
+        return replaced
+
+    def pass_on(self, offset: int, item: bytes) -> None:
+        """The group at `offset` is prepared: `item` is what the trainer reads instead."""
+        assert self.prepared is not None  # noqa: S101 - the preprocessor is a process of its own
+        self.prepared.append(item, self.rollouts.left_at(offset))
+        self.rollouts.commit(offset + 1)
+
+    # ---- records and statuses
+
+    def append(self, path: str, line: bytes, *, empty: bool = False) -> int:
+        """Append a line to a file of records. Returns where it begins. `path` is relative to the run directory.
+
+        Raises RunDirectoryError.
+        """
+        if not RECORDS.fullmatch(path):
+            raise RunDirectoryError(f"{path!r} is no file of records")
+        try:
+            if empty and path in self._files:
+                self._files.pop(path).close()
+            file = self._files.get(path) or self._files.setdefault(path, open_lines(self._root / path, empty=empty))
+            place = file.size
+            if line:
+                file.write(msgspec.Raw(line))
+        except OSError as error:
+            where = error.filename or self._root / path
+            raise RunDirectoryError(
+                f"can't write to {where}: {error.strerror or error}; {remedy(error)} and resume"
+            ) from error
+        return place
+
+    def publish(self, status: StageStatus) -> None:
+        self._board.publish(status)
+        if status.stage == TRAINER:
+            self.admission.trainer = trainer_progress(status) or self.admission.trainer
+
+    def read(self, stage: str) -> StageStatus | None:
+        return self._board.read(stage)
+
+    def stages(self) -> Iterable[str]:
+        return self._board.stages()
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._files.values():
+            file.close()
+        for counted in (self.rollouts, self.prepared):
+            if counted is not None:
+                counted.stream.close()
+
+
+class DirectReader:
+    """The groups for a trainer in this process. See `interfaces.StreamReader`."""
+
+    def __init__(self, hub: Hub) -> None:
+        self._hub, self._decoder = hub, msgspec.json.Decoder(Group)
+
+    def read(self, limit: int) -> Sequence[tuple[int, Group]]:
+        """Raises StreamError for an item that is not a group."""
+        return [(offset, decoded(self._decoder, offset, json)) for offset, json in self._hub.rollouts.read(limit)]
+
+    def commit(self, offset: int) -> None:
+        self._hub.rollouts.commit(offset)
+
+    def close(self) -> None:
+        """The hub closes the stream."""
+
+
+class Direct:
+    """The hub for the generation process that has it: the embedded launcher's. See `interfaces.Admission`."""
+
+    def __init__(self, hub: Hub, process: int = 0) -> None:
+        self.in_rounds = hub.admission.schedule.trains_in_rounds()
+        self._hub, self._process, self._dropped = hub, process, 0
+        self._encoder = msgspec.json.Encoder()
+
+    @property
+    def opened(self) -> bool:
+        return self._hub.admission.counts.opened
+
+    def open(self) -> None:
+        self._hub.admission.counts.opened = True
+
+    def claim(self, engine_version: int, rollouts: int, *, room: int = 0) -> Admitted:
+        del room  # nothing is asked for ahead
+        return self._hub.claim(self._process, engine_version, rollouts)
+
+    def hand_over(self, group: Group) -> None:
+        line, skipped = self._encoder.encode(group), group.skipped is not None
+        self._dropped += self._hub.hand_over(group.index, len(group.rollouts), line, skipped=skipped)
+
+    def settle(self) -> None:
+        """Nothing is on its way."""
+
+    def take_dropped(self) -> int:
+        dropped, self._dropped = self._dropped, 0
+        return dropped
+
+    def may_take(self, version: int) -> bool:
+        return self._hub.admission.may_take(version).allowed

@@ -1,0 +1,325 @@
+"""The hub's end of the connections with workers: a thread of the launcher."""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import NamedTuple
+
+import msgspec
+
+from pipelinerl.errors import PipelineRLError, StageDiedError
+from pipelinerl.hub import wire
+from pipelinerl.hub.hub import CountedStream, Hub
+from pipelinerl.interfaces import Verdict
+from pipelinerl.types import TRAINER, StageStatus
+
+PREPARED_AHEAD = 4
+"""Capacity of the prepared stream. Small, because fresher groups can no longer replace prepared ones."""
+DENY_EVERY_S = 0.2
+"""Interval at which a process that waits for a group learns why, while it waits for the same stages."""
+ENDING_S = 5.0
+"""Time for what workers sent before they ended to be read."""
+
+
+class WorkerKind(NamedTuple):
+    """What the hub does for a worker.
+
+    process    number of a generation process, which may start groups; None for others
+    reads      the stream that it reads: `rollouts`, `prepared` or ""
+    follows    it is sent the statuses of all stages; others get the trainer's
+    """
+
+    process: int | None = None
+    reads: str = ""
+    follows: bool = False
+
+
+class Connection:
+    """A connection with a worker, and what the worker has asked for."""
+
+    def __init__(self, kind: WorkerKind, connected: socket.socket) -> None:
+        self.machine = ""
+        self.kind, self.wire = kind, wire.Wire(connected, wire.ToHub)
+        self.ended = threading.Event()
+        self.ask, self.granted = wire.Ask(0, 1, 0), 0
+        self.want: int | None = None
+        self.taken = self.room = self.sent = 0  # items of the stream that it reads
+        self.offsets: deque[int] = deque()  # of those that it was sent and has not taken
+        self.passed_on = self.told_room = 0
+        self.writing = False  # it waits for room in the connection
+        self.unsent: set[str] = set()  # stages whose latest status it has not been sent
+        self._denied: tuple[tuple[str, ...], float] = ((), 0.0)
+
+    def deny(self, verdict: Verdict) -> None:
+        now = time.monotonic()
+        waits_for, sent_s = self._denied
+        if not self.wire.backlog and (verdict.waits_for != waits_for or now - sent_s >= DENY_EVERY_S):
+            self._denied = (verdict.waits_for, now)
+            self.wire.send(wire.Denied(verdict))
+
+
+class HubServer:
+    """A context: serves workers inside. Its thread alone changes the hub, except under the lock."""
+
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+        self._lock = threading.Lock()
+        self._connections: list[Connection] = []
+        self._selector = selectors.DefaultSelector()
+        self._wake, self._woken = socket.socketpair()
+        self._woken.setblocking(False)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="hub", daemon=True)
+        self._kinds: dict[str, WorkerKind] = {}
+        self.failure: PipelineRLError | None = None
+
+    def connect(self, kind: WorkerKind) -> socket.socket:
+        """The worker's end of a new connection."""
+        here, there = socket.socketpair()
+        self._add(Connection(kind, here))
+        return there
+
+    def expect(self, kinds: Mapping[str, WorkerKind]) -> None:
+        """Workers of these roles may connect over the network (see `network`)."""
+        self._kinds = dict(kinds)
+
+    def admit(self, connected: socket.socket) -> None:
+        """A worker that has proved that it belongs to the run. It says first which one it is."""
+        self._add(Connection(WorkerKind(), connected))
+
+    def wait_ended(self, kind: WorkerKind) -> None:
+        """Wait until all is read that processes of this kind, which have died, had sent, and their work is returned."""
+        with self._lock:
+            ending = [connection for connection in self._connections if connection.kind == kind]
+        for connection in ending:
+            if not connection.ended.wait(ENDING_S):
+                with self._lock:
+                    self._end(connection)
+
+    def settle(self) -> None:
+        """Wait until everything is read that workers, which have all ended, had sent."""
+        with self._lock:
+            kinds = {connection.kind for connection in self._connections}
+        for kind in kinds:
+            self.wait_ended(kind)
+
+    # ---- the status board, as the launcher uses it
+
+    def publish(self, status: StageStatus) -> None:
+        with self._lock:
+            self._publish(status)
+        self._wake.send(b"\0")
+
+    def read(self, stage: str) -> StageStatus | None:
+        return self._hub.read(stage)
+
+    def stages(self) -> Iterable[str]:
+        return self._hub.stages()
+
+    # ---- connections
+
+    def _add(self, connection: Connection) -> None:
+        with self._lock:
+            self._know(connection)
+            self._connections.append(connection)
+            self._selector.register(connection.wire, selectors.EVENT_READ, connection)
+        self._wake.send(b"\0")
+
+    def _know(self, connection: Connection) -> None:
+        """Have it sent the statuses that its kind of worker decides by, and whether groups may be started."""
+        if connection.kind.process is not None and self._hub.admission.counts.opened:
+            connection.wire.send(wire.Opened())
+        follows = connection.kind.follows
+        connection.unsent.update(stage for stage in self._hub.stages() if follows or stage == TRAINER)
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        while not self._closing:
+            ready = self._selector.select()
+            with self._lock:
+                for key, _ in ready:
+                    if key.data is None:
+                        with suppress(BlockingIOError):
+                            self._woken.recv(4096)
+                    elif not key.data.ended.is_set():
+                        self._receive(key.data)
+                self._serve()
+
+    def _receive(self, connection: Connection) -> None:
+        try:
+            messages = connection.wire.receive()
+        except wire.ClosedError:
+            self._end(connection)
+            return
+        for message in messages:
+            if self.failure is None or isinstance(message, wire.Publish | wire.Sync):
+                with self._failing():
+                    self._handle(connection, message)
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """An error within it ends the run. The launcher says why."""
+        try:
+            yield
+        except PipelineRLError as error:
+            self.failure = self.failure or error
+        except Exception as error:  # noqa: BLE001 - see above
+            if self.failure is None:
+                self.failure = StageDiedError(f"the hub failed: {type(error).__name__}: {error}")
+                self.failure.add_note(traceback.format_exc())
+
+    def _handle(self, connection: Connection, message: wire.ToHub) -> None:
+        hub = self._hub
+        match message:
+            case wire.Hello(role, machine):
+                connection.kind, connection.machine = self._kinds[role], machine
+                self._know(connection)
+            case wire.Publish(status):
+                self._publish(_here(status, connection.machine))
+            case wire.Line(path, line, empty):
+                hub.append(path, line, empty=empty)
+            case wire.Sync():
+                connection.wire.send(message)
+            case wire.Take(taken, ahead):
+                for _ in range(taken - connection.taken):
+                    connection.offsets.popleft()
+                connection.taken, connection.room = taken, taken + ahead
+            case wire.Commit(offset):
+                if (stream := self._stream(connection)) is not None:
+                    stream.commit(offset)
+            case wire.PassOn(offset, item):
+                hub.pass_on(offset, item)
+                connection.passed_on += 1
+            case _ if connection.kind.process is not None:
+                self._handle_generation(connection, connection.kind.process, message)
+
+    def _handle_generation(self, connection: Connection, process: int, message: wire.ToHub) -> None:
+        hub = self._hub
+        match message:
+            case wire.Ask():
+                connection.ask = message
+                hub.admission.holds(process, message.holding, message.version)
+            case wire.HandOver(index, rollouts, skipped, line):
+                if dropped := hub.hand_over(index, rollouts, line, skipped=skipped):
+                    connection.wire.send(wire.Dropped(dropped))
+            case wire.Want(version):
+                connection.want = version
+            case wire.Open():
+                hub.admission.counts.opened = True
+                for other in self._connections:
+                    if other.kind.process is not None:
+                        other.wire.send(wire.Opened())
+
+    def _stream(self, connection: Connection) -> CountedStream | None:
+        return {"rollouts": self._hub.rollouts, "prepared": self._hub.prepared}.get(connection.kind.reads)
+
+    def _publish(self, status: StageStatus) -> None:
+        self._hub.publish(status)
+        for connection in self._connections:
+            if connection.kind.follows or status.stage == TRAINER:
+                connection.unsent.add(status.stage)
+
+    def _end(self, connection: Connection) -> None:
+        """The connection is closed: what the worker had in progress is returned."""
+        if connection.ended.is_set():
+            return
+        self._selector.unregister(connection.wire)
+        connection.wire.close()
+        self._connections.remove(connection)
+        if connection.kind.process is not None:
+            self._hub.admission.lose(connection.kind.process)
+        with self._failing():
+            stream = self._stream(connection)
+            if stream is not None and self._hub.prepared is not None and stream is self._hub.rollouts:
+                stream.return_to(0)  # also what it had read and not passed on
+            elif stream is not None and connection.offsets:
+                stream.return_to(connection.offsets[0])
+        connection.ended.set()
+
+    def _serve(self) -> None:
+        """Send every worker what it has asked for, as far as it is there."""
+        if self.failure is None:
+            with self._failing():
+                self._grant()
+                for connection in self._connections:
+                    if connection.kind.reads:
+                        self._send_items(connection)
+                    if connection.want is not None and self._hub.admission.may_take(connection.want).allowed:
+                        connection.wire.send(wire.MayTake(connection.want))
+                        connection.want = None
+        for connection in self._connections:
+            if connection.unsent or connection.wire.backlog or connection.writing:
+                self._flush(connection)
+
+    def _flush(self, connection: Connection) -> None:
+        """Send what there is room for. Of statuses that is the latest."""
+        connection.wire.flush()
+        for stage in () if connection.wire.backlog else tuple(connection.unsent):
+            if (status := self._hub.read(stage)) is not None:
+                connection.wire.send(wire.Publish(status))
+            connection.unsent.discard(stage)
+        if connection.writing != connection.wire.backlog:
+            connection.writing = connection.wire.backlog
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.writing else 0)
+            self._selector.modify(connection.wire, events, connection)
+
+    def _grant(self) -> None:
+        """Grant groups, in turn. Processes with the same inputs get the same denial."""
+        admission, denied = self._hub.admission, dict[tuple[int, int, int], Verdict]()
+        for connection in tuple(self._connections):
+            process, ask = connection.kind.process, connection.ask
+            while process is not None and connection.granted < ask.total:
+                key = (ask.version, ask.rollouts, admission.own(process))
+                index, verdict = (
+                    (None, denied[key]) if key in denied else self._hub.claim(process, ask.version, ask.rollouts)
+                )
+                if index is None:
+                    denied[key] = verdict
+                    connection.deny(verdict)
+                    break
+                denied.clear()
+                connection.granted += 1
+                connection.wire.send(wire.Grant(index))
+                self._connections.remove(connection)
+                self._connections.append(connection)
+
+    def _send_items(self, connection: Connection) -> None:
+        hub, stream = self._hub, self._stream(connection)
+        if stream is not None and connection.sent < connection.room:
+            for offset, json in stream.read(connection.room - connection.sent):
+                connection.sent += 1
+                connection.offsets.append(offset)
+                connection.wire.send(wire.Item(offset, json))
+        if connection.kind.reads == "rollouts" and hub.prepared is not None:
+            room = connection.passed_on + max(0, PREPARED_AHEAD - hub.prepared.stream.waiting)
+            if room != connection.told_room:
+                connection.told_room = room
+                connection.wire.send(wire.Room(room))
+
+    def __enter__(self) -> HubServer:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.settle()
+        self._closing = True
+        self._wake.send(b"\0")
+        self._thread.join()
+        for end in (self._selector, self._wake, self._woken, self._hub):
+            end.close()
+
+
+def _here(status: StageStatus, machine: str) -> StageStatus:
+    """A status by the clock of this process, from a worker on `machine`: other machines have other clocks."""
+    now = time.monotonic()
+    since_s = now - (status.written_s - status.since_s)
+    return msgspec.structs.replace(status, machine=machine, since_s=since_s, written_s=now)

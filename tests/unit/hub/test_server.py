@@ -1,0 +1,694 @@
+"""The hub and its connections: each group once, nothing lost with a worker, and nobody waits for anybody."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipelinerl.errors import ReplacedError, RunDirectoryError, StageDiedError, StreamError
+from pipelinerl.hub import server as module
+from pipelinerl.hub import wire
+from pipelinerl.hub.client import Claims, HubClient, HubReader, PreparedWriter
+from pipelinerl.hub.hub import ROLLOUTS_FILE, Direct
+from pipelinerl.hub.server import HubServer, WorkerKind
+from pipelinerl.interfaces import ALLOWED, Admitted, PipelineState, Schedule, Verdict
+from pipelinerl.rounds import AsyncSchedule, ConventionalSchedule
+from pipelinerl.schedule import PipelineSchedule
+from pipelinerl.stream.files import FileStream
+from pipelinerl.stream.memory import MemoryStream
+from pipelinerl.types import Group, Prepared
+from tests.limits import small_files
+from tests.unit.hub.hub_parts import Asking, K, Place, Worker, group, status, trainer_status
+
+ROOT = Path(__file__).parents[3]
+TRAINER = WorkerKind(reads="rollouts", follows=True)
+MANY = PipelineSchedule(1_000_000)  # allows everything
+
+
+class Served(Place):
+    """A hub that serves workers."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.server = HubServer(self.hub)
+        self.workers = ExitStack()
+
+    def connect(self, kind: WorkerKind | int, make: Callable[[socket.socket], Any] = Worker) -> Any:
+        kind = WorkerKind(process=kind) if isinstance(kind, int) else kind
+        return self.workers.enter_context(closing(make(self.server.connect(kind))))
+
+
+@contextmanager
+def served(*arguments: Any, **options: Any) -> Iterator[Served]:
+    place = Served(*arguments, **options)
+    with place.server, place.workers:
+        yield place
+
+
+def claimed(claims: Claims, worker: Worker, version: int = 0, *, room: int = 0) -> Admitted:
+    """As soon as the answer is there."""
+    if (first := claims.claim(version, K, room=room)).group is not None:
+        return first
+    worker.settled()
+    return claims.claim(version, K, room=room)
+
+
+# ------------------------------------------------------------------------------------------------ one session
+
+
+def test_groups_are_granted_recorded_and_read(tmp_path: Path) -> None:
+    with served(tmp_path, MANY, 2) as place:
+        one, other, trainer = place.connect(0), place.connect(1), place.connect(TRAINER)
+        claims = [Claims(worker, MANY) for worker in (one, other)]
+        reader = HubReader[Group](trainer, Group)
+        found = [claimed(claims[turn % 2], (one, other)[turn % 2]).group for turn in range(4)]
+        assert len({*found}) == 4
+        for turn, index in enumerate(found):
+            assert index is not None
+            claims[turn % 2].hand_over(group(index))
+        one.settled()
+        other.settled()
+        trainer.settled()
+        read = reader.read(9)
+        assert {one.index for _, one in read} == {*found}
+        assert place.recorded() == [one.index for _, one in read]
+        assert place.state.counts.handed_over == 4 * K
+
+
+def test_nobody_starts_before_the_first_evaluation_is_over_and_all_learn_of_it(tmp_path: Path) -> None:
+    with served(tmp_path, MANY, 2, opened=False) as place:
+        one, other = place.connect(0), place.connect(1)
+        first, second = Claims(one, MANY), Claims(other, MANY)
+        assert claimed(second, other) == (None, Verdict(False, "the evaluation before training", ("actor",)))
+        before = second.opened
+        first.open()
+        one.settled()
+        other.settled()
+        assert (before, second.opened) == (False, True)
+        assert claimed(second, other).group == 0
+
+
+def test_a_process_learns_why_nothing_is_granted_and_when_the_reason_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "DENY_EVERY_S", 0.0)
+    schedule = ConventionalSchedule(K, 1)
+    with served(tmp_path, schedule, 1, capacity=1) as place:
+        worker = place.connect(0)
+        claims = Claims(worker, schedule)
+        assert claims.claim(0, K).verdict.waiting_for == "the answer of the launcher"
+        assert claimed(claims, worker).group == 0
+        assert "to finish its round" in claimed(claims, worker).verdict.waiting_for
+        claims.hand_over(group(0))
+        worker.settled()
+        assert "the stream is full (1 groups)" in claimed(claims, worker).verdict.waiting_for
+
+
+def test_groups_at_hand_count_with_the_weights_of_the_engine(tmp_path: Path) -> None:
+    with served(tmp_path, MANY) as place:
+        worker = place.connect(0)
+        claims = Claims(worker, MANY)
+        assert claimed(claims, worker, room=3 * K).group == 0
+        worker.settled()
+        assert place.state.counts.in_progress == {0: 3 * K}
+        assert claims.claim(2, K, room=2 * K).group == 1
+        worker.settled()
+        assert place.state.counts.in_progress == {0: 2 * K, 2: K}, "group 1 was taken before the hub knew of the weights"
+        assert claims.claim(2, K, room=K).group == 2
+
+
+@pytest.mark.parametrize("schedule", [PipelineSchedule(8), ConventionalSchedule(8, 1)], ids=lambda schedule: schedule.name)
+def test_weights_are_taken_at_once_or_when_the_round_is_over(schedule: Schedule, tmp_path: Path) -> None:
+    with served(tmp_path, schedule, 2) as place:
+        one, other = place.connect(0), place.connect(1, Asking)
+        claims = Claims(one, schedule)
+        other.ask(1)
+        other.settled()
+        assert claims.may_take(1) == (schedule.name == "pipeline")
+        one.settled()
+        assert claims.may_take(1) == (schedule.name == "pipeline")
+        other.hand_over(0)
+        other.settled()
+        one.settled()
+        assert claims.may_take(1)
+        assert place.state.counts.newest_version == 1
+
+
+def test_a_stream_that_drops_tells_the_process_whose_group_it_was_for(tmp_path: Path) -> None:
+    with served(tmp_path, MANY, capacity=2, drops=True) as place:
+        worker = place.connect(0)
+        claims = Claims(worker, MANY)
+        for rollouts in (1, 2, 3, 4):
+            index = claimed(claims, worker).group
+            assert index is not None
+            claims.hand_over(group(index, rollouts=rollouts))
+        claims.settle()
+        assert (claims.take_dropped(), claims.take_dropped()) == (1 + 2, 0)
+        assert place.streamed() == [2, 3]
+        assert place.recorded() == [0, 1, 2, 3]
+        assert place.state.counts.handed_over == 3 + 4
+        assert place.state.parts[0].replaced == 3
+
+
+def test_statuses_reach_those_who_decide_by_them(tmp_path: Path) -> None:
+    with served(tmp_path) as place:
+        place.server.publish(status("engine", "before"))
+        generation, trainer = place.connect(0), place.connect(TRAINER)
+        generation.publish(status("actor", "here"))
+        trainer.publish(trainer_status(3))
+        for worker in (generation, trainer, generation, trainer):
+            worker.settled()
+        assert (generation.stages(), trainer.stages()) == (["actor", "trainer"], ["actor", "engine", "trainer"])
+        assert [one.detail for stage in ("engine", "actor") if (one := trainer.read(stage))] == ["before", "here"]
+        assert place.state.trainer is not None
+        assert place.state.trainer.version == 3
+        assert list(place.server.stages()) == ["actor", "engine", "trainer"]
+
+
+def test_a_process_without_a_launcher_is_told_so() -> None:
+    launcher, end = socket.socketpair()
+    launcher.close()
+    with closing(Worker(end)) as worker:
+        worker.publish(status("actor"))
+        with pytest.raises(ReplacedError, match="the launcher has ended this session of the run"):
+            worker.sync()
+
+
+# ------------------------------------------------------------------------------- peers that do not do their part
+
+
+def held_bytes(place: Served) -> int:
+    """What the hub keeps for workers that do not read."""
+    with place.server._lock:
+        return sum(len(part) for connection in place.server._connections for part in connection.wire._backlog)
+
+
+def test_a_peer_that_stops_reading_holds_nobody_up_and_is_kept_little(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each status the latest, and of the stream what it has asked for."""
+    monkeypatch.setattr(module, "DENY_EVERY_S", 0.0)
+    with served(tmp_path, ConventionalSchedule(100 * K, 1), 2) as place:
+        deaf, denied, other = place.connect(TRAINER), place.connect(1, Asking), place.connect(0, Asking)
+        reader = HubReader[Group](deaf, Group, ahead=3)
+        other.ask(100)
+        other.settled()
+        for index in range(10):
+            other.hand_over(index, text="x" * 100_000)
+        denied.ask(1000)
+        for number in range(400):
+            other.publish(status(f"stage-{number % 2}", f"{number} " + "x" * 50_000))
+            other.publish(trainer_status(number))
+            if number % 20 == 0:
+                other.settled()
+        other.settled()
+        assert held_bytes(place) < 3 * 110_000 + 3 * 60_000 + 100_000
+        deaf.settled()
+        deaf.settled()
+        assert [deaf.read(f"stage-{n}").detail.split()[0] for n in range(2)] == ["398", "399"]
+        assert [one.index for _, one in reader.read(9)] == [0, 1, 2]
+
+
+def test_denials_are_not_kept_for_a_peer_that_does_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "DENY_EVERY_S", 0.0)
+    with served(tmp_path, ConventionalSchedule(K, 1), 2) as place:
+        deaf, other = place.connect(0, Asking), place.connect(1)
+        deaf.ask(2)
+        with place.server._lock:
+            (connection,) = [one for one in place.server._connections if one.kind.process == 0]
+            connection.wire._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        for _ in range(300):
+            other.settled()
+        assert held_bytes(place) < 1000
+        deaf.settled()
+        other.settled()
+        deaf.settled()
+        assert deaf.granted == [0]
+        assert "finish its round" in deaf.denials[-1].waiting_for
+
+
+GARBAGE = {
+    "garbage": b"GET / HTTP/1.1\r\n\r\n",
+    "half a message": struct.pack("!I", 1000) + b"\x93",
+    "half a length": b"\0\0",
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize("name", GARBAGE)
+def test_what_a_peer_had_in_progress_is_returned_when_it_sends_no_message(name: str, tmp_path: Path) -> None:
+    with served(tmp_path, MANY, 2) as place:
+        bad, other = place.connect(1, Asking), place.connect(0, Asking)
+        bad.ask(3)
+        bad.settled()
+        bad.hand_over(1)
+        bad.settled()
+        end = bad._wire._socket
+        end.setblocking(True)
+        end.sendall(GARBAGE[name])
+        end.shutdown(socket.SHUT_WR)
+        place.server.wait_ended(WorkerKind(process=1))
+        other.ask(3)
+        other.settled()
+        assert other.granted == [0, 2, 3]
+        assert place.state.parts[1].lost == 2 * K
+        assert place.recorded() == place.streamed() == [1]
+        assert place.server.failure is None
+
+
+SENDER = """
+import socket, sys
+from pipelinerl.hub.client import Claims, HubClient
+from pipelinerl.schedule import PipelineSchedule
+from tests.unit.hub.hub_parts import group
+hub = HubClient(socket.socket(fileno=int(sys.argv[1])))
+claims = Claims(hub, PipelineSchedule(1_000_000))
+while True:
+    hub._wire.wait(1.0)
+    while (index := claims.claim(0, 4, room=8).group) is not None:
+        claims.hand_over(group(index, text="x" * 300_000))
+"""
+
+
+def test_of_a_process_that_is_killed_while_it_sends_what_was_complete_counts(tmp_path: Path) -> None:
+    random = Random(0)
+    with served(tmp_path, MANY, stream=FileStream(tmp_path / "streams", tmp_path / ROLLOUTS_FILE)) as place:
+        for _ in range(3):
+            before = len(place.recorded()) if place.records.exists() else 0
+            with place.server.connect(WorkerKind(process=0)) as end:
+                command = [sys.executable, "-c", SENDER, str(end.fileno())]
+                process = subprocess.Popen(command, pass_fds=[end.fileno()], cwd=ROOT)
+            while not place.records.exists() or place.records.read_bytes().count(b"\n") < before + random.randint(1, 9):
+                assert process.poll() is None
+            process.kill()
+            process.wait()
+            place.server.wait_ended(WorkerKind(process=0))
+            recorded = place.recorded()
+            assert place.state.claims == {}
+            assert place.state.counts.in_progress == {}
+            assert sorted([*recorded, *place.state.counts.returned]) == [*range(place.state.counts.next_index)]
+            assert place.state.counts.handed_over == K * len(recorded)
+        returned, following = list(place.state.counts.returned), place.state.counts.next_index
+        worker = place.connect(0, Asking)
+        worker.ask(len(returned) + 1)
+        worker.settled()
+        assert worker.granted == [*returned, following]
+    with closing(FileStream(tmp_path / "streams", tmp_path / ROLLOUTS_FILE)) as stream:
+        assert [msgspec.json.decode(json, type=Group).index for _, json in stream.read(10**6)] == place.recorded()
+
+
+def test_a_reader_that_dies_loses_nothing_that_it_had_not_taken(tmp_path: Path) -> None:
+    with served(tmp_path, MANY) as place:
+        writer, trainer = place.connect(0, Asking), place.connect(TRAINER)
+        writer.ask(6)
+        writer.settled()
+        for index in range(6):
+            writer.hand_over(index, rollouts=1 + index % 2)
+        writer.settled()
+        reader = HubReader[Group](trainer, Group, ahead=3)
+        trainer.settled()
+        assert [one.index for _, one in reader.read(2)] == [0, 1]
+        trainer.settled()
+        assert place.hub.waiting == 2, "groups 2 to 4 are on their way, and group 5 waits"
+        trainer.close()
+        place.server.wait_ended(TRAINER)
+        assert place.hub.waiting == 1 + 2 + 1 + 2
+
+
+def test_a_preprocessor_that_dies_has_passed_each_group_on_once(tmp_path: Path) -> None:
+    preprocessor, trainer = WorkerKind(reads="rollouts"), WorkerKind(reads="prepared", follows=True)
+
+    def prepared(index: int) -> Prepared:
+        return Prepared(index=index, newest_version=0, ids=(), samples=())
+
+    with served(tmp_path, MANY, apart=True) as place:
+        writer, second = place.connect(0, Asking), place.connect(trainer)
+        writer.ask(9)
+        writer.settled()
+        for index in range(9):
+            writer.hand_over(index)
+        writer.settled()
+        for passed_on in (2, 2, 0):
+            first = place.connect(preprocessor)
+            reader, writes = HubReader[Group](first, Group, ahead=1), PreparedWriter(first)
+            for _ in range(passed_on):
+                first.settled()
+                ((offset, one),) = reader.read(1)
+                assert writes.try_pass_on(offset, prepared(one.index))
+            first.settled()
+            assert reader.read(1)
+            first.close()
+            place.server.wait_ended(preprocessor)
+            assert place.hub.waiting == 9 * K, "no group is lost, and none is in both streams"
+        first = place.connect(preprocessor)
+        writes, reader = PreparedWriter(first), HubReader[Group](first, Group, ahead=1)
+        first.settled()
+        ((offset, _),) = reader.read(1)
+        assert not writes.try_pass_on(offset, prepared(4)), "the prepared stream is full"
+        final = HubReader[Prepared](second, Prepared)
+        second.settled()
+        assert [one.index for _, one in final.read(9)] == [0, 1, 2, 3]
+        first.settled()
+        assert writes.try_pass_on(offset, prepared(4))
+
+
+# ------------------------------------------------------------------------------------------------- failures
+
+
+def test_a_full_disk_is_one_clear_error(tmp_path: Path) -> None:
+    with served(tmp_path, MANY) as place:
+        worker = place.connect(0, Asking)
+        worker.ask(2)
+        worker.settled()
+        with small_files(0):
+            worker.hand_over(0)
+            worker.settled()
+        assert isinstance(place.server.failure, RunDirectoryError)
+        expected = f"can't write to {place.records}: "
+        assert str(place.server.failure).startswith(expected)
+        assert str(place.server.failure).endswith("and resume")
+        assert "\n" not in str(place.server.failure)
+        failure = place.server.failure
+        worker.hand_over(1)
+        worker.publish(status("actor", "goes on"))
+        worker.settled()
+        assert (place.recorded(), place.server.failure) == ([], failure), "the first error is the cause"
+        seen = place.server.read("actor")
+        assert seen is not None
+        assert seen.detail == "goes on", "the launcher still sees what workers do"
+
+
+class Broken(MemoryStream):
+    def __init__(self, where: str, error: Exception) -> None:
+        super().__init__()
+        self._where, self._error = where, error
+
+    def __getattribute__(self, name: str) -> Any:
+        if not name.startswith("_") and name == self._where:
+            raise self._error
+        return super().__getattribute__(name)
+
+
+@pytest.mark.parametrize("where", ["append", "read", "return_to", "commit"])
+@pytest.mark.parametrize("error", [StreamError("it can't; make room"), RuntimeError("a bug")], ids=["ours", "a bug"])
+def test_an_error_of_the_stream_ends_the_run_wherever_it_happens(where: str, error: Exception, tmp_path: Path) -> None:
+    with served(tmp_path, MANY, stream=Broken(where, error)) as place:
+        worker, trainer = place.connect(0, Asking), place.connect(TRAINER)
+        worker.ask(1)
+        worker.settled()
+        worker.hand_over(0)
+        worker.settled()
+        HubReader[Group](trainer, Group).commit(0)
+        trainer.settled()
+        trainer.close()
+        place.server.wait_ended(TRAINER)
+        worker.publish(status("actor", "goes on"))
+        worker.settled()
+        assert list(place.server.stages()) == ["actor"]
+        failure = place.server.failure
+    if isinstance(error, StreamError):
+        assert failure is error
+    else:
+        assert isinstance(failure, StageDiedError)
+        assert str(failure) == "the hub failed: RuntimeError: a bug"
+        assert "Traceback" in failure.__notes__[0]
+
+
+# -------------------------------------------------------------------------------- against a slow literal reference
+
+
+class AtMost:
+    """A schedule that allows so many rollouts at once."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+
+    def may_start(self, state: PipelineState, rollouts: int) -> Verdict:
+        return ALLOWED if state.outstanding < self.most else Verdict(False, "enough", ("trainer",))
+
+    def trains_in_rounds(self) -> bool:
+        return False
+
+
+class Reference:
+    """What has become of each index: the process that has it, `returned` or the number of rollouts it ended with."""
+
+    def __init__(self, most: int) -> None:
+        self.fates: dict[int, str | int] = {}
+        self.holders: dict[int, int] = {}
+        self.most, self.trained = most, 0
+
+    @property
+    def returned(self) -> list[int]:
+        return sorted(index for index, fate in self.fates.items() if fate == "returned")
+
+    @property
+    def outstanding(self) -> int:
+        return K * len(self.holders) + sum(fate for fate in self.fates.values() if isinstance(fate, int)) - self.trained
+
+    def next(self) -> int:
+        return self.returned[0] if self.returned else len(self.fates)
+
+    def grant(self, process: int, index: int) -> None:
+        assert index == self.next(), "those of dead processes first, then in order"
+        assert self.outstanding < self.most
+        self.fates[index], self.holders[index] = "in progress", process
+
+    def die(self, process: int) -> None:
+        for index in [index for index, holder in self.holders.items() if holder == process]:
+            del self.holders[index]
+            self.fates[index] = "returned"
+
+
+class Interleaving:
+    """Processes that ask, hand over, die and come back, in any order; after each move all is compared."""
+
+    def __init__(self, place: Served, most: int, processes: int) -> None:
+        self.place, self.reference = place, Reference(most)
+        self.workers = [place.connect(process, Asking) for process in range(processes)]
+        self.asked, self.seen = [0] * processes, [0] * processes
+        self.recorded = list[int]()
+
+    def move(self, what: str, process: int, number: int) -> None:
+        worker, reference = self.workers[process], self.reference
+        mine = sorted(index for index, holder in reference.holders.items() if holder == process)
+        match what:
+            case "ask":
+                self.asked[process] = max(self.asked[process], self.seen[process] + number)
+                worker.ask(self.asked[process])
+            case "hand over" if mine:
+                index = mine[number % len(mine)]
+                worker.hand_over(index, rollouts=number % (K + 1))
+                del reference.holders[index]
+                reference.fates[index] = number % (K + 1)
+                self.recorded.append(index)
+            case "die":
+                worker._wire._socket.sendall(b"\0\0\1\0half"[: number + 1])
+                worker._wire.close()
+                self.place.server.wait_ended(WorkerKind(process=process))
+                reference.die(process)
+                self.workers[process] = self.place.connect(process, Asking)
+                self.asked[process] = self.seen[process] = 0
+            case "train":
+                ended = sum(fate for fate in reference.fates.values() if isinstance(fate, int))
+                reference.trained = min(ended, reference.trained + number)
+                self.place.server.publish(trainer_status(trained=reference.trained))
+        self.compare()
+
+    def compare(self) -> None:
+        for worker in (*self.workers, *self.workers):
+            worker.settled()
+        new = {
+            index: process for process, worker in enumerate(self.workers) for index in worker.granted[self.seen[process] :]
+        }
+        assert len(new) == sum(len(worker.granted) for worker in self.workers) - sum(self.seen), "each grant once"
+        while new:
+            self.reference.grant(new.pop(index := self.reference.next()), index)
+        self.seen = [len(worker.granted) for worker in self.workers]
+        state, reference = self.place.state, self.reference
+        state.counts.settle(reference.trained)  # as the next claim does
+        assert {index: claim.process for index, claim in state.claims.items()} == reference.holders
+        assert state.counts.returned == reference.returned
+        assert state.counts.rollouts == reference.outstanding
+        waits = any(asked > seen for asked, seen in zip(self.asked, self.seen, strict=True))
+        assert not waits or reference.outstanding >= reference.most, "nobody waits for what is allowed"
+        assert (self.place.recorded() if self.place.records.exists() else []) == self.recorded
+        assert self.place.server.failure is None
+
+
+MOVES = st.tuples(
+    st.sampled_from(["ask", "ask", "ask", "hand over", "hand over", "hand over", "train", "die"]),
+    st.integers(0, 2),
+    st.integers(1, 9),
+)
+
+
+@settings(max_examples=25)
+@given(most=st.integers(1, 8 * K), moves=st.lists(MOVES, min_size=5, max_size=30))
+def test_each_index_is_in_one_place_in_any_history(most: int, moves: list[tuple[str, int, int]]) -> None:
+    with tempfile.TemporaryDirectory() as folder, served(Path(folder), AtMost(most), 3) as place:
+        interleaving = Interleaving(place, most, 3)
+        for what, process, number in moves:
+            interleaving.move(what, process, number)
+
+
+@settings(max_examples=25)
+@given(
+    kind=st.sampled_from([PipelineSchedule(K, 1, stock=2 * K), ConventionalSchedule(2 * K, 2), AsyncSchedule(2 * K, 1)]),
+    seed=st.integers(0, 1 << 30),
+)
+def test_a_connection_decides_as_the_hub_in_the_same_process_does(kind: Schedule, seed: int) -> None:
+    random = Random(seed)
+    with ExitStack() as stack:
+        folders = [Path(stack.enter_context(tempfile.TemporaryDirectory())) for _ in range(2)]
+        embedded, apart = Place(folders[0], kind), stack.enter_context(served(folders[1], kind))
+        direct, worker = Direct(embedded.hub), apart.connect(0, Asking)
+        taken = list[int]()
+        worker.handle(wire.MayTake, lambda message: taken.append(message.version))
+        held, version, trained, offered = list[int](), 0, 0, 0
+        for _ in range(60):
+            match random.choice(("claim", "claim", "hand over", "train", "weights")):
+                case "claim":
+                    index = direct.claim(version, K).group
+                    before = len(worker.granted)
+                    worker.ask(before + 1, version)
+                    worker.settled()
+                    assert worker.granted[before:] == ([] if index is None else [index])
+                    held += worker.granted[before:]
+                    worker.ask(len(worker.granted), version)  # it does not wait for a group
+                case "hand over" if held:
+                    index, rollouts = held.pop(random.randrange(len(held))), random.randint(0, K)
+                    direct.hand_over(group(index, version, rollouts))
+                    worker.hand_over(index, version, rollouts=rollouts)
+                case "train" if embedded.state.counts.handed_over >= 2 * K:
+                    trained, offered = trained + 2 * K, offered + 1
+                    for place in (embedded.hub, apart.server):
+                        place.publish(trainer_status(offered, trained))
+                case "weights" if offered > version and kind.publishes(offered):
+                    allowed = direct.may_take(offered)
+                    worker.send(wire.Want(offered))
+                    worker.settled()
+                    assert (taken[-1:] == [offered]) == allowed
+                    if allowed:
+                        version = offered
+                    else:
+                        worker.send(wire.Want(-1))
+            worker.settled()
+            assert apart.state.counts == embedded.state.counts
+        embedded.hub.close()
+
+
+# ------------------------------------------------------------------------------------------ several processes
+
+
+class Contender(threading.Thread):
+    """A generation process: claims and hands over as fast as it can, and takes weights when it may."""
+
+    def __init__(self, connected: socket.socket, schedule: Schedule, offered: Callable[[], int], seed: int) -> None:
+        super().__init__()
+        self._connected, self._schedule, self._offered, self._random = connected, schedule, offered, Random(seed)
+        self.version, self.started = 0, list[tuple[int, int]]()
+        self.error: BaseException | None = None
+        self.ending = threading.Event()
+
+    def run(self) -> None:
+        try:
+            with closing(HubClient(self._connected)) as hub:
+                self._play(hub, Claims(hub, self._schedule))
+        except BaseException as error:
+            self.error = error
+            raise
+
+    def _play(self, hub: HubClient, claims: Claims) -> None:
+        open_groups = list[tuple[int, int]]()
+        while not self.ending.is_set():
+            offered = self._offered()
+            if offered > self.version and claims.may_take(offered):
+                self.version = offered
+            if len(open_groups) < 3 and (index := claims.claim(self.version, K, room=K).group) is not None:
+                self.started.append((index, self.version))
+                open_groups.append((index, self.version))
+            elif open_groups:
+                index, version = open_groups.pop(self._random.randrange(len(open_groups)))
+                claims.hand_over(group(index, version))
+            else:
+                hub._wire.wait(0.001)
+
+
+def contend(folder: Path, schedule: Schedule, *, steps: int, batch: int) -> tuple[Counter[int], list[int]]:
+    """Three processes, and a trainer that takes `batch` rollouts a step. Before it offers weights, all have taken those
+    before. Returns how many groups were started with each version, and the lag of each rollout trained on.
+    """
+    with served(folder, schedule, 3) as place:
+        place.server.publish(trainer_status())
+        offered, lags, waiting = 0, list[int](), list[int]()
+        contenders = [
+            Contender(place.server.connect(WorkerKind(process=number)), schedule, lambda: offered, number)
+            for number in range(3)
+        ]
+        trainer = place.connect(TRAINER)
+        reader = HubReader[Group](trainer, Group)
+        for contender in contenders:
+            contender.start()
+        try:
+            for version in range(steps):
+                while len(waiting) < batch:
+                    trainer._wire.wait(0.01)
+                    waiting += [one.started_version for _, one in reader.read(99) for _ in one.rollouts]
+                    assert [one.error for one in contenders] == [None] * 3
+                    assert place.server.failure is None
+                lags += [version - started for started in waiting[:batch]]
+                del waiting[:batch]
+                if schedule.publishes(version + 1):
+                    while any(one.version < offered for one in contenders):
+                        assert [one.error for one in contenders] == [None] * 3
+                        time.sleep(0.001)
+                    offered = version + 1
+                trainer.publish(trainer_status(version + 1, (version + 1) * batch))
+            trainer.publish(trainer_status(steps, steps * batch, goal_reached=True))
+            trainer.settled()
+        finally:
+            for contender in contenders:
+                contender.ending.set()
+            for contender in contenders:
+                contender.join()
+        started = [one for contender in contenders for one in contender.started]
+        assert len({index for index, _ in started}) == len(started), "each index once"
+        assert sum(len(contender.started) > 0 for contender in contenders) >= 2, "not everything came from one process"
+    return Counter(version for _, version in started), lags
+
+
+def test_contention_conventional_starts_exactly_a_round(tmp_path: Path) -> None:
+    batch = 2 * K
+    started, lags = contend(tmp_path, ConventionalSchedule(batch, 3), steps=30, batch=batch)
+    assert [started[version] for version in range(0, 30, 3)] == [6] * 10
+    assert lags == [version % 3 for version in range(30) for _ in range(batch)]
+
+
+def test_contention_async_never_mixes_rounds(tmp_path: Path) -> None:
+    batch = 2 * K
+    started, lags = contend(tmp_path, AsyncSchedule(batch, 3), steps=30, batch=batch)
+    assert set(started) <= set(range(0, 31, 3))
+    assert max(lags) <= 2 * 3 - 1
+
+
+def test_contention_pipeline_keeps_the_lag_bound(tmp_path: Path) -> None:
+    started, lags = contend(tmp_path, PipelineSchedule(K, 1), steps=60, batch=K)
+    assert max(lags) <= 1
+    assert len(started) > 20

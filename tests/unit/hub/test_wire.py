@@ -1,0 +1,217 @@
+"""The connection between a worker and the hub: messages stay whole, nothing waits, and what is no message ends it."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipelinerl.hub import wire
+from pipelinerl.hub.wire import ClosedError, HandOver, Line, Wire
+from pipelinerl.interfaces import Verdict
+from tests.unit.hub.hub_parts import status, trainer_status
+
+
+@contextmanager
+def two_ends(incoming: Any = wire.ToHub) -> Iterator[tuple[Wire, Wire]]:
+    one, other = (Wire(end, incoming) for end in socket.socketpair())
+    try:
+        yield one, other
+    finally:
+        one.close()
+        other.close()
+
+
+@contextmanager
+def raw_end(incoming: Any = wire.ToHub) -> Iterator[tuple[socket.socket, Wire]]:
+    here, there = socket.socketpair()
+    end = Wire(there, incoming)
+    try:
+        yield here, end
+    finally:
+        here.close()
+        end.close()
+
+
+def framed(message: msgspec.Struct) -> bytes:
+    payload = msgspec.msgpack.encode(message)
+    return struct.pack("!I", len(payload)) + payload
+
+
+def received(end: Wire, count: int) -> list[Any]:
+    """So many messages, or all before the connection ends."""
+    found: list[Any] = []
+    while len(found) < count:
+        end.wait(10.0)
+        try:
+            new = end.receive()
+        except ClosedError:
+            return found
+        found += new
+    return found
+
+
+MESSAGES: list[msgspec.Struct] = [
+    wire.Hello("training", "m1"),
+    wire.Ask(3, 8, 5, (4, 7)),
+    HandOver(1, 8, False, b"{}"),
+    wire.Want(2),
+    wire.Open(),
+    wire.Publish(trainer_status(3)),
+    wire.Take(3, 8),
+    wire.Commit(3),
+    wire.PassOn(2, b"[]"),
+    Line("a.jsonl", b"{}", True),
+    wire.Sync(),
+    wire.Grant(4),
+    wire.Denied(Verdict(False, "the trainer", ("trainer",))),
+    wire.MayTake(1),
+    wire.Opened(),
+    wire.Dropped(3),
+    wire.Item(9, b"{}"),
+    wire.Room(4),
+]
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_every_message_arrives_as_it_was_sent(message: msgspec.Struct) -> None:
+    with two_ends(wire.ToHub if isinstance(message, wire.ToHub) else wire.ToWorker) as (one, other):
+        one.send(message)
+        assert other.receive() == [message]
+
+
+@settings(max_examples=60)
+@given(
+    sizes=st.lists(st.one_of(st.integers(0, 300), st.integers(1 << 16, 1 << 19)), min_size=1, max_size=8),
+    cuts=st.lists(st.integers(1, 1 << 18), max_size=50),
+)
+def test_messages_of_any_size_arrive_whole_however_they_are_split(sizes: list[int], cuts: list[int]) -> None:
+    messages = [HandOver(number, 1, False, bytes([number]) * size) for number, size in enumerate(sizes)]
+    sent, found = memoryview(b"".join(map(framed, messages))), list[Any]()
+    with raw_end() as (here, there):
+        here.setblocking(False)
+        while sent:
+            with suppress(BlockingIOError):
+                sent = sent[here.send(sent[: cuts.pop() if cuts else 1 << 16]) :]
+            found += there.receive()
+        here.close()
+        assert found + received(there, len(messages)) == messages
+
+
+def test_a_peer_that_does_not_read_holds_nobody_up_and_gets_all_in_order() -> None:
+    messages = [HandOver(number, 1, False, bytes(50_000)) for number in range(100)]
+    with two_ends() as (one, other):
+        for message in messages:
+            one.send(message)
+        assert one.backlog
+        assert not one.drain(0.0)
+        found = list[Any]()
+        while len(found) < len(messages):
+            found += other.receive()
+            one.flush()
+        assert found == messages
+        assert not one.backlog
+
+
+def test_what_was_complete_counts_when_the_peer_dies_within_a_message() -> None:
+    with raw_end() as (here, there):
+        here.sendall(framed(wire.Want(1)) + framed(HandOver(0, 1, False, b"x" * 999))[:-1])
+        here.close()
+        assert there.receive() == [wire.Want(1)]
+        for _ in range(2):
+            with pytest.raises(ClosedError):
+                there.receive()
+        there.send(wire.Want(2))  # nobody reads it, and nothing is kept
+        assert not there.backlog
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"GET / HTTP/1.1\r\nHost: hub\r\n\r\n",
+        struct.pack("!I", 3) + b"\xc1\xc1\xc1",
+        framed(wire.Grant(3)),  # from the other side
+        struct.pack("!I", 1 << 31),
+        struct.pack("!I", 0),
+        framed(wire.Want(1))[:-1] + b"\xc0",
+    ],
+    ids=["another protocol", "not MessagePack", "another message", "too long", "empty", "another type"],
+)
+def test_what_is_no_message_ends_the_connection(garbage: bytes) -> None:
+    with raw_end() as (here, there):
+        here.sendall(garbage)
+        with pytest.raises(ClosedError):
+            there.receive()
+
+
+class Interrupted:
+    """A socket within whose calls a signal handler sends: before each one, and after each one."""
+
+    def __init__(self, connected: socket.socket, handler: Any) -> None:
+        self._socket, self._handler = connected, handler
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._socket, name)
+
+    def send(self, data: memoryview) -> int:
+        self._handler()
+        sent = self._socket.send(data[:7])  # a part
+        self._handler()
+        return sent
+
+
+def test_a_signal_handler_may_send_within_a_send() -> None:
+    with two_ends() as (one, other):
+        left = list(range(100))
+
+        def handler() -> None:
+            if left:
+                one.send(wire.Want(left.pop(0)))
+
+        one._socket = Interrupted(one._socket, handler)  # type: ignore[assignment]
+        for number in range(10):
+            one.send(HandOver(number, 1, False, b"x" * number * 20))
+        found = list[Any]()
+        while one.backlog or len(found) < 110:
+            found += other.receive()
+            one.flush()
+        assert [message.index for message in found if isinstance(message, HandOver)] == list(range(10))
+        assert [message.version for message in found if isinstance(message, wire.Want)] == list(range(100))
+
+
+def test_real_signals_between_any_two_instructions_break_no_message() -> None:
+    found, interrupts = list[Any](), 0
+    with two_ends() as (one, other):
+
+        def handler(*_: object) -> None:
+            nonlocal interrupts
+            interrupts += 1
+            one.send(wire.Publish(status("engine", str(interrupts))))
+
+        reader = threading.Thread(target=lambda: found.extend(received(other, 1 << 30)))
+        reader.start()
+        before = signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, 1e-4, 1e-4)
+        sent = 0
+        try:
+            while interrupts < 300:
+                one.send(HandOver(sent, 1, False, bytes(sent % 3000)))
+                sent += 1
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+        assert one.drain(10.0)
+        one.close()
+        reader.join()
+    assert [message.index for message in found if isinstance(message, HandOver)] == list(range(sent))
+    details = [message.status.detail for message in found if isinstance(message, wire.Publish)]
+    assert sorted(map(int, details)) == list(range(1, interrupts + 1))
