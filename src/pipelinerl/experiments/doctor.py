@@ -41,7 +41,7 @@ class Finding(NamedTuple):
 
 
 def examine(vllm_python: Path | None = None) -> list[Finding]:
-    return [*_machine(Path.cwd()), *_gpus(), *packages(), *_redis(), vllm(vllm_python)]
+    return [*_machine(Path.cwd()), *_gpus(), *packages(), vllm(vllm_python)]
 
 
 def shown(findings: Sequence[Finding]) -> str:
@@ -144,14 +144,6 @@ def packages() -> Iterator[Finding]:
     yield Finding("ok", "extras", ", ".join(found["ok"]) or "none")
     if absent := ", ".join(found["note"]):
         yield Finding("note", "other extras", f"not installed: {absent}", "what needs one says how to install it")
-
-
-def _redis() -> Iterator[Finding]:
-    said = _output(["redis-server", "--version"])
-    if said is None:
-        yield Finding("note", "redis-server", "not installed", "only for stream.kind redis: apt-get install redis-server")
-    else:
-        yield Finding("ok", "redis-server", next((word for word in said.split() if word.startswith("v=")), said)[2:])
 
 
 def vllm(python: Path | None) -> Finding:
