@@ -23,8 +23,8 @@ from pipelinerl.config.schema import (
     TrainerConfig,
     WeightsConfig,
 )
-from pipelinerl.errors import PipelineRLError, RankLostError, StageDiedError, StalledError, UserError
-from pipelinerl.launch.hosts.host import make_channel
+from pipelinerl.errors import PipelineRLError, RankLostError, StageDiedError, StalledError, StreamError, UserError
+from pipelinerl.launch.hosts.host import LocalHost, make_channel
 from pipelinerl.launch.hosts.processes import Processes
 from pipelinerl.launch.roles import rank_roles, server_roles, worker_roles, worker_stages
 from pipelinerl.launch.run import write_session
@@ -39,6 +39,7 @@ from pipelinerl.schedule import make_schedule
 from pipelinerl.serving.client.errors import EngineUnavailableError
 from pipelinerl.stream.files import FileStream
 from pipelinerl.stream.memory import MemoryStream
+from pipelinerl.types import MAX_RECEIVERS
 from tests.unit.scripted_engine import CharTokenizer
 
 LOCAL = RunConfig()
@@ -147,6 +148,26 @@ def session_of(config: RunConfig, run_dir: Path) -> Session:
     run = RunDirectory(run_dir)
     run.make_folders()
     return Session(config, run, StartPlan(), make_schedule(config), 0.0)
+
+
+def test_a_stream_that_can_not_be_opened_ends_a_run_before_anything_starts(tmp_path: Path) -> None:
+    session = session_of(LOCAL, tmp_path)
+    damaged = tmp_path / "streams" / "rollouts" / FileStream.NAME
+    damaged.parent.mkdir()
+    damaged.write_bytes(b"this is no database, and long enough to be read as one " * 40)
+    with pytest.raises(StreamError, match="file is not a database"):
+        LocalHost(session, 0)
+
+
+def test_a_host_that_can_not_be_opened_leaves_no_stream_open(tmp_path: Path) -> None:
+    """A program that trains again in the same process can use the run directory."""
+    urls = [f"http://h:{port}" for port in range(MAX_RECEIVERS + 1)]
+    engine = EngineConfig(kind="http", urls=urls)
+    host = LocalHost(session_of(RunConfig(engine=engine, weights=COLLECTIVE), tmp_path), 0)
+    with pytest.raises(UserError, match="weights are broadcast to at most"), host:
+        pass
+    assert host.waiting() == 0
+    FileStream(tmp_path / "streams" / "rollouts").close()
 
 
 def test_servers_learn_where_a_broadcast_comes_from(tmp_path: Path) -> None:

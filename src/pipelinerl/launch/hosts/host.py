@@ -204,18 +204,50 @@ def named(worker: Worker) -> str:
     return f"the {worker.role} process (pid {worker.pid}{place})"
 
 
-class LocalHost:
+class HubHost:
+    """What every host has: the session's hub, which is served inside the context."""
+
+    def __init__(self, session: Session) -> None:
+        """Raises StreamError."""
+        self._session, self._hub = session, make_hub(session, MemoryBoard())
+        self._server = HubServer(self._hub)
+        self.board: Board = self._server
+        self._stack = ExitStack()
+
+    def settle(self, ended: Sequence[Worker]) -> None:
+        for worker in ended:
+            if kind := worker_kind(self._session.config, worker.role):
+                self._server.wait_ended(kind)
+
+    def waiting(self) -> int:
+        return self._hub.waiting
+
+    def parts(self) -> dict[int, Part]:
+        return self._hub.admission.parts
+
+    def open(self, stack: ExitStack) -> None:
+        """Open the rest of the host. `stack` closes it at the end, or if this raises an error."""
+
+    def __enter__(self) -> Self:
+        with ExitStack() as opened:
+            opened.enter_context(self._server)
+            self.open(opened)
+            self._stack = opened.pop_all()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+
+class LocalHost(HubHost):
     """This machine. All processes inherit `lock_fd`: it stays open until they have ended, also if the launcher is killed.
 
     `placement`: lines on which process is on which GPU, if any is.
     """
 
-    board: Board
-
     def __init__(self, session: Session, lock_fd: int) -> None:
-        self._session, self._lock_fd = session, lock_fd
+        self._lock_fd = lock_fd
         self._workers: list[LocalWorker] = []
-        self._stack = ExitStack()
         roles = [*server_roles(session.config), *worker_roles(session.config)]
         self._shares = shares_of(session.config, session.schedule, roles, usable_cores())
         self.placement: Sequence[str] = ()
@@ -226,6 +258,7 @@ class LocalHost:
             places, machine = place_here(session.config)
             self.placement = placement_lines(places, [machine])
             self._gpus = visible_gpus(session.config, places, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        super().__init__(session)
 
     def start(self, role: str) -> LocalWorker:
         worker = self._start(role)
@@ -252,19 +285,7 @@ class LocalHost:
         worker.kill()
         worker.wait(KILL_TIMEOUT_S)
         remove_weights_of(worker.pid)
-        if kind := worker_kind(self._session.config, worker.role):
-            self._server.wait_ended(kind)
-
-    def settle(self, ended: Sequence[Worker]) -> None:
-        for worker in ended:
-            if kind := worker_kind(self._session.config, worker.role):
-                self._server.wait_ended(kind)
-
-    def waiting(self) -> int:
-        return self._hub.waiting
-
-    def parts(self) -> dict[int, Part]:
-        return self._hub.admission.parts
+        self.settle([worker])
 
     def failure(self) -> PipelineRLError | None:
         return self._server.failure
@@ -272,20 +293,18 @@ class LocalHost:
     def cause(self, failure: PipelineRLError) -> PipelineRLError:
         return failure
 
-    def __enter__(self) -> Self:
-        self._hub = make_hub(self._session, MemoryBoard())
-        self.board = self._server = self._stack.enter_context(HubServer(self._hub))
+    def open(self, stack: ExitStack) -> None:
         ranks = -1
         if self._session.config.trainer.ranks > 1:
             from pipelinerl.channel import listen  # noqa: PLC0415 - only several ranks need it
 
             ranks = listen().detach()
-        self.channels = Channels(weights=make_channel(self._session.config), ranks=ranks)
-        for fd in self.channels.opened:
-            self._stack.callback(os.close, fd)
-        return self
+            stack.callback(os.close, ranks)
+        weights = make_channel(self._session.config)
+        stack.callback(os.close, weights)
+        self.channels = Channels(weights=weights, ranks=ranks)
 
     def __exit__(self, *exception: object) -> None:
-        self._stack.close()
+        super().__exit__(*exception)
         for worker in self._workers:
             remove_weights_of(worker.pid)

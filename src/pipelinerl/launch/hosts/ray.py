@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import msgspec
 
@@ -24,12 +24,9 @@ from pipelinerl.config.schema import LaunchConfig, RunConfig
 from pipelinerl.errors import PipelineRLError, RankLostError, RunDirectoryError, StageDiedError, UserError
 from pipelinerl.extras import require
 from pipelinerl.files import write_atomically
-from pipelinerl.hub.admission import Part
 from pipelinerl.hub.network import Listener
-from pipelinerl.hub.server import HubServer
-from pipelinerl.interfaces import Board
 from pipelinerl.launch.hosts.agent import Agent, Ended, Order, has
-from pipelinerl.launch.hosts.host import worker_kind
+from pipelinerl.launch.hosts.host import HubHost, worker_kind
 from pipelinerl.launch.hosts.placement import Machine, Place, place, roles_of, shares_on
 from pipelinerl.launch.machine import Memory
 from pipelinerl.launch.memory import check_memory, judge_machine
@@ -37,8 +34,6 @@ from pipelinerl.launch.roles import TRAINING, rank_roles, server_roles
 from pipelinerl.launch.run_directory import ORPHAN_PATIENCE_S
 from pipelinerl.launch.session import Here, Session
 from pipelinerl.launch.share import Share
-from pipelinerl.launch.streams import make_hub
-from pipelinerl.status.board import MemoryBoard
 
 require("ray", "launch.kind ray")  # before the import, which fails without
 import ray  # noqa: E402
@@ -165,7 +160,10 @@ def machines_away(config: RunConfig, cluster: Cluster, places: Sequence[Place]) 
 
 def _is_away(name: str, *, trains: bool) -> str:
     if trains:
-        return f"{name} does not have the run directory, and would run the trainer, which writes checkpoints: share run_dir"
+        return (
+            f"{name} does not have the run directory, where the trainer writes checkpoints: put run_dir on a file system "
+            "that both machines share, or place the trainer on this machine (launch.place)"
+        )
     return f"{name} does not have the run directory: its processes send their records to this machine"
 
 
@@ -260,10 +258,8 @@ class Handle:
         return f"machine {machine.name}" + (f" ({machine.address})" if machine.address != machine.name else "")
 
 
-class RayHost:
+class RayHost(HubHost):
     """The machines of a cluster. Each process of the run has an agent, which is an actor on the process's machine."""
-
-    board: Board
 
     def __init__(
         self,
@@ -273,7 +269,8 @@ class RayHost:
         say: Callable[[str], object],
     ) -> None:
         """`say` shows a line to the user."""
-        self._session, self._cluster, self._say = session, cluster, say
+        super().__init__(session)
+        self._cluster, self._say = cluster, say
         self._places = {place.role: place for place in places}
         self._shares: dict[str, Share] = shares_on(session.config, session.schedule, places, cluster.machines)
         self._handles: dict[str, Handle] = {}
@@ -281,34 +278,23 @@ class RayHost:
         self._looked_s = 0.0
         self._ports, self._trainer_at = [0, 0], ""
         self._ready: set[tuple[str, bytes]] = set()  # ready files of engine servers that were passed on
-        self._stack = ExitStack()
 
-    def __enter__(self) -> Self:
-        session, config = self._session, self._session.config
-        try:
-            self._hub = make_hub(session, MemoryBoard())
-            self.board = self._server = self._stack.enter_context(HubServer(self._hub))
-            kinds = {role: kind for role in self._places if (kind := worker_kind(config, role)) is not None}
-            self._server.expect(kinds)
-            listener = Listener(self._cluster.address, session.plan.hub_key, self._server.admit)
-            self._stack.callback(listener.close)
-            self._hub_at = listener.address
-            self._stack.callback(lambda: end_agents(self._handles.values()))
-            machines = {machine.name: machine for machine in self._cluster.machines}
-            for place in self._places.values():
-                machine = machines[place.machine]
-                self._handles[place.role] = Handle(place.role, machine, self._make_agent(place, machine))
-            self._prepare()
-            trainer = self._handles[TRAINING]
-            self._trainer_at = trainer.machine.address
-            self._ports = trainer.call("listen", self._trainer_at)
-        except BaseException:
-            self._stack.close()
-            raise
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._stack.close()
+    def open(self, stack: ExitStack) -> None:
+        session = self._session
+        kinds = {role: kind for role in self._places if (kind := worker_kind(session.config, role)) is not None}
+        self._server.expect(kinds)
+        listener = Listener(self._cluster.address, session.plan.hub_key, self._server.admit)
+        stack.callback(listener.close)
+        self._hub_at = listener.address
+        stack.callback(lambda: end_agents(self._handles.values()))
+        machines = {machine.name: machine for machine in self._cluster.machines}
+        for role, where in self._places.items():
+            machine = machines[where.machine]
+            self._handles[role] = Handle(role, machine, self._make_agent(where, machine))
+        self._prepare()
+        trainer = self._handles[TRAINING]
+        self._trainer_at = trainer.machine.address
+        self._ports = trainer.call("listen", self._trainer_at)
 
     def start(self, role: str) -> RemoteWorker:
         handle = self._handles[role]
@@ -321,19 +307,7 @@ class RayHost:
 
     def bury(self, worker: Worker) -> None:
         self._handles[worker.role].call("bury")
-        if kind := worker_kind(self._session.config, worker.role):
-            self._server.wait_ended(kind)
-
-    def settle(self, ended: Sequence[Worker]) -> None:
-        for worker in ended:
-            if kind := worker_kind(self._session.config, worker.role):
-                self._server.wait_ended(kind)
-
-    def waiting(self) -> int:
-        return self._hub.waiting
-
-    def parts(self) -> dict[int, Part]:
-        return self._hub.admission.parts
+        self.settle([worker])
 
     def failure(self) -> PipelineRLError | None:
         if self._server.failure is not None:
@@ -421,15 +395,10 @@ class RayHost:
                     raise UserError(f"{handle.name}: {problem}")
         finally:
             (run.root / nonce[0]).unlink(missing_ok=True)
-        for handle in self._handles.values():
-            if handle.sees_run:
-                continue
-            if handle.role == TRAINING:
-                raise UserError(
-                    f"{handle.name} does not have the run directory {run.root}, where {handle.role} writes checkpoints: put "
-                    "run_dir on a file system that both machines share, or place it on this machine (launch.place)"
-                )
-            self._say(f"{handle.name} does not have the run directory: {handle.role} sends its records to this machine")
+        if not (trainer := self._handles[TRAINING]).sees_run:
+            raise UserError(_is_away(trainer.name, trains=True))
+        for name in dict.fromkeys(handle.name for handle in self._handles.values() if not handle.sees_run):
+            self._say(_is_away(name, trains=False))
         for machine in {handle.machine for handle in self._handles.values()}:
             self._judge_memory([handle for handle in self._handles.values() if handle.machine == machine])
 
@@ -455,10 +424,11 @@ class RayHost:
         owners = {gpu: handle for handle in handles for gpu in gpus[handle.role]}
 
         def machine(device: str) -> Memory | None:
-            number = device.partition(":")[2]
-            owner = owners.get(int(number), handles[0]) if number else handles[0]
-            own = f"cuda:{gpus[owner.role].index(int(number))}" if number and owner in owners.values() else device
-            found = owner.call("memory", own)
+            owner, number = handles[0], device.partition(":")[2]
+            if number:  # a process sees only its own GPUs, counted from 0
+                owner = owners[int(number)]
+                device = f"cuda:{gpus[owner.role].index(int(number))}"
+            found = owner.call("memory", device)
             return None if found is None else Memory(*found)
 
         try:
