@@ -15,6 +15,7 @@ from typing import Any
 
 from pipelinerl.errors import StreamError
 from pipelinerl.files import remedy
+from pipelinerl.stream import CursorStream
 
 SCHEMA = (
     "CREATE TABLE IF NOT EXISTS items (number INTEGER PRIMARY KEY AUTOINCREMENT, json BLOB, place INTEGER, size INTEGER)"
@@ -35,7 +36,7 @@ _ERRNO = {
 }
 
 
-class FileStream:
+class FileStream(CursorStream):
     """See `interfaces.Stream`. All methods raise StreamError, which says what to do."""
 
     NAME = "stream.sqlite"
@@ -63,7 +64,8 @@ class FileStream:
         self._cursor = (first or 1) - 1
 
     def offsets(self) -> Sequence[int]:
-        return [number - 1 for (number,) in self._rows("SELECT number FROM items WHERE number > ?", self._cursor)]
+        found = self._rows("SELECT number FROM items WHERE number > ? ORDER BY number", self._cursor)  # without the items
+        return [number - 1 for (number,) in found]
 
     def append(self, item: bytes, place: int | None = None) -> int:
         row = (item, None, None) if place is None or self._records is None else (None, place, len(item))
@@ -75,26 +77,6 @@ class FileStream:
             self._cache[number] = item
             self._cached_bytes += len(item)
         return number - 1
-
-    def read(self, limit: int) -> Sequence[tuple[int, bytes]]:
-        if not self.waiting:
-            return []
-        rows = self._rows("SELECT * FROM items WHERE number > ? ORDER BY number LIMIT ?", self._cursor, limit)
-        if rows:
-            self._cursor = rows[-1][0]
-        self.waiting -= len(rows)
-        return [(number - 1, self._item(number, json, place, size)) for number, json, place, size in rows]
-
-    def return_to(self, offset: int) -> None:
-        self._cursor = offset
-        ((self.waiting,),) = self._rows("SELECT count(*) FROM items WHERE number > ?", self._cursor)
-
-    def drop(self) -> int:
-        ((number,),) = self._rows("SELECT min(number) FROM items WHERE number > ?", self._cursor)
-        self._rows("DELETE FROM items WHERE number = ?", number)
-        self._forget(number)
-        self.waiting -= 1
-        return int(number) - 1
 
     def commit(self, offset: int) -> None:
         self._rows("DELETE FROM items WHERE number <= ?", offset)
@@ -115,6 +97,14 @@ class FileStream:
         """Idempotent. The file is on the disk then."""
         with self._errors_explained():
             self._database.close()
+
+    def _entries(self, start: int, limit: int | None = None) -> list[tuple[int, bytes]]:
+        most = -1 if limit is None else limit
+        rows = self._rows("SELECT * FROM items WHERE number > ? ORDER BY number LIMIT ?", start, most)
+        return [(number - 1, self._item(number, json, place, size)) for number, json, place, size in rows]
+
+    def _remove(self, offset: int) -> None:
+        self._rows("DELETE FROM items WHERE number = ?", offset + 1)
 
     def _item(self, number: int, json: bytes | None, place: int, size: int) -> bytes:
         if json is not None:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import islice
+
+from pipelinerl.stream import CursorStream
 
 
-class MemoryStream:
+class MemoryStream(CursorStream):
     """See `interfaces.Stream`."""
 
     def __init__(self) -> None:
         self._items: dict[int, bytes] = {}
-        self._cursor = self._written = self.waiting = 0
-
-    def offsets(self) -> Sequence[int]:
-        return [offset for offset in self._items if offset >= self._cursor]
+        self._written = 0
 
     def append(self, item: bytes, place: int | None = None) -> int:
         del place
@@ -21,25 +21,6 @@ class MemoryStream:
         self._written += 1
         self.waiting += 1
         return self._written - 1
-
-    def read(self, limit: int) -> Sequence[tuple[int, bytes]]:
-        if not self.waiting:
-            return []
-        found = [(offset, self._items[offset]) for offset in self.offsets()[:limit]]
-        if found:
-            self._cursor = found[-1][0] + 1
-        self.waiting -= len(found)
-        return found
-
-    def return_to(self, offset: int) -> None:
-        self._cursor = offset
-        self.waiting = len(self.offsets())
-
-    def drop(self) -> int:
-        offset = self.offsets()[0]
-        del self._items[offset]
-        self.waiting -= 1
-        return offset
 
     def commit(self, offset: int) -> None:
         self._items = {number: item for number, item in self._items.items() if number >= offset}
@@ -51,3 +32,9 @@ class MemoryStream:
 
     def close(self) -> None:
         """The items end with the process."""
+
+    def _entries(self, start: int, limit: int | None = None) -> list[tuple[int, bytes]]:
+        return list(islice((entry for entry in self._items.items() if entry[0] >= start), limit))
+
+    def _remove(self, offset: int) -> None:
+        del self._items[offset]

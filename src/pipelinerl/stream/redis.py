@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from pipelinerl.errors import ConfigError, StreamError
 from pipelinerl.extras import require
+from pipelinerl.stream import CursorStream
 
 require("redis", "a stream in Redis")  # before the import, which fails without
 from redis import Redis, exceptions  # noqa: E402
@@ -29,7 +30,7 @@ REPLY_TIMEOUT_S = 5.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 1.0
 
 
-class RedisStream:
+class RedisStream(CursorStream):
     """See `interfaces.Stream`. All methods raise StreamError, which says what to do."""
 
     def __init__(self, url: str, key: str, patience_s: float = PATIENCE_S) -> None:
@@ -47,9 +48,6 @@ class RedisStream:
         self.waiting, self._cursor = len(offsets), offsets[0] if offsets else self._written
         self._patience_s = patience_s
 
-    def offsets(self) -> Sequence[int]:
-        return [offset for offset, _ in self._entries(self._cursor)]
-
     def append(self, item: bytes, place: int | None = None) -> int:
         del place
         offset = self._written
@@ -65,25 +63,6 @@ class RedisStream:
         self._patiently(add)
         self._written += 1
         self.waiting += 1
-        return offset
-
-    def read(self, limit: int) -> Sequence[tuple[int, bytes]]:
-        if not self.waiting:
-            return []
-        found = self._entries(self._cursor, limit)
-        if found:
-            self._cursor = found[-1][0] + 1
-        self.waiting -= len(found)
-        return found
-
-    def return_to(self, offset: int) -> None:
-        self._cursor = offset
-        self.waiting = len(self.offsets())
-
-    def drop(self) -> int:
-        ((offset, _),) = self._entries(self._cursor, 1)
-        self._patiently(lambda: self._client.xdel(self._key, _id(offset)))
-        self.waiting -= 1
         return offset
 
     def commit(self, offset: int) -> None:
@@ -112,6 +91,9 @@ class RedisStream:
     def _entries(self, start: int, limit: int | None = None) -> list[tuple[int, bytes]]:
         found = self._patiently(lambda: self._client.xrange(self._key, min=_id(start), count=limit))
         return [(_offset(entry), fields[b"item"]) for entry, fields in found]
+
+    def _remove(self, offset: int) -> None:
+        self._patiently(lambda: self._client.xdel(self._key, _id(offset)))
 
     def _patiently(self, operation: Callable[[], Result]) -> Result:
         """The operation's result. Repeats it while there is no connection; raises StreamError when the patience is over."""
