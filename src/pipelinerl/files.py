@@ -203,20 +203,6 @@ def _record_checksum(sequence: int, payload: bytes) -> int:
     return zlib.crc32(payload, sequence & 0xFFFFFFFF)
 
 
-def map_file(path: Path, size: int) -> mmap.mmap:
-    """Map the first `size` bytes of the file for reading and writing, shared with all processes that map it.
-
-    The file is created, or extended with zeros, as needed. Raises OSError.
-    """
-    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        if os.fstat(fd).st_size < size:
-            reserve(fd, size)
-        return mmap.mmap(fd, size)
-    finally:
-        os.close(fd)
-
-
 def reserve(fd: int, size: int) -> None:
     """Grow the file to `size` bytes and allocate their storage: without it, a write to mapped memory kills the process.
 

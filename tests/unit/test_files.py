@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelinerl.files import JsonLines, SharedRecord, map_file, remedy, reserve, write_atomically
+from pipelinerl.files import JsonLines, SharedRecord, remedy, reserve, write_atomically
 from pipelinerl.metrics.reading import read_json_lines
 from tests.limits import small_files
 
@@ -175,11 +175,14 @@ def test_a_writer_that_dies_in_the_middle_leaves_the_record_before_it(earlier: l
 def test_a_reader_in_another_process_never_sees_a_mix(tmp_path: Path) -> None:
     path = tmp_path / "record"
     code = (
-        "import sys, pathlib, itertools\nfrom pipelinerl.files import SharedRecord, map_file\n"
-        "record = SharedRecord(map_file(pathlib.Path(sys.argv[1]), 8192), 0, 8192)\n"
+        "import sys, mmap, itertools\nfrom pipelinerl.files import SharedRecord\n"
+        "file = open(sys.argv[1], 'r+b')\n"
+        "record = SharedRecord(mmap.mmap(file.fileno(), 8192), 0, 8192)\n"
         "for n in itertools.count():\n    record.write(bytes([n % 251]) * (1 + n * 37 % 4000))"
     )
-    record = SharedRecord(map_file(path, 8192), 0, 8192)
+    path.write_bytes(bytes(8192))
+    with path.open("r+b") as file:
+        record = SharedRecord(mmap.mmap(file.fileno(), 8192), 0, 8192)
     writer = subprocess.Popen([sys.executable, "-c", code, str(path)])
     try:
         seen: list[int] = []
