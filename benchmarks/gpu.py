@@ -10,6 +10,7 @@ FOLDER/STEP.json; `table` collects them.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import shutil
@@ -29,7 +30,7 @@ from benchmarks import common
 from benchmarks.common import Record
 from benchmarks.trainer import make_samples
 from pipelinerl.config.schema import TrainerConfig
-from pipelinerl.engine import LocalEngine
+from pipelinerl.engine import LocalEngine, static
 from pipelinerl.engine.static import engine_for
 from pipelinerl.models.folder import find_model
 from pipelinerl.models.state import named_weights
@@ -193,6 +194,43 @@ def fill(engine: LocalEngine, slots: int, context: int, tokens: int) -> list[str
         engine.step()
     engine.step()
     return names
+
+
+def refill(options: argparse.Namespace) -> list[Record]:
+    """Tokens/s while each sequence that ends is replaced, as in a run: with prompts as they come (hold 0), and held."""
+    records: list[Record] = []
+    slots, prompt = max(options.slots), 8 if options.size == "tiny" else 64
+    lengths = (16,) if options.size == "tiny" else (128, 512)
+    engine = new_engine(options, prompt + 2 * max(lengths))
+    generator, numbers = torch.Generator().manual_seed(0), itertools.count()
+    for most, hold in itertools.product(lengths, (0, 16, 0, 16)):
+        static._HELD_STEPS = hold
+
+        def submit(most: int = most) -> None:
+            ids, tokens = torch.randint(engine._runner.vocabulary, (prompt,), generator=generator).tolist(), 2 * most
+            length = int(torch.randint(1, tokens, (), generator=generator))  # the mean is `most`
+            engine.submit(
+                GenerationRequest(id=str(next(numbers)), prompt_ids=tuple(ids), sampling=SamplingParams(max_tokens=length))
+            )
+
+        for _ in range(slots):
+            submit()
+        begin_s, before = 0.0, engine.progress()
+        while not begin_s or time.perf_counter() - begin_s < options.seconds:
+            for _ in engine.step().finished:
+                submit()
+            if not begin_s and engine.progress().decode_steps - before.decode_steps > most:
+                _wait(options)
+                begin_s, before = time.perf_counter(), engine.progress()
+        after, took_s = engine.progress(), time.perf_counter() - begin_s
+        tokens = after.tokens_generated - before.tokens_generated
+        steps = after.decode_steps - before.decode_steps
+        records.append(
+            {"slots": slots, "length": most, "hold": hold, "step_ms": 1e3 * took_s / steps, "tokens_per_s": tokens / took_s}
+        )
+        save(options, records)
+        engine.restart()
+    return records
 
 
 def train(options: argparse.Namespace) -> list[Record]:
@@ -417,7 +455,7 @@ def runs(options: argparse.Namespace) -> list[Record]:
 
 
 STEPS: dict[str, Callable[[argparse.Namespace], list[Record]]] = {
-    step.__name__: step for step in (limits, decode, train, update, both, folder, vllm, runs, loop)
+    step.__name__: step for step in (limits, decode, refill, train, update, both, folder, vllm, runs, loop)
 }
 
 
@@ -450,6 +488,9 @@ def table(out: Path) -> list[Record]:
         rows.append(_row(what, f"{r['tokens_per_s']:.0f} tok/s", share, "bandwidth"))
         if (r["slots"], r["context"]) in theirs:
             rows[-1]["x vLLM"] = r["tokens_per_s"] / theirs[r["slots"], r["context"]]
+    for r in read(out, "refill"):
+        what = f"generation with new prompts, {r['length']} tokens each, held for {r['hold']} steps"
+        rows.append({"what": what, "measured": f"{r['tokens_per_s']:.0f} tok/s"})
     for r in read(out, "train"):
         share = r["flop_per_s"] / limit["flop_per_s"] if limit else None
         rows.append(_row(f"training {r['runner']}, {r['size']}", f"{r['tokens_per_s']:.0f} tok/s", share, "mfu"))
@@ -464,7 +505,7 @@ def table(out: Path) -> list[Record]:
         times_s = r["times_s"][ROUND - 1 :]  # without the first round, which has to fill the pipeline
         step_s = (times_s[-1] - times_s[0]) / (len(times_s) - 1)
         rows.append({"what": f"run, {r['schedule']}", "measured": f"{step_s:.2f} s a step"})
-    missing = [name for name in ("limits", "decode", "train", "update", "both", "runs") if not read(out, name)]
+    missing = [name for name in ("limits", "decode", "refill", "train", "update", "both", "runs") if not read(out, name)]
     return [*rows, *({"what": name, "measured": "no result: see its log"} for name in missing)]
 
 

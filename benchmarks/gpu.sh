@@ -43,6 +43,7 @@ part1() { # exact, and how fast is the engine
     measure limits 90 limits
     step tests 180 "$python" -m pytest tests/gpu -m gpu -q -p no:cacheprovider -k "not learns"
     measure decode 150 decode
+    measure refill 110 refill
     measure update 90 update
 }
 part2() { # the trainer, both ends on one GPU, pipeline against conventional, and the demo

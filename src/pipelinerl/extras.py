@@ -41,8 +41,12 @@ def requirements(extra: str = "") -> list[Requirement]:
 
 
 def names() -> list[str]:
-    """The extras that have packages for users of this one."""
-    return [name for name in metadata.metadata("pipelinerl").get_all("Provides-Extra", []) if name not in _OTHER]
+    """The extras that have packages for users of this one. Empty for sources that are not installed."""
+    try:
+        known = metadata.metadata("pipelinerl").get_all("Provides-Extra", [])
+    except metadata.PackageNotFoundError:
+        return []
+    return [name for name in known if name not in _OTHER]
 
 
 def problem(requirement: Requirement) -> str | None:

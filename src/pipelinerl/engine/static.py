@@ -38,6 +38,8 @@ _log = logging.getLogger(__name__)
 
 _STOPS = 4
 """Stop tokens per row that there is room for at the start."""
+_HELD_STEPS = 16
+"""Decode steps that prompts wait at most, so that many share a forward, which costs as much as one or two of these steps."""
 
 
 class DeviceRows:
@@ -172,6 +174,7 @@ class StaticEngine(LocalEngine):
     def __init__(self, model: nn.Module, **options: Any) -> None:
         super().__init__(model, **options)
         self._streamed: dict[str, int] = {}
+        self._admitted_at = -_HELD_STEPS
         self._buckets = row_buckets(self.slots)
         self._rows = DeviceRows(self._runner, self.slots, self.max_length)
         self._launch = StepGraphs(self._rows.step, self._rows)
@@ -208,8 +211,9 @@ class StaticEngine(LocalEngine):
             finished += self._take_cancelled()
             self._pass_on(events, finished)
             self._runner.kv.move(table.gather_below(self._bucket(table.used)))
-        if self._waiting:
+        if self._waiting and self._may_admit():
             table.admit(self._admit())
+            self._admitted_at = self._decode_steps
         if self._prefills:
             self._run_prefills()
         launched = bool(len(table.decoding_rows()))
@@ -224,6 +228,12 @@ class StaticEngine(LocalEngine):
         self._pass_on(events, finished)
         self._tokens_generated = table.sampled
         return StepOutput(events, finished) if events or finished else NOTHING
+
+    def _may_admit(self) -> bool:
+        """Whether a forward over the waiting prompts is worth its time: for a sixteenth of the slots, or after a while."""
+        ready = min(len(self._waiting), self._table.free)
+        held = self._decode_steps - self._admitted_at < _HELD_STEPS and len(self._table.decoding_rows()) > 0
+        return ready > 0 and (not held or ready >= self.slots // 16)
 
     def _bucket(self, rows: int) -> int:
         return next(size for size in self._buckets if size >= rows)

@@ -149,16 +149,23 @@ class WorkerError(msgspec.Struct, frozen=True):
     traceback: str
 
 
+class PeakMemory(msgspec.Struct, frozen=True):
+    """The most that a process used so far, in bytes: resident memory, and what PyTorch reserved on GPUs."""
+
+    host: int
+    gpu: int = 0
+
+
 class WorkerReport(msgspec.Struct, frozen=True):
     """The file that a worker writes when it ends."""
 
-    peak_memory_bytes: int
+    peak: PeakMemory
     error: WorkerError | None = None
 
 
 def write_report(path: Path, error: WorkerError | None = None) -> None:
     """Write the report of this process. Raises OSError."""
-    write_atomically(path, msgspec.json.encode(WorkerReport(peak_memory_bytes(), error)))
+    write_atomically(path, msgspec.json.encode(WorkerReport(peak_memory(), error)))
 
 
 def write_error(path: Path, kind: str, message: str) -> None:
@@ -187,6 +194,10 @@ def yield_to_the_trainer(here: Here) -> None:
             Path("/proc/self/autogroup").write_text(str(GENERATION_NICENESS))
 
 
-def peak_memory_bytes() -> int:
-    """The peak resident memory of this process so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+def peak_memory() -> PeakMemory:
+    """The peak of this process."""
+    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    torch = sys.modules.get("torch")  # a process that has not loaded it has used no GPU
+    if torch is None or not torch.cuda.is_initialized():
+        return PeakMemory(host)
+    return PeakMemory(host, sum(torch.cuda.max_memory_reserved(gpu) for gpu in range(torch.cuda.device_count())))

@@ -13,7 +13,7 @@ from pipelinerl.checkpoint_folders import best_version, saved_versions
 from pipelinerl.errors import INVALID_DATA, PipelineRLError, RunDirectoryError, RunInterruptedError
 from pipelinerl.files import remedy, write_atomically
 from pipelinerl.launch.run_directory import RunDirectory
-from pipelinerl.launch.session import Session, StartPlan
+from pipelinerl.launch.session import PeakMemory, Session, StartPlan
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.reading import read_records
 from pipelinerl.metrics.records import StepRecord
@@ -34,7 +34,7 @@ class Outcome:
     error: PipelineRLError | None
     wall_s: float
     stream_rollouts: int = 0
-    peak_memory_bytes: Mapping[str, int] = field(default_factory=dict)
+    peak_memory: Mapping[str, PeakMemory] = field(default_factory=dict)
     restarts: Mapping[str, Any] = field(default_factory=dict)
     lost: bool = False
 
@@ -69,7 +69,8 @@ def write_summary(session: Session, outcome: Outcome) -> dict[str, Any]:
         wall_s=outcome.wall_s,
         status=outcome.status,
         stream_rollouts=outcome.stream_rollouts,
-        peak_memory_bytes=outcome.peak_memory_bytes,
+        peak_memory_bytes={role: peak.host for role, peak in outcome.peak_memory.items()},
+        peak_gpu_memory_bytes={role: peak.gpu for role, peak in outcome.peak_memory.items() if peak.gpu},
         resumed_from=plan.version if plan.checkpoint else None,
     ) | {
         "stopped_by": _stopped_by(run),

@@ -29,6 +29,7 @@ def summarize(
     status: str,
     stream_rollouts: int = 0,
     peak_memory_bytes: Mapping[str, int] | None = None,
+    peak_gpu_memory_bytes: Mapping[str, int] | None = None,
     resumed_from: int | None = None,
 ) -> dict[str, Any]:
     """The contents of `summary.json`. A number that can't be computed is None. Raises no error.
@@ -106,6 +107,7 @@ def summarize(
         "engine_busy_fraction": _ratio(engine.busy_s, engine.ready_s) if engine else None,
         "trainer_busy_fraction": _ratio(trainer.busy_s, trainer.ready_s) if trainer else None,
         "peak_memory_bytes": dict(peak_memory_bytes or {}),
+        "peak_gpu_memory_bytes": dict(peak_gpu_memory_bytes or {}),
     }
     return summary | account_for_rollouts(actor, trainer, stream_rollouts) | _costs(steps, actor, trainer)
 

@@ -158,13 +158,18 @@ def _resources(summary: Mapping[str, Any]) -> list[Row]:
     sent = f", {_bytes(size)} each" if size is not None else ""
     sent += f", {delta:.0%} as deltas" if delta else ""
     engine, trainer = (number(summary[f"{phase}_busy_fraction"], ".0%") for phase in ("engine", "trainer"))
-    memory: Mapping[str, int] = summary["peak_memory_bytes"]
-    parts = ", ".join(f"{process} {_bytes(size)}" for process, size in memory.items())
+    gpus = _memory(summary.get("peak_gpu_memory_bytes", {}))
     return [
         ("weight updates", f"{_short(summary['weight_updates'])}{pauses}{sent}"),
         ("busy", f"engine {engine}, trainer {trainer}"),
-        ("peak memory", f"{_bytes(sum(memory.values()))} ({parts})" if memory else "-"),
+        ("peak memory", _memory(summary["peak_memory_bytes"]) or "-"),
+        *([("peak GPU memory", gpus)] if gpus else []),
     ]
+
+
+def _memory(peaks: Mapping[str, int]) -> str:
+    parts = ", ".join(f"{process} {_bytes(size)}" for process, size in peaks.items())
+    return f"{_bytes(sum(peaks.values()))} ({parts})" if peaks else ""
 
 
 def _rollouts(summary: Mapping[str, Any]) -> list[Row]:

@@ -87,6 +87,7 @@ ALSO = [
     "eval_reward_before_standard_error",
     "eval_reward_after_standard_error",
     "peak_memory_bytes",
+    "peak_gpu_memory_bytes",
     "resumed_from",
     "cut_fraction",
     "metrics_first",
@@ -365,8 +366,9 @@ def test_conservation(
 
 
 def test_the_table_shows_what_matters() -> None:
-    text = as_text(final_table(whole_run(), verbose=True))
+    text = as_text(final_table(whole_run(peak_gpu_memory_bytes={"training": 2**31}), verbose=True))
     for shown in (
+        "2.00 GiB (training 2.00 GiB)",
         "gcd, pipeline, seed 3: finished",
         "0.350 ± 0.050 -> 0.950 ± 0.050",
         "8 optimizer steps, 64 rollouts in 50s",

@@ -26,7 +26,7 @@ from pipelinerl.files import write_atomically
 from pipelinerl.launch.hosts.host import LocalWorker, remove_weights_of
 from pipelinerl.launch.memory import this_machine
 from pipelinerl.launch.run_directory import RunDirectory
-from pipelinerl.launch.session import Channels, Here, read_session
+from pipelinerl.launch.session import Channels, Here, PeakMemory, read_session
 
 OWN_FOLDER = "PIPELINERL_OWN_FOLDER"
 """A machine with this environment variable works as if it did not see the run directory."""
@@ -75,7 +75,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
     kind: str | None = None
     message: str = ""
     notes: tuple[str, ...] = ()
-    peak_memory_bytes: int | None = None
+    peak: PeakMemory | None = None
     died: bool = False
     log: bytes = b""
 
@@ -154,7 +154,7 @@ class Agent:
             kind=None if error is None else type(error).__name__,
             message="" if error is None else str(error).replace(own, self._ended_in),
             notes=() if error is None else tuple(getattr(error, "__notes__", ())),
-            peak_memory_bytes=worker.peak_memory_bytes(),
+            peak=worker.peak_memory(),
             died=worker.died,
             log=log,
         )

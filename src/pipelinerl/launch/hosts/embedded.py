@@ -24,7 +24,7 @@ from pipelinerl.launch.interrupts import Interrupts, counted_interrupts
 from pipelinerl.launch.roles import LOG_FORMAT
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.run_lock import RunLock, errors_explained, keep_settings
-from pipelinerl.launch.session import Session, peak_memory_bytes
+from pipelinerl.launch.session import Session, peak_memory
 from pipelinerl.launch.share import plan_threads, usable_cores
 from pipelinerl.launch.stages.generation import Generation, build_generation, generate
 from pipelinerl.launch.stages.preprocessing import preparing
@@ -70,7 +70,7 @@ def run_embedded(session: Session, view: View, lock: RunLock) -> Outcome:
         error=error,
         wall_s=time.monotonic() - begin_s,
         stream_rollouts=waiting,
-        peak_memory_bytes={"embedded": peak_memory_bytes()},
+        peak_memory={"embedded": peak_memory()},
     )
 
 

@@ -26,7 +26,7 @@ from pipelinerl.hub.server import HubServer, WorkerKind
 from pipelinerl.interfaces import Board
 from pipelinerl.launch.memory import on_gpus
 from pipelinerl.launch.roles import PREPROCESSING, TRAINING, generation_roles, server_roles, worker_roles
-from pipelinerl.launch.session import Channels, Here, Session, WorkerReport
+from pipelinerl.launch.session import Channels, Here, PeakMemory, Session, WorkerReport
 from pipelinerl.launch.share import process_environment, shares_of, usable_cores
 from pipelinerl.launch.streams import make_hub
 from pipelinerl.status.board import MemoryBoard
@@ -75,7 +75,7 @@ class Worker(Protocol):
     def died(self) -> bool:
         """Whether it ended without an outcome: it was killed, or wrote no report of an error."""
 
-    def peak_memory_bytes(self) -> int | None:
+    def peak_memory(self) -> PeakMemory | None:
         """Known once it has ended without being killed."""
 
     def dump_stacks(self) -> None:
@@ -158,9 +158,9 @@ class LocalWorker(ChildProcess):
     def dump_stacks(self) -> None:
         self.send_signal(signal.SIGUSR1)
 
-    def peak_memory_bytes(self) -> int | None:
+    def peak_memory(self) -> PeakMemory | None:
         report = self._report()
-        return None if report is None else report.peak_memory_bytes
+        return None if report is None else report.peak
 
     def failure(self) -> PipelineRLError | None:
         status = self.status

@@ -170,7 +170,7 @@ def run_processes(session: Session, view: View, host: Host, lock: RunLock) -> Ou
         error=error,
         wall_s=time.monotonic() - begin_s,
         stream_rollouts=waiting,
-        peak_memory_bytes={worker.role: peak for worker in started if (peak := worker.peak_memory_bytes()) is not None},
+        peak_memory={worker.role: peak for worker in started if (peak := worker.peak_memory()) is not None},
         restarts=processes.healing.summary() if processes.healing else {},
         lost=lost and not isinstance(error, RunInterruptedError),
     )

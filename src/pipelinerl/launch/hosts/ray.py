@@ -32,7 +32,7 @@ from pipelinerl.launch.machine import Memory
 from pipelinerl.launch.memory import check_memory, judge_machine
 from pipelinerl.launch.roles import TRAINING, rank_roles, server_roles
 from pipelinerl.launch.run_directory import ORPHAN_PATIENCE_S
-from pipelinerl.launch.session import Here, Session
+from pipelinerl.launch.session import Here, PeakMemory, Session
 from pipelinerl.launch.share import Share
 
 require("ray", "launch.kind ray")  # before the import, which fails without
@@ -204,8 +204,8 @@ class RemoteWorker:
     def died(self) -> bool:
         return not self.running and self._ended is not None and self._ended.died and not self.asked_to_stop
 
-    def peak_memory_bytes(self) -> int | None:
-        return None if self._ended is None else self._ended.peak_memory_bytes
+    def peak_memory(self) -> PeakMemory | None:
+        return None if self._ended is None else self._ended.peak
 
     def dump_stacks(self) -> None:
         self._handle.tell("stacks")
