@@ -28,6 +28,7 @@ from pipelinerl.config.load import config_from_yaml, load_config, with_flags
 from pipelinerl.environments.registry import BUILT_IN, find_class
 from pipelinerl.experiments.sweep.grid import make_grid
 from tests.chaos.__main__ import add_to
+from tests.contract.__main__ import make_parser
 from tests.integration.runs import command, flags
 
 DOCS = ROOT / "docs"
@@ -42,7 +43,6 @@ NOT_RUN = {
     "serve": "does not end (tests/integration/test_serve.py)",
     "watch": "does not end (tests/integration/test_watch_page.py)",
     "chat": "reads from a terminal (tests/unit/cli)",
-    "check-engine": "needs a server (tests/integration/test_serve.py)",
     "convert-gguf": "needs a download (tests/unit/models)",
 }
 """Commands whose arguments are parsed and that are not run."""
@@ -203,6 +203,8 @@ def check_python(arguments: list[str]) -> None:
             parser = Commands()
             add_to(parser)
             parser.root.parse_args(parser.split(["chaos", *rest])[0])
+        case ["-m", "tests.contract", *rest]:
+            make_parser().parse_args(rest)
         case ["-m", "venv" | "pydoc", *_]:
             pass
         case ["-c", code]:

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from pipelinerl.cli import main
 from pipelinerl.config.schema import ModelConfig
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models.loading import load_model
@@ -22,6 +21,7 @@ from pipelinerl.serving.client.engine import RemoteEngine
 from pipelinerl.serving.client.errors import Bounds, EngineUnavailableError
 from pipelinerl.serving.client.server_client import PipelineServer
 from pipelinerl.types import Completion, GenerationRequest, SamplingParams
+from tests.contract.__main__ import main as check
 from tests.integration.runs import start, until
 from tests.parity.test_engine import mixed_cache_logprobs
 
@@ -209,10 +209,10 @@ def test_a_killed_server_loses_nothing_and_has_the_weights_before_it_has_request
 def test_our_own_server_keeps_the_contract(
     servers: list[Server], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["check-engine", servers[0].url, "--model", "demo", "--update-dir", str(tmp_path)]) == 0
+    assert check([servers[0].url, "--model", "demo", "--update-dir", str(tmp_path)]) == 0
     assert "17 pass, 0 fail, 0 not supported" in capsys.readouterr().out
     servers[0].kill()
-    assert main(["check-engine", servers[0].url]) == 1
+    assert check([servers[0].url]) == 1
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert servers[0].url in error

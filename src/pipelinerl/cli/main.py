@@ -33,7 +33,7 @@ MODULES = {
     "eval": ("eval",),
     "hub": ("push", "chat", "try"),
     "plan": ("plan", "calibrate", "simulate"),
-    "serve": ("serve", "check-engine"),
+    "serve": ("serve",),
     "replay": ("replay", "export"),
     "tools": ("doctor", "completion"),
 }
@@ -43,7 +43,7 @@ GROUPS = {
         *("init", "try", "train", "sweep", "config", "watch", "browse"),
         *("report", "eval", "chat", "push", "replay", "export"),
     ),
-    "models and servers": ("serve", "check-engine", "convert-gguf"),
+    "models and servers": ("serve", "convert-gguf"),
     "experiments of the paper": ("compare", "study", "plan", "calibrate", "simulate"),
     "this machine": ("doctor", "completion"),
 }

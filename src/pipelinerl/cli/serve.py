@@ -1,22 +1,16 @@
-"""`pipelinerl serve` and `pipelinerl check-engine`: a model behind HTTP, and whether a server keeps the contract."""
+"""`pipelinerl serve`: a model behind HTTP."""
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 from collections.abc import Sequence
-from contextlib import ExitStack, closing
 from pathlib import Path
 
-from pipelinerl.cli.parser import Commands, api_key_from, at_least, refuse_settings, write
+from pipelinerl.cli.parser import Commands, api_key_from, at_least
 from pipelinerl.config.load import with_flags
 from pipelinerl.config.schema import EngineConfig, ModelConfig, RunConfig
 from pipelinerl.errors import UserError
 from pipelinerl.extras import require
-from pipelinerl.serving.client.adapter import EngineServer
-from pipelinerl.serving.client.server_client import PipelineServer
-from pipelinerl.serving.contract.checks import Check, Result, run_checks
-from pipelinerl.serving.contract.generation import SERVER_CHECKS
 from pipelinerl.serving.server.options import SHARED_MEMORY, Address, ServeOptions
 
 KEYS = (
@@ -28,11 +22,6 @@ SLOTS = 32
 _EPILOG = (
     f"These keys of the run file are also flags: {', '.join(f'--{key}' for key in KEYS)} (engine.slots is {SLOTS} here)."
 )
-_WITHOUT = {
-    "http": frozenset[str](),
-    "vllm": frozenset({"seeds", "idempotent requests", "endpoints of ours"}),
-}
-"""Features that each kind of server is known to lack."""
 
 
 def add_to(commands: Commands) -> None:
@@ -52,18 +41,6 @@ def add_to(commands: Commands) -> None:
     flag("--lifeline-fd", type=int, metavar="FD", help="parent-death pipe: the server ends when the other end closes")
     text = "seconds that open requests have to finish when the server is stopped (default: 30)"
     flag("--drain-s", type=at_least(0, float), default=30.0, metavar="S", help=text)
-
-    text = "Check that an engine server meets the contract: exact tokens, log-probs and versions, limits, retries, updates."
-    flag = commands.add("check-engine", text, run=run_check_engine).add_argument
-    flag("url", metavar="URL", help="the server's address, e.g. http://127.0.0.1:8000")
-    flag("--kind", choices=sorted(_WITHOUT), default="http", help="the server's protocol (default: http, our own)")
-    flag("--api-key-env", metavar="NAME", help="environment variable with the server's API key")
-    flag("--update-url", metavar="URL", help="the server's address for weight updates, if different")
-    text = "the served model; with it, log-probs and weight updates are checked too (the server must be idle)"
-    flag("--model", metavar="DIR", help=text)
-    text = f"folder for weight files (default: {SHARED_MEMORY})"
-    flag("--update-dir", type=Path, default=SHARED_MEMORY, metavar="DIR", help=text)
-    flag("--tolerance", type=float, default=1e-3, metavar="X", help="tolerance of log-probs (default: 0.001)")
 
 
 def run_serve(options: argparse.Namespace, settings: Sequence[str]) -> int:
@@ -97,42 +74,3 @@ def serve_options(options: argparse.Namespace, settings: Sequence[str]) -> Serve
         ready_file=options.ready_file,
         lifeline_fd=options.lifeline_fd,
     )
-
-
-def run_check_engine(options: argparse.Namespace, settings: Sequence[str]) -> int:
-    """Returns exit status 1 if a check failed."""
-    refuse_settings("pipelinerl check-engine", settings)
-    server = _server(options)
-    with ExitStack() as stack:
-        checks: tuple[Check, ...] = SERVER_CHECKS
-        if options.model is not None:
-            from pipelinerl.serving.contract.weights import WeightChecks  # noqa: PLC0415 (loads torch and transformers)
-
-            weights = stack.enter_context(closing(WeightChecks(options.model, options.update_dir, options.tolerance)))
-            checks += weights.checks()
-        width = max(len(check.name) for check in checks)
-        results = asyncio.run(_check(server, checks, _WITHOUT[options.kind], width))
-    counts = {outcome: sum(result.outcome == outcome for result in results) for outcome in ("pass", "fail", "not supported")}
-    status = write("\n" + ", ".join(f"{count} {outcome}" for outcome, count in counts.items()) + "\n")
-    return 1 if counts["fail"] else status
-
-
-async def _check(server: EngineServer, checks: Sequence[Check], without: frozenset[str], width: int) -> list[Result]:
-    def show(result: Result) -> None:
-        write(f"{result.name:{width}}  {result.outcome:13}  {result.detail}\n")
-
-    try:
-        return await run_checks(server, checks, without=without, on_result=show)
-    finally:
-        await server.close()
-
-
-def _server(options: argparse.Namespace) -> EngineServer:
-    key = api_key_from(options.api_key_env)
-    if options.kind == "vllm":
-        if options.update_url is not None:
-            raise UserError("--update-url is for --kind http: vLLM has only one address")
-        from pipelinerl.serving.vllm.adapter import VllmServer  # noqa: PLC0415 (only this kind needs it)
-
-        return VllmServer(options.url, api_key=key)
-    return PipelineServer(options.url, api_key=key, update_url=options.update_url)

@@ -12,7 +12,7 @@ import logging
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 
 import torch
 
@@ -51,7 +51,7 @@ def run_embedded(session: Session, view: View, lock: RunLock) -> Outcome:
     waiting = 0
 
     with ExitStack() as stack:
-        stack.enter_context(_logging_to(session.run))
+        stack.enter_context(logging_to(session.run))
         stack.enter_context(torch_threads(threads))
         stack.enter_context(closing(board))
         interrupts = stack.enter_context(counted_interrupts(raises_at=2))
@@ -158,11 +158,16 @@ def torch_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+class _Log(logging.FileHandler):
+    def handleError(self, record: logging.LogRecord) -> None:
+        """A line is lost on a full disk. The run's records say that it is full."""
+
+
 @contextmanager
-def _logging_to(run: RunDirectory) -> Iterator[None]:
+def logging_to(run: RunDirectory) -> Iterator[None]:
     """Write this package's log to a file while inside, as separate processes do: the terminal belongs to the view."""
     logger = logging.getLogger("pipelinerl")
-    handler = logging.FileHandler(run.log("embedded"))
+    handler = _Log(run.log("embedded"))
     handler.setFormatter(logging.Formatter(LOG_FORMAT))
     level, propagate = logger.level, logger.propagate
     logger.addHandler(handler)
@@ -174,4 +179,5 @@ def _logging_to(run: RunDirectory) -> Iterator[None]:
         logger.removeHandler(handler)
         logger.setLevel(level)
         logger.propagate = propagate
-        handler.close()
+        with suppress(OSError):
+            handler.close()

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from pipelinerl.errors import PipelineRLError, PromptTooLongError, RequestError
 from pipelinerl.serving.client.http import HttpClient, RefusedError
-from pipelinerl.serving.contract.checks import Check, NotSupportedError, Subject, first_event, require
 from pipelinerl.serving.wire import token_events
 from pipelinerl.types import GenerationRequest, TokenEvent, versions_from_spans
+from tests.contract.checks import Check, NotSupportedError, Subject, first_event, require
 
 _TOLERANCE = 1e-4
 _CANCEL_S = 10.0

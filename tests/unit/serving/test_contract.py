@@ -12,10 +12,10 @@ import pytest
 
 from pipelinerl.errors import PromptTooLongError, RequestError
 from pipelinerl.serving.client.adapter import TokenListener
-from pipelinerl.serving.contract import generation as contract_checks
-from pipelinerl.serving.contract.checks import Result, run_checks
-from pipelinerl.serving.contract.generation import SERVER_CHECKS
 from pipelinerl.types import Completion, FinishReason, GenerationRequest, TokenEvent, VersionSpan
+from tests.contract import generation as contract_checks
+from tests.contract.checks import Result, run_checks
+from tests.contract.generation import SERVER_CHECKS
 from tests.unit.fake_engine_servers import VOCABULARY, FakeServer
 
 WITHOUT = frozenset({"endpoints of ours"})

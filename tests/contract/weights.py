@@ -22,9 +22,9 @@ from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models.loading import load_model
 from pipelinerl.models.state import checksum, first_names, load_weights, named_weights
 from pipelinerl.serving.client.weights_file import WeightFiles
-from pipelinerl.serving.contract.checks import Check, NotSupportedError, Subject, first_event, require
 from pipelinerl.serving.wire import WeightUpdateRequest
 from pipelinerl.types import Completion, GenerationRequest, UpdateReceipt, versions_from_spans
+from tests.contract.checks import Check, NotSupportedError, Subject, first_event, require
 
 _PERTURBATION = 0.05
 """Scale of the noise, relative to each tensor's mean absolute value: much more than rounding errors."""
