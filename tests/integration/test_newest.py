@@ -65,7 +65,6 @@ COMMANDS: dict[str, list[str]] = {
         *("--environment.args.reward=rewards.py:reward", "--environment.args.prompt=question"),
     ],
     "verifiers": [*DRY, "--environment.kind=verifiers", "--environment.args.load=environment.py:load_environment"],
-    "browse": ["python", "-c", "import pipelinerl.experiments.browse.textual_app"],
     "ray": ["python", "-c", "import pipelinerl.launch.hosts.ray"],
 }
 """What tries each extra; without one, the demo."""

@@ -22,7 +22,7 @@ REQUIRES = [
     'uvicorn>=0.40; extra == "serve"',
     'verifiers<0.4,>=0.3.1; extra == "verifiers"',
     'pipelinerl[serve]; extra == "ui"',
-    'textual>=8; extra == "ui"',
+    'rows>=8; extra == "ui"',
     'hypothesis; extra == "dev"',
 ]
 INSTALLED = {"torch": "2.13.0+cpu", "uvicorn": "0.41", "verifiers": "0.4.0", "starlette": "1.3"}
@@ -49,7 +49,7 @@ def test_what_is_missing_is_named_with_a_command_for_this_environment(
         extras.require("serve", "serving", "; or do without")
     assert str(error.value) == "serving: starlette is not installed: pip install 'starlette>=1.0'; or do without"
     del installed["uvicorn"]
-    with pytest.raises(MissingDependencyError, match=r"pip install 'textual>=8' 'starlette>=1.0' 'uvicorn>=0.40'"):
+    with pytest.raises(MissingDependencyError, match=r"pip install 'rows>=8' 'starlette>=1.0' 'uvicorn>=0.40'"):
         extras.require("ui", "the interface")
     monkeypatch.setattr("shutil.which", lambda _: "/elsewhere/pip")
     with pytest.raises(MissingDependencyError, match=re.escape(f": {sys.executable} -m pip install 'starlette>=1.0' ")):
@@ -88,7 +88,7 @@ def test_all_has_every_extra_for_users() -> None:
     (everything,) = EXTRAS["all"]
     named = set(re.findall(r"[\w-]+", everything)) - {"pipelinerl"}
     assert named == set(EXTRAS) - extras._OTHER
-    assert EXTRAS["ui"] == ["pipelinerl[serve,browse,pandas]"]
+    assert EXTRAS["ui"] == ["pipelinerl[serve,pandas]"]
 
 
 def test_nothing_tells_to_install_this_package_from_an_index() -> None:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipelinerl.cli.parser import Commands, refuse_settings, say, write
 from pipelinerl.config.load import config_of_file, with_own_model
 from pipelinerl.config.schema import RunConfig
-from pipelinerl.errors import UserError
-from pipelinerl.extras import require
+from pipelinerl.errors import RunDirectoryError, UserError
 
 if TYPE_CHECKING:
     from pipelinerl.experiments.browse.groups import Query
@@ -21,75 +19,82 @@ if TYPE_CHECKING:
 
 _EPILOG = (
     'QUERY: words, "some text", reward>0.5, version=12, lag>=3, length<20, trained, untrained, skipped, dropped, '
-    "dropped=REASON. All terms must match the same rollout. Keys are shown at the bottom of the screen."
+    "dropped=REASON. All terms must match the same rollout."
 )
 
 
 def add_to(commands: Commands) -> None:
-    text = "Browse the rollouts of a run, also while it runs: groups, attempts side by side, tokens by version or log-prob."
+    text = "Print the rollouts of a run, also while it runs: all groups, one group's attempts, or one rollout's tokens."
     flag = commands.add("browse", text, _EPILOG, run=run).add_argument
     flag("run_dir", type=Path, metavar="RUN_DIR", help="a run directory")
-    text = "start at the first matching rollout; tables and exports have only matching rollouts"
-    flag("--find", metavar="QUERY", help=text)
-    text = "browse the answers to held-out problems instead, all evaluations side by side"
-    flag("--evaluations", action="store_true", help=text)
-    flag("--plain", action="store_true", help="print a table (the default without a terminal)")
-    flag("--export", type=Path, metavar="FILE", help="write one row per rollout to a .jsonl or .parquet file")
-    text = "model folder for log-probs to compare with the engine's (default: the run's newest checkpoint)"
+    text = "print a group (12) or a rollout (g12.a3) instead of the table of all groups"
+    flag("--show", metavar="ID", help=text)
+    flag("--find", metavar="QUERY", help="only groups and rollouts that match")
+    flag("--evaluations", action="store_true", help="the answers to held-out problems instead, all evaluations together")
+    text = "compare a rollout's log-probs with those of a model folder, or of a run directory's newest checkpoint"
     flag("--weights", type=Path, metavar="DIR", help=text)
+    flag("--export", type=Path, metavar="FILE", help="write one row per rollout to a .jsonl or .parquet file")
 
 
 def run(options: argparse.Namespace, settings: Sequence[str]) -> int:
     refuse_settings("pipelinerl browse", settings)
-    from pipelinerl.experiments.browse.groups import parse  # noqa: PLC0415 (with the others)
+    from pipelinerl.experiments.browse.groups import attempts_of_group, parse, table_of_groups  # noqa: PLC0415 (and others)
     from pipelinerl.experiments.browse.records import RunEvaluations, RunRollouts  # noqa: PLC0415
 
-    query = parse(options.find) if options.find else None
+    query = parse(options.find or "")
     if options.evaluations and options.export:
-        raise UserError(
-            "--export: evaluations already have one row per answer, in rollouts/evaluation-*.jsonl; use these files"
-        )
+        raise UserError("--export: rollouts/evaluation-*.jsonl already have one row per answer; use these files")
+    if options.export and options.show:
+        raise UserError("--export writes all rollouts, or those that match --find; leave out --show")
     if options.export:
         return _export(options, RunRollouts(options.run_dir), query)
-    chosen = (RunEvaluations if options.evaluations else RunRollouts)(options.run_dir)
-    if options.plain or not (sys.stdin.isatty() and sys.stdout.isatty()):
-        return _print(chosen, query)
-    return _browse(options, chosen)
+    run = (RunEvaluations if options.evaluations else RunRollouts)(options.run_dir)
+    if options.show is None or options.show.isdecimal():
+        if options.weights:
+            raise UserError("--weights compares the tokens of one rollout: also give --show g12.a3")
+        lines = table_of_groups(run, query, say) if options.show is None else attempts_of_group(run, options.show, query)
+        return _print(lines, query)
+    return _print(_rollout(options, run), query)
 
 
-def _browse(options: argparse.Namespace, rollouts: Browsed) -> int:
-    require("browse", "browsing in a terminal", "; --plain and --export work without it")
-    from pipelinerl.experiments.browse.textual_app import RolloutBrowser  # noqa: PLC0415
-    from pipelinerl.experiments.browse.tokens import Gaps  # noqa: PLC0415
+def _rollout(options: argparse.Namespace, run: Browsed) -> list[str]:
+    from pipelinerl.experiments.browse.groups import named  # noqa: PLC0415
+    from pipelinerl.experiments.browse.tokens import gaps_of, rollout_text  # noqa: PLC0415
 
+    place, group = named(run, options.show)
+    rollout = next((one for one in group.rollouts if one.id == options.show), None)
+    if rollout is None:
+        raise UserError(
+            f"group {group.index} has no rollout {options.show!r}: {', '.join(one.id for one in group.rollouts)}"
+        )
     config = _config(options.run_dir)
-    gaps = Gaps(options.run_dir, config, options.weights)
-    app = RolloutBrowser(rollouts, str(options.run_dir), lambda: _texts(config), gaps.of, options.find)
-    if (error := app.run()) is not None:
-        raise error
-    return app.return_code or 0
+    if options.weights and isinstance(config, str):
+        raise UserError(config)
+    try:
+        gaps = gaps_of(rollout, config, options.weights) if options.weights and not isinstance(config, str) else ()
+        return list(rollout_text(rollout, run.fate(place, rollout.id), _texts(config), gaps))
+    except ValueError as error:
+        raise RunDirectoryError(f"{run.path}: {rollout.id} is damaged: {error}") from error
 
 
-def _print(rollouts: Browsed, query: Query | None) -> int:
-    from pipelinerl.experiments.browse.groups import plain_table  # noqa: PLC0415
-
-    lines = 0
-    for line in plain_table(rollouts, query, say):
+def _print(lines: Iterable[str], query: Query) -> int:
+    count = -1  # without the heading
+    for line in lines:
         if status := write(line):
             return status
-        lines += 1
-    return _found(query, lines - 1)  # without the heading
+        count += 1
+    return _found(query, count)
 
 
-def _found(query: Query | None, count: int) -> int:
+def _found(query: Query, count: int) -> int:
     """The exit status: 1 if nothing matches the query, as with grep."""
-    if query is None or count:
+    if not query.terms or count:
         return 0
     say(f"nothing matches --find {query.text!r}")
     return 1
 
 
-def _export(options: argparse.Namespace, rollouts: RunRollouts, query: Query | None) -> int:
+def _export(options: argparse.Namespace, rollouts: RunRollouts, query: Query) -> int:
     from pipelinerl.experiments.browse.export import export  # noqa: PLC0415
 
     texts = _texts(_config(options.run_dir))

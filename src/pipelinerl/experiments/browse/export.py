@@ -16,8 +16,8 @@ import msgspec
 
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import RunDirectoryError, UserError
-from pipelinerl.experiments.browse.groups import Query
-from pipelinerl.experiments.browse.records import Damaged, RunRollouts
+from pipelinerl.experiments.browse.groups import Query, parse, tokens_of, versions_of
+from pipelinerl.experiments.browse.records import Damaged, Fate, RunRollouts, Trained
 from pipelinerl.experiments.browse.tokens import TokenText, load_token_text
 from pipelinerl.extras import require
 from pipelinerl.types import Group, Rollout
@@ -58,7 +58,7 @@ _ARROW_TYPES = {"str": "string", "int": "int64", "float": "float64", "Any": "str
 Write = Callable[[list[Row]], None]
 
 
-def export(run: RunRollouts, texts: TokenText, out: Path, query: Query | None, warn: Callable[[str], None]) -> int:
+def export(run: RunRollouts, texts: TokenText, out: Path, query: Query, warn: Callable[[str], None]) -> int:
     """Write a row for each rollout that matches `query`; returns their number. The file is written atomically.
 
     Groups that a resumed run started again are omitted. Damaged lines are omitted and reported with `warn`. Raises UserError
@@ -67,9 +67,7 @@ def export(run: RunRollouts, texts: TokenText, out: Path, query: Query | None, w
     open_writer = {".jsonl": _jsonl, ".parquet": _parquet}.get(out.suffix)
     if open_writer is None:
         raise UserError(f"--export {out}: give a name that ends in .jsonl or .parquet")
-    while run.look():
-        pass
-    for file in (run.lines.path, run.steps.lines.path):
+    for file in (run.path, run.trained_path):
         if out.exists() and file.exists() and out.samefile(file):
             raise UserError(f"--export {out}: that is the run's own record; give another file")
     count = 0
@@ -92,32 +90,25 @@ def export(run: RunRollouts, texts: TokenText, out: Path, query: Query | None, w
 
 def read_rows(run_dir: Path, config: RunConfig, warn: Callable[[str], None]) -> Iterator[Row]:
     """A row for each rollout of a run. Damaged lines are omitted and reported with `warn`. Raises RunDirectoryError."""
-    run = RunRollouts(run_dir)
-    while run.look():
-        pass
-    yield from _rows(run, load_token_text(config.model), None, warn)
+    yield from _rows(RunRollouts(run_dir), load_token_text(config.model), parse(""), warn)
 
 
-def _rows(run: RunRollouts, texts: TokenText, query: Query | None, warn: Callable[[str], None]) -> Iterator[Row]:
+def _rows(run: RunRollouts, texts: TokenText, query: Query, warn: Callable[[str], None]) -> Iterator[Row]:
     for damaged in run.damage:
         warn(damaged)
     for place in range(len(run)):
-        summary = run.summary(place)
-        group = run.group(place) if not isinstance(summary, Damaged) else summary
-        if isinstance(summary, Damaged) or isinstance(group, Damaged):
-            warn(f"{run.lines.path}, {group}")
-            continue
-        if run.is_replaced(place):
-            continue
-        hits = range(len(group.rollouts)) if query is None else query.matches(summary, partial(run.trained, place))
-        for i in hits or ():
-            yield _row(run, place, group, group.rollouts[i], texts)
+        group = run.group(place)
+        if isinstance(group, Damaged):
+            warn(f"{run.path}, {group}")
+        elif not run.is_replaced(place):
+            for rollout in query.matches(group, partial(run.fate, place)) or ():
+                yield _row(group, rollout, run.fate(place, rollout.id), texts)
 
 
-def _row(run: RunRollouts, place: int, group: Group, rollout: Rollout, texts: TokenText) -> Row:
+def _row(group: Group, rollout: Rollout, fate: Fate, texts: TokenText) -> Row:
     completions = [turn.completion for turn in rollout.turns]
-    versions = [span.version for completion in completions for span in completion.weight_versions]
-    trained = run.trained(place, rollout.id)
+    versions = versions_of(rollout)
+    trained = fate if isinstance(fate, Trained) else None
     known = texts.known and bool(rollout.turns)
     written = [
         turn.text or (texts.text(turn.completion.token_ids, special=False) if texts.known else "") for turn in rollout.turns
@@ -135,13 +126,13 @@ def _row(run: RunRollouts, place: int, group: Group, rollout: Rollout, texts: To
         turns=len(rollout.turns),
         finish_reason=completions[-1].finish_reason if completions else None,
         prompt_tokens=len(rollout.turns[0].prompt_ids) if completions else 0,
-        completion_tokens=sum(len(completion.token_ids) for completion in completions),
+        completion_tokens=tokens_of(rollout),
         version_min=min(versions, default=None),
         version_max=max(versions, default=None),
         step=trained.step if trained else None,
         lag_min=trained.lag_min if trained else None,
         lag_max=trained.lag_max if trained else None,
-        left_out=run.left_out(place, rollout.id),
+        left_out=fate if isinstance(fate, str) else None,
     )
 
 

@@ -1,4 +1,4 @@
-"""Searches and lists groups: queries, rich tables of groups and of one group's attempts, and the plain table."""
+"""Searches and lists groups: queries, a table of groups, and the attempts of one group."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from rich.table import Table
-from rich.text import Text
+import msgspec
 
-from pipelinerl.errors import UserError
-from pipelinerl.experiments.browse.records import Attempt, Attempts, Browsed, Damaged, Trained, one_line
+from pipelinerl.errors import RunDirectoryError, UserError
+from pipelinerl.experiments.browse.records import Browsed, Damaged, Fate, Trained, one_line, skip_text
 from pipelinerl.status.screen import printable
+from pipelinerl.types import Group, Rollout
 
 # ---- queries like `reward>0.5 version=12 "some text"`
 
 HELP = (
     'words or "some text", reward>0.5, version=12, lag>=3, length<20, trained, untrained, skipped, dropped, dropped=REASON'
 )
-TrainedBy = Callable[[str], Trained | None]
+FateOf = Callable[[str], Fate]
 _PART = re.compile(r'"([^"]*)"?|(\S+)')
 _COMPARISON = re.compile(r"([^\W\d]\w*)(<=|>=|<|>|=)(.*)", re.DOTALL)
 _COLUMNS = ("reward", "version", "lag", "length")
@@ -34,25 +34,24 @@ _HOLDS: dict[str, Callable[[float, float, float], bool]] = {
 }
 """Operator -> whether any number from `low` to `high` satisfies the comparison with `value`."""
 
-_Term = Callable[[Attempts, Attempt | None, TrainedBy], bool]
+_Term = Callable[[Group, Rollout | None, FateOf], bool]
 
 
 @dataclass(frozen=True)
 class Query:
-    """A parsed query, made by `parse`."""
+    """A parsed query, made by `parse`. One without terms matches everything."""
 
     text: str
     terms: tuple[_Term, ...]
 
-    def matches(self, group: Attempts, trained: TrainedBy) -> list[int] | None:
-        """The positions of the group's rollouts for which all terms hold; None if the group does not match.
+    def matches(self, group: Group, fate: FateOf) -> list[Rollout] | None:
+        """The group's rollouts for which all terms hold; None if the group does not match.
 
         A group without rollouts (all attempts failed) can match as a whole: the list is then empty.
         """
         if not group.rollouts:
-            return [] if all(term(group, None, trained) for term in self.terms) else None
-        found = [i for i, rollout in enumerate(group.rollouts) if all(term(group, rollout, trained) for term in self.terms)]
-        return found or None
+            return [] if all(term(group, None, fate) for term in self.terms) else None
+        return [rollout for rollout in group.rollouts if all(term(group, rollout, fate) for term in self.terms)] or None
 
 
 def parse(text: str) -> Query:
@@ -64,13 +63,13 @@ def parse(text: str) -> Query:
 def _term(part: str) -> _Term:
     name, equals, reason = part.partition("=")
     if name == "dropped":
-        return lambda group, _attempt, _trained: bool(group.dropped.get(reason) if equals else group.dropped)
+        return lambda group, _attempt, _fate: bool(group.dropped.get(reason) if equals else group.dropped)
     if part in ("trained", "untrained"):
-        return lambda _group, rollout, trained: (
-            rollout is not None and (trained(rollout.id) is not None) == (part == "trained")
+        return lambda _group, rollout, fate: (
+            rollout is not None and isinstance(fate(rollout.id), Trained) == (part == "trained")
         )
     if part == "skipped":
-        return lambda group, _attempt, _trained: group.skipped is not None
+        return lambda group, _attempt, _fate: group.skipped is not None
     comparison = _COMPARISON.fullmatch(part)
     if comparison is None:
         return _words(part)
@@ -91,98 +90,100 @@ def _term(part: str) -> _Term:
 
 
 def _comparison(field: str, holds: Callable[[float, float, float], bool], value: float) -> _Term:
-    def term(_group: Attempts, rollout: Attempt | None, trained: TrainedBy) -> bool:
-        return rollout is not None and any(holds(low, high, value) for low, high in _ranges(field, rollout, trained))
+    def term(_group: Group, rollout: Rollout | None, fate: FateOf) -> bool:
+        return rollout is not None and any(holds(low, high, value) for low, high in _ranges(field, rollout, fate))
 
     return term
 
 
-def _ranges(field: str, rollout: Attempt, trained: TrainedBy) -> list[tuple[float, float]]:
+def _ranges(field: str, rollout: Rollout, fate: FateOf) -> list[tuple[float, float]]:
     if field == "reward":
         return [(rollout.reward, rollout.reward)]
     if field == "length":
-        return [(rollout.tokens, rollout.tokens)]
+        return [(tokens_of(rollout), tokens_of(rollout))]
     if field == "version":
-        return [(version, version) for version in rollout.versions]
-    record = trained(rollout.id)
-    return [] if record is None else [(record.lag_min, record.lag_max)]
+        return [(version, version) for version in versions_of(rollout)]
+    record = fate(rollout.id)
+    return [(record.lag_min, record.lag_max)] if isinstance(record, Trained) else []
 
 
 def _words(words: str) -> _Term:
     """Matches text in the problem or in the model's output, ignoring case."""
     wanted = words.casefold()
 
-    def term(group: Attempts, rollout: Attempt | None, _trained: TrainedBy) -> bool:
-        return wanted in group.title.casefold() or (rollout is not None and wanted in rollout.text.casefold())
+    def term(group: Group, rollout: Rollout | None, _fate: FateOf) -> bool:
+        return wanted in _title(group).casefold() or (rollout is not None and wanted in _text(rollout).casefold())
 
     return term
 
 
-# ---- groups as tables
+# ---- groups as text
 
-
-HEADINGS = ("group", "rewards", "mean", "tokens", "versions", "lag", "trained")
-COLUMN_WIDTH = 30
+_HEADINGS = ("group", "rewards", "mean", "tokens", "versions", "lag", "trained")
 _MAX_BARS = 16
-_PLAIN_WIDTHS = (7, _MAX_BARS, 7, 7, 11, 7, 7)
+_WIDTHS = (7, _MAX_BARS, 7, 7, 11, 7, 7)
 _BARS = "·▁▂▃▄▅▆▇█"
-_SELECTED = "reverse"
-_REPLACED = "replaced after a resume"
 
 
-def groups_table(run: Browsed, places: Iterable[int], selected: int) -> Table:
-    """One row per group."""
-    table = Table(box=None, padding=(0, 2, 0, 0), expand=True, header_style="dim")
-    for name in HEADINGS:
-        table.add_column(name, justify="left" if name == "rewards" else "right", no_wrap=True)
-    table.add_column("problem", ratio=1, no_wrap=True, overflow="ellipsis")
-    table.add_column("notes", no_wrap=True)
-    for place in places:
-        group, replaced = run.summary(place), run.is_replaced(place)
-        style = _SELECTED if place == selected else "dim" if replaced else ""
-        if isinstance(group, Damaged):
-            table.add_row("?", *[""] * (len(HEADINGS) - 1), Text(str(group), "red"), "", style=style)
-            continue
-        note = _REPLACED if replaced else group.note
-        cells = _cells(group, partial(run.trained, place))
-        table.add_row(*cells, Text(one_line(group.title)), Text(note), style=style)
-    return table
-
-
-def plain_table(run: Browsed, query: Query | None, warn: Callable[[str], None]) -> Iterator[str]:
+def table_of_groups(run: Browsed, query: Query, warn: Callable[[str], None]) -> Iterator[str]:
     """A heading, then one line per group that matches `query`; it ends with the ids of the matching rollouts.
 
-    For output that is not a terminal. Damaged lines are reported with `warn`.
+    Damaged lines are reported with `warn`.
     """
-    while run.look():
-        pass
     for damaged in run.damage:
         warn(damaged)
-    yield _line(HEADINGS, "problem")
+    yield _line(_HEADINGS, "problem")
     for place in range(len(run)):
-        group = run.summary(place)
+        group = run.group(place)
         if isinstance(group, Damaged):
             warn(f"{run.path}, {group}")
             continue
-        trained = partial(run.trained, place)
-        hits = [] if query is None else query.matches(group, trained)
+        fate = partial(run.fate, place)
+        hits = query.matches(group, fate)
         if hits is not None:
-            replaced = _REPLACED if run.is_replaced(place) else ""
-            ids = " ".join(one_line(group.rollouts[i].id) for i in hits)
-            yield _line(_cells(group, trained), one_line(group.title), group.note, replaced, ids)
+            ids = " ".join(one_line(rollout.id) for rollout in hits) if query.terms else ""
+            yield _line(_cells(group, fate), one_line(_title(group)), *_notes(run, place, group), ids)
 
 
-def attempts_table(group: Attempts, trained: TrainedBy, selected: int, width: int) -> Table:
-    """As many attempts side by side as fit into the width, including the selected one."""
-    count = min(len(group.rollouts), max(1, width // COLUMN_WIDTH))
-    first = max(0, min(selected - count // 2, len(group.rollouts) - count))
-    table = Table(box=None, padding=(0, 2, 0, 0), expand=True)
-    shown = group.rollouts[first : first + count]
-    for i, rollout in enumerate(shown, first):
-        heading = _heading(rollout, trained(rollout.id))
-        table.add_column(Text(heading, _SELECTED if i == selected else "dim"), ratio=1, overflow="fold")
-    table.add_row(*(Text(printable(rollout.text)) for rollout in shown))
-    return table
+def named(run: Browsed, name: str) -> tuple[int, Group]:
+    """The place and the group of a group's number or a rollout's id. Raises UserError, and RunDirectoryError for damage."""
+    place = run.find(name)
+    if place is None:
+        raise UserError(f"{name!r} is not among the {len(run)} groups of {run.path}; `pipelinerl browse` lists them")
+    group = run.group(place)
+    if isinstance(group, Damaged):
+        raise RunDirectoryError(f"{run.path}, {group}")
+    return place, group
+
+
+def attempts_of_group(run: Browsed, name: str, query: Query) -> Iterator[str]:
+    """The problem, then the facts and the text of each attempt that matches. Raises as `named`."""
+    place, group = named(run, name)
+    fate = partial(run.fate, place)
+    yield "  ".join([f"group {group.index}", one_line(_title(group)), *_notes(run, place, group)]) + "\n"
+    for rollout in query.matches(group, fate) or ():
+        end = rollout.turns[-1].completion.finish_reason if rollout.turns else "-"
+        facts = f"{tokens_of(rollout)} tokens, {end}, versions {versions_text(versions_of(rollout))}"
+        yield f"\n── {rollout_facts(rollout, fate(rollout.id))}, {facts}\n{printable(_text(rollout))}\n"
+
+
+def rollout_facts(rollout: Rollout, fate: Fate) -> str:
+    trained = "not trained on"
+    if isinstance(fate, Trained):
+        trained = f"trained on in step {fate.step}, lag {lag_text([fate])}, advantage {fate.advantage:.4g}"
+    elif fate:
+        trained = f"left out by the trainer: {one_line(fate)}"
+    return f"{one_line(rollout.id)}  reward {rollout.reward:.4g}, {trained}"
+
+
+def versions_of(rollout: Rollout) -> list[int]:
+    """The versions of its spans, in order."""
+    return [span.version for turn in rollout.turns for span in turn.completion.weight_versions]
+
+
+def tokens_of(rollout: Rollout) -> int:
+    """The number of sampled tokens of all turns."""
+    return sum(len(turn.completion.token_ids) for turn in rollout.turns)
 
 
 def versions_text(versions: Iterable[int]) -> str:
@@ -190,22 +191,41 @@ def versions_text(versions: Iterable[int]) -> str:
     return "-" if not found else str(found[0]) if min(found) == max(found) else f"{min(found)}-{max(found)}"
 
 
-def lag_text(trained: Iterable[Trained | None]) -> str:
-    return versions_text(lag for record in trained if record is not None for lag in (record.lag_min, record.lag_max))
+def lag_text(fates: Iterable[Fate]) -> str:
+    return versions_text(lag for fate in fates if isinstance(fate, Trained) for lag in (fate.lag_min, fate.lag_max))
 
 
-def _cells(group: Attempts, trained: TrainedBy) -> list[str]:
-    """The cells for the columns in HEADINGS."""
+def _text(rollout: Rollout) -> str:
+    """The model's text, one turn after another."""
+    return "\n".join(turn.text for turn in rollout.turns)
+
+
+def _title(group: Group) -> str:
+    """The problem: id and payload."""
+    return f"{group.problem.id} {msgspec.json.encode(group.problem.payload).decode()}"
+
+
+def _notes(run: Browsed, place: int, group: Group) -> Iterator[str]:
+    if group.skipped is not None:
+        yield skip_text(group.skipped)
+    elif group.dropped:
+        yield "dropped: " + ", ".join(f"{one_line(why)} {count}" for why, count in sorted(group.dropped.items()))
+    if run.is_replaced(place):
+        yield "replaced after a resume"
+
+
+def _cells(group: Group, fate: FateOf) -> list[str]:
+    """The cells for the columns in _HEADINGS."""
     count = len(group.rollouts)
-    records = [trained(rollout.id) for rollout in group.rollouts]
+    fates = [fate(rollout.id) for rollout in group.rollouts]
     return [
         str(group.index),
         "".join(_bar(rollout.reward) for rollout in group.rollouts[:_MAX_BARS]),
         f"{sum(rollout.reward for rollout in group.rollouts) / count:.3f}" if count else "-",
-        f"{sum(rollout.tokens for rollout in group.rollouts) / count:.0f}" if count else "-",
-        versions_text(group.versions),
-        lag_text(records),
-        f"{sum(record is not None for record in records)}/{group.started}",
+        f"{sum(tokens_of(rollout) for rollout in group.rollouts) / count:.0f}" if count else "-",
+        versions_text(version for rollout in group.rollouts for version in versions_of(rollout)),
+        lag_text(fates),
+        f"{sum(isinstance(one, Trained) for one in fates)}/{group.started}",
     ]
 
 
@@ -214,13 +234,5 @@ def _bar(reward: float) -> str:
 
 
 def _line(cells: Sequence[str], *notes: str) -> str:
-    columns = [f"{cell:>{width}}" for cell, width in zip(cells, _PLAIN_WIDTHS, strict=True)]
+    columns = [f"{cell:>{width}}" for cell, width in zip(cells, _WIDTHS, strict=True)]
     return "  ".join([*columns, *(note for note in notes if note)]) + "\n"
-
-
-def _heading(rollout: Attempt, trained: Trained | None) -> str:
-    step = "not trained on" if trained is None else f"step {trained.step}, lag {lag_text([trained])}"
-    end = rollout.turns[-1].completion.finish_reason if rollout.turns else "-"
-    name = rollout.label or f"attempt {rollout.attempt}"
-    versions = f"versions {versions_text(rollout.versions)}"
-    return f"{name}  reward {rollout.reward:.4g}\n{rollout.tokens} tokens, {end}\n{versions}\n{step}"

@@ -74,7 +74,8 @@ def step(version: int, *samples: tuple[str, int, int], **dropped: list[int]) -> 
     return {
         "version": version,
         "samples": [
-            {"id": name, "group_index": 0, "tokens": 3, "lag_min": low, "lag_max": high} for name, low, high in samples
+            {"id": name, "group_index": 0, "tokens": 3, "lag_min": low, "lag_max": high, "advantage": 0.5}
+            for name, low, high in samples
         ],
         "dropped_lengths": dropped,
     }

@@ -1,8 +1,7 @@
-"""The data side of the browser: lines of growing files, records, searches, tokens, exports."""
+"""Browsing: records, searches, tables, tokens, exports."""
 
 from __future__ import annotations
 
-import io
 import json
 import sys
 from collections.abc import Callable
@@ -11,22 +10,20 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
-from rich.console import Console
 
 from pipelinerl.cli.browse import add_to
 from pipelinerl.config.schema import ModelConfig
 from pipelinerl.errors import MissingDependencyError, ModelLoadError, RunDirectoryError, UserError
 from pipelinerl.experiments.browse.export import export
-from pipelinerl.experiments.browse.groups import groups_table, parse, plain_table
+from pipelinerl.experiments.browse.groups import parse, table_of_groups, tokens_of, versions_of
 from pipelinerl.experiments.browse.records import (
-    Attempts,
     Damaged,
     Lines,
     RunEvaluations,
     RunRollouts,
     Trained,
 )
-from pipelinerl.experiments.browse.tokens import TokenText, load_token_text
+from pipelinerl.experiments.browse.tokens import TokenText, load_token_text, rollout_text
 from pipelinerl.status.screen import printable
 from pipelinerl.types import Group, Problem, Skip
 from tests.unit.experiments.browse.browse_parts import (
@@ -42,60 +39,28 @@ from tests.unit.experiments.browse.browse_parts import (
 )
 from tests.unit.experiments.parts import invoke
 
-
-def opened(folder: Path) -> RunRollouts:
-    run = RunRollouts(folder)
-    while run.look():
-        pass
-    return run
-
-
 # Lines
 
 
-def test_lines_are_found_piece_by_piece_whatever_the_budget(tmp_path: Path) -> None:
+def test_complete_lines_are_read_and_a_torn_one_is_left_out(tmp_path: Path) -> None:
     contents = [b"a" * size + b"\n" for size in (0, 1, 5, 3_000_000, 7, 2)]
-    (tmp_path / "x").write_bytes(b"".join(contents))
+    (tmp_path / "x").write_bytes(b"".join(contents) + b"torn by a ki")
     found = Lines(tmp_path / "x")
-    looks = 1
-    while found.look(budget=10):
-        looks += 1
     assert [found.read(i) for i in range(len(found))] == contents
-    assert looks > 1
-    assert found.share == 1.0
     assert found.read(3, 4) == b"aaaa"
-
-
-def test_a_growing_file_is_followed_and_a_torn_line_replaced(tmp_path: Path) -> None:
-    path = tmp_path / "x"
-    found = Lines(path)
-    assert not found.look()
-    assert len(found) == 0
-    path.write_bytes(b"one\ntorn by a ki")
-    found.look()
-    assert len(found) == 1
-    path.write_bytes(b"one\ntwo\nthree and more than before\n")  # cut off and written anew, between two looks
-    found.look()
-    assert [found.read(i) for i in range(len(found))] == [b"one\n", b"two\n", b"three and more than before\n"]
-    path.write_bytes(b"another\n")
-    with pytest.raises(RunDirectoryError, match="replaced"):
-        found.look()
+    assert len(Lines(tmp_path / "none")) == 0
 
 
 # Records
 
 
 def test_groups_and_what_became_of_their_rollouts(tmp_path: Path) -> None:
-    run = opened(run_directory(tmp_path))
-    summary, full = run.summary(0), run.group(0)
-    assert isinstance(summary, Attempts)
-    assert full == some_groups()[0]
-    assert [(one.tokens, one.versions, one.text) for one in summary.rollouts] == [(5, [0, 1], "five"), (4, [0], "Six")]
-    assert run.trained(3, "g3.a0") == Trained(step=5, lag_min=0, lag_max=2)
-    assert run.trained(3, "g3.a1") is None
-    assert +run.steps.dropped == {"zero_advantage": 1, "stale": 2}
-    assert run.place_of(2) == 1
-    assert run.place_of(9) is None
+    run = RunRollouts(run_directory(tmp_path))
+    assert run.group(0) == some_groups()[0]
+    assert [(tokens_of(one), versions_of(one)) for one in some_groups()[0].rollouts] == [(5, [0, 1]), (4, [0])]
+    assert run.fate(3, "g3.a0") == Trained(step=5, lag_min=0, lag_max=2, advantage=0.5)
+    assert run.fate(3, "g3.a1") is None
+    assert [run.find(name) for name in ("2", "g2.a0", "9", "g9.a0", "x")] == [1, 1, None, None, None]
 
 
 def test_a_damaged_line_is_named_and_the_others_are_read(tmp_path: Path) -> None:
@@ -104,39 +69,36 @@ def test_a_damaged_line_is_named_and_the_others_are_read(tmp_path: Path) -> None
         path = folder / "rollouts" / name
         first, *rest = path.read_bytes().splitlines(keepends=True)
         path.write_bytes(first + b'{"index": "x"}\n\xff\xfe\n' + b"".join(rest))
-    run = opened(folder)
-    assert [place for place in range(len(run)) if isinstance(run.summary(place), Damaged)] == [1, 2]
-    assert str(run.summary(1)).startswith("line 2 is damaged: ")
+    run = RunRollouts(folder)
+    assert [place for place in range(len(run)) if isinstance(run.group(place), Damaged)] == [1, 2]
+    assert str(run.group(1)).startswith("line 2 is damaged: ")
     assert isinstance(run.group(2), Damaged)
-    assert [damaged.line for damaged in run.steps.damaged] == [2, 3]
-    assert run.trained(5, "g3.a0") is not None
+    assert ["trained.jsonl, line 2 is damaged" in run.damage[0], "line 3 is" in run.damage[1]] == [True, True]
+    assert run.fate(5, "g3.a0") is not None
 
 
 def test_after_a_resume_the_last_line_of_a_group_and_of_a_step_counts(tmp_path: Path) -> None:
     folder = run_directory(tmp_path, [group(0, rollout(0, 0, 1.0, turn("p", "old")))], [step(1, ("g0.a0", 0, 0), stale=[1])])
-    run = opened(folder)
-    assert run.trained(0, "g0.a0") is not None
+    run = RunRollouts(folder)
+    assert run.fate(0, "g0.a0") is not None
     with open(folder / "rollouts" / "rollouts.jsonl", "ab") as file:
         file.write(lines([group(0, rollout(0, 0, 1.0, turn("p", "new")))]))
     with open(folder / "rollouts" / "trained.jsonl", "ab") as file:
         file.write(lines([step(1, ("g7.a0", 0, 0))]))
-    run.look()
-    assert (run.is_replaced(0), run.is_replaced(1), run.place_of(0)) == (True, False, 1)
-    assert run.trained(1, "g0.a0") is None
-    assert run.trained(1, "g7.a0") == Trained(1, 0, 0)
-    assert not +run.steps.dropped
+    run = RunRollouts(folder)
+    assert (run.is_replaced(0), run.is_replaced(1), run.find("0")) == (True, False, 1)
+    assert run.fate(1, "g0.a0") is None
+    assert run.fate(1, "g7.a0") == Trained(1, 0, 0, 0.5)
 
 
 def test_which_rollouts_the_trainer_left_out_is_known_if_it_said_so(tmp_path: Path) -> None:
     steps = [step(1, ("g0.a0", 0, 0), stale=[4]) | {"dropped_ids": {"stale": ["g0.a1"]}}, step(2, stale=[3])]
     folder = run_directory(tmp_path, steps=steps)
-    run = opened(folder)
-    assert [run.left_out(0, name) for name in ("g0.a0", "g0.a1")] == [None, "stale"]
+    run = RunRollouts(folder)
+    assert run.fate(0, "g0.a1") == "stale"
     with open(folder / "rollouts" / "trained.jsonl", "ab") as file:
         file.write(lines([step(1, ("g0.a1", 0, 0))]))  # after a resume
-    run.look()
-    assert run.left_out(0, "g0.a1") is None
-    assert run.trained(0, "g0.a1") == Trained(1, 0, 0)
+    assert RunRollouts(folder).fate(0, "g0.a1") == Trained(1, 0, 0, 0.5)
 
 
 # Evaluations
@@ -159,41 +121,34 @@ def evaluated_run(folder: Path) -> Path:
 
 def test_evaluations_are_a_group_for_each_problem_and_an_attempt_for_each_time(tmp_path: Path) -> None:
     run = RunEvaluations(evaluated_run(tmp_path))
-    while run.look():
-        pass
-    first, second = (run.summary(place) for place in range(len(run)))
-    assert isinstance(first, Attempts)
-    assert isinstance(second, Attempts)
-    assert [(one.label, one.reward, one.versions) for one in first.rollouts] == [
-        ("before", 0.0, [0]),
-        ("v4", 0.5, [4]),
-        ("v20", 1.0, [20]),
-        ("after", 1.0, [30]),
+    first, second = (run.group(place) for place in range(len(run)))
+    assert [(one.id, one.reward, versions_of(one)) for one in first.rollouts] == [
+        ("h1 before", 0.0, [0]),
+        ("h1 v4", 0.5, [4]),
+        ("h1 v20", 1.0, [20]),
+        ("h1 after", 1.0, [30]),
     ]
-    assert first.title == 'h1 {"prompt":"what is 1?"}'
-    assert ([one.label for one in second.rollouts], second.dropped, second.started) == (
-        ["before", "v4", "v20"],
+    assert first.problem == Problem("h1", {"prompt": "what is 1?"})
+    assert ([one.id for one in second.rollouts], second.dropped, second.started) == (
+        ["h2 before", "h2 v4", "h2 v20"],
         {"timeout": 1},
         4,
     )
+    assert [run.find(name) for name in ("1", "h2 v4", "h3 v4", "7")] == [1, 1, None, None]
     whole = run.group(0)
-    assert not isinstance(whole, Damaged)
     assert whole.rollouts[1].metrics == {"boxed": 1.0}
     assert whole.rollouts[1].turns[0].text == "1 is 0.5"
-    (hit,) = [line for line in plain_table(run, parse("version=5"), pytest.fail) if "h2" in line]
+    (hit,) = [line for line in table_of_groups(run, parse("version=5"), pytest.fail) if "h2" in line]
     assert hit.endswith("dropped: timeout 1  h2 v4\n")
 
 
-def test_an_evaluation_that_comes_later_and_a_damaged_line_are_taken_in(tmp_path: Path) -> None:
+def test_a_damaged_line_of_an_evaluation_is_named(tmp_path: Path) -> None:
     folder = evaluated_run(tmp_path)
-    run = RunEvaluations(folder)
-    run.look()
-    assert len(run.summary(0).rollouts) == 4
     (folder / "rollouts" / "evaluation-v24.jsonl").write_bytes(
         lines([answer(1, 1.0, 24), {"reward": 1}, answer(3, 1.0, 24)])
     )
-    run.look()
-    assert [one.label for one in run.summary(0).rollouts] == ["before", "v4", "v20", "v24", "after"]
+    run = RunEvaluations(folder)
+    assert [one.id for one in run.group(0).rollouts] == ["h1 before", "h1 v4", "h1 v20", "h1 v24", "h1 after"]
     assert len(run) == 3
     assert len(run.damage) == 1
     assert "evaluation-v24.jsonl, line 2 is damaged" in run.damage[0]
@@ -238,12 +193,10 @@ def test_a_folder_without_rollouts_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_every_term_holds_for_one_and_the_same_rollout(tmp_path: Path, text: str, found: dict[int, list[int]]) -> None:
-    run = opened(run_directory(tmp_path))
+    run = RunRollouts(run_directory(tmp_path))
     query = parse(text)
-    hits = {
-        place: query.matches(run.summary(place), lambda name, place=place: run.trained(place, name)) for place in range(4)
-    }
-    assert {place: hit for place, hit in hits.items() if hit is not None} == found
+    hits = {place: query.matches(run.group(place), lambda name, place=place: run.fate(place, name)) for place in range(4)}
+    assert {place: [one.attempt for one in hit] for place, hit in hits.items() if hit is not None} == found
 
 
 def test_a_comparison_of_something_unknown_names_what_can_be_compared() -> None:
@@ -257,12 +210,9 @@ def test_a_comparison_of_something_unknown_names_what_can_be_compared() -> None:
 def test_a_skipped_problem_is_shown_with_the_reason(tmp_path: Path) -> None:
     skip = Skip(equal_groups=2, last_group=0, rollouts=8, reward_mean=0.125, probability=0.25)
     skipped = Group(index=1, problem=Problem("easy", {}), rollouts=(), started=0, skipped=skip)
-    run = opened(run_directory(tmp_path, [group(0, rollout(0, 0, 1.0, turn("p", "five"))), skipped]))
-    (line,) = list(plain_table(run, parse("skipped"), pytest.fail))[1:]
+    run = RunRollouts(run_directory(tmp_path, [group(0, rollout(0, 0, 1.0, turn("p", "five"))), skipped]))
+    (line,) = list(table_of_groups(run, parse("skipped"), pytest.fail))[1:]
     assert "skipped: equal rewards in 2 groups in a row, up to group 0; mean reward 0.125" in line
-    console = Console(file=io.StringIO(), width=200)
-    console.print(groups_table(run, range(2), 0))
-    assert "skipped: equal rewards" in console.file.getvalue()
 
 
 @pytest.mark.parametrize("text", ["reward>much", "lag=", "version=nan"])
@@ -309,7 +259,7 @@ def test_nothing_reaches_the_terminal_as_a_control_code() -> None:
     assert shown == "␛[2J␇␍<U+009B><U+202E><U+D800> fine\n"
 
 
-# Without a terminal
+# Tables
 
 
 def test_the_plain_table_names_groups_hits_and_damage(tmp_path: Path) -> None:
@@ -317,14 +267,14 @@ def test_the_plain_table_names_groups_hits_and_damage(tmp_path: Path) -> None:
     with open(folder / "rollouts" / "rollouts.jsonl", "ab") as file:
         file.write(b"nonsense\n")
     said: list[str] = []
-    table = list(plain_table(RunRollouts(folder), None, said.append))
+    table = list(table_of_groups(RunRollouts(folder), parse(""), said.append))
     assert table[0].split() == ["group", "rewards", "mean", "tokens", "versions", "lag", "trained", "problem"]
     assert table[1].split() == ["0", "█·", "0.500", "4", "0-1", "0", "1/2", "sum/0", '{"question":"2+3="}']
     assert "dropped: timeout 2" in table[3]
     assert len(table) == 5
     assert len(said) == 1
     assert "rollouts.jsonl, line 5 is damaged" in said[0]
-    hits = list(plain_table(RunRollouts(folder), parse("reward>=0.5"), said.append))
+    hits = list(table_of_groups(RunRollouts(folder), parse("reward>=0.5"), said.append))
     assert [line.split()[-1] for line in hits[1:]] == ["g0.a0", "g3.a1"]
 
 
@@ -351,21 +301,99 @@ def test_the_command_prints_a_table_without_a_terminal(tmp_path: Path, capsys: p
         command(str(folder), "--evaluations", "--export", str(folder / "x.jsonl"))
 
 
-def test_only_the_terminal_needs_textual(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    not_installed: Callable[[str], None],
-) -> None:
+def shown(folder: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert command(str(folder), *arguments) == 0
+    return capsys.readouterr().out
+
+
+def test_a_group_shows_its_attempts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = run_directory(tmp_path)
-    not_installed("textual")
-    for stream in (sys.stdin, sys.stdout):
-        monkeypatch.setattr(stream, "isatty", lambda: True)
-    with pytest.raises(MissingDependencyError, match="pip install 'textual>="):
-        command(str(folder))
-    assert command(str(folder), "--plain") == 0
-    assert command(str(folder), "--export", str(tmp_path / "x.jsonl")) == 0
-    assert "5 rollouts" in capsys.readouterr().out
+    text = shown(folder, capsys, "--show", "0")
+    assert text.startswith('group 0  sum/0 {"question":"2+3="}\n')
+    assert "g0.a0  reward 1, trained on in step 1, lag 0, advantage 0.5, 5 tokens, stop, versions 0-1\nfive\n" in text
+    assert "g0.a1  reward 0, not trained on, 4 tokens, stop, versions 0\nSix\n" in text
+    assert "g0.a0" not in shown(folder, capsys, "--show", "0", "--find", "reward<1")
+    assert "dropped: timeout 2" in shown(folder, capsys, "--show", "1")
+    for name in ("99", "g99.a0", "x", "g3.a9"):
+        with pytest.raises(UserError, match=r"is not among the 4 groups|has no rollout"):
+            command(str(folder), "--show", name)
+
+
+def test_a_rollout_shows_its_text_and_a_line_for_each_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    steps = [step(1, ("g0.a0", 0, 0), stale=[4]) | {"dropped_ids": {"stale": ["g0.a1"]}}]
+    folder = run_directory(tmp_path, steps=steps)
+    assert "left out by the trainer: stale" in shown(folder, capsys, "--show", "g0.a1")
+    (rollout_of, *_) = some_groups()[0].rollouts
+    page = "".join(rollout_text(rollout_of, Trained(1, 0, 0, 0.5), TokenText(Bytes()), [-1.0, 0.0, 1.0, 0.0, 0.0]))
+    assert page.startswith(
+        "g0.a0  reward 1, trained on in step 1, lag 0, advantage 0.5\n── turn 0: prompt, 4 tokens v0: 0-0\n"
+    )
+    assert "── completion, 5 tokens, stop v0: 0-1, v1: 2-4\nfive<end>\n" in page
+    rows = [line.split() for line in page.splitlines()[-5:]]
+    assert rows[0] == ["0", "0", "102", "0", "-3.0000", "-1.0000", "f"]
+    assert rows[4] == ["0", "4", "256", "1", "-3.0000", "0.0000", "<end>"]
+
+
+def test_without_a_tokenizer_ids_and_the_environments_text_are_shown() -> None:
+    page = "".join(rollout_text(some_groups()[0].rollouts[0], None, TokenText(None, "the model is gone")))
+    assert "token ids only: the model is gone" in page
+    assert "[102][105][118][101][256]" in page
+    assert "as text\nfive" in page
+
+
+def test_turns_show_what_they_add_to_the_prompt() -> None:
+    first = turn("guess", "50")
+    ids = (*first.prompt_ids, *first.completion.token_ids)
+    turns = (first, turn((*ids, *b"higher"), "75"), turn("rewritten", "80"))
+    page = "".join(rollout_text(rollout(0, 0, 1.0, *turns, guesses=3.0), None, TokenText(Bytes())))
+    assert "guesses 3" in page
+    assert "turn 1: what the prompt adds, 6 tokens" in page
+    assert "turn 2: prompt, which does not continue the turn before, 9 tokens" in page
+
+
+def test_an_answer_shows_its_conversation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = evaluated_run(tmp_path)
+    assert "h1 v20  reward 1" in shown(folder, capsys, "--evaluations", "--show", "0")
+    page = shown(folder, capsys, "--evaluations", "--show", "h1 v4")
+    assert "boxed 1" in page
+    assert "v4: 0-7" in page
+    assert page.splitlines()[-1].split()[3:6] == ["4", "-", "-"]
+
+
+def test_a_damaged_rollout_is_one_clear_line(tmp_path: Path) -> None:
+    wrong = msgspec.structs.replace(turn("p", "text").completion, weight_versions=())
+    odd = group(1, rollout(1, 0, 1.0, msgspec.structs.replace(turn("p", "text"), completion=wrong)))
+    folder = run_directory(tmp_path, [group(0), odd, {"index": 7, "x": 0}])
+    with pytest.raises(RunDirectoryError, match=r"g1\.a0 is damaged: weight version spans"):
+        command(str(folder), "--show", "g1.a0")
+    for name in ("7", "g7.a0"):
+        with pytest.raises(RunDirectoryError, match="line 3 is damaged"):
+            command(str(folder), "--show", name)
+
+
+def test_a_model_can_not_write_to_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    evil = "\x1b]0;pwned\x07\x1b[2J"
+    run = [group(0, rollout(0, 0, 1.0, turn(evil, evil)), question=evil, dropped={evil: 1})]
+    folder = run_directory(tmp_path, run)
+    for name in ([], ["--show", "0"], ["--show", "g0.a0"]):
+        text = shown(folder, capsys, *name)
+        assert "\x1b" not in text
+        assert "\x07" not in text
+        assert "␛" in text or "g0.a0" in name
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["--weights", "demo"], "also give --show"),
+        (["--show", "0", "--weights", "demo"], "also give --show"),
+        (["--show", "0", "--export", "x.jsonl"], "leave out --show"),
+        (["--show", "g0.a0", "--weights", "demo"], "can't read"),
+    ],
+)
+def test_flags_that_do_not_fit_are_refused(tmp_path: Path, words: list[str], hint: str) -> None:
+    with pytest.raises(UserError, match=hint):
+        command(str(run_directory(tmp_path)), *words)
 
 
 # Exports
@@ -373,7 +401,7 @@ def test_only_the_terminal_needs_textual(
 
 def exported(folder: Path, out: Path, texts: TokenText | None = None, query: str | None = None) -> tuple[int, list[str]]:
     said: list[str] = []
-    count = export(RunRollouts(folder), texts or TokenText(Bytes()), out, parse(query) if query else None, said.append)
+    count = export(RunRollouts(folder), texts or TokenText(Bytes()), out, parse(query or ""), said.append)
     return count, said
 
 

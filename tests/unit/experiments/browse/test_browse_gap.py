@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from pipelinerl.config.schema import ModelConfig, RunConfig
-from pipelinerl.errors import RolloutError, UserError
-from pipelinerl.experiments.browse.tokens import Gaps
+from pipelinerl.errors import ModelLoadError, RolloutError, UserError
+from pipelinerl.experiments.browse.tokens import gaps_of
 from pipelinerl.models.loading import load_model
 from pipelinerl.types import Completion, Rollout
 from tests.unit.experiments.browse.browse_parts import rollout, turn
@@ -51,27 +51,28 @@ def as_sampled_by_the_demo(of: Rollout) -> Rollout:
     return msgspec.structs.replace(of, turns=tuple(turns))
 
 
-def test_the_gap_is_zero_for_the_weights_that_sampled_and_what_differs_shows(tmp_path: Path) -> None:
-    gaps = Gaps(tmp_path, config(), Path("demo"))
+def test_the_gap_is_zero_for_the_weights_that_sampled_and_what_differs_shows() -> None:
     same = as_sampled_by_the_demo(two_turns())
-    assert gaps.of(same) == pytest.approx([0.0] * 5, abs=1e-4)
+    assert gaps_of(same, config(), Path("demo")) == pytest.approx([0.0] * 5, abs=1e-4)
     last = same.turns[1].completion
     lower = completion(last, last.token_ids, [last.logprobs[0] - 0.75, last.logprobs[1]])
     other = msgspec.structs.replace(same, turns=(same.turns[0], msgspec.structs.replace(same.turns[1], completion=lower)))
-    assert gaps.of(other) == pytest.approx([0.0, 0.0, 0.0, 0.75, 0.0], abs=1e-4)
+    assert gaps_of(other, config(), Path("demo")) == pytest.approx([0.0, 0.0, 0.0, 0.75, 0.0], abs=1e-4)
     beyond = completion(last, [10**6, 1], last.logprobs)
     with pytest.raises(UserError, match="can't score"):
-        gaps.of(msgspec.structs.replace(same, turns=(msgspec.structs.replace(same.turns[1], completion=beyond),)))
+        gaps_of(
+            msgspec.structs.replace(same, turns=(msgspec.structs.replace(same.turns[1], completion=beyond),)),
+            config(),
+            Path("demo"),
+        )
 
 
 def test_what_is_missing_for_a_gap_is_said(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no checkpoint yet; name a model folder with --weights"):
-        Gaps(tmp_path, config(), None).of(two_turns())
+    with pytest.raises(ModelLoadError, match="nowhere"):
+        gaps_of(two_turns(), config(), tmp_path / "nowhere")
     with pytest.raises(UserError, match="greedily"):
-        Gaps(tmp_path, config(temperature=0.0), Path("demo")).of(two_turns())
-    with pytest.raises(UserError, match="no config"):
-        Gaps(tmp_path, "no config", None).of(two_turns())
+        gaps_of(two_turns(), config(temperature=0.0), Path("demo"))
     shape = turn("p", "text")
     odd = msgspec.structs.replace(shape, completion=msgspec.structs.replace(shape.completion, logprobs=(0.0,)))
     with pytest.raises(RolloutError, match="log-probabilities"):
-        Gaps(tmp_path, config(), None).of(rollout(0, 0, 1.0, odd))
+        gaps_of(rollout(0, 0, 1.0, odd), config(), Path("demo"))
