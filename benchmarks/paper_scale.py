@@ -27,9 +27,8 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from benchmarks import common
-from pipelinerl.experiments.planner import analytic
-from pipelinerl.experiments.planner.analytic import H100, PAPER_TAU, LengthDistribution, flash_s, roofline
-from pipelinerl.experiments.planner.plan import PAPER_PARAMETERS, compare
+from pipelinerl.experiments.planner.inputs import LengthDistribution
+from pipelinerl.experiments.planner.paper import FLASH_S, TAU, case_study, compare, h100
 from pipelinerl.experiments.planner.simulation.run import Prediction, simulate
 from pipelinerl.experiments.planner.simulation.scenario import Costs, DrawnWorkload, Scenario
 from pipelinerl.report.curves import png_of
@@ -37,8 +36,7 @@ from pipelinerl.rounds import ConventionalSchedule
 from pipelinerl.schedule import PipelineSchedule
 
 N = 128
-FLASH_S = flash_s(PAPER_PARAMETERS, H100.peak_flops)
-CURVE = roofline(H100)
+CURVE = h100()
 
 CASE_BATCH, CASE_LONGEST = 128, 8192
 PAPER_POINT = {"max_lag": 133, "pipeline": 16.9, "conventional": 10.7, "speed_up": 1.57}
@@ -117,7 +115,7 @@ def run_point(point: Point) -> dict[str, Any]:
     costs = Costs(
         decode_step_s=tuple((CURVE.step_time(np.arange(point.slots + 1)) * FLASH_S).tolist()),
         update_pause_s=case.pause_s,
-        train_token_s=PAPER_TAU * FLASH_S / (N if G else N - point.engines),
+        train_token_s=TAU * FLASH_S / (N if G else N - point.engines),
     )
     waits = {"wait_median_s": case.wait_median_s, "wait_most_s": LONGEST_WAIT * case.wait_median_s}
     workload = DrawnWorkload(lengths_of(case.lengths), GROUP, seed=0, **waits)
@@ -150,7 +148,7 @@ def points(case: Case) -> list[Point]:
     """Every G; every H with the I at which both sides are equally fast (rounded up), and with 8 more generators."""
     found = [Point(case, N, BATCH * G // N, G) for G in ROUNDS]
     for slots in SLOTS:
-        balanced = N / (1 + float(CURVE(slots)) * PAPER_TAU)
+        balanced = N / (1 + float(CURVE(slots)) * TAU)
         found += [Point(case, engines, slots) for engines in sorted({int(balanced) + more for more in (1, 9)})]
     return found
 
@@ -177,13 +175,12 @@ def speed_ups(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 # ---- the case study
 
 
-def case_study() -> dict[str, Any]:
+def case_study_curves() -> dict[str, Any]:
     """Throughput against g_max in tokens per flash: formulas at many lags, the simulation at three."""
-    workload = analytic.Workload(N, CASE_BATCH, LengthDistribution.uniform(CASE_LONGEST), CURVE, PAPER_TAU)
     simulated_at = (15, 47, PAPER_POINT["max_lag"])
     lags = sorted({*np.unique(np.geomspace(4, 400, 40).round().astype(int)).tolist(), *simulated_at})
     curve, simulated = [], []
-    for found in compare(workload, [int(lag) for lag in lags]):
+    for found in compare(case_study(), [int(lag) for lag in lags]):
         assert found.pipeline is not None
         row = {
             "max_lag": found.max_lag,
@@ -225,9 +222,7 @@ def _case_study_run(schedule: PipelineSchedule | ConventionalSchedule, engines: 
             group_size=1,
             batch_size=CASE_BATCH,
             steps=max(2 * G, 300) // max(1, G) * max(1, G),
-            costs=Costs(
-                decode_step_s=tuple(CURVE.step_time(np.arange(slots + 1)).tolist()), train_token_s=PAPER_TAU / trainers
-            ),
+            costs=Costs(decode_step_s=tuple(CURVE.step_time(np.arange(slots + 1)).tolist()), train_token_s=TAU / trainers),
             workload=DrawnWorkload(LengthDistribution.uniform(CASE_LONGEST), 1, seed=0),
         )
     )
@@ -291,7 +286,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=common.RESULTS / "paper-scale")
     options = parser.parse_args()
     with ProcessPoolExecutor(options.processes) as pool:
-        study_later = pool.submit(case_study)
+        study_later = pool.submit(case_study_curves)
         later = [(case, [pool.submit(run_point, point) for point in points(case)]) for case in CASES]
         paper_run_later = pool.submit(run_point, Point(BASE, 48, 64))
         cases = []
@@ -300,7 +295,7 @@ def main() -> None:
             cases.append({"label": case.label, "case": asdict(case), "by_G": speed_ups(results), "simulated": results})
             print(common.markdown(table(cases[-1:])), flush=True)
         study, paper_run = study_later.result(), paper_run_later.result()
-    settings = {"N": N, "B": BATCH, "K": GROUP, "mean_length": MEAN, "flash_s": FLASH_S, "tau_flashes": PAPER_TAU}
+    settings = {"N": N, "B": BATCH, "K": GROUP, "mean_length": MEAN, "flash_s": FLASH_S, "tau_flashes": TAU}
     contents = {"settings": settings, "case_study": study, "cases": cases, "paper_configuration": paper_run}
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "paper-scale.json").write_text(json.dumps(contents, indent=1) + "\n")

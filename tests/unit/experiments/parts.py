@@ -6,17 +6,14 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from pipelinerl.cli.parser import Commands
-from pipelinerl.experiments.planner.analytic import LengthDistribution
 from pipelinerl.experiments.planner.calibration import Calibration, DecodeCost, GenerationCost, Machine, TrainingCost
+from pipelinerl.experiments.planner.inputs import LengthDistribution
 from pipelinerl.files import JsonLines
 from pipelinerl.types import Completion, FinishReason, Group, Problem, Rollout, Turn, spans_from_versions
 
 CALIBRATION = Calibration(
-    machine=Machine(
-        date="2030-01-01T00:00:00+00:00", processor="a processor", cores=8, accelerators=4, torch="2", load_average=0.1
-    ),
+    machine=Machine(date="2030-01-01T00:00:00+00:00", processor="a processor", cores=8, torch="2", load_average=0.1),
     model="demo",
-    parameters=1000,
     slots=16,
     batch_size=32,
     group_size=4,
@@ -28,7 +25,6 @@ CALIBRATION = Calibration(
             DecodeCost(active=active, step_s=step_s, step_s_p25=step_s, step_s_p75=step_s, steps=32)
             for active, step_s in ((1, 0.001), (4, 0.0013), (16, 0.0025))
         ),
-        context_mean=20.0,
         prefill_s=0.001,
         prefill_s_per_token=0.0001,
         prompt_tokens_mean=6.0,
@@ -38,7 +34,6 @@ CALIBRATION = Calibration(
     ),
     training=TrainingCost(threads=2, step_s=0.064, token_s=0.0001, used_share=0.5, rollout_s=0.001),
     lengths={10: 3, 30: 1},
-    reward_mean=0.5,
 )
 
 

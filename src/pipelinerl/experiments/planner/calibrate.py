@@ -22,7 +22,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from statistics import fmean
 
 import msgspec
 import torch
@@ -32,7 +31,6 @@ from pipelinerl.config.load import config_to_yaml
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import PipelineRLError, UserError
 from pipelinerl.experiments.machine import load_average, processor
-from pipelinerl.experiments.planner.analytic import LengthDistribution, Utilisation
 from pipelinerl.experiments.planner.calibration import (
     ENOUGH,
     READY,
@@ -42,6 +40,7 @@ from pipelinerl.experiments.planner.calibration import (
     Machine,
     TrainingCost,
 )
+from pipelinerl.experiments.planner.inputs import LengthDistribution, Utilisation
 from pipelinerl.experiments.planner.measure_generation import (
     Generator,
     Production,
@@ -69,7 +68,7 @@ def calibrate(config: RunConfig, report: Callable[[str], None] = lambda _: None)
     threads = plan_threads(config, schedule, usable_cores())
     overlap, yields = side_by_side(config, schedule), trainer_goes_first(config, schedule, usable_cores())
     together = overlap and not yields
-    machine = describe_machine(config.engine.device, max(threads))
+    machine = describe_machine(config.engine.device)
     torch.set_num_threads(threads.generation)
     report("loading the model")
     generator = load_generator(config)
@@ -96,7 +95,6 @@ def calibrate(config: RunConfig, report: Callable[[str], None] = lambda _: None)
     return Calibration(
         machine=machine,
         model=config.model.path,
-        parameters=sum(parameter.numel() for parameter in generator.model.parameters()),
         slots=config.engine.slots,
         batch_size=config.trainer.batch_size,
         group_size=config.actor.group_size,
@@ -106,7 +104,6 @@ def calibrate(config: RunConfig, report: Callable[[str], None] = lambda _: None)
         generation=generation_cost,
         training=training_cost,
         lengths=dict(sorted(Counter(_lengths(sampled)).items())),
-        reward_mean=fmean(rollout.reward for group in sampled for rollout in group.rollouts),
     )
 
 
@@ -124,7 +121,6 @@ def measure(generator: Generator, sampled: list[Group], folder: Path, keep_going
     return GenerationCost(
         threads=torch.get_num_threads(),
         decode=tuple(decode),
-        context_mean=prompt + float((lengths.ages() * range(lengths.longest)).sum()),
         prefill_s=fixed_s,
         prefill_s_per_token=token_s,
         prompt_tokens_mean=prompt,
@@ -136,7 +132,7 @@ def measure(generator: Generator, sampled: list[Group], folder: Path, keep_going
 
 def rollout_overhead_s(production: Production, decode: list[DecodeCost]) -> float:
     """An actor's time per rollout, less the time of its decode steps. Not below 0."""
-    table = Utilisation(tuple(float(cost.active) for cost in decode), tuple(cost.step_s for cost in decode), "s")
+    table = Utilisation(tuple(float(cost.active) for cost in decode), tuple(cost.step_s for cost in decode))
     decoding_s = float(table.step_time([active for active in production.active if active]).sum())
     return max(0.0, production.busy_s - decoding_s) / production.rollouts
 
@@ -204,14 +200,13 @@ def _other_generation_processes(config: RunConfig, folder: Path, threads: int) -
         yield MeasuringProcess("measure_generation", config, own / "produced", own, threads)
 
 
-def describe_machine(device: str, threads: int) -> Machine:
-    """This machine, for engines on `device` and processes of up to `threads` threads."""
+def describe_machine(device: str) -> Machine:
+    """This machine, for engines on `device`."""
     gpu = device.startswith("cuda")
     return Machine(
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         processor=torch.cuda.get_device_name(device) if gpu else processor(),
         cores=usable_cores(),
-        accelerators=torch.cuda.device_count() if gpu else max(1, usable_cores() // threads),
         torch=str(torch.__version__),
         load_average=load_average(),
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from pipelinerl.errors import INVALID_DATA, UserError
-from pipelinerl.experiments.planner.analytic import LengthDistribution, Utilisation
+from pipelinerl.experiments.planner.inputs import LengthDistribution, Utilisation
 from pipelinerl.report import write_file
 
 FORMAT = 1
@@ -16,16 +16,11 @@ READY, ENOUGH = "ready", "enough"
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
-    """Where and when the measurements were made, and `load_average` (1 minute, at the start).
-
-    `accelerators` is N: the number of GPUs if engines run on GPUs, else how many processes with the run's number of threads
-    fit on the cores.
-    """
+    """Where and when the measurements were made, and `load_average` (1 minute, at the start)."""
 
     date: str
     processor: str
     cores: int
-    accelerators: int
     torch: str
     load_average: float | None = None
 
@@ -49,7 +44,6 @@ class GenerationCost(msgspec.Struct, frozen=True, kw_only=True):
     """The costs of one generation process.
 
     decode              decode steps by number of sequences, ascending; contexts are as long as in a batch that is kept full
-    context_mean        mean tokens per sequence in the KV cache, over the measurement
     prefill_s, prefill_s_per_token   a step that prefills prompts: fixed part, and part per prompt token
     prompt_tokens_mean  mean prompt length of the run's problems
     rollout_overhead_s  process time per rollout beyond its share of decode steps: its share of its group's prefill,
@@ -60,7 +54,6 @@ class GenerationCost(msgspec.Struct, frozen=True, kw_only=True):
 
     threads: int
     decode: tuple[DecodeCost, ...]
-    context_mean: float
     prefill_s: float
     prefill_s_per_token: float
     prompt_tokens_mean: float
@@ -71,7 +64,7 @@ class GenerationCost(msgspec.Struct, frozen=True, kw_only=True):
     def utilisation(self) -> Utilisation:
         """U(h) of the decode steps alone, in seconds. Raises ValueError for an invalid table."""
         active = tuple(float(cost.active) for cost in self.decode)
-        return Utilisation(active, tuple(cost.step_s for cost in self.decode), "s", "measured by pipelinerl calibrate")
+        return Utilisation(active, tuple(cost.step_s for cost in self.decode))
 
 
 class TrainingCost(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,11 +83,6 @@ class TrainingCost(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds to prepare a rollout for training: reading it from the stream, computing advantages, joining turns."""
     ranks: int = 1
 
-    def tau_s(self, *, batch_size: int, mean_length: float, prompt_tokens: float) -> float:
-        """Seconds of training per *sampled* token, amortised over a step of `batch_size` rollouts."""
-        tokens = self.used_share * (mean_length + prompt_tokens)
-        return (self.step_s / batch_size + self.rollout_s + self.token_s * tokens) / mean_length
-
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     """Costs for one machine and one run file.
@@ -110,7 +98,6 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
 
     machine: Machine
     model: str
-    parameters: int
     slots: int
     batch_size: int
     group_size: int
@@ -120,7 +107,6 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     generation: GenerationCost
     training: TrainingCost
     lengths: dict[int, int]
-    reward_mean: float
     format: int = FORMAT
 
     def length_distribution(self) -> LengthDistribution:

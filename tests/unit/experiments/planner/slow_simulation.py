@@ -1,7 +1,7 @@
 """The pipeline simulated the slow way: every engine, every decode step, every token. What `simulate` is tested against.
 
 Shares nothing with it but the schedules, the scenario and the order of events at the same time: the trainer first, then the
-engines by number. Weights arrive in between.
+engines by number.
 """
 
 from __future__ import annotations
@@ -114,8 +114,7 @@ class SlowSimulation:
             if rewards_s:
                 self._look_at(number, min(rewards_s))
             return
-        decode_s = costs.decode_step_s[len(server.running)] * self.scenario.stragglers.of_engine(number)
-        decode_s += len(prompts) * costs.prompt_s
+        decode_s = costs.decode_step_s[len(server.running)] + len(prompts) * costs.prompt_s
         self.busy_s += decode_s
         for attempt in server.running:
             attempt.versions.append(server.version)
@@ -197,10 +196,7 @@ class SlowSimulation:
                 self._queue = deque(sorted(self._queue, key=lambda attempt: attempt.group))
             self._batch = [self._queue.popleft() for _ in range(scenario.batch_size)]
             tokens = sum(a.length + scenario.workload.prompt_tokens for a in self._batch if a.used)
-            step_s = (costs.train_step_s + tokens * costs.train_token_s) * scenario.stragglers.of_step(self._version)
-            self._free_s = max(self._free_s, now_s) + step_s
-            if scenario.schedule.publishes(self._version + 1):
-                self._free_s = max(self._free_s + costs.publish_s, self._offers[-1][0])
+            self._free_s = max(self._free_s, now_s) + costs.train_step_s + tokens * costs.train_token_s
             heapq.heappush(self._events, (self._free_s, 0, 0, 0))
 
     def _step_ends(self, now_s: float) -> None:
@@ -213,9 +209,8 @@ class SlowSimulation:
         self._version += 1
         self.step_end_s.append(now_s)
         if self.scenario.schedule.publishes(self._version):
-            arrival_s = now_s + self.scenario.costs.transfer_s
-            self._offers.append((arrival_s, self._version))
-            heapq.heappush(self._events, (arrival_s, 1, 0, 0))
+            self._offers.append((now_s, self._version))
+            heapq.heappush(self._events, (now_s, 1, 0, 0))
         self._drop_too_old(now_s)
         self._train_if_possible(now_s)
 

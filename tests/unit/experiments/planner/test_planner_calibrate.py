@@ -12,9 +12,9 @@ from pipelinerl.config.load import load_config
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import UserError
 from pipelinerl.experiments.planner import measure_generation
-from pipelinerl.experiments.planner.analytic import LengthDistribution
-from pipelinerl.experiments.planner.calibrate import describe_machine, rollout_overhead_s
+from pipelinerl.experiments.planner.calibrate import rollout_overhead_s
 from pipelinerl.experiments.planner.calibration import DecodeCost
+from pipelinerl.experiments.planner.inputs import LengthDistribution
 from pipelinerl.experiments.planner.measure_generation import (
     Generator,
     Production,
@@ -143,9 +143,3 @@ def test_too_few_rollouts_to_train_on(tmp_path: Path, generator: Generator) -> N
     asyncio.run(produce(generator, tmp_path, seconds=0, rollouts=2))
     with pytest.raises(UserError, match="a step takes 4096"):
         prepare(config("--trainer.batch_size", "4096"), tmp_path / "stream")
-
-
-def test_as_many_accelerators_as_processes_fit_on_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipelinerl.experiments.planner.calibrate.usable_cores", lambda: 6)
-    assert [describe_machine("cpu", threads).accelerators for threads in (1, 2, 4, 6, 8)] == [6, 3, 1, 1, 1]
-    assert describe_machine("cpu", 1).cores == 6

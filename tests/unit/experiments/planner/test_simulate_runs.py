@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import msgspec
 import pytest
 
@@ -12,8 +10,6 @@ from pipelinerl.config.help import render
 from pipelinerl.config.load import load_config
 from pipelinerl.errors import RunDirectoryError, UserError
 from pipelinerl.experiments.planner.calibration import write_calibration
-from pipelinerl.experiments.planner.cluster import shape_of
-from pipelinerl.experiments.planner.hardware import QWEN_235B
 from pipelinerl.experiments.planner.simulation.run import simulate
 from pipelinerl.experiments.planner.simulation.scenario import (
     calibrated_costs,
@@ -300,58 +296,3 @@ def test_a_calibration_of_ranks_has_their_time_per_token():
     whole = CALIBRATION.training.token_s
     assert calibrated_costs(ranks, slots=8, group_size=2, trainers=2).train_token_s == whole
     assert calibrated_costs(ranks, slots=8, group_size=2, trainers=4).train_token_s == whole / 2
-
-
-# ------------------------------------------------------------------------------------------------ accelerators
-
-
-def test_simulating_accelerators(capsys, tmp_path):
-    path = tmp_path / "prediction.json"
-    arguments = ["--shape", "qwen2.5-7b", "--engines", "3", "--trainers", "12", "--devices", "2", "--lengths", "uniform:200"]
-    run = ["--trainer.steps", "10", "--trainer.batch_size", "64", "--actor.group_size", "8", "--json", str(path)]
-    assert invoke(command.add_to, "simulate", *arguments, *run) == 0
-    assert "from data sheets" in capsys.readouterr().out
-    found = msgspec.json.decode(path.read_bytes())["prediction"]
-    assert (found["engines"], found["steps"], found["slots"]) == (3, 10, 128)
-    assert invoke(command.add_to, "simulate", *arguments, *run, "--network", "0.01") == 0
-    assert msgspec.json.decode(path.read_bytes())["prediction"]["time_s"] > 2 * found["time_s"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["plan", "--shape", "gpt"], "--shape gpt: give qwen2.5-1.5b"),
-        (["plan", "--shape", "qwen2.5-7b", "--tau", "3"], "--tau has no meaning with --shape"),
-        (["plan", "--shape", "qwen2.5-7b", "--hardware", "cal.json"], "with --shape give h100, h200"),
-        (["plan", "--shape", "qwen2.5-7b", "--mfu", "3"], "--mfu"),
-        (["plan", "--shape", "qwen3-235b-a22b", "--accelerators", "16"], "at least 68"),
-        (["plan", "--stragglers", "0.1"], "--stragglers needs a model's --shape"),
-    ],
-)
-def test_mistakes_about_accelerators(arguments, message):
-    with pytest.raises(UserError, match=message):
-        invoke(command.add_to, *arguments)
-
-
-def test_planning_for_accelerators(capsys, tmp_path):
-    path = tmp_path / "plan.json"
-    settings = ["--weights.kind", "collective", "--weights.encoding", "delta", "--trainer.batch_size", "512"]
-    flags = ["--shape", "qwen2.5-7b", "--accelerators", "64", "--json", path]
-    assert invoke(command.add_to, "plan", *flags, *settings) == 0
-    assert "speed-up" in capsys.readouterr().out
-    found = msgspec.json.decode(path.read_bytes())
-    assert found["updates"]["encoding"] == "delta"
-    assert (found["batch_size"], found["accelerators"]) == (512, 64)
-    assert found["speed_up"] == pytest.approx(found["pipeline"]["rate"] / found["conventional"]["rate"])
-    assert found["pipeline"]["update"]["bytes"] < 15.2e9 / 20
-
-
-def test_a_shape_from_a_config_file(tmp_path):
-    (tmp_path / "config.json").write_text(
-        '{"num_hidden_layers": 94, "hidden_size": 4096, "num_attention_heads": 64, "num_key_value_heads": 4,'
-        '"head_dim": 128, "moe_intermediate_size": 1536, "num_experts": 128, "num_experts_per_tok": 8, "vocab_size": 151936}'
-    )
-    assert replace(shape_of(str(tmp_path)), name="qwen3-235b-a22b") == QWEN_235B
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(UserError, match="not the config"):
-        shape_of(str(tmp_path))

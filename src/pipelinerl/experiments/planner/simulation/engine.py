@@ -109,7 +109,6 @@ class SimulatedEngine:
         self.update_steps = [0]
         self.update_versions = [self.version]
         self._costs = scenario.costs
-        self._slowness = scenario.stragglers.of_engine(index)
         self._schedule = scenario.schedule
         in_rounds = scenario.schedule.trains_in_rounds()
         self._max_open = open_limit(scenario.max_open_rollouts, scenario.slots, in_rounds=in_rounds)
@@ -169,7 +168,7 @@ class SimulatedEngine:
         self.active += entering
         if self.active:
             steps = self._ends[0] - self.steps_done
-            step_s = self._costs.decode_step_s[self.active] * self._slowness
+            step_s = self._costs.decode_step_s[self.active]
             prefill_s = len(prompts) * self._costs.prompt_s
             self.segment = Segment(now_s, self._pause_s, prefill_s, step_s, steps)
             if self._rewards:

@@ -1,4 +1,4 @@
-"""The event loop and its result. An event is a token boundary of an engine, the end of an optimizer step, or an arrival."""
+"""The event loop and its result. An event is a token boundary of an engine or the end of an optimizer step."""
 
 from __future__ import annotations
 
@@ -121,8 +121,8 @@ def _nearest_rank(counts: np.typing.NDArray[np.int64], fraction: float) -> int |
 # ---- run
 
 
-TRAINER, ARRIVAL, ENGINE = 0, 1, 2
-"""Order of events at the same time: the trainer first, then weights that arrive, then the engines by index."""
+TRAINER, ENGINE = 0, 1
+"""Order of events at the same time: the trainer first, then the engines by index."""
 MAX_STEPS_OF_ROLLOUTS = 1000
 """Limit on rollouts started without an optimizer step, beyond one per slot, in multiples of a step's rollouts."""
 
@@ -164,8 +164,6 @@ class _Run:
             now_s, kind, index, number = heapq.heappop(self._events)
             if kind == TRAINER:
                 self._step_ends(now_s)
-            elif kind == ARRIVAL:
-                self._wake_all(self._denied | self._held, now_s)
             elif number == self._engines[index].event_number:
                 self._segment_ends(self._engines[index], now_s)
         for engine in self._engines:
@@ -224,8 +222,6 @@ class _Run:
     def _step_ends(self, now_s: float) -> None:
         self._trainer.finish()
         self._groups_at_step = self._outstanding.next_index
-        if (arrival_s := self._publications[-1].time_s) > now_s:
-            heapq.heappush(self._events, (arrival_s, ARRIVAL, 0, 0))
         self._pump(now_s)
         self._wake_all(self._denied | self._blocked, now_s)
 
@@ -263,7 +259,7 @@ class _Run:
             waiting |= self._blocked
         if wrote or self._trainer.rollouts_dropped > dropped:
             waiting |= self._denied
-        if wrote and self._held and self._may_take(self._newest_version(now_s)):
+        if wrote and self._held and self._may_take(self._publications[-1].version):
             waiting |= self._held
         for index in sorted(waiting - {engine.index}):
             self._wake(self._engines[index], now_s, later=index < engine.index)
@@ -330,9 +326,6 @@ class _Run:
         if idle and self._trainer.finish_s is not None:
             heapq.heappush(self._events, (self._trainer.finish_s, TRAINER, 0, 0))
         return took
-
-    def _newest_version(self, now_s: float) -> int:
-        return next(publication.version for publication in reversed(self._publications) if publication.time_s <= now_s)
 
     def _wake_all(self, indices: set[int], now_s: float) -> None:
         for index in sorted(indices):

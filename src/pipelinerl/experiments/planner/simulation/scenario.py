@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
-from statistics import NormalDist, fmean
+from statistics import fmean
 from typing import Literal, NamedTuple, Protocol
 
 import msgspec
@@ -15,8 +14,8 @@ import numpy as np
 
 from pipelinerl.config.schema import PreprocessConfig, RunConfig
 from pipelinerl.errors import RunDirectoryError
-from pipelinerl.experiments.planner.analytic import LengthDistribution
 from pipelinerl.experiments.planner.calibration import Calibration
+from pipelinerl.experiments.planner.inputs import LengthDistribution
 from pipelinerl.interfaces import Schedule
 from pipelinerl.launch.share import Threads, side_by_side, trainer_goes_first
 from pipelinerl.metrics.evaluations import EvaluationRecord
@@ -36,9 +35,7 @@ class Costs:
     prompt_s        added to a step for each prompt prefilled in it (a group's attempts share one prompt)
     rollout_s       the actor's time for each rollout that ended, after the step in which it ended
     update_pause_s  an engine's pause to take new weights
-    transfer_s      from the end of an optimizer step until engines can take its weights; the next ones are sent after that
     train_step_s    fixed part of an optimizer step
-    publish_s       added to a step that publishes its weights (a calibration has it in train_step_s)
     train_token_s   the trainer's time for each token that goes through the model, prompts included
     prepare_s       the trainer's time for each rollout that it takes from the stream
     """
@@ -47,39 +44,9 @@ class Costs:
     prompt_s: float = 0.0
     rollout_s: float = 0.0
     update_pause_s: float = 0.0
-    transfer_s: float = 0.0
     train_step_s: float = 0.0
-    publish_s: float = 0.0
     train_token_s: float = 0.0
     prepare_s: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stragglers:
-    """Unequal speeds: `ranks` of the trainer draw one for each step, an engine one for the run.
-
-    Times are normal with coefficient of variation `cv`. A step lasts as long as its slowest rank. Pure functions of
-    (seed, index).
-    """
-
-    cv: float = 0.0
-    ranks: int = 1
-    seed: int = 0
-
-    def of_step(self, version: int) -> float:
-        """Factor on the time of the step from `version`: the largest of `ranks` factors; 1 on average for one rank."""
-        return self._factor(f"step/{version}", self.ranks)
-
-    def of_engine(self, index: int) -> float:
-        """Factor on the decode steps of this engine."""
-        return self._factor(f"engine/{index}", 1)
-
-    def _factor(self, of: str, count: int) -> float:
-        if not self.cv:
-            return 1.0
-        share = random.Random(f"{self.seed}/{of}").uniform(1e-12, 1 - 1e-12)
-        # The largest of n numbers is below z with probability Phi(z)^n.
-        return max(0.1, 1 + self.cv * NormalDist().inv_cdf(share ** (1 / count)))
 
 
 class GroupWork(NamedTuple):
@@ -126,7 +93,6 @@ class Scenario:
     capacity: int | None = None
     when_full: Literal["block", "drop_oldest"] = "block"
     max_open_rollouts: int | None = None
-    stragglers: Stragglers = Stragglers()
 
     def __post_init__(self) -> None:
         for name in ("engines", "slots", "group_size", "batch_size", "steps", "capacity"):

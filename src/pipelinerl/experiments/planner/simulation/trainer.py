@@ -182,7 +182,7 @@ class SimulatedTrainer:
         self._acknowledge(len(self._batch))
         self._drop_too_old()
         if self._scenario.schedule.publishes(self.version) or self.goal_reached:
-            self._publications.append(Publication(now_s + self._scenario.costs.transfer_s, self.version))
+            self._publications.append(Publication(now_s, self.version))
         self._record(now_s)
         self._batch = []
         self.finish_s = None
@@ -222,12 +222,8 @@ class SimulatedTrainer:
     def _begin(self, now_s: float) -> None:
         costs, used = self._scenario.costs, [rollout.length for rollout in self._batch if rollout.used]
         tokens = sum(used) + len(used) * self._scenario.workload.prompt_tokens
-        step_s = (costs.train_step_s + tokens * costs.train_token_s) * self._scenario.stragglers.of_step(self.version)
-        publishes = self._scenario.schedule.publishes(self.version + 1)
-        step_s += costs.publish_s if publishes else 0.0
-        # The last weights have to arrive before the next ones are sent.
-        earliest_s = self._publications[-1].time_s if publishes else 0.0
-        self._free_s = self.finish_s = max(max(self._free_s, now_s) + step_s, earliest_s)
+        step_s = costs.train_step_s + tokens * costs.train_token_s
+        self._free_s = self.finish_s = max(self._free_s, now_s) + step_s
         self.busy_s += step_s
 
     def _record(self, now_s: float) -> None:

@@ -3,44 +3,37 @@
 from __future__ import annotations
 
 import math
+import re
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelinerl.experiments.planner.analytic import (
-    COMPUTE_CEILING,
-    H100,
-    H200,
-    PAPER_SEQUENCE_FLASHES,
-    PAPER_STEP_FLASHES,
-    PAPER_TAU,
-    Accelerator,
+from pipelinerl.cli import main
+from pipelinerl.experiments.planner.inputs import LengthDistribution, Utilisation
+from pipelinerl.experiments.planner.paper import (
+    CEILING,
+    SEQUENCE_FLASHES,
+    STEP_FLASHES,
+    TAU,
     Conventional,
-    LengthDistribution,
-    Utilisation,
     Workload,
-    cache_share,
+    best_pipeline,
+    case_study,
+    compare,
     conventional,
-    flash_s,
+    h100,
     pipeline,
     pipeline_max_lag,
-    roofline,
-    tau_from_mfu,
 )
-from pipelinerl.experiments.planner.plan import PipelineGrid, compare
 from tests.unit.experiments.parts import histogram_of
 
 histograms = st.dictionaries(st.integers(1, 30), st.integers(1, 9), min_size=1, max_size=6)
 
 
 def workload(histogram: dict[int, int], accelerators: int = 6, batch_size: int = 8) -> Workload:
-    return Workload(accelerators, batch_size, LengthDistribution.of_histogram(histogram), roofline(H100), 5.0)
-
-
-def case_study() -> Workload:
-    return Workload(128, 128, LengthDistribution.uniform(8192), roofline(H100), PAPER_TAU)
+    return Workload(accelerators, batch_size, LengthDistribution.of_histogram(histogram), h100(), 5.0)
 
 
 # ------------------------------------------------------------------------------------------------ lengths
@@ -85,16 +78,11 @@ def test_what_is_no_distribution_of_lengths(histogram: dict[int, float]) -> None
 
 
 def test_a_table_is_straight_between_its_points_and_flat_beyond() -> None:
-    table = Utilisation((1, 4, 8), (10.0, 16.0, 20.0), "s")
+    table = Utilisation((1, 4, 8), (10.0, 16.0, 20.0))
     assert table.step_time([0.25, 1, 2, 4, 6, 8]) == pytest.approx([10, 10, 12, 16, 18, 20])
     assert table([1, 2, 8]) == pytest.approx([0.1, 2 / 12, 0.4])
     assert table([16, 800]) == pytest.approx([0.4, 0.4])  # no more than 8 at a time
     assert float(table(0)) == 0.0
-
-
-def test_overhead_is_paid_for_every_token() -> None:
-    table = Utilisation((1, 8), (10.0, 20.0), "s").with_overhead(0.5)
-    assert table.step_time([1, 8, 16]) == pytest.approx([10.5, 24, 48])
 
 
 @pytest.mark.parametrize(
@@ -106,29 +94,9 @@ def test_what_is_no_table(active: tuple[float, ...], times: tuple[float, ...]) -
         Utilisation(active, times)
 
 
-@pytest.mark.parametrize("accelerator", [H100, H200])
-def test_the_roofline_is_the_longer_of_reading_and_computing(accelerator: Accelerator) -> None:
-    curve = roofline(accelerator, sequence_share=1e-3, bandwidth_efficiency=0.5, ceiling=0.8, largest=5000)
-    weights = accelerator.peak_flops / accelerator.bandwidth / 0.5
-    for h in (0.5, 1, 17, 200, 400, 401.5, 900, 4999):
-        assert float(curve.step_time(h)) == pytest.approx(max(weights * (1 + 1e-3 * h), h / 0.8))
-    assert float(curve(9000)) == pytest.approx(float(curve(5000)))
-
-
-def test_a_cache_that_never_lets_arithmetic_bind() -> None:
-    curve = roofline(H100, sequence_share=0.01, largest=4096)
-    assert float(curve.step_time(4096)) == pytest.approx(PAPER_STEP_FLASHES * (1 + 40.96))
-
-
-def test_units() -> None:
-    # Twice as many bytes as parameters, two FLOPs a parameter: a full-bandwidth read of the weights, in flashes.
-    parameters = 7e9
-    read_s = 2 * parameters / H100.bandwidth
-    assert H100.weights_flashes == pytest.approx(read_s / flash_s(parameters, H100.peak_flops))
-    assert cache_share(7e9, 57344, 1000) == pytest.approx(57344 * 1000 / 14e9)
-    assert tau_from_mfu(0.5) == 6
-    with pytest.raises(ValueError, match="MFU"):
-        tau_from_mfu(1.2)
+def test_u_is_limited_by_the_longer_of_reading_and_computing() -> None:
+    for h in (0.5, 1, 17, 200, 324, 326, 900, 4999):
+        assert float(h100().step_time(h)) == pytest.approx(max(STEP_FLASHES + SEQUENCE_FLASHES * h, h / CEILING))
 
 
 # ------------------------------------------------------------------------------------------------ formulas
@@ -189,18 +157,6 @@ def test_lag_in_a_pipeline_that_is_stepped_token_by_token() -> None:
     assert max(lags[200:]) == int(pipeline_max_lag(workload({length: 1}), in_progress)) == 5
 
 
-@pytest.mark.parametrize(("slots", "generating"), [(0, 1), (4, 0), (4, 6)])
-def test_what_is_no_pipeline(slots: int, generating: int) -> None:
-    with pytest.raises(ValueError, match="can't be a pipeline"):
-        pipeline(workload({5: 1}), slots, generating)
-
-
-@pytest.mark.parametrize(("accelerators", "batch", "tau"), [(0, 8, 1.0), (2, 0, 1.0), (2, 8, 0.0), (2, 8, math.inf)])
-def test_what_is_no_workload(accelerators: int, batch: int, tau: float) -> None:
-    with pytest.raises(ValueError, match="must be at least 1"):
-        Workload(accelerators, batch, LengthDistribution.uniform(4), roofline(H100), tau)
-
-
 # ------------------------------------------------------------------------------------------------ search
 
 
@@ -209,7 +165,7 @@ def test_the_search_against_trying_everything(histogram: dict[int, int], max_lag
     work = workload(histogram)
     tried = [pipeline(work, h, i) for h in range(1, 41) for i in range(1, 6)]
     allowed = [candidate for candidate in tried if candidate.max_lag <= max_lag]
-    found = PipelineGrid.of(work, most_slots=40).best(max_lag)
+    found = best_pipeline(work, max_lag, most_slots=40)
     if not allowed:
         assert found is None
         return
@@ -225,11 +181,10 @@ def best_round(work: Workload, max_lag: int) -> Conventional:
 @given(histograms, st.lists(st.integers(0, 9), min_size=1, max_size=4))
 def test_comparisons_are_the_best_of_both_at_each_lag(histogram: dict[int, int], max_lags: list[int]) -> None:
     work = workload(histogram)
-    grid = PipelineGrid.of(work, most_slots=30)
     comparisons = compare(work, max_lags, most_slots=30)
     assert [comparison.max_lag for comparison in comparisons] == sorted(max_lags)
     for comparison in comparisons:
-        assert comparison.pipeline == grid.best(comparison.max_lag)
+        assert comparison.pipeline == best_pipeline(work, comparison.max_lag, most_slots=30)
         assert comparison.conventional.rate == pytest.approx(best_round(work, comparison.max_lag).rate)
         assert comparison.conventional.max_lag <= comparison.max_lag
 
@@ -239,14 +194,7 @@ def test_no_pipeline_is_free_of_lag() -> None:
 
 
 def test_one_accelerator_can_not_be_a_pipeline() -> None:
-    assert PipelineGrid.of(workload({3: 1}, accelerators=1)).best() is None
-
-
-def test_a_baseline_with_costs_of_its_own() -> None:
-    work, baseline = workload({3: 5, 30: 1}), workload({3: 5, 30: 1}, accelerators=2)
-    (comparison,) = compare(work, [5], baseline=baseline)
-    assert comparison.conventional == best_round(baseline, 5)
-    assert comparison.pipeline == PipelineGrid.of(work).best(5)
+    assert best_pipeline(workload({3: 1}, accelerators=1), 99) is None
 
 
 # ------------------------------------------------------------------------------------------------ the case study
@@ -260,17 +208,17 @@ def test_the_fitted_curve_is_the_one_through_both_of_the_papers_figures() -> Non
     mean_running = running.sum() / 8192
     step_at_192, mean_step = 192 / 0.384, running.sum() * 128 / 18.3 / 8192
     slope = (step_at_192 - mean_step) / (192 - mean_running)
-    assert pytest.approx(slope, rel=0.01) == PAPER_SEQUENCE_FLASHES
-    assert pytest.approx(step_at_192 - 192 * slope, rel=0.001) == PAPER_STEP_FLASHES
+    assert pytest.approx(slope, rel=0.01) == SEQUENCE_FLASHES
+    assert pytest.approx(step_at_192 - 192 * slope, rel=0.001) == STEP_FLASHES
 
 
 def test_utilisation_is_as_the_paper_describes_it() -> None:
-    curve = roofline(H100)
+    curve = h100()
     assert float(curve(192)) == pytest.approx(0.384, rel=0.005)
     # Almost linear up to about 200, and not beyond.
     assert float(curve(200)) / 200 == pytest.approx(float(curve(1)), rel=0.11)
     assert float(curve(800)) / 800 < 0.4 * float(curve(1))
-    assert float(curve(4096)) == pytest.approx(COMPUTE_CEILING)
+    assert float(curve(4096)) == pytest.approx(CEILING)
 
 
 def test_the_papers_configurations() -> None:
@@ -297,10 +245,17 @@ def test_the_search_finds_the_papers_optimum() -> None:
     assert found.speed_up == pytest.approx(1.57, rel=WITHIN)
 
 
+def test_the_command_prints_the_case_study(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if " 133 " in line]
+    assert re.findall(r"[\d.]+", line) == ["133", "16.98", "193", "44", "10.74", "134", "1.58"]
+    assert main(["plan", "--trainer.batch_size", "48"]) == 2
+
+
 def test_gains_shrink_when_all_lengths_are_equal_and_with_abundant_compute() -> None:
     uniform = compare(case_study(), [133])[0].speed_up
-    equal = Workload(128, 128, LengthDistribution.of_histogram({4096: 1}), roofline(H100), PAPER_TAU)
-    many = Workload(128 * 16, 128, LengthDistribution.uniform(8192), roofline(H100), PAPER_TAU)
+    equal = Workload(128, 128, LengthDistribution.of_histogram({4096: 1}), h100(), TAU)
+    many = Workload(128 * 16, 128, LengthDistribution.uniform(8192), h100(), TAU)
     assert uniform is not None
     for work in (equal, many):
         speed_up = compare(work, [133])[0].speed_up
