@@ -33,7 +33,7 @@ from benchmarks.systems import SYSTEMS, Job, System, make_jobs, requests, timed
 from benchmarks.vllm_switch import float32_settings, running_vllm
 from pipelinerl.models.folder import resolve_path
 from pipelinerl.serving.client.engine import RemoteEngine
-from pipelinerl.serving.client.server_client import PipelineServer
+from pipelinerl.serving.client.http import PipelineServer
 from pipelinerl.serving.vllm.adapter import VllmServer
 from pipelinerl.types import GenerationRequest
 

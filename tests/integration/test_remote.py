@@ -17,9 +17,9 @@ from pipelinerl.config.schema import ModelConfig
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models.loading import load_model
 from pipelinerl.models.state import checksum, named_weights
+from pipelinerl.serving.client.adapter import Bounds, EngineUnavailableError
 from pipelinerl.serving.client.engine import RemoteEngine
-from pipelinerl.serving.client.errors import Bounds, EngineUnavailableError
-from pipelinerl.serving.client.server_client import PipelineServer
+from pipelinerl.serving.client.http import PipelineServer
 from pipelinerl.types import Completion, GenerationRequest, SamplingParams
 from tests.contract.__main__ import main as check
 from tests.integration.runs import start, until

@@ -27,8 +27,8 @@ from pipelinerl.models.folder import resolve_path
 from pipelinerl.models.loading import load_model
 from pipelinerl.models.state import checksum, named_weights
 from pipelinerl.models.tensor_file import write_safetensors
+from pipelinerl.serving.client.adapter import ServerBusyError, ServerError, ServerUnreachableError
 from pipelinerl.serving.client.engine import RemoteEngine
-from pipelinerl.serving.client.errors import ServerBusyError, ServerError, ServerUnreachableError
 from pipelinerl.serving.vllm.adapter import VllmServer
 from pipelinerl.serving.vllm.guard import members
 from pipelinerl.serving.vllm.server_info import kv_cache_bytes, model_facts

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from pipelinerl.errors import RequestError, WeightUpdateError
-from pipelinerl.serving.client.adapter import TokenListener
+from pipelinerl.serving.client.adapter import Bounds, ServerUnreachableError, TokenListener
 from pipelinerl.serving.client.engine import RemoteEngine
-from pipelinerl.serving.client.errors import Bounds, ServerUnreachableError
 from pipelinerl.serving.wire import ProcessGroupRequest, ServerInfo, WeightUpdateRequest
 from pipelinerl.types import Completion, GenerationRequest, TokenEvent, UpdateReceipt, VersionSpan
 
@@ -53,9 +52,7 @@ def completion_of(request: GenerationRequest, version: int = 0, offset: int = 0)
     )
 
 
-FAST = Bounds(
-    startup_s=0.2, health_every_s=0.01, refused_s=0.05, silent_s=0.2, update_s=0.3, overload_s=0.3, cancel_s=0.1, tries=8
-)
+FAST = Bounds(startup_s=0.2, health_every_s=0.01, refused_s=0.05, silent_s=0.2, update_s=0.3, cancel_s=0.1, tries=8)
 
 
 @asynccontextmanager

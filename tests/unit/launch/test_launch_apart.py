@@ -36,7 +36,7 @@ from pipelinerl.launch.stages.generation import make_engine
 from pipelinerl.launch.stages.servers import _api_key, run_server
 from pipelinerl.launch.streams import open_stream
 from pipelinerl.schedule import make_schedule
-from pipelinerl.serving.client.errors import EngineUnavailableError
+from pipelinerl.serving.client.adapter import EngineUnavailableError
 from pipelinerl.stream.files import FileStream
 from pipelinerl.stream.memory import MemoryStream
 from pipelinerl.types import MAX_RECEIVERS

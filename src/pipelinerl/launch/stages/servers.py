@@ -164,8 +164,8 @@ def _tls(engine: EngineConfig) -> tuple[Path, Path] | None:
 @asynccontextmanager
 async def connected_engine(session: Session, name: str, weights_fd: int | None) -> AsyncIterator[EngineHandle]:
     """The engine of a generation process over the run's servers, those in `engine.urls` or those that it starts itself."""
+    from pipelinerl.serving.client.adapter import Bounds  # noqa: PLC0415 - as above
     from pipelinerl.serving.client.engine import RemoteEngine  # noqa: PLC0415 - needs httpx2, an extra
-    from pipelinerl.serving.client.errors import Bounds  # noqa: PLC0415 - as above
     from pipelinerl.serving.client.weights_file import SHARED_MEMORY  # noqa: PLC0415 - as above
     from pipelinerl.serving.vllm.server_info import model_facts  # noqa: PLC0415 - as above
 
@@ -196,7 +196,7 @@ def server_clients(
 
     `plan`: of the session, if it updates the weights.
     """
-    from pipelinerl.serving.client.server_client import PipelineServer  # noqa: PLC0415 - needs httpx2, an extra
+    from pipelinerl.serving.client.http import PipelineServer  # noqa: PLC0415 - needs httpx2, an extra
     from pipelinerl.serving.vllm.adapter import VllmServer  # noqa: PLC0415 - as above
 
     run, epoch = (plan.run, plan.epoch) if plan else ("", 0)

@@ -1,4 +1,4 @@
-"""The protocol of one engine server, and what its requests and completions must be.
+"""The protocol of one engine server: its methods, its errors, its timeouts, and what requests and completions must be.
 
 To use another kind of engine, implement `EngineServer` for it.
 
@@ -20,7 +20,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 
-from pipelinerl.errors import PromptTooLongError, RequestError
+from pipelinerl.errors import PipelineRLError, PromptTooLongError, RequestError
 from pipelinerl.serving.wire import ProcessGroupRequest, ServerInfo, WeightUpdateRequest
 from pipelinerl.types import Completion, GenerationRequest, TokenEvent, UpdateReceipt, versions_from_spans
 
@@ -61,6 +61,79 @@ class EngineServer(Protocol):
 
     async def close(self) -> None:
         """Close all connections."""
+
+
+# ---- errors
+
+
+class ServerError(PipelineRLError):
+    """A server can't be used as it is: wrong key, wrong address, or an answer that violates the protocol.
+
+    A retry would not help. The message begins with `url`, the server's address.
+    """
+
+    def __init__(self, url: str, problem: str) -> None:
+        super().__init__(f"engine server {url} {problem}")
+        self.url = url
+        self.problem = problem
+
+
+class ServerUnreachableError(ServerError):
+    """No connection, a broken one, or no answer in time. The server may have the request: retry at the same server.
+
+    `refused`: nothing listens at the address, so the process that may have had the request has exited or is exiting.
+    """
+
+    def __init__(self, url: str, problem: str, *, refused: bool = False) -> None:
+        super().__init__(url, problem)
+        self.refused = refused
+
+
+class ServerBusyError(ServerError):
+    """The server did not accept the request (429, 503 or another 5xx). `retry_after_s`: its Retry-After, if it gave one."""
+
+    def __init__(self, url: str, problem: str, retry_after_s: float | None = None) -> None:
+        super().__init__(url, problem)
+        self.retry_after_s = retry_after_s
+
+
+class EngineUnavailableError(PipelineRLError):
+    """No engine server can serve requests; the message names each server and its last error."""
+
+
+class LostError(PipelineRLError):
+    """The server that had the request was restarted or is gone. Another server may answer the request."""
+
+
+# ---- timeouts
+
+
+class Bounds(NamedTuple):
+    """Timeouts in seconds, and `tries`.
+
+    A server is gone when it has failed for `silent_s`, or for `refused_s` if nothing listens at its address now.
+    """
+
+    startup_s: float = 180.0
+    """For all servers to answer for the first time."""
+    health_every_s: float = 2.0
+    refused_s: float = 3.0
+    silent_s: float = 30.0
+    alone_s: float = 0.0
+    """How long all servers may fail; then the engine fails. Above 0, they are expected to be started again."""
+    join_s: float = 120.0
+    """For all servers and the trainer to form a group, if weights are broadcast."""
+    update_s: float = 120.0
+    """For a server to apply new weights."""
+    cancel_s: float = 5.0
+    """For a server to end a cancelled request; then the connection is closed."""
+    tries: int = 300
+    """How often healthy servers may fail to serve one request, which takes about 10 minutes; then the engine fails."""
+
+
+def back_off_s(failures: int) -> float:
+    """Pause after this many consecutive failures (1, 2, ...): 0.05 s, doubled each time, up to 2 s."""
+    return min(2.0, 0.05 * 2.0 ** (min(failures, 10) - 1))
 
 
 # ---- checks of requests before they are sent, and of completions when they arrive

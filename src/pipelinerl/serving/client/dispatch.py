@@ -15,29 +15,32 @@ import asyncio
 import logging
 import secrets
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
 from pipelinerl.errors import RequestError
 from pipelinerl.interfaces import CANCELLED_KEPT
-from pipelinerl.serving.client.adapter import TokenListener, find_fault
-from pipelinerl.serving.client.errors import (
+from pipelinerl.serving.client.adapter import (
     Bounds,
     EngineUnavailableError,
+    LostError,
     ServerBusyError,
     ServerError,
     ServerUnreachableError,
+    TokenListener,
     back_off_s,
+    find_fault,
 )
-from pipelinerl.serving.client.fleet import LostError, Replica, ReplicaPool
-from pipelinerl.serving.client.routing import Router
+from pipelinerl.serving.client.fleet import Replica, ReplicaPool
 from pipelinerl.serving.wire import token_events
 from pipelinerl.types import Completion, GenerationRequest, TokenEvent, cancelled_completion
 
-# ---- the tokens of one streamed request
+logger = logging.getLogger(__name__)
+
+_LONGEST_WAIT_S = 30.0
 
 
 class TokenRelay:
@@ -79,75 +82,57 @@ class TokenRelay:
         self._forward(event)
 
 
-# ---- requests
-
-
-logger = logging.getLogger(__name__)
-
-_LONGEST_WAIT_S = 30.0
-
-
-class _NotAcceptedError(Exception):
-    """The server did not accept the request. It, or another server, may be tried after `after_s`."""
-
-    def __init__(self, after_s: float) -> None:
-        super().__init__()
-        self.after_s = after_s
-
-
 class _Ticket:
-    """A request that is being served. `name` is its id at the servers, unique also among their other clients."""
+    """A request that is being served. `name` is its id at the servers, unique also among their other clients.
+
+    `slot`: the server of which it has a slot. `asked`: the server that may be serving it now. `rejections`: the errors of
+    the servers that can never serve it. `failures`: how often a server that is well did not serve it.
+    """
 
     def __init__(self, name: str, request: GenerationRequest, forward: TokenListener) -> None:
         self.name = name
         self.request = request
         self.relay = TokenRelay(request.id, forward)
-        self.answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self.attempt = 0
-        self.failures = 0
-        self.refusals = 0
-        self.refused_since_s: float | None = None
-        self.replica: Replica | None = None
-        self.rejections: dict[str, RequestError] = {}
-        """Errors of the servers that can never serve it, by address."""
+        loop = asyncio.get_running_loop()
+        self.answer: asyncio.Future[Completion] = loop.create_future()
+        self.placed: asyncio.Future[Replica] = loop.create_future()
+        self.slot: Replica | None = None
+        self.asked: Replica | None = None
+        self.attempt = self.failures = 0
+        self.rejections: dict[Replica, RequestError] = {}
 
     @property
     def cancelled(self) -> bool:
         return self.answer.cancelled()
 
     @property
+    def restricted(self) -> bool:
+        """Whether only some servers may serve it."""
+        return self.request.copy is not None or bool(self.rejections)
+
+    @property
     def wire_request(self) -> GenerationRequest:
         return msgspec.structs.replace(self.request, id=f"{self.name}.{self.attempt}", copy=None)
-
-
-class _Waiting(NamedTuple):
-    ticket: _Ticket
-    replica: asyncio.Future[Replica]
 
 
 class Dispatcher:
     """Serves requests in the running event loop until `close`.
 
-    `slots`: total slots of the servers that accept requests now. `tokens_received`: tokens of all completions. `error`: the
-    first error that ended the engine; requests that are open then get no answer. `arrived` is set with each token, answer
-    and error.
+    `tokens_received`: tokens of all completions. `error`: the first error that ended the engine; requests that are open
+    then get no answer. `arrived` is set with each token, answer and error.
     """
 
-    def __init__(self, pool: ReplicaPool, bounds: Bounds, vocabulary: int, clock: Callable[[], float]) -> None:
-        self.slots = 0
+    def __init__(self, pool: ReplicaPool, bounds: Bounds, vocabulary: int) -> None:
         self.tokens_received = 0
         self.error: BaseException | None = None
         self.arrived = asyncio.Event()
-        self._pool, self._bounds, self._vocabulary, self._clock = pool, bounds, vocabulary, clock
-        self._router = Router()
+        self._pool, self._bounds, self._vocabulary = pool, bounds, vocabulary
         self._prefix = secrets.token_hex(4)
         self._started = 0
-        self._waiting: deque[_Waiting] = deque()
-        self._waiting_restricted: list[_Waiting] = []
+        self._waiting: deque[_Ticket] = deque()
         self._cancelled: deque[Completion] = deque(maxlen=CANCELLED_KEPT)
         self._tasks: set[asyncio.Task[None]] = set()
         pool.on_change = self._servers_changed
-        self._servers_changed()
 
     @contextmanager
     def serving(
@@ -191,13 +176,8 @@ class Dispatcher:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _servers_changed(self) -> None:
-        """Update the router with the servers that accept requests, and place waiting requests."""
-        for replica in self._pool.replicas:
-            if replica.info is not None:
-                self._router.set_server(replica.url, replica.info.slots, open_=self._pool.accepts(replica))
-        self.slots = self._router.slots
-        if self._pool.none_left():
-            self.fail(self._pool.unavailable())
+        if (error := self._pool.unavailable()) is not None:
+            self.fail(error)
         self._place()
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -225,38 +205,34 @@ class Dispatcher:
                 self.fail(error)
         finally:
             self.arrived.set()
-            self._router.release(ticket.name)
-            self._place()
+            self._free_slot(ticket)
 
     async def _serve(self, ticket: _Ticket) -> Completion:
         """Return the completion, under the id used at the server. Raises RequestError if no server can serve the request."""
         while True:
-            replica = ticket.replica = await self._acquire_slot(ticket)
-            wait_s = 0.0
+            replica = await self._slot(ticket)
+            ticket.asked = replica
             try:
-                return await self._ask(ticket, replica)
+                if (completion := await self._ask(ticket, replica)) is not None:
+                    return completion
             except RequestError as error:  # Rare: the request has passed the client's checks.
                 if ticket.relay.count:  # Tokens were forwarded; another server might produce different ones.
                     raise
-                ticket.rejections[replica.url] = error
+                ticket.rejections[replica] = error
                 ticket.attempt += 1
             except LostError as error:
                 ticket.attempt += 1
-                if ticket.relay.count:  # Tokens were forwarded; another server might produce different ones.
+                if ticket.relay.count:  # as above
                     return ticket.relay.partial_completion()
                 logger.info("sending request %s again under a new id: %s", ticket.request.id, error)
-            except _NotAcceptedError as refusal:
-                wait_s = refusal.after_s
             finally:
-                ticket.replica = None
-                self._router.release(ticket.name)
-                self._place()
-            await asyncio.sleep(wait_s)
+                ticket.asked = None
+                self._free_slot(ticket)
 
-    async def _ask(self, ticket: _Ticket, replica: Replica) -> Completion:
-        """Send the request to one server until it answers.
+    async def _ask(self, ticket: _Ticket, replica: Replica) -> Completion | None:
+        """Send the request to one server until it answers. Returns None if it did not accept the request.
 
-        Raises LostError, _NotAcceptedError, RequestError, or an error that ends the engine.
+        Raises LostError, RequestError, or an error that ends the engine.
         """
         request, instance = ticket.wire_request, replica.instance
         may_have_started = False
@@ -264,20 +240,21 @@ class Dispatcher:
             try:
                 completion = await replica.call(replica.server.generate(request, ticket.relay.take))
             except ServerUnreachableError as error:
-                may_have_started = True
+                may_have_started, wait_s = True, 0.0
                 self._count_failure(ticket, error)
             except ServerBusyError as error:
-                if not may_have_started:
-                    raise await self._count_refusal(ticket, replica, error) from error
+                wait_s = min(error.retry_after_s or 0.0, _LONGEST_WAIT_S)
                 self._count_failure(ticket, error)
             else:
                 return self._checked(ticket, replica, request, completion)
             if ticket.cancelled:
                 return ticket.relay.partial_completion()
-            await asyncio.sleep(back_off_s(ticket.failures))
+            await asyncio.sleep(max(wait_s, back_off_s(ticket.failures)))
             await self._pool.check_health(replica)
             if replica.gone or replica.instance != instance:
                 raise LostError(f"engine server {replica.url} was lost: {replica.last_error}")
+            if not may_have_started:
+                return None
 
     def _checked(self, ticket: _Ticket, replica: Replica, request: GenerationRequest, completion: Completion) -> Completion:
         fault = find_fault(completion, request, self._vocabulary)
@@ -292,75 +269,62 @@ class Dispatcher:
         return completion
 
     def _count_failure(self, ticket: _Ticket, error: ServerError) -> None:
-        """Count a request that was probably accepted but not answered. Raises EngineUnavailableError at `Bounds.tries`."""
+        """Count a request that was not answered. Raises EngineUnavailableError at `Bounds.tries`."""
         ticket.failures += 1
-        ticket.refused_since_s = None
         if ticket.failures >= self._bounds.tries:
             raise EngineUnavailableError(
                 f"request {ticket.request.id!r} failed {ticket.failures} times; the last time: {error}"
             ) from error
 
-    async def _count_refusal(self, ticket: _Ticket, replica: Replica, error: ServerBusyError) -> _NotAcceptedError:
-        """Count a request that was not accepted. Raises EngineUnavailableError after `Bounds.overload_s` of refusals."""
-        now_s = self._clock()
-        ticket.refusals += 1
-        if ticket.refused_since_s is None:
-            ticket.refused_since_s = now_s
-        if now_s - ticket.refused_since_s > self._bounds.overload_s:
-            raise EngineUnavailableError(
-                f"no server accepted request {ticket.request.id!r} within {self._bounds.overload_s:g} s; the last: {error}"
-            ) from error
-        await self._pool.check_health(replica)
-        return _NotAcceptedError(min(error.retry_after_s or back_off_s(ticket.refusals), _LONGEST_WAIT_S))
-
     async def _cancel(self, ticket: _Ticket, task: asyncio.Task[None]) -> None:
-        replica = ticket.replica
-        if replica is not None:
+        if ticket.asked is not None:
             with suppress(ServerError, RequestError, TimeoutError):  # closing the connection then ends it
                 async with asyncio.timeout(self._bounds.cancel_s):
-                    await replica.server.cancel(ticket.wire_request.id)
+                    await ticket.asked.server.cancel(ticket.wire_request.id)
                     await asyncio.wait({task})
         task.cancel()
 
     # ---- slots
 
-    async def _acquire_slot(self, ticket: _Ticket) -> Replica:
+    async def _slot(self, ticket: _Ticket) -> Replica:
         """Wait for a server with a free slot, first come first served. Requests restricted to some servers go first."""
-        waiting = _Waiting(ticket, asyncio.get_running_loop().create_future())
-        (self._waiting if self._eligible(ticket) is None else self._waiting_restricted).append(waiting)
+        ticket.placed = asyncio.get_running_loop().create_future()
+        last = len(self._waiting)
+        if ticket.restricted:
+            last = next((place for place, other in enumerate(self._waiting) if not other.restricted), last)
+        self._waiting.insert(last, ticket)
         self._place()
-        return await waiting.replica
+        return await ticket.placed
 
     def _place(self) -> None:
-        self._waiting_restricted = [waiting for waiting in self._waiting_restricted if not self._try_place(waiting)]
-        while self._waiting and self._try_place(self._waiting[0]):
-            self._waiting.popleft()
+        """Give free slots to waiting requests. A restricted one that has to wait does not hold up the others."""
+        passed: list[_Ticket] = []
+        while self._waiting and not (passed and not passed[-1].restricted):
+            ticket = self._waiting.popleft()
+            if not ticket.placed.done() and not self._try_place(ticket):
+                passed.append(ticket)
+        self._waiting.extendleft(reversed(passed))
 
-    def _try_place(self, waiting: _Waiting) -> bool:
-        """Try to give the request a slot. Returns whether it no longer waits: it has a slot, failed, or was cancelled."""
-        ticket = waiting.ticket
-        if waiting.replica.done():
-            return True
-        eligible = self._eligible(ticket)
-        if eligible is not None and not eligible:
-            waiting.replica.set_exception(next(iter(ticket.rejections.values())))
-            return True
-        url = self._router.place(ticket.name, ticket.request.prompt_ids, only=eligible)
-        if url is None:
-            return False
-        waiting.replica.set_result(next(replica for replica in self._pool.replicas if replica.url == url))
-        return True
+    def _try_place(self, ticket: _Ticket) -> bool:
+        """Give the request a slot, or its error if no server is left that may serve it. Returns False if it has to wait."""
+        if not (allowed := self._allowed(ticket)):
+            ticket.placed.set_exception(next(iter(ticket.rejections.values())))
+        elif (chosen := self._pool.choose(ticket.request.prompt_ids, allowed)) is not None:
+            ticket.slot = chosen
+            ticket.placed.set_result(chosen)
+        return ticket.placed.done()
 
-    def _eligible(self, ticket: _Ticket) -> Sequence[str] | None:
-        """Addresses of the servers that may serve it; None: any."""
-        replicas = self._pool.replicas
-        if ticket.request.copy is not None:
-            replicas = [replicas[ticket.request.copy]]
-        elif not ticket.rejections:
-            return None
+    def _allowed(self, ticket: _Ticket) -> Sequence[Replica]:
+        """The servers that may serve it."""
+        copy, replicas = ticket.request.copy, self._pool.replicas
+        allowed = replicas if copy is None else [replicas[copy]]
+        if not ticket.rejections:
+            return allowed
         # A request that some servers have rejected does not wait for a server that is gone.
-        return [
-            replica.url
-            for replica in replicas
-            if replica.url not in ticket.rejections and not (ticket.rejections and replica.gone)
-        ]
+        return [replica for replica in allowed if replica not in ticket.rejections and not replica.gone]
+
+    def _free_slot(self, ticket: _Ticket) -> None:
+        slot, ticket.slot = ticket.slot, None
+        if slot is not None:
+            slot.release(ticket.request.prompt_ids)
+        self._place()

@@ -21,9 +21,8 @@ import msgspec
 
 from pipelinerl.errors import RequestError, UserError, WeightUpdateError
 from pipelinerl.interfaces import WeightUpdate
-from pipelinerl.serving.client.adapter import EngineServer, Limits, TokenListener, check_request
+from pipelinerl.serving.client.adapter import Bounds, EngineServer, Limits, TokenListener, check_request
 from pipelinerl.serving.client.dispatch import Dispatcher
-from pipelinerl.serving.client.errors import Bounds
 from pipelinerl.serving.client.fleet import ReplicaPool
 from pipelinerl.serving.client.weights_file import SHARED_MEMORY, WeightFiles
 from pipelinerl.serving.wire import ServerInfo, WeightUpdateRequest
@@ -50,7 +49,7 @@ class RemoteEngine:
         held = [info.version for info in infos]
         self._version = min(held if first is None else [first, *held])
         self._pool = pool
-        self._dispatcher = Dispatcher(pool, bounds, self.limits.vocabulary, clock)
+        self._dispatcher = Dispatcher(pool, bounds, self.limits.vocabulary)
         self._files, self._step_s, self._clock = files, step_s, clock
         self._joined = False
         self._open: set[str] = set()
@@ -106,7 +105,7 @@ class RemoteEngine:
     @property
     def slots(self) -> int:
         """Total slots of the servers that accept requests now."""
-        return self._dispatcher.slots
+        return self._pool.slots
 
     @property
     def in_progress(self) -> int:

@@ -1,7 +1,8 @@
-"""The replica pool: the servers of one engine, their health, and the weights that each of them holds.
+"""The servers of one engine: their health, their load, and the weights that each of them holds.
 
-    watch ─▶ poll /info of each server ─▶ healthy? the same process as before? ─▶ on_change (routing, waiting requests)
+    watch ─▶ poll /info of each server ─▶ healthy? the same process as before? ─▶ on_change (waiting requests)
                                                       └ restarted: the last update is sent first
+    choose ─▶ the server for a request
     update ─▶ all servers at once ─▶ one combined receipt
 
 The file of the last update is kept for servers that come back. With a broadcast, the loss of a server ends the session.
@@ -10,14 +11,16 @@ The file of the last update is kept for servers that come back. With a broadcast
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
-from pipelinerl.errors import PipelineRLError, UserError, WeightUpdateError
-from pipelinerl.serving.client.adapter import EngineServer
-from pipelinerl.serving.client.errors import (
+from pipelinerl.errors import UserError, WeightUpdateError
+from pipelinerl.serving.client.adapter import (
     Bounds,
+    EngineServer,
     EngineUnavailableError,
+    LostError,
     ServerBusyError,
     ServerError,
     ServerUnreachableError,
@@ -26,34 +29,32 @@ from pipelinerl.serving.client.errors import (
 from pipelinerl.serving.wire import ProcessGroupRequest, ServerInfo, WeightUpdateRequest
 from pipelinerl.types import UpdateReceipt
 
-# ---- one replica: its health, its weights and its calls in progress
-
-
 T = TypeVar("T")
 
 _SECOND_LOOK_S = 0.2
 """Time to read an answer that arrived while the event loop was blocked. The HTTP library does so for its own timeouts."""
 
 
-class LostError(PipelineRLError):
-    """The server that had the request was restarted or is gone. Another server may answer the request."""
-
-
 class Replica:
-    """The client's state of one server. Used in one event loop."""
+    """The client's state of one server: its health, its weights and its load. Used in one event loop.
+
+    `failing_since_s`: its failure clock, which the first missing answer starts and a valid one stops. `load`: the number of
+    requests that have a slot, by prompt in `prompts`.
+    """
 
     def __init__(self, server: EngineServer, bounds: Bounds, clock: Callable[[], float]) -> None:
         self.server = server
         self.url = server.url
         self.info: ServerInfo | None = None
         self.gone = False
+        self.failing_since_s: float | None = None
         self.last_error = "it has not answered yet"
         self.health_check: asyncio.Task[None] | None = None
+        self.load = 0
+        self.prompts: Counter[tuple[int, ...]] = Counter()
         self._steps_before = 0
         self._bounds = bounds
         self._clock = clock
-        self._failing_since_s: float | None = None
-        self._refused_since_s: float | None = None
         self._acknowledged: tuple[str, int] | None = None
         self._calls: set[asyncio.Task[Any]] = set()
 
@@ -63,6 +64,10 @@ class Replica:
         return self.info.instance if self.info else ""
 
     @property
+    def slots(self) -> int:
+        return self.info.slots if self.info else 0
+
+    @property
     def decode_steps(self) -> int:
         """Decode steps since its first answer, as of its last answer; steps before and after a restart are added."""
         return self._steps_before + self.info.decode_steps if self.info else 0
@@ -70,7 +75,7 @@ class Replica:
     @property
     def healthy(self) -> bool:
         """Whether its last answer was valid."""
-        return self.info is not None and not self.gone and self._failing_since_s is None
+        return self.info is not None and self.failing_since_s is None
 
     def holds(self, version: int) -> bool:
         """Whether the current process has acknowledged these weights."""
@@ -89,26 +94,28 @@ class Replica:
 
     def recovered(self) -> None:
         """Mark it as healthy; it holds the current weights."""
-        self._failing_since_s = self._refused_since_s = None
-        self.gone = False
+        self.failing_since_s, self.gone = None, False
 
     def record_failure(self, error: Exception) -> None:
         """Record a missing or invalid answer. The server is gone once failures have lasted as long as `Bounds` allows."""
         now_s = self._clock()
         self.last_error = str(error)
-        self._failing_since_s = now_s if self._failing_since_s is None else self._failing_since_s
-        if not (isinstance(error, ServerUnreachableError) and error.refused):
-            self._refused_since_s = None
-        elif self._refused_since_s is None:
-            self._refused_since_s = now_s
-        refused_s = 0.0 if self._refused_since_s is None else now_s - self._refused_since_s
-        if refused_s >= self._bounds.refused_s or now_s - self._failing_since_s >= self._bounds.silent_s:
+        self.failing_since_s = now_s if self.failing_since_s is None else self.failing_since_s
+        refused = isinstance(error, ServerUnreachableError) and error.refused
+        if now_s - self.failing_since_s >= (self._bounds.refused_s if refused else self._bounds.silent_s):
             self.gone = True
             self._cancel_calls()
 
     def record_receipt(self, receipt: UpdateReceipt) -> None:
         """Record that it applied the weights that the receipt names."""
         self._acknowledged = (self.instance, receipt.version)
+
+    def release(self, prompt: tuple[int, ...]) -> None:
+        """A request no longer needs its slot."""
+        self.load -= 1
+        self.prompts[prompt] -= 1
+        if not self.prompts[prompt]:
+            del self.prompts[prompt]
 
     async def call(self, work: Coroutine[Any, Any, T]) -> T:
         """Return the result of `work`. Raises LostError if the server is lost first."""
@@ -141,25 +148,38 @@ class ReplicaPool:
         self._clock = clock
         self._update_lock = asyncio.Lock()
         self.last_update: WeightUpdateRequest | None = None
-        self._alone_since_s: float | None = None
 
-    def accepts(self, replica: Replica) -> bool:
+    # ---- load
+
+    @property
+    def slots(self) -> int:
+        """Total slots of the servers that accept requests now."""
+        return sum(replica.slots for replica in self.replicas if self._accepts(replica))
+
+    def choose(self, prompt: tuple[int, ...], allowed: Sequence[Replica]) -> Replica | None:
+        """Give a request a slot of one of the `allowed` servers. Returns None if none of them has room.
+
+        Requests with the same prompt go to the same server, so that the prompt is processed once, until the server has half
+        of its slots in use and its share of all requests. Other requests go to the least loaded server.
+        """
+        candidates = [replica for replica in allowed if self._accepts(replica) and replica.load < replica.slots]
+        if not candidates:
+            return None
+        slots = self.slots
+        total = 1 + sum(replica.load for replica in self.replicas if self._accepts(replica))
+
+        def shares(replica: Replica) -> bool:
+            crowded = 2 * replica.load >= replica.slots and replica.load * slots >= total * replica.slots
+            return replica.prompts[prompt] > 0 and not crowded
+
+        chosen = min(candidates, key=lambda replica: (not shares(replica), replica.load / replica.slots))
+        chosen.load += 1
+        chosen.prompts[prompt] += 1
+        return chosen
+
+    def _accepts(self, replica: Replica) -> bool:
         """Whether it gets new requests: it is healthy and holds the newest weights that all servers have acknowledged."""
         return replica.healthy and (self.last_update is None or replica.holds(self.last_update.version))
-
-    def none_left(self) -> bool:
-        """Whether all servers are gone, and have been for as long as `Bounds` allows."""
-        if not all(replica.gone for replica in self.replicas):
-            self._alone_since_s = None
-            return False
-        now_s = self._clock()
-        self._alone_since_s = now_s if self._alone_since_s is None else self._alone_since_s
-        return now_s - self._alone_since_s >= self._bounds.alone_s
-
-    def unavailable(self) -> EngineUnavailableError:
-        """The error to raise when all servers are gone, with the last error of each."""
-        reasons = "; ".join(f"{replica.url}: {replica.last_error}" for replica in self.replicas)
-        return EngineUnavailableError(f"no engine server is left ({reasons}); look at the servers' logs")
 
     # ---- health
 
@@ -216,6 +236,16 @@ class ReplicaPool:
             replica.health_check = None
         self.on_change()
 
+    def unavailable(self) -> EngineUnavailableError | None:
+        """The error with the last error of each server, if all are gone and have failed for as long as `Bounds` allows."""
+        now_s = self._clock()
+        for replica in self.replicas:
+            since_s = replica.failing_since_s
+            if not replica.gone or since_s is None or now_s - since_s < self._bounds.alone_s:
+                return None
+        reasons = "; ".join(f"{replica.url}: {replica.last_error}" for replica in self.replicas)
+        return EngineUnavailableError(f"no engine server is left ({reasons}); look at the servers' logs")
+
     # ---- weights
 
     async def join(self, host: str, port: int, key: str) -> None:
@@ -236,36 +266,45 @@ class ReplicaPool:
     async def update(self, weights: WeightUpdateRequest) -> UpdateReceipt:
         """Have all servers that are not gone apply the weights. Servers that are gone get them when they come back.
 
-        If some servers refuse, the receipt's error names them; they keep their old weights. Raises WeightUpdateError naming
-        a server that did not answer in time, EngineUnavailableError if no server is left.
+        The receipt has the longest pause and the sum of the sequences in flight. If some servers refuse, its error names
+        them; they keep their old weights. Raises WeightUpdateError naming a server that did not answer in time,
+        EngineUnavailableError if no server is left.
         """
         async with self._update_lock:
-            while not (receipts := await self._update_all(weights)):
-                if self.none_left():
-                    raise self.unavailable()
+            while not (answers := await self._update_all(weights)):
+                if (error := self.unavailable()) is not None:
+                    raise error
                 await asyncio.sleep(self._bounds.health_every_s)
-            receipt = _combined_receipt(receipts, weights)
-            if receipt.error is None:
+            receipts = [answer for answer in answers if isinstance(answer, UpdateReceipt)]
+            problems = [answer for answer in answers if isinstance(answer, str)]
+            if not problems:
                 self.last_update = weights
         self.on_change()
-        return receipt
+        return UpdateReceipt(
+            engine=", ".join(receipt.engine for receipt in receipts),
+            version=weights.version,
+            checksum="" if problems else weights.checksum,
+            pause_s=max((receipt.pause_s for receipt in receipts), default=0.0),
+            sequences_in_flight=sum(receipt.sequences_in_flight for receipt in receipts),
+            error="; ".join(problems) or None,
+        )
 
-    async def _update_all(self, weights: WeightUpdateRequest) -> list[UpdateReceipt]:
-        """The receipts of all servers that are not gone."""
+    async def _update_all(self, weights: WeightUpdateRequest) -> list[UpdateReceipt | str]:
+        """The answers of all servers that are not gone; see `_send`."""
         targets = [replica for replica in self.replicas if not replica.gone]
         answers = await asyncio.gather(*(self._update_one(replica, weights) for replica in targets), return_exceptions=True)
         for answer in answers:
             if isinstance(answer, BaseException):
                 raise answer
-        return [answer for answer in answers if isinstance(answer, UpdateReceipt)]
+        return [answer for answer in answers if isinstance(answer, UpdateReceipt | str)]
 
-    async def _update_one(self, replica: Replica, weights: WeightUpdateRequest) -> UpdateReceipt | None:
-        """The replica's receipt, or None if it is gone."""
+    async def _update_one(self, replica: Replica, weights: WeightUpdateRequest) -> UpdateReceipt | str | None:
+        """The server's answer, or None if it is gone."""
         deadline_s = self._clock() + self._bounds.update_s
         failures = 0
         while not replica.gone:
             try:
-                receipt = await self._send(replica, weights, deadline_s - self._clock())
+                answer = await self._send(replica, weights, deadline_s - self._clock())
             except (ServerUnreachableError, ServerBusyError) as error:
                 failures += 1
                 replica.record_failure(error)
@@ -274,7 +313,7 @@ class ReplicaPool:
                 await asyncio.sleep(back_off_s(failures))
             else:
                 replica.recovered()
-                return receipt
+                return answer
         return None
 
     async def _bring_up_to_date(self, replica: Replica) -> None:
@@ -284,31 +323,33 @@ class ReplicaPool:
         if self.last_update.path is None:
             return
         async with self._update_lock:
-            receipt = await self._send(replica, self.last_update, self._bounds.update_s)
-            if receipt.error is not None:
-                raise WeightUpdateError(receipt.error)
+            answer = await self._send(replica, self.last_update, self._bounds.update_s)
+            if isinstance(answer, str):
+                raise WeightUpdateError(answer)
 
-    async def _send(self, replica: Replica, weights: WeightUpdateRequest, bound_s: float) -> UpdateReceipt:
-        """Update one server. A refusal is in the receipt's error. Raises WeightUpdateError if no answer comes in time."""
-        answer = asyncio.ensure_future(replica.server.update_weights(weights))
+    async def _send(self, replica: Replica, weights: WeightUpdateRequest, bound_s: float) -> UpdateReceipt | str:
+        """Update one server. Returns its receipt, or why it refused. Raises WeightUpdateError if no answer comes in time."""
+        call = asyncio.ensure_future(replica.server.update_weights(weights))
         try:
-            done, _ = await asyncio.wait({answer}, timeout=bound_s)
+            done, _ = await asyncio.wait({call}, timeout=bound_s)
             if not done:  # user code may have blocked this loop past the bound: an answer that has arrived counts
-                done, _ = await asyncio.wait({answer}, timeout=_SECOND_LOOK_S)
+                done, _ = await asyncio.wait({call}, timeout=_SECOND_LOOK_S)
         finally:
-            answer.cancel()
+            call.cancel()
         if not done:
             raise self._no_answer(replica, weights)
         try:
-            receipt = answer.result()
+            receipt = call.result()
+            problem = receipt.error
+            if problem is None and (receipt.version, receipt.checksum) != (weights.version, weights.checksum):
+                problem = f"it holds version {receipt.version}, checksum {receipt.checksum}"
         except (ServerUnreachableError, ServerBusyError):
             raise
         except (WeightUpdateError, ServerError) as error:
-            return _error_receipt(replica, weights, str(error))
-        if receipt.error is not None:
-            return _error_receipt(replica, weights, receipt.error)
-        if (receipt.version, receipt.checksum) != (weights.version, weights.checksum):
-            return _error_receipt(replica, weights, f"it holds version {receipt.version}, checksum {receipt.checksum}")
+            problem = str(error)
+        if problem is not None:
+            applied = f"version {weights.version}, checksum {weights.checksum}"
+            return f"{replica.url} did not apply weights of {applied}: {problem}"
         replica.record_receipt(receipt)
         return receipt
 
@@ -327,27 +368,3 @@ async def _gather_or_cancel(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     finally:
         for task in tasks:
             task.cancel()
-
-
-def _error_receipt(replica: Replica, weights: WeightUpdateRequest, problem: str) -> UpdateReceipt:
-    return UpdateReceipt(
-        engine=replica.url,
-        version=weights.version,
-        checksum="",
-        pause_s=0.0,
-        sequences_in_flight=0,
-        error=f"{replica.url} did not apply weights of version {weights.version}, checksum {weights.checksum}: {problem}",
-    )
-
-
-def _combined_receipt(receipts: Sequence[UpdateReceipt], weights: WeightUpdateRequest) -> UpdateReceipt:
-    """One receipt for all servers: the longest pause, the sum of sequences in flight, and all errors."""
-    problems = [receipt.error for receipt in receipts if receipt.error is not None]
-    return UpdateReceipt(
-        engine=", ".join(receipt.engine for receipt in receipts),
-        version=weights.version,
-        checksum="" if problems else weights.checksum,
-        pause_s=max(receipt.pause_s for receipt in receipts),
-        sequences_in_flight=sum(receipt.sequences_in_flight for receipt in receipts),
-        error="; ".join(problems) or None,
-    )

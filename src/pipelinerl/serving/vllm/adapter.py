@@ -19,8 +19,7 @@ from typing import Any
 import msgspec
 
 from pipelinerl.errors import WeightUpdateError
-from pipelinerl.serving.client.adapter import TokenListener
-from pipelinerl.serving.client.errors import ServerError, ServerUnreachableError
+from pipelinerl.serving.client.adapter import ServerError, ServerUnreachableError, TokenListener
 from pipelinerl.serving.client.http import HttpClient
 from pipelinerl.serving.vllm.messages import UNLABELLED, InvalidAnswerError, Label
 from pipelinerl.serving.vllm.requests import Requests, generate_body

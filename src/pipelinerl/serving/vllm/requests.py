@@ -11,8 +11,7 @@ from typing import Any
 import msgspec
 
 from pipelinerl.errors import INVALID_DATA, PromptTooLongError, RequestError
-from pipelinerl.serving.client.adapter import TokenListener
-from pipelinerl.serving.client.errors import ServerBusyError, ServerError, ServerUnreachableError
+from pipelinerl.serving.client.adapter import ServerBusyError, ServerError, ServerUnreachableError, TokenListener
 from pipelinerl.serving.client.http import HttpClient, RefusedError
 from pipelinerl.serving.vllm.messages import Answer, Choice, InvalidAnswerError, Label, TokenLogprob, worker_error
 from pipelinerl.types import (

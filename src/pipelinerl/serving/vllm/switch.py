@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from pipelinerl.errors import WeightUpdateError
-from pipelinerl.serving.client.errors import ServerError
+from pipelinerl.serving.client.adapter import ServerError
 from pipelinerl.serving.client.http import HttpClient
 from pipelinerl.serving.vllm.messages import REFUSED, Label, worker_error
 from pipelinerl.serving.wire import ProcessGroupRequest, WeightUpdateRequest

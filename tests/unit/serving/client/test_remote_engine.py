@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from pipelinerl.errors import PromptTooLongError, RequestError, UserError
+from pipelinerl.serving.client.adapter import EngineUnavailableError, ServerBusyError, ServerError, ServerUnreachableError
 from pipelinerl.serving.client.engine import RemoteEngine
-from pipelinerl.serving.client.errors import EngineUnavailableError, ServerBusyError, ServerError, ServerUnreachableError
 from pipelinerl.types import Completion, GenerationRequest, SamplingParams, TokenEvent
 from tests.unit.fake_engine_servers import (
     FAST,

@@ -15,8 +15,8 @@ import pytest
 
 from pipelinerl.errors import PipelineRLError, PromptTooLongError, RequestError, UserError, WeightUpdateError
 from pipelinerl.serving.client import http
-from pipelinerl.serving.client.errors import ServerBusyError, ServerError, ServerUnreachableError
-from pipelinerl.serving.client.server_client import PipelineServer
+from pipelinerl.serving.client.adapter import ServerBusyError, ServerError, ServerUnreachableError
+from pipelinerl.serving.client.http import PipelineServer
 from pipelinerl.serving.wire import CompletionLine, TokenLine, WeightUpdateRequest
 from pipelinerl.types import GenerationRequest, SamplingParams, TokenEvent
 from tests.unit.fake_engine_servers import FakeServer, completion_of

@@ -2,20 +2,43 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelinerl.serving.client.routing import Router
+from pipelinerl.serving.client.adapter import Bounds, ServerBusyError, ServerUnreachableError
+from pipelinerl.serving.client.fleet import ReplicaPool
+from tests.unit.fake_engine_servers import FAST, FakeServer
 
 PROMPTS = [(1,), (2,), (3, 4), (5,)]
 
 
-def router_of(*slots: int) -> Router:
-    router = Router()
-    for index, count in enumerate(slots):
-        router.set_server(f"s{index}", count)
-    return router
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def pool_of(*slots: int, bounds: Bounds = FAST, clock: Clock | None = None) -> ReplicaPool:
+    """A pool whose servers have answered once."""
+    servers = [FakeServer(f"s{index}", slots=count) for index, count in enumerate(slots)]
+
+    async def started() -> ReplicaPool:
+        pool = ReplicaPool(servers, bounds, clock or Clock())
+        await pool.start()
+        return pool
+
+    return asyncio.run(started())
+
+
+def place(pool: ReplicaPool, prompt: tuple[int, ...], *only: int) -> int | None:
+    """The index of the server that gets the request."""
+    allowed = [pool.replicas[index] for index in only] or pool.replicas
+    chosen = pool.choose(prompt, allowed)
+    return None if chosen is None else pool.replicas.index(chosen)
 
 
 @given(
@@ -30,113 +53,120 @@ def router_of(*slots: int) -> Router:
     ),
 )
 def test_whatever_happens_slots_are_respected_and_room_is_used(slots: list[int], actions: list[tuple[str, int]]) -> None:
-    router = router_of(*slots)
+    pool = pool_of(*slots)
     open_ = [True] * len(slots)
-    placed: dict[str, str] = {}
-    for step, (action, number) in enumerate(actions):
-        before = dict(router.loads())
+    placed: list[tuple[int, tuple[int, ...]]] = []
+    for action, number in actions:
+        before = [replica.load for replica in pool.replicas]
         if action == "place":
-            server = router.place(f"r{step}", PROMPTS[number])
-            free = [i for i, count in enumerate(slots) if open_[i] and before[f"s{i}"] < count]
+            server = place(pool, PROMPTS[number])
+            free = [index for index, count in enumerate(slots) if open_[index] and before[index] < count]
             assert (server is None) == (not free)
             if server is not None:
-                assert int(server[1:]) in free
-                placed[f"r{step}"] = server
+                assert server in free
+                placed.append((server, PROMPTS[number]))
         elif action == "release" and placed:
-            request = sorted(placed)[number % len(placed)]
-            router.release(request)
-            router.release(request)  # twice is once
-            del placed[request]
+            server, prompt = placed.pop(number % len(placed))
+            pool.replicas[server].release(prompt)
         elif action == "toggle":
             index = number % len(slots)
             open_[index] = not open_[index]
-            router.set_server(f"s{index}", slots[index], open_=open_[index])
-        assert router.loads() == {f"s{i}": sum(s == f"s{i}" for s in placed.values()) for i in range(len(slots))}
-        assert router.slots == sum(count for i, count in enumerate(slots) if open_[i])
+            if open_[index]:
+                pool.replicas[index].recovered()
+            else:
+                pool.replicas[index].record_failure(ServerBusyError("s", "is busy"))
+        assert [replica.load for replica in pool.replicas] == [sum(s == i for s, _ in placed) for i in range(len(slots))]
+        assert all(replica.prompts.total() == replica.load for replica in pool.replicas)
+        assert pool.slots == sum(count for count, is_open in zip(slots, open_, strict=True) if is_open)
 
 
 @given(st.lists(st.integers(1, 8), min_size=1, max_size=4), st.integers(1, 30))
 def test_different_prompts_go_to_the_least_loaded(slots: list[int], count: int) -> None:
-    router = router_of(*slots)
+    pool = pool_of(*slots)
     for number in range(min(count, sum(slots))):
-        loads = router.loads()
-        least = min(loads[f"s{i}"] / slots[i] for i in range(len(slots)))
-        server = router.place(f"r{number}", (number,))
+        shares = [replica.load / replica.slots for replica in pool.replicas]
+        server = place(pool, (number,))
         assert server is not None
-        assert loads[server] / slots[int(server[1:])] == least
+        assert shares[server] == min(shares)
 
 
 @given(st.integers(2, 4), st.integers(1, 8))
 def test_groups_stay_together_and_are_spread(servers: int, groups: int) -> None:
     """Groups of 4 in servers of 32 slots, submitted one after the other."""
-    router = router_of(*[32] * servers)
+    pool = pool_of(*[32] * servers)
     homes = []
     for group in range(groups):
-        where = {router.place(f"g{group}.{k}", (group,)) for k in range(4)}
+        where = {place(pool, (group,)) for _ in range(4)}
         assert len(where) == 1
         homes += where
-    counts = [homes.count(f"s{i}") for i in range(servers)]
+    counts = [homes.count(index) for index in range(servers)]
     assert max(counts) - min(counts) <= 1
 
 
 @given(st.integers(2, 4), st.integers(0, 100))
 def test_one_prompt_alone_can_not_overload_its_server(servers: int, count: int) -> None:
-    """With nothing but one prompt, beyond half of the slots nobody gets more than his share, rounded up."""
+    """With nothing but one prompt, beyond half of the slots no server gets more than its share, rounded up."""
     slots = 20
-    router = router_of(*[slots] * servers)
+    pool = pool_of(*[slots] * servers)
     count = min(count, servers * slots)
-    for number in range(count):
-        router.place(f"r{number}", (7,))
-    assert max(router.loads().values()) <= max(slots // 2, -(-count // servers))
+    for _ in range(count):
+        place(pool, (7,))
+    assert max(replica.load for replica in pool.replicas) <= max(slots // 2, -(-count // servers))
 
 
 def test_a_prompt_has_a_home_while_one_of_its_requests_is_in_progress() -> None:
-    router = router_of(8, 8)
-    home = router.place("a", (1,))
-    assert router.place("other", (2,)) != home
-    router.place("more", (3,))  # home is now the fuller one
-    assert router.place("b", (1,)) == home
-    router.release("a")
-    assert router.place("c", (1,)) == home
-    router.release("b")
-    router.release("c")
-    assert router.place("filler", (4,)) == home
-    assert router.place("d", (1,)) != home
-
-
-def test_homes_that_nobody_needs_are_forgotten() -> None:
-    router = router_of(4)
-    for number in range(10):
-        router.place(f"r{number}", (number,))
-        router.release(f"r{number}")
-    assert not router._homes
-
-
-def test_a_closed_server_gets_nothing_and_a_group_moves() -> None:
-    router = router_of(8, 8)
-    home = router.place("a", (1,))
+    pool = pool_of(8, 8)
+    home = place(pool, (1,))
     assert home is not None
-    router.set_server(home, 8, open_=False)
-    other = router.place("b", (1,))
-    assert other != home
-    router.set_server(home, 8)
-    assert router.place("c", (1,)) == other
+    assert place(pool, (2,)) != home
+    place(pool, (3,))  # home is now the fuller one
+    assert place(pool, (1,)) == home
+    pool.replicas[home].release((1,))
+    assert place(pool, (1,)) == home
+    for _ in range(2):
+        pool.replicas[home].release((1,))
+    assert place(pool, (4,)) == home
+    assert place(pool, (1,)) != home
+
+
+def test_a_failing_server_gets_nothing_and_a_group_moves() -> None:
+    pool = pool_of(8, 8)
+    home = place(pool, (1,))
+    assert home is not None
+    pool.replicas[home].record_failure(ServerBusyError("s", "is busy"))
+    assert place(pool, (1,)) == 1 - home
+    assert not pool.replicas[home].gone
 
 
 def test_a_request_for_one_server_goes_there_or_waits() -> None:
-    router = router_of(2, 2)
-    home = router.place("a", (1,))
-    other = "s1" if home == "s0" else "s0"
-    assert router.place("b", (1,), only=[other]) == other
-    assert router.place("c", (9,), only=[other]) == other
-    assert router.place("d", (9,), only=[other]) is None
-    assert router.place("e", (1,)) == home  # the group's home is where it was
+    pool = pool_of(2, 2)
+    home = place(pool, (1,))
+    assert home is not None
+    other = 1 - home
+    assert place(pool, (1,), other) == other
+    assert place(pool, (9,), other) == other
+    assert place(pool, (9,), other) is None
+    assert place(pool, (1,)) == home
 
 
-def test_mistakes_are_refused() -> None:
-    router = router_of(4)
-    router.place("a", (1,))
-    with pytest.raises(ValueError, match="already placed"):
-        router.place("a", (1,))
-    with pytest.raises(ValueError, match="0 slots"):
-        router.set_server("s0", 0)
+@pytest.mark.parametrize(("refused", "bound_s"), [(True, 3.0), (False, 30.0)])
+def test_a_server_has_one_failure_clock_and_an_answer_stops_it(refused: bool, bound_s: float) -> None:
+    clock = Clock()
+    pool = pool_of(2, bounds=Bounds(refused_s=3.0, silent_s=30.0, alone_s=40.0), clock=clock)
+    (replica,) = pool.replicas
+    error = ServerUnreachableError("s0", "does not answer", refused=refused)
+    for _ in range(2):
+        replica.record_failure(error)
+        clock.now_s += bound_s - 0.5
+        replica.record_failure(error)
+        assert not replica.gone
+        replica.recovered()
+    replica.record_failure(ServerUnreachableError("s0", "is silent"))
+    clock.now_s += bound_s
+    replica.record_failure(error)
+    assert replica.gone
+    assert pool.unavailable() is None
+    clock.now_s += 40.0
+    assert "s0 does not answer" in str(pool.unavailable())
+    replica.recovered()
+    assert pool.unavailable() is None

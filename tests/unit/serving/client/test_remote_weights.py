@@ -15,7 +15,7 @@ from pipelinerl.errors import WeightUpdateError
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models.state import checksum
 from pipelinerl.models.tensor_file import write_safetensors
-from pipelinerl.serving.client.errors import EngineUnavailableError, ServerUnreachableError
+from pipelinerl.serving.client.adapter import EngineUnavailableError, ServerUnreachableError
 from pipelinerl.serving.client.weights_file import WeightFiles
 from pipelinerl.serving.wire import ProcessGroupRequest, WeightUpdateRequest
 from pipelinerl.types import GenerationRequest, SamplingParams, UpdateReceipt

@@ -16,9 +16,8 @@ import torch
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models.state import checksum, named_weights
-from pipelinerl.serving.client.adapter import TokenListener
+from pipelinerl.serving.client.adapter import Bounds, TokenListener
 from pipelinerl.serving.client.engine import RemoteEngine
-from pipelinerl.serving.client.errors import Bounds
 from pipelinerl.serving.server.service import Service
 from pipelinerl.serving.wire import ProcessGroupRequest, ServerInfo, WeightUpdateRequest
 from pipelinerl.types import Completion, GenerationRequest, SamplingParams, UpdateReceipt, versions_from_spans

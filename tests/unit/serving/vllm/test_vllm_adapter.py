@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from pipelinerl.errors import RequestError, WeightUpdateError
-from pipelinerl.serving.client.errors import ServerBusyError, ServerError, ServerUnreachableError
+from pipelinerl.serving.client.adapter import ServerBusyError, ServerError, ServerUnreachableError
 from pipelinerl.serving.vllm import adapter, requests
 from pipelinerl.serving.vllm.adapter import VllmServer
 from pipelinerl.serving.vllm.server_info import ModelFacts

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from pipelinerl.errors import WeightUpdateError
-from pipelinerl.serving.client.errors import ServerBusyError, ServerUnreachableError
+from pipelinerl.serving.client.adapter import ServerBusyError, ServerUnreachableError
 from pipelinerl.serving.vllm.messages import BroadcastInfo, InitInfo, UpdateInfo
 from pipelinerl.serving.vllm.switch import RESUME_TRIES, HalfUpdatedError, WeightSwitch
 from pipelinerl.serving.wire import ProcessGroupRequest, WeightUpdateRequest
