@@ -32,10 +32,10 @@ from pipelinerl.errors import (
 from pipelinerl.experiments.evaluate.evaluate import LEVEL, RESAMPLES, EvaluationPlan, evaluate
 from pipelinerl.experiments.evaluate.models import find_targets
 from pipelinerl.experiments.evaluate.results import EvaluationSettings
+from pipelinerl.experiments.recompute import SavedWeights
 from pipelinerl.experiments.replay.generation import (
     TOLERANCE,
     GenerationResult,
-    Weights,
     choose_groups,
     repeat_groups,
     versions_of,
@@ -161,7 +161,9 @@ class _Replay:
 
     def __post_init__(self) -> None:
         checksums = {version: record.checksum for version, record in self.run.published.items()}
-        self.weights = Weights(self.request.run_dir, self.config.model, self.folder.root / "versions", checksums)
+        self.weights = SavedWeights(
+            self.request.run_dir, self.config.model, published=checksums, folder=self.folder.root / "versions"
+        )
 
     def result(self) -> ReplayResult:
         began_s = time.monotonic()
@@ -232,7 +234,7 @@ class _Replay:
 
     def _kept_weights(self) -> Iterator[str]:
         """What differs in those that the run has kept, of the versions that it published."""
-        for version in sorted(self.weights.kept & self.run.published.keys() - {0}):
+        for version in sorted(set(self.weights.kept) & self.run.published.keys() - {0}):
             try:
                 self.weights(version)
             except (CheckpointError, ModelLoadError, ReplayDifferenceError) as error:
@@ -319,7 +321,8 @@ class _Replay:
     def _choose(self) -> list[Group]:
         """Groups to repeat: trained on, and with weights that the run kept or that this replay will compute."""
         kv, since = self.config.engine.kv_on_update, self._generated_since()
-        available = self.weights.kept | {version for version in self.run.published if self.steps and version <= self.steps}
+        computed = {version for version in self.run.published if self.steps and version <= self.steps}
+        available = computed.union(self.weights.kept)
         found: dict[int, Group] = {}
         for index in self.run.trained_groups():
             for group in self.run.groups.read(index)[:1]:
@@ -332,7 +335,7 @@ class _Replay:
                 "trainer.keep_versions"
             )
         groups = [found[index] for index in choose_groups(sorted(found), self.request.verify, self.request.seed)]
-        self.needed = {version for group in groups for version in versions_of(group, kv)} - self.weights.kept
+        self.needed = {version for group in groups for version in versions_of(group, kv)} - set(self.weights.kept)
         return groups
 
     def _generated_since(self) -> int:

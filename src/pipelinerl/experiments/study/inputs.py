@@ -1,29 +1,23 @@
-"""What the study takes from a run: prompts as the actor would submit them, facts on its rollouts, its weights by version."""
+"""What the study takes from a run: prompts as the actor would submit them, facts on its rollouts, the steps to study."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import median_low
-from typing import Any, cast
+from typing import cast
 
 import msgspec
 import numpy as np
-from torch import Tensor
 
 from pipelinerl.actor.client import EngineClient, RolloutClient, derive_seed
 from pipelinerl.actor.deadline import CodeAlarm
 from pipelinerl.actor.rollouts import Failure, TimeLimits, attempt, problem_for
-from pipelinerl.checkpoint import load_checkpoint
-from pipelinerl.checkpoint_folders import saved_versions
-from pipelinerl.config.schema import ActorConfig, ModelConfig
+from pipelinerl.config.schema import ActorConfig
 from pipelinerl.errors import EnvironmentSetupError, RunDirectoryError, UserError
 from pipelinerl.interfaces import Engine, Environment, Tokenizer
-from pipelinerl.models.loading import load_model
-from pipelinerl.models.state import named_weights
 from pipelinerl.report.series import read_groups
 from pipelinerl.types import GenerationRequest, SamplingParams
 
@@ -140,58 +134,24 @@ async def _first_request(
     raise EnvironmentSetupError(f"the environment requested no completion for problem {index}: {why}")
 
 
-# ---- saved weights
+# ---- where to start
 
 
 NAMED_STARTS = ("early", "middle", "late")
 
 
-class SavedWeights:
-    """Weights of a run by version, loaded lazily. The most recently used ones are cached, up to `kept_bytes` (at least two).
-
-    Version 0 is the model that the run started from; the others are its checkpoints and saved weights.
-    """
-
-    def __init__(self, run_dir: Path, model: ModelConfig, *, kept_bytes: int = 2 << 30) -> None:
-        self._run_dir, self._model, self._kept_bytes = run_dir, model, kept_bytes
-        self._paths: dict[int, Path] = saved_versions(run_dir)
-        self._loaded: OrderedDict[int, Mapping[str, Tensor]] = OrderedDict()
-
-    @property
-    def versions(self) -> Sequence[int]:
-        """Ascending, including 0."""
-        return sorted({0, *self._paths})
-
-    def starts(self, lag: int) -> Sequence[int]:
-        """Every C for which all of C, C+1, ..., C+lag were saved. Raises RunDirectoryError if there is none."""
-        saved = set(self.versions)
-        found = [version for version in self.versions if saved.issuperset(range(version, version + lag + 1))]
-        if not found:
-            longest = _longest_run(self.versions)
-            smaller = f", or choose --lag {longest - 1} or less" if longest > 2 else ""
-            raise RunDirectoryError(
-                f"{self._run_dir} has no {lag + 1} consecutive checkpoints (at most {longest}); train with "
-                f"--trainer.checkpoint_every 1 --trainer.keep_checkpoints N, where N is the number of steps{smaller}"
-            )
-        return found
-
-    def new_model(self, version: int, device: str) -> Any:
-        """A new model with these weights. Raises ModelLoadError, and CheckpointError for damaged files."""
-        path = self._paths.get(version)
-        if path is None:
-            return load_model(self._model, device)
-        load_checkpoint(path)  # verifies every file
-        return load_model(self._model.model_copy(update={"path": str(path)}), device)
-
-    def tensors(self, version: int) -> Mapping[str, Tensor]:
-        """The weights of `version` on the CPU, by name. Read only."""
-        if version not in self._loaded:
-            self._loaded[version] = named_weights(self.new_model(version, "cpu"))
-            size = sum(tensor.numel() * tensor.element_size() for tensor in self._loaded[version].values())
-            while len(self._loaded) > max(2, self._kept_bytes // size):
-                self._loaded.popitem(last=False)
-        self._loaded.move_to_end(version)
-        return self._loaded[version]
+def possible_starts(run_dir: Path, versions: Sequence[int], lag: int) -> Sequence[int]:
+    """Every C of the ascending `versions` from which C, C+1, ..., C+lag were saved. Raises RunDirectoryError without any."""
+    saved = set(versions)
+    found = [version for version in versions if saved.issuperset(range(version, version + lag + 1))]
+    if not found:
+        longest = _longest_run(versions)
+        smaller = f", or choose --lag {longest - 1} or less" if longest > 2 else ""
+        raise RunDirectoryError(
+            f"{run_dir} has no {lag + 1} consecutive checkpoints (at most {longest}); train with "
+            f"--trainer.checkpoint_every 1 --trainer.keep_checkpoints N, where N is the number of steps{smaller}"
+        )
+    return found
 
 
 def choose_starts(wanted: Sequence[str], possible: Sequence[int], lag: int) -> Mapping[str, int]:

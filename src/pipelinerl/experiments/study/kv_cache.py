@@ -24,12 +24,12 @@ import torch
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.environments.registry import make_environment
 from pipelinerl.errors import UserError
+from pipelinerl.experiments.recompute import KV, SavedWeights
 from pipelinerl.experiments.statistics import Interval, Ints, difference_interval, draw_counts, mean_interval
-from pipelinerl.experiments.study.inputs import Prompt, SavedWeights, choose_starts, make_prompts, read_history
+from pipelinerl.experiments.study.inputs import Prompt, choose_starts, make_prompts, possible_starts, read_history
 from pipelinerl.experiments.study.policies import (
-    KV,
+    Divergences,
     MixedSampler,
-    Replay,
     Stretch,
     TokenDivergences,
     equivalent_lag,
@@ -153,7 +153,7 @@ def study_kv_cache(
     run lacks data that the study needs. `on_progress` is called with lines of text.
     """
     weights = SavedWeights(run_dir, config.model)
-    versions = choose_starts(starts, weights.starts(lag), lag)
+    versions = choose_starts(starts, possible_starts(run_dir, weights.kept, lag), lag)
     history = read_history(run_dir)
     length = max_tokens or history.length_quantile(LENGTH_QUANTILE)
     if length < lag:
@@ -202,12 +202,10 @@ class _Experiment:
             )
         slots = min(config.engine.slots, len(self._prompts))
         self._samplers = {
-            kv: MixedSampler(
-                model, weights.tensors, slots=slots, prompt_tokens=prompt_tokens, max_tokens=settings.max_tokens, kv=kv
-            )
+            kv: MixedSampler(model, weights, slots=slots, prompt_tokens=prompt_tokens, max_tokens=settings.max_tokens, kv=kv)
             for kv, model in zip(_KV, models[:2], strict=True)
         }
-        self._replay = Replay(*models[2:], slots=slots, max_length=longest, temperature=settings.temperature)
+        self._divergences = Divergences(*models[2:], slots=slots, max_length=longest, temperature=settings.temperature)
         self._counts_RU = draw_counts(settings.problems, settings.resamples, settings.seed)
 
     def study(self, name: str, version: int, on_progress: Callable[[str], object]) -> StartRecord:
@@ -249,7 +247,7 @@ class _Experiment:
         """Sample from a behaviour policy and compare it with the weights of version `target`."""
         problems = self._settings.problems
         samples = self._samplers[kv].sample(self._prompts, stretches)
-        tokens, gap = self._replay.run(samples, stretches, target, self._weights.tensors, kv=kv)
+        tokens, gap = self._divergences.run(samples, target, self._weights, kv=kv)
         kl, kl_k1, kl_k3 = (
             _required(mean_interval(*tokens.sums(values_N, problems), self._counts_RU, LEVEL))
             for values_N in (tokens.exact_N, tokens.k1_N, tokens.k3_N)

@@ -1,19 +1,18 @@
 """Behaviour policies: sampling from them with the engine, and their divergence from a target policy at every token.
 
 Weights change at exact tokens of sequences that start together. Then the sampled sequences are fed to two models again, for
-both policies' full distributions at every sampled token. The behaviour model does what the engine did at each switch: it
-keeps the keys and values, or recomputes all with the new weights. The target model has the weights C+g throughout. Both
-process the sequences one stretch of tokens at a time, so that the distributions of only one stretch are in memory.
+both policies' full distributions at every sampled token (`recompute.py`). The behaviour model has the weights that sampled
+each token, the target model the weights C+g throughout.
 
 Shapes: N tokens, V vocabulary, U problems.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -21,13 +20,11 @@ import torch
 from torch import Tensor
 
 from pipelinerl.engine import LocalEngine
-from pipelinerl.engine.attention import Chunk
-from pipelinerl.engine.runner import make_runner
-from pipelinerl.engine.runners import Runner
+from pipelinerl.experiments.recompute import KV, Recompute, Sampled, Tensors, values_of
 from pipelinerl.experiments.statistics import Floats, Ints
 from pipelinerl.experiments.study.inputs import Prompt
 from pipelinerl.interfaces import WeightUpdate
-from pipelinerl.models.state import checksum, load_weights
+from pipelinerl.models.state import checksum
 from pipelinerl.types import Completion, VersionSpan, versions_from_spans
 
 # ---- which weights sample which token
@@ -81,12 +78,7 @@ def interval_edges(lag: int, length: int) -> tuple[int, ...]:
     return tuple(-(-i * length // lag) for i in range(lag + 1))
 
 
-KV = Literal["keep", "recompute"]
-Tensors = Callable[[int], Mapping[str, Tensor]]
-"""Function from a version to its weights by name."""
-
-
-class Sampled(NamedTuple):
+class Answer(NamedTuple):
     """A prompt and its completion."""
 
     prompt: Prompt
@@ -114,7 +106,7 @@ class MixedSampler:
             kv_on_update=kv,
         )
 
-    def sample(self, prompts: Sequence[Prompt], stretches: Sequence[Stretch]) -> list[Sampled]:
+    def sample(self, prompts: Sequence[Prompt], stretches: Sequence[Stretch]) -> list[Answer]:
         """Complete `prompts`; token t is sampled by the version of the stretch that contains t. Stop tokens end a sequence.
 
         Raises RuntimeError if a token was sampled by another version.
@@ -124,7 +116,7 @@ class MixedSampler:
             found += self._sample_together(prompts[begin : begin + self._slots], stretches)
         return found
 
-    def _sample_together(self, prompts: Sequence[Prompt], stretches: Sequence[Stretch]) -> list[Sampled]:
+    def _sample_together(self, prompts: Sequence[Prompt], stretches: Sequence[Stretch]) -> list[Answer]:
         for prompt in prompts:
             self._engine.submit(prompt.request)
         switches = {stretch.start: stretch.version for stretch in stretches}
@@ -142,7 +134,7 @@ class MixedSampler:
                 raise RuntimeError(
                     f"{completion.request_id} was sampled by {completion.weight_versions}, not by {stretches}"
                 )
-        return [Sampled(prompt, done[prompt.request.id]) for prompt in prompts]
+        return [Answer(prompt, done[prompt.request.id]) for prompt in prompts]
 
     def _update(self, version: int) -> None:
         weights = self._tensors(version)
@@ -170,11 +162,6 @@ def exact_kl(behaviour_NV: Tensor, target_NV: Tensor) -> Tensor:
     mu_NV = behaviour_NV.double().exp()
     terms_NV = mu_NV * (behaviour_NV.double() - target_NV.double())
     return terms_NV.masked_fill(mu_NV == 0, 0.0).sum(-1)
-
-
-def log_probabilities(logits_NV: Tensor, temperature: float) -> Tensor:
-    """log softmax(logits / temperature), in float64: the divergences can be as small as float32 rounding errors."""
-    return (logits_NV.double() / temperature).log_softmax(-1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,130 +212,49 @@ def equivalent_lag(kl: float, kl_by_lag: Sequence[float]) -> float | None:
     return None
 
 
-# ---- replay of the sampled sequences
+# ---- both policies' distributions of the sampled sequences
 
 
-LONGEST_STRETCH = 256
-FED_TOKENS = 8192
-DISTRIBUTIONS = 1 << 23
-"""Limits per forward: `FED_TOKENS` input tokens, and `DISTRIBUTIONS` log-probabilities in its output (tokens x vocabulary).
-A stretch of one sequence is never split, so it may exceed them."""
-
-
-class _Feed(NamedTuple):
-    """Positions `start <= p < end` of a sequence in row `row`; the last `kept` of them predict sampled tokens."""
-
-    row: int
-    start: int
-    end: int
-    kept: int
-
-
-class Replay:
-    """Replays sequences on two instances of the model, each with its own slots."""
+class Divergences:
+    """Feeds sequences to two instances of the model: with the weights that sampled them, and with those of the target."""
 
     def __init__(self, behaviour: Any, target: Any, *, slots: int, max_length: int, temperature: float) -> None:
         """Takes ownership of both models: their weights are replaced."""
-        self._behaviour = make_runner(behaviour, slots, max_length)
-        self._target = make_runner(target, slots, max_length)
-        self._slots = slots
-        self._temperature = temperature
+        sizes: dict[str, Any] = {"slots": slots, "max_length": max_length, "temperature": temperature}
+        self._behaviour, self._target = (Recompute(model, **sizes) for model in (behaviour, target))
 
-    @torch.inference_mode()
-    def run(
-        self, samples: Sequence[Sampled], stretches: Sequence[Stretch], target: int, tensors: Tensors, *, kv: KV
-    ) -> tuple[TokenDivergences, float]:
-        """Divergence from the weights of version `target` at every sampled token. `stretches` and `kv` as in sampling.
+    def run(self, samples: Sequence[Answer], target: int, tensors: Tensors, *, kv: KV) -> tuple[TokenDivergences, float]:
+        """Divergence from the weights of version `target` at every sampled token. `kv` as in sampling.
 
         Also returns the largest |log mu here - log mu of the engine| over sampled tokens. It should be rounding error.
         """
-        _load(self._target, tensors(target))
+        self._target.load(tensors(target))
         # Sorted, because neighbouring sequences with equal prompt length share one attention call.
         ordered = sorted(samples, key=lambda s: (len(s.prompt.request.prompt_ids), -len(s.completion.token_ids)))
-        parts: list[TokenDivergences] = []
-        gaps = [0.0]
-        for begin in range(0, len(ordered), self._slots):
-            wave = ordered[begin : begin + self._slots]
-            for whole in stretches:
-                _load(self._behaviour, tensors(whole.version))
-                for start in range(whole.start, whole.end, LONGEST_STRETCH):  # splitting does not change the result
-                    stretch = whole._replace(start=start, end=min(start + LONGEST_STRETCH, whole.end))
-                    for tokens, gap in self._stretch(wave, stretch, kv):
-                        parts.append(tokens)
-                        gaps.append(gap)
-        return joined(parts), max(gaps)
+        slots = self._behaviour.slots
+        found = [
+            part
+            for begin in range(0, len(ordered), slots)
+            for part in self._wave(ordered[begin : begin + slots], tensors, kv)
+        ]
+        return joined([tokens for tokens, _ in found]), max(gap for _, gap in found)
 
-    def _stretch(self, wave: Sequence[Sampled], stretch: Stretch, kv: KV) -> Iterator[tuple[TokenDivergences, float]]:
-        target_feeds = _feeds(wave, stretch, from_start=False)
-        behaviour_feeds = _feeds(wave, stretch, from_start=kv == "recompute")
-        for batch in _batches(behaviour_feeds, self._behaviour.vocabulary):
-            mu_NV = self._log_probabilities(self._behaviour, wave, behaviour_feeds[batch])
-            pi_NV = self._log_probabilities(self._target, wave, target_feeds[batch])
-            yield self._compare(wave, behaviour_feeds[batch], stretch, mu_NV, pi_NV)
-
-    def _log_probabilities(self, runner: Runner, wave: Sequence[Sampled], feeds: Sequence[_Feed]) -> Tensor:
-        ids: list[int] = []
-        positions: list[int] = []
-        keep: list[int] = []
-        chunks = []
-        for feed in feeds:
-            chunks.append(Chunk(begin=len(ids), count=feed.end - feed.start, row=feed.row, offset=feed.start))
-            ids += _ids(wave[feed.row])[feed.start : feed.end]
-            positions += range(feed.start, feed.end)
-            keep += range(len(ids) - feed.kept, len(ids))
-        logits_NV = runner.forward(runner.kv, ids, positions, keep=keep, chunks=tuple(chunks))
-        return log_probabilities(logits_NV, self._temperature)
-
-    def _compare(
-        self, wave: Sequence[Sampled], feeds: Sequence[_Feed], stretch: Stretch, mu_NV: Tensor, pi_NV: Tensor
-    ) -> tuple[TokenDivergences, float]:
-        token_N = [t for feed in feeds for t in wave[feed.row].completion.token_ids[stretch.start :][: feed.kept]]
-        engine_N = [p for feed in feeds for p in wave[feed.row].completion.logprobs[stretch.start :][: feed.kept]]
-        column_N1 = torch.tensor(token_N, device=mu_NV.device)[:, None]
-        mu_N = mu_NV.gather(1, column_N1)[:, 0].cpu().numpy()
-        pi_N = pi_NV.gather(1, column_N1)[:, 0].cpu().numpy()
-        behaviour_N = np.array(engine_N, dtype=np.float64)
-        tokens = TokenDivergences(
-            problem_N=np.repeat([wave[feed.row].prompt.problem for feed in feeds], [feed.kept for feed in feeds]),
-            position_N=np.concatenate([np.arange(stretch.start, stretch.start + feed.kept) for feed in feeds]),
-            version_N=np.full(len(token_N), stretch.version),
-            exact_N=exact_kl(mu_NV, pi_NV).cpu().numpy(),
-            log_ratio_N=pi_N - behaviour_N,
-        )
-        return tokens, float(np.abs(mu_N - behaviour_N).max())
-
-
-def _load(runner: Runner, tensors: Mapping[str, Tensor]) -> None:
-    load_weights(runner.model, tensors)
-    runner.weights_changed()
-
-
-def _ids(sample: Sampled) -> tuple[int, ...]:
-    return (*sample.prompt.request.prompt_ids, *sample.completion.token_ids)
-
-
-def _feeds(wave: Sequence[Sampled], stretch: Stretch, *, from_start: bool) -> list[_Feed]:
-    """The input positions for each sequence that reaches the stretch. Token t is predicted at position prompt + t - 1.
-
-    With `from_start`, all positions are fed again, prompt included; otherwise those before the stretch are in the KV cache.
-    """
-    feeds = []
-    for row, sample in enumerate(wave):
-        prompt, count = len(sample.prompt.request.prompt_ids), len(sample.completion.token_ids)
-        kept = min(count, stretch.end) - stretch.start
-        if kept > 0:
-            start = 0 if from_start or stretch.start == 0 else prompt + stretch.start - 1
-            feeds.append(_Feed(row, start, prompt + stretch.start + kept - 1, kept))
-    return feeds
-
-
-def _batches(feeds: Sequence[_Feed], vocabulary: int) -> list[slice]:
-    """Consecutive feeds that fit into one forward, by `FED_TOKENS` and `DISTRIBUTIONS`."""
-    edges = [0]
-    fed = kept = 0
-    for index, feed in enumerate(feeds):
-        fed, kept = fed + feed.end - feed.start, kept + feed.kept
-        if index > edges[-1] and (fed > FED_TOKENS or kept * vocabulary > DISTRIBUTIONS):
-            edges.append(index)
-            fed, kept = feed.end - feed.start, feed.kept
-    return [slice(start, end) for start, end in pairwise([*edges, len(feeds)]) if start < end]
+    def _wave(self, wave: Sequence[Answer], tensors: Tensors, kv: KV) -> Iterator[tuple[TokenDivergences, float]]:
+        sequences = [Sampled(one.prompt.request.prompt_ids, one.completion) for one in wave]
+        fed = [0] * len(wave)
+        for version, feeds, mu_NV in self._behaviour.run(sequences, tensors, kv):
+            pi_NV = self._target.log_probabilities(sequences, [feed._replace(start=fed[feed.row]) for feed in feeds])
+            for feed in feeds:
+                fed[feed.row] = feed.end
+            ids, engine = values_of(sequences, feeds)
+            column_N1 = torch.tensor(ids, device=mu_NV.device)[:, None]
+            mu_N, pi_N = (log_NV.gather(1, column_N1)[:, 0].cpu().numpy() for log_NV in (mu_NV, pi_NV))
+            behaviour_N = np.array(engine, dtype=np.float64)
+            tokens = TokenDivergences(
+                problem_N=np.repeat([wave[feed.row].prompt.problem for feed in feeds], [feed.kept for feed in feeds]),
+                position_N=np.concatenate([np.arange(feed.token, feed.token + feed.kept) for feed in feeds]),
+                version_N=np.full(len(ids), version),
+                exact_N=exact_kl(mu_NV, pi_NV).cpu().numpy(),
+                log_ratio_N=pi_N - behaviour_N,
+            )
+            yield tokens, float(np.abs(mu_N - behaviour_N).max())

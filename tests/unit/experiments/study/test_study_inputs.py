@@ -11,7 +11,8 @@ import pytest
 from pipelinerl.config.schema import ActorConfig, ModelConfig
 from pipelinerl.environments.registry import make_environment
 from pipelinerl.errors import EnvironmentSetupError, RunDirectoryError, UserError
-from pipelinerl.experiments.study.inputs import History, Prompt, SavedWeights, choose_starts, make_prompts, read_history
+from pipelinerl.experiments.recompute import SavedWeights
+from pipelinerl.experiments.study.inputs import History, Prompt, choose_starts, make_prompts, possible_starts, read_history
 from pipelinerl.models.loading import load_tokenizer
 from pipelinerl.models.state import checksum
 from pipelinerl.types import Problem, Rollout, Turn
@@ -31,18 +32,17 @@ def run_with(tmp_path: Path, versions: list[int]) -> Path:
 
 def test_starts_are_followed_by_enough_checkpoints(tmp_path: Path) -> None:
     weights = SavedWeights(run_with(tmp_path, [1, 2, 4, 5, 6, 7]), DEMO)
-    assert weights.versions == [0, 1, 2, 4, 5, 6, 7]
-    assert weights.starts(1) == [0, 1, 4, 5, 6]
-    assert weights.starts(2) == [0, 4, 5]
-    assert weights.starts(3) == [4]
+    assert weights.kept == [0, 1, 2, 4, 5, 6, 7]
+    assert possible_starts(tmp_path, weights.kept, 1) == [0, 1, 4, 5, 6]
+    assert possible_starts(tmp_path, weights.kept, 2) == [0, 4, 5]
+    assert possible_starts(tmp_path, weights.kept, 3) == [4]
 
 
 def test_too_few_checkpoints_say_how_to_make_them(tmp_path: Path) -> None:
-    weights = SavedWeights(run_with(tmp_path, [1, 2, 4, 5, 6, 7]), DEMO)
     with pytest.raises(RunDirectoryError, match=r"no 5 consecutive.*at most 4.*checkpoint_every 1.*--lag 3 or less"):
-        weights.starts(4)
+        possible_starts(tmp_path, [0, 1, 2, 4, 5, 6, 7], 4)
     with pytest.raises(RunDirectoryError, match=r"no 5 consecutive checkpoints .*keep_checkpoints N"):
-        SavedWeights(tmp_path / "nothing", DEMO).starts(4)
+        possible_starts(tmp_path, [0], 4)
 
 
 def test_names_of_starts() -> None:
@@ -58,8 +58,8 @@ def test_names_of_starts() -> None:
 
 def test_version_0_is_the_model_that_the_run_started_from(tmp_path: Path) -> None:
     weights = SavedWeights(tmp_path, DEMO)
-    tensors = weights.tensors(0)
-    assert weights.tensors(0) is tensors
+    tensors = weights(0)
+    assert weights(0) is tensors
     assert checksum(tensors) == checksum(dict(weights.new_model(0, "cpu").named_parameters(remove_duplicate=False)))
 
 

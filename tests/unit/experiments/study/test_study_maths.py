@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipelinerl.experiments.recompute import log_probabilities
 from pipelinerl.experiments.statistics import difference_interval, draw_counts, mean_interval
 from pipelinerl.experiments.study.policies import (
     Stretch,
@@ -19,7 +20,6 @@ from pipelinerl.experiments.study.policies import (
     interval_edges,
     joined,
     lagged_policy,
-    log_probabilities,
     mixed_policy,
     mixed_version,
 )

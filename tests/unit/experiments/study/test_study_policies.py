@@ -10,13 +10,13 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from pipelinerl.experiments.study import policies
+from pipelinerl.experiments import recompute
+from pipelinerl.experiments.recompute import KV
 from pipelinerl.experiments.study.inputs import Prompt
 from pipelinerl.experiments.study.policies import (
-    KV,
+    Answer,
+    Divergences,
     MixedSampler,
-    Replay,
-    Sampled,
     Stretch,
     TokenDivergences,
     lagged_policy,
@@ -72,15 +72,13 @@ class Bench:
         kinds: tuple[KV, ...] = ("keep", "recompute")
         self.samplers = {kv: MixedSampler(make_model("llama", seed=9), self.tensors, **sizes, kv=kv) for kv in kinds}
         others = (make_model("llama", seed=9), make_model("llama", seed=9))
-        self.replay = Replay(*others, slots=SLOTS, max_length=64, temperature=TEMPERATURE)
+        self.divergences = Divergences(*others, slots=SLOTS, max_length=64, temperature=TEMPERATURE)
 
-    def sample(self, stretches: Sequence[Stretch], *, kv: KV = "keep") -> list[Sampled]:
+    def sample(self, stretches: Sequence[Stretch], *, kv: KV = "keep") -> list[Answer]:
         return self.samplers[kv].sample(prompts(), stretches)
 
-    def compare(
-        self, samples: Sequence[Sampled], stretches: Sequence[Stretch], *, kv: KV = "keep"
-    ) -> tuple[TokenDivergences, float]:
-        return self.replay.run(samples, stretches, TARGET, self.tensors, kv=kv)
+    def compare(self, samples: Sequence[Answer], *, kv: KV = "keep") -> tuple[TokenDivergences, float]:
+        return self.divergences.run(samples, TARGET, self.tensors, kv=kv)
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +87,7 @@ def bench() -> Bench:
 
 
 @torch.no_grad()
-def slow_distributions(models: Mapping[int, Any], sampled: Sampled, versions: Sequence[int], kv: KV) -> torch.Tensor:
+def slow_distributions(models: Mapping[int, Any], sampled: Answer, versions: Sequence[int], kv: KV) -> torch.Tensor:
     """Log-probabilities [tokens, V], token by token: a cache that is kept, or no cache at all."""
     prompt, completion = sampled.prompt.request.prompt_ids, sampled.completion.token_ids
     rows = []
@@ -106,13 +104,13 @@ def slow_distributions(models: Mapping[int, Any], sampled: Sampled, versions: Se
 
 @pytest.mark.parametrize("kv", ["keep", "recompute"])
 def test_divergences_are_those_of_token_by_token_forwards(kv: KV, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(policies, "LONGEST_STRETCH", 7)
-    monkeypatch.setattr(policies, "FED_TOKENS", 40)
-    monkeypatch.setattr(policies, "DISTRIBUTIONS", 12 * VOCABULARY)
+    monkeypatch.setattr(recompute, "LONGEST_PIECE", 7)
+    monkeypatch.setattr(recompute, "FED_TOKENS", 40)
+    monkeypatch.setattr(recompute, "DISTRIBUTIONS", 12 * VOCABULARY)
     stretches = mixed_policy(0, LAG, LENGTH)
     assert len(stretches) == 3
     done = bench.sample(stretches, kv=kv)
-    tokens, gap = bench.compare(done, stretches, kv=kv)
+    tokens, gap = bench.compare(done, kv=kv)
     assert gap < 1e-4
     found = {
         (int(problem), int(position)): (exact, ratio, version)
@@ -137,7 +135,7 @@ def test_the_gap_to_the_engine_tells_kept_from_recomputed_entries(bench: Bench) 
     """Without this, the checks above could not tell one from the other."""
     stretches = mixed_policy(0, LAG, LENGTH)
     done = bench.sample(stretches)
-    _, gap = bench.compare(done, stretches, kv="recompute")
+    _, gap = bench.compare(done, kv="recompute")
     assert gap > 1e-3
 
 
@@ -165,7 +163,7 @@ def test_the_target_itself_is_on_policy_and_older_weights_are_further(bench: Ben
     for lag in (0, 2, 4):
         stretches = lagged_policy(TARGET - lag, LENGTH)
         done = bench.sample(stretches)
-        tokens, _ = bench.compare(done, stretches)
+        tokens, _ = bench.compare(done)
         means.append(float(tokens.exact_N.mean()))
         if lag == 0:
             assert np.abs(tokens.log_ratio_N).max() < 1e-4

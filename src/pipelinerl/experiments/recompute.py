@@ -1,0 +1,235 @@
+"""Recomputes the distributions that sampled tokens were drawn from, with the weights that sampled each of them.
+
+A sequence is fed to the model in pieces, one for each version of the weights that sampled a part of it. As in the engine, KV
+entries of earlier pieces are kept, or all are computed again with the new weights.
+
+    positions    0 ... prompt-1 | prompt ... prompt+3 | prompt+4 ...
+    predict                  t0 | t1     ...       t4 | t5 ...           token t is predicted at position prompt + t - 1
+
+Shapes: N tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise, zip_longest
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from pipelinerl.checkpoint import load_checkpoint
+from pipelinerl.checkpoint_folders import saved_versions
+from pipelinerl.config.schema import ModelConfig
+from pipelinerl.engine.attention import Chunk
+from pipelinerl.engine.runner import make_runner
+from pipelinerl.errors import ReplayDifferenceError
+from pipelinerl.models.loading import load_model
+from pipelinerl.models.state import checksum, first_names, load_weights, named_weights
+from pipelinerl.models.tensor_file import write_safetensors
+from pipelinerl.types import Completion
+
+KV = Literal["keep", "recompute"]
+Tensors = Callable[[int], Mapping[str, Tensor]]
+"""Function from a version to its weights by name."""
+
+LONGEST_PIECE = 256
+FED_TOKENS = 8192
+DISTRIBUTIONS = 1 << 23
+"""Limits per forward: `FED_TOKENS` input tokens, and `DISTRIBUTIONS` log-probabilities in its output (tokens x vocabulary).
+A piece of one sequence, of up to `LONGEST_PIECE` sampled tokens, is never split, so it may exceed them."""
+
+
+class SavedWeights:
+    """Weights of a run by version, loaded on demand. The latest are cached, up to `cached_bytes` (at least two).
+
+    Version 0 is the model that the run started from; the others are its checkpoints and saved weights, and those that `save`
+    wrote to `folder`. `published` has the checksums of the run's weights, by version.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        model: ModelConfig,
+        *,
+        published: Mapping[int, str] | None = None,
+        folder: Path = Path(),
+        cached_bytes: int = 2 << 30,
+    ) -> None:
+        self._model, self._folder, self._cached_bytes = model, folder, cached_bytes
+        self._published = published or {}
+        self._kept = saved_versions(run_dir)
+        self._aliases: dict[int, dict[str, str]] = {}
+        self._loaded: OrderedDict[int, Mapping[str, Tensor]] = OrderedDict()
+
+    @property
+    def kept(self) -> Sequence[int]:
+        """Versions that the run kept, ascending, including 0."""
+        return sorted({0, *self._kept})
+
+    def save(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+        """Save weights to disk, tied tensors once."""
+        self._aliases[version] = first_names(tensors)
+        owned = {name: tensors[name] for name in self._aliases[version].values()}
+        self._folder.mkdir(parents=True, exist_ok=True)
+        write_safetensors(owned, self._file(version))
+
+    def new_model(self, version: int, device: str) -> Any:
+        """A new model with weights that the run kept. Raises ModelLoadError, and CheckpointError for damaged files."""
+        path = self._kept.get(version)
+        if path is None:
+            return load_model(self._model, device)
+        load_checkpoint(path)  # verifies every file
+        return load_model(self._model.model_copy(update={"path": str(path)}), device)
+
+    def __call__(self, version: int) -> Mapping[str, Tensor]:
+        """The weights of `version` on the CPU, by name. Read only.
+
+        Raises as `new_model`, and ReplayDifferenceError for kept weights that the run did not publish.
+        """
+        if version not in self._loaded:
+            self._loaded[version] = self._load(version)
+            size = sum(tensor.numel() * tensor.element_size() for tensor in self._loaded[version].values())
+            while len(self._loaded) > max(2, self._cached_bytes // size):
+                self._loaded.popitem(last=False)
+        self._loaded.move_to_end(version)
+        return self._loaded[version]
+
+    def _load(self, version: int) -> Mapping[str, Tensor]:
+        if version in self._aliases:
+            owned = load_file(self._file(version))
+            return {name: owned[first] for name, first in self._aliases[version].items()}
+        tensors = named_weights(self.new_model(version, "cpu"))
+        if (published := self._published.get(version)) is not None and checksum(tensors) != published:
+            where = self._kept.get(version, self._model.path)
+            raise ReplayDifferenceError(f"the weights in {where} are not those that the run published as version {version}")
+        return tensors
+
+    def _file(self, version: int) -> Path:
+        return self._folder / f"{version}.safetensors"
+
+
+class Sampled(NamedTuple):
+    """A prompt and its completion."""
+
+    prompt_ids: tuple[int, ...]
+    completion: Completion
+
+
+class Piece(NamedTuple):
+    """Positions `start <= p < end` of a sequence, fed with the weights of `version`; the last `kept` predict tokens."""
+
+    version: int
+    start: int
+    end: int
+    kept: int
+
+
+def pieces_of(sequence: Sampled, kv: KV) -> list[Piece]:
+    """The pieces of a sequence, in order; versions ascend.
+
+    If entries are kept, a prompt that several versions processed is processed by them. If they are recomputed, all entries
+    are of the version that samples.
+    """
+    prompt, spans = len(sequence.prompt_ids), sequence.completion.weight_versions
+    read = sequence.completion.prompt_versions
+    if kv == "recompute" or not read or read[-1].version != spans[0].version:  # not every server says what processed it
+        before, begin = [], 0
+    else:
+        before, begin = [Piece(span.version, span.start, span.end, 0) for span in read[:-1]], read[-1].start
+    starts = [begin, *((0 if kv == "recompute" else prompt + span.start - 1) for span in spans[1:])]
+    sampled = zip(spans, starts, strict=True)
+    return before + [Piece(span.version, start, prompt + span.end - 1, span.end - span.start) for span, start in sampled]
+
+
+class Feed(NamedTuple):
+    """Positions `start <= p < end` of the sequence in row `row`; the last `kept` of them predict tokens from `token` on."""
+
+    row: int
+    start: int
+    end: int
+    kept: int
+    token: int
+
+
+class Recompute:
+    """Feeds sequences to a model, as many at once as it has slots."""
+
+    def __init__(self, model: Any, *, slots: int, max_length: int, temperature: float) -> None:
+        """Takes ownership of the model: its weights are replaced."""
+        self._runner = make_runner(model, slots, max_length)
+        self._temperature = temperature
+        self.slots = slots
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        load_weights(self._runner.model, tensors)
+        self._runner.weights_changed()
+
+    @torch.inference_mode()
+    def run(self, wave: Sequence[Sampled], tensors: Tensors, kv: KV) -> Iterator[tuple[int, Sequence[Feed], Tensor]]:
+        """For all tokens of up to `slots` sequences: version, feeds, and log-probabilities [N, V] of the feeds in order."""
+        rows: dict[int, dict[int, list[Feed]]] = defaultdict(dict)
+        for row, sequence in enumerate(wave):
+            for piece in pieces_of(sequence, kv):
+                rows[piece.version][row] = list(_split(piece, row, len(sequence.prompt_ids)))
+        for version in sorted(rows):
+            self.load(tensors(version))
+            for together in zip_longest(*rows[version].values()):  # a row's feeds come one after the other
+                feeds = [feed for feed in together if feed is not None]
+                for batch in _batches(feeds, self._runner.vocabulary):
+                    yield version, feeds[batch], self.log_probabilities(wave, feeds[batch])
+
+    @torch.inference_mode()
+    def log_probabilities(self, wave: Sequence[Sampled], feeds: Sequence[Feed]) -> Tensor:
+        """Feed these positions. Returns the log-probabilities [N, V] in float64 at those that predict tokens."""
+        ids: list[int] = []
+        positions: list[int] = []
+        keep: list[int] = []
+        chunks = []
+        for feed in feeds:
+            chunks.append(Chunk(begin=len(ids), count=feed.end - feed.start, row=feed.row, offset=feed.start))
+            prompt_ids, completion = wave[feed.row]
+            ids += (*prompt_ids, *completion.token_ids)[feed.start : feed.end]
+            positions += range(feed.start, feed.end)
+            keep += range(len(ids) - feed.kept, len(ids))
+        logits_NV = self._runner.forward(self._runner.kv, ids, positions, keep=keep, chunks=tuple(chunks))
+        return log_probabilities(logits_NV, self._temperature)
+
+
+def log_probabilities(logits_NV: Tensor, temperature: float) -> Tensor:
+    """log softmax(logits / temperature), in float64: divergences can be as small as float32 rounding errors."""
+    return (logits_NV.double() / temperature).log_softmax(-1)
+
+
+def values_of(wave: Sequence[Sampled], feeds: Sequence[Feed]) -> tuple[list[int], list[float]]:
+    """The token ids and the recorded log-probs that the feeds predict, in order."""
+    parts = [(wave[feed.row].completion, slice(feed.token, feed.token + feed.kept)) for feed in feeds]
+    ids = [token_id for completion, part in parts for token_id in completion.token_ids[part]]
+    return ids, [logprob for completion, part in parts for logprob in completion.logprobs[part]]
+
+
+def _split(piece: Piece, row: int, prompt: int) -> Iterator[Feed]:
+    """The piece in parts of at most `LONGEST_PIECE` sampled tokens, which changes no result."""
+    start, kept = piece.start, min(piece.kept, LONGEST_PIECE)
+    end = piece.end - piece.kept + kept
+    while True:
+        yield Feed(row, start, end, kept, end - prompt + 1 - kept)
+        if end == piece.end:
+            return
+        start, kept = end, min(piece.end - end, LONGEST_PIECE)
+        end = start + kept
+
+
+def _batches(feeds: Sequence[Feed], vocabulary: int) -> list[slice]:
+    """Consecutive feeds that fit into one forward, by `FED_TOKENS` and `DISTRIBUTIONS`."""
+    edges = [0]
+    fed = kept = 0
+    for index, feed in enumerate(feeds):
+        fed, kept = fed + feed.end - feed.start, kept + feed.kept
+        if index > edges[-1] and (fed > FED_TOKENS or kept * vocabulary > DISTRIBUTIONS):
+            edges.append(index)
+            fed, kept = feed.end - feed.start, feed.kept
+    return [slice(start, end) for start, end in pairwise([*edges, len(feeds)]) if start < end]
