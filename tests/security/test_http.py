@@ -47,7 +47,7 @@ BLOCKS: list[Any] = [
 MESSAGE = {"model": "bytes", "messages": BLOCKS, "tools": [{"name": "f", "input_schema": PARAMETERS}], "max_tokens": 3}
 REQUESTS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/completions", PLAIN),
-    ("/v1/completions", PLAIN | RULES | {"prompt": ["hello", "you"], "logprobs": 2, "echo": True}),
+    ("/v1/completions", PLAIN | RULES | {"prompt": ["hello", "you"], "logprobs": 2}),
     ("/v1/completions", PLAIN | {"structured_outputs": {"regex": "a+|b{2}"}, "stream": True}),
     ("/v1/chat/completions", CHAT),
     ("/v1/chat/completions", CHAT | {"logprobs": True, "top_logprobs": 2, "chat_template_kwargs": {"a": 1}} | RULES),

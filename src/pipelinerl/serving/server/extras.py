@@ -1,8 +1,7 @@
-"""What some requests need beyond sampled tokens: alternatives, log-probs of the prompt, changed or constrained logits.
+"""What some requests need beyond sampled tokens: alternatives, and changed or constrained logits.
 
     ServerEngine, before each token of a request with extras      Rule.apply      changes its row of logits
                   after it                                        Rule.sampled, Extras.tops
-                  while its prompt is processed                   Extras.prompt
 
 Other requests are computed exactly as by `LocalEngine`, at the same cost. Extras are written in the engine's thread; the
 event loop reads the entries of the tokens that were delivered to it.
@@ -12,24 +11,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from pipelinerl.engine import LocalEngine
-from pipelinerl.engine.attention import Chunk
-from pipelinerl.engine.rows import Ints, Prefill
+from pipelinerl.engine.rows import Ints
 from pipelinerl.engine.sampler import SamplingRows
 from pipelinerl.engine.truncation import distribution
 from pipelinerl.types import GenerationRequest
 
 if TYPE_CHECKING:
     from pipelinerl.serving.server.openai.bodies import Adjustments
-
-_SCORED_TOKENS = 512
-"""Largest number of prompt tokens scored in one step: each needs a row of logits."""
 
 Likeliest = list[tuple[int, float]]
 """Token ids with their log-probs, likeliest first."""
@@ -44,26 +39,16 @@ class Rule(Protocol):
     def sampled(self, token_id: int) -> None: ...
 
 
-class PromptToken(NamedTuple):
-    """The log-prob of a prompt token after those before it, at temperature 1, by the weights of `version`."""
-
-    token_id: int
-    logprob: float
-    likeliest: Likeliest
-    version: int
-
-
 class Extras:
     """The extras of one request.
 
     `top`: how many likeliest tokens to record; `tops[i]`: those of sampled token i, under the distribution that it was drawn
-    from. `prompt`: the prompt's tokens but the first, if `scores_prompt`. `error`: why the request was cancelled.
+    from. `error`: why the request was cancelled.
     """
 
-    def __init__(self, *, top: int = 0, scores_prompt: bool = False, rules: Sequence[Rule] = ()) -> None:
-        self.top, self.scores_prompt, self.rules = top, scores_prompt, rules
+    def __init__(self, *, top: int = 0, rules: Sequence[Rule] = ()) -> None:
+        self.top, self.rules = top, rules
         self.tops: list[Likeliest] = []
-        self.prompt: list[PromptToken] = []
         self.error: str | None = None
 
     def change(self, logits_V: Tensor) -> None:
@@ -113,67 +98,8 @@ class Penalties:
         self._seen.add(token_id)
 
 
-class _Scored(NamedTuple):
-    """Part of a prompt in this step's packed batch: the tokens after `offset`, from the logits at `begin` on."""
-
-    prefill: Prefill
-    begin: int
-    offset: int
-    length: int
-
-
 class ServerEngine(LocalEngine):
     """The embedded engine, which also serves requests with extras."""
-
-    _scored: tuple[_Scored, ...] = ()
-    _kept: Sequence[int] = ()
-    _needed: Sequence[int] = ()
-
-    def _next_chunks(self) -> list[tuple[Prefill, int]]:
-        chunks, room = [], _SCORED_TOKENS
-        for prefill, count in super()._next_chunks():
-            allowed = count
-            if self._streaming and _scorers(prefill):
-                allowed = min(count, room)
-                room -= allowed
-            if allowed:
-                chunks.append((prefill, allowed))
-        return chunks
-
-    def _packed_inputs(self, chunks: Sequence[tuple[Prefill, int]]) -> tuple[Tensor, Tensor, list[int], tuple[Chunk, ...]]:
-        ids_T, positions_T, keep, packed = super()._packed_inputs(chunks)
-        if self._streaming:
-            self._scored = tuple(
-                # The logits at the last token of a prompt are those of the first sampled token.
-                _Scored(prefill, chunk.begin, chunk.offset, min(chunk.count, len(prefill.prompt_ids) - 1 - chunk.offset))
-                for (prefill, _), chunk in zip(chunks, packed, strict=True)
-                if _scorers(prefill)
-            )
-        if self._scored:
-            scored = {part.begin + i for part in self._scored for i in range(part.length)}
-            self._needed, keep = keep, sorted(scored.union(keep))
-            self._kept = keep
-        return ids_T, positions_T, keep, packed
-
-    def _run(self, chunks: Sequence[tuple[Prefill, int]]) -> Tensor:
-        logits_PV = super()._run(chunks)
-        if not self._scored:
-            return logits_PV
-        scored, self._scored = self._scored, ()
-        place = {index: number for number, index in enumerate(self._kept)}
-        for prefill, begin, offset, count in scored:
-            if count <= 0:
-                continue
-            logprobs_TV = logits_PV[place[begin] : place[begin] + count].float().log_softmax(-1)
-            ids = prefill.prompt_ids[offset + 1 : offset + 1 + count]
-            ids_T1 = torch.tensor(ids, device=logprobs_TV.device)[:, None]
-            scorers = _scorers(prefill)
-            likeliest = _likeliest(logprobs_TV, max(extras.top for extras in scorers))
-            of_ids = logprobs_TV.gather(1, ids_T1)[:, 0].tolist()
-            tokens = [PromptToken(*token, self._version) for token in zip(ids, of_ids, likeliest, strict=True)]
-            for extras in scorers:
-                extras.prompt += tokens
-        return logits_PV[[place[index] for index in self._needed]]
 
     def _draw(self, logits_nV: Tensor, rows_n: Ints | slice, uniforms_n: Tensor) -> tuple[Tensor, Tensor]:
         if isinstance(rows_n, slice) or not self._streaming:
@@ -212,11 +138,6 @@ class ServerEngine(LocalEngine):
             top_k_n=torch.from_numpy(np.where(greedy_m, 0, table.top_k[rows_m])).to(device),
         )
         return _likeliest(distribution(logits_mV - logits_mV.max(-1, keepdim=True).values, rows), count)
-
-
-def _scorers(prefill: Prefill) -> list[Extras]:
-    requests = [member.request for member in prefill.members]
-    return [r.extras for r in requests if isinstance(r, ExtendedRequest) and r.extras.scores_prompt]
 
 
 def _likeliest(logprobs_nV: Tensor, count: int) -> list[Likeliest]:

@@ -93,45 +93,6 @@ async def test_alternatives_are_the_likeliest_tokens_of_the_distribution_that_wa
 
 
 @in_event_loop
-async def test_an_echoed_prompt_has_its_log_probs_as_evaluation_harnesses_ask_for_them(tmp_path: Path) -> None:
-    """Long prompts are scored in parts, while other requests go on; equal prompts are computed once."""
-    prompts = [TOKENIZER.encode(text) for text in ("hello", "a longer prompt " * 6, "hello", "x")]
-    async with official(tmp_path, prefill_tokens=64) as (client, plain, service):
-        alone = (await plain.post("/v1/completions", json=PLAIN | {"logprobs": 0} | EXACT)).json()["choices"]
-        beside = asyncio.create_task(plain.post("/v1/completions", json=PLAIN | {"logprobs": 0} | EXACT))
-        wants = {"echo": True, "max_tokens": 1, "logprobs": 1, "temperature": 0, "prompt": prompts}
-        answer = await client.completions.create(model="bytes", **wants)
-        assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
-        assert answer.usage.prompt_tokens == sum(map(len, prompts))
-        for ids, choice in zip(prompts, answer.choices, strict=True):
-            logprobs = choice.logprobs
-            assert choice.text.startswith(TOKENIZER.decode(ids))
-            assert logprobs.token_logprobs[0] is logprobs.top_logprobs[0] is None
-            expected_TV = full_logprobs(ids)
-            expected = [float(expected_TV[i, token]) for i, token in enumerate(ids[1:])]
-            assert logprobs.token_logprobs[1:-1] == pytest.approx(expected, abs=1e-4)
-            greedy = [
-                value == max(top.values())
-                for value, top in zip(logprobs.token_logprobs[1:-1], logprobs.top_logprobs[1:-1], strict=True)
-            ]
-            assert greedy == [int(expected_TV[i].argmax()) == token for i, token in enumerate(ids[1:])]
-            assert logprobs.text_offset[: len(ids)] == list(range(len(ids)))
-        (theirs,) = (await beside).json()["choices"]
-        assert theirs["token_ids"] == alone[0]["token_ids"]
-        assert theirs["logprobs"]["token_logprobs"] == pytest.approx(alone[0]["logprobs"]["token_logprobs"], abs=1e-5)
-        only = (await client.completions.create(model="bytes", **wants | {"max_tokens": 0})).choices
-        assert [choice.text for choice in only] == [TOKENIZER.decode(ids) for ids in prompts]
-        assert [len(choice.logprobs.tokens) for choice in only] == list(map(len, prompts))
-        parts = {"text": "", "tokens": []}
-        async for chunk in await client.completions.create(**PLAIN | {"echo": True, "logprobs": 0, "stream": True}):
-            parts["text"] += chunk.choices[0].text
-            parts["tokens"] += chunk.choices[0].logprobs.tokens if chunk.choices[0].logprobs else []
-        whole = (await client.completions.create(**PLAIN | {"echo": True, "logprobs": 0})).choices[0]
-        assert (parts["text"], parts["tokens"]) == (whole.text, whole.logprobs.tokens)
-        assert service.engine.open_requests == 0
-
-
-@in_event_loop
 async def test_several_answers_to_several_prompts_are_those_of_single_requests(tmp_path: Path) -> None:
     async with official(tmp_path) as (client, plain, _):
 
@@ -161,7 +122,7 @@ async def test_several_answers_to_several_prompts_are_those_of_single_requests(t
 @in_event_loop
 async def test_every_token_has_its_version_also_with_extras_and_several_answers(tmp_path: Path) -> None:
     async with official(tmp_path) as (_, plain, service):
-        body = PLAIN | {"n": 2, "max_tokens": 300, "ignore_eos": True, "logprobs": 2, "echo": True} | EXACT
+        body = PLAIN | {"n": 2, "max_tokens": 300, "ignore_eos": True, "logprobs": 2} | EXACT
         asking = asyncio.create_task(plain.post("/v1/completions", json=body))
         await wait_until(lambda: service.engine.progress().tokens_generated > 4)
         weights = {name: tensor.clone() for name, tensor in named_weights(byte_model(1)).items()}

@@ -1,25 +1,21 @@
-"""What the translations share: strict reading of requests, and streams of named events."""
+"""What the translations share: parts of requests as those of Chat Completions, and streams of named events."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
 from pipelinerl.errors import RequestError
-from pipelinerl.serving.server.http import decoded, server_sent_event
+from pipelinerl.serving.server.http import server_sent_event
 from pipelinerl.serving.server.openai.answers import Json, MakeWriter
-from pipelinerl.serving.server.openai.bodies import ChatBody, StreamOptions
+from pipelinerl.serving.server.openai.bodies import ChatBody, StreamOptions, refuse_keys
 from pipelinerl.serving.wire import ErrorBody
 
 T = TypeVar("T")
-StructT = TypeVar("StructT", bound=msgspec.Struct)
-
-Harmless = Mapping[str, tuple[object, ...] | None]
-"""Keys that are ignored, and with which values; None: with any."""
 
 # ---- requests
 
@@ -33,31 +29,6 @@ class Translated(NamedTuple):
 
 USAGE_AT_THE_END = StreamOptions(include_usage=True)
 """What the writers below need of a stream."""
-
-
-def read_strictly(data: bytes, kind: type[StructT], harmless: Harmless, hints: Mapping[str, str]) -> StructT:
-    """Decode a body. Raises RequestError if it is malformed, or has a key that is neither a field nor harmless.
-
-    `hints`: what to do about some keys that are refused.
-    """
-    body = decoded(data, kind)
-    refuse_keys("", decoded(data, dict[str, Any]), kind, harmless, hints)
-    return body
-
-
-def refuse_keys(
-    where: str,
-    given: Mapping[str, Any],
-    kind: type[msgspec.Struct],
-    harmless: Harmless,
-    hints: Mapping[str, str] | None = None,
-) -> None:
-    """Raises RequestError for a key of `given` that is neither a field of `kind` nor harmless, unless its value is null."""
-    for name, value in given.items():
-        ignored = harmless.get(name, ())
-        if value is not None and name not in kind.__struct_fields__ and ignored is not None and value not in ignored:
-            hint = (hints or {}).get(name, "leave it out")
-            raise RequestError(f"{where}{name[:60]}: this server does not support it; {hint}")
 
 
 def converted(where: str, value: object, kind: type[T]) -> T:
@@ -80,10 +51,29 @@ def only_text(where: str, content: object, types: Sequence[str]) -> str:
     return "".join(texts)
 
 
-def function_tool(name: str, description: str | None, parameters: Mapping[str, Any] | None) -> Json:
-    """A tool of Chat Completions."""
-    optional = {"description": description, "parameters": parameters}
-    return {"type": "function", "function": {"name": name} | {key: value for key, value in optional.items() if value}}
+class _Tool(msgspec.Struct, frozen=True):
+    """A tool of either API."""
+
+    type: str | None = None
+    name: str = ""
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    input_schema: dict[str, Any] | None = None
+
+
+def chat_tools(tools: Sequence[Json] | None, *types: str | None) -> list[Json] | None:
+    """Tools of these types as those of Chat Completions. Raises RequestError for other ones."""
+    return [_chat_tool(f"tools[{number}]", given, types) for number, given in enumerate(tools or [])] or None
+
+
+def _chat_tool(where: str, given: Json, types: Sequence[str | None]) -> Json:
+    tool = converted(where, given, _Tool)
+    if tool.type not in types or not tool.name:
+        kind = str(tool.type)[:40]
+        raise RequestError(f"{where}: this server has no tools of type {kind!r}; give functions of your own, with a `name`")
+    refuse_keys(given, _Tool, f"{where}.", strict=True)
+    optional = {"description": tool.description, "parameters": tool.parameters or tool.input_schema}
+    return {"type": "function", "function": {"name": tool.name} | {key: value for key, value in optional.items() if value}}
 
 
 def function_call(call_id: str, name: str, arguments: object) -> Json:

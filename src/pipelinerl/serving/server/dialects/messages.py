@@ -13,45 +13,19 @@ from pipelinerl.errors import PipelineRLError, RequestError
 from pipelinerl.serving.server.dialects.common import (
     USAGE_AT_THE_END,
     EventWriter,
-    Harmless,
     Part,
     Translated,
+    chat_tools,
     converted,
     function_call,
-    function_tool,
     only_text,
-    read_strictly,
-    refuse_keys,
 )
 from pipelinerl.serving.server.http import error_answer
 from pipelinerl.serving.server.openai.answers import Json
-from pipelinerl.serving.server.openai.bodies import ChatBody, choice_of_function
+from pipelinerl.serving.server.openai.bodies import ChatBody, choice_of_function, read_body
 from pipelinerl.serving.wire import ErrorBody, ErrorCode
 
 # ---- requests
-
-_HARMLESS: Harmless = {
-    "cache_control": None,
-    "metadata": None,
-    "service_tier": None,
-    "thinking": ({"type": "disabled"},),
-    "output_config": ({},),
-}
-_HARMLESS_OF_TOOLS: Harmless = {
-    "allowed_callers": (["direct"],),
-    "cache_control": None,
-    "defer_loading": (False,),
-    "eager_input_streaming": None,
-    "input_examples": ([],),
-    "strict": None,  # not enforced, as in Chat Completions
-}
-
-
-class _Tool(msgspec.Struct, frozen=True):
-    type: str | None = None
-    name: str = ""
-    description: str | None = None
-    input_schema: dict[str, Any] | None = None
 
 
 class _Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -93,7 +67,7 @@ class MessagesBody(msgspec.Struct, frozen=True, kw_only=True):
 
 def read(data: bytes) -> Translated:
     """Raises RequestError for a request that is malformed, or asks for what is not supported."""
-    asked = read_strictly(data, MessagesBody, _HARMLESS, {})
+    asked = read_body(data, MessagesBody, strict=True)
     body = ChatBody(
         model=asked.model,
         messages=_messages(asked),
@@ -102,7 +76,7 @@ def read(data: bytes) -> Translated:
         top_p=asked.top_p,
         top_k=asked.top_k,
         stop=asked.stop_sequences,
-        tools=[_tool(f"tools[{number}]", tool) for number, tool in enumerate(asked.tools or [])] or None,
+        tools=chat_tools(asked.tools, None, "custom"),
         tool_choice=None if asked.tool_choice is None else _tool_choice(asked.tool_choice),
         stream=asked.stream,
         stream_options=USAGE_AT_THE_END,
@@ -158,14 +132,6 @@ def _answer(content: str | list[dict[str, Any]], where: str) -> Json:
     if calls:
         message["tool_calls"] = [function_call(call.id, call.name, call.input) for call in calls]
     return message
-
-
-def _tool(where: str, given: Json) -> Json:
-    tool = converted(where, given, _Tool)
-    if tool.type not in (None, "custom") or not tool.name:
-        raise RequestError(f"{where}: this server has no tools of type {tool.type!r}; give tools of your own, with a `name`")
-    refuse_keys(f"{where}.", given, _Tool, _HARMLESS_OF_TOOLS)
-    return function_tool(tool.name, tool.description, tool.input_schema)
 
 
 def _tool_choice(choice: _Choice) -> Any:

@@ -12,46 +12,26 @@ from pipelinerl.errors import RequestError
 from pipelinerl.serving.server.dialects.common import (
     USAGE_AT_THE_END,
     EventWriter,
-    Harmless,
     Part,
     Translated,
+    chat_tools,
     converted,
     function_call,
-    function_tool,
     only_text,
-    read_strictly,
-    refuse_keys,
 )
 from pipelinerl.serving.server.openai.answers import Json
-from pipelinerl.serving.server.openai.bodies import ChatBody, JsonSchema, ResponseFormat, choice_of_function
+from pipelinerl.serving.server.openai.bodies import (
+    WHOLE_INPUT,
+    ChatBody,
+    JsonSchema,
+    ResponseFormat,
+    choice_of_function,
+    read_body,
+)
 from pipelinerl.serving.wire import ErrorBody
 
 # ---- requests
 
-_HARMLESS: Harmless = {
-    "background": (False,),
-    "include": ([], ["reasoning.encrypted_content"]),  # there are no items of reasoning
-    "parallel_tool_calls": (True,),
-    "prompt_cache_key": None,
-    "prompt_cache_options": None,
-    "prompt_cache_retention": None,
-    "reasoning": ({},),
-    "safety_identifier": None,
-    "service_tier": None,
-    "store": (False,),
-    "stream_options": None,
-    "top_logprobs": (0,),
-    "truncation": ("disabled",),
-    "user": None,
-}
-_WHOLE_INPUT = "nothing is stored here: send the whole input each time"
-_HINTS = {
-    "previous_response_id": _WHOLE_INPUT,
-    "conversation": _WHOLE_INPUT,
-    "store": "nothing is stored here: leave it out, or set it to false",
-    "parallel_tool_calls": "the model may call several tools in one answer: leave it out",
-}
-_HARMLESS_OF_TOOLS: Harmless = {"allowed_callers": (["direct"],), "async": (False,), "defer_loading": (False,)}
 _ROLES = {"developer": "system"}
 """The roles that models' chat templates lack, and what they become."""
 
@@ -64,16 +44,6 @@ class _Format(msgspec.Struct, frozen=True):
 class _Text(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     format: _Format = _Format()
     verbosity: Literal["medium"] | None = None
-
-
-class _Tool(msgspec.Struct, frozen=True):
-    """`strict` is not enforced, as in Chat Completions."""
-
-    type: str
-    name: str = ""
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
 
 
 class _Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -113,7 +83,7 @@ class ResponsesBody(msgspec.Struct, frozen=True, kw_only=True):
 
 def read(data: bytes) -> Translated:
     """Raises RequestError for a request that is malformed, or asks for what is not supported."""
-    asked = read_strictly(data, ResponsesBody, _HARMLESS, _HINTS)
+    asked = read_body(data, ResponsesBody, strict=True)
     body = ChatBody(
         model=asked.model,
         messages=_messages(asked),
@@ -121,7 +91,7 @@ def read(data: bytes) -> Translated:
         temperature=asked.temperature,
         top_p=asked.top_p,
         response_format=_response_format(asked.text or {}),
-        tools=[_tool(f"tools[{number}]", tool) for number, tool in enumerate(asked.tools or [])] or None,
+        tools=chat_tools(asked.tools, "function"),
         tool_choice=choice_of_function(choice.name) if isinstance(choice := asked.tool_choice, _Choice) else choice,
         stream=asked.stream,
         stream_options=USAGE_AT_THE_END,
@@ -158,16 +128,8 @@ def _add_item(messages: list[Json], item: Json, where: str) -> None:
         content = only_text(f"{where}.output", result.output, ("input_text",))
         messages.append({"role": "tool", "tool_call_id": result.call_id, "content": content})
     else:
-        hint = _WHOLE_INPUT if kind == "item_reference" else "leave it out"
+        hint = WHOLE_INPUT if kind == "item_reference" else "leave it out"
         raise RequestError(f"{where}: this server does not support items of type {str(kind)[:40]!r}; {hint}")
-
-
-def _tool(where: str, given: Json) -> Json:
-    tool = converted(where, given, _Tool)
-    if tool.type != "function" or not tool.name:
-        raise RequestError(f"{where}: this server has no tools of type {tool.type[:40]!r}; give functions, with a `name`")
-    refuse_keys(f"{where}.", given, _Tool, _HARMLESS_OF_TOOLS)
-    return function_tool(tool.name, tool.description, tool.parameters)
 
 
 def _response_format(text: Json) -> ResponseFormat | None:

@@ -85,10 +85,10 @@ def usage_of(prompt_tokens: int, completion_tokens: int) -> Json:
 
 
 class ScoredToken(NamedTuple):
-    """`logprob` is None for the first token of a prompt. `offset`: number of characters that were final before it."""
+    """`offset`: number of characters that were final before it."""
 
     token_id: int
-    logprob: float | None
+    logprob: float
     likeliest: Likeliest
     offset: int = 0
 
@@ -108,11 +108,8 @@ class LogprobWriter:
 
     def of_text(self, tokens: Sequence[ScoredToken]) -> Json:
         """As in vLLM, the alternatives to a token include the token itself, first."""
-        tops: list[dict[str, float] | None] = []
+        tops: list[dict[str, float]] = []
         for token in tokens:
-            if token.logprob is None:
-                tops.append(None)
-                continue
             chosen = (token.token_id, token.logprob)
             pairs = [chosen, *(pair for pair in _with_exact(token)[: self._top] if pair != chosen)]
             by_text: dict[str, float] = {}
@@ -126,11 +123,11 @@ class LogprobWriter:
             "top_logprobs": tops,
         }
 
-    def _token(self, token_id: int, logprob: float | None) -> Json:
+    def _token(self, token_id: int, logprob: float) -> Json:
         """`bytes` is None for a token that is part of a character."""
         text = self._text(token_id)
         data = None if PART in text else list(text.encode())
-        return {"token": text, "logprob": max(logprob or 0.0, _LOWEST_LOGPROB), "bytes": data}
+        return {"token": text, "logprob": max(logprob, _LOWEST_LOGPROB), "bytes": data}
 
     def _text(self, token_id: int) -> str:
         return f"token_id:{token_id}" if self._as_ids else self._tokenizer.decode([token_id], skip_special_tokens=False)
@@ -138,7 +135,7 @@ class LogprobWriter:
 
 def _with_exact(token: ScoredToken) -> Likeliest:
     """The likeliest tokens. The log-prob of the token itself is that which it was sampled with, not its float32 rounding."""
-    return [(one, token.logprob if one == token.token_id else value) for one, value in token.likeliest]  # type: ignore[misc]
+    return [(one, token.logprob if one == token.token_id else value) for one, value in token.likeliest]
 
 
 # ---- a generation as pieces of text

@@ -1,13 +1,13 @@
-"""Request bodies of OpenAI's API: the supported fields, and the known fields that are refused.
+"""Request bodies of OpenAI's API: the supported fields; and the keys that are refused, by all APIs of the server.
 
-Unknown keys are ignored, because clients send many. A known key that would change the result is refused if it is not
-supported.
+Unknown keys of chats and completions are ignored, because clients send many. A known key that would change the result is
+refused if it is not supported. The other APIs (`dialects`) refuse all keys that are not listed here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import msgspec
 
@@ -15,82 +15,77 @@ from pipelinerl.errors import RequestError
 from pipelinerl.serving.server.http import MAX_STOP_STRING, MAX_STOPS, check_sampling, decoded
 from pipelinerl.types import SamplingParams
 
-_HARMLESS: dict[str, tuple[object, ...]] = {
-    "best_of": (1,),
-    "min_tokens": (0,),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "modalities": (["text"],),
-    "top_logprobs": (0,),
-    "prompt_logprobs": (),
-    "echo": (False,),
-    "suffix": ("",),
-    "audio": (),
-    "prediction": (),
-    "web_search_options": (),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
-    "logprob_token_ids": (),
-    "prompt_embeds": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_decoding_backend": (),
-    "guided_whitespace_pattern": (),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "documents": ([],),
+_UNSUPPORTED = """
+    add_generation_prompt allowed_token_ids audio bad_words best_of chat_template chat_template_kwargs continue_final_message
+    documents early_stopping echo function_call functions guided_choice guided_decoding_backend guided_grammar guided_json
+    guided_regex guided_whitespace_pattern length_penalty logprob_token_ids min_tokens modalities prediction priority
+    prompt_embeds prompt_logprobs reasoning_effort suffix tool_choice tools top_logprobs truncate_prompt_tokens
+    use_beam_search web_search_options
+"""
+"""Known keys that are refused by chats, or by completions, unless the other one has such a field."""
+_NEUTRAL: dict[str, tuple[object, ...]] = {
     "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    "truncate_prompt_tokens": (),
-    "priority": (0,),
+    "allowed_callers": (["direct"],),
+    "best_of": (1,),
+    "function_call": ("none", "auto"),
+    "include": ([], ["reasoning.encrypted_content"]),  # there are no items of reasoning
     "length_penalty": (1,),
-    "early_stopping": (False,),
-    "reasoning_effort": (),
-    "use_beam_search": (False,),
+    "min_tokens": (0,),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True,),
+    "priority": (0,),
+    "thinking": ({"type": "disabled"},),
+    "tool_choice": ("none", "auto"),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
 }
-"""Known keys that are not supported (or only by the other endpoint), and the values without effect that are accepted."""
+"""Values of unsupported keys that have no effect. Of other keys, null, false and empty values have none."""
+_IGNORED = """
+    cache_control eager_input_streaming metadata prompt_cache_key prompt_cache_options prompt_cache_retention
+    safety_identifier service_tier stream_options strict user
+"""
+"""Keys that are ignored with any value."""
+WHOLE_INPUT = "nothing is stored here: send the whole input each time"
+_HINTS = {
+    "previous_response_id": WHOLE_INPUT,
+    "conversation": WHOLE_INPUT,
+    "store": "nothing is stored here: leave it out, or set it to false",
+    "parallel_tool_calls": "the model may call several tools in one answer: leave it out",
+}
 
 MAX_TOP_LOGPROBS = 20
 MAX_CHOICES = 128
 _MAX_BIASES = 1024
 
-NOT_VARIABLES = frozenset(
-    {
-        "add_generation_prompt",
-        "chat_template",
-        "continue_final_message",
-        "conversation",
-        "documents",
-        "max_length",
-        "messages",
-        "padding",
-        "return_assistant_tokens_mask",
-        "return_dict",
-        "return_tensors",
-        "tokenize",
-        "tokenizer_kwargs",
-        "tools",
-        "truncation",
-    }
-)
+_NOT_VARIABLES = """
+    add_generation_prompt chat_template continue_final_message conversation documents max_length messages padding
+    return_assistant_tokens_mask return_dict return_tensors tokenize tokenizer_kwargs tools truncation
+"""
 """Arguments of `apply_chat_template` that are not variables of the template."""
 
-BodyT = TypeVar("BodyT", bound="Body")
+BodyT = TypeVar("BodyT", bound=msgspec.Struct)
 
 
-def read_body(data: bytes, body_type: type[BodyT]) -> BodyT:
-    """Decode a body. Raises RequestError if it is malformed, or uses a key that is not supported."""
+def read_body(data: bytes, body_type: type[BodyT], *, strict: bool = False) -> BodyT:
+    """Decode a body. Raises RequestError if it is malformed, or uses a key that is not supported; see `refuse_keys`."""
     body = decoded(data, body_type)
-    for name, raw in decoded(data, dict[str, msgspec.Raw]).items():
-        if name not in _HARMLESS or name in body_type.__struct_fields__:
-            continue
-        if (value := decoded(bytes(raw), object)) is not None and value not in _HARMLESS[name]:
-            raise RequestError(f"{name}: this server does not support it; leave it out")
+    refuse_keys(decoded(data, dict[str, Any]), body_type, strict=strict)
     return body
+
+
+def refuse_keys(given: Mapping[str, Any], kind: type[msgspec.Struct], where: str = "", *, strict: bool) -> None:
+    """Raises RequestError for a key that `kind` does not have, if its value has an effect.
+
+    Unknown keys are refused if `strict`, otherwise ignored.
+    """
+    unsupported, ignored = frozenset(_UNSUPPORTED.split()), frozenset(_IGNORED.split())
+    for name, value in given.items():
+        if name in kind.__struct_fields__ or name in ignored or not (strict or name in unsupported):
+            continue
+        empty = value is False or value in ("", [], {})
+        if value is not None and not (value in _NEUTRAL[name] if name in _NEUTRAL else empty):
+            hint = _HINTS.get(name, "leave it out")
+            raise RequestError(f"{where}{name[:60]}: this server does not support it; {hint}")
 
 
 def check_stops(stops: Sequence[str]) -> None:
@@ -103,10 +98,13 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
     include_usage: bool = False
 
 
+GrammarKind = Literal["json", "regex", "choice", "tools"]
+
+
 class Grammar(NamedTuple):
     """What an answer must follow. `source`: the regex, or JSON: a schema, a list of texts, or of tools. `key`: who asked."""
 
-    kind: Literal["json", "regex", "choice", "tools"]
+    kind: GrammarKind
     source: str
     key: str
 
@@ -187,20 +185,21 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def grammar(self) -> Grammar | None:
         """What the answer must follow, if anything. Raises RequestError for more or less than one specification."""
-        wanted = []
-        if self.response_format is not None and self.response_format.type != "text":
-            given = self.response_format.json_schema
-            if self.response_format.type == "json_object":
-                given = JsonSchema(schema={"type": "object"})
-            if given is None or given.schema is None:
+        wanted: list[Grammar] = []
+        if (format_ := self.response_format) is not None and format_.type != "text":
+            schema = (
+                {"type": "object"} if format_.type == "json_object" else format_.json_schema and format_.json_schema.schema
+            )
+            if schema is None:
                 raise RequestError("response_format: give `json_schema` with a `schema`")
-            wanted.append(Grammar("json", _json(given.schema), "response_format"))
+            wanted.append(Grammar("json", _json(schema), "response_format"))
         if (outputs := self.structured_outputs) is not None:
-            key = "structured_outputs"
-            wanted += [Grammar("json", _json(outputs.json), key)] if outputs.json is not None else []
-            wanted += [Grammar("regex", outputs.regex, key)] if outputs.regex is not None else []
-            wanted += [Grammar("choice", _json(outputs.choice), key)] if outputs.choice else []
-            if not wanted:
+            sources = {"json": outputs.json, "choice": outputs.choice or None, "regex": outputs.regex}
+            for kind, value in sources.items():
+                if value is not None:
+                    source = value if isinstance(value, str) else _json(value)
+                    wanted.append(Grammar(cast("GrammarKind", kind), source, "structured_outputs"))
+            if not any(one.key == "structured_outputs" for one in wanted):
                 raise RequestError("structured_outputs: give `json`, `regex` or `choice`")
         if len(wanted) > 1:
             raise RequestError(f"{wanted[-1].key}: an answer can follow only one of the given formats")
@@ -249,24 +248,16 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CompletionBody(Body, frozen=True, kw_only=True):
-    """`prompt`: a text or token ids, or a list of texts or of lists of ids. `logprobs`: how many alternatives.
-
-    With `echo` the answer begins with the prompt; `max_tokens` may then be 0.
-    """
+    """`prompt`: a text or token ids, or a list of texts or of lists of ids. `logprobs`: how many alternatives."""
 
     prompt: str | list[str | int | list[int]]
     logprobs: int | None = None
-    echo: bool = False
     add_special_tokens: bool = True
 
     @property
     def top(self) -> int | None:
         """Number of alternatives to each token; None: no log-probs. Raises RequestError if it is out of range."""
         return _checked_top("logprobs", self.logprobs)
-
-    @property
-    def only_echo(self) -> bool:
-        return self.echo and self.max_tokens == 0
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -397,7 +388,7 @@ class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
 
 def template_options(variables: dict[str, Any] | None, generation_prompt: bool, open_end: bool) -> dict[str, Any]:
     options = variables or {}
-    if taken := sorted(NOT_VARIABLES & options.keys()):
+    if taken := sorted(options.keys() & _NOT_VARIABLES.split()):
         raise RequestError(f"chat_template_kwargs: {taken[0]} is not a variable of the chat template; leave it out")
     if open_end and generation_prompt:
         raise RequestError("continue_final_message: it requires add_generation_prompt false; set that too")

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from pipelinerl.environments.chat.messages import ParsedText, answer_message, parse_tool_calls
-from pipelinerl.environments.prompts import plain_decoder, text_decoder
+from pipelinerl.environments.prompts import plain_decoder
 from pipelinerl.environments.text_stream import TextStream
 from pipelinerl.errors import RequestError
 from pipelinerl.serving.server.dialects import messages, responses
@@ -77,21 +77,18 @@ class OpenAI:
         body = asked.body
         _require_model(service, body.model)
         ids = await service.prompts.of_chat(body.messages, body.template_options, body.offered_tools)
-        return await _Call(service, body, [_Prompt(ids)], body.top, asked.writer).respond(request)
+        return await _Call(service, body, [ids], asked.writer).respond(request)
 
     async def completions(self, request: Request) -> Response:
         service = self._holder.service
         body = read_body(await body_of(request), CompletionBody)
         _require_model(service, body.model)
-        texts, prompts = body.prompts, list[_Prompt]()
-        _check_choices(service, len(texts) * body.choices)
-        for given in texts:
-            if isinstance(given, str):
-                ids = await service.prompts.of_text(given, special=body.add_special_tokens)
-                prompts.append(_Prompt(ids, given))
-            else:
-                prompts.append(_Prompt(tuple(given)))
-        return await _Call(service, body, prompts, body.top, text_writer).respond(request)
+        _check_choices(service, len(body.prompts) * body.choices)
+        prompts = [
+            await service.prompts.of_text(given, special=body.add_special_tokens) if isinstance(given, str) else tuple(given)
+            for given in body.prompts
+        ]
+        return await _Call(service, body, prompts, text_writer).respond(request)
 
     async def tokenize(self, request: Request) -> Response:
         service = self._holder.service
@@ -148,59 +145,42 @@ def _call_prefix() -> str:
     return f"call{secrets.token_hex(4)}"
 
 
-class _Prompt(NamedTuple):
-    """`text`: as the client gave it; None: it gave token ids, or messages."""
-
-    ids: tuple[int, ...]
-    text: str | None = None
-
-
 @dataclass
 class _Choice:
-    """One answer to a prompt. `tokens`, `text` and `last` are what has been generated so far."""
+    """One answer to a prompt. `tokens` and `text` are what has been generated so far."""
 
     index: int
-    prompt: _Prompt
     generation: Generation
     extras: Extras | None
     tokens: list[TokenEvent] = field(default_factory=list)
     text: str = ""
-    last: Piece | None = None
 
 
 class _Call:
-    """A decoded request to either endpoint. `top`: alternatives to each token; None: no log-probs."""
+    """A decoded request for answers to `prompts`, one chat or several texts."""
 
     def __init__(
-        self,
-        service: Service,
-        body: ChatBody | CompletionBody,
-        prompts: Sequence[_Prompt],
-        top: int | None,
-        writer: MakeWriter,
+        self, service: Service, body: ChatBody | CompletionBody, prompts: Sequence[tuple[int, ...]], writer: MakeWriter
     ) -> None:
-        self._service = service
+        self._service, self._body, self._prompts = service, body, prompts
         self._tokenizer = service.loaded.tokenizer
-        self._body, self._prompts, self._top = body, prompts, top
         self._chat = chat = isinstance(body, ChatBody)
-        self._echo = isinstance(body, CompletionBody) and body.echo
-        self._only_echo = isinstance(body, CompletionBody) and body.only_echo
         self._tools = isinstance(body, ChatBody) and bool(body.offered_tools)
-        self._shows_tokens = body.return_token_ids or body.return_weight_versions
+        self._top = body.top  # alternatives to each token; None: no log-probs
         self._id = ("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12)
-        self._writer = writer(self._id, service.name, len(prompts[0].ids))
-        self._logprobs = LogprobWriter(self._tokenizer, top or 0, as_ids=body.return_tokens_as_token_ids)
+        self._writer = writer(self._id, service.name, len(prompts[0]))
+        self._logprobs = LogprobWriter(self._tokenizer, self._top or 0, as_ids=body.return_tokens_as_token_ids)
 
     async def respond(self, request: Request) -> Response:
         exchange = self._service.exchange
         requests = await self._requests()
         with ExitStack() as stack:
             choices = []
-            for index, (prompt, wanted) in enumerate(requests):
+            for index, wanted in enumerate(requests):
                 generation = exchange.submit(wanted)
                 stack.enter_context(exchange.following(generation))
                 extras = wanted.extras if isinstance(wanted, ExtendedRequest) else None
-                choices.append(_Choice(index, prompt, generation, extras))
+                choices.append(_Choice(index, generation, extras))
             if not self._body.stream:
                 return answer(await unless_gone(request, self._whole(choices)))
             for choice in choices:
@@ -209,42 +189,37 @@ class _Call:
 
     # ---- requests to the engine
 
-    async def _requests(self) -> list[tuple[_Prompt, GenerationRequest]]:
+    async def _requests(self) -> list[GenerationRequest]:
         """One request per choice. Raises RequestError for invalid parameters."""
         service, body = self._service, self._body
         count = body.choices * len(self._prompts)
         _check_choices(service, count)
         rules = await self._constraints(count)
         adjustments = body.adjustments(service.loaded.vocabulary)
-        requests = []
-        for number, prompt in enumerate(self._prompts):
-            _check_ids(service, prompt.ids)
-            sampling = self._sampling(len(prompt.ids))
-            for choice in range(body.choices):
-                index = number * body.choices + choice
-                seed = None if sampling.seed is None else sampling.seed + choice
-                sampled = msgspec.structs.replace(sampling, seed=seed)
-                of_choice: list[Rule] = [rules[index]] if rules else []
-                if adjustments is not None:
-                    of_choice.insert(0, Penalties(prompt.ids, adjustments, sampling.temperature))
-                requests.append((prompt, self._request(index, prompt, sampled, of_choice)))
+        streams = bool(body.stream or body.stops)  # stop strings are matched as tokens arrive
+        requests: list[GenerationRequest] = []
+        for index in range(count):
+            ids, choice = self._prompts[index // body.choices], index % body.choices
+            _check_ids(service, ids)
+            sampling = self._sampling(len(ids), choice)
+            request_id = self._id if index == 0 else f"{self._id}-{index}"
+            of_choice: list[Rule] = [] if adjustments is None else [Penalties(ids, adjustments, sampling.temperature)]
+            of_choice += rules[index : index + 1]
+            if of_choice or self._top:
+                extras = Extras(top=self._top or 0, rules=of_choice)
+                requests.append(
+                    ExtendedRequest(id=request_id, prompt_ids=ids, sampling=sampling, stream=True, extras=extras)
+                )
+            else:
+                requests.append(GenerationRequest(id=request_id, prompt_ids=ids, sampling=sampling, stream=streams))
         return requests
 
-    def _request(self, index: int, prompt: _Prompt, sampling: SamplingParams, rules: Sequence[Rule]) -> GenerationRequest:
-        request_id = self._id if index == 0 else f"{self._id}-{index}"
-        scores_prompt = self._echo and self._top is not None
-        if rules or self._top or scores_prompt:
-            extras = Extras(top=self._top or 0, scores_prompt=scores_prompt, rules=rules)
-            return ExtendedRequest(id=request_id, prompt_ids=prompt.ids, sampling=sampling, stream=True, extras=extras)
-        streams = bool(self._body.stream or self._body.stops)  # stop strings are matched as tokens arrive
-        return GenerationRequest(id=request_id, prompt_ids=prompt.ids, sampling=sampling, stream=streams)
-
-    def _sampling(self, prompt_tokens: int) -> SamplingParams:
+    def _sampling(self, prompt_tokens: int, choice: int) -> SamplingParams:
         loaded, body = self._service.loaded, self._body
-        if self._only_echo:
-            body = msgspec.structs.replace(body, max_tokens=1)
         if body.grammar is not None:
             body = msgspec.structs.replace(body, ignore_eos=False)  # nothing may follow the end of the grammar
+        if body.seed is not None:
+            body = msgspec.structs.replace(body, seed=body.seed + choice)
         room = loaded.max_length - prompt_tokens
         default = room if self._chat else min(room, _COMPLETION_TOKENS)
         return body.sampling(default=default, end_ids=loaded.stop_token_ids)
@@ -259,20 +234,14 @@ class _Call:
     # ---- answers
 
     async def _pieces(self, choice: _Choice) -> AsyncGenerator[Piece]:
-        """The pieces of one choice, which are also added to it."""
+        """The pieces of one choice. Each is added to the choice after it was handled."""
         body = self._body
-        if self._only_echo:
-            completion = await choice.generation.completion()
-            choice.last = Piece([], "", "length", completion.prompt_versions)
-            yield choice.last
-            return
         text = TextStream(plain_decoder(self._tokenizer, special=not body.skip_special_tokens))
         stop = StopStrings(body.stops, include=body.include_stop_str_in_output)
         singly = self._top is not None or bool(body.stops)
         silent = () if body.include_stop_str_in_output else choice.generation.request.sampling.stop_token_ids
         exchange = self._service.exchange
         async for piece in pieces(exchange, choice.generation, choice.extras, text, stop, singly=singly, silent=silent):
-            choice.last = piece
             yield piece
             choice.tokens += piece.tokens
             choice.text += piece.text
@@ -282,13 +251,16 @@ class _Call:
         return self._writer.whole(written, self._usage(choices))
 
     async def _whole_choice(self, choice: _Choice) -> Json:
-        start = self._prompt_text(choice.prompt) if self._echo else ""
         scored: list[ScoredToken] = []
         async for piece in self._pieces(choice):
-            scored += self._scored(choice, piece.tokens, len(start) + len(choice.text))
-        if self._echo:
-            scored = [*self._scored_prompt(choice), *scored]
-        return self._choice(choice, choice.tokens, start + choice.text, scored, choice.last)
+            scored += self._scored(choice, piece)
+            last = piece
+        content: Json = {"text": choice.text}
+        called = False
+        if self._chat:
+            parsed = parse_tool_calls(choice.text) if self._tools else ParsedText(choice.text)
+            content, called = {"message": answer_message(parsed, _call_prefix()) | {"refusal": None}}, bool(parsed.calls)
+        return self._choice(choice, content, scored, last, called=called)
 
     async def _stream(self, choices: Sequence[_Choice]) -> AsyncGenerator[bytes]:
         async for chunk in merged([self._chunks(choice) for choice in choices]):
@@ -299,120 +271,74 @@ class _Call:
 
     async def _chunks(self, choice: _Choice) -> AsyncGenerator[bytes]:
         no_usage: Json = {"usage": None} if self._body.include_usage else {}
+        shows_tokens = self._body.return_token_ids or self._body.return_weight_versions
         if self._chat:
             first = choice_of({"delta": {"role": "assistant", "content": ""}}, None, index=choice.index)
             yield self._writer.chunk([first], **no_usage)
-        start = ""
-        if self._echo:
-            start = self._prompt_text(choice.prompt)
-            logprobs = self._written(list(self._scored_prompt(choice)))
-            yield self._writer.chunk([choice_of({"text": start}, None, logprobs, index=choice.index)], **no_usage)
         calls = ToolCallStream(_call_prefix()) if self._tools else None
         async for piece in self._pieces(choice):
-            scored = self._scored(choice, piece.tokens, len(start) + len(choice.text))
-            tokens = choice.tokens if piece.end else piece.tokens
-            written = self._choice(choice, tokens, piece.text, scored, piece, chunk=True, calls=calls)
-            if written["delta" if self._chat else "text"] or piece.end or scored or self._shows_tokens:
-                yield self._writer.chunk([written], **no_usage)
+            content: Any = piece.text
+            if self._chat:
+                text: Json = {"content": piece.text} if piece.text else {}
+                content = text if calls is None else calls.feed(piece.text, end=piece.end is not None)
+            scored = self._scored(choice, piece)
+            if content or piece.end or scored or shows_tokens:
+                named = {"delta" if self._chat else "text": content}
+                called = calls is not None and calls.called
+                yield self._writer.chunk([self._choice(choice, named, scored, piece, called=called, chunk=True)], **no_usage)
 
     def _choice(
         self,
         choice: _Choice,
-        tokens: Sequence[TokenEvent],
-        text: str,
+        content: Json,
         scored: Sequence[ScoredToken],
-        piece: Piece | None,
+        piece: Piece,
         *,
+        called: bool,
         chunk: bool = False,
-        calls: ToolCallStream | None = None,
     ) -> Json:
-        """A choice, or the part of it in one chunk. If `piece` is the last one, `tokens` are all tokens."""
-        last = piece if piece is not None and piece.end else None
-        reason = last.end if last else None
-        if not self._chat:
-            content: Json = {"text": text}
-        elif chunk:
-            content, reason = self._delta(text, reason, calls)
-        else:
-            content, reason = self._message(text, reason)
-        logprobs = self._written(scored) if scored or not chunk else None
+        """A choice, whose last piece is `piece`; or with `chunk` that piece alone."""
+        body = self._body
+        named = isinstance(body, ChatBody) and not isinstance(body.tool_choice, str | None)
+        reason = "tool_calls" if called and piece.end == "stop" and not named else piece.end
+        logprobs = None
+        if self._top is not None and (scored or not chunk):
+            logprobs = self._logprobs.of_chat(scored) if self._chat else self._logprobs.of_text(scored)
         fields = choice_of(content, reason, logprobs, index=choice.index)
-        if last and last.stop is not None and (isinstance(last.stop, str) or last.stop in (self._body.stop_token_ids or ())):
-            fields["stop_reason"] = last.stop
-        provenance = self._provenance(choice, tokens, last)
-        if chunk and last:
-            provenance.pop("token_ids", None)  # already sent with the earlier chunks
-        return fields | provenance
-
-    def _message(self, text: str, reason: str | None) -> tuple[Json, str | None]:
-        """The message with this text, and the finish reason, which differs if tools are called."""
-        parsed = parse_tool_calls(text) if self._tools else ParsedText(text)
-        message = answer_message(parsed, _call_prefix())
-        return {"message": message | {"refusal": None}}, self._reason(reason, called=bool(parsed.calls))
-
-    def _delta(self, text: str, reason: str | None, calls: ToolCallStream | None) -> tuple[Json, str | None]:
-        """The delta of a chunk with this text, and the finish reason."""
-        if calls is None:
-            return {"delta": {"content": text} if text else {}}, reason
-        delta = calls.feed(text, end=reason is not None)
-        return {"delta": delta}, self._reason(reason, called=calls.called)
-
-    def _reason(self, reason: str | None, *, called: bool) -> str | None:
-        named = isinstance(self._body, ChatBody) and not isinstance(self._body.tool_choice, str | None)
-        return "tool_calls" if called and reason == "stop" and not named else reason
+        if isinstance(piece.stop, str) or (piece.stop is not None and piece.stop in (body.stop_token_ids or ())):
+            fields["stop_reason"] = piece.stop
+        return fields | self._provenance(choice, piece, chunk=chunk)
 
     def _usage(self, choices: Sequence[_Choice]) -> Json:
-        return usage_of(sum(len(prompt.ids) for prompt in self._prompts), sum(len(choice.tokens) for choice in choices))
+        return usage_of(sum(map(len, self._prompts)), sum(len(choice.tokens) for choice in choices))
 
-    # ---- parts of a choice
-
-    def _prompt_text(self, prompt: _Prompt) -> str:
-        if prompt.text is not None:
-            return prompt.text
-        return text_decoder(self._tokenizer, special=not self._body.skip_special_tokens)(prompt.ids)
-
-    def _scored_prompt(self, choice: _Choice) -> Iterator[ScoredToken]:
-        """The prompt's tokens, once they are all scored. The first has no log-prob."""
-        if self._top is None or choice.extras is None:
-            return
-        text, offset = TextStream(plain_decoder(self._tokenizer, special=not self._body.skip_special_tokens)), 0
-        known = ((token.logprob, token.likeliest) for token in choice.extras.prompt)
-        for token_id, (logprob, likeliest) in zip(choice.prompt.ids, [(None, []), *known], strict=True):
-            yield ScoredToken(token_id, logprob, likeliest, offset)
-            offset += len(text.feed([token_id]))
-
-    def _scored(self, choice: _Choice, tokens: Sequence[TokenEvent], offset: int) -> list[ScoredToken]:
+    def _scored(self, choice: _Choice, piece: Piece) -> list[ScoredToken]:
         if self._top is None:
             return []
         tops = choice.extras.tops if choice.extras is not None and self._top else None
-        return [ScoredToken(event.token_id, event.logprob, tops[event.index] if tops else [], offset) for event in tokens]
+        offset = len(choice.text)
+        return [ScoredToken(one.token_id, one.logprob, tops[one.index] if tops else [], offset) for one in piece.tokens]
 
-    def _written(self, scored: Sequence[ScoredToken]) -> Json | None:
-        """Log-probs of these tokens, if they are wanted."""
-        if self._top is None:
-            return None
-        return self._logprobs.of_chat(scored) if self._chat else self._logprobs.of_text(scored)
-
-    def _provenance(self, choice: _Choice, tokens: Sequence[TokenEvent], whole: Piece | None) -> Json:
-        """Fields of a choice beyond OpenAI's API, on request. With `whole`, the last piece, `tokens` are all tokens.
+    def _provenance(self, choice: _Choice, piece: Piece, *, chunk: bool) -> Json:
+        """Fields of a choice beyond OpenAI's API, on request.
 
         `weight_versions`: spans over the completion's tokens. In every chunk of a stream, `start` and `end` count from the
-        completion's first token; the last chunk has all spans. `prompt_versions`: with `echo` and `logprobs`, those of the
-        prompt's log-probs.
+        completion's first token; the last chunk has all spans, but no `token_ids`.
         """
         fields: Json = {}
+        last = piece.end is not None
+        tokens = choice.tokens if last else piece.tokens
         if self._body.return_token_ids:
-            fields["token_ids"] = [event.token_id for event in tokens]
-            if whole:
-                fields["prompt_token_ids"] = choice.prompt.ids
+            if not (chunk and last):
+                fields["token_ids"] = [event.token_id for event in tokens]
+            if last:
+                fields["prompt_token_ids"] = choice.generation.request.prompt_ids
         if self._body.return_weight_versions:
             first = tokens[0].index if tokens else 0
-            spans = spans_from_versions(event.version for event in tokens)
             fields["weight_versions"] = [
-                msgspec.structs.replace(span, start=span.start + first, end=span.end + first) for span in spans
+                msgspec.structs.replace(span, start=span.start + first, end=span.end + first)
+                for span in spans_from_versions(event.version for event in tokens)
             ]
-            if whole:
-                scored = choice.extras.prompt if choice.extras is not None else []
-                versions = [token.version for token in (*scored[:1], *scored)]  # the first token has no log-prob
-                fields["prompt_versions"] = spans_from_versions(versions) or whole.prompt_versions
+            if last:
+                fields["prompt_versions"] = piece.prompt_versions
         return fields
