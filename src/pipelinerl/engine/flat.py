@@ -25,6 +25,8 @@ CONVERSIONS = (_ATEN.to.dtype, _ATEN.to.device, _ATEN.to.dtype_layout, _ATEN.typ
 _TO_THE_END = 2**62
 _TOKENS, _KEPT = 13, 11
 """Sizes to export with. Both become symbolic, so they must not coincide with a size in a real model."""
+PACKING_STEPS = 16
+"""Forwards among which the packing of weights is divided after an update, so that no token waits for all of it."""
 PACK_FROM = 1 << 16
 """Weights of linear layers with at least this many elements are packed: smaller ones gain nothing (call overhead)."""
 
@@ -48,6 +50,7 @@ class FlatForward:
         for change in (_simplify_rms, *passes):
             change(graph, self._inputs)
         self._copies = _make_copies(graph, self._inputs)
+        self._unpacked: list[Any] = []
         _use_python_functions(graph)
         graph.eliminate_dead_code()
         graph.lint()
@@ -60,8 +63,11 @@ class FlatForward:
         """Must be called after every write to the model's parameters, to refresh copies in another dtype or layout."""
         for copied in self._copies:
             copied.refresh()
+        self._unpacked = [copied for copied in self._copies if hasattr(copied, "pack")]
 
     def __call__(self, ids_1T: Tensor, positions_1T: Tensor, keep_P: Tensor, batch: AttentionSite) -> Tensor:
+        for _ in range(min(len(self._unpacked), max(1, len(self._copies) // PACKING_STEPS))):
+            self._unpacked.pop().pack()
         if self.compiled is not None and ids_1T.shape[1] == len(keep_P) > 1:
             # Copies, because it would be compiled once more for parts of tensors, and for those of inference mode.
             return self.compiled(*self._inputs, ids_1T.clone(), positions_1T.clone(), keep_P.clone(), batch)[0]

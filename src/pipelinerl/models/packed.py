@@ -277,6 +277,8 @@ def sampled_logits(model: nn.Module, row: PackedRow) -> Tensor:
     logits: Tensor = model(
         input_ids=row.token_ids_1T,
         position_ids=row.position_ids_1T,
+        # Without one, transformers looks for sequences in the positions, which waits for the device.
+        attention_mask=torch.ones_like(row.token_ids_1T, dtype=torch.bool),
         use_cache=False,
         logits_to_keep=row.predictor_P,
         packed_row=row,
