@@ -71,10 +71,10 @@ def run_compare(options: argparse.Namespace, settings: Sequence[str]) -> int:
         say(line)
     out: Path = options.out or Path("runs") / f"compare-{time.strftime('%Y%m%d-%H%M%S')}"
     from pipelinerl.experiments.compare.compare import compare  # noqa: PLC0415 (loads matplotlib)
+    from pipelinerl.experiments.compare.held_out import answer_held_out, check_held_out  # noqa: PLC0415
     from pipelinerl.experiments.compare.request import make_request  # noqa: PLC0415
-    from pipelinerl.experiments.compare.runs import answer_held_out, check_held_out  # noqa: PLC0415
     from pipelinerl.experiments.machine import this_machine  # noqa: PLC0415
-    from pipelinerl.launch.run import train  # noqa: PLC0415
+    from pipelinerl.experiments.runs import train_in_child  # noqa: PLC0415
 
     request = make_request(
         config,
@@ -90,7 +90,7 @@ def run_compare(options: argparse.Namespace, settings: Sequence[str]) -> int:
     check_held_out(request)
     print(f"results and runs: {out} (to continue after an interruption: the same command with --out {out})", flush=True)
     contents = compare(
-        request, out, train=train, evaluate=answer_held_out, target=target, say=lambda text: print(text, flush=True)
+        request, out, train=train_in_child, evaluate=answer_held_out, target=target, say=lambda text: print(text, flush=True)
     )
     return write(_result_text(contents, out))
 

@@ -16,11 +16,11 @@ import msgspec
 
 from pipelinerl.checkpoint_folders import WEIGHTS_FOLDER
 from pipelinerl.config.schema import RunConfig
-from pipelinerl.errors import ConfigError, RunInterruptedError
+from pipelinerl.errors import ConfigError
+from pipelinerl.experiments.compare.held_out import HELD_OUT_FILE, Answered, read_answers
 from pipelinerl.experiments.compare.page import Results, comparison_page
-from pipelinerl.experiments.compare.request import Request, claim_folder, plain
+from pipelinerl.experiments.compare.request import Request, plain
 from pipelinerl.experiments.compare.results import RunResult, drawn_with_answers, row, run_result, target_reward
-from pipelinerl.experiments.compare.runs import HELD_OUT_FILE, Answered, Execution, Folder, read_answers, remove_parts
 from pipelinerl.experiments.compare.settings import (
     CONVENTIONAL,
     PIPELINE,
@@ -36,6 +36,7 @@ from pipelinerl.experiments.compare.settings import (
     search,
     settings_of,
 )
+from pipelinerl.experiments.runs import Execution, Folder, claimed, remove_parts
 from pipelinerl.metrics.reading import read_records
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.sinks import METRICS_FILE
@@ -69,17 +70,14 @@ def compare(
     """
     for contender in request.schedules:
         _check(request, contender)
-    claim_folder(out, plain(request))
-    session = _Session(request, Folder(out, train), evaluate, say)
-    try:
+    with claimed(out, plain(request), "comparison"):
+        session = _Session(request, Folder(out, train), evaluate, say)
         tried = {contender.label: session.tune(contender) for contender in request.schedules}
         planned = plan_runs(request)
         executions = {
             run: session.run(run, tried[run.contender.label].used, f"[{place}/{len(planned)}]")
             for place, run in enumerate(planned, start=1)
         }
-    except RunInterruptedError as stopped:
-        raise RunInterruptedError(f"stopped; to continue, run the same command with --out {out}") from stopped
     return write_results(request, out, tried, executions, target)
 
 

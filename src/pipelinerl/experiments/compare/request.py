@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from pipelinerl.config.schema import RunConfig
-from pipelinerl.errors import INVALID_DATA, ConfigError, RunDirectoryError
+from pipelinerl.errors import ConfigError
 from pipelinerl.experiments.compare.settings import Contender, parse_contenders, whole_rounds
 from pipelinerl.experiments.machine import Machine
-from pipelinerl.report import write_json
-
-REQUEST_FILE = "request.json"
 
 
 class Effort(NamedTuple):
@@ -116,40 +112,7 @@ def make_request(
     )
 
 
-def claim_folder(out: Path, request: Mapping[str, Any], what: str = "comparison") -> None:
-    """Create `out` for this request, or check that it holds this request. Raises RunDirectoryError with the differences."""
-    path = out / REQUEST_FILE
-    try:
-        if not path.exists():
-            out.mkdir(parents=True, exist_ok=True)
-            if any(out.iterdir()):
-                raise RunDirectoryError(f"{out} is not empty and holds no {what}; choose a new --out")
-            write_json(path, request, indent=2)
-        before = msgspec.json.decode(path.read_bytes())
-    except OSError as error:
-        raise RunDirectoryError(f"can't use {out}: {error.strerror}; choose another --out") from error
-    except INVALID_DATA as error:
-        raise RunDirectoryError(f"{path} is damaged: {error}; choose another --out") from error
-    if differences := differing(before, request):
-        raise RunDirectoryError(
-            f"{out} holds another {what} ({'; '.join(differences)}); give the same arguments to continue it, or "
-            "choose another --out"
-        )
-
-
 def plain(request: Request) -> dict[str, Any]:
     """The request as values that can be written as JSON."""
     values: dict[str, Any] = msgspec.to_builtins(request, enc_hook=lambda config: config.model_dump(mode="json"))
     return values
-
-
-def differing(before: Any, now: Any, key: str = "") -> list[str]:
-    """`KEY was A, now B` for every value that differs between two JSON-like documents."""
-    if isinstance(before, Mapping) and isinstance(now, Mapping):
-        keys = list(dict.fromkeys([*before, *now]))
-        return [
-            text for name in keys for text in differing(before.get(name), now.get(name), f"{key}.{name}" if key else name)
-        ]
-    encode = msgspec.json.encode
-    same = encode(before) == encode(now)
-    return [] if same else [f"{key} was {encode(before).decode()}, now {encode(now).decode()}"]

@@ -13,8 +13,9 @@ from statistics import median
 
 import msgspec
 
-from pipelinerl.experiments.compare.runs import Answered, Execution
+from pipelinerl.experiments.compare.held_out import Answered
 from pipelinerl.experiments.compare.settings import CONVENTIONAL, Contender, Settings
+from pipelinerl.experiments.runs import Execution
 from pipelinerl.launch.summary import FINISHED
 from pipelinerl.report.curves import HeldOut
 from pipelinerl.report.figures import DrawnRun, drawn_run

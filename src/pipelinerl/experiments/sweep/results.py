@@ -14,7 +14,7 @@ from pipelinerl.launch.summary import FINISHED
 from pipelinerl.report import count, new_table, number, rendered
 
 WAITING = "not run yet"
-DIVERGED, FAILED = "diverged", "failed"
+FAILED = "failed"
 
 
 class RunResult(msgspec.Struct, frozen=True, kw_only=True):

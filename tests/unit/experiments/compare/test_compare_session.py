@@ -16,8 +16,8 @@ from pipelinerl.config.load import config_to_yaml, load_config
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import ConfigError, RunDirectoryError, RunInterruptedError, StalledError, TrainingDivergedError
 from pipelinerl.experiments.compare.compare import compare, plan_runs
+from pipelinerl.experiments.compare.held_out import Answered
 from pipelinerl.experiments.compare.request import Request, make_request
-from pipelinerl.experiments.compare.runs import Answered
 from pipelinerl.experiments.machine import Machine
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.sinks import JsonlSink

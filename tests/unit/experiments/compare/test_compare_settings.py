@@ -10,7 +10,7 @@ from pipelinerl.config.load import load_config
 from pipelinerl.config.schema import EngineConfig, RunConfig, ScheduleConfig, TrainerConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.experiments.compare.compare import start_settings, trial_length
-from pipelinerl.experiments.compare.request import FULL, QUICK, Request, differing, make_request
+from pipelinerl.experiments.compare.request import FULL, QUICK, Request, make_request
 from pipelinerl.experiments.compare.settings import (
     Contender,
     Settings,
@@ -26,6 +26,7 @@ from pipelinerl.experiments.compare.settings import (
     whole_rounds,
 )
 from pipelinerl.experiments.machine import Machine
+from pipelinerl.experiments.runs import differing
 
 MACHINE = Machine(cpu="a processor", cores=2, memory_gib=4.0, system="Linux", versions={})
 START = Settings(processes=1, engine_threads=1, slots=8, trainer_threads=1)

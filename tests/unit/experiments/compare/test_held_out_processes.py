@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from pipelinerl.child import ChildProcess
-from pipelinerl.experiments.compare import runs
+from pipelinerl.experiments.compare import held_out
 
 VERSIONS = (0, 4, 6, 7)
 
@@ -33,11 +33,11 @@ def test_every_version_is_answered_once_by_as_many_processes_as_are_worth_it(
         (out / "summary.json").write_text(json.dumps({"models": models}))
         return ChildProcess([sys.executable, "-S", "-c", ""])
 
-    monkeypatch.setattr(runs, "_start", start)
+    monkeypatch.setattr(held_out, "_start", start)
     engine, machine = SimpleNamespace(device="cpu"), SimpleNamespace(cores=cores)
     config = SimpleNamespace(engine=engine)
     request: Any = SimpleNamespace(evaluated_versions=VERSIONS, held_out=problems, machine=machine, config=config)
-    answered = runs.answer_held_out(tmp_path, request)
+    answered = held_out.answer_held_out(tmp_path, request)
     assert len(started) == processes
     assert sorted(version for versions in started for version in versions) == list(VERSIONS)
-    assert answered == [runs.Answered(version=version, reward=0.5, low=0.25, high=0.75) for version in VERSIONS]
+    assert answered == [held_out.Answered(version=version, reward=0.5, low=0.25, high=0.75) for version in VERSIONS]

@@ -1,9 +1,4 @@
-"""The runs of a comparison: which are done, how they ended, execution of the others, and their held-out rewards.
-
-OUT/request.json                 the request
-OUT/runs/seed-0/pipeline/        a run directory for each schedule and seed
-OUT/trials/pipeline/p1-e1-.../   a run directory for each trial of settings, records only
-OUT/executions.jsonl             a line for each executed run: how it ended, and the load average before it
+"""The held-out rewards of a comparison's runs.
 
 Schedules are compared by held-out rewards of a run's versions, measured after the run. A training reward belongs to the
 weights that sampled the rollout, which are older by the schedule's lag. Held-out problems are answered by the weights of
@@ -14,20 +9,16 @@ timed run ─▶ weights/step_* ─▶ `pipelinerl eval` in up to one process pe
 
 from __future__ import annotations
 
-import contextlib
-import datetime
-import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
 
 from pipelinerl.child import ChildProcess, stop_all
-from pipelinerl.config.schema import RunConfig
 from pipelinerl.environments.registry import make_environment
 from pipelinerl.errors import (
     INVALID_DATA,
@@ -35,95 +26,11 @@ from pipelinerl.errors import (
     PipelineRLError,
     RunDirectoryError,
     RunInterruptedError,
-    TrainingDivergedError,
 )
 from pipelinerl.experiments.compare.request import Request
-from pipelinerl.experiments.machine import load_average
-from pipelinerl.files import JsonLines
 from pipelinerl.launch.interrupts import counted_interrupts
-from pipelinerl.launch.run_directory import RunDirectory
-from pipelinerl.launch.run_lock import RunLock
 from pipelinerl.launch.share import process_environment
-from pipelinerl.launch.summary import FINISHED
-from pipelinerl.metrics.reading import read_json_lines
 from pipelinerl.models.loading import load_tokenizer
-
-
-class Execution(msgspec.Struct, frozen=True, kw_only=True):
-    """A run that was not interrupted. `status` is "finished" or "diverged: REASON"."""
-
-    run: str
-    status: str
-    began: str
-    load_before: float | None
-
-    @property
-    def finished(self) -> bool:
-        return self.status == FINISHED
-
-
-class Folder:
-    """Runs of one comparison, identified by name. A name contains everything in which runs of a request differ."""
-
-    def __init__(self, root: Path, train: Callable[[RunConfig], object]) -> None:
-        """`train` executes a run in `config.run_dir`. Raises RunDirectoryError if `executions.jsonl` is damaged."""
-        self.root = root
-        self._train = train
-        self._log = root / "executions.jsonl"
-        self._done = {execution.run: execution for execution in _read_log(self._log)}
-
-    def execute(self, name: str, config: RunConfig) -> Execution:
-        """Execute the run `name` from the start unless it is done, and delete any incomplete run of that name.
-
-        A run that diverges is a result. Any other error that ends the run is raised.
-        """
-        if name in self._done and (self.root / name).is_dir():
-            return self._done[name]
-        clear_run(self.root / name)
-        began, load = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), load_average()
-        status = FINISHED
-        with (self.root / "log.txt").open("a", encoding="utf-8") as log, contextlib.redirect_stdout(log):
-            try:
-                self._train(config)
-            except TrainingDivergedError as error:
-                status = f"diverged: {error}"
-        execution = Execution(run=name, status=status, began=began, load_before=load)
-        with contextlib.closing(JsonLines(self._log)) as lines:
-            lines.write(execution)
-        self._done[name] = execution
-        return execution
-
-
-def _read_log(path: Path) -> list[Execution]:
-    try:
-        return read_json_lines(path, Execution)
-    except FileNotFoundError:
-        return []
-    except (OSError, ValueError) as error:
-        raise RunDirectoryError(f"can't read {path}: {error}; choose another --out") from error
-
-
-def remove_parts(run_dir: Path, *names: str) -> None:
-    """Remove the parts of a run that are not needed any more."""
-    for name in names:
-        shutil.rmtree(run_dir / name, ignore_errors=True)
-
-
-def clear_run(path: Path) -> None:
-    """Remove an incomplete run. Waits for its last processes to exit; raises RunDirectoryError if it is still running."""
-    if not path.is_dir():
-        return
-    lock = RunLock(RunDirectory(path))
-    try:
-        shutil.rmtree(path)
-    except OSError as error:
-        raise RunDirectoryError(f"can't remove the unfinished run {path}: {error.strerror}") from error
-    finally:
-        lock.close()
-
-
-# ---- held-out rewards
-
 
 HELD_OUT_FILE = "held_out.json"
 POLL_S = 0.1
