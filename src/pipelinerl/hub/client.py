@@ -14,7 +14,7 @@ from typing import Any, Generic, Self, TypeVar
 
 import msgspec
 
-from pipelinerl.errors import ReplacedError, StalledError
+from pipelinerl.errors import ReplacedError, RunDirectoryError, StalledError
 from pipelinerl.hub import wire
 from pipelinerl.interfaces import Admitted, Schedule, Verdict
 from pipelinerl.types import Group, Prepared, StageStatus
@@ -34,7 +34,7 @@ class HubClient:
     def __init__(self, connected: socket.socket) -> None:
         self._wire = wire.Wire(connected, wire.ToWorker)
         self._statuses: dict[str, StageStatus] = {}
-        self._unsynced = False
+        self._unsynced = self._lost = False
         self._handlers: dict[type[Any], Any] = {wire.Publish: self._on_publish, wire.Sync: self._on_sync}
 
     def handle(self, kind: type[Any], handler: Any) -> None:
@@ -68,9 +68,14 @@ class HubClient:
         return sorted(self._statuses)
 
     def require_sync(self) -> None:
-        """`sync` before a checkpoint, which must not exist without the records that led to it. Raises StalledError."""
+        """`sync` before a checkpoint, which must not exist without the records that led to it.
+
+        Raises StalledError if the hub does not answer, RunDirectoryError if it has failed to write some of them.
+        """
         if not self.sync(CHECKPOINT_S):
             raise StalledError(f"the launcher has not answered for {CHECKPOINT_S:.0f} s: is it stopped?")
+        if self._lost:
+            raise RunDirectoryError("records of the last steps could not be written, so no checkpoint of them is")
 
     def sync(self, timeout_s: float = DRAIN_S) -> bool:
         """Wait until the hub has taken everything. Returns whether it has. Raises ReplacedError."""
@@ -95,8 +100,8 @@ class HubClient:
         self._wire.drain(DRAIN_S)
         self._wire.close()
 
-    def _on_sync(self, _: wire.Sync) -> None:
-        self._unsynced = False
+    def _on_sync(self, message: wire.Sync) -> None:
+        self._unsynced, self._lost = False, message.lost
 
     def _on_publish(self, message: wire.Publish) -> None:
         self._statuses[message.status.stage] = message.status

@@ -188,7 +188,7 @@ class HubServer:
             case wire.Line(path, line, empty):
                 hub.append(path, line, empty=empty)
             case wire.Sync():
-                connection.wire.send(message)
+                connection.wire.send(wire.Sync(lost=self.failure is not None))
             case wire.Take(taken, ahead):
                 for _ in range(taken - connection.taken):
                     connection.offsets.popleft()

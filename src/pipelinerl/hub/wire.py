@@ -96,7 +96,9 @@ class Line(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Sync(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Is sent back once everything before it has been taken."""
+    """Is sent back once everything before it has been taken or, after a failure of the hub, some of it `lost`."""
+
+    lost: bool = False
 
 
 ToHub = Hello | Ask | HandOver | Want | Open | Publish | Take | Commit | PassOn | Line | Sync

@@ -394,6 +394,21 @@ def test_a_full_disk_is_one_clear_error(tmp_path: Path) -> None:
         assert seen.detail == "goes on", "the launcher still sees what workers do"
 
 
+def test_no_checkpoint_follows_records_that_could_not_be_written(tmp_path: Path) -> None:
+    with served(tmp_path, MANY) as place:
+        trainer = place.connect(TRAINER, Worker)
+        lines = trainer.opener(tmp_path)(tmp_path / "metrics.jsonl")
+        lines.write({"version": 1})
+        trainer.require_sync()
+        with small_files(0):
+            lines.write({"version": 2})
+            trainer.settled()
+        lines.write({"version": 3})  # there is room again, and a line is missing
+        with pytest.raises(RunDirectoryError, match="could not be written"):
+            trainer.require_sync()
+        assert (tmp_path / "metrics.jsonl").read_text() == '{"version":1}\n'
+
+
 class Broken(MemoryStream):
     def __init__(self, where: str, error: Exception) -> None:
         super().__init__()
