@@ -16,6 +16,8 @@ from pipelinerl.interfaces import Admitted, Board, Stream, Verdict
 from pipelinerl.types import TRAINER, Group, StageStatus, trainer_progress
 
 ROLLOUTS_FILE = "rollouts/rollouts.jsonl"
+MOST_OPEN = 16
+"""Files of records that are open at once: a run has one for each evaluation."""
 RECORDS = re.compile(r"(rollouts/)?[A-Za-z0-9][\w-]*\.jsonl", re.ASCII)
 
 
@@ -125,9 +127,13 @@ class Hub:
         if not RECORDS.fullmatch(path):
             raise RunDirectoryError(f"{path!r} is no file of records")
         try:
-            if empty and path in self._files:
-                self._files.pop(path).close()
-            file = self._files.get(path) or self._files.setdefault(path, open_lines(self._root / path, empty=empty))
+            file = self._files.pop(path, None)
+            if empty and file is not None:
+                file.close()
+                file = None
+            self._files[path] = file = file or open_lines(self._root / path, empty=empty)  # the last one that was used
+            if len(self._files) > MOST_OPEN:
+                self._files.pop(next(iter(self._files))).close()
             place = file.size
             if line:
                 file.write(msgspec.Raw(line))

@@ -293,7 +293,7 @@ def _recorded(path: Path) -> set[int]:
 def _unrecorded(run: RunDirectory) -> int | None:
     """Where the groups begin of a session whose trainer ended before it recorded the session: they are the next one's.
 
-    Engines that were kept have sampled them with the weights of the checkpoint.
+    They were sampled with the weights of the checkpoint, and are kept.
     """
     recorded, planned = _lines(run.sessions, _Recorded)[-1:], last_begun(run)
     if planned is None or not recorded or recorded[0].rollouts_bytes == planned.rollouts_bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
 import subprocess
@@ -407,6 +408,20 @@ def test_no_checkpoint_follows_records_that_could_not_be_written(tmp_path: Path)
         with pytest.raises(RunDirectoryError, match="could not be written"):
             trainer.require_sync()
         assert (tmp_path / "metrics.jsonl").read_text() == '{"version":1}\n'
+
+
+def test_a_run_of_many_evaluations_has_few_open_files(tmp_path: Path) -> None:
+    with served(tmp_path, MANY) as place:
+        worker = place.connect(0, Worker)
+        begin = len(os.listdir("/proc/self/fd"))
+        files = [tmp_path / f"rollouts/evaluation-v{number}.jsonl" for number in range(100)]
+        opened = [worker.opener(tmp_path)(file) for file in files]
+        for number in range(2):
+            for lines in opened:
+                lines.write(number)
+        worker.settled()
+        assert [file.read_text() for file in files] == ["0\n1\n"] * 100
+        assert len(os.listdir("/proc/self/fd")) - begin < 32
 
 
 class Broken(MemoryStream):
