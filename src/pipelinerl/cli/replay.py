@@ -26,9 +26,7 @@ def add_to(commands: Commands) -> None:
     flag("--verify", type=at_least(0), default=0, metavar="N", help=text)
     text = "largest difference of log-probs to accept (default: 1e-4 for float32 weights, 0.3 for bfloat16)"
     flag("--tolerance", type=at_least(0, float), metavar="X", help=text)
-    text = "after the last step, answer N held-out problems with the weights (default: 0)"
-    flag("--held-out", type=at_least(0), default=0, metavar="N", help=text)
-    flag("--seed", type=at_least(0), default=0, help="seed of the choice of groups, and of held-out sampling (default: 0)")
+    flag("--seed", type=at_least(0), default=0, help="seed of the choice of groups (default: 0)")
     flag("-o", "--out", type=Path, metavar="DIR", help="a new folder for the results, the metrics and the last weights")
 
     text = "Write what a run recorded to one tar file, without secrets: to replay, browse or evaluate it elsewhere."
@@ -55,7 +53,6 @@ def run_replay(options: argparse.Namespace, settings: Sequence[str]) -> int:
         verify=options.verify,
         seed=options.seed,
         tolerance=options.tolerance,
-        held_out=options.held_out,
         out=options.out,
     )
     with counted_interrupts(raises_at=2) as interrupts:

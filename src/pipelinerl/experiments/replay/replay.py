@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pipelinerl.config.checks import mistakes
 from pipelinerl.config.load import config_to_yaml, with_flags
-from pipelinerl.config.schema import EngineConfig, RunConfig
+from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import (
     CheckpointError,
     ModelLoadError,
@@ -29,9 +29,6 @@ from pipelinerl.errors import (
     TrainingDivergedError,
     UserError,
 )
-from pipelinerl.experiments.evaluate.evaluate import LEVEL, RESAMPLES, EvaluationPlan, evaluate
-from pipelinerl.experiments.evaluate.models import find_targets
-from pipelinerl.experiments.evaluate.results import EvaluationSettings
 from pipelinerl.experiments.recompute import SavedWeights
 from pipelinerl.experiments.replay.generation import (
     TOLERANCE,
@@ -41,7 +38,7 @@ from pipelinerl.experiments.replay.generation import (
     versions_of,
 )
 from pipelinerl.experiments.replay.records import Batch, RecordedRun
-from pipelinerl.experiments.replay.results import HeldOut, ReplayResult, StepComparison, changed_text
+from pipelinerl.experiments.replay.results import ReplayResult, StepComparison, changed_text
 from pipelinerl.experiments.replay.training import TrainingReplay
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.stages.recording import this_machine
@@ -86,7 +83,6 @@ class Request:
     verify: int = 0
     seed: int = 0
     tolerance: float | None = None
-    held_out: int = 0
     out: Path | None = None
 
     @property
@@ -120,8 +116,6 @@ def replay(request: Request, stop: Callable[[], bool], say: Callable[[str], None
         raise UserError(f"--steps {steps}: {request.run_dir} took {run.steps}")
     if not request.exact and (request.verify or not steps):
         raise UserError("with other settings the replay trains: --steps 0 and --verify do not apply")
-    if request.held_out and not steps:
-        raise UserError("--held-out measures what the replay trains: give --steps 1 or more")
     configs = [request.change(segment.config) for segment in run.segments]  # all mistakes before the work
     with ExitStack() as stack:
         folder = _folder(request.out, stack)
@@ -199,7 +193,6 @@ class _Replay:
             metrics=tuple(self.metrics),
             generation=generation,
             tolerance=tolerance if generation else None,
-            held_out=tuple(self._held_out()) if self.request.held_out and not differences else (),
         )
         if self.request.out is not None:
             write_file(self.folder.config, config_to_yaml(self.config).encode())
@@ -262,7 +255,7 @@ class _Replay:
             stop=self.stop,
             change=self.request.change,
             exact=self.request.exact,
-            keep_last=bool(self.request.held_out or self.request.out),
+            keep_last=self.request.out is not None,
         )
         try:
             training()
@@ -349,46 +342,6 @@ class _Replay:
     def _generate(self, groups: Sequence[Group]) -> GenerationResult:
         self.say(f"repeating {count(len(groups), 'group')}")
         return repeat_groups(groups, self.config, self.weights, stop=self.stop)
-
-    # ---- held-out reward
-
-    def _held_out(self) -> Iterator[HeldOut]:
-        """Of the initial model, the run's own weights of this version, if it kept them, and the replay's last weights."""
-        config, version = self.config, self.steps
-        write_file(self.folder.config, config_to_yaml(config).encode())
-        own = {"the run": f"{self.request.run_dir}@{version}"} if version in self.weights.kept else {}
-        named = {"the initial model": f"{self.request.run_dir}@0", **own, "the replay": f"{self.folder.root}@{version}"}
-        used = ("slots", "max_length", "prefill_tokens", "device", "threads")
-        plan = EvaluationPlan(
-            targets=find_targets(list(named.values())),
-            settings=EvaluationSettings(
-                environment=config.environment.kind,
-                environment_args=config.environment.args,
-                environment_seed=config.seed,
-                problems=self.request.held_out,
-                training_problems=False,
-                attempts=1,
-                temperature=config.evaluation.temperature,
-                top_p=config.actor.top_p,
-                top_k=config.actor.top_k,
-                max_tokens=config.actor.max_tokens,
-                pass_at=1.0,
-                seed=self.request.seed,
-                resamples=RESAMPLES,
-                level=LEVEL,
-            ),
-            engine=EngineConfig(**{name: getattr(config.engine, name) for name in used}),
-            api_key=None,
-            rollout_timeout_s=config.actor.rollout_timeout_s,
-            code_timeout_s=config.actor.code_timeout_s,
-            out=self.folder.root / "held_out",
-            overwrite=True,
-        )
-        for name, model in zip(named, evaluate(plan, self.stop, self.say).models, strict=False):
-            if model.estimates is not None:
-                reward, minus = model.estimates.reward, model.minus_first
-                difference = minus.reward.mean if minus else None
-                yield HeldOut(name=name, reward=reward.mean, low=reward.low, high=reward.high, minus_first=difference)
 
 
 def _generation(config: RunConfig) -> tuple[object, ...]:

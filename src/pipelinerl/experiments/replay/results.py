@@ -34,16 +34,6 @@ class StepComparison(msgspec.Struct, frozen=True, kw_only=True):
         return cls(version=replay.version, run=run_values, replay=replay_values)
 
 
-class HeldOut(msgspec.Struct, frozen=True, kw_only=True):
-    """The mean held-out reward of some weights with its 95% interval. `minus_first` is paired with the first of the list."""
-
-    name: str
-    reward: float
-    low: float
-    high: float
-    minus_first: float | None = None
-
-
 class ReplayResult(msgspec.Struct, frozen=True, kw_only=True):
     """The results, as written to `replay.json`.
 
@@ -69,7 +59,6 @@ class ReplayResult(msgspec.Struct, frozen=True, kw_only=True):
     metrics: tuple[StepComparison, ...] = ()
     generation: GenerationResult | None = None
     tolerance: float | None = None
-    held_out: tuple[HeldOut, ...] = ()
 
 
 def result_text(result: ReplayResult) -> str:
@@ -92,11 +81,6 @@ def result_text(result: ReplayResult) -> str:
             f"{count(made.tokens, 'token')} and {count(made.switches, 'weight update')} within completions: log-probs "
             f"differ by at most {largest:.2g} (tolerance {result.tolerance:g}){drawn}\n"
         )
-    if result.held_out:
-        table = new_table("held-out reward", "weights", "mean", "95% interval", "minus the first")
-        for one in result.held_out:
-            table.add_row(one.name, f"{one.reward:.3f}", f"{one.low:.3f} to {one.high:.3f}", number(one.minus_first, "+.3f"))
-        parts.append(rendered(table))
     return "".join(parts)
 
 
