@@ -92,7 +92,7 @@ def run_simulate(options: argparse.Namespace, settings: Sequence[str]) -> int:
     measured = read_measured(options.compare, config) if options.compare else None
     workload, source = _workload(options, config, calibration)
     trainers = options.trainers or config.trainer.ranks
-    costs = calibrated_costs(calibration, slots=config.engine.slots, group_size=config.actor.group_size, trainers=trainers)
+    costs = calibrated_costs(calibration, slots=config.engine.slots, trainers=trainers)
     if options.engines is None and options.trainers is None:
         costs = shared_costs(config, calibration, costs, workload)
     scenario = run_scenario(

@@ -21,12 +21,7 @@ CALIBRATION = Calibration(
     side_by_side=True,
     generation=GenerationCost(
         threads=2,
-        decode=tuple(
-            DecodeCost(active=active, step_s=step_s, step_s_p25=step_s, step_s_p75=step_s, steps=32)
-            for active, step_s in ((1, 0.001), (4, 0.0013), (16, 0.0025))
-        ),
-        prefill_s=0.001,
-        prefill_s_per_token=0.0001,
+        decode=tuple(DecodeCost(active=active, step_s=step_s) for active, step_s in ((1, 0.001), (4, 0.0013), (16, 0.0025))),
         prompt_tokens_mean=6.0,
         rollout_overhead_s=0.0004,
         tokens_per_s=5000.0,

@@ -14,20 +14,6 @@ from pipelinerl.report.series import WINDOW
 
 # ---- conclusions from the numbers, in sentences
 
-BALANCED = 0.1
-"""If the busy fractions of both phases differ by less, neither phase is called the bottleneck."""
-
-LIMITS = (
-    "It does not help if completions have equal lengths. Then no long tail runs at small batch sizes, and that tail is "
-    "most of what a pipeline saves. `pipelinerl compare examples/compare_equal_lengths.yaml` shows it.",
-    "It does not help if one phase dominates. Overlapping two phases saves at most the time of the shorter phase, and only "
-    "if the longer phase keeps all of its hardware. A low value of trainer busy in the table indicates this.",
-    "On one machine all schedules share the same cores. If each phase alone keeps all cores busy, there is no idle time to "
-    "fill.",
-    "Its data are older. If learning suffers from lag, more samples per second help less than their number suggests: "
-    "compare the samples that each schedule needed.",
-)
-
 
 def findings(rows: Sequence[Row], target: float | None, reward: str) -> list[str]:
     """Sentences that compare pipeline with the best conventional schedule and count failed runs, about `reward` rewards."""
@@ -45,8 +31,6 @@ def findings(rows: Sequence[Row], target: float | None, reward: str) -> list[str
         else:
             sentences.append(_in_words(time, f"reached a {reward} reward of {target:g}", "sooner", "later"))
         sentences.append(_in_words(pipeline.ratio_samples_per_s, "made samples", "faster", "slower"))
-        sentences += _efficiency(pipeline, by_name.get(time.baseline or ""))
-        sentences += _bottleneck(pipeline, by_name)
     for row in rows:
         if row.diverged:
             sentences.append(f"{row.schedule}: {row.diverged} of {row.runs} runs diverged.")
@@ -72,42 +56,6 @@ def _in_words(ratio: Ratio, did: str, better: str, worse: str) -> str:
     if ratio.min <= 1 and seeds > 1:
         return sentence + " Not in every seed: the difference is within the variation between seeds."
     return sentence
-
-
-def _efficiency(pipeline: Row, baseline: Row | None) -> list[str]:
-    own = pipeline.samples_to_reward.median
-    other = baseline.samples_to_reward.median if baseline else None
-    if baseline is None or not own or not other:
-        return []
-    lags = f"lag {number(pipeline.lag_mean, '.2f')} against {number(baseline.lag_mean, '.2f')} optimizer steps on average"
-    return [
-        f"To reach it, pipeline needed {own:.0f} samples and {baseline.schedule} {other:.0f} ({own / other:.2f} times as "
-        f"many): {lags}."
-    ]
-
-
-def _bottleneck(pipeline: Row, rows: Mapping[str, Row]) -> list[str]:
-    """Which phase limited the pipeline, and how busy both phases were in the fastest conventional schedule."""
-    sentences = []
-    engine, trainer = pipeline.engine_busy_fraction, pipeline.trainer_busy_fraction
-    if engine is not None and trainer is not None:
-        slower = "generation" if engine > trainer else "training"
-        conclusion = "the phases are balanced" if abs(engine - trainer) < BALANCED else f"{slower} is the bottleneck"
-        sentences.append(
-            f"In pipeline the engines were busy {engine:.0%} of the time and the trainer {trainer:.0%}: {conclusion}."
-        )
-    baseline = rows.get(pipeline.ratio_samples_per_s.baseline or "")
-    if baseline and baseline.engine_busy_fraction is not None and baseline.trainer_busy_fraction is not None:
-        sentences.append(
-            f"In {baseline.schedule}, the fastest conventional schedule, the engines were busy "
-            f"{baseline.engine_busy_fraction:.0%} of the time and the trainer {baseline.trainer_busy_fraction:.0%}"
-            + (
-                f"; {baseline.slots_used_fraction:.0%} of the slots were in use while any slot was."
-                if baseline.slots_used_fraction
-                else "."
-            )
-        )
-    return sentences
 
 
 class Results(NamedTuple):
@@ -146,8 +94,6 @@ def comparison_page(request: Request, results: Results, figures: Mapping[str, by
         html.figure(figures["batch_sizes"], BATCH_SIZES)
         if "batch_sizes" in figures
         else html.paragraph(NO_TIMELINE, "note"),
-        html.heading("Where PipelineRL does not help"),
-        html.bullets(LIMITS),
         html.heading("Every run"),
         html.records([_run_cells(run) for run in runs]),
         html.heading("Trials of settings"),

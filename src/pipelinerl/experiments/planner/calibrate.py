@@ -2,7 +2,7 @@
 
     1. an actor generates the rollouts of one optimizer step: lengths, and data to train on
     2. a training process starts, and then the other generation processes of the run (`engine.processes`)
-    3. decode steps, prefill, weight updates and an actor at full load are measured while all these run
+    3. decode steps, weight updates and an actor at full load are measured while all these run
     4. the training process stops and reports the costs of its steps
 
 Processes slow each other down even on separate cores, because they share caches and memory bandwidth. So everything that
@@ -46,7 +46,6 @@ from pipelinerl.experiments.planner.measure_generation import (
     Production,
     decode_costs,
     load_generator,
-    prefill_costs,
     produce,
     prompt_tokens_mean,
     update_pause_s,
@@ -113,7 +112,6 @@ def measure(generator: Generator, sampled: list[Group], folder: Path, keep_going
     prompt = prompt_tokens_mean(sampled)
     whole_prompt = max(1, round(prompt))
     decode = decode_costs(generator, lengths, whole_prompt, DECODE_SECONDS)
-    fixed_s, token_s = prefill_costs(generator, whole_prompt)
     pause_s = update_pause_s(generator, lengths, whole_prompt)
     production = asyncio.run(
         produce(generator, folder, seconds=ACTOR_SECONDS, rollouts=generator.config.engine.slots, keep_going=keep_going)
@@ -121,8 +119,6 @@ def measure(generator: Generator, sampled: list[Group], folder: Path, keep_going
     return GenerationCost(
         threads=torch.get_num_threads(),
         decode=tuple(decode),
-        prefill_s=fixed_s,
-        prefill_s_per_token=token_s,
         prompt_tokens_mean=prompt,
         rollout_overhead_s=rollout_overhead_s(production, decode),
         tokens_per_s=production.tokens / production.busy_s,

@@ -31,20 +31,16 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DecodeCost(msgspec.Struct, frozen=True, kw_only=True):
-    """A decode step of the engine with `active` sequences: median and quartiles over `steps` steps."""
+    """The median time of a decode step of the engine with `active` sequences."""
 
     active: int
     step_s: float
-    step_s_p25: float
-    step_s_p75: float
-    steps: int
 
 
 class GenerationCost(msgspec.Struct, frozen=True, kw_only=True):
     """The costs of one generation process.
 
     decode              decode steps by number of sequences, ascending; contexts are as long as in a batch that is kept full
-    prefill_s, prefill_s_per_token   a step that prefills prompts: fixed part, and part per prompt token
     prompt_tokens_mean  mean prompt length of the run's problems
     rollout_overhead_s  process time per rollout beyond its share of decode steps: its share of its group's prefill,
                         admission, environment and reward code, records and stream
@@ -54,8 +50,6 @@ class GenerationCost(msgspec.Struct, frozen=True, kw_only=True):
 
     threads: int
     decode: tuple[DecodeCost, ...]
-    prefill_s: float
-    prefill_s_per_token: float
     prompt_tokens_mean: float
     rollout_overhead_s: float
     tokens_per_s: float

@@ -1,4 +1,4 @@
-"""Measures generation: an actor at full load as in a run, and an engine's decode steps, prefill and weight updates.
+"""Measures generation: an actor at full load as in a run, and an engine's decode steps and weight updates.
 
     python -m pipelinerl.experiments.planner.measure_generation CONFIG.yaml FOLDER MESSAGES
 
@@ -191,7 +191,6 @@ STEPS = 16
 """Consecutive decode steps in a round: few, so that the fill of the cache hardly changes."""
 MIN_ROUNDS = 2
 UPDATES = 3
-PREFILL_REPETITIONS = 7
 
 
 def decode_costs(generator: Generator, lengths: LengthDistribution, prompt_tokens: int, seconds: float) -> list[DecodeCost]:
@@ -205,8 +204,7 @@ def decode_costs(generator: Generator, lengths: LengthDistribution, prompt_token
         while rounds < MIN_ROUNDS or time.perf_counter() - begin_s < seconds:
             times_s += _decode_round(generator, (prompt_tokens + ages - STEPS // 2).tolist(), rng)
             rounds += 1
-        low, middle, high = np.quantile(times_s, (0.25, 0.5, 0.75)).tolist()
-        costs.append(DecodeCost(active=active, step_s=middle, step_s_p25=low, step_s_p75=high, steps=len(times_s)))
+        costs.append(DecodeCost(active=active, step_s=median(times_s)))
     return costs
 
 
@@ -232,28 +230,6 @@ def _decode_round(generator: Generator, contexts: Sequence[int], rng: np.random.
         times_s.append(clock() - begin_s)
     _clear(engine, names)
     return times_s
-
-
-def prefill_costs(generator: Generator, prompt_tokens: int) -> tuple[float, float]:
-    """(fixed seconds of a step with prefill, seconds per prompt token), measured with one prompt and with many."""
-    rng = np.random.default_rng(generator.config.seed)
-    many = max(1, min(generator.engine.slots, generator.config.engine.prefill_tokens // prompt_tokens))
-    one_s, many_s = (
-        median(_prefill_s(generator, count, prompt_tokens, rng) for _ in range(PREFILL_REPETITIONS)) for count in (1, many)
-    )
-    if many == 1 or many_s <= one_s:
-        return 0.0, many_s / (many * prompt_tokens)
-    token_s = (many_s - one_s) / ((many - 1) * prompt_tokens)
-    return max(0.0, one_s - token_s * prompt_tokens), token_s
-
-
-def _prefill_s(generator: Generator, count: int, prompt_tokens: int, rng: np.random.Generator) -> float:
-    _submit(generator, [prompt_tokens] * count, 1, rng)
-    clock = clock_of(generator.config.engine.device)
-    begin_s = clock()
-    while generator.engine.in_progress or generator.engine.queued:
-        generator.engine.step()
-    return clock() - begin_s
 
 
 def update_pause_s(generator: Generator, lengths: LengthDistribution, prompt_tokens: int) -> float:

@@ -13,10 +13,8 @@ def calibration_text(calibration: Calibration) -> str:
     generation, training, machine = calibration.generation, calibration.training, calibration.machine
     table = new_table(f"{machine.processor}, {machine.cores} cores, model {calibration.model}", "", "")
     for cost in generation.decode:
-        spread = f"{1e3 * cost.step_s_p25:.3g} to {1e3 * cost.step_s_p75:.3g}"
         rate = f"{cost.active / cost.step_s:.0f} tokens/s"
-        table.add_row(f"decode step, {count(cost.active, 'sequence')}", f"{1e3 * cost.step_s:.3g} ms ({spread}), {rate}")
-    table.add_row("prefill", f"{1e3 * generation.prefill_s:.3g} ms + {1e6 * generation.prefill_s_per_token:.3g} us a token")
+        table.add_row(f"decode step, {count(cost.active, 'sequence')}", f"{1e3 * cost.step_s:.3g} ms, {rate}")
     table.add_row("rollout, besides its decode steps", f"{1e3 * generation.rollout_overhead_s:.3g} ms")
     table.add_row("weight update", f"{1e3 * generation.update_pause_s:.3g} ms")
     table.add_row("generation, all slots in use", f"{generation.tokens_per_s:.0f} tokens/s")

@@ -103,18 +103,15 @@ class SlowSimulation:
             denied = bool(server.finished) or not self._may_start(server)
             if not denied:
                 self._start(server)
-        prompts = set()
         while server.waiting and len(server.running) < self.scenario.slots:
-            attempt = server.waiting.popleft()
-            prompts.add(attempt.group)
-            server.running.append(attempt)
+            server.running.append(server.waiting.popleft())
         if not server.running:
             rewards_s = [a.reward_s for attempts in server.open.values() for a in attempts if a.reward_s > now_s]
             server.idle = denied or not rewards_s  # who only waits for rewards does not look up before the next one
             if rewards_s:
                 self._look_at(number, min(rewards_s))
             return
-        decode_s = costs.decode_step_s[len(server.running)] + len(prompts) * costs.prompt_s
+        decode_s = costs.decode_step_s[len(server.running)]
         self.busy_s += decode_s
         for attempt in server.running:
             attempt.versions.append(server.version)

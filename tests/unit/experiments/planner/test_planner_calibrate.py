@@ -20,7 +20,6 @@ from pipelinerl.experiments.planner.measure_generation import (
     Production,
     decode_costs,
     load_generator,
-    prefill_costs,
     produce,
     prompt_tokens_mean,
     update_pause_s,
@@ -60,7 +59,7 @@ def test_an_actor_at_work_loses_no_long_completions(production: tuple[Production
 def test_a_measurement_that_is_over_at_once_has_a_rollout(generator: Generator, tmp_path: Path) -> None:
     found = asyncio.run(produce(generator, tmp_path, seconds=0, rollouts=0))
     assert found.rollouts > 0
-    assert rollout_overhead_s(found, [DecodeCost(active=1, step_s=0.1, step_s_p25=0.1, step_s_p75=0.1, steps=1)]) >= 0
+    assert rollout_overhead_s(found, [DecodeCost(active=1, step_s=0.1)]) >= 0
 
 
 def test_decode_steps_are_those_of_all_sequences_and_nothing_else(
@@ -78,17 +77,13 @@ def test_decode_steps_are_those_of_all_sequences_and_nothing_else(
     monkeypatch.setattr(generator.engine, "step", watched)
     costs = decode_costs(generator, LengthDistribution.of_histogram({4: 3, 60: 1}), 6, seconds=0.0)
     assert [cost.active for cost in costs] == [1, 2, 4, SLOTS]
-    assert all(cost.steps == measure_generation.MIN_ROUNDS * measure_generation.STEPS for cost in costs)
-    assert all(0 < cost.step_s_p25 <= cost.step_s <= cost.step_s_p75 for cost in costs)
+    assert all(cost.step_s > 0 for cost in costs)
     timed = measure_generation.MIN_ROUNDS * (measure_generation.STEPS + 1)
     assert all(steps.count(cost.active) >= timed for cost in costs)
     assert (generator.engine.in_progress, generator.engine.queued) == (0, 0)
 
 
 def test_the_rest_of_the_engine(generator: Generator) -> None:
-    fixed_s, token_s = prefill_costs(generator, 6)
-    assert fixed_s >= 0
-    assert token_s > 0
     version = generator.engine.version
     assert update_pause_s(generator, LengthDistribution.uniform(30), 6) > 0
     assert (generator.engine.version, generator.engine.in_progress) == (version, 0)
@@ -101,10 +96,7 @@ def test_a_slot_too_short_to_measure_in(generator: Generator) -> None:
 
 
 def test_overhead_is_what_decode_steps_leave() -> None:
-    decode = [
-        DecodeCost(active=active, step_s=step_s, step_s_p25=step_s, step_s_p75=step_s, steps=1)
-        for active, step_s in ((1, 0.1), (4, 0.4))
-    ]
+    decode = [DecodeCost(active=active, step_s=step_s) for active, step_s in ((1, 0.1), (4, 0.4))]
     production = Production(groups=[], first=[], busy_s=2.0, tokens=9, rollouts=5, active=[0, 4, 4, 2, 1])
     assert rollout_overhead_s(production, decode) == pytest.approx((2.0 - (0.4 + 0.4 + 0.2 + 0.1)) / 5)
     fast = Production(groups=[], first=[], busy_s=0.5, tokens=9, rollouts=5, active=[4, 4])

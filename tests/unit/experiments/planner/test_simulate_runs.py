@@ -114,12 +114,11 @@ def test_damaged_runs(run_dir, tmp_path_factory):
 
 
 def test_costs_of_a_calibration():
-    costs = calibrated_costs(CALIBRATION, slots=32, group_size=2, trainers=5)
+    costs = calibrated_costs(CALIBRATION, slots=32, trainers=5)
     assert len(costs.decode_step_s) == 33
     assert costs.decode_step_s[3] == pytest.approx(0.0012)
     assert costs.decode_step_s[32] == pytest.approx(0.005)  # twice as many as were measured take turns
-    assert costs.prompt_s == pytest.approx(0.0006)
-    assert costs.prompt_s / 2 + costs.rollout_s == pytest.approx(0.0004)  # nothing counts twice
+    assert costs.rollout_s == 0.0004
     assert costs.train_token_s == pytest.approx(0.00002)
     assert costs.train_step_s == 0.064
 
@@ -137,7 +136,7 @@ def test_a_scenario_is_the_run_file_s():
         None, [*SETTINGS, "--schedule.max_lag", "2", "--engine.processes", "3", "--stream.when_full", "drop_oldest"]
     )
     costs, workload = (
-        calibrated_costs(CALIBRATION, slots=8, group_size=2),
+        calibrated_costs(CALIBRATION, slots=8),
         calibrated_workload(CALIBRATION, config, seed=0),
     )
     made = run_scenario(config, costs, workload)
@@ -272,7 +271,7 @@ def test_speeds_without_contention_and_in_turn():
 def test_costs_on_shared_cores_are_slower_and_not_on_gpus():
     settings = [*SETTINGS, "--engine.processes", "3", "--trainer.ranks", "2"]
     config = load_config(None, settings)
-    costs = calibrated_costs(CALIBRATION, slots=8, group_size=2)
+    costs = calibrated_costs(CALIBRATION, slots=8)
     calibration = msgspec.structs.replace(CALIBRATION, machine=msgspec.structs.replace(CALIBRATION.machine, cores=2))
     workload = calibrated_workload(calibration, config, seed=0)
     shared = shared_costs(config, calibration, costs, workload)
@@ -294,5 +293,5 @@ def test_a_calibration_of_ranks_has_their_time_per_token():
     assert any("trainer.ranks 1, the run has 2" in doubt for doubt in doubts(config, CALIBRATION))
     ranks = msgspec.structs.replace(CALIBRATION, training=msgspec.structs.replace(CALIBRATION.training, ranks=2))
     whole = CALIBRATION.training.token_s
-    assert calibrated_costs(ranks, slots=8, group_size=2, trainers=2).train_token_s == whole
-    assert calibrated_costs(ranks, slots=8, group_size=2, trainers=4).train_token_s == whole / 2
+    assert calibrated_costs(ranks, slots=8, trainers=2).train_token_s == whole
+    assert calibrated_costs(ranks, slots=8, trainers=4).train_token_s == whole / 2

@@ -61,25 +61,20 @@ class Publication(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """`steps` decode steps of `step_s` each, after a pause and the prefill from the token boundary at `begin_s` on."""
+    """`steps` decode steps of `step_s` each, after a pause from the token boundary at `begin_s` on."""
 
     begin_s: float
     pause_s: float
-    prefill_s: float
     step_s: float
     steps: int
 
-    @property
-    def first_s(self) -> float:
-        return self.pause_s + self.prefill_s
-
     def boundary_s(self, steps: int) -> float:
         """The time at which this many of the steps are done."""
-        return self.begin_s + self.first_s + steps * self.step_s
+        return self.begin_s + self.pause_s + steps * self.step_s
 
     def steps_until(self, time_s: float, *, later: bool = False) -> int:
         """Steps (at least one) to the first token boundary at or after `time_s`; strictly after it if `later`."""
-        steps = (time_s - self.begin_s - self.first_s) / self.step_s
+        steps = (time_s - self.begin_s - self.pause_s) / self.step_s
         return max(1, math.floor(steps) + 1 if later else math.ceil(steps))
 
 
@@ -96,7 +91,7 @@ class SimulatedEngine:
         self.active = 0
         self.steps_done = 0
         self.tokens = 0
-        self.busy_s = self.decode_s = self.slot_s = 0.0
+        self.decode_s = self.slot_s = 0.0
         self.starved_s = 0.0
         self.in_progress = 0
         """Rollouts of started groups that are not in the stream yet."""
@@ -153,13 +148,11 @@ class SimulatedEngine:
 
     def begin(self, now_s: float) -> None:
         """Fill the slots and begin a segment, until the next sequence ends or the next reward arrives."""
-        prompts: set[int] = set()
         entering = min(self.slots - self.active, len(self._waiting))
         for _ in range(entering):
             rollout = self._waiting.popleft()
             rollout.start_step = self.steps_done
             rollout.first_update = len(self.update_steps) - 1
-            prompts.add(rollout.group.index)
             end = self.steps_done + rollout.length
             if end not in self._ending:
                 self._ending[end] = []
@@ -169,12 +162,11 @@ class SimulatedEngine:
         if self.active:
             steps = self._ends[0] - self.steps_done
             step_s = self._costs.decode_step_s[self.active]
-            prefill_s = len(prompts) * self._costs.prompt_s
-            self.segment = Segment(now_s, self._pause_s, prefill_s, step_s, steps)
+            self.segment = Segment(now_s, self._pause_s, step_s, steps)
             if self._rewards:
                 self.segment = self.segment._replace(steps=min(steps, self.segment.steps_until(self._rewards[0][0])))
         elif self._rewards:
-            self.segment = Segment(now_s, 0.0, 0.0, self._rewards[0][0] - now_s, 1)
+            self.segment = Segment(now_s, 0.0, self._rewards[0][0] - now_s, 1)
         else:
             self.segment = None
         self._pause_s = 0.0
@@ -207,7 +199,7 @@ class SimulatedEngine:
             rest = self.segment.steps - steps
             self._account(self.segment, steps)
             self._take(self._newest(boundary_s))
-            self.segment = Segment(boundary_s, self._pause_s, 0.0, self.segment.step_s, rest)
+            self.segment = Segment(boundary_s, self._pause_s, self.segment.step_s, rest)
             self._pause_s = 0.0
         return took
 
@@ -216,7 +208,7 @@ class SimulatedEngine:
         segment = self.segment
         assert segment is not None  # noqa: S101 - called only with a segment
         if not self.active:  # nothing decodes, so the segment can end now
-            self.segment = Segment(now_s, 0.0, 0.0, 0.0, 1)
+            self.segment = Segment(now_s, 0.0, 0.0, 1)
             return True
         steps = segment.steps_until(now_s, later=later)
         if steps >= segment.steps:
@@ -252,7 +244,7 @@ class SimulatedEngine:
     def interrupt(self, now_s: float) -> None:
         """Account for the part of the segment before `now_s`, the end of the run."""
         if self.segment is not None and self.active:
-            done_s = now_s - self.segment.begin_s - self.segment.first_s
+            done_s = now_s - self.segment.begin_s - self.segment.pause_s
             steps = min(self.segment.steps, max(0, math.floor(done_s / self.segment.step_s)))
             self._account(self.segment, steps)
         self.segment = None
@@ -267,7 +259,6 @@ class SimulatedEngine:
         self.steps_done += steps
         self.tokens += steps * self.active
         self.decode_s += decode_s
-        self.busy_s += segment.prefill_s + decode_s
         self.slot_s += decode_s * self.active
 
     def _newest(self, time_s: float) -> int:

@@ -16,7 +16,6 @@ from pipelinerl.hub.outstanding import Outstanding
 from pipelinerl.interfaces import PipelineState
 
 POSITION_BINS = 32
-TIMELINE_POINTS = 512
 
 
 class PositionLag(msgspec.Struct, frozen=True):
@@ -34,11 +33,10 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     *_later               rates after the first fifth of the steps, when the pipeline has filled (see `first_fifth`)
     tokens_per_s          all generated tokens, trained on or not; `trained_tokens` are of rollouts in optimizer steps
     lag_*                 over all tokens with a gradient, equally weighted; `lag_tokens[k]` of them had lag k
-    engine_busy_fraction  share of time in decode steps, prefill included; the actor's own work and pauses are excluded
+    engine_busy_fraction  share of time in decode steps; the actor's own work, prefill and pauses are excluded
     slots_used            sequences in progress over H, averaged over the time of decode steps
     starved_fraction      share of time in which an engine had room but was not allowed to start more: draining or idle
     wait_s_*              time the trainer waited for data before a step
-    in_progress           (time, sequences in progress per engine): generation batch size over time
     step_*                one entry per optimizer step; a lag is None if no token in the step had a gradient
     rollouts_*            every started rollout is trained, dropped, queued or in progress
     """
@@ -70,34 +68,11 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     rollouts_dropped: dict[str, int]
     rollouts_queued: int
     rollouts_in_progress: int
-    in_progress: list[tuple[float, float]]
     step_end_s: list[float]
     step_wait_s: list[float]
     step_lag_mean: list[float | None]
     step_lag_max: list[int | None]
     step_queued: list[int]
-
-
-class Timeline:
-    """A step function of time in bounded memory: evenly spaced samples; the spacing doubles when there are too many."""
-
-    def __init__(self, points: int = TIMELINE_POINTS) -> None:
-        self.samples: list[tuple[float, float]] = []
-        self._points = points
-        self._next_s = self._every_s = 0.0
-        self._value = 0.0
-
-    def add(self, time_s: float, value: float) -> None:
-        """Set the value from `time_s` on. Times must not decrease."""
-        while time_s > self._next_s:
-            # The first spacing is far too short, but soon grows by doubling.
-            self._every_s = self._every_s or time_s / self._points
-            self.samples.append((self._next_s, self._value))
-            if len(self.samples) >= self._points:
-                self.samples = self.samples[::2]
-                self._every_s *= 2
-            self._next_s = self.samples[-1][0] + self._every_s
-        self._value = value
 
 
 def _by_position(lag: LagStatistics) -> list[PositionLag]:
@@ -143,9 +118,7 @@ class _Run:
         self._trainer = SimulatedTrainer(scenario, self._outstanding, self._publications)
         self._engines = [SimulatedEngine(index, scenario, self._publications) for index in range(scenario.engines)]
         self._events: list[tuple[float, int, int, int]] = []
-        self._active = 0
         self._groups_at_step = 0
-        self._timeline = Timeline()
         # Engines to wake when the condition that they wait for may have changed.
         self._denied: set[int] = set()
         """Engines that have room and may not start more groups."""
@@ -178,8 +151,7 @@ class _Run:
         later_s = time_s - (steps.end_s[later - 1] if later else 0.0)
         tokens = sum(engine.tokens for engine in engines)
         engine_s = time_s * len(engines)
-        busy_s = sum(engine.busy_s for engine in engines)
-        decode_slot_s = sum(engine.decode_s for engine in engines) * scenario.slots
+        decode_s = sum(engine.decode_s for engine in engines)
         lags = trainer.lag.tokens_by_lag()
         return Prediction(
             schedule=scenario.schedule.name,
@@ -197,8 +169,8 @@ class _Run:
             lag_p99=_nearest_rank(lags, 0.99),
             lag_tokens=lags.tolist(),
             lag_by_position=_by_position(trainer.lag),
-            engine_busy_fraction=busy_s / engine_s,
-            slots_used=sum(engine.slot_s for engine in engines) / decode_slot_s,
+            engine_busy_fraction=decode_s / engine_s,
+            slots_used=sum(engine.slot_s for engine in engines) / (decode_s * scenario.slots),
             starved_fraction=sum(engine.starved_s for engine in engines) / engine_s,
             trainer_busy_fraction=trainer.busy_s / time_s,
             wait_s_mean=fmean(steps.wait_s),
@@ -209,7 +181,6 @@ class _Run:
             rollouts_dropped=dict(trainer.dropped),
             rollouts_queued=trainer.queued + trainer.in_step,
             rollouts_in_progress=self._outstanding.rollouts - trainer.queued - trainer.in_step,
-            in_progress=self._timeline.samples,
             step_end_s=steps.end_s,
             step_wait_s=steps.wait_s,
             step_lag_mean=trainer.lag.step_mean,
@@ -234,7 +205,6 @@ class _Run:
 
     def _boundary(self, engine: SimulatedEngine, now_s: float) -> None:
         """The actor's actions between two decode steps, in the real actor's order."""
-        active = engine.active
         engine.finish_segment()
         self._hand_over(engine, now_s)
         self._take_weights(engine, now_s)
@@ -242,8 +212,6 @@ class _Run:
         engine.begin(now_s)
         if engine.segment is not None:
             self._schedule_end(engine)
-        self._active += engine.active - active
-        self._timeline.add(now_s, self._active / self._scenario.engines)
 
     def _hand_over(self, engine: SimulatedEngine, now_s: float) -> None:
         if not engine.finished:

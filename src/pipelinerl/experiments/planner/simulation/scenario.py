@@ -32,8 +32,7 @@ class Costs:
     """Durations in seconds (or flashes, or any other unit of time, used throughout).
 
     decode_step_s   a decode step with h sequences in progress, at index h: entries 0 .. H
-    prompt_s        added to a step for each prompt prefilled in it (a group's attempts share one prompt)
-    rollout_s       the actor's time for each rollout that ended, after the step in which it ended
+    rollout_s       the actor's time for each rollout, its prompt included, after the step in which it ended
     update_pause_s  an engine's pause to take new weights
     train_step_s    fixed part of an optimizer step
     train_token_s   the trainer's time for each token that goes through the model, prompts included
@@ -41,7 +40,6 @@ class Costs:
     """
 
     decode_step_s: tuple[float, ...]
-    prompt_s: float = 0.0
     rollout_s: float = 0.0
     update_pause_s: float = 0.0
     train_step_s: float = 0.0
@@ -178,20 +176,17 @@ class ReplayedWorkload:
 # ---- from a run file and a machine's calibration
 
 
-def calibrated_costs(calibration: Calibration, *, slots: int, group_size: int, trainers: int = 1) -> Costs:
+def calibrated_costs(calibration: Calibration, *, slots: int, trainers: int = 1) -> Costs:
     """Costs in seconds of engines with up to `slots` sequences, and of a trainer spread over `trainers` such machines.
 
-    A rollout's measured overhead includes its share of its group's prefill. The part for the prompt's tokens is charged to
-    the step that prefills the prompt. The rest (the fixed cost of a step with prefill, admission, environment, records) is
-    charged when the rollout ends. With other numbers of trainers (ranks) than in the calibration, the cost per token changes
+    A rollout's measured overhead includes its share of its group's prefill, and is charged when the rollout ends.
+    With other numbers of trainers (ranks) than in the calibration, the cost per token changes
     in proportion. The fixed cost of a step stays, and so does that of a rollout, which rank 0 alone prepares.
     """
     generation, training = calibration.generation, calibration.training
-    prompt_s = generation.prefill_s_per_token * generation.prompt_tokens_mean
     return Costs(
         decode_step_s=tuple(generation.utilisation().step_time(np.arange(slots + 1)).tolist()),
-        prompt_s=min(prompt_s, generation.rollout_overhead_s * group_size),
-        rollout_s=max(0.0, generation.rollout_overhead_s - prompt_s / group_size),
+        rollout_s=generation.rollout_overhead_s,
         update_pause_s=generation.update_pause_s,
         train_step_s=training.step_s,
         train_token_s=training.token_s * training.ranks / trainers,
@@ -268,13 +263,13 @@ def shared_costs(config: RunConfig, calibration: Calibration, costs: Costs, work
         for group in groups
         for length, used in zip(group.lengths, group.used, strict=True)
     )
-    slots, K, B = config.engine.slots, config.actor.group_size, config.trainer.batch_size
+    slots, B = config.engine.slots, config.trainer.batch_size
     speeds = speeds_on(
         cores,
         engines=config.engine.processes,
         ranks=config.trainer.ranks,
         threads=Threads(calibration.generation.threads, calibration.training.threads),
-        generation_s=tokens * costs.decode_step_s[slots] / slots + costs.prompt_s / K + costs.rollout_s,
+        generation_s=tokens * costs.decode_step_s[slots] / slots + costs.rollout_s,
         training_s=costs.train_step_s / B + costs.train_token_s * used + costs.prepare_s,
         in_turn=not side_by_side(config, schedule),
         trainer_first=trainer_goes_first(config, schedule, cores),
@@ -283,7 +278,6 @@ def shared_costs(config: RunConfig, calibration: Calibration, costs: Costs, work
     return replace(
         costs,
         decode_step_s=tuple(step_s * slower for step_s in costs.decode_step_s),
-        prompt_s=costs.prompt_s * slower,
         rollout_s=costs.rollout_s * slower,
         update_pause_s=costs.update_pause_s * slower,
         train_step_s=costs.train_step_s * trainer,
