@@ -67,7 +67,7 @@ class VllmProcess(ChildProcess):
         port = free_port()
         self.url = f"http://{HOST}:{port}"
         super().__init__(
-            [sys.executable, "-m", "pipelinerl.serving.vllm.guard", *command_line(settings, port), *more],
+            [sys.executable, "-m", "pipelinerl.serving.vllm.start", *command_line(settings, port), *more],
             log=log,
             environment=environment(settings, os.environ),
             watches_parent=True,

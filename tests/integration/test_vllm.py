@@ -30,9 +30,8 @@ from pipelinerl.models.tensor_file import write_safetensors
 from pipelinerl.serving.client.adapter import ServerBusyError, ServerError, ServerUnreachableError
 from pipelinerl.serving.client.engine import RemoteEngine
 from pipelinerl.serving.vllm.adapter import VllmServer
-from pipelinerl.serving.vllm.guard import members
 from pipelinerl.serving.vllm.server_info import kv_cache_bytes, model_facts
-from pipelinerl.serving.vllm.start import VllmSettings
+from pipelinerl.serving.vllm.start import VllmSettings, members
 from pipelinerl.serving.wire import ProcessGroupRequest, WeightUpdateRequest
 from pipelinerl.types import Completion, GenerationRequest, SamplingParams, TokenEvent, versions_from_spans
 from pipelinerl.weights.broadcast.receiver import CollectiveWeightReceiver
@@ -379,25 +378,26 @@ def until(condition: Any, timeout_s: float = 30.0) -> bool:
 
 
 def test_a_killed_server_is_noticed_and_leaves_nothing_behind(vllm: VllmProcess) -> None:
-    """The last test of the server. Its processes: the guard that leads the group, vLLM's API server, its engine."""
-    serving = [pid for pid in members(vllm.pid) if pid != vllm.pid and "api_server" in command_of(pid)]
+    """The last test of the server. Its processes: vLLM's API server, which leads the group, and its engine."""
+    group = int(Path(f"/proc/{vllm.pid}/task/{vllm.pid}/children").read_text().split()[0])
+    assert "api_server" in command_of(group)
 
     async def kill(client: VllmServer) -> list[BaseException | Completion]:
         await client.info()
         running = [asyncio.ensure_future(client.generate(request(f"k{i}", max_tokens=LONGEST))) for i in range(SLOTS)]
         await asyncio.sleep(0.3)
-        os.kill(serving[0], signal.SIGKILL)
+        os.kill(group, signal.SIGKILL)
         return await asyncio.gather(*running, return_exceptions=True)
 
     assert vllm.running
-    shared = [path for pid in members(vllm.pid) for path in shared_memory(pid)]
+    shared = [path for pid in members(group) for path in shared_memory(pid)]
     assert shared
     results = at(vllm, kill)
     assert any(isinstance(result, ServerUnreachableError) for result in results)
     assert all(isinstance(result, ServerUnreachableError | Completion) for result in results)  # some may have been done
     assert until(lambda: not vllm.running)
     assert "was killed by SIGKILL" in vllm.log_excerpt(100)
-    assert until(lambda: not members(vllm.pid))
+    assert until(lambda: not members(group))
     assert not any(path.exists() for path in shared)  # hundreds of megabytes
 
 

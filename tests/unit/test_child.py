@@ -15,7 +15,7 @@ import pytest
 
 from pipelinerl import child
 from pipelinerl.child import ChildProcess, exit_words
-from pipelinerl.serving.vllm.guard import members
+from pipelinerl.serving.vllm.start import members
 
 STUBBORN = "trap '' TERM; sleep 100 & echo ready; while :; do sleep 0.1; done"
 """A shell script that ignores SIGTERM, and has a child."""

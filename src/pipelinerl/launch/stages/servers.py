@@ -47,7 +47,7 @@ START_SHARE = 0.8
 
 
 class ReadyFile(msgspec.Struct, frozen=True):
-    """The part of an engine server's ready file that the run reads. vLLM's guard has its `pid`."""
+    """The part of an engine server's ready file that the run reads. With vLLM, `pid` is the process that runs it."""
 
     url: str
     pid: int
@@ -108,7 +108,7 @@ def _port_before(ready_file: Path) -> int:
 
 
 def _become_vllm(session: Session, role: str, parent_pipe: int) -> None:
-    """Replace this process with vLLM and its guard process. Does not return. Raises ModelLoadError."""
+    """Replace this process with a small one that runs vLLM. Does not return. Raises ModelLoadError."""
     from pipelinerl.serving.vllm.start import command_line, environment  # noqa: PLC0415 - as above
 
     settings = _vllm_settings(session)
@@ -117,8 +117,8 @@ def _become_vllm(session: Session, role: str, parent_pipe: int) -> None:
     port = _port_before(session.run.ready_file(role)) or free_port(address)
     ready = ReadyFile(f"{scheme}://{address}:{port}", os.getpid())
     write_atomically(session.run.ready_file(role), msgspec.json.encode(ready))
-    os.dup2(parent_pipe, 0)  # the guard watches it there
-    command = [sys.executable, "-m", "pipelinerl.serving.vllm.guard", *command_line(settings, port, address, guarded=True)]
+    os.dup2(parent_pipe, 0)  # `start` watches it there
+    command = [sys.executable, "-m", "pipelinerl.serving.vllm.start", *command_line(settings, port, address, guarded=True)]
     os.execve(sys.executable, command, environment(settings, os.environ, key))  # noqa: S606 - our own module
 
 

@@ -1,7 +1,8 @@
-"""How vLLM is started and ended, with stand-ins for it: other commands, under the same guard."""
+"""How vLLM is started and ended, with stand-ins for it: other commands, started in the same way."""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import os
 import signal
@@ -10,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -17,9 +19,8 @@ import pytest
 from pipelinerl.child import ChildProcess, exit_words
 from pipelinerl.config.checks import VLLM_OWN, vllm_workers
 from pipelinerl.config.schema import EngineConfig
-from pipelinerl.serving.vllm.guard import members
 from pipelinerl.serving.vllm.server_info import ServerDescription, kv_cache_bytes, model_facts
-from pipelinerl.serving.vllm.start import VllmSettings, command_line, environment
+from pipelinerl.serving.vllm.start import KEY_VARIABLE, RequireKey, VllmSettings, command_line, environment, members
 
 SETTINGS = VllmSettings(python="/env/bin/python", model="/models/m", slots=8, max_length=300)
 
@@ -31,68 +32,76 @@ def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> bool:
     return condition()
 
 
-def group_is_gone(pid: int) -> bool:
-    return not members(pid)
+def group_of(log: Path) -> int:
+    """The process group of the script, which says its process id first."""
+    assert until(lambda: log.exists() and "\n" in log.read_text())
+    return int(log.read_text().splitlines()[0])
 
 
-def guarded(script: str, log: Path) -> ChildProcess:
-    """A shell script under the guard, in the place of vLLM."""
-    command = [sys.executable, "-m", "pipelinerl.serving.vllm.guard", "/bin/sh", "-c", script]
+def started(script: str, log: Path) -> ChildProcess:
+    """A shell script in the place of vLLM."""
+    command = [sys.executable, "-m", "pipelinerl.serving.vllm.start", "/bin/sh", "-c", f"echo $$; {script}"]
     return ChildProcess(command, log=log, watches_parent=True, patience_s=30.0)
 
 
 @pytest.fixture
 def server(tmp_path: Path) -> ChildProcess:
-    """One that runs, with a second process in its group."""
-    server = guarded("sleep 100 & echo ready; sleep 100", tmp_path / "log")
-    assert until(lambda: "ready" in (tmp_path / "log").read_text())
+    """A server that runs, with a second process in its group."""
+    server = started("sleep 100 & sleep 100", tmp_path / "log")
+    assert len(members(group_of(tmp_path / "log"))) > 0
     assert server.running
     return server
 
 
-def test_stopping_ends_the_whole_group(server: ChildProcess) -> None:
+def test_stopping_ends_the_whole_group_and_is_no_failure(server: ChildProcess, tmp_path: Path) -> None:
     server.stop()
-    assert group_is_gone(server.pid)
-
-
-def test_the_guard_ends_well_when_it_is_asked_to(server: ChildProcess) -> None:
-    """As the launcher asks its processes."""
-    os.kill(server.pid, signal.SIGTERM)
-    assert until(lambda: group_is_gone(server.pid))
-    assert server.wait(5.0)
     assert server.status == 0
+    assert not members(group_of(tmp_path / "log"))
 
 
 @pytest.mark.parametrize(("script", "status"), [("exit 7", 7), ("kill -9 $$", 137)])
 def test_a_command_that_ends_by_itself_takes_its_group_with_it_and_gives_its_status(
     tmp_path: Path, script: str, status: int
 ) -> None:
-    server = guarded(f"sleep 100 & {script}", tmp_path / "log")
+    server = started(f"sleep 100 & {script}", tmp_path / "log")
     assert server.wait(20.0)
     assert server.status == status
-    assert group_is_gone(server.pid)
-    assert f"guard: /bin/sh {exit_words(status if status < 128 else 128 - status)}" in server.log_lines()
+    assert not members(group_of(tmp_path / "log"))
+    assert f"/bin/sh {exit_words(status if status < 128 else 128 - status)}" in server.log_lines()
 
 
-def test_a_server_ends_when_who_started_it_is_killed(tmp_path: Path) -> None:
-    starter = subprocess.Popen(
+def test_a_process_that_cleans_up_after_the_others_has_time_to(tmp_path: Path) -> None:
+    """As Python's resource tracker, which ignores SIGTERM and ends with the last of the others."""
+    cleaner = "(trap '' TERM; while kill -0 $$; do sleep 0.1; done; sleep 1; echo clean) 2>/dev/null &"
+    server = started(f"{cleaner} kill -9 $$", tmp_path / "log")
+    assert server.wait(20.0)
+    assert "clean" in server.log_lines()
+
+
+@pytest.mark.parametrize("killed", ["launcher", "runner"])
+def test_a_server_ends_when_the_processes_that_started_it_are_killed(tmp_path: Path, killed: str) -> None:
+    log = tmp_path / "log"
+    launcher = subprocess.Popen(
         [
             sys.executable,
             "-c",
             "import sys, time\nfrom pathlib import Path\n"
-            "from tests.unit.serving.vllm.test_vllm_start import guarded\n"
-            "print(guarded('sleep 100 & sleep 100', Path(sys.argv[1])).pid, flush=True)\ntime.sleep(100)",
-            str(tmp_path / "log"),
+            "from tests.unit.serving.vllm.test_vllm_start import started\n"
+            "server = started('sleep 100 & sleep 100', Path(sys.argv[1]))\n"
+            "print(server.pid, flush=True)\ntime.sleep(100)",
+            str(log),
         ],
         stdout=subprocess.PIPE,
     )
-    assert starter.stdout is not None
-    with starter.stdout:
-        pid = int(starter.stdout.readline())
-    assert not group_is_gone(pid)
-    starter.send_signal(signal.SIGKILL)
-    starter.wait()
-    assert until(lambda: group_is_gone(pid))
+    assert launcher.stdout is not None
+    with launcher.stdout:
+        runner = int(launcher.stdout.readline())
+    group = group_of(log)
+    assert members(group)
+    os.kill(launcher.pid if killed == "launcher" else runner, signal.SIGKILL)
+    assert until(lambda: not members(group))
+    launcher.kill()
+    launcher.wait()
 
 
 def test_the_command_line_asks_for_what_the_client_requires() -> None:
@@ -176,3 +185,40 @@ def test_what_the_models_folder_says() -> None:
     assert model_facts("demo") == (16, (1,), ())
     # 2 layers x (keys, values) x 3 heads x 32 x 4 bytes, for 8 slots of 3 blocks of 128, and 4 blocks to spare
     assert kv_cache_bytes("demo", slots=8, max_length=300, item_bytes=4) == 2 * 2 * 3 * 32 * 4 * 128 * (8 * 3 + 4)
+
+
+# ---- every route asks for the key
+
+
+def answer(kind: str, *headers: tuple[bytes, bytes]) -> list[Any]:
+    """What a client of a guarded app gets."""
+    sent: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200})
+
+    async def receive() -> None: ...
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    asyncio.run(RequireKey(app)({"type": kind, "headers": headers, "path": "/update_weights"}, receive, send))
+    return sent
+
+
+def test_every_route_asks_for_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, "secret")
+    assert answer("http", (b"authorization", b"Bearer secret"))[0]["status"] == 200
+    assert answer("lifespan")[0]["status"] == 200
+    for headers in ([], [(b"authorization", b"Bearer wrong")], [(b"authorization", b"secret")]):
+        assert answer("http", *headers)[0]["status"] == 401
+    assert answer("websocket")[0]["status"] == 401
+
+
+def test_a_guarded_server_has_its_key_in_the_environment_not_on_the_command_line() -> None:
+    command = command_line(SETTINGS, 8000, "10.0.0.5", guarded=True)
+    assert command[command.index("--host") + 1] == "10.0.0.5"
+    assert command[command.index("--middleware") + 1] == "pipelinerl.serving.vllm.start.RequireKey"
+    assert environment(SETTINGS, {}, "secret")[KEY_VARIABLE] == "secret"
+    assert KEY_VARIABLE not in environment(SETTINGS, {})
+    assert "--middleware" not in command_line(SETTINGS, 8000)
