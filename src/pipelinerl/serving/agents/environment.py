@@ -7,6 +7,7 @@ import inspect
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Literal
 
@@ -125,16 +126,52 @@ class AgentThreads:
 
         Cancelling this cancels an async function. A plain one runs on, but its calls of the model are refused.
         """
-        semaphore = self._semaphores.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._limit))
+        loop = asyncio.get_running_loop()
+        semaphore = self._semaphores.setdefault(loop, asyncio.Semaphore(self._limit))
+
+        def ended() -> None:
+            with suppress(RuntimeError):  # the loop is closed, so no task waits
+                loop.call_soon_threadsafe(semaphore.release)
+
         await semaphore.acquire()
-        run = _Run(self._function, arguments, semaphore, self._agents_loop)
+        result: Future[Any] = Future()
+        if self._agents_loop is not None:
+            result = asyncio.run_coroutine_threadsafe(self._awaited(arguments, ended), self._agents_loop)
+        else:
+            result.set_running_or_notify_cancel()  # can't be cancelled from now on
+            threading.Thread(target=self._run, args=(arguments, result, ended), name="agent", daemon=True).start()
         try:
-            return await run.result
-        except asyncio.CancelledError:
-            run.cancel()
-            raise
+            return await asyncio.wrap_future(result)
         except Exception as error:
             raise RuntimeError(f"{self._spec}: {describe(error, self._spec)}") from error
+
+    def _run(self, arguments: tuple[Any, ...], result: Future[Any], ended: Callable[[], None]) -> None:
+        """In a thread of its own."""
+        try:
+            result.set_result(self._function(*arguments))
+        except BaseException as raised:  # noqa: BLE001 - user code: raised where the result is awaited
+            result.set_exception(_of_one_call(raised))
+        finally:
+            ended()
+
+    async def _awaited(self, arguments: tuple[Any, ...], ended: Callable[[], None]) -> Any:
+        """In the loop of all agents."""
+        try:
+            return await self._function(*arguments)
+        except BaseException as raised:
+            task = asyncio.current_task()
+            if isinstance(raised, Exception) or (task is not None and task.cancelling()):
+                raise
+            raise _of_one_call(raised) from raised
+        finally:
+            ended()
+
+
+def _of_one_call(raised: BaseException) -> Exception:
+    """An error that ends only its call, unlike `sys.exit`, and that a future can hold."""
+    if isinstance(raised, Exception) and not isinstance(raised, StopIteration):
+        return raised
+    return RuntimeError(f"it raised {type(raised).__name__}")
 
 
 def _keep_running(loop: asyncio.AbstractEventLoop) -> None:
@@ -144,60 +181,3 @@ def _keep_running(loop: asyncio.AbstractEventLoop) -> None:
             loop.run_forever()
             break
     loop.close()
-
-
-class _Run:
-    """One call in progress, in `agents_loop` or else in a thread. `semaphore` is released when the function ends."""
-
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        arguments: tuple[Any, ...],
-        semaphore: asyncio.Semaphore,
-        agents_loop: asyncio.AbstractEventLoop | None,
-    ) -> None:
-        self._function, self._arguments, self._semaphore = function, arguments, semaphore
-        self._loop = asyncio.get_running_loop()
-        self._agents_loop = agents_loop
-        self._task: asyncio.Task[None] | None = None
-        self.result: asyncio.Future[Any] = self._loop.create_future()
-        if agents_loop is None:
-            threading.Thread(target=self._run, name="agent", daemon=True).start()
-        else:
-            agents_loop.call_soon_threadsafe(self._begin)
-
-    def cancel(self) -> None:
-        if self._agents_loop is not None:
-            self._agents_loop.call_soon_threadsafe(lambda: self._task is not None and self._task.cancel())
-
-    # ---- the agent's thread, or the loop of all agents
-
-    def _run(self) -> None:
-        try:
-            self._report(self._function(*self._arguments), None)
-        except BaseException as raised:  # noqa: BLE001 - user code: raised where the result is awaited
-            self._report(None, raised)
-
-    def _begin(self) -> None:
-        self._task = asyncio.ensure_future(self._run_async())
-
-    async def _run_async(self) -> None:
-        try:
-            self._report(await self._function(*self._arguments), None)
-        except BaseException as raised:  # noqa: BLE001 - as in `_run`
-            self._report(None, raised)
-
-    def _report(self, value: Any, raised: BaseException | None) -> None:
-        with suppress(RuntimeError):  # the loop is closed, so no task awaits the result
-            self._loop.call_soon_threadsafe(self._end, value, raised)
-
-    def _end(self, value: Any, raised: BaseException | None) -> None:
-        self._semaphore.release()
-        if self.result.done():
-            return
-        if raised is None:
-            self.result.set_result(value)
-        elif isinstance(raised, Exception) and not isinstance(raised, StopIteration):  # a future can't hold that one
-            self.result.set_exception(raised)
-        else:  # such as `sys.exit`, which must end only this call
-            self.result.set_exception(RuntimeError(f"it raised {type(raised).__name__}"))

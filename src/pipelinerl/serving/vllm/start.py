@@ -2,10 +2,10 @@
 
     python -m pipelinerl.serving.vllm.start COMMAND ARGUMENT...
 
-runs a command in a process group of its own while standard input, a parent-death pipe, stays open. vLLM has several processes,
-and does not notice when the run that started it ends. When the pipe closes, or at a SIGTERM, the group gets a SIGTERM; what
-remains after `TERM_TIMEOUT_S` is killed. The exit status is then 0. If the command ends by itself, its other processes are ended
-too; the exit status is the command's (128 + the signal's number if a signal ended it).
+runs a command in a process group of its own while standard input, a parent-death pipe, stays open. vLLM has several
+processes, and does not notice when the run that started it ends. When the pipe closes, or at a SIGTERM, the group gets a
+SIGTERM; what remains after `TERM_TIMEOUT_S` is killed. The exit status is then 0. If the command ends by itself, its other
+processes are ended too; the exit status is the command's (128 + the signal's number if a signal ended it).
 """
 
 from __future__ import annotations
