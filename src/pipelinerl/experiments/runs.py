@@ -10,30 +10,41 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import os
 import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from pipelinerl.child import ChildProcess
+from pipelinerl.channel import listen
+from pipelinerl.child import ChildProcess, stop_all
 from pipelinerl.config.load import config_to_yaml
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import INVALID_DATA, PipelineRLError, RunDirectoryError, RunInterruptedError, TrainingDivergedError
 from pipelinerl.experiments.machine import load_average
 from pipelinerl.files import JsonLines
+from pipelinerl.interfaces import Board
+from pipelinerl.launch.hosts.host import LocalWorker
 from pipelinerl.launch.interrupts import counted_interrupts
+from pipelinerl.launch.roles import rank_roles
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.run_lock import RunLock
+from pipelinerl.launch.session import Channels, Here, Session
+from pipelinerl.launch.stages.training import lead_ranks
 from pipelinerl.launch.summary import FINISHED
 from pipelinerl.metrics.reading import read_json_lines
 from pipelinerl.report import write_json, writing_to
 
+if TYPE_CHECKING:
+    from pipelinerl.trainer.sharding.ranks import Team
+
 REQUEST_FILE = "request.json"
 POLL_S = 0.1
+RANKS_PATIENCE_S = 10.0
 STOP_S = 180.0
 """Time for a run to write a checkpoint and end."""
 
@@ -179,3 +190,21 @@ def _clear_run(path: Path) -> None:
         raise RunDirectoryError(f"can't remove the unfinished run {path}: {error.strerror}") from error
     finally:
         lock.close()
+
+
+@contextlib.contextmanager
+def rank_processes(session: Session, board: Board) -> Iterator[Team]:
+    """The other ranks of a sharded trainer, as processes of their own; this process is rank 0."""
+    socket_fd = listen().detach()
+    workers: list[LocalWorker] = []
+    try:
+        for role in rank_roles(session.config):
+            here = Here(threads=session.config.trainer.threads or 1)
+            workers.append(LocalWorker(session, role, here, channels=Channels(ranks=socket_fd)))
+        with lead_ranks(session, board, socket_fd) as team:
+            yield team
+        for worker in workers:
+            worker.wait(RANKS_PATIENCE_S)
+    finally:
+        stop_all(workers, RANKS_PATIENCE_S)
+        os.close(socket_fd)

@@ -1,20 +1,16 @@
 """Measures the cost of an optimizer step, in a separate process, as training is in a run.
 
     python -m pipelinerl.experiments.planner.measure_training CONFIG.yaml STREAM_DIR MESSAGES
-    python -m pipelinerl.experiments.planner.measure_training CONFIG.yaml RANK PORT        # started by the first
 
 The process prepares the groups of a rollout stream, says `ready`, and trains on them repeatedly. After a few steps of each
 size it says `enough` and continues, because generation is being measured at the same time. At SIGTERM it gives the result as
-JSON and exits. What it says are lines of the file MESSAGES. With `trainer.ranks` above 1 it is rank 0 and starts the others.
+JSON and exits. What it says are lines of the file MESSAGES. With `trainer.ranks` above 1 it is rank 0.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
-import secrets
 import signal
-import socket
 import sys
 import threading
 import time
@@ -22,26 +18,27 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 import torch
 
-from pipelinerl.child import ChildProcess
 from pipelinerl.config.load import config_from_yaml
-from pipelinerl.config.schema import RunConfig, TrainerConfig
+from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import PipelineRLError, UserError
 from pipelinerl.experiments.machine import clock_of
 from pipelinerl.experiments.planner.calibration import ENOUGH, READY, TrainingCost
-from pipelinerl.models.loading import load_model
-from pipelinerl.models.lora import LoraModel
-from pipelinerl.preprocess.packing import pack
+from pipelinerl.experiments.runs import rank_processes
+from pipelinerl.launch.run import write_session
+from pipelinerl.launch.run_directory import RunDirectory
+from pipelinerl.launch.session import Session, StartPlan
+from pipelinerl.launch.stages.training import load_policy
 from pipelinerl.preprocess.preprocessor import Preprocessor
+from pipelinerl.schedule import make_schedule
+from pipelinerl.status.board import MemoryBoard
 from pipelinerl.stream.files import FileStream
 from pipelinerl.trainer import Learner
-from pipelinerl.trainer.sharding import ranks
-from pipelinerl.trainer.sharding.learner import ShardedLearner, ShardedPolicy
 from pipelinerl.types import Group, TrainingSample
 from pipelinerl.weights.memory import MemoryWeightSender
 
@@ -62,14 +59,8 @@ class PreparedSamples(NamedTuple):
     rollout_s: float
 
 
-KEY = "PIPELINERL_RANKS_KEY"
-"""Name of the environment variable with the key of the ranks' channel."""
-
-
 def main(arguments: Sequence[str]) -> int:
     config_path, stream, messages = map(Path, arguments)
-    if (rank := arguments[1]).isdecimal():
-        return _follow(config_from_yaml(config_path.read_text(encoding="utf-8")), int(rank), int(arguments[2]))
     stopping = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stopping.set())
     with messages.open("a", buffering=1, encoding="utf-8") as file:
@@ -92,8 +83,7 @@ def _measure(config_path: Path, stream: Path, say: Callable[[str], None], stop: 
     prepared = prepare(config, stream)
     # Give every sample a gradient: otherwise a model that fails at every problem could not be measured.
     weighted = [msgspec.structs.replace(sample, advantage=sample.advantage or 1.0) for sample in prepared.samples]
-    with ExitStack() as stack:
-        learner = make_learner(config) if config.trainer.ranks == 1 else stack.enter_context(_lead(config, config_path))
+    with learner_of(config, config_path.with_suffix("")) as learner:
         steps = take_steps(config, learner, weighted, say, stop, clock=_clock(config, threads))
     step_s, token_s = fit_steps(steps)
     return TrainingCost(
@@ -133,56 +123,22 @@ def prepare(config: RunConfig, stream: Path) -> PreparedSamples:
     return PreparedSamples(samples, (clock() - begin_s) / rollouts)
 
 
-def _trainer(config: RunConfig) -> TrainerConfig:
-    """With a negligible learning rate, because it trains on the same rollouts repeatedly."""
-    return config.trainer.model_copy(update={"learning_rate": 1e-12, "ess_threshold": 0.0, "kl_coefficient": 0.0})
-
-
-def make_learner(config: RunConfig) -> Learner:
-    """The run's learner in one process."""
-    model = load_model(config.model, config.trainer.device)
-    lora = LoraModel(model, config.model.lora, seed=config.seed) if config.model.lora else None
-    return Learner(
-        model,
-        _trainer(config),
-        temperature=config.actor.temperature,
-        pack=pack,
-        skip_zero_advantage=skips(config),
-        lora=lora,
-    )
-
-
 @contextmanager
-def _lead(config: RunConfig, config_path: Path) -> Iterator[Learner]:
-    """Start the other ranks, and be rank 0. Their output is this process's."""
-    key = secrets.token_hex(16)
-    command = [sys.executable, "-m", "pipelinerl.experiments.planner.measure_training", str(config_path)]
+def learner_of(config: RunConfig, folder: Path) -> Iterator[Learner]:
+    """The run's learner; files for other ranks are written to `folder`.
+
+    The learning rate is negligible, because it trains on the same rollouts repeatedly.
+    """
+    changes = {"learning_rate": 1e-12, "ess_threshold": 0.0, "kl_coefficient": 0.0, "checkpoint_every": 0}
+    launch = config.launch.model_copy(update={"kind": "processes"})
+    changed = config.model_copy(update={"trainer": config.trainer.model_copy(update=changes), "launch": launch})
+    run = RunDirectory(folder)
+    run.make_folders()
+    session = Session(changed, run, StartPlan(), make_schedule(changed), time.monotonic())
+    write_session(session)
     with ExitStack() as stack:
-        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        port = str(listener.getsockname()[1])
-        for rank in range(1, config.trainer.ranks):
-            stack.enter_context(ChildProcess([*command, str(rank), port], environment={KEY: key}))
-        team = stack.enter_context(ranks.join(config.trainer, 0, listener, key, **_bounds(config)))
-        yield _sharded(config, team)
-        team.call(ranks.Call("end"))
-
-
-def _follow(config: RunConfig, rank: int, port: int) -> int:
-    with ranks.join(config.trainer, rank, ("127.0.0.1", port), os.environ[KEY], **_bounds(config)) as team:
-        _sharded(config, team).follow()
-    return 0
-
-
-def _bounds(config: RunConfig) -> dict[str, Any]:
-    return {"start_s": config.launch.startup_timeout_s, "stall_s": config.launch.watchdog_s / 2}
-
-
-def _sharded(config: RunConfig, team: ranks.Team) -> ShardedLearner:
-    trainer = _trainer(config)
-    policy = ShardedPolicy(config.model, trainer, team, seed=config.seed)
-    return ShardedLearner(
-        policy, trainer, temperature=config.actor.temperature, pack=pack, skip_zero_advantage=skips(config)
-    )
+        team = stack.enter_context(rank_processes(session, MemoryBoard())) if config.trainer.ranks > 1 else None
+        yield load_policy(session, team).learner(changed)
 
 
 def skips(config: RunConfig) -> bool:

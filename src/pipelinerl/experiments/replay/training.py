@@ -9,35 +9,31 @@ session began, and the next trainer resumes from it.
 from __future__ import annotations
 
 import itertools
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, Protocol, cast
 
 import msgspec
 import torch
 from torch import Tensor
 
-from pipelinerl.channel import listen
 from pipelinerl.checkpoint import restore_rng
-from pipelinerl.child import stop_all
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import PolicyMismatchError, RunInterruptedError
 from pipelinerl.experiments.replay.records import Batch, RecordedRun, RecordedSamples, Segment
+from pipelinerl.experiments.runs import rank_processes
 from pipelinerl.files import JsonLines, open_lines
 from pipelinerl.interfaces import Schedule, Verdict
 from pipelinerl.launch.hosts.embedded import torch_threads
-from pipelinerl.launch.hosts.host import LocalWorker
-from pipelinerl.launch.roles import rank_roles
 from pipelinerl.launch.run import write_session
 from pipelinerl.launch.run_directory import RunDirectory
-from pipelinerl.launch.session import Channels, Here, Session, StartPlan
+from pipelinerl.launch.session import Session, StartPlan
 from pipelinerl.launch.share import PREPROCESSING_THREADS
 from pipelinerl.launch.stages.preprocessing import make_preprocessor
-from pipelinerl.launch.stages.training import Policy, TrainingLogs, build_trainer, lead_ranks, load_policy
+from pipelinerl.launch.stages.training import Policy, TrainingLogs, build_trainer, load_policy
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.sinks import JsonlSink, Record, Sink
 from pipelinerl.models.state import checksum, digests_of
@@ -45,11 +41,6 @@ from pipelinerl.schedule import make_schedule
 from pipelinerl.status.board import MemoryBoard
 from pipelinerl.trainer import Trainer
 from pipelinerl.types import Group, Prepared, TrainingSample, UpdateReceipt, WeightTransfer
-
-if TYPE_CHECKING:
-    from pipelinerl.trainer.sharding.ranks import Team
-
-RANKS_PATIENCE_S = 10.0
 
 
 class Observer(Protocol):
@@ -98,7 +89,7 @@ class TrainingReplay:
         config, board = session.config, MemoryBoard()
         with ExitStack() as stack:
             stack.enter_context(torch_threads(config.trainer.threads or 1))
-            team = stack.enter_context(_ranks(session, board)) if config.trainer.ranks > 1 else None
+            team = stack.enter_context(rank_processes(session, board)) if config.trainer.ranks > 1 else None
             policy = load_policy(session, team)
             logs = stack.enter_context(self._logs())
             stream = BatchStream(numbers)
@@ -157,24 +148,6 @@ class TrainingReplay:
             JsonLines(self.folder.published) as published,
         ):
             yield TrainingLogs(metrics, trained, published, open_lines, lambda: None)
-
-
-@contextmanager
-def _ranks(session: Session, board: MemoryBoard) -> Iterator[Team]:
-    """The other ranks of a sharded trainer, as processes of their own; this process is rank 0."""
-    socket_fd = listen().detach()
-    workers: list[LocalWorker] = []
-    try:
-        for role in rank_roles(session.config):
-            here = Here(threads=session.config.trainer.threads or 1)
-            workers.append(LocalWorker(session, role, here, channels=Channels(ranks=socket_fd)))
-        with lead_ranks(session, board, socket_fd) as team:
-            yield team
-        for worker in workers:
-            worker.wait(RANKS_PATIENCE_S)
-    finally:
-        stop_all(workers, RANKS_PATIENCE_S)
-        os.close(socket_fd)
 
 
 # ---- the trainer's surroundings

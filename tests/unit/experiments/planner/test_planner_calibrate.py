@@ -24,7 +24,7 @@ from pipelinerl.experiments.planner.measure_generation import (
     prompt_tokens_mean,
     update_pause_s,
 )
-from pipelinerl.experiments.planner.measure_training import Step, fit_steps, make_learner, prepare, take_steps, used_tokens
+from pipelinerl.experiments.planner.measure_training import Step, fit_steps, learner_of, prepare, take_steps, used_tokens
 
 SLOTS = 6
 SMALL = ["--engine.slots", str(SLOTS), "--actor.group_size", "2", "--trainer.batch_size", "8", "--actor.max_tokens", "20"]
@@ -122,10 +122,10 @@ def test_training_steps_over_what_was_generated(production: tuple[Production, Pa
     assert used_tokens(run, prepared.samples) == sum(sample.length for sample in used)
     keep = load_config(None, [*SMALL, "--preprocess.zero_advantage", "keep"])
     assert used_tokens(keep, prepared.samples) == sum(sample.length for sample in prepared.samples)
-    learner = make_learner(run)
-    before = {name: value.clone() for name, value in learner.model.state_dict().items()}
     said: list[str] = []
-    steps = take_steps(run, learner, prepared.samples, said.append, lambda: True)
+    with learner_of(run, folder / "learner") as learner:
+        before = {name: value.clone() for name, value in learner.model.state_dict().items()}
+        steps = take_steps(run, learner, prepared.samples, said.append, lambda: True)
     assert len(steps) == 6
     assert said == ["ready", "enough"]
     assert all(value.allclose(before[name], atol=1e-6) for name, value in learner.model.state_dict().items())
