@@ -25,6 +25,7 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import time
 import types
 import warnings
@@ -244,6 +245,7 @@ def run(request: dict[str, Any]) -> None:
     """Run the program, as the interpreter does."""
     os.environ.clear()
     os.environ.update(request["environment"])
+    tempfile.tempdir = None  # the variables decide again
     time.tzset()
     random.seed()
     if numpy := sys.modules.get("numpy"):

@@ -1,9 +1,8 @@
 """A Ray cluster whose machines are all this one, in a process of its own: `python -m tests.integration.ray_machines FOLDER`.
 
-Ray reads its settings when it is imported, so they are set before. Commands on standard input, one a line: `add NAME`,
-`away NAME` (the same, for a machine that does not see run directories; both replace a machine of this name) and `remove
-NAME`, which Ray is not told about. The first line of its output is the cluster's address, then each command is answered by
-a line. It ends at the end of its input.
+Ray reads its settings when it is imported, so they are set before. Commands on standard input, one a line: `add NAME` and
+`remove NAME`, which Ray is not told about. The first line of its output is the cluster's address, then each command is
+answered by a line. It ends at the end of its input.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ FAST_HEALTH_CHECKS = {
 }
 SMALL = {"num_cpus": 2, "object_store_memory": 80_000_000}
 HEAD = "machine-0"
-OWN_FOLDER = "PIPELINERL_OWN_FOLDER"
 STARTUP_S = 120.0
 """For a raylet to appear. Ray's own 30 s are not enough on a machine that runs many tests."""
 
@@ -40,11 +38,9 @@ def main(folder: Path) -> None:
         print(cluster.address, flush=True)
         for line in sys.stdin:
             command, name = line.split()
-            if command in ("add", "away"):
-                if name in nodes:
-                    cluster.remove_node(nodes.pop(name))
+            if command == "add":
                 cluster.wait_for_nodes(STARTUP_S)  # until Ray has noticed that an earlier one of this name is gone
-                use_temporary_folder(folder / name, away=command == "away")
+                use_temporary_folder(folder / name)
                 nodes[name] = cluster.add_node(**SMALL, node_name=name)
             else:
                 cluster.remove_node(nodes.pop(name), allow_graceful=False)
@@ -69,13 +65,10 @@ def patient(get_node: Callable[..., Any]) -> Callable[..., Any]:
     return waiting
 
 
-def use_temporary_folder(folder: Path, *, away: bool = False) -> None:
-    """What is started from now on has its temporary files there, and does not see run directories if it is `away`."""
+def use_temporary_folder(folder: Path) -> None:
+    """What is started from now on has its temporary files there."""
     folder.mkdir(exist_ok=True)
     os.environ["TMPDIR"] = str(folder)
-    os.environ.pop(OWN_FOLDER, None)
-    if away:
-        os.environ[OWN_FOLDER] = "1"
 
 
 if __name__ == "__main__":

@@ -64,16 +64,14 @@ class Machines:
         command = [sys.executable, "-m", "tests.integration.ray_machines", str(folder)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
         self._there: set[str] = set()
-        self._away: set[str] = set()
         self.address = self._answer()
 
-    def complete(self, *away: str) -> None:
-        """Add the machines that are not there, or not any more. Those that are `away` do not see the run directory."""
+    def complete(self) -> None:
+        """Add the machines that are not there, or not any more."""
         for name in OTHERS:
-            if name not in self._there or (name in self._away) != (name in away):
-                self._tell("away" if name in away else "add", name)
+            if name not in self._there:
+                self._tell("add", name)
                 self._there.add(name)
-        self._away = set(away)
 
     def remove(self, name: str) -> None:
         self._there.remove(name)
@@ -201,7 +199,7 @@ class Running:
 
 
 def workers_of(run_dir: Path, *sessions: str) -> dict[str, int]:
-    """The process ids of the run's processes, by role. On machines without the run directory: of these sessions."""
+    """The process ids of the run's processes, by role, or of these sessions."""
     found = {}
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):
@@ -523,71 +521,6 @@ def test_what_can_not_run_is_refused_in_one_line(machines: Machines, tmp_path: P
     assert_conserved(summary(run.run_dir))
 
 
-# ------------------------------------------------------------------------- machines without the run directory
-
-
-@pytest.fixture
-def apart(cluster: Machines) -> Machines:
-    """A cluster whose second and third machine do not see the run directory."""
-    cluster.complete(*OTHERS)
-    return cluster
-
-
-HOME = {"training": "machine-0", "generation": "machine-2"}
-
-
-def files(run_dir: Path) -> set[str]:
-    """What a run has left, except what only a session of its own uses."""
-    names = {str(path.relative_to(run_dir)) for path in run_dir.rglob("*") if path.is_file()}
-    return {name for name in names if not name.startswith("streams/") and "report.json" not in name}
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "settings",
-    [
-        SPREAD | {"launch__place": json.dumps(HOME)},
-        APART | {"launch__place": json.dumps(HOME | {"server-0": "machine-1", "preprocessing": "machine-1"})},
-    ],
-    ids=["plain", "apart"],
-)
-def test_a_run_without_a_shared_folder_leaves_the_same(settings: dict[str, Any], apart: Machines, tmp_path: Path) -> None:
-    """The same files as with one, and it can be resumed."""
-    run_dir, before = tmp_path / "r", scratch_folders(apart)
-    more = {"evaluation__problems": 4, "trainer__weights_every": 1, "trainer__checkpoint_every": 2, "trainer__steps": 4}
-    dry = command("train", "--dry-run", *flags(run_dir, **settings, **more))
-    assert "machine machine-2 does not have the run directory: its processes send their records" in dry.out
-    ended = command("train", *flags(run_dir, **settings, **more, metrics__view="plain"))
-    checked(run_dir, msgspec.structs.replace(ended, error=""))
-    assert "does not have the run directory" in ended.out
-    shared = tmp_path / "shared"
-    apart.complete()
-    checked(shared, command("train", *flags(shared, **settings, **more)))
-    apart.complete(*OTHERS)
-    assert files(run_dir) == files(shared)
-    resume_to_the_end(run_dir)
-    assert scratch_folders(apart) <= before
-
-
-@pytest.mark.exhaustive
-def test_a_machine_without_the_folder_is_removed(apart: Machines, tmp_path: Path) -> None:
-    run = Running(tmp_path / "r", **SPREAD, launch__place=json.dumps(HOME))
-    assert not [name for name in opened_by(run.pids["actor"]) if name.startswith(str(run.run_dir))]
-    apart.remove("machine-2")
-    ended = run.end()
-    assert ended.status == 4
-    assert "which runs generation, is lost" in ended.error
-    resume_to_the_end(run.run_dir, "--launch.place={}")
-
-
-@pytest.mark.exhaustive
-def test_a_trainer_needs_the_run_directory(apart: Machines, tmp_path: Path) -> None:
-    ended = command("train", *flags(tmp_path / "r", **SPREAD, launch__place=json.dumps({"training": "machine-1"})))
-    assert ended.status == 2
-    assert "does not have the run directory" in ended.error
-    assert "launch.place" in ended.error
-
-
 # -------------------------------------------------------------------------------- processes that are started again
 
 
@@ -616,7 +549,7 @@ def replace(run: Running, *victims: str) -> None:
     assert not any(alive(before[victim]) for victim in victims)
 
 
-def healed(run: Running, *victims: str, away: bool = False) -> None:
+def healed(run: Running, *victims: str) -> None:
     """The run trains on with all that it had, and nothing is lost, doubled or miscounted."""
     version = version_of(run.run_dir)
     until(lambda: version_of(run.run_dir) > version + 4, run.process)
@@ -637,23 +570,10 @@ def healed(run: Running, *victims: str, away: bool = False) -> None:
 
 
 HEALED = {"launch__restarts": 2, "schedule__max_lag": 4, "actor__max_tokens": 64}
-AWAY = {"training": "machine-0", "server-0": "machine-1", "server-1": "machine-2", "generation": "machine-1"}
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("victims", "away", "settings"),
-    [
-        (["preprocessing"], (), APART),
-        (["preprocessing"], OTHERS, APART | {"launch__place": json.dumps(AWAY | {"preprocessing": "machine-1"})}),
-        (["generation"], OTHERS, APART | {"launch__place": json.dumps(AWAY)}),
-    ],
-    ids=["preprocessing", "preprocessing-away", "client-away"],
-)
-def test_a_process_that_dies_is_started_again_on_its_machine(
-    victims: list[str], away: tuple[str, ...], settings: dict[str, Any], cluster: Machines, tmp_path: Path
-) -> None:
-    cluster.complete(*away)
-    run = Running(tmp_path / "r", **settings | HEALED)
-    replace(run, *victims)
-    healed(run, *victims)
+def test_a_preprocessor_that_dies_is_started_again_on_its_machine(machines: Machines, tmp_path: Path) -> None:
+    run = Running(tmp_path / "r", **APART | HEALED)
+    replace(run, "preprocessing")
+    healed(run, "preprocessing")

@@ -31,11 +31,10 @@ def _placement(config: RunConfig) -> list[str]:
     if config.launch.kind == "processes":
         places, here = place_here(config)
         return placement_lines(places, [here])
-    from pipelinerl.launch.hosts.ray import connected, machines_away, placement_of  # noqa: PLC0415 - an extra
+    from pipelinerl.launch.hosts.ray import connected, placement_of  # noqa: PLC0415 - an extra
 
     with connected(config.launch) as cluster:
-        places = placement_of(config, cluster)
-        return [*placement_lines(places, cluster.machines), *machines_away(config, cluster, places)]
+        return placement_lines(placement_of(config, cluster), cluster.machines)
 
 
 def _report_lines(report: TryoutReport, config: RunConfig) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -13,30 +12,15 @@ import pytest
 from pipelinerl import __version__
 from pipelinerl.config.load import load_config
 from pipelinerl.errors import UserError
-from pipelinerl.launch.hosts.agent import Agent, Ended, Order
+from pipelinerl.launch.hosts.agent import Agent, Ended
 from pipelinerl.launch.machine import Memory
 from pipelinerl.launch.memory import HOST, Part, Prediction, Process, judge_machine
-from pipelinerl.launch.session import Here, StartPlan
+from pipelinerl.launch.run import write_session
+from pipelinerl.launch.run_directory import RunDirectory
+from pipelinerl.launch.session import Here, Session, StartPlan
+from pipelinerl.schedule import make_schedule
 
 RAY = ["--launch.kind=ray", "--weights.kind=collective"]
-
-
-def order(run_dir: Path, **changes: Any) -> bytes:
-    config = load_config(None, RAY)
-    whole = Order(
-        version=__version__,
-        run_dir=str(run_dir),
-        nonce=("nonce", "1234"),
-        role="generation",
-        here=Here(machine="m1", hub=("127.0.0.1", 1)),
-        elapsed_s=0.0,
-        working_folder="/",
-        settings=config.model_dump_json().encode(),
-        plan=msgspec.json.encode(StartPlan()),
-        model="demo",
-        model_folder=False,
-    )
-    return msgspec.json.encode(msgspec.structs.replace(whole, **changes))
 
 
 @pytest.fixture(autouse=True)
@@ -46,42 +30,36 @@ def _stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
-@pytest.mark.parametrize(("found", "sees"), [(None, False), ("4321", False), ("1234", True)])
-def test_an_agent_says_whether_it_sees_the_run_directory(found: str | None, sees: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("found", [None, "4321"])
+def test_a_machine_without_the_run_directory_is_refused(found: str | None, tmp_path: Path) -> None:
+    note = tmp_path / "note"
     if found is not None:
-        (tmp_path / "nonce").write_text(found)
-    with closing(Agent()) as agent:
-        assert agent.prepare(order(tmp_path)) == ("", sees)
-
-
-def test_a_model_in_a_folder_must_be_on_every_machine(tmp_path: Path) -> None:
-    far = str(tmp_path / "far")
-    problem, _ = Agent().prepare(order(Path("/far/r"), model=far, model_folder=True, working_folder=str(tmp_path)))
-    assert problem == f"it does not have the folder {far} (model.path): copy the model there, or share its folder"
+        note.write_text(found)  # of another folder at the same path
+    problem = Agent().prepare(__version__, str(note), "1234", str(tmp_path))
+    assert problem == f"it does not have {tmp_path}: put run_dir on a file system that all machines share"
+    note.write_text("1234")
+    assert Agent().prepare(__version__, str(note), "1234", str(tmp_path)) == ""
 
 
 def test_an_agent_of_another_version_refuses(tmp_path: Path) -> None:
-    """It reads nothing but the version: another one may have other orders."""
     refusal = f"it has pipelinerl {__version__}, and the launcher 0.0.1: install the same version"
-    assert refusal in Agent().prepare(order(tmp_path, version="0.0.1"))[0]
-    assert refusal in Agent().prepare(b'{"version": "0.0.1"}')[0]
+    assert refusal in Agent().prepare("0.0.1", str(tmp_path / "note"), "", "/")
 
 
-def test_a_machine_without_the_run_directory_works_in_a_folder_of_its_own_and_sends_the_log(tmp_path: Path) -> None:
+def test_an_agent_tells_how_its_process_ended(tmp_path: Path) -> None:
     """There is no hub at the address, so the process ends with an error."""
-    away, agent = Path("/far/r"), Agent()
-    assert agent.prepare(order(away, working_folder=str(tmp_path))) == ("", False)
-    pid = agent.start(order(away, working_folder=str(tmp_path)))
-    (own,) = tmp_path.iterdir()
-    assert (own / "run" / "control" / "plan.json").stat().st_mode & 0o077 == 0
-    ended = msgspec.json.decode(agent.wait(), type=Ended)
+    run, agent = RunDirectory(tmp_path / "r"), Agent()
+    run.make_folders()
+    config = load_config(None, RAY)
+    write_session(Session(config, run, StartPlan(), make_schedule(config), 0.0))
+    here = msgspec.json.encode(Here(machine="m1", hub=("127.0.0.1", 1)))
+    with closing(agent):
+        pid = agent.start(str(run.root), "generation", 0.0, here)
+        ended = msgspec.json.decode(agent.wait(), type=Ended)
     assert pid > 0
     assert ended.kind == "StageDiedError"
     assert "the generation process has no connection with the launcher at 127.0.0.1:1" in ended.message
-    assert b"has no connection with the launcher" in ended.log
     assert not ended.died
-    agent.close()
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_memory_is_judged_by_machine() -> None:

@@ -25,12 +25,12 @@ from pipelinerl.errors import PipelineRLError, RankLostError, RunDirectoryError,
 from pipelinerl.extras import require
 from pipelinerl.files import write_atomically
 from pipelinerl.hub.network import Listener
-from pipelinerl.launch.hosts.agent import Agent, Ended, Order, has
+from pipelinerl.launch.hosts.agent import Agent, Ended
 from pipelinerl.launch.hosts.host import HubHost, worker_kind
 from pipelinerl.launch.hosts.placement import Machine, Place, place, roles_of, shares_on
 from pipelinerl.launch.machine import Memory
 from pipelinerl.launch.memory import check_memory, judge_machine
-from pipelinerl.launch.roles import TRAINING, rank_roles, server_roles
+from pipelinerl.launch.roles import TRAINING, rank_roles
 from pipelinerl.launch.run_directory import ORPHAN_PATIENCE_S
 from pipelinerl.launch.session import Here, PeakMemory, Session
 from pipelinerl.launch.share import Share
@@ -49,7 +49,6 @@ CALL_TIMEOUT_S = 60.0
 """For calls that only start something. An agent that does not answer in this time is lost."""
 CLOSE_TIMEOUT_S = 15.0
 POLL_S = 0.02
-LOOK_EVERY_S = 0.2
 CAUSE_PATIENCE_S = 1.0
 """After a failure: the time for Ray to name a lost machine, which may be its cause, if all agents answer."""
 LOST_S = 60.0
@@ -133,40 +132,6 @@ def placement_of(config: RunConfig, cluster: Cluster) -> list[Place]:
     return place(roles_of(config), cluster.machines, config.launch.place)
 
 
-def machines_away(config: RunConfig, cluster: Cluster, places: Sequence[Place]) -> list[str]:
-    """What a run says about its machines that do not have its run directory. Writes a file beside it, and removes it."""
-    folder = Path(config.run_dir or "runs").absolute()
-    while not folder.is_dir():
-        folder = folder.parent
-    note, contents = folder / f".pipelinerl-{secrets.token_hex(8)}", secrets.token_hex(16)
-    try:
-        note.write_text(contents)
-    except OSError:
-        return []  # the run itself will say so
-    try:
-        asked = {}
-        for name in dict.fromkeys(place.machine for place in places):
-            where = NodeAffinitySchedulingStrategy(cluster.ids[name], soft=False)
-            look = ray.remote(num_cpus=0)(has).options(scheduling_strategy=where)
-            asked[name] = look.remote(str(note), contents)
-        away = [name for name, answer in asked.items() if not ray.get(answer, timeout=CALL_TIMEOUT_S)]
-    except exceptions.RayError as error:
-        raise UserError(f"the machines of the Ray cluster do not answer ({_first_line(error)})") from error
-    finally:
-        note.unlink()
-    trains = {place.machine for place in places if place.role == TRAINING}
-    return [_is_away(f"machine {name}", trains=name in trains) for name in away]
-
-
-def _is_away(name: str, *, trains: bool) -> str:
-    if trains:
-        return (
-            f"{name} does not have the run directory, where the trainer writes checkpoints: put run_dir on a file system "
-            "that both machines share, or place the trainer on this machine (launch.place)"
-        )
-    return f"{name} does not have the run directory: its processes send their records to this machine"
-
-
 class RemoteWorker:
     """A process on another machine, as its agent reports it."""
 
@@ -185,10 +150,6 @@ class RemoteWorker:
                 self._ended = msgspec.json.decode(ray.get(self._waiting), type=Ended)
             except exceptions.RayError as error:
                 self._handle.lost = _reason(error)
-            else:
-                if self._ended.log:  # its machine does not have the run directory
-                    with suppress(OSError), self.log.open("ab") as log:
-                        log.write(self._ended.log)
         return self._ended is None and self._handle.lost is None
 
     def failure(self) -> PipelineRLError | None:
@@ -230,7 +191,6 @@ class Handle:
 
     def __init__(self, role: str, machine: Machine, actor: Any) -> None:
         self.role, self.machine, self.actor = role, machine, actor
-        self.sees_run = True
         self.lost: str | None = None
 
     def call(self, method: str, *arguments: object, timeout_s: float = CALL_TIMEOUT_S) -> Any:
@@ -275,9 +235,7 @@ class RayHost(HubHost):
         self._shares: dict[str, Share] = shares_on(session.config, session.schedule, places, cluster.machines)
         self._handles: dict[str, Handle] = {}
         self._workers: list[RemoteWorker] = []
-        self._looked_s = 0.0
         self._ports, self._trainer_at = [0, 0], ""
-        self._ready: set[tuple[str, bytes]] = set()  # ready files of engine servers that were passed on
 
     def open(self, stack: ExitStack) -> None:
         session = self._session
@@ -298,9 +256,8 @@ class RayHost(HubHost):
 
     def start(self, role: str) -> RemoteWorker:
         handle = self._handles[role]
-        pid = handle.call("start", msgspec.json.encode(self._order(role)))
-        for name, contents in self._ready:
-            handle.call("write", name, contents)
+        elapsed_s = time.monotonic() - self._session.records_from_s
+        pid = handle.call("start", str(self._session.run.root), role, elapsed_s, msgspec.json.encode(self._here(role)))
         worker = RemoteWorker(handle, pid, self._session.run.log(role))
         self._workers.append(worker)
         return worker
@@ -320,7 +277,6 @@ class RayHost(HubHost):
                 kind = RankLostError if len(ranks) > 1 and handle.role in ranks else StageDiedError
                 others = [one.role for one in self._handles.values() if one.machine == handle.machine]
                 return kind(f"{handle.name}, which runs {', '.join(others)}, is lost: {handle.lost}")
-        self._pass_on_ready_files()
         return None
 
     def cause(self, failure: PipelineRLError) -> PipelineRLError:
@@ -349,11 +305,10 @@ class RayHost(HubHost):
         }
         return cast(Any, ray.remote(RayAgent)).options(**options).remote()
 
-    def _order(self, role: str, nonce: tuple[str, str] = ("", "")) -> Order:
-        session, share, machine = self._session, self._shares[role], self._handles[role].machine
-        model = session.config.model.path
+    def _here(self, role: str) -> Here:
+        share, machine = self._shares[role], self._handles[role].machine
         weights_port, ranks_port = self._ports
-        here = Here(
+        return Here(
             threads=share.threads,
             yields=share.yields,
             machine=machine.name,
@@ -361,50 +316,32 @@ class RayHost(HubHost):
             weights_from=(self._trainer_at, weights_port) if weights_port else None,
             ranks_at=(self._trainer_at, ranks_port) if ranks_port else None,
             hub=self._hub_at,
-            session=session.plan.id,
-        )
-        return Order(
-            version=__version__,
-            run_dir=str(session.run.root),
-            nonce=nonce,
-            role=role,
-            here=here,
-            elapsed_s=time.monotonic() - session.records_from_s,
-            working_folder=os.getcwd(),
-            settings=session.run.settings.read_bytes(),
-            plan=session.run.plan.read_bytes(),
-            model=model,
-            model_folder=Path(model).expanduser().is_dir(),
+            session=self._session.plan.id,
         )
 
     def _prepare(self) -> None:
         """Have all agents look at their machines. Raises UserError for what is wrong there."""
         session, run = self._session, self._session.run
-        nonce = (f"control/shared-{secrets.token_hex(8)}", secrets.token_hex(16))
-        write_atomically(run.root / nonce[0], nonce[1].encode())
+        note, contents = run.root / f"control/shared-{secrets.token_hex(8)}", secrets.token_hex(16)
+        write_atomically(note, contents.encode())
         begin_s, bound_s = time.monotonic(), session.config.launch.startup_timeout_s
         calls = {
-            role: one.actor.prepare.remote(msgspec.json.encode(self._order(role, nonce)))
+            role: one.actor.prepare.remote(__version__, str(note), contents, os.getcwd())
             for role, one in self._handles.items()
         }
         try:
             for role, handle in self._handles.items():
                 left_s = max(1.0, bound_s - (time.monotonic() - begin_s))
-                problem, handle.sees_run = self._prepared(handle, calls[role], left_s)
-                if problem:
+                if problem := self._prepared(handle, calls[role], left_s):
                     raise UserError(f"{handle.name}: {problem}")
         finally:
-            (run.root / nonce[0]).unlink(missing_ok=True)
-        if not (trainer := self._handles[TRAINING]).sees_run:
-            raise UserError(_is_away(trainer.name, trains=True))
-        for name in dict.fromkeys(handle.name for handle in self._handles.values() if not handle.sees_run):
-            self._say(_is_away(name, trains=False))
+            note.unlink(missing_ok=True)
         for machine in {handle.machine for handle in self._handles.values()}:
             self._judge_memory([handle for handle in self._handles.values() if handle.machine == machine])
 
-    def _prepared(self, handle: Handle, call: Any, bound_s: float) -> tuple[str, bool]:
+    def _prepared(self, handle: Handle, call: Any, bound_s: float) -> str:
         try:
-            problem, sees = handle.result(call, bound_s)
+            return str(handle.result(call, bound_s))
         except StageDiedError as error:
             if isinstance(error.__cause__, exceptions.ActorDiedError):  # with its machine: Ray has just noticed
                 raise
@@ -413,7 +350,6 @@ class RayHost(HubHost):
                 f"{handle.name}: no agent could be started in {bound_s:.0f} s ({error}); it needs {gpus} of the machine's "
                 f"{handle.machine.gpus} GPUs, which others may use"
             ) from error
-        return str(problem), bool(sees)
 
     def _judge_memory(self, handles: Sequence[Handle]) -> None:
         """Show what the processes of a machine may need. Raises UserError if that can't fit."""
@@ -437,27 +373,6 @@ class RayHost(HubHost):
             raise UserError(f"{handles[0].name}: {error}") from error
         for line in judged.lines:
             self._say(f"{handles[0].machine.name}: {line}")
-
-    def _pass_on_ready_files(self) -> None:
-        """Copy the addresses of engine servers to, and from, machines without the run directory."""
-        config, run = self._session.config, self._session.run
-        away = [handle for handle in self._handles.values() if not handle.sees_run]
-        if not away or time.monotonic() - self._looked_s < LOOK_EVERY_S:
-            return
-        self._looked_s = time.monotonic()
-        for role in server_roles(config):
-            file, handle = run.ready_file(role), self._handles[role]
-            name = str(file.relative_to(run.root))
-            found = file.read_bytes() if handle.sees_run and file.exists() else None
-            if not handle.sees_run and any(worker.role == role for worker in self._workers):
-                found = handle.call("read", name)
-            if found is None or (name, found) in self._ready:
-                continue
-            self._ready.add((name, found))
-            if not handle.sees_run:
-                write_atomically(file, found)
-            for other in away:
-                other.call("write", name, found)
 
 
 def end_agents(handles: Collection[Handle]) -> None:
