@@ -36,8 +36,8 @@ from pipelinerl.status.view import make_view, output_that_never_fails
 
 if TYPE_CHECKING:
     from pipelinerl.launch.hosts.ray import Cluster
-    from pipelinerl.launch.losses import Losses
     from pipelinerl.launch.memory import Judgement
+    from pipelinerl.launch.restarts import Losses
 
 
 OF_DATA = ("changed: seed ", "changed: environment.", "changed: evaluation.sets", "changed: the content of ")
@@ -136,7 +136,7 @@ def _next_or_summary(
 ) -> dict[str, Any] | Losses:
     """What follows the session: the losses, if another one goes on from the latest checkpoint, or else the summary."""
     if losses is None and outcome.lost and session.config.launch.restarts:
-        from pipelinerl.launch.losses import Losses  # noqa: PLC0415 - few runs need it
+        from pipelinerl.launch.restarts import Losses  # noqa: PLC0415 - few runs need it
 
         losses = Losses(session, lock)
     if losses is not None and losses.allow(session, outcome):

@@ -17,10 +17,10 @@ from pipelinerl.errors import PipelineRLError, StageDiedError
 from pipelinerl.files import write_atomically
 from pipelinerl.hub.admission import Part
 from pipelinerl.hub.server import HubServer
-from pipelinerl.launch import healing as module
-from pipelinerl.launch.healing import Healing
+from pipelinerl.launch import restarts as module
 from pipelinerl.launch.hosts.host import LocalHost, LocalWorker, worker_kind
 from pipelinerl.launch.hosts.processes import replaceable_roles
+from pipelinerl.launch.restarts import Healing
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.session import Channels, Session, StartPlan
 from pipelinerl.launch.stages import training

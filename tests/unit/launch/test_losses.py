@@ -15,7 +15,7 @@ from pipelinerl.errors import BroadcastEndedError, PipelineRLError, StageDiedErr
 from pipelinerl.files import JsonLines
 from pipelinerl.launch.hosts.host import Host
 from pipelinerl.launch.hosts.processes import Processes
-from pipelinerl.launch.losses import Losses
+from pipelinerl.launch.restarts import Losses
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.run_lock import RunLock
 from pipelinerl.launch.session import KeptGroup, Session, StartPlan

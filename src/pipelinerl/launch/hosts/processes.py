@@ -7,7 +7,7 @@
              ◀──status board, exit codes── all
 
 The launcher computes nothing. It shows the status board, notices at once when a process ends, asks the watchdog whether
-the run makes progress, and turns Ctrl-C into a clean stop. It starts some processes again if they die (`healing`).
+the run makes progress, and turns Ctrl-C into a clean stop. It starts some processes again if they die (`restarts`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from pipelinerl.status.watchdog import Watchdog
 from pipelinerl.types import TRAINER, StageStatus, goal_reached, trainer_progress
 
 if TYPE_CHECKING:
-    from pipelinerl.launch.healing import Healing
+    from pipelinerl.launch.restarts import Healing
 
 LOOK_EVERY_S = 0.1
 STOP_PATIENCE_S = 120.0
@@ -139,7 +139,7 @@ def run_processes(session: Session, view: View, host: Host, lock: RunLock) -> Ou
     lost = False
 
     def healing() -> Healing:
-        from pipelinerl.launch.healing import Healing  # noqa: PLC0415 - few runs need it
+        from pipelinerl.launch.restarts import Healing  # noqa: PLC0415 - few runs need it
 
         return Healing(session, host, view)
 

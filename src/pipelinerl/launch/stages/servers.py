@@ -178,7 +178,7 @@ async def connected_engine(session: Session, name: str, weights_fd: int | None) 
     directories = (Path(shared),) if shared else (SHARED_MEMORY, session.run.control)
     left_s = max(1.0, deadline_s - time.monotonic())
     again = config.launch.restarts > 0 and bool(server_roles(config)) and config.weights.kind != "collective"
-    alone_s = config.launch.startup_timeout_s if again else 0.0  # servers that die are started again (see `launch.healing`)
+    alone_s = config.launch.startup_timeout_s if again else 0.0  # servers that die are started again (see `launch.restarts`)
     bounds = Bounds(startup_s=left_s, join_s=left_s, alone_s=alone_s)
     servers, first = server_clients(config.engine.kind, urls, facts, key, session.plan), session.plan.version
     async with RemoteEngine.connect(servers, name=name, first=first, weight_dirs=directories, bounds=bounds) as engine:

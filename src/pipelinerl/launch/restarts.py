@@ -1,4 +1,4 @@
-"""Healing: processes of a run that die are started again on their machine, while the others continue.
+"""What follows a death: the process is started again on its machine while the others continue, or else the whole session.
 
     death ─▶ what is left of it is killed ─▶ its work is taken back ─▶ a pause ─▶ it is started again ─▶ it is ready
 
@@ -12,6 +12,9 @@ preprocessing  A group that is in both streams is removed from the first.
 server         Its clients send its requests to other servers, and the newest weights to the new process. That has the same
                address.
 
+A process that can't be replaced, like the trainer, takes its session with it. Another session follows from the latest
+checkpoint (`Losses`).
+
 The launcher imports this module at the first death.
 """
 
@@ -21,23 +24,27 @@ import os
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import closing
-from dataclasses import dataclass, field
-from typing import Any, cast
+from contextlib import closing, suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, cast
 
 import msgspec
 
 from pipelinerl.actor.groups import STREAM_DROP
+from pipelinerl.checkpoint_folders import by_version
 from pipelinerl.child import KILL_TIMEOUT_S
-from pipelinerl.errors import CrashLoopError, StageDiedError
+from pipelinerl.errors import CrashLoopError, PipelineRLError, RunDirectoryError, StageDiedError
 from pipelinerl.files import write_atomically
 from pipelinerl.hub.admission import Part
 from pipelinerl.launch.hosts.host import Host, LocalHost, Worker, named
 from pipelinerl.launch.roles import generation_roles, server_roles, stages_of
-from pipelinerl.launch.session import Session
+from pipelinerl.launch.run_lock import RunLock
+from pipelinerl.launch.session import Session, StartPlan
 from pipelinerl.launch.stages.servers import ReadyFile
+from pipelinerl.launch.summary import Outcome
 from pipelinerl.metrics.evaluations import EvaluationRecord
-from pipelinerl.metrics.reading import read_records
+from pipelinerl.metrics.reading import read_lines, read_records
+from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.totals import ENDED_ACTORS, ENDED_ENGINES, actor_total, engine_total
 from pipelinerl.status.board import last_statuses
 from pipelinerl.status.reporter import starting
@@ -47,7 +54,7 @@ from pipelinerl.weights.messages import Answer
 from pipelinerl.weights.shared.file import AWAY, Control
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 60.0
-"""Pause before the first restart of a process. It doubles with each further one, up to the longest."""
+"""Pause before the first restart of a process or a session. It doubles with each further one, up to the longest."""
 WORKED_S = 600.0
 """A process that has worked for so long after a restart has recovered: its restarts count from zero again."""
 LOST = "lost_in_crash"
@@ -133,10 +140,11 @@ class Healing:
         for worker in dead:
             history = self._histories[worker.role]
             number = len(history.reports)
-            pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(number - 1, 16))
+            pause_s = pause_before(number)
             history.due_s = now + pause_s
-            said = history.reports[-1].splitlines()[0].removesuffix("; the end of its log:")
-            self._view.say(f"{said}; it is started again in {pause_s:g} s (restart {number} of {most})")
+            self._view.say(
+                f"{_first_line(history.reports[-1])}; it is started again in {pause_s:g} s (restart {number} of {most})"
+            )
 
     def kill(self, silent: Sequence[str], workers: Sequence[Worker], replaceable: Collection[str]) -> bool:
         """Kill those processes of the `silent` stages that can be replaced. Returns whether there were any.
@@ -209,8 +217,7 @@ class Healing:
 
     def _crash_loop(self, role: str) -> str:
         reports = self._histories[role].reports
-        numbered = (f"{number}. {report}" for number, report in enumerate(reports, start=1))
-        return "\n".join([f"the {role} process died {len(reports)} times (launch.restarts: {len(reports) - 1}):", *numbered])
+        return _numbered(f"the {role} process died {len(reports)} times (launch.restarts: {len(reports) - 1}):", reports)
 
     # ---- the work of the dead
 
@@ -299,3 +306,110 @@ def _ended(progress: Progress | None, stage: str = "", detail: str = "") -> Stag
     return StageStatus(
         stage=stage, pid=os.getpid(), state="done", detail=detail, since_s=now, written_s=now, progress=progress
     )
+
+
+# ---- sessions
+
+
+class Loss(NamedTuple):
+    """A session lost a process at `time_s` (by `time.monotonic`). `steps`: those after its latest checkpoint."""
+
+    time_s: float
+    steps: int
+
+
+class Losses:
+    """The sessions of a run that lost a process which can't be replaced, and whether another session follows.
+
+    error            why the latest session ended, if another one follows
+    lock             on the run directory, over all sessions
+    records_from_s   of all these sessions: times in records include what a restart takes
+    """
+
+    def __init__(self, first: Session, lock: RunLock) -> None:
+        self.error: PipelineRLError | None = None
+        self.lock, self.records_from_s = lock, first.records_from_s
+        self._allowed = first.config.launch.restarts
+        self._losses: list[Loss] = []
+        self._latest = 0  # the version of the latest checkpoint
+        self._reports: list[str] = []  # of the sessions since the latest new checkpoint
+        self._rollouts = self._rollouts_abandoned = 0
+
+    def allow(self, session: Session, outcome: Outcome) -> bool:
+        """Whether another session follows this one, which has ended."""
+        self.error = None
+        if not outcome.lost:
+            return False
+        versions = by_version(session.run.checkpoints)
+        latest = self._latest = max(versions, default=0)
+        if latest > session.plan.version:
+            self._reports.clear()
+        self._reports.append(str(outcome.error))
+        if len(self._reports) > self._allowed:
+            return False
+        trainer = trainer_progress(outcome.statuses.get(TRAINER))
+        self._losses.append(Loss(time.monotonic(), max(trainer.version - latest, 0) if trainer else 0))
+        self.error = outcome.error
+        actors = actor_total(outcome.statuses) or ActorProgress()
+        self._rollouts = _rollouts(session.plan) + actors.rollouts_started - sum(actors.rollouts_dropped.values())
+        return True
+
+    def begin(self, plan: StartPlan) -> None:
+        """Another session begins: count what the rewind to its plan has given up."""
+        self._rollouts_abandoned += max(0, self._rollouts - _rollouts(plan))
+
+    @property
+    def pause_s(self) -> float:
+        return pause_before(len(self._reports))
+
+    @property
+    def message(self) -> str:
+        number = f"restart {len(self._reports)} of {self._allowed}"
+        what = "goes on from its latest checkpoint" if self._latest else "starts again from the beginning"
+        return f"{_first_line(self._reports[-1])}; the run {what} in {self.pause_s:g} s ({number})"
+
+    def counted(self, session: Session, outcome: Outcome) -> Outcome:
+        """The outcome of the last session, with the losses. If it was lost too, its error has all reports."""
+        error = outcome.error
+        if error is not None and outcome.lost and len(self._reports) > 1:
+            count = len(self._reports)
+            lost = f"{count} sessions lost a process without a new checkpoint (launch.restarts: {self._allowed}):"
+            error = type(error)(_numbered(lost, self._reports))
+        if not self._losses:
+            return outcome
+        steps: list[StepRecord] = []
+        with suppress(FileNotFoundError, RunDirectoryError):  # no step was taken; the summary names damaged records
+            steps = read_lines(session.run.metrics, StepRecord)
+        times_s = [session.records_from_s + step.time_s for step in steps]
+        found = {
+            "count": len(self._losses),
+            "steps_lost": sum(loss.steps for loss in self._losses),
+            "rollouts_abandoned": self._rollouts_abandoned,
+            "recovery_s": [
+                round(min(after) - loss.time_s, 3)
+                for loss in self._losses
+                if (after := [time_s for time_s in times_s if time_s > loss.time_s])
+            ],
+        }
+        return replace(outcome, error=error, restarts={**outcome.restarts, "run": found})
+
+
+def _rollouts(plan: StartPlan) -> int:
+    """The rollouts that a session begins with: those that the trainer is done with, and those in the streams."""
+    return plan.settled + sum(kept.left for kept in plan.kept)
+
+
+# ---- what both say
+
+
+def pause_before(restart: int) -> float:
+    """Seconds to wait before restart number `restart`, from 1 on, of one thing."""
+    return float(min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(restart - 1, 16)))
+
+
+def _first_line(report: str) -> str:
+    return report.splitlines()[0].removesuffix("; the end of its log:")
+
+
+def _numbered(head: str, reports: Sequence[str]) -> str:
+    return "\n".join([head, *(f"{number}. {report}" for number, report in enumerate(reports, start=1))])
