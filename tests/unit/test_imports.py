@@ -32,7 +32,7 @@ PROCESSES = {
         "launch.checks environments.tasks.gcd",
         "environments.chat environments.data environments.user.function environments.user.pool torch",
     ),
-    "launcher, after a loss": ("launch.restarts launch.resume", "checkpoint models trainer torch"),
+    "launcher, after a loss": ("launch.restarts launch.resume", "checkpoint models.loading trainer torch"),
     "launcher, after a run": ("report.curves report.terminal", "report.figures report.html report.series torch"),
     "worker": (
         "launch.hosts.worker",
