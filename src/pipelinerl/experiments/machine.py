@@ -25,9 +25,10 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     versions: dict[str, str]
 
 
-def this_machine() -> Machine:
+def this_machine(device: str = "cpu") -> Machine:
+    """This machine. With a GPU as `device`, its name takes the place of the processor's."""
     return Machine(
-        cpu=processor(),
+        cpu=processor() if device == "cpu" else _gpu_name(device),
         cores=usable_cores(),
         memory_gib=_memory_gib(),
         system=f"{platform.system()} {platform.machine()}",
@@ -54,6 +55,12 @@ def processor() -> str:
         lines = []
     found = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(found, platform.processor() or "unknown")
+
+
+def _gpu_name(device: str) -> str:
+    import torch  # noqa: PLC0415 - only with a GPU
+
+    return torch.cuda.get_device_name(device)
 
 
 def _memory_gib() -> float | None:

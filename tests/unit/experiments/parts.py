@@ -6,13 +6,16 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from pipelinerl.cli.parser import Commands
-from pipelinerl.experiments.planner.calibration import Calibration, DecodeCost, GenerationCost, Machine, TrainingCost
+from pipelinerl.experiments.machine import Machine
+from pipelinerl.experiments.planner.calibration import Calibration, DecodeCost, GenerationCost, TrainingCost
 from pipelinerl.experiments.planner.inputs import LengthDistribution
 from pipelinerl.files import JsonLines
 from pipelinerl.types import Completion, FinishReason, Group, Problem, Rollout, Turn, spans_from_versions
 
 CALIBRATION = Calibration(
-    machine=Machine(date="2030-01-01T00:00:00+00:00", processor="a processor", cores=8, torch="2", load_average=0.1),
+    machine=Machine(cpu="a processor", cores=8, memory_gib=4.0, system="Linux", versions={}),
+    date="2030-01-01T00:00:00+00:00",
+    load_average=0.1,
     model="demo",
     slots=16,
     batch_size=32,

@@ -23,7 +23,7 @@ T = TypeVar("T")
 MAX_LINE_BYTES = 1 << 28
 _BUFFER_BYTES = 1 << 20
 _NAME = re.compile(r"g?(\d{1,18})(?:\.a\d+)?")
-_INDEX = re.compile(rb'\{"index":(\d{1,18}),')
+_INDEX = re.compile(rb'\{"index": ?(\d{1,18}),')
 _EVALUATION = re.compile(r"evaluation-(before|after|v(\d{1,18}))\.jsonl")
 
 
@@ -73,6 +73,12 @@ class Lines:
             return Damaged(i + 1, one_line(str(error)))
 
 
+def group_indices(lines: Lines) -> list[int | None]:
+    """The group index of each line of `rollouts.jsonl`; None for a damaged line."""
+    found = [_INDEX.match(lines.read(i, 32)) for i in range(len(lines))]
+    return [int(match[1]) if match else None for match in found]
+
+
 @contextmanager
 def _reading(path: Path, buffer_bytes: int) -> Iterator[BinaryIO]:
     try:
@@ -120,8 +126,7 @@ class RunRollouts:
         self._fates, damaged = _fates(Lines(self.trained_path))
         self.damage = [f"{self.trained_path}, {one}" for one in damaged]
         """Descriptions of damaged lines other than groups."""
-        found = [_INDEX.match(self._lines.read(place, 32)) for place in range(len(self._lines))]
-        self._indices = [int(match[1]) if match else None for match in found]
+        self._indices = group_indices(self._lines)
         self._place = {index: place for place, index in enumerate(self._indices)}
         self._decoder = msgspec.json.Decoder(Group)
 

@@ -227,7 +227,7 @@ def write_results(
     }
     images = {name: png for name, png in drawings.items() if png is not None}
     contents = document(request, found, lines)
-    write_file(out / "compare.json", in_lines(contents))
+    write_file(out / "compare.json", msgspec.json.format(msgspec.json.encode(contents), indent=1) + b"\n")
     for name, png in images.items():
         with only_shown(f"{name}.png"):
             write_file(out / f"{name}.png", png)
@@ -283,13 +283,3 @@ def rounded(value: Any) -> Any:
         case list() | tuple():
             return [rounded(item) for item in value]
     return value
-
-
-def in_lines(contents: Mapping[str, Any]) -> bytes:
-    """JSON with one line for each key and list item, which is readable and gives useful diffs."""
-    encode = msgspec.json.encode
-
-    def value(item: Any) -> bytes:
-        return b"[\n" + b",\n".join(map(encode, item)) + b"\n]" if isinstance(item, list) and item else encode(item)
-
-    return b"{\n" + b",\n".join(encode(key) + b": " + value(item) for key, item in contents.items()) + b"\n}\n"

@@ -30,14 +30,13 @@ from pipelinerl.child import ChildProcess
 from pipelinerl.config.load import config_to_yaml
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import PipelineRLError, UserError
-from pipelinerl.experiments.machine import load_average, processor
+from pipelinerl.experiments.machine import load_average, this_machine
 from pipelinerl.experiments.planner.calibration import (
     ENOUGH,
     READY,
     Calibration,
     DecodeCost,
     GenerationCost,
-    Machine,
     TrainingCost,
 )
 from pipelinerl.experiments.planner.inputs import LengthDistribution, Utilisation
@@ -67,7 +66,7 @@ def calibrate(config: RunConfig, report: Callable[[str], None] = lambda _: None)
     threads = plan_threads(config, schedule, usable_cores())
     overlap, yields = side_by_side(config, schedule), trainer_goes_first(config, schedule, usable_cores())
     together = overlap and not yields
-    machine = describe_machine(config.engine.device)
+    date, load = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), load_average()
     torch.set_num_threads(threads.generation)
     report("loading the model")
     generator = load_generator(config)
@@ -92,7 +91,9 @@ def calibrate(config: RunConfig, report: Callable[[str], None] = lambda _: None)
             if together:
                 training_cost = training.result()
     return Calibration(
-        machine=machine,
+        machine=this_machine(config.engine.device),
+        date=date,
+        load_average=load,
         model=config.model.path,
         slots=config.engine.slots,
         batch_size=config.trainer.batch_size,
@@ -194,18 +195,6 @@ def _other_generation_processes(config: RunConfig, folder: Path, threads: int) -
         own = folder / f"generation-{index}"
         own.mkdir()
         yield MeasuringProcess("measure_generation", config, own / "produced", own, threads)
-
-
-def describe_machine(device: str) -> Machine:
-    """This machine, for engines on `device`."""
-    gpu = device.startswith("cuda")
-    return Machine(
-        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        processor=torch.cuda.get_device_name(device) if gpu else processor(),
-        cores=usable_cores(),
-        torch=str(torch.__version__),
-        load_average=load_average(),
-    )
 
 
 def _lengths(groups: list[Group]) -> list[int]:

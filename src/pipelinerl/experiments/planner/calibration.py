@@ -7,27 +7,13 @@ from pathlib import Path
 import msgspec
 
 from pipelinerl.errors import INVALID_DATA, UserError
+from pipelinerl.experiments.machine import Machine
 from pipelinerl.experiments.planner.inputs import LengthDistribution, Utilisation
 from pipelinerl.report import write_file
 
-FORMAT = 1
+FORMAT = 2
 READY, ENOUGH = "ready", "enough"
 """What a measuring process says when it computes as in a run, and when it has measured enough."""
-
-
-class Machine(msgspec.Struct, frozen=True, kw_only=True):
-    """Where and when the measurements were made, and `load_average` (1 minute, at the start)."""
-
-    date: str
-    processor: str
-    cores: int
-    torch: str
-    load_average: float | None = None
-
-    @property
-    def busy(self) -> bool:
-        """Whether the load suggests that other programs disturbed the measurements."""
-        return self.load_average is not None and self.load_average > self.cores / 2
 
 
 class DecodeCost(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,7 +65,7 @@ class TrainingCost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True):
-    """Costs for one machine and one run file.
+    """Costs for one machine and one run file, measured on `date` with `load_average` (1 minute, at the start).
 
     side_by_side   generation and training run at the same time in the run, and were measured so; otherwise each had the
                    machine to itself, as in a conventional run
@@ -91,6 +77,8 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     machine: Machine
+    date: str
+    load_average: float | None = None
     model: str
     slots: int
     batch_size: int
@@ -102,6 +90,11 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     training: TrainingCost
     lengths: dict[int, int]
     format: int = FORMAT
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether the load suggests that other programs disturbed the measurements."""
+        return self.load_average is not None and self.load_average > self.machine.cores / 2
 
     def length_distribution(self) -> LengthDistribution:
         return LengthDistribution.of_histogram(self.lengths)

@@ -11,7 +11,7 @@ from pipelinerl.report import count, new_table, number, rendered
 def calibration_text(calibration: Calibration) -> str:
     """The measured costs, with a warning if other programs kept the machine busy."""
     generation, training, machine = calibration.generation, calibration.training, calibration.machine
-    table = new_table(f"{machine.processor}, {machine.cores} cores, model {calibration.model}", "", "")
+    table = new_table(f"{machine.cpu}, {machine.cores} cores, model {calibration.model}", "", "")
     for cost in generation.decode:
         rate = f"{cost.active / cost.step_s:.0f} tokens/s"
         table.add_row(f"decode step, {count(cost.active, 'sequence')}", f"{1e3 * cost.step_s:.3g} ms, {rate}")
@@ -26,8 +26,8 @@ def calibration_text(calibration: Calibration) -> str:
     how = "one after the other" if in_turn else "at the same time, as in a run"
     table.add_row("measured", f"generation ({count(generation.threads, 'thread')}) and training ({training.threads}) {how}")
     text = rendered(table)
-    if machine.busy:
-        text += f"the machine was busy (load average {machine.load_average:g}): measure again when it is not\n"
+    if calibration.disturbed:
+        text += f"the machine was busy (load average {calibration.load_average:g}): measure again when it is not\n"
     return text
 
 

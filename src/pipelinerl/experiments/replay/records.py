@@ -19,7 +19,8 @@ from pydantic import ValidationError
 
 from pipelinerl.config.load import with_own_model
 from pipelinerl.config.schema import RunConfig
-from pipelinerl.errors import INVALID_DATA, RolloutError, RunDirectoryError
+from pipelinerl.errors import RolloutError, RunDirectoryError
+from pipelinerl.experiments.browse.records import Damaged, Lines, group_indices
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.stages.recording import FORMAT, SessionRecord
 from pipelinerl.metrics.reading import read_lines, read_records
@@ -145,15 +146,6 @@ def _config_of(run: RunDirectory, record: SessionRecord) -> RunConfig:
 # ---- rollouts
 
 
-class _Id(msgspec.Struct):
-    id: str
-
-
-class _GroupKey(msgspec.Struct):
-    index: int
-    rollouts: tuple[_Id, ...]
-
-
 class Groups:
     """The groups in `rollouts.jsonl`, found by index. Only their places in the file are kept in memory.
 
@@ -162,32 +154,22 @@ class Groups:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._lines = Lines(path)
+        self._decoder = msgspec.json.Decoder(Group)
         self._places: dict[int, list[int]] = {}
-        decoder = msgspec.json.Decoder(_GroupKey)
-        try:
-            with open(path, "rb") as file:
-                place = 0
-                for number, line in enumerate(file, start=1):
-                    if not line.endswith(b"\n"):
-                        break
-                    try:
-                        self._places.setdefault(decoder.decode(line).index, []).append(place)
-                    except INVALID_DATA as error:
-                        raise RunDirectoryError(f"damaged records: {path}, line {number}: {error}") from error
-                    place += len(line)
-        except OSError as error:
-            raise RunDirectoryError(f"can't read {path}: {error.strerror}") from error
+        for place, index in enumerate(group_indices(self._lines)):
+            if index is None:
+                raise RunDirectoryError(f"damaged records: {path}, line {place + 1}")
+            self._places.setdefault(index, []).append(place)
 
     def read(self, index: int) -> list[Group]:
         """The groups of this index, the latest first. Raises RunDirectoryError if a line is not a group."""
         found = []
-        with open(self.path, "rb") as file:
-            for place in reversed(self._places.get(index, [])):
-                file.seek(place)
-                try:
-                    found.append(msgspec.json.decode(file.readline(), type=Group))
-                except INVALID_DATA as error:
-                    raise RunDirectoryError(f"damaged records: {self.path}, group {index}: {error}") from error
+        for place in reversed(self._places.get(index, [])):
+            group = self._lines.decoded(place, self._decoder)
+            if isinstance(group, Damaged):
+                raise RunDirectoryError(f"damaged records: {self.path}, {group}")
+            found.append(group)
         return found
 
 

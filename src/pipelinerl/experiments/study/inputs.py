@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import median_low
-from typing import cast
 
 import msgspec
 import numpy as np
 
-from pipelinerl.actor.client import EngineClient, RolloutClient, derive_seed
+from pipelinerl.actor.client import RolloutClient, derive_seed
 from pipelinerl.actor.deadline import CodeAlarm
 from pipelinerl.actor.rollouts import Failure, TimeLimits, attempt, problem_for
 from pipelinerl.config.schema import ActorConfig
 from pipelinerl.errors import EnvironmentSetupError, RunDirectoryError, UserError
-from pipelinerl.interfaces import Engine, Environment, Tokenizer
+from pipelinerl.interfaces import Environment, Tokenizer
+from pipelinerl.launch.tryout import Answers
 from pipelinerl.report.series import read_groups
-from pipelinerl.types import GenerationRequest, SamplingParams
-
-_POLL_S = 0.0005
+from pipelinerl.types import Completion, GenerationRequest, SamplingParams
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -84,13 +81,9 @@ async def make_prompts(
     prompts = []
     for problem in range(problems):
         for number in range(attempts):
-            recorder = _RequestRecorder()
+            recorder = _Recorder(stop_token_ids[0])
             client = RolloutClient(
-                EngineClient(cast("Engine", recorder)),
-                tokenizer,
-                sampling,
-                name=f"p{problem}.a{number}",
-                seed=derive_seed(seed, "study", problem, number),
+                recorder, tokenizer, sampling, name=f"p{problem}.a{number}", seed=derive_seed(seed, "study", problem, number)
             )
             request = await _first_request(environment, first_index + problem, client, limits, recorder)
             # The study's token limit overrides the environment's.
@@ -101,35 +94,27 @@ async def make_prompts(
     return prompts
 
 
-class _RequestRecorder:
-    """A fake engine that records requests and never completes them."""
+class _Recorder(Answers):
+    """Ends every completion at once, and records the requests."""
 
-    def __init__(self) -> None:
+    def __init__(self, end_id: int) -> None:
+        super().__init__(end_id)
         self.requests: list[GenerationRequest] = []
 
-    def submit(self, request: GenerationRequest) -> None:
+    async def generate(self, request: GenerationRequest) -> Completion:
         self.requests.append(request)
-
-    def cancel(self, request_id: str) -> None:
-        """Nothing to cancel."""
+        return await super().generate(request)
 
 
 async def _first_request(
-    environment: Environment, index: int, client: RolloutClient, limits: TimeLimits, recorder: _RequestRecorder
+    environment: Environment, index: int, client: RolloutClient, limits: TimeLimits, recorder: _Recorder
 ) -> GenerationRequest:
-    """Start a rollout and cancel it at its first request."""
     made = problem_for(environment, index, limits)
     if isinstance(made, Failure):
         raise EnvironmentSetupError(f"the environment made no problem: {made.message}")
-    task = asyncio.create_task(attempt(environment, made[0], client, limits))
-    await asyncio.sleep(0)
-    while not recorder.requests and not task.done():
-        await asyncio.sleep(_POLL_S)
-    task.cancel()
-    await asyncio.wait({task})
+    outcome = await attempt(environment, made[0], client, limits)
     if recorder.requests:
         return recorder.requests[0]
-    outcome = task.result()
     why = outcome.message if isinstance(outcome, Failure) else "its rollout ended without a request"
     raise EnvironmentSetupError(f"the environment requested no completion for problem {index}: {why}")
 

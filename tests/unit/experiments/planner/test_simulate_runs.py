@@ -151,7 +151,7 @@ def test_doubts():
     assert doubts(config, CALIBRATION) == []
     other = load_config(None, ["--model.path", "m", "--engine.slots", "17", "--schedule.kind", "conventional"])
     busy = msgspec.structs.replace(
-        CALIBRATION, machine=msgspec.structs.replace(CALIBRATION.machine, load_average=3.5, cores=2)
+        CALIBRATION, machine=msgspec.structs.replace(CALIBRATION.machine, cores=2), load_average=3.5
     )
     model, slots, turns, load = doubts(other, busy)
     assert "model demo, the run's is m" in model

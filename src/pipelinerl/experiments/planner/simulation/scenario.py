@@ -336,9 +336,9 @@ def doubts(config: RunConfig, calibration: Calibration) -> list[str]:
     if calibration.side_by_side != together:
         made, is_now = ("at the same time", "in turn") if calibration.side_by_side else ("in turn", "at the same time")
         found.append(f"it was made with generation and training running {made}; here they run {is_now}")
-    machine = calibration.machine
-    if machine.busy:
-        found.append(f"the machine was busy when it was made (load average {machine.load_average:g}, {machine.cores} cores)")
+    if calibration.disturbed:
+        cores = calibration.machine.cores
+        found.append(f"the machine was busy when it was made (load average {calibration.load_average:g}, {cores} cores)")
     return found
 
 
