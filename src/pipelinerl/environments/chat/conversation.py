@@ -33,13 +33,13 @@ from pipelinerl.environments.chat.messages import (
     ToolParser,
     ToolSchema,
     answer_message,
-    describe_tools,
+    encode_text,
     parse_tool_calls,
     plain_message,
+    render,
     same_messages,
-    with_description,
 )
-from pipelinerl.environments.prompts import encode_prompt, has_chat_template, text_decoder
+from pipelinerl.environments.prompts import has_chat_template, text_decoder
 from pipelinerl.errors import RequestError
 from pipelinerl.interfaces import GenerationClient
 from pipelinerl.types import Completion, Turn
@@ -115,7 +115,6 @@ class Conversation:
         self._answers: list[Answer] = []
         self._first: list[Answer] = []  # answers that continue no other
         self._made = 0  # by `answer_of`
-        self._template_shows_tools: bool | None = None
 
     async def ask(
         self, messages: Sequence[ChatMessage], tools: Sequence[ToolSchema] = (), *, max_tokens: int | None = None
@@ -133,10 +132,7 @@ class Conversation:
 
     def text_prompt(self, text: str) -> Prompt:
         """The ids of a plain text to continue. Raises RequestError."""
-        try:
-            return Prompt(encode_prompt(self._tokenizer, text), text)
-        except Exception as error:  # as in `_encode`
-            raise RequestError(f"the model's tokenizer can't encode the prompt: {error}") from error
+        return Prompt(encode_text(self._tokenizer, text, special=True), text)
 
     def prompt(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSchema] = ()) -> Prompt:
         """The exact ids for these messages, continuing an earlier turn where possible.
@@ -153,7 +149,7 @@ class Conversation:
             for prompt in self._continuations(before, given, tools):
                 return prompt
         text = self._render(given, tools)
-        return Prompt(self._encode(text), text, given, given, bool(tools), rewritten=before is not None)
+        return Prompt(encode_text(self._tokenizer, text), text, given, given, bool(tools), rewritten=before is not None)
 
     def record(self, prompt: Prompt, completion: Completion, *, text: str | None = None, stop: str | None = None) -> Answer:
         """Record the completion of a prompt, as `answer_of` and `add`. `ask` calls this."""
@@ -253,37 +249,7 @@ class Conversation:
                 yield Prompt(ids, text, given, rendered, bool(tools), before)
 
     def _render(self, messages: Sequence[PlainMessage], tools: Sequence[ToolSchema]) -> str:
-        if tools and not self._shows_tools(tools):
-            messages, tools = with_description(messages, describe_tools(tools)), ()
-        return self._apply(messages, tools)
-
-    def _shows_tools(self, tools: Sequence[ToolSchema]) -> bool:
-        """Whether the template renders tools. Checked once."""
-        if self._template_shows_tools is None:
-            question: PlainMessage = {"role": "user", "content": "?"}
-            self._template_shows_tools = self._apply([question], tools) != self._apply([question], ())
-        return self._template_shows_tools
-
-    def _apply(self, messages: Sequence[PlainMessage], tools: Sequence[ToolSchema]) -> str:
-        try:
-            text = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tools=[dict(tool) for tool in tools] or None,
-                tokenize=False,
-                add_generation_prompt=True,
-                **self._options,
-            )
-        except Exception as error:  # a template is code and may raise anything
-            what = " ".join(str(error).split())
-            raise RequestError(f"messages: the model's chat template refuses them: {what}") from error
-        return str(text)
-
-    def _encode(self, text: str) -> tuple[int, ...]:
-        """The ids of a rendered text, which already has its special tokens."""
-        try:
-            return tuple(self._tokenizer.encode(text, add_special_tokens=False))
-        except Exception as error:  # tokenizers raise plain exceptions for unknown characters
-            raise RequestError(f"the model's tokenizer can't encode the prompt: {error}") from error
+        return render(self._tokenizer, messages, tools, {"add_generation_prompt": True, **self._options})
 
     def _encode_after(self, before: Answer, added: str) -> tuple[int, ...]:
         """The ids of the text `added` after an answer.
@@ -292,10 +258,10 @@ class Conversation:
         start of a text.
         """
         if before.ended_by:
-            ids = self._encode(before.ended_by + added)
+            ids = encode_text(self._tokenizer, before.ended_by + added)
             if ids[:1] == before.completion.token_ids[-1:]:
                 return ids[1:]
-        return self._encode(added)
+        return encode_text(self._tokenizer, added)
 
 
 def _text_after(text: str, before: Answer) -> str | None:

@@ -8,7 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from pipelinerl.environments.prompts import encode_prompt
 from pipelinerl.errors import RequestError
+from pipelinerl.interfaces import Tokenizer
 
 # ---- tool calls in generated text: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as in Hermes and Qwen
 
@@ -115,12 +117,51 @@ def same_messages(some: Sequence[PlainMessage], others: Sequence[PlainMessage]) 
     return len(some) == len(others) and all(_same(one, other) for one, other in zip(some, others, strict=True))
 
 
-def with_description(messages: Sequence[PlainMessage], described: str) -> list[PlainMessage]:
+# ---- in the model's chat template, and as ids
+
+
+def render(
+    tokenizer: Tokenizer, messages: Sequence[PlainMessage], tools: Sequence[ToolSchema], options: Mapping[str, Any]
+) -> str:
+    """The messages in the model's chat template; `options` go to `apply_chat_template`.
+
+    If the template ignores tools, they are described in the system message. Raises RequestError if it refuses the messages.
+    """
+    if tools:
+        question: list[PlainMessage] = [{"role": "user", "content": "?"}]
+        if _apply(tokenizer, question, tools, options) == _apply(tokenizer, question, (), options):
+            messages, tools = _with_description(messages, describe_tools(tools)), ()
+    return _apply(tokenizer, messages, tools, options)
+
+
+def encode_text(tokenizer: Tokenizer, text: str, *, special: bool = False) -> tuple[int, ...]:
+    """The ids of a text; `special`: with the tokens that the model expects before it. Raises RequestError."""
+    try:
+        return encode_prompt(tokenizer, text) if special else tuple(tokenizer.encode(text, add_special_tokens=False))
+    except Exception as error:  # tokenizers raise plain exceptions for characters that they can't encode
+        raise RequestError(f"the model's tokenizer can't encode the prompt: {error}") from error
+
+
+def _apply(
+    tokenizer: Tokenizer, messages: Sequence[PlainMessage], tools: Sequence[ToolSchema], options: Mapping[str, Any]
+) -> str:
+    shown = [dict(tool) for tool in tools] or None
+    try:
+        return str(tokenizer.apply_chat_template([dict(one) for one in messages], tools=shown, tokenize=False, **options))
+    except Exception as error:  # a template is code and may raise anything
+        what = " ".join(str(error).split())
+        raise RequestError(f"messages: the model's chat template refuses them: {what}") from error
+
+
+def _with_description(messages: Sequence[PlainMessage], described: str) -> list[PlainMessage]:
     """The messages with `described` appended to the system message."""
     has_one = messages[0]["role"] == "system"
     first, rest = (messages[0], messages[1:]) if has_one else ({"role": "system", "content": ""}, messages)
     content = f"{first['content']}\n\n{described}" if first["content"] else described
     return [{**first, "content": content}, *rest]
+
+
+# ---- parts of messages
 
 
 def _same(one: PlainMessage, other: PlainMessage) -> bool:

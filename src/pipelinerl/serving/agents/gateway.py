@@ -125,7 +125,9 @@ class Gateway:
         if body.stream:
             response = Response(b"".join(_chunks(body, reply, writer)), media_type="text/event-stream")
         else:
-            response = answer(_whole(body, reply, writer))
+            content: Json = {"message": {**reply.message, "refusal": None}}
+            content = content if isinstance(body, ChatBody) else {"text": reply.text}
+            response = answer(writer.whole([_choice(content, reply)], _usage(reply)))
         with _while_open():  # before the response is written: so the turn is recorded before the agent can go on or return
             session.loop.call_soon_threadsafe(session.delivered, reply, data)
         return response
@@ -149,23 +151,15 @@ def _while_open() -> Iterator[None]:
 # ---- answers
 
 
-def _whole(request: ModelRequest, reply: Answer, writer: Writer) -> Json:
-    """The response to a request that doesn't stream."""
-    chat = isinstance(request, ChatBody)
-    content: Json = {"message": {**reply.message, "refusal": None}} if chat else {"text": reply.text}
-    return writer.whole([_choice(content, reply)], _usage(reply))
-
-
 def _chunks(request: ModelRequest, reply: Answer, writer: Writer) -> Iterator[bytes]:
     """The response as a stream. The answer is one chunk, because tool calls can be parsed only when it is complete."""
-    contents = list[Json]()
+    said: Json = {"text": reply.text}
+    nothing: Json = {"text": ""}
     if isinstance(request, ChatBody):
         calls = [{**call, "index": number} for number, call in enumerate(reply.message.get("tool_calls", ()))]
-        contents += [{"delta": {**reply.message, **({"tool_calls": calls} if calls else {})}}, {"delta": {}}]
-    else:
-        contents += [{"text": reply.text}, {"text": ""}]
-    yield writer.chunk([choice_of(contents[0], None)])
-    yield writer.chunk([_choice(contents[1], reply)])
+        said, nothing = {"delta": {**reply.message, **({"tool_calls": calls} if calls else {})}}, {"delta": {}}
+    yield writer.chunk([choice_of(said, None)])
+    yield writer.chunk([_choice(nothing, reply)])
     if request.include_usage:
         yield writer.chunk([], usage=_usage(reply))
     yield writer.end()

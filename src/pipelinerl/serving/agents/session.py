@@ -25,27 +25,10 @@ from pipelinerl.types import Completion, SamplingParams, TokenEvent
 
 ModelRequest = ChatBody | CompletionBody
 
-_SUPPORTED = frozenset(
-    {
-        "model",
-        "messages",
-        "prompt",
-        "tools",
-        "tool_choice",
-        "max_tokens",
-        "max_completion_tokens",
-        "temperature",
-        "top_p",
-        "top_k",
-        "stop",
-        "stream",
-        "stream_options",
-    }
-)
-
-_SAMPLING = frozenset(
-    {"temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty"}
-)
+_SUPPORTED = """
+    max_completion_tokens max_tokens messages model prompt stop stream stream_options tool_choice tools
+"""
+_SAMPLING = "frequency_penalty min_p presence_penalty repetition_penalty seed temperature top_k top_p"
 """Parameters that change the distribution of tokens, or what is drawn from it, and that an agent can do without."""
 
 _NEUTRAL = {"n": 1, "repetition_penalty": 1, "response_format": ResponseFormat(type="text")}
@@ -56,7 +39,7 @@ def check(request: ModelRequest, sampling: SamplingParams, *, ignore: bool = Fal
 
     Raises RequestError for those that can't be ignored, and for all of them unless `ignore`.
     """
-    given = {name: getattr(request, name) for name in sorted(_SAMPLING) if hasattr(request, name)}
+    given = {name: getattr(request, name) for name in _SAMPLING.split() if hasattr(request, name)}
     of_run = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
     neutral = of_run | {"min_p": 0, "presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1}
     if given.get("top_k") == -1:
@@ -74,7 +57,7 @@ def check(request: ModelRequest, sampling: SamplingParams, *, ignore: bool = Fal
         raise RequestError(f"{request.grammar.key}: an agent in training can't set it; leave it out")
     for field in msgspec.structs.fields(request):
         unset: tuple[object, ...] = (None, field.default, _NEUTRAL.get(field.name), False, [], (), {})
-        if field.name not in _SUPPORTED | _SAMPLING and getattr(request, field.name) not in unset:
+        if field.name not in f"{_SUPPORTED} {_SAMPLING}".split() and getattr(request, field.name) not in unset:
             raise RequestError(f"{field.name}: an agent in training can't set it; leave it out")
     if request.most_tokens is not None and request.most_tokens < 1:
         raise RequestError(f"max_tokens {request.most_tokens}: ask for at least 1")

@@ -1,32 +1,59 @@
 """`RemoteEngine`: several engine servers as one `AsyncEngine`, in the event loop of the actor.
 
-    generate, stream ─▶ dispatcher: a task for each request ─▶ servers
-    advance ◀─ something arrived ◀─ tokens, completions ◀─────────┘
+    generate, stream ─▶ a task for each request ─▶ servers
+    advance ◀─ something arrived ◀─ tokens, completions ◀─┘
     update_weights ─▶ a file, or the trainer's broadcast ─▶ all servers at once ─▶ one receipt
 
-Each request gets exactly one completion, whatever happens to connections and servers.
+A request's task waits for a slot and ends with exactly one completion:
+
+    waiting for a slot ─▶ sent ─▶ completion ─▶ checked ─▶ answer
+          ▲                │ connection broke: send it to the same server again, under the same id
+          ├── busy ◀───────┤ the server did not accept it: wait, then send it to any server
+          ├── refused ◀────┤ this server can never serve it: try another one; if all refuse it, the request fails
+          └── lost ◀───────┘ the server was restarted or is gone: send it under a new id to any server with room
+
+Nothing from an abandoned attempt is passed on: its task has ended, and its id is not used again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import secrets
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import msgspec
 
 from pipelinerl.errors import RequestError, UserError, WeightUpdateError
-from pipelinerl.interfaces import WeightUpdate
-from pipelinerl.serving.client.adapter import Bounds, EngineServer, Limits, TokenListener, check_request
-from pipelinerl.serving.client.dispatch import Dispatcher
-from pipelinerl.serving.client.fleet import ReplicaPool
+from pipelinerl.interfaces import CANCELLED_KEPT, WeightUpdate
+from pipelinerl.serving.client.adapter import (
+    Bounds,
+    EngineServer,
+    EngineUnavailableError,
+    Limits,
+    LostError,
+    ServerBusyError,
+    ServerError,
+    ServerUnreachableError,
+    TokenListener,
+    back_off_s,
+    check_request,
+    find_fault,
+)
+from pipelinerl.serving.client.fleet import Replica, ReplicaPool
+from pipelinerl.serving.client.tickets import Ticket
 from pipelinerl.serving.client.weights_file import SHARED_MEMORY, WeightFiles
 from pipelinerl.serving.wire import ServerInfo, WeightUpdateRequest
 from pipelinerl.types import Completion, EngineProgress, GenerationRequest, TokenEvent, UpdateReceipt
+
+logger = logging.getLogger(__name__)
+
+_LONGEST_WAIT_S = 30.0
 
 
 class RemoteEngine:
@@ -48,15 +75,22 @@ class RemoteEngine:
         self.limits = Limits(min(info.max_length for info in infos), infos[0].vocabulary)
         held = [info.version for info in infos]
         self._version = min(held if first is None else [first, *held])
-        self._pool = pool
-        self._dispatcher = Dispatcher(pool, bounds, self.limits.vocabulary)
+        self._pool, self._bounds = pool, bounds
         self._files, self._step_s, self._clock = files, step_s, clock
         self._joined = False
+        self._error: BaseException | None = None  # the first that ended the engine: open requests then get no answer
+        self._arrived = asyncio.Event()  # a token, an answer or an error
+        self._prefix, self._started = secrets.token_hex(4), 0
         self._open: set[str] = set()
+        self._waiting: deque[Ticket] = deque()
+        self._cancelled: deque[Completion] = deque(maxlen=CANCELLED_KEPT)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._tokens_received = 0
         self._busy_s = 0.0
         self._busy_since_s = 0.0
         self._updates = 0
         self._pauses_s: deque[float] = deque(maxlen=512)
+        pool.on_change = self._servers_changed
 
     @classmethod
     @asynccontextmanager
@@ -92,7 +126,7 @@ class RemoteEngine:
                 yield engine
             finally:
                 watch.cancel()
-                await engine._dispatcher.close()
+                await engine._cancel_all()
         finally:
             await asyncio.gather(*(server.close() for server in servers), return_exceptions=True)
             files.close()
@@ -132,7 +166,7 @@ class RemoteEngine:
             slots=self.slots,
             in_progress=self.in_progress,
             queued=self.queued,
-            tokens_generated=self._dispatcher.tokens_received,
+            tokens_generated=self._tokens_received,
             decode_steps=sum(replica.decode_steps for replica in self._pool.replicas),
             busy_s=self._busy_s + since_s,
             weight_updates=self._updates,
@@ -163,27 +197,43 @@ class RemoteEngine:
     def _serving(
         self, request: GenerationRequest, on_token: TokenListener = lambda _: None
     ) -> Iterator[asyncio.Future[Completion]]:
-        """The request is open while inside."""
+        """Serve the request while inside: `on_token` gets the tokens of a stream, then the future gets the completion.
+
+        The future raises RequestError if no server can serve the request. Leaving before the answer cancels the request, at
+        its server in the background.
+        """
         self._check()
         if request.id in self._open:
             raise RequestError(f"request {request.id!r} is already in the engine; give each request a unique id")
         if request.copy is not None and not 0 <= request.copy < self.copies:
             raise RequestError(f"request {request.id!r} is for copy {request.copy}; there are {self.copies} servers")
         check_request(request, self.limits)
+
+        def forward(event: TokenEvent) -> None:
+            on_token(event)
+            self._arrived.set()
+
         if not self._open:
             self._busy_since_s = self._clock()
         self._open.add(request.id)
+        self._started += 1
+        ticket = Ticket(f"{self._prefix}.{self._started}", request, forward)
+        task = self._start(self._run(ticket))
         try:
-            with self._dispatcher.serving(request, on_token) as answer:
-                yield answer
+            yield ticket.answer
         finally:
+            ticket.answer.cancel()
+            if not task.done():
+                self._start(self._cancel(ticket, task))
             self._open.discard(request.id)
             if not self._open:
                 self._busy_s += self._clock() - self._busy_since_s
 
     def take_cancelled(self) -> list[Completion]:
         """The completions of cancelled requests that have arrived since the last call."""
-        return self._dispatcher.take_cancelled()
+        taken = list(self._cancelled)
+        self._cancelled.clear()
+        return taken
 
     async def advance(self) -> bool:
         """Wait until something arrives, at most `step_s`.
@@ -195,16 +245,181 @@ class RemoteEngine:
             return False
         with suppress(TimeoutError):
             async with asyncio.timeout(self._step_s):
-                await self._dispatcher.arrived.wait()
-        self._dispatcher.arrived.clear()
+                await self._arrived.wait()
+        self._arrived.clear()
         self._check()
         await asyncio.sleep(0)
         return True
 
     def _check(self) -> None:
         """Raise the error that ended the engine, if there is one."""
-        if self._dispatcher.error is not None:
-            raise self._dispatcher.error
+        if self._error is not None:
+            raise self._error
+
+    def _fail(self, error: BaseException) -> None:
+        """End the engine. The first error is kept."""
+        self._error = self._error or error
+        self._arrived.set()
+
+    def _servers_changed(self) -> None:
+        if (error := self._pool.unavailable()) is not None:
+            self._fail(error)
+        self._place()
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _cancel_all(self) -> None:
+        tasks = tuple(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # ---- one request
+
+    async def _run(self, ticket: Ticket) -> None:
+        try:
+            completion = msgspec.structs.replace(await self._serve(ticket), request_id=ticket.request.id)
+            self._tokens_received += len(completion.token_ids)
+            if ticket.cancelled:
+                self._cancelled.append(completion)
+            else:
+                ticket.answer.set_result(completion)
+        except RequestError as error:
+            logger.warning("request %s can't be served: %s", ticket.request.id, error)
+            if not ticket.cancelled:
+                ticket.answer.set_exception(error)
+        except Exception as error:  # noqa: BLE001 - any error that is not the request's own ends the engine
+            if not ticket.cancelled:
+                self._fail(error)
+        finally:
+            self._arrived.set()
+            self._free_slot(ticket)
+
+    async def _serve(self, ticket: Ticket) -> Completion:
+        """Return the completion, under the id used at the server. Raises RequestError if no server can serve the request."""
+        while True:
+            replica = await self._slot(ticket)
+            ticket.asked = replica
+            try:
+                if (completion := await self._ask(ticket, replica)) is not None:
+                    return completion
+            except RequestError as error:  # Rare: the request has passed the client's checks.
+                if ticket.relay.count:  # Tokens were forwarded; another server might produce different ones.
+                    raise
+                ticket.rejections[replica] = error
+                ticket.attempt += 1
+            except LostError as error:
+                ticket.attempt += 1
+                if ticket.relay.count:  # as above
+                    return ticket.relay.partial_completion()
+                logger.info("sending request %s again under a new id: %s", ticket.request.id, error)
+            finally:
+                ticket.asked = None
+                self._free_slot(ticket)
+
+    async def _ask(self, ticket: Ticket, replica: Replica) -> Completion | None:
+        """Send the request to one server until it answers. Returns None if it did not accept the request.
+
+        Raises LostError, RequestError, or an error that ends the engine.
+        """
+        request, instance = ticket.wire_request, replica.instance
+        may_have_started = False
+        while True:
+            try:
+                completion = await replica.call(replica.server.generate(request, ticket.relay.take))
+            except ServerUnreachableError as error:
+                may_have_started, wait_s = True, 0.0
+                self._count_failure(ticket, error)
+            except ServerBusyError as error:
+                wait_s = min(error.retry_after_s or 0.0, _LONGEST_WAIT_S)
+                self._count_failure(ticket, error)
+            else:
+                return self._checked(ticket, replica, request, completion)
+            if ticket.cancelled:
+                return ticket.relay.partial_completion()
+            await asyncio.sleep(max(wait_s, back_off_s(ticket.failures)))
+            await self._pool.check_health(replica)
+            if replica.gone or replica.instance != instance:
+                raise LostError(f"engine server {replica.url} was lost: {replica.last_error}")
+            if not may_have_started:
+                return None
+
+    def _checked(self, ticket: Ticket, replica: Replica, request: GenerationRequest, completion: Completion) -> Completion:
+        fault = find_fault(completion, request, self.limits.vocabulary)
+        if fault is None and request.stream and not ticket.relay.complete(completion):
+            fault = "its tokens differ from those streamed before"
+        if fault is not None:
+            raise ServerError(replica.url, f"returned an invalid completion for request {request.id!r}: {fault}")
+        if completion.finish_reason == "cancelled" and not ticket.cancelled:
+            error = ServerBusyError(replica.url, "cancelled a request without being asked to")
+            self._count_failure(ticket, error)
+            raise LostError(str(error))
+        return completion
+
+    def _count_failure(self, ticket: Ticket, error: ServerError) -> None:
+        """Count a request that was not answered. Raises EngineUnavailableError at `Bounds.tries`."""
+        ticket.failures += 1
+        if ticket.failures >= self._bounds.tries:
+            raise EngineUnavailableError(
+                f"request {ticket.request.id!r} failed {ticket.failures} times; the last time: {error}"
+            ) from error
+
+    async def _cancel(self, ticket: Ticket, task: asyncio.Task[None]) -> None:
+        if ticket.asked is not None:
+            with suppress(ServerError, RequestError, TimeoutError):  # closing the connection then ends it
+                async with asyncio.timeout(self._bounds.cancel_s):
+                    await ticket.asked.server.cancel(ticket.wire_request.id)
+                    await asyncio.wait({task})
+        task.cancel()
+
+    # ---- slots
+
+    async def _slot(self, ticket: Ticket) -> Replica:
+        """Wait for a server with a free slot, first come first served. Requests restricted to some servers go first."""
+        ticket.placed = asyncio.get_running_loop().create_future()
+        last = len(self._waiting)
+        if ticket.restricted:
+            last = next((place for place, other in enumerate(self._waiting) if not other.restricted), last)
+        self._waiting.insert(last, ticket)
+        self._place()
+        return await ticket.placed
+
+    def _place(self) -> None:
+        """Give free slots to waiting requests. A restricted one that has to wait does not hold up the others."""
+        passed: list[Ticket] = []
+        while self._waiting and not (passed and not passed[-1].restricted):
+            ticket = self._waiting.popleft()
+            if not ticket.placed.done() and not self._try_place(ticket):
+                passed.append(ticket)
+        self._waiting.extendleft(reversed(passed))
+
+    def _try_place(self, ticket: Ticket) -> bool:
+        """Give the request a slot, or its error if no server is left that may serve it. Returns False if it has to wait."""
+        if not (allowed := self._allowed(ticket)):
+            ticket.placed.set_exception(next(iter(ticket.rejections.values())))
+        elif (chosen := self._pool.choose(ticket.request.prompt_ids, allowed)) is not None:
+            ticket.slot = chosen
+            ticket.placed.set_result(chosen)
+        return ticket.placed.done()
+
+    def _allowed(self, ticket: Ticket) -> Sequence[Replica]:
+        """The servers that may serve it."""
+        copy, replicas = ticket.request.copy, self._pool.replicas
+        allowed = replicas if copy is None else [replicas[copy]]
+        if not ticket.rejections:
+            return allowed
+        # A request that some servers have rejected does not wait for a server that is gone.
+        return [replica for replica in allowed if replica not in ticket.rejections and not replica.gone]
+
+    def _free_slot(self, ticket: Ticket) -> None:
+        slot, ticket.slot = ticket.slot, None
+        if slot is not None:
+            slot.release(ticket.request.prompt_ids)
+        self._place()
 
     # ---- weights
 
@@ -249,4 +464,4 @@ class RemoteEngine:
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._dispatcher.fail(error)
+            self._fail(error)

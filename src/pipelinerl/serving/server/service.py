@@ -14,13 +14,12 @@ import torch
 
 from pipelinerl.environments.chat.messages import (
     ChatMessage,
-    PlainMessage,
     ToolSchema,
-    describe_tools,
+    encode_text,
     plain_message,
-    with_description,
+    render,
 )
-from pipelinerl.environments.prompts import encode_prompt
+from pipelinerl.environments.prompts import has_chat_template
 from pipelinerl.errors import MissingDependencyError, PromptTooLongError, RequestError
 from pipelinerl.extras import require
 from pipelinerl.interfaces import Tokenizer
@@ -66,47 +65,20 @@ class Prompts:
         options: Mapping[str, Any] = DEFAULT_TEMPLATE_OPTIONS,
         tools: Sequence[ToolSchema] = (),
     ) -> tuple[int, ...]:
-        """Encode a chat with the model's chat template; `options` go to `apply_chat_template`. Raises RequestError.
-
-        If the template ignores tools, they are described in the system message.
-        """
-        if not getattr(self._tokenizer, "chat_template", None):
+        """Encode a chat with the model's chat template, as `render` does. Raises RequestError."""
+        if not has_chat_template(self._tokenizer):
             raise RequestError("this model's tokenizer has no chat template: use /v1/completions with a plain prompt")
         if not messages:
             raise RequestError("messages: there are none")
         plain = [plain_message(message) for message in messages]
         self._check_size(sum(len(message["content"]) for message in plain))
-        if tools and not self._shows(tools, options):
-            plain, tools = with_description(plain, describe_tools(tools)), ()
-        return await self._encode(self._render(plain, tools, options), special=False)
-
-    def _shows(self, tools: Sequence[ToolSchema], options: Mapping[str, Any]) -> bool:
-        question: PlainMessage = {"role": "user", "content": "?"}
-        return self._render([question], tools, options) != self._render([question], (), options)
-
-    def _render(self, messages: Sequence[PlainMessage], tools: Sequence[ToolSchema], options: Mapping[str, Any]) -> str:
-        try:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    [dict(message) for message in messages], tools=list(tools) or None, tokenize=False, **options
-                )
-            )
-        except Exception as error:  # the template is the model's own code and may raise anything
-            raise RequestError(f"messages: the model's chat template refuses them: {error}") from error
+        return await self._encode(render(self._tokenizer, plain, tools, options), special=False)
 
     async def _encode(self, text: str, *, special: bool) -> tuple[int, ...]:
         self._check_size(len(text))
         if len(text) > _LONG_TEXT:
-            return await asyncio.to_thread(self._encode_now, text, special)
-        return self._encode_now(text, special)
-
-    def _encode_now(self, text: str, special: bool) -> tuple[int, ...]:
-        try:
-            if special:
-                return encode_prompt(self._tokenizer, text)
-            return tuple(self._tokenizer.encode(text, add_special_tokens=False))
-        except Exception as error:  # tokenizers raise plain exceptions for characters that they can't encode
-            raise RequestError(f"the model's tokenizer can't encode the prompt: {error}") from error
+            return await asyncio.to_thread(encode_text, self._tokenizer, text, special=special)
+        return encode_text(self._tokenizer, text, special=special)
 
     def _check_size(self, characters: int) -> None:
         if characters > self._max_length * _MAX_CHARACTERS_PER_TOKEN:

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from pipelinerl.serving.client.adapter import find_fault
-from pipelinerl.serving.client.dispatch import TokenRelay
+from pipelinerl.serving.client.tickets import TokenRelay
 from pipelinerl.types import Completion, GenerationRequest, SamplingParams, TokenEvent, VersionSpan
 
 REQUEST = GenerationRequest(id="r", prompt_ids=(1,), sampling=SamplingParams(max_tokens=4, stop_token_ids=(9,)))

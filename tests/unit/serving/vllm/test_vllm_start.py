@@ -72,8 +72,8 @@ def test_a_command_that_ends_by_itself_takes_its_group_with_it_and_gives_its_sta
 
 def test_a_process_that_cleans_up_after_the_others_has_time_to(tmp_path: Path) -> None:
     """As Python's resource tracker, which ignores SIGTERM and ends with the last of the others."""
-    cleaner = "(trap '' TERM; while kill -0 $$; do sleep 0.1; done; sleep 1; echo clean) 2>/dev/null &"
-    server = started(f"{cleaner} kill -9 $$", tmp_path / "log")
+    cleaner = "(trap '' TERM; touch ready; while kill -0 $$; do sleep 0.1; done; sleep 1; echo clean) 2>/dev/null &"
+    server = started(f"cd {tmp_path}; {cleaner} until [ -e ready ]; do sleep 0.1; done; kill -9 $$", tmp_path / "log")
     assert server.wait(20.0)
     assert "clean" in server.log_lines()
 
