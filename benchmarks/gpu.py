@@ -32,15 +32,16 @@ from benchmarks.trainer import make_samples
 from pipelinerl.config.schema import TrainerConfig
 from pipelinerl.engine import LocalEngine, static
 from pipelinerl.engine.static import engine_for
+from pipelinerl.files import shared_memory
 from pipelinerl.models.folder import find_model
 from pipelinerl.models.state import named_weights
 from pipelinerl.models.varlen import attention_of
 from pipelinerl.preprocess.packing import pack
 from pipelinerl.trainer import Learner
 from pipelinerl.types import GenerationRequest, SamplingParams
-from pipelinerl.weights.shared.file import create_shared_file
-from pipelinerl.weights.shared.receiver import SharedWeightReceiver
-from pipelinerl.weights.shared.sender import SharedWeightSender
+from pipelinerl.weights.memory import DirectMessages
+from pipelinerl.weights.sending import SharedWeightSender
+from pipelinerl.weights.shared import SharedWeightReceiver
 
 SIZES: dict[str, dict[str, int]] = {
     "tiny": {
@@ -266,10 +267,8 @@ def update(options: argparse.Namespace) -> list[Record]:
     The pause is measured twice: with the checksum that the device computes, and with that of the host (`host_pause_s`).
     """
     trained = named_weights(make_model(options))
-    sender_fd = create_shared_file()
-    sender, receiver = SharedWeightSender(sender_fd, 1), SharedWeightReceiver(sender_fd, 0)
-    if options.device != "cpu":
-        receiver = SharedWeightReceiver(sender_fd, 0, options.device)
+    sender_fd, (here, there) = shared_memory(), DirectMessages.pair()
+    sender, receiver = SharedWeightSender(sender_fd, here, 1), SharedWeightReceiver(sender_fd, there, options.device)
     engine = new_engine(options, options.contexts[0] + 64)
     fill(engine, max(options.slots), options.contexts[0], 64)
     records = []

@@ -21,6 +21,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +31,21 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import common
 from benchmarks.common import Record
-from pipelinerl.channel import listen
 from pipelinerl.engine import LocalEngine
+from pipelinerl.files import shared_memory
+from pipelinerl.hub.admission import AdmissionState
+from pipelinerl.hub.client import HubClient
+from pipelinerl.hub.hub import CountedStream, Hub
+from pipelinerl.hub.server import HubServer, WorkerKind
 from pipelinerl.interfaces import WeightReceiver
 from pipelinerl.models.state import first_names, named_weights
+from pipelinerl.schedule import PipelineSchedule
+from pipelinerl.status.board import MemoryBoard
+from pipelinerl.stream.memory import MemoryStream
 from pipelinerl.weights.broadcast.receiver import CollectiveWeightReceiver
 from pipelinerl.weights.broadcast.sender import CollectiveWeightSender
-from pipelinerl.weights.shared.file import create_shared_file
-from pipelinerl.weights.shared.receiver import SharedWeightReceiver
-from pipelinerl.weights.shared.sender import SharedWeightSender
+from pipelinerl.weights.sending import Sender, SharedWeightSender
+from pipelinerl.weights.shared import SharedWeightReceiver
 
 IDLE_S = 0.0005
 KEY = "of the benchmark"
@@ -64,16 +71,12 @@ def make_model(name: str) -> Any:
     return LlamaForCausalLM(config).float().eval()
 
 
-def receive(name: str, system: str, fd: int, index: int, updates: int) -> None:
+def receive(name: str, system: str, fd: int, connected: int, index: int, updates: int) -> None:  # noqa: PLR0917
     """An engine's process: apply every update, then print the times of each as a JSON line."""
     engine = LocalEngine(make_model(name), slots=1, max_length=64)
-    receiver: WeightReceiver
-    if system == SHARED:
-        receiver = SharedWeightReceiver(fd, index)
-    else:
-        with socket.socket(fileno=fd) as listener:
-            host, port = listener.getsockname()[:2]
-        receiver = CollectiveWeightReceiver(host, port, KEY, index)
+    hub = HubClient(socket.socket(fileno=connected))
+    shared = system == SHARED
+    receiver: WeightReceiver = SharedWeightReceiver(fd, hub) if shared else CollectiveWeightReceiver(hub, KEY, index)
     print("ready", flush=True)
     times: list[Record] = []
     while len(times) < updates:
@@ -88,6 +91,7 @@ def receive(name: str, system: str, fd: int, index: int, updates: int) -> None:
         times.append({"poll_s": polled_s - begin_s, "pause_s": receipt.pause_s})
     print(json.dumps(times), flush=True)
     receiver.close()
+    hub.close()
 
 
 def hand_over(name: str, system: str, engines: int, repetitions: int, threads: int) -> list[Record]:
@@ -95,12 +99,17 @@ def hand_over(name: str, system: str, engines: int, repetitions: int, threads: i
     tensors = named_weights(make_model(name))
     target = {key: torch.empty_like(tensors[key]) for key in dict.fromkeys(first_names(tensors).values())}
     copies_s, sends_s, answers_s = [], [], []
-    fd = create_shared_file() if system == SHARED else listen().detach()
-    processes = [
-        _engine(fd, name, system, str(fd), str(index), str(repetitions + 1), "--threads", str(threads))
-        for index in range(engines)
-    ]
-    sender = _sender(system, fd, engines)
+    state = AdmissionState(PipelineSchedule(8), processes=engines)
+    server = HubServer(Hub(state, CountedStream(MemoryStream()), Path(), MemoryBoard()))
+    server.__enter__()
+    fd, processes = shared_memory(), []
+    for index in range(engines):
+        with server.connect(WorkerKind(process=index)) as connected:
+            fds = [fd, connected.fileno()]
+            arguments = [*map(str, fds), str(index), str(repetitions + 1), "--threads", str(threads)]
+            processes.append(_engine(fds, name, system, *arguments))
+    hub = HubClient(server.connect(WorkerKind(follows=True)))
+    sender = _sender(system, fd, hub, engines)
     try:
         if [_line(process) for process in processes] != ["ready\n"] * engines:
             raise SystemExit("an engine's process did not start")
@@ -121,8 +130,9 @@ def hand_over(name: str, system: str, engines: int, repetitions: int, threads: i
         for process in processes:
             process.kill()
             process.wait()
-        if system == SHARED:
-            os.close(fd)
+        hub.close()
+        server.__exit__()
+        os.close(fd)
     weight_bytes = sum(tensor.numel() * tensor.element_size() for tensor in target.values())
     return [
         {
@@ -141,15 +151,15 @@ def hand_over(name: str, system: str, engines: int, repetitions: int, threads: i
     ]
 
 
-def _sender(system: str, fd: int, engines: int) -> SharedWeightSender | CollectiveWeightSender:
+def _sender(system: str, fd: int, hub: HubClient, engines: int) -> Sender:
     if system == SHARED:
-        return SharedWeightSender(fd, engines)
-    return CollectiveWeightSender(socket.socket(fileno=fd), KEY, engines)
+        return SharedWeightSender(fd, hub, engines)
+    return CollectiveWeightSender("127.0.0.1", KEY, engines, hub)
 
 
-def _engine(fd: int, *arguments: str) -> subprocess.Popen[str]:
+def _engine(fds: Sequence[int], *arguments: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "benchmarks.weights", "--receive", *arguments]
-    return subprocess.Popen(command, pass_fds=[fd], stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, pass_fds=fds, stdout=subprocess.PIPE, text=True)
 
 
 def _line(process: subprocess.Popen[str]) -> str:
@@ -188,7 +198,7 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=20)
     parser.add_argument("--threads", type=int, default=1, help="threads per process")
     parser.add_argument("--results", type=Path, default=common.RESULTS)
-    parser.add_argument("--receive", nargs=5, help=argparse.SUPPRESS)
+    parser.add_argument("--receive", nargs=6, help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     if options.receive:

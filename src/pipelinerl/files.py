@@ -1,4 +1,4 @@
-"""Crash-safe files: atomic replacement, append-only logs, and records shared between processes.
+"""Crash-safe files: atomic replacement, append-only logs, and shared memory.
 
 Errors are plain `OSError` and `ValueError`: only the caller can say what the file means to the user.
 """
@@ -6,11 +6,9 @@ Errors are plain `OSError` and `ValueError`: only the caller can say what the fi
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import secrets
-import struct
-import zlib
+import tempfile
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
@@ -147,60 +145,16 @@ def _end_of_last_line(path: Path, block: int = 1 << 16) -> int:
     return 0
 
 
-class SharedRecord:
-    """One record in memory shared between processes, replaced atomically.
+def shared_memory() -> int:
+    """An open file descriptor of a new, empty file in memory without a name, to be inherited by the processes that share it.
 
-    There are two slots, written alternately; the valid one with the higher sequence number counts. A reader during a
-    write, or after the writer was killed during one, gets the previous record. There must be one writer at a time
-    (several writers need a lock); readers need no lock.
+    The memory is freed when the last process that has it exits or crashes.
     """
-
-    _HEADER = struct.Struct("=QII")  # sequence (0 = never written), payload bytes, CRC-32 of sequence and payload
-    _SEQUENCE = struct.Struct("=Q")
-    _ATTEMPTS = 16
-
-    def __init__(self, memory: mmap.mmap, offset: int, size: int) -> None:
-        """The record uses `size` bytes of `memory` at `offset`, which must be zero before the first write."""
-        self._memory = memory
-        self._slots = (offset, offset + size // 2)
-        self.capacity = size // 2 - self._HEADER.size
-
-    def sequence(self) -> int:
-        """How many times the record was written. Takes about a microsecond; may be ahead of `read` during a write."""
-        (first,) = self._SEQUENCE.unpack_from(self._memory, self._slots[0])
-        (second,) = self._SEQUENCE.unpack_from(self._memory, self._slots[1])
-        return int(first if first > second else second)
-
-    def read(self) -> tuple[int, bytes] | None:
-        """Sequence number and payload; None if nothing was written, or writes were too frequent to read a complete one."""
-        for _ in range(self._ATTEMPTS):
-            headers = [(*self._HEADER.unpack_from(self._memory, slot), slot) for slot in self._slots]
-            for sequence, length, checksum, slot in sorted(headers, reverse=True):
-                if sequence == 0 or length > self.capacity:
-                    continue
-                start = slot + self._HEADER.size
-                payload = self._memory[start : start + length]
-                if _record_checksum(sequence, payload) == checksum:
-                    return sequence, payload
-            if not any(sequence for sequence, *_ in headers):
-                return None
-        return None
-
-    def write(self, payload: bytes) -> int:
-        """Replace the record; returns its sequence number. Raises ValueError if the payload exceeds `capacity`."""
-        if len(payload) > self.capacity:
-            raise ValueError(f"a record of {len(payload)} bytes does not fit into {self.capacity}")
-        newest = self.read()
-        sequence = (newest[0] if newest else 0) + 1
-        slot = self._slots[sequence % 2]
-        start = slot + self._HEADER.size
-        self._memory[start : start + len(payload)] = payload
-        self._HEADER.pack_into(self._memory, slot, sequence, len(payload), _record_checksum(sequence, payload))
-        return sequence
-
-
-def _record_checksum(sequence: int, payload: bytes) -> int:
-    return zlib.crc32(payload, sequence & 0xFFFFFFFF)
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("pipelinerl-weights")  # not limited to the 64 MB that containers give /dev/shm
+    memory = Path("/dev/shm")  # noqa: S108 - an unnamed file in it
+    with tempfile.TemporaryFile(dir=memory if memory.is_dir() else None) as file:
+        return os.dup(file.fileno())
 
 
 def reserve(fd: int, size: int) -> None:

@@ -260,6 +260,18 @@ class WeightReceiver(Protocol):
     def close(self) -> None: ...
 
 
+class Messages(Protocol):
+    """One end of a connection with the hub, as the ends of the weight transfer use it. Any thread may send."""
+
+    def handle(self, kind: type[Any], handler: Any) -> None:
+        """Have `handler` called with every message of a kind."""
+
+    def take(self) -> None:
+        """Take what has arrived."""
+
+    def send(self, message: Any) -> None: ...
+
+
 class Board(Protocol):
     """The status board: each stage publishes its status, any process may read it. It outlives the stages."""
 

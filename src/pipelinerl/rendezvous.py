@@ -1,7 +1,7 @@
 """How the members of a torch.distributed group find each other, and prove to each other that they have the run's key.
 
 PyTorch's rendezvous store, a `TCPStore`, answers whoever connects. So it listens on the loopback address only. Members on
-other machines reach it through forwarded connections, each of which begins with the proof of both ends (`Channel`'s).
+other machines reach it through forwarded connections, each of which begins with the proof of both ends (`channel.prove`).
 
     member's TCPStore client ──loopback──▶ member's forward ══proof══▶ server's forward ──loopback──▶ TCPStore
 
@@ -55,7 +55,9 @@ def serve_store(listener: socket.socket, key: str, bound_s: float) -> Rendezvous
     store = _distributed.TCPStore(*address, is_master=True, wait_for_workers=False, master_listen_fd=inside.detach())
 
     def admit(connected: socket.socket) -> Ends:
-        return prove(connected, key, dialled=False, bound_s=bound_s), socket.create_connection(address, timeout=bound_s)
+        proven, there = prove(connected, key, dialled=False, bound_s=bound_s), socket.create_connection(address, bound_s)
+        there.settimeout(None)  # a member may wait for longer until a key is set
+        return proven, there
 
     return Rendezvous(store, _Forward(listener, admit), listener.getsockname()[0])
 

@@ -13,14 +13,14 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import closing, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
-from pipelinerl.weights.shared.file import Control, map_buffers
+from pipelinerl.weights.shared import mapped
 from tests.chaos.plan import AGENT, Fault
 
 WORKER = "pipelinerl.launch.hosts.worker"
@@ -97,8 +97,7 @@ def _hurt(fault: Fault, target: Target) -> Undo:
         case "memory":
             undo = _limit([pid], resource.RLIMIT_AS, _address_space(pid) + int(fault.amount**2 * 100e6))
         case "weights":
-            engine = int(fault.place.partition("-")[2] or 0)
-            _damage_weights(pid, engine, fault.amount, target.sleep)
+            _damage_weights(pid, fault.amount, target.sleep)
     return undo
 
 
@@ -154,22 +153,23 @@ def _address_space(pid: int) -> int:
     return pages * mmap.PAGESIZE
 
 
-def _damage_weights(pid: int, engine: int, amount: float, sleep: Callable[[float], None]) -> None:
+def _damage_weights(pid: int, amount: float, sleep: Callable[[float], None]) -> None:
     """Flip a byte of weights that are published and not taken yet, while the engine that shall take them is stopped."""
     fds = [
         entry for entry in Path(f"/proc/{pid}/fd").iterdir() if os.readlink(entry).startswith("/memfd:pipelinerl-weights")
     ]
     if not fds:
         raise NotInjectedError("the process has no weights in shared memory")
-    with open(fds[0], "r+b") as file, closing(Control(file.fileno())) as control:
+    with open(fds[0], "r+b") as file:
         for _ in range(OFFER_TRIALS):
             os.kill(pid, signal.SIGSTOP)
             try:
+                tensor = max(mapped(file.fileno()).values(), key=lambda tensor: tensor.nbytes)
+                before = tensor.clone()
                 sleep(OFFER_S)
-                offer, answer = control.read_offer(), control.read_answer(engine)
-                if offer is not None and answer is not None and answer.number < offer.number:
-                    tensors = map_buffers(file.fileno())[offer.number % 2].values()
-                    bytes_U8 = max(tensors, key=lambda tensor: tensor.nbytes).view(-1).view(torch.uint8)
+                if not torch.equal(before, tensor):  # only what all engines have taken is overwritten
+                    sleep(OFFER_S)  # it may still be written
+                    bytes_U8 = tensor.view(-1).view(torch.uint8)
                     bytes_U8[int(0.9 * amount * len(bytes_U8))] ^= 0x40
                     return
             finally:

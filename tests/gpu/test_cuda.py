@@ -18,6 +18,7 @@ from pipelinerl.engine import LocalEngine, local
 from pipelinerl.engine.device_sampler import device_uniforms
 from pipelinerl.engine.static import StaticEngine
 from pipelinerl.errors import WeightUpdateError
+from pipelinerl.files import shared_memory
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models import packed
 from pipelinerl.models.attention import attend
@@ -29,9 +30,9 @@ from pipelinerl.models.transfers import pin
 from pipelinerl.models.varlen import attention_of, varlen_reference
 from pipelinerl.types import GenerationRequest, SamplingParams
 from pipelinerl.weights.delta import apply, encode
-from pipelinerl.weights.shared.file import create_shared_file
-from pipelinerl.weights.shared.receiver import SharedWeightReceiver
-from pipelinerl.weights.shared.sender import SharedWeightSender
+from pipelinerl.weights.memory import DirectMessages
+from pipelinerl.weights.sending import SharedWeightSender
+from pipelinerl.weights.shared import SharedWeightReceiver
 from tests.parity.models import CONFIGS, make_model
 from tests.parity.test_engine import full_forward_logprobs, requests, run_with_updates
 from tests.unit.models import test_packed
@@ -154,10 +155,10 @@ def test_an_update_is_verified_by_sums_that_devices_compute_and_nothing_is_copie
     trained = make_model("qwen3", seed=1).bfloat16().cuda()
     served = make_model("qwen3").bfloat16().cuda()
     engine = LocalEngine(served, slots=4, max_length=128)
-    fd = create_shared_file()
+    fd, (here, there) = shared_memory(), DirectMessages.pair()
     with (
-        closing(SharedWeightSender(fd, 1)) as sender,
-        closing(SharedWeightReceiver(fd, 0, "cuda")) as receiver,
+        closing(SharedWeightSender(fd, here, 1)) as sender,
+        closing(SharedWeightReceiver(fd, there, "cuda")) as receiver,
     ):
         digest = sender.send(1, named_weights(trained))
         update = receiver.poll()

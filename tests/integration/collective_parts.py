@@ -13,6 +13,7 @@ import msgspec
 import torch
 
 from pipelinerl.errors import WeightUpdateError
+from pipelinerl.hub.client import HubClient
 from pipelinerl.models.state import checksum
 from pipelinerl.types import Encoding, UpdateReceipt
 from pipelinerl.weights.broadcast.group import Group
@@ -35,9 +36,10 @@ class Doom(msgspec.Struct, frozen=True):
         os.kill(os.getpid(), self.end)
 
 
-def trainer(doom: Doom | None, words: Connection, listener: socket.socket, encoding: Encoding = "full") -> None:
+def trainer(doom: Doom | None, words: Connection, hub: socket.socket, encoding: Encoding = "full") -> None:
     _end_in_the_middle(doom)
-    sender = CollectiveWeightSender(listener, KEY, 3, timeout_s=30, stall_s=3, bucket_bytes=1 << 20, encoding=encoding)
+    options: Any = {"timeout_s": 30, "stall_s": 3, "bucket_bytes": 1 << 20, "encoding": encoding}
+    sender = CollectiveWeightSender("127.0.0.1", KEY, 3, HubClient(hub), **options)
     versions: list[int] = []
     error = None
     try:
@@ -54,14 +56,16 @@ def trainer(doom: Doom | None, words: Connection, listener: socket.socket, encod
     words.send({"versions": versions, "error": error})
 
 
-def engine(doom: Doom | None, words: Connection, port: int, index: int) -> None:
+def engine(doom: Doom | None, words: Connection, hub: socket.socket, index: int) -> None:
     """It holds a copy of the weights it took last; at the end it says whether they are exactly those of one version."""
     _end_in_the_middle(doom)
     name = f"engine-{index}"
-    receiver = CollectiveWeightReceiver("127.0.0.1", port, KEY, index, engine=name, receivers=3)
+    receiver = CollectiveWeightReceiver(HubClient(hub), KEY, index, engine=name)
     held, version, error = None, -1, None
     try:
         while version < LAST:
+            if receiver._group is not None and receiver._group.problem is not None and receiver._offer is None:
+                raise receiver._group.problem
             if receiver.offered() is None:
                 time.sleep(0.001)
                 continue
@@ -78,6 +82,7 @@ def engine(doom: Doom | None, words: Connection, port: int, index: int) -> None:
                 doom.strike()
     except WeightUpdateError as caught:
         error = str(caught)
+        time.sleep(1)  # an engine does not end at once, and the sender hears that this one is not lost
     exact = held is None or checksum(held) == checksum(weights_of(version))
     words.send({"version": version, "exact": exact, "error": error})
     if error is None:

@@ -6,13 +6,15 @@ import multiprocessing
 import signal
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pipelinerl.channel import listen
+from pipelinerl.hub.server import HubServer, WorkerKind
 from tests.integration import collective_parts
 from tests.integration.collective_parts import LAST, Doom
+from tests.unit.hub.hub_parts import Place
 
 pytestmark = pytest.mark.slow
 
@@ -53,8 +55,9 @@ class Part:
 class Run:
     """The four processes; whatever is left of them at the end of the test is killed."""
 
-    def __init__(self) -> None:
+    def __init__(self, server: HubServer) -> None:
         self.parts: list[Part] = []
+        self._server = server
 
     def start(
         self, *, who: str = "nobody", end: str = "SIGKILL", when: str = "between", encoding: str = "full"
@@ -64,11 +67,11 @@ class Run:
         def doom(name: str) -> Doom | None:
             return Doom(signal.Signals[end], when, AT) if who == name else None
 
-        with listen() as listener:
-            port = listener.getsockname()[1]
-            self.parts.append(Part(collective_parts.trainer, doom("trainer"), listener, encoding))
+        with self._server.connect(WorkerKind(follows=True)) as hub:
+            self.parts.append(Part(collective_parts.trainer, doom("trainer"), hub, encoding))
         for index in range(3):
-            self.parts.append(Part(collective_parts.engine, doom(f"engine-{index}"), port, index))
+            with self._server.connect(WorkerKind(process=index)) as hub:
+                self.parts.append(Part(collective_parts.engine, doom(f"engine-{index}"), hub, index))
         return self.parts
 
     def close(self) -> None:
@@ -77,10 +80,11 @@ class Run:
 
 
 @pytest.fixture
-def run() -> Iterator[Run]:
-    run = Run()
-    yield run
-    run.close()
+def run(tmp_path: Path) -> Iterator[Run]:
+    with HubServer(Place(tmp_path, processes=3).hub) as server:
+        run = Run(server)
+        yield run
+        run.close()
 
 
 @pytest.mark.parametrize("encoding", ["full", "delta"])
@@ -98,39 +102,31 @@ def exhaustive(*case: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("end", "when", "encoding", "complaint"),
+    ("end", "when", "encoding"),
     [
-        exhaustive("SIGKILL", "between", "full", "engine number 0 (engine-0) is gone: its process exited unexpectedly"),
-        exhaustive("SIGKILL", "middle", "full", "engine number 0 (engine-0) is gone: its process exited unexpectedly"),
-        ("SIGKILL", "middle", "delta", "engine number 0 (engine-0) is gone: its process exited unexpectedly"),
-        ("SIGSTOP", "between", "full", "engine number 0 (engine-0) sent nothing for 3 s"),
-        exhaustive("SIGSTOP", "middle", "full", "engine number 0 (engine-0) sent nothing for 3 s"),
+        exhaustive("SIGKILL", "between", "full"),
+        exhaustive("SIGKILL", "middle", "full"),
+        ("SIGKILL", "middle", "delta"),
+        ("SIGSTOP", "between", "full"),
+        exhaustive("SIGSTOP", "middle", "full"),
     ],
 )
-def test_an_engine_that_dies_or_stops_is_named_and_nobody_hangs(
-    run: Run, end: str, when: str, encoding: str, complaint: str
-) -> None:
+def test_an_engine_that_dies_or_stops_is_named_and_nobody_hangs(run: Run, end: str, when: str, encoding: str) -> None:
     trainer, victim, *others = run.start(who="engine-0", end=end, when=when, encoding=encoding)
-    assert complaint in trainer.last_words()["error"]
+    assert trainer.last_words()["error"].startswith("engine number 0 (engine-0) is gone, or stopped: ")
     for engine in others:
         words = engine.last_words()
-        assert complaint in words["error"]
+        assert words["error"]
         assert words["exact"]
-        assert words["version"] in ((AT,) if when == "between" else (AT - 1, AT))
+        assert words["version"] == (AT if when == "between" else AT - 1)
     assert victim.alive == (end == "SIGSTOP")
 
 
-@pytest.mark.parametrize(
-    ("end", "complaint"),
-    [
-        ("SIGKILL", "is gone: its process exited unexpectedly"),
-        ("SIGSTOP", "the broadcast of weights made no progress for 6 s"),
-    ],
-)
-def test_a_trainer_that_dies_or_stops_in_the_middle_is_noticed_by_all(run: Run, end: str, complaint: str) -> None:
+@pytest.mark.parametrize("end", ["SIGKILL", "SIGSTOP"])
+def test_a_trainer_that_dies_or_stops_in_the_middle_is_noticed_by_all(run: Run, end: str) -> None:
     _, *engines = run.start(who="trainer", end=end, when="middle")
     for engine in engines:
         words = engine.last_words()
-        assert complaint in words["error"]
+        assert words["error"]
         assert words["exact"]
         assert words["version"] == AT - 1

@@ -248,7 +248,7 @@ if "training" in sys.orig_argv:
     from pipelinerl.launch.stages import training
     from pipelinerl.trainer.step import Learner
     from pipelinerl.trainer.trainer import Trainer
-    from pipelinerl.weights.shared.file import Control
+    from pipelinerl.weights.sending import Sender
     deaths = open(os.environ["DIED"]).read().count("\\n")
     if deaths < len(MOMENTS):
         dies(*MOMENTS[deaths])
@@ -256,15 +256,15 @@ if "training" in sys.orig_argv:
 MOMENTS = {
     "before a step": ["Learner, 'step', 7, False"],
     "after a step": ["Learner, 'step', 8, True"],
-    "weights are not published": ["Control, 'write_offer', 7, False"],
-    "weights are published": ["Control, 'write_offer', 7, True"],
+    "weights are not published": ["Sender, '_offer', 7, False"],
+    "weights are published": ["Sender, '_offer', 7, True"],
     "a checkpoint has no name": ["checkpoint, 'install', 2, False"],
     "a checkpoint is there": ["checkpoint, 'install', 2, True"],
     "all steps are taken": ["Trainer, 'finish', 1, False"],
-    "no weights are published": ["Control, 'write_offer', 1, False"],
-    "the first weights are published": ["Control, 'write_offer', 1, True"],
+    "no weights are published": ["Sender, '_offer', 1, False"],
+    "the first weights are published": ["Sender, '_offer', 1, True"],
     "twice, before it has recorded its session": ["Learner, 'step', 8, True", "training, 'session_recorder', 1, False"],
-    "twice, when the engines have worked without it": ["Learner, 'step', 8, True", "Control, 'write_offer', 1, False"],
+    "twice, when the engines have worked without it": ["Learner, 'step', 8, True", "Sender, '_offer', 1, False"],
 }
 """Which call of which method ends the training process, and whether after the call."""
 OF_A_BROADCAST = {

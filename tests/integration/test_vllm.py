@@ -34,11 +34,12 @@ from pipelinerl.serving.vllm.server_info import kv_cache_bytes, model_facts
 from pipelinerl.serving.vllm.start import VllmSettings, members
 from pipelinerl.serving.wire import ProcessGroupRequest, WeightUpdateRequest
 from pipelinerl.types import Completion, GenerationRequest, SamplingParams, TokenEvent, versions_from_spans
-from pipelinerl.weights.broadcast.receiver import CollectiveWeightReceiver
+from pipelinerl.weights.broadcast.receiver import Coordinator
 from pipelinerl.weights.broadcast.sender import CollectiveWeightSender
 from tests.chaos.invariants import check
 from tests.integration.runs import alive, assert_gone_on, process_ids, wait
 from tests.integration.test_restart import GOAL, going, kill
+from tests.unit.weights.relay import Relay
 
 PYTHON = os.environ.get("PIPELINERL_VLLM_PYTHON", "")
 pytestmark = [
@@ -261,10 +262,11 @@ def test_it_takes_what_the_trainer_broadcasts_into_its_worker(vllm: VllmProcess,
     """Two updates over torch.distributed while requests are in progress; no file is written."""
     models = [perturbed(load_model(ModelConfig()), seed) for seed in (5, 6)]
     first = version_at(vllm) + 1
-    with closing(
-        CollectiveWeightSender(listen(), "key", 1, timeout_s=60.0, bucket_bytes=1 << 18, coordinated=True)
-    ) as sender:
-        coordinator = CollectiveWeightReceiver(sender.host, sender.port, "key", None, receivers=1)
+    relay = Relay()
+    options: Any = {"timeout_s": 60.0, "bucket_bytes": 1 << 18}
+    with closing(CollectiveWeightSender("127.0.0.1", "key", 1, relay.trainer, **options)) as sender:
+        coordinator = Coordinator(relay.engine())
+        assert coordinator.offered() is None
 
         async def main() -> dict[str, Completion]:
             asked: list[asyncio.Task[Completion]] = []
@@ -312,7 +314,7 @@ def test_a_broadcast_that_never_begins_leaves_it_as_it_was(vllm: VllmProcess) ->
     async def join(client: VllmServer) -> Completion:
         with listen() as nobody:
             host, port = nobody.getsockname()
-            group = ProcessGroupRequest(host=host, port=port, key="secret", index=0, receivers=1, timeout_s=0.5)
+            group = ProcessGroupRequest(host=host, port=port, key="secret", index=0, timeout_s=0.5)
             with pytest.raises(WeightUpdateError, match=r"did not join .* in 0\.5 s"):
                 await client.join_broadcast(group)
         with pytest.raises(WeightUpdateError, match="no broadcast was joined"):

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import errno
 import json
-import mmap
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from pipelinerl.files import JsonLines, SharedRecord, remedy, reserve, write_atomically
+from pipelinerl.files import JsonLines, remedy, reserve, write_atomically
 from pipelinerl.metrics.reading import read_json_lines
 from tests.limits import small_files
 
@@ -114,92 +109,3 @@ def test_reserving_what_is_not_there_changes_nothing(tmp_path: Path) -> None:
     reserve(fd, 5000)
     os.close(fd)
     assert path.read_bytes() == b"abc".ljust(5000, b"\0")
-
-
-def record_in(contents: bytes | None = None, size: int = 256) -> tuple[SharedRecord, mmap.mmap]:
-    memory = mmap.mmap(-1, size)
-    if contents is not None:
-        memory[:] = contents
-    return SharedRecord(memory, 0, size), memory
-
-
-def test_a_record_that_was_never_written_is_none() -> None:
-    record, _ = record_in()
-    assert record.read() is None
-    assert record.sequence() == 0
-
-
-@given(st.lists(st.binary(max_size=112), min_size=1, max_size=6))
-def test_a_record_is_the_last_one_written(payloads: list[bytes]) -> None:
-    record, memory = record_in()
-    for number, payload in enumerate(payloads, start=1):
-        assert record.write(payload) == number
-        assert record.read() == (number, payload)
-        assert SharedRecord(memory, 0, 256).sequence() == number
-
-
-def test_a_record_that_does_not_fit_is_refused() -> None:
-    record, _ = record_in()
-    record.write(b"small")
-    with pytest.raises(ValueError, match="113 bytes does not fit into 112"):
-        record.write(b"x" * 113)
-    assert record.read() == (1, b"small")
-
-
-@given(st.lists(st.binary(max_size=112), max_size=4), st.binary(min_size=1, max_size=112))
-@settings(max_examples=50)
-def test_a_writer_that_dies_in_the_middle_leaves_the_record_before_it(earlier: list[bytes], last: bytes) -> None:
-    record, memory = record_in()
-    for payload in earlier:
-        record.write(payload)
-    expected, before = record.read(), memory[:]
-    record.write(last)
-    after = memory[:]
-    # Payload first, then the header: stop after each byte that the write changed, in that order.
-    slot = 128 * ((len(earlier) + 1) % 2)
-    order = [*range(slot + 16, slot + 128), *range(slot, slot + 16)]
-    torn = bytearray(before)
-    for position in order:
-        if torn[position] == after[position]:
-            continue
-        torn[position] = after[position]
-        found = record_in(bytes(torn))[0].read()
-        assert found == (record.read() if bytes(torn) == after else expected)
-    survivor, _ = record_in(bytes(before))
-    survivor.write(b"next")
-    found = survivor.read()
-    assert found is not None
-    assert found[1] == b"next"
-
-
-def test_a_reader_in_another_process_never_sees_a_mix(tmp_path: Path) -> None:
-    path = tmp_path / "record"
-    code = (
-        "import sys, mmap, itertools\nfrom pipelinerl.files import SharedRecord\n"
-        "file = open(sys.argv[1], 'r+b')\n"
-        "record = SharedRecord(mmap.mmap(file.fileno(), 8192), 0, 8192)\n"
-        "for n in itertools.count():\n    record.write(bytes([n % 251]) * (1 + n * 37 % 4000))"
-    )
-    path.write_bytes(bytes(8192))
-    with path.open("r+b") as file:
-        record = SharedRecord(mmap.mmap(file.fileno(), 8192), 0, 8192)
-    writer = subprocess.Popen([sys.executable, "-c", code, str(path)])
-    try:
-        seen: list[int] = []
-        while len(seen) < 2000:
-            assert writer.poll() is None
-            found = record.read()
-            if found is None:
-                continue
-            sequence, payload = found
-            number = sequence - 1
-            assert payload == bytes([number % 251]) * (1 + number * 37 % 4000)
-            seen.append(sequence)
-        assert seen == sorted(seen)
-        assert seen[-1] > seen[0]
-    finally:
-        writer.kill()
-        writer.wait()
-    last = record.read()
-    assert last is not None
-    assert last[0] >= seen[-1]

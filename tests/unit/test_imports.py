@@ -22,8 +22,8 @@ LAUNCHER = (
 PROCESSES = {
     "launcher": (
         "cli.train launch.run",
-        "actor.actor actor.rollouts channel engine environments.chat preprocess serving trainer weights.shared.sender "
-        "weights.broadcast config.help launch.dry_run launch.trial launch.tryout launch.resume launch.hosts.agent "
+        "actor.actor actor.rollouts channel engine environments.chat preprocess serving trainer weights "
+        " config.help launch.dry_run launch.trial launch.tryout launch.resume launch.hosts.agent "
         "launch.hosts.ray launch.hosts.placement launch.stages.broadcast launch.stages.generation "
         "launch.stages.training models.hub "
         "launch.away launch.hosts.head redis_connection status.mirror report experiments torch",
@@ -39,11 +39,11 @@ PROCESSES = {
         f"actor engine environments models preprocess serving trainer weights launch.stages.generation torch {LAUNCHER}",
     ),
     "generation": (
-        "launch.hosts.worker launch.stages.generation weights.shared.receiver engine",
+        "launch.hosts.worker launch.stages.generation weights.shared engine",
         "actor.admission_redis checkpoint engine.cache_runner environments.chat environments.options models.lora "
         "models.own_forward models.packed preprocess redis_connection serving status.mirror trainer "
         "weights.broadcast launch.stages.broadcast launch.stages.servers launch.stages.training models.hub "
-        f"launch.stages.preprocessing {LAUNCHER}",
+        f"launch.stages.preprocessing weights.sending {LAUNCHER}",
     ),
     "generation with engine servers": (
         "launch.hosts.worker launch.stages.generation",
@@ -54,7 +54,7 @@ PROCESSES = {
         f"actor engine environments models serving trainer weights torch {LAUNCHER}",
     ),
     "training": (
-        "launch.hosts.worker launch.stages.training weights.shared.sender",
+        "launch.hosts.worker launch.stages.training weights.sending",
         f"actor engine environments models.own_forward serving weights.broadcast launch.stages.broadcast "
         f"launch.stages.generation launch.stages.engines models.hub models.sharded trainer.sharding {LAUNCHER}",
     ),
@@ -112,7 +112,7 @@ def test_a_command_is_in_the_module_that_the_table_names(module: str) -> None:
         ("import pipelinerl; pipelinerl.start", HEAVY | {"pandas"}),
         ("from pipelinerl.config import help, load; help.render(load.load_config(None))", HEAVY | {"numpy"}),
         (FIND_CLASSES, HEAVY),
-        ("from pipelinerl.weights.shared.file import create_shared_file; create_shared_file()", {"torch"}),
+        ("from pipelinerl.files import shared_memory; shared_memory()", {"torch"}),
         ("from pipelinerl.channel import listen; listen().close()", {"torch"}),
         ("import pipelinerl.environments.adapters.verifiers", {"verifiers"}),
     ],

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from datetime import timedelta
+from time import sleep
 from typing import Any
 
 import pytest
@@ -99,6 +100,18 @@ def test_without_the_key_there_is_no_store() -> None:
         with closing(join_store("127.0.0.1", served.port, KEY, BOUND_S)) as joined:
             joined.store.set("still", b"here")  # returns before the store has it
             assert served.store.get("still") == b"here"
+
+
+def test_a_member_may_wait_for_a_key_longer_than_connecting_may_take() -> None:
+    with (
+        closing(serve_store(listen(), KEY, 0.2)) as served,
+        closing(join_store("127.0.0.1", served.port, KEY, BOUND_S)) as joined,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        found = pool.submit(joined.store.get, "late")
+        sleep(0.6)
+        served.store.set("late", b"here")
+        assert found.result(BOUND_S) == b"here"
 
 
 def test_a_closed_store_can_not_be_reached() -> None:

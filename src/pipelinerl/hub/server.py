@@ -33,7 +33,7 @@ class WorkerKind(NamedTuple):
 
     process    number of a generation process, which may start groups; None for others
     reads      the stream that it reads: `rollouts`, `prepared` or ""
-    follows    it is sent the statuses of all stages; others get the trainer's
+    follows    it is the trainer: it is sent the statuses of all stages, and what engines answer; others get its status
     """
 
     process: int | None = None
@@ -54,6 +54,7 @@ class Connection:
         self.offsets: deque[int] = deque()  # of those that it was sent and has not taken
         self.passed_on = self.told_room = 0
         self.writing = False  # it waits for room in the connection
+        self.asks_for_weights = False
         self.unsent: set[str] = set()  # stages whose latest status it has not been sent
         self._denied: tuple[tuple[str, ...], float] = ((), 0.0)
 
@@ -139,6 +140,9 @@ class HubServer:
             connection.wire.send(wire.Opened())
         follows = connection.kind.follows
         connection.unsent.update(stage for stage in self._hub.stages() if follows or stage == TRAINER)
+        for other in self._connections if follows else ():
+            if other.kind.process is not None and other.asks_for_weights:
+                connection.wire.send(wire.Answer(wire.ASKS, engine=other.kind.process))
 
     # ---- the thread
 
@@ -199,6 +203,8 @@ class HubServer:
             case wire.PassOn(offset, item):
                 hub.pass_on(offset, item)
                 connection.passed_on += 1
+            case wire.Offer() | wire.Meeting():
+                self._tell_engines(message)
             case _ if connection.kind.process is not None:
                 self._handle_generation(connection, connection.kind.process, message)
 
@@ -213,11 +219,25 @@ class HubServer:
                     connection.wire.send(wire.Dropped(dropped))
             case wire.Want(version):
                 connection.want = version
+            case wire.Answer(number, receipt):
+                connection.asks_for_weights = True
+                self._tell_trainer(wire.Answer(number, receipt, process))
             case wire.Open():
                 hub.admission.counts.opened = True
                 for other in self._connections:
                     if other.kind.process is not None:
                         other.wire.send(wire.Opened())
+
+    def _tell_engines(self, message: wire.Offer | wire.Meeting) -> None:
+        """A process that has not asked for weights yet gets none that were offered to the one before it."""
+        for connection in self._connections:
+            if connection.asks_for_weights and message.engine in (None, connection.kind.process):
+                connection.wire.send(message)
+
+    def _tell_trainer(self, answer: wire.Answer) -> None:
+        for connection in self._connections:
+            if connection.kind.follows:
+                connection.wire.send(answer)
 
     def _stream(self, connection: Connection) -> CountedStream | None:
         return {"rollouts": self._hub.rollouts, "prepared": self._hub.prepared}.get(connection.kind.reads)
@@ -237,6 +257,7 @@ class HubServer:
         self._connections.remove(connection)
         if connection.kind.process is not None:
             self._hub.admission.lose(connection.kind.process)
+            self._tell_trainer(wire.Answer(wire.AWAY, engine=connection.kind.process))
         with self._failing():
             stream = self._stream(connection)
             if stream is not None and self._hub.prepared is not None and stream is self._hub.rollouts:

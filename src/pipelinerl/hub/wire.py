@@ -8,6 +8,7 @@ from __future__ import annotations
 import select
 import socket
 import struct
+import threading
 import time
 from collections import deque
 from typing import Any, TypeVar
@@ -16,7 +17,7 @@ import msgspec
 
 from pipelinerl.errors import INVALID_DATA, StreamError
 from pipelinerl.interfaces import Verdict
-from pipelinerl.types import StageStatus
+from pipelinerl.types import StageStatus, UpdateReceipt
 
 T = TypeVar("T")
 
@@ -101,7 +102,42 @@ class Sync(msgspec.Struct, frozen=True, tag=True, array_like=True):
     lost: bool = False
 
 
-ToHub = Hello | Ask | HandOver | Want | Open | Publish | Take | Commit | PassOn | Line | Sync
+# ---- of weights: between the trainer and the engines of generation processes, which the hub passes on
+
+ASKS, AWAY = 0, -1
+"""`number` of the answer of an engine that is ready for its first weights and, from the hub, of one whose process died."""
+
+
+class Offer(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
+    """Engines may take update `number` (from 1), which has this checksum. `device_checksum`: see `WeightUpdate`.
+
+    `engine`: number of the generation process that it is for; None: of all that have asked.
+    """
+
+    number: int
+    version: int
+    checksum: str
+    device_checksum: str = ""
+    engine: int | None = None
+
+
+class Meeting(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Where the receivers of a broadcast of weights meet. For generation process `engine`, which has asked for weights."""
+
+    host: str
+    port: int
+    engine: int
+
+
+class Answer(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The engine's receipt for update `number`, or see `ASKS`. The hub adds the number of the generation process."""
+
+    number: int
+    receipt: UpdateReceipt | None = None
+    engine: int = 0
+
+
+ToHub = Hello | Ask | HandOver | Want | Open | Publish | Take | Commit | PassOn | Line | Sync | Offer | Meeting | Answer
 
 # ---- from the hub
 
@@ -147,7 +183,7 @@ class Room(msgspec.Struct, frozen=True, tag=True, array_like=True):
     total: int
 
 
-ToWorker = Grant | Denied | MayTake | Opened | Dropped | Item | Room | Publish | Sync
+ToWorker = Grant | Denied | MayTake | Opened | Dropped | Item | Room | Publish | Sync | Offer | Meeting | Answer
 
 
 def decoded(decoder: msgspec.json.Decoder[T], offset: int, json: bytes) -> T:
@@ -180,7 +216,7 @@ class Wire:
         self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(incoming)
         self._received = bytearray()
         self._backlog: deque[memoryview] = deque()
-        self._flushing = False
+        self._sending, self._flushing = threading.RLock(), False
         self._received_all = False
 
     @property
@@ -189,29 +225,31 @@ class Wire:
         return bool(self._backlog)
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send a message, or keep it for `flush`. A signal handler may call this within another call."""
-        payload = self._encoder.encode(message)
-        self._backlog.append(memoryview(_LENGTH.pack(len(payload)) + payload))
-        self.flush()
+        """Send a message, or keep it for `flush`. Any thread may call this, and a signal handler within another call."""
+        with self._sending:
+            payload = self._encoder.encode(message)
+            self._backlog.append(memoryview(_LENGTH.pack(len(payload)) + payload))
+            self.flush()
 
     def flush(self) -> None:
         """Send what the other side has room for. A connection that is closed is noticed by `receive`."""
-        if self._flushing:  # this is a signal handler, and the call that it interrupted goes on
-            return
-        self._flushing = True
-        try:
-            while self._backlog:
-                sent = self._socket.send(self._backlog[0])
-                if sent < len(self._backlog[0]):
-                    self._backlog[0] = self._backlog[0][sent:]
-                else:
-                    self._backlog.popleft()
-        except BlockingIOError:
-            pass
-        except OSError:
-            self._backlog.clear()
-        finally:
-            self._flushing = False
+        with self._sending:
+            if self._flushing:  # this is a signal handler, and the call that it interrupted goes on
+                return
+            self._flushing = True
+            try:
+                while self._backlog:
+                    sent = self._socket.send(self._backlog[0])
+                    if sent < len(self._backlog[0]):
+                        self._backlog[0] = self._backlog[0][sent:]
+                    else:
+                        self._backlog.popleft()
+            except BlockingIOError:
+                pass
+            except OSError:
+                self._backlog.clear()
+            finally:
+                self._flushing = False
 
     def drain(self, timeout_s: float) -> bool:
         """Send everything, waiting for the other side for at most `timeout_s`. Returns whether all was sent."""

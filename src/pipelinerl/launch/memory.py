@@ -324,11 +324,11 @@ def _delta(config: RunConfig, size: int, device: str) -> list[Part]:
 
 
 def _between(config: RunConfig, shape: ModelShape) -> int:
-    """Two buffers of shared weights, and two weight files in shared memory for engine servers on this machine."""
+    """The buffer of shared weights, and two weight files in shared memory for engine servers on this machine."""
     if config.weights.kind != "shared":
         return 0
     files = config.engine.kind != "local" and config.engine.weights_dir is None
-    return (4 if files else 2) * _weight_bytes(config, shape)
+    return (3 if files else 1) * _weight_bytes(config, shape)
 
 
 def _adapted(shape: ModelShape, targets: Sequence[str] | None) -> list[tuple[int, int]]:

@@ -24,9 +24,9 @@ import os
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -36,7 +36,7 @@ from pipelinerl.child import KILL_TIMEOUT_S
 from pipelinerl.errors import CrashLoopError, PipelineRLError, RunDirectoryError, StageDiedError
 from pipelinerl.files import write_atomically
 from pipelinerl.hub.admission import Part
-from pipelinerl.launch.hosts.host import Host, LocalHost, Worker, named
+from pipelinerl.launch.hosts.host import Host, Worker, named
 from pipelinerl.launch.roles import generation_roles, server_roles, stages_of
 from pipelinerl.launch.run_lock import RunLock
 from pipelinerl.launch.session import Session, StartPlan
@@ -50,8 +50,6 @@ from pipelinerl.status.board import last_statuses
 from pipelinerl.status.reporter import starting
 from pipelinerl.status.screen import View
 from pipelinerl.types import TRAINER, ActorProgress, EngineProgress, Progress, StageStatus, trainer_progress
-from pipelinerl.weights.messages import Answer
-from pipelinerl.weights.shared.file import AWAY, Control
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 60.0
 """Pause before the first restart of a process or a session. It doubles with each further one, up to the longest."""
@@ -130,7 +128,7 @@ class Healing:
                 history.reports.clear()
             history.reports.append(str(worker.failure()))
             history.ready_s = None
-            self._bury(worker)
+            self._host.bury(worker)
         self._take_back(dead)
         self._publish()
         most = self._session.config.launch.restarts
@@ -220,14 +218,6 @@ class Healing:
         return _numbered(f"the {role} process died {len(reports)} times (launch.restarts: {len(reports) - 1}):", reports)
 
     # ---- the work of the dead
-
-    def _bury(self, worker: Worker) -> None:
-        """Kill what the process has started, remove what it has left, and have the trainer not wait for its engine."""
-        self._host.bury(worker)
-        config, roles = self._session.config, generation_roles(self._session.config)
-        if config.weights.kind == "shared" and worker.role in roles:
-            with closing(Control(cast(LocalHost, self._host).channels.weights)) as control:
-                control.write_answer(roles.index(worker.role), Answer(AWAY))
 
     def _take_back(self, dead: Sequence[Worker]) -> None:
         """Take back what the processes had begun, and add what they had done to the totals of ended processes."""

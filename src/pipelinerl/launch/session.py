@@ -83,8 +83,7 @@ class Here(msgspec.Struct, frozen=True, kw_only=True):
     threads           CPU threads that it may use
     yields            it has a lower priority, since the trainer computes on the same cores
     machine, address  of a run on several machines: the machine's name, and where other machines reach it
-    weights_from      where the sender of a weight broadcast listens, if its socket is not inherited
-    ranks_at          the same for rank 0 of a sharded trainer
+    ranks_at          where rank 0 of a sharded trainer listens, if its socket is not inherited
     hub               where the hub listens, for a process on another machine
     session           `StartPlan.id` of its session
     """
@@ -93,7 +92,6 @@ class Here(msgspec.Struct, frozen=True, kw_only=True):
     yields: bool = False
     machine: str = ""
     address: str = "127.0.0.1"
-    weights_from: tuple[str, int] | None = None
     ranks_at: tuple[str, int] | None = None
     hub: tuple[str, int] | None = None
     session: str = ""
@@ -103,7 +101,7 @@ class Channels(NamedTuple):
     """File descriptors that a process inherits; -1 for those that it does not use.
 
     hub       its connection with the hub
-    weights   see `hosts.host.make_channel`
+    weights   the file in memory by which weights get to the engines of this machine
     ranks     the socket at which rank 0 of a sharded trainer listens
     """
 

@@ -57,7 +57,7 @@ class CancelRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProcessGroupRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Join the trainer's broadcast at `host`:`port` as receiver `index` of `receivers` (see `weights.broadcast`).
+    """Join the trainer's broadcast at `host`:`port` as receiver number `index` (see `weights.broadcast`).
 
     `key`: the secret of the broadcast; sender and receivers prove to each other that they have it. `timeout_s`: how long to
     wait for the others. `name`: this receiver's name in the trainer's errors; "": the server's own name. `run`, `epoch`: see
@@ -68,7 +68,6 @@ class ProcessGroupRequest(msgspec.Struct, frozen=True, kw_only=True):
     port: int
     key: str
     index: int
-    receivers: int
     timeout_s: float = 120.0
     name: str = ""
     run: str = ""

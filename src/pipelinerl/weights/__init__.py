@@ -1,6 +1,9 @@
 """Weight transfer from the trainer to the engines: whole updates, with versions, checksums and receipts.
 
-`memory` transfers within one process, `shared` between processes, `broadcast` between machines; `delta` encodes what has
-changed since the previous update. `shared.file` does not import torch, so that the launcher
-can create the shared file without it.
+    trainer    `Sender.send`: wait until all engines have answered, copy the tensors, offer the copies
+    hub        Offer ──▶ engines, Answer ──▶ trainer (`hub.wire`); it also says which engines have come and gone
+    engine     `Receiver.poll`: views of the copies, verified; `acknowledge`: the receipt
+
+The tensors go another way: `memory` within one process, `shared` between processes of one machine, `broadcast` between
+machines. `delta` encodes what has changed since the previous update.
 """

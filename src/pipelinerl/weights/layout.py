@@ -1,14 +1,18 @@
-"""The layout of an update's tensors in a buffer."""
+"""The layout of an update's tensors in a buffer. Tied names stay tied."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import msgspec
 import torch
 from torch import Tensor
 
 from pipelinerl.errors import INVALID_DATA, WeightUpdateError
+from pipelinerl.models.state import first_names
+
+_ALIGNMENT = 64
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -39,17 +43,53 @@ class Layout(msgspec.Struct, frozen=True):
         }
 
 
+def layout_of(tensors: Mapping[str, Tensor]) -> Layout:
+    """The layout of `tensors`; names that share one tensor share one place."""
+    places: dict[str, Place] = {}
+    end = 0
+    for name, first in first_names(tensors).items():
+        tensor = tensors[name]
+        start = places[first].start if first != name else end
+        places[name] = Place(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), start)
+        if first == name:
+            end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+    return Layout(tuple(places.values()), end)
+
+
+def require_same(earlier: Layout, later: Layout) -> None:
+    """Raises WeightUpdateError, with the names, if `later` has other tensors than `earlier`."""
+    before = {place.name: place for place in earlier.places}
+    after = {place.name: place for place in later.places}
+    names = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+    if names:
+        # A different tensor moves all tensors after it. Name the changed ones, unless only the tying changed.
+        changed = [name for name in names if _kind(before.get(name)) != _kind(after.get(name))] or names
+        listed = ", ".join(changed[:8]) + (", ..." if len(changed) > 8 else "")
+        raise WeightUpdateError(
+            f"the weights differ from those of earlier updates in names, types, shapes or tying: {listed}"
+        )
+
+
 def decode_layout(text: str | bytes) -> Layout:
     """Decode the layout. Raises WeightUpdateError if it is invalid or a tensor is not within the buffer."""
     try:
         layout = msgspec.json.decode(text, type=Layout)
     except INVALID_DATA as error:
         raise WeightUpdateError(f"the weight sender's description of its tensors can't be read: {error}") from error
+    check(layout)
+    return layout
+
+
+def check(layout: Layout) -> None:
+    """Raises WeightUpdateError if a tensor is not within the buffer."""
     for place in layout.places:
         inside = place.start >= 0 and min(place.shape, default=0) >= 0 and place.start + place.size <= layout.buffer_bytes
         if not inside or place.start % 8:
             raise WeightUpdateError(f"the weight sender's description of its tensors is wrong: {place}")
-    return layout
+
+
+def _kind(place: Place | None) -> tuple[str, tuple[int, ...]] | None:
+    return (place.dtype, place.shape) if place is not None else None
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -1,37 +1,54 @@
-"""What every sender of weights does: lay out and copy named tensors, and check receipts. Tied names stay tied."""
+"""The trainer's end of every transfer of weights: copies of named tensors, offers to engines, and their receipts."""
 
 from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
 from pipelinerl.errors import WeightUpdateError
+from pipelinerl.hub import wire
+from pipelinerl.interfaces import Messages
 from pipelinerl.models.state import checksum, digests_of, first_names, not_finite, on_gpu
 from pipelinerl.types import UpdateReceipt, WeightTransfer
-from pipelinerl.weights.layout import Layout, Place
-from pipelinerl.weights.messages import Offer
+from pipelinerl.weights.layout import Layout, layout_of, require_same
+from pipelinerl.weights.shared import make_buffer, pin_all
 
-_ALIGNMENT = 64
+_POLL_S = 0.0005
 
 
 class Sender(ABC):
-    """A `WeightSender`. `transfer` is the latest complete one; `digests` has one for each tensor of the latest update."""
+    """A `WeightSender`. `transfer` is the latest complete one; `digests` has one for each tensor of the latest update.
 
-    def __init__(self, dtype: torch.dtype | None) -> None:
-        """`dtype`: the type of floating-point tensors as sent (None: unchanged)."""
+    Engines are known by number. One that has died is not waited for until the process that replaces it asks for
+    weights; that one gets the newest.
+    """
+
+    def __init__(
+        self, hub: Messages, engines: int, *, timeout_s: float = 120.0, give_up: Callable[[], bool] = lambda: False
+    ) -> None:
+        """`timeout_s`: how long to wait for answers.
+
+        `give_up` returns True when the run is ending, and engines may be gone: the sender then neither waits nor sends.
+        """
         self.transfer: WeightTransfer | None = None
         self.digests: Mapping[str, str] = {}
-        self._dtype = dtype
+        self._hub, self._timeout_s, self._give_up = hub, timeout_s, give_up
+        self._answered = dict.fromkeys(range(engines), 0)  # number of the update
+        self._names = {engine: f"number {engine}" for engine in range(engines)}
         self._layout: Layout | None = None
-        self._sent: Offer | None = None
+        self._sent: wire.Offer | None = None
+        self._offered = 0  # number of the update that engines may take
         self._begin_s = self._sent_s = 0.0  # time.monotonic
         self._source: torch.device | None = None  # the GPU of the tensors, if they are on one
         self._inbox: list[UpdateReceipt] = []
         self._problem: str | None = None
+        hub.handle(wire.Answer, self._on_answer)
 
     def send(self, version: int, tensors: Mapping[str, Tensor]) -> str:
         """Copy the tensors and offer the copies. Returns their checksum, or "" if the run is ending.
@@ -41,11 +58,11 @@ class Sender(ABC):
         """
         if self._sent is not None and version <= self._sent.version:
             raise WeightUpdateError(f"weight versions must rise: {version} was sent after {self._sent.version}")
-        layout = layout_of(tensors, self._dtype)
+        layout = layout_of(tensors)
         if self._layout is not None:
             require_same(self._layout, layout)
         self._source = next(iter(tensors.values())).device if on_gpu(tensors) else None
-        copies = self._buffer(layout)
+        copies = self._buffer(layout) if self._wait_for_answers() else None
         if copies is None:
             return ""
         self._begin_s = time.monotonic()
@@ -56,90 +73,113 @@ class Sender(ABC):
         for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
         self.digests = digests_of(copies)
-        digest, sums = checksum(copies, self.digests), source_checksum(tensors, self._dtype)
+        digest, sums = checksum(copies, self.digests), source_checksum(tensors)
         number = self._sent.number + 1 if self._sent else 1
-        offer = Offer(number=number, version=version, checksum=digest, device_checksum=sums)
-        self._layout, self._sent, self._sent_s = layout, offer, time.monotonic()
-        self._publish(offer, copies)
+        self._layout, self._sent_s = layout, time.monotonic()
+        self._sent = wire.Offer(number=number, version=version, checksum=digest, device_checksum=sums)
+        self._publish(self._sent)
         return digest
+
+    def unanswered(self) -> Sequence[str]:
+        """The engines that have not acknowledged the last update. While there are any, `send` would wait."""
+        self._hub.take()
+        sent = self._sent.number if self._sent else 0
+        return [self._names[engine] for engine, answered in self._answered.items() if wire.AWAY < answered < sent]
 
     def receipts(self) -> Sequence[UpdateReceipt]:
         """Receipts since the last call. Raises WeightUpdateError if an engine does not hold exactly what was sent."""
+        self._hub.take()
         self._raise_problem()
         receipts, self._inbox = self._inbox, []
         return receipts
 
     @abstractmethod
     def _buffer(self, layout: Layout) -> Mapping[str, Tensor] | None:
-        """Memory for the next update, once nobody reads it any more. None if the run is ending."""
+        """Memory for the next update; nobody reads it any more. None if the run is ending."""
 
-    @abstractmethod
-    def _publish(self, offer: Offer, copies: Mapping[str, Tensor]) -> None:
-        """Make the update available."""
-
-    def _sent_at_once(self, offer: Offer) -> None:
-        """The transfer was complete when the copies were."""
+    def _publish(self, offer: wire.Offer) -> None:
+        """Make the update available: by default it is, as soon as the copies are made."""
         size = 0 if self._layout is None else self._layout.buffer_bytes
-        self.transfer = WeightTransfer(version=offer.version, bytes=size, time_s=time.monotonic() - self._begin_s)
+        self._offer(offer, WeightTransfer(version=offer.version, bytes=size, time_s=time.monotonic() - self._begin_s))
 
-    def _take(self, receipt: UpdateReceipt) -> None:
-        """Note an engine's receipt for the last update."""
-        if self._sent is not None:
-            self._problem = self._problem or complaint(receipt, self._sent)
-            self._inbox.append(receipt)
+    def _offer(self, offer: wire.Offer, transfer: WeightTransfer) -> None:
+        self.transfer, self._offered = transfer, offer.number
+        self._hub.send(offer)
+
+    def _wait_for_answers(self) -> bool:
+        """Wait until all engines have acknowledged the previous update. False if `give_up` returned True meanwhile."""
+        deadline_s = time.monotonic() + self._timeout_s
+        while missing := self.unanswered():
+            if self._give_up():
+                return False
+            self._raise_problem()
+            if time.monotonic() > deadline_s:
+                assert self._sent is not None  # noqa: S101 - nothing can be missing before the first update
+                raise WeightUpdateError(
+                    f"engine {', '.join(missing)} did not answer weights of version {self._sent.version} in the "
+                    f"{time.monotonic() - self._sent_s:.1f} s since they were sent (bound: {self._timeout_s:g} s)"
+                )
+            time.sleep(_POLL_S)
+        self._raise_problem()
+        return True
+
+    def _on_answer(self, answer: wire.Answer) -> None:
+        """Note an engine's answer. One that asks gets the last update, and is waited for from now on."""
+        engine, sent = answer.engine, self._sent
+        self._answered[engine] = answer.number
+        if sent is None:
+            return
+        if answer.number == wire.ASKS and self._offered == sent.number:
+            self._hub.send(msgspec.structs.replace(sent, engine=engine))
+        elif answer.number == sent.number and answer.receipt is not None:
+            self._names[engine] = f"number {engine} ({answer.receipt.engine})"
+            self._problem = self._problem or complaint(answer.receipt, sent)
+            self._inbox.append(answer.receipt)
 
     def _raise_problem(self) -> None:
         if self._problem is not None:
             raise WeightUpdateError(self._problem)
 
 
-def layout_of(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> Layout:
-    """The layout of `tensors`, sent as `dtype`; names that share one tensor share one place."""
-    places: dict[str, Place] = {}
-    end = 0
-    for name, first in first_names(tensors).items():
-        tensor = tensors[name]
-        start = places[first].start if first != name else end
-        places[name] = Place(name, str(sent_dtype(tensor, dtype)).removeprefix("torch."), tuple(tensor.shape), start)
-        if first == name:
-            end += -(-places[name].size // _ALIGNMENT) * _ALIGNMENT
-    return Layout(tuple(places.values()), end)
+class SharedWeightSender(Sender):
+    """The trainer's end. The caller owns the descriptor. The file stays mapped as long as views of it exist."""
+
+    def __init__(self, fd: int, hub: Messages, engines: int, **options: Any) -> None:
+        """`options`: see `Sender`."""
+        super().__init__(hub, engines, **options)
+        self._fd = fd
+        self._tensors: dict[str, Tensor] = {}
+        self._unpin: Callable[[], object] = lambda: None
+
+    def close(self) -> None:
+        """Release the buffer. Engines can still take the last update."""
+        self._unpin()
+        self._tensors = {}
+
+    def _buffer(self, layout: Layout) -> Mapping[str, Tensor]:
+        if not self._tensors:
+            try:
+                self._tensors = make_buffer(self._fd, layout)
+            except OSError as error:
+                raise WeightUpdateError(
+                    f"no room for a copy of the weights ({layout.buffer_bytes / 1e6:.0f} MB) in shared memory: "
+                    f"{error.strerror}. Free memory, or train a smaller model"
+                ) from error
+            if self._source is not None:
+                self._unpin = pin_all(self._tensors, self._source)
+        return self._tensors
 
 
-def require_same(earlier: Layout, later: Layout) -> None:
-    """Raises WeightUpdateError, with the names, if `later` has other tensors than `earlier`."""
-    before = {place.name: place for place in earlier.places}
-    after = {place.name: place for place in later.places}
-    names = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
-    if names:
-        # A different tensor moves all tensors after it. Name the changed ones, unless only the tying changed.
-        changed = [name for name in names if _kind(before.get(name)) != _kind(after.get(name))] or names
-        listed = ", ".join(changed[:8]) + (", ..." if len(changed) > 8 else "")
-        raise WeightUpdateError(
-            f"the weights differ from those of earlier updates in names, types, shapes or tying: {listed}"
-        )
-
-
-def sent_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """The type in which a tensor is sent: `dtype` for floating-point tensors; integers and booleans are not converted."""
-    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-
-
-def _kind(place: Place | None) -> tuple[str, tuple[int, ...]] | None:
-    return (place.dtype, place.shape) if place is not None else None
-
-
-def source_checksum(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> str:
-    """The `device_checksum` of the tensors; "" if they are converted on sending, on the CPU, or have values not finite."""
-    converted = any(sent_dtype(tensor, dtype) != tensor.dtype for tensor in tensors.values())
-    if converted or not on_gpu(tensors) or not_finite(tensors):
+def source_checksum(tensors: Mapping[str, Tensor]) -> str:
+    """The `device_checksum` of the tensors; "" if they are on the CPU, or have values that are not finite."""
+    if not on_gpu(tensors) or not_finite(tensors):
         return ""
     from pipelinerl.models.device_sums import device_checksum  # noqa: PLC0415 - only on a GPU
 
     return device_checksum(tensors)
 
 
-def complaint(receipt: UpdateReceipt, sent: Offer) -> str | None:
+def complaint(receipt: UpdateReceipt, sent: wire.Offer) -> str | None:
     """An error message if the receipt does not prove that the engine holds the update, or None."""
     if receipt.error is not None:
         return f"engine {receipt.engine!r} did not apply weights of version {sent.version}: {receipt.error}"

@@ -33,7 +33,7 @@ from pipelinerl.rounds import AsyncSchedule, ConventionalSchedule
 from pipelinerl.schedule import PipelineSchedule
 from pipelinerl.stream.files import FileStream
 from pipelinerl.stream.memory import MemoryStream
-from pipelinerl.types import Group, Prepared
+from pipelinerl.types import Group, Prepared, UpdateReceipt
 from tests.limits import small_files
 from tests.unit.hub.hub_parts import Asking, K, Place, Worker, group, status, trainer_status
 
@@ -722,3 +722,52 @@ def test_contention_pipeline_keeps_the_lag_bound(tmp_path: Path) -> None:
     started, lags = contend(tmp_path, PipelineSchedule(K, 1), steps=60, batch=K)
     assert max(lags) <= 1
     assert len(started) > 20
+
+
+def test_weights_are_offered_to_the_engines_that_have_asked_and_their_answers_get_to_the_trainer(tmp_path: Path) -> None:
+    """Also if the trainer comes later, and an engine's process is replaced."""
+    offer = wire.Offer(number=1, version=3, checksum="c")
+    with served(tmp_path, processes=3) as place:
+        engines = [place.connect(process, Offered) for process in range(3)]
+        for engine in engines[:2]:
+            engine.send(wire.Answer(wire.ASKS, engine=7))
+            engine.settled()
+        trainer = place.connect(TRAINER, Answered)
+        trainer.settled()
+        assert trainer.answers == [wire.Answer(wire.ASKS, engine=process) for process in range(2)]
+        trainer.send(offer)
+        trainer.send(wire.Meeting("h", 5, 1))
+        trainer.settled()
+        for engine in engines:
+            engine.settled()
+        assert [engine.offers for engine in engines] == [[offer], [offer, wire.Meeting("h", 5, 1)], []]
+        receipt = UpdateReceipt(engine="e", version=3, checksum="c", pause_s=0.1, sequences_in_flight=2)
+        engines[0].send(wire.Answer(1, receipt))
+        engines[0].settled()
+        engines[0].close()
+        place.server.wait_ended(WorkerKind(process=0))
+        second = place.connect(0, Offered)
+        trainer.send(msgspec.structs.replace(offer, number=2))
+        trainer.settled()
+        second.settled()
+        assert trainer.answers[2:] == [wire.Answer(1, receipt), wire.Answer(wire.AWAY)]
+        assert not second.offers, "it has not asked"
+
+
+class Offered(Worker):
+    """A generation process by what it is offered."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        super().__init__(connected)
+        self.offers = list[wire.Offer | wire.Meeting]()
+        self.handle(wire.Offer, self.offers.append)
+        self.handle(wire.Meeting, self.offers.append)
+
+
+class Answered(Worker):
+    """The trainer by what engines answer."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        super().__init__(connected)
+        self.answers = list[wire.Answer]()
+        self.handle(wire.Answer, self.answers.append)

@@ -14,15 +14,16 @@ import pytest
 
 from pipelinerl import load_config
 from pipelinerl.errors import PipelineRLError, StageDiedError
-from pipelinerl.files import write_atomically
+from pipelinerl.files import shared_memory, write_atomically
 from pipelinerl.hub.admission import Part
-from pipelinerl.hub.server import HubServer
+from pipelinerl.hub.client import HubClient
+from pipelinerl.hub.server import HubServer, WorkerKind
 from pipelinerl.launch import restarts as module
-from pipelinerl.launch.hosts.host import LocalHost, LocalWorker, worker_kind
+from pipelinerl.launch.hosts.host import LocalWorker, worker_kind
 from pipelinerl.launch.hosts.processes import replaceable_roles
 from pipelinerl.launch.restarts import Healing
 from pipelinerl.launch.run_directory import RunDirectory
-from pipelinerl.launch.session import Channels, Session, StartPlan
+from pipelinerl.launch.session import Session, StartPlan
 from pipelinerl.launch.stages import training
 from pipelinerl.launch.streams import make_hub
 from pipelinerl.metrics.totals import actor_total
@@ -30,8 +31,7 @@ from pipelinerl.schedule import make_schedule
 from pipelinerl.status.board import MemoryBoard, last_statuses
 from pipelinerl.status.screen import View
 from pipelinerl.types import ActorProgress, EngineProgress, TrainerProgress
-from pipelinerl.weights.shared.file import AWAY, Control, create_shared_file
-from pipelinerl.weights.shared.sender import SharedWeightSender
+from pipelinerl.weights.sending import SharedWeightSender
 from tests.unit.hub.hub_parts import Asking, K, status
 
 
@@ -62,7 +62,7 @@ class Host:
     def __init__(self, session: Session) -> None:
         self.config, self.hub = session.config, make_hub(session, MemoryBoard())
         self.board = self.server = HubServer(self.hub)
-        self.channels = Channels(weights=create_shared_file())
+        self.fd = shared_memory()
         self.started: list[str] = []
         self.ends: dict[str, Asking] = {}
 
@@ -108,7 +108,7 @@ class Run:
         self.host.server.__enter__()
         for process in range(self.config.engine.processes):
             self.host.connect(self.role(process))
-        self.healing = Healing(self.session, cast(LocalHost, self.host), self.said)
+        self.healing = Healing(self.session, cast(Any, self.host), self.said)
 
     def role(self, process: int) -> str:
         return f"generation-{process}" if self.config.engine.processes > 1 else "generation"
@@ -150,16 +150,11 @@ class Run:
         assert isinstance(found.progress, ActorProgress)
         return found.progress
 
-    def away(self, process: int) -> bool:
-        with closing(Control(self.host.channels.weights)) as control:
-            answer = control.read_answer(process)
-        return answer is not None and answer.number == AWAY
-
     def close(self) -> None:
         for end in self.host.ends.values():
             end.close()
         self.host.server.__exit__()
-        os.close(self.host.channels.weights)
+        os.close(self.host.fd)
 
 
 @pytest.fixture
@@ -175,7 +170,6 @@ def test_groups_of_a_dead_process_are_started_again_by_whoever_is_first(run: Run
     counts = run.state.counts
     assert (counts.in_progress, counts.handed_over, counts.returned) == ({0: 2 * K}, K, [1, 4])
     assert run.ended.rollouts_dropped == {"lost_in_crash": 2 * K}
-    assert (run.away(0), run.away(1)) == (False, True)
     run.begin(1.0)
     assert [run.claim(0, version=2), run.claim(1, version=3), run.claim(0, version=3)] == [1, 4, 5]
     assert counts.in_progress == {0: 2 * K, 2: K, 3: 2 * K}
@@ -332,7 +326,8 @@ def test_the_trainer_waits_for_an_engine_that_hangs_until_it_is_killed(
     settings = (f"--launch.restarts={restarts}", f"--launch.watchdog_s={watchdog_s}")
     with (
         closing(Run(tmp_path / "r", *settings)) as run,
-        closing(training._sender(run.session, run.host.channels.weights, lambda: False)) as sender,
+        closing(HubClient(run.host.server.connect(WorkerKind(follows=True)))) as hub,
+        closing(training._sender(run.session, hub, run.host.fd, lambda: False)) as sender,
     ):
         assert cast(SharedWeightSender, sender)._timeout_s == expected_s
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from pipelinerl.channel import listen
 from pipelinerl.config.load import load_config
 from pipelinerl.config.schema import (
     EngineConfig,
@@ -24,7 +22,8 @@ from pipelinerl.config.schema import (
     WeightsConfig,
 )
 from pipelinerl.errors import PipelineRLError, RankLostError, StageDiedError, StalledError, StreamError, UserError
-from pipelinerl.launch.hosts.host import LocalHost, make_channel
+from pipelinerl.launch.hosts import host as host_module
+from pipelinerl.launch.hosts.host import LocalHost
 from pipelinerl.launch.hosts.processes import Processes
 from pipelinerl.launch.roles import rank_roles, server_roles, worker_roles, worker_stages
 from pipelinerl.launch.run import write_session
@@ -39,7 +38,8 @@ from pipelinerl.schedule import make_schedule
 from pipelinerl.serving.client.adapter import EngineUnavailableError
 from pipelinerl.stream.files import FileStream
 from pipelinerl.stream.memory import MemoryStream
-from pipelinerl.types import MAX_RECEIVERS
+from pipelinerl.weights.broadcast.sender import CollectiveWeightSender
+from pipelinerl.weights.memory import DirectMessages
 from tests.unit.scripted_engine import CharTokenizer
 
 LOCAL = RunConfig()
@@ -159,22 +159,18 @@ def test_a_stream_that_can_not_be_opened_ends_a_run_before_anything_starts(tmp_p
         LocalHost(session, 0)
 
 
-def test_a_host_that_can_not_be_opened_leaves_no_stream_open(tmp_path: Path) -> None:
+def test_a_host_that_can_not_be_opened_leaves_no_stream_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program that trains again in the same process can use the run directory."""
-    urls = [f"http://h:{port}" for port in range(MAX_RECEIVERS + 1)]
-    engine = EngineConfig(kind="http", urls=urls)
-    host = LocalHost(session_of(RunConfig(engine=engine, weights=COLLECTIVE), tmp_path), 0)
-    with pytest.raises(UserError, match="weights are broadcast to at most"), host:
+
+    def full() -> int:
+        raise OSError("no file can be opened")
+
+    monkeypatch.setattr(host_module, "shared_memory", full)
+    host = LocalHost(session_of(LOCAL, tmp_path), 0)
+    with pytest.raises(OSError, match="no file can be opened"), host:
         pass
     assert host.waiting() == 0
     FileStream(tmp_path / "streams" / "rollouts").close()
-
-
-def test_servers_learn_where_a_broadcast_comes_from(tmp_path: Path) -> None:
-    session = session_of(TWO_SERVERS.model_copy(update={"weights": COLLECTIVE}), tmp_path)
-    with listen() as listening:
-        address = broadcast.sender_address(session, listening.fileno())
-        assert address == (*listening.getsockname(), session.plan.weights_key)
 
 
 def test_engine_servers_ask_for_the_key_of_the_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,11 +201,12 @@ def test_each_session_has_a_key_of_its_own_that_only_its_user_can_read(tmp_path:
     assert run.plan.stat().st_mode & 0o777 == 0o600
 
 
-def test_a_broadcast_comes_from_an_address_that_all_servers_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broadcast_comes_from_an_address_that_all_servers_reach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def host(*urls: str) -> str:
         config = RunConfig(weights=COLLECTIVE, engine=EngineConfig(kind="http", urls=urls))
-        with socket.socket(fileno=make_channel(config)) as listening:
-            found: str = listening.getsockname()[0]
+        hub: Any = DirectMessages()
+        with closing(broadcast.broadcast_sender(session_of(config, tmp_path), hub, 1.0, lambda: False)) as sender:
+            found: str = cast(CollectiveWeightSender, sender).host
         return found
 
     assert host() == host("http://127.0.0.1:8000", "http://localhost:8001") == "127.0.0.1"
@@ -218,19 +215,6 @@ def test_a_broadcast_comes_from_an_address_that_all_servers_reach(monkeypatch: p
     ways = {"http://127.0.0.1:8000": "127.0.0.1", "http://far:8000": "127.0.0.2"}
     monkeypatch.setattr(broadcast, "_source_address", ways.__getitem__)
     assert host(*ways) == "127.0.0.2"
-
-
-@pytest.mark.parametrize(
-    "engine",
-    [
-        EngineConfig(kind="http", servers=65),
-        EngineConfig(kind="http", urls=tuple(f"http://a:{port}" for port in range(1, 66))),
-    ],
-    ids=["servers", "urls"],
-)
-def test_a_broadcast_reaches_so_many_engines_and_no_more(engine: EngineConfig) -> None:
-    with pytest.raises(UserError, match=r"^weights\.kind: 65 engine servers.* at most 64; set it to shared$"):
-        make_channel(RunConfig(weights=COLLECTIVE, engine=engine))
 
 
 def test_where_streams_lie(tmp_path: Path) -> None:

@@ -15,15 +15,16 @@ from safetensors.torch import load_file
 from pipelinerl.checkpoint import write_checkpoint
 from pipelinerl.config.schema import LoraConfig, TrainerConfig
 from pipelinerl.engine.static import StaticEngine
+from pipelinerl.files import shared_memory
 from pipelinerl.models import packed, transfers
 from pipelinerl.models.float32_head import use_float32_head
 from pipelinerl.models.lora import LoraModel
 from pipelinerl.models.state import checksum, named_weights
 from pipelinerl.preprocess import pack
 from pipelinerl.trainer import Learner
-from pipelinerl.weights.shared.file import create_shared_file
-from pipelinerl.weights.shared.receiver import SharedWeightReceiver
-from pipelinerl.weights.shared.sender import SharedWeightSender
+from pipelinerl.weights.memory import DirectMessages
+from pipelinerl.weights.sending import SharedWeightSender
+from pipelinerl.weights.shared import SharedWeightReceiver
 from tests.parity.models import make_model
 from tests.pretend_cuda import pretended_cuda
 from tests.unit.test_checkpoint import make_tokenizer
@@ -75,14 +76,14 @@ def test_gradients_of_a_float32_head_are_those_of_its_narrow_product_also_in_chu
 
 
 def test_an_update_is_verified_by_the_device_and_waits_for_it_once() -> None:
-    fd = create_shared_file()
+    fd, (here, there) = shared_memory(), DirectMessages.pair()
     models = [make_model("qwen3", seed=seed).bfloat16() for seed in (1, 0)]
     with pretended_cuda() as device:
         trained, served = (model.to("cuda") for model in models)
         engine: Any = StaticEngine(served, slots=4, max_length=96, flatten=False)
         with (
-            closing(SharedWeightSender(fd, 1)) as sender,
-            closing(SharedWeightReceiver(fd, 0, "cuda")) as receiver,
+            closing(SharedWeightSender(fd, here, 1)) as sender,
+            closing(SharedWeightReceiver(fd, there, "cuda")) as receiver,
         ):
             device.waits.clear()
             digest = sender.send(1, named_weights(trained))

@@ -239,7 +239,7 @@ def update_pause_s(generator: Generator, lengths: LengthDistribution, prompt_tok
     names = _submit(generator, [min(prompt_tokens + age, engine.max_length - 2) for age in ages], 2, rng)
     engine.step()
     weights = {name: value.clone() for name, value in named_weights(generator.model).items()}
-    update = WeightUpdate(engine.version, checksum(weights), weights, source_checksum(weights, None))
+    update = WeightUpdate(engine.version, checksum(weights), weights, source_checksum(weights))
     pauses_s = [engine.update_weights(update).pause_s for _ in range(UPDATES)]
     _clear(engine, names)
     return median(pauses_s)

@@ -72,13 +72,12 @@ class Agent:
             os.chdir(working_folder)
         return ""
 
-    def listen(self, address: str) -> list[int]:
-        """Open the sockets `weights` and `ranks` of `Channels` at this address of the machine. Returns their ports."""
-        listeners = [listen(address), listen(address)]
-        ports = [listener.getsockname()[1] for listener in listeners]
-        weights, ranks = (listener.detach() for listener in listeners)
-        self._channels = Channels(weights=weights, ranks=ranks)
-        return ports
+    def listen(self, address: str) -> int:
+        """Open the socket `ranks` of `Channels` at this address of the machine. Returns its port."""
+        listener = listen(address)
+        port: int = listener.getsockname()[1]
+        self._channels = Channels(ranks=listener.detach())
+        return port
 
     def start(self, run_dir: str, role: str, elapsed_s: float, here: bytes) -> int:
         """Start the process of a role; returns its id. `elapsed_s`: time on the axis of the records; `here`: a `Here`."""

@@ -21,6 +21,7 @@ import pipelinerl.errors
 from pipelinerl.child import KILL_TIMEOUT_S, ChildProcess
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import INVALID_DATA, PipelineRLError, StageDiedError
+from pipelinerl.files import shared_memory
 from pipelinerl.hub.admission import Part
 from pipelinerl.hub.server import HubServer, WorkerKind
 from pipelinerl.interfaces import Board
@@ -30,22 +31,6 @@ from pipelinerl.launch.session import Channels, Here, PeakMemory, Session, Worke
 from pipelinerl.launch.share import process_environment, shares_of, usable_cores
 from pipelinerl.launch.streams import make_hub
 from pipelinerl.status.board import MemoryBoard
-
-
-def make_channel(config: RunConfig) -> int:
-    """The file descriptor over which weights get from the trainer to the engines. The caller closes it.
-
-    It is that of a shared file, which generation processes map, or of the socket at which a broadcast's sender listens, for
-    generation processes or, if there are any, engine servers. Does not import torch. Raises UserError if there are too many
-    engine servers, or one has no route to it.
-    """
-    if config.weights.kind == "collective":
-        from pipelinerl.launch.stages.broadcast import listen_for  # noqa: PLC0415 - few runs need it
-
-        return listen_for(config)
-    from pipelinerl.weights.shared.file import create_shared_file  # noqa: PLC0415 - not for a broadcast
-
-    return create_shared_file()
 
 
 def remove_weights_of(pid: int) -> None:
@@ -300,8 +285,10 @@ class LocalHost(HubHost):
 
             ranks = listen().detach()
             stack.callback(os.close, ranks)
-        weights = make_channel(self._session.config)
-        stack.callback(os.close, weights)
+        weights = -1
+        if self._session.config.weights.kind == "shared":
+            weights = shared_memory()
+            stack.callback(os.close, weights)
         self.channels = Channels(weights=weights, ranks=ranks)
 
     def __exit__(self, *exception: object) -> None:

@@ -235,7 +235,7 @@ class RayHost(HubHost):
         self._shares: dict[str, Share] = shares_on(session.config, session.schedule, places, cluster.machines)
         self._handles: dict[str, Handle] = {}
         self._workers: list[RemoteWorker] = []
-        self._ports, self._trainer_at = [0, 0], ""
+        self._ranks_at: tuple[str, int] | None = None
 
     def open(self, stack: ExitStack) -> None:
         session = self._session
@@ -251,8 +251,8 @@ class RayHost(HubHost):
             self._handles[role] = Handle(role, machine, self._make_agent(where, machine))
         self._prepare()
         trainer = self._handles[TRAINING]
-        self._trainer_at = trainer.machine.address
-        self._ports = trainer.call("listen", self._trainer_at)
+        address = trainer.machine.address
+        self._ranks_at = (address, trainer.call("listen", address))
 
     def start(self, role: str) -> RemoteWorker:
         handle = self._handles[role]
@@ -307,14 +307,12 @@ class RayHost(HubHost):
 
     def _here(self, role: str) -> Here:
         share, machine = self._shares[role], self._handles[role].machine
-        weights_port, ranks_port = self._ports
         return Here(
             threads=share.threads,
             yields=share.yields,
             machine=machine.name,
             address=machine.address,
-            weights_from=(self._trainer_at, weights_port) if weights_port else None,
-            ranks_at=(self._trainer_at, ranks_port) if ranks_port else None,
+            ranks_at=self._ranks_at,
             hub=self._hub_at,
             session=self._session.plan.id,
         )

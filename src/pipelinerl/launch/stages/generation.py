@@ -27,7 +27,7 @@ from pipelinerl.actor.groups import GroupRunner
 from pipelinerl.actor.rollouts import RolloutContext
 from pipelinerl.config.schema import EvaluationConfig
 from pipelinerl.environments.registry import make_environment, notes_of
-from pipelinerl.errors import BroadcastEndedError, StalledError
+from pipelinerl.errors import StalledError
 from pipelinerl.files import OpenLines, open_lines
 from pipelinerl.hub.client import Claims, HubClient
 from pipelinerl.interfaces import Admission, AsyncEngine, Board, Environment, Tokenizer, WeightReceiver
@@ -53,30 +53,24 @@ def run_generation(session: Session, hub: HubClient, index: int, weights_fd: int
     torch.set_num_threads(session.here.threads)
     stage = generation_stages(session.config.engine.processes)[index].engine
     admission, stopping = Claims(hub, session.schedule), threading.Event()
-    with closing(_receiver(session, weights_fd, index, stage)) as receiver:
-        generation = build_generation(
-            session, hub, admission, receiver, lines=hub.opener(session.run.root), index=index, weights_fd=weights_fd
-        )
+    with closing(_receiver(session, hub, weights_fd, index, stage)) as receiver:
+        generation = build_generation(session, hub, admission, receiver, lines=hub.opener(session.run.root), index=index)
         gc.collect()
         gc.freeze()  # the objects of the model and the libraries live until the end
         stop = stop_on_sigterm(stopping)
-        try:
-            asyncio.run(generate(generation, stop=stop))
-        except BroadcastEndedError:
-            while not stopping.wait(LOOK_EVERY_S):  # the launcher knows the cause
-                pass
+        asyncio.run(generate(generation, stop=stop))
 
 
-def _receiver(session: Session, fd: int, index: int, engine: str) -> WeightReceiver:
-    """The engine's end of the weight transfer over `fd`. The caller still closes `fd`."""
+def _receiver(session: Session, hub: HubClient, fd: int, index: int, engine: str) -> WeightReceiver:
+    """The engine's end of the weight transfer. The caller still closes `fd`, the shared file."""
     if session.config.weights.kind == "collective":
         from pipelinerl.launch.stages.broadcast import broadcast_receiver  # noqa: PLC0415 - few runs need it
 
-        return broadcast_receiver(session, fd, index, engine)
-    from pipelinerl.weights.shared.receiver import SharedWeightReceiver  # noqa: PLC0415 - not for a broadcast
+        return broadcast_receiver(session, hub, index, engine)
+    from pipelinerl.weights.shared import SharedWeightReceiver  # noqa: PLC0415 - not for a broadcast
 
     engine_here = session.config.engine.kind == "local"
-    return SharedWeightReceiver(fd, index, session.config.engine.device if engine_here else "cpu")
+    return SharedWeightReceiver(fd, hub, session.config.engine.device if engine_here else "cpu")
 
 
 @dataclass(kw_only=True)
@@ -118,12 +112,8 @@ def build_generation(
     *,
     lines: OpenLines = open_lines,
     index: int = 0,
-    weights_fd: int | None = None,
 ) -> Generation:
-    """Make the environment, then the engine: errors in the environment are found before the slow loading of the model.
-
-    `weights_fd` is the trainer's channel, for engine servers that join its broadcast.
-    """
+    """Make the environment, then the engine: errors in the environment are found before the slow loading of the model."""
     config = session.config
     stages = generation_stages(config.engine.processes)[index]
     starting(board, stages, "makes the environment")
@@ -143,7 +133,7 @@ def build_generation(
             refuse_trained(environment, sets.values(), session)
     servers = f"waits for the engine servers {', '.join(config.engine.urls)}".rstrip()
     starting(board, stages, "loads the model" if config.engine.kind == "local" else servers)
-    engine = make_engine(session, stages.engine, tokenizer, weights_fd)
+    engine = make_engine(session, stages.engine, tokenizer, receiver)
     return Generation(
         session=session,
         index=index,
@@ -300,11 +290,11 @@ async def _take_weights(
 
 
 def make_engine(
-    session: Session, name: str, tokenizer: Tokenizer, weights_fd: int | None = None
+    session: Session, name: str, tokenizer: Tokenizer, receiver: WeightReceiver | None = None
 ) -> AbstractAsyncContextManager[EngineHandle]:
     """The engine that the run file configures: loaded now, or over servers, which are connected with on entry.
 
-    `weights_fd` is the trainer's channel: servers join its broadcast, if weights are broadcast.
+    `receiver` knows where servers join the trainer's broadcast, if weights are broadcast.
 
     Raises ModelLoadError and UnsupportedModelError; for servers also StalledError, UserError and the errors of
     `RemoteEngine.connect`.
@@ -313,7 +303,7 @@ def make_engine(
         return nullcontext(local_engine(session.config, name, tokenizer))
     from pipelinerl.launch.stages.servers import connected_engine  # noqa: PLC0415 - a run without servers does not need it
 
-    return connected_engine(session, name, weights_fd)
+    return connected_engine(session, name, receiver)
 
 
 async def _unless_stopped(

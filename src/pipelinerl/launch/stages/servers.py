@@ -25,6 +25,7 @@ from pipelinerl.config.schema import EngineConfig
 from pipelinerl.errors import StalledError, UserError
 from pipelinerl.extras import require
 from pipelinerl.files import write_atomically
+from pipelinerl.interfaces import WeightReceiver
 from pipelinerl.launch.roles import server_roles
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.session import Session, StartPlan, yield_to_the_trainer
@@ -162,7 +163,7 @@ def _tls(engine: EngineConfig) -> tuple[Path, Path] | None:
 
 
 @asynccontextmanager
-async def connected_engine(session: Session, name: str, weights_fd: int | None) -> AsyncIterator[EngineHandle]:
+async def connected_engine(session: Session, name: str, receiver: WeightReceiver | None) -> AsyncIterator[EngineHandle]:
     """The engine of a generation process over the run's servers, those in `engine.urls` or those that it starts itself."""
     from pipelinerl.serving.client.adapter import Bounds  # noqa: PLC0415 - as above
     from pipelinerl.serving.client.engine import RemoteEngine  # noqa: PLC0415 - needs httpx2, an extra
@@ -182,10 +183,14 @@ async def connected_engine(session: Session, name: str, weights_fd: int | None) 
     bounds = Bounds(startup_s=left_s, join_s=left_s, alone_s=alone_s)
     servers, first = server_clients(config.engine.kind, urls, facts, key, session.plan), session.plan.version
     async with RemoteEngine.connect(servers, name=name, first=first, weight_dirs=directories, bounds=bounds) as engine:
-        if config.weights.kind == "collective" and weights_fd is not None:
-            from pipelinerl.launch.stages.broadcast import sender_address  # noqa: PLC0415 - few runs need it
+        if config.weights.kind == "collective" and receiver is not None:
+            from pipelinerl.weights.broadcast.receiver import Coordinator  # noqa: PLC0415 - few runs need it
 
-            await engine.join_broadcast(*sender_address(session, weights_fd))
+            assert isinstance(receiver, Coordinator)  # noqa: S101 - see `broadcast_receiver`
+            while (meeting := receiver.meeting) is None:
+                receiver.offered()
+                await asyncio.sleep(LOOK_EVERY_S)
+            await engine.join_broadcast(meeting.host, meeting.port, session.plan.weights_key)
         yield EngineHandle(engine, engine.slots, Contract(facts.stop_token_ids, facts.notes))
 
 

@@ -97,7 +97,7 @@ def _joined(session: Session, rank: int, meeting: socket.socket | tuple[str, int
 def _train(session: Session, hub: HubClient, policy: Policy, weights_fd: int, stopping: threading.Event) -> None:
     with (
         closing(prepared_groups(session, hub, policy.lora)) as reader,
-        closing(_sender(session, weights_fd, stopping.is_set)) as sender,
+        closing(_sender(session, hub, weights_fd, stopping.is_set)) as sender,
         open_logs(session, hub.opener(session.run.root), hub.require_sync) as logs,
     ):
         trainer = build_trainer(session, hub, policy, reader=reader, sender=sender, logs=logs)
@@ -106,17 +106,17 @@ def _train(session: Session, hub: HubClient, policy: Policy, weights_fd: int, st
             trainer.run(stop)
 
 
-def _sender(session: Session, fd: int, give_up: Callable[[], bool]) -> WeightSender:
-    """The trainer's end of the weight transfer over `fd`. The caller still closes `fd`."""
+def _sender(session: Session, hub: HubClient, fd: int, give_up: Callable[[], bool]) -> WeightSender:
+    """The trainer's end of the weight transfer. The caller still closes `fd`, the shared file."""
     launch = session.config.launch
     timeout_s = max(ANSWER_S, launch.watchdog_s + KILLED_S) if launch.restarts else ANSWER_S
     if session.config.weights.kind == "collective":
         from pipelinerl.launch.stages.broadcast import broadcast_sender  # noqa: PLC0415 - few runs need it
 
-        return broadcast_sender(session, fd, timeout_s, give_up)
-    from pipelinerl.weights.shared.sender import SharedWeightSender  # noqa: PLC0415 - not for a broadcast
+        return broadcast_sender(session, hub, timeout_s, give_up)
+    from pipelinerl.weights.sending import SharedWeightSender  # noqa: PLC0415 - not for a broadcast
 
-    return SharedWeightSender(fd, session.config.engine.processes, timeout_s=timeout_s, give_up=give_up)
+    return SharedWeightSender(fd, hub, session.config.engine.processes, timeout_s=timeout_s, give_up=give_up)
 
 
 @dataclass(frozen=True)

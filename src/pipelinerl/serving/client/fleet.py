@@ -253,12 +253,10 @@ class ReplicaPool:
 
         Raises WeightUpdateError or ServerError, naming the first server that does not join.
         """
-        count, timeout_s = len(self.replicas), self._bounds.join_s
+        timeout_s = self._bounds.join_s
         await _gather_or_cancel(
             replica.server.join_broadcast(
-                ProcessGroupRequest(
-                    host=host, port=port, key=key, index=index, receivers=count, timeout_s=timeout_s, name=replica.url
-                )
+                ProcessGroupRequest(host=host, port=port, key=key, index=index, timeout_s=timeout_s, name=replica.url)
             )
             for index, replica in enumerate(self.replicas)
         )

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import stat
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -22,7 +20,7 @@ from pipelinerl.serving.server.engine_thread import EngineThread, Holding
 from pipelinerl.serving.server.http import RefusedError, unavailable
 from pipelinerl.serving.wire import ProcessGroupRequest, WeightUpdateRequest
 from pipelinerl.types import UpdateReceipt
-from pipelinerl.weights.broadcast.receiver import CollectiveWeightReceiver
+from pipelinerl.weights.broadcast.receiver import BroadcastReceiver
 
 # ---- reading and checking a safetensors file, in a thread beside the engine's
 # Every error of a file is found before the engine is involved; the engine only copies the tensors.
@@ -136,7 +134,7 @@ class WeightUpdates:
         self._on_new_epoch = on_new_epoch
         self._lock = asyncio.Lock()
         self._last: UpdateReceipt | None = None
-        self._group: CollectiveWeightReceiver | None = None
+        self._group: BroadcastReceiver | None = None
         self._epochs = Epochs()
         self._anew = False  # no weights of this epoch have been applied yet
         self.paused_s = 0.0
@@ -149,13 +147,12 @@ class WeightUpdates:
         """
         async with self._lock:
             begins = self._begins(request)
-            group = CollectiveWeightReceiver(
+            group = BroadcastReceiver(
                 request.host,
                 request.port,
                 request.key,
                 request.index,
                 engine=request.name or self._engine.name,
-                receivers=request.receivers,
                 join_timeout_s=request.timeout_s,
                 device=next(iter(self._held.values())).device,
             )
@@ -199,16 +196,11 @@ class WeightUpdates:
                 self._on_new_epoch()
             return receipt
 
-    async def _take(
-        self, request: WeightUpdateRequest, group: CollectiveWeightReceiver | None, *, anew: bool
-    ) -> UpdateReceipt:
+    async def _take(self, request: WeightUpdateRequest, group: BroadcastReceiver | None, *, anew: bool) -> UpdateReceipt:
         """`group`: of the request's epoch. `anew`: the epoch's first weights may have any version, and end all requests."""
         holding = self._engine.holding
         if (request.version, request.checksum) == holding and not (anew and self._engine.open_requests):
-            receipt = self._receipt_of(holding)
-            if request.path is None:
-                _acknowledge_current(group, receipt)
-            return receipt
+            return self._receipt_of(holding)
         if not anew:
             self._check_version(request.version, holding.version)
         if request.path is None:
@@ -217,28 +209,21 @@ class WeightUpdates:
         return await self._apply(await _with_timeout(reading, "reading the file"), anew=anew)
 
     async def _apply_broadcast(
-        self, request: WeightUpdateRequest, group: CollectiveWeightReceiver | None, *, anew: bool
+        self, request: WeightUpdateRequest, group: BroadcastReceiver | None, *, anew: bool
     ) -> UpdateReceipt:
-        """Wait until the broadcast has arrived, apply it, and acknowledge it to the sender."""
+        """Wait until the broadcast has arrived, and apply it."""
         if group is None:
             raise RefusedError(
                 "bad_request", "no `path`, and no process group to receive from: POST /init_process_group", param="path"
             )
         update = await _with_timeout(_next_broadcast(group), "the broadcast")
-        try:
-            if (update.version, update.checksum) != (request.version, request.checksum):
-                raise WeightUpdateError(
-                    f"version {update.version} (checksum {update.checksum}) was broadcast, not {request.version} "
-                    f"({request.checksum}): nothing was changed"
-                )
-            check_fit(update.tensors, self._held)
-            receipt = await self._apply(update, anew=anew)
-        except (WeightUpdateError, RefusedError) as error:
-            receipt = self._receipt_of(self._engine.holding)
-            group.acknowledge(msgspec.structs.replace(receipt, version=update.version, error=str(error)))
-            raise
-        group.acknowledge(receipt)
-        return receipt
+        if (update.version, update.checksum) != (request.version, request.checksum):
+            raise WeightUpdateError(
+                f"version {update.version} (checksum {update.checksum}) was broadcast, not {request.version} "
+                f"({request.checksum}): nothing was changed"
+            )
+        check_fit(update.tensors, self._held)
+        return await self._apply(update, anew=anew)
 
     async def _apply(self, update: WeightUpdate, *, anew: bool) -> UpdateReceipt:
         """Apply a verified update to the engine."""
@@ -279,16 +264,9 @@ class WeightUpdates:
             )
 
 
-def _acknowledge_current(group: CollectiveWeightReceiver | None, receipt: UpdateReceipt) -> None:
-    """Acknowledge a broadcast of weights that the engine already holds: those that its model was loaded with."""
-    with contextlib.suppress(WeightUpdateError):  # the receipt is valid even if the group has failed
-        if group is not None and group.offered() == receipt.version and group.poll() is not None:
-            group.acknowledge(receipt)
-
-
-async def _next_broadcast(group: CollectiveWeightReceiver) -> WeightUpdate:
-    """Wait for the next update. Raises WeightUpdateError if the sender is gone or the update arrived damaged."""
-    while (update := group.poll()) is None:
+async def _next_broadcast(group: BroadcastReceiver) -> WeightUpdate:
+    """Wait until an update has arrived. Raises WeightUpdateError if the sender is gone or the update arrived damaged."""
+    while (update := group.newest()) is None:
         await asyncio.sleep(POLL_S)
     return update
 

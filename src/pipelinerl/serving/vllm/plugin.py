@@ -32,7 +32,7 @@ from pipelinerl.errors import WeightUpdateError
 from pipelinerl.models.state import checksum, not_finite
 from pipelinerl.serving.epochs import Epochs, StaleEpochError
 from pipelinerl.serving.vllm.messages import BACKEND, REFUSED, BroadcastInfo, InitInfo, UpdateInfo
-from pipelinerl.weights.broadcast.receiver import CollectiveWeightReceiver
+from pipelinerl.weights.broadcast.receiver import BroadcastReceiver
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -62,7 +62,7 @@ class WeightTransfer:
     update_info_cls = UpdateInfo
     supports_draft_weight_update = False
     _directory: Path | None = None
-    _group: CollectiveWeightReceiver | None = None
+    _group: BroadcastReceiver | None = None
 
     @cached_property
     def _epochs(self) -> Epochs:
@@ -88,13 +88,12 @@ class WeightTransfer:
                 f"{REFUSED} a broadcast reaches one worker, and this vLLM has {workers}: set weights.kind to shared"
             )
         begins = self._begins(info)
-        group = CollectiveWeightReceiver(
+        group = BroadcastReceiver(
             info.host,
             info.port,
             info.key,
             info.index,
             engine=info.name,
-            receivers=info.receivers,
             join_timeout_s=info.timeout_s,
             device=self.device,
         )
@@ -167,12 +166,12 @@ class WeightTransfer:
         self._leave()
 
 
-def arrived_weights(info: UpdateInfo, group: CollectiveWeightReceiver | None) -> Mapping[str, Tensor]:
+def arrived_weights(info: UpdateInfo, group: BroadcastReceiver | None) -> Mapping[str, Tensor]:
     """The tensors of the latest broadcast, which were verified on arrival. Raises WeightUpdateError."""
     if group is None:
         raise WeightUpdateError(f"{REFUSED} no broadcast was joined yet; POST /init_weight_transfer_engine first")
     try:
-        update = group.poll()
+        update = group.newest()
     except WeightUpdateError as error:
         raise WeightUpdateError(f"{REFUSED} {error}") from error
     if update is None:

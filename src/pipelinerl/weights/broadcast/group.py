@@ -11,20 +11,86 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+import msgspec
 import torch
 from torch import Tensor, distributed
 
 from pipelinerl.channel import ProtocolError
 from pipelinerl.errors import BroadcastEndedError, UserError, WeightUpdateError
 from pipelinerl.rendezvous import Rendezvous, prove_members
-from pipelinerl.weights.broadcast.control import Gpu
+from pipelinerl.weights.layout import Layout
+
+PROTOCOL = "pipelinerl-weights-8"
+FAILED = "failed"
+"""The key of the group's store that says why the first receiver that failed can't go on."""
 
 Backend = Literal["gloo", "nccl"]
 _FIRST_POLL_S, _LONGEST_POLL_S = 0.0002, 0.005
 _NCCL_BOUND = timedelta(days=1)
 _distributed: Any = distributed  # Its type declarations are incomplete.
+
+
+class Gpu(msgspec.Struct, frozen=True):
+    """A GPU that nccl can be used on: a globally unique name, and the version of NCCL there."""
+
+    name: str
+    nccl: str
+
+
+class Member(msgspec.Struct, frozen=True, kw_only=True):
+    """What a receiver says of itself before the group is formed. `gpu`: on which it could receive."""
+
+    protocol: str = PROTOCOL
+    engine: str = ""
+    gpu: Gpu | None = None
+
+
+class Form(msgspec.Struct, frozen=True, kw_only=True):
+    """All receivers are there: form the group of `size` members, or `refusal` says why not.
+
+    `backend`: nccl between GPUs, gloo between CPUs. `bound_s`: how long one step of a broadcast may take.
+    """
+
+    backend: str
+    size: int
+    bucket_bytes: Annotated[int, msgspec.Meta(ge=1)] = 1
+    bound_s: Annotated[float, msgspec.Meta(gt=0)] = 1.0
+    refusal: str = ""
+
+
+class Incoming(msgspec.Struct, frozen=True, kw_only=True):
+    """An update that is broadcast next. Only the first one has a `layout`, which is valid for all.
+
+    `delta_bytes`: what is broadcast is the delta from the previous update; None: all weights.
+    """
+
+    version: int
+    checksum: str
+    device_checksum: str
+    layout: Layout | None = None
+    delta_bytes: Annotated[int, msgspec.Meta(ge=0)] | None = None
+
+
+def member_key(index: int) -> str:
+    """The key of a receiver's `Member`."""
+    return f"member {index}"
+
+
+def update_key(number: int, index: int) -> str:
+    """The key of the `Incoming` of update `number` for a receiver; 0: of the `Form`. Empty if the sender closes instead."""
+    return f"update {number} {index}"
+
+
+def staged_key(number: int, index: int) -> str:
+    """The key that a receiver sets when it has all of update `number`, with the right checksum."""
+    return f"staged {number} {index}"
+
+
+def left_key(index: int) -> str:
+    """The key that a receiver sets when it has noticed that the sender closes, or that a broadcast has failed."""
+    return f"left {index}"
 
 
 class Group:
@@ -59,7 +125,7 @@ class Group:
         except (RuntimeError, ProtocolError) as error:
             rendezvous.close()
             raise BroadcastEndedError(
-                f"the group of weight sender and receivers was not formed: {_first_line(error)}"
+                f"the group of weight sender and receivers was not formed: {first_line(error)}"
             ) from error
         except UserError:
             rendezvous.close()
@@ -84,7 +150,7 @@ class Group:
             for work in self._works:
                 self._wait_for(work, check)
         except RuntimeError as error:  # PyTorch's, of either backend
-            raise BroadcastEndedError(f"the broadcast of weights failed: {_first_line(error)}") from error
+            raise BroadcastEndedError(f"the broadcast of weights failed: {first_line(error)}") from error
         self._works = []
 
     def end(self) -> None:
@@ -176,6 +242,6 @@ def _hold_forever(*_: object) -> None:
     threading.Event().wait()
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     """The message without the C++ stack trace that PyTorch appends."""
     return str(error).partition("\n")[0]

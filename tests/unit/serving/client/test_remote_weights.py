@@ -210,9 +210,9 @@ async def test_servers_that_joined_a_broadcast_are_told_only_which_weights_to_ta
     a, b = FakeServer("http://a"), FakeServer("http://b")
     async with engine_over(a, b, weight_dirs=[tmp_path]) as engine:
         await engine.join_broadcast("10.0.0.5", 7, "secret")
-        assert [(server.joined.index, server.joined.receivers) for server in (a, b) if server.joined] == [(0, 2), (1, 2)]
+        assert [server.joined.index for server in (a, b) if server.joined] == [0, 1]
         assert a.joined == ProcessGroupRequest(
-            host="10.0.0.5", port=7, key="secret", index=0, receivers=2, timeout_s=FAST.join_s, name="http://a"
+            host="10.0.0.5", port=7, key="secret", index=0, timeout_s=FAST.join_s, name="http://a"
         )
         receipt = await engine.update_weights(WeightUpdate(1, "c0ffee", {}))
         assert (receipt.error, receipt.version, receipt.checksum) == (None, 1, "c0ffee")

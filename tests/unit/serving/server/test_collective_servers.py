@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -13,130 +13,17 @@ from typing import Any
 import pytest
 import torch
 
-from pipelinerl.errors import WeightUpdateError
-from pipelinerl.interfaces import WeightUpdate
-from pipelinerl.models.state import checksum, named_weights
+from pipelinerl.models.state import named_weights
 from pipelinerl.serving.client.adapter import Bounds, TokenListener
 from pipelinerl.serving.client.engine import RemoteEngine
 from pipelinerl.serving.server.service import Service
 from pipelinerl.serving.wire import ProcessGroupRequest, ServerInfo, WeightUpdateRequest
 from pipelinerl.types import Completion, GenerationRequest, SamplingParams, UpdateReceipt, versions_from_spans
-from pipelinerl.weights.broadcast.control import Gpu
-from pipelinerl.weights.broadcast.group import choose_backend, gpu_of, staging_device
-from pipelinerl.weights.broadcast.receiver import CollectiveWeightReceiver
-from pipelinerl.weights.broadcast.sender import CollectiveWeightSender
+from pipelinerl.weights.broadcast.group import Gpu, choose_backend, gpu_of, staging_device
 from tests.unit.server_parts import byte_model, running
-from tests.unit.weights.test_collective import BOUND_S, KEY, Rig, cut, eventually, problem, receipt, taken
+from tests.unit.weights.test_collective import BOUND_S, KEY, Rig, eventually, taken
 from tests.unit.weights.test_collective import rig as rig  # noqa: PLC0414 - a fixture
 from tests.unit.weights.test_weights import Tied
-
-
-@pytest.fixture
-def coordinate(rig: Rig) -> Callable[..., CollectiveWeightReceiver]:
-    def make(sender: CollectiveWeightSender, **options: Any) -> CollectiveWeightReceiver:
-        return rig.receiver(sender, None, **{"engine": "engine", "receivers": 2, **options})
-
-    return make
-
-
-def test_an_update_is_offered_once_all_have_it_and_one_answer_is_for_all(rig: Rig, coordinate: Any) -> None:
-    sender = rig.sender(2, coordinated=True)
-    coordinator, first = coordinate(sender), rig.receiver(sender, 0)
-    for version in (0, 3):
-        digest = sender.send(version, named_weights(Tied(seed=version)))
-        if version == 0:
-            assert coordinator.offered() is None, "one is not there yet"
-            second = rig.receiver(sender, 1)
-        eventually(lambda: coordinator.offered() is not None)
-        assert [first.offered(), second.offered(), coordinator.offered()] == [version] * 3
-        update = coordinator.poll()
-        assert update == WeightUpdate(version, digest, {})
-        assert coordinator.poll() is None
-        for receiver in (first, second):
-            assert checksum(taken(receiver).tensors) == digest
-        assert list(sender.unanswered()) == ["coordinator (engine)"]
-        coordinator.acknowledge(receipt(version, digest))
-        eventually(lambda: not sender.unanswered())
-        assert [one.version for one in sender.receipts()] == [version]
-    with pytest.raises(ValueError, match="no weight update"):
-        coordinator.acknowledge(receipt(3, digest))
-
-
-def test_the_coordinators_word_counts(rig: Rig, coordinate: Any) -> None:
-    """A server's own answer takes another way, and may come after the next update was sent: it is nobody's receipt."""
-    sender = rig.sender(1, coordinated=True)
-    coordinator, receiver = coordinate(sender, receivers=1), rig.receiver(sender)
-    sender.send(0, named_weights(Tied()))
-    eventually(lambda: coordinator.offered() == 0)
-    taken(receiver)
-    receiver.acknowledge(receipt(0, "e" * 32, engine="server-0"))
-    coordinator.poll()
-    coordinator.acknowledge(receipt(0, "f" * 32, engine="engine"))
-    with pytest.raises(WeightUpdateError, match=r"'engine' says it took weights of version 0, but holds others: .* f{32}"):
-        eventually(sender.receipts)
-
-
-def test_the_last_update_is_offered_though_the_sender_has_closed(rig: Rig, coordinate: Any) -> None:
-    sender = rig.sender(1, coordinated=True)
-    coordinator, receiver = coordinate(sender, receivers=1), rig.receiver(sender)
-    receiver.wait_joined(BOUND_S)
-    sender.send(7, named_weights(Tied()))
-    sender.close()
-    eventually(lambda: coordinator.offered() == 7)
-    assert taken(receiver).version == 7
-
-
-@pytest.mark.parametrize(
-    ("coordinated", "receivers", "complaint"),
-    [
-        (False, None, "send their own receipts: it expects no coordinator"),
-        (True, 2, "there is a receiver coordinator already"),
-        (True, 3, "has 2 receivers, but coordinator expects 3"),
-    ],
-)
-def test_who_may_not_coordinate_is_told_why(
-    rig: Rig, coordinate: Any, coordinated: bool, receivers: int | None, complaint: str
-) -> None:
-    sender = rig.sender(2, coordinated=coordinated)
-    first = coordinate(sender)
-    if coordinated:
-        eventually(lambda: sender._members.all[2].channel)
-        assert complaint in problem(coordinate(sender, receivers=receivers))
-        assert first.offered() is None
-    else:
-        assert complaint in problem(first)
-
-
-def test_a_coordinator_that_never_comes_is_named(rig: Rig) -> None:
-    sender = rig.sender(1, coordinated=True, join_timeout_s=1.0)
-    receiver = rig.receiver(sender)
-    assert "engine coordinator did not connect to 127.0.0.1:" in problem(receiver)
-
-
-def test_a_server_that_dies_before_it_takes_an_update_is_named_to_the_coordinator(rig: Rig, coordinate: Any) -> None:
-    sender = rig.sender(2, coordinated=True, timeout_s=BOUND_S)
-    coordinator = coordinate(sender)
-    receivers = [rig.receiver(sender, index) for index in range(2)]
-    sender.send(0, named_weights(Tied()))
-    eventually(lambda: coordinator.offered() == 0)
-    coordinator.poll()
-    cut(receivers[1]._channel)
-    expected = r"engine number 1 \(engine-1\) is gone: its process exited unexpectedly"
-    with pytest.raises(WeightUpdateError, match=expected):
-        sender.send(1, named_weights(Tied()))
-    assert "engine number 1 (engine-1) is gone" in problem(coordinator)
-
-
-def test_a_server_that_stalls_while_its_answer_is_waited_for_is_named(rig: Rig, coordinate: Any) -> None:
-    sender = rig.sender(2, coordinated=True, timeout_s=BOUND_S, stall_s=1.0)
-    coordinator = coordinate(sender)
-    receivers = [rig.receiver(sender, index) for index in range(2)]
-    sender.send(0, named_weights(Tied()))
-    eventually(lambda: coordinator.offered() == 0)
-    receivers[0]._send = lambda message: None  # type: ignore[method-assign]  # it says nothing any more
-    with pytest.raises(WeightUpdateError, match=r"engine number 0 \(engine-0\) sent nothing for 1 s"):
-        sender.send(1, named_weights(Tied()))
-
 
 # -------------------------------------------------------------------------------------------------- which backend
 
@@ -180,19 +67,18 @@ def test_receivers_say_which_gpu_they_have(
     rig: Rig, last: Gpu | None, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """And one that has none, or another NCCL, is enough for gloo, which the sender says."""
-    gpus = iter([A, B, last])
-    monkeypatch.setattr("pipelinerl.weights.broadcast.sender.gpu_of", lambda device: next(gpus))
-    monkeypatch.setattr("pipelinerl.weights.broadcast.receiver.gpu_of", lambda device: next(gpus))
-    sender = rig.sender(2)
-    receivers = [rig.receiver(sender, 0)]
-    eventually(lambda: sender._members.receivers[0].channel)
+    gpus = {"sender": [A], "receiver": [B, last]}
+    for side, found in gpus.items():
+        monkeypatch.setattr(f"pipelinerl.weights.broadcast.{side}.gpu_of", lambda _, found=found: found.pop(0))
+    sender = rig.sender(2, timeout_s=BOUND_S)
+    first = rig.receiver(sender, 0)
+    eventually(lambda: len(gpus["receiver"]) == 1)
     sending = threading.Thread(target=sender.send, args=(0, named_weights(Tied())))
     sending.start()  # waits: where its copy has to be is not known yet
-    receivers.append(rig.receiver(sender, 1))
+    receivers = [first, rig.receiver(sender, 1)]
     assert [taken(receiver).version for receiver in receivers] == [0, 0]
     sending.join()
-    assert [member.gpu for member in sender._members.receivers] == [B, last]
-    assert sender._backend[0] == "gloo"
+    assert sender._backend == "gloo"
     assert why in caplog.text
 
 
@@ -255,11 +141,11 @@ def servers(tmp_path: Path) -> Iterator[list[HostedServer]]:
 
 
 def test_servers_receive_for_themselves_and_the_engine_only_says_when(
-    rig: Rig, coordinate: Any, servers: list[HostedServer], tmp_path: Path
+    rig: Rig, servers: list[HostedServer], tmp_path: Path
 ) -> None:
     weights = {version: named_weights(byte_model(version)) for version in range(3)}
-    sender = rig.sender(2, coordinated=True, timeout_s=BOUND_S)
-    coordinator = coordinate(sender)
+    sender = rig.sender(2, engines=1, timeout_s=BOUND_S)
+    coordinator = rig.coordinator(sender)
     sampling = SamplingParams(max_tokens=80, seed=1)
     wanted = [GenerationRequest(id=f"r{i}", prompt_ids=(5, 6, i), sampling=sampling) for i in range(8)]
 

@@ -70,9 +70,7 @@ def test_the_first_weights_of_a_session_end_all_requests_and_are_named_after_it(
 def test_joining_says_where_and_what_went_wrong() -> None:
     vllm = FakeVllm(init_weight_transfer_engine=[busy("weights refused: no group in 9 s")])
     switch = WeightSwitch(vllm)
-    group = ProcessGroupRequest(
-        host="10.0.0.5", port=7, key="secret", index=1, receivers=2, timeout_s=9.0, name="http://vllm"
-    )
+    group = ProcessGroupRequest(host="10.0.0.5", port=7, key="secret", index=1, timeout_s=9.0, name="http://vllm")
     with pytest.raises(WeightUpdateError, match=r"http://vllm did not join the trainer's broadcast: .*no group in 9 s"):
         asyncio.run(switch.join_broadcast(group))
     asyncio.run(switch.join_broadcast(group))

@@ -1,0 +1,64 @@
+"""An engine's end of every transfer of weights: it takes what the trainer offers, and sends receipts, through the hub."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from pipelinerl.hub import wire
+from pipelinerl.interfaces import Messages, WeightUpdate
+from pipelinerl.types import UpdateReceipt
+
+
+class Receiver:
+    """A `WeightReceiver` whose updates have no tensors: those of an engine that consists of servers, which have them.
+
+    `taken`: an update that was not acknowledged yet.
+    """
+
+    def __init__(self, hub: Messages) -> None:
+        self.taken: wire.Offer | None = None
+        self._hub, self._asked, self._seen = hub, False, 0
+        self._offer: wire.Offer | None = None
+        hub.handle(wire.Offer, self._on_offer)
+
+    def offered(self) -> int | None:
+        """The version of the newest update if it was not taken yet, or None. Costs some microseconds.
+
+        The first call asks for weights: from then on the trainer waits for this engine, which may replace one that died.
+        """
+        if not self._asked:
+            self._asked = True
+            self._hub.send(wire.Answer(wire.ASKS))
+        self._hub.take()
+        return self._offer.version if self._offer else None
+
+    def poll(self) -> WeightUpdate | None:
+        """The newest update if it was not taken yet, or None.
+
+        The tensors are views of the transport's memory: do not write to them. They do not change until the update is
+        acknowledged. Raises WeightUpdateError if they do not have the sender's checksum.
+        """
+        if self.offered() is None or (offer := self._offer) is None:
+            return None
+        self.taken, self._offer = offer, None
+        return WeightUpdate(offer.version, offer.checksum, self._tensors(offer), offer.device_checksum)
+
+    def acknowledge(self, receipt: UpdateReceipt) -> None:
+        """Send the receipt for the update that was taken last. Raises ValueError if no update is waiting for one."""
+        if self.taken is None:
+            raise ValueError(f"no weight update is waiting for a receipt (version {receipt.version})")
+        self._hub.send(wire.Answer(self.taken.number, receipt))
+        self.taken = None
+
+    def close(self) -> None:
+        """Release the memory; views returned by `poll` stay valid."""
+
+    def _tensors(self, offer: wire.Offer) -> Mapping[str, Tensor]:  # noqa: ARG002 - others verify by it
+        """The tensors of an update that is taken."""
+        return {}
+
+    def _on_offer(self, offer: wire.Offer) -> None:
+        if offer.number > self._seen:  # one that asked while it was offered gets it twice
+            self._offer, self._seen = offer, offer.number
