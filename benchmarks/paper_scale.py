@@ -28,7 +28,7 @@ from matplotlib.figure import Figure
 
 from benchmarks import common
 from pipelinerl.experiments.planner.inputs import LengthDistribution
-from pipelinerl.experiments.planner.paper import FLASH_S, TAU, case_study, compare, h100
+from pipelinerl.experiments.planner.paper import TAU, case_study, compare, h100
 from pipelinerl.experiments.planner.simulation.run import Prediction, simulate
 from pipelinerl.experiments.planner.simulation.scenario import Costs, DrawnWorkload, Scenario
 from pipelinerl.report.curves import png_of
@@ -36,6 +36,8 @@ from pipelinerl.rounds import ConventionalSchedule
 from pipelinerl.schedule import PipelineSchedule
 
 N = 128
+FLASH_S = 2 * 7.6e9 / 989.4e12
+"""Seconds of a flash: 2 FLOPs for each parameter of Qwen2.5-7B, over an H100's peak (dense BF16, from its data sheet)."""
 CURVE = h100()
 
 CASE_BATCH, CASE_LONGEST = 128, 8192

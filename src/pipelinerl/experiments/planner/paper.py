@@ -20,12 +20,6 @@ from pipelinerl.report import new_table, rendered
 ACCELERATORS = BATCH = 128
 LONGEST = 8192
 MAX_LAG = 133
-PARAMETERS = 7.6e9
-"""Qwen2.5-7B."""
-PEAK_FLOPS = 989.4e12
-"""An H100's, dense BF16, from NVIDIA's data sheet."""
-FLASH_S = 2 * PARAMETERS / PEAK_FLOPS
-"""Seconds of a flash: 2 FLOPs for each parameter."""
 TAU = 128 / 26.02
 """The case study trains 26.02 tokens per flash on 128 accelerators."""
 STEP_FLASHES = 451.8

@@ -70,9 +70,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     rollouts_in_progress: int
     step_end_s: list[float]
     step_wait_s: list[float]
-    step_lag_mean: list[float | None]
     step_lag_max: list[int | None]
-    step_queued: list[int]
 
 
 def _by_position(lag: LagStatistics) -> list[PositionLag]:
@@ -183,9 +181,7 @@ class _Run:
             rollouts_in_progress=self._outstanding.rollouts - trainer.queued - trainer.in_step,
             step_end_s=steps.end_s,
             step_wait_s=steps.wait_s,
-            step_lag_mean=trainer.lag.step_mean,
             step_lag_max=trainer.lag.step_max,
-            step_queued=steps.queued,
         )
 
     # ---- events

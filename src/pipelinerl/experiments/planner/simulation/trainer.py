@@ -51,7 +51,6 @@ class LagStatistics:
     """Histogram of lag over all added tokens, mean lag by position in the completion, and lag by optimizer step."""
 
     def __init__(self) -> None:
-        self.step_mean: list[float | None] = []
         self.step_max: list[int | None] = []
         self._tokens_by_lag = np.zeros(1, dtype=np.int64)
         # Differences between consecutive positions: of the number of tokens there, and of the sum of their lags.
@@ -61,12 +60,10 @@ class LagStatistics:
     def add(self, rollouts: Sequence[SimulatedRollout], version: int) -> None:
         """Add rollouts that weights `version` are trained on."""
         if not rollouts:
-            self.step_mean.append(None)
             self.step_max.append(None)
             return
         spans = spans_of(rollouts)
         lag_S, tokens_S = version - spans.version_S, spans.end_S - spans.start_S
-        self.step_mean.append(float(np.average(lag_S, weights=tokens_S)))
         self.step_max.append(int(lag_S.max()))
         self._tokens_by_lag = _added(self._tokens_by_lag, lag_S, tokens_S)
         ones_S = np.ones_like(lag_S)
@@ -102,7 +99,6 @@ class Steps:
 
     end_s: list[float] = field(default_factory=list)
     wait_s: list[float] = field(default_factory=list)
-    queued: list[int] = field(default_factory=list)
     sampled_tokens: list[int] = field(default_factory=list)
 
 
@@ -232,7 +228,6 @@ class SimulatedTrainer:
         self._counted_busy_s = self.busy_s
         self.steps.end_s.append(now_s)
         self.steps.wait_s.append(max(0.0, wait_s))
-        self.steps.queued.append(len(self._queue))
         self.steps.sampled_tokens.append(sum(rollout.length for rollout in self._batch))
 
     def _count_dropped(self, rollouts: int, reason: str) -> None:
