@@ -147,9 +147,7 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
             raise ClientDisconnect
         return task.result()
     finally:
-        task.add_done_callback(
-            lambda ended: ended.cancelled() or ended.exception()
-        )  # else asyncio logs it as never retrieved
+        task.add_done_callback(retrieve)
         task.cancel()
         gone.cancel()
 

@@ -55,10 +55,6 @@ class Prompts:
         self._tokenizer = tokenizer
         self._max_length = max_length
 
-    async def of_text(self, text: str, *, special: bool = True) -> tuple[int, ...]:
-        """Encode a text, by default with the special tokens that the model expects around it. Raises RequestError."""
-        return await self._encode(text, special=special)
-
     async def of_chat(
         self,
         messages: Sequence[ChatMessage],
@@ -72,9 +68,10 @@ class Prompts:
             raise RequestError("messages: there are none")
         plain = [plain_message(message) for message in messages]
         self._check_size(sum(len(message["content"]) for message in plain))
-        return await self._encode(render(self._tokenizer, plain, tools, options), special=False)
+        return await self.of_text(render(self._tokenizer, plain, tools, options), special=False)
 
-    async def _encode(self, text: str, *, special: bool) -> tuple[int, ...]:
+    async def of_text(self, text: str, *, special: bool = True) -> tuple[int, ...]:
+        """Encode a text, by default with the special tokens that the model expects before it. Raises RequestError."""
         self._check_size(len(text))
         if len(text) > _LONG_TEXT:
             return await asyncio.to_thread(encode_text, self._tokenizer, text, special=special)
