@@ -29,7 +29,7 @@ from typing import Any, Self
 
 import msgspec
 
-from pipelinerl.errors import RequestError, UserError, WeightUpdateError
+from pipelinerl.errors import BroadcastEndedError, RequestError, UserError, WeightUpdateError
 from pipelinerl.interfaces import CANCELLED_KEPT, WeightUpdate
 from pipelinerl.serving.client.adapter import (
     Bounds,
@@ -264,6 +264,8 @@ class RemoteEngine:
     def _servers_changed(self) -> None:
         if (error := self._pool.unavailable()) is not None:
             self._fail(error)
+        if self._joined and (gone := next((one for one in self._pool.replicas if one.gone), None)):
+            self._fail(BroadcastEndedError(f"engine server {gone.url} is gone, and all receive weights: {gone.last_error}"))
         self._place()
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

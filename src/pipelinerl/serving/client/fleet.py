@@ -316,12 +316,11 @@ class ReplicaPool:
 
     async def _bring_up_to_date(self, replica: Replica) -> None:
         """Send the last update to a server that does not hold it: it was restarted, or unreachable during the update."""
-        if self.last_update is None or replica.holds(self.last_update.version) or self._update_lock.locked():
-            return
-        if self.last_update.path is None:
+        last = self.last_update
+        if last is None or last.path is None or replica.holds(last.version) or self._update_lock.locked():
             return
         async with self._update_lock:
-            answer = await self._send(replica, self.last_update, self._bounds.update_s)
+            answer = await self._send(replica, last, self._bounds.update_s)
             if isinstance(answer, str):
                 raise WeightUpdateError(answer)
 

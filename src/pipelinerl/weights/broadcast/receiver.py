@@ -114,9 +114,10 @@ class BroadcastReceiver:
             while True:
                 self._receive(group, form, number)
                 number += 1
-        except BroadcastEndedError as error:
+        except (BroadcastEndedError, distributed.DistError) as error:
             self._leave()
-            self.problem = error
+            own = isinstance(error, BroadcastEndedError)
+            self.problem = BroadcastEndedError(str(error) if own else f"{self._where} is gone")
         except PipelineRLError as error:
             self._fail(error)
         except Exception as error:
@@ -178,10 +179,7 @@ class BroadcastReceiver:
         if (found := checksum(self._tensors)) != digest:
             raise WeightUpdateError(f"weights of version {version} arrived damaged: checksum {found}, sent {digest}")
         self._staged = WeightUpdate(version, digest, self._tensors, incoming.device_checksum)
-        try:
-            self._store.set(staged_key(number, self._index), "")
-        except RuntimeError as error:
-            raise BroadcastEndedError(f"{self._where} is gone") from error
+        self._store.set(staged_key(number, self._index), "")
 
     def _wait_for(self, number: int, kind: Any, bound: timedelta = _ANY_TIME) -> Any:
         """The sender's message before update `number`. Raises BroadcastEndedError if a side ends, WeightUpdateError."""

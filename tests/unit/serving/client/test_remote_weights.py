@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pipelinerl.errors import WeightUpdateError
+from pipelinerl.errors import BroadcastEndedError, WeightUpdateError
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models.state import checksum
 from pipelinerl.models.tensor_file import write_safetensors
@@ -219,6 +219,17 @@ async def test_servers_that_joined_a_broadcast_are_told_only_which_weights_to_ta
         assert a.updates == b.updates == [WeightUpdateRequest(version=1, checksum="c0ffee")]
         assert engine.progress().pauses_s == (1.0,)
     assert list(tmp_path.iterdir()) == []
+
+
+@in_event_loop
+async def test_the_loss_of_a_server_that_receives_a_broadcast_ends_the_engine(tmp_path: Path) -> None:
+    a, b = FakeServer("http://a"), FakeServer("http://b")
+    async with engine_over(a, b, weight_dirs=[tmp_path]) as engine:
+        await engine.join_broadcast("10.0.0.5", 7, "secret")
+        b.refuse()
+        await wait_until(lambda: engine._error is not None)
+        with pytest.raises(BroadcastEndedError, match="engine server http://b is gone, and all receive weights"):
+            await engine.advance()
 
 
 @in_event_loop
