@@ -25,6 +25,7 @@ def prove(connected: socket.socket, key: str, *, dialled: bool, bound_s: float) 
     another key.
     """
     connected.setblocking(True)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     _bound(connected, bound_s)
     connection = Connection(connected.detach())
     _prove(connection, key, dialled=dialled)

@@ -41,9 +41,7 @@ class Listener:
 
     def _prove(self, connected: socket.socket) -> None:
         with suppress(OSError, EOFError, ProtocolError):  # somebody else
-            proven = prove(connected, self._key, dialled=False, bound_s=PROOF_S)
-            proven.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._admit(proven)
+            self._admit(prove(connected, self._key, dialled=False, bound_s=PROOF_S))
 
 
 def dial(address: tuple[str, int], key: str, role: str, machine: str) -> HubClient:
@@ -54,7 +52,6 @@ def dial(address: tuple[str, int], key: str, role: str, machine: str) -> HubClie
     except (OSError, EOFError, ProtocolError) as error:
         where = f"{address[0]}:{address[1]}"
         raise StageDiedError(f"the {role} process has no connection with the launcher at {where}: {error}") from error
-    proven.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     client = HubClient(proven)
     client.send(wire.Hello(role, machine))
     return client
