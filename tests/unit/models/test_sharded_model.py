@@ -20,7 +20,7 @@ from pipelinerl.errors import ModelLoadError, UnsupportedModelError
 from pipelinerl.models.loading import load_model
 from pipelinerl.models.sharded import distribute, empty_model, fill, reshard, shard, units
 from pipelinerl.models.state import compute_dtype, first_names, named_weights
-from pipelinerl.weights.sending import layout_of
+from pipelinerl.weights.layout import layout_of
 
 RANK, RANKS = 1, 3
 CPU = torch.device("cpu")
@@ -155,4 +155,4 @@ def test_sharded_tensors_have_no_address_to_compare(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="is sharded: gather it first"):
         first_names(weights)
     with pytest.raises(TypeError, match="is sharded: gather it first"):
-        layout_of(weights, None)
+        layout_of(weights)
