@@ -17,6 +17,8 @@ from benchmarks.common import Record
 def section(path: Path) -> str:
     """The table of one result under its name, with its machine."""
     result = json.loads(path.read_text())
+    if "settings" not in result:  # it has no table
+        return ""
     machine, settings = result["machine"], result["settings"]
     repetitions = settings.get("repetitions", "?")
     tunables = f"{machine['glibc_tunables']}; " if machine.get("glibc_tunables") else ""
