@@ -57,8 +57,10 @@ class PackedLinear:
         self._copy: Tensor | None = None
 
     @torch.no_grad()
-    def pack(self) -> None:
+    def pack(self) -> int:
+        """Returns the number of elements."""
         self._copy = torch.ops.mkldnn._reorder_linear_weight(self._weight, _PACK_FOR_ROWS)
+        return self._weight.numel()
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if self._copy is None:

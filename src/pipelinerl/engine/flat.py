@@ -25,8 +25,8 @@ CONVERSIONS = (_ATEN.to.dtype, _ATEN.to.device, _ATEN.to.dtype_layout, _ATEN.typ
 _TO_THE_END = 2**62
 _TOKENS, _KEPT = 13, 11
 """Sizes to export with. Both become symbolic, so they must not coincide with a size in a real model."""
-PACKING_STEPS = 16
-"""Forwards among which the packing of weights is divided after an update, so that no token waits for all of it."""
+PACKED_AT_ONCE = 1 << 23
+"""Elements of weights that a forward packs before it runs, after an update: no token waits for the packing of all."""
 PACK_FROM = 1 << 16
 """Weights of linear layers with at least this many elements are packed: smaller ones gain nothing (call overhead)."""
 
@@ -66,8 +66,9 @@ class FlatForward:
         self._unpacked = [copied for copied in self._copies if hasattr(copied, "pack")]
 
     def __call__(self, ids_1T: Tensor, positions_1T: Tensor, keep_P: Tensor, batch: AttentionSite) -> Tensor:
-        for _ in range(min(len(self._unpacked), max(1, len(self._copies) // PACKING_STEPS))):
-            self._unpacked.pop().pack()
+        room = PACKED_AT_ONCE if self._unpacked else 0
+        while room > 0 and self._unpacked:
+            room -= self._unpacked.pop().pack()
         if self.compiled is not None and ids_1T.shape[1] == len(keep_P) > 1:
             # Copies, because it would be compiled once more for parts of tensors, and for those of inference mode.
             return self.compiled(*self._inputs, ids_1T.clone(), positions_1T.clone(), keep_P.clone(), batch)[0]
