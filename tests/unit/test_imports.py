@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ PROCESSES = {
         " config.help launch.dry_run launch.trial launch.tryout launch.resume launch.hosts.agent "
         "launch.hosts.ray launch.hosts.placement launch.stages.broadcast launch.stages.generation "
         "launch.stages.training models.hub "
-        "launch.away launch.hosts.head redis_connection status.mirror report experiments torch",
+        "hub.network stream.redis report experiments torch",
     ),
     "launcher, before a run": (
         "launch.checks environments.tasks.gcd",
@@ -40,8 +41,8 @@ PROCESSES = {
     ),
     "generation": (
         "launch.hosts.worker launch.stages.generation weights.shared engine",
-        "actor.admission_redis checkpoint engine.cache_runner environments.chat environments.options models.lora "
-        "models.own_forward models.packed preprocess redis_connection serving status.mirror trainer "
+        "checkpoint engine.cache_runner environments.chat environments.options models.lora "
+        "models.own_forward models.packed preprocess serving stream.redis trainer "
         "weights.broadcast launch.stages.broadcast launch.stages.servers launch.stages.training models.hub "
         f"launch.stages.preprocessing weights.sending {LAUNCHER}",
     ),
@@ -87,6 +88,7 @@ def test_a_process_imports_nothing_that_it_has_no_use_for(process: str) -> None:
     assert {f"pipelinerl.{entry}" for entry in entries} <= found
     for name in useless:
         module = name if name == "torch" else f"pipelinerl.{name}"
+        assert find_spec(module), f"there is no {module} any more"
         assert not [one for one in found if one == module or one.startswith(f"{module}.")], f"{process} imports {module}"
 
 

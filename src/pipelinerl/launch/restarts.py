@@ -1,14 +1,13 @@
 """What follows a death: the process is started again on its machine while the others continue, or else the whole session.
 
-    death ─▶ what is left of it is killed ─▶ its work is taken back ─▶ a pause ─▶ it is started again ─▶ it is ready
+    death ─▶ what is left of it is killed ─▶ its work is counted ─▶ a pause ─▶ it is started again ─▶ it is ready
 
 A process that is killed can't write any more, so nothing of it arrives after its replacement has started. What it had begun
 is returned before that, by the hub:
 
 generation     The groups that it had in progress are counted as lost and start again under their index, in any generation
-               process. A group that is recorded but not in the stream is written to it. The trainer does not wait for the
-               engine until the new process asks for weights; it gets the newest.
-preprocessing  A group that is in both streams is removed from the first.
+               process. The trainer does not wait for the engine until the new process asks for weights; it gets the newest.
+preprocessing  The groups that it had read and not passed on are read again.
 server         Its clients send its requests to other servers, and the newest weights to the new process. That has the same
                address.
 
@@ -71,7 +70,6 @@ class History:
 
     reports      how it ended each time, since it last worked for long
     restarts     how often it was started again
-    lost         attempts of groups that were taken back
     away_s       how long it was away each time, from its death until a new process worked
     died_s       when it was first known to be dead, of the deaths since it last worked
     due_s        when it will be started again; None if it was
@@ -83,7 +81,6 @@ class History:
 
     reports: list[str] = field(default_factory=list)
     restarts: int = 0
-    lost: int = 0
     away_s: list[float] = field(default_factory=list)
     died_s: float = 0.0
     due_s: float | None = None
@@ -115,9 +112,9 @@ class Healing:
         return [role for role, history in self._histories.items() if role in roles and history.ready_s is None]
 
     def heal(self, dead: Sequence[Worker], now: float) -> None:
-        """Take back the work of processes that died, and plan their restarts.
+        """Count the work of processes that died, and plan their restarts.
 
-        Raises StageDiedError if they died too often or their work can't be taken back, and the errors of streams.
+        Raises CrashLoopError if they died too often, and what `Host.bury` raises.
         """
         self.changed_s = now
         for worker in dead:
@@ -129,7 +126,7 @@ class Healing:
             history.reports.append(str(worker.failure()))
             history.ready_s = None
             self._host.bury(worker)
-        self._take_back(dead)
+        self._count_work(dead)
         self._publish()
         most = self._session.config.launch.restarts
         looping = [worker.role for worker in dead if len(self._histories[worker.role].reports) > most]
@@ -219,8 +216,8 @@ class Healing:
 
     # ---- the work of the dead
 
-    def _take_back(self, dead: Sequence[Worker]) -> None:
-        """Take back what the processes had begun, and add what they had done to the totals of ended processes."""
+    def _count_work(self, dead: Sequence[Worker]) -> None:
+        """Add what the processes had done, and what is lost, to the totals of ended processes."""
         config, statuses = self._session.config, last_statuses(self._host.board)
         roles = generation_roles(config)
         processes = {roles.index(worker.role): worker for worker in dead if worker.role in roles}
@@ -238,8 +235,7 @@ class Healing:
         history, (engine_stage, actor_stage) = self._histories[worker.role], stages_of(self._session.config, worker.role)
         actor = _progress(statuses.get(actor_stage), worker.pid, ActorProgress)
         engine = _progress(statuses.get(engine_stage), worker.pid, EngineProgress)
-        history.lost = part.lost
-        started = part.attempts + history.lost
+        started = part.attempts + part.lost
         dropped = Counter(history.actor.rollouts_dropped) + Counter(actor.rollouts_dropped)
         dropped.pop(LOST, 0)
         dropped.pop(STREAM_DROP, 0)
@@ -247,7 +243,7 @@ class Healing:
         dropped[STREAM_DROP] = part.replaced
         history.actor = msgspec.structs.replace(
             actor_total({"before": _ended(history.actor), "now": _ended(actor)}) or actor,
-            groups_started=part.groups + history.lost // self._session.config.actor.group_size,
+            groups_started=part.groups + part.lost // self._session.config.actor.group_size,
             rollouts_started=started,
             rollouts_handed_over=part.rollouts - part.replaced,
             rollouts_dropped=+dropped,

@@ -16,8 +16,7 @@ import msgspec
 
 from pipelinerl._version import __version__
 from pipelinerl.channel import listen
-from pipelinerl.child import KILL_TIMEOUT_S
-from pipelinerl.launch.hosts.host import LocalWorker, remove_weights_of
+from pipelinerl.launch.hosts.host import LocalWorker, end_with_children
 from pipelinerl.launch.memory import this_machine
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.session import Channels, Here, PeakMemory, read_session
@@ -109,10 +108,7 @@ class Agent:
 
     def bury(self) -> None:
         """Kill what the process, which has died, has started."""
-        worker = self._started
-        worker.kill()
-        worker.wait(KILL_TIMEOUT_S)
-        remove_weights_of(worker.pid)
+        end_with_children(self._started)
 
     def close(self) -> None:
         """Kill what still runs."""

@@ -75,6 +75,13 @@ class Worker(Protocol):
         """Wait until it has ended, for at most `timeout_s`. Returns whether it has."""
 
 
+def end_with_children(worker: Worker) -> None:
+    """Kill the process and what it has started, wait for its end, and remove the weight files that it may have left."""
+    worker.kill()
+    worker.wait(KILL_TIMEOUT_S)
+    remove_weights_of(worker.pid)
+
+
 class Host(Protocol):
     """A context: processes may be started inside, and have ended at its end."""
 
@@ -267,9 +274,7 @@ class LocalHost(HubHost):
             return LocalWorker(self._session, role, here, channels=channels, **options)
 
     def bury(self, worker: Worker) -> None:
-        worker.kill()
-        worker.wait(KILL_TIMEOUT_S)
-        remove_weights_of(worker.pid)
+        end_with_children(worker)
         self.settle([worker])
 
     def failure(self) -> PipelineRLError | None:

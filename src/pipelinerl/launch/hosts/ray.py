@@ -72,9 +72,6 @@ class RayAgent(Agent):
         super().__init__()
         self.gpus = [str(gpu) for gpu in ray.get_gpu_ids()]
 
-    def authenticated(self) -> bool:
-        return _authenticated()
-
 
 @contextmanager
 def connected(config: LaunchConfig) -> Iterator[Cluster]:
