@@ -11,7 +11,7 @@ The schedule counts steps, not seconds, and runs on one thread, so the same libr
 same kind of machine reproduce the weights.
 
 `--recurrent` makes a hybrid of the same size instead (Qwen3.5: a layer with a recurrent state, then one with attention), for
-`docs/kv_study.md`.
+`docs/on_policyness.md`.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ def test_a_run_file_trains(name: str, here: Path) -> None:
 
 
 def test_every_example_is_run_and_has_its_place_in_the_table() -> None:
-    page = (ROOT / "docs/examples.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/README.md").read_text(encoding="utf-8")
     listed = set(re.findall(r"\(\.\./examples/([\w.]+)\)", page))
     files = {path.name for path in (ROOT / "examples").iterdir() if path.is_file() and path.name != "run.schema.json"}
     assert listed == files

@@ -206,7 +206,7 @@ def adapted(found: UserFunction, spec: str, signature: Signature = "") -> UserFu
         if wrong := refusal(taken, spec, "", {}):
             raise EnvironmentSetupError(
                 f"{wrong}. It takes ({', '.join(names)}), a reward takes (completion, example). For one of TRL or verl "
-                f"write trl:{spec} or verl:{spec} (docs/rewards.md)"
+                f"write trl:{spec} or verl:{spec} (docs/write_a_task.md)"
             )
         return found
     arguments, read = (_for_trl, _first) if signature == "trl" else (_for_verl, _score)

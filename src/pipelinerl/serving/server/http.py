@@ -215,7 +215,7 @@ def application(routes: Sequence[Route]) -> Starlette:
 
 def _answer_not_found(request: Request, error: HTTPException) -> Response:
     allowed = (error.headers or {}).get("Allow")
-    why = f"takes only {allowed}" if allowed else "this server has no such path; docs/server.md lists those that it has"
+    why = f"takes only {allowed}" if allowed else "this server has no such path; docs/engines.md lists those that it has"
     return error_answer(RefusedError("not_found", f"{request.method} {request.url.path}: {why}"))
 
 
