@@ -1,4 +1,4 @@
-"""How each family of causal language models of transformers is trained and run, as the table in docs/models.md.
+"""How each family of causal language models of transformers is trained and run, as the table in benchmarks/results/families.md.
 
     python -m benchmarks.models [FAMILY ...] [--write]
 
@@ -28,8 +28,7 @@ from pipelinerl.models.packed import PackedRow, training_forward
 from pipelinerl.types import GenerationRequest, SamplingParams, Segment
 
 VOCABULARY = 97
-DOCS = Path(__file__).parents[1] / "docs" / "models.md"
-BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
+TABLE = Path(__file__).parent / "results" / "families.md"
 
 PACKED = """
 afmoe apertus arcee aria_text axk1 bert bert-generation bitnet cohere cohere2 cohere2_moe cohere_compass_text cwm dbrx
@@ -284,7 +283,7 @@ def line(family: str, found: Found) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("families", nargs="*", default=f"{PACKED} {OTHERS}".split())
-    parser.add_argument("--write", action="store_true", help="replace these families' lines in docs/models.md")
+    parser.add_argument("--write", action="store_true", help="replace these families' lines in benchmarks/results/families.md")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     transformers.utils.logging.set_verbosity(transformers.utils.logging.CRITICAL)
@@ -299,13 +298,12 @@ def main() -> None:
             lines[family] = f"| {family} | not measured: {reason} | | | | |"
         print(lines[family], flush=True)
     if arguments.write:
-        before, _, rest = DOCS.read_text().partition(BEGIN)
-        table, _, after = rest.partition(END)
-        earlier = {row.split()[1]: row for row in table.splitlines() if row.startswith("| ") and not row.startswith(head[0])}
+        rows = (row for row in TABLE.read_text().splitlines() if row.startswith("| ") and not row.startswith(head[0]))
+        earlier = {row.split()[1]: row for row in rows}
         used = f"transformers {transformers.__version__}, torch {torch.__version__}"
         versions = f"({used}; `python -m benchmarks.models --write`)"
-        rows = [row for _, row in sorted((earlier | lines).items())]
-        DOCS.write_text(f"{before}{BEGIN}\n{versions}\n\n" + "\n".join([*head, *rows]) + f"\n{END}{after}")
+        table = [*head, *(row for _, row in sorted((earlier | lines).items()))]
+        TABLE.write_text(f"# Families of models\n\n{versions}\n\n" + "\n".join(table) + "\n")
 
 
 if __name__ == "__main__":

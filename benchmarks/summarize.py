@@ -1,6 +1,6 @@
-"""Print the tables of all results as Markdown, for docs/benchmarks.md: what was aimed at, then each measurement.
+"""Print the tables of all results as Markdown: what was aimed at, then each measurement.
 
-python -m benchmarks.summarize > tables.md
+python -m benchmarks.summarize > benchmarks/results/tables.md
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def section(path: Path) -> str:
         f"{machine['transformers']}; {repetitions} repetitions, medians; {tunables}load average "
         f"{machine['load_average'][0]} at the start, {result['ended']['load_average'][0]} at the end."
     )
-    return f"### {result['name']}\n\n{common.markdown(result['table'])}\n\n{where}\n"
+    return f"## {result['name']}\n\n{common.markdown(result['table'])}\n\n{where}\n"
 
 
 class Goal(NamedTuple):
@@ -82,7 +82,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=common.RESULTS)
     options = parser.parse_args()
-    print(f"### Goals\n\n{common.markdown(goals(options.results))}\n")
+    print(f"# Results\n\n## Goals\n\n{common.markdown(goals(options.results))}\n")
     print("\n".join(section(path) for path in sorted(options.results.glob("*.json"))))
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import transformers
-from benchmarks.models import BEGIN, DOCS, END, OTHERS, PACKED, make_model, measure
+from benchmarks.models import OTHERS, PACKED, TABLE, make_model, measure
 
 from pipelinerl.engine import LocalEngine
 from pipelinerl.launch.memory import kv_bytes
@@ -45,7 +45,7 @@ BOTH_WAYS = {"diffllama", "hrm_text"}
 def test_every_causal_language_model_of_transformers_is_in_the_table() -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    table = DOCS.read_text().partition(BEGIN)[2].partition(END)[0]
+    table = TABLE.read_text()
     if f"transformers {transformers.__version__}," not in table:
         pytest.skip("the table is of another version of transformers")
     listed = f"{PACKED} {OTHERS}".split()
