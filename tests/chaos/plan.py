@@ -13,7 +13,7 @@ from typing import Literal, get_args
 import msgspec
 
 from pipelinerl.config.schema import RunConfig
-from pipelinerl.launch.roles import generation_roles, server_roles, worker_roles
+from pipelinerl.resources.roles import generation_roles, server_roles, worker_roles
 
 Kind = Literal["kill", "stop", "slow", "disk", "memory", "cut", "silence", "delay", "weights", "environment"]
 KINDS: tuple[Kind, ...] = get_args(Kind)

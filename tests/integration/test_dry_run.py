@@ -13,15 +13,11 @@ import pytest
 
 import pipelinerl
 from pipelinerl.cli import main
-from pipelinerl.config.load import load_config
 from pipelinerl.environments.maths.judge import Judge, Verdict
 from pipelinerl.errors import EnvironmentSetupError, UserError
-from pipelinerl.launch import memory as memory_check
 from pipelinerl.launch import trial
 from pipelinerl.launch.checks import check_before_the_start
 from pipelinerl.launch.dry_run import dry_run
-from pipelinerl.launch.machine import Memory
-from pipelinerl.launch.memory import check_memory
 from pipelinerl.launch.trial import TryoutReport
 from pipelinerl.launch.trial import try_environment as in_a_process
 from pipelinerl.launch.tryout import try_environment
@@ -389,39 +385,6 @@ def test_prompts_that_do_not_fit_are_counted(folder: Path, capsys: Capture) -> N
     assert 0 < int(found[1]) < 16
     assert main(["train", "--dry-run", *flags(folder / "r", **settings, engine__max_length=40)]) == 0
     assert "do not fit" not in capsys.readouterr().out
-
-
-@pytest.mark.slow
-@pytest.mark.exhaustive
-def test_memory_is_that_of_the_prompts_there_are(folder: Path, capsys: Capture) -> None:
-    settings = function() | {"actor__max_tokens": 16, "trainer__batch_size": 8, "launch__kind": "processes"}
-    (folder / "run.yaml").write_text("")
-    arguments = ["train", "--dry-run", str(folder / "run.yaml"), *flags(folder / "r", **settings)]
-    assert main(arguments) == 0
-    dry = _activations(capsys.readouterr().out)
-    start = _activations("\n".join(check_memory(load_config(folder / "run.yaml", arguments[3:])).report()))
-    assert dry < start / 4
-
-
-@pytest.mark.usefixtures("in_this_process")
-def test_a_run_that_may_not_fit_is_judged_by_its_prompts_before_it_starts(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = small_run(folder / "r", **function() | {"actor__max_tokens": 16, "trainer__batch_size": 8})
-    unknown, known = check_memory(config).prediction, check_memory(config, 7).prediction
-    assert unknown is not None
-    assert known is not None
-    between = (unknown.bytes_on("cpu") + known.bytes_on("cpu")) // 2
-    monkeypatch.setattr(memory_check, "host_memory", lambda: Memory(between, None))
-    assert check_memory(config).warnings
-    warnings = check_before_the_start(config).warnings
-    assert all(warning.startswith("wrong answers") for warning in warnings), "and the reward is the same for all answers"
-
-
-def _activations(report: str) -> float:
-    """The most that the trainer keeps for its backward, in MB."""
-    line = next(line for line in report.splitlines() if "activations" in line and "generation" not in line)
-    return float(line.split(" to ")[1].split()[0])
 
 
 @pytest.mark.slow

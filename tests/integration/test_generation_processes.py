@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.launch.memory import BETWEEN
 from pipelinerl.report.series import read_timeline
+from pipelinerl.resources.memory import BETWEEN
 from tests.integration.runs import (
     assert_gone_on,
     assert_whole,

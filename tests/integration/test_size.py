@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import pipelinerl
-from pipelinerl.launch.memory import BETWEEN
+from pipelinerl.resources.memory import BETWEEN
 
 MOST_LINES = {"actor": 8700, "trainer": 8900}
 MOST_LINES_OF_THE_LAUNCHER = 9800

@@ -9,8 +9,8 @@ import transformers
 from benchmarks.models import OTHERS, PACKED, TABLE, make_model, measure
 
 from pipelinerl.engine import LocalEngine
-from pipelinerl.launch.memory import kv_bytes
 from pipelinerl.models.shape import read_shape
+from pipelinerl.resources.memory import kv_bytes
 
 REFUSED = {
     "blt": "fails on the probe",

@@ -16,7 +16,7 @@ from pipelinerl.cli.main import MODULES
 from pipelinerl.cli.parser import Commands
 
 LAUNCHER = (
-    "config.load config.keys config.checks config.yaml_text launch.run launch.run_lock launch.checks launch.memory "
+    "config.load config.keys config.checks config.yaml_text launch.run launch.run_lock launch.checks resources.memory "
     "launch.summary launch.hosts.processes launch.hosts.host status.view report cli experiments"
 )
 
@@ -25,7 +25,7 @@ PROCESSES = {
         "cli.train launch.run",
         "actor.actor actor.rollouts channel engine environments.chat preprocess serving trainer weights "
         " config.help launch.dry_run launch.trial launch.tryout launch.resume launch.hosts.agent "
-        "launch.hosts.ray launch.hosts.placement launch.stages.broadcast launch.stages.generation "
+        "launch.hosts.ray resources.placement launch.stages.broadcast launch.stages.generation "
         "launch.stages.training models.hub "
         "hub.network stream.redis report experiments torch",
     ),

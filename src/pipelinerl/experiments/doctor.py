@@ -17,9 +17,9 @@ from rich.text import Text
 
 from pipelinerl import extras
 from pipelinerl.experiments.machine import load_average, processor
-from pipelinerl.launch.machine import host_memory
-from pipelinerl.launch.share import usable_cores
 from pipelinerl.report import count, new_table, rendered
+from pipelinerl.resources.machine import host_memory
+from pipelinerl.resources.share import usable_cores
 
 Level = Literal["ok", "note", "WRONG"]
 WRONG: Level = "WRONG"

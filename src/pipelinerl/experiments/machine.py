@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from pipelinerl.launch.share import usable_cores
+from pipelinerl.resources.share import usable_cores
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):

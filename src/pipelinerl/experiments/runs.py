@@ -30,7 +30,6 @@ from pipelinerl.files import JsonLines
 from pipelinerl.interfaces import Board
 from pipelinerl.launch.hosts.host import LocalWorker
 from pipelinerl.launch.interrupts import counted_interrupts
-from pipelinerl.launch.roles import rank_roles
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.run_lock import RunLock
 from pipelinerl.launch.session import Channels, Here, Session
@@ -38,6 +37,7 @@ from pipelinerl.launch.stages.training import lead_ranks
 from pipelinerl.launch.summary import FINISHED
 from pipelinerl.metrics.reading import read_json_lines
 from pipelinerl.report import write_json, writing_to
+from pipelinerl.resources.roles import rank_roles
 
 if TYPE_CHECKING:
     from pipelinerl.trainer.sharding.ranks import Team

@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from pipelinerl.config.schema import EnvironmentConfig, RunConfig
-from pipelinerl.errors import EnvironmentSetupError, UserError
-from pipelinerl.launch.machine import usable_gpus
-from pipelinerl.launch.memory import Judgement, check_memory
-from pipelinerl.launch.share import engines_here
+from pipelinerl.errors import UserError
+from pipelinerl.resources.machine import usable_gpus
+from pipelinerl.resources.memory import Judgement, check_memory
+from pipelinerl.resources.share import engines_here
 
 
 def settled(config: RunConfig) -> tuple[RunConfig, list[str]]:
     """`config` with what it leaves open chosen for this machine's GPUs, if there are any; and what to say of that."""
     if not (gpus := usable_gpus()):
         return config, []
-    from pipelinerl.launch.gpus import with_gpus  # noqa: PLC0415 - not without a GPU
+    from pipelinerl.resources.gpus import with_gpus  # noqa: PLC0415 - not without a GPU
 
     return with_gpus(config, gpus)
 
@@ -29,23 +29,15 @@ def check_before_the_start(config: RunConfig) -> Judgement:
     """The checks of a run before its processes start. Raises UserError for what would end the run.
 
     User code is tried in a process of its own, before any model is loaded: reward functions with answers, a class is built.
-    If the run may not fit into memory, it is judged again with the environment's actual prompt lengths: the first prediction
-    assumes that a prompt may be as long as a slot. If a class can't be tried for that, the first judgement stands.
     """
     memory = check_without_running(config)
     functions = config.environment.kind in ("function", "tools")
-    if not (functions or memory.warnings or _has_user_code(config)):
+    if not (functions or _has_user_code(config)):
         return memory
     from pipelinerl.launch.trial import try_environment  # noqa: PLC0415 - not every run needs it
 
-    try:
-        report = try_environment(config, attempts=functions or bool(memory.warnings))
-    except EnvironmentSetupError:
-        if functions or not memory.warnings:
-            raise
-        return memory
-    judged = check_memory(config, report.longest_prompt) if memory.warnings else memory
-    return judged._replace(warnings=(*judged.warnings, *report.warnings))
+    report = try_environment(config, attempts=functions)
+    return memory._replace(warnings=(*memory.warnings, *report.warnings))
 
 
 def check_without_running(config: RunConfig) -> Judgement:

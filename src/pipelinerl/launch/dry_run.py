@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.launch.checks import check_without_running, settled
-from pipelinerl.launch.memory import check_memory, on_gpus
 from pipelinerl.launch.trial import TryoutReport, try_environment
+from pipelinerl.resources.memory import on_gpus
 
 SHOWN_CHARACTERS = 80
 
@@ -16,17 +16,15 @@ def dry_run(config: RunConfig) -> list[str]:
     Raises the error that the run would end with: UserError for settings, models and environments that can't be used.
     """
     config, chosen = settled(config)
-    check_without_running(config)
-    placement = _placement(config)
-    report = try_environment(config)
-    return [*chosen, *placement, *check_memory(config, report.longest_prompt).report(), *_report_lines(report, config)]
+    memory, placement = check_without_running(config), _placement(config)
+    return [*chosen, *placement, *memory.report(), *_report_lines(try_environment(config), config)]
 
 
 def _placement(config: RunConfig) -> list[str]:
     """Where the processes of a run on several machines, or on GPUs of this one, would be started."""
     if config.launch.kind == "embedded" or (config.launch.kind == "processes" and not on_gpus(config)):
         return []
-    from pipelinerl.launch.hosts.placement import place_here, placement_lines  # noqa: PLC0415 - few runs need it
+    from pipelinerl.resources.placement import place_here, placement_lines  # noqa: PLC0415 - few runs need it
 
     if config.launch.kind == "processes":
         places, here = place_here(config)

@@ -31,7 +31,6 @@ from pipelinerl.config.secrets import without_secrets
 from pipelinerl.errors import INVALID_DATA, StopRun
 from pipelinerl.files import write_atomically
 from pipelinerl.launch.interrupts import counted_interrupts
-from pipelinerl.launch.roles import LOG_FORMAT
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.session import Here, yield_to_the_trainer
 from pipelinerl.metrics.records import StepRecord
@@ -39,6 +38,7 @@ from pipelinerl.metrics.sinks import Record
 from pipelinerl.metrics.tail import Place, Records, samples
 from pipelinerl.metrics.trackers import Row, Tracked, Tracker, open_tracker
 from pipelinerl.parent_pipe import take_stdin, when_closed
+from pipelinerl.resources.roles import LOG_FORMAT
 
 EVERY_S = 0.5
 LONGEST_PAUSE_S = 60.0

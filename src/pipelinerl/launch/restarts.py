@@ -36,7 +36,6 @@ from pipelinerl.errors import CrashLoopError, PipelineRLError, RunDirectoryError
 from pipelinerl.files import write_atomically
 from pipelinerl.hub.admission import Part
 from pipelinerl.launch.hosts.host import Host, Worker, named
-from pipelinerl.launch.roles import generation_roles, server_roles, stages_of
 from pipelinerl.launch.run_lock import RunLock
 from pipelinerl.launch.session import Session, StartPlan
 from pipelinerl.launch.stages.servers import ReadyFile
@@ -45,6 +44,7 @@ from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.reading import read_lines, read_records
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.totals import ENDED_ACTORS, ENDED_ENGINES, actor_total, engine_total
+from pipelinerl.resources.roles import generation_roles, server_roles, stages_of
 from pipelinerl.status.board import last_statuses
 from pipelinerl.status.reporter import starting
 from pipelinerl.status.screen import View

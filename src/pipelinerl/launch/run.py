@@ -36,8 +36,8 @@ from pipelinerl.status.view import make_view, output_that_never_fails
 
 if TYPE_CHECKING:
     from pipelinerl.launch.hosts.ray import Cluster
-    from pipelinerl.launch.memory import Judgement
     from pipelinerl.launch.restarts import Losses
+    from pipelinerl.resources.memory import Judgement
 
 
 OF_DATA = ("changed: seed ", "changed: environment.", "changed: evaluation.sets", "changed: the content of ")
@@ -209,8 +209,8 @@ def _run_stages(session: Session, cluster: Cluster | None, view: View, lock: Run
 
         return run_embedded(session, view, lock)
     if cluster is not None:
-        from pipelinerl.launch.hosts.placement import placement_lines  # noqa: PLC0415 - only for several machines
         from pipelinerl.launch.hosts.ray import RayHost, placement_of  # noqa: PLC0415 - needs the extra `ray`
+        from pipelinerl.resources.placement import placement_lines  # noqa: PLC0415 - only for several machines
 
         places = placement_of(session.config, cluster)
         for line in placement_lines(places, cluster.machines):

@@ -25,15 +25,15 @@ from pipelinerl.errors import PipelineRLError, RankLostError, StageDiedError, St
 from pipelinerl.launch.hosts import host as host_module
 from pipelinerl.launch.hosts.host import LocalHost
 from pipelinerl.launch.hosts.processes import Processes
-from pipelinerl.launch.roles import rank_roles, server_roles, worker_roles, worker_stages
 from pipelinerl.launch.run import write_session
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.session import Here, KeptGroup, Session, StartPlan, read_session
-from pipelinerl.launch.share import Threads, plan_threads, process_environment, shares_of, trainer_goes_first
 from pipelinerl.launch.stages import broadcast
 from pipelinerl.launch.stages.generation import make_engine
 from pipelinerl.launch.stages.servers import _api_key, run_server
 from pipelinerl.launch.streams import open_stream
+from pipelinerl.resources.roles import rank_roles, server_roles, worker_roles, worker_stages
+from pipelinerl.resources.share import Threads, plan_threads, process_environment, shares_of, trainer_goes_first
 from pipelinerl.schedule import make_schedule
 from pipelinerl.serving.client.adapter import EngineUnavailableError
 from pipelinerl.stream.files import FileStream

@@ -13,11 +13,11 @@ from pipelinerl import __version__
 from pipelinerl.config.load import load_config
 from pipelinerl.errors import UserError
 from pipelinerl.launch.hosts.agent import Agent, Ended
-from pipelinerl.launch.machine import Memory
-from pipelinerl.launch.memory import HOST, Part, Prediction, Process, judge_machine
 from pipelinerl.launch.run import write_session
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.session import Here, Session, StartPlan
+from pipelinerl.resources.machine import Memory
+from pipelinerl.resources.memory import HOST, Part, Prediction, Process, judge
 from pipelinerl.schedule import make_schedule
 
 RAY = ["--launch.kind=ray", "--weights.kind=collective"]
@@ -63,9 +63,8 @@ def test_an_agent_tells_how_its_process_ended(tmp_path: Path) -> None:
 
 
 def test_memory_is_judged_by_machine() -> None:
-    config = load_config(None, [*RAY, "--trainer.device=cuda", "--trainer.ranks=2"])
     roles = ("training", "training-rank-1", "generation")
-    on_gpu, on_host = Part("weights", 6, 6, "cuda:0"), Part("weights", 4, 4)
+    on_gpu, on_host = Part("weights", 6, "cuda:0"), Part("weights", 4)
     prediction = Prediction(tuple(Process(role, (on_gpu, on_host)) for role in roles))
     asked: list[str] = []
 
@@ -74,8 +73,8 @@ def test_memory_is_judged_by_machine() -> None:
         return Memory(8, None)
 
     both = {"training": (0,), "training-rank-1": (1,)}
-    judged = judge_machine(config, prediction, both, machine)
+    judged = judge(prediction.on(both), machine)
     assert asked == [HOST, "cuda:0", "cuda:1"], "each process has a GPU of its own"
     assert judged.predicted_bytes == dict.fromkeys(both, 10)
     with pytest.raises(UserError, match="needs at least"):
-        judge_machine(config, prediction, both | {"generation": (0,)}, machine)
+        judge(prediction.on(both | {"generation": (0,)}), machine)

@@ -29,8 +29,8 @@ from pipelinerl.errors import (
 )
 from pipelinerl.experiments.compare.request import Request
 from pipelinerl.launch.interrupts import counted_interrupts
-from pipelinerl.launch.share import process_environment
 from pipelinerl.models.loading import load_tokenizer
+from pipelinerl.resources.share import process_environment
 
 HELD_OUT_FILE = "held_out.json"
 POLL_S = 0.1

@@ -11,7 +11,7 @@ from pipelinerl.config.load import validate
 from pipelinerl.config.schema import EvaluationConfig, RunConfig, ScheduleConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.experiments.statistics import powers_of_two
-from pipelinerl.launch.share import plan_threads
+from pipelinerl.resources.share import plan_threads
 from pipelinerl.schedule import make_schedule
 
 MARGIN = 0.02

@@ -49,7 +49,7 @@ from pipelinerl.experiments.planner.measure_generation import (
     prompt_tokens_mean,
     update_pause_s,
 )
-from pipelinerl.launch.share import plan_threads, process_environment, side_by_side, trainer_goes_first, usable_cores
+from pipelinerl.resources.share import plan_threads, process_environment, side_by_side, trainer_goes_first, usable_cores
 from pipelinerl.schedule import make_schedule
 from pipelinerl.types import Group
 

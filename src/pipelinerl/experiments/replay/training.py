@@ -31,12 +31,12 @@ from pipelinerl.launch.hosts.embedded import torch_threads
 from pipelinerl.launch.run import write_session
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.session import Session, StartPlan
-from pipelinerl.launch.share import PREPROCESSING_THREADS
 from pipelinerl.launch.stages.preprocessing import make_preprocessor
 from pipelinerl.launch.stages.training import Policy, TrainingLogs, build_trainer, load_policy
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.sinks import JsonlSink, Record, Sink
 from pipelinerl.models.state import checksum, digests_of
+from pipelinerl.resources.share import PREPROCESSING_THREADS
 from pipelinerl.schedule import make_schedule
 from pipelinerl.status.board import MemoryBoard
 from pipelinerl.trainer import Trainer

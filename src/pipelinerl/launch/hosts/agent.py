@@ -17,9 +17,9 @@ import msgspec
 from pipelinerl._version import __version__
 from pipelinerl.channel import listen
 from pipelinerl.launch.hosts.host import LocalWorker, end_with_children
-from pipelinerl.launch.memory import this_machine
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.session import Channels, Here, PeakMemory, read_session
+from pipelinerl.resources.memory import this_machine
 
 POLL_S = 0.02
 

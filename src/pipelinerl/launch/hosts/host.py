@@ -25,11 +25,11 @@ from pipelinerl.files import shared_memory
 from pipelinerl.hub.admission import Part
 from pipelinerl.hub.server import HubServer, WorkerKind
 from pipelinerl.interfaces import Board
-from pipelinerl.launch.memory import on_gpus
-from pipelinerl.launch.roles import PREPROCESSING, TRAINING, generation_roles, server_roles, worker_roles
 from pipelinerl.launch.session import Channels, Here, PeakMemory, Session, WorkerReport
-from pipelinerl.launch.share import process_environment, shares_of, usable_cores
 from pipelinerl.launch.streams import make_hub
+from pipelinerl.resources.memory import on_gpus
+from pipelinerl.resources.roles import PREPROCESSING, TRAINING, generation_roles, server_roles, worker_roles
+from pipelinerl.resources.share import process_environment, shares_of, usable_cores
 from pipelinerl.status.board import MemoryBoard
 
 
@@ -245,7 +245,7 @@ class LocalHost(HubHost):
         self.placement: Sequence[str] = ()
         self._gpus: Mapping[str, str] = {}
         if on_gpus(session.config):
-            from pipelinerl.launch.hosts.placement import place_here, placement_lines, visible_gpus  # noqa: PLC0415
+            from pipelinerl.resources.placement import place_here, placement_lines, visible_gpus  # noqa: PLC0415
 
             places, machine = place_here(session.config)
             self.placement = placement_lines(places, [machine])

@@ -27,13 +27,13 @@ from pipelinerl.files import write_atomically
 from pipelinerl.hub.network import Listener
 from pipelinerl.launch.hosts.agent import Agent, Ended
 from pipelinerl.launch.hosts.host import HubHost, worker_kind
-from pipelinerl.launch.hosts.placement import Machine, Place, place, roles_of, shares_on
-from pipelinerl.launch.machine import Memory
-from pipelinerl.launch.memory import check_memory, judge_machine
-from pipelinerl.launch.roles import TRAINING, rank_roles
 from pipelinerl.launch.run_directory import ORPHAN_PATIENCE_S
 from pipelinerl.launch.session import Here, PeakMemory, Session
-from pipelinerl.launch.share import Share
+from pipelinerl.resources.machine import Memory
+from pipelinerl.resources.memory import check_memory, judge
+from pipelinerl.resources.placement import Machine, Place, place, roles_of, shares_on
+from pipelinerl.resources.roles import TRAINING, rank_roles
+from pipelinerl.resources.share import Share
 
 require("ray", "launch.kind ray")  # before the import, which fails without
 import ray  # noqa: E402
@@ -363,7 +363,7 @@ class RayHost(HubHost):
             return None if found is None else Memory(*found)
 
         try:
-            judged = judge_machine(config, prediction, gpus, machine)
+            judged = judge(prediction.on(gpus), machine)
         except UserError as error:
             raise UserError(f"{handles[0].name}: {error}") from error
         for line in judged.lines:

@@ -26,12 +26,12 @@ from pipelinerl.errors import StalledError, UserError
 from pipelinerl.extras import require
 from pipelinerl.files import write_atomically
 from pipelinerl.interfaces import WeightReceiver
-from pipelinerl.launch.roles import server_roles
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.session import Session, StartPlan, yield_to_the_trainer
 from pipelinerl.launch.stages.engines import EngineHandle
 from pipelinerl.models.contract import Contract
 from pipelinerl.ports import free_port
+from pipelinerl.resources.roles import server_roles
 
 if TYPE_CHECKING:
     from pipelinerl.serving.client.adapter import EngineServer
@@ -124,9 +124,9 @@ def _become_vllm(session: Session, role: str, parent_pipe: int) -> None:
 
 
 def _vllm_settings(session: Session) -> VllmSettings:
-    from pipelinerl.launch.memory import share_for_vllm  # noqa: PLC0415 - as above
     from pipelinerl.models.folder import resolve_path  # noqa: PLC0415 - with torch
     from pipelinerl.models.loading import load_config, slot_length  # noqa: PLC0415 - as above
+    from pipelinerl.resources.memory import share_for_vllm  # noqa: PLC0415 - as above
     from pipelinerl.serving.vllm.server_info import kv_cache_bytes  # noqa: PLC0415 - as above
     from pipelinerl.serving.vllm.start import VllmSettings  # noqa: PLC0415 - as above
 

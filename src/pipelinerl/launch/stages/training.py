@@ -20,7 +20,6 @@ from pipelinerl.config.schema import RunConfig
 from pipelinerl.files import Lines, OpenLines, open_lines
 from pipelinerl.hub.client import HubClient
 from pipelinerl.interfaces import Board, StreamReader, WeightSender
-from pipelinerl.launch.roles import rank_roles
 from pipelinerl.launch.session import Session
 from pipelinerl.launch.stages.preprocessing import prepared_groups, scores_in_the_step
 from pipelinerl.launch.stages.recording import session_recorder
@@ -30,6 +29,7 @@ from pipelinerl.models.loading import load_model, load_tokenizer
 from pipelinerl.models.lora import LoraModel, refuse_adapter
 from pipelinerl.parent_pipe import stop_on_sigterm
 from pipelinerl.preprocess.packing import pack
+from pipelinerl.resources.roles import rank_roles
 from pipelinerl.status.reporter import generation_stages, starting
 from pipelinerl.trainer import CheckpointPlan, Learner, SampleQueue, Trainer, TrainerOutput, TrainerState
 from pipelinerl.types import TRAINER, Prepared

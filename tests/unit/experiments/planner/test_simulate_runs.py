@@ -22,9 +22,9 @@ from pipelinerl.experiments.planner.simulation.scenario import (
     speeds_on,
 )
 from pipelinerl.files import JsonLines
-from pipelinerl.launch.share import Threads
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.records import StepRecord
+from pipelinerl.resources.share import Threads
 from tests.unit.experiments.parts import CALIBRATION, group, invoke, turn, write_rollouts
 
 SETTINGS = ["--engine.slots", "8", "--actor.group_size", "2", "--trainer.batch_size", "8", "--trainer.steps", "5"]

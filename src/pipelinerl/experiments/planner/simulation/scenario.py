@@ -17,13 +17,13 @@ from pipelinerl.errors import RunDirectoryError
 from pipelinerl.experiments.planner.calibration import Calibration
 from pipelinerl.experiments.planner.inputs import LengthDistribution
 from pipelinerl.interfaces import Schedule
-from pipelinerl.launch.share import Threads, side_by_side, trainer_goes_first
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.reading import read_records
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.sinks import EVALUATIONS_FILE, METRICS_FILE
 from pipelinerl.preprocess.advantages import advantages
 from pipelinerl.report.series import RecordedGroup, RecordedRollout, read_groups, read_summary
+from pipelinerl.resources.share import Threads, side_by_side, trainer_goes_first
 from pipelinerl.schedule import make_schedule, stream_capacity
 
 

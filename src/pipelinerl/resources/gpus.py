@@ -16,10 +16,10 @@ from pipelinerl.config.keys import spell
 from pipelinerl.config.load import config_of_values
 from pipelinerl.config.schema import PACKAGED_MODELS, RunConfig, Section
 from pipelinerl.errors import ConfigError, UserError
-from pipelinerl.launch.hosts.placement import Machine, place, roles_of
-from pipelinerl.launch.machine import device_memory
-from pipelinerl.launch.memory import predict, shape_of
 from pipelinerl.models.shape import ModelShape
+from pipelinerl.resources.machine import device_memory
+from pipelinerl.resources.memory import predict, shape_of
+from pipelinerl.resources.placement import Machine, place, roles_of
 from pipelinerl.types import MAX_RECEIVERS
 
 FILLED = 0.9

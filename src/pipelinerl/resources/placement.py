@@ -15,9 +15,9 @@ from pipelinerl.config.checks import vllm_workers
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import UserError
 from pipelinerl.interfaces import Schedule
-from pipelinerl.launch.machine import usable_gpus
-from pipelinerl.launch.roles import PREPROCESSING, TRAINING, generation_roles, rank_roles, server_roles
-from pipelinerl.launch.share import PREPROCESSING_THREADS, Share, shares_of, usable_cores
+from pipelinerl.resources.machine import usable_gpus
+from pipelinerl.resources.roles import PREPROCESSING, TRAINING, generation_roles, rank_roles, server_roles
+from pipelinerl.resources.share import PREPROCESSING_THREADS, Share, shares_of, usable_cores
 
 
 class Machine(NamedTuple):

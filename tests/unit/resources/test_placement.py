@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from pipelinerl.config.load import load_config
 from pipelinerl.errors import UserError
 from pipelinerl.launch.hosts import host as host_module
-from pipelinerl.launch.hosts import placement
-from pipelinerl.launch.hosts.placement import (
+from pipelinerl.launch.run_directory import RunDirectory
+from pipelinerl.launch.session import Session, StartPlan
+from pipelinerl.resources import placement
+from pipelinerl.resources.placement import (
     Machine,
     Place,
     Role,
@@ -26,9 +28,7 @@ from pipelinerl.launch.hosts.placement import (
     shares_on,
     visible_gpus,
 )
-from pipelinerl.launch.run_directory import RunDirectory
-from pipelinerl.launch.session import Session, StartPlan
-from pipelinerl.launch.share import Share
+from pipelinerl.resources.share import Share
 from pipelinerl.schedule import make_schedule
 
 RAY = ["--launch.kind=ray", "--weights.kind=collective"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from subprocess import run
@@ -12,16 +14,20 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
-from pipelinerl.config.keys import run_keys
-from pipelinerl.config.load import load_config, with_flags
-from pipelinerl.config.schema import RunConfig
+from pipelinerl.config.load import load_config
 from pipelinerl.engine import LocalEngine, flat
 from pipelinerl.engine.runner import ModelRunner
 from pipelinerl.errors import ModelLoadError, UserError
-from pipelinerl.launch import memory
-from pipelinerl.launch.machine import Memory, device_memory, host_memory, usable_gpus
-from pipelinerl.launch.memory import (
+from pipelinerl.models import transfers
+from pipelinerl.models.folder import resolve_path
+from pipelinerl.models.packed import PackedRow, sampled_logits, use_packed_attention
+from pipelinerl.models.shape import ModelShape, read_shape
+from pipelinerl.models.state import named_weights
+from pipelinerl.resources import memory
+from pipelinerl.resources.machine import Memory, device_memory, host_memory, usable_gpus
+from pipelinerl.resources.memory import (
     BETWEEN,
+    Part,
     Prediction,
     activation_bytes,
     check_memory,
@@ -31,11 +37,6 @@ from pipelinerl.launch.memory import (
     predict,
     share_for_vllm,
 )
-from pipelinerl.models import transfers
-from pipelinerl.models.folder import resolve_path
-from pipelinerl.models.packed import PackedRow, sampled_logits, use_packed_attention
-from pipelinerl.models.shape import ModelShape, read_shape
-from pipelinerl.models.state import named_weights
 from pipelinerl.trainer import logprobs
 from pipelinerl.trainer.optimizer import Optimizer
 from pipelinerl.types import Segment
@@ -80,9 +81,16 @@ def elements(model: Any) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
+def _sums(parts: Sequence[Part]) -> dict[str, int]:
+    uses: Counter[str] = Counter()
+    for part in parts:
+        uses[part.name] += part.size
+    return uses
+
+
 def predicted(*flags: str, shape: ModelShape = BILLION) -> dict[str, dict[str, int]]:
     prediction = predict(load_config(None, flags), shape)
-    return {process.role: {part.name: part.most for part in process.parts} for process in prediction.processes}
+    return {process.role: _sums(process.parts) for process in prediction.processes}
 
 
 # ------------------------------------------------------------------------------------------------ sizes of models
@@ -291,8 +299,9 @@ def test_a_vllm_server_takes_what_its_slots_need_on_each_of_its_gpus() -> None:
     flags = [*VLLM, "--engine.device=cuda:1", "--engine.vllm_args=[--tensor-parallel-size=2]"]
     parallel = predict(load_config(None, flags), BILLION)
     for prediction, gpus in ((parallel, ("cuda:1", "cuda:2")), (parallel.on({"server-0": (5, 3)}), ("cuda:5", "cuda:3"))):
-        halves = [part for process in prediction.processes for part in process.parts if part.name == "vLLM"]
-        assert [(part.device, part.most, part.least) for part in halves] == [(gpu, needed // 2, 10**9) for gpu in gpus]
+        for gpu in gpus:
+            halves = [part for part in prediction.parts_on(gpu) if part.name == "vLLM"]
+            assert (sum(part.size for part in halves), halves[0].size) == (needed // 2, 10**9)
 
 
 @pytest.mark.parametrize(
@@ -325,7 +334,7 @@ def test_vllm_leaves_a_gpu_to_the_rest_of_the_run(
         return
     trainer = next(process for process in predict(config, BILLION).processes if process.role == "training")
     shared = ":" in config.engine.device and ":" in config.trainer.device
-    others = trainer.bytes_on("cuda:0") * shared + sharers * (update + memory.CUDA_CONTEXT)
+    others = Prediction((trainer,)).bytes_on("cuda:0") * shared + sharers * (update + memory.CUDA_CONTEXT)
     assert share == pytest.approx(min(0.92, (1 - others / 80e9) / sharers))
     assert share_for_vllm(config, lambda _: None) is None
 
@@ -335,7 +344,7 @@ def test_vllm_has_room_for_its_weights_beside_a_trainer_that_may_need_all(monkey
     config = load_config(None, SHARED)
     assert share_for_vllm(config, lambda _: Memory(20 * 10**9, None)) == pytest.approx(0.1)
     with pytest.raises(UserError, match=r"the run needs at least .* of memory on cuda:0, and there are 20\.0 GB .*vLLM"):
-        judge(config, predict(config, BILLION), lambda _: Memory(20 * 10**9, None))
+        judge(predict(config, BILLION), lambda _: Memory(20 * 10**9, None))
 
 
 def test_what_is_on_a_gpu_is_not_in_the_machines_memory() -> None:
@@ -472,16 +481,6 @@ def test_what_each_process_needs_is_compared_with_its_own_gpu(monkeypatch: pytes
         check_memory(load_config(None, ["--engine.device=cuda", "--trainer.device=cuda", "--engine.processes=2"]))
 
 
-def test_what_to_change_is_found_for_processes_on_their_own_gpus() -> None:
-    config = load_config(None, ["--engine.device=cuda", "--engine.processes=2", "--trainer.micro_batch_tokens=64"])
-    gpus = {"generation-0": (0,), "generation-1": (1,), "training": ()}
-    prediction = predict(config, BILLION).on(gpus)
-    slots = prediction.bytes_on("cuda:1") - 10**8
-    judged = judge(config, prediction, lambda device: Memory(10**12 if device == "cpu" else slots, None))
-    assert "it fits with --engine.slots 64" in judged.warnings[0]
-    assert prediction.bytes_on("cuda:0") == prediction.bytes_on("cuda:1")
-
-
 def test_ranks_fit_where_one_process_does_not() -> None:
     def machine(device: str) -> Memory:
         return Memory((100 if device == "cpu" else 14) * 10**9, None)
@@ -489,8 +488,8 @@ def test_ranks_fit_where_one_process_does_not() -> None:
     settings = ["--trainer.device=cuda", "--trainer.batch_size=8", "--trainer.micro_batch_tokens=256"]
     alone, sharded = (load_config(None, [*settings, f"--trainer.ranks={ranks}"]) for ranks in (1, 4))
     with pytest.raises(UserError, match=r"raise trainer\.ranks to use more GPUs"):
-        judge(alone, predict(alone, BILLION), machine)
-    judge(sharded, predict(sharded, BILLION), machine)
+        judge(predict(alone, BILLION), machine)
+    judge(predict(sharded, BILLION), machine)
 
 
 # ------------------------------------------------------------------------------------------------ judging
@@ -499,7 +498,7 @@ def test_ranks_fit_where_one_process_does_not() -> None:
 def judged(total: float, available: float | None = None, *flags: str) -> Any:
     config = load_config(None, flags)
     free = None if available is None else int(available * 1e9)
-    return judge(config, predict(config, BILLION), lambda _: Memory(int(total * 1e9), free))
+    return judge(predict(config, BILLION), lambda _: Memory(int(total * 1e9), free))
 
 
 def sums(*flags: str) -> tuple[float, float]:
@@ -527,52 +526,21 @@ def test_only_what_can_not_fit_is_refused() -> None:
     assert f"up to {most:.1f} GB of {most + 1:.1f} GB" in judged(most + 1).line
 
 
-SMALL = replace(BILLION, layers=30, hidden=576, feed_forward=1536, parameters=135_000_000)
-
-
-@pytest.mark.parametrize("shape", [BILLION, SMALL])
-@pytest.mark.parametrize("free", [0.95, 0.8, 0.6])
-@pytest.mark.parametrize("longest_prompt", [None, 300])
-def test_with_the_flags_of_the_warning_the_run_fits(shape: ModelShape, free: float, longest_prompt: int | None) -> None:
-    config = RunConfig()
-    prediction = predict(config, shape, longest_prompt)
-    size = int(free * prediction.bytes_on("cpu"))
-    for there in (Memory(size, None), Memory(4 * size, size)):
-        try:
-            (warning,) = judge(config, prediction, lambda _, there=there: there).warnings
-        except UserError as error:
-            warning = str(error)
-        flags = warning.partition("it fits with ")[2].split()
-        assert flags, warning
-        changed = with_flags(config, flags, run_keys())
-        assert judge(changed, predict(changed, shape, longest_prompt), lambda _, there=there: there).warnings == []
-        assert changed.trainer.batch_size == config.trainer.batch_size
-        if longest_prompt and changed.engine.max_length:
-            assert changed.engine.max_length >= longest_prompt + 256
-
-
-def test_flags_that_cost_least_come_first_and_what_no_flag_mends_is_advice() -> None:
-    _, most = sums()
-    assert "it fits with --trainer.micro_batch_tokens 1024" in judged(most - 0.5).warnings[0]
-    with pytest.raises(UserError, match=r"set model\.lora to {}; set model\.dtype to bfloat16; or take a smaller model"):
-        judged(2.0)
-
-
 def test_a_gpu_is_named_and_one_that_is_not_known_refuses_nothing() -> None:
     config = load_config(None, ["--trainer.device=cuda:0"])
     prediction = predict(config, BILLION)
     small = Memory(10**9, None)
     with pytest.raises(UserError, match=r"on cuda:0, and there are 1\.0 GB"):
-        judge(config, prediction, lambda device: Memory(10**12, None) if device == "cpu" else small)
-    assert "on cuda:0" in judge(config, prediction, lambda device: Memory(10**12, None) if device == "cpu" else None).line
+        judge(prediction, lambda device: Memory(10**12, None) if device == "cpu" else small)
+    assert "on cuda:0" in judge(prediction, lambda device: Memory(10**12, None) if device == "cpu" else None).line
 
 
 def test_the_demo_fits_a_small_machine_and_needs_no_torch_to_say_so() -> None:
     config = load_config(None)
     shape = read_shape(Path(resolve_path("demo")))
     assert shape is not None
-    assert judge(config, predict(config, shape), lambda _: Memory(2 * 10**9, None)).warnings == []
-    code = "import sys; from pipelinerl.launch.memory import *; from pipelinerl.config.load import load_config; "
+    assert judge(predict(config, shape), lambda _: Memory(2 * 10**9, None)).warnings == []
+    code = "import sys; from pipelinerl.resources.memory import *; from pipelinerl.config.load import load_config; "
     code += "check_memory(load_config(None)); assert not {'torch', 'transformers'} & sys.modules.keys()"
     assert run([sys.executable, "-c", code], check=False).returncode == 0
 
@@ -628,16 +596,3 @@ def test_this_machine_has_memory_and_an_unknown_gpu_has_none(tmp_path: Path) -> 
     assert here.total > 1 << 28
     assert host_memory(tmp_path).total > 1 << 28  # without /proc
     assert device_memory("cuda:999") is None
-
-
-def test_known_prompts_bound_what_a_forward_of_the_trainer_takes() -> None:
-    """8 rollouts of 40 + 16 tokens are 448; unknown prompts may fill a micro-batch of 8192."""
-    sizes = {"actor.max_tokens": 16, "trainer.batch_size": 8, "trainer.micro_batch_tokens": 8192, "engine.max_length": 2048}
-    config = load_config(None, sizes)
-
-    def most(longest_prompt: int | None) -> int:
-        training = next(it for it in predict(config, BILLION, longest_prompt).processes if it.role == "training")
-        return next(part.most for part in training.parts if part.name == "activations")
-
-    assert most(40) == activation_bytes(BILLION, 8 * (40 + 16), item_bytes=4, checkpointing=False)
-    assert most(5000) == most(None) == activation_bytes(BILLION, 8192, item_bytes=4, checkpointing=False)

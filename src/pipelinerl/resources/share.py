@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.interfaces import Schedule
-from pipelinerl.launch.roles import TRAINING, generation_roles, rank_roles, server_roles
+from pipelinerl.resources.roles import TRAINING, generation_roles, rank_roles, server_roles
 
 PREPROCESSING_THREADS = 1
 """For a preprocessing process. Without a reference model it computes almost nothing."""

@@ -15,14 +15,15 @@ from hypothesis import strategies as st
 from pipelinerl.config.load import config_from_yaml, config_of_values, config_to_yaml, load_config, validate
 from pipelinerl.config.schema import RunConfig, TrainerConfig
 from pipelinerl.errors import ConfigError
-from pipelinerl.launch import checks, gpus, run
+from pipelinerl.launch import checks, run
 from pipelinerl.launch import dry_run as dry_run_module
 from pipelinerl.launch.dry_run import dry_run
-from pipelinerl.launch.gpus import choose, keys_given, may_choose
-from pipelinerl.launch.machine import Memory
 from pipelinerl.launch.trial import TryoutReport
 from pipelinerl.models.folder import resolve_path
 from pipelinerl.models.shape import ModelShape
+from pipelinerl.resources import gpus
+from pipelinerl.resources.gpus import choose, keys_given, may_choose
+from pipelinerl.resources.machine import Memory
 
 ROOT = Path(__file__).parents[3]
 GB = 10**9
@@ -217,7 +218,7 @@ def test_which_keys_are_set_outlives_copies_and_files_of_a_configuration() -> No
 
 def with_two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "usable_gpus", lambda: 2)
-    monkeypatch.setattr("pipelinerl.launch.hosts.placement.usable_gpus", lambda: 2)
+    monkeypatch.setattr("pipelinerl.resources.placement.usable_gpus", lambda: 2)
     monkeypatch.setattr(gpus, "device_memory", lambda _: Memory(H100, None))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr("pipelinerl.models.device.require_device", lambda _: None)
