@@ -283,7 +283,7 @@ def line(family: str, found: Found) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("families", nargs="*", default=f"{PACKED} {OTHERS}".split())
-    parser.add_argument("--write", action="store_true", help="replace these families' lines in benchmarks/results/families.md")
+    parser.add_argument("--write", action="store_true", help="replace the lines of these families in the recorded table")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     transformers.utils.logging.set_verbosity(transformers.utils.logging.CRITICAL)
