@@ -1,4 +1,4 @@
-"""How each family of causal language models of transformers is trained and run, as the table in benchmarks/results/families.md.
+"""How each family of causal language models of transformers is trained and run: the table in results/families.md.
 
     python -m benchmarks.models [FAMILY ...] [--write]
 

@@ -12,7 +12,9 @@ import pytest
 from msgspec import Meta
 
 from pipelinerl.environments.options import AtLeastOne, Files, Inner, Options
+from pipelinerl.environments.questions import QuestionOptions
 from pipelinerl.environments.registry import BUILT_IN, find_class
+from pipelinerl.environments.user.function import FunctionOptions
 from pipelinerl.errors import EnvironmentSetupError
 from tests.unit.environments.env_client import one_line
 
@@ -74,11 +76,13 @@ def field_docs(options: type[Options]) -> dict[str, str]:
     return docs
 
 
-def table(kind: str, options: type[Options]) -> str:
-    """The arguments of one kind of environment, as they are listed in the documentation."""
+def table(title: str, options: type[Options], note: str = "") -> str:
+    """The arguments of one kind of environment, as they are listed in the documentation. Those of its base are listed there."""
     docs = field_docs(options)
-    rows = [f"### `{kind}`", "", "| argument | default | |", "|---|---|---|"]
-    for field in sorted(msgspec.structs.fields(options), key=lambda field: not field.required):
+    before = {field.name for field in msgspec.structs.fields(options.__bases__[0])}
+    rows = [f"### {title}", "", *([note, ""] if note else []), "| argument | default | |", "|---|---|---|"]
+    own = (field for field in msgspec.structs.fields(options) if field.name not in before)
+    for field in sorted(own, key=lambda field: not field.required):
         default = "required" if field.required else f"`{msgspec.json.encode(field.default).decode()}`"
         rows.append(f"| `{field.name}` | {default if len(default) < 30 else 'a text'} | {docs[field.name]} |")
     return "\n".join(rows) + "\n"
@@ -86,7 +90,13 @@ def table(kind: str, options: type[Options]) -> str:
 
 def tables() -> str:
     kinds = {kind: getattr(find_class(kind), "Options", None) for kind in BUILT_IN}
-    return "\n".join(table(kind, options) for kind, options in kinds.items() if options is not None)
+    before = {QuestionOptions: "The arguments of a question, and:", FunctionOptions: "The arguments of `function`, and:"}
+    question = "A question: `math`, `countdown`, `reasoning_gym`"
+    parts = [table(question, QuestionOptions, "Each kind has its own default of `system` and `text`.")]
+    for kind, options in kinds.items():
+        if options is not None:
+            parts.append(table(f"`{kind}`", options, before.get(options.__base__, "")))
+    return "\n".join(parts)
 
 
 def test_the_documentation_lists_the_arguments() -> None:
