@@ -77,7 +77,7 @@ def field_docs(options: type[Options]) -> dict[str, str]:
 
 
 def table(title: str, options: type[Options], note: str = "") -> str:
-    """The arguments of one kind of environment, as they are listed in the documentation. Those of its base are listed there."""
+    """The arguments of one kind of environment, as they are listed in the documentation, without inherited ones."""
     docs = field_docs(options)
     before = {field.name for field in msgspec.structs.fields(options.__bases__[0])}
     rows = [f"### {title}", "", *([note, ""] if note else []), "| argument | default | |", "|---|---|---|"]
