@@ -12,6 +12,7 @@ from pipelinerl import load_config
 from pipelinerl.cli import main
 from pipelinerl.launch.run import train
 from tests.integration.runs import command, flags, run, start, trained, until, wait
+from tests.unit.experiments.watch.test_watch_report import data_of
 
 SMALL = [
     *("--trainer.steps", "6", "--trainer.batch_size", "16", "--actor.group_size", "4", "--engine.slots", "16"),
@@ -33,12 +34,8 @@ def test_a_comparison_is_made_and_made_only_once(tmp_path: Path, capsys: pytest.
     assert contents["ratio_samples_per_s"]["baseline"] == "conventional:2"
     assert [one["measured"]["samples"] for one in contents["runs"]] == [96, 96]
     assert all(one["status"] == "finished" for one in contents["runs"])
-    conventional = contents["runs"][1]["series"]
-    assert set(conventional["lag_max"][0::2]) <= {0, None}  # None: all of a group earned the same, nothing to train
-    assert max(conventional["lag_by_position"]["max"]) <= 1
-    assert sum(conventional["lag_by_position"]["tokens"]) > 96
-    pictures = ("held_out", "learning", "on_policyness")
-    assert all((out / f"{name}.png").read_bytes().startswith(b"\x89PNG") for name in pictures)
+    lags = [json.loads(line)["lag_max"] for line in (out / contents["runs"][1]["run_dir"] / "metrics.jsonl").open()]
+    assert set(lags[0::2]) <= {0, None}  # None: all of a group earned the same, nothing to train
     held_out = [one["held_out"] for one in contents["runs"]]
     assert [[point["version"] for point in points] for points in held_out] == [[0, 4, 6], [0, 4, 6]]
     assert held_out[0][0] == held_out[1][0]  # the same weights, problems and random numbers
@@ -86,16 +83,15 @@ def test_a_report_of_runs(tmp_path: Path) -> None:
     run(tmp_path / "one", trainer__steps=3)
     run(tmp_path / "two", trainer__steps=4, schedule__kind="conventional", schedule__steps_per_round=2)
     assert main(["report", str(tmp_path / "one"), str(tmp_path / "two"), "--out", str(tmp_path / "page.html")]) == 0
-    page = (tmp_path / "page.html").read_text()
-    assert "<th>one</th><th>two</th>" in page
-    assert "conventional:2" in page
+    data = data_of((tmp_path / "page.html").read_text())
+    assert [data["news"][label]["now"]["schedule"] for label in ("one", "two")] == ["pipeline", "conventional:2"]
     assert main(["report", str(tmp_path / "one")]) == 0
     assert (tmp_path / "one" / "report.html").is_file()
 
 
 def test_a_report_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(tmp_path)]) == 2
-    assert capsys.readouterr().err == f"error: {tmp_path} is not a run directory: it has no config.yaml\n"
+    assert "is not a run directory: it has no config.yaml" in capsys.readouterr().err
     assert main(["report"]) == 2
     assert main(["report", str(tmp_path), "--seed", "1"]) == 2
 

@@ -26,7 +26,7 @@ from pipelinerl.config import yaml_text
 from pipelinerl.config.keys import run_keys, run_sections
 from pipelinerl.config.load import config_from_yaml, load_config, with_flags
 from pipelinerl.environments.registry import BUILT_IN, find_class
-from pipelinerl.experiments.sweep.grid import make_grid
+from pipelinerl.experiments.sweep import make_grid
 from tests.chaos.__main__ import add_to
 from tests.contract.__main__ import make_parser
 from tests.integration.runs import command, flags

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipelinerl.cli import main
-from pipelinerl.experiments.sweep.grid import make_grid
+from pipelinerl.experiments.sweep import make_grid
 from tests.integration.runs import command, start, until, wait
 
 SMALL = [

@@ -70,9 +70,9 @@ def run_compare(options: argparse.Namespace, settings: Sequence[str]) -> int:
     for line in chosen:
         say(line)
     out: Path = options.out or Path("runs") / f"compare-{time.strftime('%Y%m%d-%H%M%S')}"
-    from pipelinerl.experiments.compare.compare import compare  # noqa: PLC0415 (loads matplotlib)
+    from pipelinerl.experiments.compare.compare import compare  # noqa: PLC0415 (and others)
     from pipelinerl.experiments.compare.held_out import answer_held_out, check_held_out  # noqa: PLC0415
-    from pipelinerl.experiments.compare.request import make_request  # noqa: PLC0415
+    from pipelinerl.experiments.compare.settings import make_request  # noqa: PLC0415
     from pipelinerl.experiments.machine import this_machine  # noqa: PLC0415
     from pipelinerl.experiments.runs import train_in_child  # noqa: PLC0415
 

@@ -35,7 +35,7 @@ def add_to(commands: Commands) -> None:
     flag("run_file", nargs="?", type=Path, metavar="RUN.yaml", help="the run file (none: the default of every key)")
     flag("--schema", action="store_true", help="print the JSON schema of run files instead, for editors")
 
-    text = "Write the figures and numbers of one or more runs to a self-contained HTML page."
+    text = "Write the page of `pipelinerl watch` for one or more runs to one HTML file that works offline."
     flag = commands.add("report", text, run=run_report).add_argument
     flag("run_dirs", nargs="+", type=Path, metavar="RUN_DIR", help="a run directory")
     text = "output file (default: report.html in the first run directory)"
@@ -76,8 +76,8 @@ def run_config(options: argparse.Namespace, settings: Sequence[str]) -> int:
 
 def run_report(options: argparse.Namespace, settings: Sequence[str]) -> int:
     refuse_settings("pipelinerl report", settings)
-    from pipelinerl.report import write_file  # noqa: PLC0415 (with the others)
-    from pipelinerl.report.run_report import report_page  # noqa: PLC0415
+    from pipelinerl.experiments.watch.page import report_page  # noqa: PLC0415 (with the others)
+    from pipelinerl.report import write_file  # noqa: PLC0415
 
     run_dirs: list[Path] = options.run_dirs
     out: Path = options.out or run_dirs[0] / "report.html"

@@ -30,16 +30,15 @@ def add_to(commands: Commands) -> None:
 
 def run(options: argparse.Namespace, settings: Sequence[str]) -> int:
     """Raises PipelineRLError if a run failed, once all others have ended."""
-    from pipelinerl.experiments.sweep.grid import make_grid  # noqa: PLC0415 (with the others)
+    from pipelinerl.experiments.sweep import FAILED, RESULTS_FILE, make_grid, section, sweep  # noqa: PLC0415 (and others)
 
     grid = make_grid(options.run_file, settings, options.seeds)
     if options.dry_run:
         from pipelinerl.launch.dry_run import dry_run  # noqa: PLC0415
 
         return write("".join("\n".join([f"{one.label}:", *dry_run(one.config), "\n"]) for one in grid.settings))
-    from pipelinerl.experiments.sweep.results import FAILED, table  # noqa: PLC0415
-    from pipelinerl.experiments.sweep.sweep import RESULTS_FILE, sweep  # noqa: PLC0415
     from pipelinerl.report import count  # noqa: PLC0415
+    from pipelinerl.report.sections import in_terminal  # noqa: PLC0415
 
     out: Path = options.out or Path("runs") / f"sweep-{time.strftime('%Y%m%d-%H%M%S')}"
     say(
@@ -48,12 +47,12 @@ def run(options: argparse.Namespace, settings: Sequence[str]) -> int:
     )
     found = sweep(grid, out, say)
     best = found.settings[0]
-    lines = [table(found)]
+    lines = [in_terminal(section(found))]
     if best.reward is not None:
         values = [f"--{key}={text}" for key, text in best.setting.items()]
         run_file = [] if options.run_file is None else [str(options.run_file)]
         lines.append(f"the best: {shlex.join(['pipelinerl', 'train', *run_file, *grid.fixed, *values])}\n")
-    status = write("".join([*lines, f"{out / RESULTS_FILE}\n"]))
+    status = write("".join([*lines, f"{out / RESULTS_FILE}\n{out / 'report.html'}\n"]))
     failed = [run for setting in found.settings for run in setting.runs if run.status.startswith(FAILED)]
     if failed:
         raise PipelineRLError(

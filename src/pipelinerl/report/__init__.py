@@ -1,9 +1,10 @@
 """Reports on runs and experiments. This module writes files and tables for the terminal.
 
 series.py    the records of a run, and the measures for comparing runs
-curves.py    the figure of one run              figures.py     the figures of several runs
-html.py      HTML pages in a single file        run_report.py  HTML report of runs
+curves.py    the figure of one run
 terminal.py  the table and the sample at the end of a run
+
+The page of a report is `experiments/watch/page.py`.
 """
 
 from __future__ import annotations

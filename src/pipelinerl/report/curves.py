@@ -1,4 +1,4 @@
-"""The figure of one run, `curves.png`, and the lines, points and axes that all figures have."""
+"""The figure of one run, `curves.png`."""
 
 from __future__ import annotations
 
@@ -263,29 +263,19 @@ def draw_held_out(axes: Any, curves: Curves) -> None:
 
 def draw_environments(axes: Any, curves: Curves) -> None:
     """Training reward of each environment over optimizer steps; diamonds are held-out rewards."""
-    for number, name in enumerate(curves.by_environment):
-        draw_environment(axes, curves, name, "D", color=f"C{number}", label=name)
+    for number, (name, rewards) in enumerate(curves.by_environment.items()):
+        line(axes, curves.version, rewards, name, color=f"C{number}")
+        _draw_held_out_metric(axes, curves, name + REWARD, "D", color=f"C{number}")
     finish_axes(axes, "Reward by environment (diamonds: held out)", "optimizer step", "mean reward")
 
 
 def draw_metrics(axes: Any, curves: Curves) -> None:
     """The metrics of the rollouts, those of several reward functions among them."""
-    for number, name in enumerate(list(curves.by_metric)[:MOST_METRICS]):
-        draw_metric(axes, curves, name, "D", color=f"C{number}", label=name)
+    for number, (name, means) in enumerate(list(curves.by_metric.items())[:MOST_METRICS]):
+        line(axes, curves.version, means, name, color=f"C{number}")
+        _draw_held_out_metric(axes, curves, name, "D", color=f"C{number}")
     left = len(curves.by_metric) - MOST_METRICS
     finish_axes(axes, "Metrics of the rollouts" + (f" ({left} more: report)" if left > 0 else ""), "optimizer step", "mean")
-
-
-def draw_environment(axes: Any, curves: Curves, name: str, diamonds: str, *, label: str | None, **style: Any) -> None:
-    if name in curves.by_environment:
-        line(axes, curves.version, curves.by_environment[name], label, **style)
-    _draw_held_out_metric(axes, curves, name + REWARD, diamonds, **style)
-
-
-def draw_metric(axes: Any, curves: Curves, name: str, diamonds: str, *, label: str | None, **style: Any) -> None:
-    if name in curves.by_metric:
-        line(axes, curves.version, curves.by_metric[name], label, **style)
-    _draw_held_out_metric(axes, curves, name, diamonds, **style)
 
 
 def _draw_held_out_metric(axes: Any, curves: Curves, name: str, diamonds: str, **style: Any) -> None:

@@ -1,4 +1,4 @@
-"""The records of a run, and measures for comparing runs: rates, time to a target reward, lag by position, batch size.
+"""The records of a run, and measures for comparing runs: rates, time to a target reward, batch size.
 
 Times are seconds since `begin_s`, when all stages were ready and nothing had been generated: start-up time does not depend
 on the schedule, so it is not counted.
@@ -7,14 +7,12 @@ on the schedule, so it is not counted.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise, takewhile
 from pathlib import Path
-from statistics import fmean
 from typing import Any, NamedTuple
 
 import msgspec
-import numpy as np
 
 from pipelinerl.config.load import config_of_file, with_own_model
 from pipelinerl.config.schema import RunConfig
@@ -28,8 +26,6 @@ from pipelinerl.types import VersionSpan
 
 WINDOW = 5
 """Number of steps over which a reward is averaged before it is compared with a target or drawn."""
-MOST_POINTS = 48
-"""Maximum number of bins of positions in a plot."""
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,18 +54,6 @@ class Reached(msgspec.Struct, frozen=True):
     samples: int
 
 
-class LagByPosition(msgspec.Struct, frozen=True):
-    """Lag of the trained tokens in optimizer steps, by position in the completion; one entry for each bin of positions.
-
-    `position` is the middle of the bin, counted from 0; `tokens` is the number of tokens in the bin.
-    """
-
-    position: list[float]
-    mean: list[float]
-    max: list[int]
-    tokens: list[int]
-
-
 class BatchSize(msgspec.Struct, frozen=True):
     """Sequences in progress in all engines together, from `time_s[i]` to `time_s[i + 1]`."""
 
@@ -93,15 +77,6 @@ def begin_s(
     idle = list(takewhile(lambda record: not record.in_progress, records))
     begin = max([begin, *(record.time_s for record in idle or records[:1])])
     return min(max([begin, *(one.time_s for one in evaluations if one.when == "before")]), latest_s)
-
-
-def pooled(steps: Iterable[StepRecord]) -> dict[str, float]:
-    """Means of rollouts' metrics over several steps; all rollouts that have a metric have equal weight."""
-    found: dict[str, list[tuple[float, int]]] = {}
-    for step in steps:
-        for name, mean in step.metrics.items():
-            found.setdefault(name, []).append((mean, step.metric_counts.get(name, 1)))
-    return {name: fmean([mean for mean, _ in some], [count for _, count in some]) for name, some in found.items()}
 
 
 def measure(steps: Sequence[StepRecord], begin: float) -> Measured:
@@ -177,37 +152,6 @@ def reached_held_out(
     return None
 
 
-def lag_by_position(
-    trained: Iterable[tuple[int, Sequence[str]]], runs_of: Mapping[str, Sequence[VersionSpan]]
-) -> LagByPosition:
-    """Lag by position over all tokens that were trained on.
-
-    trained    for each optimizer step: the trained version (before the step), and the ids of the step's rollouts
-    runs_of    the versions of each rollout's sampled tokens; several turns are concatenated
-
-    A token's lag is the version being trained minus its own version. Rollouts missing from `runs_of` are left out.
-    """
-    longest = max((runs[-1].end for runs in runs_of.values() if runs), default=0)
-    total, tokens, most = (np.zeros(longest, dtype=np.int64) for _ in range(3))
-    for version, ids in trained:
-        for name in ids:
-            for run in runs_of.get(name, ()):
-                lag = version - run.version
-                where = slice(run.start, run.end)
-                total[where] += lag
-                tokens[where] += 1
-                np.maximum(most[where], lag, out=most[where])
-    length = int(np.flatnonzero(tokens)[-1]) + 1 if tokens.any() else 0
-    edges = [length * k // min(MOST_POINTS, length) for k in range(min(MOST_POINTS, length) + 1)] if length else []
-    bins = [(a, b) for a, b in pairwise(edges) if tokens[a:b].any()]
-    return LagByPosition(
-        position=[(a + b - 1) / 2 for a, b in bins],
-        mean=[float(total[a:b].sum() / tokens[a:b].sum()) for a, b in bins],
-        max=[int(most[a:b].max()) for a, b in bins],
-        tokens=[int(tokens[a:b].sum()) for a, b in bins],
-    )
-
-
 def batch_size_over_time(timeline: Iterable[TimelineRecord], begin: float) -> BatchSize:
     """Sequences in progress in all engines together, at the time of each timeline record.
 
@@ -256,7 +200,7 @@ def _per(amount: float, unit: float) -> float:
 
 
 class RunRecords(NamedTuple):
-    """The records of a run. `summary` is None if the run did not write one, `lag` if it has no rollout records."""
+    """The records of a run. `summary` is None if the run did not write one."""
 
     root: Path
     config: RunConfig
@@ -264,7 +208,6 @@ class RunRecords(NamedTuple):
     evaluations: list[EvaluationRecord]
     summary: dict[str, Any] | None
     timeline: list[TimelineRecord]
-    lag: LagByPosition | None
 
     @property
     def begin_s(self) -> float:
@@ -293,7 +236,6 @@ def read_run(run_dir: Path) -> RunRecords:
         evaluations=read_records(run_dir / EVALUATIONS_FILE, EvaluationRecord),
         summary=read_summary(run_dir),
         timeline=read_timeline(run_dir),
-        lag=_read_lag(run_dir),
     )
 
 
@@ -343,7 +285,7 @@ def name_of(config: RunConfig) -> str:
     return schedule.kind if schedule.kind == "pipeline" else f"{schedule.kind}:{schedule.steps_per_round}"
 
 
-# The fields of rollouts.jsonl and trained.jsonl that are needed; most of a line is token ids and log-probs.
+# The fields of rollouts.jsonl that are needed; most of a line is token ids and log-probs.
 class RecordedCompletion(msgspec.Struct, frozen=True):
     """`weight_versions` cover the sampled tokens exactly, so their end is the number of tokens."""
 
@@ -384,15 +326,6 @@ class RecordedGroup(msgspec.Struct, frozen=True):
     index: int = 0
 
 
-class _TrainedSample(msgspec.Struct):
-    id: str
-
-
-class _Trained(msgspec.Struct):
-    version: int
-    samples: tuple[_TrainedSample, ...]
-
-
 def read_groups(run_dir: Path) -> list[RecordedGroup]:
     """All groups that a run finished, as recorded. Raises RunDirectoryError if there are no records, or damaged ones."""
     path = run_dir / "rollouts" / "rollouts.jsonl"
@@ -400,12 +333,3 @@ def read_groups(run_dir: Path) -> list[RecordedGroup]:
         return read_lines(path, RecordedGroup)
     except FileNotFoundError as error:
         raise RunDirectoryError(f"{run_dir} is not a run directory (there is no {path})") from error
-
-
-def _read_lag(run_dir: Path) -> LagByPosition | None:
-    folder = run_dir / "rollouts"
-    if not all((folder / name).exists() for name in ("rollouts.jsonl", "trained.jsonl")):
-        return None
-    spans_of = {rollout.id: list(rollout.spans()) for group in read_groups(run_dir) for rollout in group.rollouts}
-    trained = read_lines(folder / "trained.jsonl", _Trained, lambda old, new: old.version >= new.version)
-    return lag_by_position([(step.version - 1, [sample.id for sample in step.samples]) for step in trained], spans_of)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections import defaultdict
-from itertools import pairwise
 from statistics import fmean
 
 import msgspec
@@ -14,18 +12,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipelinerl.config.schema import RunConfig, ScheduleConfig
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.timeline import TimelineRecord
 from pipelinerl.report.series import (
-    MOST_POINTS,
     WINDOW,
     BatchSize,
     Reached,
     batch_size_over_time,
     begin_s,
-    lag_by_position,
     measure,
+    name_of,
     rate_after,
     reached,
     reached_held_out,
@@ -33,7 +31,6 @@ from pipelinerl.report.series import (
     tokens_rate_after,
     windowed,
 )
-from pipelinerl.types import VersionSpan
 
 
 def step(version: int, time_s: float, reward: float | None = 0.0, **changed: float) -> StepRecord:
@@ -110,50 +107,6 @@ def test_reaching_a_target(rewards: list[float | None], target: float) -> None:
         assert (found.version, found.time_s, found.samples) == (expected, 2.0 * expected, 10 * expected)
 
 
-def random_rollouts(rng: random.Random, count: int) -> dict[str, list[VersionSpan]]:
-    """Rollouts of up to 150 tokens, with versions that rise along each."""
-    rollouts = {}
-    for number in range(count):
-        version, end, runs = rng.randrange(3), 0, []
-        for _ in range(rng.randrange(1, 4)):
-            start, end = end, end + rng.randrange(1, 51)
-            runs.append(VersionSpan(version, start, end))
-            version += rng.randrange(1, 3)
-        rollouts[f"g{number}"] = runs
-    return rollouts
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_lag_by_position_counts_every_trained_token(seed: int) -> None:
-    rng = random.Random(seed)
-    rollouts = random_rollouts(rng, 30)
-    names = sorted(rollouts)
-    trained = [(10, names[:10]), (12, [*names[10:25], "a rollout that nobody knows"])]
-    found = lag_by_position(trained, rollouts)
-
-    lags: dict[int, list[int]] = defaultdict(list)
-    for version, ids in trained:
-        for name in ids:
-            for run in rollouts.get(name, []):
-                for position in range(run.start, run.end):
-                    lags[position].append(version - run.version)
-    length = max(lags) + 1
-    count = min(MOST_POINTS, length)
-    edges = [length * k // count for k in range(count + 1)]
-    for number, (a, b) in enumerate(pairwise(edges)):
-        inside = [lag for position in range(a, b) for lag in lags[position]]
-        assert found.position[number] == (a + b - 1) / 2
-        assert found.mean[number] == pytest.approx(fmean(inside))
-        assert found.max[number] == max(inside)
-        assert found.tokens[number] == len(inside)
-    assert len(found.position) == count
-
-
-def test_lag_of_nothing() -> None:
-    assert lag_by_position([], {}).position == []
-    assert lag_by_position([(1, ["g"])], {"g": []}).position == []
-
-
 def total_at(timeline: list[TimelineRecord], time_s: float) -> int:
     """What all engines had said by then."""
     latest: dict[int, TimelineRecord] = {}
@@ -205,3 +158,8 @@ def test_the_step_that_reaches_a_held_out_reward(hundredths: list[int], every: i
     points = [(number * every, reward / 100) for number, reward in enumerate(hundredths)]
     steps = [StepRecord(version=n, time_s=5.0 + n * n, samples=n) for n in range(1, points[-1][0] + 1)]
     assert reached_held_out(points, steps, 5.0, target / 100) == slow_reached_held_out(points, steps, 5.0, target / 100)
+
+
+def test_schedules_have_the_names_that_comparisons_use() -> None:
+    assert name_of(RunConfig(schedule=ScheduleConfig(kind="conventional", steps_per_round=2))) == "conventional:2"
+    assert name_of(RunConfig()) == "pipeline"

@@ -1,6 +1,7 @@
 "use strict";
 
-// Runs are followed through server-sent events. Text of runs only ever becomes text nodes.
+// Runs are followed through server-sent events, or are all in the element `data` of a page in one file.
+// Text of runs only ever becomes text nodes.
 
 const COLOURS = 8;
 const AXES = { version: "step", minutes: "minutes", rollouts: "rollouts" };
@@ -24,6 +25,7 @@ const WHOLE = [1, 10, 100, 1e3, 1e4, 1e5, 1e6, 1e7].flatMap((unit) => [unit, 2 *
 const $ = (selector) => document.querySelector(selector);
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const colour = (i) => css(`--c${i % COLOURS}`);
+const whole = document.getElementById("data") ? JSON.parse(document.getElementById("data").textContent) : null;
 
 let chosen = [];       // labels of the runs that are shown
 let focused = null;    // the run whose stages, evaluations and rollouts are shown
@@ -32,6 +34,8 @@ let axis = "version";
 let held = false;
 let source = null;
 const runs = new Map();
+const tints = new Map();  // label -> number of a colour, for runs that share one
+const colourOf = (label) => tints.get(label) ?? chosen.indexOf(label);
 
 function el(tag, attributes = {}, ...children) {
   const made = document.createElement(tag);
@@ -51,6 +55,13 @@ function fill(parent, data, make) {  // only when `data` has changed, so that wh
   if (replacedBy.get(parent) === now) return;
   replacedBy.set(parent, now);
   parent.replaceChildren(...make());
+}
+
+function table(header, rows, strong = []) {
+  const cells = (tag, texts) => texts.map((text) => el(tag, tag === "th" ? { scope: "col" } : {}, text));
+  const head = header.some((text) => text) ? el("thead", {}, el("tr", {}, ...cells("th", header))) : null;
+  const body = rows.map((row) => el("tr", strong.includes(row[0]) ? { class: "strong" } : {}, ...cells("td", row)));
+  return el("div", { class: "scroll", tabindex: "0" }, el("table", {}, head, el("tbody", {}, ...body)));
 }
 
 // ---- numbers as text
@@ -80,7 +91,8 @@ function duration(seconds) {
 // ---- the data of a run
 
 function newRun() {
-  return { now: null, steps: { columns: {}, points: 0 }, load: { columns: {}, points: 0 }, evaluations: [], groups: null, settings: {} };
+  return { now: null, steps: { columns: {}, points: 0 }, load: { columns: {}, points: 0 }, evaluations: [], groups: null, settings: {},
+    result: [], gain: [] };
 }
 
 function extend(table, part) {
@@ -104,11 +116,14 @@ function take(message) {
     if (part.evaluations) run.evaluations = part.evaluations;
     if (part.settings) run.settings = part.settings;
     if (part.groups) run.groups = part.groups;
+    if (part.result) run.result = part.result;
+    if (part.gain) run.gain = part.gain;
   }
   draw();
 }
 
 function connect() {
+  if (whole) { draw(); return; }
   if (source) source.close();
   runs.clear();
   if (!chosen.length) { say("no run is chosen"); draw(); return; }
@@ -129,7 +144,10 @@ function say(text) { if ($("#connection").textContent !== text) $("#connection")
 async function listRuns() {
   const answer = await fetch("runs");
   if (!answer.ok) throw new Error(await answer.text());
-  const found = await answer.json();
+  offer(await answer.json());
+}
+
+function offer(found) {
   const labels = found.map((one) => one.label);
   if (JSON.stringify(labels) === JSON.stringify(listed)) return;
   const asked = new URLSearchParams(location.hash.slice(1)).getAll("run").filter((label) => labels.includes(label));
@@ -168,12 +186,12 @@ function lastReward(run) {
 
 function drawRuns() {
   const body = $("#runs tbody");
-  $("#runs").hidden = listed.length === 1;
+  $("#runs").hidden = listed.length < 2;
   fill(body, [listed, chosen], () => listed.map((label) => {
     const box = el("input", { type: "checkbox", "aria-label": `show ${label}`, onchange: (event) => choose(label, event.target.checked) });
     box.checked = chosen.includes(label);
     const name = el("button", { type: "button", onclick: () => focusOn(label) }, label);
-    const mark = chosen.includes(label) ? swatch(chosen.indexOf(label)) : null;
+    const mark = chosen.includes(label) ? swatch(colourOf(label)) : null;
     return el("tr", {}, el("td", {}, el("label", {}, box, mark), " ", name), ...Array.from({ length: 7 }, () => el("td")));
   }));
   listed.forEach((label, i) => {
@@ -199,9 +217,21 @@ function drawDifferences() {
   const names = [...new Set(all.flatMap((one) => Object.keys(one)))].sort();
   const differ = names.filter((name) => name !== "run_dir" && new Set(all.map((one) => one[name])).size > 1);
   $("#differences").hidden = chosen.length < 2 || !differ.length;
-  fill($("#differences thead"), chosen, () => [el("tr", {}, ...["setting", ...chosen].map((text) => el("th", { scope: "col" }, text)))]);
-  fill($("#differences tbody"), differ.map((name) => [name, ...all.map((one) => one[name] ?? "–")]),
-    () => differ.map((name) => el("tr", {}, el("td", {}, name), ...all.map((one) => el("td", {}, one[name] ?? "–")))));
+  const rows = differ.map((name) => [name, ...all.map((one) => one[name] ?? "–")]);
+  fill($("#differences div"), [chosen, rows], () => [table(["setting", ...chosen], rows)]);
+}
+
+function drawWords(section, header, rows) {
+  $(section).hidden = !rows.length;
+  fill($(`${section} .words`), [header, rows], () => [table(header, rows)]);
+}
+
+function drawResults(run) {  // and what the focused run was made with
+  const all = chosen.map((label) => new Map(runs.get(label)?.result ?? []));
+  const names = [...new Set(all.flatMap((one) => [...one.keys()]))];
+  drawWords("#result", chosen.length > 1 ? ["", ...chosen] : [], names.map((name) => [name, ...all.map((one) => one.get(name) ?? "–")]));
+  drawWords("#gain", ["training", "problem", "answer", "reward"], run?.gain ?? []);
+  drawWords("#settings", [], Object.entries(flat(run?.settings ?? {}, "", {})));
 }
 
 // ---- one run
@@ -211,7 +241,7 @@ function drawRun(run) {
   $("#run").hidden = !now;
   if (!now) return;
   $("#run-title").textContent = focused;
-  document.title = `${now.state === "running" ? `${now.version}/${now.target ?? "?"}` : now.state} · ${focused}`;
+  if (!whole) document.title = `${now.state === "running" ? `${now.version}/${now.target ?? "?"}` : now.state} · ${focused}`;
   $("#state").textContent = now.state;
   $("#state").className = `pill ${now.state}`;
   $("#facts").textContent = [now.task, now.schedule, known(now.seed) ? `seed ${now.seed}` : null].filter(Boolean).join(" · ");
@@ -234,7 +264,7 @@ function drawRun(run) {
 const MARKS = { starting: "◌", working: "●", waiting: "◦", done: "✓", failed: "✗" };
 
 function drawStages(run) {
-  const stages = run?.now?.stages ?? [];
+  const stages = whole ? [] : run?.now?.stages ?? [];
   $("#stages").hidden = !stages.length;
   fill($("#stages ol"), stages, () => stages.map((one) => {
     const silent = known(one.silent_s) ? el("span", { class: "bad" }, `no report for ${duration(one.silent_s)}; `) : null;
@@ -331,8 +361,13 @@ function smoothed(values, window) {
 function linesOf(spec) {
   // Several runs: the first line of each, in the run's colour. One run: all its lines.
   const several = chosen.length > 1, found = [];
-  chosen.forEach((label, i) => {
-    const run = runs.get(label);
+  if (spec.fixed) {
+    const { x, lines, intervals } = spec.fixed;
+    const limits = intervals.flatMap((pair, c) => pair.map((y) => ({ label: "", c, x, y, faint: true })));
+    return [...limits, ...Object.entries(lines).map(([label, y], c) => ({ label, c, x, y }))];
+  }
+  chosen.forEach((label) => {
+    const run = runs.get(label), i = colourOf(label);
     if (!run) return;
     const table = spec.load ? run.load : run.steps, x = table.columns[spec.load ? "minutes" : axis];
     (several ? spec.lines.slice(0, 1) : spec.lines).forEach(([name, text], j) => {
@@ -374,7 +409,7 @@ class Chart {
     if (!lines.length || !this.place.clientWidth) return;
     const data = uPlot.join(lines.map((line) => [line.x, line.y]));
     this.lines = lines;
-    this.title.textContent = chosen.length > 1 && this.spec.lines.length > 1 ? `${this.spec.title}: ${this.spec.lines[0][1]}` : this.spec.title;
+    this.title.textContent = chosen.length > 1 && this.spec.lines?.length > 1 ? `${this.spec.title}: ${this.spec.lines[0][1]}` : this.spec.title;
     const shape = JSON.stringify([lines.map((line) => [line.label, line.c, line.points, line.faint]), axis]);
     if (this.plot && shape === this.shape) { this.plot.setData(data); this.showKeys(); return; }
     this.shape = shape;
@@ -382,17 +417,17 @@ class Chart {
     const text = { stroke: () => css("--dim"), grid: { stroke: () => css("--rule"), width: 1 }, ticks: { stroke: () => css("--rule"), width: 1, size: 4 },
       font: "11px system-ui, sans-serif" };
     const low = this.spec.zero || this.spec.share ? 0 : null;
-    const range = this.spec.share ? () => [0, 1] : (_, min, max) => {
+    const range = this.spec.fixed?.log ? undefined : this.spec.share ? () => [0, 1] : (_, min, max) => {
       const [a, b] = uPlot.rangeNum(low ?? min, max === min ? max + (Math.abs(max) || 1) * 0.1 : max, 0.1, true);
       return [low ?? a, b];
     };
-    const xLabel = this.spec.load ? LOAD_AXIS : AXES[axis];
+    const own = this.xLabel();  // the choice of the horizontal axis does not hold here, so that axis has a label of its own
+    const xLabel = own ?? AXES[axis];
     this.plot = new uPlot({
       width: this.place.clientWidth, height: this.height, padding: [8, 16, 0, 0], legend: { show: false },
       cursor: { sync: { key: xLabel }, y: false, points: { size: 6 } },
-      scales: { x: { time: false }, y: { range } },
-      // The choice of the horizontal axis does not hold for slots, so that axis has a label of its own.
-      axes: [{ ...text, size: 30, ...(this.spec.load || axis === "minutes" ? {} : { incrs: WHOLE }), values: (_, all) => all.map(short), ...(this.spec.load ? { label: xLabel, labelSize: 16, labelFont: text.font } : {}) }, { ...text, size: 46, values: (_, all) => all.map(short) }],
+      scales: { x: { time: false }, y: { range, distr: this.spec.fixed?.log ? 3 : 1 } },
+      axes: [{ ...text, size: 30, ...(own || axis === "minutes" ? {} : { incrs: WHOLE }), values: (_, all) => all.map(short), ...(own ? { label: own, labelSize: 16, labelFont: text.font } : {}) }, { ...text, size: 46, values: (_, all) => all.map(short) }],
       series: [{}, ...lines.map((line) => ({
         stroke: () => colour(line.c), width: line.faint ? 1 : 1.75, alpha: line.faint ? 0.3 : 1, spanGaps: true,
         ...(line.points ? { paths: () => null, points: { show: true, size: 9, width: 2.5, fill: () => css("--paper") } } : { points: { show: line.x.length < 40, size: 4 } }),
@@ -412,9 +447,11 @@ class Chart {
       const value = place < 0 ? null : data[i + 1][place];
       return [line.label, line.c, short(value) + (known(value) && value < this.spec.low ? " (low)" : "")];
     });
-    const where = this.plot.cursor.idx === null || this.plot.cursor.idx === undefined ? "" : `${this.spec.load ? LOAD_AXIS : AXES[axis]} ${short(data[0][at])}`;
+    const where = this.plot.cursor.idx === null || this.plot.cursor.idx === undefined ? "" : `${this.xLabel() ?? AXES[axis]} ${short(data[0][at])}`;
     fill(this.keys, [values, where], () => [...values.map(([label, c, value]) => el("span", {}, swatch(c), label, el("b", {}, value))), where ? el("span", {}, where) : ""]);
   }
+
+  xLabel() { return this.spec.fixed ? this.spec.fixed.x_label : this.spec.load ? LOAD_AXIS : null; }
 
   forget() { this.shape = ""; }
 
@@ -427,8 +464,19 @@ class Chart {
 
 const charts = CHARTS.map((spec) => new Chart(spec));
 const others = new Map();
+const fixed = [];  // the charts of sections
+
+function drawSections(sections) {
+  $("#sections").append(...sections.map((one) => {
+    const found = one.charts.map((chart) => new Chart({ title: chart.title, fixed: chart }));
+    fixed.push(...found);
+    return el("section", {}, el("h2", {}, one.title), ...one.texts.map((text) => el("p", {}, text)),
+      one.rows.length ? table(one.header, one.rows, one.strong) : null, el("div", { class: "grid" }, ...found.map((chart) => chart.figure)));
+  }));
+}
 
 function drawCurves() {
+  for (const chart of fixed) chart.draw();
   $("#curves").hidden = ![...runs.values()].some((run) => run.steps.points || run.load.points);
   $("#reward").hidden = $("#curves").hidden;
   for (const chart of charts) chart.draw();
@@ -451,6 +499,7 @@ function draw() {
   const run = runs.get(focused);
   drawRuns();
   drawRun(run);
+  drawResults(run);
   drawStages(run);
   drawSlots(run);
   drawCurves();
@@ -472,8 +521,19 @@ $("#hold").addEventListener("click", () => {
   draw();
 });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
-  for (const chart of [...charts, ...others.values()]) chart.forget();
+  for (const chart of [...charts, ...others.values(), ...fixed]) chart.forget();
   draw();
 });
-listRuns().catch((error) => { say(error.message); });
-setInterval(() => { listRuns().catch(() => { /* `connection` says it */ }); }, 10000);
+if (whole) {
+  document.title = whole.title;
+  $("#title").textContent = whole.title;
+  say(`written ${whole.written}`);
+  $("#hold").hidden = true;
+  drawSections(whole.sections);
+  for (const { label, colour: tint } of whole.runs) tints.set(label, tint);
+  offer(whole.runs);
+  take(whole.news);
+} else {
+  listRuns().catch((error) => { say(error.message); });
+  setInterval(() => { listRuns().catch(() => { /* `connection` says it */ }); }, 10000);
+}

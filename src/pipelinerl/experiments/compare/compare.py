@@ -1,6 +1,6 @@
 """`pipelinerl compare`: finds the best settings of each schedule, runs every schedule on every seed, and writes the results.
 
-trials of each schedule ─▶ seed 0: a, b, c ─▶ seed 1: b, c, a ─▶ ... ─▶ compare.json, PNGs, report.html
+trials of each schedule ─▶ seed 0: a, b, c ─▶ seed 1: b, c, a ─▶ ... ─▶ compare.json, report.html
 (the fastest settings)     (one run at a time, then its weights answer held-out problems; finished runs are not repeated)
 """
 
@@ -19,12 +19,12 @@ from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.experiments.compare.held_out import HELD_OUT_FILE, Answered, read_answers
 from pipelinerl.experiments.compare.page import Results, comparison_page
-from pipelinerl.experiments.compare.request import Request, plain
-from pipelinerl.experiments.compare.results import RunResult, drawn_with_answers, row, run_result, target_reward
+from pipelinerl.experiments.compare.results import RunResult, row, run_result, target_reward
 from pipelinerl.experiments.compare.settings import (
     CONVENTIONAL,
     PIPELINE,
     Contender,
+    Request,
     Settings,
     Trial,
     Trials,
@@ -32,17 +32,18 @@ from pipelinerl.experiments.compare.settings import (
     axes,
     decide,
     finalists,
+    plain,
     run_config,
     search,
     settings_of,
 )
 from pipelinerl.experiments.runs import Execution, Folder, claimed, remove_parts
+from pipelinerl.experiments.watch.page import shown_run
 from pipelinerl.metrics.reading import read_records
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.sinks import METRICS_FILE
-from pipelinerl.report import figures, number, only_shown, write_file, write_json
-from pipelinerl.report.figures import DrawnRun
-from pipelinerl.report.series import read_run, tokens_rate_after
+from pipelinerl.report import number, only_shown, write_file, write_json
+from pipelinerl.report.series import RunRecords, read_run, tokens_rate_after
 
 
 class PlannedRun(NamedTuple):
@@ -186,7 +187,7 @@ class _Session:
         return self.folder.execute(name, config)
 
 
-# ---- the results: `compare.json`, PNGs, and the report
+# ---- the results: `compare.json`, and the report
 
 
 def write_results(
@@ -199,15 +200,14 @@ def write_results(
     planned = sorted(executions, key=lambda run: (request.schedules.index(run.contender), run.seed))
     records = {run: read_run(out / run.name) for run in planned}
     answers = {run: read_answers(out / run.name) if request.held_out else None for run in planned}
-    drawn = {run: drawn_with_answers(records[run], run.contender.label, answers[run]) for run in planned}
 
     def results(goal: float | None) -> list[RunResult]:
+        used = {label: tried.used for label, tried in trials.items()}
         return [
             run_result(
                 records[run],
-                drawn[run],
                 run.contender,
-                trials[run.contender.label].used,
+                used[run.contender.label],
                 executions[run],
                 target=goal,
                 answered=answers[run],
@@ -218,25 +218,20 @@ def write_results(
     target = target_reward(results(None)) if target is None else target
     runs = results(target)
     found = Results(target, [row(runs, one.label) for one in request.schedules], runs, trials)
-    lines = list(drawn.values())
-    drawings = {
-        "held_out": figures.held_out(lines, target) if request.held_out else None,
-        "learning": figures.learning(lines, None if request.held_out else target),
-        "on_policyness": figures.on_policyness(lines),
-        "batch_sizes": figures.batch_sizes(lines),
-    }
-    images = {name: png for name, png in drawings.items() if png is not None}
-    contents = document(request, found, lines)
-    write_file(out / "compare.json", msgspec.json.format(msgspec.json.encode(contents), indent=1) + b"\n")
-    for name, png in images.items():
-        with only_shown(f"{name}.png"):
-            write_file(out / f"{name}.png", png)
+    contents = document(request, found)
+    write_json(out / "compare.json", contents)
     with only_shown("report.html"):
-        write_file(out / "report.html", comparison_page(request, found, images).encode())
+        shown: dict[str, dict[str, Any]] = {}
+        for run in planned:
+            of_run = shown_run(out / run.name)
+            if (answered := answers[run]) is not None:
+                of_run["evaluations"] = evaluations_of(answered, records[run])
+            shown[f"{run.contender.label}, seed {run.seed}"] = of_run
+        write_file(out / "report.html", comparison_page(request, found, shown).encode())
     return contents
 
 
-def document(request: Request, results: Results, drawn: Sequence[DrawnRun]) -> dict[str, Any]:
+def document(request: Request, results: Results) -> dict[str, Any]:
     """The contents of `compare.json`. The top-level ratios are of the pipeline schedule; None if it was not compared."""
     pipeline = next((row for row in results.rows if row.schedule == PIPELINE), None)
     contents: dict[str, Any] = {
@@ -258,19 +253,32 @@ def document(request: Request, results: Results, drawn: Sequence[DrawnRun]) -> d
             for schedule, tried in results.trials.items()
         },
         "request": {**plain(request), "schedules": [one.label for one in request.schedules]},
-        "runs": [
-            {**msgspec.structs.asdict(run), "settings": run.settings._asdict(), "series": series_of(one)}
-            for run, one in zip(results.runs, drawn, strict=True)
-        ],
+        "runs": [{**msgspec.structs.asdict(run), "settings": run.settings._asdict()} for run in results.runs],
     }
     return dict(rounded(msgspec.to_builtins(contents)))
 
 
-def series_of(drawn: DrawnRun) -> dict[str, Any]:
-    """The data of a run's curves."""
-    names = ("version", "time_s", "samples", "reward", "ess", "lag_mean", "lag_max", "trained_length_mean")
-    curves = {name: getattr(drawn.curves, name) for name in names}
-    return {**curves, "lag_by_position": drawn.lag, "batch_size": drawn.batch, "slots": drawn.slots}
+def evaluations_of(answered: Sequence[Answered], records: RunRecords) -> list[dict[str, Any]]:
+    """The answers in place of a run's evaluations on a page, at the time at which the trainer finished each version."""
+    done = {0: (0.0, 0)}
+    rollouts = 0
+    for step in records.steps:
+        rollouts += step.samples
+        done[step.version] = (step.time_s - records.begin_s) / 60, rollouts
+    return [
+        {
+            "when": "after",
+            "version": one.version,
+            "minutes": done[one.version][0],
+            "rollouts": done[one.version][1],
+            "problems": None,
+            "reward": one.reward,
+            "error": (one.high - one.low) / (2 * 1.96),  # standard error from a 95% interval
+            "length": None,
+            "failed": {"attempts": one.failed} if one.failed else {},
+        }
+        for one in answered
+    ]
 
 
 def rounded(value: Any) -> Any:

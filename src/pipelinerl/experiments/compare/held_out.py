@@ -27,7 +27,7 @@ from pipelinerl.errors import (
     RunDirectoryError,
     RunInterruptedError,
 )
-from pipelinerl.experiments.compare.request import Request
+from pipelinerl.experiments.compare.settings import Request
 from pipelinerl.launch.interrupts import counted_interrupts
 from pipelinerl.models.loading import load_tokenizer
 from pipelinerl.resources.share import process_environment

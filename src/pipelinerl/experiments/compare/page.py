@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from pipelinerl.experiments.compare.request import Request
 from pipelinerl.experiments.compare.results import Ratio, Row, RunResult, Spread, samples_per_s, time_to_reward
-from pipelinerl.experiments.compare.settings import PIPELINE, Trials
-from pipelinerl.report import count, html, number
-from pipelinerl.report.run_report import BATCH_SIZES, LEARNING, NO_TIMELINE, ON_POLICYNESS
+from pipelinerl.experiments.compare.settings import PIPELINE, Request, Trials
+from pipelinerl.experiments.watch.page import page
+from pipelinerl.report import count, number
+from pipelinerl.report.sections import Section, table
 from pipelinerl.report.series import WINDOW
 
 # ---- conclusions from the numbers, in sentences
@@ -67,41 +67,26 @@ class Results(NamedTuple):
     trials: Trials
 
 
-def comparison_page(request: Request, results: Results, figures: Mapping[str, bytes]) -> str:
-    """The HTML. `figures` are PNGs by name: learning, on_policyness; held_out and batch_sizes if there are data."""
+def comparison_page(request: Request, results: Results, shown: Mapping[str, Mapping[str, Any]]) -> str:
+    """The HTML. `shown` has what a page shows of each run, by label, in the order of `results.runs`."""
     target, rows, runs, trials = results
     config = request.config
     best = {ratio.baseline for row in rows for ratio in (row.ratio_time_to_reward, row.ratio_samples_per_s)}
-    strong = [row.schedule for row in rows if row.schedule == "pipeline" or row.schedule in best]
-    body = [
-        html.paragraph(
-            f"{config.environment.kind} with model {config.model.path}: {request.steps} optimizer steps of "
-            f"{config.trainer.batch_size} rollouts per run, {count(request.seeds, 'seed')}. Runs were made one at a time, "
-            "each from the same weights and with the whole machine.",
-            "lead",
-        ),
-        html.heading("Findings"),
-        html.bullets(findings(rows, target, request.reward)),
-        html.heading("Schedules"),
-        html.records([_cells(row) for row in rows], strong=strong),
-        html.paragraph(_legend(target, request), "note"),
-        *([html.heading("Held-out reward"), html.figure(figures["held_out"], HELD_OUT)] if "held_out" in figures else []),
-        html.heading("Learning"),
-        html.figure(figures["learning"], LEARNING + ("" if request.held_out or target is None else " Dashed: the target.")),
-        html.heading("On-policyness"),
-        html.figure(figures["on_policyness"], ON_POLICYNESS),
-        html.heading("Generation batch size"),
-        html.figure(figures["batch_sizes"], BATCH_SIZES)
-        if "batch_sizes" in figures
-        else html.paragraph(NO_TIMELINE, "note"),
-        html.heading("Every run"),
-        html.records([_run_cells(run) for run in runs]),
-        html.heading("Trials of settings"),
-        *_tried(request, trials),
-        html.heading("Machine and method"),
-        html.bullets(_circumstances(request, runs)),
+    strong = [row.schedule for row in rows if row.schedule == PIPELINE or row.schedule in best]
+    lead = (
+        f"{config.environment.kind} with model {config.model.path}: {request.steps} optimizer steps of "
+        f"{config.trainer.batch_size} rollouts per run, {count(request.seeds, 'seed')}. Runs were made one at a time, "
+        "each from the same weights and with the whole machine."
+    )
+    sections = [
+        Section(title="Findings", texts=[lead, *findings(rows, target, request.reward)]),
+        table("Schedules", [_cells(row) for row in rows], _legend(target, request), strong=strong),
+        table("Every run", [_run_cells(run) for run in runs]),
+        _tried(request, trials),
+        Section(title="Machine and method", texts=_circumstances(request, runs)),
     ]
-    return html.page(f"Schedules compared: {config.environment.kind}", body)
+    colours = {label: run.schedule for label, run in zip(shown, runs, strict=True)}
+    return page(f"Schedules compared: {config.environment.kind}", sections, shown, colours)
 
 
 def _cells(row: Row) -> dict[str, str]:
@@ -123,12 +108,6 @@ def _cells(row: Row) -> dict[str, str]:
         "slots in use": number(row.slots_used_fraction, ".0%"),
         "settings": row.settings.label,
     }
-
-
-HELD_OUT = (
-    "The same held-out problems, answered after the run by the same versions of the weights of every run, with standard "
-    "errors (from the 95% intervals). The time of a version is when the trainer finished it. Dashed: the target."
-)
 
 
 def _legend(target: float | None, request: Request) -> str:
@@ -164,28 +143,24 @@ def _run_cells(run: RunResult) -> dict[str, str]:
     }
 
 
-def _tried(request: Request, trials: Trials) -> list[str]:
-    if not request.tune:
-        return [html.paragraph("No settings were tried; the run file's settings were used.", "note")]
+def _tried(request: Request, trials: Trials) -> Section:
     rows = [
-        [
-            schedule,
-            trial.settings.label,
-            "full length" if trial.full else "short",
-            number(trial.tokens_per_s, ".0f"),
-            "used" if tried.decided_by(trial) else "",
-        ]
+        {
+            "schedule": schedule,
+            "settings": trial.settings.label,
+            "run": "full length" if trial.full else "short",
+            "tokens/s": number(trial.tokens_per_s, ".0f"),
+            "": "used" if tried.decided_by(trial) else "",
+        }
         for schedule, tried in trials.items()
         for trial in tried.trials
     ]
-    return [
-        html.table(("schedule", "settings", "run", "tokens/s", ""), rows),
-        html.paragraph(
-            f"A short run has about {request.trial_steps} steps. tokens/s excludes the first third of a short run, and the "
-            "first fifth of a full-length run. A setting is changed only for one that is more than 2% faster.",
-            "note",
-        ),
-    ]
+    note = (
+        f"A short run has about {request.trial_steps} steps. tokens/s excludes the first third of a short run, and the "
+        "first fifth of a full-length run. A setting is changed only for one that is more than 2% faster."
+    )
+    untuned = "No settings were tried; the run file's settings were used."
+    return table("Trials of settings", rows, note if request.tune else untuned)
 
 
 def _circumstances(request: Request, runs: Sequence[RunResult]) -> list[str]:

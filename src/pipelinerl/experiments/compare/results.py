@@ -17,12 +17,11 @@ from pipelinerl.experiments.compare.held_out import Answered
 from pipelinerl.experiments.compare.settings import CONVENTIONAL, Contender, Settings
 from pipelinerl.experiments.runs import Execution
 from pipelinerl.launch.summary import FINISHED
-from pipelinerl.report.curves import HeldOut
-from pipelinerl.report.figures import DrawnRun, drawn_run
 from pipelinerl.report.series import (
     Measured,
     Reached,
     RunRecords,
+    batch_size_over_time,
     measure,
     reached,
     reached_held_out,
@@ -217,23 +216,8 @@ def row(runs: Sequence[RunResult], schedule: str) -> Row:
 # ---- one run
 
 
-def drawn_with_answers(records: RunRecords, label: str, answered: Sequence[Answered] | None) -> DrawnRun:
-    """The numbers of a run's figures; `answered` take the place of its evaluations."""
-    drawn = drawn_run(records, label)
-    if answered is None:
-        return drawn
-    times_s = {0: 0.0} | dict(zip(drawn.curves.version, drawn.curves.time_s, strict=True))
-    found = []
-    for one in answered:
-        error = (one.high - one.low) / (2 * 1.96)  # standard error from a 95% interval
-        time_s = times_s[one.version]
-        found.append(HeldOut("after", one.version, one.version, one.version, time_s, one.reward, error, {}))
-    return drawn._replace(curves=drawn.curves._replace(held_out=found))
-
-
 def run_result(
     records: RunRecords,
-    drawn: DrawnRun,
     contender: Contender,
     settings: Settings,
     execution: Execution,
@@ -252,6 +236,7 @@ def run_result(
     if target is not None:
         by_training = reached(steps, begin, target)
         by_held_out = reached_held_out([(one.version, one.reward) for one in answered or ()], steps, begin, target)
+    batch = batch_size_over_time(records.timeline, begin) if records.timeline else None
     return RunResult(
         schedule=contender.label,
         kind=contender.kind,
@@ -267,6 +252,6 @@ def run_result(
         rewards=training if answered is None else [one.reward for one in answered],
         held_out=list(answered or ()),
         saving_s=math.fsum(step.saving_s for step in steps),
-        slots_used_fraction=slots_in_use(drawn.batch, drawn.slots, measured.training_s) if drawn.batch else None,
+        slots_used_fraction=slots_in_use(batch, records.slots, measured.training_s) if batch else None,
         **{key: summary.get(key) for key in FromSummary.__struct_fields__},
     )

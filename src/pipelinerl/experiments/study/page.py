@@ -1,4 +1,4 @@
-"""Output of the stale-KV study: plots like Figure 7 of the paper, files, and a terminal table."""
+"""Output of the stale-KV study: a page with charts, the numbers, and a terminal table."""
 
 from __future__ import annotations
 
@@ -6,102 +6,81 @@ import errno
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from rich.table import Table
 
 from pipelinerl.experiments.statistics import Interval
 from pipelinerl.experiments.study.kv_cache import PolicyRecord, StartRecord, StudyRecord
+from pipelinerl.experiments.watch.page import page
 from pipelinerl.files import write_atomically
 from pipelinerl.report import new_table, only_shown, rendered, writing_to
-from pipelinerl.report.curves import finish_axes, new_figure, png_of
+from pipelinerl.report.sections import Chart, Section
 
 KL = "KL(mu || pi), nats per token"
-_STALE, _RECOMPUTED, _LAGGED = "tab:orange", "tab:blue", "0.45"
-
-
-def draw_study(study: StudyRecord) -> bytes:
-    """A PNG with a row for each starting checkpoint: KL along the sequence, and KL by conventional lag."""
-    rows = len(study.starts)
-    figure = new_figure(13, 3.6 * rows + 0.6)
-    settings = study.settings
-    figure.suptitle(
-        f"KL to the on-policy policy, {study.environment}: g_max = {settings.lag}, L = {settings.max_tokens} tokens, "
-        f"{settings.problems} problems x {settings.attempts}, {settings.level:.0%} intervals over problems",
-        fontsize=11,
-    )
-    for (by_position, by_lag), start in zip(figure.subplots(rows, 2, squeeze=False), study.starts, strict=True):
-        _draw_positions(by_position, start)
-        _draw_lags(by_lag, start)
-    return png_of(figure)
 
 
 def shown_lags(lag: int) -> Sequence[int]:
-    """The lags to draw along the sequence: a few, ascending."""
+    """The lags to show along the sequence: a few, ascending."""
     return sorted({max(1, lag // 8), max(1, lag // 4), max(1, lag // 2), lag})
 
 
-def _draw_positions(axes: Any, start: StartRecord) -> None:
+def study_page(study: StudyRecord) -> str:
+    """A page with two charts for each starting checkpoint, like Figure 7 of the paper. All numbers are in the JSON."""
+    settings = study.settings
+    lead = (
+        f"KL to the on-policy policy: g_max = {settings.lag}, L = {settings.max_tokens}, {settings.problems} problems, "
+        f"{settings.attempts} attempts at each. Thin lines are {settings.level:.0%} intervals over problems."
+    )
+    sections = [
+        Section(title=f"Weights {one.version} to {one.target}", texts=[lead], charts=[_along(one), _by_lag(one)])
+        for one in study.starts
+    ]
+    return page(f"Stale KV entries: {study.environment}", sections)
+
+
+def _along(start: StartRecord) -> Chart:
+    """KL by position; no value where no completion came that far."""
     lags = shown_lags(start.target - start.version)
-    for number, lag in enumerate(lags, start=1):
-        shade = str(0.9 - 0.7 * number / len(lags))
-        _positions(axes, start.lagged[lag], f"lag {lag}", shade, band=False)
-    _positions(axes, start.recomputed, "mixed, recomputed KV", _RECOMPUTED)
-    _positions(axes, start.stale, "mixed, stale KV", _STALE)
-    finish_axes(axes, f"{_title(start)}: along the sequence", "token position", KL)
-    axes.set_xlim(left=0)
-    axes.set_yscale("log", nonpositive="mask")
-    # Beside the plot, because the lines cross all of it.
-    axes.legend(edgecolor="none", fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    policies = {"mixed, stale KV": start.stale, "mixed, recomputed KV": start.recomputed}
+    policies |= {f"lag {lag}": start.lagged[lag] for lag in lags}
+    return Chart(
+        title=f"{KL}: along the sequence",
+        x_label="token position",
+        x=[record.start for record in start.stale.by_position],
+        lines={
+            name: [None if record.kl is None else record.kl.mean for record in policy.by_position]
+            for name, policy in policies.items()
+        },
+        log=True,
+    )
 
 
-def _positions(axes: Any, policy: PolicyRecord, label: str, color: str, *, band: bool = True) -> None:
-    """One step per interval of positions; intervals that no completion reached are omitted."""
-    found = [(record, record.kl) for record in policy.by_position if record.kl is not None]
-    if not found:
-        return
-    edges = [found[0][0].start, *(record.end for record, _ in found)]
-    axes.stairs([kl.mean for _, kl in found], edges, baseline=None, label=label, color=color, linewidth=1.6)
-    if band:
-        axes.stairs(
-            [kl.high for _, kl in found], edges, baseline=[kl.low for _, kl in found], fill=True, color=color, alpha=0.2
-        )
-
-
-def _draw_lags(axes: Any, start: StartRecord) -> None:
-    lags = [float(policy.lag or 0) for policy in start.lagged]
-    intervals = [policy.kl for policy in start.lagged]
-    means = [kl.mean for kl in intervals]
-    errors = [[kl.mean - kl.low for kl in intervals], [kl.high - kl.mean for kl in intervals]]
-    style = {"fmt": "o-", "color": _LAGGED, "markersize": 3, "linewidth": 1.4, "elinewidth": 1, "capsize": 2}
-    axes.errorbar(lags, means, yerr=errors, label="conventional, lag k", **style)
-    for policy, label, color in (
-        (start.recomputed, "mixed, recomputed KV", _RECOMPUTED),
-        (start.stale, "mixed, stale KV", _STALE),
-    ):
-        axes.axhline(policy.kl.mean, color=color, linewidth=1.6, label=f"{label} (mean lag {policy.lag_mean:.1f})")
-        axes.axhspan(policy.kl.low, policy.kl.high, color=color, alpha=0.15, linewidth=0)
-    finish_axes(axes, f"{_title(start)}: mean over tokens", "lag k of the whole sequence, optimizer steps", KL)
-    axes.set_xlim(left=0)
-    axes.set_ylim(bottom=0)
-    axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
-
-
-def _title(start: StartRecord) -> str:
-    return f"weights {start.version} to {start.target}"
+def _by_lag(start: StartRecord) -> Chart:
+    lagged, flat = [policy.kl for policy in start.lagged], [start.stale, start.recomputed]
+    lines = {"conventional, lag k": [kl.mean for kl in lagged]}
+    for policy, name in zip(flat, ("mixed, stale KV", "mixed, recomputed KV"), strict=True):
+        lines[f"{name} (mean lag {policy.lag_mean:.1f})"] = [policy.kl.mean] * len(lagged)
+    edges = [lagged, *([policy.kl] * len(lagged) for policy in flat)]
+    return Chart(
+        title=f"{KL}: mean over tokens",
+        x_label="lag k of the whole sequence, optimizer steps",
+        x=list(range(len(lagged))),
+        lines=lines,
+        intervals=[[[kl.low for kl in kls], [kl.high for kl in kls]] for kls in edges],
+    )
 
 
 # ---- output files
 
 
 def write_study(study: StudyRecord, out: Path) -> tuple[Path, Path]:
-    """Write `kv-cache.json` and `kv-cache.png` into the folder `out`; returns their paths. Raises RunDirectoryError."""
-    numbers, picture = out / "kv-cache.json", out / "kv-cache.png"
+    """Write `kv-cache.json` and `kv-cache.html` into the folder `out`; returns their paths. Raises RunDirectoryError."""
+    numbers, picture = out / "kv-cache.json", out / "kv-cache.html"
     with writing_to(out):
         write_atomically(numbers, msgspec.json.encode(study) + b"\n")
     with only_shown(picture.name):
-        write_atomically(picture, draw_study(study))
+        write_atomically(picture, study_page(study).encode())
     return numbers, picture
 
 

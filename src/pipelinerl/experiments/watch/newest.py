@@ -44,6 +44,11 @@ class Texts:
             self._thread.start()
         return self._found
 
+    def wait(self) -> None:
+        """Until it is loaded, if that has begun."""
+        if self._thread is not None:
+            self._thread.join()
+
     def _load(self) -> None:
         try:
             self._found = _from_file(self._run_dir, self._config) or load_token_text(self._config.model)

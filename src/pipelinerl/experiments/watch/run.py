@@ -137,6 +137,16 @@ class WatchedRun:
         tails: tuple[Tail[Any], ...] = (self._tail, self._trained_tail, self._evaluation_tail, *self._timelines.values())
         return self._state != "gone" and any(tail.more for tail in tails)
 
+    def everything(self) -> dict[str, Any]:
+        """What a page shows that is not updated. Waits for the tokenizer."""
+        self.look(at_once=True)
+        while self.behind:
+            self.look(at_once=True)
+        if self._texts is not None:
+            self._texts.wait()
+        self.look(at_once=True)
+        return self.news(PageState())
+
     def _look_at_config(self) -> bool:
         try:
             found = self._run.config.stat()

@@ -17,11 +17,12 @@ from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import ConfigError, RunDirectoryError, RunInterruptedError, StalledError, TrainingDivergedError
 from pipelinerl.experiments.compare.compare import compare, plan_runs
 from pipelinerl.experiments.compare.held_out import Answered
-from pipelinerl.experiments.compare.request import Request, make_request
+from pipelinerl.experiments.compare.settings import Request, make_request
 from pipelinerl.experiments.machine import Machine
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.sinks import JsonlSink
 from pipelinerl.metrics.summary import summarize
+from tests.unit.experiments.watch.test_watch_report import data_of
 
 MACHINE = Machine(cpu="a processor", cores=2, memory_gib=4.0, system="Linux", versions={"torch": "0"})
 SECONDS = {"pipeline": 1.0, "conventional": 2.0, "async": 1.5}
@@ -37,12 +38,6 @@ def request(*flags: str, **changed: Any) -> Request:
     } | changed
     config = load_config(None, ["--trainer.steps", "16", "--trainer.batch_size", "32", *flags])
     return make_request(config, MACHINE, **arguments)
-
-
-@pytest.fixture(autouse=True)
-def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing takes most of the time here, and is nothing to look at."""
-    monkeypatch.setattr("pipelinerl.report.figures.png_of", lambda figure: b"PNG")
 
 
 class Runs:
@@ -125,12 +120,10 @@ def test_the_results(tmp_path: Path) -> None:
     first = written["runs"][0]
     assert first["reached"] == {"version": 10, "time_s": 10.0, "samples": 320}  # mean of 0.1 + 0.05 n over 6..10
     assert first["measured"]["samples_per_s"] == 32.0
-    assert first["series"]["time_s"] == [float(n) for n in range(1, 17)]
-    assert (tmp_path / "out" / "learning.png").is_file()
-    page = (tmp_path / "out" / "report.html").read_text()
-    assert all(source == "data:" for source in re.findall(r'src="(.{5})', page))
-    assert "http" not in page
-    assert "2.00 times sooner" in page
+    data = data_of((tmp_path / "out" / "report.html").read_text())
+    assert [one["title"] for one in data["sections"]][:3] == ["Findings", "Schedules", "Every run"]
+    assert any("2.00 times sooner" in text for text in data["sections"][0]["texts"])
+    assert {(one["label"], one["colour"]) for one in data["runs"]} >= {("pipeline, seed 0", 0), ("pipeline, seed 1", 0)}
 
 
 def test_held_out_rewards_decide_and_lag_does_not(tmp_path: Path) -> None:
@@ -160,8 +153,9 @@ def test_held_out_rewards_decide_and_lag_does_not(tmp_path: Path) -> None:
     first = contents["runs"][0]
     assert [one["version"] for one in first["held_out"]] == asked.evaluated_versions
     assert not (tmp_path / "out" / "runs" / "seed-0" / "pipeline" / WEIGHTS_FOLDER).exists()
-    assert (tmp_path / "out" / "held_out.png").is_file()
     page = (tmp_path / "out" / "report.html").read_text()
+    shown = data_of(page)["news"]["pipeline, seed 0"]["evaluations"]
+    assert [(one["version"], one["minutes"]) for one in shown] == [(n, n / 60) for n in asked.evaluated_versions]
     assert "reached a held-out reward of 0.5 2.00 times sooner" in page
     again = Evaluations()
     assert run(tmp_path / "out", asked, evaluations=again, target=0.5) == contents
@@ -217,20 +211,21 @@ def test_settings_are_tried_and_the_fastest_is_used(tmp_path: Path) -> None:
     assert all(one["settings"]["processes"] == 2 for one in contents["runs"])
     config = (tmp_path / "out" / "runs" / "seed-1" / "pipeline" / "config.yaml").read_text()
     assert "processes: 2" in config
-    page = (tmp_path / "out" / "report.html").read_text()
-    assert page.count("<td>used</td>") == 3
+    (tried,) = [
+        one for one in data_of((tmp_path / "out" / "report.html").read_text())["sections"] if "Trials" in one["title"]
+    ]
+    assert [row[-1] for row in tried["rows"]].count("used") == 3
 
 
-def test_a_picture_that_cannot_be_written_leaves_the_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_page_that_cannot_be_written_leaves_the_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(tmp_path / "out", target=0.5)
-    for name in ("report.html", "learning.png", "compare.json"):
+    for name in ("report.html", "compare.json"):
         (tmp_path / "out" / name).unlink()
-    for name in ("report.html", "learning.png"):
-        (tmp_path / "out" / name).mkdir()
+    (tmp_path / "out" / "report.html").mkdir()
     contents = run(tmp_path / "out", target=0.5)
     assert json.loads((tmp_path / "out" / "compare.json").read_text()) == contents
     warnings = capsys.readouterr().out.splitlines()
-    assert [line.partition(" is missing: ")[0] for line in warnings] == ["warning: learning.png", "warning: report.html"]
+    assert [line.partition(" is missing: ")[0] for line in warnings] == ["warning: report.html"]
 
 
 def test_it_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
@@ -335,7 +330,7 @@ def test_a_schedule_that_diverges_is_a_result(tmp_path: Path) -> None:
     assert contents["ratio_samples_per_s"]["median"] == 2.0
     page = (tmp_path / "out" / "report.html").read_text()
     assert "conventional:4: 1 of 2 runs diverged." in page
-    assert "the loss is &lt;nan&gt;" in page
+    assert "the loss is \\u003cnan>" in page
     again = Runs()
     run(tmp_path / "out", runs=again, target=0.5)
     assert again.made == []

@@ -10,15 +10,18 @@ from pipelinerl.config.load import load_config
 from pipelinerl.config.schema import EngineConfig, RunConfig, ScheduleConfig, TrainerConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.experiments.compare.compare import start_settings, trial_length
-from pipelinerl.experiments.compare.request import FULL, QUICK, Request, make_request
 from pipelinerl.experiments.compare.settings import (
+    FULL,
+    QUICK,
     Contender,
+    Request,
     Settings,
     Trial,
     axes,
     decide,
     engine_layouts,
     finalists,
+    make_request,
     parse_contenders,
     run_config,
     search,

@@ -11,6 +11,7 @@ from pipelinerl.errors import RunDirectoryError
 from pipelinerl.experiments.statistics import Interval
 from pipelinerl.experiments.study.kv_cache import PolicyRecord, PositionRecord, StartRecord, StudyRecord, StudySettings
 from pipelinerl.experiments.study.page import make_folder, shown_lags, study_table, write_study
+from tests.unit.experiments.watch.test_watch_report import data_of
 
 
 def interval(mean: float) -> Interval:
@@ -67,7 +68,9 @@ def test_files(tmp_path: Path) -> None:
     make_folder(tmp_path / "new" / "folder")
     numbers, picture = write_study(study(), tmp_path / "new" / "folder")
     assert msgspec.json.decode(numbers.read_bytes(), type=StudyRecord) == study()
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    along, by_lag = data_of(picture.read_text())["sections"][0]["charts"]
+    assert along["lines"]["mixed, stale KV"] == [1.25e-3, None]
+    assert by_lag["lines"]["conventional, lag k"] == [0.0, 1e-3, 2e-3]
     (tmp_path / "file").write_text("")
     for attempt in (lambda: make_folder(tmp_path / "file"), lambda: write_study(study(), tmp_path / "file")):
         with pytest.raises(RunDirectoryError, match="choose another --out"):

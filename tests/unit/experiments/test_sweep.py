@@ -12,8 +12,17 @@ import pytest
 from pipelinerl.cli import main
 from pipelinerl.errors import ConfigError
 from pipelinerl.experiments.statistics import mean_interval_of_runs, student_quantile
-from pipelinerl.experiments.sweep.grid import Grid, make_grid, split_flags, split_values
-from pipelinerl.experiments.sweep.results import Results, RunResult, results, table
+from pipelinerl.experiments.sweep import (
+    Grid,
+    SweepResults,
+    SweepRunResult,
+    make_grid,
+    results,
+    section,
+    split_flags,
+    split_values,
+)
+from pipelinerl.report.sections import in_terminal
 
 RATES = ["--trainer.learning_rate", "1e-4,3e-4", "--actor.group_size=8"]
 
@@ -87,16 +96,16 @@ def test_a_dry_run_checks_every_setting_and_trains_nothing(
     assert not (tmp_path / "out").exists()
 
 
-def found(rewards: dict[int, list[float | str | None]], grid: Grid) -> Results:
+def found(rewards: dict[int, list[float | str | None]], grid: Grid) -> SweepResults:
     """Results of runs with these rewards, by setting; a text is how a run failed, None: it has not run."""
 
-    def run(setting: int, seed: int, value: float | str | None) -> RunResult:
+    def run(setting: int, seed: int, value: float | str | None) -> SweepRunResult:
         name = f"{setting}/{seed}"
         if isinstance(value, str):
-            return RunResult(folder=name, seed=seed, status=value)
+            return SweepRunResult(folder=name, seed=seed, status=value)
         if value is None:
-            return RunResult(folder=name, seed=seed)
-        return RunResult(folder=name, seed=seed, status="finished", reward=value, training_reward=value / 2)
+            return SweepRunResult(folder=name, seed=seed)
+        return SweepRunResult(folder=name, seed=seed, status="finished", reward=value, training_reward=value / 2)
 
     runs = {
         setting.folder: [run(setting.number, seed, value) for seed, value in enumerate(rewards[setting.number])]
@@ -119,7 +128,7 @@ def test_settings_are_ranked_and_failures_never_improve_them() -> None:
     assert third.reward.low < 0.2
     assert third.reward.mean == pytest.approx(0.3)
     assert (last.reward, last.minus_best) == (None, None)
-    text = table(ranked)
+    text = in_terminal(section(ranked))
     assert "1 diverged" in text
     assert "2 not run yet" in text
 
