@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from pipelinerl.actor.deadline import IN_ROLLOUT, CodeDeadline, own_code
+from pipelinerl.actor.deadline import IN_ROLLOUT, own_code
 from pipelinerl.errors import RequestError, RolloutError
 from pipelinerl.interfaces import CANCELLED_KEPT, AsyncEngine, Engine, StepOutput, Tokenizer, WeightUpdate
 from pipelinerl.types import (
@@ -232,12 +232,12 @@ class RolloutClient:
         del self._streamed[request.id]
         self._produced[request.id] = Produced(request.prompt_ids, event)
 
-    def _start_waiting(self) -> Token[CodeDeadline | None]:
+    def _start_waiting(self) -> Token[object | None]:
         """Wait for tokens from now on. What runs until `_stop_waiting` is code of the engine, not of the user."""
         self._awake.discard(self)
         return IN_ROLLOUT.set(None)
 
-    def _stop_waiting(self, code: Token[CodeDeadline | None]) -> None:
+    def _stop_waiting(self, code: Token[object | None]) -> None:
         IN_ROLLOUT.reset(code)
         if not self._closed:
             self._awake.add(self)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sysconfig
 import traceback
+from asyncio import events
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -60,10 +61,10 @@ def user_frames(trace: str) -> list[str]:
 def place_of(frame: FrameType | None, caller: str) -> str:
     """Where user code is, as `in Task.reward (task.py, line 9)`: its outermost frame, or without one the innermost frame.
 
-    Frames of the file `caller` and outside it are not looked at.
+    Frames of the file `caller` or of asyncio, and outside them, are not looked at.
     """
     place = frame
-    while frame is not None and frame.f_code.co_filename != caller:
+    while frame is not None and frame.f_code.co_filename not in (caller, events.__file__):
         if not frame.f_code.co_filename.startswith(NOT_USER_CODE):
             place = frame
         frame = frame.f_back

@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple, Self, TypeVar, cast
 import msgspec
 
 from pipelinerl.actor.client import Awake, Produced, RolloutClient
-from pipelinerl.actor.deadline import CodeAlarm, CodeDeadline, CodeGivenUpError
+from pipelinerl.actor.deadline import CodeAlarm, CodeGivenUpError
 from pipelinerl.config.schema import ActorConfig
 from pipelinerl.errors import CodeDeadlineError, RolloutError, TooManyFailuresError
 from pipelinerl.interfaces import AsyncEngine, Environment, Tokenizer
@@ -125,25 +125,32 @@ async def attempt(
 
 async def guarded(code: Callable[[], Coroutine[Any, Any, T]], limits: TimeLimits, what: str) -> T | Failure:
     """The result of user code, which is stopped at its time limits. Cancelling this raises CancelledError."""
-    deadline = CodeDeadline(limits.alarm)
-    task = asyncio.current_task()
+    task: Any = asyncio.current_task()
     expired = False
 
     def expire() -> None:
         nonlocal expired
         expired = True
-        deadline.end()
+        task.cancel()
+
+    async def run() -> T:  # also interrupts user code that is not `async def`
+        return await code()
 
     timer = asyncio.get_running_loop().call_later(limits.rollout_s, expire)
+    outcome: T | Failure
     try:
-        outcome = await _caught(code, deadline)
+        outcome = await limits.alarm.run(run())
+    except (KeyboardInterrupt, GeneratorExit):
+        raise
     except asyncio.CancelledError as error:
-        if not expired:
+        if task.cancelling() and not expired:
             raise
-        outcome = _failure(error, "timeout", "cancelled")
+        outcome = _failure(error, "raised", "the environment awaited something that was cancelled")
+    except BaseException as error:  # noqa: BLE001 - user code may raise anything: it is a failure of this attempt
+        outcome = _failure(error)
     finally:
         timer.cancel()
-    while task is not None and task.cancelling():  # cancelled by `expire` or by the environment: handled
+    while task.cancelling():  # cancelled by `expire` or by the environment: handled
         task.uncancel()
     if expired:
         where = outcome.traceback if isinstance(outcome, Failure) else ""
@@ -163,26 +170,9 @@ def problem_for(environment: Environment, index: int, limits: TimeLimits) -> tup
         return Failure("timeout", str(error))
     except CodeDeadlineError as error:
         return _failure(error, "timeout", f"problem({index}): {error}")
-    except Exception as error:  # noqa: BLE001 - user code may raise anything: it is a failure of this problem
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything: it is a failure of this problem
         failure = _failure(error)
         return failure._replace(message=f"problem({index}): {failure.message}")
-
-
-async def _caught(code: Callable[[], Coroutine[Any, Any, T]], deadline: CodeDeadline) -> T | Failure:
-    async def run() -> T:  # puts user code that is not `async def` under the deadline, too
-        return await code()
-
-    try:
-        return await deadline.run(run())
-    except (KeyboardInterrupt, GeneratorExit):
-        raise
-    except asyncio.CancelledError as error:
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
-            raise
-        return _failure(error, "raised", "the environment awaited something that was cancelled")
-    except BaseException as error:  # noqa: BLE001 - user code may raise anything: it is a failure of this attempt
-        return _failure(error)
 
 
 def _failure(error: BaseException, *known: Any) -> Failure:

@@ -19,8 +19,7 @@ from pipelinerl.types import ActorProgress, EngineProgress, StageState
 class GenerationStatus:
     """Publishes the status of a generation process.
 
-    `stages` are the names of engine and actor on the status board. User code that blocks the thread is reported while it
-    runs.
+    `stages` are the names of engine and actor on the status board.
     """
 
     def __init__(
@@ -45,7 +44,6 @@ class GenerationStatus:
         self._ready_since_s = clock()
         self._engine_status = StatusReporter(board, stages.engine, clock)
         self._actor_status = StatusReporter(board, stages.actor, clock)
-        groups.context.limits.alarm.on_slow = self._code_is_slow
 
     def report(self, verdict: Verdict, *, stepped: bool, ready: bool) -> None:
         """Report an iteration: why no more groups were started, and whether the engine made a step.
@@ -93,12 +91,6 @@ class GenerationStatus:
         self._engine_status.report(
             self._engine_state, detail, self._engine_progress, waits_for=() if in_progress else (actor,)
         )
-
-    def _code_is_slow(self, activity: str) -> None:
-        """Publish which environment code blocks this thread. Called from the alarm's signal handler."""
-        self._actor_status.report("working", activity, self._actor_progress)
-        actor = self._stages.actor
-        self._engine_status.report("waiting", f"the {actor}: {activity}", self._engine_progress, waits_for=(actor,))
 
     def _record_timeline(self) -> None:
         if self._timeline is not None:
