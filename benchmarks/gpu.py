@@ -40,8 +40,8 @@ from pipelinerl.preprocess.packing import pack
 from pipelinerl.trainer import Learner
 from pipelinerl.types import GenerationRequest, SamplingParams
 from pipelinerl.weights.memory import DirectMessages
+from pipelinerl.weights.receiving import SharedWeightReceiver
 from pipelinerl.weights.sending import SharedWeightSender
-from pipelinerl.weights.shared import SharedWeightReceiver
 
 SIZES: dict[str, dict[str, int]] = {
     "tiny": {

@@ -44,8 +44,8 @@ from pipelinerl.status.board import MemoryBoard
 from pipelinerl.stream.memory import MemoryStream
 from pipelinerl.weights.broadcast.receiver import CollectiveWeightReceiver
 from pipelinerl.weights.broadcast.sender import CollectiveWeightSender
+from pipelinerl.weights.receiving import SharedWeightReceiver
 from pipelinerl.weights.sending import Sender, SharedWeightSender
-from pipelinerl.weights.shared import SharedWeightReceiver
 
 IDLE_S = 0.0005
 KEY = "of the benchmark"

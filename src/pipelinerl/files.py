@@ -17,6 +17,8 @@ import msgspec
 
 T = TypeVar("T")
 
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - files here have unique names, or none
+
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EMFILE, errno.ENFILE)
 """A disk, a quota or a limit on files is full, or the file system can only be read."""
 
@@ -152,8 +154,7 @@ def shared_memory() -> int:
     """
     if hasattr(os, "memfd_create"):
         return os.memfd_create("pipelinerl-weights")  # not limited to the 64 MB that containers give /dev/shm
-    memory = Path("/dev/shm")  # noqa: S108 - an unnamed file in it
-    with tempfile.TemporaryFile(dir=memory if memory.is_dir() else None) as file:
+    with tempfile.TemporaryFile(dir=SHARED_MEMORY if SHARED_MEMORY.is_dir() else None) as file:
         return os.dup(file.fileno())
 
 

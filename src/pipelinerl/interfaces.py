@@ -215,13 +215,15 @@ class WeightUpdate(NamedTuple):
     """A complete set of weights, parameter name -> tensor, with the checksum that the sender computed over them.
 
     `tensors`: read-only views of the transport's memory, valid until the update is acknowledged; empty if engine servers
-    receive the weights directly. `device_checksum`: computed by the trainer's GPU (`models.device_sums`); "" without one.
+    receive the weights, or read them from the file at `path`. `device_checksum`: computed by the trainer's GPU
+    (`models.device_sums`); "" without one.
     """
 
     version: int
     checksum: str
     tensors: Mapping[str, torch.Tensor]
     device_checksum: str = ""
+    path: str = ""
 
 
 class WeightSender(Protocol):

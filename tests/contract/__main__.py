@@ -11,9 +11,9 @@ from pathlib import Path
 
 from pipelinerl.cli.parser import api_key_from, write
 from pipelinerl.errors import PipelineRLError, UserError
+from pipelinerl.files import SHARED_MEMORY
 from pipelinerl.serving.client.adapter import EngineServer
 from pipelinerl.serving.client.http import PipelineServer
-from pipelinerl.serving.server.options import SHARED_MEMORY
 from tests.contract.checks import Check, Result, run_checks
 from tests.contract.generation import SERVER_CHECKS
 

@@ -7,6 +7,7 @@ then v + 2, the folder's weights again. Afterwards it can't be used for a run th
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections.abc import Mapping, Sequence
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -18,10 +19,9 @@ from transformers import DynamicCache
 
 from pipelinerl.config.schema import ModelConfig
 from pipelinerl.errors import WeightUpdateError
-from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models.loading import load_model
 from pipelinerl.models.state import checksum, first_names, load_weights, named_weights
-from pipelinerl.serving.client.weights_file import WeightFiles
+from pipelinerl.models.tensor_file import write_safetensors
 from pipelinerl.serving.wire import WeightUpdateRequest
 from pipelinerl.types import Completion, GenerationRequest, UpdateReceipt, versions_from_spans
 from tests.contract.checks import Check, NotSupportedError, Subject, first_event, require
@@ -40,7 +40,7 @@ class WeightChecks:
 
     def __init__(self, model: str, directory: Path, tolerance: float = 1e-3) -> None:
         self._model = load_model(ModelConfig(path=model))
-        self._files = WeightFiles(directory)
+        self._directory = tempfile.TemporaryDirectory(prefix="pipelinerl-weights-", dir=directory)
         self._tolerance = tolerance
         self._weights = named_weights(self._model)
         original = _copied(self._weights)
@@ -58,7 +58,7 @@ class WeightChecks:
 
     def close(self) -> None:
         """Remove the files."""
-        self._files.close()
+        self._directory.cleanup()
 
     async def logprobs_match_the_model(self, subject: Subject) -> str:
         worst = 0.0
@@ -202,7 +202,9 @@ class WeightChecks:
 
     def _write(self, version: int, index: int) -> WeightUpdateRequest:
         self._load(index)
-        return self._files.write(WeightUpdate(version, checksum(self._weights), self._weights))
+        path = Path(self._directory.name, f"{version}.safetensors")
+        write_safetensors(self._weights, path)
+        return WeightUpdateRequest(version=version, checksum=checksum(self._weights), path=str(path))
 
 
 def _check_receipt(receipt: UpdateReceipt, saved: WeightUpdateRequest) -> None:

@@ -17,6 +17,7 @@ from pipelinerl.config.schema import ModelConfig
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models.loading import load_model
 from pipelinerl.models.state import checksum, named_weights
+from pipelinerl.models.tensor_file import write_safetensors
 from pipelinerl.serving.client.adapter import Bounds, EngineUnavailableError
 from pipelinerl.serving.client.engine import RemoteEngine
 from pipelinerl.serving.client.http import PipelineServer
@@ -58,9 +59,9 @@ class Server:
 
 
 @asynccontextmanager
-async def engine_over(servers: Sequence[Server], weights: Path) -> AsyncIterator[RemoteEngine]:
+async def engine_over(servers: Sequence[Server]) -> AsyncIterator[RemoteEngine]:
     clients = [PipelineServer(server.url) for server in servers]
-    async with RemoteEngine.connect(clients, weight_dirs=[weights], bounds=BOUNDS) as engine:
+    async with RemoteEngine.connect(clients, bounds=BOUNDS) as engine:
         yield engine
 
 
@@ -122,9 +123,11 @@ def changed(seed: int) -> Any:
     return model
 
 
-def update_of(model: Any, version: int) -> WeightUpdate:
-    tensors = named_weights(model)
-    return WeightUpdate(version, checksum(tensors), tensors)
+def update_of(model: Any, version: int, directory: Path) -> WeightUpdate:
+    """In a file, as servers get it."""
+    tensors, path = named_weights(model), directory / f"{version}.safetensors"
+    write_safetensors(tensors, path)
+    return WeightUpdate(version, checksum(tensors), {}, path=str(path))
 
 
 @pytest.mark.exhaustive
@@ -137,12 +140,12 @@ def test_updates_in_flight_on_two_servers_are_exact(servers: list[Server], tmp_p
     ]
 
     async def main() -> dict[str, Completion]:
-        async with engine_over(servers, tmp_path) as engine:
+        async with engine_over(servers) as engine:
 
             async def update(done: int) -> None:
                 if done >= (SLOTS, 2 * SLOTS, 10**9)[engine.version]:
                     version = engine.version + 1
-                    receipt = await engine.update_weights(update_of(models[version], version))
+                    receipt = await engine.update_weights(update_of(models[version], version, tmp_path))
                     assert receipt.error is None
                     assert receipt.version == engine.version == version
 
@@ -178,14 +181,14 @@ def test_a_killed_server_loses_nothing_and_has_the_weights_before_it_has_request
             servers[0].kill()
 
     async def main() -> None:
-        async with engine_over(servers, tmp_path) as engine:
+        async with engine_over(servers) as engine:
             undisturbed = await serve(engine, wanted)
             done = await serve(engine, wanted, kill)
             assert engine.slots == SLOTS
             # The same seeds and weights: the same tokens, whichever server made them.
             assert all(done[key].token_ids == completion.token_ids for key, completion in undisturbed.items())
 
-            await engine.update_weights(update_of(changed(1), 7))
+            await engine.update_weights(update_of(changed(1), 7, tmp_path))
             done = await serve(engine, requests(4 * SLOTS, 20))
             assert {span.version for completion in done.values() for span in completion.weight_versions} == {7}
             servers[0] = Server(tmp_path / "a", servers[0].port)

@@ -13,7 +13,7 @@ import pytest
 
 import pipelinerl
 from pipelinerl.experiments.replay.replay import Request, replay
-from pipelinerl.serving.client.weights_file import SHARED_MEMORY
+from pipelinerl.files import SHARED_MEMORY
 from tests.chaos.invariants import check
 from tests.integration.runs import (
     alive,

@@ -34,8 +34,8 @@ from pipelinerl.serving.vllm.server_info import kv_cache_bytes, model_facts
 from pipelinerl.serving.vllm.start import VllmSettings, members
 from pipelinerl.serving.wire import ProcessGroupRequest, WeightUpdateRequest
 from pipelinerl.types import Completion, GenerationRequest, SamplingParams, TokenEvent, versions_from_spans
-from pipelinerl.weights.broadcast.receiver import Coordinator
 from pipelinerl.weights.broadcast.sender import CollectiveWeightSender
+from pipelinerl.weights.receiving import Receiver
 from tests.chaos.invariants import check
 from tests.integration.runs import alive, assert_gone_on, process_ids, wait
 from tests.integration.test_restart import GOAL, going, kill
@@ -238,16 +238,17 @@ def test_a_tied_head_follows_the_embedding(vllm: VllmProcess, tmp_path: Path) ->
     assert first_s > 0 == second_s  # what it holds already costs nothing
 
 
-def test_it_serves_behind_the_engine_protocol(vllm: VllmProcess) -> None:
-    """As the actor uses it: requests as coroutines, weights as tensors."""
+def test_it_serves_behind_the_engine_protocol(vllm: VllmProcess, tmp_path: Path) -> None:
+    """As the actor uses it: requests as coroutines, weights in a file."""
     newest = perturbed(load_model(ModelConfig()), 4)
-    tensors = named_weights(newest)
+    tensors, path = named_weights(newest), tmp_path / "newest.safetensors"
+    write_safetensors(tensors, path)
     version = version_at(vllm) + 1
 
     async def main() -> dict[str, Completion]:
         async with RemoteEngine.connect([VllmServer(vllm.url)]) as engine, asyncio.timeout(60):
             asked = [asyncio.create_task(engine.generate(request(f"old-{i}", max_tokens=200))) for i in range(4)]
-            receipt = await engine.update_weights(WeightUpdate(version, checksum(tensors), tensors))
+            receipt = await engine.update_weights(WeightUpdate(version, checksum(tensors), {}, path=str(path)))
             assert (receipt.error, receipt.version, receipt.checksum) == (None, version, checksum(tensors))
             completions = await asyncio.gather(*asked, engine.generate(request("new")))
             return {completion.request_id: completion for completion in completions}
@@ -258,14 +259,14 @@ def test_it_serves_behind_the_engine_protocol(vllm: VllmProcess) -> None:
     assert all(len(done[f"old-{i}"].token_ids) == 200 for i in range(4))
 
 
-def test_it_takes_what_the_trainer_broadcasts_into_its_worker(vllm: VllmProcess, tmp_path: Path) -> None:
-    """Two updates over torch.distributed while requests are in progress; no file is written."""
+def test_it_takes_what_the_trainer_broadcasts_into_its_worker(vllm: VllmProcess) -> None:
+    """Two updates over torch.distributed while requests are in progress."""
     models = [perturbed(load_model(ModelConfig()), seed) for seed in (5, 6)]
     first = version_at(vllm) + 1
     relay = Relay()
     options: Any = {"timeout_s": 60.0, "bucket_bytes": 1 << 18}
     with closing(CollectiveWeightSender("127.0.0.1", "key", 1, relay.trainer, **options)) as sender:
-        coordinator = Coordinator(relay.engine())
+        coordinator = Receiver(relay.engine())
         assert coordinator.offered() is None
 
         async def main() -> dict[str, Completion]:
@@ -275,7 +276,7 @@ def test_it_takes_what_the_trainer_broadcasts_into_its_worker(vllm: VllmProcess,
                 asked.append(asyncio.create_task(engine.generate(request(name, **options))))
                 return asked[-1]
 
-            async with RemoteEngine.connect([VllmServer(vllm.url)], weight_dirs=[tmp_path]) as engine, asyncio.timeout(60):
+            async with RemoteEngine.connect([VllmServer(vllm.url)]) as engine, asyncio.timeout(60):
                 await engine.join_broadcast(sender.host, sender.port, "key")
                 for version, model in enumerate(models, first):
                     weights = named_weights(model)
@@ -305,7 +306,6 @@ def test_it_takes_what_the_trainer_broadcasts_into_its_worker(vllm: VllmProcess,
     for completion in done.values():
         versions = versions_from_spans(completion.weight_versions, len(completion.token_ids))
         assert versions == sorted(versions)
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_broadcast_that_never_begins_leaves_it_as_it_was(vllm: VllmProcess) -> None:

@@ -40,7 +40,7 @@ PROCESSES = {
         f"actor engine environments models preprocess serving trainer weights launch.stages.generation torch {LAUNCHER}",
     ),
     "generation": (
-        "launch.hosts.worker launch.stages.generation weights.shared engine",
+        "launch.hosts.worker launch.stages.generation weights.receiving engine",
         "checkpoint engine.cache_runner environments.chat environments.options models.lora "
         "models.own_forward models.packed preprocess serving stream.redis trainer "
         "weights.broadcast launch.stages.broadcast launch.stages.servers launch.stages.training models.hub "

@@ -11,7 +11,8 @@ from pipelinerl.config.load import with_flags
 from pipelinerl.config.schema import EngineConfig, ModelConfig, RunConfig
 from pipelinerl.errors import UserError
 from pipelinerl.extras import require
-from pipelinerl.serving.server.options import SHARED_MEMORY, Address, ServeOptions
+from pipelinerl.files import SHARED_MEMORY
+from pipelinerl.serving.server.options import Address, ServeOptions
 
 KEYS = (
     *("model.dtype", "model.head_dtype", "model.trust_remote_code", "engine.slots", "engine.max_length"),

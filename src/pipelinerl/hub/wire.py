@@ -109,7 +109,7 @@ ASKS, AWAY = 0, -1
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
-    """Engines may take update `number` (from 1), which has this checksum. `device_checksum`: see `WeightUpdate`.
+    """Engines may take update `number` (from 1), which has this checksum. `device_checksum`, `path`: see `WeightUpdate`.
 
     `engine`: number of the generation process that it is for; None: of all that have asked.
     """
@@ -118,6 +118,7 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True
     version: int
     checksum: str
     device_checksum: str = ""
+    path: str = ""
     engine: int | None = None
 
 

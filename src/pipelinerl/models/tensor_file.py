@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pipelinerl.models.state import host_parts
 
-_TYPES = {
+TYPES = {
     torch.int64: "I64",
     torch.float64: "F64",
     torch.float32: "F32",
@@ -28,7 +28,7 @@ _TYPES = {
 
 
 def in_file_order(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    order = list(_TYPES)
+    order = list(TYPES)
     return dict(sorted(tensors.items(), key=lambda item: (order.index(item[1].dtype), item[0])))
 
 
@@ -39,14 +39,14 @@ def write_safetensors(tensors: Mapping[str, Tensor], path: Path | str, metadata:
     `host_parts` says; sharded tensors are gathered one after the other. Raises OSError, and ValueError for a tensor of
     another type.
     """
-    if odd := [f"{name} is of type {tensor.dtype}" for name, tensor in tensors.items() if tensor.dtype not in _TYPES]:
+    if odd := [f"{name} is of type {tensor.dtype}" for name, tensor in tensors.items() if tensor.dtype not in TYPES]:
         raise ValueError(f"a safetensors file can't have all tensors: {odd[0]}")
     tensors = in_file_order(tensors)
     header: dict[str, object] = {"__metadata__": metadata or {"format": "pt"}}
     end = 0
     for name, tensor in tensors.items():
         start, end = end, end + tensor.nbytes
-        header[name] = {"dtype": _TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        header[name] = {"dtype": TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     encoded = msgspec.json.encode(header)
     encoded += b" " * (-len(encoded) % 8)
     with open(path, "wb", opener=lambda name, _: os.open(name, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)) as file:

@@ -112,9 +112,9 @@ def predict(config: RunConfig, shape: ModelShape) -> Prediction:
         copies = 2 if weights.encoding == "delta" else 1
         sent = [] if rank else _staged(config, shape, config.trainer.device, copies=copies)
         processes.append(_process(role, [*parts, *sent]))
-    if weights.kind == "shared":  # and two weight files in shared memory for engine servers on this machine
-        files = 0 if here or config.engine.weights_dir else 2
-        processes.append(Process(BETWEEN, (Part("weights in transfer", (1 + files) * _weight_bytes(config, shape)),)))
+    if weights.kind == "shared" and not config.engine.weights_dir:
+        copies = 1 if here else 2  # for engine servers, two files
+        processes.append(Process(BETWEEN, (Part("weights in transfer", copies * _weight_bytes(config, shape)),)))
     return Prediction(tuple(processes))
 
 

@@ -12,8 +12,6 @@ from torch import Tensor
 from pipelinerl.errors import INVALID_DATA, WeightUpdateError
 from pipelinerl.models.state import first_names
 
-_ALIGNMENT = 64
-
 
 class Place(msgspec.Struct, frozen=True):
     """The place of one named tensor; `start` is in bytes from the start of the buffer. Tied names have the same place."""
@@ -30,30 +28,41 @@ class Place(msgspec.Struct, frozen=True):
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """The places of all tensors of an update, and the size of a buffer that holds them."""
+    """The places of all tensors of an update, and the size of a buffer that holds them.
+
+    Tensors of larger types come first, without gaps: each is aligned to its type, as in a safetensors file.
+    """
 
     places: tuple[Place, ...]
     buffer_bytes: int
 
     def views(self, buffer_U8: Tensor) -> dict[str, Tensor]:
-        """The tensors in a buffer (bytes, [buffer_bytes]), without copying."""
+        """The tensors in a buffer (bytes, at least [buffer_bytes]), without copying."""
         return {
             place.name: buffer_U8[place.start : place.start + place.size].view(_dtype(place.dtype)).view(place.shape)
             for place in self.places
         }
 
+    def first_names(self) -> dict[str, str]:
+        """For each name, the first name of the same tensor: the name itself unless it is a tied alias."""
+        owners: dict[int, str] = {}
+        return {
+            place.name: owners.setdefault(place.start, place.name) if place.size else place.name for place in self.places
+        }
+
 
 def layout_of(tensors: Mapping[str, Tensor]) -> Layout:
     """The layout of `tensors`; names that share one tensor share one place."""
-    places: dict[str, Place] = {}
+    firsts = first_names(tensors)
+    starts: dict[str, int] = {}
     end = 0
-    for name, first in first_names(tensors).items():
-        tensor = tensors[name]
-        start = places[first].start if first != name else end
-        places[name] = Place(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), start)
-        if first == name:
-            end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-    return Layout(tuple(places.values()), end)
+    for name in sorted(dict.fromkeys(firsts.values()), key=lambda name: -tensors[name].element_size()):
+        starts[name], end = end, end + tensors[name].nbytes
+    places = [
+        Place(name, str(tensors[name].dtype).removeprefix("torch."), tuple(tensors[name].shape), starts[first])
+        for name, first in firsts.items()
+    ]
+    return Layout(tuple(places), end)
 
 
 def require_same(earlier: Layout, later: Layout) -> None:
@@ -84,7 +93,7 @@ def check(layout: Layout) -> None:
     """Raises WeightUpdateError if a tensor is not within the buffer."""
     for place in layout.places:
         inside = place.start >= 0 and min(place.shape, default=0) >= 0 and place.start + place.size <= layout.buffer_bytes
-        if not inside or place.start % 8:
+        if not inside or place.start % _dtype(place.dtype).itemsize:
             raise WeightUpdateError(f"the weight sender's description of its tensors is wrong: {place}")
 
 

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
+import torch
 from torch import Tensor
 
+from pipelinerl.errors import WeightUpdateError
 from pipelinerl.hub import wire
 from pipelinerl.interfaces import Messages, WeightUpdate
+from pipelinerl.models.state import checksum
 from pipelinerl.types import UpdateReceipt
+from pipelinerl.weights.files import mapped, pin_all
 
 
 class Receiver:
-    """A `WeightReceiver` whose updates have no tensors: those of an engine that consists of servers, which have them.
+    """A `WeightReceiver` whose updates have no tensors: of an engine that consists of servers, which read or receive them.
 
-    `taken`: an update that was not acknowledged yet.
+    `taken`: an update that was not acknowledged yet. `meeting`: where receivers of a broadcast meet; None until the first
+    call of `offered` is answered.
     """
 
     def __init__(self, hub: Messages) -> None:
         self.taken: wire.Offer | None = None
+        self.meeting: wire.Meeting | None = None
         self._hub, self._asked, self._seen = hub, False, 0
         self._offer: wire.Offer | None = None
         hub.handle(wire.Offer, self._on_offer)
+        hub.handle(wire.Meeting, self._on_meeting)
 
     def offered(self) -> int | None:
         """The version of the newest update if it was not taken yet, or None. Costs some microseconds.
@@ -43,7 +50,7 @@ class Receiver:
         if self.offered() is None or (offer := self._offer) is None:
             return None
         self.taken, self._offer = offer, None
-        return WeightUpdate(offer.version, offer.checksum, self._tensors(offer), offer.device_checksum)
+        return WeightUpdate(offer.version, offer.checksum, self._tensors(offer), offer.device_checksum, offer.path)
 
     def acknowledge(self, receipt: UpdateReceipt) -> None:
         """Send the receipt for the update that was taken last. Raises ValueError if no update is waiting for one."""
@@ -62,3 +69,38 @@ class Receiver:
     def _on_offer(self, offer: wire.Offer) -> None:
         if offer.number > self._seen:  # one that asked while it was offered gets it twice
             self._offer, self._seen = offer, offer.number
+
+    def _on_meeting(self, meeting: wire.Meeting) -> None:
+        self.meeting = meeting
+
+
+class SharedWeightReceiver(Receiver):
+    """An embedded engine's end of a shared file in memory. The caller owns the descriptor."""
+
+    def __init__(self, fd: int, hub: Messages, device: str = "cpu") -> None:
+        """`device`: where the engine computes. A GPU reads the file directly: it is pinned until `close`."""
+        super().__init__(hub)
+        self._fd, self._device = fd, device
+        self._views: dict[str, Tensor] = {}
+        self._unpin: Callable[[], object] = lambda: None
+
+    def close(self) -> None:
+        """Release the buffer; views returned by `poll` stay valid, and are not pinned any more."""
+        self._unpin()
+        self._views = {}
+
+    def _tensors(self, offer: wire.Offer) -> Mapping[str, Tensor]:
+        if not self._views:
+            self._views = mapped(self._fd)
+            if self._device != "cpu":
+                self._unpin = pin_all(self._views, torch.device(self._device))
+        # A GPU verifies the device's checksum, if there is one, on its own parameters. It stands still here.
+        if self._device == "cpu" or not offer.device_checksum:
+            require_intact(self._views, offer.version, offer.checksum)
+        return self._views
+
+
+def require_intact(tensors: Mapping[str, Tensor], version: int, digest: str) -> None:
+    """Raises WeightUpdateError if the tensors do not have the sender's checksum, `digest`."""
+    if (found := checksum(tensors)) != digest:
+        raise WeightUpdateError(f"weights of version {version} arrived damaged: checksum {found}, sent {digest}")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,12 +15,13 @@ import torch
 from torch import Tensor
 
 from pipelinerl.errors import WeightUpdateError
+from pipelinerl.files import remedy
 from pipelinerl.hub import wire
 from pipelinerl.interfaces import Messages
 from pipelinerl.models.state import checksum, digests_of, first_names, not_finite, on_gpu
 from pipelinerl.types import UpdateReceipt, WeightTransfer
+from pipelinerl.weights.files import WeightFile, WeightFolder, make_buffer, pin_all
 from pipelinerl.weights.layout import Layout, layout_of, require_same
-from pipelinerl.weights.shared import make_buffer, pin_all
 
 _POLL_S = 0.0005
 
@@ -46,6 +50,7 @@ class Sender(ABC):
         self._offered = 0  # number of the update that engines may take
         self._begin_s = self._sent_s = 0.0  # time.monotonic
         self._source: torch.device | None = None  # the GPU of the tensors, if they are on one
+        self._path = ""  # of the file that the update is in, if it has a name
         self._inbox: list[UpdateReceipt] = []
         self._problem: str | None = None
         hub.handle(wire.Answer, self._on_answer)
@@ -76,7 +81,7 @@ class Sender(ABC):
         digest, sums = checksum(copies, self.digests), source_checksum(tensors)
         number = self._sent.number + 1 if self._sent else 1
         self._layout, self._sent_s = layout, time.monotonic()
-        self._sent = wire.Offer(number=number, version=version, checksum=digest, device_checksum=sums)
+        self._sent = wire.Offer(number=number, version=version, checksum=digest, device_checksum=sums, path=self._path)
         self._publish(self._sent)
         return digest
 
@@ -142,32 +147,62 @@ class Sender(ABC):
 
 
 class SharedWeightSender(Sender):
-    """The trainer's end. The caller owns the descriptor. The file stays mapped as long as views of it exist."""
+    """Writes to the file in memory `fd`, which embedded engines map. The caller owns the descriptor.
+
+    The file stays mapped as long as views of it exist.
+    """
 
     def __init__(self, fd: int, hub: Messages, engines: int, **options: Any) -> None:
         """`options`: see `Sender`."""
         super().__init__(hub, engines, **options)
         self._fd = fd
-        self._tensors: dict[str, Tensor] = {}
-        self._unpin: Callable[[], object] = lambda: None
+        self._copies: deque[tuple[WeightFile, dict[str, Tensor]]] = deque()
+        self._unpin: list[Callable[[], object]] = []
 
     def close(self) -> None:
-        """Release the buffer. Engines can still take the last update."""
-        self._unpin()
-        self._tensors = {}
+        """Release the buffers. Engines can still take the last update."""
+        for unpin in self._unpin:
+            unpin()
+        self._copies.clear()
+
+    def _files(self, size: int) -> Sequence[WeightFile]:  # noqa: ARG002 - others make them
+        """The files to write to, one after the other."""
+        return [WeightFile(self._fd)]
 
     def _buffer(self, layout: Layout) -> Mapping[str, Tensor]:
-        if not self._tensors:
+        if not self._copies:
             try:
-                self._tensors = make_buffer(self._fd, layout)
+                self._copies = deque((file, make_buffer(file.fd, layout)) for file in self._files(layout.buffer_bytes))
             except OSError as error:
                 raise WeightUpdateError(
-                    f"no room for a copy of the weights ({layout.buffer_bytes / 1e6:.0f} MB) in shared memory: "
-                    f"{error.strerror}. Free memory, or train a smaller model"
+                    f"no room for a copy of the weights ({layout.buffer_bytes / 1e6:.0f} MB): {error.strerror or error}; "
+                    f"{remedy(error)}"
                 ) from error
             if self._source is not None:
-                self._unpin = pin_all(self._tensors, self._source)
-        return self._tensors
+                self._unpin = [pin_all(tensors, self._source) for _, tensors in self._copies]
+        self._copies.rotate()
+        file, tensors = self._copies[0]
+        self._path = file.path
+        return tensors
+
+
+class FileWeightSender(SharedWeightSender):
+    """Writes to files for engine servers, in a private directory in one of `parents`, which is removed at the end."""
+
+    def __init__(self, parents: Sequence[Path], hub: Messages, engines: int, **options: Any) -> None:
+        super().__init__(-1, hub, engines, **options)
+        self._folder = WeightFolder(*parents)
+
+    def close(self) -> None:
+        super().close()
+        self._folder.close()
+
+    def _files(self, size: int) -> Sequence[WeightFile]:
+        return self._folder.open(size)
+
+    def _publish(self, offer: wire.Offer) -> None:
+        os.close(os.open(offer.path, os.O_RDWR))  # has a network file system write it, before other machines read it
+        super()._publish(offer)
 
 
 def source_checksum(tensors: Mapping[str, Tensor]) -> str:

@@ -15,7 +15,7 @@ from pipelinerl.models.tensor_file import write_safetensors
 
 def of_all_types() -> dict[str, Tensor]:
     found = {}
-    for i, dtype in enumerate(tensor_file._TYPES):
+    for i, dtype in enumerate(tensor_file.TYPES):
         name = str(dtype).removeprefix("torch.")
         found |= {f"{i % 3}.{name}": torch.arange(5).to(dtype), f"{i % 2}.{name}.one": torch.ones(()).to(dtype)}
     return {"none": torch.empty(0, 4), **found}

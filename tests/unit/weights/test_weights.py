@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from pipelinerl.errors import WeightUpdateError
@@ -26,10 +27,11 @@ from pipelinerl.models import transfers
 from pipelinerl.models.device_sums import device_checksum
 from pipelinerl.models.state import checksum, load_weights, named_weights, not_finite
 from pipelinerl.types import UpdateReceipt
-from pipelinerl.weights import sending, shared
+from pipelinerl.weights import receiving, sending
+from pipelinerl.weights.files import WeightFolder, read_file
 from pipelinerl.weights.memory import MemoryWeightSender
-from pipelinerl.weights.sending import SharedWeightSender
-from pipelinerl.weights.shared import SharedWeightReceiver
+from pipelinerl.weights.receiving import Receiver, SharedWeightReceiver
+from pipelinerl.weights.sending import FileWeightSender, SharedWeightSender
 from tests.limits import small_files
 from tests.unit.hub.hub_parts import Place
 from tests.unit.weights.relay import Relay
@@ -386,7 +388,7 @@ def test_on_gpus_both_ends_pin_the_buffers_until_they_close(file: Shared, monkey
 def test_the_host_hashes_what_a_gpu_will_not_verify(on_gpu: bool, file: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
     hashed: list[str] = []
     monkeypatch.setattr(transfers, "pin", lambda *_: lambda: None)
-    monkeypatch.setattr(shared, "checksum", lambda tensors: hashed.append(checksum(tensors)) or hashed[-1])
+    monkeypatch.setattr(receiving, "checksum", lambda tensors: hashed.append(checksum(tensors)) or hashed[-1])
     monkeypatch.setattr(sending, "source_checksum", lambda *_: "of the device" if on_gpu else "")
     sender, receiver = file.sender(), file.receiver(device="cuda:1")
     digest = sender.send(0, named_weights(Tied()))
@@ -496,7 +498,7 @@ import torch
 from pipelinerl.hub.client import HubClient
 from pipelinerl.models.state import checksum, first_names, load_weights, named_weights
 from pipelinerl.types import UpdateReceipt
-from pipelinerl.weights.shared import SharedWeightReceiver
+from pipelinerl.weights.receiving import SharedWeightReceiver
 from tests.unit.weights.test_weights import Tied
 
 fd, connected, index, last = map(int, sys.argv[1:])
@@ -555,6 +557,68 @@ def test_two_engines_in_processes_of_their_own_never_see_a_mix(file: Shared, tmp
         assert all(one.sequences_in_flight == 1 for one in mine)
 
 
-def test_no_file_is_left(file: Shared) -> None:
-    file.sender().send(0, named_weights(Tied()))
-    assert os.fstat(file.fd).st_nlink == 0  # It has no name anywhere: it goes when the last process does.
+# Files for engine servers
+
+
+def files(directory: Path) -> list[Path]:
+    return sorted(directory.rglob("*.safetensors"))
+
+
+def test_files_are_written_in_turn_and_are_what_safetensors_reads(tmp_path: Path) -> None:
+    """The previous one stays, for a server that is started again while the next one is written."""
+    relay = Relay()
+    torch.manual_seed(0)
+    others = {
+        "scalar": torch.tensor(3.5),
+        "empty": torch.empty(0, 4),
+        "transposed": torch.randn(2, 6).T,
+        "odd": torch.ones(3) > 0,
+    }
+    with closing(FileWeightSender([tmp_path], relay.trainer, 1)) as sender:
+        receiver = Receiver(relay.engine())
+        assert receiver.poll() is None
+        sent: list[tuple[Path, str]] = []
+        for version in range(4):
+            weights = {**named_weights(Tied(version)), **others}
+            digest = sender.send(version, weights)
+            update = receiver.poll()
+            assert update is not None
+            assert (update.version, update.checksum, update.tensors) == (version, digest, {})
+            sent.append((Path(update.path), digest))
+            for path, earlier in sent[-2:]:
+                assert checksum(read_file(path)) == earlier
+            assert same(read_file(sent[-1][0]), weights)
+            assert load_file(sent[-1][0]).keys() == weights.keys() - {"head.weight"}
+            receiver.acknowledge(receipt(version, digest))
+        assert [path for path, _ in sent[:2]] == [path for path, _ in sent[2:]] == files(tmp_path)[::-1]
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_first_directory_with_room_is_taken_and_the_error_names_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    locked = tmp_path / "locked"  # in a file system that can only be read; root may write to a folder of any mode
+    there = tmp_path / "there"
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: path != locked and access(path, mode))
+    for directory in (locked, there):
+        directory.mkdir()
+    with closing(FileWeightSender([tmp_path / "missing", locked, there], Relay().trainer, 0)) as sender:
+        sender.send(0, named_weights(Tied()))
+        assert len(files(there)) == 2
+    with pytest.raises(WeightUpdateError, match=rf"no room .*{tmp_path / 'missing'}"):
+        FileWeightSender([tmp_path / "missing"], Relay().trainer, 0).send(0, named_weights(Tied()))
+
+
+def test_what_a_dead_process_left_is_removed_but_not_what_a_living_one_uses(tmp_path: Path) -> None:
+    dead, living = tmp_path / "pipelinerl-weights-1-dead", WeightFolder(tmp_path)
+    dead.mkdir()
+    (dead / "lock").touch()
+    (dead / "0.safetensors").touch()
+    kept = living.open(1)
+    assert not dead.exists()
+    with closing(WeightFolder(tmp_path)) as another:
+        another.open(1)
+        assert all(Path(file.path).is_file() for file in kept)
+    living.close()
+    assert list(tmp_path.iterdir()) == []

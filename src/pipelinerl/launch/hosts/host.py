@@ -34,8 +34,8 @@ from pipelinerl.status.board import MemoryBoard
 
 
 def remove_weights_of(pid: int) -> None:
-    """Remove the weight files for engine servers that a killed generation process left behind."""
-    for left in Path("/dev/shm").glob(f"pipelinerl-weights-{pid}-*"):  # noqa: S108 - see `serving.client.weights_file`
+    """Remove the weight files for engine servers that a killed trainer left behind."""
+    for left in Path("/dev/shm").glob(f"pipelinerl-weights-{pid}-*"):  # noqa: S108 - see `weights.files`
         shutil.rmtree(left, ignore_errors=True)
 
 

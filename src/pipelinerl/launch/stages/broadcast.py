@@ -12,7 +12,7 @@ from pipelinerl.errors import UserError
 from pipelinerl.hub.client import HubClient
 from pipelinerl.interfaces import WeightReceiver, WeightSender
 from pipelinerl.launch.session import Session
-from pipelinerl.weights.broadcast.receiver import CollectiveWeightReceiver, Coordinator
+from pipelinerl.weights.broadcast.receiver import CollectiveWeightReceiver
 from pipelinerl.weights.broadcast.sender import CollectiveWeightSender
 
 LOOPBACK = "127.0.0.1"
@@ -42,10 +42,8 @@ def broadcast_sender(session: Session, hub: HubClient, timeout_s: float, give_up
 
 
 def broadcast_receiver(session: Session, hub: HubClient, index: int, engine: str) -> WeightReceiver:
-    """The end of generation process number `index`. A local engine joins when it has loaded its model."""
+    """The end of generation process number `index`, whose engine joins when it has loaded its model."""
     config = session.config
-    if config.engine.kind != "local":
-        return Coordinator(hub)
     return CollectiveWeightReceiver(
         hub,
         session.plan.weights_key,

@@ -41,6 +41,7 @@ from pipelinerl.models.loading import load_tokenizer
 from pipelinerl.parent_pipe import stop_on_sigterm
 from pipelinerl.status.reporter import GenerationStages, generation_stages, starting
 from pipelinerl.types import TRAINER, TrainerProgress, trainer_progress
+from pipelinerl.weights.receiving import Receiver, SharedWeightReceiver
 
 T = TypeVar("T")
 
@@ -63,14 +64,14 @@ def run_generation(session: Session, hub: HubClient, index: int, weights_fd: int
 
 def _receiver(session: Session, hub: HubClient, fd: int, index: int, engine: str) -> WeightReceiver:
     """The engine's end of the weight transfer. The caller still closes `fd`, the shared file."""
-    if session.config.weights.kind == "collective":
+    config = session.config
+    if config.engine.kind != "local":
+        return Receiver(hub)
+    if config.weights.kind == "collective":
         from pipelinerl.launch.stages.broadcast import broadcast_receiver  # noqa: PLC0415 - few runs need it
 
         return broadcast_receiver(session, hub, index, engine)
-    from pipelinerl.weights.shared import SharedWeightReceiver  # noqa: PLC0415 - not for a broadcast
-
-    engine_here = session.config.engine.kind == "local"
-    return SharedWeightReceiver(fd, hub, session.config.engine.device if engine_here else "cpu")
+    return SharedWeightReceiver(fd, hub, config.engine.device)
 
 
 @dataclass(kw_only=True)

@@ -24,7 +24,7 @@ import msgspec
 from pipelinerl.config.schema import EngineConfig
 from pipelinerl.errors import StalledError, UserError
 from pipelinerl.extras import require
-from pipelinerl.files import write_atomically
+from pipelinerl.files import SHARED_MEMORY, write_atomically
 from pipelinerl.interfaces import WeightReceiver
 from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.session import Session, StartPlan, yield_to_the_trainer
@@ -78,7 +78,7 @@ def run_server(session: Session, role: str, parent_pipe: int) -> None:
 
 def _serve_engine(session: Session, role: str) -> None:
     """Run our own server until it is told to stop. Raises MissingDependencyError and the errors of loading the model."""
-    from pipelinerl.serving.server.options import SHARED_MEMORY, Address, ServeOptions  # noqa: PLC0415 - only servers need it
+    from pipelinerl.serving.server.options import Address, ServeOptions  # noqa: PLC0415 - only servers need it
 
     require("serve", "engine servers")
     from pipelinerl.serving.server.run import serve  # noqa: PLC0415 - needs an extra
@@ -167,7 +167,6 @@ async def connected_engine(session: Session, name: str, receiver: WeightReceiver
     """The engine of a generation process over the run's servers, those in `engine.urls` or those that it starts itself."""
     from pipelinerl.serving.client.adapter import Bounds  # noqa: PLC0415 - as above
     from pipelinerl.serving.client.engine import RemoteEngine  # noqa: PLC0415 - needs httpx2, an extra
-    from pipelinerl.serving.client.weights_file import SHARED_MEMORY  # noqa: PLC0415 - as above
     from pipelinerl.serving.vllm.server_info import model_facts  # noqa: PLC0415 - as above
 
     config = session.config
@@ -175,18 +174,16 @@ async def connected_engine(session: Session, name: str, receiver: WeightReceiver
     deadline_s = time.monotonic() + START_SHARE * config.launch.startup_timeout_s
     facts = model_facts(config.model.path)
     urls = config.engine.urls or await _wait_for_servers(session.run, server_roles(config), deadline_s - time.monotonic())
-    shared = config.engine.weights_dir
-    directories = (Path(shared),) if shared else (SHARED_MEMORY, session.run.control)
     left_s = max(1.0, deadline_s - time.monotonic())
     again = config.launch.restarts > 0 and bool(server_roles(config)) and config.weights.kind != "collective"
     alone_s = config.launch.startup_timeout_s if again else 0.0  # servers that die are started again (see `launch.restarts`)
     bounds = Bounds(startup_s=left_s, join_s=left_s, alone_s=alone_s)
     servers, first = server_clients(config.engine.kind, urls, facts, key, session.plan), session.plan.version
-    async with RemoteEngine.connect(servers, name=name, first=first, weight_dirs=directories, bounds=bounds) as engine:
+    async with RemoteEngine.connect(servers, name=name, first=first, bounds=bounds) as engine:
         if config.weights.kind == "collective" and receiver is not None:
-            from pipelinerl.weights.broadcast.receiver import Coordinator  # noqa: PLC0415 - few runs need it
+            from pipelinerl.weights.receiving import Receiver  # noqa: PLC0415 - with torch
 
-            assert isinstance(receiver, Coordinator)  # noqa: S101 - see `broadcast_receiver`
+            assert isinstance(receiver, Receiver)  # noqa: S101 - see `generation`
             while (meeting := receiver.meeting) is None:
                 receiver.offered()
                 await asyncio.sleep(LOOK_EVERY_S)

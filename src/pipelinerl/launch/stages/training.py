@@ -17,7 +17,7 @@ import torch
 
 from pipelinerl.checkpoint import Checkpoint, load_checkpoint
 from pipelinerl.config.schema import RunConfig
-from pipelinerl.files import Lines, OpenLines, open_lines
+from pipelinerl.files import SHARED_MEMORY, Lines, OpenLines, open_lines
 from pipelinerl.hub.client import HubClient
 from pipelinerl.interfaces import Board, StreamReader, WeightSender
 from pipelinerl.launch.session import Session
@@ -114,9 +114,13 @@ def _sender(session: Session, hub: HubClient, fd: int, give_up: Callable[[], boo
         from pipelinerl.launch.stages.broadcast import broadcast_sender  # noqa: PLC0415 - few runs need it
 
         return broadcast_sender(session, hub, timeout_s, give_up)
-    from pipelinerl.weights.sending import SharedWeightSender  # noqa: PLC0415 - not for a broadcast
+    from pipelinerl.weights.sending import FileWeightSender, SharedWeightSender  # noqa: PLC0415 - not for a broadcast
 
-    return SharedWeightSender(fd, hub, session.config.engine.processes, timeout_s=timeout_s, give_up=give_up)
+    engine = session.config.engine
+    if engine.kind == "local":
+        return SharedWeightSender(fd, hub, engine.processes, timeout_s=timeout_s, give_up=give_up)
+    parents = [Path(engine.weights_dir)] if engine.weights_dir else [SHARED_MEMORY, session.run.control]
+    return FileWeightSender(parents, hub, engine.processes, timeout_s=timeout_s, give_up=give_up)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
     generate, stream ─▶ a task for each request ─▶ servers
     advance ◀─ something arrived ◀─ tokens, completions ◀─┘
-    update_weights ─▶ a file, or the trainer's broadcast ─▶ all servers at once ─▶ one receipt
+    update_weights ─▶ all servers at once: the trainer's file or broadcast ─▶ one receipt
 
 A request's task waits for a slot and ends with exactly one completion:
 
@@ -24,7 +24,6 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
-from pathlib import Path
 from typing import Any, Self
 
 import msgspec
@@ -47,7 +46,6 @@ from pipelinerl.serving.client.adapter import (
 )
 from pipelinerl.serving.client.fleet import Replica, ReplicaPool
 from pipelinerl.serving.client.tickets import Ticket
-from pipelinerl.serving.client.weights_file import SHARED_MEMORY, WeightFiles
 from pipelinerl.serving.wire import ServerInfo, WeightUpdateRequest
 from pipelinerl.types import Completion, EngineProgress, GenerationRequest, TokenEvent, UpdateReceipt
 
@@ -63,7 +61,6 @@ class RemoteEngine:
         self,
         pool: ReplicaPool,
         infos: Sequence[ServerInfo],
-        files: WeightFiles,
         *,
         name: str,
         first: int | None,
@@ -76,7 +73,7 @@ class RemoteEngine:
         held = [info.version for info in infos]
         self._version = min(held if first is None else [first, *held])
         self._pool, self._bounds = pool, bounds
-        self._files, self._step_s, self._clock = files, step_s, clock
+        self._step_s, self._clock = step_s, clock
         self._joined = False
         self._error: BaseException | None = None  # the first that ended the engine: open requests then get no answer
         self._arrived = asyncio.Event()  # a token, an answer or an error
@@ -100,15 +97,13 @@ class RemoteEngine:
         *,
         name: str = "engine",
         first: int | None = None,
-        weight_dirs: Sequence[Path] = (SHARED_MEMORY,),
         bounds: Bounds = Bounds(),  # noqa: B008 - immutable
         step_s: float = 0.005,
         clock: Callable[[], float] = time.monotonic,
     ) -> AsyncIterator[Self]:
-        """An engine over `servers`, once all of them answer. At the end, its requests are cancelled and its files removed.
+        """An engine over `servers`, once all of them answer. At the end, its requests are cancelled.
 
-        `first`: the version of the first weights, if these may replace later ones of another session.
-        `weight_dirs`: directories for weight files, preferred first; the servers read the files there. `step_s`: how long
+        `first`: the version of the first weights, if these may replace later ones of another session. `step_s`: how long
         `advance` waits for results.
 
         Raises UserError, EngineUnavailableError naming the servers that do not answer, or the servers' errors.
@@ -116,10 +111,10 @@ class RemoteEngine:
         urls = [server.url for server in servers]
         if not urls or len(set(urls)) < len(urls):
             raise UserError(f"give each engine server once, and at least one: {urls}")
-        pool, files = ReplicaPool(servers, bounds, clock), WeightFiles(*weight_dirs)
+        pool = ReplicaPool(servers, bounds, clock)
         try:
             infos = await pool.start()
-            engine = cls(pool, infos, files, name=name, first=first, bounds=bounds, step_s=step_s, clock=clock)
+            engine = cls(pool, infos, name=name, first=first, bounds=bounds, step_s=step_s, clock=clock)
             watch = asyncio.create_task(pool.watch())
             watch.add_done_callback(engine._task_ended)
             try:
@@ -129,7 +124,6 @@ class RemoteEngine:
                 await engine._cancel_all()
         finally:
             await asyncio.gather(*(server.close() for server in servers), return_exceptions=True)
-            files.close()
 
     @property
     def version(self) -> int:
@@ -426,7 +420,7 @@ class RemoteEngine:
     # ---- weights
 
     async def join_broadcast(self, host: str, port: int, key: str) -> None:
-        """Have all servers join the trainer's broadcast. They then receive weights from the trainer; no file is written.
+        """Have all servers join the trainer's broadcast, and receive weights by it instead of reading files.
 
         Raises WeightUpdateError or ServerError, naming the server that does not join within `bounds.join_s`.
         """
@@ -436,27 +430,20 @@ class RemoteEngine:
     async def update_weights(self, update: WeightUpdate) -> UpdateReceipt:
         """Have all servers apply the weights in flight. Servers and coroutines continue.
 
-        After `join_broadcast` the servers have already received the weights, and `update.tensors` is not used.
+        They read the file at `update.path`. After `join_broadcast`, they have already received the weights.
 
         Each server applies all weights or none. The receipt has the longest pause, and the checksum that every server
-        reported. If some servers refuse, the receipt's error names them. Raises WeightUpdateError if the version decreases,
-        the file can't be written, or a server does not answer within `bounds.update_s`; EngineUnavailableError if no server
-        is left.
+        reported. If some servers refuse, the receipt's error names them. Raises WeightUpdateError if the version decreases
+        or a server does not answer within `bounds.update_s`; EngineUnavailableError if no server is left.
         """
         self._check()
         if update.version < self._version:
             raise WeightUpdateError(
                 f"version {update.version} is older than the engine's {self._version}; nothing was changed"
             )
-        if self._joined:
-            request = WeightUpdateRequest(version=update.version, checksum=update.checksum)
-        else:
-            request = await asyncio.to_thread(self._files.write, update)
-        previous = self._pool.last_update
-        receipt = await self._pool.update(request)
-        unused = previous if receipt.error is None else request
-        if unused is not None and unused.path is not None:
-            self._files.remove(unused.path)
+        receipt = await self._pool.update(
+            WeightUpdateRequest(version=update.version, checksum=update.checksum, path=update.path or None)
+        )
         if receipt.error is not None:
             return receipt
         self._version = update.version

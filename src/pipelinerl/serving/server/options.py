@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 from pipelinerl.config.schema import EngineConfig, ModelConfig
 from pipelinerl.errors import UserError
-
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where trainers write weight files, under unique names
+from pipelinerl.files import SHARED_MEMORY
 
 
 class Address(NamedTuple):

@@ -17,7 +17,8 @@ may leave the model half loaded.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from types import new_class
@@ -25,14 +26,13 @@ from typing import Any
 
 import msgspec
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from pipelinerl.errors import WeightUpdateError
-from pipelinerl.models.state import checksum, not_finite
-from pipelinerl.serving.epochs import Epochs, StaleEpochError
+from pipelinerl.models.state import not_finite
+from pipelinerl.serving.incoming import IncomingWeights
 from pipelinerl.serving.vllm.messages import BACKEND, REFUSED, BroadcastInfo, InitInfo, UpdateInfo
-from pipelinerl.weights.broadcast.receiver import BroadcastReceiver
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -61,87 +61,53 @@ class WeightTransfer:
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
     supports_draft_weight_update = False
-    _directory: Path | None = None
-    _group: BroadcastReceiver | None = None
 
     @cached_property
-    def _epochs(self) -> Epochs:
-        return Epochs()
+    def _incoming(self) -> IncomingWeights:
+        return IncomingWeights(self.device)
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> InitInfo:
         info: InitInfo = msgspec.convert(init_dict, InitInfo)
         return info
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        if isinstance(init_info, BroadcastInfo):
-            self._join(init_info)
-            return
-        directory = Path(init_info.directory)
-        if not directory.is_dir():
-            raise WeightUpdateError(f"{REFUSED} {directory} is not a directory here; share it with vLLM's machine")
-        self._directory = directory.resolve()
+        with _refusing():
+            if isinstance(init_info, BroadcastInfo):
+                self._join(init_info)
+            elif not (directory := Path(init_info.directory)).is_dir():
+                raise WeightUpdateError(f"{directory} is not a directory here; share it with vLLM's machine")
+            else:
+                self._incoming.directories = [directory]
 
     def _join(self, info: BroadcastInfo) -> None:
         """Join the trainer's broadcast as a receiver; then leaves a group that was joined before."""
         if (workers := self.parallel_config.world_size) > 1:
             raise WeightUpdateError(
-                f"{REFUSED} a broadcast reaches one worker, and this vLLM has {workers}: set weights.kind to shared"
+                f"a broadcast reaches one worker, and this vLLM has {workers}: set weights.kind to shared"
             )
-        begins = self._begins(info)
-        group = BroadcastReceiver(
-            info.host,
-            info.port,
-            info.key,
-            info.index,
-            engine=info.name,
-            join_timeout_s=info.timeout_s,
-            device=self.device,
-        )
+        group = self._incoming.connect(info)
         try:
             group.wait_joined(info.timeout_s)
-        except WeightUpdateError as error:
+        except WeightUpdateError:
             group.close()
-            raise WeightUpdateError(f"{REFUSED} {error}") from error
-        self._leave()
-        self._group = group
-        if begins:
-            self._epochs.begin(info.run, info.epoch)
-
-    def _leave(self) -> None:
-        group, self._group = self._group, None
-        if group is not None:
-            group.close()
-
-    def _begins(self, info: BroadcastInfo | UpdateInfo) -> bool:
-        """Whether the session begins with this, if it succeeds. Raises WeightUpdateError for a session that was replaced."""
-        try:
-            return self._epochs.begins(info.run, info.epoch)
-        except StaleEpochError as error:
-            raise WeightUpdateError(f"{REFUSED} {error}") from error
+            raise
+        self._incoming.join(info, group)
 
     def start_weight_update(self) -> None:
         """Does nothing; see the module."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Load all weights. Raises WeightUpdateError; the module says which errors leave the model unchanged."""
-        try:
+        with _refusing():
             info = msgspec.convert(update_info, UpdateInfo)
-        except msgspec.ValidationError as error:
-            raise WeightUpdateError(f"{REFUSED} {error}") from error
-        begins = self._begins(info)
-        if info.path is None:
-            tensors = arrived_weights(info, None if begins else self._group)
-        else:
-            tensors = read_weights(Path(info.path), info, self._directory)
-        refuse_layout(checkpoint_shapes(str(self.model_config.model)), tensors)
-        if broken := not_finite(tensors):
-            raise WeightUpdateError(f"{REFUSED} {len(broken)} weights are not finite, among them {broken[0]}")
+            tensors = self._incoming.fetch(info).tensors
+            refuse_layout(checkpoint_shapes(str(self.model_config.model)), tensors)
+            if broken := not_finite(tensors):
+                raise WeightUpdateError(f"{len(broken)} weights are not finite, among them {broken[0]}")
         self.receive_weights(tensors)
         if self.device.type != "cpu":  # The next broadcast writes into the buffer that is being copied from.
             torch.accelerator.synchronize()
-        if begins:
-            self._epochs.begin(info.run, info.epoch)
-            self._leave()  # what its group has received before is not loaded any more
+        self._incoming.applied(info)
 
     def receive_weights(self, update_info: Mapping[str, Tensor]) -> None:
         """Load the tensors with vLLM's layer-wise reload, which keeps every parameter where its kernels expect it."""
@@ -162,44 +128,16 @@ class WeightTransfer:
         """Does nothing; see the module."""
 
     def shutdown(self) -> None:
-        self._directory = None
-        self._leave()
+        self._incoming.close()
 
 
-def arrived_weights(info: UpdateInfo, group: BroadcastReceiver | None) -> Mapping[str, Tensor]:
-    """The tensors of the latest broadcast, which were verified on arrival. Raises WeightUpdateError."""
-    if group is None:
-        raise WeightUpdateError(f"{REFUSED} no broadcast was joined yet; POST /init_weight_transfer_engine first")
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """Have errors inside, which leave the model unchanged, say so."""
     try:
-        update = group.newest()
-    except WeightUpdateError as error:
+        yield
+    except (WeightUpdateError, msgspec.ValidationError) as error:
         raise WeightUpdateError(f"{REFUSED} {error}") from error
-    if update is None:
-        raise WeightUpdateError(f"{REFUSED} version {info.version} has not been broadcast")
-    if (update.version, update.checksum) != (info.version, info.checksum):
-        raise WeightUpdateError(
-            f"{REFUSED} version {update.version} (checksum {update.checksum}) was broadcast, not {info.version} "
-            f"({info.checksum})"
-        )
-    return update.tensors
-
-
-def read_weights(path: Path, info: UpdateInfo, directory: Path | None) -> Mapping[str, Tensor]:
-    """The file's tensors, memory-mapped, after verifying their checksum. Raises WeightUpdateError."""
-    if directory is None:
-        raise WeightUpdateError(f"{REFUSED} no directory was named yet; POST /init_weight_transfer_engine first")
-    path = path.resolve()
-    if not path.is_relative_to(directory):
-        raise WeightUpdateError(f"{REFUSED} {path} is not below {directory}")
-    try:
-        with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is not a mapping
-    except (OSError, SafetensorError) as error:
-        raise WeightUpdateError(f"{REFUSED} {path} can't be read: {error}") from error
-    found = checksum(tensors)
-    if found != info.checksum:
-        raise WeightUpdateError(f"{REFUSED} {path} has checksum {found}, version {info.version} has {info.checksum}")
-    return tensors
 
 
 def checkpoint_shapes(model: str) -> dict[str, tuple[int, ...]]:
@@ -221,7 +159,7 @@ def refuse_layout(expected: Shapes, tensors: Mapping[str, Tensor]) -> None:
     if missing or differing:
         first = (missing + differing)[0]
         raise WeightUpdateError(
-            f"{REFUSED} {len(missing)} weights are missing and {len(differing)} have another shape, among them {first}; "
+            f"{len(missing)} weights are missing and {len(differing)} have another shape, among them {first}; "
             "start vLLM with the model that is trained"
         )
 

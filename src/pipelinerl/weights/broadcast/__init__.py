@@ -19,8 +19,9 @@ one store (`rendezvous`), whose keys carry what belongs to the group itself, and
 The sender may broadcast a delta (`weights.delta`) from the previous update, which all receivers hold. They apply it to their
 buffer and verify the checksum of all weights. Engines see no difference.
 
-Engine servers receive in the process that computes. The process that sends requests to them (`Coordinator`) gets the offer,
-without tensors. Its engine makes the servers apply what they have staged (over HTTP), and its answer is for all of them.
+Engine servers receive in the process that computes. The process that sends requests to them gets the offer, without tensors
+(`receiving.Receiver`). Its engine makes the servers apply what they have staged (over HTTP), and its answer is for all of
+them.
 
 Whole or not at all: an engine's weights change only after the offer, so only if every receiver has staged all of it. After
 a crash at any point, each engine holds its old or its new weights.

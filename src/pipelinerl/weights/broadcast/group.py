@@ -23,6 +23,7 @@ from pipelinerl.rendezvous import Rendezvous, prove_members
 from pipelinerl.weights.layout import Layout
 
 PROTOCOL = "pipelinerl-weights-8"
+WORD_BYTES = 8
 FAILED = "failed"
 """The key of the group's store that says why the first receiver that failed can't go on."""
 
@@ -199,10 +200,9 @@ def staging_device(backend: str, device: torch.device) -> torch.device:
 
 
 def staging_buffer(size: int, device: torch.device) -> Tensor:
-    """`size` bytes. Raises WeightUpdateError if memory is short."""
+    """At least `size` bytes, rounded up to whole words, as a delta needs. Raises WeightUpdateError if memory is short."""
     try:
-        # Zeros: the gaps between tensors are sent too and must not leak old memory.
-        return torch.zeros(size, dtype=torch.uint8, device=device)
+        return torch.zeros(-(-size // WORD_BYTES) * WORD_BYTES, dtype=torch.uint8, device=device)
     except RuntimeError as error:
         raise WeightUpdateError(
             f"no room for a copy of the weights ({size / 1e6:.0f} MB) on {device}. Free memory, or send a smaller type"

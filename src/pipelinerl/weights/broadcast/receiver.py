@@ -17,7 +17,6 @@ from pipelinerl.channel import ProtocolError
 from pipelinerl.errors import INVALID_DATA, BroadcastEndedError, PipelineRLError, WeightUpdateError
 from pipelinerl.hub import wire
 from pipelinerl.interfaces import Messages, WeightUpdate
-from pipelinerl.models.state import checksum
 from pipelinerl.rendezvous import Rendezvous, join_store
 from pipelinerl.weights.broadcast.group import (
     FAILED,
@@ -35,7 +34,7 @@ from pipelinerl.weights.broadcast.group import (
 )
 from pipelinerl.weights.delta import apply
 from pipelinerl.weights.layout import check
-from pipelinerl.weights.receiving import Receiver
+from pipelinerl.weights.receiving import Receiver, require_intact
 
 _LONGEST_ERROR = 500
 _POLL_S = 0.01
@@ -175,10 +174,8 @@ class BroadcastReceiver:
             delta_U8 = staging_buffer(incoming.delta_bytes, self._device)
             group.broadcast(delta_U8, form.bucket_bytes, self._require_open)
             apply(delta_U8, self._buffer_U8)
-        version, digest = incoming.version, incoming.checksum
-        if (found := checksum(self._tensors)) != digest:
-            raise WeightUpdateError(f"weights of version {version} arrived damaged: checksum {found}, sent {digest}")
-        self._staged = WeightUpdate(version, digest, self._tensors, incoming.device_checksum)
+        require_intact(self._tensors, incoming.version, incoming.checksum)
+        self._staged = WeightUpdate(incoming.version, incoming.checksum, self._tensors, incoming.device_checksum)
         self._store.set(staged_key(number, self._index), "")
 
     def _wait_for(self, number: int, kind: Any, bound: timedelta = _ANY_TIME) -> Any:
@@ -231,7 +228,6 @@ class CollectiveWeightReceiver(Receiver):
         super().__init__(hub)
         self._key, self._index, self._options = key, index, options
         self._group: BroadcastReceiver | None = None
-        hub.handle(wire.Meeting, self._on_meeting)
 
     def offered(self) -> int | None:
         """See `Receiver`. Raises WeightUpdateError if nothing can be received here, which is not the sender's end."""
@@ -253,16 +249,3 @@ class CollectiveWeightReceiver(Receiver):
     def _on_meeting(self, meeting: wire.Meeting) -> None:
         if self._group is None:
             self._group = BroadcastReceiver(meeting.host, meeting.port, self._key, self._index, **self._options)
-
-
-class Coordinator(Receiver):
-    """The generation process of engine servers: they receive the broadcast, and it decides when they apply an update."""
-
-    def __init__(self, hub: Messages) -> None:
-        super().__init__(hub)
-        self.meeting: wire.Meeting | None = None
-        """Where the servers meet; None until the first call of `offered` is answered."""
-        hub.handle(wire.Meeting, self._on_meeting)
-
-    def _on_meeting(self, meeting: wire.Meeting) -> None:
-        self.meeting = meeting

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -16,24 +17,23 @@ from torch import Tensor
 
 from pipelinerl.channel import listen
 from pipelinerl.errors import PipelineRLError, WeightUpdateError
+from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models.state import checksum, first_names, named_weights
+from pipelinerl.serving.incoming import IncomingWeights
 from pipelinerl.serving.server.http import RefusedError
-from pipelinerl.serving.server.weights import allowed_file, read_update
 from pipelinerl.serving.wire import ProcessGroupRequest, WeightUpdateRequest
 from pipelinerl.types import GenerationRequest, SamplingParams, UpdateReceipt
 from pipelinerl.weights.broadcast.sender import CollectiveWeightSender
 from pipelinerl.weights.receiving import Receiver
-from tests.parity.models import make_model
 from tests.unit.fake_engine_servers import in_event_loop, wait_until
 from tests.unit.server_parts import byte_model, client_of, running
 from tests.unit.weights.relay import Relay
 
-HELD = named_weights(make_model("llama"))
 TIED = "lm_head.weight"
 
 
-def other(seed: int = 1) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in named_weights(make_model("llama", seed)).items()}
+def weights_of(seed: int) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in named_weights(byte_model(seed)).items()}
 
 
 def saved(path: Path, tensors: dict[str, Tensor], said: str | None = None, version: int = 1) -> WeightUpdateRequest:
@@ -41,72 +41,61 @@ def saved(path: Path, tensors: dict[str, Tensor], said: str | None = None, versi
     return WeightUpdateRequest(version=version, checksum=said or checksum(tensors), path=str(path))
 
 
-def test_what_is_read_is_what_was_sent(tmp_path: Path) -> None:
-    tensors = other()
-    request = saved(tmp_path / "w.safetensors", tensors)
-    update = read_update(request, [tmp_path], HELD)
-    assert (update.version, update.checksum) == (1, checksum(tensors))
-    assert update.tensors.keys() == HELD.keys()
-    assert all(torch.equal(update.tensors[name], tensors[name]) for name in tensors)
-    assert update.tensors[TIED] is update.tensors["model.embed_tokens.weight"]
+def fetched(request: WeightUpdateRequest, *directories: Path) -> WeightUpdate:
+    firsts = first_names(named_weights(byte_model()))
+    return IncomingWeights(torch.device("cpu"), directories).fetch(request, firsts)
 
 
-def test_the_file_may_leave_out_tied_names_and_may_go_afterwards(tmp_path: Path) -> None:
-    tensors = other()
-    said = checksum(tensors)
-    assert first_names(HELD)[TIED] != TIED
-    path = tmp_path / "w.safetensors"
-    update = read_update(saved(path, {n: t for n, t in tensors.items() if n != TIED}, said), [tmp_path], HELD)
-    path.write_bytes(b"\0" * path.stat().st_size)
-    path.unlink()
-    assert checksum(update.tensors) == update.checksum == said
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda w: w | {TIED: w[TIED] + 1}, "tied in the model but not equal"),
-        (lambda w: {n: t for n, t in w.items() if "q_proj" not in n}, "2 missing"),
-        (lambda w: w | {"extra": torch.zeros(1)}, r"1 unknown \(extra\)"),
-        (lambda w: w | {"model.norm.weight": torch.zeros(49)}, r"model.norm.weight is float32 \[49\], .* float32 \[48\]"),
-        (lambda w: w | {"model.norm.weight": w["model.norm.weight"].bfloat16()}, r"bfloat16 \[48\]"),
-        (lambda w: w | {"extra": torch.zeros(20 << 20)}, "bytes, the engine's weights at most"),
-    ],
-)
-def test_weights_that_do_not_fit_are_refused_by_name(tmp_path: Path, change: object, message: str) -> None:
-    request = saved(tmp_path / "w.safetensors", change(other()))  # type: ignore[operator]
-    with pytest.raises(WeightUpdateError, match=message):
-        read_update(request, [tmp_path], HELD)
-
-
-def test_a_checksum_that_is_not_the_files_is_found_out(tmp_path: Path) -> None:
-    with pytest.raises(WeightUpdateError, match=r"not 0{32} as announced"):
-        read_update(saved(tmp_path / "w.safetensors", other(), "0" * 32), [tmp_path], HELD)
+def test_what_is_read_is_what_was_sent_and_tied_names_may_be_left_out(tmp_path: Path) -> None:
+    tensors = weights_of(1)
+    for written in (tensors, {name: tensor for name, tensor in tensors.items() if name != TIED}):
+        update = fetched(saved(tmp_path / f"{len(written)}", written, checksum(tensors)), tmp_path)
+        assert (update.version, update.checksum) == (1, checksum(tensors))
+        assert update.tensors.keys() == tensors.keys()
+        assert all(torch.equal(update.tensors[name], tensors[name]) for name in tensors)
 
 
 @pytest.mark.parametrize("content", [b"", b"garbage" * 100, b"\xff" * 8 + b"{}", (1 << 40).to_bytes(8, "little") + b"{}"])
 def test_a_file_that_is_none_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "w.safetensors"
     path.write_bytes(content)
-    with pytest.raises(WeightUpdateError, match="can't read the weights"):
-        read_update(WeightUpdateRequest(version=1, checksum="", path=str(path)), [tmp_path], HELD)
+    with pytest.raises(WeightUpdateError, match="can't be read"):
+        fetched(WeightUpdateRequest(version=1, checksum="", path=str(path)), tmp_path)
 
 
 def test_only_regular_files_in_the_directories_are_opened(tmp_path: Path) -> None:
     inside, outside = tmp_path / "in", tmp_path / "out"
     inside.mkdir()
     outside.mkdir()
-    (outside / "w").touch()
-    (inside / "w").touch()
+    request = saved(outside / "w", weights_of(1))
     (inside / "link").symlink_to(outside / "w")
     os.mkfifo(inside / "pipe")
-    assert allowed_file(str(inside / "w"), [outside, inside]) == inside / "w"
-    for path in (outside / "w", inside / ".." / "out" / "w", inside / "link", inside / "pipe", inside, inside / "absent"):
-        with pytest.raises(RefusedError) as caught:
-            allowed_file(str(path), [inside])
-        assert caught.value.code == "bad_request"
-    with pytest.raises(RefusedError):
-        allowed_file("w\0", [inside])
+    assert fetched(request, inside, outside).checksum == request.checksum
+    for path in ("../out/w", "link", "pipe", ".", "absent", "w\0", outside / "w"):
+        with pytest.raises(WeightUpdateError, match=r"not below a directory|not a regular file|can't find"):
+            fetched(msgspec.structs.replace(request, path=f"{inside / path}"), inside)
+
+
+@in_event_loop
+async def test_weights_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
+    norm = "model.norm.weight"
+    cases: list[tuple[str, Callable[[dict[str, Tensor]], dict[str, Tensor]]]] = [
+        ("tied in the model but not equal", lambda w: w | {TIED: w[TIED] + 1}),
+        ("2 missing", lambda w: {n: t for n, t in w.items() if "q_proj" not in n}),
+        (r"1 unknown \(extra\)", lambda w: w | {"extra": torch.zeros(1)}),
+        (rf"{norm} \(49,\), the model has \(48,\)", lambda w: w | {norm: torch.zeros(49)}),
+        (f"{norm} is torch.bfloat16, in the engine it is torch.float32", lambda w: w | {norm: w[norm].bfloat16()}),
+        (f"not finite \\({norm}", lambda w: w | {norm: w[norm] / 0}),
+    ]
+    async with running(tmp_path) as (service, _):
+        before = service.engine.holding
+        for number, (message, change) in enumerate(cases):
+            with pytest.raises(WeightUpdateError, match=message):
+                await service.updates.take(saved(tmp_path / f"{number}", change(weights_of(1))))
+        with pytest.raises(WeightUpdateError, match="arrived damaged"):
+            await service.updates.take(saved(tmp_path / "w", weights_of(1), "0" * 32))
+        assert service.engine.holding == before
+        assert checksum(service.loaded.weights) == before.checksum
 
 
 # ---------------------------------------------------------------------------------------------- updates of a service
@@ -114,9 +103,9 @@ def test_only_regular_files_in_the_directories_are_opened(tmp_path: Path) -> Non
 
 @in_event_loop
 async def test_versions_rise_and_an_answer_that_was_lost_can_be_asked_for(tmp_path: Path) -> None:
-    weights = [named_weights(byte_model(seed)) for seed in range(3)]
+    weights = [weights_of(seed) for seed in range(3)]
     first, second, again = (
-        saved(tmp_path / f"{number}", {n: t.clone() for n, t in tensors.items()}, version=version)
+        saved(tmp_path / f"{number}", tensors, version=version)
         for number, (tensors, version) in enumerate([(weights[1], 3), (weights[2], 5), (weights[1], 5)])
     )
     async with running(tmp_path) as (service, _):
@@ -150,7 +139,7 @@ async def test_versions_rise_and_an_answer_that_was_lost_can_be_asked_for(tmp_pa
 
 @in_event_loop
 async def test_another_session_begins_at_any_version_and_ends_what_came_before(tmp_path: Path) -> None:
-    weights = [{n: t.clone() for n, t in named_weights(byte_model(seed)).items()} for seed in range(3)]
+    weights = [weights_of(seed) for seed in range(3)]
     async with running(tmp_path) as (service, _):
 
         async def take(version: int, epoch: int, seed: int) -> UpdateReceipt:
@@ -181,7 +170,7 @@ async def test_another_session_begins_at_any_version_and_ends_what_came_before(t
 
 @in_event_loop
 async def test_weights_that_another_session_begins_with_in_vain_leave_the_old_ones(tmp_path: Path) -> None:
-    good, broken = ({n: t.clone() for n, t in named_weights(byte_model(seed)).items()} for seed in (1, 2))
+    good, broken = (weights_of(seed) for seed in (1, 2))
     broken["model.norm.weight"][0] = float("nan")
     async with running(tmp_path) as (service, _):
         first = saved(tmp_path / "good", good, version=7)
@@ -199,7 +188,7 @@ async def test_weights_that_another_session_begins_with_in_vain_leave_the_old_on
 
 @in_event_loop
 async def test_a_session_that_was_replaced_updates_nothing_any_more(tmp_path: Path) -> None:
-    weights = [{n: t.clone() for n, t in named_weights(byte_model(seed)).items()} for seed in range(4)]
+    weights = [weights_of(seed) for seed in range(4)]
     async with running(tmp_path) as (service, _):
 
         async def take(version: int, epoch: int, run: str = "a") -> UpdateReceipt:
@@ -232,7 +221,8 @@ async def test_a_refused_request_of_another_session_changes_nothing(tmp_path: Pa
             sending = asyncio.create_task(asyncio.to_thread(sender.send, 1, newer))
             await service.updates.join(group)
             digest = await sending
-            saved_weights = saved(tmp_path / "w", {name: tensor.clone() for name, tensor in newer.items()}, version=1)
+            await wait_until(lambda: service.updates._incoming._group.newest() is not None)
+            saved_weights = saved(tmp_path / "w", weights_of(1), version=1)
             elsewhere = msgspec.structs.replace(saved_weights, run="b", epoch=1, path=str(tmp_path.parent / "none"))
             damaged = msgspec.structs.replace(saved_weights, run="b", epoch=2, checksum="0")
             no_group = WeightUpdateRequest(version=1, checksum=digest, run="b", epoch=3)
@@ -257,7 +247,7 @@ async def test_what_was_broadcast_in_an_epoch_is_not_applied_in_the_next(tmp_pat
             sending = asyncio.create_task(asyncio.to_thread(sender.send, 1, newer))
             await service.updates.join(group)
             update = WeightUpdateRequest(version=1, checksum=await sending, run="a", epoch=2)
-            with pytest.raises(RefusedError, match="no process group to receive from"):
+            with pytest.raises(WeightUpdateError, match="no broadcast was joined"):
                 await service.updates.take(update)
             assert service.engine.holding == (0, checksum(named_weights(byte_model(0))))
 
@@ -272,14 +262,14 @@ async def test_a_client_that_leaves_while_its_group_is_formed_keeps_nobody_waiti
             joining = asyncio.create_task(client.post("/init_process_group", json=group))
             await wait_until(service.updates._lock.locked)
             joining.cancel()
-            weights = {name: tensor.clone() for name, tensor in named_weights(byte_model(1)).items()}
+            weights = weights_of(1)
             request = msgspec.structs.replace(saved(tmp_path / "w", weights, version=3), run="a", epoch=2)
             assert (await service.updates.take(request)).version == 3
 
 
 @in_event_loop
 async def test_the_first_update_may_have_the_version_of_the_loaded_model(tmp_path: Path) -> None:
-    tensors = {name: tensor.clone() for name, tensor in named_weights(byte_model(1)).items()}
+    tensors = weights_of(1)
     async with running(tmp_path) as (service, _):
         await service.updates.take(saved(tmp_path / "w", tensors, version=0))
         assert service.engine.holding == (0, checksum(tensors))
@@ -295,7 +285,7 @@ async def test_weights_may_be_broadcast_to_a_process_group(tmp_path: Path) -> No
         async def update(version: int, said: str) -> httpx2.Response:
             return await client.post("/request_weight_update", json={"version": version, "checksum": said})
 
-        assert (await update(1, "0")).status_code == 400, "there is no group"
+        assert (await update(1, "0")).status_code == 422, "there is no group"
         relay = Relay()
         with closing(CollectiveWeightSender("127.0.0.1", "secret", 1, relay.trainer)) as sender:
             coordinator = Receiver(relay.engine())
@@ -303,11 +293,13 @@ async def test_weights_may_be_broadcast_to_a_process_group(tmp_path: Path) -> No
             group = {"host": sender.host, "port": sender.port, "key": "secret", "index": 0}
             sending = asyncio.create_task(asyncio.to_thread(sender.send, 1, newer))
             assert (await client.post("/init_process_group", json=group)).json() == {}
+            assert await sending == checksum(newer)
+            await wait_until(lambda: coordinator.offered() is not None)
             response = await update(1, checksum(newer))
-            assert await sending == checksum(newer) == response.json()["checksum"]
+            assert response.json()["checksum"] == checksum(newer)
             assert service.engine.holding == (1, checksum(newer))
             assert sender.unanswered()
-            await wait_until(lambda: coordinator.poll() is not None)
+            assert coordinator.poll() is not None
             coordinator.acknowledge(msgspec.json.decode(response.content, type=UpdateReceipt))
             assert not sender.unanswered()
 

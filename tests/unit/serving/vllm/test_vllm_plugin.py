@@ -87,7 +87,7 @@ def refusal(transfer: Backend, info: dict[str, Any]) -> str:
 def test_what_is_not_the_announced_weights_is_refused_before_the_model_is_touched(tmp_path: Path, transfer: Backend) -> None:
     path = tmp_path / "weights" / "v2.safetensors"
     info = write(path, good())
-    assert "has checksum" in refusal(transfer, info | {"checksum": "0" * 32})
+    assert "arrived damaged: checksum" in refusal(transfer, info | {"checksum": "0" * 32})
     assert "Expected `int`" in refusal(transfer, info | {"version": "2"})
     assert "unknown field" in refusal(transfer, info | {"weights": []})
 
@@ -102,7 +102,7 @@ def test_what_is_not_the_announced_weights_is_refused_before_the_model_is_touche
     path.write_bytes(path.read_bytes()[:-4])
     assert "can't be read" in refusal(transfer, info)
     path.unlink()
-    assert "can't be read" in refusal(transfer, info)
+    assert "can't find" in refusal(transfer, info)
 
 
 def test_files_come_from_below_the_named_directory_alone(tmp_path: Path, transfer: Backend) -> None:
@@ -110,10 +110,11 @@ def test_files_come_from_below_the_named_directory_alone(tmp_path: Path, transfe
     link = tmp_path / "weights" / "link.safetensors"
     link.symlink_to(tmp_path / "outside.safetensors")
     for path in (info["path"], str(tmp_path / "weights" / ".." / "outside.safetensors"), str(link)):
-        assert "is not below" in refusal(transfer, info | {"path": path})
+        assert "is not below a directory" in refusal(transfer, info | {"path": path})
 
     fresh = Backend()
-    assert "no directory" in refusal(fresh, info)
+    fresh.device = torch.device("cpu")
+    assert "is not below a directory" in refusal(fresh, info)
     with pytest.raises(WeightUpdateError, match="is not a directory"):
         fresh.init_transfer_engine(FilesInfo(str(tmp_path / "nowhere")))
 
@@ -154,7 +155,7 @@ def join(sender: CollectiveWeightSender, **changes: Any) -> dict[str, Any]:
 
 
 def arrived(transfer: Backend, version: int) -> None:
-    group = transfer._group
+    group = transfer._incoming._group
     assert group is not None
     deadline_s = time.monotonic() + 10.0
     while (update := group.newest()) is None or update.version != version:
@@ -190,8 +191,8 @@ def test_a_trainer_that_is_gone_is_the_reason(joined: tuple[Backend, CollectiveW
     transfer, sender = joined
     assert "version 2 has not been broadcast" in refusal(transfer, {"version": 2, "checksum": ""})
     sender.close()
-    assert transfer._group is not None
-    while transfer._group.problem is None:
+    assert transfer._incoming._group is not None
+    while transfer._incoming._group.problem is None:
         time.sleep(0.001)
     assert "has closed" in refusal(transfer, {"version": 2, "checksum": ""})
 
