@@ -24,13 +24,13 @@ from pipelinerl.environments.user.source import name_by_file
 from pipelinerl.errors import INVALID_DATA, PipelineRLError, RunDirectoryError, StopRun, UserError
 from pipelinerl.extras import require
 from pipelinerl.files import write_privately
-from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.run_lock import errors_explained, fresh_directory
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.reading import read_records
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.sinks import Record
 from pipelinerl.metrics.tail import Records
+from pipelinerl.run_directory import RunDirectory
 
 if TYPE_CHECKING:
     from pipelinerl.experiments.evaluate.results import EvaluationSummary

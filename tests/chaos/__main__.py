@@ -11,7 +11,7 @@ from pathlib import Path
 from pipelinerl.cli.parser import SETTINGS_HELP, Commands, at_least, say, write
 from pipelinerl.config.load import load_config
 from pipelinerl.errors import PipelineRLError, UserError
-from pipelinerl.launch.interrupts import counted_interrupts
+from pipelinerl.process import counted_interrupts
 from pipelinerl.report import write_json, writing_to
 from tests.chaos.plan import KINDS, LAYOUTS
 from tests.chaos.results import Result, line_of, table_of, total_of

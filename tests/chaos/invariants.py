@@ -17,11 +17,11 @@ import msgspec
 
 from pipelinerl.errors import PipelineRLError
 from pipelinerl.experiments.replay.records import RecordedRun, RecordedSamples
-from pipelinerl.launch.run_directory import RunDirectory
-from pipelinerl.launch.stages.recording import SessionRecord
 from pipelinerl.metrics.reading import read_json_lines, read_records, without_repeated
 from pipelinerl.metrics.records import StepRecord
+from pipelinerl.metrics.sessions import SessionRecord
 from pipelinerl.preprocess import Preprocessor, newest_version
+from pipelinerl.run_directory import RunDirectory
 from pipelinerl.trainer.records import PublishedRecord, TrainedRecord, TrainedSample
 from pipelinerl.types import Group, TrainingSample
 

@@ -21,8 +21,8 @@ from pipelinerl.config.load import load_config
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import UserError
 from pipelinerl.extras import require
-from pipelinerl.launch.run_directory import ORPHAN_PATIENCE_S, RunDirectory
 from pipelinerl.ports import free_port
+from pipelinerl.run_directory import ORPHAN_PATIENCE_S, RunDirectory
 from tests.chaos.faults import NotInjectedError, Proxy, Undo, inject, processes_of
 from tests.chaos.invariants import check
 from tests.chaos.plan import KINDS, LAUNCHER, LAYOUTS, SMALL, STEPS_PER_FAULT, Fault, Kind, plan_faults

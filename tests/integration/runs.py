@@ -19,9 +19,9 @@ import xxhash
 from pipelinerl import RunConfig, load_config
 from pipelinerl.launch import trial, tryout
 from pipelinerl.launch.run import train
-from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.metrics.reading import read_json_lines, read_lines, read_records
 from pipelinerl.metrics.records import StepRecord
+from pipelinerl.run_directory import RunDirectory
 from pipelinerl.status.board import read_statuses
 from pipelinerl.trainer.records import TrainedRecord
 from pipelinerl.types import Group, Rollout, StageStatus, versions_from_spans

@@ -16,8 +16,8 @@ from pipelinerl.checkpoint import load_checkpoint
 from pipelinerl.checkpoint_folders import checkpoints
 from pipelinerl.cli import main
 from pipelinerl.errors import StalledError, UserError
-from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.run_lock import RunLock
+from pipelinerl.run_directory import RunDirectory
 from tests.integration.runs import (
     command,
     flags,

@@ -25,8 +25,8 @@ import httpx2
 import msgspec
 import pytest
 
-from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.session import StartPlan
+from pipelinerl.run_directory import RunDirectory
 from pipelinerl.status.board import read_statuses
 from pipelinerl.types import StageStatus
 from tests.chaos.invariants import check

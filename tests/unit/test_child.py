@@ -119,7 +119,7 @@ def test_a_program_that_does_not_exist_leaves_no_file_open(tmp_path: Path) -> No
 
 def test_standard_input_can_be_taken_from_user_code() -> None:
     code = (
-        "import os, sys\nfrom pipelinerl.parent_pipe import take_stdin\n"
+        "import os, sys\nfrom pipelinerl.process import take_stdin\n"
         "fd = take_stdin()\nprint([sys.stdin.read(), os.read(fd, 9)])"
     )
     shown = subprocess.run([sys.executable, "-c", code], input=b"ours", stdout=subprocess.PIPE, check=True)

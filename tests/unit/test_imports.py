@@ -110,7 +110,7 @@ def test_a_command_is_in_the_module_that_the_table_names(module: str) -> None:
             "from pipelinerl.metrics import sinks, summary; from pipelinerl.status import view, watchdog",
             HEAVY | {"tensorboard"},
         ),
-        ("import pipelinerl.launch.following", HEAVY | {"tensorboard", "wandb", "trackio", "mlflow"}),
+        ("import pipelinerl.report.following", HEAVY | {"tensorboard", "wandb", "trackio", "mlflow"}),
         ("import pipelinerl; pipelinerl.start", HEAVY | {"pandas"}),
         ("from pipelinerl.config import help, load; help.render(load.load_config(None))", HEAVY | {"numpy"}),
         (FIND_CLASSES, HEAVY),

@@ -59,7 +59,7 @@ def run(options: argparse.Namespace, settings: Sequence[str]) -> int:
     plan = _plan(options, settings)
     from pipelinerl.experiments.evaluate.evaluate import evaluate  # noqa: PLC0415 (loads torch)
     from pipelinerl.experiments.evaluate.results import evaluation_table  # noqa: PLC0415
-    from pipelinerl.launch.interrupts import counted_interrupts  # noqa: PLC0415
+    from pipelinerl.process import counted_interrupts  # noqa: PLC0415
 
     with counted_interrupts(raises_at=2) as interrupts:
         summary = evaluate(plan, lambda: interrupts.count > 0, say)

@@ -21,7 +21,7 @@ from pipelinerl.cli.parser import Commands, refuse_settings
 from pipelinerl.errors import PipelineRLError, RunInterruptedError
 from pipelinerl.files import UNWRITABLE, remedy
 from pipelinerl.launch import GARBAGE_THRESHOLD
-from pipelinerl.launch.interrupts import counted_interrupts
+from pipelinerl.process import counted_interrupts
 
 MODULES = {
     "train": ("train",),

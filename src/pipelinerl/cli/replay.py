@@ -44,7 +44,7 @@ def run_replay(options: argparse.Namespace, settings: Sequence[str]) -> int:
     config_of_run(options.run_dir)
     from pipelinerl.experiments.replay.replay import Request, replay  # noqa: PLC0415 (loads torch)
     from pipelinerl.experiments.replay.results import difference_text, result_text  # noqa: PLC0415
-    from pipelinerl.launch.interrupts import counted_interrupts  # noqa: PLC0415 - as above
+    from pipelinerl.process import counted_interrupts  # noqa: PLC0415 - as above
 
     request = Request(
         run_dir=options.run_dir,

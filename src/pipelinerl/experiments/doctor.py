@@ -16,8 +16,8 @@ from typing import Literal, NamedTuple
 from rich.text import Text
 
 from pipelinerl import extras
-from pipelinerl.experiments.machine import load_average, processor
 from pipelinerl.report import count, new_table, rendered
+from pipelinerl.resources.hardware import load_average, processor
 from pipelinerl.resources.machine import host_memory
 from pipelinerl.resources.share import usable_cores
 

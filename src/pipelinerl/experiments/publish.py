@@ -16,10 +16,10 @@ from pipelinerl.config import yaml_text
 from pipelinerl.config.secrets import without_secrets
 from pipelinerl.errors import UserError
 from pipelinerl.experiments.evaluate.models import Target, find_targets
-from pipelinerl.launch.run_directory import RunDirectory
-from pipelinerl.launch.stages.recording import SessionRecord
 from pipelinerl.metrics.reading import read_lines
+from pipelinerl.metrics.sessions import SessionRecord
 from pipelinerl.report.series import read_config, read_summary
+from pipelinerl.run_directory import RunDirectory
 
 CURVES = "curves.png"
 

@@ -25,19 +25,19 @@ from pipelinerl.child import ChildProcess, stop_all
 from pipelinerl.config.load import config_to_yaml
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import INVALID_DATA, PipelineRLError, RunDirectoryError, RunInterruptedError, TrainingDivergedError
-from pipelinerl.experiments.machine import load_average
 from pipelinerl.files import JsonLines
 from pipelinerl.interfaces import Board
 from pipelinerl.launch.hosts.host import LocalWorker
-from pipelinerl.launch.interrupts import counted_interrupts
-from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.run_lock import RunLock
 from pipelinerl.launch.session import Channels, Here, Session
 from pipelinerl.launch.stages.training import lead_ranks
 from pipelinerl.launch.summary import FINISHED
 from pipelinerl.metrics.reading import read_json_lines
+from pipelinerl.process import counted_interrupts
 from pipelinerl.report import write_json, writing_to
+from pipelinerl.resources.hardware import load_average
 from pipelinerl.resources.roles import rank_roles
+from pipelinerl.run_directory import RunDirectory
 
 if TYPE_CHECKING:
     from pipelinerl.trainer.sharding.ranks import Team

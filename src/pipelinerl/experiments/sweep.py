@@ -24,11 +24,11 @@ from pipelinerl.experiments.runs import Folder, claimed, train_in_child
 from pipelinerl.experiments.statistics import mean_interval_of_runs
 from pipelinerl.experiments.watch.page import page, shown_run
 from pipelinerl.launch.checks import check_without_running
-from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.summary import FINISHED, finished_summary
 from pipelinerl.launch.trial import try_environment
 from pipelinerl.report import count, number, only_shown, write_file, write_json
 from pipelinerl.report.sections import Section, table
+from pipelinerl.run_directory import RunDirectory
 
 _NAME_LENGTH = 80
 

@@ -23,7 +23,6 @@ from pipelinerl.errors import INVALID_DATA, RunDirectoryError
 from pipelinerl.files import JsonLines
 from pipelinerl.hub.wire import decoded
 from pipelinerl.interfaces import Stream
-from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.run_lock import errors_explained, last_begun
 from pipelinerl.launch.session import KeptGroup, StartPlan
 from pipelinerl.launch.streams import PREPARED, ROLLOUTS, open_stream
@@ -32,6 +31,7 @@ from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.reading import read_lines, read_records
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.preprocess import newest_version
+from pipelinerl.run_directory import RunDirectory
 from pipelinerl.types import Group, Prepared
 
 T = TypeVar("T")

@@ -19,7 +19,6 @@ from pipelinerl.files import write_privately
 from pipelinerl.launch.checks import check_before_the_start, inputs_of, settled
 from pipelinerl.launch.hosts.host import LocalHost
 from pipelinerl.launch.hosts.processes import run_processes
-from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.run_lock import (
     RunLock,
     create_run_directory,
@@ -30,6 +29,7 @@ from pipelinerl.launch.run_lock import (
 )
 from pipelinerl.launch.session import Session, StartPlan
 from pipelinerl.launch.summary import Outcome, finished_summary, show_result, write_summary
+from pipelinerl.run_directory import RunDirectory
 from pipelinerl.schedule import make_schedule
 from pipelinerl.status.screen import View
 from pipelinerl.status.view import make_view, output_that_never_fails
@@ -124,7 +124,7 @@ def _train_session(
         notices = [line for line in (begins_again, *changes, *memory.lines, began(run.root)) if line]
         view = stack.enter_context(closing(_make_view(session, notices)))
         if config.metrics.trackers or config.metrics.callback:  # they also get the summary
-            from pipelinerl.launch.following import followed  # noqa: PLC0415 - few runs have trackers
+            from pipelinerl.report.following import followed  # noqa: PLC0415 - few runs have trackers
 
             stack.enter_context(followed(run, view.say))
         outcome = _run_stages(session, cluster, view, lock)

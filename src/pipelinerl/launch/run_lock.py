@@ -20,7 +20,7 @@ from pipelinerl.config.load import config_to_yaml
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import INVALID_DATA, RunDirectoryError
 from pipelinerl.files import remedy, write_privately
-from pipelinerl.launch.run_directory import ORPHAN_PATIENCE_S, RunDirectory
+from pipelinerl.run_directory import ORPHAN_PATIENCE_S, RunDirectory
 
 DYING_PATIENCE_S = 2.0
 """A launcher that was just killed exists for a moment longer: the time that a new one waits for it."""

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import resource
 import secrets
 import sys
 import traceback
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,8 +16,9 @@ from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import ReplacedError
 from pipelinerl.files import write_atomically
 from pipelinerl.interfaces import Schedule
-from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.ledger import LedgerRecord
+from pipelinerl.process import PeakMemory, peak_memory
+from pipelinerl.run_directory import RunDirectory
 from pipelinerl.schedule import make_schedule
 
 
@@ -147,13 +145,6 @@ class WorkerError(msgspec.Struct, frozen=True):
     traceback: str
 
 
-class PeakMemory(msgspec.Struct, frozen=True):
-    """The most that a process used so far, in bytes: resident memory, and what PyTorch reserved on GPUs."""
-
-    host: int
-    gpu: int = 0
-
-
 class WorkerReport(msgspec.Struct, frozen=True):
     """The file that a worker writes when it ends."""
 
@@ -173,29 +164,3 @@ def write_error(path: Path, kind: str, message: str) -> None:
         write_report(path, WorkerError(kind, message, traceback.format_exc()))
     except OSError as error:  # on a full disk the log may still have room; the launcher shows its last lines
         print(f"{message}\n(can't write {path}: {error})", file=sys.stderr)
-
-
-GENERATION_NICENESS = 10
-"""For generation processes that share cores with the trainer: a faster engine only fills the stream with older data."""
-
-
-def yield_to_the_trainer(here: Here) -> None:
-    """Lower the priority of all threads of this process if it shall yield: once it has loaded, as nobody trains before."""
-    if here.yields:
-        threads = [int(thread.name) for thread in Path("/proc/self/task").glob("*")] or [0]  # 0: this process
-        for thread in threads:
-            with suppress(ProcessLookupError):  # it has ended
-                lowered = os.getpriority(os.PRIO_PROCESS, thread) + GENERATION_NICENESS
-                os.setpriority(os.PRIO_PROCESS, thread, lowered)
-        # Linux may compare sessions instead of processes (autogroup), and each process of a run has a session of its own.
-        with suppress(OSError):
-            Path("/proc/self/autogroup").write_text(str(GENERATION_NICENESS))
-
-
-def peak_memory() -> PeakMemory:
-    """The peak of this process."""
-    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    torch = sys.modules.get("torch")  # a process that has not loaded it has used no GPU
-    if torch is None or not torch.cuda.is_initialized():
-        return PeakMemory(host)
-    return PeakMemory(host, sum(torch.cuda.max_memory_reserved(gpu) for gpu in range(torch.cuda.device_count())))

@@ -12,8 +12,8 @@ from pipelinerl.config.schema import RunConfig
 from pipelinerl.hub.admission import AdmissionState
 from pipelinerl.hub.hub import CountedStream, Hub
 from pipelinerl.interfaces import Board, Stream
-from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.ledger import GroupLedger
+from pipelinerl.run_directory import RunDirectory
 from pipelinerl.schedule import stream_capacity
 from pipelinerl.stream.files import FileStream
 

@@ -12,12 +12,13 @@ from rich.console import Console
 from pipelinerl.checkpoint_folders import best_version, saved_versions
 from pipelinerl.errors import INVALID_DATA, PipelineRLError, RunDirectoryError, RunInterruptedError
 from pipelinerl.files import remedy, write_atomically
-from pipelinerl.launch.run_directory import RunDirectory
-from pipelinerl.launch.session import PeakMemory, Session, StartPlan
+from pipelinerl.launch.session import Session, StartPlan
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.reading import read_records
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.summary import summarize
+from pipelinerl.process import PeakMemory
+from pipelinerl.run_directory import RunDirectory
 from pipelinerl.types import ActorProgress, StageStatus
 
 FINISHED = "finished"

@@ -9,8 +9,6 @@ from pipelinerl.types import PREPROCESSOR, TRAINER
 TRAINING = "training"
 PREPROCESSING = "preprocessing"
 
-LOG_FORMAT = "%(asctime)s %(name)s %(levelname)s %(message)s"
-
 
 def generation_roles(config: RunConfig) -> list[str]:
     """The generation processes, numbered only if there are several."""

@@ -21,7 +21,7 @@ from pipelinerl.cli.main import MODULES
 from pipelinerl.config.load import config_from_yaml, config_to_yaml, load_config
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import RunInterruptedError, StalledError
-from pipelinerl.launch.interrupts import counted_interrupts
+from pipelinerl.process import counted_interrupts
 
 Capture = pytest.CaptureFixture[str]
 

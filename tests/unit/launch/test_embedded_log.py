@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipelinerl.launch.hosts.embedded import logging_to
-from pipelinerl.launch.run_directory import RunDirectory
+from pipelinerl.run_directory import RunDirectory
 
 
 def test_a_log_on_a_full_disk_says_nothing_on_the_terminal(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

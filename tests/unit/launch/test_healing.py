@@ -22,11 +22,11 @@ from pipelinerl.launch import restarts as module
 from pipelinerl.launch.hosts.host import LocalWorker, worker_kind
 from pipelinerl.launch.hosts.processes import replaceable_roles
 from pipelinerl.launch.restarts import Healing
-from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.session import Session, StartPlan
 from pipelinerl.launch.stages import training
 from pipelinerl.launch.streams import make_hub
 from pipelinerl.metrics.totals import actor_total
+from pipelinerl.run_directory import RunDirectory
 from pipelinerl.schedule import make_schedule
 from pipelinerl.status.board import MemoryBoard, last_statuses
 from pipelinerl.status.screen import View

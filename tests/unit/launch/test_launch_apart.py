@@ -26,7 +26,6 @@ from pipelinerl.launch.hosts import host as host_module
 from pipelinerl.launch.hosts.host import LocalHost
 from pipelinerl.launch.hosts.processes import Processes
 from pipelinerl.launch.run import write_session
-from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.session import Here, KeptGroup, Session, StartPlan, read_session
 from pipelinerl.launch.stages import broadcast
 from pipelinerl.launch.stages.generation import make_engine
@@ -34,6 +33,7 @@ from pipelinerl.launch.stages.servers import _api_key, run_server
 from pipelinerl.launch.streams import open_stream
 from pipelinerl.resources.roles import rank_roles, server_roles, worker_roles, worker_stages
 from pipelinerl.resources.share import Threads, plan_threads, process_environment, shares_of, trainer_goes_first
+from pipelinerl.run_directory import RunDirectory
 from pipelinerl.schedule import make_schedule
 from pipelinerl.serving.client.adapter import EngineUnavailableError
 from pipelinerl.stream.files import FileStream
@@ -129,9 +129,9 @@ def test_engines_yield_to_the_trainer_only_where_they_share_its_cores(config: Ru
 
 def test_a_process_that_yields_has_a_low_priority_also_among_sessions() -> None:
     code = (
-        "import os, threading\nfrom pathlib import Path\nfrom pipelinerl.launch.session import Here\n"
-        "from pipelinerl.launch.session import yield_to_the_trainer\nend = threading.Event()\n"
-        "thread = threading.Thread(target=end.wait)\nthread.start()\nyield_to_the_trainer(Here(threads=1, yields=True))\n"
+        "import os, threading\nfrom pathlib import Path\n"
+        "from pipelinerl.process import lower_priority\nend = threading.Event()\n"
+        "thread = threading.Thread(target=end.wait)\nthread.start()\nlower_priority()\n"
         "assert os.getpriority(os.PRIO_PROCESS, thread.native_id) == os.nice(0), 'threads that loading has started, too'\n"
         "end.set()\n"
         "group = Path('/proc/self/autogroup')\nprint(os.nice(0), group.read_text().split()[-1] if group.exists() else 10)"

@@ -16,10 +16,10 @@ from pipelinerl.files import JsonLines
 from pipelinerl.launch.hosts.host import Host
 from pipelinerl.launch.hosts.processes import Processes
 from pipelinerl.launch.restarts import Losses
-from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.run_lock import RunLock
 from pipelinerl.launch.session import KeptGroup, Session, StartPlan
 from pipelinerl.launch.summary import Outcome
+from pipelinerl.run_directory import RunDirectory
 from pipelinerl.schedule import make_schedule
 from pipelinerl.types import ActorProgress, StageStatus, TrainerProgress
 

@@ -14,10 +14,10 @@ from pipelinerl.config.load import load_config
 from pipelinerl.errors import UserError
 from pipelinerl.launch.hosts.agent import Agent, Ended
 from pipelinerl.launch.run import write_session
-from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.session import Here, Session, StartPlan
 from pipelinerl.resources.machine import Memory
 from pipelinerl.resources.memory import HOST, Part, Prediction, Process, judge
+from pipelinerl.run_directory import RunDirectory
 from pipelinerl.schedule import make_schedule
 
 RAY = ["--launch.kind=ray", "--weights.kind=collective"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pipelinerl.config.load import load_config
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.config.secrets import REMOVED, without_secrets
-from pipelinerl.launch.stages.recording import this_machine
+from pipelinerl.launch.stages.training import this_computer
 
 
 def test_passwords_and_keys_are_removed_and_nothing_else() -> None:
@@ -52,7 +52,7 @@ def test_passwords_and_keys_are_removed_and_nothing_else() -> None:
 
 
 def test_the_machine_is_described() -> None:
-    machine = this_machine()
+    machine = this_computer()
     assert {"python", "torch", "transformers"} <= machine.packages.keys()
     assert machine.processor
     assert machine.instructions

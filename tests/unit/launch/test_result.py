@@ -11,11 +11,11 @@ import msgspec
 import pytest
 
 from pipelinerl.config.load import load_config
-from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.session import Session, StartPlan
 from pipelinerl.launch.summary import Outcome, show_result, write_summary
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.sinks import JsonlSink
+from pipelinerl.run_directory import RunDirectory
 from pipelinerl.schedule import make_schedule
 
 

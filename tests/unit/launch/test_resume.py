@@ -18,8 +18,8 @@ from pipelinerl.environments.tasks.gcd import Gcd
 from pipelinerl.errors import RunDirectoryError, UserError
 from pipelinerl.files import JsonLines, write_privately
 from pipelinerl.launch.resume import FIXED, changed_settings, resumed_config
-from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.run_lock import keep_settings
+from pipelinerl.run_directory import RunDirectory
 
 SETTINGS = {
     "trainer.steps": 4,

@@ -14,8 +14,8 @@ import pytest
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import RunDirectoryError
 from pipelinerl.launch import run as run_module
-from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.run_lock import RunLock, errors_explained
+from pipelinerl.run_directory import RunDirectory
 
 
 def removed_and_made_again(root: Path) -> None:

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from pipelinerl.config.load import load_config
 from pipelinerl.errors import UserError
 from pipelinerl.launch.hosts import host as host_module
-from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.session import Session, StartPlan
 from pipelinerl.resources import placement
 from pipelinerl.resources.placement import (
@@ -29,6 +28,7 @@ from pipelinerl.resources.placement import (
     visible_gpus,
 )
 from pipelinerl.resources.share import Share
+from pipelinerl.run_directory import RunDirectory
 from pipelinerl.schedule import make_schedule
 
 RAY = ["--launch.kind=ray", "--weights.kind=collective"]

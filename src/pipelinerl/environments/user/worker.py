@@ -30,7 +30,7 @@ from pipelinerl.environments.user.code import UserFunction, describe, described,
 from pipelinerl.environments.user.messages import LINE_SIGNAL, OUT_OF_MEMORY, Call, Limits, Reply, Start, TaskSource
 from pipelinerl.errors import EnvironmentSetupError
 from pipelinerl.interfaces import Tokenizer
-from pipelinerl.parent_pipe import take_stdin
+from pipelinerl.process import take_stdin
 from pipelinerl.types import Problem
 
 EXTRA_CPU_S = 1

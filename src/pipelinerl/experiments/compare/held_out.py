@@ -28,8 +28,8 @@ from pipelinerl.errors import (
     RunInterruptedError,
 )
 from pipelinerl.experiments.compare.settings import Request
-from pipelinerl.launch.interrupts import counted_interrupts
 from pipelinerl.models.loading import load_tokenizer
+from pipelinerl.process import counted_interrupts
 from pipelinerl.resources.share import process_environment
 
 HELD_OUT_FILE = "held_out.json"

@@ -12,8 +12,8 @@ import msgspec
 from pipelinerl.config.load import validate
 from pipelinerl.config.schema import EvaluationConfig, RunConfig, ScheduleConfig
 from pipelinerl.errors import ConfigError
-from pipelinerl.experiments.machine import Machine
 from pipelinerl.experiments.statistics import powers_of_two
+from pipelinerl.resources.hardware import Machine
 from pipelinerl.resources.share import plan_threads
 from pipelinerl.schedule import make_schedule
 

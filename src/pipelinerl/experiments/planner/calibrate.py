@@ -30,7 +30,6 @@ from pipelinerl.child import ChildProcess
 from pipelinerl.config.load import config_to_yaml
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import PipelineRLError, UserError
-from pipelinerl.experiments.machine import load_average, this_machine
 from pipelinerl.experiments.planner.calibration import (
     ENOUGH,
     READY,
@@ -49,6 +48,7 @@ from pipelinerl.experiments.planner.measure_generation import (
     prompt_tokens_mean,
     update_pause_s,
 )
+from pipelinerl.resources.hardware import load_average, this_machine
 from pipelinerl.resources.share import plan_threads, process_environment, side_by_side, trainer_goes_first, usable_cores
 from pipelinerl.schedule import make_schedule
 from pipelinerl.types import Group

@@ -7,9 +7,9 @@ from pathlib import Path
 import msgspec
 
 from pipelinerl.errors import INVALID_DATA, UserError
-from pipelinerl.experiments.machine import Machine
 from pipelinerl.experiments.planner.inputs import LengthDistribution, Utilisation
 from pipelinerl.report import write_file
+from pipelinerl.resources.hardware import Machine
 
 FORMAT = 2
 READY, ENOUGH = "ready", "enough"

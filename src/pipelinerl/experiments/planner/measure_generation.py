@@ -33,7 +33,6 @@ from pipelinerl.config.schema import EvaluationConfig, RunConfig
 from pipelinerl.engine import LocalEngine
 from pipelinerl.environments.registry import make_environment
 from pipelinerl.errors import PipelineRLError, UserError
-from pipelinerl.experiments.machine import clock_of
 from pipelinerl.experiments.planner.calibration import READY, DecodeCost
 from pipelinerl.experiments.planner.inputs import LengthDistribution
 from pipelinerl.experiments.statistics import powers_of_two
@@ -43,6 +42,7 @@ from pipelinerl.interfaces import Environment, Tokenizer, WeightUpdate
 from pipelinerl.launch.stages.engines import load_local_engine
 from pipelinerl.models.loading import load_tokenizer, stop_token_ids
 from pipelinerl.models.state import checksum, named_weights
+from pipelinerl.resources.hardware import clock_of
 from pipelinerl.schedule import PipelineSchedule
 from pipelinerl.status.board import MemoryBoard
 from pipelinerl.stream.files import FileStream

@@ -27,14 +27,14 @@ import torch
 from pipelinerl.config.load import config_from_yaml
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import PipelineRLError, UserError
-from pipelinerl.experiments.machine import clock_of
 from pipelinerl.experiments.planner.calibration import ENOUGH, READY, TrainingCost
 from pipelinerl.experiments.runs import rank_processes
 from pipelinerl.launch.run import write_session
-from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.session import Session, StartPlan
 from pipelinerl.launch.stages.training import load_policy
 from pipelinerl.preprocess.preprocessor import Preprocessor
+from pipelinerl.resources.hardware import clock_of
+from pipelinerl.run_directory import RunDirectory
 from pipelinerl.schedule import make_schedule
 from pipelinerl.status.board import MemoryBoard
 from pipelinerl.stream.files import FileStream

@@ -27,10 +27,10 @@ from pipelinerl.config.load import config_of_file
 from pipelinerl.config.schema import PACKAGED_MODELS, RunConfig
 from pipelinerl.config.secrets import without_secrets
 from pipelinerl.errors import RunDirectoryError, UserError
-from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.metrics.reading import read_lines
 from pipelinerl.report import writing_to
 from pipelinerl.report.series import read_summary
+from pipelinerl.run_directory import RunDirectory
 
 RECORDS = ("metrics.jsonl", "evaluations.jsonl", "published.jsonl", "curves.png")
 MODEL = "model"

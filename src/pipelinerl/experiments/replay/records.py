@@ -21,10 +21,10 @@ from pipelinerl.config.load import with_own_model
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import RolloutError, RunDirectoryError
 from pipelinerl.experiments.browse.records import Damaged, Lines, group_indices
-from pipelinerl.launch.run_directory import RunDirectory
-from pipelinerl.launch.stages.recording import FORMAT, SessionRecord
 from pipelinerl.metrics.reading import read_lines, read_records
 from pipelinerl.metrics.records import StepRecord
+from pipelinerl.metrics.sessions import FORMAT, SessionRecord
+from pipelinerl.run_directory import RunDirectory
 from pipelinerl.trainer.records import PublishedRecord, TrainedRecord, TrainedSample
 from pipelinerl.types import Group, Prepared, TrainingSample
 

@@ -40,14 +40,14 @@ from pipelinerl.experiments.replay.generation import (
 from pipelinerl.experiments.replay.records import Batch, RecordedRun
 from pipelinerl.experiments.replay.results import ReplayResult, StepComparison, changed_text
 from pipelinerl.experiments.replay.training import TrainingReplay
-from pipelinerl.launch.run_directory import RunDirectory
-from pipelinerl.launch.stages.recording import this_machine
+from pipelinerl.launch.stages.training import this_computer
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.reading import read_records
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.summary import summarize
 from pipelinerl.report import count, write_file, write_json, writing_to
 from pipelinerl.report.series import read_summary
+from pipelinerl.run_directory import RunDirectory
 from pipelinerl.types import Group
 
 DEVICE_KEYS = ("trainer.device", "trainer.threads", "engine.device", "engine.threads")
@@ -201,7 +201,7 @@ class _Replay:
 
     def _warnings(self) -> Iterator[str]:
         """What is other here than where the run trained, so that bits may differ."""
-        here = this_machine()
+        here = this_computer()
         for segment in self.run.segments:
             there, threads, device = segment.record.machine, segment.record.threads, segment.config.trainer.device
             if there.instructions != here.instructions:

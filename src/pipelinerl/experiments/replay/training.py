@@ -29,7 +29,6 @@ from pipelinerl.files import JsonLines, open_lines
 from pipelinerl.interfaces import Schedule, Verdict
 from pipelinerl.launch.hosts.embedded import torch_threads
 from pipelinerl.launch.run import write_session
-from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.session import Session, StartPlan
 from pipelinerl.launch.stages.preprocessing import make_preprocessor
 from pipelinerl.launch.stages.training import Policy, TrainingLogs, build_trainer, load_policy
@@ -37,6 +36,7 @@ from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.sinks import JsonlSink, Record, Sink
 from pipelinerl.models.state import checksum, digests_of
 from pipelinerl.resources.share import PREPROCESSING_THREADS
+from pipelinerl.run_directory import RunDirectory
 from pipelinerl.schedule import make_schedule
 from pipelinerl.status.board import MemoryBoard
 from pipelinerl.trainer import Trainer

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from pipelinerl.child import ChildProcess
-from pipelinerl.parent_pipe import take_stdin
+from pipelinerl.process import take_stdin
 from pipelinerl.serving.server.listening import listen, url_of
 from pipelinerl.serving.server.options import Address
 
@@ -50,10 +50,10 @@ class Beside:
 def serve_beside(run_dir: Path, listening: socket.socket) -> int:
     """In the page's process: serve the run until its launcher ends, at a lower priority than the run."""
     from pipelinerl.experiments.watch.server import Runs, serve  # noqa: PLC0415 - the launcher does without
-    from pipelinerl.launch.session import Here, yield_to_the_trainer  # noqa: PLC0415
+    from pipelinerl.process import lower_priority  # noqa: PLC0415
 
     lifeline = take_stdin()
     with suppress(OSError):
-        yield_to_the_trainer(Here(yields=True))
+        lower_priority()
     note = f"The run has ended, and the server of this page with it. `pipelinerl watch {run_dir}` shows it again."
     return serve(Runs([run_dir]), listening, lifeline_fd=lifeline, end_note=note)

@@ -18,7 +18,6 @@ from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import PipelineRLError
 from pipelinerl.experiments.watch.follow import Curves, Seen
 from pipelinerl.experiments.watch.newest import Texts, newest_of, shown_groups
-from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.reading import superseded
 from pipelinerl.metrics.records import StepRecord
@@ -26,6 +25,7 @@ from pipelinerl.metrics.tail import Tail
 from pipelinerl.metrics.timeline import TIMELINE_STEM, TimelineRecord
 from pipelinerl.metrics.totals import actor_total, engine_total, trainer_progress
 from pipelinerl.report.series import begin_s, name_of, read_config, read_summary
+from pipelinerl.run_directory import RunDirectory
 from pipelinerl.status.board import read_statuses
 from pipelinerl.status.screen import SILENT_S, Trends, dropped_by_reason, printable, throughput, wait_line
 from pipelinerl.status.watchdog import waits_on

@@ -22,8 +22,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pipelinerl.errors import RunDirectoryError
 from pipelinerl.experiments.watch.run import LOOK_EVERY_S, PageState, WatchedRun
-from pipelinerl.parent_pipe import when_closed
 from pipelinerl.ports import is_this_machine
+from pipelinerl.process import when_closed
 from pipelinerl.report.series import labels_of
 from pipelinerl.serving.server.http import server_sent_event
 from pipelinerl.serving.server.listening import QuietServer, uvicorn_config

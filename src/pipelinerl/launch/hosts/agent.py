@@ -17,9 +17,10 @@ import msgspec
 from pipelinerl._version import __version__
 from pipelinerl.channel import listen
 from pipelinerl.launch.hosts.host import LocalWorker, end_with_children
-from pipelinerl.launch.run_directory import RunDirectory
-from pipelinerl.launch.session import Channels, Here, PeakMemory, read_session
+from pipelinerl.launch.session import Channels, Here, read_session
+from pipelinerl.process import PeakMemory
 from pipelinerl.resources.memory import this_machine
+from pipelinerl.run_directory import RunDirectory
 
 POLL_S = 0.02
 

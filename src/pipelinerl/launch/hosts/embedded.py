@@ -20,17 +20,16 @@ from pipelinerl.environments.user.code import run_to_end
 from pipelinerl.errors import PipelineRLError, StalledError
 from pipelinerl.hub.hub import Direct, DirectReader, Hub
 from pipelinerl.interfaces import WeightSender
-from pipelinerl.launch.interrupts import Interrupts, counted_interrupts
-from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.run_lock import RunLock, errors_explained, keep_settings
-from pipelinerl.launch.session import Session, peak_memory
+from pipelinerl.launch.session import Session
 from pipelinerl.launch.stages.generation import Generation, build_generation, generate
 from pipelinerl.launch.stages.preprocessing import preparing
 from pipelinerl.launch.stages.training import build_trainer, failures_on_board, load_policy, open_logs
 from pipelinerl.launch.streams import make_hub
 from pipelinerl.launch.summary import Outcome, interruption
-from pipelinerl.resources.roles import LOG_FORMAT
+from pipelinerl.process import LOG_FORMAT, Interrupts, counted_interrupts, peak_memory
 from pipelinerl.resources.share import plan_threads, usable_cores
+from pipelinerl.run_directory import RunDirectory
 from pipelinerl.status.board import MemoryBoard, last_statuses, write_statuses
 from pipelinerl.status.reporter import starting
 from pipelinerl.status.screen import View

@@ -25,8 +25,9 @@ from pipelinerl.files import shared_memory
 from pipelinerl.hub.admission import Part
 from pipelinerl.hub.server import HubServer, WorkerKind
 from pipelinerl.interfaces import Board
-from pipelinerl.launch.session import Channels, Here, PeakMemory, Session, WorkerReport
+from pipelinerl.launch.session import Channels, Here, Session, WorkerReport
 from pipelinerl.launch.streams import make_hub
+from pipelinerl.process import PeakMemory
 from pipelinerl.resources.memory import on_gpus
 from pipelinerl.resources.roles import PREPROCESSING, TRAINING, generation_roles, server_roles, worker_roles
 from pipelinerl.resources.share import process_environment, shares_of, usable_cores

@@ -34,10 +34,10 @@ from pipelinerl.errors import (
 )
 from pipelinerl.files import UNWRITABLE
 from pipelinerl.launch.hosts.host import Host, Worker, named
-from pipelinerl.launch.interrupts import Interrupts, counted_interrupts
 from pipelinerl.launch.run_lock import RunLock, errors_explained, keep_settings
 from pipelinerl.launch.session import Session
 from pipelinerl.launch.summary import Outcome, interruption
+from pipelinerl.process import Interrupts, counted_interrupts
 from pipelinerl.resources.roles import TRAINING, generation_roles, rank_roles, server_roles, worker_roles, worker_stages
 from pipelinerl.status.board import last_statuses, write_statuses
 from pipelinerl.status.screen import View

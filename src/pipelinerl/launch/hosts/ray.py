@@ -27,13 +27,14 @@ from pipelinerl.files import write_atomically
 from pipelinerl.hub.network import Listener
 from pipelinerl.launch.hosts.agent import Agent, Ended
 from pipelinerl.launch.hosts.host import HubHost, worker_kind
-from pipelinerl.launch.run_directory import ORPHAN_PATIENCE_S
-from pipelinerl.launch.session import Here, PeakMemory, Session
+from pipelinerl.launch.session import Here, Session
+from pipelinerl.process import PeakMemory
 from pipelinerl.resources.machine import Memory
 from pipelinerl.resources.memory import check_memory, judge
 from pipelinerl.resources.placement import Machine, Place, place, roles_of, shares_on
 from pipelinerl.resources.roles import TRAINING, rank_roles
 from pipelinerl.resources.share import Share
+from pipelinerl.run_directory import ORPHAN_PATIENCE_S
 
 require("ray", "launch.kind ray")  # before the import, which fails without
 import ray  # noqa: E402

@@ -27,10 +27,10 @@ from pipelinerl.errors import PipelineRLError, RunDirectoryError, StageDiedError
 from pipelinerl.files import UNWRITABLE, remedy
 from pipelinerl.hub.client import HubClient
 from pipelinerl.launch import GARBAGE_THRESHOLD
-from pipelinerl.launch.run_directory import ORPHAN_PATIENCE_S, RunDirectory
 from pipelinerl.launch.session import Channels, Here, Session, read_session, write_error, write_report
-from pipelinerl.parent_pipe import take_stdin, when_closed
-from pipelinerl.resources.roles import LOG_FORMAT, PREPROCESSING, TRAINING, generation_roles, rank_roles, server_roles
+from pipelinerl.process import LOG_FORMAT, take_stdin, when_closed
+from pipelinerl.resources.roles import PREPROCESSING, TRAINING, generation_roles, rank_roles, server_roles
+from pipelinerl.run_directory import ORPHAN_PATIENCE_S, RunDirectory
 
 
 def main(arguments: list[str]) -> int:

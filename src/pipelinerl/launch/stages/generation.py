@@ -31,14 +31,14 @@ from pipelinerl.errors import StalledError
 from pipelinerl.files import OpenLines, open_lines
 from pipelinerl.hub.client import Claims, HubClient
 from pipelinerl.interfaces import Admission, AsyncEngine, Board, Environment, Tokenizer, WeightReceiver
-from pipelinerl.launch.session import Session, yield_to_the_trainer
+from pipelinerl.launch.session import Session
 from pipelinerl.launch.stages.engines import EngineHandle, local_engine
 from pipelinerl.ledger import GroupLedger
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.sinks import JsonlSink
 from pipelinerl.metrics.timeline import TimelineWriter
 from pipelinerl.models.loading import load_tokenizer
-from pipelinerl.parent_pipe import stop_on_sigterm
+from pipelinerl.process import lower_priority, stop_on_sigterm
 from pipelinerl.status.reporter import GenerationStages, generation_stages, starting
 from pipelinerl.types import TRAINER, TrainerProgress, trainer_progress
 from pipelinerl.weights.receiving import Receiver, SharedWeightReceiver
@@ -167,7 +167,8 @@ async def _generate(
     generation: Generation, handle: EngineHandle, stop: Callable[[], bool], between: Callable[[], object]
 ) -> None:
     session, engine = generation.session, handle.engine
-    yield_to_the_trainer(session.here)
+    if session.here.yields:  # not before it has loaded: nobody trains
+        lower_priority()
     starting(generation.board, generation.stages, "waits for the trainer's first weights")
     await _take_weights(generation, engine, stop, until=lambda: engine.progress().weight_updates > 0)
     if stop():

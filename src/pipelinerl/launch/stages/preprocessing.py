@@ -9,8 +9,8 @@ from pipelinerl.config.schema import RunConfig
 from pipelinerl.hub.client import HubClient, HubReader, PreparedWriter
 from pipelinerl.interfaces import StreamReader
 from pipelinerl.launch.session import Session
-from pipelinerl.parent_pipe import stop_on_sigterm
 from pipelinerl.preprocess import PreparingReader, Preprocessor, PreprocessorStage, ReferenceScorer, pack
+from pipelinerl.process import stop_on_sigterm
 from pipelinerl.status.reporter import starting
 from pipelinerl.types import PREPROCESSOR, TRAINER, Group, Prepared, goal_reached
 

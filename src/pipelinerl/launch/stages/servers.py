@@ -26,12 +26,13 @@ from pipelinerl.errors import StalledError, UserError
 from pipelinerl.extras import require
 from pipelinerl.files import SHARED_MEMORY, write_atomically
 from pipelinerl.interfaces import WeightReceiver
-from pipelinerl.launch.run_directory import RunDirectory
-from pipelinerl.launch.session import Session, StartPlan, yield_to_the_trainer
+from pipelinerl.launch.session import Session, StartPlan
 from pipelinerl.launch.stages.engines import EngineHandle
 from pipelinerl.models.contract import Contract
 from pipelinerl.ports import free_port
+from pipelinerl.process import lower_priority
 from pipelinerl.resources.roles import server_roles
+from pipelinerl.run_directory import RunDirectory
 
 if TYPE_CHECKING:
     from pipelinerl.serving.client.adapter import EngineServer
@@ -71,7 +72,8 @@ class ReadyFile(msgspec.Struct, frozen=True):
 def run_server(session: Session, role: str, parent_pipe: int) -> None:
     """The server process, to its end. vLLM replaces it."""
     if session.config.engine.kind == "vllm":
-        yield_to_the_trainer(session.here)
+        if session.here.yields:
+            lower_priority()
         _become_vllm(session, role, parent_pipe)
     _serve_engine(session, role)
 
@@ -97,7 +99,7 @@ def _serve_engine(session: Session, role: str) -> None:
             drain_s=DRAIN_S,
             ready_file=session.run.ready_file(role),
         ),
-        began=lambda: yield_to_the_trainer(session.here),
+        began=lower_priority if session.here.yields else lambda: None,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import signal
 import socket
 import threading
@@ -15,20 +16,22 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
-from pipelinerl.checkpoint import Checkpoint, load_checkpoint
+from pipelinerl.checkpoint import Checkpoint, load_checkpoint, rng_state
 from pipelinerl.config.schema import RunConfig
+from pipelinerl.config.secrets import without_secrets
 from pipelinerl.files import SHARED_MEMORY, Lines, OpenLines, open_lines
 from pipelinerl.hub.client import HubClient
 from pipelinerl.interfaces import Board, StreamReader, WeightSender
 from pipelinerl.launch.session import Session
 from pipelinerl.launch.stages.preprocessing import prepared_groups, scores_in_the_step
-from pipelinerl.launch.stages.recording import session_recorder
+from pipelinerl.metrics.sessions import Computer, SessionRecord
 from pipelinerl.metrics.sinks import JsonlSink, Sink
 from pipelinerl.metrics.totals import ENDED_ACTORS, ENDED_ENGINES
 from pipelinerl.models.loading import load_model, load_tokenizer
 from pipelinerl.models.lora import LoraModel, refuse_adapter
-from pipelinerl.parent_pipe import stop_on_sigterm
 from pipelinerl.preprocess.packing import pack
+from pipelinerl.process import stop_on_sigterm
+from pipelinerl.resources.hardware import installed, processor
 from pipelinerl.resources.roles import rank_roles
 from pipelinerl.status.reporter import generation_stages, starting
 from pipelinerl.trainer import CheckpointPlan, Learner, SampleQueue, Trainer, TrainerOutput, TrainerState
@@ -40,6 +43,8 @@ if TYPE_CHECKING:
 
 ANSWER_S = 120.0
 """How long engines may take to acknowledge weights."""
+PACKAGES = ("pipelinerl", "torch", "transformers", "numpy", "safetensors", "peft")
+"""What bits may depend on."""
 KILLED_S = 30.0
 """With restarts they may take longer: one that hangs for `launch.watchdog_s` is killed by then, and not waited for."""
 
@@ -219,8 +224,13 @@ def build_trainer(
     learner = policy.learner(config)
     state = TrainerState.resume(policy.checkpoint, learner) if policy.checkpoint else TrainerState()
     state = msgspec.structs.replace(state, checksum=session.plan.checksum)
-    record = session_recorder(session, logs.lines)
-    if policy.checkpoint is None:
+    begun = session_record(session)
+
+    def record() -> None:
+        with logs.lines(session.run.sessions) as sessions:
+            sessions.write(begun)
+
+    if policy.checkpoint is None:  # a resume is recorded with its first step: one that fails before changes nothing
         record()
     queue = SampleQueue(
         reader, by_index=session.schedule.trains_in_rounds(), position=state.position, counts=state.counters.queue
@@ -252,6 +262,27 @@ def build_trainer(
         ),
         state=state,
     )
+
+
+def session_record(session: Session) -> SessionRecord:
+    """What a replay needs to know of this session, when its model is loaded."""
+    plan = session.plan
+    return SessionRecord(
+        version=plan.version,
+        id=plan.id,
+        inputs=plan.inputs,
+        config=without_secrets(session.config),
+        threads=torch.get_num_threads(),
+        machine=this_computer(),
+        rng=rng_state(),
+        rollouts_bytes=plan.rollouts_bytes,
+        trained_bytes=plan.trained_bytes,
+    )
+
+
+def this_computer() -> Computer:
+    packages = {"python": platform.python_version()} | {name: found for name in PACKAGES if (found := installed(name))}
+    return Computer(processor=processor(), instructions=torch.backends.cpu.get_cpu_capability(), packages=packages)
 
 
 @contextmanager

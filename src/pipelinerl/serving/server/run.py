@@ -22,7 +22,7 @@ import msgspec
 
 from pipelinerl.errors import UserError
 from pipelinerl.files import write_atomically
-from pipelinerl.parent_pipe import when_closed
+from pipelinerl.process import when_closed
 from pipelinerl.serving.server.app import make_apps
 from pipelinerl.serving.server.listening import QuietServer, listen, url_of, uvicorn_config
 from pipelinerl.serving.server.options import ServeOptions

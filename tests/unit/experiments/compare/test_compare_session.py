@@ -18,10 +18,10 @@ from pipelinerl.errors import ConfigError, RunDirectoryError, RunInterruptedErro
 from pipelinerl.experiments.compare.compare import compare, plan_runs
 from pipelinerl.experiments.compare.held_out import Answered
 from pipelinerl.experiments.compare.settings import Request, make_request
-from pipelinerl.experiments.machine import Machine
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.sinks import JsonlSink
 from pipelinerl.metrics.summary import summarize
+from pipelinerl.resources.hardware import Machine
 from tests.unit.experiments.watch.test_watch_report import data_of
 
 MACHINE = Machine(cpu="a processor", cores=2, memory_gib=4.0, system="Linux", versions={"torch": "0"})

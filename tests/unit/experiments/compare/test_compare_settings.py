@@ -28,8 +28,8 @@ from pipelinerl.experiments.compare.settings import (
     settings_of,
     whole_rounds,
 )
-from pipelinerl.experiments.machine import Machine
 from pipelinerl.experiments.runs import differing
+from pipelinerl.resources.hardware import Machine
 
 MACHINE = Machine(cpu="a processor", cores=2, memory_gib=4.0, system="Linux", versions={})
 START = Settings(processes=1, engine_threads=1, slots=8, trainer_threads=1)

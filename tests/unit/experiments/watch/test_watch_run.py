@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 
 from pipelinerl.experiments.watch.run import GROUPS_EVERY_S, LOOK_EVERY_S, PageState, WatchedRun
-from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.launch.run_lock import RunLock
+from pipelinerl.run_directory import RunDirectory
 from pipelinerl.status.board import read_statuses, write_statuses
 from pipelinerl.types import EngineProgress, StageStatus, TrainerProgress
 from tests.unit.experiments.browse.browse_parts import group, rollout, turn

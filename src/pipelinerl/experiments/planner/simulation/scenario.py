@@ -217,7 +217,7 @@ def speeds_on(
     Neither side works much more than the other uses: the trainer waits for rollouts, and the schedule limits those that wait
     for the trainer. So the slower side always works, at one speed while the other works too and at another while it waits.
     The result is its average, and the other's speed while it works. `in_turn`: each side has all cores while it works.
-    `trainer_first`: generation has a lower priority (`yield_to_the_trainer`). Ranks wait for one another many times in a
+    `trainer_first`: generation has a lower priority (`process.lower_priority`). Ranks wait for one another many times in a
     step, and leave their core then: they do not slow generation (measured with 2 and 3 ranks on two cores).
     """
     generating, training = engines * threads.generation, ranks * threads.training

@@ -34,7 +34,7 @@ def this_machine(device: str = "cpu") -> Machine:
         system=f"{platform.system()} {platform.machine()}",
         versions={
             "python": ".".join(map(str, sys.version_info[:3])),
-            **{name: _version(name) for name in ("pipelinerl", "torch", "transformers", "numpy")},
+            **{name: installed(name) or "not installed" for name in ("pipelinerl", "torch", "transformers", "numpy")},
         },
     )
 
@@ -70,11 +70,12 @@ def _memory_gib() -> float | None:
         return None
 
 
-def _version(package: str) -> str:
+def installed(package: str) -> str | None:
+    """The version of a package; None without it."""
     try:
         return version(package)
     except PackageNotFoundError:
-        return "not installed"
+        return None
 
 
 def clock_of(device: str) -> Callable[[], float]:

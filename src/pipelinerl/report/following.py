@@ -7,7 +7,7 @@ It reads what the run has written, so that nothing in it can slow the run down o
 from where it was, with pauses. What each one has been sent, and the id of its run, are in `trackers.json`: a resumed run
 continues there.
 
-    python -m pipelinerl.launch.following RUN_DIR MESSAGES_FD
+    python -m pipelinerl.report.following RUN_DIR MESSAGES_FD
 """
 
 from __future__ import annotations
@@ -30,15 +30,12 @@ from pipelinerl.config.schema import RunConfig
 from pipelinerl.config.secrets import without_secrets
 from pipelinerl.errors import INVALID_DATA, StopRun
 from pipelinerl.files import write_atomically
-from pipelinerl.launch.interrupts import counted_interrupts
-from pipelinerl.launch.run_directory import RunDirectory
-from pipelinerl.launch.session import Here, yield_to_the_trainer
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.sinks import Record
 from pipelinerl.metrics.tail import Place, Records, samples
 from pipelinerl.metrics.trackers import Row, Tracked, Tracker, open_tracker
-from pipelinerl.parent_pipe import take_stdin, when_closed
-from pipelinerl.resources.roles import LOG_FORMAT
+from pipelinerl.process import LOG_FORMAT, counted_interrupts, lower_priority, take_stdin, when_closed
+from pipelinerl.run_directory import RunDirectory
 
 EVERY_S = 0.5
 LONGEST_PAUSE_S = 60.0
@@ -61,7 +58,7 @@ def followed(run: RunDirectory, say: Callable[[str], None]) -> Iterator[None]:
     log = run.log("trackers")
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # for the process, until it can obey
     try:
-        command = [sys.executable, "-m", "pipelinerl.launch.following", str(run.root), str(theirs)]
+        command = [sys.executable, "-m", "pipelinerl.report.following", str(run.root), str(theirs)]
         process = ChildProcess(command, log=log, fds=[theirs], watches_parent=True)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -256,7 +253,7 @@ def main(arguments: Sequence[str]) -> int:
     run, messages = RunDirectory(Path(arguments[0])), int(arguments[1])
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
     when_closed(take_stdin(), stopping.set, FINISH_S)
-    yield_to_the_trainer(Here(yields=True))
+    lower_priority()
 
     def say(text: str) -> None:
         try:

@@ -13,14 +13,14 @@ import pytest
 from pipelinerl.config.load import load_config
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import MissingDependencyError
-from pipelinerl.launch import following
 from pipelinerl.launch.checks import check_before_the_start
-from pipelinerl.launch.following import Follower, Notes, Sent, follow_all, followed
-from pipelinerl.launch.run_directory import RunDirectory
 from pipelinerl.metrics.evaluations import EvaluatedProblem, EvaluationRecord
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.sinks import JsonlSink, Record
 from pipelinerl.metrics.trackers import Row
+from pipelinerl.report import following
+from pipelinerl.report.following import Follower, Notes, Sent, follow_all, followed
+from pipelinerl.run_directory import RunDirectory
 
 
 def step(version: int) -> StepRecord:
