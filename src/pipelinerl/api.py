@@ -100,7 +100,7 @@ class Run:
     @property
     def rollouts(self) -> Any:
         """A data frame with a row for each rollout, as `pipelinerl browse --export` writes them."""
-        from pipelinerl.experiments.browse.export import read_rows  # noqa: PLC0415 - few need it
+        from pipelinerl.experiments.browse.tokens import read_rows  # noqa: PLC0415 - few need it
 
         return _frame([msgspec.structs.asdict(row) for row in read_rows(self.path, self.config, warnings.warn)])
 

@@ -55,7 +55,7 @@ COMMANDS: dict[str, list[str]] = {
     "structured": ["python", "-c", "import pipelinerl.serving.server.openai.llguidance"],
     "http": [*TRAIN, "--launch.kind=processes", "--engine.kind=http", "--engine.servers=1"],
     "redis": ["python", "-c", "import pipelinerl.stream.redis"],
-    "parquet": ["pipelinerl", "browse", "base", "--export", "base.parquet"],
+    "parquet": ["python", "-c", "import pyarrow.parquet"],
     "completion": ["pipelinerl", "completion", "bash"],
     "math": [*DRY, "--environment.kind=math", "--environment.args.path=problems.jsonl"],
     "lora": [*TRAIN, "--model.lora.rank=4"],

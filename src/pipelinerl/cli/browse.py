@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from pipelinerl.cli.parser import Commands, refuse_settings, say, write
 from pipelinerl.config.load import config_of_file, with_own_model
-from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import RunDirectoryError, UserError
 
 if TYPE_CHECKING:
@@ -31,9 +30,7 @@ def add_to(commands: Commands) -> None:
     flag("--show", metavar="ID", help=text)
     flag("--find", metavar="QUERY", help="only groups and rollouts that match")
     flag("--evaluations", action="store_true", help="the answers to held-out problems instead, all evaluations together")
-    text = "compare a rollout's log-probs with those of a model folder, or of a run directory's newest checkpoint"
-    flag("--weights", type=Path, metavar="DIR", help=text)
-    flag("--export", type=Path, metavar="FILE", help="write one row per rollout to a .jsonl or .parquet file")
+    flag("--export", type=Path, metavar="FILE", help="write one row per rollout to a .jsonl file")
 
 
 def run(options: argparse.Namespace, settings: Sequence[str]) -> int:
@@ -50,8 +47,6 @@ def run(options: argparse.Namespace, settings: Sequence[str]) -> int:
         return _export(options, RunRollouts(options.run_dir), query)
     run = (RunEvaluations if options.evaluations else RunRollouts)(options.run_dir)
     if options.show is None or options.show.isdecimal():
-        if options.weights:
-            raise UserError("--weights compares the tokens of one rollout: also give --show g12.a3")
         lines = table_of_groups(run, query, say) if options.show is None else attempts_of_group(run, options.show, query)
         return _print(lines, query)
     return _print(_rollout(options, run), query)
@@ -59,7 +54,7 @@ def run(options: argparse.Namespace, settings: Sequence[str]) -> int:
 
 def _rollout(options: argparse.Namespace, run: Browsed) -> list[str]:
     from pipelinerl.experiments.browse.groups import named  # noqa: PLC0415
-    from pipelinerl.experiments.browse.tokens import gaps_of, rollout_text  # noqa: PLC0415
+    from pipelinerl.experiments.browse.tokens import rollout_text  # noqa: PLC0415
 
     place, group = named(run, options.show)
     rollout = next((one for one in group.rollouts if one.id == options.show), None)
@@ -67,12 +62,8 @@ def _rollout(options: argparse.Namespace, run: Browsed) -> list[str]:
         raise UserError(
             f"group {group.index} has no rollout {options.show!r}: {', '.join(one.id for one in group.rollouts)}"
         )
-    config = _config(options.run_dir)
-    if options.weights and isinstance(config, str):
-        raise UserError(config)
     try:
-        gaps = gaps_of(rollout, config, options.weights) if options.weights and not isinstance(config, str) else ()
-        return list(rollout_text(rollout, run.fate(place, rollout.id), _texts(config), gaps))
+        return list(rollout_text(rollout, run.fate(place, rollout.id), _texts(options.run_dir)))
     except ValueError as error:
         raise RunDirectoryError(f"{run.path}: {rollout.id} is damaged: {error}") from error
 
@@ -95,24 +86,20 @@ def _found(query: Query, count: int) -> int:
 
 
 def _export(options: argparse.Namespace, rollouts: RunRollouts, query: Query) -> int:
-    from pipelinerl.experiments.browse.export import export  # noqa: PLC0415
+    from pipelinerl.experiments.browse.tokens import export  # noqa: PLC0415
 
-    texts = _texts(_config(options.run_dir))
+    texts = _texts(options.run_dir)
     if texts.missing:
         say(f"prompts, and completions without recorded text, are left out: {texts.missing}")
     count = export(rollouts, texts, options.export, query, say)
     return write(f"{count} rollouts: {options.export}\n") or _found(query, count)
 
 
-def _config(run_dir: Path) -> RunConfig | str:
-    """The run's configuration, or why it can't be read, as rollouts can be browsed without it."""
-    try:
-        return with_own_model(config_of_file(run_dir / "config.yaml"), run_dir)
-    except UserError as error:
-        return str(error)
-
-
-def _texts(config: RunConfig | str) -> TokenText:
+def _texts(run_dir: Path) -> TokenText:
+    """The run's tokenizer, or why there is none, as rollouts can be browsed without it."""
     from pipelinerl.experiments.browse.tokens import TokenText, load_token_text  # noqa: PLC0415
 
-    return TokenText(None, config) if isinstance(config, str) else load_token_text(config.model)
+    try:
+        return load_token_text(with_own_model(config_of_file(run_dir / "config.yaml"), run_dir).model)
+    except UserError as error:
+        return TokenText(None, str(error))

@@ -1,20 +1,25 @@
-"""Shows one rollout: token ids as safe text, a table of its tokens, and gaps between log-probs."""
+"""Shows one rollout, token ids as safe text; and exports rollouts as flat rows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import os
+import secrets
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from pipelinerl.config.schema import ModelConfig, RunConfig
 from pipelinerl.environments.prompts import plain_decoder
 from pipelinerl.environments.text_stream import TextStream
-from pipelinerl.errors import ModelLoadError, UserError
-from pipelinerl.experiments.browse.groups import rollout_facts
-from pipelinerl.experiments.browse.records import Fate, one_line
+from pipelinerl.errors import ModelLoadError, RunDirectoryError, UserError
+from pipelinerl.experiments.browse.groups import Query, parse, rollout_facts, tokens_of, versions_of
+from pipelinerl.experiments.browse.records import Damaged, Fate, RunRollouts, Trained, one_line
 from pipelinerl.status.screen import printable
-from pipelinerl.types import Rollout, Turn, VersionSpan, versions_from_spans
+from pipelinerl.types import Group, Rollout, Turn, VersionSpan, versions_from_spans
 
 # ---- token ids as text
 
@@ -72,8 +77,8 @@ def _bracketed(token_ids: Sequence[int]) -> list[str]:
 # ---- one rollout
 
 
-def rollout_text(rollout: Rollout, fate: Fate, texts: TokenText, gaps: Sequence[float] = ()) -> Iterator[str]:
-    """Facts, prompt and completion of each turn, then a line for each sampled token: weight version, log-prob, gap.
+def rollout_text(rollout: Rollout, fate: Fate, texts: TokenText) -> Iterator[str]:
+    """Facts, prompt and completion of each turn, then a line for each sampled token: weight version and log-prob.
 
     Raises ValueError for a rollout whose numbers of tokens, versions and log-probs differ.
     """
@@ -93,17 +98,15 @@ def rollout_text(rollout: Rollout, fate: Fate, texts: TokenText, gaps: Sequence[
         if turn.text and (conversation or not texts.known):
             yield f"── as text\n{printable(turn.text)}\n"
         seen = (*turn.prompt_ids, *ids)
-    yield f"{'turn':>4} {'token':>6} {'id':>8} {'version':>8} {'logprob':>9} {'gap':>9}  text\n"
-    left = iter(gaps)
+    yield f"{'turn':>4} {'token':>6} {'id':>8} {'version':>8} {'logprob':>9}  text\n"
     for number, turn in enumerate(rollout.turns):
-        ids, logprobs = turn.completion.token_ids, turn.completion.logprobs or (None,) * len(turn.completion.token_ids)
+        ids = turn.completion.token_ids
+        logprobs = [f"{one:.4f}" for one in turn.completion.logprobs] or ["-"] * len(ids)
         versions = versions_from_spans(turn.completion.weight_versions, len(ids))
-        for place, (token_id, version, logprob, piece) in enumerate(
-            zip(ids, versions, logprobs, texts.pieces(ids), strict=True)
-        ):
-            numbers = " ".join(f"{'-' if one is None else f'{one:.4f}':>9}" for one in (logprob, next(left, None)))
+        for place, token in enumerate(zip(ids, versions, logprobs, texts.pieces(ids), strict=True)):
+            token_id, version, logprob, piece = token
             text = printable(piece).replace("\n", "⏎")
-            yield f"{number:>4} {place:>6} {token_id:>8} {version:>8} {numbers}  {text}\n"
+            yield f"{number:>4} {place:>6} {token_id:>8} {version:>8} {logprob:>9}  {text}\n"
 
 
 def _new_prompt_ids(turn: Turn, seen: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
@@ -118,37 +121,109 @@ def _spans_text(spans: Sequence[VersionSpan]) -> str:
     return ", ".join(f"v{span.version}: {span.start}-{span.end - 1}" for span in spans)
 
 
-# ---- gaps between log-probs
+# ---- rollouts as rows
 
 
-def gaps_of(rollout: Rollout, config: RunConfig, weights: Path) -> list[float]:
-    """Log-prob under saved weights minus the engine's in nats, for each sampled token.
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One rollout. `problem` is the problem's payload.
 
-    `weights`: a model folder, or a run directory, whose newest checkpoint is taken. The engine's log-probs, the only ones
-    that a run records, are after truncation by `top_p` and `top_k`; those computed here are not. Raises UserError if these
-    weights can't score the rollout, and what `load_model` raises.
+    With several turns, `prompt` is that of the first turn, with special tokens, and `completion` is the model's text of all
+    turns, joined by newlines. Versions are those of sampled tokens. `step` (the version after the step) and lags are null
+    unless the rollout was trained on. `left_out` is the trainer's reason for dropping it, else null.
     """
-    from pipelinerl.checkpoint_folders import latest_checkpoint  # noqa: PLC0415 (loads torch, as those below)
-    from pipelinerl.models.loading import load_model  # noqa: PLC0415
-    from pipelinerl.preprocess.packing import pack  # noqa: PLC0415
-    from pipelinerl.preprocess.turns import join_turns  # noqa: PLC0415
-    from pipelinerl.trainer.logprobs import FrozenModelScorer  # noqa: PLC0415
 
-    joined = join_turns(rollout.turns)
-    if config.actor.temperature == 0:
-        raise UserError("the run sampled greedily: its log-probs have no distribution to compare with")
-    if not joined.behaviour_logprobs:
-        raise UserError("log-probs are not recorded for this rollout")
-    path = latest_checkpoint(weights) or weights
-    scorer = FrozenModelScorer(
-        load_model(config.model.model_copy(update={"path": str(path), "trust_remote_code": False})),
-        temperature=config.actor.temperature,
-        micro_batch_tokens=config.trainer.micro_batch_tokens,
-        pack=pack,
-        head_chunk=config.trainer.head_chunk,
-    )
+    id: str
+    group: int
+    attempt: int
+    problem_id: str
+    problem: Any
+    prompt: str | None
+    completion: str | None
+    reward: float
+    metrics: dict[str, float]
+    turns: int
+    finish_reason: str | None
+    prompt_tokens: int
+    completion_tokens: int
+    version_min: int | None
+    version_max: int | None
+    step: int | None
+    lag_min: int | None
+    lag_max: int | None
+    left_out: str | None
+
+
+def export(run: RunRollouts, texts: TokenText, out: Path, query: Query, warn: Callable[[str], None]) -> int:
+    """Write a line of JSON for each rollout that matches `query`; returns their number. The file is written atomically.
+
+    Groups that a resumed run started again are omitted. Damaged lines are omitted and reported with `warn`. Raises UserError
+    for the name of another format, and RunDirectoryError.
+    """
+    if out.suffix != ".jsonl":
+        raise UserError(f"--export {out}: give a name that ends in .jsonl")
+    for file in (run.path, run.trained_path):
+        if out.exists() and file.exists() and out.samefile(file):
+            raise UserError(f"--export {out}: that is the run's own record; give another file")
+    count = 0
+    temporary = out.with_name(f".{out.name}.{secrets.token_hex(4)}.tmp")
     try:
-        scores = [logprob for segment in scorer.score(joined.segments) for logprob in segment]
-    except (IndexError, RuntimeError) as error:  # ids beyond the vocabulary, no memory
-        raise UserError(f"these weights can't score the rollout: {str(error).splitlines()[0]}") from error
-    return [new - old for new, old in zip(scores, joined.behaviour_logprobs, strict=True)]
+        with open(temporary, "xb") as lines:
+            for row in _rows(run, texts, query, warn):
+                lines.write(msgspec.json.encode(row) + b"\n")
+                count += 1
+            lines.flush()
+            os.fsync(lines.fileno())
+        os.replace(temporary, out)
+    except OSError as error:
+        raise RunDirectoryError(f"can't write {out}: {error.strerror or error}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+    return count
+
+
+def read_rows(run_dir: Path, config: RunConfig, warn: Callable[[str], None]) -> Iterator[Row]:
+    """A row for each rollout of a run. Damaged lines are omitted and reported with `warn`. Raises RunDirectoryError."""
+    yield from _rows(RunRollouts(run_dir), load_token_text(config.model), parse(""), warn)
+
+
+def _rows(run: RunRollouts, texts: TokenText, query: Query, warn: Callable[[str], None]) -> Iterator[Row]:
+    for damaged in run.damage:
+        warn(damaged)
+    for place in range(len(run)):
+        group = run.group(place)
+        if isinstance(group, Damaged):
+            warn(f"{run.path}, {group}")
+        elif not run.is_replaced(place):
+            for rollout in query.matches(group, partial(run.fate, place)) or ():
+                yield _row(group, rollout, run.fate(place, rollout.id), texts)
+
+
+def _row(group: Group, rollout: Rollout, fate: Fate, texts: TokenText) -> Row:
+    completions = [turn.completion for turn in rollout.turns]
+    versions = versions_of(rollout)
+    trained = fate if isinstance(fate, Trained) else None
+    known = texts.known and bool(rollout.turns)
+    written = [
+        turn.text or (texts.text(turn.completion.token_ids, special=False) if texts.known else "") for turn in rollout.turns
+    ]
+    return Row(
+        id=rollout.id,
+        group=group.index,
+        attempt=rollout.attempt,
+        problem_id=group.problem.id,
+        problem=group.problem.payload,
+        prompt=texts.text(rollout.turns[0].prompt_ids) if known else None,
+        completion="\n".join(written) if texts.known or any(written) else None,
+        reward=rollout.reward,
+        metrics=rollout.metrics,
+        turns=len(rollout.turns),
+        finish_reason=completions[-1].finish_reason if completions else None,
+        prompt_tokens=len(rollout.turns[0].prompt_ids) if completions else 0,
+        completion_tokens=tokens_of(rollout),
+        version_min=min(versions, default=None),
+        version_max=max(versions, default=None),
+        step=trained.step if trained else None,
+        lag_min=trained.lag_min if trained else None,
+        lag_max=trained.lag_max if trained else None,
+        left_out=fate if isinstance(fate, str) else None,
+    )

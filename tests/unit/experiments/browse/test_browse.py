@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,8 +12,7 @@ import pytest
 
 from pipelinerl.cli.browse import add_to
 from pipelinerl.config.schema import ModelConfig
-from pipelinerl.errors import MissingDependencyError, ModelLoadError, RunDirectoryError, UserError
-from pipelinerl.experiments.browse.export import export
+from pipelinerl.errors import ModelLoadError, RunDirectoryError, UserError
 from pipelinerl.experiments.browse.groups import parse, table_of_groups, tokens_of, versions_of
 from pipelinerl.experiments.browse.records import (
     Damaged,
@@ -23,7 +21,7 @@ from pipelinerl.experiments.browse.records import (
     RunRollouts,
     Trained,
 )
-from pipelinerl.experiments.browse.tokens import TokenText, load_token_text, rollout_text
+from pipelinerl.experiments.browse.tokens import TokenText, export, load_token_text, rollout_text
 from pipelinerl.status.screen import printable
 from pipelinerl.types import Group, Problem, Skip
 from tests.unit.experiments.browse.browse_parts import (
@@ -324,14 +322,14 @@ def test_a_rollout_shows_its_text_and_a_line_for_each_token(tmp_path: Path, caps
     folder = run_directory(tmp_path, steps=steps)
     assert "left out by the trainer: stale" in shown(folder, capsys, "--show", "g0.a1")
     (rollout_of, *_) = some_groups()[0].rollouts
-    page = "".join(rollout_text(rollout_of, Trained(1, 0, 0, 0.5), TokenText(Bytes()), [-1.0, 0.0, 1.0, 0.0, 0.0]))
+    page = "".join(rollout_text(rollout_of, Trained(1, 0, 0, 0.5), TokenText(Bytes())))
     assert page.startswith(
         "g0.a0  reward 1, trained on in step 1, lag 0, advantage 0.5\n── turn 0: prompt, 4 tokens v0: 0-0\n"
     )
     assert "── completion, 5 tokens, stop v0: 0-1, v1: 2-4\nfive<end>\n" in page
     rows = [line.split() for line in page.splitlines()[-5:]]
-    assert rows[0] == ["0", "0", "102", "0", "-3.0000", "-1.0000", "f"]
-    assert rows[4] == ["0", "4", "256", "1", "-3.0000", "0.0000", "<end>"]
+    assert rows[0] == ["0", "0", "102", "0", "-3.0000", "f"]
+    assert rows[4] == ["0", "4", "256", "1", "-3.0000", "<end>"]
 
 
 def test_without_a_tokenizer_ids_and_the_environments_text_are_shown() -> None:
@@ -357,7 +355,7 @@ def test_an_answer_shows_its_conversation(tmp_path: Path, capsys: pytest.Capture
     page = shown(folder, capsys, "--evaluations", "--show", "h1 v4")
     assert "boxed 1" in page
     assert "v4: 0-7" in page
-    assert page.splitlines()[-1].split()[3:6] == ["4", "-", "-"]
+    assert page.splitlines()[-1].split()[3:5] == ["4", "-"]
 
 
 def test_a_damaged_rollout_is_one_clear_line(tmp_path: Path) -> None:
@@ -382,18 +380,9 @@ def test_a_model_can_not_write_to_the_terminal(tmp_path: Path, capsys: pytest.Ca
         assert "␛" in text or "g0.a0" in name
 
 
-@pytest.mark.parametrize(
-    ("words", "hint"),
-    [
-        (["--weights", "demo"], "also give --show"),
-        (["--show", "0", "--weights", "demo"], "also give --show"),
-        (["--show", "0", "--export", "x.jsonl"], "leave out --show"),
-        (["--show", "g0.a0", "--weights", "demo"], "can't read"),
-    ],
-)
-def test_flags_that_do_not_fit_are_refused(tmp_path: Path, words: list[str], hint: str) -> None:
-    with pytest.raises(UserError, match=hint):
-        command(str(run_directory(tmp_path)), *words)
+def test_flags_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="leave out --show"):
+        command(str(run_directory(tmp_path)), "--show", "0", "--export", "x.jsonl")
 
 
 # Exports
@@ -452,39 +441,12 @@ def test_without_a_tokenizer_the_texts_of_the_environment_are_exported(tmp_path:
     assert [(row["prompt"], row["completion"]) for row in rows] == [(None, "said"), (None, None)]
 
 
-def test_parquet_has_the_same_rows(tmp_path: Path) -> None:
-    parquet = pytest.importorskip("pyarrow.parquet", reason="needs pyarrow: pip install 'pipelinerl[parquet]'")
-    folder = run_directory(tmp_path / "run")
-    exported(folder, tmp_path / "x.jsonl")
-    exported(folder, tmp_path / "x.parquet")
-    table = parquet.read_table(tmp_path / "x.parquet")
-    rows = [json.loads(line) for line in (tmp_path / "x.jsonl").open()]
-    decoded = [row | {name: json.loads(row[name]) for name in ("problem", "metrics")} for row in table.to_pylist()]
-    assert decoded == rows
-    assert str(table.schema.field("lag_max").type) == "int64"
-
-
-def test_parquet_without_pyarrow_names_the_extra(tmp_path: Path, not_installed: Callable[[str], None]) -> None:
-    not_installed("pyarrow")
-    with pytest.raises(MissingDependencyError, match="pip install 'pyarrow>="):
-        exported(run_directory(tmp_path / "run"), tmp_path / "x.parquet")
-
-
 def test_an_export_is_whole_or_not_there_and_never_over_the_records(tmp_path: Path) -> None:
     folder = run_directory(tmp_path / "run")
-    with pytest.raises(UserError, match=r"\.jsonl or \.parquet"):
+    with pytest.raises(UserError, match=r"ends in \.jsonl"):
         exported(folder, tmp_path / "x.csv")
     with pytest.raises(UserError, match="the run's own record"):
         exported(folder, folder / "rollouts" / "rollouts.jsonl")
     with pytest.raises(RunDirectoryError, match="can't write"):
         exported(folder, tmp_path / "nowhere" / "x.jsonl")
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]
-
-
-def test_a_number_beyond_parquet_leaves_no_file(tmp_path: Path) -> None:
-    pytest.importorskip("pyarrow", reason="needs pyarrow: pip install 'pipelinerl[parquet]'")
-    huge = msgspec.structs.replace(rollout(0, 0, 1.0, turn("p", "text")), attempt=(1 << 64) - 1)
-    folder = run_directory(tmp_path / "run", [group(0, huge)])
-    with pytest.raises(UserError, match="does not fit"):
-        exported(folder, tmp_path / "x.parquet")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
