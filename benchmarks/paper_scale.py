@@ -27,10 +27,10 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from benchmarks import common
-from pipelinerl.experiments.planner.inputs import LengthDistribution
+from pipelinerl.experiments.planner.calibration import LengthDistribution
 from pipelinerl.experiments.planner.paper import TAU, case_study, compare, h100
-from pipelinerl.experiments.planner.simulation.run import Prediction, simulate
-from pipelinerl.experiments.planner.simulation.scenario import Costs, DrawnWorkload, Scenario
+from pipelinerl.experiments.planner.scenario import Costs, DrawnWorkload, Scenario
+from pipelinerl.experiments.planner.simulate import Prediction, simulate
 from pipelinerl.report.curves import png_of
 from pipelinerl.rounds import ConventionalSchedule
 from pipelinerl.schedule import PipelineSchedule

@@ -27,7 +27,7 @@ from pipelinerl.actor.rollouts import IDLE_S
 from pipelinerl.actor.status import GenerationStatus
 from pipelinerl.interfaces import ALLOWED, Admission, Board, Verdict, WeightReceiver
 from pipelinerl.metrics.timeline import TimelineWriter
-from pipelinerl.status.reporter import ALONE, GenerationStages
+from pipelinerl.status.board import ALONE, GenerationStages
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from pipelinerl.actor.groups import GroupRunner
 from pipelinerl.actor.probe import WeightProbe
 from pipelinerl.interfaces import ALLOWED, Board, Verdict
 from pipelinerl.metrics.timeline import TimelineWriter
-from pipelinerl.status.reporter import ALONE, GenerationStages, StatusReporter
+from pipelinerl.status.board import ALONE, GenerationStages, StatusReporter
 from pipelinerl.types import ActorProgress, EngineProgress, StageState
 
 

@@ -16,7 +16,7 @@ from pipelinerl.errors import UserError
 if TYPE_CHECKING:
     from pipelinerl.config.schema import RunConfig
     from pipelinerl.experiments.planner.calibration import Calibration
-    from pipelinerl.experiments.planner.simulation.scenario import Workload
+    from pipelinerl.experiments.planner.scenario import Workload
 
 CALIBRATION = Path("calibration.json")
 _LENGTHS = "lengths of completions: uniform:L, a JSON file of length -> count, or a run directory"
@@ -65,8 +65,7 @@ def run_plan(_options: argparse.Namespace, settings: Sequence[str]) -> int:
 def run_calibrate(options: argparse.Namespace, settings: Sequence[str]) -> int:
     config = load_config(options.run_file, settings)
     from pipelinerl.experiments.planner.calibrate import calibrate  # noqa: PLC0415 (loads torch)
-    from pipelinerl.experiments.planner.calibration import write_calibration  # noqa: PLC0415 (as above)
-    from pipelinerl.experiments.planner.table import calibration_text  # noqa: PLC0415 (as above)
+    from pipelinerl.experiments.planner.calibration import calibration_text, write_calibration  # noqa: PLC0415 (as above)
 
     calibration = calibrate(config, report=lambda text: say(f"{text} ..."))
     write_calibration(options.out, calibration)
@@ -77,15 +76,14 @@ def run_simulate(options: argparse.Namespace, settings: Sequence[str]) -> int:
     compared = options.compare if options.run_file is None else None
     config = load_config(config_of_run(compared) if compared else options.run_file, settings)
     from pipelinerl.experiments.planner.calibration import read_calibration  # noqa: PLC0415 (loads numpy)
-    from pipelinerl.experiments.planner.simulation.run import simulate  # noqa: PLC0415 (as above)
-    from pipelinerl.experiments.planner.simulation.scenario import (  # noqa: PLC0415 (as above)
+    from pipelinerl.experiments.planner.scenario import (  # noqa: PLC0415 (as above)
         calibrated_costs,
         doubts,
         read_measured,
         run_scenario,
         shared_costs,
     )
-    from pipelinerl.experiments.planner.table import comparison_text, prediction_text  # noqa: PLC0415 (as above)
+    from pipelinerl.experiments.planner.simulate import comparison_text, prediction_text, simulate  # noqa: PLC0415 (as above)
     from pipelinerl.report import write_file  # noqa: PLC0415 (as above)
 
     calibration = read_calibration(options.calibration)
@@ -116,8 +114,8 @@ def run_simulate(options: argparse.Namespace, settings: Sequence[str]) -> int:
 
 def _workload(options: argparse.Namespace, config: RunConfig, calibration: Calibration) -> tuple[Workload, str]:
     """The workload to simulate, and the source of its lengths as text."""
-    from pipelinerl.experiments.planner.inputs import parse_lengths  # noqa: PLC0415 (loads numpy)
-    from pipelinerl.experiments.planner.simulation.scenario import calibrated_workload, read_workload  # noqa: PLC0415 (as above)
+    from pipelinerl.experiments.planner.calibration import parse_lengths  # noqa: PLC0415 (loads numpy)
+    from pipelinerl.experiments.planner.scenario import calibrated_workload, read_workload  # noqa: PLC0415 (as above)
 
     if options.lengths:
         drawn = calibrated_workload(calibration, config, seed=config.seed, lengths=parse_lengths(options.lengths))

@@ -45,8 +45,7 @@ from pipelinerl.metrics.reading import read_lines, read_records
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.totals import ENDED_ACTORS, ENDED_ENGINES, actor_total, engine_total
 from pipelinerl.resources.roles import generation_roles, server_roles, stages_of
-from pipelinerl.status.board import last_statuses
-from pipelinerl.status.reporter import starting
+from pipelinerl.status.board import last_statuses, starting
 from pipelinerl.status.screen import View
 from pipelinerl.types import TRAINER, ActorProgress, EngineProgress, Progress, StageStatus, trainer_progress
 

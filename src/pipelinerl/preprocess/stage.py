@@ -12,7 +12,7 @@ from typing import Protocol
 
 from pipelinerl.interfaces import Board, StreamReader
 from pipelinerl.preprocess.preprocessor import Preprocessor
-from pipelinerl.status.reporter import StatusReporter
+from pipelinerl.status.board import StatusReporter
 from pipelinerl.types import ACTOR, PREPROCESSOR, TRAINER, Group, Prepared
 
 POLL_S = 0.002

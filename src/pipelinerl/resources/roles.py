@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipelinerl.config.schema import RunConfig
-from pipelinerl.status.reporter import generation_stages
+from pipelinerl.status.board import generation_stages
 from pipelinerl.types import PREPROCESSOR, TRAINER
 
 TRAINING = "training"

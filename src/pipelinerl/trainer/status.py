@@ -14,7 +14,7 @@ from pipelinerl.interfaces import Board, Verdict
 from pipelinerl.metrics.collapse import CollapseWatch
 from pipelinerl.metrics.sinks import Sink
 from pipelinerl.metrics.totals import actor_total, engine_total
-from pipelinerl.status.reporter import ALONE, StatusReporter
+from pipelinerl.status.board import ALONE, StatusReporter
 from pipelinerl.trainer.queue import SampleQueue
 from pipelinerl.trainer.records import EngineWatch, PublishedRecord, step_record, trained_record
 from pipelinerl.trainer.step import StepResult

@@ -6,8 +6,13 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from pipelinerl.cli.parser import Commands
-from pipelinerl.experiments.planner.calibration import Calibration, DecodeCost, GenerationCost, TrainingCost
-from pipelinerl.experiments.planner.inputs import LengthDistribution
+from pipelinerl.experiments.planner.calibration import (
+    Calibration,
+    DecodeCost,
+    GenerationCost,
+    LengthDistribution,
+    TrainingCost,
+)
 from pipelinerl.files import JsonLines
 from pipelinerl.resources.hardware import Machine
 from pipelinerl.types import Completion, FinishReason, Group, Problem, Rollout, Turn, spans_from_versions

@@ -13,7 +13,7 @@ from pipelinerl.metrics.summary import summarize
 from pipelinerl.metrics.timeline import EVERY_S, TimelineRecord, TimelineWriter
 from pipelinerl.metrics.totals import actor_total, engine_total, trainer_progress
 from pipelinerl.report.series import read_timeline
-from pipelinerl.status.reporter import generation_stages
+from pipelinerl.status.board import generation_stages
 from pipelinerl.status.screen import Trends, plain_line
 from pipelinerl.types import (
     ActorProgress,

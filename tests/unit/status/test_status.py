@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from pipelinerl.status.board import MemoryBoard
-from pipelinerl.status.reporter import REFRESH_S, StatusReporter
+from pipelinerl.status.board import REFRESH_S, MemoryBoard, StatusReporter
 from pipelinerl.types import TrainerProgress
 
 

@@ -1,8 +1,9 @@
-"""Choosing a configuration before running it: an analytical model, a calibration of the machine, and a simulation.
+"""Predicting a run before running it: the paper's formulas, a calibration of the machine, and a simulation.
 
-analytic.py     lengths, U(h), formulas ─▶ plan.py: inputs, all (H, I) and all G ─▶ table.py: text, figure
-calibration.py  measured costs, as JSON
+paper.py        the formulas of Appendix A, and the paper's case study
+calibration.py  lengths, U(h) and measured costs, as JSON
     ▲
 calibrate.py    measures: measure_generation.py (an engine, a running actor) and measure_training.py (another process)
-simulation/     discrete-event simulation with the same costs
+scenario.py     what is simulated: costs, workloads, from a calibration or a run
+simulate.py     the event loop and the prediction: engine.py (decode steps, many at once), trainer.py (batches, steps, lag)
 """

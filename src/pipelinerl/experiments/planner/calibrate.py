@@ -36,9 +36,10 @@ from pipelinerl.experiments.planner.calibration import (
     Calibration,
     DecodeCost,
     GenerationCost,
+    LengthDistribution,
     TrainingCost,
+    Utilisation,
 )
-from pipelinerl.experiments.planner.inputs import LengthDistribution, Utilisation
 from pipelinerl.experiments.planner.measure_generation import (
     Generator,
     Production,

@@ -33,8 +33,7 @@ from pipelinerl.config.schema import EvaluationConfig, RunConfig
 from pipelinerl.engine import LocalEngine
 from pipelinerl.environments.registry import make_environment
 from pipelinerl.errors import PipelineRLError, UserError
-from pipelinerl.experiments.planner.calibration import READY, DecodeCost
-from pipelinerl.experiments.planner.inputs import LengthDistribution
+from pipelinerl.experiments.planner.calibration import READY, DecodeCost, LengthDistribution
 from pipelinerl.experiments.statistics import powers_of_two
 from pipelinerl.hub.admission import AdmissionState
 from pipelinerl.hub.hub import CountedStream, Direct, Hub

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pipelinerl.experiments.planner.inputs import LengthDistribution, Utilisation
+from pipelinerl.experiments.planner.calibration import LengthDistribution, Utilisation
 from pipelinerl.experiments.statistics import powers_of_two
 from pipelinerl.report import new_table, rendered
 

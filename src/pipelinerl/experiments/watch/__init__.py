@@ -1,8 +1,8 @@
-"""`pipelinerl watch`: a live page on runs, also finished ones, and several side by side.
+"""`pipelinerl watch`: a live page on runs, also finished ones, and several side by side; and the same page as one file.
 
-follow.py    growing files, read from where the last look ended; curves with a bounded number of points
-newest.py    the newest groups, as text in spans of weight versions
+shown.py     curves with a bounded number of points; the newest groups, as text in spans of weight versions
 run.py       the state of one run, and what of it a page has not seen yet
+page.py      the page with its data in it: reports of runs and of experiments
 server.py    the page, the runs and the events over HTTP; who may read them
 beside.py    the same in a process beside `pipelinerl train`
 

@@ -16,8 +16,7 @@ import msgspec
 
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import PipelineRLError
-from pipelinerl.experiments.watch.follow import Curves, Seen
-from pipelinerl.experiments.watch.newest import Texts, newest_of, shown_groups
+from pipelinerl.experiments.watch.shown import Curves, Seen, Texts, newest_of, shown_groups
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.reading import superseded
 from pipelinerl.metrics.records import StepRecord

@@ -30,8 +30,7 @@ from pipelinerl.launch.summary import Outcome, interruption
 from pipelinerl.process import LOG_FORMAT, Interrupts, counted_interrupts, peak_memory
 from pipelinerl.resources.share import plan_threads, usable_cores
 from pipelinerl.run_directory import RunDirectory
-from pipelinerl.status.board import MemoryBoard, last_statuses, write_statuses
-from pipelinerl.status.reporter import starting
+from pipelinerl.status.board import MemoryBoard, last_statuses, starting, write_statuses
 from pipelinerl.status.screen import View
 from pipelinerl.status.watchdog import Watchdog
 from pipelinerl.trainer import Trainer

@@ -39,7 +39,7 @@ from pipelinerl.metrics.sinks import JsonlSink
 from pipelinerl.metrics.timeline import TimelineWriter
 from pipelinerl.models.loading import load_tokenizer
 from pipelinerl.process import lower_priority, stop_on_sigterm
-from pipelinerl.status.reporter import GenerationStages, generation_stages, starting
+from pipelinerl.status.board import GenerationStages, generation_stages, starting
 from pipelinerl.types import TRAINER, TrainerProgress, trainer_progress
 from pipelinerl.weights.receiving import Receiver, SharedWeightReceiver
 

@@ -11,7 +11,7 @@ from pipelinerl.interfaces import StreamReader
 from pipelinerl.launch.session import Session
 from pipelinerl.preprocess import PreparingReader, Preprocessor, PreprocessorStage, ReferenceScorer, pack
 from pipelinerl.process import stop_on_sigterm
-from pipelinerl.status.reporter import starting
+from pipelinerl.status.board import starting
 from pipelinerl.types import PREPROCESSOR, TRAINER, Group, Prepared, goal_reached
 
 if TYPE_CHECKING:

@@ -33,7 +33,7 @@ from pipelinerl.preprocess.packing import pack
 from pipelinerl.process import stop_on_sigterm
 from pipelinerl.resources.hardware import installed, processor
 from pipelinerl.resources.roles import rank_roles
-from pipelinerl.status.reporter import generation_stages, starting
+from pipelinerl.status.board import generation_stages, starting
 from pipelinerl.trainer import CheckpointPlan, Learner, SampleQueue, Trainer, TrainerOutput, TrainerState
 from pipelinerl.types import TRAINER, Prepared
 

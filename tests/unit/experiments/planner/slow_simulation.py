@@ -11,7 +11,7 @@ from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from itertools import count
 
-from pipelinerl.experiments.planner.simulation.scenario import Scenario
+from pipelinerl.experiments.planner.scenario import Scenario
 from pipelinerl.interfaces import PipelineState
 
 

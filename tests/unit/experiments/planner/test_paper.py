@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelinerl.cli import main
-from pipelinerl.experiments.planner.inputs import LengthDistribution, Utilisation
+from pipelinerl.experiments.planner.calibration import LengthDistribution, Utilisation
 from pipelinerl.experiments.planner.paper import (
     CEILING,
     SEQUENCE_FLASHES,

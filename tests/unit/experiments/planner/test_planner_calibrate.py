@@ -13,8 +13,7 @@ from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import UserError
 from pipelinerl.experiments.planner import measure_generation
 from pipelinerl.experiments.planner.calibrate import rollout_overhead_s
-from pipelinerl.experiments.planner.calibration import DecodeCost
-from pipelinerl.experiments.planner.inputs import LengthDistribution
+from pipelinerl.experiments.planner.calibration import DecodeCost, LengthDistribution
 from pipelinerl.experiments.planner.measure_generation import (
     Generator,
     Production,

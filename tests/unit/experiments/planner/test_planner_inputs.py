@@ -8,9 +8,7 @@ import msgspec
 import pytest
 
 from pipelinerl.errors import UserError
-from pipelinerl.experiments.planner.calibration import read_calibration, write_calibration
-from pipelinerl.experiments.planner.inputs import parse_lengths
-from pipelinerl.experiments.planner.table import calibration_text
+from pipelinerl.experiments.planner.calibration import calibration_text, parse_lengths, read_calibration, write_calibration
 from tests.unit.experiments.parts import CALIBRATION, group, histogram_of, turn, write_rollouts
 
 # ------------------------------------------------------------------------------------------------ lengths

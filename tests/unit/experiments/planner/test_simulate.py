@@ -11,10 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipelinerl.experiments.planner import paper
-from pipelinerl.experiments.planner.inputs import LengthDistribution, Utilisation
+from pipelinerl.experiments.planner.calibration import LengthDistribution, Utilisation
 from pipelinerl.experiments.planner.paper import TAU, h100
-from pipelinerl.experiments.planner.simulation.run import simulate
-from pipelinerl.experiments.planner.simulation.scenario import (
+from pipelinerl.experiments.planner.scenario import (
     Costs,
     DrawnWorkload,
     GroupWork,
@@ -22,6 +21,7 @@ from pipelinerl.experiments.planner.simulation.scenario import (
     Scenario,
     first_fifth,
 )
+from pipelinerl.experiments.planner.simulate import simulate
 from pipelinerl.interfaces import Verdict
 from pipelinerl.rounds import AsyncSchedule, ConventionalSchedule
 from pipelinerl.schedule import PipelineSchedule

@@ -10,8 +10,7 @@ from pipelinerl.config.help import render
 from pipelinerl.config.load import load_config
 from pipelinerl.errors import RunDirectoryError, UserError
 from pipelinerl.experiments.planner.calibration import write_calibration
-from pipelinerl.experiments.planner.simulation.run import simulate
-from pipelinerl.experiments.planner.simulation.scenario import (
+from pipelinerl.experiments.planner.scenario import (
     calibrated_costs,
     calibrated_workload,
     doubts,
@@ -21,6 +20,7 @@ from pipelinerl.experiments.planner.simulation.scenario import (
     shared_costs,
     speeds_on,
 )
+from pipelinerl.experiments.planner.simulate import simulate
 from pipelinerl.files import JsonLines
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.records import StepRecord

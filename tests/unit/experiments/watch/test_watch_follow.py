@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.experiments.watch import follow
-from pipelinerl.experiments.watch.follow import Curves, Seen
+from pipelinerl.experiments.watch import shown
+from pipelinerl.experiments.watch.shown import Curves, Seen
 
 
 def follow_page(curves: Curves, page: dict[str, list[Any]], at: Seen) -> Seen:
@@ -21,7 +21,7 @@ def follow_page(curves: Curves, page: dict[str, list[Any]], at: Seen) -> Seen:
 
 
 def test_a_page_that_follows_has_what_a_new_page_gets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(follow, "MOST_POINTS", 8)
+    monkeypatch.setattr(shown, "MOST_POINTS", 8)
     curves, page, at = Curves(), dict[str, list[Any]](), Seen()
     for n in range(100):
         curves.append({"n": n, **({"late": 2.0} if n >= 50 else {}), "bad": math.nan})

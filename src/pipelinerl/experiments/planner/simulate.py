@@ -9,11 +9,12 @@ from statistics import fmean
 import msgspec
 import numpy as np
 
-from pipelinerl.experiments.planner.simulation.engine import Publication, SimulatedEngine, SimulatedGroup
-from pipelinerl.experiments.planner.simulation.scenario import Scenario, first_fifth
-from pipelinerl.experiments.planner.simulation.trainer import LagStatistics, SimulatedTrainer
+from pipelinerl.experiments.planner.engine import Publication, SimulatedEngine, SimulatedGroup
+from pipelinerl.experiments.planner.scenario import Measured, Scenario, first_fifth
+from pipelinerl.experiments.planner.trainer import LagStatistics, SimulatedTrainer
 from pipelinerl.hub.outstanding import Outstanding
 from pipelinerl.interfaces import PipelineState
+from pipelinerl.report import count, new_table, number, rendered
 
 POSITION_BINS = 32
 
@@ -320,3 +321,52 @@ def _set_membership(members: set[int], member: int, belongs: bool) -> None:
         members.add(member)
     else:
         members.discard(member)
+
+
+_ROWS = (
+    ("samples/s", "samples_per_s", ".4g"),
+    ("samples/s, after a fifth of the steps", "samples_per_s_later", ".4g"),
+    ("trained tokens/s, after a fifth", "trained_tokens_per_s_later", ".4g"),
+    ("lag, mean over tokens", "lag_mean", ".3g"),
+    ("lag, largest", "lag_max", "d"),
+    ("engine busy", "engine_busy_fraction", ".1%"),
+    ("trainer busy", "trainer_busy_fraction", ".1%"),
+)
+
+
+def comparison_text(prediction: Prediction, measured: Measured, run_dir: str) -> str:
+    """Predicted and measured side by side."""
+    table = new_table(f"{count(prediction.steps, 'step')} of {run_dir}", "", "predicted", "measured", "off by")
+    for name, field, pattern in _ROWS:
+        predicted, found = getattr(prediction, field), getattr(measured, field)
+        off = f"{predicted / found - 1:+.1%}" if predicted is not None and found else "-"
+        table.add_row(name, number(predicted, pattern), number(found, pattern), off)
+    return rendered(table)
+
+
+def prediction_text(prediction: Prediction) -> str:
+    """The prediction of a run as a table."""
+    engines = count(prediction.engines, "engine")
+    title = f"{prediction.schedule}, {engines} of {prediction.slots} slots, {count(prediction.steps, 'step')}"
+    table = new_table(title, "", "predicted")
+    for name, field, pattern in _ROWS:
+        table.add_row(name, number(getattr(prediction, field), pattern))
+    table.add_row("lag, median and 99%", f"{prediction.lag_p50} and {prediction.lag_p99}")
+    table.add_row("lag by place in the completion", _shown_positions(prediction))
+    table.add_row("slots in use while decoding", f"{prediction.slots_used:.1%}")
+    table.add_row("engine starved or draining", f"{prediction.starved_fraction:.1%}")
+    table.add_row(
+        "trainer waits before a step", f"mean {prediction.wait_s_mean:.3g} s, longest {prediction.wait_s_max:.3g} s"
+    )
+    table.add_row("duration", f"{prediction.time_s:.4g} s")
+    if prediction.rollouts_dropped:
+        dropped = ", ".join(f"{reason} {rollouts}" for reason, rollouts in prediction.rollouts_dropped.items())
+        table.add_row("rollouts dropped", f"{dropped}, of {prediction.rollouts_started} started")
+    return rendered(table)
+
+
+def _shown_positions(prediction: Prediction) -> str:
+    """Mean lag in the first, middle and last bin."""
+    bins = prediction.lag_by_position
+    chosen = [bins[i] for i in sorted({0, len(bins) // 2, len(bins) - 1})] if bins else []
+    return ", ".join(f"{bin_.lag_mean:.3g} at tokens {bin_.start} to {bin_.end - 1}" for bin_ in chosen) or "-"

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pipelinerl.experiments.planner.simulation.engine import Publication, SimulatedGroup, SimulatedRollout
-from pipelinerl.experiments.planner.simulation.scenario import Scenario
+from pipelinerl.experiments.planner.engine import Publication, SimulatedGroup, SimulatedRollout
+from pipelinerl.experiments.planner.scenario import Scenario
 from pipelinerl.hub.outstanding import Outstanding
 
 Ints = npt.NDArray[np.int64]

@@ -14,8 +14,7 @@ import numpy as np
 
 from pipelinerl.config.schema import PreprocessConfig, RunConfig
 from pipelinerl.errors import RunDirectoryError
-from pipelinerl.experiments.planner.calibration import Calibration
-from pipelinerl.experiments.planner.inputs import LengthDistribution
+from pipelinerl.experiments.planner.calibration import Calibration, LengthDistribution
 from pipelinerl.interfaces import Schedule
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.reading import read_records

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pipelinerl.actor.actor import open_limit
-from pipelinerl.experiments.planner.simulation.scenario import GroupWork, Scenario
+from pipelinerl.experiments.planner.scenario import GroupWork, Scenario
 
 # ---- records of the simulated pipeline, with slots because there may be millions
 
