@@ -10,7 +10,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 from pipelinerl.cli.parser import api_key_from, write
-from pipelinerl.errors import PipelineRLError, UserError
+from pipelinerl.errors import PipelineRLError
 from pipelinerl.files import SHARED_MEMORY
 from pipelinerl.serving.client.adapter import EngineServer
 from pipelinerl.serving.client.http import PipelineServer
@@ -40,7 +40,6 @@ def make_parser() -> argparse.ArgumentParser:
     flag("url", metavar="URL", help="the server's address, e.g. http://127.0.0.1:8000")
     flag("--kind", choices=sorted(_WITHOUT), default="http", help="the server's protocol (default: http, our own)")
     flag("--api-key-env", metavar="NAME", help="environment variable with the server's API key")
-    flag("--update-url", metavar="URL", help="the server's address for weight updates, if different")
     text = "the served model; with it, log-probs and weight updates are checked too (the server must be idle)"
     flag("--model", metavar="DIR", help=text)
     text = f"folder for weight files (default: {SHARED_MEMORY})"
@@ -78,12 +77,10 @@ async def _check(server: EngineServer, checks: Sequence[Check], without: frozens
 def _server(options: argparse.Namespace) -> EngineServer:
     key = api_key_from(options.api_key_env)
     if options.kind == "vllm":
-        if options.update_url is not None:
-            raise UserError("--update-url is for --kind http: vLLM has only one address")
         from pipelinerl.serving.vllm.adapter import VllmServer
 
         return VllmServer(options.url, api_key=key)
-    return PipelineServer(options.url, api_key=key, update_url=options.update_url)
+    return PipelineServer(options.url, api_key=key)
 
 
 if __name__ == "__main__":

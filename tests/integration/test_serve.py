@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,6 @@ class Server:
     def __init__(self, process: subprocess.Popen[str], ready: dict[str, Any], weights_dir: Path) -> None:
         self.process = process
         self.url: str = ready["url"]
-        self.update_url: str = ready["update_url"]
         self.weights_dir = weights_dir
         assert ready["pid"] == process.pid
 
@@ -99,7 +98,7 @@ HELD_AFTER = 100
 """While `Server.held`, the server's engine stops here, with whatever came in having begun: no test depends on its speed."""
 
 
-def launch(*arguments: str, prepare: str = "", fds: Sequence[int] = (), **variables: str) -> subprocess.Popen[str]:
+def launch(*arguments: str, prepare: str = "", **variables: str) -> subprocess.Popen[str]:
     """`pipelinerl serve ARGUMENTS` as a process of its own; `prepare` is code that runs in it before."""
     code = f"import sys\n{prepare}\nfrom pipelinerl.cli import main\nsys.exit(main())"
     return subprocess.Popen(
@@ -107,7 +106,6 @@ def launch(*arguments: str, prepare: str = "", fds: Sequence[int] = (), **variab
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        pass_fds=fds,
         env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
     )
 
@@ -129,15 +127,9 @@ def serving(folder: Path, *flags: str, **options: Any) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """In the end, it ends with its lifeline, which this process holds."""
-    ours, theirs = os.pipe()
-    flags = ("--engine.slots", "16", "--max-queue", "8", "--lifeline-fd", str(ours))
-    with serving(tmp_path_factory.mktemp("serve"), *flags, fds=(ours,)) as server:
-        os.close(ours)
+    with serving(tmp_path_factory.mktemp("serve"), "--engine.slots", "16", "--max-queue", "8") as server:
         yield server
         assert server.process.poll() is None
-        os.close(theirs)
-        assert wait(server.process, 30).status == 0
 
 
 def saved(directory: Path, model: Any, version: int) -> WeightUpdateRequest:
@@ -267,7 +259,7 @@ async def streams_with_an_update(server: Server, wanted: WeightUpdateRequest) ->
     """16 streams; when all have begun, an update."""
     client = server.async_client()
     begun = [asyncio.Event() for _ in range(16)]
-    async with httpx2.AsyncClient(base_url=server.update_url, timeout=60) as updates:
+    async with httpx2.AsyncClient(base_url=server.url, timeout=60) as updates:
         await updates.get("/health")  # the connection is there when it is needed
         with server.held():
             streams = [asyncio.create_task(stream_one(server, client, i, event)) for i, event in enumerate(begun)]
@@ -317,7 +309,7 @@ def test_weights_that_are_wrong_leave_the_old_ones(server: Server) -> None:
         (short, 422, "bad_weights"),
         (broken_file, 422, "bad_weights"),
         (old, 409, "stale_version"),
-        (outside, 400, "bad_request"),
+        (outside, 422, "bad_weights"),
     ):
         response = httpx2.post(f"{server.url}/request_weight_update", content=msgspec.json.encode(request), timeout=30)
         assert (response.status_code, response.json()["error"]["code"]) == (status, code)
@@ -326,15 +318,11 @@ def test_weights_that_are_wrong_leave_the_old_ones(server: Server) -> None:
     assert server.client().completions.create(model="demo", prompt=PROMPT).choices[0].text
 
 
-def test_an_update_with_recomputed_entries_on_an_address_of_its_own_and_an_end_by_sigterm(tmp_path: Path) -> None:
-    flags = ("--engine.slots", "16", "--engine.kv_on_update", "recompute", "--update-port", "0")
+def test_an_update_with_recomputed_entries_and_an_end_by_sigterm(tmp_path: Path) -> None:
+    flags = ("--engine.slots", "16", "--engine.kv_on_update", "recompute")
     with serving(tmp_path, *flags) as server:
-        assert server.update_url != server.url
         models = {0: demo(), 1: changed(1)}
         wanted = saved(server.weights_dir, models[1], 1)
-        there = httpx2.post(f"{server.url}/request_weight_update", content=msgspec.json.encode(wanted))
-        assert there.status_code == 404
-        assert httpx2.post(f"{server.update_url}/v1/completions", json={"prompt": PROMPT}).status_code == 404
         done, receipt = asyncio.run(streams_with_an_update(server, wanted))
         check_streams(done, receipt, wanted)
         for number, completion in enumerate(done):
@@ -420,7 +408,6 @@ ANYWHERE = "0.0.0.0"  # noqa: S104 - with a key, or refused
     ("arguments", "words"),
     [
         (["demo", "--host", ANYWHERE], "--host 0.0.0.0 can be reached by others"),
-        (["demo", "--update-host", ANYWHERE, "--update-port", "0"], "--update-host 0.0.0.0 can be reached by others"),
         (["demo", "--api-key-env", "NOT_SET_ANYWHERE"], "NOT_SET_ANYWHERE: this environment variable is not set"),
         (["demo", "--engine.slots", "0"], "--engine.slots: 0 is not allowed here; this takes a whole number >= 1"),
         (["demo", "--port", "70000"], "--port 70000"),

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from pipelinerl.config.schema import EngineConfig, ModelConfig
-from pipelinerl.serving.server.app import make_apps
+from pipelinerl.serving.server.app import make_app
 from pipelinerl.serving.server.options import Address, ServeOptions
 from pipelinerl.serving.server.service import Service, ServiceHolder, loaded_from
 from tests.parity.models import CONFIGS
@@ -65,9 +65,8 @@ async def running(directory: Path, *, tokenizer: Any = None, **changes: Any) -> 
     service = Service(loaded_from(byte_model(), tokenizer or byte_tokenizer(), options, flatten=False), options)
     holder = ServiceHolder()
     holder.open(service)
-    app, _ = make_apps(holder, api_key=options.api_key, apart=False)
     try:
-        yield service, app
+        yield service, make_app(holder, api_key=options.api_key)
     finally:
         assert service.engine.close()
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from pipelinerl.cli.parser import Commands, api_key_from, at_least
 from pipelinerl.config.load import with_flags
 from pipelinerl.config.schema import EngineConfig, ModelConfig, RunConfig
-from pipelinerl.errors import UserError
 from pipelinerl.extras import require
 from pipelinerl.files import SHARED_MEMORY
 from pipelinerl.serving.server.options import Address, ServeOptions
@@ -32,14 +31,11 @@ def add_to(commands: Commands) -> None:
     flag("--served-name", metavar="NAME", help="the model's name for clients (default: MODEL)")
     flag("--host", metavar="HOST", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     flag("--port", type=int, metavar="PORT", default=8000, help="port to listen on, 0: any free port (default: 8000)")
-    flag("--update-host", metavar="HOST", help="address for weight updates, with --update-port (default: --host)")
-    flag("--update-port", type=int, metavar="PORT", help="accept weight updates only on this port, 0: any free port")
     flag("--api-key-env", metavar="NAME", help="environment variable with the API key that clients must send")
     text = f"directory that weight updates may be read from; may be repeated (default: {SHARED_MEMORY})"
     flag("--weights-dir", type=Path, action="append", metavar="DIR", help=text)
     flag("--max-queue", type=at_least(0), default=256, metavar="N", help="requests that may wait for a slot (default: 256)")
     flag("--ready-file", type=Path, metavar="FILE", help='file to write once the server listens: {"url": ..., "pid": ...}')
-    flag("--lifeline-fd", type=int, metavar="FD", help="parent-death pipe: the server ends when the other end closes")
     text = "seconds that open requests have to finish when the server is stopped (default: 30)"
     flag("--drain-s", type=at_least(0, float), default=30.0, metavar="S", help=text)
 
@@ -55,11 +51,6 @@ def run_serve(options: argparse.Namespace, settings: Sequence[str]) -> int:
 
 def serve_options(options: argparse.Namespace, settings: Sequence[str]) -> ServeOptions:
     """Raises UserError."""
-    updates = None
-    if options.update_port is not None:
-        updates = Address(options.update_host or options.host, options.update_port)
-    elif options.update_host is not None:
-        raise UserError("--update-host needs --update-port")
     base = RunConfig(model=ModelConfig(path=options.model), engine=EngineConfig(slots=SLOTS))
     config = with_flags(base, settings, KEYS)
     return ServeOptions(
@@ -67,11 +58,9 @@ def serve_options(options: argparse.Namespace, settings: Sequence[str]) -> Serve
         engine=config.engine,
         name=options.served_name or options.model,
         listen=Address(options.host, options.port),
-        updates=updates,
         api_key=api_key_from(options.api_key_env),
         max_queue=options.max_queue,
         weight_directories=tuple(options.weights_dir or [SHARED_MEMORY]),
         drain_s=options.drain_s,
         ready_file=options.ready_file,
-        lifeline_fd=options.lifeline_fd,
     )

@@ -35,7 +35,7 @@ def run(options: argparse.Namespace, settings: Sequence[str]) -> int:
     refuse_settings("pipelinerl watch", settings)
     require("serve", "pipelinerl watch")
     from pipelinerl.experiments.watch import beside, server  # noqa: PLC0415 - need the extra `serve`
-    from pipelinerl.serving.server.listening import listen, url_of  # noqa: PLC0415
+    from pipelinerl.serving.server.http import listen, url_of  # noqa: PLC0415
     from pipelinerl.serving.server.options import Address, is_loopback  # noqa: PLC0415
 
     if options.listen_fd is not None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pipelinerl.child import ChildProcess
 from pipelinerl.process import take_stdin
-from pipelinerl.serving.server.listening import listen, url_of
+from pipelinerl.serving.server.http import listen, url_of
 from pipelinerl.serving.server.options import Address
 
 _COMMAND = "import sys; from pipelinerl.cli import main; sys.exit(main())"

@@ -25,8 +25,7 @@ from pipelinerl.experiments.watch.run import LOOK_EVERY_S, PageState, WatchedRun
 from pipelinerl.ports import is_this_machine
 from pipelinerl.process import when_closed
 from pipelinerl.report.series import labels_of
-from pipelinerl.serving.server.http import server_sent_event
-from pipelinerl.serving.server.listening import QuietServer, uvicorn_config
+from pipelinerl.serving.server.http import QuietServer, server_sent_event, uvicorn_config
 
 CLOSE_S = 3
 SHOWN_FIRST = 6

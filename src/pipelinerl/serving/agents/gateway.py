@@ -23,8 +23,14 @@ from pipelinerl.environments.chat.conversation import Answer
 from pipelinerl.errors import EnvironmentSetupError
 from pipelinerl.serving.agents.session import ModelRequest, Session, rollout_ended
 from pipelinerl.serving.server.dialects import messages, responses
-from pipelinerl.serving.server.http import answer, application, body_of, unless_gone
-from pipelinerl.serving.server.listening import listening_for_http, uvicorn_config
+from pipelinerl.serving.server.http import (
+    answer,
+    application,
+    body_of,
+    listening_for_http,
+    unless_gone,
+    uvicorn_config,
+)
 from pipelinerl.serving.server.openai.answers import Json, MakeWriter, Writer, chat_writer, choice_of, text_writer, usage_of
 from pipelinerl.serving.server.openai.bodies import ChatBody, CompletionBody, read_body
 

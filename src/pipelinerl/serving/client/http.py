@@ -224,9 +224,9 @@ _STATUS_IN_A_STREAM = {"overloaded": 429, "unavailable": 503}
 class PipelineServer:
     """One `pipelinerl serve`; implements `EngineServer`.
 
-    `update_url`: the address for weight updates, if the server has a separate one. `run` and `epoch`: see
-    `WeightUpdateRequest`. `timeout_s` limits short calls, `update_timeout_s` an update, `silence_s` the time without a byte
-    on a connection. A request may take longer than `silence_s`: it is then sent again under its id, over another connection.
+    `run` and `epoch`: see `WeightUpdateRequest`. `timeout_s` limits short calls, `update_timeout_s` an update, `silence_s`
+    the time without a byte on a connection. A request may take longer than `silence_s`: it is then sent again under its id,
+    over another connection.
     """
 
     def __init__(
@@ -234,7 +234,6 @@ class PipelineServer:
         url: str,
         *,
         api_key: str | None = None,
-        update_url: str | None = None,
         run: str = "",
         epoch: int = 0,
         timeout_s: float = 10.0,
@@ -242,7 +241,6 @@ class PipelineServer:
         silence_s: float = 300.0,
     ) -> None:
         self._http = HttpClient(url, api_key=api_key)
-        self._updates = self._http if update_url is None else HttpClient(update_url, api_key=api_key)
         self._run, self._epoch = run, epoch
         self._timeout_s, self._update_timeout_s, self._silence_s = timeout_s, update_timeout_s, silence_s
         self._decoder: msgspec.json.Decoder[TokenLine | CompletionLine] = msgspec.json.Decoder(TokenLine | CompletionLine)
@@ -298,20 +296,16 @@ class PipelineServer:
     async def join_broadcast(self, group: ProcessGroupRequest) -> None:
         request = msgspec.structs.replace(group, run=self._run, epoch=self._epoch)
         try:
-            await self._updates.post("/init_process_group", request, dict, timeout_s=group.timeout_s + self._timeout_s)
+            await self._http.post("/init_process_group", request, dict, timeout_s=group.timeout_s + self._timeout_s)
         except RefusedError as error:
             raise WeightUpdateError(str(error)) from error
 
     async def update_weights(self, update: WeightUpdateRequest) -> UpdateReceipt:
         request = msgspec.structs.replace(update, run=self._run, epoch=self._epoch)
         try:
-            return await self._updates.post(
-                "/request_weight_update", request, UpdateReceipt, timeout_s=self._update_timeout_s
-            )
+            return await self._http.post("/request_weight_update", request, UpdateReceipt, timeout_s=self._update_timeout_s)
         except RefusedError as error:
             raise WeightUpdateError(str(error)) from error
 
     async def close(self) -> None:
         await self._http.close()
-        if self._updates is not self._http:
-            await self._updates.close()

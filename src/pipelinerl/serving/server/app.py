@@ -1,19 +1,15 @@
-"""The server's applications: our own endpoints, with the messages of `wire`; metrics; access control; routes."""
+"""The server's application: our own endpoints, with the messages of `wire`; metrics; access control; routes."""
 
 from __future__ import annotations
 
 import hmac
-import time
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator
 from contextlib import ExitStack
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pipelinerl._version import __version__
 from pipelinerl.ports import is_this_machine
@@ -89,93 +85,35 @@ class Native:
         await unless_gone(request, self._holder.service.updates.join(wanted))
         return answer({})
 
+    async def metrics(self, _: Request) -> Response:
+        """The engine's counts, in Prometheus' text format."""
+        found: list[tuple[str, str, float]] = []
+        try:
+            service = self._holder.service
+        except RefusedError:
+            found.append(("ready", "gauge", 0))
+        else:
+            progress, info = service.engine.progress(), service.info()
+            found += [
+                ("ready", "gauge", service.engine.refusing is None),
+                ("slots", "gauge", info.slots),
+                ("requests_in_progress", "gauge", info.in_progress),
+                ("requests_waiting", "gauge", info.queued),
+                ("weight_version", "gauge", info.version),
+                ("tokens_generated_total", "counter", progress.tokens_generated),
+                ("engine_steps_total", "counter", progress.decode_steps),
+                ("engine_busy_seconds_total", "counter", progress.busy_s),
+                ("weight_updates_total", "counter", progress.weight_updates),
+                ("weight_update_pause_seconds_total", "counter", service.updates.paused_s),
+            ]
+        lines = [f"# TYPE pipelinerl_{name} {kind}\npipelinerl_{name} {float(value)}\n" for name, kind, value in found]
+        return Response("".join(lines), media_type="text/plain; version=0.0.4")
+
 
 async def _lines(generation: Generation) -> AsyncGenerator[bytes]:
     async for batch in generation.batches():
         yield b"".join(json_line(TokenLine(token=event)) for event in batch)
     yield json_line(CompletionLine(completion=await generation.completion()))
-
-
-# ---- Prometheus metrics
-
-
-_SECONDS = (0.005, 0.02, 0.1, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
-
-
-class Metrics:
-    """The metrics of one server, in a private registry: the engine's counts, and requests by path and status."""
-
-    def __init__(self, holder: ServiceHolder) -> None:
-        self._registry = CollectorRegistry()
-        self._registry.register(_EngineCollector(holder))
-        self._requests = Counter(
-            "pipelinerl_http_requests", "Requests answered.", ("path", "status"), registry=self._registry
-        )
-        self._seconds = Histogram(
-            "pipelinerl_http_request_seconds",
-            "From a request's arrival to the last byte of its answer.",
-            ("path",),
-            buckets=_SECONDS,
-            registry=self._registry,
-        )
-
-    async def endpoint(self, _: Request) -> Response:
-        return Response(generate_latest(self._registry), media_type="text/plain; version=0.0.4")
-
-    def record(self, path: str, status: int, seconds: float) -> None:
-        """Record one request. `status` 499: the client disconnected before the answer."""
-        self._requests.labels(path, str(status)).inc()
-        self._seconds.labels(path).observe(seconds)
-
-
-class CountedApp:
-    """Records every request of `app` in `metrics`. All unknown paths are recorded as "other"."""
-
-    def __init__(self, app: ASGIApp, metrics: Metrics, paths: frozenset[str]) -> None:
-        self._app, self._metrics, self._paths = app, metrics, paths
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        status, started_s = 499, time.perf_counter()
-
-        async def recording_send(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
-        try:
-            await self._app(scope, receive, recording_send)
-        finally:
-            path = scope["path"] if scope["path"] in self._paths else "other"
-            self._metrics.record(path, status, time.perf_counter() - started_s)
-
-
-class _EngineCollector(Collector):
-    def __init__(self, holder: ServiceHolder) -> None:
-        self._holder = holder
-
-    def collect(self) -> Iterable[Metric]:
-        try:
-            service = self._holder.service
-        except RefusedError:
-            yield GaugeMetricFamily("pipelinerl_ready", "1 while requests are taken.", 0)
-            return
-        progress, info = service.engine.progress(), service.info()
-        yield GaugeMetricFamily("pipelinerl_ready", "1 while requests are taken.", service.engine.refusing is None)
-        yield GaugeMetricFamily("pipelinerl_slots", "Sequences that may be in progress at once.", info.slots)
-        yield GaugeMetricFamily("pipelinerl_requests_in_progress", "Requests in a slot.", info.in_progress)
-        yield GaugeMetricFamily("pipelinerl_requests_waiting", "Requests without a slot.", info.queued)
-        yield GaugeMetricFamily("pipelinerl_weight_version", "Optimizer steps behind the weights.", info.version)
-        yield CounterMetricFamily("pipelinerl_tokens_generated", "Tokens sampled.", progress.tokens_generated)
-        yield CounterMetricFamily("pipelinerl_engine_steps", "Forwards of the model.", progress.decode_steps)
-        yield CounterMetricFamily("pipelinerl_engine_busy_seconds", "Time in steps and updates.", progress.busy_s)
-        yield CounterMetricFamily("pipelinerl_weight_updates", "Weight updates taken.", progress.weight_updates)
-        yield CounterMetricFamily(
-            "pipelinerl_weight_update_pause_seconds", "Time in which updates made sequences wait.", service.updates.paused_s
-        )
 
 
 # ---- routes and access control
@@ -185,21 +123,14 @@ _OPEN_PATHS = frozenset({"/health", "/ping"})
 """Paths that need no key, for health checks."""
 
 
-def make_apps(holder: ServiceHolder, *, api_key: str | None, apart: bool) -> tuple[ASGIApp, ASGIApp]:
-    """The public application and the trainer's. With `apart`, only the second one accepts weight updates."""
-    metrics, openai, native = Metrics(holder), OpenAI(holder), Native(holder)
-    state = [
+def make_app(holder: ServiceHolder, *, api_key: str | None) -> ASGIApp:
+    openai, native = OpenAI(holder), Native(holder)
+    routes = [
         Route("/health", native.health),
         Route("/ping", native.health),
         Route("/version", native.package_version),
         Route("/info", native.info),
-        Route("/metrics", metrics.endpoint),
-    ]
-    updates = [
-        Route("/request_weight_update", native.request_weight_update, methods=["POST"]),
-        Route("/init_process_group", native.init_process_group, methods=["POST"]),
-    ]
-    generation = [
+        Route("/metrics", native.metrics),
         Route("/v1/models", openai.models),
         Route("/v1/models/{name:path}", openai.model),
         Route("/tokenize", openai.tokenize, methods=["POST"]),
@@ -210,13 +141,10 @@ def make_apps(holder: ServiceHolder, *, api_key: str | None, apart: bool) -> tup
         Route("/v1/messages", with_its_errors(openai.messages), methods=["POST"]),
         Route("/generate", native.generate, methods=["POST"]),
         Route("/cancel", native.cancel, methods=["POST"]),
+        Route("/request_weight_update", native.request_weight_update, methods=["POST"]),
+        Route("/init_process_group", native.init_process_group, methods=["POST"]),
     ]
-    public = [*state, *generation] if apart else [*state, *generation, *updates]
-    return _app(public, metrics, api_key), _app([*state, *updates], metrics, api_key)
-
-
-def _app(routes: list[Route], metrics: Metrics, api_key: str | None) -> ASGIApp:
-    return CountedApp(Guard(application(routes), api_key), metrics, frozenset(route.path for route in routes))
+    return Guard(application(routes), api_key)
 
 
 class Guard:

@@ -24,10 +24,8 @@ class Address(NamedTuple):
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
     """`engine`: only the keys of the embedded engine are used. `name`: the model's name in OpenAI's API and the engine's
-    name in receipts. `updates`: a separate address for updates. `tls`: PEM files of a certificate and its key.
-
-    `drain_s`: how long requests in progress may take when the server is stopped. `lifeline_fd`: read end of a pipe; the
-    server stops at once when the other end closes.
+    name in receipts. `tls`: PEM files of a certificate and its key. `drain_s`: how long requests in progress may take when
+    the server is stopped.
     """
 
     model: ModelConfig
@@ -35,26 +33,22 @@ class ServeOptions:
     name: str
     listen: Address
     tls: tuple[Path, Path] | None = None
-    updates: Address | None = None
     api_key: str | None = field(default=None, repr=False)
     max_queue: int = 256
     weight_directories: Sequence[Path] = (SHARED_MEMORY,)
     drain_s: float = 30.0
     ready_file: Path | None = None
-    lifeline_fd: int | None = None
 
     def check(self) -> None:
         """Raises UserError for an address that is invalid, or that other machines can reach without a key."""
-        for flag, address in (("", self.listen), ("update-", self.updates)):
-            if address is None:
-                continue
-            if not 0 <= address.port <= 65535:
-                raise UserError(f"--{flag}port {address.port}: give 0 (any) to 65535")
-            if self.api_key is None and not is_loopback(address.host):
-                raise UserError(
-                    f"--{flag}host {address.host} can be reached by others: name an environment variable with a key that "
-                    "clients must send (--api-key-env NAME), or listen on 127.0.0.1"
-                )
+        host, port = self.listen
+        if not 0 <= port <= 65535:
+            raise UserError(f"--port {port}: give 0 (any) to 65535")
+        if self.api_key is None and not is_loopback(host):
+            raise UserError(
+                f"--host {host} can be reached by others: name an environment variable with a key that clients must send "
+                "(--api-key-env NAME), or listen on 127.0.0.1"
+            )
         for directory in self.weight_directories:
             if not directory.is_dir() and directory != SHARED_MEMORY:
                 raise UserError(f"--weights-dir {directory} is not a directory")

@@ -22,9 +22,9 @@ import msgspec
 
 from pipelinerl.errors import UserError
 from pipelinerl.files import write_atomically
-from pipelinerl.process import when_closed
-from pipelinerl.serving.server.app import make_apps
-from pipelinerl.serving.server.listening import QuietServer, listen, url_of, uvicorn_config
+from pipelinerl.serving.server.app import make_app
+from pipelinerl.serving.server.engine_thread import EngineThread
+from pipelinerl.serving.server.http import QuietServer, listen, url_of, uvicorn_config
 from pipelinerl.serving.server.options import ServeOptions
 from pipelinerl.serving.server.service import Loaded, Service, ServiceHolder, load
 
@@ -34,25 +34,22 @@ POLL_EVERY_S = 0.02
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True):
-    """Contents of the ready file. `update_url`: the address for weight updates."""
+    """Contents of the ready file."""
 
     url: str
     pid: int
-    update_url: str
 
 
 def serve(options: ServeOptions, *, began: Callable[[], None] = lambda: None) -> int:
-    """Serve until SIGTERM, Ctrl-C or the end of the parent process (`lifeline_fd`). Returns the exit status.
+    """Serve until SIGTERM or Ctrl-C. Returns the exit status.
 
     `began` is called when the model is loaded and all threads run, before the ready file is written.
     Raises UserError for an address that can't be used or a model that can't be served.
     """
     options.check()
-    with contextlib.ExitStack() as stack:
-        addresses = [options.listen] if options.updates is None else [options.listen, options.updates]
-        sockets = [stack.enter_context(contextlib.closing(listen(address))) for address in addresses]
+    with contextlib.closing(listen(options.listen)) as listening:
         loading = _load_in_background(options)
-        asyncio.run(_Process(options, sockets, loading, began).run())
+        asyncio.run(_Process(options, listening, loading, began).run())
     sys.stderr.flush()
     if not loading.done():
         os._exit(0)  # stopped during loading: the loading thread can't be ended
@@ -61,26 +58,23 @@ def serve(options: ServeOptions, *, began: Callable[[], None] = lambda: None) ->
 
 class _Process:
     def __init__(
-        self, options: ServeOptions, sockets: list[socket.socket], loading: Future[Loaded], began: Callable[[], None]
+        self, options: ServeOptions, listening: socket.socket, loading: Future[Loaded], began: Callable[[], None]
     ) -> None:
-        self._options, self._began, self._sockets, self._loading = options, began, sockets, loading
+        self._options, self._began, self._listening, self._loading = options, began, listening, loading
         self._stop = asyncio.Event()
         self._stop_now = False
 
     async def run(self) -> None:
         holder = ServiceHolder()
-        apps = make_apps(holder, api_key=self._options.api_key, apart=self._options.updates is not None)
-        servers = [
-            QuietServer(uvicorn_config(app, close_s=CLOSE_S, tls=self._options.tls)) for app in apps[: len(self._sockets)]
-        ]
-        self._install_stop_handlers()
-        serving = [
-            asyncio.create_task(server.serve([listening])) for server, listening in zip(servers, self._sockets, strict=True)
-        ]
+        app = make_app(holder, api_key=self._options.api_key)
+        server = QuietServer(uvicorn_config(app, close_s=CLOSE_S, tls=self._options.tls))
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._request_stop)
+        serving = asyncio.create_task(server.serve([self._listening]))
         stopping = asyncio.create_task(self._stop.wait())
         try:
             loading = asyncio.wrap_future(self._loading)
-            first: list[asyncio.Future[Any]] = [loading, stopping, *serving]
+            first: list[asyncio.Future[Any]] = [loading, stopping, serving]
             await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
             if loading.done():
                 service = Service(loading.result(), self._options)
@@ -89,27 +83,13 @@ class _Process:
                 await self._drain(service)
         finally:
             stopping.cancel()
-            for server in servers:
-                server.should_exit = True
-            await asyncio.gather(*serving)
-
-    def _install_stop_handlers(self) -> None:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._request_stop)
-        if (fd := self._options.lifeline_fd) is not None:
-            when_closed(fd, lambda: self._stop_without_waiting(loop), 2 * CLOSE_S)
+            server.should_exit = True
+            await serving
 
     def _request_stop(self) -> None:
         """First call: finish the requests in progress, then stop. Second call: stop now."""
         self._stop_now = self._stop.is_set()
         self._stop.set()
-
-    def _stop_without_waiting(self, loop: asyncio.AbstractEventLoop) -> None:
-        """The parent process has ended. Called in another thread."""
-        with contextlib.suppress(RuntimeError):  # the event loop has already ended
-            for _ in range(2):
-                loop.call_soon_threadsafe(self._request_stop)
 
     def _begin(self, holder: ServiceHolder, service: Service) -> None:
         # Exclude all loaded objects from garbage collection: they stay, and every full collection would visit them.
@@ -117,8 +97,7 @@ class _Process:
         gc.freeze()
         holder.open(service)
         self._began()
-        urls = [url_of(listening, encrypted=self._options.tls is not None) for listening in self._sockets]
-        ready = Ready(url=urls[0], pid=os.getpid(), update_url=urls[-1])
+        ready = Ready(url=url_of(self._listening, encrypted=self._options.tls is not None), pid=os.getpid())
         slots = f"{self._options.engine.slots} slots of {service.loaded.max_length} tokens"
         print(f"{service.name} is served at {ready.url}, {slots}", file=sys.stderr, flush=True)
         if (path := self._options.ready_file) is not None:
@@ -131,15 +110,17 @@ class _Process:
         """Accept no more requests, wait up to `drain_s` for those in progress, and cancel the rest."""
         engine = service.engine
         engine.refuse("the server is stopping")
-        until_s = time.monotonic() + self._options.drain_s
-        while engine.open_requests and time.monotonic() < until_s and not self._stop_now:
-            await asyncio.sleep(POLL_EVERY_S)
+        await self._until_idle(engine, self._options.drain_s)
         engine.cancel_all()
-        until_s = time.monotonic() + CLOSE_S
-        while engine.open_requests and time.monotonic() < until_s:
-            await asyncio.sleep(POLL_EVERY_S)
+        self._stop_now = False
+        await self._until_idle(engine, CLOSE_S)
         await asyncio.to_thread(engine.close, CLOSE_S)
         await service.updates.close()
+
+    async def _until_idle(self, engine: EngineThread, timeout_s: float) -> None:
+        until_s = time.monotonic() + timeout_s
+        while engine.open_requests and time.monotonic() < until_s and not self._stop_now:
+            await asyncio.sleep(POLL_EVERY_S)
 
 
 def _load_in_background(options: ServeOptions) -> Future[Loaded]:

@@ -20,8 +20,7 @@ import pipelinerl
 from pipelinerl.config.schema import ModelConfig
 from pipelinerl.models.loading import load_tokenizer
 from pipelinerl.serving.server.app import Guard
-from pipelinerl.serving.server.http import MAX_BODY_BYTES
-from pipelinerl.serving.server.listening import listening_for_http
+from pipelinerl.serving.server.http import MAX_BODY_BYTES, listening_for_http
 from pipelinerl.serving.server.service import Service
 from pipelinerl.serving.wire import CompletionLine, ErrorBody, ServerInfo, TokenLine, token_events
 from pipelinerl.types import Completion, GenerationRequest, SamplingParams
@@ -404,16 +403,11 @@ async def test_who_it_is_and_how_it_is(tmp_path: Path) -> None:
         assert (info.name, info.slots, info.max_length, info.vocabulary) == ("bytes", 4, MAX_LENGTH, 259)
         assert (info.version, info.checksum) == service.engine.holding
         assert (await client.get("/health")).json() == {"status": "ready", "version": 0}
-        await client.post("/v1/completions", json=PLAIN | {"n": 0})
-        await client.get("/no/such/path")
         text = (await client.get("/metrics")).text
         for line in (
             "pipelinerl_ready 1.0",
             "pipelinerl_tokens_generated_total 10.0",
             "pipelinerl_weight_version 0.0",
-            'pipelinerl_http_requests_total{path="/generate",status="200"} 1.0',
-            'pipelinerl_http_requests_total{path="/v1/completions",status="400"} 1.0',
-            'pipelinerl_http_requests_total{path="other",status="404"} 1.0',
         ):
             assert line in text.splitlines()
         service.engine.refuse("the server stops")
@@ -446,12 +440,6 @@ def test_paths_methods_and_what_is_not_built(shared: Shared) -> None:
     other = shared.post("/v1/completions", PLAIN | {"model": "gpt"})
     assert other.status_code == 404
     assert "there is no model 'gpt'; this server has 'bytes'" in error_of(other).error.message
-
-
-def test_updates_may_only_name_files_in_the_directory(shared: Shared) -> None:
-    response = shared.post("/request_weight_update", {"version": 1, "checksum": "", "path": "/etc/passwd"})
-    assert response.status_code == 400
-    assert "--weights-dir" in error_of(response).error.message
 
 
 # ---------------------------------------------------------------------------------------------- who is let in
