@@ -3,8 +3,8 @@
     python -m benchmarks.predictions            # about 25 minutes on two idle cores, at the default priority
 
 Every repetition calibrates the machine for each case and then makes one run of it. The calibration predicts the run:
-nothing is fitted to runs. Each prediction replays the lengths that its run sampled (`pipelinerl simulate --compare`), so it
-is of the machine, not of what the model learns.
+nothing is fitted to runs. Each prediction replays the lengths that its run sampled (`pipelinerl lab simulate --compare`), so
+it is of the machine, not of what the model learns.
 
 `others` is the share of the machine that other programs used during the run: the calibration does not see them.
 """
@@ -61,7 +61,7 @@ def case_of(folder: Path, ranks: int, processes: int, repetition: int, options: 
         "engine.threads": 1,
         "engine.slots": options.slots // processes,
     }
-    command("calibrate", *flags(shape), "--out", str(calibration))
+    command("lab", "calibrate", *flags(shape), "--out", str(calibration))
     settings = shape | {
         "run_dir": run,
         "seed": repetition,
@@ -75,7 +75,7 @@ def case_of(folder: Path, ranks: int, processes: int, repetition: int, options: 
     command("train", *flags(settings))
     wall_s, (all_after, ours_after) = time.monotonic() - begin_s, busy_s()
     others_s = (all_after - all_before) - (ours_after - ours_before)
-    command("simulate", "--compare", str(run), "--calibration", str(calibration), "--json", str(prediction))
+    command("lab", "simulate", "--compare", str(run), "--calibration", str(calibration), "--json", str(prediction))
     found = json.loads(prediction.read_text())
     keys = ("samples_per_s_later", "samples_per_s", "trainer_busy_fraction", "lag_mean", "lag_max")
     pairs = {key: (found["prediction"][key], found["measured"][key]) for key in keys}

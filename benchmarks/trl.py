@@ -13,7 +13,7 @@ mean over tokens; advantages not divided by their deviation; no KL). Defaults th
 gradient checkpointing. It has two threads. Short runs choose the size of its forward passes, and between `generate` and
 transformers' continuous batching for sampling; the results contain all trials. vLLM is not tried: its CPU build needs
 another torch. This package uses the demo's run file, with one thread for each process; whole runs choose the number of
-generation processes, which `pipelinerl compare` tries too, their slots, and the trainer's micro batches.
+generation processes, which `pipelinerl lab compare` tries too, their slots, and the trainer's micro batches.
 
 Held-out rewards are those of checkpoints that both write every 20 steps, measured after the runs by the same code.
 """
@@ -62,7 +62,7 @@ OUR_CANDIDATES: tuple[dict[str, int], ...] = (
     {"engine.processes": 2, "trainer.micro_batch_tokens": 4096},
 )
 OUR_TRIAL_STEPS = DEMO.trainer.steps
-"""Whole runs, as in `pipelinerl compare`: the more the model has learned, the less there is to train."""
+"""Whole runs, as in `pipelinerl lab compare`: the more the model has learned, the less there is to train."""
 Curve = list[tuple[float, float]]
 
 

@@ -1,4 +1,4 @@
-"""Calibration with its real training process, as `pipelinerl calibrate` does it."""
+"""Calibration with its real training process, as `pipelinerl lab calibrate` does it."""
 
 from __future__ import annotations
 

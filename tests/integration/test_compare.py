@@ -1,4 +1,4 @@
-"""`pipelinerl compare` and `pipelinerl report` as commands, with real runs."""
+"""`pipelinerl lab compare` and `pipelinerl report` as commands, with real runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,18 @@ SMALL = [
 def test_a_comparison_is_made_and_made_only_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     arguments = [
-        *("compare", "--schedules", "pipeline,conventional:2", "--seeds", "1", "--no-tune", "--out", str(out), *SMALL),
+        *(
+            "lab",
+            "compare",
+            "--schedules",
+            "pipeline,conventional:2",
+            "--seeds",
+            "1",
+            "--no-tune",
+            "--out",
+            str(out),
+            *SMALL,
+        ),
         *("--held-out", "8", "--evaluate-every", "4"),
     ]
     ended = command(*arguments)
@@ -58,7 +69,7 @@ def test_a_comparison_is_made_and_made_only_once(tmp_path: Path, capsys: pytest.
 def test_stopped_it_says_how_to_go_on(tmp_path: Path) -> None:
     out = tmp_path / "out"
     process = start(
-        "compare", "--schedules", "pipeline", "--no-tune", "--out", str(out), *SMALL, "--trainer.steps", "100000"
+        "lab", "compare", "--schedules", "pipeline", "--no-tune", "--out", str(out), *SMALL, "--trainer.steps", "100000"
     )
     metrics = out / "runs" / "seed-0" / "pipeline" / "metrics.jsonl"
     until(lambda: metrics.is_file() and metrics.stat().st_size > 0, process)
@@ -108,7 +119,7 @@ def test_mistakes_are_told_at_once(tmp_path: Path, capsys: pytest.CaptureFixture
         (["--held-out-arg", "x"], "give KEY=VALUE"),
         (["--held-out-arg", "no_such=1"], "no_such"),
     ):
-        status = main(["compare", "--out", str(tmp_path / "out"), *arguments])
+        status = main(["lab", "compare", "--out", str(tmp_path / "out"), *arguments])
         error = capsys.readouterr().err
         assert (status, said in error) == (2, True), error
     assert not (tmp_path / "out").exists()

@@ -56,7 +56,6 @@ COMMANDS: dict[str, list[str]] = {
     "http": [*TRAIN, "--launch.kind=processes", "--engine.kind=http", "--engine.servers=1"],
     "redis": ["python", "-c", "import pipelinerl.stream.redis"],
     "parquet": ["python", "-c", "import pyarrow.parquet"],
-    "completion": ["pipelinerl", "completion", "bash"],
     "math": [*DRY, "--environment.kind=math", "--environment.args.path=problems.jsonl"],
     "lora": [*TRAIN, "--model.lora.rank=4"],
     "reasoning-gym": [*DRY, "--environment.kind=reasoning_gym", "--environment.args.task=chain_sum"],

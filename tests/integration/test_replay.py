@@ -432,8 +432,8 @@ def hide_secrets(run_dir: Path) -> None:
 
 def test_an_export_without_weights_is_replayed_and_none_is_overwritten(pipelined: Path, tmp_path: Path) -> None:
     with_weights, without = tmp_path / "with.tar", tmp_path / "without.tar"
-    assert main(["export", str(pipelined), str(with_weights)]) == 0
-    assert main(["export", str(pipelined), str(without), "--no-weights"]) == 0
+    assert main(["lab", "export", str(pipelined), str(with_weights)]) == 0
+    assert main(["lab", "export", str(pipelined), str(without), "--no-weights"]) == 0
     assert without.stat().st_size < with_weights.stat().st_size
     before = without.read_bytes()
     with pytest.raises(UserError, match="already exists"):

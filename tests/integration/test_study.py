@@ -26,7 +26,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def study(run_dir: Path, out: Path, *flags: str) -> StudyRecord:
-    assert main(["study", "kv-cache", str(run_dir), *SHORT, "--out", str(out), *flags]) == 0
+    assert main(["lab", "study", "kv-cache", str(run_dir), *SHORT, "--out", str(out), *flags]) == 0
     assert "mixed, stale KV" in (out / "kv-cache.html").read_text()
     return msgspec.json.decode((out / "kv-cache.json").read_bytes(), type=StudyRecord)
 
@@ -69,7 +69,7 @@ def test_the_same_study_gives_the_same_numbers(run_dir: Path, tmp_path: Path) ->
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert main(["study", "kv-cache", *arguments]) == 2
+    assert main(["lab", "study", "kv-cache", *arguments]) == 2
     lines = capsys.readouterr().err.strip().splitlines()
     assert len(lines) == 1
     return lines[0]

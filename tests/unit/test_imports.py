@@ -99,7 +99,7 @@ def test_a_command_is_in_the_module_that_the_table_names(module: str) -> None:
     assert cli == {f"pipelinerl.cli.{name}" for name in ("main", "parser", module)}
     commands = Commands()
     __import__(f"pipelinerl.cli.{module}", fromlist=["add_to"]).add_to(commands)
-    assert tuple(commands._parsers) == MODULES[module]
+    assert tuple(name for name in commands._parsers if " " not in name) == MODULES[module]
 
 
 @pytest.mark.parametrize(

@@ -25,27 +25,23 @@ from pipelinerl.process import counted_interrupts
 
 MODULES = {
     "train": ("train",),
-    "project": ("init", "config", "report", "convert-gguf"),
+    "project": ("init", "config", "report", "doctor"),
     "sweep": ("sweep",),
-    "compare": ("compare", "study"),
     "watch": ("watch",),
     "browse": ("browse",),
     "eval": ("eval",),
     "hub": ("push", "chat", "try"),
-    "plan": ("plan", "calibrate", "simulate"),
     "serve": ("serve",),
-    "replay": ("replay", "export"),
-    "tools": ("doctor", "completion"),
+    "replay": ("replay",),
+    "lab": ("lab",),
 }
 """The modules of this package that add subcommands, and the names of theirs."""
 GROUPS = {
     "your runs": (
         *("init", "try", "train", "sweep", "config", "watch", "browse"),
-        *("report", "eval", "chat", "push", "replay", "export"),
+        *("report", "eval", "chat", "push", "replay"),
     ),
-    "models and servers": ("serve", "convert-gguf"),
-    "experiments of the paper": ("compare", "study", "plan", "calibrate", "simulate"),
-    "this machine": ("doctor", "completion"),
+    "more": ("serve", "doctor", "lab"),
 }
 """The commands as `pipelinerl --help` lists them."""
 

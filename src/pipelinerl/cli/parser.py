@@ -30,8 +30,9 @@ GUESSES = {
     "run": "train RUN.yaml",
     "start": "train RUN.yaml",
     "continue": "train --resume RUN_DIR",
+    **{name: f"lab {name}" for name in ("compare", "study", "plan", "calibrate", "simulate", "export", "convert-gguf")},
 }
-"""Commands that users try first -> what to write."""
+"""Commands that users try first, and former names -> what to write."""
 Run = Callable[[argparse.Namespace, Sequence[str]], int]
 """Runs a subcommand with its options and the flags of the run file. Returns the exit status."""
 
@@ -90,8 +91,10 @@ class Commands:
         """Split into arguments for argparse and run-file settings (`--key value`, `--key=value`, `--switch`).
 
         An argument after a run-file flag is its value unless it starts with `--`; such values need `--key=value`. The path
-        of the run file may therefore stand anywhere except right after a switch.
+        of the run file may therefore stand anywhere except right after a switch. `lab NAME` is one command.
         """
+        if len(arguments) > 1 and arguments[0] == "lab" and not arguments[1].startswith("-"):
+            arguments = [f"lab {arguments[1]}", *arguments[2:]]
         command = next((argument for argument in arguments if argument in self._parsers), None)
         flags = self.root.flags + (self._parsers[command].flags if command else [])
         own: list[str] = []
@@ -112,7 +115,7 @@ class Commands:
     def _check_command(self, own: Sequence[str]) -> None:
         command = next((argument for argument in own if not argument.startswith("-")), None)
         if command is not None and command not in self._parsers:
-            folder = command in GUESSES and any(Path(argument).is_dir() for argument in own)
+            folder = GUESSES.get(command, "").startswith("train") and any(Path(argument).is_dir() for argument in own)
             near = GUESSES.get("continue" if folder else command)
             near = near or next(iter(difflib.get_close_matches(command, self._parsers, n=1)), None)
             hint = f"did you mean `{near}`?" if near else f"there are {', '.join(self._parsers)}"

@@ -1,4 +1,4 @@
-"""`pipelinerl init`, `config`, `report` and `convert-gguf`: what a project consists of, and what its runs leave."""
+"""`pipelinerl init`, `config`, `report` and `doctor`: what a project consists of, what its runs leave, and the machine."""
 
 from __future__ import annotations
 
@@ -41,11 +41,10 @@ def add_to(commands: Commands) -> None:
     text = "output file (default: report.html in the first run directory)"
     flag("-o", "--out", type=Path, metavar="FILE.html", help=text)
 
-    text = "Convert a GGUF file to a Hugging Face model folder (extra `gguf`)."
-    flag = commands.add("convert-gguf", text, run=run_convert_gguf).add_argument
-    text = "a .gguf file, or a wheel or installed package that contains one"
-    flag("source", metavar="FILE_OR_PACKAGE", help=text)
-    flag("out_dir", type=Path, metavar="OUT_DIR", help="the new model folder")
+    text = "Look at this machine and installation: cores, memory, GPUs, packages, Redis, vLLM; say what is wrong."
+    flag = commands.add("doctor", text, run=run_doctor).add_argument
+    text = "also look at the Python interpreter of vLLM, as in engine.python"
+    flag("--vllm-python", type=Path, metavar="PYTHON", help=text)
 
 
 def run_init(options: argparse.Namespace, settings: Sequence[str]) -> int:
@@ -85,14 +84,10 @@ def run_report(options: argparse.Namespace, settings: Sequence[str]) -> int:
     return write(f"{out}\n")
 
 
-def run_convert_gguf(options: argparse.Namespace, settings: Sequence[str]) -> int:
-    refuse_settings("pipelinerl convert-gguf", settings)
-    from pipelinerl.models.gguf import convert_gguf  # noqa: PLC0415 (loads torch and transformers)
+def run_doctor(options: argparse.Namespace, settings: Sequence[str]) -> int:
+    """Returns exit status 1 if something is wrong."""
+    refuse_settings("pipelinerl doctor", settings)
+    from pipelinerl.experiments.doctor import WRONG, examine, shown  # noqa: PLC0415 (loads torch)
 
-    model = convert_gguf(options.source, options.out_dir)
-    template = "with a chat template" if model.chat_template else "without a chat template"
-    return write(
-        f"{model.path}: {model.architecture}, {model.parameters / 1e6:.1f}M parameters, {model.layers} layers, "
-        f"vocabulary of {model.vocab_size}, {template}, ends on token {', '.join(map(str, model.eos_token_ids))}\n"
-        f"train it with: pipelinerl train RUN.yaml --model.path {model.path}\n"
-    )
+    found = examine(options.vllm_python)
+    return write(shown(found)) or int(any(finding.level == WRONG for finding in found))

@@ -1,4 +1,4 @@
-"""`pipelinerl replay` and `pipelinerl export`: a run repeated from its records, and as one file."""
+"""`pipelinerl replay`: a run repeated from its records."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipelinerl.cli.parser import Commands, at_least, config_of_run, refuse_settings, say, write
+from pipelinerl.cli.parser import Commands, at_least, config_of_run, say, write
 from pipelinerl.errors import ReplayDifferenceError
 
 _REPLAY = (
@@ -28,15 +28,6 @@ def add_to(commands: Commands) -> None:
     flag("--tolerance", type=at_least(0, float), metavar="X", help=text)
     flag("--seed", type=at_least(0), default=0, help="seed of the choice of groups (default: 0)")
     flag("-o", "--out", type=Path, metavar="DIR", help="a new folder for the results, the metrics and the last weights")
-
-    text = "Write what a run recorded to one tar file, without secrets: to replay, browse or evaluate it elsewhere."
-    flag = commands.add("export", text, run=run_export).add_argument
-    flag("run_dir", type=Path, metavar="RUN_DIR", help="a run directory")
-    flag("out", type=Path, metavar="OUT.tar", help="the new file")
-    flag(
-        "--no-weights", action="store_true", help="leave out checkpoints and copies of weights; a replay computes them again"
-    )
-    flag("--no-model", action="store_true", help="leave out the folder of the initial model")
 
 
 def run_replay(options: argparse.Namespace, settings: Sequence[str]) -> int:
@@ -61,14 +52,3 @@ def run_replay(options: argparse.Namespace, settings: Sequence[str]) -> int:
     if result.differences:
         raise ReplayDifferenceError(difference_text(result))
     return status
-
-
-def run_export(options: argparse.Namespace, settings: Sequence[str]) -> int:
-    refuse_settings("pipelinerl export", settings)
-    config_of_run(options.run_dir)
-    from pipelinerl.experiments.replay.export import export_run  # noqa: PLC0415 (loads torch)
-
-    done = export_run(options.run_dir, options.out, weights=not options.no_weights, model=not options.no_model)
-    for notice in done.notices:
-        say(notice)
-    return write(f"{options.out}: {done.files} files, {done.size / 1e6:.1f} MB\n")

@@ -52,12 +52,13 @@ def test_config_prints_the_schema(capsys: Capture) -> None:
 def test_version_and_help(capsys: Capture) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"pipelinerl {__version__}\n"
-    for arguments in (["--help"], ["train", "--help"], ["config", "-h"], ["convert-gguf", "--help"]):
+    for arguments in (["--help"], ["train", "--help"], ["config", "-h"], ["lab", "convert-gguf", "--help"]):
         assert main(arguments) == 0
         assert capsys.readouterr().out.startswith("usage: pipelinerl")
     assert main(["--help"]) == 0
     listed = re.findall(r"^  ([\w-]+)  ", capsys.readouterr().out.partition("your runs:")[2], re.MULTILINE)
     assert sorted(listed) == sorted(name for names in MODULES.values() for name in names), "each command once"
+    assert len(listed) == 15
     assert main([]) == 2
     assert "usage: pipelinerl" in capsys.readouterr().err
 
@@ -69,8 +70,12 @@ def test_version_and_help(capsys: Capture) -> None:
         (["resume", "runs/x"], "unknown command 'resume'; did you mean `train --resume RUN_DIR`?"),
         (["run", "x.yaml"], "unknown command 'run'; did you mean `train RUN.yaml`?"),
         (["run", "."], "unknown command 'run'; did you mean `train --resume RUN_DIR`?"),
-        (["compare", "runs/a", "runs/b"], "from one run file; for runs: `pipelinerl report runs/a runs/b`"),
-        (["compare", "."], "for runs: `pipelinerl report .`"),
+        (["lab", "compare", "runs/a", "runs/b"], "from one run file; for runs: `pipelinerl report runs/a runs/b`"),
+        (["lab", "compare", "."], "for runs: `pipelinerl report .`"),
+        (["compare", "run.yaml"], "unknown command 'compare'; did you mean `lab compare`?"),
+        (["export", "."], "unknown command 'export'; did you mean `lab export`?"),
+        (["lab", "comprae"], "unknown command 'lab comprae'; did you mean `lab compare`?"),
+        (["lab"], "name a command: lab compare, study,"),
         (["train", "."], ". is a folder, not a run file; `pipelinerl train --resume .` continues a run"),
         (["frobnicate", "x"], "unknown command 'frobnicate'; there are train, init,"),
         (["--foo"], "pipelinerl without a command has no flag --foo (see `pipelinerl --help`)"),
@@ -91,8 +96,8 @@ def test_version_and_help(capsys: Capture) -> None:
         (["train", "--debgu"], "unknown flag --debgu; did you mean `--debug`?"),
         (["train", "--resume"], "argument --resume: expected one argument"),
         (["config", "--resume", "x"], "--resume: unknown key; `pipelinerl config` prints all keys"),
-        (["convert-gguf", "a.gguf"], "the following arguments are required: OUT_DIR"),
-        (["convert-gguf", "a.gguf", "out", "--force"], "pipelinerl convert-gguf has no flag --force"),
+        (["lab", "convert-gguf", "a.gguf"], "the following arguments are required: OUT_DIR"),
+        (["lab", "convert-gguf", "a.gguf", "out", "--force"], "pipelinerl lab convert-gguf has no flag --force"),
     ],
 )
 def test_mistakes_are_one_line_and_status_2(

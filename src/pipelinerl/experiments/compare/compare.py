@@ -1,4 +1,4 @@
-"""`pipelinerl compare`: finds the best settings of each schedule, runs every schedule on every seed, and writes the results.
+"""`pipelinerl lab compare`: the best settings of each schedule, a run of every schedule on every seed, and the results.
 
 trials of each schedule ─▶ seed 0: a, b, c ─▶ seed 1: b, c, a ─▶ ... ─▶ compare.json, report.html
 (the fastest settings)     (one run at a time, then its weights answer held-out problems; finished runs are not repeated)

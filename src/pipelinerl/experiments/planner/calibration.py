@@ -255,11 +255,11 @@ def read_calibration(path: Path) -> Calibration:
         calibration.generation.utilisation()
         calibration.length_distribution()
     except OSError as error:
-        raise UserError(f"can't read {path}: {error.strerror}; `pipelinerl calibrate` writes such a file") from error
+        raise UserError(f"can't read {path}: {error.strerror}; `pipelinerl lab calibrate` writes such a file") from error
     except (*INVALID_DATA, ValueError) as error:
-        raise UserError(f"{path} is not a calibration ({error}); write one with `pipelinerl calibrate`") from error
+        raise UserError(f"{path} is not a calibration ({error}); write one with `pipelinerl lab calibrate`") from error
     if calibration.format != FORMAT:
-        raise UserError(f"{path} has format {calibration.format}, not {FORMAT}; write it again with `pipelinerl calibrate`")
+        raise UserError(f"{path} has format {calibration.format}, not {FORMAT}; repeat `pipelinerl lab calibrate`")
     return calibration
 
 

@@ -1,4 +1,4 @@
-"""`pipelinerl export`: what a run recorded, in one tar file that can be replayed, browsed and evaluated anywhere.
+"""`pipelinerl lab export`: what a run recorded, in one tar file that can be replayed, browsed and evaluated anywhere.
 
     NAME/config.yaml, sessions.jsonl        without secrets, and with paths in the export
     NAME/summary.json                       without paths

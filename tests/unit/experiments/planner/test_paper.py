@@ -246,10 +246,10 @@ def test_the_search_finds_the_papers_optimum() -> None:
 
 
 def test_the_command_prints_the_case_study(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan"]) == 0
+    assert main(["lab", "plan"]) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if " 133 " in line]
     assert re.findall(r"[\d.]+", line) == ["133", "16.98", "193", "44", "10.74", "134", "1.58"]
-    assert main(["plan", "--trainer.batch_size", "48"]) == 2
+    assert main(["lab", "plan", "--trainer.batch_size", "48"]) == 2
 
 
 def test_gains_shrink_when_all_lengths_are_equal_and_with_abundant_compute() -> None:

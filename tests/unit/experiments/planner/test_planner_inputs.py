@@ -74,7 +74,7 @@ def test_a_calibration_is_read_back_as_written(tmp_path: Path) -> None:
 def test_calibrations_that_can_not_be_used(tmp_path: Path, change: dict[str, object]) -> None:
     path = tmp_path / "calibration.json"
     path.write_bytes(msgspec.json.encode(msgspec.to_builtins(CALIBRATION) | msgspec.to_builtins(change)))
-    with pytest.raises(UserError, match="pipelinerl calibrate"):
+    with pytest.raises(UserError, match="pipelinerl lab calibrate"):
         read_calibration(path)
     with pytest.raises(UserError, match="can't read"):
         read_calibration(tmp_path / "none.json")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from pipelinerl.cli import plan as command
+from pipelinerl.cli import lab as command
 from pipelinerl.config.help import render
 from pipelinerl.config.load import load_config
 from pipelinerl.errors import RunDirectoryError, UserError
@@ -172,7 +172,7 @@ def calibration_file(tmp_path):
 
 
 def simulate_command(*arguments):
-    return invoke(command.add_to, "simulate", *arguments)
+    return invoke(command.add_to, "lab", "simulate", *arguments)
 
 
 def test_predicts_a_run_file(calibration_file, tmp_path, capsys):
@@ -206,7 +206,7 @@ def test_compares_with_a_run(calibration_file, run_dir, tmp_path, capsys):
         (["--engines", "0"], "--engines: 0: give a whole number of at least 1"),
         (["--trainers", "0"], "--trainers: 0: give a whole number of at least 1"),
         (["--lengths", "nowhere"], "neither uniform:L"),
-        (["--calibration", "nowhere.json"], "pipelinerl calibrate"),
+        (["--calibration", "nowhere.json"], "pipelinerl lab calibrate"),
         (["--compare", "nowhere"], "is not a run directory"),
         (["--json", "nowhere/out.json"], "can't write nowhere/out.json"),
     ],
