@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from pipelinerl.errors import RequestError, WeightUpdateError
+from pipelinerl.errors import WeightUpdateError
 from pipelinerl.serving.client.adapter import Bounds, ServerUnreachableError, TokenListener
 from pipelinerl.serving.client.engine import RemoteEngine
 from pipelinerl.serving.wire import ProcessGroupRequest, ServerInfo, WeightUpdateRequest
@@ -167,11 +167,3 @@ class FakeServer:
 
     async def close(self) -> None:
         self.closed = True
-
-
-class RefusingServer(FakeServer):
-    """Finds something wrong with every request."""
-
-    async def generate(self, request: GenerationRequest, on_token: TokenListener | None = None) -> Completion:
-        self.calls.append(request)
-        raise RequestError(f"request {request.id} is wrong")

@@ -169,9 +169,9 @@ async def _remote(target: Target, config: EngineConfig, api_key: str | None) -> 
     facts = model_facts(target.model.path)
     servers = server_clients(config.kind, config.urls, facts, api_key)
     async with RemoteEngine.connect(servers, bounds=Bounds(startup_s=STARTUP_S)) as engine:
-        if engine.limits.vocabulary != facts.vocabulary:
+        if engine.vocabulary != facts.vocabulary:
             raise UserError(
-                f"{config.urls[0]} serves a model with a vocabulary of {engine.limits.vocabulary} tokens, but "
+                f"{config.urls[0]} serves a model with a vocabulary of {engine.vocabulary} tokens, but "
                 f"{target.model.path} has {facts.vocabulary}: give the MODEL that it serves, for its tokenizer"
             )
         yield EvaluationEngine(engine, engine.slots, facts.stop_token_ids, engine.version)

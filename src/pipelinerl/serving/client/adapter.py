@@ -1,4 +1,4 @@
-"""The protocol of one engine server: its methods, its errors, its timeouts, and what requests and completions must be.
+"""The protocol of one engine server: its methods, its errors, its timeouts, and what completions must be.
 
 To use another kind of engine, implement `EngineServer` for it.
 
@@ -20,7 +20,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 
-from pipelinerl.errors import PipelineRLError, PromptTooLongError, RequestError
+from pipelinerl.errors import PipelineRLError
 from pipelinerl.serving.wire import ProcessGroupRequest, ServerInfo, WeightUpdateRequest
 from pipelinerl.types import Completion, GenerationRequest, TokenEvent, UpdateReceipt, versions_from_spans
 
@@ -136,36 +136,11 @@ def back_off_s(failures: int) -> float:
     return min(2.0, 0.05 * 2.0 ** (min(failures, 10) - 1))
 
 
-# ---- checks of requests before they are sent, and of completions when they arrive
+# ---- checks of completions when they arrive
 
 
 _ROUNDING = 1e-3
 """Log-probabilities may be this far above 0."""
-
-
-class Limits(NamedTuple):
-    """Limits that hold for every server."""
-
-    max_length: int
-    vocabulary: int
-
-
-def check_request(request: GenerationRequest, limits: Limits) -> None:
-    """Raises PromptTooLongError or RequestError if this request can never be served."""
-    prompt, sampling = request.prompt_ids, request.sampling
-    if not prompt:
-        raise RequestError(f"request {request.id!r} has an empty prompt; give it at least one token")
-    if sampling.max_tokens < 1:
-        raise RequestError(f"request {request.id!r} asks for {sampling.max_tokens} tokens; ask for at least 1")
-    if len(prompt) + sampling.max_tokens > limits.max_length:
-        raise PromptTooLongError(
-            f"request {request.id!r} can't fit: {len(prompt)} prompt tokens + {sampling.max_tokens} new tokens > "
-            f"{limits.max_length} (the engine servers' longest sequence)"
-        )
-    if min(prompt) < 0 or max(prompt) >= limits.vocabulary:
-        raise RequestError(f"request {request.id!r} has token ids outside the model's vocabulary of {limits.vocabulary}")
-    if sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
-        raise RequestError(f"request {request.id!r} has sampling parameters out of range: {sampling}")
 
 
 def find_fault(completion: Completion, request: GenerationRequest, vocabulary: int) -> str | None:

@@ -9,7 +9,6 @@ A request's task waits for a slot and ends with exactly one completion:
     waiting for a slot ─▶ sent ─▶ completion ─▶ checked ─▶ answer
           ▲                │ connection broke: send it to the same server again, under the same id
           ├── busy ◀───────┤ the server did not accept it: wait, then send it to any server
-          ├── refused ◀────┤ this server can never serve it: try another one; if all refuse it, the request fails
           └── lost ◀───────┘ the server was restarted or is gone: send it under a new id to any server with room
 
 Nothing from an abandoned attempt is passed on: its task has ended, and its id is not used again.
@@ -28,26 +27,30 @@ from typing import Any, Self
 
 import msgspec
 
-from pipelinerl.errors import BroadcastEndedError, RequestError, UserError, WeightUpdateError
+from pipelinerl.errors import BroadcastEndedError, PromptTooLongError, RequestError, UserError, WeightUpdateError
 from pipelinerl.interfaces import CANCELLED_KEPT, WeightUpdate
 from pipelinerl.serving.client.adapter import (
     Bounds,
     EngineServer,
     EngineUnavailableError,
-    Limits,
     LostError,
     ServerBusyError,
     ServerError,
     ServerUnreachableError,
     TokenListener,
     back_off_s,
-    check_request,
     find_fault,
 )
 from pipelinerl.serving.client.fleet import Replica, ReplicaPool
-from pipelinerl.serving.client.tickets import Ticket
-from pipelinerl.serving.wire import ServerInfo, WeightUpdateRequest
-from pipelinerl.types import Completion, EngineProgress, GenerationRequest, TokenEvent, UpdateReceipt
+from pipelinerl.serving.wire import ServerInfo, WeightUpdateRequest, token_events
+from pipelinerl.types import (
+    Completion,
+    EngineProgress,
+    GenerationRequest,
+    TokenEvent,
+    UpdateReceipt,
+    cancelled_completion,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +72,7 @@ class RemoteEngine:
         clock: Callable[[], float],
     ) -> None:
         self.name = name
-        self.limits = Limits(min(info.max_length for info in infos), infos[0].vocabulary)
+        self.max_length, self.vocabulary = min(info.max_length for info in infos), infos[0].vocabulary
         held = [info.version for info in infos]
         self._version = min(held if first is None else [first, *held])
         self._pool, self._bounds = pool, bounds
@@ -79,7 +82,6 @@ class RemoteEngine:
         self._arrived = asyncio.Event()  # a token, an answer or an error
         self._prefix, self._started = secrets.token_hex(4), 0
         self._open: set[str] = set()
-        self._waiting: deque[Ticket] = deque()
         self._cancelled: deque[Completion] = deque(maxlen=CANCELLED_KEPT)
         self._tasks: set[asyncio.Task[None]] = set()
         self._tokens_received = 0
@@ -201,7 +203,12 @@ class RemoteEngine:
             raise RequestError(f"request {request.id!r} is already in the engine; give each request a unique id")
         if request.copy is not None and not 0 <= request.copy < self.copies:
             raise RequestError(f"request {request.id!r} is for copy {request.copy}; there are {self.copies} servers")
-        check_request(request, self.limits)
+        prompt_tokens, new_tokens = len(request.prompt_ids), request.sampling.max_tokens
+        if prompt_tokens + new_tokens > self.max_length:
+            raise PromptTooLongError(
+                f"request {request.id!r} can't fit: {prompt_tokens} prompt tokens + {new_tokens} new tokens > "
+                f"{self.max_length} (the engine servers' longest sequence)"
+            )
 
         def forward(event: TokenEvent) -> None:
             on_token(event)
@@ -260,7 +267,6 @@ class RemoteEngine:
             self._fail(error)
         if self._joined and (gone := next((one for one in self._pool.replicas if one.gone), None)):
             self._fail(BroadcastEndedError(f"engine server {gone.url} is gone, and all receive weights: {gone.last_error}"))
-        self._place()
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -285,7 +291,6 @@ class RemoteEngine:
             else:
                 ticket.answer.set_result(completion)
         except RequestError as error:
-            logger.warning("request %s can't be served: %s", ticket.request.id, error)
             if not ticket.cancelled:
                 ticket.answer.set_exception(error)
         except Exception as error:  # noqa: BLE001 - any error that is not the request's own ends the engine
@@ -293,29 +298,22 @@ class RemoteEngine:
                 self._fail(error)
         finally:
             self._arrived.set()
-            self._free_slot(ticket)
 
     async def _serve(self, ticket: Ticket) -> Completion:
-        """Return the completion, under the id used at the server. Raises RequestError if no server can serve the request."""
+        """Return the completion, under the id used at the server. Raises RequestError if the request can't be served."""
         while True:
-            replica = await self._slot(ticket)
-            ticket.asked = replica
-            try:
-                if (completion := await self._ask(ticket, replica)) is not None:
-                    return completion
-            except RequestError as error:  # Rare: the request has passed the client's checks.
-                if ticket.relay.count:  # Tokens were forwarded; another server might produce different ones.
-                    raise
-                ticket.rejections[replica] = error
-                ticket.attempt += 1
-            except LostError as error:
-                ticket.attempt += 1
-                if ticket.relay.count:  # as above
-                    return ticket.relay.partial_completion()
-                logger.info("sending request %s again under a new id: %s", ticket.request.id, error)
-            finally:
-                ticket.asked = None
-                self._free_slot(ticket)
+            async with self._pool.slot(ticket.request) as replica:
+                ticket.asked = replica
+                try:
+                    if (completion := await self._ask(ticket, replica)) is not None:
+                        return completion
+                except LostError as error:
+                    ticket.attempt += 1
+                    if ticket.tokens:  # tokens were forwarded; another server might produce different ones
+                        return ticket.partial_completion()
+                    logger.info("sending request %s again under a new id: %s", ticket.request.id, error)
+                finally:
+                    ticket.asked = None
 
     async def _ask(self, ticket: Ticket, replica: Replica) -> Completion | None:
         """Send the request to one server until it answers. Returns None if it did not accept the request.
@@ -326,17 +324,15 @@ class RemoteEngine:
         may_have_started = False
         while True:
             try:
-                completion = await replica.call(replica.server.generate(request, ticket.relay.take))
-            except ServerUnreachableError as error:
-                may_have_started, wait_s = True, 0.0
-                self._count_failure(ticket, error)
-            except ServerBusyError as error:
-                wait_s = min(error.retry_after_s or 0.0, _LONGEST_WAIT_S)
+                completion = await replica.call(replica.server.generate(request, ticket.take))
+            except (ServerUnreachableError, ServerBusyError) as error:
+                may_have_started = may_have_started or isinstance(error, ServerUnreachableError)
+                wait_s = min(getattr(error, "retry_after_s", None) or 0.0, _LONGEST_WAIT_S)
                 self._count_failure(ticket, error)
             else:
                 return self._checked(ticket, replica, request, completion)
             if ticket.cancelled:
-                return ticket.relay.partial_completion()
+                return ticket.partial_completion()
             await asyncio.sleep(max(wait_s, back_off_s(ticket.failures)))
             await self._pool.check_health(replica)
             if replica.gone or replica.instance != instance:
@@ -345,8 +341,8 @@ class RemoteEngine:
                 return None
 
     def _checked(self, ticket: Ticket, replica: Replica, request: GenerationRequest, completion: Completion) -> Completion:
-        fault = find_fault(completion, request, self.limits.vocabulary)
-        if fault is None and request.stream and not ticket.relay.complete(completion):
+        fault = find_fault(completion, request, self.vocabulary)
+        if fault is None and request.stream and not ticket.complete(completion):
             fault = "its tokens differ from those streamed before"
         if fault is not None:
             raise ServerError(replica.url, f"returned an invalid completion for request {request.id!r}: {fault}")
@@ -371,51 +367,6 @@ class RemoteEngine:
                     await ticket.asked.server.cancel(ticket.wire_request.id)
                     await asyncio.wait({task})
         task.cancel()
-
-    # ---- slots
-
-    async def _slot(self, ticket: Ticket) -> Replica:
-        """Wait for a server with a free slot, first come first served. Requests restricted to some servers go first."""
-        ticket.placed = asyncio.get_running_loop().create_future()
-        last = len(self._waiting)
-        if ticket.restricted:
-            last = next((place for place, other in enumerate(self._waiting) if not other.restricted), last)
-        self._waiting.insert(last, ticket)
-        self._place()
-        return await ticket.placed
-
-    def _place(self) -> None:
-        """Give free slots to waiting requests. A restricted one that has to wait does not hold up the others."""
-        passed: list[Ticket] = []
-        while self._waiting and not (passed and not passed[-1].restricted):
-            ticket = self._waiting.popleft()
-            if not ticket.placed.done() and not self._try_place(ticket):
-                passed.append(ticket)
-        self._waiting.extendleft(reversed(passed))
-
-    def _try_place(self, ticket: Ticket) -> bool:
-        """Give the request a slot, or its error if no server is left that may serve it. Returns False if it has to wait."""
-        if not (allowed := self._allowed(ticket)):
-            ticket.placed.set_exception(next(iter(ticket.rejections.values())))
-        elif (chosen := self._pool.choose(ticket.request.prompt_ids, allowed)) is not None:
-            ticket.slot = chosen
-            ticket.placed.set_result(chosen)
-        return ticket.placed.done()
-
-    def _allowed(self, ticket: Ticket) -> Sequence[Replica]:
-        """The servers that may serve it."""
-        copy, replicas = ticket.request.copy, self._pool.replicas
-        allowed = replicas if copy is None else [replicas[copy]]
-        if not ticket.rejections:
-            return allowed
-        # A request that some servers have rejected does not wait for a server that is gone.
-        return [replica for replica in allowed if replica not in ticket.rejections and not replica.gone]
-
-    def _free_slot(self, ticket: Ticket) -> None:
-        slot, ticket.slot = ticket.slot, None
-        if slot is not None:
-            slot.release(ticket.request.prompt_ids)
-        self._place()
 
     # ---- weights
 
@@ -454,3 +405,49 @@ class RemoteEngine:
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._fail(error)
+
+
+class Ticket:
+    """A request that is being served. `name` is its id at the servers, unique also among their other clients.
+
+    `asked`: the server that may be serving it now. `failures`: how often a server that is well did not serve it. `tokens`:
+    those of a stream, which are forwarded once and in order, even if a retry restarts the stream.
+    """
+
+    def __init__(self, name: str, request: GenerationRequest, forward: TokenListener) -> None:
+        self.name, self.request, self._forward = name, request, forward
+        self.answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self.asked: Replica | None = None
+        self.attempt = self.failures = 0
+        self.tokens: list[TokenEvent] = []
+
+    @property
+    def cancelled(self) -> bool:
+        return self.answer.cancelled()
+
+    @property
+    def wire_request(self) -> GenerationRequest:
+        return msgspec.structs.replace(self.request, id=f"{self.name}.{self.attempt}", copy=None)
+
+    def take(self, event: TokenEvent) -> None:
+        """Forward the token if it is the next one. Repeated tokens, and tokens after a gap, are left to `complete`."""
+        if event.index == len(self.tokens):
+            self._pass_on(msgspec.structs.replace(event, request_id=self.request.id))
+
+    def complete(self, completion: Completion) -> bool:
+        """Forward the remaining tokens. Returns False and forwards nothing if the completion contradicts those forwarded."""
+        events = token_events(msgspec.structs.replace(completion, request_id=self.request.id))
+        count = len(self.tokens)
+        if self.tokens != events[:count]:
+            return False
+        for event in events[count:]:
+            self._pass_on(event)
+        return True
+
+    def partial_completion(self) -> Completion:
+        """A completion of the tokens forwarded so far, for a request that can't continue."""
+        return cancelled_completion(self.request.id, self.tokens)
+
+    def _pass_on(self, event: TokenEvent) -> None:
+        self.tokens.append(event)
+        self._forward(event)

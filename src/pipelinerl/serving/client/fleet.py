@@ -1,8 +1,8 @@
-"""The servers of one engine: their health, their load, and the weights that each of them holds.
+"""The servers of one engine: their health, the queue for their slots, and the weights that each of them holds.
 
-    watch ─▶ poll /info of each server ─▶ healthy? the same process as before? ─▶ on_change (waiting requests)
+    watch ─▶ poll /info of each server ─▶ healthy? the same process as before? ─▶ on_change
                                                       └ restarted: the last update is sent first
-    choose ─▶ the server for a request
+    slot ─▶ the queue of requests ─▶ a server for each
     update ─▶ all servers at once ─▶ one combined receipt
 
 The file of the last update is kept for servers that come back. With a broadcast, the loss of a server ends the session.
@@ -11,8 +11,9 @@ The file of the last update is kept for servers that come back. With a broadcast
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from pipelinerl.errors import UserError, WeightUpdateError
@@ -27,7 +28,7 @@ from pipelinerl.serving.client.adapter import (
     back_off_s,
 )
 from pipelinerl.serving.wire import ProcessGroupRequest, ServerInfo, WeightUpdateRequest
-from pipelinerl.types import UpdateReceipt
+from pipelinerl.types import GenerationRequest, UpdateReceipt
 
 T = TypeVar("T")
 
@@ -146,6 +147,7 @@ class ReplicaPool:
         self.replicas = [Replica(server, bounds, clock) for server in servers]
         self._bounds = bounds
         self._clock = clock
+        self._waiting: deque[tuple[GenerationRequest, asyncio.Future[Replica]]] = deque()
         self._update_lock = asyncio.Lock()
         self.last_update: WeightUpdateRequest | None = None
 
@@ -155,6 +157,43 @@ class ReplicaPool:
     def slots(self) -> int:
         """Total slots of the servers that accept requests now."""
         return sum(replica.slots for replica in self.replicas if self._accepts(replica))
+
+    @asynccontextmanager
+    async def slot(self, request: GenerationRequest) -> AsyncIterator[Replica]:
+        """Have a slot of a server inside, first come first served. Requests for one of the copies go first."""
+        placed: asyncio.Future[Replica] = asyncio.get_running_loop().create_future()
+        before = len(self._waiting)
+        if request.copy is not None:
+            before = sum(other.copy is not None for other, _ in self._waiting)
+        self._waiting.insert(before, (request, placed))
+        try:
+            self._place()
+            yield await placed
+        finally:
+            if placed.done() and not placed.cancelled():
+                placed.result().release(request.prompt_ids)
+            placed.cancel()
+            self._place()
+
+    def _place(self) -> None:
+        """Give free slots to waiting requests. One for a copy that has to wait does not hold up the others."""
+        passed: list[tuple[GenerationRequest, asyncio.Future[Replica]]] = []
+        while self._waiting and not (passed and passed[-1][0].copy is None):
+            request, placed = self._waiting.popleft()
+            if placed.done():
+                continue
+            chosen = self.choose(
+                request.prompt_ids, self.replicas if request.copy is None else [self.replicas[request.copy]]
+            )
+            if chosen is None:
+                passed.append((request, placed))
+            else:
+                placed.set_result(chosen)
+        self._waiting.extendleft(reversed(passed))
+
+    def _changed(self) -> None:
+        self.on_change()
+        self._place()
 
     def choose(self, prompt: tuple[int, ...], allowed: Sequence[Replica]) -> Replica | None:
         """Give a request a slot of one of the `allowed` servers. Returns None if none of them has room.
@@ -234,7 +273,7 @@ class ReplicaPool:
             replica.recovered()
         finally:
             replica.health_check = None
-        self.on_change()
+        self._changed()
 
     def unavailable(self) -> EngineUnavailableError | None:
         """The error with the last error of each server, if all are gone and have failed for as long as `Bounds` allows."""
@@ -277,7 +316,7 @@ class ReplicaPool:
             problems = [answer for answer in answers if isinstance(answer, str)]
             if not problems:
                 self.last_update = weights
-        self.on_change()
+        self._changed()
         return UpdateReceipt(
             engine=", ".join(receipt.engine for receipt in receipts),
             version=weights.version,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import msgspec
 import pytest
 
 from pipelinerl.serving.client.adapter import find_fault
-from pipelinerl.serving.client.tickets import TokenRelay
+from pipelinerl.serving.client.engine import Ticket
 from pipelinerl.types import Completion, GenerationRequest, SamplingParams, TokenEvent, VersionSpan
 
 REQUEST = GenerationRequest(id="r", prompt_ids=(1,), sampling=SamplingParams(max_tokens=4, stop_token_ids=(9,)))
@@ -62,38 +64,29 @@ def test_more_tokens_than_asked_for_can_not() -> None:
     assert find_fault(FULL, request, 10) == "it has 4 tokens, more than the limit of 3"
 
 
-def events() -> list[TokenEvent]:
-    versions = [2, 2, 2, 4]
-    return [TokenEvent("r.7", i, FULL.token_ids[i], FULL.logprobs[i], versions[i]) for i in range(4)]
+EVENTS = [TokenEvent("r.7", i, FULL.token_ids[i], FULL.logprobs[i], (2, 2, 2, 4)[i]) for i in range(4)]
 
 
-def test_a_stream_that_begins_again_is_passed_on_once() -> None:
+async def ticket_of(passed: list[TokenEvent]) -> Ticket:
+    return Ticket("1", REQUEST, passed.append)
+
+
+@pytest.mark.parametrize("taken", [(0, 1, 0, 1, 2, 0), (0, 2), ()])
+def test_tokens_of_streams_that_begin_again_or_have_gaps_are_passed_on_once_and_in_order(taken: tuple[int, ...]) -> None:
     passed: list[TokenEvent] = []
-    relay = TokenRelay("r", passed.append)
-    sent = events()
-    for event in (*sent[:2], *sent[:3], sent[0]):
-        relay.take(event)
-    assert relay.count == 3
-    assert relay.complete(FULL)
-    assert passed == [msgspec.structs.replace(event, request_id="r") for event in sent]
-
-
-def test_tokens_after_a_gap_wait_for_the_completion() -> None:
-    passed: list[TokenEvent] = []
-    relay = TokenRelay("r", passed.append)
-    relay.take(events()[0])
-    relay.take(events()[2])
-    assert [event.index for event in passed] == [0]
-    assert relay.complete(FULL)
-    assert [event.index for event in passed] == [0, 1, 2, 3]
+    ticket = asyncio.run(ticket_of(passed))
+    for index in taken:
+        ticket.take(EVENTS[index])
+    assert ticket.complete(FULL)
+    assert passed == [msgspec.structs.replace(event, request_id="r") for event in EVENTS]
 
 
 def test_a_completion_of_other_tokens_is_noticed() -> None:
     passed: list[TokenEvent] = []
-    relay = TokenRelay("r", passed.append)
-    relay.take(msgspec.structs.replace(events()[0], version=1))
-    assert not relay.complete(FULL)
+    ticket = asyncio.run(ticket_of(passed))
+    ticket.take(msgspec.structs.replace(EVENTS[0], version=1))
+    assert not ticket.complete(FULL)
     assert len(passed) == 1
-    cut = relay.partial_completion()
+    cut = ticket.partial_completion()
     assert (cut.token_ids, cut.logprobs, cut.finish_reason) == ((3,), (-0.5,), "cancelled")
     assert cut.weight_versions == (VersionSpan(1, 0, 1),)

@@ -16,7 +16,6 @@ from pipelinerl.types import Completion, GenerationRequest, SamplingParams, Toke
 from tests.unit.fake_engine_servers import (
     FAST,
     FakeServer,
-    RefusingServer,
     completion_of,
     engine_over,
     in_event_loop,
@@ -256,9 +255,12 @@ async def test_an_answer_that_can_not_be_the_completion_ends_the_engine() -> Non
 
 
 @in_event_loop
-async def test_a_request_that_every_server_refuses_fails_alone() -> None:
-    servers = [RefusingServer("a"), RefusingServer("b")]
-    async with engine_over(*servers) as engine:
+async def test_a_request_that_its_server_refuses_fails_alone() -> None:
+    class Refusing(FakeServer):
+        async def generate(self, request: GenerationRequest, on_token: Any = None) -> Completion:
+            raise RequestError(f"request {request.id} is wrong")
+
+    async with engine_over(Refusing("a")) as engine:
         plain, streamed = requests(2)
         asked = [asyncio.ensure_future(engine.generate(plain)), asyncio.ensure_future(anext(engine.stream(streamed)))]
         while not all(task.done() for task in asked):
@@ -268,17 +270,6 @@ async def test_a_request_that_every_server_refuses_fails_alone() -> None:
     for task in asked:
         with pytest.raises(RequestError, match="is wrong"):
             task.result()
-    assert [len(server.calls) for server in servers] == [2, 2]
-
-
-@in_event_loop
-async def test_a_request_that_one_server_refuses_is_answered_by_another() -> None:
-    unfit, fit = RefusingServer("a"), FakeServer("b", slots=1)
-    wanted = requests(6)
-    async with engine_over(unfit, fit) as engine:
-        done = await serve(engine, wanted)
-    assert_as_asked(done, wanted)
-    assert len(fit.calls) == 6
 
 
 @in_event_loop
@@ -419,20 +410,11 @@ async def test_what_can_never_be_served_is_refused_at_once() -> None:
     servers = [FakeServer("a", max_length=20), FakeServer("b", max_length=30)]
     async with engine_over(*servers) as engine:
 
-        async def submit(prompt: tuple[int, ...], **sampling: Any) -> Completion:
-            params = SamplingParams(**{"max_tokens": 4} | sampling)
-            return await engine.generate(GenerationRequest(id="x", prompt_ids=prompt, sampling=params))
+        async def submit(prompt: tuple[int, ...]) -> Completion:
+            return await engine.generate(GenerationRequest(id="x", prompt_ids=prompt, sampling=SamplingParams(max_tokens=4)))
 
         with pytest.raises(PromptTooLongError, match=r"17 prompt tokens \+ 4 new tokens > 20"):
             await submit((1,) * 17)
-        with pytest.raises(RequestError, match="empty prompt"):
-            await submit(())
-        with pytest.raises(RequestError, match="vocabulary of 50"):
-            await submit((50,))
-        with pytest.raises(RequestError, match="at least 1"):
-            await submit((1,), max_tokens=0)
-        with pytest.raises(RequestError, match="out of range"):
-            await submit((1,), top_p=0.0)
         first = asyncio.create_task(submit((1,)))
         await asyncio.sleep(0)
         with pytest.raises(RequestError, match="already in the engine"):
