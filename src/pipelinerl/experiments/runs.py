@@ -29,7 +29,7 @@ from pipelinerl.files import JsonLines
 from pipelinerl.interfaces import Board
 from pipelinerl.launch.hosts.host import LocalWorker
 from pipelinerl.launch.run_lock import RunLock
-from pipelinerl.launch.session import Channels, Here, Session
+from pipelinerl.launch.session import Session, WorkerSpec
 from pipelinerl.launch.stages.training import lead_ranks
 from pipelinerl.launch.summary import FINISHED
 from pipelinerl.metrics.reading import read_json_lines
@@ -199,8 +199,8 @@ def rank_processes(session: Session, board: Board) -> Iterator[Team]:
     workers: list[LocalWorker] = []
     try:
         for role in rank_roles(session.config):
-            here = Here(threads=session.config.trainer.threads or 1)
-            workers.append(LocalWorker(session, role, here, channels=Channels(ranks=socket_fd)))
+            spec = WorkerSpec(threads=session.config.trainer.threads or 1, ranks=socket_fd)
+            workers.append(LocalWorker(session.run, role, spec))
         with lead_ranks(session, board, socket_fd) as team:
             yield team
         for worker in workers:

@@ -113,7 +113,7 @@ class Healing:
     def heal(self, dead: Sequence[Worker], now: float) -> None:
         """Count the work of processes that died, and plan their restarts.
 
-        Raises CrashLoopError if they died too often, and what `Host.bury` raises.
+        Raises CrashLoopError if they died too often, and what `Host.reap` raises.
         """
         self.changed_s = now
         for worker in dead:
@@ -124,7 +124,7 @@ class Healing:
                 history.reports.clear()
             history.reports.append(str(worker.failure()))
             history.ready_s = None
-            self._host.bury(worker)
+            self._host.reap(worker)
         self._count_work(dead)
         self._publish()
         most = self._session.config.launch.restarts

@@ -215,7 +215,7 @@ def _run_stages(session: Session, cluster: Cluster | None, view: View, lock: Run
         places = placement_of(session.config, cluster)
         for line in placement_lines(places, cluster.machines):
             view.say(line)
-        return run_processes(session, view, RayHost(session, cluster, places, view.say), lock)
+        return run_processes(session, view, RayHost(session, cluster, places), lock)
     host = LocalHost(session, lock.fd)
     for line in host.placement:
         view.say(line)

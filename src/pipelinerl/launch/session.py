@@ -8,7 +8,6 @@ import traceback
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 
@@ -75,41 +74,30 @@ class StartPlan(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int = 1
 
 
-class Here(msgspec.Struct, frozen=True, kw_only=True):
-    """What a process is told of itself and of its machine; not a secret.
+class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What a process gets on its command line. Contains no secrets.
 
+    session           `StartPlan.id` of its session
+    records_from_s    `Session.records_from_s` by the clock of its machine
     threads           CPU threads that it may use
     yields            it has a lower priority, since the trainer computes on the same cores
     machine, address  of a run on several machines: the machine's name, and where other machines reach it
-    ranks_at          where rank 0 of a sharded trainer listens, if its socket is not inherited
-    hub               where the hub listens, for a process on another machine
-    session           `StartPlan.id` of its session
+    hub, hub_at       its connection with the hub: the file descriptor that it inherits, or where the hub listens
+    ranks, ranks_at   the same for the ranks of a sharded trainer, of which rank 0 listens
+    weights           the file in memory by which weights get to the engines of this machine
     """
 
+    session: str = ""
+    records_from_s: float = 0.0
     threads: int = 1
     yields: bool = False
     machine: str = ""
     address: str = "127.0.0.1"
-    ranks_at: tuple[str, int] | None = None
-    hub: tuple[str, int] | None = None
-    session: str = ""
-
-
-class Channels(NamedTuple):
-    """File descriptors that a process inherits; -1 for those that it does not use.
-
-    hub       its connection with the hub
-    weights   the file in memory by which weights get to the engines of this machine
-    ranks     the socket at which rank 0 of a sharded trainer listens
-    """
-
     hub: int = -1
-    weights: int = -1
+    hub_at: tuple[str, int] | None = None
     ranks: int = -1
-
-    @property
-    def opened(self) -> list[int]:
-        return [fd for fd in self if fd >= 0]
+    ranks_at: tuple[str, int] | None = None
+    weights: int = -1
 
 
 @dataclass(frozen=True)
@@ -117,7 +105,7 @@ class Session:
     """One session of a run.
 
     Times in the records count from `records_from_s` (by `time.monotonic`), so that those of a resumed run continue. `here`:
-    what a process of the session was told by its host.
+    what a process of the session got from its host.
     """
 
     config: RunConfig
@@ -125,16 +113,16 @@ class Session:
     plan: StartPlan
     schedule: Schedule
     records_from_s: float
-    here: Here = field(default_factory=Here)
+    here: WorkerSpec = field(default_factory=WorkerSpec)
 
 
-def read_session(run: RunDirectory, records_from_s: float, here: Here) -> Session:
+def read_session(run: RunDirectory, here: WorkerSpec) -> Session:
     """The session that the launcher wrote for its workers. Raises ReplacedError if it is a later one than `here` says."""
     config = RunConfig.model_validate_json(run.settings.read_bytes())
     plan = msgspec.json.decode(run.plan.read_bytes(), type=StartPlan)
     if here.session not in ("", plan.id):
         raise ReplacedError(f"a later session of {run.root} has begun before this process did: it does not start")
-    return Session(config, run, plan, make_schedule(config), records_from_s, here)
+    return Session(config, run, plan, make_schedule(config), here.records_from_s, here)
 
 
 class WorkerError(msgspec.Struct, frozen=True):
@@ -146,10 +134,11 @@ class WorkerError(msgspec.Struct, frozen=True):
 
 
 class WorkerReport(msgspec.Struct, frozen=True):
-    """The file that a worker writes when it ends."""
+    """How a worker ended. It writes this itself, unless it `died`: was killed, or ended without a report of an error."""
 
-    peak: PeakMemory
+    peak: PeakMemory | None = None
     error: WorkerError | None = None
+    died: bool = False
 
 
 def write_report(path: Path, error: WorkerError | None = None) -> None:

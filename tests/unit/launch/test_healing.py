@@ -70,7 +70,7 @@ class Host:
         if kind := worker_kind(self.config, role):
             self.ends[role] = Asking(self.server.connect(kind))
 
-    def bury(self, worker: Worker) -> None:
+    def reap(self, worker: Worker) -> None:
         worker.kill()
         if kind := worker_kind(self.config, worker.role):
             self.ends[worker.role].close()

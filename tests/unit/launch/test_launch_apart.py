@@ -26,7 +26,7 @@ from pipelinerl.launch.hosts import host as host_module
 from pipelinerl.launch.hosts.host import LocalHost
 from pipelinerl.launch.hosts.processes import Processes
 from pipelinerl.launch.run import write_session
-from pipelinerl.launch.session import Here, KeptGroup, Session, StartPlan, read_session
+from pipelinerl.launch.session import KeptGroup, Session, StartPlan, WorkerSpec, read_session
 from pipelinerl.launch.stages import broadcast
 from pipelinerl.launch.stages.generation import make_engine
 from pipelinerl.launch.stages.servers import _api_key, run_server
@@ -188,7 +188,7 @@ def test_processes_read_the_session_that_the_launcher_wrote(tmp_path: Path) -> N
     run.make_folders()
     written = Session(config, run, StartPlan(version=3, kept=(KeptGroup(4, 2),)), make_schedule(config), 5.5)
     write_session(written)
-    read = read_session(run, 5.5, Here(threads=3))
+    read = read_session(run, WorkerSpec(threads=3, records_from_s=5.5))
     assert read.here.threads == 3
     assert (read.config, read.plan, read.records_from_s) == (written.config, written.plan, 5.5)
 

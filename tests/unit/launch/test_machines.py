@@ -12,9 +12,9 @@ import pytest
 from pipelinerl import __version__
 from pipelinerl.config.load import load_config
 from pipelinerl.errors import UserError
-from pipelinerl.launch.hosts.agent import Agent, Ended
+from pipelinerl.launch.hosts.agent import Agent
 from pipelinerl.launch.run import write_session
-from pipelinerl.launch.session import Here, Session, StartPlan
+from pipelinerl.launch.session import Session, StartPlan, WorkerReport, WorkerSpec
 from pipelinerl.resources.machine import Memory
 from pipelinerl.resources.memory import HOST, Part, Prediction, Process, judge
 from pipelinerl.run_directory import RunDirectory
@@ -52,13 +52,14 @@ def test_an_agent_tells_how_its_process_ended(tmp_path: Path) -> None:
     run.make_folders()
     config = load_config(None, RAY)
     write_session(Session(config, run, StartPlan(), make_schedule(config), 0.0))
-    here = msgspec.json.encode(Here(machine="m1", hub=("127.0.0.1", 1)))
+    here = msgspec.json.encode(WorkerSpec(machine="m1", hub_at=("127.0.0.1", 1)))
     with closing(agent):
         pid = agent.start(str(run.root), "generation", 0.0, here)
-        ended = msgspec.json.decode(agent.wait(), type=Ended)
+        ended = msgspec.json.decode(agent.wait(), type=WorkerReport)
     assert pid > 0
-    assert ended.kind == "StageDiedError"
-    assert "the generation process has no connection with the launcher at 127.0.0.1:1" in ended.message
+    assert ended.error is not None
+    assert ended.error.kind == "StageDiedError"
+    assert "the generation process has no connection with the launcher at 127.0.0.1:1" in ended.error.message
     assert not ended.died
 
 

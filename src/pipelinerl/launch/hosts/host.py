@@ -10,10 +10,11 @@ import os
 import shutil
 import signal
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Self
 
 import msgspec
 
@@ -25,12 +26,12 @@ from pipelinerl.files import shared_memory
 from pipelinerl.hub.admission import Part
 from pipelinerl.hub.server import HubServer, WorkerKind
 from pipelinerl.interfaces import Board
-from pipelinerl.launch.session import Channels, Here, Session, WorkerReport
+from pipelinerl.launch.session import Session, WorkerError, WorkerReport, WorkerSpec
 from pipelinerl.launch.streams import make_hub
-from pipelinerl.process import PeakMemory
 from pipelinerl.resources.memory import on_gpus
 from pipelinerl.resources.roles import PREPROCESSING, TRAINING, generation_roles, server_roles, worker_roles
 from pipelinerl.resources.share import process_environment, shares_of, usable_cores
+from pipelinerl.run_directory import RunDirectory
 from pipelinerl.status.board import MemoryBoard
 
 
@@ -40,7 +41,7 @@ def remove_weights_of(pid: int) -> None:
         shutil.rmtree(left, ignore_errors=True)
 
 
-class Worker(Protocol):
+class Worker(ABC):
     """A process of the run, as the launcher sees it. `machine` is "" on this machine."""
 
     role: str
@@ -49,134 +50,101 @@ class Worker(Protocol):
     log: Path
 
     @property
+    @abstractmethod
     def pid(self) -> int: ...
 
     @property
+    @abstractmethod
     def running(self) -> bool: ...
 
-    def failure(self) -> PipelineRLError | None:
-        """The error that it ended with. None if it still runs, ended with status 0, or was stopped on request."""
+    @abstractmethod
+    def report(self) -> WorkerReport | None:
+        """How it ended. None if it runs, or is lost with its machine."""
 
-    @property
-    def died(self) -> bool:
-        """Whether it ended without an outcome: it was killed, or wrote no report of an error."""
+    @abstractmethod
+    def ask_to_stop(self) -> None: ...
 
-    def peak_memory(self) -> PeakMemory | None:
-        """Known once it has ended without being killed."""
-
+    @abstractmethod
     def dump_stacks(self) -> None:
         """Have it write the stacks of all its threads to its log (see faulthandler)."""
 
-    def ask_to_stop(self) -> None: ...
-
+    @abstractmethod
     def kill(self) -> None:
         """Kill it with all processes that it started. Does not wait."""
 
+    @abstractmethod
     def wait(self, timeout_s: float) -> bool:
         """Wait until it has ended, for at most `timeout_s`. Returns whether it has."""
 
-
-def end_with_children(worker: Worker) -> None:
-    """Kill the process and what it has started, wait for its end, and remove the weight files that it may have left."""
-    worker.kill()
-    worker.wait(KILL_TIMEOUT_S)
-    remove_weights_of(worker.pid)
-
-
-class Host(Protocol):
-    """A context: processes may be started inside, and have ended at its end."""
-
-    board: Board
-
-    def settle(self, ended: Sequence[Worker]) -> None:
-        """Wait until everything is known that these processes sent before they ended."""
-
-    def waiting(self) -> int:
-        """Rollouts in the streams."""
-
-    def parts(self) -> dict[int, Part]:
-        """What generation processes have done, by number."""
-
-    def start(self, role: str) -> Worker:
-        """Start a process. Servers come first: workers may hold what servers need."""
-
-    def bury(self, worker: Worker) -> None:
-        """Kill what a process that died has started. Nothing that it has sent arrives after this. Raises StageDiedError."""
-
     def failure(self) -> PipelineRLError | None:
-        """Why the host can't go on, if it is not because of a single process: a machine is lost, for example."""
+        """The error that it ended with. None if it still runs, ended with status 0, or was stopped on request."""
+        if (report := self.report()) is None or report.error is None:
+            return None
+        kind = getattr(pipelinerl.errors, report.error.kind, StageDiedError)
+        error: PipelineRLError = kind(report.error.message)
+        if report.error.traceback:
+            error.add_note(report.error.traceback)
+        return error
 
-    def cause(self, failure: PipelineRLError) -> PipelineRLError:
-        """What caused the failure of a process, which may be known only a little later; or the failure itself."""
+    @property
+    def died(self) -> bool:
+        report = self.report()
+        return report is not None and report.died and not self.asked_to_stop
 
-    def __enter__(self) -> Self: ...
+    def end_with_children(self) -> None:
+        """Kill it and what it has started, wait for its end, and remove the weight files that it may have left."""
+        self.kill()
+        self.wait(KILL_TIMEOUT_S)
+        remove_weights_of(self.pid)
 
-    def __exit__(self, *exception: object) -> None: ...
 
-
-class LocalWorker(ChildProcess):
+class LocalWorker(ChildProcess, Worker):
     """A process on this machine."""
 
     log: Path
 
     def __init__(
         self,
-        session: Session,
+        run: RunDirectory,
         role: str,
-        here: Here,
+        spec: WorkerSpec,
         *,
-        channels: Channels = Channels(),  # noqa: B008 - it does not change
         fds: Sequence[int] = (),
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """Start the process, which inherits `fds` and those of `channels`.
+        """Start the process, which inherits `fds` and those of `spec`.
 
         Its report of an earlier session is removed; its log is appended to.
         """
-        run = session.run
-        self.role = role
-        self.machine = here.machine
+        self.role, self.machine = role, spec.machine
         self.report_file = run.report(role)
         self.report_file.unlink(missing_ok=True)
-        said = msgspec.json.encode(msgspec.structs.replace(here, session=session.plan.id)).decode()
-        arguments = [role, str(run.root), *map(str, channels), str(session.records_from_s), said]
+        arguments = [role, str(run.root), msgspec.json.encode(spec).decode()]
         super().__init__(
             [sys.executable, "-m", "pipelinerl.launch.hosts.worker", *arguments],
             log=run.log(role),
-            environment={**process_environment(role, here.threads), "PYTHONUNBUFFERED": "1", **(environment or {})},
-            fds=[*fds, *channels.opened],
+            environment={**process_environment(role, spec.threads), "PYTHONUNBUFFERED": "1", **(environment or {})},
+            fds=[*fds, *(fd for fd in (spec.hub, spec.ranks, spec.weights) if fd >= 0)],
             watches_parent=True,
         )
 
     def dump_stacks(self) -> None:
         self.send_signal(signal.SIGUSR1)
 
-    def peak_memory(self) -> PeakMemory | None:
-        report = self._report()
-        return None if report is None else report.peak
-
-    def failure(self) -> PipelineRLError | None:
-        status = self.status
-        if not status or (self.asked_to_stop and status == -signal.SIGTERM):
+    def report(self) -> WorkerReport | None:
+        if (status := self.status) is None:
             return None
-        report = self._report()
-        if report is None or report.error is None:
-            return StageDiedError(f"{named(self)} {self.how_it_ended()}{self.log_excerpt()}")
-        kind = getattr(pipelinerl.errors, report.error.kind, StageDiedError)
-        error: PipelineRLError = kind(report.error.message)
-        error.add_note(report.error.traceback)
-        return error
-
-    @property
-    def died(self) -> bool:
-        return bool(self.status) and self._report() is None and not self.asked_to_stop
-
-    def _report(self) -> WorkerReport | None:
-        """What the worker wrote when it ended."""
         try:
-            return msgspec.json.decode(self.report_file.read_bytes(), type=WorkerReport)
+            written = msgspec.json.decode(self.report_file.read_bytes(), type=WorkerReport)
         except (OSError, *INVALID_DATA):
-            return None
+            written = None
+        if not status or (self.asked_to_stop and status == -signal.SIGTERM):
+            return WorkerReport(written.peak if written else None)
+        if written is not None and written.error is not None:
+            return written
+        message = f"{named(self)} {self.how_it_ended()}{self.log_excerpt()}"
+        error = WorkerError(StageDiedError.__name__, message, "")
+        return WorkerReport(written.peak if written else None, error, died=written is None)
 
 
 def worker_kind(config: RunConfig, role: str) -> WorkerKind | None:
@@ -197,8 +165,8 @@ def named(worker: Worker) -> str:
     return f"the {worker.role} process (pid {worker.pid}{place})"
 
 
-class HubHost:
-    """What every host has: the session's hub, which is served inside the context."""
+class Host:
+    """Starts processes while inside it as a context; they have ended at its end. It has the session's hub."""
 
     def __init__(self, session: Session) -> None:
         """Raises StreamError."""
@@ -207,15 +175,35 @@ class HubHost:
         self.board: Board = self._server
         self._stack = ExitStack()
 
+    def start(self, role: str) -> Worker:
+        """Start a process. Servers come first: workers may hold what servers need."""
+        raise NotImplementedError
+
+    def reap(self, worker: Worker) -> None:
+        """Kill what a process that died has started. Nothing that it has sent arrives after this. Raises StageDiedError."""
+        worker.end_with_children()
+        self.settle([worker])
+
     def settle(self, ended: Sequence[Worker]) -> None:
+        """Wait until everything is known that these processes sent before they ended."""
         for worker in ended:
             if kind := worker_kind(self._session.config, worker.role):
                 self._server.wait_ended(kind)
 
+    def failure(self) -> PipelineRLError | None:
+        """Why the host can't go on, if it is not because of a single process: a machine is lost, for example."""
+        return self._server.failure
+
+    def cause(self, failure: PipelineRLError) -> PipelineRLError:
+        """What caused the failure of a process, which may be known only a little later; or the failure itself."""
+        return failure
+
     def waiting(self) -> int:
+        """Rollouts in the streams."""
         return self._hub.waiting
 
     def parts(self) -> dict[int, Part]:
+        """What generation processes have done, by number."""
         return self._hub.admission.parts
 
     def open(self, stack: ExitStack) -> None:
@@ -232,14 +220,14 @@ class HubHost:
         self._stack.close()
 
 
-class LocalHost(HubHost):
+class LocalHost(Host):
     """This machine. All processes inherit `lock_fd`: it stays open until they have ended, also if the launcher is killed.
 
     `placement`: lines on which process is on which GPU, if any is.
     """
 
     def __init__(self, session: Session, lock_fd: int) -> None:
-        self._lock_fd = lock_fd
+        self._lock_fd, self._ranks, self._weights = lock_fd, -1, -1
         self._workers: list[LocalWorker] = []
         roles = [*server_roles(session.config), *worker_roles(session.config)]
         self._shares = shares_of(session.config, session.schedule, roles, usable_cores())
@@ -254,48 +242,37 @@ class LocalHost(HubHost):
         super().__init__(session)
 
     def start(self, role: str) -> LocalWorker:
-        worker = self._start(role)
+        session, share, gpus = self._session, self._shares[role], self._gpus.get(role)
+        servers = server_roles(session.config)
+        spec = WorkerSpec(
+            session=session.plan.id,
+            records_from_s=session.records_from_s,
+            threads=share.threads,
+            yields=share.yields,
+            ranks=-1 if role in servers else self._ranks,
+            weights=-1 if role in servers else self._weights,
+        )
+        # The workers are parents of the servers too: if the launcher is killed, servers end after the last worker.
+        living = [] if role in servers else [one for one in self._workers if one.role in servers and one.running]
+        fds = [self._lock_fd, *(server.parent_fd for server in living)]
+        with ExitStack() as stack:
+            if kind := worker_kind(session.config, role):
+                connected = stack.enter_context(self._server.connect(kind))
+                spec = msgspec.structs.replace(spec, hub=connected.fileno())
+            environment = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
+            worker = LocalWorker(session.run, role, spec, fds=fds, environment=environment)
         self._workers.append(worker)
         return worker
 
-    def _start(self, role: str) -> LocalWorker:
-        share, servers = self._shares[role], server_roles(self._session.config)
-        here = Here(threads=share.threads, yields=share.yields)
-        environment = {"CUDA_VISIBLE_DEVICES": self._gpus[role]} if role in self._gpus else {}
-        if role in servers:
-            return LocalWorker(self._session, role, here, fds=[self._lock_fd], environment=environment)
-        # The workers are parents of the servers too: if the launcher is killed, servers end after the last worker.
-        parents = (worker.parent_fd for worker in self._workers if worker.role in servers and worker.running)
-        fds = [self._lock_fd, *parents]
-        options: dict[str, Any] = {"fds": fds, "environment": environment}
-        if (kind := worker_kind(self._session.config, role)) is None:
-            return LocalWorker(self._session, role, here, channels=self.channels, **options)
-        with self._server.connect(kind) as connected:
-            channels = self.channels._replace(hub=connected.fileno())
-            return LocalWorker(self._session, role, here, channels=channels, **options)
-
-    def bury(self, worker: Worker) -> None:
-        end_with_children(worker)
-        self.settle([worker])
-
-    def failure(self) -> PipelineRLError | None:
-        return self._server.failure
-
-    def cause(self, failure: PipelineRLError) -> PipelineRLError:
-        return failure
-
     def open(self, stack: ExitStack) -> None:
-        ranks = -1
         if self._session.config.trainer.ranks > 1:
             from pipelinerl.channel import listen  # noqa: PLC0415 - only several ranks need it
 
-            ranks = listen().detach()
-            stack.callback(os.close, ranks)
-        weights = -1
+            self._ranks = listen().detach()
+            stack.callback(os.close, self._ranks)
         if self._session.config.weights.kind == "shared":
-            weights = shared_memory()
-            stack.callback(os.close, weights)
-        self.channels = Channels(weights=weights, ranks=ranks)
+            self._weights = shared_memory()
+            stack.callback(os.close, self._weights)
 
     def __exit__(self, *exception: object) -> None:
         super().__exit__(*exception)

@@ -170,7 +170,7 @@ def run_processes(session: Session, view: View, host: Host, lock: RunLock) -> Ou
         error=error,
         wall_s=time.monotonic() - begin_s,
         stream_rollouts=waiting,
-        peak_memory={worker.role: peak for worker in started if (peak := worker.peak_memory()) is not None},
+        peak_memory={one.role: report.peak for one in started if (report := one.report()) and report.peak},
         restarts=processes.healing.summary() if processes.healing else {},
         lost=lost and not isinstance(error, RunInterruptedError),
     )

@@ -11,26 +11,22 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import msgspec
 
-import pipelinerl.errors
 from pipelinerl._version import __version__
 from pipelinerl.config.schema import LaunchConfig, RunConfig
 from pipelinerl.errors import PipelineRLError, RankLostError, RunDirectoryError, StageDiedError, UserError
 from pipelinerl.extras import require
 from pipelinerl.files import write_atomically
 from pipelinerl.hub.network import Listener
-from pipelinerl.launch.hosts.agent import Agent, Ended
-from pipelinerl.launch.hosts.host import HubHost, worker_kind
-from pipelinerl.launch.session import Here, Session
-from pipelinerl.process import PeakMemory
-from pipelinerl.resources.machine import Memory
-from pipelinerl.resources.memory import check_memory, judge
+from pipelinerl.launch.hosts.agent import Agent
+from pipelinerl.launch.hosts.host import Host, Worker, worker_kind
+from pipelinerl.launch.session import Session, WorkerReport, WorkerSpec
 from pipelinerl.resources.placement import Machine, Place, place, roles_of, shares_on
 from pipelinerl.resources.roles import TRAINING, rank_roles
 from pipelinerl.resources.share import Share
@@ -40,9 +36,6 @@ require("ray", "launch.kind ray")  # before the import, which fails without
 import ray  # noqa: E402
 from ray import exceptions  # noqa: E402
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # noqa: E402
-
-if TYPE_CHECKING:
-    from pipelinerl.launch.hosts.host import Worker
 
 NAMESPACE = "pipelinerl"
 CONNECT_TIMEOUT_S = 10.0
@@ -130,41 +123,32 @@ def placement_of(config: RunConfig, cluster: Cluster) -> list[Place]:
     return place(roles_of(config), cluster.machines, config.launch.place)
 
 
-class RemoteWorker:
+class RemoteWorker(Worker):
     """A process on another machine, as its agent reports it."""
 
     def __init__(self, handle: Handle, pid: int, log: Path) -> None:
-        self.role, self.machine, self.pid, self.log = handle.role, handle.machine.name, pid, log
+        self.role, self.machine, self._pid, self.log = handle.role, handle.machine.name, pid, log
         self.asked_to_stop = False
         self._handle = handle
         self._waiting = handle.actor.wait.remote()
-        self._ended: Ended | None = None
+        self._report: WorkerReport | None = None
+
+    @property
+    def pid(self) -> int:
+        return self._pid
 
     @property
     def running(self) -> bool:
         """False too once the machine is lost."""
-        if self._ended is None and self._handle.lost is None and ray.wait([self._waiting], timeout=0)[0]:
+        return self.report() is None and self._handle.lost is None
+
+    def report(self) -> WorkerReport | None:
+        if self._report is None and self._handle.lost is None and ray.wait([self._waiting], timeout=0)[0]:
             try:
-                self._ended = msgspec.json.decode(ray.get(self._waiting), type=Ended)
+                self._report = msgspec.json.decode(ray.get(self._waiting), type=WorkerReport)
             except exceptions.RayError as error:
                 self._handle.lost = _reason(error)
-        return self._ended is None and self._handle.lost is None
-
-    def failure(self) -> PipelineRLError | None:
-        if self.running or self._ended is None or self._ended.kind is None:
-            return None
-        kind = getattr(pipelinerl.errors, self._ended.kind, StageDiedError)
-        error: PipelineRLError = kind(self._ended.message)
-        for note in self._ended.notes:
-            error.add_note(note)
-        return error
-
-    @property
-    def died(self) -> bool:
-        return not self.running and self._ended is not None and self._ended.died and not self.asked_to_stop
-
-    def peak_memory(self) -> PeakMemory | None:
-        return None if self._ended is None else self._ended.peak
+        return self._report
 
     def dump_stacks(self) -> None:
         self._handle.tell("stacks")
@@ -191,11 +175,11 @@ class Handle:
         self.role, self.machine, self.actor = role, machine, actor
         self.lost: str | None = None
 
-    def call(self, method: str, *arguments: object, timeout_s: float = CALL_TIMEOUT_S) -> Any:
+    def call(self, method: str, *arguments: object) -> Any:
         """Call the agent. Raises StageDiedError if it does not answer."""
-        return self.result(getattr(self.actor, method).remote(*arguments), timeout_s)
+        return self.result(getattr(self.actor, method).remote(*arguments), CALL_TIMEOUT_S)
 
-    def result(self, called: Any, timeout_s: float = CALL_TIMEOUT_S) -> Any:
+    def result(self, called: Any, timeout_s: float) -> Any:
         """What a call returned. Raises StageDiedError."""
         try:
             return ray.get(called, timeout=timeout_s)
@@ -216,19 +200,12 @@ class Handle:
         return f"machine {machine.name}" + (f" ({machine.address})" if machine.address != machine.name else "")
 
 
-class RayHost(HubHost):
+class RayHost(Host):
     """The machines of a cluster. Each process of the run has an agent, which is an actor on the process's machine."""
 
-    def __init__(
-        self,
-        session: Session,
-        cluster: Cluster,
-        places: Sequence[Place],
-        say: Callable[[str], object],
-    ) -> None:
-        """`say` shows a line to the user."""
+    def __init__(self, session: Session, cluster: Cluster, places: Sequence[Place]) -> None:
         super().__init__(session)
-        self._cluster, self._say = cluster, say
+        self._cluster = cluster
         self._places = {place.role: place for place in places}
         self._shares: dict[str, Share] = shares_on(session.config, session.schedule, places, cluster.machines)
         self._handles: dict[str, Handle] = {}
@@ -255,13 +232,13 @@ class RayHost(HubHost):
     def start(self, role: str) -> RemoteWorker:
         handle = self._handles[role]
         elapsed_s = time.monotonic() - self._session.records_from_s
-        pid = handle.call("start", str(self._session.run.root), role, elapsed_s, msgspec.json.encode(self._here(role)))
+        pid = handle.call("start", str(self._session.run.root), role, elapsed_s, msgspec.json.encode(self._spec(role)))
         worker = RemoteWorker(handle, pid, self._session.run.log(role))
         self._workers.append(worker)
         return worker
 
-    def bury(self, worker: Worker) -> None:
-        self._handles[worker.role].call("bury")
+    def reap(self, worker: Worker) -> None:
+        self._handles[worker.role].call("reap")
         self.settle([worker])
 
     def failure(self) -> PipelineRLError | None:
@@ -279,7 +256,7 @@ class RayHost(HubHost):
 
     def cause(self, failure: PipelineRLError) -> PipelineRLError:
         """Wait for a machine that may be lost: other processes notice a broken connection sooner than Ray."""
-        calls = [handle.actor.memory.remote("cpu") for handle in self._handles.values() if handle.lost is None]
+        calls = [handle.actor.answer.remote() for handle in self._handles.values() if handle.lost is None]
         answered, _ = ray.wait(calls, num_returns=len(calls), timeout=QUIET_S) if calls else ([], [])
         deadline_s = time.monotonic() + (CAUSE_PATIENCE_S if len(answered) == len(calls) else LOST_S)
         while (lost := self.failure()) is None and time.monotonic() < deadline_s:
@@ -303,16 +280,16 @@ class RayHost(HubHost):
         }
         return cast(Any, ray.remote(RayAgent)).options(**options).remote()
 
-    def _here(self, role: str) -> Here:
+    def _spec(self, role: str) -> WorkerSpec:
         share, machine = self._shares[role], self._handles[role].machine
-        return Here(
+        return WorkerSpec(
+            session=self._session.plan.id,
             threads=share.threads,
             yields=share.yields,
             machine=machine.name,
             address=machine.address,
+            hub_at=self._hub_at,
             ranks_at=self._ranks_at,
-            hub=self._hub_at,
-            session=self._session.plan.id,
         )
 
     def _prepare(self) -> None:
@@ -332,8 +309,6 @@ class RayHost(HubHost):
                     raise UserError(f"{handle.name}: {problem}")
         finally:
             note.unlink(missing_ok=True)
-        for machine in {handle.machine for handle in self._handles.values()}:
-            self._judge_memory([handle for handle in self._handles.values() if handle.machine == machine])
 
     def _prepared(self, handle: Handle, call: Any, bound_s: float) -> str:
         try:
@@ -346,29 +321,6 @@ class RayHost(HubHost):
                 f"{handle.name}: no agent could be started in {bound_s:.0f} s ({error}); it needs {gpus} of the machine's "
                 f"{handle.machine.gpus} GPUs, which others may use"
             ) from error
-
-    def _judge_memory(self, handles: Sequence[Handle]) -> None:
-        """Show what the processes of a machine may need. Raises UserError if that can't fit."""
-        config = self._session.config
-        if (prediction := check_memory(config).prediction) is None:
-            return
-        gpus = {handle.role: self._places[handle.role].gpus for handle in handles}
-        owners = {gpu: handle for handle in handles for gpu in gpus[handle.role]}
-
-        def machine(device: str) -> Memory | None:
-            owner, number = handles[0], device.partition(":")[2]
-            if number:  # a process sees only its own GPUs, counted from 0
-                owner = owners[int(number)]
-                device = f"cuda:{gpus[owner.role].index(int(number))}"
-            found = owner.call("memory", device)
-            return None if found is None else Memory(*found)
-
-        try:
-            judged = judge(prediction.on(gpus), machine)
-        except UserError as error:
-            raise UserError(f"{handles[0].name}: {error}") from error
-        for line in judged.lines:
-            self._say(f"{handles[0].machine.name}: {line}")
 
 
 def end_agents(handles: Collection[Handle]) -> None:

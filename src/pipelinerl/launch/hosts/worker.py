@@ -1,8 +1,8 @@
 """The entry point of a run's processes.
 
-    python -m pipelinerl.launch.hosts.worker ROLE RUN_DIR HUB_FD WEIGHTS_FD RANKS_FD RECORDS_FROM_S HERE
+    python -m pipelinerl.launch.hosts.worker ROLE RUN_DIR SPEC
 
-HERE is a `session.Here` as JSON. ROLE is one of `roles.worker_roles` or `roles.server_roles`.
+SPEC is a `session.WorkerSpec` as JSON. ROLE is one of `roles.worker_roles` or `roles.server_roles`.
 
 A worker runs its stages until the run is over, it is told to stop, or its launcher has ended. SIGTERM ends it at once while
 it loads, and asks for a clean stop afterwards. Its standard input is the parent-death pipe, by which it notices the end of
@@ -27,7 +27,7 @@ from pipelinerl.errors import PipelineRLError, RunDirectoryError, StageDiedError
 from pipelinerl.files import UNWRITABLE, remedy
 from pipelinerl.hub.client import HubClient
 from pipelinerl.launch import GARBAGE_THRESHOLD
-from pipelinerl.launch.session import Channels, Here, Session, read_session, write_error, write_report
+from pipelinerl.launch.session import Session, WorkerSpec, read_session, write_error, write_report
 from pipelinerl.process import LOG_FORMAT, take_stdin, when_closed
 from pipelinerl.resources.roles import PREPROCESSING, TRAINING, generation_roles, rank_roles, server_roles
 from pipelinerl.run_directory import ORPHAN_PATIENCE_S, RunDirectory
@@ -35,9 +35,8 @@ from pipelinerl.run_directory import ORPHAN_PATIENCE_S, RunDirectory
 
 def main(arguments: list[str]) -> int:
     gc.set_threshold(GARBAGE_THRESHOLD)
-    role, run_dir, *fds, records_from_s, said = arguments
-    here = msgspec.json.decode(said, type=Here)
-    run = RunDirectory(Path(run_dir))
+    role, root, spec = arguments
+    run, here = RunDirectory(Path(root)), msgspec.json.decode(spec, type=WorkerSpec)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
@@ -46,7 +45,7 @@ def main(arguments: list[str]) -> int:
     parent_pipe = take_stdin()
     when_closed(parent_pipe, lambda: os.kill(os.getpid(), signal.SIGTERM), ORPHAN_PATIENCE_S)
     try:
-        _run(read_session(run, float(records_from_s), here), role, Channels(*map(int, fds)), parent_pipe)
+        _run(read_session(run, here), role, parent_pipe)
     except PipelineRLError as error:
         write_error(run.report(role), type(error).__name__, str(error))
         return error.exit_status
@@ -62,23 +61,23 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _run(session: Session, role: str, fds: Channels, parent_pipe: int) -> None:
+def _run(session: Session, role: str, parent_pipe: int) -> None:
     """Run the stages of `role` to their end. Each process imports its own stages only."""
     if role in rank_roles(session.config):
         from pipelinerl.launch.stages.training import run_rank  # noqa: PLC0415
 
-        run_rank(session, role, fds.ranks)
+        run_rank(session, role)
         return
     if role in server_roles(session.config):
         from pipelinerl.launch.stages.servers import run_server  # noqa: PLC0415
 
         run_server(session, role, parent_pipe)
         return
-    with closing(_hub(session, role, fds.hub)) as hub:
+    with closing(_hub(session, role)) as hub:
         if role == TRAINING:
             from pipelinerl.launch.stages.training import run_training  # noqa: PLC0415
 
-            run_training(session, hub, fds.weights, fds.ranks)
+            run_training(session, hub)
         elif role == PREPROCESSING:
             from pipelinerl.launch.stages.preprocessing import run_preprocessing  # noqa: PLC0415
 
@@ -86,16 +85,16 @@ def _run(session: Session, role: str, fds: Channels, parent_pipe: int) -> None:
         else:
             from pipelinerl.launch.stages.generation import run_generation  # noqa: PLC0415
 
-            run_generation(session, hub, generation_roles(session.config).index(role), fds.weights)
+            run_generation(session, hub, generation_roles(session.config).index(role))
 
 
-def _hub(session: Session, role: str, fd: int) -> HubClient:
+def _hub(session: Session, role: str) -> HubClient:
     here = session.here
-    if here.hub is None:
-        return HubClient(socket.socket(fileno=fd))
+    if here.hub_at is None:
+        return HubClient(socket.socket(fileno=here.hub))
     from pipelinerl.hub.network import dial  # noqa: PLC0415 - only on another machine
 
-    return dial(here.hub, session.plan.hub_key, role, here.machine)
+    return dial(here.hub_at, session.plan.hub_key, role, here.machine)
 
 
 if __name__ == "__main__":

@@ -49,12 +49,12 @@ LOOK_EVERY_S = 0.1
 POLL_S = 0.002
 
 
-def run_generation(session: Session, hub: HubClient, index: int, weights_fd: int) -> None:
+def run_generation(session: Session, hub: HubClient, index: int) -> None:
     """Generation process number `index`, to its end."""
     torch.set_num_threads(session.here.threads)
     stage = generation_stages(session.config.engine.processes)[index].engine
     admission, stopping = Claims(hub, session.schedule), threading.Event()
-    with closing(_receiver(session, hub, weights_fd, index, stage)) as receiver:
+    with closing(_receiver(session, hub, index, stage)) as receiver:
         generation = build_generation(session, hub, admission, receiver, lines=hub.opener(session.run.root), index=index)
         gc.collect()
         gc.freeze()  # the objects of the model and the libraries live until the end
@@ -62,8 +62,8 @@ def run_generation(session: Session, hub: HubClient, index: int, weights_fd: int
         asyncio.run(generate(generation, stop=stop))
 
 
-def _receiver(session: Session, hub: HubClient, fd: int, index: int, engine: str) -> WeightReceiver:
-    """The engine's end of the weight transfer. The caller still closes `fd`, the shared file."""
+def _receiver(session: Session, hub: HubClient, index: int, engine: str) -> WeightReceiver:
+    """The engine's end of the weight transfer."""
     config = session.config
     if config.engine.kind != "local":
         return Receiver(hub)
@@ -71,7 +71,7 @@ def _receiver(session: Session, hub: HubClient, fd: int, index: int, engine: str
         from pipelinerl.launch.stages.broadcast import broadcast_receiver  # noqa: PLC0415 - few runs need it
 
         return broadcast_receiver(session, hub, index, engine)
-    return SharedWeightReceiver(fd, hub, config.engine.device)
+    return SharedWeightReceiver(session.here.weights, hub, config.engine.device)
 
 
 @dataclass(kw_only=True)

@@ -49,24 +49,26 @@ KILLED_S = 30.0
 """With restarts they may take longer: one that hangs for `launch.watchdog_s` is killed by then, and not waited for."""
 
 
-def run_training(session: Session, hub: HubClient, weights_fd: int, ranks_fd: int = -1) -> None:
+def run_training(session: Session, hub: HubClient) -> None:
     """The training process, to its end. SIGTERM asks it to stop with a checkpoint.
 
-    With several `trainer.ranks`, this is rank 0, and `ranks_fd` the socket at which it listens for the others.
+    With several `trainer.ranks`, this is rank 0, at which the others arrive.
     """
     torch.set_num_threads(session.here.threads)
     stopping = threading.Event()
     with ExitStack() as stack:
-        team = stack.enter_context(lead_ranks(session, hub, ranks_fd)) if session.config.trainer.ranks > 1 else None
+        team = (
+            stack.enter_context(lead_ranks(session, hub, session.here.ranks)) if session.config.trainer.ranks > 1 else None
+        )
         starting(hub, [TRAINER], "loads the model")
-        _train(session, hub, load_policy(session, team), weights_fd, stopping)
+        _train(session, hub, load_policy(session, team), stopping)
 
 
-def run_rank(session: Session, role: str, ranks_fd: int) -> None:
+def run_rank(session: Session, role: str) -> None:
     """Another rank of the trainer, to its end. It ends with rank 0, so that SIGTERM leaves time for a checkpoint."""
     torch.set_num_threads(session.here.threads)
     if (address := session.here.ranks_at) is None:
-        with socket.socket(fileno=os.dup(ranks_fd)) as listening:
+        with socket.socket(fileno=os.dup(session.here.ranks)) as listening:
             address = listening.getsockname()[:2]
     with _joined(session, 1 + rank_roles(session.config).index(role), address) as team:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -99,10 +101,10 @@ def _joined(session: Session, rank: int, meeting: socket.socket | tuple[str, int
     )
 
 
-def _train(session: Session, hub: HubClient, policy: Policy, weights_fd: int, stopping: threading.Event) -> None:
+def _train(session: Session, hub: HubClient, policy: Policy, stopping: threading.Event) -> None:
     with (
         closing(prepared_groups(session, hub, policy.lora)) as reader,
-        closing(_sender(session, hub, weights_fd, stopping.is_set)) as sender,
+        closing(_sender(session, hub, stopping.is_set)) as sender,
         open_logs(session, hub.opener(session.run.root), hub.require_sync) as logs,
     ):
         trainer = build_trainer(session, hub, policy, reader=reader, sender=sender, logs=logs)
@@ -111,8 +113,8 @@ def _train(session: Session, hub: HubClient, policy: Policy, weights_fd: int, st
             trainer.run(stop)
 
 
-def _sender(session: Session, hub: HubClient, fd: int, give_up: Callable[[], bool]) -> WeightSender:
-    """The trainer's end of the weight transfer. The caller still closes `fd`, the shared file."""
+def _sender(session: Session, hub: HubClient, give_up: Callable[[], bool]) -> WeightSender:
+    """The trainer's end of the weight transfer."""
     launch = session.config.launch
     timeout_s = max(ANSWER_S, launch.watchdog_s + KILLED_S) if launch.restarts else ANSWER_S
     if session.config.weights.kind == "collective":
@@ -123,7 +125,7 @@ def _sender(session: Session, hub: HubClient, fd: int, give_up: Callable[[], boo
 
     engine = session.config.engine
     if engine.kind == "local":
-        return SharedWeightSender(fd, hub, engine.processes, timeout_s=timeout_s, give_up=give_up)
+        return SharedWeightSender(session.here.weights, hub, engine.processes, timeout_s=timeout_s, give_up=give_up)
     parents = [Path(engine.weights_dir)] if engine.weights_dir else [SHARED_MEMORY, session.run.control]
     return FileWeightSender(parents, hub, engine.processes, timeout_s=timeout_s, give_up=give_up)
 
