@@ -6,6 +6,7 @@ import errno
 import os
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,7 +23,7 @@ from pipelinerl.launch import restarts as module
 from pipelinerl.launch.hosts.host import LocalWorker, worker_kind
 from pipelinerl.launch.hosts.processes import replaceable_roles
 from pipelinerl.launch.restarts import Healing
-from pipelinerl.launch.session import Session, StartPlan
+from pipelinerl.launch.session import Session, StartPlan, WorkerSpec
 from pipelinerl.launch.stages import training
 from pipelinerl.launch.streams import make_hub
 from pipelinerl.metrics.totals import actor_total
@@ -327,7 +328,7 @@ def test_the_trainer_waits_for_an_engine_that_hangs_until_it_is_killed(
     with (
         closing(Run(tmp_path / "r", *settings)) as run,
         closing(HubClient(run.host.server.connect(WorkerKind(follows=True)))) as hub,
-        closing(training._sender(run.session, hub, run.host.fd, lambda: False)) as sender,
+        closing(training._sender(replace(run.session, here=WorkerSpec(weights=run.host.fd)), hub, lambda: False)) as sender,
     ):
         assert cast(SharedWeightSender, sender)._timeout_s == expected_s
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -260,8 +261,9 @@ def test_a_process_sees_only_the_gpu_that_was_chosen_for_it(
     assert visible_gpus(config, place_here(config)[0], outer) == expected
     started = {}
 
-    def start(_: Session, role: str, *__: Any, environment: dict[str, str], **___: Any) -> None:
+    def start(_: RunDirectory, role: str, *__: Any, environment: dict[str, str], **___: Any) -> Any:
         started[role] = environment.get("CUDA_VISIBLE_DEVICES")
+        return SimpleNamespace(role=role, running=False, pid=1)
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if outer is not None:
@@ -272,6 +274,6 @@ def test_a_process_sees_only_the_gpu_that_was_chosen_for_it(
     with host_module.LocalHost(session, 0) as host:
         for role in ("training", "generation", "server-0", "server-1"):
             if role in {found.name for found in roles_of(config)}:
-                host._start(role)
+                host.start(role)
     assert {role: gpus for role, gpus in started.items() if gpus is not None} == expected
     assert host.placement[0] == "placement:"
