@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from pipelinerl.errors import RunDirectoryError
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.reading import read_records
 from pipelinerl.metrics.records import EngineRecord, StepRecord
 from pipelinerl.metrics.sinks import EVALUATIONS_FILE, METRICS_FILE, JsonlSink
-from pipelinerl.metrics.statistics import mean_metrics, quantile
+from pipelinerl.metrics.statistics import mean_metrics
 from pipelinerl.status.screen import Rate
 from pipelinerl.types import EngineProgress
 
@@ -45,15 +41,6 @@ def test_records_survive_the_file(tmp_path: Path) -> None:
     assert [e.when for e in read_records(tmp_path / EVALUATIONS_FILE, EvaluationRecord)] == ["before", "after"]
     assert records[1].engine == engine
     assert engine.update_pause_s == 0.1
-
-
-def test_a_line_is_plain_json_with_the_units_in_its_names(tmp_path: Path) -> None:
-    JsonlSink(tmp_path).write(step(3, train_s=1.5, lag_p99=4))
-    line = json.loads((tmp_path / METRICS_FILE).read_text())
-    assert line["version"] == 3
-    assert line["train_s"] == 1.5
-    assert line["lag_p99"] == 4
-    assert line["ess"] is None
 
 
 def test_a_number_that_is_not_finite_reads_back_as_none(tmp_path: Path) -> None:
@@ -84,11 +71,6 @@ def test_a_damaged_line_is_named(tmp_path: Path, damage: bytes) -> None:
     path.write_bytes(msgspec.json.encode(step(1)) + b"\n" + damage + msgspec.json.encode(step(2)) + b"\n")
     with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl, line 2"):
         read_records(path, StepRecord)
-
-
-def test_a_directory_in_the_place_of_the_file_is_a_run_directory_error(tmp_path: Path) -> None:
-    with pytest.raises(RunDirectoryError, match="can't read"):
-        read_records(tmp_path, StepRecord)
 
 
 def test_steps_repeated_after_a_resume_replace_the_abandoned_ones(tmp_path: Path) -> None:
@@ -139,13 +121,6 @@ def test_an_online_evaluation_says_which_weights_answered() -> None:
     assert not any("version" in name for name in numbers), "that is the axis"
 
 
-def test_records_of_versions_without_metrics_are_read(tmp_path: Path) -> None:
-    (tmp_path / EVALUATIONS_FILE).write_text('{"when":"before","version":0,"time_s":1.0,"problems":4}\n')
-    (tmp_path / METRICS_FILE).write_text('{"version":1,"time_s":1.0,"samples":8}\n')
-    assert read_records(tmp_path / EVALUATIONS_FILE, EvaluationRecord)[0].newest_version == 0
-    assert read_records(tmp_path / METRICS_FILE, StepRecord)[0].metrics == {}
-
-
 def test_what_goes_to_the_board_has_a_bound_and_charts_have_all() -> None:
     record = step(2, reward_mean=0.5, metrics={f"m{n}": 1.0 for n in range(5000)}, metric_counts={"m0": 3})
     assert set(record.headline()) == set(step(2, reward_mean=0.5).numbers())
@@ -178,18 +153,6 @@ def test_an_evaluation_of_nothing_or_one_problem_has_no_standard_error() -> None
     assert EvaluationRecord.of([1.0], [3], when="before", version=0, time_s=0.0).reward_standard_error is None
 
 
-@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=30), st.floats(0, 1))
-def test_quantile_interpolates_between_order_statistics(values: list[float], q: float) -> None:
-    ordered = sorted(values)
-    position = q * (len(ordered) - 1)
-    low = math.floor(position)
-    high = min(low + 1, len(ordered) - 1)
-    expected = ordered[low] + (position - low) * (ordered[high] - ordered[low])
-    result = quantile(values, q)
-    assert result is not None
-    assert np.isclose(result, expected, rtol=1e-9, atol=1e-6)
-
-
 def test_rate_starts_with_the_first_movement() -> None:
     rate = Rate(100.0)
     for now in range(50):
@@ -211,22 +174,3 @@ def test_rate_forgets_what_is_older_than_its_window_and_starts_afresh_when_a_cou
     assert rate.per_s == 3.0
     rate.observe(101, 5)
     assert rate.per_s is None
-
-
-@given(st.lists(st.tuples(st.floats(0.1, 30), st.integers(0, 100)), min_size=3, max_size=40))
-def test_rate_is_a_mean_over_about_the_window(increments: list[tuple[float, int]]) -> None:
-    window_s, rate = 20.0, Rate(20.0)
-    now, count = 0.0, 0
-    rate.observe(now, count)
-    points: list[tuple[float, int]] = []
-    for elapsed_s, more in increments:
-        now, count = now + elapsed_s, count + more
-        rate.observe(now, count)
-        if count > 0:
-            points.append((now, count))
-    if len(points) < 2:
-        assert rate.per_s is None
-        return
-    older = [p for p in points[:-1] if p[0] <= now - window_s]
-    start = older[-1] if older else points[0]
-    assert rate.per_s == pytest.approx((count - start[1]) / (now - start[0]))

@@ -68,18 +68,6 @@ def test_the_numbers_that_are_drawn() -> None:
     ]
 
 
-def test_online_evaluations_lie_at_the_versions_that_answered() -> None:
-    spanned = {"version_min": 1, "version_max": 3, "version_mean": 1.5}
-    online = EvaluationRecord(when="online", version=1, time_s=5.0, problems=9, reward_mean=0.4, **spanned)
-    curves = prepare(STEPS, [EVALUATIONS[0], online, *EVALUATIONS[1:]])
-    assert [(one.version, one.oldest, one.newest, one.reward) for one in curves.held_out] == [
-        (0, 0, 0, 0.2),
-        (1.5, 1, 3, 0.4),
-        (3, 3, 3, 0.9),
-    ]
-    assert [one.time_s for one in curves.online] == [5.0]
-
-
 def test_environments_are_those_with_a_reward_among_the_metrics() -> None:
     def with_metrics(*metrics: dict[str, float]) -> list[StepRecord]:
         return [msgspec.structs.replace(step, metrics=found) for step, found in zip(STEPS, metrics, strict=True)]
@@ -108,18 +96,3 @@ def test_nothing_to_draw(tmp_path: Path) -> None:
     (tmp_path / METRICS_FILE).touch()
     with pytest.raises(RunDirectoryError, match=r"nothing to draw: .*metrics\.jsonl"):
         draw_curves(tmp_path, tmp_path / "curves.png")
-
-
-def test_damage_is_named_and_draws_nothing(tmp_path: Path) -> None:
-    write(tmp_path, *STEPS)
-    with (tmp_path / METRICS_FILE).open("ab") as file:
-        file.write(b"\x00\xffnoise\n")
-    with pytest.raises(RunDirectoryError, match="line 4"):
-        draw_curves(tmp_path, tmp_path / "curves.png")
-    assert not (tmp_path / "curves.png").exists()
-
-
-def test_a_place_that_cant_be_written_to(tmp_path: Path) -> None:
-    write(tmp_path, *STEPS)
-    with pytest.raises(RunDirectoryError, match=r"can't write .*curves\.png"):
-        draw_curves(tmp_path, tmp_path / "missing" / "curves.png")

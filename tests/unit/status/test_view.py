@@ -11,13 +11,11 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from msgspec.structs import replace
 from rich.console import Console
 
 from pipelinerl.status.live import LiveView, render, sparkline
-from pipelinerl.status.screen import Rate, Trends, View, duration, headline, short, wait_line
+from pipelinerl.status.screen import Trends, View, duration, headline, short, wait_line
 from pipelinerl.status.view import PlainView, make_view, output_that_never_fails
 from pipelinerl.types import ActorProgress, EngineProgress, StageStatus, TrainerProgress
 
@@ -126,33 +124,6 @@ def test_the_live_view_draws_twice_a_second_and_leaves_the_last_state() -> None:
 
 
 @pytest.mark.parametrize("kind", ["none", "plain", "live"])
-def test_how_the_model_is_run_is_said_once_when_both_sides_are_ready(kind: Any) -> None:
-    stream = StringIO()
-    view = make_view(kind, stream, target=100)
-    for now in (0.0, 1.0, 2.0):
-        found = statuses(now)
-        if now:
-            for stage, runner in (("engine", "over packed batches"), ("trainer", "on padded batches")):
-                status = found[stage]
-                found[stage] = replace(status, progress=replace(status.progress, runner=runner))
-        view.update(found, now)
-        assert stream.getvalue().count("model: generates over packed batches; is trained on padded batches") == bool(now)
-    view.close()
-
-
-@pytest.mark.parametrize("kind", ["none", "plain", "live"])
-def test_what_does_not_agree_in_the_model_is_said_once_and_at_once(kind: Any) -> None:
-    stream = StringIO()
-    view = make_view(kind, stream, target=100)
-    for now in (0.0, 1.0):
-        engine = statuses(now)["engine"]
-        noted = replace(engine, progress=replace(engine.progress, notes=("model: no token ends a completion",)))
-        view.update({"engine-0": noted, "engine-1": noted}, now)  # the trainer is still starting
-        assert stream.getvalue().count("model: no token ends a completion") == 1
-    view.close()
-
-
-@pytest.mark.parametrize("kind", ["none", "plain", "live"])
 def test_a_collapse_is_said_once(kind: Any) -> None:
     stream = StringIO()
     view = make_view(kind, stream, target=100)
@@ -188,14 +159,6 @@ def test_plain_lines_come_every_few_steps_or_ten_seconds() -> None:
     assert lines[1].strip() == "actor waiting for 12s: the trainer (version 37): [64] rollouts are outstanding"
 
 
-def test_the_time_left_counts_from_the_first_step() -> None:
-    trends = Trends()
-    for now in range(0, 100):
-        trends.observe(statuses(now, version=0 if now < 60 else 1 + (now - 60) // 4), now)
-    left_s = trends.remaining_s(10)
-    assert left_s == pytest.approx(40, rel=0.1)
-
-
 def test_silent_and_dumb_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = StringIO()
     view = make_view("none", stream, target=1)
@@ -224,23 +187,10 @@ def test_short(value: float, shown: str) -> None:
     assert short(value) == shown
 
 
-@given(st.lists(st.floats(-1e3, 1e3), max_size=100), st.integers(1, 30))
-def test_a_sparkline_is_as_wide_as_it_may_be_and_touches_both_edges(values: list[float], width: int) -> None:
-    line = sparkline(values, width)
-    assert len(line) == min(width, len(values))
-    if len(set(line)) > 1:
-        assert {"▁", "█"} <= set(line)
-
-
 def test_sparkline_rises() -> None:
     assert sparkline(range(8), 8) == "▁▂▃▄▅▆▇█"
     assert sparkline([1, 1, 5, 5], 2) == "▁█"
     assert sparkline([3, 3], 5) == "▁▁"
-
-
-def test_an_unmeasured_rate_is_a_dash() -> None:
-    assert Rate(1.0).per_s is None
-    assert "- tok/s" in drawn(statuses(1), 1, 10)
 
 
 HOSTILE = "\x1b]0;title\x07 \x1b[2J [red]markup[/red]\u202e\x9b31m"

@@ -14,7 +14,7 @@ import pytest
 from pipelinerl.checkpoint_folders import WEIGHTS_FOLDER
 from pipelinerl.config.load import config_to_yaml, load_config
 from pipelinerl.config.schema import RunConfig
-from pipelinerl.errors import ConfigError, RunDirectoryError, RunInterruptedError, StalledError, TrainingDivergedError
+from pipelinerl.errors import ConfigError, RunDirectoryError, RunInterruptedError, TrainingDivergedError
 from pipelinerl.experiments.compare.compare import compare, plan_runs
 from pipelinerl.experiments.compare.held_out import Answered
 from pipelinerl.experiments.compare.settings import Request, make_request
@@ -246,29 +246,6 @@ def test_it_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
     assert third.made == []
 
 
-def test_trials_are_not_repeated_either(tmp_path: Path) -> None:
-    first, second = Runs(), Runs()
-    run(tmp_path / "out", request(tune=True), first)
-    run(tmp_path / "out", request(tune=True), second)
-    assert len(first.made) > 6
-    assert second.made == []
-
-
-def test_a_run_whose_folder_is_gone_is_made_again(tmp_path: Path) -> None:
-    run(tmp_path / "out")
-    (tmp_path / "out" / "runs" / "seed-1" / "pipeline").rename(tmp_path / "away")
-    again = Runs()
-    run(tmp_path / "out", runs=again)
-    assert again.made == ["seed-1/pipeline"]
-
-
-def test_the_target_may_change(tmp_path: Path) -> None:
-    run(tmp_path / "out", target=0.5)
-    again = Runs()
-    assert run(tmp_path / "out", runs=again, target=0.25)["target_reward"] == 0.25
-    assert again.made == []
-
-
 @pytest.mark.parametrize(
     ("changed", "difference"),
     [
@@ -336,19 +313,7 @@ def test_a_schedule_that_diverges_is_a_result(tmp_path: Path) -> None:
     assert again.made == []
 
 
-def test_other_failures_end_it(tmp_path: Path) -> None:
-    with pytest.raises(StalledError):
-        run(tmp_path / "out", runs=Runs(lambda config: StalledError("nothing moves")))
-    run(tmp_path / "out")  # mended, it goes on
-
-
 def test_a_schedule_that_does_not_go_with_the_run_file_is_told_before_anything_runs(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"conventional:2: trainer\.ess_threshold"):
         run(tmp_path / "out", request("--trainer.ess_threshold", "0.5"))
     assert not (tmp_path / "out").exists()
-
-
-def test_without_a_pipeline_there_is_no_ratio(tmp_path: Path) -> None:
-    contents = run(tmp_path / "out", request(schedules="conventional:2,async:2"))
-    assert contents["ratio_time_to_reward"] is None
-    assert len(contents["runs"]) == 4

@@ -28,7 +28,6 @@ from pipelinerl.experiments.compare.settings import (
     settings_of,
     whole_rounds,
 )
-from pipelinerl.experiments.runs import differing
 from pipelinerl.resources.hardware import Machine
 
 MACHINE = Machine(cpu="a processor", cores=2, memory_gib=4.0, system="Linux", versions={})
@@ -194,10 +193,3 @@ def test_the_final_goes_to_the_clearly_faster() -> None:
     assert decide([Trial(one, 100.0, full=True), Trial(two, 103.0, full=True)]) == two
     assert decide([Trial(one, None, full=True), Trial(two, 1.0, full=True)]) == two
     assert decide([Trial(one, 1.0, full=True), Trial(two, None, full=True)]) == one
-
-
-def test_differences_are_named() -> None:
-    before = {"a": 1, "b": {"c": [1, 2], "d": "x"}}
-    assert differing(before, before) == []
-    assert differing(before, {"a": 1, "b": {"c": [1, 3], "d": "x"}, "e": None}) == ["b.c was [1,2], now [1,3]"]
-    assert differing({"a": 1}, {"a": 2, "b": "y"}) == ["a was 1, now 2", 'b was null, now "y"']

@@ -126,19 +126,6 @@ def test_answers_depend_on_the_seed_and_not_on_the_slots() -> None:
     assert answers() != answers(seed=1)
 
 
-def test_records_say_what_happened() -> None:
-    for record in play(ScriptedEngine(script)):
-        if record.failure is not None:
-            assert record.failure.startswith("raised: ValueError: an exclamation")
-            assert (record.reward, record.passed, record.length, record.finish_reason) == (0.0, False, 0, None)
-            continue
-        letters = record.completion.count("x")
-        assert record.passed == (letters == record.number + 1)
-        assert record.reward == (1.0 if record.passed else 0.5)
-        assert record.length == len(record.token_ids) == letters + 1
-        assert (record.prompt, record.finish_reason) == (str(record.number + 1), "stop")
-
-
 def test_a_stop_leaves_what_was_done_and_cancels_the_rest() -> None:
     engine = ScriptedEngine(script, slots=2)
     records = play(engine, stop_after=5, slots=2)
@@ -210,12 +197,6 @@ def test_differences_are_paired() -> None:
     difference = second.minus_first.reward
     assert (difference.mean, difference.low, difference.high) == pytest.approx((0.1, 0.1, 0.1))
     assert second.minus_first.passes[1].mean == pytest.approx(1 / 3)
-
-
-def test_an_evaluation_in_which_everything_failed_is_known_as_one() -> None:
-    assert not tally_of([]).all_failed
-    assert not tally_of(play(ScriptedEngine(script))).all_failed
-    assert tally_of(play(ScriptedEngine(lambda request: [ord("!"), STOP]))).all_failed
 
 
 # ------------------------------------------------------------------------------------------------ problems

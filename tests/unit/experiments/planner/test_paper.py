@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,10 +12,8 @@ from hypothesis import strategies as st
 from pipelinerl.cli import main
 from pipelinerl.experiments.planner.calibration import LengthDistribution, Utilisation
 from pipelinerl.experiments.planner.paper import (
-    CEILING,
     SEQUENCE_FLASHES,
     STEP_FLASHES,
-    TAU,
     Conventional,
     Workload,
     best_pipeline,
@@ -53,21 +50,6 @@ def test_lengths_against_a_list_of_completions(histogram: dict[int, int]) -> Non
     assert histogram_of(lengths) == pytest.approx({k: v / len(completions) for k, v in histogram.items()})
 
 
-def test_uniform_lengths() -> None:
-    lengths = LengthDistribution.uniform(9)
-    assert lengths.longest == 9
-    assert lengths.mean == pytest.approx(5.0)
-    assert lengths.tail == pytest.approx(2 * 9 / 10)
-
-
-def test_samples_are_as_often_as_their_shares_and_the_same_by_seed() -> None:
-    lengths = LengthDistribution.of_histogram({2: 1, 5: 3})
-    drawn = lengths.sample(np.random.default_rng(0), 4000)
-    assert set(drawn.tolist()) == {2, 5}
-    assert np.mean(drawn == 5) == pytest.approx(0.75, abs=0.03)
-    assert (drawn == lengths.sample(np.random.default_rng(0), 4000)).all()
-
-
 @pytest.mark.parametrize("histogram", [{}, {3: 0}, {0: 1}, {-2: 1}, {3: -1}, {3: math.nan}, {3: math.inf}])
 def test_what_is_no_distribution_of_lengths(histogram: dict[int, float]) -> None:
     with pytest.raises(ValueError, match=r"at least|less than 0"):
@@ -94,11 +76,6 @@ def test_what_is_no_table(active: tuple[float, ...], times: tuple[float, ...]) -
         Utilisation(active, times)
 
 
-def test_u_is_limited_by_the_longer_of_reading_and_computing() -> None:
-    for h in (0.5, 1, 17, 200, 324, 326, 900, 4999):
-        assert float(h100().step_time(h)) == pytest.approx(max(STEP_FLASHES + SEQUENCE_FLASHES * h, h / CEILING))
-
-
 # ------------------------------------------------------------------------------------------------ formulas
 
 
@@ -121,40 +98,11 @@ def test_conventional_against_the_formula_step_by_step(histogram: dict[int, int]
     assert found.max_lag == steps_per_round - 1
 
 
-def test_a_pipeline_goes_at_the_pace_of_its_slower_side() -> None:
-    work = workload({10: 1, 30: 1})
-    few, many = pipeline(work, slots=4, generating=2), pipeline(work, slots=1000, generating=5)
-    assert few.rate == few.generation_rate == pytest.approx(2 * float(work.utilisation(4)))
-    assert few.training_rate == pytest.approx(4 / 5.0)
-    assert many.rate == many.training_rate == pytest.approx(1 / 5.0)
-    assert few.max_lag == math.ceil(4 * 2 * 30 / (20 * 8))
-
-
 @given(histograms, st.integers(1, 500))
 def test_lag_is_rounded_up_from_the_exact_quotient(histogram: dict[int, int], in_progress: int) -> None:
     tokens = sum(length * count for length, count in histogram.items())
     exact = -(-in_progress * max(histogram) * sum(histogram.values()) // (tokens * 8))
     assert int(pipeline_max_lag(workload(histogram), in_progress)) == exact
-
-
-def test_lag_in_a_pipeline_that_is_stepped_token_by_token() -> None:
-    """Sequences of equal length, staggered evenly: H I / length end in a step, and B of those make an optimizer step."""
-    length, in_progress, batch = 20, 40, 8
-    left = [1 + i % length for i in range(in_progress)]
-    begun = [0] * in_progress
-    ended, version, lags = [], 0, []
-    for _ in range(40 * length):
-        for i in range(in_progress):
-            left[i] -= 1
-            if left[i] == 0:
-                ended.append(begun[i])
-                left[i], begun[i] = length, -1
-        while len(ended) >= batch:
-            lags += [version - start for start in ended[:batch]]
-            del ended[:batch]
-            version += 1
-        begun = [version if start < 0 else start for start in begun]
-    assert max(lags[200:]) == int(pipeline_max_lag(workload({length: 1}), in_progress)) == 5
 
 
 # ------------------------------------------------------------------------------------------------ search
@@ -189,14 +137,6 @@ def test_comparisons_are_the_best_of_both_at_each_lag(histogram: dict[int, int],
         assert comparison.conventional.max_lag <= comparison.max_lag
 
 
-def test_no_pipeline_is_free_of_lag() -> None:
-    assert compare(workload({3: 5, 30: 1}), [0])[0].speed_up is None
-
-
-def test_one_accelerator_can_not_be_a_pipeline() -> None:
-    assert best_pipeline(workload({3: 1}, accelerators=1), 99) is None
-
-
 # ------------------------------------------------------------------------------------------------ the case study
 
 WITHIN = 0.02
@@ -210,15 +150,6 @@ def test_the_fitted_curve_is_the_one_through_both_of_the_papers_figures() -> Non
     slope = (step_at_192 - mean_step) / (192 - mean_running)
     assert pytest.approx(slope, rel=0.01) == SEQUENCE_FLASHES
     assert pytest.approx(step_at_192 - 192 * slope, rel=0.001) == STEP_FLASHES
-
-
-def test_utilisation_is_as_the_paper_describes_it() -> None:
-    curve = h100()
-    assert float(curve(192)) == pytest.approx(0.384, rel=0.005)
-    # Almost linear up to about 200, and not beyond.
-    assert float(curve(200)) / 200 == pytest.approx(float(curve(1)), rel=0.11)
-    assert float(curve(800)) / 800 < 0.4 * float(curve(1))
-    assert float(curve(4096)) == pytest.approx(CEILING)
 
 
 def test_the_papers_configurations() -> None:
@@ -250,14 +181,3 @@ def test_the_command_prints_the_case_study(capsys: pytest.CaptureFixture[str]) -
     (line,) = [line for line in capsys.readouterr().out.splitlines() if " 133 " in line]
     assert re.findall(r"[\d.]+", line) == ["133", "16.98", "193", "44", "10.74", "134", "1.58"]
     assert main(["lab", "plan", "--trainer.batch_size", "48"]) == 2
-
-
-def test_gains_shrink_when_all_lengths_are_equal_and_with_abundant_compute() -> None:
-    uniform = compare(case_study(), [133])[0].speed_up
-    equal = Workload(128, 128, LengthDistribution.of_histogram({4096: 1}), h100(), TAU)
-    many = Workload(128 * 16, 128, LengthDistribution.uniform(8192), h100(), TAU)
-    assert uniform is not None
-    for work in (equal, many):
-        speed_up = compare(work, [133])[0].speed_up
-        assert speed_up is not None
-        assert speed_up < 0.95 * uniform

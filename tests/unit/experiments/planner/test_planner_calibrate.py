@@ -21,7 +21,6 @@ from pipelinerl.experiments.planner.measure_generation import (
     load_generator,
     produce,
     prompt_tokens_mean,
-    update_pause_s,
 )
 from pipelinerl.experiments.planner.measure_training import Step, fit_steps, learner_of, prepare, take_steps, used_tokens
 
@@ -55,12 +54,6 @@ def test_an_actor_at_work_loses_no_long_completions(production: tuple[Production
     assert prompt_tokens_mean(found.first) == 6.0
 
 
-def test_a_measurement_that_is_over_at_once_has_a_rollout(generator: Generator, tmp_path: Path) -> None:
-    found = asyncio.run(produce(generator, tmp_path, seconds=0, rollouts=0))
-    assert found.rollouts > 0
-    assert rollout_overhead_s(found, [DecodeCost(active=1, step_s=0.1)]) >= 0
-
-
 def test_decode_steps_are_those_of_all_sequences_and_nothing_else(
     generator: Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,12 +73,6 @@ def test_decode_steps_are_those_of_all_sequences_and_nothing_else(
     timed = measure_generation.MIN_ROUNDS * (measure_generation.STEPS + 1)
     assert all(steps.count(cost.active) >= timed for cost in costs)
     assert (generator.engine.in_progress, generator.engine.queued) == (0, 0)
-
-
-def test_the_rest_of_the_engine(generator: Generator) -> None:
-    version = generator.engine.version
-    assert update_pause_s(generator, LengthDistribution.uniform(30), 6) > 0
-    assert (generator.engine.version, generator.engine.in_progress) == (version, 0)
 
 
 def test_a_slot_too_short_to_measure_in(generator: Generator) -> None:

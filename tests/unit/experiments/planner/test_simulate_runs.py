@@ -123,14 +123,6 @@ def test_costs_of_a_calibration():
     assert costs.train_step_s == 0.064
 
 
-def test_work_of_a_calibration():
-    config = load_config(None, SETTINGS)
-    workload = calibrated_workload(CALIBRATION, config, seed=0)
-    groups = [workload.group(index) for index in range(2000)]
-    assert {length for group in groups for length in group.lengths} == {10, 30}
-    assert sum(group.used[0] for group in groups) / 2000 == pytest.approx(0.5, abs=0.04)
-
-
 def test_a_scenario_is_the_run_file_s():
     config = load_config(
         None, [*SETTINGS, "--schedule.max_lag", "2", "--engine.processes", "3", "--stream.when_full", "drop_oldest"]
@@ -286,12 +278,3 @@ def test_costs_on_shared_cores_are_slower_and_not_on_gpus():
     assert shared_costs(config, many, costs, workload) == costs
     gpu = load_config(None, [*settings, "--engine.device", "cuda:0", "--trainer.device", "cuda:1"])
     assert shared_costs(gpu, calibration, costs, workload) is costs
-
-
-def test_a_calibration_of_ranks_has_their_time_per_token():
-    config = load_config(None, [*SETTINGS, "--trainer.ranks", "2"])
-    assert any("trainer.ranks 1, the run has 2" in doubt for doubt in doubts(config, CALIBRATION))
-    ranks = msgspec.structs.replace(CALIBRATION, training=msgspec.structs.replace(CALIBRATION.training, ranks=2))
-    whole = CALIBRATION.training.token_s
-    assert calibrated_costs(ranks, slots=8, trainers=2).train_token_s == whole
-    assert calibrated_costs(ranks, slots=8, trainers=4).train_token_s == whole / 2

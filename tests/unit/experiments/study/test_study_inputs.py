@@ -14,7 +14,6 @@ from pipelinerl.errors import EnvironmentSetupError, RunDirectoryError, UserErro
 from pipelinerl.experiments.recompute import SavedWeights
 from pipelinerl.experiments.study.inputs import History, Prompt, choose_starts, make_prompts, possible_starts, read_history
 from pipelinerl.models.loading import load_tokenizer
-from pipelinerl.models.state import checksum
 from pipelinerl.types import Problem, Rollout, Turn
 from tests.unit.experiments.parts import group, turn, write_rollouts
 
@@ -54,13 +53,6 @@ def test_names_of_starts() -> None:
             choose_starts([wrong], range(11), 5)
     with pytest.raises(UserError, match="names no version"):
         choose_starts([], range(11), 5)
-
-
-def test_version_0_is_the_model_that_the_run_started_from(tmp_path: Path) -> None:
-    weights = SavedWeights(tmp_path, DEMO)
-    tensors = weights(0)
-    assert weights(0) is tensors
-    assert checksum(tensors) == checksum(dict(weights.new_model(0, "cpu").named_parameters(remove_duplicate=False)))
 
 
 # ------------------------------------------------------------------------------------------------ records

@@ -10,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelinerl.experiments.recompute import log_probabilities
 from pipelinerl.experiments.statistics import difference_interval, draw_counts, mean_interval
 from pipelinerl.experiments.study.policies import (
     Stretch,
@@ -50,15 +49,6 @@ def test_stretches_are_those_of_a_clock(first: int, lag: int, more: int) -> None
     assert first + lag - versions[-1] == min(lag, 2)
 
 
-def test_the_papers_setting() -> None:
-    """g_max = 32, L = 2048: every 64 tokens, first after 128."""
-    stretches = mixed_policy(100, 32, 2048)
-    assert stretches[0] == Stretch(0, 128, 100)
-    assert stretches[1] == Stretch(128, 192, 101)
-    assert stretches[-1] == Stretch(2048 - 64, 2048, 130)
-    assert len(stretches) == 31
-
-
 def test_intervals_cover_all_tokens() -> None:
     assert interval_edges(4, 10) == (0, 3, 5, 8, 10)
     assert lagged_policy(7, 10) == (Stretch(0, 10, 7),)
@@ -84,12 +74,6 @@ def test_exact_kl_is_its_formula() -> None:
     assert exact_kl(mu, mu).tolist() == [0.0] * 6
     both = torch.tensor([[0.0, -math.inf]])
     assert exact_kl(both, both).tolist() == [0.0]
-
-
-def test_temperature_divides_logits() -> None:
-    logits = torch.tensor([[1.0, 2.0, 4.0]])
-    expected = torch.tensor([[2.0, 4.0, 8.0]], dtype=torch.float64).log_softmax(-1)
-    assert torch.allclose(log_probabilities(logits, 0.5), expected)
 
 
 def tokens(log_ratios: list[float], problems: list[int] | None = None) -> TokenDivergences:
@@ -172,13 +156,6 @@ def test_resamples_without_tokens_are_left_out() -> None:
     assert (found.mean, found.low, found.high) == (2.0, 2.0, 2.0)
     assert mean_interval(np.zeros(2), np.zeros(2), draws) is None
     assert difference_interval((np.ones(2), np.ones(2)), (np.zeros(2), np.zeros(2)), draws) is None
-
-
-def test_width_is_that_of_a_normal_mean() -> None:
-    values = np.random.default_rng(1).normal(0, 1, 400)
-    found = mean_interval(values, np.ones(400), draw_counts(400, 4000, seed=2))
-    assert found is not None
-    assert found.high - found.low == pytest.approx(2 * 1.96 * values.std() / 20, rel=0.1)
 
 
 def test_draws_are_seeded_and_need_units() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import DynamicCache
@@ -19,7 +18,6 @@ from pipelinerl.experiments.study.policies import (
     MixedSampler,
     Stretch,
     TokenDivergences,
-    lagged_policy,
     mixed_policy,
 )
 from pipelinerl.models.state import named_weights
@@ -137,38 +135,6 @@ def test_the_gap_to_the_engine_tells_kept_from_recomputed_entries(bench: Bench) 
     done = bench.sample(stretches)
     _, gap = bench.compare(done, kv="recompute")
     assert gap > 1e-3
-
-
-def test_every_token_is_by_the_version_of_its_stretch(bench: Bench) -> None:
-    stretches = mixed_policy(0, LAG, LENGTH)
-    bench.sample(lagged_policy(4, LENGTH))  # the engine has had newer weights before
-    done = bench.sample(stretches)
-    expected = [stretch.version for stretch in stretches for _ in range(stretch.start, stretch.end)]
-    counts = [len(sampled.completion.token_ids) for sampled in done]
-    for sampled, count in zip(done, counts, strict=True):
-        assert versions_from_spans(sampled.completion.weight_versions, count) == expected[:count]
-    assert max(counts) == LENGTH
-    assert min(counts) < LENGTH  # stop tokens end sequences
-
-
-def test_neighbours_do_not_change_what_is_sampled(bench: Bench) -> None:
-    stretches = mixed_policy(0, LAG, LENGTH)
-    one = bench.sample(stretches)
-    other = bench.samplers["keep"].sample(prompts()[::-1], stretches)
-    assert [s.completion.token_ids for s in one] == [s.completion.token_ids for s in other[::-1]]
-
-
-def test_the_target_itself_is_on_policy_and_older_weights_are_further(bench: Bench) -> None:
-    means = []
-    for lag in (0, 2, 4):
-        stretches = lagged_policy(TARGET - lag, LENGTH)
-        done = bench.sample(stretches)
-        tokens, _ = bench.compare(done)
-        means.append(float(tokens.exact_N.mean()))
-        if lag == 0:
-            assert np.abs(tokens.log_ratio_N).max() < 1e-4
-    assert means[0] == 0.0
-    assert 1e-4 < means[1] < means[2]
 
 
 def test_a_token_of_other_weights_is_an_error(bench: Bench) -> None:

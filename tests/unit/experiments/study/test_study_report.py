@@ -10,7 +10,7 @@ import pytest
 from pipelinerl.errors import RunDirectoryError
 from pipelinerl.experiments.statistics import Interval
 from pipelinerl.experiments.study.kv_cache import PolicyRecord, PositionRecord, StartRecord, StudyRecord, StudySettings
-from pipelinerl.experiments.study.page import make_folder, shown_lags, study_table, write_study
+from pipelinerl.experiments.study.page import make_folder, study_table, write_study
 from tests.unit.experiments.watch.test_watch_report import data_of
 
 
@@ -87,9 +87,3 @@ def test_table() -> None:
     assert any("stale - recomputed" in line and "1.25e-04" in line for line in lines)
     assert any("stale - lag 2" in line and "-7.50e-04" in line for line in lines)
     assert max(map(len, lines)) <= 118
-
-
-def test_lags_that_are_shown() -> None:
-    assert shown_lags(32) == [4, 8, 16, 32]
-    assert shown_lags(2) == [1, 2]
-    assert shown_lags(1) == [1]
