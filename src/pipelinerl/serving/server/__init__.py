@@ -1,5 +1,5 @@
 """The embedded engine as an HTTP server: OpenAI's API, our own lossless API, and weight updates in flight.
 
-`engine_thread` is independent of HTTP, and the endpoints are independent of the engine; `exchange` connects them. Needs the
-extra `serve`.
+`served` runs the engine in a thread and knows no HTTP; the endpoints (`app`, `openai`, `dialects`) follow its generations.
+Needs the extra `serve`.
 """

@@ -14,7 +14,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from pipelinerl._version import __version__
 from pipelinerl.ports import is_this_machine
 from pipelinerl.serving.server.dialects.messages import with_its_errors
-from pipelinerl.serving.server.exchange import Generation
 from pipelinerl.serving.server.http import (
     RefusedError,
     Stream,
@@ -29,6 +28,7 @@ from pipelinerl.serving.server.http import (
     unless_gone,
 )
 from pipelinerl.serving.server.openai.endpoints import OpenAI
+from pipelinerl.serving.server.served import Generation
 from pipelinerl.serving.server.service import ServiceHolder
 from pipelinerl.serving.wire import CancelRequest, CompletionLine, ProcessGroupRequest, TokenLine, WeightUpdateRequest
 from pipelinerl.types import GenerationRequest
@@ -63,8 +63,8 @@ class Native:
         wanted = decoded(await body_of(request), GenerationRequest)
         check_request(wanted)
         with ExitStack() as stack:
-            generation = await service.exchange.submit_once(wanted)
-            stack.enter_context(service.exchange.following(generation, RETRY_GRACE_S))
+            generation = await service.engine.submit_once(wanted)
+            stack.enter_context(service.engine.following(generation, RETRY_GRACE_S))
             if not wanted.stream:
                 return answer(await unless_gone(request, generation.completion()))
             await unless_gone(request, generation.begun())  # refused requests get an error status, not a stream
@@ -72,7 +72,7 @@ class Native:
 
     async def cancel(self, request: Request) -> Response:
         wanted = decoded(await body_of(request), CancelRequest)
-        self._holder.service.exchange.cancel(wanted.request_id)
+        self._holder.service.engine.cancel(wanted.request_id)
         return answer({})
 
     async def request_weight_update(self, request: Request) -> Response:
@@ -93,7 +93,7 @@ class Native:
         except RefusedError:
             found.append(("ready", "gauge", 0))
         else:
-            progress, info = service.engine.progress(), service.info()
+            progress, info = service.engine.progress, service.info()
             found += [
                 ("ready", "gauge", service.engine.refusing is None),
                 ("slots", "gauge", info.slots),

@@ -23,9 +23,9 @@ import msgspec
 from pipelinerl.errors import UserError
 from pipelinerl.files import write_atomically
 from pipelinerl.serving.server.app import make_app
-from pipelinerl.serving.server.engine_thread import EngineThread
 from pipelinerl.serving.server.http import QuietServer, listen, url_of, uvicorn_config
 from pipelinerl.serving.server.options import ServeOptions
+from pipelinerl.serving.server.served import ServedEngine
 from pipelinerl.serving.server.service import Loaded, Service, ServiceHolder, load
 
 CLOSE_S = 5
@@ -117,7 +117,7 @@ class _Process:
         await asyncio.to_thread(engine.close, CLOSE_S)
         await service.updates.close()
 
-    async def _until_idle(self, engine: EngineThread, timeout_s: float) -> None:
+    async def _until_idle(self, engine: ServedEngine, timeout_s: float) -> None:
         until_s = time.monotonic() + timeout_s
         while engine.open_requests and time.monotonic() < until_s and not self._stop_now:
             await asyncio.sleep(POLL_EVERY_S)

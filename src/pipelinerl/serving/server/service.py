@@ -1,4 +1,4 @@
-"""The loaded model and the objects that the endpoints use: prompts, engine, exchange and weight updates."""
+"""The loaded model and the objects that the endpoints use: prompts, engine and weight updates."""
 
 from __future__ import annotations
 
@@ -25,11 +25,10 @@ from pipelinerl.extras import require
 from pipelinerl.interfaces import Tokenizer
 from pipelinerl.models.loading import load_model, load_tokenizer, slot_length, stop_token_ids
 from pipelinerl.models.state import checksum, named_weights
-from pipelinerl.serving.server.engine_thread import EngineThread
-from pipelinerl.serving.server.exchange import Exchange
 from pipelinerl.serving.server.extras import ServerEngine
 from pipelinerl.serving.server.http import unavailable
 from pipelinerl.serving.server.options import ServeOptions
+from pipelinerl.serving.server.served import ServedEngine
 from pipelinerl.serving.server.weights import WeightUpdates
 from pipelinerl.serving.wire import ServerInfo
 
@@ -84,9 +83,9 @@ class Prompts:
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """A model in an engine whose thread is not started yet. `weights`: the engine's own tensors by name."""
+    """A model in an engine. `weights`: the engine's own tensors by name."""
 
-    engine: EngineThread
+    engine: ServerEngine
     tokenizer: Tokenizer
     weights: Mapping[str, torch.Tensor]
     slots: int
@@ -115,14 +114,10 @@ def loaded_from(model: Any, tokenizer: Any, options: ServeOptions, *, flatten: b
         name=options.name,
         flatten=flatten,
     )
-    weights = named_weights(model)
-    thread = EngineThread(
-        engine, name=options.name, slots=options.engine.slots, max_queue=options.max_queue, held=lambda: checksum(weights)
-    )
     return Loaded(
-        engine=thread,
+        engine=engine,
         tokenizer=tokenizer,
-        weights=weights,
+        weights=named_weights(model),
         slots=options.engine.slots,
         max_length=max_length,
         vocabulary=model.get_input_embeddings().weight.shape[0],
@@ -136,11 +131,16 @@ class Service:
     def __init__(self, loaded: Loaded, options: ServeOptions) -> None:
         self.name = options.name
         self.loaded = loaded
-        self.engine = loaded.engine
-        self.exchange = Exchange(loaded.engine)
+        self.engine = ServedEngine(
+            loaded.engine,
+            name=options.name,
+            slots=loaded.slots,
+            max_queue=options.max_queue,
+            held=lambda: checksum(loaded.weights),
+        )
         self.prompts = Prompts(loaded.tokenizer, loaded.max_length)
         self.updates = WeightUpdates(
-            loaded.engine, loaded.weights, options.weight_directories, on_new_epoch=self.exchange.forget
+            self.engine, loaded.weights, options.weight_directories, on_new_epoch=self.engine.forget
         )
         self.created = int(time.time())
         self._model = options.model.path
@@ -149,7 +149,7 @@ class Service:
         self._grammars_lock = threading.Lock()
 
     def info(self) -> ServerInfo:
-        progress, holding = self.engine.progress(), self.engine.holding
+        progress, holding = self.engine.progress, self.engine.holding
         return ServerInfo(
             instance=self._instance,
             name=self.name,

@@ -12,8 +12,8 @@ from pipelinerl.errors import WeightUpdateError
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models.state import first_names
 from pipelinerl.serving.incoming import IncomingWeights, StaleEpochError
-from pipelinerl.serving.server.engine_thread import EngineThread, Holding
 from pipelinerl.serving.server.http import RefusedError
+from pipelinerl.serving.server.served import Holding, ServedEngine
 from pipelinerl.serving.wire import ProcessGroupRequest, WeightUpdateRequest
 from pipelinerl.types import UpdateReceipt
 
@@ -26,7 +26,7 @@ class WeightUpdates:
     """
 
     def __init__(
-        self, engine: EngineThread, held: Mapping[str, Tensor], directories: Sequence[Path], on_new_epoch: Callable[[], None]
+        self, engine: ServedEngine, held: Mapping[str, Tensor], directories: Sequence[Path], on_new_epoch: Callable[[], None]
     ) -> None:
         self._engine, self._held = engine, held
         self._incoming = IncomingWeights(next(iter(held.values())).device, directories)
@@ -74,7 +74,7 @@ class WeightUpdates:
                 if not anew:
                     self._check_version(request.version, holding.version)
                 update = await asyncio.to_thread(self._fetch, request)
-                receipt = self._last = await asyncio.wrap_future(self._engine.update(update, anew=anew))
+                receipt = self._last = await self._engine.update(update, anew=anew)
                 self.paused_s += receipt.pause_s
             await asyncio.to_thread(self._incoming.applied, request)
             if anew:
@@ -102,7 +102,7 @@ class WeightUpdates:
             version=holding.version,
             checksum=holding.checksum,
             pause_s=0.0,
-            sequences_in_flight=self._engine.progress().in_progress,
+            sequences_in_flight=self._engine.progress.in_progress,
         )
 
     def _begins(self, request: ProcessGroupRequest | WeightUpdateRequest) -> bool:
@@ -114,7 +114,7 @@ class WeightUpdates:
 
     def _check_version(self, version: int, newest: int) -> None:
         """Raises RefusedError unless the version increases. Only the first update may repeat the loaded model's version."""
-        if version < newest or (version == newest and self._engine.progress().weight_updates):
+        if version < newest or (version == newest and self._engine.progress.weight_updates):
             raise RefusedError(
                 "stale_version",
                 f"version {version} is not newer than version {newest}, which this server holds; another session "

@@ -100,8 +100,8 @@ class HostedServer:
 
     async def generate(self, request: GenerationRequest, on_token: TokenListener | None = None) -> Completion:
         async def work() -> Completion:
-            generation = await self.service.exchange.submit_once(request)
-            with self.service.exchange.following(generation, 1.0):
+            generation = await self.service.engine.submit_once(request)
+            with self.service.engine.following(generation, 1.0):
                 return await generation.completion()
 
         return await self._there(work())

@@ -378,7 +378,7 @@ async def test_the_same_id_is_generated_once(tmp_path: Path) -> None:
     async with serving(tmp_path) as (client, service):
         both = await asyncio.gather(*(generate(client, native("a", 80)) for _ in range(2)))
         assert both[0] == both[1] == await generate(client, native("a", 80))
-        assert service.engine.progress().tokens_generated == 80
+        assert service.engine.progress.tokens_generated == 80
         changed = await client.post("/generate", content=msgspec.json.encode(native("a", 81)))
         assert changed.status_code == 400
 
@@ -387,7 +387,7 @@ async def test_the_same_id_is_generated_once(tmp_path: Path) -> None:
 async def test_cancelling_ends_a_request_with_what_it_has(tmp_path: Path) -> None:
     async with serving(tmp_path) as (client, service):
         running_ = asyncio.create_task(generate(client, native("a", 90)))
-        await wait_until(lambda: service.engine.progress().tokens_generated > 0)
+        await wait_until(lambda: service.engine.progress.tokens_generated > 0)
         assert (await client.post("/cancel", json={"request_id": "a"})).json() == {}
         assert (await client.post("/cancel", json={"request_id": "unknown"})).status_code == 200
         done = await running_
@@ -524,7 +524,7 @@ async def test_a_stream_that_breaks_off_says_why(tmp_path: Path) -> None:
         body = PLAIN | {"stream": True, "max_tokens": 90, "ignore_eos": True}
         asking = asyncio.create_task(client.post("/v1/completions", json=body))
         lines = asyncio.create_task(client.post("/generate", content=msgspec.json.encode(native("a", 90, stream=True))))
-        await wait_until(lambda: service.engine.progress().in_progress == 2)
+        await wait_until(lambda: service.engine.progress.in_progress == 2)
         service.engine.cancel_all()
         *events_, last = [line for line in (await asking).text.split("\n\n") if line]
         assert all("choices" in json.loads(event.removeprefix("data: ")) for event in events_)

@@ -20,8 +20,8 @@ from safetensors.torch import save_file
 from pipelinerl.environments.prompts import plain_decoder
 from pipelinerl.environments.text_stream import TextStream
 from pipelinerl.models.state import checksum, named_weights
-from pipelinerl.serving.server.exchange import Generation
 from pipelinerl.serving.server.openai.answers import pieces
+from pipelinerl.serving.server.served import Generation
 from pipelinerl.serving.server.service import Service
 from pipelinerl.serving.server.text import StopStrings
 from pipelinerl.types import GenerationRequest, SamplingParams, TokenEvent, VersionSpan, cancelled_completion
@@ -124,7 +124,7 @@ async def test_every_token_has_its_version_also_with_extras_and_several_answers(
     async with official(tmp_path) as (_, plain, service):
         body = PLAIN | {"n": 2, "max_tokens": 300, "ignore_eos": True, "logprobs": 2} | EXACT
         asking = asyncio.create_task(plain.post("/v1/completions", json=body))
-        await wait_until(lambda: service.engine.progress().tokens_generated > 4)
+        await wait_until(lambda: service.engine.progress.tokens_generated > 4)
         weights = {name: tensor.clone() for name, tensor in named_weights(byte_model(1)).items()}
         save_file(weights, tmp_path / "new.safetensors")
         update = {"version": 1, "checksum": checksum(weights), "path": str(tmp_path / "new.safetensors")}
@@ -367,9 +367,9 @@ async def test_an_update_after_a_stop_string_does_not_change_what_read_the_promp
     events = [TokenEvent("r", i, ids[i], -1.0, v, read[v]) for i, v in enumerate((0, 1, 2))]
     for event in events:
         generation.add(event)
-    exchange = mock.Mock()
-    exchange.cancel = lambda _: generation.end(cancelled_completion("r", events))
+    engine = mock.Mock()
+    engine.cancel = lambda _: generation.end(cancelled_completion("r", events))
     text = TextStream(plain_decoder(TOKENIZER))
-    found = [piece async for piece in pieces(exchange, generation, None, text, StopStrings(["b"]), singly=True, silent=())]
+    found = [piece async for piece in pieces(engine, generation, None, text, StopStrings(["b"]), singly=True, silent=())]
     assert [event.version for piece in found for event in piece.tokens] == [0, 1]
     assert (found[-1].stop, found[-1].prompt_versions) == ("b", read[1])

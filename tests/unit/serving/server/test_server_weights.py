@@ -134,7 +134,7 @@ async def test_versions_rise_and_an_answer_that_was_lost_can_be_asked_for(tmp_pa
             assert error.code == "stale_version"
         assert isinstance(await refused(WeightUpdateRequest(version=6, checksum="", path=second.path)), WeightUpdateError)
         assert checksum(service.loaded.weights) == second.checksum
-        assert service.engine.progress().weight_updates == 2
+        assert service.engine.progress.weight_updates == 2
 
 
 @in_event_loop
@@ -150,9 +150,9 @@ async def test_another_session_begins_at_any_version_and_ends_what_came_before(t
             return GenerationRequest(id=name, prompt_ids=(5, 6, 7), sampling=SamplingParams(max_tokens=tokens, seed=1))
 
         await take(7, 1, 1)
-        done = await (await service.exchange.submit_once(asked("done", 4))).completion()
-        assert await (await service.exchange.submit_once(asked("done", 4))).completion() == done
-        going = await service.exchange.submit_once(asked("going", 80))
+        done = await (await service.engine.submit_once(asked("done", 4))).completion()
+        assert await (await service.engine.submit_once(asked("done", 4))).completion() == done
+        going = await service.engine.submit_once(asked("going", 80))
         with pytest.raises(RefusedError, match="not newer than version 7"):
             await take(3, 1, 2)
         receipt = await take(3, 2, 2)
@@ -162,7 +162,7 @@ async def test_another_session_begins_at_any_version_and_ends_what_came_before(t
         assert ended.finish_reason == "cancelled"
         assert {span.version for span in ended.weight_versions} <= {7}
         for name, tokens in (("done", 4), ("going", 80)):
-            again = await (await service.exchange.submit_once(asked(name, tokens))).completion()
+            again = await (await service.engine.submit_once(asked(name, tokens))).completion()
             assert [span.version for span in again.weight_versions] == [3], "an answer of the session before"
         with pytest.raises(RefusedError, match="not newer than version 3"):
             await take(2, 2, 1)
@@ -180,7 +180,7 @@ async def test_weights_that_another_session_begins_with_in_vain_leave_the_old_on
             await service.updates.take(second)
         assert service.engine.holding == (7, first.checksum)
         request = GenerationRequest(id="a", prompt_ids=(5, 6, 7), sampling=SamplingParams(max_tokens=4, seed=1))
-        done = await service.exchange.submit(request).completion()
+        done = await service.engine.submit(request).completion()
         assert [span.version for span in done.weight_versions] == [7]
         mended = msgspec.structs.replace(saved(tmp_path / "mended", good, version=4), run="a", epoch=2)
         assert (await service.updates.take(mended)).version == 4

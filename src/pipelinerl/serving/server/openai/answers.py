@@ -12,9 +12,9 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from pipelinerl.environments.text_stream import TextStream
 from pipelinerl.errors import RequestError
 from pipelinerl.interfaces import PART, Tokenizer
-from pipelinerl.serving.server.exchange import Exchange, Generation
 from pipelinerl.serving.server.extras import Extras, Likeliest
 from pipelinerl.serving.server.http import server_sent_event, unavailable
+from pipelinerl.serving.server.served import Generation, ServedEngine
 from pipelinerl.serving.server.text import StopStrings
 from pipelinerl.serving.wire import ErrorBody
 from pipelinerl.types import TokenEvent, VersionSpan
@@ -155,7 +155,7 @@ class Piece(NamedTuple):
 
 
 async def pieces(
-    exchange: Exchange,
+    engine: ServedEngine,
     generation: Generation,
     extras: Extras | None,
     text: TextStream,
@@ -181,7 +181,7 @@ async def pieces(
             if stop.found is not None:
                 break
         if stop.found is not None:
-            exchange.cancel(generation.request.id)
+            engine.cancel(generation.request.id)
             break
     completion = await generation.completion()
     if stop.found is None:

@@ -22,7 +22,6 @@ from pipelinerl.environments.text_stream import TextStream
 from pipelinerl.errors import RequestError
 from pipelinerl.serving.server.dialects import messages, responses
 from pipelinerl.serving.server.dialects.common import Translated
-from pipelinerl.serving.server.exchange import Generation
 from pipelinerl.serving.server.extras import ExtendedRequest, Extras, Penalties, Rule
 from pipelinerl.serving.server.http import RefusedError, Stream, answer, body_of, decoded, unless_gone
 from pipelinerl.serving.server.openai.answers import (
@@ -39,6 +38,7 @@ from pipelinerl.serving.server.openai.answers import (
     usage_of,
 )
 from pipelinerl.serving.server.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, read_body
+from pipelinerl.serving.server.served import Generation
 from pipelinerl.serving.server.service import Service, ServiceHolder
 from pipelinerl.serving.server.text import StopStrings, ToolCallStream
 from pipelinerl.types import GenerationRequest, SamplingParams, TokenEvent, spans_from_versions
@@ -172,13 +172,13 @@ class _Call:
         self._logprobs = LogprobWriter(self._tokenizer, self._top or 0, as_ids=body.return_tokens_as_token_ids)
 
     async def respond(self, request: Request) -> Response:
-        exchange = self._service.exchange
+        engine = self._service.engine
         requests = await self._requests()
         with ExitStack() as stack:
             choices = []
             for index, wanted in enumerate(requests):
-                generation = exchange.submit(wanted)
-                stack.enter_context(exchange.following(generation))
+                generation = engine.submit(wanted)
+                stack.enter_context(engine.following(generation))
                 extras = wanted.extras if isinstance(wanted, ExtendedRequest) else None
                 choices.append(_Choice(index, generation, extras))
             if not self._body.stream:
@@ -240,8 +240,8 @@ class _Call:
         stop = StopStrings(body.stops, include=body.include_stop_str_in_output)
         singly = self._top is not None or bool(body.stops)
         silent = () if body.include_stop_str_in_output else choice.generation.request.sampling.stop_token_ids
-        exchange = self._service.exchange
-        async for piece in pieces(exchange, choice.generation, choice.extras, text, stop, singly=singly, silent=silent):
+        engine = self._service.engine
+        async for piece in pieces(engine, choice.generation, choice.extras, text, stop, singly=singly, silent=silent):
             yield piece
             choice.tokens += piece.tokens
             choice.text += piece.text

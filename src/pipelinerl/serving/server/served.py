@@ -1,0 +1,359 @@
+"""The engine behind the endpoints: its thread, which steps while there is work, and the requests that coroutines follow.
+
+    submit, cancel, update ──▶ commands ──▶ [ run commands ─▶ one engine step ] ──▶ one call into the event loop per step
+        (event loop)          (in order)        (a loop in the engine's thread)
+
+Commands run between two steps, so a weight update is applied at a token boundary and requests in progress continue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple
+
+import msgspec
+
+from pipelinerl.errors import PipelineRLError, RequestError, WeightUpdateError
+from pipelinerl.interfaces import Engine, WeightUpdate
+from pipelinerl.serving.server.http import RefusedError, unavailable
+from pipelinerl.serving.wire import token_events
+from pipelinerl.types import Completion, GenerationRequest, TokenEvent, UpdateReceipt
+
+_log = logging.getLogger(__name__)
+
+
+class Generation:
+    """One submitted request. Any number of coroutines may follow it.
+
+    `outcome` is None while the request is in progress. `abandoned`: cancelled because it had no followers. `keep`: the
+    completion is kept for a repeated request.
+    """
+
+    def __init__(self, request: GenerationRequest, *, keep: bool) -> None:
+        self.request = request
+        self.keep = keep
+        self.followers = 0
+        self.abandoned = False
+        self.outcome: Completion | PipelineRLError | None = None
+        self._tokens: list[TokenEvent] = []
+        self._changed = asyncio.Event()
+
+    async def ended(self) -> None:
+        while self.outcome is None:
+            await self._changed.wait()
+
+    async def begun(self) -> None:
+        """Wait for the first token or the end. Raises the request's error, if it failed."""
+        while not self._tokens and self.outcome is None:
+            await self._changed.wait()
+        if isinstance(self.outcome, PipelineRLError):
+            raise self.outcome
+
+    async def completion(self) -> Completion:
+        """Wait for the completion. Raises the request's error, if it failed."""
+        await self.ended()
+        if isinstance(self.outcome, Completion):
+            return self.outcome
+        raise self.outcome or AssertionError
+
+    async def batches(self) -> AsyncGenerator[list[TokenEvent]]:
+        """Yield all tokens in order, in one batch per engine step. If the request does not stream: one batch at the end."""
+        sent = 0
+        while True:
+            tokens = self._tokens if self.outcome is None else token_events(await self.completion())
+            if len(tokens) > sent:
+                batch, sent = tokens[sent:], len(tokens)
+                yield batch
+            elif self.outcome is not None:
+                return
+            else:
+                await self._changed.wait()
+
+    def add(self, event: TokenEvent) -> None:
+        self._tokens.append(event)
+
+    def end(self, outcome: Completion | PipelineRLError) -> None:
+        self.outcome = outcome
+        self._tokens = []
+
+    def wake(self) -> None:
+        """Wake all waiting coroutines; each checks its condition again."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+class Holding(NamedTuple):
+    """The weights in the engine."""
+
+    version: int
+    checksum: str
+
+
+class _Kept(NamedTuple):
+    request_id: str
+    size: int
+    at_s: float
+
+
+class ServedEngine:
+    """Owns `engine`, and starts its thread. Used only in the event loop that it was created in.
+
+    At most `most_open` requests, `slots` + `max_queue`, are open; more are refused. `held` computes the checksum of the
+    weights that the engine holds now. Of the requests that `submit_once` started, the completions are kept for `keep_s`, up
+    to `keep_tokens` tokens. If the engine raises an exception, it has failed: all open and all later requests fail with that
+    reason.
+
+    `holding`: the weights that the next token is sampled with. `progress`: the engine's counts after its last step.
+    `refusing`: why requests are refused, or None if they are accepted.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        name: str,
+        slots: int,
+        max_queue: int,
+        held: Callable[[], str],
+        keep_s: float = 600.0,
+        keep_tokens: int = 500_000,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.name, self._engine, self._held, self._slots = name, engine, held, slots
+        self.most_open = slots + max_queue
+        self.holding = Holding(engine.version, held())
+        self.progress = engine.progress()
+        self.refusing: str | None = None
+        self._keep_s, self._keep_tokens, self._clock = keep_s, keep_tokens, clock
+        self._loop = asyncio.get_running_loop()
+        self._known: dict[str, Generation] = {}  # in progress or kept
+        self._open: set[str] = set()
+        self._updates: set[asyncio.Future[UpdateReceipt]] = set()
+        self._kept: deque[_Kept] = deque()
+        self._kept_tokens = 0
+        self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # None: the thread ends
+        self._failed: list[tuple[str, PipelineRLError]] = []  # used only in the engine's thread
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    # ---- requests
+
+    @property
+    def open_requests(self) -> int:
+        """Number of requests that were submitted and have not ended."""
+        return len(self._open)
+
+    def submit(self, request: GenerationRequest, *, keep: bool = False) -> Generation:
+        """Submit a request with a new id.
+
+        Raises RefusedError (`unavailable`, `overloaded`), and RequestError for an id that is in use.
+        """
+        if self.refusing is not None:
+            raise unavailable(self.refusing)
+        if request.id in self._open:
+            raise RequestError(f"request {request.id!r} is already in the engine; give each request a unique id")
+        if len(self._open) >= self.most_open:
+            raise RefusedError(
+                "overloaded",
+                f"{self._slots} requests are in progress and {self.most_open - self._slots} wait, the most that this server "
+                "accepts (--engine.slots, --max-queue): try again later",
+                retry_after_s=1,
+            )
+        generation = self._known[request.id] = Generation(request, keep=keep)
+        self._open.add(request.id)
+        self._commands.put(lambda: self._submit(request))
+        return generation
+
+    async def submit_once(self, request: GenerationRequest) -> Generation:
+        """Submit the request, or return the generation of the same request that was submitted before.
+
+        Raises as `submit` does, and RequestError if the id was used for another request.
+        """
+        while (known := self._known.get(request.id)) is not None:
+            if msgspec.structs.replace(known.request, stream=request.stream) != request:
+                raise RequestError(f"request id {request.id!r} was used for another request; give each request a unique id")
+            if not known.abandoned:
+                return known
+            # The known one was just cancelled for lack of followers. It ends with the next step; then start a new one.
+            await known.ended()
+        return self.submit(request, keep=True)
+
+    def forget(self) -> None:
+        """Answer no request with what was completed before now: the next one with its id generates again."""
+        for kept in self._kept:
+            del self._known[kept.request_id]
+        self._kept.clear()
+        self._kept_tokens = 0
+
+    def cancel(self, request_id: str) -> None:
+        """End a request at the next token boundary, with reason "cancelled". Unknown ids are ignored."""
+        if request_id in self._open:
+            self._commands.put(lambda: self._engine.cancel(request_id))
+
+    def cancel_all(self) -> None:
+        for request_id in self._open:
+            self.cancel(request_id)
+
+    @contextmanager
+    def following(self, generation: Generation, grace_s: float = 0.0) -> Iterator[None]:
+        """Follow the generation inside the context. It is cancelled if it has no followers `grace_s` after one has left."""
+        generation.followers += 1
+        try:
+            yield
+        finally:
+            generation.followers -= 1
+            if grace_s > 0:
+                self._loop.call_later(grace_s, self._cancel_unless_followed, generation)
+            else:
+                self._cancel_unless_followed(generation)
+
+    def _cancel_unless_followed(self, generation: Generation) -> None:
+        if not generation.followers and generation.outcome is None:
+            generation.abandoned = True
+            self.cancel(generation.request.id)
+
+    # ---- weights and the end
+
+    async def update(self, update: WeightUpdate, *, anew: bool = False) -> UpdateReceipt:
+        """Apply new weights at the next token boundary. `anew`: cancel all requests first; the version may be lower.
+
+        Raises WeightUpdateError if they do not fit (the old ones stay), RefusedError if the engine is not available.
+        """
+        if self.refusing is not None:
+            raise unavailable(self.refusing)
+        if anew:
+            self.cancel_all()
+        answer: asyncio.Future[UpdateReceipt] = self._loop.create_future()
+        self._updates.add(answer)
+        self._commands.put(lambda: self._update(update, answer, anew))
+        try:
+            return await answer
+        finally:
+            self._updates.discard(answer)
+
+    def refuse(self, reason: str) -> None:
+        """Refuse all requests from now on, with `reason`. Requests in progress continue."""
+        self.refusing = self.refusing or reason
+
+    def close(self, timeout_s: float = 10.0) -> bool:
+        """Stop after the current step. Returns False if that takes longer than `timeout_s`."""
+        self.refuse("the server has stopped")
+        self._commands.put(None)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    # ---- what the engine's thread calls in the event loop
+
+    def _deliver(
+        self, tokens: Sequence[TokenEvent], finished: Sequence[Completion], failed: Sequence[tuple[str, PipelineRLError]]
+    ) -> None:
+        changed: dict[str, Generation] = {}
+        for event in tokens:
+            generation = changed[event.request_id] = self._known[event.request_id]
+            generation.add(event)
+        for completion in finished:
+            changed[completion.request_id] = self._end(completion.request_id, completion)
+        for request_id, error in failed:
+            changed[request_id] = self._end(request_id, error)
+        for generation in changed.values():
+            generation.wake()
+
+    def _end(self, request_id: str, outcome: Completion | PipelineRLError) -> Generation:
+        """Keep a completed generation for a retry, or forget it; a retry then generates again."""
+        generation = self._known[request_id]
+        self._open.discard(request_id)
+        generation.end(outcome)
+        if not isinstance(outcome, Completion) or generation.abandoned or not generation.keep:
+            del self._known[request_id]
+            return generation
+        now_s = self._clock()
+        size = len(generation.request.prompt_ids) + len(outcome.token_ids)
+        self._kept.append(_Kept(request_id, size, now_s))
+        self._kept_tokens += size
+        while self._kept and (self._kept_tokens > self._keep_tokens or now_s - self._kept[0].at_s > self._keep_s):
+            oldest = self._kept.popleft()
+            self._kept_tokens -= oldest.size
+            del self._known[oldest.request_id]
+        return generation
+
+    def _answer(self, answer: asyncio.Future[UpdateReceipt], receipt: UpdateReceipt | PipelineRLError) -> None:
+        if answer.done():
+            return  # the caller has given up
+        if isinstance(receipt, PipelineRLError):
+            answer.set_exception(receipt)
+        else:
+            answer.set_result(receipt)
+
+    def _thread_ended(self, reason: str, *, failed: bool) -> None:
+        """Fail all open requests and updates."""
+        self.refusing = reason if failed else self.refusing
+        self._deliver((), (), [(request_id, unavailable(reason)) for request_id in sorted(self._open)])
+        for answer in tuple(self._updates):
+            self._answer(answer, unavailable(reason))
+
+    # ---- the engine's thread
+
+    def _run(self) -> None:
+        try:
+            while self._run_commands():
+                self._step()
+            self._post(self._thread_ended, "the server has stopped", failed=False)
+        except Exception as error:  # noqa: BLE001 - the thread's boundary: all waiting callers get the error
+            _log.exception("the engine failed")
+            reason = f"the engine failed ({type(error).__name__}: {error}): restart the server"
+            self._post(self._thread_ended, reason, failed=True)
+
+    def _post(self, call: Callable[..., None], *arguments: Any, **options: Any) -> None:
+        with suppress(RuntimeError):  # the event loop has ended
+            self._loop.call_soon_threadsafe(lambda: call(*arguments, **options))
+
+    def _run_commands(self) -> bool:
+        """Run the commands that wait; wait for one if there is nothing to compute. Returns False if the thread is to end."""
+        busy = self._engine.in_progress + self._engine.queued > 0
+        while True:
+            try:
+                command = self._commands.get(block=not busy)
+            except Empty:
+                return True
+            if command is None:
+                return False
+            command()
+            busy = True
+
+    def _step(self) -> None:
+        output = self._engine.step()
+        self.progress = self._engine.progress()
+        failed, self._failed = self._failed, []
+        if output.tokens or output.finished or failed:
+            self._post(self._deliver, output.tokens, output.finished, failed)
+
+    def _submit(self, request: GenerationRequest) -> None:
+        try:
+            self._engine.submit(request)
+        except RequestError as error:
+            self._failed.append((request.id, error))
+
+    def _update(self, update: WeightUpdate, answer: asyncio.Future[UpdateReceipt], anew: bool) -> None:
+        if anew:
+            self._step()  # ends the cancelled requests
+            self._engine.restart()  # any version may follow
+        try:
+            receipt = self._engine.update_weights(update)
+        except WeightUpdateError as error:
+            # The engine reports that it kept the old weights. Verify that.
+            if self._held() != self.holding.checksum:
+                raise
+            if anew:
+                self._engine.restart(self.holding.version)
+            self._post(self._answer, answer, error)
+            return
+        self.holding = Holding(receipt.version, receipt.checksum)
+        self.progress = self._engine.progress()
+        self._post(self._answer, answer, receipt)
