@@ -19,7 +19,7 @@ TROUBLES = ("raise", "hang", "compute", "leak", "nonsense")
 LEAKED_BYTES = 1 << 20
 
 
-class TroubledOptions(Options, kw_only=True):
+class TroubledOptions(Options, frozen=True):
     inner: Inner
     """The environment."""
     share: Share = 0.05
@@ -37,7 +37,7 @@ class Troubled:
 
     def __init__(self, tokenizer: Tokenizer, seed: int, **args: Any) -> None:
         options = TroubledOptions.read(args)
-        self._inner = make_inner("environment.args.inner", options.inner, tokenizer, seed)
+        self._inner = make_inner("environment.args.inner", options.inner.kind, options.inner.args, tokenizer, seed)
         self._share, self._seed = options.share, options.chaos_seed
         self._attempts = 0
         self._leaked: list[bytearray] = []

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from pipelinerl.environments.user.pool import FunctionPool, Limits
-from pipelinerl.environments.user.sandbox import version
+from pipelinerl.environments.user.worker import landlock_version
 from pipelinerl.errors import EnvironmentSetupError
 
-pytestmark = pytest.mark.skipif(version() == 0, reason="this system has no Landlock")
+pytestmark = pytest.mark.skipif(landlock_version() == 0, reason="this system has no Landlock")
 
 WAYS = {
     "write": "open(outside + '/new', 'w').write('x')",
@@ -118,8 +118,8 @@ def test_a_folder_that_does_not_exist_is_named(tmp_path: Path) -> None:
 
 
 def test_a_system_without_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pipelinerl.environments.user import sandbox
+    from pipelinerl.environments.user import worker
 
-    monkeypatch.setattr(sandbox, "version", lambda: 0)
+    monkeypatch.setattr(worker, "landlock_version", lambda: 0)
     with pytest.raises(EnvironmentSetupError, match=r"needs Linux 5\.13"):
-        sandbox.write_only_below([])
+        worker.write_only_below([])

@@ -69,9 +69,9 @@ PROCESSES = {
 
 HEAVY = {"torch", "transformers"}
 FIND_CLASSES = """
-from pipelinerl.environments.registry import BUILT_IN, constructor_of, find_class
+from pipelinerl.environments.registry import BUILT_IN, find_class
 for kind in BUILT_IN:
-    constructor_of(find_class(kind))
+    find_class(kind)
 """
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from pipelinerl.actor.client import RolloutClient, derive_seed, rollout_of
-from pipelinerl.actor.rollouts import Failure, FailureLog, RolloutContext, attempt, problem_for
+from pipelinerl.actor.rollouts import Failure, FailureLog, RolloutContext, attempt, problem_for, score
 from pipelinerl.config.schema import ActorConfig
 from pipelinerl.interfaces import ScoresGroups
 from pipelinerl.types import ActorProgress, Group, Problem, Rollout, Turn
@@ -210,8 +210,6 @@ class GroupRunner:
 
     async def _score(self, group: OpenGroup, environment: ScoresGroups) -> None:
         """Give the rollouts of a group their final rewards. If that fails, they count as failed attempts."""
-        from pipelinerl.actor.scoring import score  # noqa: PLC0415 - few environments compare rollouts
-
         ended = {number: one for number, one in sorted(group.outcomes.items()) if isinstance(one, Rollout)}
         scored = await score(environment, group.problem, list(ended.values()), self.context.limits)
         self.running -= 1

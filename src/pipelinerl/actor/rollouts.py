@@ -24,7 +24,7 @@ from pipelinerl.actor.client import Awake, Produced, RolloutClient
 from pipelinerl.actor.deadline import CodeAlarm, CodeGivenUpError
 from pipelinerl.config.schema import ActorConfig
 from pipelinerl.errors import CodeDeadlineError, RolloutError, TooManyFailuresError
-from pipelinerl.interfaces import AsyncEngine, Environment, Tokenizer
+from pipelinerl.interfaces import AsyncEngine, Environment, ScoresGroups, Tokenizer
 from pipelinerl.types import Completion, Problem, Rollout, SamplingParams, Turn
 
 FailureReason = Literal["timeout", "raised", "bad_rollout", "prompt_too_long"]
@@ -244,6 +244,26 @@ def finite(value: object, what: str) -> float:
 
 def type_name(value: object) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
+
+
+async def score(
+    environment: ScoresGroups, problem: Problem, rollouts: Sequence[Rollout], limits: TimeLimits
+) -> list[Rollout] | Failure:
+    """The rollouts of a group with the rewards and metrics that the environment gives them when all have ended."""
+
+    async def compare() -> list[Rollout]:
+        scored = await environment.score_group(problem, rollouts)
+        if not isinstance(scored, Sequence) or len(scored) != len(rollouts):
+            raise RolloutError(f"score_group returned {type_name(scored)}, not a list of {len(rollouts)} rollouts")
+        return [_rescored(before, after) for before, after in zip(rollouts, scored, strict=True)]
+
+    return await guarded(compare, limits, "score_group")
+
+
+def _rescored(before: Rollout, after: object) -> Rollout:
+    if not isinstance(after, Rollout) or after.turns != before.turns:
+        raise RolloutError("score_group may change only rewards and metrics, and not the order of the rollouts")
+    return msgspec.structs.replace(before, reward=finite(after.reward, "the reward"), metrics=metrics_of(after.metrics))
 
 
 # ---- failed attempts: counted, logged, and limited

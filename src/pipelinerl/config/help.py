@@ -6,16 +6,17 @@ import difflib
 import json
 import re
 import textwrap
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
 from importlib import resources
 from typing import Any, NamedTuple
 
+from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import ErrorDetails
 
 from pipelinerl.config import yaml_text
-from pipelinerl.config.keys import EXTENDS, Key, key_of, run_keys, run_sections, settable, show, spell
+from pipelinerl.config.keys import EXTENDS, Key, fields_of, key_of, run_keys, run_sections, settable, show, spell
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.config.variables import escaped
 
@@ -72,6 +73,22 @@ def explain(error: ErrorDetails, given: Callable[[str], Any]) -> Mistake:
     else:
         place, text = str(key), f"{show(given(str(key)))} is not allowed here; this takes {in_words(key.schema)}"
     return Mistake(place, text, key)
+
+
+def explain_argument(options: type[BaseModel], found: Sequence[ErrorDetails], args: Mapping[str, Any]) -> str:
+    """The first mistake that pydantic found in `environment.args`, in words that follow this name."""
+    keys = fields_of(options)
+    error = min(found, key=lambda one: one["type"] != "extra_forbidden")  # it may be another one's name
+    name, *inner = map(str, error["loc"])
+    if name not in keys:
+        close = difflib.get_close_matches(name, keys, n=1)
+        listed = ", ".join(one if "default" in schema else f"{one} (required)" for one, schema in keys.items())
+        return f".{name}: unknown; " + (f"did you mean `{close[0]}`?" if close else f"it takes {listed or 'nothing'}")
+    takes = f"this takes {in_words(keys[name])}"
+    if name not in args:
+        return f".{name}: it is missing; {takes}"
+    where = f" (at {'.'.join(inner)}: {error['msg']})" if inner and isinstance(args[name], dict | list) else ""
+    return f".{name}: {show(args[name])} is not allowed here; {takes}{where}"
 
 
 def _unknown_in_file(key: str) -> str:
@@ -192,6 +209,7 @@ def in_words(schema: dict[str, Any]) -> str:
         case {"properties": inner}:
             text = f"a mapping of {', '.join(inner)}"
         case _:
-            limits = [f"{sign} {schema[bound]:g}" for bound, sign in _BOUNDS.items() if bound in schema]
+            limits = [f"of {schema['pattern']}"] if "pattern" in schema else []
+            limits += [f"{sign} {schema[bound]:g}" for bound, sign in _BOUNDS.items() if bound in schema]
             text = f"{_WORDS[schema['type']]} {' and '.join(limits)}".rstrip()
     return text

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
+
+from pydantic import BaseModel
 
 from pipelinerl.config.schema import RunConfig
 
@@ -43,7 +44,14 @@ class Key:
 @cache
 def run_keys() -> dict[str, Key]:
     """Every key of the run file that takes a value, with dots, in the order of the schema."""
-    return {str(key): key for key in _keys()}
+    keys = []
+    for name, schema in fields_of(RunConfig).items():
+        keys += (
+            [Key(name, *item) for item in schema["properties"].items()]
+            if "properties" in schema
+            else [Key("", name, schema)]
+        )
+    return {str(key): key for key in keys}
 
 
 @cache
@@ -77,9 +85,9 @@ def spell(value: Any) -> str:
     return value if isinstance(value, str) else repr(list(value) if isinstance(value, tuple) else value)
 
 
-def _keys() -> Iterator[Key]:
-    document = RunConfig.model_json_schema()
-    definitions = document["$defs"]
+def fields_of(model: type[BaseModel]) -> dict[str, Any]:
+    """The JSON schema of each field of a model, without references."""
+    document = model.model_json_schema()
 
     def resolved(schema: Any) -> Any:
         if isinstance(schema, list):
@@ -87,11 +95,7 @@ def _keys() -> Iterator[Key]:
         if not isinstance(schema, dict):
             return schema
         if "$ref" in schema:
-            return resolved(definitions[schema["$ref"].removeprefix("#/$defs/")])
+            return resolved(document["$defs"][schema["$ref"].removeprefix("#/$defs/")])
         return {name: resolved(item) for name, item in schema.items()}
 
-    for name, schema in document["properties"].items():
-        if "$ref" in schema:
-            yield from (Key(name, *item) for item in resolved(schema)["properties"].items())
-        else:
-            yield Key("", name, resolved(schema))
+    return {name: resolved(schema) for name, schema in document.get("properties", {}).items()}

@@ -10,13 +10,14 @@ from fractions import Fraction
 from functools import lru_cache
 from itertools import count
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypeAlias
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
-from msgspec import Meta
+from pydantic import Field, Strict
 
+from pipelinerl.config.schema import Share
 from pipelinerl.environments.data import ProblemSet, Split, read_rows
-from pipelinerl.environments.options import Files, Inner, Options, listed
+from pipelinerl.environments.options import Files, Inner, Options, bounds_of, listed
 from pipelinerl.environments.registry import make_inner
 from pipelinerl.environments.single_turn import Task
 from pipelinerl.errors import EnvironmentSetupError
@@ -43,7 +44,7 @@ def _reward_notes(environment: Environment) -> tuple[str, ...]:
 LONGEST_CYCLE = 10_000
 
 
-class Weighted(Inner, frozen=True, forbid_unknown_fields=True):
+class Weighted(Inner, frozen=True):
     """An environment and its relative weight."""
 
     weight: int | float = 1
@@ -56,11 +57,11 @@ class Place(NamedTuple):
     rank: int
 
 
-class MixtureOptions(Options, kw_only=True):
-    environments: Annotated[dict[str, Weighted], Meta(min_length=1)]
+class MixtureOptions(Options, frozen=True):
+    environments: Annotated[dict[str, Weighted], Field(min_length=1)]
     """The environments by name: `{words: {kind: math, weight: 3, args: {...}}, numbers: {kind: countdown, weight: 1}}`."""
 
-    def __post_init__(self) -> None:
+    def model_post_init(self, _: Any) -> None:
         for name in self.environments:
             if not name or "/" in name:
                 raise EnvironmentSetupError(f"environment.args.environments: {name!r} can't be a name: it must have no `/`")
@@ -82,7 +83,8 @@ class Mixture:
         self._seed = seed
         self._names = tuple(parts)
         self.inner: dict[str, Environment] = {
-            name: make_inner(f"environment.args.environments.{name}", part, tokenizer, seed) for name, part in parts.items()
+            name: make_inner(f"environment.args.environments.{name}", part.kind, part.args, tokenizer, seed)
+            for name, part in parts.items()
         }
         self._counts = whole_weights([part.weight for part in parts.values()])
         self._cycle = lru_cache(maxsize=2)(self._shuffled)
@@ -192,22 +194,17 @@ class PassRate(msgspec.Struct, frozen=True):
     passes: int
 
 
-Rate: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
-
-
-class DifficultyFilterOptions(Options, kw_only=True):
+class DifficultyFilterOptions(Options, frozen=True):
     environment: Inner
     """`{kind: ..., args: {...}}`, the same as in the measurement, including the run's seed."""
     pass_rates: Files
     """Files of lines `{"id": ..., "attempts": ..., "passes": ...}`. Lines with the same id are added up. Problems that were
     not measured are not trained on."""
-    pass_rate_between: Annotated[tuple[Rate, ...], Meta(min_length=2, max_length=2)] = (0.05, 0.95)
+    pass_rate_between: Annotated[tuple[Share, Share], Strict(False)] = (0.05, 0.95)
     """The lowest and highest pass rate, both included."""
 
-    def __post_init__(self) -> None:
-        if self.pass_rate_between[0] > self.pass_rate_between[1]:
-            between = list(self.pass_rate_between)
-            raise EnvironmentSetupError(f"environment.args.pass_rate_between is {between}: give the lower one first")
+    def model_post_init(self, _: Any) -> None:
+        bounds_of("pass_rate_between", self.pass_rate_between)
 
 
 class DifficultyFilter(ProblemSet):
@@ -232,7 +229,8 @@ class DifficultyFilter(ProblemSet):
         low, high = options.pass_rate_between
         names = listed(options.pass_rates)
         measured = read_pass_rates([Path(name).expanduser() for name in names])
-        self._inner = make_inner("environment.args.environment", options.environment, tokenizer, seed)
+        inner = options.environment
+        self._inner = make_inner("environment.args.environment", inner.kind, inner.args, tokenizer, seed)
         self.inner = {"": self._inner}
         wanted = {name for name, rate in measured.items() if low <= rate.passes / rate.attempts <= high}
         if not wanted:

@@ -1,7 +1,7 @@
-"""`environment.args`: each environment declares its arguments once, as a struct.
+"""`environment.args`: each environment declares its arguments once, as a pydantic model, like the sections of a run file.
 
-    class CoinsOptions(Options, kw_only=True):
-        count: Annotated[int, Meta(ge=1)] = 3
+    class CoinsOptions(Options):
+        count: AtLeastOne = 3
         \"""How many coins are tossed.\"""
 
     class Coins(SingleTurn):
@@ -11,101 +11,115 @@
             super().__init__(tokenizer, seed)
             self._count = CoinsOptions.read(args).count
 
-The names, types, ranges and defaults of the struct are checked before a run starts and listed in errors. The docstrings of
-its fields are the documentation. A class with an ordinary constructor needs no struct.
+The names, types, ranges and defaults of the model are checked before a run starts. The docstrings of its fields are the
+documentation. A class with an ordinary constructor needs no model.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Mapping
-from difflib import get_close_matches
-from typing import Annotated, Any, Literal, Self, TypeAlias, get_args, get_origin, get_type_hints
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Self, TypeAlias
 
-import msgspec
-from msgspec import Meta
+from pydantic import Field, JsonValue, ValidationError
 
+from pipelinerl.config.schema import Count, Positive, Section, ShareBelowOne
+from pipelinerl.environments.prompts import (
+    Message,
+    chat_messages,
+    check_chat,
+    check_template_options,
+)
 from pipelinerl.errors import EnvironmentSetupError
+from pipelinerl.interfaces import Tokenizer
 
-Files: TypeAlias = str | Annotated[list[str], Meta(min_length=1)]
+Files: TypeAlias = str | Annotated[list[str], Field(min_length=1)]
 """A file (JSON lines, a JSON array, CSV or Parquet, by its suffix), a data set (`dataset:...`), or a list of them."""
-Share: TypeAlias = Annotated[float, Meta(ge=0, lt=1)]
+Share: TypeAlias = ShareBelowOne
 FunctionName: TypeAlias = str
 """`path/to/file.py:function` or `package.module:function`."""
-AtLeastOne: TypeAlias = Annotated[int, Meta(ge=1)]
-Seconds: TypeAlias = Annotated[float, Meta(gt=0)]
-
-SHOWN_CHARACTERS = 60
-"""Characters of a wrong value that an error quotes."""
+AtLeastOne: TypeAlias = Count
+Seconds: TypeAlias = Positive
+FormatReward: TypeAlias = ShareBelowOne
+"""The reward of a wrong answer in the right format: less than that of a right answer, 1."""
+Arguments: TypeAlias = dict[str, JsonValue]
 
 
 def listed(names: str | list[str]) -> list[str]:
     return [names] if isinstance(names, str) else names
 
 
-class Inner(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Inner(Section, frozen=True):
     """An environment within another one: `kind` and `args`, as under `environment` in a run file."""
 
     kind: str
-    args: dict[str, Any] = {}
+    args: Arguments = Field(default_factory=dict)
 
 
-class Options(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Base of the structs. A subclass may check several fields together in `__post_init__` (EnvironmentSetupError)."""
+class Options(Section, frozen=True):
+    """Base of the models. A subclass may check several fields together in `model_post_init` (EnvironmentSetupError)."""
 
     @classmethod
     def read(cls, args: Mapping[str, Any]) -> Self:
         """Raises EnvironmentSetupError for the first argument that is unknown, missing, or has a wrong type or range."""
-        check_arguments(cls.__name__, cls.signature(), args)
         try:
-            return msgspec.convert(dict(args), cls)
-        except msgspec.ValidationError as error:
-            what, _, where = str(error).partition(" - at `$.")
-            raise EnvironmentSetupError(_mistake(cls, what, where.rstrip("`"), args)) from error
+            return cls.model_validate(dict(args))
+        except ValidationError as error:
+            from pipelinerl.config.help import explain_argument  # noqa: PLC0415 - only for a mistake
+
+            raise EnvironmentSetupError(f"environment.args{explain_argument(cls, error.errors(), args)}") from error
 
     def refuse_without_effect(self, why: str, *names: str) -> None:
         """Raises EnvironmentSetupError if one of these arguments is neither its default nor empty, for it has no effect."""
-        for field in msgspec.structs.fields(self):
-            value = getattr(self, field.name)
-            if field.name in names and value not in ("", field.default):
-                raise EnvironmentSetupError(f"environment.args.{field.name} has no effect: {why}; leave it out")
-
-    @classmethod
-    def signature(cls) -> inspect.Signature:
-        """The signature of a constructor that takes the fields as keyword arguments."""
-        one = inspect.Parameter
-        base = [one(name, one.POSITIONAL_OR_KEYWORD) for name in ("tokenizer", "seed")]
-        fields = msgspec.structs.fields(cls)
-        own = [one(field.name, one.KEYWORD_ONLY, default=one.empty if field.required else None) for field in fields]
-        return inspect.Signature([*base, *own])
+        for name in names:
+            if getattr(self, name) not in ("", type(self).model_fields[name].default):
+                raise EnvironmentSetupError(f"environment.args.{name} has no effect: {why}; leave it out")
 
 
-def _mistake(options: type[Options], what: str, where: str, args: Mapping[str, Any]) -> str:
-    """An error of msgspec about the argument `where`, or about a part of an argument such as `numbers[0]`."""
-    hint = get_type_hints(options).get(where)
-    if get_origin(hint) is Literal:
-        what = f"it must be {' or '.join(f'`{value}`' for value in get_args(hint))}"
-    value = repr(args.get(where))
-    shown = value if len(value) <= SHOWN_CHARACTERS else f"{value[:SHOWN_CHARACTERS]}..."
-    place = f"{where} is {shown}" if where in args else where
-    return f"environment.args.{place}: {what[:1].lower()}{what[1:].replace('array', 'list')}"
+# ---- environments that ask questions
+
+NO_CHAT = "there is no chat (the model's tokenizer has no chat template, or environment.args.chat is false)"
 
 
-def check_arguments(name: str, signature: inspect.Signature, args: Mapping[str, Any]) -> None:
-    """Raises EnvironmentSetupError if `args` don't fit the constructor's signature (given without `self`).
+class QuestionOptions(Options, frozen=True):
+    """How a question becomes a prompt. Subclasses set the defaults of `system` and `text`."""
 
-    Checked before the call, so that a TypeError raised inside the constructor is not mistaken for wrong arguments.
-    """
-    try:
-        signature.bind(None, 0, **args)
-    except TypeError as error:
-        own = list(signature.parameters.values())[2:]
-        required = [it.name for it in own if it.default is it.empty and it.kind < it.VAR_KEYWORD]
-        optional = [it.name for it in own if it.name not in required]
-        names = [*required, *optional]
-        close = ((unknown, get_close_matches(unknown, names, n=1)) for unknown in args if unknown not in names)
-        hints = (f". Did you mean {match!r} instead of {unknown!r}?" for unknown, found in close for match in found)
-        takes = ", ".join([*(f"{it} (required)" for it in required), *optional]) or "nothing"
-        raise EnvironmentSetupError(
-            f"environment.args don't fit {name}: {error}; after `tokenizer` and `seed` it takes {takes}" + next(hints, "")
-        ) from error
+    chat: bool | None = None
+    """Whether the question is the user's message in the model's chat template. null: if the model has one."""
+    system: str = ""
+    """The system message of a chat; "" for none."""
+    template_options: Arguments | None = None
+    """Options of the model's chat template, such as `{enable_thinking: false}`."""
+    text: str = "{question}"
+    """The prompt if it is not a chat, with the question in place of `{question}`."""
+    max_tokens: AtLeastOne | None = None
+    """Longest completion, if `actor.max_tokens` is too long for this task."""
+
+    def model_post_init(self, _: Any) -> None:
+        if "{question}" not in self.text:
+            raise EnvironmentSetupError("environment.args.text must have {question} in it, where the question goes")
+
+
+class QuestionPrompt:
+    """Formats a question as `options` say. Raises EnvironmentSetupError for options that can't have an effect."""
+
+    def __init__(self, tokenizer: Tokenizer, options: QuestionOptions) -> None:
+        self._chat = check_chat(tokenizer, options.chat)
+        self.template_options = check_template_options(tokenizer, options.template_options, chat=self._chat)
+        self._options = options
+        if self._chat:
+            options.refuse_without_effect("the question is a message of a chat", "text")
+        else:
+            options.refuse_without_effect(NO_CHAT, "system")
+
+    def __call__(self, question: str) -> str | Sequence[Message]:
+        if not self._chat:
+            return self._options.text.replace("{question}", question)
+        return chat_messages(self._options.system, question)
+
+
+def bounds_of(name: str, value: int | tuple[Any, Any]) -> tuple[Any, Any]:
+    """The minimum and maximum that the argument `name` gives. Raises EnvironmentSetupError if they are swapped."""
+    low, high = (value, value) if isinstance(value, int) else value
+    if low > high:
+        raise EnvironmentSetupError(f"environment.args.{name} is {[low, high]}: give the minimum first")
+    return low, high

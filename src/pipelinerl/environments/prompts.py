@@ -1,17 +1,27 @@
-"""Encodes prompts and decodes text. Sampled tokens are never encoded again: their ids are kept."""
+"""Makes prompts, encodes them, and decodes text. Sampled tokens are never encoded again: their ids are kept."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from pipelinerl.errors import EnvironmentSetupError
 from pipelinerl.interfaces import PART, Tokenizer
 
 Message = Mapping[str, str]
 """One message of a chat: `{"role": "user", "content": "..."}`."""
 
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
+SHOWN_CHARACTERS = 60  # of a prompt, in an error message
+_OWN_OPTIONS = ("messages", "tools", "add_generation_prompt")
+ASSISTANTS = ("assistant", "model", "gpt", "ai", "bot", "chatbot")
+"""Roles of the model itself, in the chat templates and data sets that there are."""
+MOST_HELD = 16
+"""Tokens that a stream holds back for the rest of a character. A character has at most four bytes."""
+
+# ---- prompts
 
 
 def has_chat_template(tokenizer: Tokenizer) -> bool:
@@ -50,6 +60,90 @@ def encode_prompt(
     return tuple(map(int, encoded["input_ids"]))
 
 
+def chat_messages(system: str, question: str) -> list[Message]:
+    """The messages that ask a question; no system message if `system` is empty."""
+    return with_system(system, [{"role": "user", "content": question}])
+
+
+def with_system(system: str, messages: list[Message]) -> list[Message]:
+    return [{"role": "system", "content": system}, *messages] if system else messages
+
+
+def wrong_chat(messages: Sequence[Message], system: str = "") -> str | None:
+    """A description of `messages` if a model can't be asked to answer them, after the message `system`; else None."""
+    if messages and messages[-1].get("role") in ASSISTANTS:
+        return (
+            f"chat messages that end with the {messages[-1]['role']}'s (the answer is in the prompt: end them with the "
+            "user's message, and keep the answer in another field)"
+        )
+    if system and any(message.get("role") == "system" for message in messages):
+        return "chat messages with a system message of their own (leave out environment.args.system)"
+    return None
+
+
+def check_chat(tokenizer: Tokenizer, chat: bool | None) -> bool:
+    """Whether to use the chat template: `chat`, or, if that is None, whether there is one.
+
+    Raises EnvironmentSetupError if `chat` is true without a chat template.
+    """
+    if chat and not has_chat_template(tokenizer):
+        raise EnvironmentSetupError(
+            "environment.args.chat is true, but the model's tokenizer has no chat template: set it to false, or remove it"
+        )
+    return has_chat_template(tokenizer) if chat is None else chat
+
+
+def check_template_options(tokenizer: Tokenizer, options: Mapping[str, Any] | None, *, chat: bool = True) -> dict[str, Any]:
+    """The options; none for None. Raises EnvironmentSetupError for one that has no effect. `chat`: the template is used."""
+    template = str(getattr(tokenizer, "chat_template", None) or "") if chat else ""
+    for name in options or {}:
+        if name in _OWN_OPTIONS or not re.search(rf"\b{re.escape(name)}\b", template):
+            why = "is set here" if name in _OWN_OPTIONS else "is not in the model's chat template"
+            why = why if template else "has no effect: the prompts are not chats"
+            raise EnvironmentSetupError(f"environment.args.template_options: {name!r} {why}; leave it out")
+    return dict(options or {})
+
+
+def try_prompt(
+    tokenizer: Tokenizer, prompt: str | Sequence[Message], template_options: Mapping[str, Any] = NO_OPTIONS
+) -> None:
+    """Encode a prompt before the run starts, so that an error appears before the first rollout.
+
+    Raises EnvironmentSetupError if it can't be encoded, has no tokens, or if the chat template ignores the user's message.
+    """
+    ids = encode_or_refuse(tokenizer, prompt, template_options)
+    how = "" if ids else "makes an empty prompt"
+    if ids and not isinstance(prompt, str):
+        other = [*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] * 2}]
+        how = "ignores the user's message" if ids == encode_or_refuse(tokenizer, other, template_options) else ""
+    if how:
+        raise EnvironmentSetupError(f"{_encoder_of(prompt)} {how}: it belongs to another model, or is damaged")
+
+
+def encode_or_refuse(
+    tokenizer: Tokenizer, prompt: str | Sequence[Message], template_options: Mapping[str, Any] = NO_OPTIONS
+) -> tuple[int, ...]:
+    """`encode_prompt`, for any text. Raises EnvironmentSetupError."""
+    try:
+        return encode_prompt(tokenizer, prompt, template_options)
+    except Exception as error:  # third-party code, which may raise anything
+        what = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        system = not isinstance(prompt, str) and any(message["role"] == "system" for message in prompt)
+        advice = '; if it takes no system message, set environment.args.system to ""' if system else ""
+        raise EnvironmentSetupError(f"{_encoder_of(prompt)} fails: {what}{advice}") from error
+
+
+def _encoder_of(prompt: str | Sequence[Message]) -> str:
+    """The part of a tokenizer that encodes the prompt, for an error."""
+    what, text = ("tokenizer", prompt) if isinstance(prompt, str) else ("chat template", prompt[-1]["content"])
+    return (
+        f"the model's {what}, with the prompt {text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + '...'!r}"
+    )
+
+
+# ---- text
+
+
 def hidden_ids(tokenizer: Tokenizer) -> frozenset[int]:
     """Ids that are no text: the tokenizer's own bos, eos and padding. Other special tokens, such as `<think>`, are text."""
     ids = (getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad"))
@@ -69,8 +163,6 @@ def text_decoder(tokenizer: Tokenizer, *, special: bool = False) -> Callable[[Se
         if PART not in whole:
             return whole
         # The decoder of byte tokens makes all of a run unreadable if one byte is. A stream has shown what came before it.
-        from pipelinerl.environments.text_stream import TextStream  # noqa: PLC0415 - few completions need it
-
         stream = TextStream(decode)
         return stream.feed(ids) + stream.rest()
 
@@ -103,3 +195,53 @@ def _plain_backend(tokenizer: Tokenizer, outer: str, inner: str) -> Any:
     if modules != ["transformers.tokenization_utils_base", "transformers.tokenization_utils_tokenizers"]:
         return None
     return getattr(tokenizer, "backend_tokenizer", None)
+
+
+class TextStream:
+    """Decodes a growing sequence of tokens in pieces, which do not depend on how many tokens are fed at once.
+
+    Some tokens are parts of a character, and some decode differently after another token. So the tokens of the last piece
+    are decoded again with the new ones, and a piece is held back until its last character is complete, or for `MOST_HELD`
+    tokens.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        """`decode`: see `plain_decoder`."""
+        self._decode = decode
+        self._ids: list[int] = []
+        self._start = self._read = 0  # first token to decode again as context; number of tokens whose text was returned
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """Add tokens; return the text that became final."""
+        before = len(self._ids)
+        self._ids += token_ids
+        text = self._new_text(len(self._ids))
+        if PART not in text:
+            self._start, self._read = self._read, len(self._ids)
+            return text
+        return "".join(self._piece(end + 1) for end in range(before, len(self._ids)))
+
+    def rest(self) -> str:
+        """The remaining text at the end, including incomplete characters."""
+        text = self._new_text(len(self._ids))
+        self._start = self._read = len(self._ids)
+        return text
+
+    def _piece(self, end: int) -> str:
+        """The text that becomes final with token `end` - 1."""
+        text = self._new_text(end)
+        if not text.endswith(PART):
+            self._start, self._read = self._read, end
+            return text
+        if end - self._read < MOST_HELD:
+            return ""
+        # All but the last tokens is final, cut where this changes nothing: not within a character.
+        cuts = range(end - 3, self._read, -1)
+        cut = next((at for at in cuts if self._new_text(at) + self._decode(self._ids[at:end]) == text), cuts[0])
+        text = self._new_text(cut)
+        self._start = self._read = cut
+        return text
+
+    def _new_text(self, end: int) -> str:
+        known, text = (self._decode(self._ids[self._start : stop]) for stop in (self._read, end))
+        return text[len(known) :] if text.startswith(known) else self._decode(self._ids[self._read : end])

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Awaitable, Coroutine, Mapping
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, cast
 
-from pipelinerl.environments.prompts import encode_prompt
+from pipelinerl.environments.prompts import try_prompt, wrong_chat
 from pipelinerl.environments.single_turn import JudgedTurn, Task
 from pipelinerl.errors import EnvironmentSetupError, PipelineRLError
 from pipelinerl.interfaces import Environment, Tokenizer
 
 if TYPE_CHECKING:
     from pipelinerl.config.schema import RunConfig
-    from pipelinerl.environments.options import Inner, Options
+    from pipelinerl.environments.options import Options
 
 BUILT_IN = {
     "gcd": "pipelinerl.environments.tasks.gcd:Gcd",
@@ -52,15 +52,9 @@ def make_environment(kind: str, args: Mapping[str, Any], tokenizer: Tokenizer, s
 
 def build(kind: str, args: Mapping[str, Any], tokenizer: Tokenizer, seed: int) -> Environment:
     """What `make_environment` returns, without trying it and without a pool for its reward. Raises the same."""
-    found = find_class(kind)
+    check_arguments(kind, args)
     try:
-        constructor_of(found).bind(tokenizer, seed, **args)
-    except TypeError:
-        from pipelinerl.environments.options import check_arguments  # noqa: PLC0415 - only for an error
-
-        check_arguments(kind, constructor_of(found), args)
-    try:
-        return cast("Environment", found(tokenizer, seed, **args))
+        return cast("Environment", find_class(kind)(tokenizer, seed, **args))
     except PipelineRLError:
         raise
     except Exception as error:
@@ -69,10 +63,10 @@ def build(kind: str, args: Mapping[str, Any], tokenizer: Tokenizer, seed: int) -
         raise EnvironmentSetupError(f"environment {kind} can't be built: {describe(error, kind)}") from error
 
 
-def make_inner(where: str, inner: Inner, tokenizer: Tokenizer, seed: int) -> Environment:
+def make_inner(where: str, kind: str, args: Mapping[str, Any], tokenizer: Tokenizer, seed: int) -> Environment:
     """Raises what `make_environment` raises, with the message prefixed by `where`."""
     try:
-        return make_environment(inner.kind, inner.args, tokenizer, seed)
+        return make_environment(kind, args, tokenizer, seed)
     except PipelineRLError as error:
         raise type(error)(f"{where}: {error}") from error
 
@@ -95,13 +89,21 @@ def notes_of(environment: Environment, config: RunConfig) -> tuple[str, ...]:
 
 def _try_first_prompt(environment: JudgedTurn, tokenizer: Tokenizer) -> None:
     """Raises EnvironmentSetupError if the model's tokenizer or chat template can't encode the first prompt."""
-    with suppress(Exception):  # it is tried again, to say what is wrong
+    try:
         prompt = environment.prompt(environment.problem(0))
-        if isinstance(prompt, str) and encode_prompt(tokenizer, prompt):
-            return
-    from pipelinerl.environments.questions import try_first_prompt  # noqa: PLC0415 - for chats, and for an error
+    except Exception:  # noqa: BLE001 - may affect this problem only; failed rollouts are counted and bounded
+        return
+    if isinstance(prompt, Awaitable):  # a function of the user makes it
+        if isinstance(prompt, Coroutine):
+            prompt.close()
+        return
+    if not isinstance(prompt, str) and (wrong := wrong_chat(prompt)):
+        raise EnvironmentSetupError(f"the first problem's prompt has {wrong}")
+    try_prompt(tokenizer, prompt, environment.template_options)
 
-    try_first_prompt(environment, tokenizer)
+
+RENAMED = {"curriculum": "`difficulty_filter`", "math_words": "`math` with `judge: numbers` in environment.args"}
+"""What former names of built-in kinds are called now."""
 
 
 def find_class(kind: str) -> type:
@@ -109,22 +111,36 @@ def find_class(kind: str) -> type:
     if kind in BUILT_IN:
         module_name, _, class_name = BUILT_IN[kind].partition(":")
         return cast("type", getattr(importlib.import_module(module_name), class_name))
-    module_name, _, class_name = kind.rpartition(":")
-    from pipelinerl.environments.user.code import find_user_class, unknown_kind  # noqa: PLC0415 - not for a built-in one
+    if ":" in kind:
+        from pipelinerl.environments.user import code  # noqa: PLC0415 - not for a built-in one
 
-    if not module_name or not class_name:
-        raise unknown_kind(kind, BUILT_IN)
-    return find_user_class(module_name, class_name, kind)
+        return code.find_class(kind)
+    close = get_close_matches(kind, BUILT_IN, n=1)
+    hint = f" It is now called {RENAMED[kind]}." if kind in RENAMED else f" Did you mean {close[0]!r}?" if close else ""
+    raise EnvironmentSetupError(
+        f"environment.kind {kind!r} is unknown.{hint} It is one of {', '.join(BUILT_IN)}, `path/to/file.py:ClassName` "
+        "or `package.module:ClassName`"
+    )
 
 
-def options_of(found: type) -> type[Options] | None:
-    """The struct of the constructor's arguments; None if the class, or a subclass, has an ordinary constructor."""
+def check_arguments(kind: str, args: Mapping[str, Any]) -> None:
+    """Raises EnvironmentSetupError if `args` don't fit the constructor of the class that `kind` names.
+
+    Checked before the call, so that a TypeError raised inside the constructor is not mistaken for wrong arguments.
+    """
+    found = find_class(kind)
     owner = next(base for base in found.__mro__ if "__init__" in vars(base))
     options = vars(owner).get("Options")
-    is_struct = inspect.isclass(options) and hasattr(options, "refuse_without_effect")
-    return cast("type[Options]", options) if is_struct else None
-
-
-def constructor_of(found: type) -> inspect.Signature:
-    options = options_of(found)
-    return inspect.signature(found) if options is None else options.signature()
+    if inspect.isclass(options) and hasattr(options, "refuse_without_effect"):
+        cast("type[Options]", options).read(args)
+        return
+    signature = inspect.signature(found)
+    try:
+        signature.bind(None, 0, **args)
+    except TypeError as error:
+        own = list(signature.parameters.values())[2:]
+        required = [it.name for it in own if it.default is it.empty and it.kind < it.VAR_KEYWORD]
+        takes = ", ".join(f"{it.name} (required)" if it.name in required else it.name for it in own) or "nothing"
+        raise EnvironmentSetupError(
+            f"environment.args don't fit {kind}: {error}; after `tokenizer` and `seed` it takes {takes}"
+        ) from error

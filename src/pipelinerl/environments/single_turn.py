@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipelinerl.environments.prompts import NO_OPTIONS, Message, encode_prompt, text_decoder
@@ -14,6 +15,12 @@ if TYPE_CHECKING:
     from pipelinerl.environments.user.pool import RewardPool
 
 CACHED_PROMPTS = 64
+HELD_OUT_IN = 10
+
+
+def is_held_out(question: str) -> bool:
+    """One question in ten, by a hash: independent of the order of a file, of the seed and of the difficulty."""
+    return zlib.crc32(question.encode()) % HELD_OUT_IN == 0
 
 
 class Judgement(NamedTuple):
@@ -84,15 +91,16 @@ class JudgedTurn(Task):
         self._prompt_ids: dict[str, tuple[int, ...]] = {}
 
     @abstractmethod
-    def prompt(self, problem: Problem) -> str | Sequence[Message]:
-        """The prompt: a text for the model to continue, or chat messages."""
+    def prompt(self, problem: Problem) -> str | Sequence[Message] | Awaitable[str | Sequence[Message]]:
+        """The prompt: a text for the model to continue, or chat messages. It may be awaited."""
 
     @abstractmethod
     async def judge(self, problem: Problem, turn: Turn) -> Judgement:
         """Judges the answer `turn.text`, which has no stop token."""
 
     async def rollout(self, problem: Problem, client: GenerationClient) -> Rollout:
-        prompt_ids = self._encode(self.prompt(problem))
+        prompt = self.prompt(problem)
+        prompt_ids = self._encode(await prompt if isinstance(prompt, Awaitable) else prompt)
         completion = await client.generate(prompt_ids, max_tokens=self.max_tokens)
         turn = Turn(prompt_ids=prompt_ids, completion=completion, text=self._decode(completion.answer_ids))
         reward, metrics = await self.judge(problem, turn)

@@ -11,8 +11,7 @@ import torch
 from pipelinerl.checkpoint import load_checkpoint
 from pipelinerl.config.schema import LONGEST_SLOT, RunConfig
 from pipelinerl.engine import LocalEngine
-from pipelinerl.environments.prompts import has_chat_template, text_decoder
-from pipelinerl.environments.questions import encode_or_refuse
+from pipelinerl.environments.prompts import encode_or_refuse, has_chat_template, text_decoder
 from pipelinerl.errors import PromptTooLongError, UserError
 from pipelinerl.experiments.evaluate.models import find_targets
 from pipelinerl.models.loading import load_model, load_tokenizer, model_max_length, stop_token_ids
@@ -59,9 +58,9 @@ class Chat:
         """
         if self.has_template:
             asked = [*self._messages, {"role": "user", "content": text}]
-            prompt = encode_or_refuse(self._tokenizer, "the model's chat template", asked)
+            prompt = encode_or_refuse(self._tokenizer, asked)
         else:
-            asked, prompt = [], encode_or_refuse(self._tokenizer, "the model's tokenizer", text)
+            asked, prompt = [], encode_or_refuse(self._tokenizer, text)
         room = self._length - len(prompt)
         if room < 1:
             raise PromptTooLongError(f"the chat has {len(prompt)} tokens, and engine.max_length is {self._length}")

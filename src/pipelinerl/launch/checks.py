@@ -4,7 +4,6 @@ trackers are installed.
 
 from __future__ import annotations
 
-import re
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -46,14 +45,9 @@ def check_without_running(config: RunConfig) -> Judgement:
         _check_devices(config)
     memory = check_memory(config)
     if config.environment != EnvironmentConfig() and ":" not in config.environment.kind:
-        from pipelinerl.environments.options import check_arguments  # noqa: PLC0415 - not for the demo
-        from pipelinerl.environments.registry import constructor_of, find_class, options_of  # noqa: PLC0415 - as above
+        from pipelinerl.environments.registry import check_arguments  # noqa: PLC0415 - not for the demo
 
-        kind, args = config.environment.kind, config.environment.args
-        found = find_class(kind)
-        check_arguments(kind, constructor_of(found), args)
-        if (options := options_of(found)) is not None:
-            options.read(args)
+        check_arguments(config.environment.kind, config.environment.args)
     for name in config.metrics.trackers:
         from pipelinerl.extras import require  # noqa: PLC0415 - few runs have one
 
@@ -81,7 +75,7 @@ def inputs_of(config: RunConfig) -> dict[str, str]:
         if isinstance(value, dict | list):
             values += [*value, *value.values()] if isinstance(value, dict) else value
         elif isinstance(value, str):
-            named = re.sub("^(dataset|trl|verl):", "", value).rpartition(":")[0]
+            named = value.removeprefix("dataset:").rpartition(":")[0]
             path = Path(named or value).expanduser()
             with suppress(OSError, ValueError):  # most texts name no file
                 folder = value.startswith("dataset:") and path.is_dir()

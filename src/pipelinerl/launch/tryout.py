@@ -22,16 +22,15 @@ from pipelinerl.actor.client import EngineClient, RolloutClient
 from pipelinerl.actor.deadline import CodeAlarm
 from pipelinerl.actor.evaluation import held_out_problems
 from pipelinerl.actor.failures import line_of
-from pipelinerl.actor.rollouts import Failure, TimeLimits, attempt, guarded, problem_for
+from pipelinerl.actor.rollouts import Failure, TimeLimits, attempt, guarded, problem_for, score
 from pipelinerl.config.load import config_from_yaml
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.environments.combine import parts_of
 from pipelinerl.environments.registry import find_class, make_environment, notes_of
 from pipelinerl.environments.single_turn import JudgedTurn
 from pipelinerl.environments.user.code import find_function
-from pipelinerl.environments.user.function import Function
 from pipelinerl.errors import EnvironmentSetupError, PipelineRLError
-from pipelinerl.interfaces import Environment, Tokenizer
+from pipelinerl.interfaces import Environment, ScoresGroups, Tokenizer
 from pipelinerl.launch import GARBAGE_THRESHOLD
 from pipelinerl.launch.stages.held_out import evaluation_sets, no_held_out
 from pipelinerl.launch.trial import Mistake, Step, TryoutMessage, TryoutReport
@@ -118,6 +117,14 @@ class Tryout:
         view = RolloutClient(self.client, self._tokenizer, self._sampling, name=f"g{index}.a0", seed=0)
         return await attempt(self._environment, made[0], view, self._limits)
 
+    async def score(self, environment: ScoresGroups, played: Rollout) -> None:
+        """Raises EnvironmentSetupError if the rollouts of the first group can't be scored together."""
+        made = problem_for(self._environment, 0, self._limits)
+        if not isinstance(made, Failure) and isinstance(
+            failed := await score(environment, made[0], [played], self._limits), Failure
+        ):
+            raise refused(self._name, "a group of one empty answer", failed)
+
     async def doubts(self) -> list[str]:
         """What is doubtful about the rewards of texts. Raises EnvironmentSetupError if one fails."""
         made = [problem_for(self._environment, index, self._limits) for index in range(ANSWERED)]
@@ -127,9 +134,7 @@ class Tryout:
         """The highest reward in any form; None if one takes too long."""
         rewards: list[float] = []
         for said in [form.format(text) for form in FORMS]:
-            if isinstance(scorer := self._environment, Function):
-                outcome = await guarded(partial(scorer.reward_of, said, problem.payload), self._limits, "the reward")
-            elif isinstance(scorer, JudgedTurn):
+            if isinstance(scorer := self._environment, JudgedTurn):
                 turn = Turn(prompt_ids=(), completion=NOTHING, text=said)
                 judged = await guarded(partial(scorer.judge, problem, turn), self._limits, "the reward")
                 outcome = judged if isinstance(judged, Failure) else judged.reward
@@ -182,7 +187,9 @@ async def try_environment(
     played = await tryout.play(0)
     if isinstance(played, Failure):
         raise refused(kind, "an empty answer to its first problem", played)
-    single_turn = isinstance(environment, JudgedTurn) or type(environment) is Function
+    if isinstance(environment, ScoresGroups):
+        await tryout.score(environment, played)
+    single_turn = isinstance(environment, JudgedTurn) and type(environment).rollout is JudgedTurn.rollout
     until_s = time.monotonic() + PROMPTS_S
     for index in range(1, PROMPTS if single_turn else 0):
         if time.monotonic() < until_s:

@@ -139,7 +139,7 @@ def test_a_class_may_return_metrics_with_its_reward(file: Path) -> None:
 
 
 def test_what_another_process_can_not_have_is_refused(file: Path) -> None:
-    with one_line(EnvironmentSetupError, "its attribute is wrong: Expected `int` >= 1 - at `$.reward_workers`"):
+    with one_line(EnvironmentSetupError, "its attribute reward_workers: Input should be greater than or equal to 1"):
         made(file, "Limitless")
     with one_line(EnvironmentSetupError, "are not JSON, so no other process can have them"):
         made(file, "Act", bonus=1j)

@@ -143,17 +143,9 @@ def test_a_rollout(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        ({"numbers": 1}, "numbers is 1: expected `int` >= 2"),
         ({"numbers": [4, 3]}, r"numbers is \[4, 3\]: give the minimum first"),
-        ({"numbers": "three"}, "numbers is 'three': expected `int | list`"),
-        ({"numbers": 9}, "numbers is 9"),
-        ({"highest": 1}, "highest is 1"),
-        ({"highest": True}, "highest is True"),
-        ({"highest_target": 10**9}, "highest_target is 1000000000"),
-        ({"operations": "+^"}, r"operations is '\+\^'"),
-        ({"operations": ""}, "operations is ''"),
+        ({"operations": "+^"}, "operations: '\\+\\^' is not allowed here; this takes text of "),
         ({"operations": "*", "highest": 90, "numbers": 8}, "leave too few problems"),
-        ({"format_reward": -1}, "format_reward is -1"),
         ({"chat": True}, "no chat template"),
     ],
 )

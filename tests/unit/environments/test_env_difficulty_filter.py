@@ -123,14 +123,9 @@ def test_pass_rates_that_can_not_be_used(rates, complaint):
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        ({"pass_rate_between": [0.9, 0.1]}, "the lower one first"),
-        ({"pass_rate_between": [0, 2]}, r"pass_rate_between\[1\]: expected `float` <= 1"),
-        ({"pass_rate_between": 0.5}, r"pass_rate_between is 0\.5"),
-        ({"pass_rate_between": [0.1]}, r"pass_rate_between is \[0\.1\]: expected `list` of length >= 2"),
+        ({"pass_rate_between": [0.9, 0.1]}, "give the minimum first"),
         ({"pass_rates": "none.jsonl"}, r"can't read none\.jsonl"),
         ({"environment": {"kind": "gdc"}}, "args.environment: environment.kind 'gdc' is unknown"),
-        ({"environment": "gcd"}, "environment is 'gcd': expected `object`"),
-        ({"environment": {"kind": "gcd", "weight": 1}}, "unknown field `weight`"),
     ],
 )
 def test_arguments_that_can_not_be_used(arguments, complaint):

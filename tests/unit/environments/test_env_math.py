@@ -124,18 +124,10 @@ def test_a_malformed_line_is_named(tmp_path, row, arguments, complaint):
     ("arguments", "complaint"),
     [
         ({"path": "missing.jsonl"}, r"can't read missing\.jsonl: No such file"),
-        ({"path": []}, r"path is \[\]: expected `list` of length >= 1"),
-        ({"path": 4}, "path is 4"),
-        ({"judge": "guess"}, "judge is 'guess': it must be `math-verify` or `numbers`"),
-        ({"judge_timeout_s": 0}, "judge_timeout_s is 0"),
-        ({"format_reward": 1}, "format_reward is 1"),
         ({"chat": True}, "no chat template"),
         ({"text": "no place"}, "must have {question}"),
-        ({"max_tokens": 0}, "max_tokens is 0"),
         ({"length_penalty_tokens": 10}, "it needs environment.args.max_tokens"),
         ({"length_penalty_tokens": 10, "max_tokens": 9}, r"at least as many \(it is 9\)"),
-        ({"length_penalty": -1.0}, r"length_penalty is -1\.0: expected `float` >= 0"),
-        ({"lenght_penalty": 1.0}, "unexpected keyword argument 'lenght_penalty'.* Did you mean 'length_penalty'"),
     ],
 )
 def test_arguments_that_can_not_be_used(tmp_path, arguments, complaint):

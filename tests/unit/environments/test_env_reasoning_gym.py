@@ -108,23 +108,6 @@ def test_an_error_over_the_expected_answer_is_no_score(monkeypatch):
         score({"name": "any", "args": {}}, {"seed": 1, "index": 0, "question": "?"}, "2")
 
 
-def test_a_task_that_gives_full_credit_to_most_wrong_answers_is_refused():
-    with one_line(
-        EnvironmentSetupError, match="game_of_life_halting of reasoning-gym gives full credit to wrong answers, to "
-    ):
-        made(task="game_of_life_halting")
-
-
-@pytest.mark.parametrize(("task", "answer"), [("complex_arithmetic", "nan"), ("coin_flip", "0")])
-def test_a_single_wrong_answer_with_full_credit_is_named(caplog, task, answer):
-    made(task=task)
-    (warning,) = caplog.messages
-    assert (
-        warning
-        == f"{task} of reasoning-gym gives full credit to wrong answers: to {answer!r} for all of the 4 problems tried"
-    )
-
-
 def test_tasks_that_run_answers_are_refused_unless_asked_for():
     assert not runs_answers(make_tasks("chain_sum", {}, 0))
     for task in ("puzzle24", "spiral_matrix", "simple_integration"):
@@ -148,7 +131,6 @@ def test_tasks_that_run_answers_are_refused_unless_asked_for():
         ({"task": "chain_sum", "args": {"min_terms": "two"}}, r"args don't fit chain_sum of reasoning-gym"),
         ({"task": "chain_sum", "text": "none"}, r"\{question\}"),
         ({"task": "chain_sum", "chat": True}, "no chat template"),
-        ({"task": "chain_sum", "format_reward": 1}, "format_reward is 1"),
         ({"task": "composite"}, "args don't fit composite"),
     ],
 )

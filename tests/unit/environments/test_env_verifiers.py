@@ -596,9 +596,9 @@ def load_environment():
     [
         (SINGLE, {"tokenizer": make_tokenizer(template=None)}, "prompts .* no chat template"),
         (SINGLE.replace(", **more", ""), {"args": {"sistem": ""}}, "args don't fit environment file0: .*sistem.* takes"),
-        (SINGLE, {"args": 3}, "environment.args.args is 3: expected `object"),
-        (SINGLE, {"held_out": 1}, "held_out is 1: expected `float` < 1"),
-        (SINGLE, {"threads": "no"}, "environment.args.threads is 'no': expected `bool`"),
+        (SINGLE, {"args": 3}, "environment.args.args: 3 is not allowed"),
+        (SINGLE, {"held_out": 1}, "held_out: 1 is not allowed"),
+        (SINGLE, {"threads": "no"}, "environment.args.threads: 'no' is not allowed"),
         (SINGLE, {"environment": "gsm8k"}, "either `environment`.*or `load`"),
         (SINGLE, {"load": "", "environment": "no-such-env"}, "'no-such-env' is not installed .*no module no_such_env"),
         (SINGLE, {"load": "nowhere.py:load_environment"}, "there is no file .*nowhere.py"),

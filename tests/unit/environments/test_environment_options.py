@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
+import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import msgspec
 import pytest
-from msgspec import Meta
+from pydantic import Field, Strict
 
-from pipelinerl.environments.options import AtLeastOne, Files, Inner, Options
-from pipelinerl.environments.questions import QuestionOptions
+from pipelinerl.environments.options import AtLeastOne, Files, Inner, Options, QuestionOptions
 from pipelinerl.environments.registry import BUILT_IN, find_class
 from pipelinerl.environments.user.function import FunctionOptions
 from pipelinerl.errors import EnvironmentSetupError
@@ -21,40 +18,38 @@ from tests.unit.environments.env_client import one_line
 PAGE = Path(__file__).parents[3] / "docs" / "environments.md"
 
 
-class Coins(Options, kw_only=True):
+class Coins(Options, frozen=True):
     path: Files
     count: AtLeastOne = 3
     side: Literal["heads", "tails"] = "heads"
-    odds: Annotated[float, Meta(ge=0, le=1)] | None = None
-    bounds: Annotated[tuple[AtLeastOne, ...], Meta(min_length=2, max_length=2)] = (1, 2)
+    odds: Annotated[float, Field(ge=0, le=1)] | None = None
+    bounds: Annotated[tuple[AtLeastOne, AtLeastOne], Strict(False)] = (1, 2)
     inner: Inner | None = None
 
 
 def test_arguments_are_converted_and_have_defaults() -> None:
     assert Coins.read({"path": "a"}) == Coins(path="a")
     assert Coins.read({"path": ["a", "b"], "odds": 1, "bounds": [3, 4]}) == Coins(path=["a", "b"], odds=1.0, bounds=(3, 4))
-    assert Coins.read({"path": "a", "inner": {"kind": "gcd"}}).inner == Inner("gcd")
+    assert Coins.read({"path": "a", "inner": {"kind": "gcd"}}).inner == Inner(kind="gcd")
 
 
 @pytest.mark.parametrize(
     ("args", "complaint"),
     [
-        ({}, "environment.args don't fit Coins: missing a required "),  # from Python 3.12 on: keyword-only
-        ({}, "argument: 'path'; after `tokenizer` and"),
-        ({"path": "a", "coutn": 1}, "got an unexpected keyword argument 'coutn'"),
-        ({"path": "a", "coutn": 1}, "inner. Did you mean 'count' instead of 'coutn'?"),
-        ({"paht": "a"}, "argument: 'path'"),
-        ({"paht": "a"}, "Did you mean 'path' instead of 'paht'?"),
-        ({"path": 3}, "environment.args.path is 3: expected `str | list`, got `int`"),
-        ({"path": []}, "environment.args.path is []: expected `list` of length >= 1"),
-        ({"path": "a", "count": 0}, "environment.args.count is 0: expected `int` >= 1"),
-        ({"path": "a", "count": "many " * 30}, "...: expected `int`, got `str`"),
-        ({"path": "a", "count": True}, "environment.args.count is True: expected `int`, got `bool`"),
-        ({"path": "a", "side": "edge"}, "environment.args.side is 'edge': it must be `heads` or `tails`"),
-        ({"path": "a", "odds": 2}, "environment.args.odds is 2: expected `float` <= 1"),
-        ({"path": "a", "bounds": [1]}, "environment.args.bounds is [1]: expected `list` of length >= 2"),
-        ({"path": "a", "bounds": [1, 0]}, "environment.args.bounds[1]: expected `int` >= 1"),
-        ({"path": "a", "inner": {"args": {}}}, "inner is {'args': {}}: object missing required field `kind`"),
+        ({}, "environment.args.path: it is missing; this takes text or a list of 1 or more: text"),
+        ({"path": "a", "coutn": 1}, "environment.args.coutn: unknown; did you mean `count`?"),
+        ({"paht": "a"}, "environment.args.paht: unknown; did you mean `path`?"),
+        ({"path": "a", "x": 1}, "environment.args.x: unknown; it takes path (required), count, side, odds, bounds, inner"),
+        ({"path": 3}, "environment.args.path: 3 is not allowed here; this takes text or a list of 1 or more: text"),
+        ({"path": []}, "environment.args.path: [] is not allowed here"),
+        ({"path": "a", "count": 0}, "environment.args.count: 0 is not allowed here; this takes a whole number >= 1"),
+        ({"path": "a", "count": "many " * 30}, "... is not allowed here; this takes a whole number >= 1"),
+        ({"path": "a", "count": True}, "environment.args.count: true is not allowed here"),
+        ({"path": "a", "side": "edge"}, "environment.args.side: 'edge' is not allowed here; this takes one of heads, tails"),
+        ({"path": "a", "odds": 2}, "environment.args.odds: 2 is not allowed here; this takes a number >= 0 and <= 1"),
+        ({"path": "a", "bounds": [1]}, "environment.args.bounds: [1] is not allowed here; this takes a list of 2: a whole "),
+        ({"path": "a", "inner": {"args": {}}}, "inner: {'args': {}} is not allowed here; this takes a mapping of kind"),
+        ({"path": "a", "inner": {"kind": "gcd", "arg": {}}}, "(at arg: Extra inputs are not permitted)"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_line(args: dict[str, Any], complaint: str) -> None:
@@ -65,26 +60,15 @@ def test_a_mistake_is_one_line(args: dict[str, Any], complaint: str) -> None:
 # ---------------------------------------------------------------------------------------------- documentation
 
 
-def field_docs(options: type[Options]) -> dict[str, str]:
-    docs: dict[str, str] = {}
-    for base in reversed(options.__mro__[: options.__mro__.index(Options)]):
-        (tree,) = ast.parse(inspect.getsource(base)).body
-        assert isinstance(tree, ast.ClassDef)
-        for field, text in zip(tree.body, tree.body[1:], strict=False):
-            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
-                docs[ast.unparse(field.target)] = " ".join(ast.literal_eval(text.value).split())
-    return docs
-
-
 def table(title: str, options: type[Options], note: str = "") -> str:
     """The arguments of one kind of environment, as they are listed in the documentation, without inherited ones."""
-    docs = field_docs(options)
-    before = {field.name for field in msgspec.structs.fields(options.__bases__[0])}
+    inherited = options.__bases__[0].model_fields
     rows = [f"### {title}", "", *([note, ""] if note else []), "| argument | default | |", "|---|---|---|"]
-    own = (field for field in msgspec.structs.fields(options) if field.name not in before)
-    for field in sorted(own, key=lambda field: not field.required):
-        default = "required" if field.required else f"`{msgspec.json.encode(field.default).decode()}`"
-        rows.append(f"| `{field.name}` | {default if len(default) < 30 else 'a text'} | {docs[field.name]} |")
+    own = {name: field for name, field in options.model_fields.items() if name not in inherited}
+    for name, field in sorted(own.items(), key=lambda item: not item[1].is_required()):
+        default = "required" if field.is_required() else f"`{json.dumps(field.default, separators=(',', ':'))}`"
+        words = " ".join((field.description or "").split())
+        rows.append(f"| `{name}` | {default if len(default) < 30 else 'a text'} | {words} |")
     return "\n".join(rows) + "\n"
 
 

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from tokenizers import processors
 
-from pipelinerl.environments.prompts import encode_prompt
-from pipelinerl.environments.questions import check_template_options
+from pipelinerl.environments.prompts import check_template_options, encode_prompt
 from pipelinerl.environments.registry import make_environment
 from pipelinerl.errors import EnvironmentSetupError
 from tests.unit.chat_parts import CHATML, SamplingClient, make_tokenizer

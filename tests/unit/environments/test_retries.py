@@ -13,9 +13,8 @@ import pytest
 
 from pipelinerl.environments.chat.tool_use import ToolError
 from pipelinerl.environments.user.code import is_away
-from pipelinerl.environments.user.function import read_tools
+from pipelinerl.environments.user.function import Functions, read_tools
 from pipelinerl.environments.user.pool import Limits
-from pipelinerl.environments.user.rewards import Functions
 
 FILE = """
 from pathlib import Path
@@ -88,7 +87,6 @@ def called(tmp_path: Path, name: str, *, retries: int = 2, isolate: bool = True)
     (tmp_path / "rewards.py").write_text(FILE)
     functions = Functions(
         {"reward": f"{tmp_path}/rewards.py:{name}"},
-        rewards={"reward": ""},
         isolate=isolate,
         workers=1,
         concurrency=1,

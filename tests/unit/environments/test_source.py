@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from pipelinerl.environments.user.code import find_function, import_file
+from pipelinerl.environments.user.code import find_function, import_code
 from pipelinerl.environments.user.source import name_by_file
 from pipelinerl.errors import UserError
 
@@ -42,7 +42,7 @@ def notebook(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 def test_what_has_a_file_is_named_by_it(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("def reward(text, example):\n    return 2.0\n")
-    found = import_file(file)
+    found = import_code(str(file))
     assert name_by_file(found.reward, tmp_path / "inputs") == f"{file.resolve()}:reward"
     assert name_by_file(random.Random, tmp_path) == f"{Path(random.__file__).resolve()}:Random"
     assert not (tmp_path / "inputs").exists()

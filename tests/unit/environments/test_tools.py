@@ -248,7 +248,7 @@ def test_tools_that_hang_or_die_are_told_to_the_model(project: dict[str, Any]) -
         ("hang", "Error: it took longer than 1 s"),
         ("die", "Error: its process ended with status 3"),
         ("object", "Error: TypeError: Encoding objects of type object is unsupported"),
-        ("x", "Error: line 26: KeyError: 'x'"),
+        ("x", "Error: mine.py, line 26: KeyError: 'x'"),
     ):
         rollout, text = play(environment, environment.problem(0), calling("fails", what=what), "It is 3.")
         assert rollout.reward == 1.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import re
 import zlib
 from collections.abc import Mapping, Sequence
@@ -13,11 +12,10 @@ from typing import Any
 
 import msgspec
 
-from pipelinerl.environments.options import AtLeastOne, Seconds
+from pipelinerl.environments.options import Arguments, AtLeastOne, FormatReward, QuestionOptions, QuestionPrompt, Seconds
 from pipelinerl.environments.prompts import Message
-from pipelinerl.environments.questions import FormatReward, QuestionOptions, QuestionPrompt, is_held_out
-from pipelinerl.environments.single_turn import JudgedTurn, Judgement
-from pipelinerl.environments.user.code import finite_number, try_out
+from pipelinerl.environments.single_turn import JudgedTurn, Judgement, is_held_out
+from pipelinerl.environments.user.code import finite_number
 from pipelinerl.environments.user.pool import CALL_ENDED, FunctionPool, Limits
 from pipelinerl.errors import EnvironmentSetupError, RolloutError
 from pipelinerl.extras import require
@@ -35,16 +33,12 @@ _MARKED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _TRIES = 64
 _HELD_OUT_CHUNKS = 100
 """Number of chunks that are searched for held-out problems."""
-_TRIED_PROBLEMS = 4
-_WRONG = ("", "nan", "0", "banana", "banana " * 2000)
-"""Answers that are tried at the start, where they are wrong."""
-_log = logging.getLogger(__name__)
 
 
-class ReasoningGymOptions(QuestionOptions, kw_only=True):
+class ReasoningGymOptions(QuestionOptions, frozen=True):
     task: str
     """Name of the task, such as `chain_sum`."""
-    args: dict[str, Any] | None = None
+    args: Arguments | None = None
     """Arguments of the task, such as `{max_terms: 3}`."""
     marked: bool = True
     """false: the whole completion is the answer, for a custom prompt that asks for the answer alone."""
@@ -60,8 +54,8 @@ class ReasoningGymOptions(QuestionOptions, kw_only=True):
     system: str = SYSTEM
     text: str = TEXT
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def model_post_init(self, context: Any) -> None:
+        super().model_post_init(context)
         if not self.marked:
             self.refuse_without_effect("`marked` is false", "format_reward")
 
@@ -73,7 +67,7 @@ class ReasoningGym(JudgedTurn):
     """
 
     Options = ReasoningGymOptions
-    reward_notes = ()  # `_try_wrong_answers` does it
+    scores_texts, reward_notes = True, ()
 
     def __init__(self, tokenizer: Tokenizer, seed: int, **args: Any) -> None:
         """Raises MissingDependencyError, and EnvironmentSetupError for an unknown or refused task, or wrong arguments."""
@@ -92,7 +86,6 @@ class ReasoningGym(JudgedTurn):
         # `create` is registered so that a process imports reasoning-gym when it starts: a call has no time for it.
         functions = {"score": f"{__name__}:score", "create": "reasoning_gym.factory:create_dataset"}
         self._pool = FunctionPool(functions, workers=options.score_processes, limits=limits)
-        try_out(self._try_wrong_answers(), limits.start_timeout_s + 10 * limits.timeout_s, "wrong answers to some problems")
 
     def problem(self, index: int) -> Problem:
         chunk, place = divmod(index, CHUNK)
@@ -139,22 +132,6 @@ class ReasoningGym(JudgedTurn):
         if score is None:
             return 0.0, "score_raised"
         return finite_number(score, f"{self._options.task} of reasoning-gym"), ""
-
-    async def _try_wrong_answers(self) -> None:
-        """Raises EnvironmentSetupError if most wrong answers to some problems get full credit, warns of single ones."""
-        problems = [self.problem(index) for index in range(_TRIED_PROBLEMS)]
-        scores: dict[str, list[float]] = {}
-        for problem, other in zip(problems, [*problems[1:], problems[0]], strict=True):
-            right = problem.payload["answer"].strip().lower()
-            for name, answer in ({one: one for one in _WRONG} | {"another problem's": other.payload["answer"]}).items():
-                if answer.strip().lower() != right:
-                    scores.setdefault(name, []).append((await self._outcome(problem, answer))[0])
-        credited = [name for name, given in scores.items() if min(given) >= 1.0]
-        what = f"{self._options.task} of reasoning-gym gives full credit to wrong answers"
-        if 2 * len(credited) > len(scores):
-            raise EnvironmentSetupError(f"{what}, to {len(credited)} of the {len(scores)} that were tried: use another task")
-        for name in credited:
-            _log.warning("%s: to %r for all of the %d problems tried", what, name, len(scores[name]))
 
     def _entry(self, name: str, place: int) -> Problem | None:
         """The entry at `place` of the chunk `name`; None if the task has fewer entries."""

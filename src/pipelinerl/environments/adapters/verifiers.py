@@ -11,9 +11,8 @@ from typing import Any
 import msgspec
 
 from pipelinerl.environments.data import ProblemSet, split, without
-from pipelinerl.environments.options import FunctionName, Options, Share
-from pipelinerl.environments.prompts import has_chat_template
-from pipelinerl.environments.questions import check_template_options
+from pipelinerl.environments.options import Arguments, FunctionName, Options, Share
+from pipelinerl.environments.prompts import check_template_options, has_chat_template
 from pipelinerl.errors import EnvironmentSetupError
 from pipelinerl.extras import require
 from pipelinerl.interfaces import GenerationClient, Tokenizer
@@ -23,17 +22,17 @@ SAME_PROBLEM = ("prompt", "answer", "info")
 """Rows with equal values in these fields are the same problem: verifiers builds a rollout from them."""
 
 
-class VerifiersOptions(Options, kw_only=True):
+class VerifiersOptions(Options, frozen=True):
     environment: str = ""
     """Name of an installed environment, as for `verifiers.load_environment`."""
     load: FunctionName = ""
     """Instead of `environment`: a function that returns an environment, such as `path/to/file.py:load_environment`."""
-    args: dict[str, Any] | None = None
+    args: Arguments | None = None
     """Arguments of the function that loads the environment."""
     held_out: Share = 0.1
     """Share of the rows (by a hash of the row) for evaluation, never used in training; only for environments without an
     `eval_dataset`."""
-    template_options: dict[str, Any] | None = None
+    template_options: Arguments | None = None
     """Options of the model's chat template, such as `{enable_thinking: false}`."""
     threads: bool = True
     """Run reward functions that aren't `async` in threads, while generation continues. false: in the main thread, which
@@ -41,7 +40,7 @@ class VerifiersOptions(Options, kw_only=True):
     drop_raised: bool = False
     """Drop a rollout if one of its reward functions raises an error. false: that function counts as 0, as in verifiers."""
 
-    def __post_init__(self) -> None:
+    def model_post_init(self, _: Any) -> None:
         if bool(self.environment) == bool(self.load):
             raise EnvironmentSetupError(
                 "environment.args needs either `environment`, the name of an installed environment of verifiers, or `load`, "

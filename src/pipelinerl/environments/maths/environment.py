@@ -10,17 +10,22 @@ import re
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from msgspec import Meta
-
+from pipelinerl.config.schema import Natural, NotNegative
 from pipelinerl.environments.data import ProblemSet, Split, field_of, fields_of, read_problems, read_rows, without
 from pipelinerl.environments.maths.judge import MAX_ANSWER, Judge, Verdict
 from pipelinerl.environments.maths.numbers import answer_in, last_boxed, marks_answer, number_of
-from pipelinerl.environments.options import AtLeastOne, Files, Seconds
+from pipelinerl.environments.options import (
+    AtLeastOne,
+    Files,
+    FormatReward,
+    QuestionOptions,
+    QuestionPrompt,
+    Seconds,
+)
 from pipelinerl.environments.prompts import Message
-from pipelinerl.environments.questions import FormatReward, QuestionOptions, QuestionPrompt, is_held_out
-from pipelinerl.environments.single_turn import JudgedTurn, Judgement
+from pipelinerl.environments.single_turn import JudgedTurn, Judgement, is_held_out
 from pipelinerl.errors import EnvironmentSetupError
 from pipelinerl.interfaces import Tokenizer
 from pipelinerl.types import Problem, Turn
@@ -33,7 +38,7 @@ SYSTEM = "Solve the problem step by step. Put the final answer in \\boxed{}."
 TEXT = "Problem: {question}\nSolve it step by step, and put the final answer in \\boxed{}.\nSolution:"
 
 
-class MathsOptions(QuestionOptions, kw_only=True):
+class MathsOptions(QuestionOptions, frozen=True):
     path: Files
     """Files of problems, one per line."""
     held_out_path: Files | None = None
@@ -50,15 +55,15 @@ class MathsOptions(QuestionOptions, kw_only=True):
     """How many answers are judged at once."""
     format_reward: FormatReward = 0.0
     """Reward of a wrong answer in a `\\boxed{}`; with `judge: numbers` also of a wrong number after `####`."""
-    length_penalty_tokens: Annotated[int, Meta(ge=0)] = 0
+    length_penalty_tokens: Natural = 0
     """Over how many tokens before `max_tokens` the reward falls; a text that is cut off gets the full penalty. 0: none."""
-    length_penalty: Annotated[float, Meta(ge=0)] = 1.0
+    length_penalty: NotNegative = 1.0
     """By how much it falls at most."""
     system: str = SYSTEM
     text: str = TEXT
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def model_post_init(self, context: Any) -> None:
+        super().model_post_init(context)
         if self.length_penalty_tokens > (self.max_tokens or 0):
             raise EnvironmentSetupError(
                 f"environment.args.length_penalty_tokens is {self.length_penalty_tokens}: it needs "

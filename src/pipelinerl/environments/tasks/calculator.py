@@ -6,14 +6,14 @@ import random
 from collections.abc import Sequence
 from typing import Annotated, Any, TypeAlias
 
-from msgspec import Meta
+from pydantic import Field, Strict
 
 from pipelinerl.environments.chat.messages import ChatMessage
 from pipelinerl.environments.chat.tool_use import Tool, ToolError, ToolTask, tool_of
 from pipelinerl.environments.maths.numbers import MAX_OPERAND_DIGITS, answer_in, read_expression
-from pipelinerl.environments.options import AtLeastOne, Options
-from pipelinerl.environments.questions import chat_messages, check_template_options, is_held_out
-from pipelinerl.errors import EnvironmentSetupError
+from pipelinerl.environments.options import Arguments, AtLeastOne, Options, bounds_of
+from pipelinerl.environments.prompts import chat_messages, check_template_options
+from pipelinerl.environments.single_turn import is_held_out
 from pipelinerl.interfaces import Tokenizer
 from pipelinerl.types import Problem
 
@@ -37,28 +37,27 @@ def calculate(expression: str) -> str:
     return str(found.value)
 
 
-Count: TypeAlias = Annotated[int, Meta(ge=2, le=8)]
+Count: TypeAlias = Annotated[int, Field(ge=2, le=8)]
 
 
-class CalculatorOptions(Options, kw_only=True):
-    numbers: Annotated[tuple[Count, ...], Meta(min_length=2, max_length=2)] = (2, 4)
+class CalculatorOptions(Options, frozen=True):
+    numbers: Annotated[tuple[Count, Count], Strict(False)] = (2, 4)
     """The minimum and maximum count of numbers."""
-    highest: Annotated[int, Meta(ge=10, le=999)] = 99
+    highest: Annotated[int, Field(ge=10, le=999)] = 99
     """The numbers are from 2 to this."""
-    operations: Annotated[str, Meta(pattern=r"^[-+*]+$")] = "+-*"
+    operations: Annotated[str, Field(pattern=r"^[-+*]+$")] = "+-*"
     """Some of `+-*`."""
     system: str = SYSTEM
     """The system message; "" for none."""
-    template_options: dict[str, Any] | None = None
+    template_options: Arguments | None = None
     """Options of the model's chat template, such as `{enable_thinking: false}`."""
     max_turns: AtLeastOne = 4
     """Turns of the model, including the answer."""
     max_tokens: AtLeastOne | None = None
     """Longest turn, if `actor.max_tokens` is too long for this task."""
 
-    def __post_init__(self) -> None:
-        if self.numbers[0] > self.numbers[1]:
-            raise EnvironmentSetupError(f"environment.args.numbers is {list(self.numbers)}: give the minimum first")
+    def model_post_init(self, _: Any) -> None:
+        bounds_of("numbers", self.numbers)
 
 
 class Calculator(ToolTask):

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeAlias
 
-from msgspec import Meta
+from pydantic import Field, Strict
 
 from pipelinerl.environments.maths.numbers import last_boxed, read_expression
+from pipelinerl.environments.options import FormatReward, QuestionOptions, QuestionPrompt, bounds_of
 from pipelinerl.environments.prompts import Message
-from pipelinerl.environments.questions import FormatReward, QuestionOptions, QuestionPrompt, is_held_out
-from pipelinerl.environments.single_turn import SingleTurn
+from pipelinerl.environments.single_turn import SingleTurn, is_held_out
 from pipelinerl.errors import EnvironmentSetupError
 from pipelinerl.interfaces import Tokenizer
 from pipelinerl.types import Problem
@@ -31,33 +31,27 @@ CHECKED_TRIES = 200
 TRIES = 20_000
 """Far more than CHECKED_TRIES, so that a difficulty that passed the check does not fail during the run."""
 
-Count: TypeAlias = Annotated[int, Meta(ge=2, le=8)]
-Highest: TypeAlias = Annotated[int, Meta(ge=2, le=100_000)]
+Count: TypeAlias = Annotated[int, Field(ge=2, le=8)]
+Highest: TypeAlias = Annotated[int, Field(ge=2, le=100_000)]
 
 
-class CountdownOptions(QuestionOptions, kw_only=True):
-    numbers: Count | Annotated[tuple[Count, ...], Meta(min_length=2, max_length=2)] = (3, 4)
+class CountdownOptions(QuestionOptions, frozen=True):
+    numbers: Count | Annotated[tuple[Count, Count], Strict(False)] = (3, 4)
     """How many numbers are given: one value, or the minimum and maximum."""
     highest: Highest = 50
     """The numbers are from 1 to this."""
     highest_target: Highest = 100
     """The targets are from 1 to this."""
-    operations: Annotated[str, Meta(pattern=r"^[-+*/]+$")] = "+-*/"
+    operations: Annotated[str, Field(pattern=r"^[-+*/]+$")] = "+-*/"
     """The operations of the generated solution, some of `+-*/`. An answer may use all four."""
     format_reward: FormatReward = 0.1
     """Reward of an expression with a wrong value that uses only the given numbers."""
     system: str = SYSTEM
     text: str = TEXT
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.bounds[0] > self.bounds[1]:
-            raise EnvironmentSetupError(f"environment.args.numbers is {list(self.bounds)}: give the minimum first")
-
-    @property
-    def bounds(self) -> tuple[int, int]:
-        numbers = self.numbers
-        return (numbers, numbers) if isinstance(numbers, int) else (numbers[0], numbers[1])
+    def model_post_init(self, context: Any) -> None:
+        super().model_post_init(context)
+        bounds_of("numbers", self.numbers)
 
 
 # ---- the task: pure functions
@@ -77,7 +71,7 @@ class Task:
 def draw_task(rng: random.Random, options: CountdownOptions, *, held_out: bool, tries: int) -> Task | None:
     """A problem with a solution that uses all of its numbers. None if none was found in this many tries."""
     for _ in range(tries):
-        count = rng.randint(*options.bounds)
+        count = rng.randint(*bounds_of("numbers", options.numbers))
         numbers = tuple(rng.randint(1, options.highest) for _ in range(count))
         target = _reachable(rng, numbers, options)
         if target is not None and target not in numbers:

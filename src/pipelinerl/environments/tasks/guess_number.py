@@ -7,21 +7,20 @@ import re
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-from msgspec import Meta
+from pydantic import Field
 
 from pipelinerl.environments.chat.conversation import Conversation
 from pipelinerl.environments.chat.messages import ChatMessage
-from pipelinerl.environments.options import AtLeastOne, Options
-from pipelinerl.environments.prompts import encode_prompt
-from pipelinerl.environments.questions import chat_messages, check_chat, check_template_options, try_prompt
+from pipelinerl.environments.options import Arguments, AtLeastOne, Options
+from pipelinerl.environments.prompts import chat_messages, check_chat, check_template_options, encode_prompt, try_prompt
 from pipelinerl.interfaces import GenerationClient, Tokenizer
 from pipelinerl.types import Problem, Rollout
 
 _INTEGER = re.compile(r"\d{1,9}")
 
 
-class GuessNumberOptions(Options, kw_only=True):
-    highest: Annotated[int, Meta(ge=10)] = 100
+class GuessNumberOptions(Options, frozen=True):
+    highest: Annotated[int, Field(ge=10)] = 100
     """The numbers are from 1 to this. A tenth of them is held out for evaluation."""
     max_turns: AtLeastOne = 7
     """How many guesses an attempt has."""
@@ -29,7 +28,7 @@ class GuessNumberOptions(Options, kw_only=True):
     """Longest guess."""
     chat: bool | None = None
     """Whether to use the model's chat template. null: if the model has one."""
-    template_options: dict[str, Any] | None = None
+    template_options: Arguments | None = None
     """Options of the model's chat template, such as `{enable_thinking: false}`."""
 
 

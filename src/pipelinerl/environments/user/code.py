@@ -1,4 +1,4 @@
-"""Loads user code named by `path/to/file.py:name` or `package.module:name`, and checks what it returns and raises."""
+"""Loads user code named by `path/to/file.py:name` or `package.module:name`, and reads what it returns and raises."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ import importlib.util
 import inspect
 import math
 import re
+import signal
 import socket
 import sys
 import zlib
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import msgspec
 
 from pipelinerl.errors import EnvironmentSetupError, RolloutError
 
@@ -23,26 +26,115 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
 T = TypeVar("T")
+UserFunction = Callable[..., Any]
 TOTAL = "reward"
 """The entry of a returned dict that is the reward. The others are metrics."""
 AWAY = (408, 429, 502, 503, 504)
 """Status codes of HTTP servers that may answer later."""
 _AWAY = re.compile("Connect|(API|Read|Write|Pool|Server)Timeout")
 
-# ---- importing a Python file by path, or a module by name
+# ---- finding a class or function in a file or module
 
 
-def import_module_or_file(name: str) -> ModuleType:
-    """Import `path/to/file.py` or `package.module`. Raises EnvironmentSetupError, with the line of the file."""
-    return import_file(Path(name)) if name.endswith(".py") or "/" in name else _module(name)
+def find_class(kind: str) -> type:
+    """The environment that `environment.kind` names. Raises EnvironmentSetupError if it is none."""
+    found: type = _find(kind, "class", inspect.isclass, f" (environment.kind {kind})")
+    for name in ("problem(self, index)", "held_out(self, count)", "rollout(self, problem, client)"):
+        if not callable(getattr(found, name.partition("(")[0], None)):
+            raise EnvironmentSetupError(f"environment {kind} has no method `{name}`; see `Environment` in interfaces.py")
+    return found
 
 
-def import_file(path: Path) -> ModuleType:
-    """Import a file once per process; its folder is appended to `sys.path`.
+def names_a_function(text: str) -> bool:
+    """Whether `text` is `file.py:name` or `package.module:name`, as opposed to the name of a field."""
+    module, colon, name = text.rpartition(":")
+    return bool(colon and name.isidentifier() and (module.endswith(".py") or module.replace(".", "").isidentifier()))
 
-    A relative path is relative to the working directory. Raises EnvironmentSetupError.
+
+def find_function(spec: str, *, allow_async: bool = False) -> UserFunction:
+    """The function that `spec` names. Raises EnvironmentSetupError, with the line of its file, if there is none."""
+    found: UserFunction = _find(spec, "function", callable)
+    if inspect.iscoroutinefunction(found) and not allow_async:
+        raise EnvironmentSetupError(f"{spec} is `async def`; it must be a plain function, which may block")
+    return found
+
+
+def find_reward(spec: str) -> UserFunction:
+    """The same for a function that rewards answers: also if it has the parameters of one for TRL or verl.
+
+    The attribute `called_as` of such a function says how it is called. Raises EnvironmentSetupError.
     """
-    path = path.expanduser().resolve()
+    found = find_function(spec, allow_async=True)
+    try:
+        taken = inspect.signature(found).parameters
+    except (TypeError, ValueError):  # some functions in C have no signature
+        return found
+    others = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
+    if "completions" in taken and others and "example" not in taken:
+        arguments, read, how = _for_trl, _first, "as TRL calls rewards: (completions=[...], prompts=[...], **fields)"
+    elif "solution_str" in taken:
+        arguments, read, how = (
+            _for_verl,
+            _score,
+            "as verl calls rewards: (data_source, solution_str, ground_truth, extra_info)",
+        )
+    else:
+        return found
+
+    def known(completion: str, example: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in arguments(completion, example).items() if others or name in taken}
+
+    async def ask(completion: str, example: dict[str, Any]) -> Any:
+        return read(await found(**known(completion, example)))
+
+    def call(completion: str, example: dict[str, Any]) -> Any:
+        return read(found(**known(completion, example)))
+
+    function = ask if inspect.iscoroutinefunction(found) else call
+    function.__dict__["called_as"] = how
+    return function
+
+
+def _find(spec: str, what: str, is_one: Callable[[object], bool], where: str = "") -> Any:
+    module_name, _, name = spec.rpartition(":")
+    if not module_name or not name:
+        raise EnvironmentSetupError(
+            f"{spec!r} does not name a {what}; write path/to/file.py:{what} or package.module:{what}"
+        )
+    module = import_code(module_name)
+    found = getattr(module, name, None)
+    if is_one(found):
+        return found
+    if hasattr(module, name):
+        raise EnvironmentSetupError(f"{name!r} of {module_name} is a {type(found).__name__}, not a {what}{where}")
+    kind = inspect.isclass if what == "class" else inspect.isfunction
+    names = [one for one, value in vars(module).items() if kind(value) and value.__module__ == module.__name__]
+    near = get_close_matches(name, names, n=1) or names[:3]
+    hint = f"; it has {', '.join(near)}" if near else ""
+    raise EnvironmentSetupError(f"{module_name} has no {what} {name!r}{hint}{where}")
+
+
+def import_code(name: str) -> ModuleType:
+    """Import `path/to/file.py` or `package.module`. Raises EnvironmentSetupError, with the line of the file.
+
+    A file is imported once per process, and its folder is appended to `sys.path`. A relative path is relative to the working
+    directory.
+    """
+    is_file = name.endswith(".py") or "/" in name
+    try:
+        return _import_file(Path(name).expanduser().resolve()) if is_file else importlib.import_module(name)
+    except EnvironmentSetupError:
+        raise
+    except (Exception, SystemExit) as error:
+        if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
+            raise EnvironmentSetupError(
+                f"there is no module {name} (is it installed, or on PYTHONPATH? A file is named by its path, with `.py`)"
+            ) from error
+        what = name if is_file else f"module {name}"
+        raise EnvironmentSetupError(f"{what} can't be imported: {describe(error, f'{name}:')}") from error
+
+
+def _import_file(path: Path) -> ModuleType:
     # A unique module name: a file must not shadow a real module or another file with the same name.
     name = f"pipelinerl_file_{path.stem}_{zlib.crc32(bytes(path)):08x}"
     if name in sys.modules:
@@ -58,185 +150,13 @@ def import_file(path: Path) -> ModuleType:
         sys.path.append(str(path.parent))
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
+    except BaseException:
         del sys.modules[name]
-        raise EnvironmentSetupError(f"{path} can't be imported: {summarize_error(error, path)}") from error
+        raise
     return module
 
 
-def find_user_class(module_name: str, class_name: str, kind: str) -> type:
-    """The environment of a module or file that `environment.kind` names. Raises EnvironmentSetupError if it is none."""
-    module = import_module_or_file(module_name)
-    found = getattr(module, class_name, None)
-    if not inspect.isclass(found):
-        names = names_in(module, inspect.isclass)
-        raise not_defined(module_name, "class", class_name, names, f" (environment.kind {kind})")
-    _check_methods(kind, found)
-    return found
-
-
-def _check_methods(kind: str, found: type) -> None:
-    for name, wanted in (
-        ("problem", "(self, index)"),
-        ("held_out", "(self, count)"),
-        ("rollout", "(self, problem, client)"),
-    ):
-        if not callable(getattr(found, name, None)):
-            raise EnvironmentSetupError(
-                f"environment {kind} has no method `{name}{wanted}`; see `Environment` in interfaces.py"
-            )
-    if not inspect.iscoroutinefunction(inspect.unwrap(getattr(found, "rollout"))):  # noqa: B009 - `type` has no such attribute
-        raise EnvironmentSetupError(f"`rollout` of environment {kind} must be `async def`, and return a Rollout")
-    missing = sorted(getattr(found, "__abstractmethods__", ()))
-    if missing:
-        raise EnvironmentSetupError(f"environment {kind} must define {', '.join(f'`{name}`' for name in missing)}")
-
-
-def not_defined(module: str, what: str, name: str, names: Sequence[str], where: str = "") -> EnvironmentSetupError:
-    """The error for a class or function that `module` does not define; `names` are those that it does."""
-    near = get_close_matches(name, names, n=1) or names[:3]
-    hint = f"; it has {', '.join(near)}" if near else ""
-    return EnvironmentSetupError(f"{module} has no {what} {name!r}{hint}{where}")
-
-
-def names_in(module: ModuleType, kind: Callable[[object], bool]) -> list[str]:
-    """The names of a kind of object, such as classes, that the module itself defines."""
-    return [name for name, value in vars(module).items() if kind(value) and value.__module__ == module.__name__]
-
-
-def summarize_error(error: BaseException, file: Path) -> str:
-    """An error from the code of `file` in one line, with the last line of that file in the traceback."""
-    if isinstance(error, SyntaxError) and error.lineno is not None:
-        return f"line {error.lineno}: SyntaxError: {error.msg}"
-    line = last_line(error, file)
-    where = "" if line is None else f"line {line}: "
-    return f"{where}{type(error).__name__}: {' '.join(str(error).split())}"
-
-
-def last_line(error: BaseException, file: Path) -> int | None:
-    """The last line of `file` in the traceback of `error`; None if the file is not in it."""
-    line = None
-    trace = error.__traceback__
-    while trace is not None:
-        if Path(trace.tb_frame.f_code.co_filename).name == file.name:
-            line = trace.tb_lineno
-        trace = trace.tb_next
-    return line
-
-
-def _module(name: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
-            raise EnvironmentSetupError(
-                f"there is no module {name} (is it installed, or on PYTHONPATH? A file is named by its path, with `.py`)"
-            ) from error
-        raise EnvironmentSetupError(f"module {name} can't be imported: {error}") from error
-    except (Exception, SystemExit) as error:
-        what = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise EnvironmentSetupError(f"module {name} can't be imported: {what}") from error
-
-
-UserFunction = Callable[..., Any]
-
-
-def names_a_function(text: str) -> bool:
-    """Whether `text` is `file.py:name` or `package.module:name`, as opposed to the name of a field."""
-    module, colon, name = text.rpartition(":")
-    return bool(colon and name.isidentifier() and (module.endswith(".py") or module.replace(".", "").isidentifier()))
-
-
-def find_function(spec: str, *, allow_async: bool = False, reward: Signature | None = None) -> UserFunction:
-    """The function that `spec` names; as a `reward` of this signature, it is `adapted`. It is imported as by `import_file`.
-
-    Raises EnvironmentSetupError, with the line of the file where known, if there is no such function.
-    """
-    module_name, colon, name = spec.rpartition(":")
-    if not colon or not module_name or not name:
-        raise EnvironmentSetupError(
-            f"{spec!r} does not name a function; write path/to/file.py:function or package.module:function"
-        )
-    module = import_module_or_file(module_name)
-    found = getattr(module, name, None)
-    if not callable(found):
-        if hasattr(module, name):
-            raise EnvironmentSetupError(f"{name!r} of {module_name} is a {type(found).__name__}, not a function")
-        raise not_defined(module_name, "function", name, names_in(module, inspect.isfunction))
-    if inspect.iscoroutinefunction(found) and not allow_async:
-        raise EnvironmentSetupError(f"{spec} is `async def`; it must be a plain function, which may block")
-    return found if reward is None else adapted(found, spec, reward)
-
-
-# ---- rewards with the signatures of other trainers, known by their parameter names or by a prefix, as in `trl:file.py:name`
-
-Signature: TypeAlias = Literal["", "trl", "verl"]
-CALLED_AS: dict[Signature, str] = {
-    "trl": "as TRL calls rewards: (completions=[...], prompts=[...], **fields)",
-    "verl": "as verl calls rewards: (data_source, solution_str, ground_truth, extra_info)",
-}
-
-
-def split_signature(spec: str) -> tuple[Signature, str]:
-    """The prefix of a reward's name, "" if it has none, and the rest."""
-    for signature in CALLED_AS:
-        rest = spec.removeprefix(f"{signature}:")
-        if rest != spec and ":" in rest:
-            return signature, rest
-    return "", spec
-
-
-def adapted(found: UserFunction, spec: str, signature: Signature = "") -> UserFunction:
-    """`found`, or if it has the signature of a reward of TRL or verl: a function (completion, example) that calls it.
-
-    The attribute `called_as` of such a function is its signature, which "" leaves to the parameters' names. Raises
-    EnvironmentSetupError for a function that takes neither (completion, example) nor the arguments of TRL or verl.
-    """
-    try:
-        taken = inspect.signature(found)
-    except (TypeError, ValueError):  # some functions in C have no signature
-        return found
-    names = list(taken.parameters)
-    if names[:2] in (["example", "completion"], ["example", "completions"]):
-        raise EnvironmentSetupError(f"{spec} has the parameters ({', '.join(names[:2])}): write them in the other order")
-    others = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.parameters.values())
-    known_as: Signature = "trl" if "completions" in names and others else "verl" if "solution_str" in names else ""
-    signature = signature or known_as
-    if not signature:
-        if wrong := refusal(taken, spec, "", {}):
-            raise EnvironmentSetupError(
-                f"{wrong}. It takes ({', '.join(names)}), a reward takes (completion, example). For one of TRL or verl "
-                f"write trl:{spec} or verl:{spec} (docs/write_a_task.md)"
-            )
-        return found
-    arguments, read = (_for_trl, _first) if signature == "trl" else (_for_verl, _score)
-
-    def known(completion: str, example: dict[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in arguments(completion, example).items() if others or name in names}
-
-    async def ask(completion: str, example: dict[str, Any]) -> Any:
-        return read(await found(**known(completion, example)))
-
-    def call(completion: str, example: dict[str, Any]) -> Any:
-        return read(found(**known(completion, example)))
-
-    function = ask if inspect.iscoroutinefunction(found) else call
-    function.__dict__["called_as"] = signature
-    return function
-
-
-def described(function: UserFunction) -> tuple[bool, Signature]:
-    """Whether the function is `async def`, and as which trainer's it is called."""
-    return inspect.iscoroutinefunction(function), getattr(function, "called_as", "")
-
-
-def refusal(taken: inspect.Signature, spec: str, *arguments: Any) -> str:
-    """Why a function of this signature can't be called with these arguments; "" if it can."""
-    try:
-        taken.bind(*arguments)
-    except TypeError as error:
-        return f"{spec} can't be called with {len(arguments)} arguments: {error}"
-    return ""
+# ---- rewards for other trainers
 
 
 def _for_trl(completion: str, example: dict[str, Any]) -> dict[str, Any]:
@@ -268,11 +188,20 @@ def _score(returned: Any) -> Any:
     return {name: value for name, value in numbers.items() if isinstance(value, bool | int | float)} | {"reward": score}
 
 
+# ---- what user code raises and returns
+
+
 def describe(error: BaseException, spec: str) -> str:
     """An error from the function `spec` in one line, with its file and the last line of that file in the traceback."""
-    file = Path(spec.rpartition(":")[0])
-    summary = summarize_error(error, file)
-    return f"{file.name}, {summary}" if summary.startswith("line ") else summary
+    name = Path(spec.rpartition(":")[0]).name
+    line = error.lineno if isinstance(error, SyntaxError) else None
+    trace = error.__traceback__
+    while trace is not None:
+        if Path(trace.tb_frame.f_code.co_filename).name == name:
+            line = trace.tb_lineno
+        trace = trace.tb_next
+    text = error.msg if isinstance(error, SyntaxError) else " ".join(str(error).split())
+    return ("" if line is None else f"{name}, line {line}: ") + f"{type(error).__name__}: {text}"
 
 
 def is_away(error: BaseException | None) -> bool:
@@ -320,13 +249,9 @@ def finite_number(value: object, name: str, wanted: str = "a number") -> float:
     if not isinstance(number, bool | int | float):
         kind = "None" if value is None else f"a {type(value).__name__}"
         raise RolloutError(f"{name} returned {kind}, not {wanted}")
-    try:
-        reward = float(number)
-    except OverflowError:
-        reward = math.inf
-    if not math.isfinite(reward):
-        raise RolloutError(not_finite(name, reward))
-    return reward
+    if not -sys.float_info.max <= number <= sys.float_info.max:
+        raise RolloutError(f"{name} returned {number if isinstance(number, float) else math.inf}, not a finite number")
+    return float(number)
 
 
 def score_of(value: object, name: str) -> tuple[float, dict[str, float]]:
@@ -341,12 +266,7 @@ def score_of(value: object, name: str) -> tuple[float, dict[str, float]]:
     return metrics.pop(TOTAL), metrics
 
 
-def not_finite(name: str, value: float) -> str:
-    return f"{name} returned {value}, not a finite number"
-
-
-# ---- calling user code once when an environment is built, so that its errors appear before the first rollout
-# The imports are local because the pool's workers, which import this module, need to start fast.
+# ---- calling user code in a thread. The imports are local because workers, which import this module, need to start fast.
 
 
 def in_daemon_thread(call: Callable[[], T]) -> Future[T]:
@@ -397,30 +317,64 @@ def run_to_end(work: Coroutine[Any, Any, T]) -> T:
         raise
 
 
-def try_out(trial: Coroutine[Any, Any, T], bound_s: float, what: str) -> T:
-    """Run `trial` to its end, even if this thread runs an event loop. Raises EnvironmentSetupError if it fails."""
-    import asyncio  # noqa: PLC0415
+# ---- the messages between a pool of processes (`pool.py`) and one of them (`worker.py`), and the limits of a call
 
-    try:
-        return in_daemon_thread(lambda: asyncio.run(trial)).result(bound_s)
-    except EnvironmentSetupError:
-        raise
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything
-        reason = str(error) or f"it took longer than {bound_s:g} s"
-        raise EnvironmentSetupError(f"tried on {what}, {reason}") from None
+OUT_OF_MEMORY = 77
+"""Exit status of a worker in which a call exceeded its memory limit."""
+LINE_SIGNAL = signal.SIGUSR1
+"""Asks a worker for the line of the user's file that it executes."""
 
 
-RENAMED = {"curriculum": "`difficulty_filter`", "math_words": "`math` with `judge: numbers` in environment.args"}
-"""What former names of built-in kinds are called now."""
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits of a call: `timeout_s`, and `memory_mb` beyond what the process uses after importing the functions' files.
+
+    `start_timeout_s` limits that import. `writes`: the only folders below which a call can write; None: not limited.
+    """
+
+    timeout_s: float = 10.0
+    memory_mb: int = 1024
+    start_timeout_s: float = 60.0
+    writes: tuple[str, ...] | None = None
 
 
-def unknown_kind(kind: str, built_in: Collection[str]) -> EnvironmentSetupError:
-    """The error for a kind that is neither built in nor names a class."""
-    close = get_close_matches(kind, built_in, n=1)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
-    if kind in RENAMED:
-        hint = f" It is now called {RENAMED[kind]}."
-    return EnvironmentSetupError(
-        f"environment.kind {kind!r} is unknown.{hint} It is one of {', '.join(built_in)}, `path/to/file.py:ClassName` "
-        "or `package.module:ClassName`"
-    )
+class TaskSource(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker needs to make an instance of a user's class: that of `make_environment`, and where its parts are found.
+
+    `tokenizer` is a folder or id, "" if that is not known. `search` is the module search path of the pool's process.
+    """
+
+    kind: str
+    args: dict[str, Any]
+    seed: int
+    tokenizer: str
+    chat_template: Any
+    remote_code: bool
+    search: list[str]
+
+
+class Start(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker's only argument: functions (`file.py:function`) by name, and limits.
+
+    With `task` there is one function, the task's `reward`, and its name stands for the class.
+    """
+
+    functions: dict[str, str]
+    limits: Limits
+    task: TaskSource | None = None
+
+
+class Call(msgspec.Struct, frozen=True, kw_only=True):
+    """A call of the function `name`. The reply repeats `number`."""
+
+    number: int
+    name: str
+    arguments: tuple[Any, ...]
+
+
+class Reply(msgspec.Struct, frozen=True, kw_only=True):
+    """The outcome of a call: `value` if it returned, else `error` (one line). Number 0 is the outcome of the imports."""
+
+    number: int
+    outcome: Literal["returned", "raised", "away", "bad_value"] = "returned"
+    value: Any = None
+    error: str = ""

@@ -1,52 +1,175 @@
-"""Tasks from a file of examples, a user function that computes rewards, and perhaps user functions as tools."""
+"""Tasks from a file of examples, user functions that compute rewards, and perhaps user functions as tools.
+
+A function is called in a process of the pool. An `async def` function, such as a judge behind an API, runs in the event loop
+of the generation process instead, where many of its calls can wait at the same time.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, NamedTuple
+from weakref import WeakKeyDictionary
 
 import msgspec
-from msgspec import Meta
+from pydantic import Field
 
+from pipelinerl.config.schema import Natural
 from pipelinerl.environments.chat.tool_use import Tool, ToolError, require_chat, tool_of, use_tools
 from pipelinerl.environments.data import ProblemSet, read_split
-from pipelinerl.environments.options import AtLeastOne, Files, FunctionName, Options, Seconds, Share, listed
-from pipelinerl.environments.prompts import Message, encode_prompt, text_decoder
-from pipelinerl.environments.questions import (
+from pipelinerl.environments.options import (
     NO_CHAT,
+    Arguments,
+    AtLeastOne,
+    Files,
+    FunctionName,
+    Options,
+    Seconds,
+    Share,
+    listed,
+)
+from pipelinerl.environments.prompts import (
+    Message,
     chat_messages,
     check_chat,
     check_template_options,
-    try_prompt,
     with_system,
     wrong_chat,
 )
-from pipelinerl.environments.single_turn import Judgement
-from pipelinerl.environments.user.code import find_function, is_away, names_a_function, retried, summarize_error, try_out
+from pipelinerl.environments.single_turn import CACHED_PROMPTS, JudgedTurn, Judgement
+from pipelinerl.environments.user.code import (
+    TOTAL,
+    describe,
+    find_function,
+    find_reward,
+    finite_number,
+    is_away,
+    names_a_function,
+    retried,
+    score_of,
+)
 from pipelinerl.environments.user.pool import CALL_ENDED, FunctionPool, Limits
-from pipelinerl.environments.user.rewards import Functions, group_values, named_rewards, weighted_sum
 from pipelinerl.errors import EnvironmentSetupError, RolloutError
 from pipelinerl.interfaces import GenerationClient, Tokenizer
 from pipelinerl.types import Problem, Rollout, Turn
 
-CACHED_PROMPTS = 64
 PROMPT = "prompt"
 GROUP_REWARD = "group_reward"
 """Names of functions, in errors; the second is also that of a metric."""
 
-Prompt = str | list[Message]
+Prompt = str | Sequence[Message]
 
 
-class FunctionOptions(Options, kw_only=True):
+class Functions:
+    """Calls user functions by name: in processes with limits, or in this one if they are `async def` or not `isolate`d."""
+
+    def __init__(
+        self,
+        specs: Mapping[str, str],
+        *,
+        isolate: bool,
+        workers: int,
+        concurrency: int,
+        limits: Limits,
+        retries: int = 0,
+    ) -> None:
+        """Raises EnvironmentSetupError."""
+        self._specs, self._concurrency, self._timeout_s = dict(specs), concurrency, limits.timeout_s
+        self._retries = retries
+        self._found = {name: find_reward(spec) for name, spec in specs.items()}
+        pooled = {
+            name: spec for name, spec in specs.items() if isolate and not inspect.iscoroutinefunction(self._found[name])
+        }
+        self._pool = FunctionPool(pooled, workers=workers, limits=limits) if pooled else None
+        self._pooled = pooled.keys()
+        self.any_async = any(map(inspect.iscoroutinefunction, self._found.values()))
+        called = {spec: getattr(self._found[name], "called_as", "") for name, spec in specs.items()}
+        self.notes = tuple(f"reward {spec}: called {how}" for spec, how in called.items() if how)
+        """The functions that are called as another trainer calls them."""
+        self._slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+
+    @property
+    def any_pooled(self) -> bool:
+        return self._pool is not None
+
+    async def call(self, name: str, *arguments: Any) -> Any:
+        """What the function returns; called again if a server that it asks is away. Raises as `FunctionPool.call`."""
+        return await retried(functools.partial(self._call, name, *arguments), self._retries)
+
+    async def _call(self, name: str, *arguments: Any) -> Any:
+        if self._pool is not None and name in self._pooled:
+            return await self._pool.call(name, *arguments)
+        function, limit = self._found[name], asyncio.timeout(self._timeout_s)
+        try:
+            if not inspect.iscoroutinefunction(function):
+                return function(*arguments)
+            async with self._slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._concurrency)), limit:
+                return await function(*arguments)
+        except Exception as error:
+            if limit.expired():
+                what = f"{name} ({Path(self._specs[name]).name})"
+                raise TimeoutError(f"{what}: it took longer than {self._timeout_s:g} s") from None
+            kind = ConnectionError if is_away(error) else RuntimeError
+            raise kind(f"{name}: {describe(error, self._specs[name])}") from error
+
+
+class NamedReward(NamedTuple):
+    spec: str
+    weight: float
+
+
+def named_rewards(reward: str | Mapping[str, float] | Sequence[str]) -> dict[str, NamedReward]:
+    """The functions by the name that errors and metrics use: of several functions, each one's own.
+
+    Raises EnvironmentSetupError if two functions have the same name.
+    """
+    if isinstance(reward, str):
+        return {TOTAL: NamedReward(reward, 1.0)}
+    weights = reward if isinstance(reward, Mapping) else dict.fromkeys(reward, 1.0)
+    named = {spec.rpartition(":")[2]: NamedReward(spec, weight) for spec, weight in weights.items()}
+    if len(named) < len(reward):
+        raise EnvironmentSetupError("environment.args.reward: two functions have the same name; rename one of them")
+    return named
+
+
+async def weighted_sum(functions: Functions, weights: Mapping[str, float], *arguments: Any) -> Judgement:
+    """The sum of what the functions return, times their weights. Of several functions, each value is also a metric.
+
+    Raises RolloutError if one returns neither a finite number nor a dict with one.
+    """
+    calls = [asyncio.ensure_future(functions.call(name, *arguments)) for name in weights]
+    try:
+        values = await asyncio.gather(*calls)
+    finally:
+        for call in calls:
+            call.cancel()
+    scores = [Judgement(*score_of(value, name)) for name, value in zip(weights, values, strict=True)]
+    metrics = {name: score.reward for name, score in zip(weights, scores, strict=True)} if len(weights) > 1 else {}
+    for name, score in zip(weights, scores, strict=True):
+        if known := metrics.keys() & score.metrics.keys():
+            raise RolloutError(f"{name} returned the metric {min(known)!r}, which another function has too")
+        metrics |= score.metrics
+    return Judgement(sum(weights[name] * score.reward for name, score in zip(weights, scores, strict=True)), metrics)
+
+
+def group_values(value: object, name: str, count: int) -> list[float]:
+    """What a function returned for the `count` answers of a group. Raises RolloutError for anything but finite numbers."""
+    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != count:
+        raise RolloutError(f"{name} returned {value!r:.60}, not a list of {count} numbers")
+    return [finite_number(entry, f"{name}[{number}]") for number, entry in enumerate(value)]
+
+
+class FunctionOptions(Options, frozen=True):
     data: Files
     """Files of examples, JSON objects, which are passed to the functions as dicts."""
     reward: (
         FunctionName
-        | Annotated[dict[FunctionName, float], Meta(min_length=1)]
-        | Annotated[list[FunctionName], Meta(min_length=1)]
+        | Annotated[dict[FunctionName, float], Field(min_length=1)]
+        | Annotated[list[FunctionName], Field(min_length=1)]
     )
     """(completion, example) -> a finite number, a dict of `reward` and metrics, or (reward, metrics). The completion has no
     stop token, but other special tokens such as `<think>`, and may be empty. Several functions with their weights:
@@ -61,7 +184,7 @@ class FunctionOptions(Options, kw_only=True):
     """Whether a text prompt becomes the user's message in the model's chat template. null: if the model has one."""
     system: str = ""
     """The system message of a chat, before the prompt; "" for none."""
-    template_options: dict[str, Any] | None = None
+    template_options: Arguments | None = None
     """Options of the model's chat template, such as `{enable_thinking: false}`."""
     isolate: bool = True
     """Call the functions in processes with limits. false: in this process, while the engine waits."""
@@ -71,7 +194,7 @@ class FunctionOptions(Options, kw_only=True):
     """How many calls of `async def` functions, which run in the generation process, may wait at the same time."""
     timeout_s: Seconds = 10.0
     """How long a call may take."""
-    retries: Annotated[int, Meta(ge=0)] = 2
+    retries: Natural = 2
     """How often a call is made again, after 1, 4, 16, ... s, if it raised the error of a server that can't be reached."""
     memory_mb: AtLeastOne = 1024
     """How much memory a call may use beyond what its process uses after the imports."""
@@ -88,37 +211,31 @@ class FunctionOptions(Options, kw_only=True):
         return Limits(timeout_s=self.timeout_s, memory_mb=self.memory_mb, writes=writes)
 
 
-class Function(ProblemSet):
+class Function(ProblemSet, JudgedTurn):
     """Problems are the lines of a file; a user function computes the reward of an answer."""
 
     Options: ClassVar[type[FunctionOptions]] = FunctionOptions
 
     def __init__(self, tokenizer: Tokenizer, seed: int, **args: Any) -> None:
-        """Raises EnvironmentSetupError for unusable data or functions. Each function is called once to check it."""
-        options = self.Options.read(args)
-        self._tokenizer = tokenizer
-        self._decode = text_decoder(tokenizer)
+        """Raises EnvironmentSetupError for unusable data or functions."""
+        JudgedTurn.__init__(self, tokenizer, seed)
+        self._options = options = self.Options.read(args)
         self._chat = check_chat(tokenizer, options.chat)
-        self._asked_for_chat, self._system = options.chat, options.system
         if not self._chat:
             options.refuse_without_effect(NO_CHAT, "system")
         self.template_options = check_template_options(tokenizer, options.template_options, chat=self._chat)
-        self._ended_reward = options.ended_reward
-        self._prompt_ids: dict[str, tuple[int, ...]] = {}
+        self._made_prompts: dict[str, Prompt] = {}
         self._field = None if names_a_function(options.prompt) else options.prompt
-        parts = read_split(options.data, options.held_out, self._check, self._key)
-        super().__init__(parts, f"function/{seed}")
+        ProblemSet.__init__(self, read_split(options.data, options.held_out, self._check, self._key), f"function/{seed}")
         rewards = named_rewards(options.reward)
         self._weights = {name: one.weight for name, one in rewards.items()}
-        self._group_reward = options.group_reward
         others = {} if self._field else {PROMPT: options.prompt}
-        if self._group_reward:
-            others[GROUP_REWARD] = self._group_reward
+        if options.group_reward:
+            others[GROUP_REWARD] = options.group_reward
         if taken := others.keys() & rewards.keys():
             raise EnvironmentSetupError(f"environment.args.reward: a function can't be called {min(taken)}; rename it")
         self._functions = Functions(
             {name: one.spec for name, one in rewards.items()} | others,
-            rewards={name: one.signature for name, one in rewards.items()},
             isolate=options.isolate,
             workers=options.workers,
             concurrency=options.concurrency,
@@ -126,6 +243,8 @@ class Function(ProblemSet):
             limits=options.limits,
         )
         self.scores_texts = not self.calls_async
+        untried = "rewards: not tried with wrong answers, as a call of an `async def` function may cost money"
+        self.reward_notes = (*self._functions.notes, untried) if self.calls_async else self._functions.notes
         pooled = self._functions.any_pooled or (options.isolate and isinstance(options, ToolsOptions))
         if not pooled:
             options.refuse_without_effect("no function is called in a process", "workers", "memory_mb", "writes")
@@ -133,33 +252,20 @@ class Function(ProblemSet):
             options.refuse_without_effect("no function is `async def`", "concurrency")
             if not pooled:
                 options.refuse_without_effect("calls in this process have no limits", "timeout_s", "ended_reward")
-        try_out(self._trial(parts.training[0]), 2 * options.limits.start_timeout_s, "an empty answer to the first example")
-
-    @property
-    def reward_notes(self) -> tuple[str, ...]:
-        """The rewards that are called as by another trainer, for the user to check, and whether one may cost money."""
-        untried = "rewards: not tried with wrong answers, as a call of an `async def` function may cost money"
-        return (*self._functions.notes, untried) if self.calls_async else self._functions.notes
 
     @property
     def calls_async(self) -> bool:
         """Whether a reward is an `async def` function: a call may cost money."""
         return self._functions.any_async
 
-    async def reward_of(self, text: str, example: dict[str, Any]) -> float:
-        return (await self._score(text, example)).reward
+    def prompt(self, problem: Problem) -> Prompt | Awaitable[Prompt]:
+        return self._asked(problem.payload[self._field]) if self._field else self._made_prompt(problem)
 
-    async def rollout(self, problem: Problem, client: GenerationClient) -> Rollout:
-        key = self._key(problem)
-        prompt_ids = self._prompt_ids.get(key) or self._cache_prompt(key, await self._prompt(problem.payload))
-        completion = await client.generate(prompt_ids)
-        text = self._decode(completion.answer_ids)
-        reward, metrics = await self._score(text, problem.payload)
-        turn = Turn(prompt_ids=prompt_ids, completion=completion, text=text)
-        return Rollout(turns=(turn,), reward=reward, metrics=dict(metrics))
+    async def judge(self, problem: Problem, turn: Turn) -> Judgement:
+        return await self._score(turn.text, problem.payload)
 
     async def score_group(self, problem: Problem, rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
-        if not self._group_reward:
+        if not self._options.group_reward:
             return rollouts
         texts = [rollout.turns[-1].text for rollout in rollouts]
         added = group_values(await self._functions.call(GROUP_REWARD, texts, problem.payload), GROUP_REWARD, len(texts))
@@ -170,41 +276,35 @@ class Function(ProblemSet):
 
     async def _score(self, text: str, example: dict[str, Any]) -> Judgement:
         """The reward, and whether a call was ended as a metric (only with `ended_reward`)."""
-        if self._ended_reward is None:
+        if self._options.ended_reward is None:
             return await weighted_sum(self._functions, self._weights, text, example)
         try:
             score = await weighted_sum(self._functions, self._weights, text, example)
         except CALL_ENDED:
-            return Judgement(self._ended_reward, {"reward_ended": 1.0})
+            return Judgement(self._options.ended_reward, {"reward_ended": 1.0})
         return Judgement(score.reward, {**score.metrics, "reward_ended": 0.0})
 
-    async def _prompt(self, example: dict[str, Any]) -> Prompt:
-        value = example[self._field] if self._field else await self._functions.call(PROMPT, example)
-        if wrong := self._wrong_prompt(value):
+    async def _messages(self, problem: Problem) -> Prompt:
+        prompt = self.prompt(problem)
+        return await prompt if isinstance(prompt, Awaitable) else prompt
+
+    async def _made_prompt(self, problem: Problem) -> Prompt:
+        """The prompt that the user's function makes, from a cache: the attempts of a group share it."""
+        key = self._key(problem)
+        if (known := self._made_prompts.get(key)) is not None:
+            return known
+        made = await self._functions.call(PROMPT, problem.payload)
+        if wrong := self._wrong_prompt(made):
             raise RolloutError(f"prompt returned {wrong}")
+        while len(self._made_prompts) >= CACHED_PROMPTS:
+            del self._made_prompts[next(iter(self._made_prompts))]
+        prompt = self._made_prompts[key] = self._asked(made)
+        return prompt
+
+    def _asked(self, value: Any) -> Prompt:
         if isinstance(value, str):
-            return chat_messages(self._system, value) if self._chat else value
-        return with_system(self._system, value)
-
-    def _cache_prompt(self, key: str, prompt: Prompt) -> tuple[int, ...]:
-        """Encode a prompt and cache its ids: the attempts of a group share them."""
-        while len(self._prompt_ids) >= CACHED_PROMPTS:
-            del self._prompt_ids[next(iter(self._prompt_ids))]
-        ids = self._prompt_ids[key] = encode_prompt(self._tokenizer, prompt, self.template_options)
-        return ids
-
-    async def _trial(self, problem: Problem) -> None:
-        """Call each function once, so that errors appear before the first rollout."""
-        try_prompt(self._tokenizer, await self._prompt(problem.payload), self.template_options)
-        tried = {
-            name: weight
-            for name, weight in self._weights.items()
-            if not self._functions.check_signature(name, "", problem.payload)
-        }
-        if tried:
-            await weighted_sum(self._functions, tried, "", problem.payload)
-        if self._group_reward and not self._functions.check_signature(GROUP_REWARD, [""], problem.payload):
-            group_values(await self._functions.call(GROUP_REWARD, [""], problem.payload), GROUP_REWARD, 1)
+            return chat_messages(self._options.system, value) if self._chat else value
+        return with_system(self._options.system, value)
 
     def _check(self, example: dict[str, Any]) -> str | None:
         if self._field is None:
@@ -225,9 +325,9 @@ class Function(ProblemSet):
             return f"a {type(value).__name__} that is neither a text nor chat messages"
         if not messages or any(message.keys() != {"role", "content"} for message in messages):
             return "chat messages that are not objects of `role` and `content`"
-        if self._asked_for_chat is False:
+        if self._options.chat is False:
             return "chat messages, but environment.args.chat is false"
-        return wrong_chat(messages, self._system)
+        return wrong_chat(messages, self._options.system)
 
     def _key(self, problem: Problem) -> str:
         """Identifies a problem: its prompt, or the whole example if a function makes the prompt."""
@@ -278,12 +378,12 @@ def call(spec: str, arguments: dict[str, Any]) -> dict[str, Any]:
         raise  # the state of the process is unknown: the worker exits
     except Exception as error:  # user code may raise anything; the model sees the error
         if is_away(error):
-            raise ConnectionError(summarize_error(error, Path(spec.rpartition(":")[0]))) from error
-        return {"error": summarize_error(error, Path(spec.rpartition(":")[0]))}
+            raise ConnectionError(describe(error, spec)) from error
+        return {"error": describe(error, spec)}
 
 
-class ToolsOptions(FunctionOptions, kw_only=True):
-    functions: FunctionName | Annotated[list[FunctionName], Meta(min_length=1)]
+class ToolsOptions(FunctionOptions, frozen=True):
+    functions: FunctionName | Annotated[list[FunctionName], Field(min_length=1)]
     """The tools, described to the model by their type hints and docstrings. The limits of calls also apply to them."""
     max_turns: AtLeastOne = 6
     """Turns of the model, including the answer."""
@@ -312,11 +412,10 @@ class Tools(Function):
         self._max_turns = options.max_turns
 
     async def rollout(self, problem: Problem, client: GenerationClient) -> Rollout:
-        messages = await self._prompt(problem.payload)
+        messages = await self._messages(problem)
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         used = await use_tools(
             client, messages, self._tools, max_turns=self._max_turns, template_options=self.template_options
         )
-        reward, metrics = await self._score(used.answer, problem.payload)
-        return used.rollout(reward, metrics)
+        return used.rollout(*await self._score(used.answer, problem.payload))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import socket
 import sys
 import time
@@ -13,16 +12,16 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import msgspec
-from msgspec import Meta
+from pydantic import BaseModel, ValidationError
 
 from pipelinerl.child import ChildProcess
+from pipelinerl.config.schema import Natural
 from pipelinerl.environments.options import AtLeastOne, Seconds
-from pipelinerl.environments.user.code import Signature, retried
-from pipelinerl.environments.user.messages import LINE_SIGNAL, OUT_OF_MEMORY, Call, Limits, Reply, Start, TaskSource
+from pipelinerl.environments.user.code import LINE_SIGNAL, OUT_OF_MEMORY, Call, Limits, Reply, Start, TaskSource, retried
 from pipelinerl.errors import INVALID_DATA, EnvironmentSetupError, RolloutError
 from pipelinerl.interfaces import Tokenizer
 from pipelinerl.types import Problem
@@ -61,12 +60,11 @@ class FunctionPool:
         self,
         functions: Mapping[str, str],
         *,
-        rewards: Mapping[str, Signature] | None = None,
         workers: int = 2,
         limits: Limits | None = None,
         task: TaskSource | None = None,
     ) -> None:
-        self._start = Start(functions=dict(functions), rewards=dict(rewards or {}), limits=limits or Limits(), task=task)
+        self._start = Start(functions=dict(functions), limits=limits or Limits(), task=task)
         self._workers = workers
         self._numbers = count(1)
         self._idle: list[_Worker] = []
@@ -108,14 +106,6 @@ class FunctionPool:
         kinds = {"bad_value": RolloutError, "away": ConnectionError}
         raise kinds.get(reply.outcome, RuntimeError)(reply.error)
 
-    async def describe(self) -> dict[str, tuple[bool, Signature]]:
-        """By function: whether it is `async def`, so that a process can't call it, and the trainer as which it is called.
-
-        Raises EnvironmentSetupError.
-        """
-        self._idle.append(worker := await self._start_worker())
-        return worker.described
-
     def close(self) -> None:
         """Kill all processes. Idempotent."""
         self._close()
@@ -150,16 +140,15 @@ class FunctionPool:
         if reply.outcome != "returned":
             worker.kill()
             raise EnvironmentSetupError(reply.error)
-        worker.described = reply.value
         return worker
 
 
-class _Attributes(msgspec.Struct):
+class RewardLimits(BaseModel, from_attributes=True):
     """The attributes of a class that are the limits of its reward."""
 
     reward_workers: AtLeastOne
     reward_timeout_s: Seconds
-    reward_retries: Annotated[int, Meta(ge=0)]
+    reward_retries: Natural
     reward_memory_mb: AtLeastOne
     reward_writes: tuple[str, ...] | None
 
@@ -170,9 +159,10 @@ class RewardPool:
     def __init__(self, task: Task, kind: str, args: Mapping[str, Any], tokenizer: Tokenizer, seed: int) -> None:
         """Raises EnvironmentSetupError for limits that are none, and for arguments that can't be sent to a process."""
         try:
-            limits = msgspec.convert(task, _Attributes, from_attributes=True)
-        except msgspec.ValidationError as error:
-            raise EnvironmentSetupError(f"environment {kind}: its attribute is wrong: {error}") from error
+            limits = RewardLimits.model_validate(task)
+        except ValidationError as error:
+            wrong = error.errors()[0]
+            raise EnvironmentSetupError(f"environment {kind}: its attribute {wrong['loc'][0]}: {wrong['msg']}") from error
         source = TaskSource(
             kind=kind,
             args=dict(args),
@@ -221,8 +211,6 @@ class RewardPool:
 
 class _Worker(ChildProcess):
     """A process that runs user functions (`worker.py`)."""
-
-    described: dict[str, tuple[bool, Signature]]
 
     def __init__(self, start: Start) -> None:
         """Returns at once; reply 0 arrives when the process is ready. Raises OSError if it can't be started."""
@@ -311,8 +299,6 @@ class _Worker(ChildProcess):
             return ChildProcessError("it closed the pool's socket")
         if self.status == OUT_OF_MEMORY:
             return MemoryError(f"it needed more than {self._memory_mb} MB")
-        if self.status == -signal.SIGXCPU:
-            return TimeoutError("it used up its CPU time")
         return ChildProcessError(f"its process {self.how_it_ended()}")
 
 

@@ -1,4 +1,5 @@
-"""The worker process that runs user functions. Its messages to and from the pool are in `messages`: JSON, one per line.
+"""The worker process that runs user functions for a pool (`pool.py`). The messages between them are at the end of
+`code.py`: JSON, one per line.
 
     python -m pipelinerl.environments.user.worker START
 
@@ -6,18 +7,19 @@ START is a `Start` as JSON. Standard input is a socket for calls and replies, on
 code, standard input is empty and standard output goes to standard error.
 
 The process exits with the pool. While it waits for a call, it reads end-of-file from the socket. During a call, the kernel
-kills it (see `child`), even if the call never returns to Python. Where no kernel does, the limit on CPU time still applies.
+kills it (see `child`), even if the call never returns to Python.
 """
 
 from __future__ import annotations
 
-import io
 import math
 import os
 import resource
 import signal
 import socket
+import struct
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -26,79 +28,51 @@ from typing import Any, Literal, cast
 
 import msgspec
 
-from pipelinerl.environments.user.code import UserFunction, describe, described, find_function, is_away, not_finite, plain
-from pipelinerl.environments.user.messages import LINE_SIGNAL, OUT_OF_MEMORY, Call, Limits, Reply, Start, TaskSource
+from pipelinerl.environments.user.code import (
+    LINE_SIGNAL,
+    OUT_OF_MEMORY,
+    Call,
+    Limits,
+    Reply,
+    Start,
+    TaskSource,
+    UserFunction,
+    describe,
+    find_reward,
+    is_away,
+    plain,
+)
 from pipelinerl.errors import EnvironmentSetupError
 from pipelinerl.interfaces import Tokenizer
 from pipelinerl.process import take_stdin
 from pipelinerl.types import Problem
-
-EXTRA_CPU_S = 1
-MOST_PRINTED = 16 << 10
-MOST_PRINTED_IN_ALL = 16 << 20
-"""Bytes that one call, and all calls of a process, may print to the log."""
-
-
-class Printed(io.FileIO):
-    """What user code prints through Python, to standard error: the beginning of each call's text, so that no disk fills up.
-
-    `end_call` says how much was left out.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(2, "wb", closefd=False)
-        self._left, self._left_in_all, self._left_out = MOST_PRINTED, MOST_PRINTED_IN_ALL, 0
-
-    def write(self, data: Any, /) -> int:
-        size = memoryview(data).nbytes
-        kept = bytes(data[: min(self._left, self._left_in_all)])
-        self._left -= len(kept)
-        self._left_in_all -= len(kept)
-        self._left_out += size - len(kept)
-        while kept:
-            kept = kept[super().write(kept) :]
-        return size
-
-    def end_call(self) -> None:
-        left_out, self._left, self._left_out = self._left_out, MOST_PRINTED, 0
-        if left_out and self._left_in_all:
-            super().write(f"\n({left_out} more bytes that a call printed are left out)\n".encode())
 
 
 def main(argument: str) -> int:
     start = msgspec.json.decode(argument.encode(), type=Start)
     connection = socket.socket(fileno=take_stdin())
     os.dup2(2, 1)
-    printed = Printed()
-    sys.stdout = sys.stderr = io.TextIOWrapper(io.BufferedWriter(printed), "utf-8", "backslashreplace", line_buffering=True)
+    sys.stdout = sys.stderr  # which writes each line at once
     try:
         if start.task is None:
-            functions = {
-                name: find_function(spec, allow_async=True, reward=start.rewards.get(name))
-                for name, spec in start.functions.items()
-            }
+            functions = {name: find_reward(spec) for name, spec in start.functions.items()}
         else:
             functions = dict.fromkeys(start.functions, reward_of(start.task))
         if start.limits.writes is not None:
-            from pipelinerl.environments.user.sandbox import write_only_below  # noqa: PLC0415 - few runs need it
-
             write_only_below([Path(folder) for folder in start.limits.writes])
     except EnvironmentSetupError as error:
         connection.sendall(_encode(Reply(number=0, outcome="raised", error=str(error))))
         return 1
     _limit_memory(start.limits)
-    connection.sendall(_encode(Reply(number=0, value={name: described(found) for name, found in functions.items()})))
+    connection.sendall(_encode(Reply(number=0)))
     decoder, process = msgspec.json.Decoder(Call), os.getpid()
     for line in connection.makefile("rb"):
         call = decoder.decode(line)
         spec = start.functions[call.name]
         signal.signal(LINE_SIGNAL, partial(_tell_line, connection, spec))
-        _limit_cpu(start.limits)
         reply = answer(call, functions[call.name], spec)
         if os.getpid() != process:  # the call has forked, and the child returned from it, too
             os._exit(1)
-        sys.stderr.flush()
-        printed.end_call()
         connection.sendall(reply)
     return 0
 
@@ -116,7 +90,9 @@ def answer(call: Call, function: UserFunction, spec: str) -> bytes:
     try:
         value = plain(function(*call.arguments))
         if isinstance(value, float) and not math.isfinite(value):  # JSON has no such number
-            return _encode(Reply(number=call.number, outcome="bad_value", error=not_finite(call.name, value)))
+            return _encode(
+                Reply(number=call.number, outcome="bad_value", error=f"{call.name} returned {value}, not a finite number")
+            )
         try:
             return _encode(Reply(number=call.number, value=value))
         except (TypeError, ValueError, RecursionError):
@@ -191,13 +167,54 @@ def _limit_memory(limits: Limits) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
-def _limit_cpu(limits: Limits) -> None:
-    """Limit CPU time, for a call that runs on when the pool has died or is too busy to kill it."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    cores = os.cpu_count() or 1
-    most = math.ceil(used.ru_utime + used.ru_stime + limits.timeout_s * cores) + EXTRA_CPU_S
-    with suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_CPU, (most, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+# ---- where a process, and all that it starts, may write: Landlock, a part of Linux since 5.13 (landlock(7))
+
+_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF, _ASK_VERSION, _PATH_BENEATH, _SET_NO_NEW_PRIVILEGES = 444, 445, 446, 1, 1, 38
+_WRITE_FILE, _TRUNCATE, _REFER = 1 << 1, 1 << 14, 1 << 13
+_CHANGE_FOLDER = sum(1 << bit for bit in range(4, 13))
+"""Remove and make folders, files, links, sockets, pipes and devices."""
+_ALWAYS = ("/dev/null", "/dev/zero", "/dev/full", "/dev/tty")
+
+
+def landlock_version() -> int:
+    """0 if this system has no Landlock."""
+    import ctypes  # noqa: PLC0415 - few runs need it
+
+    return max(0, int(ctypes.CDLL(None).syscall(_CREATE_RULESET, None, 0, _ASK_VERSION)))
+
+
+def write_only_below(folders: Sequence[Path]) -> None:
+    """From now on, this process and its future children can write, make and remove files only below `folders`.
+
+    Files can still be read everywhere, and the network is not restricted. Raises EnvironmentSetupError if a folder does not
+    exist or the system can't do that.
+    """
+    import ctypes  # noqa: PLC0415 - few runs need it
+
+    library = ctypes.CDLL(None, use_errno=True)
+
+    def checked(result: int) -> int:
+        if result < 0:
+            raise EnvironmentSetupError(f"`writes` can't be enforced here: {os.strerror(ctypes.get_errno())}")
+        return result
+
+    if not (version := landlock_version()):
+        raise EnvironmentSetupError("`writes` needs Linux 5.13 or newer with Landlock; leave it out, or use a container")
+    handled = _WRITE_FILE | _CHANGE_FOLDER | (_REFER if version >= 2 else 0) | (_TRUNCATE if version >= 3 else 0)
+    ruleset = struct.pack("=Q", handled)
+    rules = checked(library.syscall(_CREATE_RULESET, ruleset, len(ruleset), 0))
+    allowed = dict.fromkeys(folders, handled)
+    allowed |= dict.fromkeys(map(Path, filter(os.path.exists, _ALWAYS)), handled & (_WRITE_FILE | _TRUNCATE))
+    for path, rights in allowed.items():
+        try:
+            opened = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        except OSError as error:
+            raise EnvironmentSetupError(f"writes: {path}: {error.strerror}") from error
+        checked(library.syscall(_ADD_RULE, rules, _PATH_BENEATH, struct.pack("=Qi", rights, opened), 0))
+        os.close(opened)
+    checked(library.prctl(_SET_NO_NEW_PRIVILEGES, 1, 0, 0, 0))
+    checked(library.syscall(_RESTRICT_SELF, rules, 0))
+    os.close(rules)
 
 
 def _encode(reply: Reply) -> bytes:

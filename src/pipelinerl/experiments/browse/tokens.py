@@ -13,8 +13,7 @@ from typing import Any
 import msgspec
 
 from pipelinerl.config.schema import ModelConfig, RunConfig
-from pipelinerl.environments.prompts import plain_decoder
-from pipelinerl.environments.text_stream import TextStream
+from pipelinerl.environments.prompts import TextStream, plain_decoder
 from pipelinerl.errors import ModelLoadError, RunDirectoryError, UserError
 from pipelinerl.experiments.browse.groups import Query, parse, rollout_facts, tokens_of, versions_of
 from pipelinerl.experiments.browse.records import Damaged, Fate, RunRollouts, Trained, one_line

@@ -11,7 +11,6 @@ import msgspec
 from pipelinerl.actor.evaluation import held_out_problems
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.environments.data import ProblemSet, by_payload
-from pipelinerl.environments.options import Inner
 from pipelinerl.environments.registry import make_inner
 from pipelinerl.errors import INVALID_DATA, ConfigError, EnvironmentSetupError, RunDirectoryError
 from pipelinerl.interfaces import Environment, Tokenizer
@@ -41,7 +40,7 @@ def evaluation_sets(config: RunConfig, environment: Environment, tokenizer: Toke
     kind, made = config.environment.kind, {}
     for name, args in config.evaluation.sets.items():
         where = f"evaluation.sets.{name}"
-        made[name] = make_inner(where, Inner(kind, {**config.environment.args, **args}), tokenizer, config.seed)
+        made[name] = make_inner(where, kind, {**config.environment.args, **args}, tokenizer, config.seed)
         problems = held_out_problems(made[name], config.evaluation.problems)
         if not problems:
             raise EnvironmentSetupError(f"{where}: it has no held-out problems")

@@ -12,8 +12,8 @@ from contextlib import suppress
 from typing import Any, Literal
 
 from pipelinerl.environments.data import ProblemSet, by_payload, read_split
-from pipelinerl.environments.options import AtLeastOne, Files, FunctionName, Inner, Options, Share
-from pipelinerl.environments.questions import check_template_options
+from pipelinerl.environments.options import Arguments, AtLeastOne, Files, FunctionName, Inner, Options, Share
+from pipelinerl.environments.prompts import check_template_options
 from pipelinerl.environments.registry import make_inner
 from pipelinerl.environments.user.code import describe, find_function, score_of
 from pipelinerl.errors import EnvironmentSetupError, RolloutError
@@ -25,7 +25,7 @@ API_KEY = "rollout"
 """A placeholder, as clients of OpenAI's API require a key. Requests are authorised by the secret in their address."""
 
 
-class AgentOptions(Options, kw_only=True):
+class AgentOptions(Options, frozen=True):
     run: FunctionName
     """(problem, base_url, api_key) -> a finite number, a dict of `reward` and metrics, or (reward, metrics). Attempts run at
     once: of a plain function in threads, of `async def` in one event loop. All requests to `base_url` are trained on."""
@@ -40,10 +40,10 @@ class AgentOptions(Options, kw_only=True):
     sampling: Literal["refuse", "ignore"] = "refuse"
     """What becomes of an agent's own `temperature`, `top_p`, `top_k`, `min_p`, `seed` and penalties: the run's sampling
     applies in any case. With `ignore`, the metric `sampling_ignored` counts the requests that asked for another one."""
-    template_options: dict[str, Any] | None = None
+    template_options: Arguments | None = None
     """Options of the model's chat template, such as `{enable_thinking: false}`."""
 
-    def __post_init__(self) -> None:
+    def model_post_init(self, _: Any) -> None:
         if (self.data is None) == (self.problems is None):
             raise EnvironmentSetupError("environment.args of agent: give either `data` or `problems`")
         if self.data is None:
@@ -64,7 +64,8 @@ class Agent:
         self._ignore_sampling = options.sampling == "ignore"
         self._source: Environment | ProblemSet
         if options.problems is not None:
-            self._source = make_inner("environment.args.problems", options.problems, tokenizer, seed)
+            inner = options.problems
+            self._source = make_inner("environment.args.problems", inner.kind, inner.args, tokenizer, seed)
         else:
             parts = read_split(options.data or [], options.held_out, lambda _: None, by_payload)
             self._source = ProblemSet(parts, f"agent/{seed}")

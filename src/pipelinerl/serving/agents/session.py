@@ -11,8 +11,7 @@ from typing import Any, cast
 import msgspec
 
 from pipelinerl.environments.chat.conversation import Answer, Conversation, Prompt
-from pipelinerl.environments.prompts import plain_decoder
-from pipelinerl.environments.text_stream import TextStream
+from pipelinerl.environments.prompts import TextStream, plain_decoder
 from pipelinerl.errors import RequestError, RolloutError
 from pipelinerl.interfaces import GenerationClient
 from pipelinerl.serving.server.http import RefusedError, retrieve

@@ -17,8 +17,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from pipelinerl.environments.prompts import plain_decoder
-from pipelinerl.environments.text_stream import TextStream
+from pipelinerl.environments.prompts import TextStream, plain_decoder
 from pipelinerl.models.state import checksum, named_weights
 from pipelinerl.serving.server.openai.answers import pieces
 from pipelinerl.serving.server.served import Generation

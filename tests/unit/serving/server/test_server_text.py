@@ -16,8 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from pipelinerl.environments.chat.messages import parse_tool_calls
-from pipelinerl.environments.prompts import plain_decoder, text_decoder
-from pipelinerl.environments.text_stream import MOST_HELD, TextStream
+from pipelinerl.environments.prompts import MOST_HELD, TextStream, plain_decoder, text_decoder
 from pipelinerl.interfaces import PART
 from pipelinerl.serving.server.text import StopStrings, ToolCallStream
 from tests.unit.server_parts import byte_tokenizer

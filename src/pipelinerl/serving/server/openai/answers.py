@@ -9,7 +9,7 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from pipelinerl.environments.text_stream import TextStream
+from pipelinerl.environments.prompts import TextStream
 from pipelinerl.errors import RequestError
 from pipelinerl.interfaces import PART, Tokenizer
 from pipelinerl.serving.server.extras import Extras, Likeliest

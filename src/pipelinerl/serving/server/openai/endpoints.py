@@ -17,8 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pipelinerl.environments.chat.messages import ParsedText, answer_message, parse_tool_calls
-from pipelinerl.environments.prompts import plain_decoder
-from pipelinerl.environments.text_stream import TextStream
+from pipelinerl.environments.prompts import TextStream, plain_decoder
 from pipelinerl.errors import RequestError
 from pipelinerl.serving.server.dialects import messages, responses
 from pipelinerl.serving.server.dialects.common import Translated
