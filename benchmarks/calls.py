@@ -168,9 +168,6 @@ def calls(model: str) -> Iterator[Call]:
             yield Call(f"{kind}: {name}", "POST", path, body)
     yield Call("models", "GET", "/v1/models", None)
     yield Call("model", "GET", f"/v1/models/{model}", None)
-    yield Call("tokenize", "POST", "/tokenize", {"model": model, "prompt": "Hello there"})
-    yield Call("tokenize, chat", "POST", "/tokenize", {"model": model, "messages": CHAT["messages"]})
-    yield Call("detokenize", "POST", "/detokenize", {"model": model, "tokens": [504, 3575]})
 
 
 class Answer(NamedTuple):

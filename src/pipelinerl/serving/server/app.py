@@ -133,8 +133,6 @@ def make_app(holder: ServiceHolder, *, api_key: str | None) -> ASGIApp:
         Route("/metrics", native.metrics),
         Route("/v1/models", openai.models),
         Route("/v1/models/{name:path}", openai.model),
-        Route("/tokenize", openai.tokenize, methods=["POST"]),
-        Route("/detokenize", openai.detokenize, methods=["POST"]),
         Route("/v1/chat/completions", openai.chat, methods=["POST"]),
         Route("/v1/completions", openai.completions, methods=["POST"]),
         Route("/v1/responses", openai.responses, methods=["POST"]),

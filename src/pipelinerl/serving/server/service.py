@@ -43,9 +43,6 @@ _MAX_CHARACTERS_PER_TOKEN = 128
 _LONG_TEXT = 20_000
 """Characters. Encoding a longer text takes more than a few milliseconds, so it is done in a thread."""
 
-DEFAULT_TEMPLATE_OPTIONS: Mapping[str, Any] = {"add_generation_prompt": True}
-"""The prompt ends where the model's turn begins."""
-
 
 class Prompts:
     """Encodes texts and chats for a model whose sequences have at most `max_length` tokens."""
@@ -57,8 +54,8 @@ class Prompts:
     async def of_chat(
         self,
         messages: Sequence[ChatMessage],
-        options: Mapping[str, Any] = DEFAULT_TEMPLATE_OPTIONS,
-        tools: Sequence[ToolSchema] = (),
+        options: Mapping[str, Any],
+        tools: Sequence[ToolSchema],
     ) -> tuple[int, ...]:
         """Encode a chat with the model's chat template, as `render` does. Raises RequestError."""
         if not has_chat_template(self._tokenizer):

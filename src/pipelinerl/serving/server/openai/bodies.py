@@ -360,39 +360,13 @@ class ChatBody(Body, frozen=True, kw_only=True):
     @property
     def template_options(self) -> dict[str, Any]:
         """Arguments for the chat template. Raises RequestError for those that are not variables of the template."""
-        return template_options(self.chat_template_kwargs, self.add_generation_prompt, self.continue_final_message)
-
-
-class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
-    """`prompt` or `messages`, with what a completion or chat has of these."""
-
-    model: str | None = None
-    prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
-    add_special_tokens: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    return_token_strs: bool | None = None
-
-    @property
-    def template_options(self) -> dict[str, Any]:
-        return template_options(self.chat_template_kwargs, self.add_generation_prompt, self.continue_final_message)
-
-
-class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
-    model: str | None = None
-    tokens: list[int]
-
-
-def template_options(variables: dict[str, Any] | None, generation_prompt: bool, open_end: bool) -> dict[str, Any]:
-    options = variables or {}
-    if taken := sorted(options.keys() & _NOT_VARIABLES.split()):
-        raise RequestError(f"chat_template_kwargs: {taken[0]} is not a variable of the chat template; leave it out")
-    if open_end and generation_prompt:
-        raise RequestError("continue_final_message: it requires add_generation_prompt false; set that too")
-    return {**options, "add_generation_prompt": generation_prompt, "continue_final_message": open_end}
+        options = self.chat_template_kwargs or {}
+        if taken := sorted(options.keys() & _NOT_VARIABLES.split()):
+            raise RequestError(f"chat_template_kwargs: {taken[0]} is not a variable of the chat template; leave it out")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise RequestError("continue_final_message: it requires add_generation_prompt false; set that too")
+        ends = {"add_generation_prompt": self.add_generation_prompt, "continue_final_message": self.continue_final_message}
+        return {**options, **ends}
 
 
 def _checked_top(name: str, top: int | None) -> int | None:

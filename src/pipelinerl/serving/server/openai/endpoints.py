@@ -1,4 +1,4 @@
-"""OpenAI's endpoints `/v1/chat/completions`, `/v1/completions`, `/v1/models`, and vLLM's `/tokenize` and `/detokenize`.
+"""OpenAI's endpoints `/v1/chat/completions`, `/v1/completions`, `/v1/models`.
 
 `/v1/responses` and Anthropic's `/v1/messages` are translated into chats (`dialects`).
 """
@@ -22,7 +22,7 @@ from pipelinerl.errors import RequestError
 from pipelinerl.serving.server.dialects import messages, responses
 from pipelinerl.serving.server.dialects.common import Translated
 from pipelinerl.serving.server.extras import ExtendedRequest, Extras, Penalties, Rule
-from pipelinerl.serving.server.http import RefusedError, Stream, answer, body_of, decoded, unless_gone
+from pipelinerl.serving.server.http import RefusedError, Stream, answer, body_of, unless_gone
 from pipelinerl.serving.server.openai.answers import (
     Json,
     LogprobWriter,
@@ -36,7 +36,7 @@ from pipelinerl.serving.server.openai.answers import (
     text_writer,
     usage_of,
 )
-from pipelinerl.serving.server.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, read_body
+from pipelinerl.serving.server.openai.bodies import ChatBody, CompletionBody, read_body
 from pipelinerl.serving.server.served import Generation
 from pipelinerl.serving.server.service import Service, ServiceHolder
 from pipelinerl.serving.server.text import StopStrings, ToolCallStream
@@ -88,33 +88,6 @@ class OpenAI:
             for given in body.prompts
         ]
         return await _Call(service, body, prompts, text_writer).respond(request)
-
-    async def tokenize(self, request: Request) -> Response:
-        service = self._holder.service
-        body = decoded(await body_of(request), TokenizeBody)
-        _require_model(service, body.model)
-        if (body.prompt is None) == (body.messages is None):
-            raise RequestError("give either `prompt` or `messages`")
-        if body.messages is not None:
-            ids = await service.prompts.of_chat(body.messages, body.template_options, body.tools or [])
-        else:
-            ids = await service.prompts.of_text(body.prompt or "", special=body.add_special_tokens is not False)
-        texts = [service.loaded.tokenizer.decode([token], skip_special_tokens=False) for token in ids]
-        return answer(
-            {
-                "count": len(ids),
-                "max_model_len": service.loaded.max_length,
-                "tokens": ids,
-                "token_strs": texts if body.return_token_strs else None,
-            }
-        )
-
-    async def detokenize(self, request: Request) -> Response:
-        service = self._holder.service
-        body = decoded(await body_of(request), DetokenizeBody)
-        _require_model(service, body.model)
-        _check_ids(service, body.tokens)
-        return answer({"prompt": service.loaded.tokenizer.decode(body.tokens, skip_special_tokens=False)})
 
 
 def _model(service: Service) -> Json:
