@@ -2,8 +2,6 @@
 
 Both functions know bytes only, not types or tensors. A word has two bytes: one bfloat16, or half a float32. Words are
 compared as bits, so -0.0 and the payload of a NaN are kept. A delta is a sequence of slices, each independent of the others.
-A process that has one part of the weights encodes that part with its place in the whole (`start`); the deltas of all parts,
-concatenated in any order, are the delta of the whole.
 
     slice       header: start, size (bytes of the buffer), length (bytes of this slice), 64 bits each
                 the number of changed words of each block, 32 bits each
@@ -36,14 +34,12 @@ _HEADER_BYTES = 24
 _ALIGNMENT = 8
 
 
-def encode(new_U8: Tensor, base_U8: Tensor, *, start: int = 0, below: int | None = None) -> Tensor | None:
+def encode(new_U8: Tensor, base_U8: Tensor, *, below: int | None = None) -> Tensor | None:
     """The delta (bytes) that turns `base_U8` into `new_U8`; None if it has not fewer than `below` bytes.
 
-    Both are contiguous, of the same size, and begin at byte `start` of the whole buffer. Sizes and `start` are even.
-    Needs memory for the delta and a few slices. Costs little if the answer is None, since words are counted first.
+    Both are contiguous, and of the same even size. Needs memory for the delta and a few slices. Costs little if the answer
+    is None, since words are counted first.
     """
-    if new_U8.shape != base_U8.shape or new_U8.numel() % _WORD_BYTES or start % _WORD_BYTES:
-        raise ValueError(f"a delta is over whole words: {new_U8.numel()} and {base_U8.numel()} bytes at byte {start}")
     new, base = new_U8.view(_WORD), base_U8.view(_WORD)
     parts: list[tuple[int, _Form]] = []
     total = 0
@@ -62,7 +58,7 @@ def encode(new_U8: Tensor, base_U8: Tensor, *, start: int = 0, below: int | None
         slice_U8, end = delta_U8[end : end + form.length], end + form.length
         header, rest = slice_U8[:_HEADER_BYTES].view(torch.int64), slice_U8[_HEADER_BYTES:]
         size = min(_SLICE, new.numel() - begin) * _WORD_BYTES
-        header.copy_(torch.tensor([start + begin * _WORD_BYTES, size, form.length]))
+        header.copy_(torch.tensor([begin * _WORD_BYTES, size, form.length]))
         _write(rest, form, _padded(new[begin : begin + _SLICE]), _changed(new, base, begin))
     return delta_U8
 

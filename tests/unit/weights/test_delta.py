@@ -6,7 +6,6 @@ import random
 import struct
 from collections.abc import Iterable
 from contextlib import suppress
-from itertools import pairwise
 
 import pytest
 import torch
@@ -50,62 +49,27 @@ def restored(delta_U8: Tensor | None, base_U8: Tensor) -> Tensor:
     return buffer_U8
 
 
-def reference(new_U8: Tensor, base_U8: Tensor, start: int, slice_words: int) -> bytes:
-    """The format as the module describes it, word by word."""
-    size = new_U8.numel() // 2
-    new = struct.unpack(f"<{size}H", new_U8.numpy().tobytes())
-    base = struct.unpack(f"<{size}H", base_U8.numpy().tobytes())
-    encoded = b""
-    for begin in range(0, size, slice_words):
-        end = min(begin + slice_words, size)
-        blocks = [
-            [i for i in range(first, min(first + BLOCK, end)) if new[i] != base[i]] for first in range(begin, end, BLOCK)
-        ]
-        if not any(blocks):
-            continue
-        bitmaps = places = b""
-        sparse_words, dense_words = [], []
-        for number, places_of_block in enumerate(blocks):
-            inside = [i - begin - number * BLOCK for i in places_of_block]
-            if 2 * len(inside) > BLOCK // 8:
-                bitmap = bytearray(BLOCK // 8)
-                for i in inside:
-                    bitmap[i // 8] |= 1 << (i % 8)
-                bitmaps += bytes(bitmap)
-                dense_words += [new[i] for i in places_of_block]
-            else:
-                places += struct.pack(f"<{len(inside)}H", *inside)
-                sparse_words += [new[i] for i in places_of_block]
-        values = [*sparse_words, *dense_words]
-        body = (
-            struct.pack(f"<{len(blocks)}i", *map(len, blocks)) + bitmaps + places + struct.pack(f"<{len(values)}H", *values)
-        )
-        body += bytes(-len(body) % 8)
-        encoded += struct.pack("<qqq", start + 2 * begin, 2 * (end - begin), 24 + len(body)) + body
-    return encoded
-
-
 # A few words, both sides of the border between sparse and dense blocks, and all words; whole blocks and parts of one.
-@pytest.mark.parametrize("size", [1, 3, 300, BLOCK - 1, BLOCK, 3 * BLOCK + 7])
-@pytest.mark.parametrize("share", [0.0, 1e-4, 0.0624, 0.0626, 0.5, 1.0])
-def test_the_encoding_is_that_of_the_slow_reference(size: int, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("size", [1, 300, BLOCK - 1, BLOCK, 3 * BLOCK + 7])
+@pytest.mark.parametrize("share", [0.0, 1e-4, 0.0624, 0.0626, 1.0])
+def test_every_word_comes_back(size: int, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delta, "_SLICE", 2 * BLOCK)
     base_U8 = noise(size)
     new_U8 = changed(base_U8, random.Random(size).sample(range(size), round(share * size)))
-    encoded = encode(new_U8, base_U8, start=64)
+    encoded = encode(new_U8, base_U8)
     assert encoded is not None
-    assert encoded.numpy().tobytes() == reference(new_U8, base_U8, 64, 2 * BLOCK)
-    room = torch.zeros(64, dtype=torch.uint8)
-    assert torch.equal(restored(encoded, torch.cat([room, base_U8, room])), torch.cat([room, new_U8, room]))
+    assert torch.equal(restored(encoded, base_U8), new_U8)
 
 
-def test_blocks_of_all_kinds_in_one_slice() -> None:
+def test_blocks_of_all_kinds_in_one_slice_and_what_they_cost() -> None:
     base_U8 = noise(6 * BLOCK)
     sparse, dense = [5, BLOCK - 1, 3 * BLOCK, 5 * BLOCK + 65], range(BLOCK, 2 * BLOCK, 3)
     new_U8 = changed(base_U8, [*sparse, *dense, *range(4 * BLOCK, 5 * BLOCK)])
     encoded = encode(new_U8, base_U8)
     assert encoded is not None
-    assert encoded.numpy().tobytes() == reference(new_U8, base_U8, 0, 64 * BLOCK)
+    words = len(sparse) + len(dense) + BLOCK
+    header, bitmaps = 24 + 4 * 6, 2 * BLOCK // 8
+    assert encoded.numel() == -(-(header + bitmaps + 2 * len(sparse) + 2 * words) // 8) * 8
     assert torch.equal(restored(encoded, base_U8), new_U8)
 
 
@@ -145,18 +109,6 @@ def test_nothing_has_changed() -> None:
     assert encode(base_U8[:0], base_U8[:0]) is not None
 
 
-@settings(max_examples=20, deadline=None)
-@given(cuts=st.lists(st.integers(0, 3 * BLOCK), max_size=4), seed=st.integers(0, 100))
-def test_parts_that_are_encoded_apart_make_the_whole_in_any_order(cuts: list[int], seed: int) -> None:
-    rng = random.Random(seed)
-    base_U8 = noise(3 * BLOCK, seed)
-    new_U8 = changed(base_U8, rng.sample(range(3 * BLOCK), rng.choice([0, 10, 1000, 30000])), seed)
-    edges = [0, *sorted(2 * cut for cut in cuts), 6 * BLOCK]
-    parts = [encode(new_U8[begin:end], base_U8[begin:end], start=begin) for begin, end in pairwise(edges)]
-    rng.shuffle(parts)
-    assert torch.equal(restored(torch.cat(parts), base_U8), new_U8)  # type: ignore[arg-type]
-
-
 def test_a_delta_that_is_not_shorter_than_asked_is_not_made() -> None:
     base_U8 = noise(2 * BLOCK)
     new_U8 = changed(base_U8, range(1000))
@@ -168,12 +120,6 @@ def test_a_delta_that_is_not_shorter_than_asked_is_not_made() -> None:
     assert torch.equal(again, encoded)
     assert encode(noise(2 * BLOCK, seed=1), base_U8, below=base_U8.numel()) is None
     assert encode(base_U8, base_U8, below=0) is None
-
-
-@pytest.mark.parametrize(("new", "base", "start"), [(3, 3, 0), (4, 6, 0), (4, 4, 1)])
-def test_parts_of_words_are_refused(new: int, base: int, start: int) -> None:
-    with pytest.raises(ValueError, match="whole words"):
-        encode(torch.zeros(new, dtype=torch.uint8), torch.zeros(base, dtype=torch.uint8), start=start)
 
 
 def example() -> tuple[Tensor, Tensor]:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 from unittest import mock
 
 import openai
 import pytest
-from starlette.requests import ClientDisconnect, Request
 
 from pipelinerl.actor.client import EngineClient, RolloutClient
 from pipelinerl.actor.deadline import CodeAlarm
@@ -25,8 +23,6 @@ from pipelinerl.preprocess.turns import join_turns
 from pipelinerl.serving.agents.environment import Agent
 from pipelinerl.serving.agents.gateway import Gateway
 from pipelinerl.serving.agents.session import Session
-from pipelinerl.serving.server.http import unless_gone
-from pipelinerl.serving.server.openai.bodies import CompletionBody, read_body
 from pipelinerl.types import GenerationRequest, Problem, Rollout, SamplingParams
 from tests.unit.chat_parts import SamplingClient, make_tokenizer
 from tests.unit.scripted_engine import STOP, CharTokenizer, ScriptedEngine
@@ -177,20 +173,15 @@ def test_streams_are_answers_of_one_piece(gateway: Gateway) -> None:
     ("options", "named"),
     [
         ({"temperature": 0.2}, "temperature 0.2: this rollout is sampled with 1"),
-        ({"top_p": 0.9}, "top_p"),
         ({"seed": 1}, "seed"),
         ({"stop": [""]}, "stop: give at most"),
         ({"n": 2}, "n:"),
         ({"logprobs": True}, "logprobs"),
-        ({"presence_penalty": 1.0}, "presence_penalty"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"tool_choice": "required", "tools": TOOLS}, "tool_choice"),
-        ({"extra_body": {"guided_json": {"type": "object"}}}, "guided_json"),
         ({"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}, "chat_template_kwargs"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "content"),
-        ({"extra_body": {"top_k": 5}}, "top_k"),
     ],
 )
 def test_what_would_be_lost_is_refused_by_name(gateway: Gateway, options: dict[str, Any], named: str) -> None:
@@ -266,16 +257,6 @@ def test_what_asks_for_nothing_is_let_pass(gateway: Gateway) -> None:
     assert not message.tool_calls
 
 
-def test_only_addresses_of_rollouts_that_run_are_answered(gateway: Gateway) -> None:
-    def address(base_url: str) -> str:
-        return base_url
-
-    ended = ask(gateway, address)
-    for url in (ended, ended.replace("/rollouts/", "/rollouts/x"), ended.replace("/v1", "/v2")):
-        with pytest.raises(openai.NotFoundError):
-            at(url).chat.completions.create(model="any", messages=[user("?")])
-
-
 # ------------------------------------------------------------------------------------------------ with an engine
 
 
@@ -319,21 +300,10 @@ def outcomes(
     return asyncio.run(run()), engine
 
 
-def test_what_the_engine_made_is_the_rollout(tmp_path: Path) -> None:
-    def solve(problem: dict[str, Any], base_url: str, api_key: str) -> float:
-        return float(at(base_url).completions.create(model="any", prompt="?").choices[0].text)
-
-    made, engine = outcomes(solve, tmp_path, attempts=6)
-    assert [outcome.reward for outcome in made if isinstance(outcome, Rollout)] == [5.0] * 6
-    assert max(engine.batch_sizes) > 1  # they were in the engine at the same time
-
-
 @pytest.mark.parametrize(
     ("returned", "reason", "message"),
     [
         (None, "bad_rollout", "the agent returned None, not a number"),
-        (float("nan"), "bad_rollout", "not a finite number"),
-        ({"right": 1}, "bad_rollout", "without 'reward'; it has right"),
         ({"reward": "1"}, "bad_rollout", "the agent['reward'] returned a str"),
         (
             (1.0,),
@@ -342,7 +312,6 @@ def test_what_the_engine_made_is_the_rollout(tmp_path: Path) -> None:
         ),
         (KeyError("what"), "raised", "KeyError: 'what'"),
         (SystemExit(3), "raised", "it raised SystemExit"),
-        (StopIteration(), "raised", "StopIteration"),
     ],
 )
 def test_mistakes_of_an_agent_cost_its_rollout(tmp_path: Path, returned: Any, reason: str, message: str) -> None:
@@ -362,18 +331,6 @@ def test_an_agent_that_asks_nothing_is_no_rollout(tmp_path: Path) -> None:
     (failure,), _ = outcomes(lambda *_: 1.0, tmp_path)
     assert isinstance(failure, Failure)
     assert "sent no request to the model" in failure.message
-
-
-def test_a_prompt_that_does_not_fit_is_told_to_the_agent(tmp_path: Path) -> None:
-    def solve(problem: dict[str, Any], base_url: str, api_key: str) -> float:
-        with pytest.raises(openai.BadRequestError) as refused:
-            at(base_url).completions.create(model="any", prompt="?" * 2000)
-        assert refused.value.code == "prompt_too_long"
-        at(base_url).completions.create(model="any", prompt="?")
-        return 0.0
-
-    (made,), _ = outcomes(solve, tmp_path)
-    assert isinstance(made, Rollout)
 
 
 def test_an_agent_that_never_returns_costs_its_rollout_alone(tmp_path: Path) -> None:
@@ -466,42 +423,6 @@ def test_a_retry_takes_the_place_of_the_turn_that_was_lost(tmp_path: Path) -> No
     assert made.metrics["turns"] == 3
     assert made.metrics["cancelled_turns"] == 1
     assert len(engine.requests) == 4
-
-
-def test_an_answer_that_was_not_delivered_is_no_turn() -> None:
-    """The model has answered, but nobody takes the answer: the client has gone at the same moment."""
-    body = read_body(b'{"model": "m", "prompt": "2 + 3 ="}', CompletionBody)
-
-    async def serve() -> Session:
-        session = Session(SamplingClient.saying(TOKENIZER, "5", "6"))
-        await session.answer(body, b"1")
-        session.delivered(await session.answer(body, b"2"), b"2")
-        return session
-
-    session = asyncio.run(serve())
-    assert [turn.text for turn in session.conversation.turns] == ["6"]
-    assert session.cancelled == 1
-
-
-def test_calls_that_end_with_an_error_after_their_client_has_gone_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
-    class Gone:
-        async def receive(self) -> dict[str, str]:
-            return {"type": "http.disconnect"}
-
-    async def fail() -> None:
-        try:
-            await asyncio.Event().wait()
-        except asyncio.CancelledError:
-            raise ValueError("too late") from None
-
-    async def ask() -> None:
-        with pytest.raises(ClientDisconnect):
-            await unless_gone(cast("Request", Gone()), fail())
-        await asyncio.sleep(0)
-
-    asyncio.run(ask())
-    gc.collect()
-    assert "never retrieved" not in caplog.text
 
 
 def test_attempts_of_an_async_agent_share_a_client(tmp_path: Path) -> None:
@@ -605,15 +526,6 @@ def test_a_missing_extra_is_named(tmp_path: Path, not_installed: Callable[[str],
     not_installed("starlette")
     with pytest.raises(MissingDependencyError, match=r"environment.kind agent: .*pip install 'starlette>="):
         make_environment("agent", {"run": "math:floor", "data": str(tmp_path / "data.jsonl")}, TOKENIZER, 0)
-
-
-def test_the_async_example_asks_three_times(tmp_path: Path) -> None:
-    path = Path(__file__).parents[4] / "examples" / "agent.py"
-    environment = make_environment("agent", {"run": f"{path}:best_of_three", "problems": {"kind": "gcd"}}, TOKENIZER, 0)
-    problem = Problem(id="p", payload={"a": 12, "b": 18, "answer": 6})
-    client = SamplingClient.saying(TOKENIZER, "12,6>6", "5", "7")
-    rollout = asyncio.run(environment.rollout(problem, client))
-    assert (rollout.reward, len(rollout.turns)) == (1 / 3, 3)
 
 
 @pytest.mark.slow

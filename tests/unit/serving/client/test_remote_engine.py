@@ -85,27 +85,6 @@ async def test_every_request_is_answered_once_and_no_server_gets_more_than_its_s
 
 
 @in_event_loop
-async def test_what_exceeds_the_slots_is_queued() -> None:
-    server = FakeServer("a", slots=4)
-    server.held = True
-    async with engine_over(server) as engine:
-        ask(engine, requests(6))
-        await wait_until(lambda: engine.in_progress > 0)
-        assert (engine.in_progress, engine.queued) == (4, 2)
-        assert await engine.advance()
-        progress = engine.progress()
-        assert (progress.in_progress, progress.queued, progress.slots) == (4, 2, 4)
-        assert progress.busy_s > 0
-
-
-@in_event_loop
-async def test_an_idle_engine_does_not_wait() -> None:
-    async with engine_over(FakeServer("a"), step_s=60.0) as engine:
-        assert not await engine.advance()
-        assert engine.progress().busy_s == 0
-
-
-@in_event_loop
 async def test_an_answer_ends_the_wait_and_who_waited_for_it_runs_first() -> None:
     async with engine_over(FakeServer("a"), step_s=60.0) as engine:
         asked = ask(engine, requests(1))
@@ -132,16 +111,6 @@ async def test_a_broken_connection_is_tried_again_under_the_same_id_at_the_same_
     assert len({request.id for request in a.calls}) == 1
     assert len(a.calls) == 3
     assert not b.calls
-
-
-@in_event_loop
-async def test_ids_differ_between_clients_of_one_server() -> None:
-    server = FakeServer("a")
-    wanted = requests(2)
-    for _ in range(2):
-        async with engine_over(server) as engine:
-            await serve(engine, wanted)
-    assert len({request.id for request in server.calls}) == 4
 
 
 @in_event_loop
@@ -214,21 +183,6 @@ async def test_servers_of_different_models_are_refused() -> None:
     with pytest.raises(UserError, match="once"):
         async with engine_over(FakeServer("a"), FakeServer("a")):
             pass
-
-
-@in_event_loop
-async def test_a_server_that_is_full_is_asked_again_when_it_says() -> None:
-    server = FakeServer("a")
-
-    async def full(request: GenerationRequest, call: int) -> None:
-        if call <= 5:
-            raise ServerBusyError("a", "answered 429", retry_after_s=0.001)
-
-    server.before_answer = full
-    wanted = requests(4)
-    async with engine_over(server) as engine:
-        done = await serve(engine, wanted)
-    assert_as_asked(done, wanted)
 
 
 @pytest.mark.parametrize("problem", [ServerBusyError("a", "answered 429"), ServerUnreachableError("a", "broke off")])
@@ -307,22 +261,6 @@ async def test_a_cancelled_request_ends_at_once_and_what_comes_later_is_counted(
 
 
 @in_event_loop
-async def test_a_cancelled_request_that_its_server_does_not_end_is_given_up() -> None:
-    server = FakeServer("a", slots=1)
-    server.held = True
-    wanted = requests(2)
-    async with engine_over(server) as engine:
-        asked = ask(engine, wanted)
-        await wait_until(lambda: server.running == 1)
-        asked.pop("g0").cancel()
-        await wait_until(lambda: len(server.calls) == 2)  # its slot went to the other one
-        assert server.running == 1
-        server.held = False
-        assert await collect(engine, asked) == {"g1": completion_of(wanted[1])}
-        assert not engine.take_cancelled()
-
-
-@in_event_loop
 async def test_a_request_cancelled_before_it_has_a_slot_never_reaches_a_server() -> None:
     server = FakeServer("a", slots=1)
     server.held = True
@@ -389,23 +327,6 @@ async def test_a_stream_whose_server_is_lost_ends_with_what_was_seen() -> None:
 
 
 @in_event_loop
-async def test_a_stream_that_is_left_early_is_cancelled_at_its_server() -> None:
-    class Slow(FakeServer):
-        async def generate(self, request: GenerationRequest, on_token: Any = None) -> Completion:
-            on_token(TokenEvent(request.id, 0, 7, -0.5, 0))
-            return await super().generate(request)
-
-    server = Slow("a")
-    server.held = True
-    async with engine_over(server) as engine:
-        events = engine.stream(requests(1)[0])
-        assert isinstance(await anext(events), TokenEvent)
-        await events.aclose()
-        assert engine.in_progress == 0
-        await wait_until(lambda: server.cancelled == [server.calls[0].id] and server.running == 0)
-
-
-@in_event_loop
 async def test_what_can_never_be_served_is_refused_at_once() -> None:
     servers = [FakeServer("a", max_length=20), FakeServer("b", max_length=30)]
     async with engine_over(*servers) as engine:
@@ -463,14 +384,3 @@ async def test_decode_steps_are_those_since_the_engine_was_made() -> None:
         server.restart()
         server.steps = 5
         await wait_until(lambda: engine.progress().decode_steps == 12)
-
-
-@in_event_loop
-async def test_the_end_gives_up_what_is_in_progress() -> None:
-    server = FakeServer("a")
-    server.held = True
-    async with engine_over(server) as engine:
-        asked = ask(engine, requests(1))
-        await wait_until(lambda: server.running == 1)
-    assert server.running == 0
-    assert not asked["g0"].done()

@@ -189,16 +189,6 @@ def test_nothing_listens_or_nothing_comes() -> None:
     asyncio.run(late())
 
 
-def test_a_connection_on_which_nothing_comes_is_given_up() -> None:
-    async def silent(writer: asyncio.StreamWriter, head: str, _: bytes) -> None:
-        await asyncio.sleep(1)
-
-    for stream in (False, True):
-        error, _ = outcome(silent, stream=stream, silence_s=0.05)
-        assert isinstance(error, ServerUnreachableError)
-        assert not error.refused
-
-
 def test_no_answer_may_be_endless(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "MAX_ANSWER_BYTES", 1 << 20)
     for stream in (False, True):

@@ -80,16 +80,6 @@ def test_whatever_happens_slots_are_respected_and_room_is_used(slots: list[int],
         assert pool.slots == sum(count for count, is_open in zip(slots, open_, strict=True) if is_open)
 
 
-@given(st.lists(st.integers(1, 8), min_size=1, max_size=4), st.integers(1, 30))
-def test_different_prompts_go_to_the_least_loaded(slots: list[int], count: int) -> None:
-    pool = pool_of(*slots)
-    for number in range(min(count, sum(slots))):
-        shares = [replica.load / replica.slots for replica in pool.replicas]
-        server = place(pool, (number,))
-        assert server is not None
-        assert shares[server] == min(shares)
-
-
 @given(st.integers(2, 4), st.integers(1, 8))
 def test_groups_stay_together_and_are_spread(servers: int, groups: int) -> None:
     """Groups of 4 in servers of 32 slots, submitted one after the other."""
@@ -127,15 +117,6 @@ def test_a_prompt_has_a_home_while_one_of_its_requests_is_in_progress() -> None:
         pool.replicas[home].release((1,))
     assert place(pool, (4,)) == home
     assert place(pool, (1,)) != home
-
-
-def test_a_failing_server_gets_nothing_and_a_group_moves() -> None:
-    pool = pool_of(8, 8)
-    home = place(pool, (1,))
-    assert home is not None
-    pool.replicas[home].record_failure(ServerBusyError("s", "is busy"))
-    assert place(pool, (1,)) == 1 - home
-    assert not pool.replicas[home].gone
 
 
 def test_a_request_for_one_server_goes_there_or_waits() -> None:

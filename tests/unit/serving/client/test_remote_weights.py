@@ -9,7 +9,7 @@ import pytest
 
 from pipelinerl.errors import BroadcastEndedError, WeightUpdateError
 from pipelinerl.interfaces import WeightUpdate
-from pipelinerl.serving.client.adapter import EngineUnavailableError, ServerUnreachableError
+from pipelinerl.serving.client.adapter import ServerUnreachableError
 from pipelinerl.serving.wire import ProcessGroupRequest, WeightUpdateRequest
 from pipelinerl.types import GenerationRequest, SamplingParams, UpdateReceipt
 from tests.unit.fake_engine_servers import FAST, FakeServer, engine_over, in_event_loop, wait_until
@@ -168,21 +168,3 @@ async def test_the_loss_of_a_server_that_receives_a_broadcast_ends_the_engine() 
         await wait_until(lambda: engine._error is not None)
         with pytest.raises(BroadcastEndedError, match="engine server http://b is gone, and all receive weights"):
             await engine.advance()
-
-
-@in_event_loop
-async def test_a_server_that_does_not_join_is_named() -> None:
-    a, b = FakeServer("http://a"), FakeServer("http://b")
-    b.join_problem = WeightUpdateError("engine server http://b refused: no group was formed")
-    async with engine_over(a, b) as engine:
-        with pytest.raises(WeightUpdateError, match="http://b refused"):
-            await engine.join_broadcast("10.0.0.5", 7, "secret")
-
-
-@in_event_loop
-async def test_without_any_server_an_update_fails() -> None:
-    server = FakeServer("http://a")
-    async with engine_over(server) as engine:
-        server.refuse()
-        with pytest.raises(EngineUnavailableError, match="http://a"):
-            await engine.update_weights(update(1))

@@ -40,14 +40,6 @@ def test_the_pieces_are_the_text_and_no_piece_breaks_a_character(text: str, seed
     assert "".join(pieces) + stream.rest() == text
 
 
-def test_a_torn_character_at_the_end_is_shown_as_decoding_shows_it() -> None:
-    ids = TOKENIZER.encode("aé")[:-1]
-    stream = TextStream(plain_decoder(TOKENIZER))
-    assert [stream.feed([token]) for token in ids] == ["a", ""]
-    assert stream.rest() == "\ufffd"
-    assert stream.rest() == ""
-
-
 def byte_fallback_tokenizer() -> Any:
     """Token 3 + i is byte i, as in tokenizers of SentencePiece; a run of these tokens is text only if all of it is."""
     vocabulary = {"<pad>": 0, "<bos>": 1, "<eos>": 2} | {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
@@ -72,10 +64,6 @@ def test_streams_of_bytes_that_are_no_text_are_the_record(data: list[int], seed:
     assert text_decoder(TOKENIZER)(ids) == bytes(data).decode(errors="replace")
 
 
-def test_a_valid_character_before_a_bad_byte_is_kept() -> None:
-    assert text_decoder(FALLBACK)([3 + byte for byte in "é".encode() + b"\xff"]) == "é" + PART
-
-
 @pytest.mark.parametrize("byte", [0x80, 0xE2, 0xFF])
 def test_a_stream_of_undecodable_tokens_is_read_in_linear_time(byte: int) -> None:
     decoded: list[int] = []
@@ -88,11 +76,6 @@ def test_a_stream_of_undecodable_tokens_is_read_in_linear_time(byte: int) -> Non
     text = "".join(stream.feed([byte]) for _ in range(2000)) + stream.rest()
     assert text == PART * 2000
     assert max(decoded) <= 2 * MOST_HELD
-
-
-def test_special_tokens_are_no_text() -> None:
-    stream = TextStream(plain_decoder(TOKENIZER))
-    assert stream.feed([*TOKENIZER.encode("x"), 2]) + stream.rest() == "x"
 
 
 @pytest.mark.parametrize("special", [False, True])
@@ -135,14 +118,6 @@ def test_nothing_is_held_back_longer_than_needed() -> None:
         "\n\nUser!",
     ]
     assert not stop.found
-
-
-@pytest.mark.parametrize("parts", [["say END now"], ["say ", "E", "N", "D", " now"]])
-def test_a_stop_string_ends_the_text_however_it_comes(parts: list[str]) -> None:
-    stop = StopStrings(["END"])
-    assert "".join(stop.feed(part) for part in parts) == "say "
-    assert stop.found
-    assert stop.rest() == ""
 
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": {"b": "}\\\\\\" {"}}}\n</tool_call>'

@@ -238,21 +238,6 @@ async def test_a_refused_request_of_another_session_changes_nothing(tmp_path: Pa
 
 
 @in_event_loop
-async def test_what_was_broadcast_in_an_epoch_is_not_applied_in_the_next(tmp_path: Path) -> None:
-    """Though it has arrived, and its version and checksum are those that the next epoch asks for."""
-    newer = named_weights(byte_model(1))
-    async with running(tmp_path) as (service, _):
-        with closing(CollectiveWeightSender("127.0.0.1", "secret", 1, Relay().trainer)) as sender:
-            group = ProcessGroupRequest(host=sender.host, port=sender.port, key="secret", index=0, run="a", epoch=1)
-            sending = asyncio.create_task(asyncio.to_thread(sender.send, 1, newer))
-            await service.updates.join(group)
-            update = WeightUpdateRequest(version=1, checksum=await sending, run="a", epoch=2)
-            with pytest.raises(WeightUpdateError, match="no broadcast was joined"):
-                await service.updates.take(update)
-            assert service.engine.holding == (0, checksum(named_weights(byte_model(0))))
-
-
-@in_event_loop
 async def test_a_client_that_leaves_while_its_group_is_formed_keeps_nobody_waiting(tmp_path: Path) -> None:
     """The trainer may have died then: the next session's weights do not wait until the group of the last one is given up."""
     async with running(tmp_path) as (service, app), client_of(app) as client:
