@@ -106,10 +106,7 @@ def _add_predictions(commands: Commands) -> None:
     flag("run_file", nargs="?", type=Path, metavar="RUN.yaml", help="the run file")
     text = f"the file that `pipelinerl lab calibrate` wrote (default: {CALIBRATION})"
     flag("--calibration", type=Path, default=CALIBRATION, metavar="FILE", help=text)
-    text = (
-        "number of engines with `engine.slots` slots, each on cores of its own (default: engine.processes, which share the "
-        "calibrated machine)"
-    )
+    text = "number of engines with `engine.slots` slots, each as fast as one of the calibration (default: engine.processes)"
     flag("--engines", type=at_least(1), metavar="I", help=text)
     text = "number of ranks that share each batch, likewise (default: trainer.ranks)"
     flag("--trainers", type=at_least(1), metavar="T", help=text)
@@ -238,7 +235,6 @@ def run_simulate(options: argparse.Namespace, settings: Sequence[str]) -> int:
         doubts,
         read_measured,
         run_scenario,
-        shared_costs,
     )
     from pipelinerl.experiments.planner.simulate import comparison_text, prediction_text, simulate  # noqa: PLC0415 (as above)
     from pipelinerl.report import write_file  # noqa: PLC0415 (as above)
@@ -248,8 +244,6 @@ def run_simulate(options: argparse.Namespace, settings: Sequence[str]) -> int:
     workload, source = _workload(options, config, calibration)
     trainers = options.trainers or config.trainer.ranks
     costs = calibrated_costs(calibration, slots=config.engine.slots, trainers=trainers)
-    if options.engines is None and options.trainers is None:
-        costs = shared_costs(config, calibration, costs, workload)
     scenario = run_scenario(
         config,
         costs,

@@ -22,20 +22,19 @@ CALIBRATION = Calibration(
     date="2030-01-01T00:00:00+00:00",
     load_average=0.1,
     model="demo",
+    schedule="pipeline",
     slots=16,
     batch_size=32,
     group_size=4,
     processes=1,
-    side_by_side=True,
     generation=GenerationCost(
-        threads=2,
         decode=tuple(DecodeCost(active=active, step_s=step_s) for active, step_s in ((1, 0.001), (4, 0.0013), (16, 0.0025))),
         prompt_tokens_mean=6.0,
         rollout_overhead_s=0.0004,
         tokens_per_s=5000.0,
         update_pause_s=0.002,
     ),
-    training=TrainingCost(threads=2, step_s=0.064, token_s=0.0001, used_share=0.5, rollout_s=0.001),
+    training=TrainingCost(step_s=0.064, token_s=0.0001, used_share=0.5, rollout_s=0.001),
     lengths={10: 3, 30: 1},
 )
 

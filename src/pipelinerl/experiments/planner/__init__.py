@@ -3,7 +3,7 @@
 paper.py        the formulas of Appendix A, and the paper's case study
 calibration.py  lengths, U(h) and measured costs, as JSON
     ▲
-calibrate.py    measures: measure_generation.py (an engine, a running actor) and measure_training.py (another process)
+calibrate.py    measures: a short run, and decode steps of an engine alone
 scenario.py     what is simulated: costs, workloads, from a calibration or a run
 simulate.py     the event loop and the prediction: engine.py (decode steps, many at once), trainer.py (batches, steps, lag)
 """

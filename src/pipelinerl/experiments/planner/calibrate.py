@@ -1,38 +1,33 @@
-"""Measures a machine for a run file: `measure_generation` in this process, `measure_training` in another.
+"""Measures a machine for a run file: by a short run, and by decode steps of its engine alone.
 
-    1. an actor generates the rollouts of one optimizer step: lengths, and data to train on
-    2. a training process starts, and then the other generation processes of the run (`engine.processes`)
-    3. decode steps, weight updates and an actor at full load are measured while all these run
-    4. the training process stops and reports the costs of its steps
+    1. `pipelinerl train` takes some steps. Its records have the costs of optimizer steps, rollouts and weight updates while
+       all processes compute, and the lengths of completions
+    2. an engine in this process decodes at 1, 2, 4, ... H sequences: a run that keeps its engines full does not show these
 
-Processes slow each other down even on separate cores, because they share caches and memory bandwidth. So everything that
-runs at the same time in the run is measured at the same time. Step 4 comes before the other generation processes and step 3
-in two cases: the run's schedule alternates between generation and training, or generation yields to the trainer on shared
-cores, and so computes mostly while the trainer waits.
-On CPUs the times are those that a process computes (`clock_of`): other programs on the machine do not count.
+Decode steps are timed with the KV cache as full as in a batch that is kept full: with random tokens, and the distribution of
+ages at a random moment. `rollout_overhead_s` is what a rollout costs an engine of the run beyond its share of these steps.
 """
 
 from __future__ import annotations
 
-import asyncio
 import datetime
-import sys
 import tempfile
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
+from statistics import fmean, median
+from typing import Any, NamedTuple
 
-import msgspec
+import numpy as np
 import torch
 
-from pipelinerl.child import ChildProcess
-from pipelinerl.config.load import config_to_yaml
-from pipelinerl.config.schema import RunConfig
+from pipelinerl.config.load import validate
+from pipelinerl.config.schema import EvaluationConfig, RunConfig
+from pipelinerl.engine import LocalEngine
 from pipelinerl.errors import PipelineRLError, UserError
 from pipelinerl.experiments.planner.calibration import (
-    ENOUGH,
-    READY,
     Calibration,
     DecodeCost,
     GenerationCost,
@@ -40,166 +35,229 @@ from pipelinerl.experiments.planner.calibration import (
     TrainingCost,
     Utilisation,
 )
-from pipelinerl.experiments.planner.measure_generation import (
-    Generator,
-    Production,
-    decode_costs,
-    load_generator,
-    produce,
-    prompt_tokens_mean,
-    update_pause_s,
-)
-from pipelinerl.resources.hardware import load_average, this_machine
-from pipelinerl.resources.share import plan_threads, process_environment, side_by_side, trainer_goes_first, usable_cores
+from pipelinerl.experiments.runs import train_in_child
+from pipelinerl.experiments.statistics import powers_of_two
+from pipelinerl.launch.stages.engines import load_local_engine
+from pipelinerl.metrics.reading import read_lines, read_records
+from pipelinerl.metrics.records import StepRecord
+from pipelinerl.metrics.timeline import TimelineRecord
+from pipelinerl.report.series import name_of, read_timeline
+from pipelinerl.resources.hardware import clock_of, load_average, this_machine
+from pipelinerl.resources.share import plan_threads, usable_cores
+from pipelinerl.run_directory import RunDirectory
 from pipelinerl.schedule import make_schedule
-from pipelinerl.types import Group
+from pipelinerl.types import GenerationRequest, Group, SamplingParams
 
+TRAIN_STEPS = 16
+"""Optimizer steps of the run, or two rounds if these are more."""
+FULL = 0.9
+"""An engine is full if it has at least this share of the largest number of sequences that it ever had in progress."""
 DECODE_SECONDS = 0.8
-ACTOR_SECONDS = 8.0
+DECODE_STEPS = 16
+"""Consecutive decode steps in a round: few, so that the fill of the cache hardly changes."""
+MIN_ROUNDS = 2
 
 
 def calibrate(config: RunConfig, report: Callable[[str], None] = lambda _: None) -> Calibration:
-    """Measure this machine; takes about half a minute for the demo. `report` receives progress messages.
+    """Measure this machine; takes about a minute for the demo. `report` receives progress messages.
 
-    Raises UserError for a mistake in the run file, and PipelineRLError if training can't be measured.
+    Raises UserError for a mistake in the run file, what ends the run, and PipelineRLError if it gives no measurement.
     """
-    schedule = make_schedule(config)
-    threads = plan_threads(config, schedule, usable_cores())
-    overlap, yields = side_by_side(config, schedule), trainer_goes_first(config, schedule, usable_cores())
-    together = overlap and not yields
     date, load = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), load_average()
-    torch.set_num_threads(threads.generation)
-    report("loading the model")
-    generator = load_generator(config)
     with tempfile.TemporaryDirectory(prefix="pipelinerl-calibrate-") as name:
-        folder = Path(name)
-        report(f"generating {config.trainer.batch_size} rollouts")
-        sampled = asyncio.run(produce(generator, folder / "first", seconds=0, rollouts=config.trainer.batch_size)).first
-        report("starting the training process" if together else "measuring training")
-        with training_process(config, folder / "first" / "stream", folder, threads.training) as training:
-            training.wait_for(READY)
-            if not together:
-                training.wait_for(ENOUGH)
-                training_cost = training.result()
-            report("measuring generation")
-            with ExitStack() as stack:
-                others = _other_generation_processes(config, folder, threads.generation)
-                for other in [stack.enter_context(other) for other in others]:
-                    other.wait_for(READY)
-                generation_cost = measure(
-                    generator, sampled, folder / "second", lambda: together and not training.has_said(ENOUGH)
-                )
-            if together:
-                training_cost = training.result()
+        run = RunDirectory(Path(name) / "run")
+        short = short_run(config, run.root)
+        report(f"training for {short.trainer.steps} steps")
+        train_in_child(short)
+        steps = read_records(run.metrics, StepRecord)
+        timeline = read_timeline(run.root)
+        groups = first_groups(read_lines(run.rollouts / "rollouts.jsonl", Group))
+    tokens = [sum(len(turn.completion.token_ids) for turn in one.turns) for group in groups for one in group.rollouts]
+    lengths = [count for count in tokens if count]
+    if not lengths or len(steps) < 2:
+        raise PipelineRLError("the run that was to be measured finished no group of rollouts, or took less than two steps")
+    prompt = prompt_tokens_mean(groups)
+    report("measuring decode steps")
+    decode = decode_costs(config, LengthDistribution.of_lengths(lengths), max(1, round(prompt)), DECODE_SECONDS)
+    in_progress, rate = full_rate(timeline)
+    pauses_s = [step.engine.update_pause_s for step in steps if step.engine and step.engine.update_pause_s is not None]
     return Calibration(
         machine=this_machine(config.engine.device),
         date=date,
         load_average=load,
         model=config.model.path,
+        schedule=name_of(config),
         slots=config.engine.slots,
         batch_size=config.trainer.batch_size,
         group_size=config.actor.group_size,
         processes=config.engine.processes,
-        side_by_side=overlap,
-        generation_yields=yields,
-        generation=generation_cost,
-        training=training_cost,
-        lengths=dict(sorted(Counter(_lengths(sampled)).items())),
+        generation=GenerationCost(
+            decode=tuple(decode),
+            prompt_tokens_mean=prompt,
+            rollout_overhead_s=rollout_overhead_s(decode, fmean(lengths), in_progress, rate),
+            tokens_per_s=rate,
+            update_pause_s=median(pauses_s) if pauses_s else 0.0,
+        ),
+        training=training_cost(steps, config.trainer.ranks),
+        lengths=dict(sorted(Counter(lengths).items())),
     )
 
 
-def measure(generator: Generator, sampled: list[Group], folder: Path, keep_going: Callable[[], bool]) -> GenerationCost:
-    """All costs of generation. The actor runs at least as long as `keep_going()`."""
-    lengths = LengthDistribution.of_lengths(_lengths(sampled))
-    prompt = prompt_tokens_mean(sampled)
-    whole_prompt = max(1, round(prompt))
-    decode = decode_costs(generator, lengths, whole_prompt, DECODE_SECONDS)
-    pause_s = update_pause_s(generator, lengths, whole_prompt)
-    production = asyncio.run(
-        produce(generator, folder, seconds=ACTOR_SECONDS, rollouts=generator.config.engine.slots, keep_going=keep_going)
+# ---- the run, and what its records say
+
+
+def short_run(config: RunConfig, run_dir: Path) -> RunConfig:
+    """The run of `config` for some steps, in processes, without anything that only costs time."""
+    rounds = config.schedule.steps_per_round if config.schedule.kind != "pipeline" else 1
+    steps = max(2, -(-TRAIN_STEPS // rounds)) * rounds
+    trainer = {"steps": steps, "checkpoint_every": 0, "weights_every": 0, "keep_versions": None}
+    changes: dict[str, Any] = {
+        "run_dir": str(run_dir),
+        "evaluation": EvaluationConfig(problems=0),
+        "metrics": config.metrics.model_copy(update={"view": "none", "plot": False, "trackers": (), "callback": None}),
+        "trainer": config.trainer.model_copy(update=trainer),
+    }
+    if config.launch.kind == "embedded":
+        changes["launch"] = config.launch.model_copy(update={"kind": "processes"})
+    return validate(config.model_copy(update=changes))
+
+
+def first_groups(groups: Sequence[Group]) -> list[Group]:
+    """The groups that started before any unfinished one, so that they are not biased to short completions."""
+    by_index = {group.index: group for group in groups}
+    first: list[Group] = []
+    while (following := by_index.get(len(first))) is not None:
+        first.append(following)
+    return first
+
+
+def prompt_tokens_mean(groups: Sequence[Group]) -> float:
+    """Mean tokens of a rollout's context that were not sampled: the last turn's prompt less all earlier completions."""
+    return fmean(
+        len(rollout.turns[-1].prompt_ids) - sum(len(turn.completion.token_ids) for turn in rollout.turns[:-1])
+        for group in groups
+        for rollout in group.rollouts
+        if rollout.turns
     )
-    return GenerationCost(
-        threads=torch.get_num_threads(),
-        decode=tuple(decode),
-        prompt_tokens_mean=prompt,
-        rollout_overhead_s=rollout_overhead_s(production, decode),
-        tokens_per_s=production.tokens / production.busy_s,
-        update_pause_s=pause_s,
-    )
 
 
-def rollout_overhead_s(production: Production, decode: list[DecodeCost]) -> float:
-    """An actor's time per rollout, less the time of its decode steps. Not below 0."""
-    table = Utilisation(tuple(float(cost.active) for cost in decode), tuple(cost.step_s for cost in decode))
-    decoding_s = float(table.step_time([active for active in production.active if active]).sum())
-    return max(0.0, production.busy_s - decoding_s) / production.rollouts
-
-
-class MeasuringProcess(ChildProcess):
-    """A process that computes for a measurement. Leaving the context kills it if it is still running.
-
-    `module` is run with the run file, `source` and a file for what it says.
-    """
-
-    def __init__(self, module: str, config: RunConfig, source: Path, folder: Path, threads: int) -> None:
-        self._name = module.rpartition("_")[2]
-        path, self._messages = folder / f"{self._name}.yaml", folder / f"{self._name}.messages"
-        path.write_text(config_to_yaml(config), encoding="utf-8")
-        self._messages.touch()
-        self._timeout_s = config.launch.startup_timeout_s
-        super().__init__(
-            [sys.executable, "-m", f"pipelinerl.experiments.planner.{module}", str(path), str(source), str(self._messages)],
-            log=folder / f"{self._name}.log",
-            environment=process_environment(self._name, threads),
-        )
-
-    def has_said(self, word: str) -> bool:
-        """Whether the process has said `word`. Raises PipelineRLError if it ended without saying it."""
-        ended = not self.running
-        found = word in self._said()
-        if ended and not found:
-            raise self._error()
-        return found
-
-    def wait_for(self, word: str) -> None:
-        """Wait for `word`. Raises PipelineRLError if the process ends first or exceeds `launch.startup_timeout_s`."""
-        if not self.wait_until(lambda: self.has_said(word), self._timeout_s):
-            raise PipelineRLError(f"the {self._name} process did not say {word!r} within {self._timeout_s:.0f} s")
-
-    def result(self) -> TrainingCost:
-        """Stop the training process and return what it measured. Raises PipelineRLError."""
-        self.ask_to_stop()
-        if not self.wait(self._timeout_s):
-            raise PipelineRLError(f"the {self._name} process did not end within {self._timeout_s:.0f} s")
-        if self.status != 0:
-            raise self._error()
-        return msgspec.json.decode(self._said()[-1], type=TrainingCost)
-
-    def _said(self) -> list[str]:
-        """The complete lines of its messages."""
-        return self._messages.read_text(encoding="utf-8").split("\n")[:-1]
-
-    def _error(self) -> PipelineRLError:
-        last = next((line for line in reversed(self.log_lines()) if line.strip()), "no output")
-        kind = UserError if self.status == UserError.exit_status else PipelineRLError
-        return kind(f"{self._name} could not be measured (it {self.how_it_ended()}): {last.removeprefix('error: ')}")
-
-
-def training_process(config: RunConfig, stream: Path, folder: Path, threads: int) -> MeasuringProcess:
-    """`measure_training` in a process, on the groups of `stream`."""
-    return MeasuringProcess("measure_training", config, stream, folder, threads)
-
-
-def _other_generation_processes(config: RunConfig, folder: Path, threads: int) -> Iterator[MeasuringProcess]:
-    """Start all but one of the run's generation processes, if they share this machine's cores."""
-    for index in range(1, config.engine.processes if config.engine.device == "cpu" else 1):
-        own = folder / f"generation-{index}"
-        own.mkdir()
-        yield MeasuringProcess("measure_generation", config, own / "produced", own, threads)
-
-
-def _lengths(groups: list[Group]) -> list[int]:
-    counts = [
-        sum(len(turn.completion.token_ids) for turn in rollout.turns) for group in groups for rollout in group.rollouts
+def full_rate(timeline: Sequence[TimelineRecord]) -> tuple[float, float]:
+    """Sequences in progress, and tokens per second, of one engine while it is full and its weights do not change."""
+    of_engine: defaultdict[int, list[TimelineRecord]] = defaultdict(list)
+    for record in timeline:
+        of_engine[record.worker].append(record)
+    most = max((record.in_progress for record in timeline), default=0)
+    spans = [
+        (after.time_s - before.time_s, after.tokens_generated - before.tokens_generated, before.in_progress)
+        for records in of_engine.values()
+        for before, after in pairwise(records)
+        if min(before.in_progress, after.in_progress) >= FULL * most and before.version == after.version
     ]
-    return [count for count in counts if count]
+    seconds, tokens = sum(span[0] for span in spans), sum(span[1] for span in spans)
+    if not seconds or not tokens:
+        raise PipelineRLError("the engines of the run were never full for a quarter of a second; measure a longer run")
+    return fmean(span[2] for span in spans), tokens / seconds
+
+
+def rollout_overhead_s(decode: Sequence[DecodeCost], length: float, in_progress: float, rate: float) -> float:
+    """The time of a rollout of mean `length` in a full engine, less its share of the decode steps. Not below 0."""
+    table = Utilisation(tuple(float(cost.active) for cost in decode), tuple(cost.step_s for cost in decode))
+    return max(0.0, length * (1 / rate - float(table.step_time(in_progress)) / in_progress))
+
+
+class Step(NamedTuple):
+    """One optimizer step: tokens that went through the model, and its duration."""
+
+    tokens: int
+    seconds: float
+
+
+def training_cost(steps: Sequence[StepRecord], ranks: int) -> TrainingCost:
+    """From the steps of a run; the first one warms up."""
+    step_s, token_s = fit_steps([Step(step.tokens_trained + step.tokens_context, step.train_s) for step in steps[1:]])
+    between_s = [
+        max(0.0, after.time_s - before.time_s - after.train_s - after.wait_s - after.saving_s)
+        for before, after in pairwise(steps)
+    ]
+    sampled = sum(step.samples * (step.completion_length_mean or 0.0) for step in steps)
+    return TrainingCost(
+        step_s=step_s,
+        token_s=token_s,
+        used_share=sum(step.tokens_trained for step in steps) / sampled if sampled else 0.0,
+        rollout_s=median(between_s) / steps[0].samples,
+        ranks=ranks,
+    )
+
+
+def fit_steps(steps: Sequence[Step]) -> tuple[float, float]:
+    """(fixed seconds per step, seconds per token) of the line through the median small and the median large step.
+
+    Medians are robust to short disturbances of the machine. Neither result is below 0. Raises UserError if no step used
+    tokens.
+    """
+    tokens = np.array([step.tokens for step in steps], dtype=np.float64)
+    seconds = np.array([step.seconds for step in steps], dtype=np.float64)
+    if not tokens.size or tokens.max() == 0:
+        raise UserError("no step of the run had a gradient: its model solves no problem, or all of them")
+    large = tokens > (tokens.min() + tokens.max()) / 2
+    if not large.any() or large.all():
+        return 0.0, float(median(seconds / np.maximum(tokens, 1)))
+    (x0, y0), (x1, y1) = ((np.median(tokens[part]), np.median(seconds[part])) for part in (~large, large))
+    slope = (y1 - y0) / (x1 - x0)
+    if slope <= 0 or y1 - slope * x1 < 0:
+        return 0.0, float(y1 / x1)
+    return float(y1 - slope * x1), float(slope)
+
+
+# ---- decode steps
+
+
+def decode_costs(config: RunConfig, lengths: LengthDistribution, prompt_tokens: int, seconds: float) -> list[DecodeCost]:
+    """Times of decode steps at 1, 2, 4, ... H sequences, about `seconds` at each size (at least MIN_ROUNDS rounds)."""
+    torch.set_num_threads(plan_threads(config, make_schedule(config), usable_cores()).generation)
+    model, engine = load_local_engine(config)
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    rng = np.random.default_rng(config.seed)
+    costs = []
+    for active in (*powers_of_two(engine.slots - 1), engine.slots):
+        ages = rng.choice(lengths.longest, size=active, p=lengths.ages())
+        times_s: list[float] = []
+        begin_s, rounds = time.perf_counter(), 0
+        while rounds < MIN_ROUNDS or time.perf_counter() - begin_s < seconds:
+            contexts = (prompt_tokens + ages - DECODE_STEPS // 2).tolist()
+            times_s += decode_round(engine, config, contexts, vocabulary, rng)
+            rounds += 1
+        costs.append(DecodeCost(active=active, step_s=median(times_s)))
+    return costs
+
+
+def decode_round(
+    engine: LocalEngine, config: RunConfig, contexts: Sequence[int], vocabulary: int, rng: np.random.Generator
+) -> list[float]:
+    """Seconds of each of DECODE_STEPS steps in which exactly the sequences with these context lengths decode."""
+    # Prefill takes several steps. Sequences already in progress decode meanwhile, and must not reach their budget.
+    budget = DECODE_STEPS + 4 + sum(contexts) // config.engine.prefill_tokens
+    room = engine.max_length - budget
+    if room < 1:
+        raise UserError(
+            f"engine.max_length {engine.max_length} leaves no room to measure decode steps; set it to {budget + 16} or more"
+        )
+    names = [f"measured-{number}" for number in range(len(contexts))]
+    for name, context in zip(names, contexts, strict=True):
+        ids = tuple(rng.integers(vocabulary, size=min(max(context, 1), room)).tolist())
+        engine.submit(GenerationRequest(id=name, prompt_ids=ids, sampling=SamplingParams(max_tokens=budget)))
+    before, sampled = engine.progress().tokens_generated, 0
+    while sampled < len(contexts):
+        engine.step()
+        before, sampled = engine.progress().tokens_generated, engine.progress().tokens_generated - before
+    engine.step()  # one untimed step, which compacts the rows
+    times_s = []
+    clock = clock_of(config.engine.device)
+    for _ in range(DECODE_STEPS):
+        begin_s = clock()
+        engine.step()
+        times_s.append(clock() - begin_s)
+    for name in names:
+        engine.cancel(name)
+    engine.step()
+    return times_s

@@ -154,9 +154,7 @@ class Utilisation:
         return np.asarray(np.asarray(active, dtype=np.float64) / self.step_time(active), dtype=np.float64)
 
 
-FORMAT = 2
-READY, ENOUGH = "ready", "enough"
-"""What a measuring process says when it computes as in a run, and when it has measured enough."""
+FORMAT = 3
 
 
 class DecodeCost(msgspec.Struct, frozen=True, kw_only=True):
@@ -169,15 +167,15 @@ class DecodeCost(msgspec.Struct, frozen=True, kw_only=True):
 class GenerationCost(msgspec.Struct, frozen=True, kw_only=True):
     """The costs of one generation process.
 
-    decode              decode steps by number of sequences, ascending; contexts are as long as in a batch that is kept full
+    decode              decode steps by number of sequences, ascending, of an engine that has the machine to itself; contexts
+                        are as long as in a batch that is kept full
     prompt_tokens_mean  mean prompt length of the run's problems
-    rollout_overhead_s  process time per rollout beyond its share of decode steps: its share of its group's prefill,
-                        admission, environment and reward code, records and stream
-    tokens_per_s        rate of the whole process, actor and environment included, with all slots in use
+    rollout_overhead_s  process time per rollout in the run beyond its share of decode steps: prefill, admission, environment
+                        and reward code, records, and what other processes of the run take away
+    tokens_per_s        rate of the whole process in the run, with all slots in use
     update_pause_s      the engine's pause for new weights
     """
 
-    threads: int
     decode: tuple[DecodeCost, ...]
     prompt_tokens_mean: float
     rollout_overhead_s: float
@@ -193,12 +191,10 @@ class GenerationCost(msgspec.Struct, frozen=True, kw_only=True):
 class TrainingCost(msgspec.Struct, frozen=True, kw_only=True):
     """A step of `ranks` takes `step_s + token_s * tokens`; all these tokens go through the model, prompts included.
 
-    `used_share` is the share of the sampled rollouts' tokens that go through the model; the others have no gradient. It is
-    measured with the initial model. It is 0 if that model solved no problem or every problem; a plan then underestimates
-    the cost of training.
+    `used_share` is the share of the sampled tokens that have a gradient, in the first steps of a run. It is 0 if its model
+    solves no problem or every problem; a prediction then underestimates the cost of training.
     """
 
-    threads: int
     step_s: float
     token_s: float
     used_share: float
@@ -210,25 +206,20 @@ class TrainingCost(msgspec.Struct, frozen=True, kw_only=True):
 class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     """Costs for one machine and one run file, measured on `date` with `load_average` (1 minute, at the start).
 
-    side_by_side   generation and training run at the same time in the run, and were measured so; otherwise each had the
-                   machine to itself, as in a conventional run
-    generation_yields   they do, but on the same cores, where generation has a low priority and computes mostly while the
-                   trainer waits; each had the machine to itself here, too
-    processes      number of generation processes in the run; `generation` has the costs of one of them, while the others
-                   generated too if they share the machine's cores
-    lengths        sampled tokens -> number of rollouts, with the initial model (training changes lengths)
+    schedule       that of the run, as `compare` names it: it decides whether generation and training share the machine
+    processes      number of generation processes in the run; `generation` has the costs of one of them
+    lengths        sampled tokens -> number of rollouts, in the first steps of the run (training changes lengths)
     """
 
     machine: Machine
     date: str
     load_average: float | None = None
     model: str
+    schedule: str
     slots: int
     batch_size: int
     group_size: int
     processes: int
-    side_by_side: bool
-    generation_yields: bool = False
     generation: GenerationCost
     training: TrainingCost
     lengths: dict[int, int]
@@ -275,11 +266,9 @@ def calibration_text(calibration: Calibration) -> str:
     table.add_row("generation, all slots in use", f"{generation.tokens_per_s:.0f} tokens/s")
     table.add_row("optimizer step", f"{1e3 * training.step_s:.3g} ms + {1e6 * training.token_s:.3g} us a token")
     lengths = calibration.length_distribution()
-    table.add_row("tokens that have a gradient", f"{training.used_share:.0%}, initial model")
-    table.add_row("lengths, initial model", f"mean {lengths.mean:.1f}, longest {lengths.longest} tokens")
-    in_turn = calibration.generation_yields or not calibration.side_by_side
-    how = "one after the other" if in_turn else "at the same time, as in a run"
-    table.add_row("measured", f"generation ({count(generation.threads, 'thread')}) and training ({training.threads}) {how}")
+    table.add_row("tokens that have a gradient", f"{training.used_share:.0%} in the first steps")
+    table.add_row("lengths in the first steps", f"mean {lengths.mean:.1f}, longest {lengths.longest} tokens")
+    table.add_row("measured", f"in a {calibration.schedule} run with {count(calibration.processes, 'engine')}")
     text = rendered(table)
     if calibration.disturbed:
         text += f"the machine was busy (load average {calibration.load_average:g}): measure again when it is not\n"

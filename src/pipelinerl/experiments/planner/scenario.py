@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Literal, NamedTuple, Protocol
@@ -21,8 +21,7 @@ from pipelinerl.metrics.reading import read_records
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.sinks import EVALUATIONS_FILE, METRICS_FILE
 from pipelinerl.preprocess.advantages import advantages
-from pipelinerl.report.series import RecordedGroup, RecordedRollout, read_groups, read_summary
-from pipelinerl.resources.share import Threads, side_by_side, trainer_goes_first
+from pipelinerl.report.series import RecordedGroup, RecordedRollout, name_of, read_groups, read_summary
 from pipelinerl.schedule import make_schedule, stream_capacity
 
 
@@ -193,98 +192,6 @@ def calibrated_costs(calibration: Calibration, *, slots: int, trainers: int = 1)
     )
 
 
-class Speeds(NamedTuple):
-    """Of an engine and of a rank of the trainer, as shares of their speeds on cores of their own."""
-
-    generation: float
-    training: float
-
-
-def speeds_on(
-    cores: int,
-    *,
-    engines: int,
-    ranks: int,
-    threads: Threads,
-    generation_s: float,
-    training_s: float,
-    in_turn: bool = False,
-    trainer_first: bool = False,
-) -> Speeds:
-    """The speeds of processes that share `cores`. One engine takes `generation_s` for a rollout, all ranks `training_s`.
-
-    Neither side works much more than the other uses: the trainer waits for rollouts, and the schedule limits those that wait
-    for the trainer. So the slower side always works, at one speed while the other works too and at another while it waits.
-    The result is its average, and the other's speed while it works. `in_turn`: each side has all cores while it works.
-    `trainer_first`: generation has a lower priority (`process.lower_priority`). Ranks wait for one another many times in a
-    step, and leave their core then: they do not slow generation (measured with 2 and 3 ranks on two cores).
-    """
-    generating, training = engines * threads.generation, ranks * threads.training
-    alone = Speeds(min(1.0, cores / generating), min(1.0, cores / training))
-    if in_turn:
-        return alone
-    both = _fair_shares(cores, generating, training, weight=GENERATION_WEIGHT if trainer_first else 1.0)
-    if ranks > 1 and not trainer_first and generating < cores:
-        both = Speeds(1.0, min(1.0, (cores - generating) / training))
-    rollout_s = generation_s / engines
-    if both.generation / rollout_s < both.training / training_s:  # the trainer waits
-        busy_s = training_s / both.training  # of the trainer, for a rollout
-        rate = alone.generation / (rollout_s + busy_s * (alone.generation - both.generation))
-        return Speeds(rate * rollout_s, both.training)
-    busy_s = rollout_s / both.generation
-    rate = alone.training / (training_s + busy_s * (alone.training - both.training))
-    return Speeds(both.generation, rate * training_s)
-
-
-GENERATION_WEIGHT = 110 / 1024
-"""Linux's weight of a process of niceness 10 (GENERATION_NICENESS) over that of niceness 0."""
-
-
-def _fair_shares(cores: int, generating: int, training: int, *, weight: float) -> Speeds:
-    """The share of a core of each generating and each training thread. Generating ones have `weight`, the others 1."""
-    unit = cores / (generating * weight + training)
-    if unit >= 1:  # training threads have a core each
-        return Speeds(min(1.0, (cores - training) / generating), 1.0)
-    if unit * weight >= 1:
-        return Speeds(1.0, min(1.0, (cores - generating) / training))
-    return Speeds(unit * weight, unit)
-
-
-def shared_costs(config: RunConfig, calibration: Calibration, costs: Costs, workload: Workload) -> Costs:
-    """`costs` where the run's processes share the calibrated machine's cores. On GPUs nothing is shared."""
-    if config.engine.device != "cpu" or config.trainer.device != "cpu":
-        return costs
-    schedule, cores = make_schedule(config), calibration.machine.cores
-    groups = [workload.group(index) for index in range(BLOCK)]
-    tokens = fmean(length for group in groups for length in group.lengths)
-    used = fmean(
-        (length + workload.prompt_tokens) * used
-        for group in groups
-        for length, used in zip(group.lengths, group.used, strict=True)
-    )
-    slots, B = config.engine.slots, config.trainer.batch_size
-    speeds = speeds_on(
-        cores,
-        engines=config.engine.processes,
-        ranks=config.trainer.ranks,
-        threads=Threads(calibration.generation.threads, calibration.training.threads),
-        generation_s=tokens * costs.decode_step_s[slots] / slots + costs.rollout_s,
-        training_s=costs.train_step_s / B + costs.train_token_s * used + costs.prepare_s,
-        in_turn=not side_by_side(config, schedule),
-        trainer_first=trainer_goes_first(config, schedule, cores),
-    )
-    slower, trainer = 1 / speeds.generation, 1 / speeds.training
-    return replace(
-        costs,
-        decode_step_s=tuple(step_s * slower for step_s in costs.decode_step_s),
-        rollout_s=costs.rollout_s * slower,
-        update_pause_s=costs.update_pause_s * slower,
-        train_step_s=costs.train_step_s * trainer,
-        train_token_s=costs.train_token_s * trainer,
-        prepare_s=costs.prepare_s * trainer,
-    )
-
-
 def calibrated_workload(
     calibration: Calibration, config: RunConfig, *, seed: int, lengths: LengthDistribution | None = None
 ) -> DrawnWorkload:
@@ -331,10 +238,10 @@ def doubts(config: RunConfig, calibration: Calibration) -> list[str]:
             f"it was made with engine.processes {calibration.processes}, the run has {processes}: processes that share "
             "cores slow each other down"
         )
-    together = side_by_side(config, make_schedule(config))
-    if calibration.side_by_side != together:
-        made, is_now = ("at the same time", "in turn") if calibration.side_by_side else ("in turn", "at the same time")
-        found.append(f"it was made with generation and training running {made}; here they run {is_now}")
+    if (made := calibration.schedule) != (now := name_of(config)) and "pipeline" in (made, now):
+        found.append(
+            f"it was made with schedule {made}, the run has {now}: generation and training share the machine otherwise"
+        )
     if calibration.disturbed:
         cores = calibration.machine.cores
         found.append(f"the machine was busy when it was made (load average {calibration.load_average:g}, {cores} cores)")

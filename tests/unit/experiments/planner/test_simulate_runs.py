@@ -17,14 +17,11 @@ from pipelinerl.experiments.planner.scenario import (
     read_measured,
     read_workload,
     run_scenario,
-    shared_costs,
-    speeds_on,
 )
 from pipelinerl.experiments.planner.simulate import simulate
 from pipelinerl.files import JsonLines
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.records import StepRecord
-from pipelinerl.resources.share import Threads
 from tests.unit.experiments.parts import CALIBRATION, group, invoke, turn, write_rollouts
 
 SETTINGS = ["--engine.slots", "8", "--actor.group_size", "2", "--trainer.batch_size", "8", "--trainer.steps", "5"]
@@ -148,10 +145,8 @@ def test_doubts():
     model, slots, turns, load = doubts(other, busy)
     assert "model demo, the run's is m" in model
     assert "16 slots, fewer than the run's 17" in slots
-    assert "running at the same time; here they run in turn" in turns
+    assert "schedule pipeline, the run has conventional:1" in turns
     assert "load average 3.5, 2 cores" in load
-    alone = msgspec.structs.replace(CALIBRATION, side_by_side=False)
-    assert ["running in turn; here they run at the same time" in doubt for doubt in doubts(config, alone)] == [True]
 
 
 # ------------------------------------------------------------------------------------------------ the command
@@ -215,66 +210,3 @@ def test_a_run_that_would_never_end(calibration_file, run_dir):
     (run_dir / "rollouts" / "rollouts.jsonl").write_bytes(msgspec.json.encode(GROUPS[1]) + b"\n")
     with pytest.raises(UserError, match="this run would never end"):
         simulate_command("--compare", run_dir, *calibration_file, "--preprocess.zero_advantage", "drop")
-
-
-# ------------------------------------------------------------------------------------------------ cores that are shared
-
-
-def handed_out(cores, generating, training, weight, pieces=4000):
-    """The shares of the threads if each tiny piece of time goes to the one that has least for its weight, at most 1."""
-    had = [[0.0, weight] for _ in range(generating)] + [[0.0, 1.0] for _ in range(training)]
-    for _ in range(pieces * cores):
-        open_ones = [one for one in had if one[0] < 1]
-        if open_ones:
-            min(open_ones, key=lambda one: one[0] / one[1])[0] += 1 / pieces
-    return [one[0] for one in had[:generating]], [one[0] for one in had[generating:]]
-
-
-@pytest.mark.parametrize("engines", [1, 4])
-@pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize("weight", [1.0, 110 / 1024])
-@pytest.mark.parametrize("training_s", [0.02, 0.05, 0.2])
-def test_speeds_on_shared_cores_against_time_slices(engines, ranks, weight, training_s):
-    both = [shares[0] for shares in handed_out(2, engines, ranks, weight)]
-    if (engines, ranks, weight) == (1, 3, 1.0):  # ranks wait for one another, and then the engine has the core
-        both = [1.0, 1 / 3]
-    alone = [min(1.0, 2 / engines), min(1.0, 2 / ranks)]
-    waiting, trained = 0.0, 0.0
-    for _ in range(40_000):  # of a millisecond; the trainer waits for a rollout, the engines while 3 wait
-        trains, generates = waiting > 0.5, waiting < 3
-        done = 0.001 * (both if generates else alone)[1] / training_s if trains else 0.0
-        made = 0.001 * engines * (both if trains else alone)[0] / 0.05 if generates else 0.0
-        waiting, trained = waiting + made - done, trained + done
-    first = weight < 1
-    speeds = speeds_on(
-        2, engines=engines, ranks=ranks, threads=Threads(1, 1), generation_s=0.05, training_s=training_s, trainer_first=first
-    )
-    rate = min(engines * speeds.generation / 0.05, speeds.training / training_s)
-    assert rate == pytest.approx(trained / 40, rel=0.03)
-
-
-def test_speeds_without_contention_and_in_turn():
-    alone = speeds_on(8, engines=2, ranks=3, threads=Threads(1, 1), generation_s=1.0, training_s=1.0)
-    assert alone == (1.0, 1.0)
-    turns = speeds_on(4, engines=8, ranks=2, threads=Threads(1, 4), generation_s=1.0, training_s=1.0, in_turn=True)
-    assert turns == (0.5, 0.5)
-
-
-def test_costs_on_shared_cores_are_slower_and_not_on_gpus():
-    settings = [*SETTINGS, "--engine.processes", "3", "--trainer.ranks", "2"]
-    config = load_config(None, settings)
-    costs = calibrated_costs(CALIBRATION, slots=8)
-    calibration = msgspec.structs.replace(CALIBRATION, machine=msgspec.structs.replace(CALIBRATION.machine, cores=2))
-    workload = calibrated_workload(calibration, config, seed=0)
-    shared = shared_costs(config, calibration, costs, workload)
-    slower = shared.decode_step_s[8] / costs.decode_step_s[8]
-    assert slower > 1.2
-    assert shared.rollout_s == pytest.approx(slower * costs.rollout_s)
-    assert shared.train_token_s > costs.train_token_s
-    scenarios = [run_scenario(config, one, workload, steps=30) for one in (costs, shared)]
-    rates = [simulate(scenario).samples_per_s_later for scenario in scenarios]
-    assert rates[1] < 0.9 * rates[0]
-    many = msgspec.structs.replace(calibration, machine=msgspec.structs.replace(CALIBRATION.machine, cores=64))
-    assert shared_costs(config, many, costs, workload) == costs
-    gpu = load_config(None, [*settings, "--engine.device", "cuda:0", "--trainer.device", "cuda:1"])
-    assert shared_costs(gpu, calibration, costs, workload) is costs
