@@ -7,8 +7,8 @@ of all, and no index is used twice.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pipelinerl.hub.outstanding import Outstanding
@@ -31,6 +31,7 @@ class Part:
 
     lost                        attempts of the groups that were in progress when processes ended
     groups, attempts, rollouts  of groups that were handed over: `rollouts` of the attempts are in them
+    dropped                     the other attempts of these groups, by reason
     replaced                    rollouts that the stream dropped for newer ones
     """
 
@@ -38,6 +39,7 @@ class Part:
     groups: int = 0
     attempts: int = 0
     rollouts: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
     replaced: int = 0
 
 
@@ -90,7 +92,9 @@ class AdmissionState:
                 self.counts.restart(claim.version, engine_version, claim.attempts)
                 self.claims[index] = claim._replace(version=engine_version)
 
-    def hand_over(self, index: int, *, rollouts: int, skipped: bool = False) -> int:
+    def hand_over(
+        self, index: int, *, rollouts: int, skipped: bool = False, dropped: Mapping[str, int] | None = None
+    ) -> int:
         """Count a group as handed over, with `rollouts` rollouts: its other attempts were dropped, or `skipped`.
 
         Returns the number of the process that had it.
@@ -102,6 +106,7 @@ class AdmissionState:
         part.groups += not skipped
         part.attempts += 0 if skipped else claim.attempts
         part.rollouts += rollouts
+        part.dropped.update(dropped or {})
         return claim.process
 
     def replace(self, process: int, rollouts: int) -> None:

@@ -174,7 +174,7 @@ class Claims:
 
     def hand_over(self, group: Group) -> None:
         line, skipped = self._encoder.encode(group), group.skipped is not None
-        self._hub.send(wire.HandOver(group.index, len(group.rollouts), skipped, line))
+        self._hub.send(wire.HandOver(group.index, len(group.rollouts), skipped, line, group.dropped))
 
     def settle(self) -> None:
         self._hub.sync()

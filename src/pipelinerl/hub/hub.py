@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -96,7 +96,7 @@ class Hub:
             return Admitted(None, Verdict(False, f"the trainer: the stream is full ({waiting} groups)", (TRAINER,)))
         return self.admission.claim(process, engine_version, rollouts)
 
-    def hand_over(self, index: int, rollouts: int, line: bytes, *, skipped: bool) -> int:
+    def hand_over(self, index: int, rollouts: int, line: bytes, *, skipped: bool, dropped: Mapping[str, int]) -> int:
         """Record a group, and write it to the stream. `line` is the group as JSON.
 
         The record comes first, so that every group that is trained on has one, even if this process is killed in between.
@@ -107,7 +107,7 @@ class Hub:
         while self._capacity is not None and self._drops and self.rollouts.stream.waiting >= self._capacity:
             replaced += self.rollouts.drop()
         self.rollouts.append(line, rollouts, place)
-        process = self.admission.hand_over(index, rollouts=rollouts, skipped=skipped)
+        process = self.admission.hand_over(index, rollouts=rollouts, skipped=skipped, dropped=dropped)
         self.admission.replace(process, replaced)
         return replaced
 
@@ -202,7 +202,8 @@ class Direct:
 
     def hand_over(self, group: Group) -> None:
         line, skipped = self._encoder.encode(group), group.skipped is not None
-        self._dropped += self._hub.hand_over(group.index, len(group.rollouts), line, skipped=skipped)
+        rollouts, dropped = len(group.rollouts), group.dropped
+        self._dropped += self._hub.hand_over(group.index, rollouts, line, skipped=skipped, dropped=dropped)
 
     def settle(self) -> None:
         """Nothing is on its way."""

@@ -214,9 +214,9 @@ class HubServer:
             case wire.Ask():
                 connection.ask = message
                 hub.admission.holds(process, message.holding, message.version)
-            case wire.HandOver(index, rollouts, skipped, line):
-                if dropped := hub.hand_over(index, rollouts, line, skipped=skipped):
-                    connection.wire.send(wire.Dropped(dropped))
+            case wire.HandOver(index, rollouts, skipped, line, dropped):
+                if replaced := hub.hand_over(index, rollouts, line, skipped=skipped, dropped=dropped):
+                    connection.wire.send(wire.Dropped(replaced))
             case wire.Want(version):
                 connection.want = version
             case wire.Answer(number, receipt):

@@ -44,12 +44,13 @@ class Ask(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class HandOver(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A finished group, as a line of JSON."""
+    """A finished group, as a line of JSON. `dropped`: its attempts that were dropped, by reason."""
 
     index: int
     rollouts: int
     skipped: bool
     line: bytes
+    dropped: dict[str, int] = {}
 
 
 class Want(msgspec.Struct, frozen=True, tag=True, array_like=True):

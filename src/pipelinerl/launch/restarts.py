@@ -45,7 +45,7 @@ from pipelinerl.metrics.reading import read_lines, read_records
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.totals import ENDED_ACTORS, ENDED_ENGINES, actor_total, engine_total
 from pipelinerl.resources.roles import generation_roles, server_roles, stages_of
-from pipelinerl.status.board import last_statuses, starting
+from pipelinerl.status.board import starting
 from pipelinerl.status.screen import View
 from pipelinerl.types import TRAINER, ActorProgress, EngineProgress, Progress, StageStatus, trainer_progress
 
@@ -125,7 +125,7 @@ class Healing:
             history.reports.append(str(worker.failure()))
             history.ready_s = None
             self._host.reap(worker)
-        self._count_work(dead)
+            self._count(worker)
         self._publish()
         most = self._session.config.launch.restarts
         looping = [worker.role for worker in dead if len(self._histories[worker.role].reports) > most]
@@ -215,42 +215,26 @@ class Healing:
 
     # ---- the work of the dead
 
-    def _count_work(self, dead: Sequence[Worker]) -> None:
-        """Add what the processes had done, and what is lost, to the totals of ended processes."""
-        config, statuses = self._session.config, last_statuses(self._host.board)
-        roles = generation_roles(config)
-        processes = {roles.index(worker.role): worker for worker in dead if worker.role in roles}
-        for process, worker in processes.items():
-            self._count(worker, self._host.parts().get(process, Part()), statuses)
-        for worker in dead:
-            starting(self._host.board, stages_of(config, worker.role), "has died and is started again")
-
-    def _count(self, worker: Worker, part: Part, statuses: Mapping[str, StageStatus]) -> None:
-        """Set the totals of all processes of this role that died.
-
-        What was started, handed over and dropped by the stream is in the record of admission. The other drops are those
-        that were published. The rest was lost.
-        """
-        history, (engine_stage, actor_stage) = self._histories[worker.role], stages_of(self._session.config, worker.role)
-        actor = _progress(statuses.get(actor_stage), worker.pid, ActorProgress)
-        engine = _progress(statuses.get(engine_stage), worker.pid, EngineProgress)
-        started = part.attempts + part.lost
-        dropped = Counter(history.actor.rollouts_dropped) + Counter(actor.rollouts_dropped)
-        dropped.pop(LOST, 0)
-        dropped.pop(STREAM_DROP, 0)
-        dropped[LOST] = started - part.rollouts - dropped.total()
-        dropped[STREAM_DROP] = part.replaced
-        history.actor = msgspec.structs.replace(
-            actor_total({"before": _ended(history.actor), "now": _ended(actor)}) or actor,
-            groups_started=part.groups + part.lost // self._session.config.actor.group_size,
-            rollouts_started=started,
-            rollouts_handed_over=part.rollouts - part.replaced,
-            rollouts_dropped=+dropped,
-            rollouts_in_progress=0,
-        )
-        totals = engine_total({"before": _ended(history.engine), "now": _ended(engine)}) or engine
-        pauses_s = totals.pauses_s[-PAUSES_KEPT:]
-        history.engine = msgspec.structs.replace(totals, slots=0, in_progress=0, queued=0, probes=(), pauses_s=pauses_s)
+    def _count(self, worker: Worker) -> None:
+        """Set the totals of all processes of this role that died: the actors' by the hub, the engines' as they published."""
+        config, history = self._session.config, self._histories[worker.role]
+        if worker.role in (roles := generation_roles(config)):
+            part = self._host.parts().get(roles.index(worker.role), Part())
+            history.actor = ActorProgress(
+                groups_started=part.groups + part.lost // config.actor.group_size,
+                rollouts_started=part.attempts + part.lost,
+                rollouts_handed_over=part.rollouts - part.replaced,
+                rollouts_dropped=+Counter({**part.dropped, LOST: part.lost, STREAM_DROP: part.replaced}),
+            )
+            status = self._host.board.read(stages_of(config, worker.role)[0])
+            if status is not None and status.pid == worker.pid and isinstance(status.progress, EngineProgress):
+                both = {"before": _ended(history.engine), "now": _ended(status.progress)}
+                totals = engine_total(both) or status.progress
+                pauses_s = totals.pauses_s[-PAUSES_KEPT:]
+                history.engine = msgspec.structs.replace(
+                    totals, slots=0, in_progress=0, queued=0, probes=(), pauses_s=pauses_s
+                )
+        starting(self._host.board, stages_of(config, worker.role), "has died and is started again")
 
     # ---- what others see
 
@@ -278,12 +262,6 @@ class Healing:
             evaluated=max(evaluated, default=session.plan.evaluated),
         )
         write_atomically(run.plan, msgspec.json.encode(plan), mode=0o600)
-
-
-def _progress(status: StageStatus | None, pid: int, kind: type[Any]) -> Any:
-    """What the process published last; nothing if it had not come to that."""
-    known = status is not None and status.pid == pid and isinstance(status.progress, kind)
-    return status.progress if known and status is not None else kind()
 
 
 def _ended(progress: Progress | None, stage: str = "", detail: str = "") -> StageStatus:

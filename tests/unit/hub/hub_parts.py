@@ -32,7 +32,8 @@ def group(index: int, version: int = 0, rollouts: int = K, *, size: int = K, tex
         for number in range(rollouts)
     )
     problem = Problem(id=str(index), payload={"text": text})
-    return Group(index=index, problem=problem, rollouts=attempts, started=size, started_version=version)
+    dropped = {"timeout": size - rollouts} if rollouts < size else {}
+    return Group(index=index, problem=problem, rollouts=attempts, started=size, dropped=dropped, started_version=version)
 
 
 def trainer_status(version: int = 0, trained: int = 0, **counts: object) -> StageStatus:
@@ -103,7 +104,7 @@ class Worker(HubClient):
 
     def hand_over(self, index: int, version: int = 0, **options: Any) -> None:
         made = group(index, version, **options)
-        self.send(wire.HandOver(index, len(made.rollouts), False, msgspec.json.encode(made)))
+        self.send(wire.HandOver(index, len(made.rollouts), False, msgspec.json.encode(made), made.dropped))
 
 
 class Asking(Worker):
