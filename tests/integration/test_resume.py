@@ -229,11 +229,6 @@ def point_nowhere(path: Path) -> None:
             lambda path: path.write_text(""),
             "plan.json can't be read (Input data was truncated): delete it",
         ),
-        (
-            "control/plan.json",
-            lambda path: path.write_text(path.read_text().replace('"epoch"', '"epocg"')),
-            "plan.json can't be read (Object missing required field `epoch`): delete it",
-        ),
     ],
 )
 def test_damaged_records_are_one_clear_error(

@@ -36,7 +36,6 @@ from pipelinerl.errors import CrashLoopError, PipelineRLError, RunDirectoryError
 from pipelinerl.files import write_atomically
 from pipelinerl.hub.admission import Part
 from pipelinerl.launch.hosts.host import Host, Worker, named
-from pipelinerl.launch.run_lock import RunLock
 from pipelinerl.launch.session import Session, StartPlan
 from pipelinerl.launch.stages.servers import ReadyFile
 from pipelinerl.launch.summary import Outcome
@@ -285,13 +284,12 @@ class Losses:
     """The sessions of a run that lost a process which can't be replaced, and whether another session follows.
 
     error            why the latest session ended, if another one follows
-    lock             on the run directory, over all sessions
     records_from_s   of all these sessions: times in records include what a restart takes
     """
 
-    def __init__(self, first: Session, lock: RunLock) -> None:
+    def __init__(self, first: Session) -> None:
         self.error: PipelineRLError | None = None
-        self.lock, self.records_from_s = lock, first.records_from_s
+        self.records_from_s = first.records_from_s
         self._allowed = first.config.launch.restarts
         self._losses: list[Loss] = []
         self._latest = 0  # the version of the latest checkpoint

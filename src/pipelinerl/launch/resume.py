@@ -23,13 +23,14 @@ from pipelinerl.errors import INVALID_DATA, RunDirectoryError
 from pipelinerl.files import JsonLines
 from pipelinerl.hub.wire import decoded
 from pipelinerl.interfaces import Stream
-from pipelinerl.launch.run_lock import errors_explained, last_begun
+from pipelinerl.launch.run_lock import errors_explained, last_plan
 from pipelinerl.launch.session import KeptGroup, StartPlan
 from pipelinerl.launch.streams import PREPARED, ROLLOUTS, open_stream
 from pipelinerl.ledger import GroupLedger
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.reading import read_lines, read_records
 from pipelinerl.metrics.records import StepRecord
+from pipelinerl.metrics.sessions import SessionRecord
 from pipelinerl.preprocess import newest_version
 from pipelinerl.run_directory import RunDirectory
 from pipelinerl.types import Group, Prepared
@@ -89,7 +90,7 @@ def changed_settings(config: RunConfig, run: RunDirectory) -> list[str]:
             raise RunDirectoryError(f"{run.root} was run with {key} {shown}, and {why}: set it to that again")
     lines = [f"changed: {line}" for key, line in differences(before, now) if key != "run_dir"]
     recorded = {
-        path: checksum for session in _lines(run.sessions, _Recorded)[-1:] for path, checksum in session.inputs.items()
+        path: checksum for session in _lines(run.sessions, SessionRecord)[-1:] for path, checksum in session.inputs.items()
     }
     from pipelinerl.launch.checks import inputs_of  # noqa: PLC0415 - not after a loss
 
@@ -114,7 +115,7 @@ def _at(settings: Any, key: str) -> Any:
 
 def _last_settings(run: RunDirectory) -> dict[str, Any] | None:
     """The settings of the last session that trained, without secrets. Before the first one: of the start that failed."""
-    sessions = _lines(run.sessions, _Recorded)
+    sessions = _lines(run.sessions, SessionRecord)
     if not sessions:
         return _begun_settings(run)
     return cast("dict[str, Any]", merged(RunConfig().model_dump(mode="json"), sessions[-1].config))
@@ -126,24 +127,6 @@ def _begun_settings(run: RunDirectory) -> dict[str, Any] | None:
         return without_secrets(RunConfig.model_validate_json(run.settings.read_bytes()))
     except (OSError, ValidationError):
         return None
-
-
-def prepare_resume(config: RunConfig, run: RunDirectory) -> str | None:
-    """If the run has no checkpoint, prepare its directory for a start from the beginning, and return a message for the user.
-
-    Otherwise return None, or raise RunDirectoryError if the stream of the run is lost.
-    """
-    if latest_checkpoint(run.root) is not None:
-        if config.stream.kind == "memory":
-            raise RunDirectoryError(
-                f"{run.root} can't be resumed: its stream was in memory and ended with its process, including partly "
-                "trained groups; set stream.kind to files for runs that may be resumed"
-            )
-        return None
-    steps = len(read_records(run.metrics, StepRecord))
-    kept = _set_aside(run)
-    records = f"; the records of its first {steps} steps are in {kept}" if steps else ""
-    return f"{run.root} has no checkpoint: it starts again from the beginning{records}"
 
 
 def _set_aside(run: RunDirectory) -> Path:
@@ -170,16 +153,25 @@ def _set_aside(run: RunDirectory) -> Path:
     return kept
 
 
-def plan_resume(config: RunConfig, run: RunDirectory) -> StartPlan:
+def plan_resume(config: RunConfig, run: RunDirectory) -> tuple[StartPlan, str | None]:
     """Rewind the run's files to its latest checkpoint. Returns the plan of the session that continues there.
 
+    Without a checkpoint, the run starts again from the beginning; a message says so.
+
     Groups in the streams are kept if the checkpoint's version is at least that of all their tokens. Groups with tokens of
-    later weights, which are lost, are started again. Raises RunDirectoryError if there is no checkpoint, or it is beyond
-    `trainer.steps`; raises CheckpointError and StreamError if files are damaged.
+    later weights, which are lost, are started again. Raises RunDirectoryError if the stream of the run is lost, or the
+    checkpoint is beyond `trainer.steps`; raises CheckpointError and StreamError if files are damaged.
     """
-    path = latest_checkpoint(run.root)
-    if path is None:
-        raise RunDirectoryError(f"{run.root} has no checkpoint to resume from")
+    if (path := latest_checkpoint(run.root)) is None:
+        done = len(read_records(run.metrics, StepRecord))
+        aside = _set_aside(run)
+        records = f"; the records of its first {done} steps are in {aside}" if done else ""
+        return StartPlan(), f"{run.root} has no checkpoint: it starts again from the beginning{records}"
+    if config.stream.kind == "memory":
+        raise RunDirectoryError(
+            f"{run.root} can't be resumed: its stream was in memory and ended with its process, including partly "
+            "trained groups; set stream.kind to files for runs that may be resumed"
+        )
     state = read_state(path)
     if state.version > config.trainer.steps:
         raise RunDirectoryError(
@@ -192,12 +184,12 @@ def plan_resume(config: RunConfig, run: RunDirectory) -> StartPlan:
     checksum = _checked_records(run, path, state, _recorded(run.recorded))
     names = [ROLLOUTS, *([PREPARED] if config.launch.preprocessor == "process" else [])]
     with ExitStack() as opened:
-        run_id = begun.run if (begun := last_begun(run)) else ""
+        run_id = before.run if (before := last_plan(run)) else ""
         streams = {name: opened.enter_context(closing(open_stream(config, run, run_id, name))) for name in names}
         kept = take_back(streams, position, ledger, state.version)
     steps = [step for step in read_records(run.metrics, StepRecord) if step.version <= state.version]
     evaluated = [one for one in read_records(run.evaluations, EvaluationRecord) if one.newest_version <= state.version]
-    return StartPlan(
+    plan = StartPlan(
         checkpoint=str(path),
         version=state.version,
         checksum=checksum,
@@ -209,19 +201,10 @@ def plan_resume(config: RunConfig, run: RunDirectory) -> StartPlan:
         rollouts_bytes=_unrecorded(run) or _size(run.rollouts / "rollouts.jsonl"),
         trained_bytes=_size(run.trained),
     )
+    return plan, None
 
 
 _GROUP, _PREPARED = msgspec.json.Decoder(Group), msgspec.json.Decoder(Prepared)
-
-
-class _Recorded(msgspec.Struct):
-    """What is read here of the record of a session."""
-
-    version: int
-    config: dict[str, Any]
-    id: str = ""
-    inputs: dict[str, str] = {}
-    rollouts_bytes: int = 0
 
 
 class _Published(msgspec.Struct):
@@ -259,7 +242,7 @@ def _checked_records(run: RunDirectory, checkpoint: Path, state: CheckpointState
                 f"checkpoint with --model.path {checkpoint}"
             )
 
-    sessions = _lines(run.sessions, _Recorded)
+    sessions = _lines(run.sessions, SessionRecord)
     require(bool(sessions) and sessions[0].version == 0, run.sessions, "the first session")
     require(state.session in ("", *(session.id for session in sessions)), run.sessions, f"session {state.session}")
     metrics = {step.version for step in read_records(run.metrics, StepRecord)}
@@ -295,7 +278,7 @@ def _unrecorded(run: RunDirectory) -> int | None:
 
     They were sampled with the weights of the checkpoint, and are kept.
     """
-    recorded, planned = _lines(run.sessions, _Recorded)[-1:], last_begun(run)
+    recorded, planned = _lines(run.sessions, SessionRecord)[-1:], last_plan(run)
     if planned is None or not recorded or recorded[0].rollouts_bytes == planned.rollouts_bytes:
         return None
     return planned.rollouts_bytes

@@ -24,7 +24,7 @@ from pipelinerl.launch.run_lock import (
     create_run_directory,
     errors_explained,
     keep_settings,
-    last_begun,
+    last_plan,
     open_run_directory,
 )
 from pipelinerl.launch.session import Session, StartPlan
@@ -55,19 +55,18 @@ def train(config: RunConfig, *, resume: Path | None = None, began: Began = lambd
     (see `errors`), after writing the summary.
     """
     started_s = time.monotonic()
-    config, chosen = settled(validate(config))
-    changes: list[str] = []
+    config, notices = settled(validate(config))
     if resume is not None:
         from pipelinerl.launch.resume import changed_settings  # noqa: PLC0415 - only a resumed run needs it
 
-        changes = changed_settings(config, RunDirectory(resume.absolute()))
-    changes, memory = [*chosen, *changes], check_before_the_start(config)
+        notices += changed_settings(config, RunDirectory(resume.absolute()))
+    memory = check_before_the_start(config)
     losses: Losses | None = None
-    with output_that_never_fails(), ExitStack() as held:
+    with output_that_never_fails(), errors_explained(), closing(_locked(config, resume)) as lock:
         while True:
             try:
                 ended = _train_session(
-                    config, resume, memory, started_s, changes=changes, losses=losses, held=held, began=began
+                    config, lock, memory, started_s, resumes=resume is not None, notices=notices, losses=losses, began=began
                 )
             except PipelineRLError as error:
                 if losses is None or losses.error is None:
@@ -75,36 +74,30 @@ def train(config: RunConfig, *, resume: Path | None = None, began: Began = lambd
                 raise StageDiedError(f"{losses.error}\nthe run can't go on from its checkpoint: {error}") from error
             if isinstance(ended, dict):
                 return ended
-            losses, resume, changes = ended, ended.lock.run.root, []
+            losses, resume, notices = ended, lock.run.root, []
             time.sleep(losses.pause_s)
 
 
-@errors_explained()
 def _train_session(
     config: RunConfig,
-    resume: Path | None,
+    lock: RunLock,
     memory: Judgement,
     started_s: float,
     *,
-    changes: Sequence[str],
+    resumes: bool,
+    notices: Sequence[str],
     losses: Losses | None,
-    held: ExitStack,
     began: Began,
 ) -> dict[str, Any] | Losses:
-    """One session, from the lock on the run directory to its summary. Returns the losses if another one shall follow.
-
-    `held` closes the lock at the end of the last session.
-    """
+    """One session, to its summary. Returns the losses if another one shall follow."""
+    run = lock.run
     with ExitStack() as stack:
-        cluster = stack.enter_context(_cluster(config))
-        if losses is None:
-            locked = create_run_directory(config) if resume is None else open_run_directory(resume, config)
-        lock = losses.lock if losses else held.enter_context(closing(locked))
-        run = lock.run
-        if cluster is not None:
-            _wait_until_unused(run)
-        before, begins_again = last_begun(run), None if resume is None else _prepare_resume(config, run)
-        plan = StartPlan() if resume is None or begins_again else _plan_resume(config, run)
+        cluster = stack.enter_context(_cluster(config, run))
+        before, plan, begins_again = last_plan(run), StartPlan(), None
+        if resumes:
+            from pipelinerl.launch.resume import plan_resume  # noqa: PLC0415 - only a resumed run needs it
+
+            plan, begins_again = plan_resume(config, run)
         if plan.version >= config.trainer.steps and (finished := finished_summary(run)) is not None:
             print(f"{run.root} has reached its goal of {config.trainer.steps} steps; raise --trainer.steps to continue")
             return finished
@@ -112,7 +105,7 @@ def _train_session(
             plan,
             run=before.run if before else plan.run,
             epoch=before.epoch + 1 if before else 1,
-            other_data=any(line.startswith(OF_DATA) for line in changes),
+            other_data=any(line.startswith(OF_DATA) for line in notices),
             inputs=inputs_of(config),
             predicted_memory_bytes=memory.predicted_bytes,
         )
@@ -121,41 +114,26 @@ def _train_session(
         records_from_s = losses.records_from_s if losses else started_s - plan.elapsed_s
         session = Session(config, run, plan, make_schedule(config), records_from_s)
         _write_start(session)
-        notices = [line for line in (begins_again, *changes, *memory.lines, began(run.root)) if line]
-        view = stack.enter_context(closing(_make_view(session, notices)))
+        lines = [line for line in (begins_again, *notices, *memory.lines, began(run.root)) if line]
+        view = stack.enter_context(closing(_make_view(session, lines)))
         if config.metrics.trackers or config.metrics.callback:  # they also get the summary
             from pipelinerl.report.following import followed  # noqa: PLC0415 - few runs have trackers
 
             stack.enter_context(followed(run, view.say))
         outcome = _run_stages(session, cluster, view, lock)
-        return _next_or_summary(session, outcome, losses, view, lock)
+        if losses is None and outcome.lost and config.launch.restarts:
+            from pipelinerl.launch.restarts import Losses  # noqa: PLC0415 - few runs need it
+
+            losses = Losses(session)
+        if losses is not None and losses.allow(session, outcome):
+            view.say(losses.message)
+            return losses
+        view.close()
+        return _conclude(session, losses.counted(session, outcome) if losses else outcome)
 
 
-def _next_or_summary(
-    session: Session, outcome: Outcome, losses: Losses | None, view: View, lock: RunLock
-) -> dict[str, Any] | Losses:
-    """What follows the session: the losses, if another one goes on from the latest checkpoint, or else the summary."""
-    if losses is None and outcome.lost and session.config.launch.restarts:
-        from pipelinerl.launch.restarts import Losses  # noqa: PLC0415 - few runs need it
-
-        losses = Losses(session, lock)
-    if losses is not None and losses.allow(session, outcome):
-        view.say(losses.message)
-        return losses
-    view.close()
-    return _conclude(session, losses.counted(session, outcome) if losses else outcome)
-
-
-def _prepare_resume(config: RunConfig, run: RunDirectory) -> str | None:
-    from pipelinerl.launch.resume import prepare_resume  # noqa: PLC0415 - only a resumed run needs it
-
-    return prepare_resume(config, run)
-
-
-def _plan_resume(config: RunConfig, run: RunDirectory) -> StartPlan:
-    from pipelinerl.launch.resume import plan_resume  # noqa: PLC0415 - only a resumed run needs it
-
-    return plan_resume(config, run)
+def _locked(config: RunConfig, resume: Path | None) -> RunLock:
+    return create_run_directory(config) if resume is None else open_run_directory(resume, config)
 
 
 def _write_start(session: Session) -> None:
@@ -177,19 +155,12 @@ def write_session(session: Session) -> None:
     write_privately(session.run.plan, msgspec.json.encode(session.plan))
 
 
-def _cluster(config: RunConfig) -> AbstractContextManager[Cluster | None]:
+def _cluster(config: RunConfig, run: RunDirectory) -> AbstractContextManager[Cluster | None]:
     if config.launch.kind != "ray":
         return nullcontext()
     from pipelinerl.launch.hosts.ray import connected  # noqa: PLC0415 - needs the extra `ray`
 
-    return connected(config.launch)
-
-
-def _wait_until_unused(run: RunDirectory) -> None:
-    """Before anything of the run is changed: a launcher on another machine may be running it, or have left processes."""
-    from pipelinerl.launch.hosts.ray import wait_until_unused  # noqa: PLC0415 - as above
-
-    wait_until_unused(run.root)
+    return connected(config.launch, run.root)
 
 
 def _make_view(session: Session, notices: list[str]) -> View:

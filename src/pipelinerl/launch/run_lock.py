@@ -20,6 +20,7 @@ from pipelinerl.config.load import config_to_yaml
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import INVALID_DATA, RunDirectoryError
 from pipelinerl.files import remedy, write_privately
+from pipelinerl.launch.session import StartPlan
 from pipelinerl.run_directory import ORPHAN_PATIENCE_S, RunDirectory
 
 DYING_PATIENCE_S = 2.0
@@ -39,15 +40,11 @@ class RunLock:
         begin_s = time.monotonic()
         while not self._try_lock():
             if time.monotonic() > begin_s + (DYING_PATIENCE_S if self._holder_alive() else ORPHAN_PATIENCE_S + 5.0):
-                stopped = stopped_holders(self.fd)
                 os.close(self.fd)
-                if stopped:
-                    pids = " ".join(map(str, stopped))
-                    raise RunDirectoryError(
-                        f"{run.root} is in use, and of its processes these are stopped: {pids}; continue them (kill -CONT "
-                        f"{pids}) and wait, or end them (kill -KILL {pids})"
-                    )
-                raise RunDirectoryError(f"{run.root} is in use by another run; wait for it or choose a --run_dir elsewhere")
+                raise RunDirectoryError(
+                    f"{run.root} is in use by another run, or by stopped processes of one (Ctrl-Z): wait for it, or "
+                    "choose a --run_dir elsewhere"
+                )
             time.sleep(0.05)
         os.ftruncate(self.fd, 0)
         os.pwrite(self.fd, str(os.getpid()).encode(), 0)
@@ -160,17 +157,6 @@ def _remove_failed_start(run: RunDirectory) -> None:
         path.unlink(missing_ok=True)
 
 
-def stopped_holders(lock_fd: int) -> list[int]:
-    """The stopped processes that have the file of a lock open (Linux only; elsewhere none are known)."""
-    file, found = os.fstat(lock_fd), set()
-    for opened in Path("/proc").glob("[0-9]*/fd/*"):
-        with suppress(OSError):  # it has just ended
-            stat = (opened.parents[1] / "stat").read_text()
-            if stat.rpartition(")")[2].split()[0] == "T" and os.path.samestat(opened.stat(), file):
-                found.add(int(opened.parents[1].name))
-    return sorted(found)
-
-
 @contextmanager
 def errors_explained() -> Iterator[None]:
     """Turn an OSError of a file inside into a RunDirectoryError that says what to do."""
@@ -198,18 +184,10 @@ def fresh_directory(kind: str, schedule: str) -> Path:
     raise AssertionError("itertools.count ended")
 
 
-class Begun(msgspec.Struct, frozen=True):
-    """What the next session needs to know of the plan of the latest one."""
-
-    run: str
-    epoch: int
-    rollouts_bytes: int = 0
-
-
-def last_begun(run: RunDirectory) -> Begun | None:
-    """The latest session that was planned. Raises RunDirectoryError if its plan is damaged."""
+def last_plan(run: RunDirectory) -> StartPlan | None:
+    """The plan of the latest session. Raises RunDirectoryError if its plan is damaged."""
     try:
-        return msgspec.json.decode(run.plan.read_bytes(), type=Begun)
+        return msgspec.json.decode(run.plan.read_bytes(), type=StartPlan)
     except FileNotFoundError:
         return None
     except (OSError, *INVALID_DATA) as error:

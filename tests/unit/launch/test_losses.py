@@ -16,7 +16,6 @@ from pipelinerl.files import JsonLines
 from pipelinerl.launch.hosts.host import Host
 from pipelinerl.launch.hosts.processes import Processes
 from pipelinerl.launch.restarts import Losses
-from pipelinerl.launch.run_lock import RunLock
 from pipelinerl.launch.session import KeptGroup, Session, StartPlan
 from pipelinerl.launch.summary import Outcome
 from pipelinerl.run_directory import RunDirectory
@@ -40,7 +39,7 @@ def ended(error: str, version: int, *, lost: bool = True) -> Outcome:
 @pytest.mark.parametrize("records", [None, "", "broken\n"])
 def test_sessions_follow_until_too_many_made_no_checkpoint(tmp_path: Path, records: str | None) -> None:
     first = session(tmp_path, 0)
-    losses = Losses(first, RunLock(first.run))
+    losses = Losses(first)
     pauses_s = []
     for number in (1, 2):
         assert losses.allow(session(tmp_path, 0), ended(f"death {number}", version=3))
@@ -60,7 +59,7 @@ def test_sessions_follow_until_too_many_made_no_checkpoint(tmp_path: Path, recor
 
 def test_a_new_checkpoint_begins_the_count_again(tmp_path: Path) -> None:
     first = session(tmp_path, 0)
-    losses = Losses(first, RunLock(first.run))
+    losses = Losses(first)
     steps_lost = 0
     for number in range(5):
         (first.run.checkpoints / folder_name(10 * number + 4)).mkdir(parents=True)
@@ -82,7 +81,7 @@ def test_rollouts_are_abandoned_that_were_started_and_are_not_in_the_next_plan(t
     """Failed attempts are not among them: the next session starts their groups again, or the trainer had counted them."""
     first = session(tmp_path, 0)
     first = replace(first, plan=StartPlan(settled=10, kept=(KeptGroup(3, 4),)))
-    losses = Losses(first, RunLock(first.run))
+    losses = Losses(first)
     progress = ActorProgress(rollouts_started=50, rollouts_dropped={"timeout": 2})
     actor = StageStatus(stage="actor", pid=1, state="done", detail="", since_s=0, written_s=0, progress=progress)
     outcome = ended("death", version=3)
@@ -97,7 +96,7 @@ def test_rollouts_are_abandoned_that_were_started_and_are_not_in_the_next_plan(t
 @pytest.mark.parametrize("lost", [False, True])
 def test_an_error_that_would_happen_again_ends_the_run(tmp_path: Path, lost: bool) -> None:
     first = session(tmp_path, 0)
-    losses = Losses(first, RunLock(first.run))
+    losses = Losses(first)
     assert losses.allow(first, ended("a mistake", version=1, lost=lost)) is lost
     assert (losses.error is not None) is lost
 

@@ -44,9 +44,12 @@ def run(tmp_path: Path) -> RunDirectory:
     return run
 
 
+RECORD = {"version": 0, "threads": 1, "machine": {"processor": "", "instructions": "", "packages": {}}, "rng": {}}
+
+
 def record(run: RunDirectory, config: RunConfig) -> None:
     with JsonLines(run.sessions) as lines:
-        lines.write({"config": without_secrets(config), "version": 0})
+        lines.write(RECORD | {"config": without_secrets(config)})
 
 
 @pytest.mark.parametrize(
@@ -170,7 +173,7 @@ def test_records_of_an_earlier_version_of_the_package_lack_newer_keys(run: RunDi
     config = resumed_config(run.root)
     settings = without_secrets(config)
     del settings["trainer"]["betas"]
-    run.sessions.write_bytes(msgspec.json.encode({"version": 0, "config": settings}) + b"\n")
+    run.sessions.write_bytes(msgspec.json.encode(RECORD | {"config": settings}) + b"\n")
     assert changed_settings(config, run) == []
 
 
