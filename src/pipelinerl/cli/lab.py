@@ -78,7 +78,7 @@ def _add_comparisons(commands: Commands) -> None:
     flag("--lag", type=at_least(1), default=16, metavar="G", help=text)
     text = "versions C to start from, or early, middle, late (default: early,middle,late)"
     flag("--from", dest="starts", default="early,middle,late", metavar="C,...", help=text)
-    flag("--problems", type=at_least(1), default=64, metavar="N", help="number of problems (default: 64)")
+    flag("--problems", type=at_least(1), default=64, metavar="N", help="the latest problems of the run (default: 64)")
     flag("--attempts", type=at_least(1), default=4, metavar="K", help="attempts per problem (default: 4)")
     text = "longest completion, in tokens (default: the 90th percentile of the run's)"
     flag("--max-tokens", type=at_least(1), metavar="L", help=text)

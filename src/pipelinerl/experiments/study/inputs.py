@@ -1,4 +1,4 @@
-"""What the study takes from a run: prompts as the actor would submit them, facts on its rollouts, the steps to study."""
+"""What the study takes from a run: the prompts and lengths of its rollouts, and the steps to study."""
 
 from __future__ import annotations
 
@@ -10,15 +10,10 @@ from statistics import median_low
 import msgspec
 import numpy as np
 
-from pipelinerl.actor.client import RolloutClient, derive_seed
-from pipelinerl.actor.deadline import CodeAlarm
-from pipelinerl.actor.rollouts import Failure, TimeLimits, attempt, problem_for
-from pipelinerl.config.schema import ActorConfig
-from pipelinerl.errors import EnvironmentSetupError, RunDirectoryError, UserError
-from pipelinerl.interfaces import Environment, Tokenizer
-from pipelinerl.launch.tryout import Answers
+from pipelinerl.actor.client import derive_seed
+from pipelinerl.errors import RunDirectoryError, UserError
 from pipelinerl.report.series import read_groups
-from pipelinerl.types import Completion, GenerationRequest, SamplingParams
+from pipelinerl.types import GenerationRequest, SamplingParams
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -29,9 +24,9 @@ class Prompt(msgspec.Struct, frozen=True):
 
 
 class History(msgspec.Struct, frozen=True):
-    """Facts from a run's recorded rollouts: the first problem index never started, and the completion lengths."""
+    """From a run's recorded rollouts: the prompts of each group, the latest group first, and the lengths of completions."""
 
-    next_index: int
+    prompts: tuple[tuple[tuple[int, ...], ...], ...]
     lengths: tuple[int, ...]
 
     def length_quantile(self, q: float) -> int:
@@ -50,73 +45,26 @@ def read_history(run_dir: Path) -> History:
             f"the rollouts in {run_dir} have several turns; this study switches weights within one completion, so give "
             "a run on a task of a single turn"
         )
+    latest = sorted(groups, key=lambda group: -group.index)
+    prompts = (tuple(turn.prompt_ids for one in group.rollouts for turn in one.turns) for group in latest)
     lengths = tuple(rollout.tokens for rollout in rollouts if rollout.turns)
-    return History(max(group.index for group in groups) + 1, lengths)
+    return History(tuple(ids for ids in prompts if ids), lengths)
 
 
-async def make_prompts(
-    environment: Environment,
-    tokenizer: Tokenizer,
-    actor: ActorConfig,
-    *,
-    first_index: int,
-    problems: int,
-    attempts: int,
-    max_tokens: int,
-    stop_token_ids: tuple[int, ...],
-    seed: int,
-) -> list[Prompt]:
-    """`attempts` requests for each of `problems` training problems from `first_index` on, each with its own seed.
-
-    Raises EnvironmentSetupError if the environment fails or ends a rollout before its first request.
-    """
-    limits = TimeLimits(actor.rollout_timeout_s, CodeAlarm(actor.code_timeout_s))
-    sampling = SamplingParams(
-        max_tokens=max_tokens,
-        temperature=actor.temperature,
-        top_p=actor.top_p,
-        top_k=actor.top_k,
-        stop_token_ids=stop_token_ids,
-    )
-    prompts = []
-    for problem in range(problems):
-        for number in range(attempts):
-            recorder = _Recorder(stop_token_ids[0])
-            client = RolloutClient(
-                recorder, tokenizer, sampling, name=f"p{problem}.a{number}", seed=derive_seed(seed, "study", problem, number)
-            )
-            request = await _first_request(environment, first_index + problem, client, limits, recorder)
-            # The study's token limit overrides the environment's.
-            request = msgspec.structs.replace(
-                request, sampling=msgspec.structs.replace(request.sampling, max_tokens=max_tokens)
-            )
-            prompts.append(Prompt(problem, request))
-    return prompts
-
-
-class _Recorder(Answers):
-    """Ends every completion at once, and records the requests."""
-
-    def __init__(self, end_id: int) -> None:
-        super().__init__(end_id)
-        self.requests: list[GenerationRequest] = []
-
-    async def generate(self, request: GenerationRequest) -> Completion:
-        self.requests.append(request)
-        return await super().generate(request)
-
-
-async def _first_request(
-    environment: Environment, index: int, client: RolloutClient, limits: TimeLimits, recorder: _Recorder
-) -> GenerationRequest:
-    made = problem_for(environment, index, limits)
-    if isinstance(made, Failure):
-        raise EnvironmentSetupError(f"the environment made no problem: {made.message}")
-    outcome = await attempt(environment, made[0], client, limits)
-    if recorder.requests:
-        return recorder.requests[0]
-    why = outcome.message if isinstance(outcome, Failure) else "its rollout ended without a request"
-    raise EnvironmentSetupError(f"the environment requested no completion for problem {index}: {why}")
+def make_prompts(history: History, sampling: SamplingParams, *, problems: int, attempts: int, seed: int) -> list[Prompt]:
+    """`attempts` requests for each of the run's latest `problems`, each with its own seed."""
+    return [
+        Prompt(
+            problem,
+            GenerationRequest(
+                id=f"p{problem}.a{number}",
+                prompt_ids=prompts[number % len(prompts)],
+                sampling=msgspec.structs.replace(sampling, seed=derive_seed(seed, "study", problem, number)),
+            ),
+        )
+        for problem, prompts in enumerate(history.prompts[:problems])
+        for number in range(attempts)
+    ]
 
 
 # ---- where to start

@@ -12,7 +12,6 @@ Source: PipelineRL, arXiv 2509.19128, section 5.1 and Figure 7.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -22,11 +21,10 @@ import msgspec
 import torch
 
 from pipelinerl.config.schema import RunConfig
-from pipelinerl.environments.registry import make_environment
 from pipelinerl.errors import UserError
 from pipelinerl.experiments.recompute import KV, SavedWeights
 from pipelinerl.experiments.statistics import Interval, Ints, difference_interval, draw_counts, mean_interval
-from pipelinerl.experiments.study.inputs import Prompt, choose_starts, make_prompts, possible_starts, read_history
+from pipelinerl.experiments.study.inputs import History, choose_starts, make_prompts, possible_starts, read_history
 from pipelinerl.experiments.study.policies import (
     Divergences,
     MixedSampler,
@@ -38,8 +36,9 @@ from pipelinerl.experiments.study.policies import (
     mixed_policy,
 )
 from pipelinerl.models.loading import load_tokenizer, model_max_length, stop_token_ids
+from pipelinerl.types import SamplingParams
 
-FORMAT = 1
+FORMAT = 2
 
 
 Kind = Literal["stale", "recomputed", "lagged"]
@@ -107,7 +106,6 @@ class StudySettings(msgspec.Struct, frozen=True, kw_only=True):
     switches: tuple[int, ...]
     problems: int
     attempts: int
-    first_problem: int
     temperature: float
     seed: int
     resamples: int
@@ -165,15 +163,14 @@ def study_kv_cache(
         lag=lag,
         max_tokens=length,
         switches=tuple(stretch.start for stretch in mixed_policy(0, lag, length)[1:]),
-        problems=problems,
+        problems=min(problems, len(history.prompts)),
         attempts=attempts,
-        first_problem=history.next_index,
         temperature=config.actor.temperature,
         seed=seed,
         resamples=RESAMPLES,
         level=LEVEL,
     )
-    experiment = _Experiment(config, weights, settings)
+    experiment = _Experiment(config, weights, settings, history)
     return StudyRecord(
         model=Path(config.model.path).name,
         environment=Path(config.environment.kind).name,
@@ -186,13 +183,22 @@ def study_kv_cache(
 class _Experiment:
     """The prompts, models and resamples that all measurements share."""
 
-    def __init__(self, config: RunConfig, weights: SavedWeights, settings: StudySettings) -> None:
+    def __init__(self, config: RunConfig, weights: SavedWeights, settings: StudySettings, history: History) -> None:
         if config.engine.threads is not None:
             torch.set_num_threads(config.engine.threads)
         self._weights = weights
         self._settings = settings
         models = [weights.new_model(0, config.engine.device) for _ in range(4)]
-        self._prompts = _prompts(config, settings, models[0])
+        sampling = SamplingParams(
+            max_tokens=settings.max_tokens,
+            temperature=config.actor.temperature,
+            top_p=config.actor.top_p,
+            top_k=config.actor.top_k,
+            stop_token_ids=stop_token_ids(models[0], load_tokenizer(config.model)),
+        )
+        self._prompts = make_prompts(
+            history, sampling, problems=settings.problems, attempts=settings.attempts, seed=settings.seed
+        )
         prompt_tokens = max(len(prompt.request.prompt_ids) for prompt in self._prompts)
         longest = prompt_tokens + settings.max_tokens
         limit = config.engine.max_length or model_max_length(models[0])
@@ -264,24 +270,6 @@ class _Experiment:
             by_position=_by_position(tokens, self._settings, self._counts_RU),
         )
         return record, tokens
-
-
-def _prompts(config: RunConfig, settings: StudySettings, model: object) -> list[Prompt]:
-    tokenizer = load_tokenizer(config.model)
-    environment = make_environment(config.environment.kind, config.environment.args, tokenizer, config.seed)
-    return asyncio.run(
-        make_prompts(
-            environment,
-            tokenizer,
-            config.actor,
-            first_index=settings.first_problem,
-            problems=settings.problems,
-            attempts=settings.attempts,
-            max_tokens=settings.max_tokens,
-            stop_token_ids=stop_token_ids(model, tokenizer),
-            seed=settings.seed,
-        )
-    )
 
 
 def _by_position(tokens: TokenDivergences, settings: StudySettings, counts_RU: Ints) -> tuple[PositionRecord, ...]:

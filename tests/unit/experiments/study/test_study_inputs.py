@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
-from typing import Any
 
+import msgspec
 import pytest
 
-from pipelinerl.config.schema import ActorConfig, ModelConfig
-from pipelinerl.environments.registry import make_environment
-from pipelinerl.errors import EnvironmentSetupError, RunDirectoryError, UserError
+from pipelinerl.config.schema import ModelConfig
+from pipelinerl.errors import RunDirectoryError, UserError
 from pipelinerl.experiments.recompute import SavedWeights
-from pipelinerl.experiments.study.inputs import History, Prompt, choose_starts, make_prompts, possible_starts, read_history
-from pipelinerl.models.loading import load_tokenizer
-from pipelinerl.types import Problem, Rollout, Turn
+from pipelinerl.experiments.study.inputs import choose_starts, make_prompts, possible_starts, read_history
+from pipelinerl.types import SamplingParams, Turn
 from tests.unit.experiments.parts import group, turn, write_rollouts
 
 DEMO = ModelConfig()
@@ -65,7 +62,7 @@ def attempts(*lengths: int, turns: int = 1) -> list[list[Turn]]:
 def test_history(tmp_path: Path) -> None:
     write_rollouts(tmp_path, [group(4, *attempts(1, 2, 3, 4)), group(3, *attempts(5, 6, 7, 8, 9, 10))])
     history = read_history(tmp_path)
-    assert history == History(5, tuple(range(1, 11)))
+    assert history.lengths == tuple(range(1, 11))
     assert history.length_quantile(0.9) == 9
     assert history.length_quantile(0.91) == 10
 
@@ -90,49 +87,13 @@ def test_several_turns_are_refused(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------ prompts
 
 
-def prompts_of(environment: Any, tokenizer: Any, **changed: Any) -> list[Prompt]:
-    options = {"first_index": 10, "problems": 3, "attempts": 2, "max_tokens": 33, "stop_token_ids": (1,), "seed": 4}
-    return asyncio.run(make_prompts(environment, tokenizer, ActorConfig(temperature=0.7), **(options | changed)))
-
-
-def test_prompts_are_those_of_the_environment() -> None:
-    tokenizer = load_tokenizer(DEMO)
-    environment = make_environment("gcd", {}, tokenizer, 0)
-    found = prompts_of(environment, tokenizer)
-    assert [prompt.problem for prompt in found] == [0, 0, 1, 1, 2, 2]
-    for prompt in found:
-        problem = environment.problem(10 + prompt.problem).payload
-        assert tokenizer.decode(prompt.request.prompt_ids) == f"{problem['a']:02d},{problem['b']:02d}:"
-        sampling = prompt.request.sampling
-        assert (sampling.max_tokens, sampling.temperature, sampling.stop_token_ids) == (33, 0.7, (1,))
-    assert len({prompt.request.id for prompt in found}) == len({prompt.request.sampling.seed for prompt in found}) == 6
-    assert found == prompts_of(environment, tokenizer)
-    assert found != prompts_of(environment, tokenizer, seed=5)
-
-
-class Late:
-    """Asks for a completion only after something else has been awaited, and for less than the study wants."""
-
-    def problem(self, index: int) -> Problem:
-        return Problem(id=str(index), payload={})
-
-    async def rollout(self, problem: Problem, client: Any) -> Rollout:
-        await asyncio.sleep(0.01)
-        await client.generate([1, 2, int(problem.id)], max_tokens=1)
-        raise AssertionError("the rollout went on")
-
-
-class Never(Late):
-    async def rollout(self, problem: Problem, client: Any) -> Rollout:
-        raise ValueError("no completion needed")
-
-
-def test_a_rollout_is_followed_to_its_first_request() -> None:
-    (prompt,) = prompts_of(Late(), None, problems=1, attempts=1)
-    assert prompt.request.prompt_ids == (1, 2, 10)
-    assert prompt.request.sampling.max_tokens == 33
-
-
-def test_an_environment_that_asks_for_nothing() -> None:
-    with pytest.raises(EnvironmentSetupError, match=r"no completion for problem 10.*no completion needed"):
-        prompts_of(Never(), None)
+def test_prompts_are_those_of_the_latest_problems_with_a_seed_for_each_attempt(tmp_path: Path) -> None:
+    write_rollouts(tmp_path, [group(n, *([turn(3, prompt=n + 1)] for _ in range(2))) for n in (2, 0, 1)])
+    history = read_history(tmp_path)
+    sampling = SamplingParams(max_tokens=33, temperature=0.7, stop_token_ids=(1,))
+    found = make_prompts(history, sampling, problems=2, attempts=3, seed=4)
+    assert [(one.problem, len(one.request.prompt_ids)) for one in found] == [(0, 3)] * 3 + [(1, 2)] * 3
+    assert all(msgspec.structs.replace(one.request.sampling, seed=None) == sampling for one in found)
+    assert len({one.request.id for one in found}) == len({one.request.sampling.seed for one in found}) == 6
+    assert found == make_prompts(history, sampling, problems=2, attempts=3, seed=4)
+    assert found != make_prompts(history, sampling, problems=2, attempts=3, seed=5)

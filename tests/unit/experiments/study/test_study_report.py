@@ -43,7 +43,6 @@ def study(starts: int = 2) -> StudyRecord:
         switches=(),
         problems=5,
         attempts=2,
-        first_problem=7,
         temperature=1.0,
         seed=0,
         resamples=100,
