@@ -39,9 +39,8 @@ from pipelinerl.models.varlen import attention_of
 from pipelinerl.preprocess.packing import pack
 from pipelinerl.trainer import Learner
 from pipelinerl.types import GenerationRequest, SamplingParams
-from pipelinerl.weights.memory import DirectMessages
 from pipelinerl.weights.receiving import SharedWeightReceiver
-from pipelinerl.weights.sending import SharedWeightSender
+from pipelinerl.weights.sending import DirectMessages, SharedWeightSender
 
 SIZES: dict[str, dict[str, int]] = {
     "tiny": {

@@ -143,33 +143,6 @@ def saved(directory: Path, model: Any, version: int) -> WeightUpdateRequest:
 # ---------------------------------------------------------------------------------------------- OpenAI's client
 
 
-def test_completions_and_models(server: Server) -> None:
-    client = server.client()
-    assert [model.id for model in client.models.list()] == ["demo"]
-    whole = client.completions.create(model="demo", prompt=PROMPT, max_tokens=20, seed=3, logprobs=0)
-    choice = whole.choices[0]
-    assert whole.usage is not None
-    assert choice.logprobs is not None
-    assert choice.logprobs.token_logprobs is not None
-    assert choice.finish_reason in ("stop", "length")
-    assert whole.usage.completion_tokens == len(choice.logprobs.token_logprobs)
-    same = client.completions.create(model="demo", prompt=[3, 4, 12, 3, 10, 14], max_tokens=20, seed=3)
-    assert same.choices[0].text == choice.text
-    options = {"include_usage": True}
-    stream = client.completions.create(
-        model="demo", prompt=PROMPT, max_tokens=20, seed=3, logprobs=0, stream=True, stream_options=options
-    )
-    chunks = list(stream)
-    assert "".join(part.choices[0].text for part in chunks if part.choices) == choice.text
-    assert chunks[-1].usage == whole.usage
-    parts = [part.choices[0].logprobs for part in chunks if part.choices and part.choices[0].logprobs]
-    said = [logprob for part in parts for logprob in part.token_logprobs]
-    assert said == choice.logprobs.token_logprobs
-    stopped = client.completions.create(model="demo", prompt=PROMPT, max_tokens=20, seed=3, stop=choice.text[2:4])
-    assert stopped.choices[0].text == choice.text[: choice.text.index(choice.text[2:4])]
-    assert stopped.choices[0].finish_reason == "stop"
-
-
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_goes_away_frees_its_slot(server: Server, stream: bool) -> None:
     body = {"prompt": PROMPT, "max_tokens": 500, "ignore_eos": True, "stream": stream}
@@ -291,31 +264,6 @@ def test_an_update_in_the_middle_of_16_streams_with_kept_entries(server: Server)
         assert max(abs(a - b) for a, b in zip(expected, completion.logprobs, strict=True)) < TOLERANCE
     info = server.info()
     assert (info.version, info.checksum) == (1, wanted.checksum)
-
-
-def test_weights_that_are_wrong_leave_the_old_ones(server: Server) -> None:
-    before = server.info()
-    model = changed(2)
-    good = saved(server.weights_dir, model, before.version + 1)
-    short = saved(server.weights_dir, model.model, before.version + 2)
-    broken = demo()
-    broken.model.norm.weight.data[3] = float("nan")
-    broken_file = saved(server.weights_dir, broken, before.version + 3)
-    old = msgspec.structs.replace(good, version=-1)
-    wrong = msgspec.structs.replace(good, checksum="0" * 32)
-    outside = msgspec.structs.replace(good, path="/etc/hostname")
-    for request, status, code in (
-        (wrong, 422, "bad_weights"),
-        (short, 422, "bad_weights"),
-        (broken_file, 422, "bad_weights"),
-        (old, 409, "stale_version"),
-        (outside, 422, "bad_weights"),
-    ):
-        response = httpx2.post(f"{server.url}/request_weight_update", content=msgspec.json.encode(request), timeout=30)
-        assert (response.status_code, response.json()["error"]["code"]) == (status, code)
-    after = server.info()
-    assert (after.version, after.checksum) == (before.version, before.checksum)
-    assert server.client().completions.create(model="demo", prompt=PROMPT).choices[0].text
 
 
 def test_an_update_with_recomputed_entries_and_an_end_by_sigterm(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ from pipelinerl.serving.client.adapter import EngineUnavailableError
 from pipelinerl.stream.files import FileStream
 from pipelinerl.stream.memory import MemoryStream
 from pipelinerl.weights.broadcast.sender import CollectiveWeightSender
-from pipelinerl.weights.memory import DirectMessages
+from pipelinerl.weights.sending import DirectMessages
 from tests.unit.scripted_engine import CharTokenizer
 
 LOCAL = RunConfig()

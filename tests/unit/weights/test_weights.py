@@ -29,9 +29,8 @@ from pipelinerl.models.state import checksum, load_weights, named_weights, not_f
 from pipelinerl.types import UpdateReceipt
 from pipelinerl.weights import receiving, sending
 from pipelinerl.weights.files import WeightFolder, read_file
-from pipelinerl.weights.memory import MemoryWeightSender
 from pipelinerl.weights.receiving import Receiver, SharedWeightReceiver
-from pipelinerl.weights.sending import FileWeightSender, SharedWeightSender
+from pipelinerl.weights.sending import FileWeightSender, MemoryWeightSender, SharedWeightSender
 from tests.limits import small_files
 from tests.unit.hub.hub_parts import Place
 from tests.unit.weights.relay import Relay

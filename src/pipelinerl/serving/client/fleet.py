@@ -39,8 +39,8 @@ _SECOND_LOOK_S = 0.2
 class Replica:
     """The client's state of one server: its health, its weights and its load. Used in one event loop.
 
-    `failing_since_s`: its failure clock, which the first missing answer starts and a valid one stops. `load`: the number of
-    requests that have a slot, by prompt in `prompts`.
+    `decode_steps`: since its first answer, as of its last answer. `failing_since_s`: its failure clock, which the first
+    missing answer starts and a valid one stops. `load`: the number of requests that have a slot, by prompt in `prompts`.
     """
 
     def __init__(self, server: EngineServer, bounds: Bounds, clock: Callable[[], float]) -> None:
@@ -53,7 +53,7 @@ class Replica:
         self.health_check: asyncio.Task[None] | None = None
         self.load = 0
         self.prompts: Counter[tuple[int, ...]] = Counter()
-        self._steps_before = 0
+        self.decode_steps = 0
         self._bounds = bounds
         self._clock = clock
         self._acknowledged: tuple[str, int] | None = None
@@ -69,11 +69,6 @@ class Replica:
         return self.info.slots if self.info else 0
 
     @property
-    def decode_steps(self) -> int:
-        """Decode steps since its first answer, as of its last answer; steps before and after a restart are added."""
-        return self._steps_before + self.info.decode_steps if self.info else 0
-
-    @property
     def healthy(self) -> bool:
         """Whether its last answer was valid."""
         return self.info is not None and self.failing_since_s is None
@@ -84,11 +79,10 @@ class Replica:
 
     def record_info(self, info: ServerInfo) -> None:
         """Record an answer of the server. If the process is a new one, cancel the calls to the old one: they are lost."""
-        new = self.info is None or info.instance != self.instance
-        if self.info is None:
-            self._steps_before = -info.decode_steps
-        elif new or info.decode_steps < self.info.decode_steps:  # it counts from zero again in another session
-            self._steps_before += self.info.decode_steps
+        before, new = self.info, info.instance != self.instance
+        if before is not None:
+            again = new or info.decode_steps < before.decode_steps  # it counts from zero again in another session
+            self.decode_steps += info.decode_steps - (0 if again else before.decode_steps)
         if new:
             self._cancel_calls()
         self.info = info

@@ -59,14 +59,6 @@ def test_the_weights_are_named_between_their_arrival_and_the_next_token() -> Non
     assert msgspec.structs.asdict(msgspec.convert(sent, UpdateInfo)) == sent  # as our backend decodes it
 
 
-def test_the_first_weights_of_a_session_end_all_requests_and_are_named_after_it() -> None:
-    vllm = FakeVllm()
-    update = msgspec.structs.replace(UPDATE, run="cafe", epoch=2)
-    asyncio.run(WeightSwitch(vllm).run(update, lambda: None, anew=True))
-    assert vllm.bodies["/pause"] == {"mode": "abort", "clear_cache": "false"}
-    assert vllm.bodies["/finish_weight_update"] == {"weight_version": "3@cafe.2"}
-
-
 def test_joining_says_where_and_what_went_wrong() -> None:
     vllm = FakeVllm(init_weight_transfer_engine=[busy("weights refused: no group in 9 s")])
     switch = WeightSwitch(vllm)
@@ -125,9 +117,3 @@ def test_a_cancelled_update_may_be_half_done_too() -> None:
         run(vllm)
     assert "half of version 3" in caught.value.__notes__[0]
     assert "/resume" not in vllm.asked
-
-
-def test_resuming_is_tried_again() -> None:
-    vllm = FakeVllm(resume=[busy()] * (RESUME_TRIES - 1))
-    run(vllm)
-    assert vllm.asked == [*STEPS, *["/resume"] * (RESUME_TRIES - 1)]
