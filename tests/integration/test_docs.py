@@ -43,7 +43,6 @@ NOT_RUN = {
     "serve": "does not end (tests/integration/test_serve.py)",
     "watch": "does not end (tests/integration/test_watch_page.py)",
     "chat": "reads from a terminal (tests/unit/cli)",
-    "lab convert-gguf": "needs a download (tests/unit/models)",
 }
 """Commands whose arguments are parsed and that are not run."""
 OTHER_PROGRAMS = {

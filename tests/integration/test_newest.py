@@ -48,7 +48,7 @@ finally:
 
 COMMANDS: dict[str, list[str]] = {
     "": TRAIN,
-    "gguf": ["python", "-c", "import gguf, accelerate, pipelinerl.models.gguf"],
+    "gguf": ["python", "-c", "import gguf, accelerate, scripts.convert_gguf"],
     **{name: [*TRAIN, f"--metrics.trackers=[{name}]"] for name in ("tensorboard", "wandb", "trackio", "mlflow")},
     "pandas": ["python", "-c", "import pipelinerl; run = pipelinerl.Run('base'); assert len(run.metrics) == 2"],
     "serve": ["python", "-c", SERVED, "pipelinerl"],

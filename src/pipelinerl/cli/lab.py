@@ -41,7 +41,7 @@ _STUDY = (
 
 def add_to(commands: Commands) -> None:
     text = (
-        "Comparisons and predictions of runs: compare, study, plan, calibrate, simulate; export, convert-gguf. "
+        "Comparisons and predictions of runs: compare, study, plan, calibrate, simulate; export. "
         "`pipelinerl lab NAME --help` has the flags of each."
     )
     commands.add("lab", text, run=run_lab)
@@ -126,15 +126,9 @@ def _add_tools(commands: Commands) -> None:
     )
     flag("--no-model", action="store_true", help="leave out the folder of the initial model")
 
-    text = "Convert a GGUF file to a Hugging Face model folder (extra `gguf`)."
-    flag = commands.add("lab convert-gguf", text, run=run_convert_gguf).add_argument
-    text = "a .gguf file, or a wheel or installed package that contains one"
-    flag("source", metavar="FILE_OR_PACKAGE", help=text)
-    flag("out_dir", type=Path, metavar="OUT_DIR", help="the new model folder")
-
 
 def run_lab(_options: argparse.Namespace, _settings: Sequence[str]) -> int:
-    raise UserError("name a command: lab compare, study, plan, calibrate, simulate, export or convert-gguf")
+    raise UserError("name a command: lab compare, study, plan, calibrate, simulate or export")
 
 
 def run_compare(options: argparse.Namespace, settings: Sequence[str]) -> int:
@@ -285,16 +279,3 @@ def run_export(options: argparse.Namespace, settings: Sequence[str]) -> int:
     for notice in done.notices:
         say(notice)
     return write(f"{options.out}: {done.files} files, {done.size / 1e6:.1f} MB\n")
-
-
-def run_convert_gguf(options: argparse.Namespace, settings: Sequence[str]) -> int:
-    refuse_settings("pipelinerl lab convert-gguf", settings)
-    from pipelinerl.models.gguf import convert_gguf  # noqa: PLC0415 (loads torch and transformers)
-
-    model = convert_gguf(options.source, options.out_dir)
-    template = "with a chat template" if model.chat_template else "without a chat template"
-    return write(
-        f"{model.path}: {model.architecture}, {model.parameters / 1e6:.1f}M parameters, {model.layers} layers, "
-        f"vocabulary of {model.vocab_size}, {template}, ends on token {', '.join(map(str, model.eos_token_ids))}\n"
-        f"train it with: pipelinerl train RUN.yaml --model.path {model.path}\n"
-    )

@@ -30,7 +30,7 @@ GUESSES = {
     "run": "train RUN.yaml",
     "start": "train RUN.yaml",
     "continue": "train --resume RUN_DIR",
-    **{name: f"lab {name}" for name in ("compare", "study", "plan", "calibrate", "simulate", "export", "convert-gguf")},
+    **{name: f"lab {name}" for name in ("compare", "study", "plan", "calibrate", "simulate", "export")},
 }
 """Commands that users try first, and former names -> what to write."""
 Run = Callable[[argparse.Namespace, Sequence[str]], int]
@@ -116,6 +116,8 @@ class Commands:
         command = next((argument for argument in own if not argument.startswith("-")), None)
         if command is not None and command not in self._parsers:
             folder = GUESSES.get(command, "").startswith("train") and any(Path(argument).is_dir() for argument in own)
+            if command == "convert-gguf":
+                raise UserError("convert-gguf is a script of the repository: python scripts/convert_gguf.py")
             near = GUESSES.get("continue" if folder else command)
             near = near or next(iter(difflib.get_close_matches(command, self._parsers, n=1)), None)
             hint = f"did you mean `{near}`?" if near else f"there are {', '.join(self._parsers)}"

@@ -52,7 +52,7 @@ def test_config_prints_the_schema(capsys: Capture) -> None:
 def test_version_and_help(capsys: Capture) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"pipelinerl {__version__}\n"
-    for arguments in (["--help"], ["train", "--help"], ["config", "-h"], ["lab", "convert-gguf", "--help"]):
+    for arguments in (["--help"], ["train", "--help"], ["config", "-h"]):
         assert main(arguments) == 0
         assert capsys.readouterr().out.startswith("usage: pipelinerl")
     assert main(["--help"]) == 0
@@ -96,8 +96,6 @@ def test_version_and_help(capsys: Capture) -> None:
         (["train", "--debgu"], "unknown flag --debgu; did you mean `--debug`?"),
         (["train", "--resume"], "argument --resume: expected one argument"),
         (["config", "--resume", "x"], "--resume: unknown key; `pipelinerl config` prints all keys"),
-        (["lab", "convert-gguf", "a.gguf"], "the following arguments are required: OUT_DIR"),
-        (["lab", "convert-gguf", "a.gguf", "out", "--force"], "pipelinerl lab convert-gguf has no flag --force"),
     ],
 )
 def test_mistakes_are_one_line_and_status_2(

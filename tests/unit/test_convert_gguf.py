@@ -18,10 +18,10 @@ if lacking := list(filter(None, map(extras.problem, extras.requirements("gguf"))
     pytest.skip(f"extra `gguf`: {', '.join(lacking)}", allow_module_level=True)
 
 import gguf
+from scripts.convert_gguf import convert_gguf
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from pipelinerl.models.gguf import convert_gguf
 from tests.parity.models import tiny_llama
 
 TEMPLATE = "{% for message in messages %}<|start|>{{ message['content'] }}<|end|>{% endfor %}"

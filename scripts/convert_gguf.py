@@ -1,4 +1,8 @@
-"""Converts a GGUF file to a Hugging Face folder that training and all commands here can load.
+"""Converts a GGUF file to a Hugging Face folder that training and all commands can load. Needs the extra `gguf`.
+
+    python scripts/convert_gguf.py FILE_OR_PACKAGE OUT_DIR
+
+FILE_OR_PACKAGE is a `.gguf` file, or a wheel or an installed package that contains one.
 
 transformers reads the tensors, the config and the vocabulary. This module finds the file (some packages on PyPI contain
 one), repairs what transformers does not take over from a GGUF (how text is split before BPE, the chat template, which
@@ -8,11 +12,12 @@ is not restored: the result is the model that llama.cpp would run, not the model
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
-import importlib.util
 import os
 import re
 import shutil
+import sys
 import tempfile
 import zipfile
 from collections.abc import Iterator
@@ -25,7 +30,7 @@ from typing import Any
 import torch
 
 from pipelinerl.config.schema import ModelConfig
-from pipelinerl.errors import ModelLoadError, UserError
+from pipelinerl.errors import ModelLoadError, PipelineRLError, UserError
 from pipelinerl.extras import require
 from pipelinerl.models.loading import load_model, load_tokenizer, stop_token_ids
 from pipelinerl.models.state import checksum, named_weights
@@ -238,3 +243,26 @@ def _verified(staged: Path, out_dir: Path, model: Any, tokenizer: Any) -> Conver
         chat_template=bool(reloaded_tokenizer.chat_template),
         eos_token_ids=stop_token_ids(reloaded, reloaded_tokenizer),
     )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("source", metavar="FILE_OR_PACKAGE", help="a .gguf file, or a wheel or package that contains one")
+    parser.add_argument("out_dir", metavar="OUT_DIR", type=Path, help="the new model folder")
+    options = parser.parse_args()
+    try:
+        model = convert_gguf(options.source, options.out_dir)
+    except PipelineRLError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_status
+    template = "with a chat template" if model.chat_template else "without a chat template"
+    print(
+        f"{model.path}: {model.architecture}, {model.parameters / 1e6:.1f}M parameters, {model.layers} layers, "
+        f"vocabulary of {model.vocab_size}, {template}, ends on token {', '.join(map(str, model.eos_token_ids))}\n"
+        f"train it with: pipelinerl train RUN.yaml --model.path {model.path}"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
