@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import codecs
 import csv
-import json
 import math
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import cached_property, lru_cache, partial
 from hashlib import blake2b
 from pathlib import Path
@@ -73,7 +73,6 @@ def read_dataset(source: str) -> Iterator[tuple[int, Any]]:
 
 MAX_LINE_BYTES = 16 << 20
 """A longer line means that the file is not JSON lines."""
-_SURROGATE = re.compile("[\ud800-\udfff]")
 _READ = "files of JSON lines or of one JSON array, and .csv, .tsv and .parquet by their suffix"
 
 
@@ -101,12 +100,13 @@ def read_rows(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _json_rows(path: Path) -> Iterator[tuple[int, Any]]:
-    """The non-blank lines, read lazily, or the elements of one array."""
+    """The elements of one array of objects, or the non-blank lines, read lazily."""
     with open(path, "rb") as file:
-        if file.peek().removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
-            rows = _array(file.read().removeprefix(codecs.BOM_UTF8).lstrip(), path)
-            if rows is not None:
-                yield from enumerate(rows, 1)
+        starts = file.peek().removeprefix(codecs.BOM_UTF8).lstrip()
+        if starts.startswith(b"[") and path.suffix.lower() != ".jsonl":
+            with suppress(*INVALID_DATA):
+                text = file.read().removeprefix(codecs.BOM_UTF8)
+                yield from enumerate(msgspec.json.decode(text, type=list[dict[str, Any]]), 1)
                 return
             file.seek(0)
         number = 0
@@ -116,43 +116,13 @@ def _json_rows(path: Path) -> Iterator[tuple[int, Any]]:
                 line = line.removeprefix(codecs.BOM_UTF8)
             if len(line) > MAX_LINE_BYTES:
                 raise EnvironmentSetupError(f"{path}:{number} has over {MAX_LINE_BYTES >> 20} MiB: not JSON lines?")
-            if line.strip():
-                yield number, _value(line, f"{path}:{number}")
-
-
-def _array(text: bytes, path: Path) -> list[Any] | None:
-    """The elements of a file that is one JSON array; None if its lines are lists. Raises EnvironmentSetupError."""
-    try:
-        msgspec.json.decode(text.partition(b"\n")[0])
-    except INVALID_DATA:  # the array has several lines
-        rows: list[Any] = _value(text, f"{path}, one JSON array,")
-        return rows
-    if path.suffix.lower() == ".jsonl":
-        return None
-    try:
-        return msgspec.json.decode(text, type=list[dict[str, Any]])
-    except INVALID_DATA:
-        return None
-
-
-def _value(text: bytes, place: str) -> Any:
-    try:
-        return msgspec.json.decode(text)
-    except INVALID_DATA as error:
-        why = str(error)
-        try:
-            found = _SURROGATE.search(json.dumps(json.loads(text), ensure_ascii=False))
-        except (ValueError, RecursionError):
-            found = None
-        if found is not None:
-            why = f"it has the escape \\u{ord(found[0]):x}, half of a character, without the other: remove or complete it"
-        elif text.strip() in (b"{", b"["):
-            why = "one object over several lines: write one object a line, or an array of objects"
-        elif text.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-            why = "it is UTF-16: save it as UTF-8"
-        elif place.endswith(":1"):
-            why += f" ({_READ} can be read)"
-        raise EnvironmentSetupError(f"{place} is not JSON: {why}") from error
+            if not line.strip():
+                continue
+            try:
+                yield number, msgspec.json.decode(line)
+            except INVALID_DATA as error:
+                why = f"{error} ({_READ} can be read, in UTF-8)" if number == 1 else str(error)
+                raise EnvironmentSetupError(f"{path}:{number} is not JSON: {why}") from error
 
 
 def _csv_rows(delimiter: str, path: Path) -> Iterator[tuple[int, Any]]:

@@ -29,6 +29,7 @@ from pipelinerl.environments.prompts import (
     check_chat,
     check_template_options,
 )
+from pipelinerl.environments.single_turn import JudgedTurn
 from pipelinerl.errors import EnvironmentSetupError
 from pipelinerl.interfaces import Tokenizer
 
@@ -99,22 +100,23 @@ class QuestionOptions(Options, frozen=True):
             raise EnvironmentSetupError("environment.args.text must have {question} in it, where the question goes")
 
 
-class QuestionPrompt:
-    """Formats a question as `options` say. Raises EnvironmentSetupError for options that can't have an effect."""
+class QuestionTask(JudgedTurn):
+    """A task whose prompts are questions, asked as `options` say: `prompt` returns `self.ask(question)`."""
 
-    def __init__(self, tokenizer: Tokenizer, options: QuestionOptions) -> None:
+    def __init__(self, tokenizer: Tokenizer, seed: int, options: QuestionOptions) -> None:
+        """Raises EnvironmentSetupError for options that can't have an effect."""
+        super().__init__(tokenizer, seed)
+        self.max_tokens = options.max_tokens
+        self._system, self._text = options.system, options.text
         self._chat = check_chat(tokenizer, options.chat)
         self.template_options = check_template_options(tokenizer, options.template_options, chat=self._chat)
-        self._options = options
         if self._chat:
             options.refuse_without_effect("the question is a message of a chat", "text")
         else:
             options.refuse_without_effect(NO_CHAT, "system")
 
-    def __call__(self, question: str) -> str | Sequence[Message]:
-        if not self._chat:
-            return self._options.text.replace("{question}", question)
-        return chat_messages(self._options.system, question)
+    def ask(self, question: str) -> str | Sequence[Message]:
+        return chat_messages(self._system, question) if self._chat else self._text.replace("{question}", question)
 
 
 def bounds_of(name: str, value: int | tuple[Any, Any]) -> tuple[Any, Any]:

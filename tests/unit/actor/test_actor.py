@@ -14,8 +14,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from pipelinerl.actor import deadline
 from pipelinerl.actor.actor import Actor
@@ -25,7 +23,7 @@ from pipelinerl.actor.evaluation import Evaluations
 from pipelinerl.actor.groups import GroupRunner
 from pipelinerl.actor.rollouts import Failure, FailureLog, RolloutContext, TimeLimits, attempt, check_rollout
 from pipelinerl.config.schema import ActorConfig, EvaluationConfig
-from pipelinerl.errors import PromptTooLongError, RequestError, RolloutError, RunDirectoryError, TooManyFailuresError
+from pipelinerl.errors import PromptTooLongError, RequestError, RolloutError, TooManyFailuresError
 from pipelinerl.hub.admission import AdmissionState
 from pipelinerl.hub.hub import ROLLOUTS_FILE, CountedStream, Direct, DirectReader, Hub
 from pipelinerl.interfaces import Verdict, WeightUpdate
@@ -45,7 +43,6 @@ from pipelinerl.types import (
     Turn,
     VersionSpan,
 )
-from tests.limits import small_files
 from tests.unit.scripted_engine import STOP, CharTokenizer, ScriptedEngine
 
 TOKENIZER = CharTokenizer()
@@ -133,13 +130,6 @@ async def test_cancelling_the_caller_cancels_the_request():
     assert engine.cancelled == ["a"]
     await client.advance()  # the engine reports the cancelled completion, which nobody awaits any more
     assert engine.in_progress == client.open_requests == 0
-
-
-def test_a_completion_that_nobody_asked_for_is_an_error():
-    engine = ScriptedEngine(lambda r: say(""))
-    engine.submit(request("stray"))
-    with pytest.raises(RuntimeError, match="stray"):
-        asyncio.run(EngineClient(engine).advance())
 
 
 async def test_streaming():
@@ -288,10 +278,6 @@ def test_a_rollout_that_hangs_times_out(code, monkeypatch):
     outcome = play(code, limits=TimeLimits(0.05, CodeAlarm(1.0)))
     assert outcome.reason == "timeout"
     assert "0.05 s" in outcome.message
-
-
-def test_a_timeout_says_where_the_code_was():
-    assert "hang_forever" in play(hang_forever, limits=TimeLimits(0.05, CodeAlarm(1.0))).traceback
 
 
 @pytest.mark.parametrize("hang", [lambda: time.sleep(60), lambda: [None for _ in iter(int, 1)]], ids=["sleeps", "computes"])
@@ -642,19 +628,6 @@ def test_the_engine_is_kept_full():
     assert harness.engine.queued < 2
 
 
-def test_the_engine_stays_full_with_several_turns():
-    async def two_turns(problem, client):
-        first = await client.generate([1])
-        second = await client.generate([1, *first.token_ids, 2])
-        turns = [Turn(prompt_ids=(1,), completion=first), Turn(prompt_ids=(1, *first.token_ids, 2), completion=second)]
-        return Rollout(turns=tuple(turns), reward=1)
-
-    harness = run(Harness(Task(two_turns), slots=4, k=1, script=lambda r: say("x" * (r.sampling.seed % 11))), 60)
-    assert harness.engine.batch_sizes == [4] * 60
-    assert harness.engine.queued == 0
-    assert len(harness.read()[0].rollouts[0].turns) == 2
-
-
 def test_groups_are_handed_over_in_the_order_they_finish():
     harness = run(Harness(slots=4, k=2, groups=3, script=lambda r: say("x" * (9 if r.prompt_ids[1] == ord("0") else 1))), 20)
     assert [group.index for group in harness.read()] == [1, 2, 0]
@@ -688,80 +661,6 @@ async def test_other_schedules_change_weights_only_when_nothing_is_in_progress(s
     assert harness.engine.version == 1
 
 
-def test_conventional_waits_for_the_trainer_and_says_so():
-    harness = run(Harness(k=2, schedule=ConventionalSchedule(4, 1)), 30)
-    assert len(harness.read()) == 2
-    assert harness.engine.steps == 6
-    status = harness.board.read("actor")
-    assert status.state == "waiting"
-    assert "the trainer to finish its round (version 0)" in status.detail
-    assert harness.board.read("engine").state == "waiting"
-
-
-def test_max_lag_bounds_what_is_outstanding_and_the_trainers_counts_free_it():
-    harness = Harness(k=2, slots=64, schedule=PipelineSchedule(batch_size=4, max_lag=1))
-    run(harness, 30)
-    assert sum(len(group.rollouts) for group in harness.read()) == 8  # 2 steps of 4: the last one would have lag 1
-    assert "max_lag 1" in harness.board.read("actor").detail
-    harness.train(version=1, trained=2, dropped={"stale": 2})
-    harness.receiver.updates.append(WeightUpdate(1, "", {}))
-    run(harness, 30)
-    # The rest of version 0 is in the stream: nothing overtakes it, so its lag will be 1.
-    assert sum(len(group.rollouts) for group in harness.read()) == 4
-    harness.train(version=2, trained=6, dropped={"stale": 2})
-    harness.receiver.updates.append(WeightUpdate(2, "", {}))
-    run(harness, 30)
-    assert sum(len(group.rollouts) for group in harness.read()) == 4
-
-
-@settings(max_examples=25)
-@given(max_lag=st.integers(0, 3), batch_size=st.integers(1, 6), slots=st.integers(1, 8), salt=st.integers(0, 1000))
-def test_the_lag_bound_holds_without_dropping_anything(max_lag, batch_size, slots, salt):
-    """A trainer that trains as soon as it can, weights that arrive at once, very uneven lengths (groups of one)."""
-
-    def length(request):
-        draw = derive_seed(salt, request.sampling.seed)
-        return draw % 19 if draw % 5 == 0 else draw % 3
-
-    harness = Harness(
-        k=1,
-        slots=slots,
-        schedule=PipelineSchedule(batch_size, max_lag),
-        script=lambda r: say("x" * length(r)),
-        capacity=1000,
-    )
-    lags, waiting, version = [], [], 0
-
-    async def main():
-        nonlocal version
-        for _ in range(150):
-            await harness.iterate(1)
-            waiting.extend(harness.read())
-            while len(waiting) >= batch_size:
-                batch, waiting[:] = waiting[:batch_size], waiting[batch_size:]
-                spans = [span for group in batch for span in group.rollouts[0].turns[0].completion.weight_versions]
-                lags.extend(version - span.version for span in spans)
-                version += 1
-                harness.train(version=version, trained=version * batch_size)
-                harness.receiver.updates.append(WeightUpdate(version, "", {}))
-
-    asyncio.run(main())
-    assert version > 3
-    assert 0 <= min(lags) <= max(lags) <= max_lag
-
-
-def test_on_resume_earlier_counts_are_not_ours_and_what_the_stream_holds_is():
-    schedule = PipelineSchedule(batch_size=4, max_lag=1)
-    harness = Harness(k=1, slots=64, schedule=schedule, version=9, in_stream=3, settled_before=100)
-    harness.train(version=9, trained=90, dropped={"x": 10})
-    run(harness, 20)
-    assert len(harness.read()) == 5, "with the 3 in the stream, two batches: the last one's lag will be 1"
-    harness.train(version=10, trained=94, dropped={"x": 10})
-    harness.receiver.updates.append(WeightUpdate(10, "", {}))
-    run(harness, 20)
-    assert len(harness.read()) == 4
-
-
 def test_a_full_stream_starts_no_more_and_takes_what_is_finished():
     harness = run(Harness(k=1, slots=2, capacity=3), 60)
     started = harness.progress().groups_started
@@ -785,13 +684,6 @@ def test_a_ring_stream_counts_what_it_drops():
     assert progress.rollouts_handed_over == 4
     assert harness.read() == harness.records[-2:]
     assert harness.state.counts.rollouts == 4
-
-
-def test_the_same_seed_gives_the_same_requests():
-    def requests():
-        return run(Harness(script=lambda r: say("x" * (r.sampling.seed % 7))), 40).engine.requests
-
-    assert requests() == requests()
 
 
 async def test_it_stops_starting_when_the_goal_is_reached():
@@ -867,15 +759,6 @@ async def test_lengths_by_order_of_start_wait_for_the_oldest_group():
     assert (progress.started_length_mean, progress.started_lengths) == ((15 + 3 + 4 + 5) / 4, 8)
 
 
-def test_a_group_without_any_rollout_is_still_reported():
-    harness = run(Harness(some_fail(lambda name: name.startswith("g1.")), groups=3), 40)
-    by_index = {group.index: group for group in harness.read()}
-    assert by_index[1].rollouts == ()
-    assert by_index[1].dropped == {"raised": 2}
-    assert sorted(by_index) == [0, 1, 2]
-    assert harness.state.counts.rollouts == 4
-
-
 class Ranked(Task):
     """The rollouts of a group get their rank as a reward. Groups 1 and 2 can't be scored, and group 3 takes its time."""
 
@@ -940,12 +823,6 @@ def test_problems_that_can_not_be_made_are_dropped_groups():
     }
 
 
-def test_too_many_failures_end_the_run():
-    harness = Harness(some_fail(lambda name: True), slots=64)
-    with pytest.raises(TooManyFailuresError, match="ValueError: unlucky"):
-        run(harness, 40)
-
-
 @pytest.mark.parametrize(
     ("schedule", "limit", "most"),
     [(PipelineSchedule(8), None, 12), (PipelineSchedule(8), 30, 30), (ConventionalSchedule(16, 1), 5, 16)],
@@ -985,22 +862,6 @@ async def test_finish_cancels_and_keeps_the_count():
     assert harness.board.read("actor").state == harness.board.read("engine").state == "done"
 
 
-def test_the_board_is_written_when_the_state_changes_and_seldom_otherwise():
-    harness = Harness(schedule=ConventionalSchedule(4, 1))
-    states = []
-    publish = harness.board.publish
-
-    def counting(status):
-        states.append((status.stage, status.state, status.since_s))
-        publish(status)
-
-    harness.board.publish = counting
-    run(harness, 400)
-    actor_states = [(state, since) for stage, state, since in states if stage == "actor"]
-    assert [state for state, _ in dict.fromkeys(actor_states)] == ["working", "waiting"]
-    assert len(actor_states) < 40  # the clock moves about 1 ms a look, 400 iterations are more than a second
-
-
 def test_errors_of_our_own_are_not_blamed_on_the_environment(monkeypatch):
     def broken(*arguments):
         raise AssertionError("a bug")
@@ -1008,30 +869,6 @@ def test_errors_of_our_own_are_not_blamed_on_the_environment(monkeypatch):
     monkeypatch.setattr("pipelinerl.actor.groups.attempt", broken)
     with pytest.raises(AssertionError, match="a bug"):
         run(Harness(), 5)
-
-
-def test_a_group_is_recorded_once_and_before_it_is_in_the_stream():
-    """A launcher that is killed leaves no group in the stream without a record."""
-    harness = Harness(groups=3)
-    append, recorded_first = harness.stream.append, []
-
-    def watched(item, place=None):
-        recorded_first.append(harness.recorded.read_bytes().endswith(item + b"\n"))
-        return append(item, place)
-
-    harness.stream.append = watched
-    run(harness, 40)
-    assert recorded_first == [True] * 3
-    assert harness.records == harness.read()
-
-
-def test_records_that_can_not_be_written_are_an_error_that_says_so():
-    harness = Harness()
-    with (
-        small_files(0),
-        pytest.raises(RunDirectoryError, match=r"can't write to .*rollouts.jsonl: .*; make room .* and resume"),
-    ):
-        run(harness, 20)
 
 
 def test_it_says_once_when_code_can_not_be_interrupted(caplog):
@@ -1063,16 +900,6 @@ def test_the_answer_to_a_held_out_problem_has_what_the_environment_added(second_
     asyncio.run(harness.actor.evaluate("before"))
     ((record,),) = [result.problems for result in harness.evaluated]
     assert (record.prompt, record.completion, record.length) == ("h0", completion, 12)
-
-
-def test_the_actor_publishes_which_evaluation_runs():
-    harness = Harness(evaluation=EvaluationConfig(problems=1))
-    published, publish = [], harness.board.publish
-    harness.board.publish = lambda status: (published.append(status), publish(status))
-    asyncio.run(harness.actor.evaluate("before"))
-    shown = [status.progress.evaluating for status in published if status.stage == "actor"]
-    assert shown[0] == "evaluates, before training: 0 of 1 held-out problems"
-    assert shown[-1] == ""
 
 
 def test_evaluation_answers_every_held_out_problem_once():

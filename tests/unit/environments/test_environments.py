@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import sys
 from pathlib import Path
 
@@ -11,10 +10,10 @@ import pytest
 
 from pipelinerl.config.load import load_config
 from pipelinerl.config.schema import ModelConfig
-from pipelinerl.environments import SingleTurn, make_environment
+from pipelinerl.environments import make_environment
 from pipelinerl.environments.prompts import encode_prompt, text_decoder
-from pipelinerl.environments.tasks.gcd import Gcd, GcdProblem, draw_problem, subtract_once
-from pipelinerl.environments.tasks.guess_number import GuessNumber, guess_in
+from pipelinerl.environments.tasks.gcd import Gcd, GcdProblem, subtract_once
+from pipelinerl.environments.tasks.guess_number import GuessNumber
 from pipelinerl.environments.user.code import find_function
 from pipelinerl.errors import EnvironmentSetupError
 from pipelinerl.models.loading import load_tokenizer
@@ -59,13 +58,6 @@ def test_gcd_rewards_the_right_result():
         assert bad.reward == 0.0
 
 
-def test_a_gcd_problem_takes_at_least_one_step():
-    with pytest.raises(ValueError, match="at least one step, not 0"):
-        draw_problem(random.Random(0), held_out=False, steps=0)
-    assert draw_problem(random.Random(0), held_out=False, steps=1).steps == 1
-    assert draw_problem(random.Random(0), held_out=True, steps=35).steps == 34  # no held-out pair takes 35
-
-
 # ------------------------------------------------------------------------------------------------- guessing
 
 
@@ -81,13 +73,6 @@ def test_guessing_goes_on_from_the_very_ids_that_were_sampled():
         assert after.prompt_ids[: len(known)] == known
         assert TOKENIZER.decode(after.prompt_ids[len(known) :]) == f"\n{said}\nGuess:"
     assert client.prompts == [TOKENIZER.decode(turn.prompt_ids) for turn in rollout.turns]
-
-
-def test_guessing_ends_after_max_turns():
-    environment = GuessNumber(TOKENIZER, 0, highest=50, max_turns=3)
-    rollout, client = play(environment, Problem(id="p", payload={"number": 30}), *["1"] * 3)
-    assert rollout.reward == 0.0
-    assert len(client.prompts) == len(rollout.turns) == 3
 
 
 def test_guessing_in_a_chat_does_not_repeat_the_stop_token():
@@ -106,11 +91,6 @@ def test_numbers_to_guess_are_split():
     trained = {one.problem(index).payload["number"] for index in range(2000)}
     assert len(held_out) == 10
     assert trained == set(range(1, 101)) - held_out
-
-
-@pytest.mark.parametrize(("text", "guess"), [("it is 12 or 13", 12), ("none", None), ("007", 7), ("9" * 5000, 999999999)])
-def test_the_guess_in_a_text(text, guess):
-    assert guess_in(text) == guess
 
 
 # ------------------------------------------------------------------------------------------------- prompts
@@ -263,21 +243,6 @@ def test_a_class_in_a_file(own):
     assert client.prompts == ["abab"]
     assert environment.seed == 7
     assert environment.held_out(5) == ()
-
-
-def test_a_class_in_a_module(own, monkeypatch):
-    monkeypatch.syspath_prepend(str(own.parent))
-    environment = make_environment("own:Shout", {}, TOKENIZER, 0)
-    assert isinstance(environment, SingleTurn)
-    sys.modules.pop("own")
-
-
-def test_two_files_of_the_same_name_do_not_mix(own, tmp_path):
-    (tmp_path / "b").mkdir()
-    other = tmp_path / "b" / "own.py"
-    other.write_text(OWN.replace('"hey"', '"ho"'))
-    first, second = (make_environment(f"{path}:Shout", {}, TOKENIZER, 0) for path in (own, other))
-    assert (first.word.text, second.word.text) == ("hey", "ho")
 
 
 JUDGED = """

@@ -148,21 +148,6 @@ def test_prompts(task, args, prompt):
     assert asked == prompt
 
 
-def test_prompts_are_made_in_the_process_too(task):
-    environment = task(isolate=True, workers=1, prompt="rewards.py:ask")
-    problem = environment.problem(0)
-    _, asked = play(environment, problem, ["6"])
-    assert asked == f"Q: {problem.payload['question']} A:"
-
-
-def test_problems_of_files_of_one_name_are_not_mixed_up(task, tmp_path):
-    (tmp_path / "eval").mkdir()
-    (tmp_path / "eval" / "data.jsonl").write_text('{"question": "new", "answer": "0"}\n')
-    environment = task(lines=[GOOD], held_out=str(tmp_path / "eval" / "data.jsonl"))
-    (held_out,) = environment.held_out(9)
-    assert [play(environment, problem, ["1"])[1] for problem in (environment.problem(0), held_out)] == ["1?", "new"]
-
-
 def test_every_example_is_trained_on_once_an_epoch_or_held_out(task):
     environment = task(held_out=0.25, seed=3)
     held_out = {problem.id for problem in environment.held_out(100)}
@@ -316,12 +301,6 @@ def test_what_is_no_reward_is_named_with_what_one_is(returned):
     assert str(caught.value) == f"r returned {kind}, not a number, a dict of 'reward' and other numbers, or (reward, dict)"
 
 
-def test_metrics_of_a_pair_are_numbers():
-    for metrics in ({"a": "1"}, {"a": None}, {"a": float("nan")}):
-        with pytest.raises(RolloutError, match=r"r\['a'\] returned"):
-            score_of((1.0, metrics), "r")
-
-
 def test_what_names_a_function():
     assert all(map(names_a_function, ("rewards.py:ask", "a/b c/rewards.py:ask", "package.module:ask")))
     assert not any(map(names_a_function, ("question", "rewards.py", "rewards.py:", ":ask", "the question: text")))
@@ -369,15 +348,6 @@ def test_several_functions_are_added_with_their_weights_and_each_is_a_metric(tas
     assert right.metrics == {"right": 1.0, "brief": -len(answer), "judge": 1.0, "digits": len(answer)}
     assert right.reward == pytest.approx(2.0 - 0.25 * len(answer) + 0.5)
     assert wrong.reward == pytest.approx(-0.25 * 8 + 0.5)
-
-
-def test_each_function_of_a_list_has_the_weight_1(task, tmp_path):
-    environment = task(rewards=SEVERAL, reward=list(weights(tmp_path, right=1.0, brief=1.0)), isolate=False)
-    problem = environment.problem(0)
-    answer = problem.payload["answer"]
-    (right,), _ = play(environment, problem, [answer])
-    assert right.reward == 1.0 - len(answer)
-    assert (right.metrics["right"], right.metrics["brief"]) == (1.0, -len(answer))
 
 
 def test_calls_of_async_functions_wait_together_up_to_a_limit(task, tmp_path):

@@ -152,20 +152,6 @@ def test_a_call_that_takes_too_long_is_ended_and_its_line_named_if_it_runs_pytho
     assert after == 1
 
 
-def test_a_reply_that_is_there_counts_however_late_the_loop_looks(file):
-    pool = FunctionPool({"act": f"{file}:act"}, workers=1, limits=Limits(timeout_s=0.5))
-
-    async def main():
-        await pool.call("act", "count")
-        call = asyncio.create_task(pool.call("act", "count"))
-        await asyncio.sleep(0)
-        time.sleep(1.0)  # an engine's step
-        return await call
-
-    assert asyncio.run(main()) == 2
-    pool.close()
-
-
 def test_calls_run_side_by_side_while_the_loop_goes_on(file):
     """Two processes meet: each waits for what only the other one does."""
     (file.parent / "meet.py").write_text(
@@ -289,12 +275,6 @@ def test_a_file_without_the_function_is_an_error_of_one_line(tmp_path, name):
         (tmp_path / "wrong.py").write_text(text)
     with one_line(EnvironmentSetupError, said):
         find_function(f"{tmp_path}/wrong.py:act")
-
-
-@pytest.mark.parametrize("spec", ["act", ":act", "no_such_module:act", "os:", "math:pi", "rewards.py"])
-def test_a_name_that_is_no_functions_is_an_error(spec):
-    with pytest.raises(EnvironmentSetupError):
-        find_function(spec)
 
 
 @pytest.mark.parametrize(

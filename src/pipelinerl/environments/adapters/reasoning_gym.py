@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 
-from pipelinerl.environments.options import Arguments, AtLeastOne, FormatReward, QuestionOptions, QuestionPrompt, Seconds
+from pipelinerl.environments.options import Arguments, AtLeastOne, FormatReward, QuestionOptions, QuestionTask, Seconds
 from pipelinerl.environments.prompts import Message
-from pipelinerl.environments.single_turn import JudgedTurn, Judgement, is_held_out
+from pipelinerl.environments.single_turn import Judgement, is_held_out
 from pipelinerl.environments.user.code import finite_number
 from pipelinerl.environments.user.pool import CALL_ENDED, FunctionPool, Limits
 from pipelinerl.errors import EnvironmentSetupError, RolloutError
@@ -60,7 +60,7 @@ class ReasoningGymOptions(QuestionOptions, frozen=True):
             self.refuse_without_effect("`marked` is false", "format_reward")
 
 
-class ReasoningGym(JudgedTurn):
+class ReasoningGym(QuestionTask):
     """The reward is the task's own score of the text between the last `<answer>` and `</answer>`.
 
     One question in ten (by a hash, the same for every seed) is held out for evaluation and never trained on.
@@ -71,11 +71,8 @@ class ReasoningGym(JudgedTurn):
 
     def __init__(self, tokenizer: Tokenizer, seed: int, **args: Any) -> None:
         """Raises MissingDependencyError, and EnvironmentSetupError for an unknown or refused task, or wrong arguments."""
-        super().__init__(tokenizer, seed)
         self._options = options = ReasoningGymOptions.read(args)
-        self.max_tokens = options.max_tokens
-        self._ask = QuestionPrompt(tokenizer, options)
-        self.template_options = self._ask.template_options
+        super().__init__(tokenizer, seed, options)
         self._chunk = lru_cache(maxsize=4)(partial(make_tasks, options.task, options.args or {}))
         if runs_answers(self._chunk(0)) and not options.runs_answers:
             raise EnvironmentSetupError(
@@ -109,7 +106,7 @@ class ReasoningGym(JudgedTurn):
         return list(found.values())[:count]
 
     def prompt(self, problem: Problem) -> str | Sequence[Message]:
-        return self._ask(problem.payload["question"])
+        return self.ask(problem.payload["question"])
 
     async def judge(self, problem: Problem, turn: Turn) -> Judgement:
         """Metrics: `score` is the task's own. `marked`, `score_failed` (a limit was exceeded, or a crash) and `score_raised`

@@ -21,11 +21,11 @@ from pipelinerl.environments.options import (
     Files,
     FormatReward,
     QuestionOptions,
-    QuestionPrompt,
+    QuestionTask,
     Seconds,
 )
 from pipelinerl.environments.prompts import Message
-from pipelinerl.environments.single_turn import JudgedTurn, Judgement, is_held_out
+from pipelinerl.environments.single_turn import Judgement, is_held_out
 from pipelinerl.errors import EnvironmentSetupError
 from pipelinerl.interfaces import Tokenizer
 from pipelinerl.types import Problem, Turn
@@ -77,7 +77,7 @@ class MathsOptions(QuestionOptions, frozen=True):
             )
 
 
-class Maths(ProblemSet, JudgedTurn):
+class Maths(ProblemSet, QuestionTask):
     r"""Reward 1 if the answer (in the last `\boxed{}`, else the last number) has the right value, else 0."""
 
     Options = MathsOptions
@@ -85,16 +85,13 @@ class Maths(ProblemSet, JudgedTurn):
 
     def __init__(self, tokenizer: Tokenizer, seed: int, **args: Any) -> None:
         """Raises EnvironmentSetupError, naming file and line, for unusable data, and MissingDependencyError."""
-        JudgedTurn.__init__(self, tokenizer, seed)
         self._options = options = MathsOptions.read(args)
-        self.max_tokens = options.max_tokens
-        self._ask = QuestionPrompt(tokenizer, options)
-        self.template_options = self._ask.template_options
+        QuestionTask.__init__(self, tokenizer, seed, options)
         self._judge = Judge(options.judge, timeout_s=options.judge_timeout_s, processes=options.judge_processes)
         ProblemSet.__init__(self, _read(options), f"math/{seed}")
 
     def prompt(self, problem: Problem) -> str | Sequence[Message]:
-        return self._ask(problem.payload["question"])
+        return self.ask(problem.payload["question"])
 
     async def judge(self, problem: Problem, turn: Turn) -> Judgement:
         """Metrics: `right`, `boxed` and `judge_failed` are 1 or 0; `length_penalty` is at most 0."""

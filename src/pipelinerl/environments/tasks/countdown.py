@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeAlias
 from pydantic import Field, Strict
 
 from pipelinerl.environments.maths.numbers import last_boxed, read_expression
-from pipelinerl.environments.options import FormatReward, QuestionOptions, QuestionPrompt, bounds_of
+from pipelinerl.environments.options import FormatReward, QuestionOptions, QuestionTask, bounds_of
 from pipelinerl.environments.prompts import Message
 from pipelinerl.environments.single_turn import SingleTurn, is_held_out
 from pipelinerl.errors import EnvironmentSetupError
@@ -119,18 +119,15 @@ def score(task: Task, text: str, format_reward: float) -> float:
 # ---- the environment
 
 
-class Countdown(SingleTurn):
+class Countdown(QuestionTask, SingleTurn):
     """Reward 1 for an expression that makes the target of the given numbers, each used at most once; else 0."""
 
     Options = CountdownOptions
 
     def __init__(self, tokenizer: Tokenizer, seed: int, **args: Any) -> None:
         """Raises EnvironmentSetupError for a difficulty that allows few problems or none."""
-        super().__init__(tokenizer, seed)
         self._options = CountdownOptions.read(args)
-        self.max_tokens = self._options.max_tokens
-        self._ask = QuestionPrompt(tokenizer, self._options)
-        self.template_options = self._ask.template_options
+        super().__init__(tokenizer, seed, self._options)
         for held_out in (False, True):
             for index in range(CHECKED):
                 if self._draw(f"check/{index}", held_out, CHECKED_TRIES) is None:
@@ -152,7 +149,7 @@ class Countdown(SingleTurn):
 
     def prompt(self, problem: Problem) -> str | Sequence[Message]:
         numbers = ", ".join(map(str, problem.payload["numbers"]))
-        return self._ask(QUESTION.replace("{numbers}", numbers).replace("{target}", str(problem.payload["target"])))
+        return self.ask(QUESTION.replace("{numbers}", numbers).replace("{target}", str(problem.payload["target"])))
 
     def reward(self, problem: Problem, text: str) -> float:
         task = Task(tuple(problem.payload["numbers"]), int(problem.payload["target"]))
