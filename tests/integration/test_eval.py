@@ -71,9 +71,9 @@ def test_the_checkpoints_of_a_run_are_compared(tmp_path: Path, capsys: pytest.Ca
     assert {span.version for record in trained.values() for span in record.weight_versions} == {2}
     assert {record.problem_id for record in trained.values()} == {f"gcd/{index}" for index in range(12)}
     capsys.readouterr()
-    assert run_command(str(run_dir), *SMALL, "--out", str(out), "--overwrite") == 0  # all else as in the run
-    assert [path.name for path in sorted(out.iterdir())] == ["r@2", "summary.json"]
-    assert summary_of(out).settings.max_tokens == 240
+    assert run_command(str(run_dir), *SMALL, "--out", str(tmp_path / "last")) == 0  # all else as in the run
+    assert [path.name for path in sorted((tmp_path / "last").iterdir())] == ["r@2", "report.html", "summary.json"]
+    assert summary_of(tmp_path / "last").settings.max_tokens == 240
 
 
 def task(folder: Path, body: str) -> tuple[str, str]:

@@ -49,7 +49,6 @@ def add_to(commands: Commands) -> None:
     flag("--pass-at", type=float, default=1.0, metavar="R", help="lowest reward that counts as a pass (default: 1)")
     flag("--seed", type=at_least(0), default=0, help="seed of sampling and resampling (default: 0)")
     flag("-o", "--out", type=Path, metavar="DIR", help="output folder (default: evaluations/DATE-ENVIRONMENT)")
-    flag("--overwrite", action="store_true", help="replace the evaluation that is in DIR")
 
 
 def run(options: argparse.Namespace, settings: Sequence[str]) -> int:
@@ -127,7 +126,6 @@ def _plan(options: argparse.Namespace, settings: Sequence[str]) -> EvaluationPla
         rollout_timeout_s=actor.rollout_timeout_s,
         code_timeout_s=actor.code_timeout_s,
         out=options.out or Path("evaluations") / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}",
-        overwrite=options.overwrite,
     )
 
 

@@ -56,7 +56,6 @@ class EvaluationPlan:
     rollout_timeout_s: float
     code_timeout_s: float
     out: Path
-    overwrite: bool
 
 
 def evaluate(plan: EvaluationPlan, stop: Callable[[], bool], say: Callable[[str], None]) -> EvaluationSummary:
@@ -84,7 +83,7 @@ class _Evaluation:
 
     def run(self) -> EvaluationSummary:
         first = self._load_environment(self.plan.targets[0])
-        folder = EvaluationFolder(self.plan.out, overwrite=self.plan.overwrite)
+        folder = EvaluationFolder(self.plan.out)
         folder.write_summary(self._summary("unfinished"))
         done = True
         for number, target in enumerate(self.plan.targets):
@@ -95,6 +94,7 @@ class _Evaluation:
                 break
         summary = self._summary("finished" if done else "interrupted")
         folder.write_summary(summary)
+        folder.write_page(summary)
         return summary
 
     def _summary(self, status: Status) -> EvaluationSummary:

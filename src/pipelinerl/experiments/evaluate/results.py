@@ -15,17 +15,19 @@ from typing import Any, Literal
 
 import msgspec
 import numpy as np
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pipelinerl.errors import INVALID_DATA, RunDirectoryError
+from pipelinerl.errors import RunDirectoryError
 from pipelinerl.experiments.evaluate.models import Target
 from pipelinerl.experiments.statistics import Floats, Interval, mean_intervals, pass_at_k, powers_of_two
+from pipelinerl.experiments.watch.page import page
 from pipelinerl.files import JsonLines
 from pipelinerl.metrics.evaluations import EvaluatedProblem
 from pipelinerl.metrics.statistics import mean_metrics
-from pipelinerl.report import number, rendered, write_file, write_json, writing_to
+from pipelinerl.report import number, only_shown, rendered, write_file, write_json, writing_to
+from pipelinerl.report.sections import Section
 from pipelinerl.types import Problem
 
 Status = Literal["unfinished", "interrupted", "finished"]
@@ -195,25 +197,26 @@ class Tally:
 SUMMARY = "summary.json"
 ATTEMPTS = "attempts.jsonl"
 PASS_RATES = "pass_rates.jsonl"
+PAGE = "report.html"
 
 
 class EvaluationFolder:
     """The folder of one evaluation. All methods raise RunDirectoryError if it can't be written to."""
 
-    def __init__(self, root: Path, *, overwrite: bool) -> None:
-        """Create the folder, or replace the evaluation in it.
-
-        An evaluation is replaced if `overwrite` is set, or if it has no attempts (for example because its model could not
-        be loaded). Raises RunDirectoryError if the folder is not empty otherwise.
-        """
+    def __init__(self, root: Path) -> None:
+        """Create the folder. Raises RunDirectoryError if it exists and is not empty."""
         self.root = root
         with writing_to(root):
             if root.exists() and (not root.is_dir() or any(root.iterdir())):
-                _clear(root, overwrite)
+                raise RunDirectoryError(f"{root} exists and is not empty; choose another --out")
             root.mkdir(parents=True, exist_ok=True)
 
     def write_summary(self, summary: EvaluationSummary) -> None:
         write_json(self.root / SUMMARY, summary)
+
+    def write_page(self, summary: EvaluationSummary) -> None:
+        with only_shown(PAGE):
+            write_file(self.root / PAGE, page("Evaluation", evaluation_sections(summary)).encode())
 
     def write_pass_rates(self, folder: str, rates: Sequence[PassRate]) -> None:
         write_file(self.root / folder / PASS_RATES, b"".join(msgspec.json.encode(rate) + b"\n" for rate in rates))
@@ -233,29 +236,11 @@ class EvaluationFolder:
             yield write
 
 
-def _clear(root: Path, overwrite: bool) -> None:
-    """Remove an evaluation, but no other files in the folder."""
-    try:
-        msgspec.json.decode((root / SUMMARY).read_bytes(), type=EvaluationSummary)
-    except (FileNotFoundError, NotADirectoryError, *INVALID_DATA) as error:
-        raise RunDirectoryError(f"{root} exists and is not an evaluation; choose another --out") from error
-    if not overwrite and any(path.stat().st_size for path in root.glob(f"*/{ATTEMPTS}")):
-        raise RunDirectoryError(f"{root} already holds an evaluation; choose another --out, or replace it with --overwrite")
-    for path in (*root.glob(f"*/{ATTEMPTS}"), *root.glob(f"*/{PASS_RATES}"), root / SUMMARY):
-        path.unlink()
-    for path in root.iterdir():
-        if path.is_dir() and not any(path.iterdir()):
-            path.rmdir()
+# ---- the table: one row per model, with intervals below the estimates
 
 
-# ---- the table for the terminal: one row per model, with intervals below the estimates
-
-
-def evaluation_table(summary: EvaluationSummary) -> str:
-    """The results as text; a second table has the environment's metrics, if there are any.
-
-    A table that would be wider than the terminal (or COLUMNS) is continued below, with the names of its rows again.
-    """
+def evaluation_sections(summary: EvaluationSummary) -> list[Section]:
+    """The results, and the means of the environment's metrics, if there are any."""
     settings, models = summary.settings, summary.models
     ks = powers_of_two(settings.attempts)
     compared = len(models) > 1
@@ -267,36 +252,48 @@ def evaluation_table(summary: EvaluationSummary) -> str:
     columns = ["problems", f"mean@{settings.attempts}", *(f"pass@{k}" for k in ks)]
     columns += [f"{name} - first" for name in columns[1:3]] if compared else []
     columns += ["tokens", "cut", "failed"]
-    cells = [_cells(model, ks, compared) for model in models]
-    names = [model.name for model in models]
-    tables = _fitting("model", names, dict(zip(columns, zip(*cells, strict=True), strict=True)))
-    metrics = sorted({metric for model in models for metric in model.metrics})
-    if metrics:
-        by_model = {model.name: [number(model.metrics.get(metric), ".4g") for metric in metrics] for model in models}
-        tables += _fitting("metric", metrics, by_model)
-        notes.append("metrics: means over the attempts that have the metric")
-    return rendered(Text(title, "bold"), *tables, *(Text(note, "dim") for note in notes))
+    cells = [[model.name, *_cells(model, ks, compared)] for model in models]
+    sections = [Section(title=title, texts=notes, header=["model", *columns], rows=cells)]
+    if metrics := sorted({metric for model in models for metric in model.metrics}):
+        rows = [[metric, *(number(model.metrics.get(metric), ".4g") for model in models)] for metric in metrics]
+        note = "means over the attempts that have the metric"
+        sections.append(Section(title="Metrics", texts=[note], header=["metric", *(one.name for one in models)], rows=rows))
+    return sections
 
 
-def _fitting(name: str, rows: Sequence[str], columns: Mapping[str, Sequence[str]]) -> list[Table]:
+def evaluation_table(summary: EvaluationSummary) -> str:
+    """The results as text.
+
+    A table that would be wider than the terminal (or COLUMNS) is continued below, with the names of its rows again.
+    """
+    parts: list[RenderableType] = []
+    for section in evaluation_sections(summary):
+        names, *cells = zip(*section.rows, strict=True) if section.rows else [()] * len(section.header)
+        columns = list(zip(section.header[1:], cells, strict=True))
+        parts += [Text(section.title, "bold"), *_fitting(section.header[0], names, columns)]
+        parts += [Text(note, "dim") for note in section.texts]
+    return rendered(*parts)
+
+
+def _fitting(name: str, rows: Sequence[str], columns: Sequence[tuple[str, Sequence[str]]]) -> list[Table]:
     """Tables of these columns, as many as it takes for none to be wider than the terminal. Each begins with `rows`."""
     room = Console().width - 1 - _width(name, rows)
-    tables: list[list[str]] = []
+    tables: list[list[tuple[str, Sequence[str]]]] = []
     left = 0
-    for heading, cells in columns.items():
+    for heading, cells in columns:
         left -= (width := _width(heading, cells))
         if left < 0 or not tables:
             tables.append([])
             left = room - width
-        tables[-1].append(heading)
+        tables[-1].append((heading, cells))
     made = []
-    for headings in tables:
+    for some in tables:
         table = Table(border_style="dim")
         table.add_column(name, overflow="fold")
-        for heading in headings:
+        for heading, _ in some:
             table.add_column(heading, no_wrap=True, justify="right")
-        for row, *cells in zip(rows, *(columns[heading] for heading in headings), strict=True):
-            table.add_row(Text(row), *cells)
+        for row, *cells_of_row in zip(rows, *(cells for _, cells in some), strict=True):
+            table.add_row(Text(row), *cells_of_row)
         made.append(table)
     return made
 

@@ -278,28 +278,15 @@ def test_what_is_no_model(tmp_path: Path, text: str, words: str) -> None:
 # ------------------------------------------------------------------------------------------------ the folder
 
 
-def test_an_evaluation_is_replaced_on_request_only_and_nothing_else_is_touched(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    folder = EvaluationFolder(out, overwrite=False)
-    folder.write_summary(EvaluationSummary(status="unfinished", settings=SETTINGS))
-    folder = EvaluationFolder(out, overwrite=False)  # it never got to an attempt
-    folder.write_summary(EvaluationSummary(status="unfinished", settings=SETTINGS))
+def test_a_folder_must_be_new(tmp_path: Path) -> None:
+    folder = EvaluationFolder(tmp_path / "out")
     with folder.attempts("m") as write:
         write(made(0, 0, 1.0))
     folder.write_pass_rates("m", [PassRate("a", 4, 1)])
-    assert read_json_lines(out / "m" / "attempts.jsonl", AttemptRecord) == [made(0, 0, 1.0)]
-    assert (out / "m" / "pass_rates.jsonl").read_text() == '{"id":"a","attempts":4,"passes":1}\n'
-    (out / "notes.txt").write_text("mine")
-    with pytest.raises(RunDirectoryError, match="replace it with --overwrite"):
-        EvaluationFolder(out, overwrite=False)
-    EvaluationFolder(out, overwrite=True)
-    assert [path.name for path in out.iterdir()] == ["notes.txt"]
-    for other in (out, out / "notes.txt"):
-        with pytest.raises(RunDirectoryError, match="exists and is not an evaluation"):
-            EvaluationFolder(other, overwrite=True)
-    (out / "summary.json").write_text('{"status": "finished", "wall_s": 3}')  # of a run, for example
-    with pytest.raises(RunDirectoryError, match="exists and is not an evaluation"):
-        EvaluationFolder(out, overwrite=True)
+    assert read_json_lines(folder.root / "m" / "attempts.jsonl", AttemptRecord) == [made(0, 0, 1.0)]
+    assert (folder.root / "m" / "pass_rates.jsonl").read_text() == '{"id":"a","attempts":4,"passes":1}\n'
+    with pytest.raises(RunDirectoryError, match="choose another --out"):
+        EvaluationFolder(folder.root)
 
 
 # ------------------------------------------------------------------------------------------------ what is shown
