@@ -1,7 +1,7 @@
 """One vLLM server as an engine: generation through its token API, weight updates in flight through its RL API.
 
     generate, cancel    /inference/v1/generate, /inference/v1/abort_requests                           `requests`
-    update_weights      /pause, /start_weight_update, /update_weights, /finish_weight_update, /resume  `switch`
+    update_weights      /pause, /start_weight_update, /update_weights, /finish_weight_update, /resume
                         vLLM then loads the file, or the received broadcast, through our backend       `plugin`
     info                /server_info, /weight_info                                                     `server_info`
 
@@ -14,14 +14,14 @@ from __future__ import annotations
 import asyncio
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.serving.client.adapter import ServerError, ServerUnreachableError, TokenListener
 from pipelinerl.serving.client.http import HttpClient
-from pipelinerl.serving.vllm.messages import UNLABELLED, InvalidAnswerError, Label
+from pipelinerl.serving.vllm.messages import REFUSED, UNLABELLED, InvalidAnswerError, Label, worker_error
 from pipelinerl.serving.vllm.requests import Requests, generate_body
 from pipelinerl.serving.vllm.server_info import (
     ModelFacts,
@@ -31,12 +31,20 @@ from pipelinerl.serving.vllm.server_info import (
     WeightLabel,
     model_facts,
 )
-from pipelinerl.serving.vllm.switch import TIMEOUT_S, HalfUpdatedError, WeightSwitch
 from pipelinerl.serving.wire import ProcessGroupRequest, ServerInfo, WeightUpdateRequest
 from pipelinerl.types import Completion, GenerationRequest, UpdateReceipt
 
 ENDING_S, LOOK_EVERY_S = 10.0, 0.2
 """How long vLLM may take to end when one of its processes has."""
+RESUME_TRIES = 3
+TIMEOUT_S = 10.0
+"""For each short call."""
+UPDATE_TIMEOUT_S = 300.0
+"""For reading the file, if there is one, and loading."""
+
+
+class HalfUpdatedError(WeightUpdateError):
+    """The server may hold a mixture of old and new weights, or stay paused. It must not be used."""
 
 
 class VllmServer:
@@ -61,7 +69,6 @@ class VllmServer:
         self._requests = Requests(
             self._http, self._prepare, lambda: self._known.version if self._known else 0, self._session
         )
-        self._switch = WeightSwitch(self._http)
 
     @property
     def url(self) -> str:
@@ -101,7 +108,9 @@ class VllmServer:
             await self._attach()
             self._refuse_if_broken()
             run, epoch = self._session or ("", 0)
-            await self._switch.join_broadcast(msgspec.structs.replace(group, run=run, epoch=epoch))
+            info = {"source": "broadcast", **msgspec.structs.asdict(group), "run": run, "epoch": epoch}
+            # vLLM's worker generates nothing until all receivers have joined.
+            await self._init_transfer(info, "did not join the trainer's broadcast", group.timeout_s)
 
     async def update_weights(self, update: WeightUpdateRequest) -> UpdateReceipt:
         """See `EngineServer`. After a refused update the old weights are in place and generation continues.
@@ -132,30 +141,110 @@ class VllmServer:
     async def close(self) -> None:
         await self._http.close()
 
+    # ---- an update, between two tokens
+
+    async def _init_transfer(self, info: dict[str, Any], failed: str, longer_s: float = 0.0) -> None:
+        try:
+            await self._post("/init_weight_transfer_engine", {"init_info": info}, timeout_s=TIMEOUT_S + longer_s)
+        except ServerError as error:
+            raise self._refusal(failed, error) from error
+
     async def _replace(self, info: ServerInfo, update: WeightUpdateRequest, anew: bool) -> float:
+        """Replace all weights. Returns the seconds from the pause request until generation has resumed.
+
+        `anew`: end all requests first. Raises WeightUpdateError if the old weights are in place and generation has resumed,
+        otherwise HalfUpdatedError, and ServerUnreachableError if the server has ended.
+        """
         run, epoch = self._session or ("", 0)
         update = msgspec.structs.replace(update, run=run, epoch=epoch)
         if update.path is not None:
             told = info.instance, Path(update.path).resolve().parent
             if self._told != told:
-                await self._switch.name_directory(told[1])
+                files = {"source": "files", "directory": str(told[1])}
+                await self._init_transfer(files, "did not accept the directory of weights")
                 self._told = told
-
-        def replaced() -> None:
+        half = f"engine server {self.url} may hold half of version {update.version} ({{}}); restart it"
+        started_s = time.perf_counter()
+        try:
+            await self._pause("abort" if anew else "keep")
+            try:
+                await self._load(update)
+            except WeightUpdateError:
+                await self._resume()
+                raise
             self._known = msgspec.structs.replace(info, version=update.version, checksum=update.checksum)
             self._holds_of = run, epoch
-
-        try:
-            return await self._switch.run(update, replaced, anew=anew)
-        except (HalfUpdatedError, asyncio.CancelledError) as error:
-            if isinstance(error, HalfUpdatedError) and await self._has_ended():
-                self._may_have_restarted = True
-                ended = ServerUnreachableError(self.url, "has ended during an update of its weights", refused=True)
-                self._requests.fail_all(ended)
-                raise ended from error
-            self._broken = f"can't be used since an update of its weights was interrupted ({error}); restart it"
-            self._requests.fail_all(ServerError(self.url, self._broken))
+            await self._resume()
+        except HalfUpdatedError as error:
+            await self._give_up(error)
             raise
+        except ServerError as error:
+            failed = HalfUpdatedError(half.format(worker_error(error.problem)))
+            await self._give_up(failed)
+            raise failed from error
+        except asyncio.CancelledError as error:
+            error.add_note(half.format("the update was cancelled"))
+            self._break(error)
+            raise
+        return time.perf_counter() - started_s
+
+    async def _pause(self, mode: Literal["keep", "abort"]) -> None:
+        """Pause between two tokens. `keep` keeps requests and their KV entries."""
+        try:
+            await self._post("/pause", params={"mode": mode, "clear_cache": "false"})
+        except ServerError as error:
+            try:
+                await self._resume()
+            except ServerError as second:
+                raise HalfUpdatedError(
+                    f"engine server {self.url} may be paused for good: /pause failed ({worker_error(error.problem)}), "
+                    f"and so did /resume ({worker_error(second.problem)}); restart it"
+                ) from second
+            raise self._refusal("did not pause", error) from error
+
+    async def _load(self, update: WeightUpdateRequest) -> None:
+        """Raises WeightUpdateError if nothing was changed, ServerError if the weights may have changed."""
+        try:
+            await self._post("/start_weight_update")
+        except ServerError as error:
+            raise self._refusal("did not start an update", error) from error
+        try:
+            await self._post("/update_weights", {"update_info": update}, timeout_s=UPDATE_TIMEOUT_S)
+        except ServerError as error:
+            if worker_error(error.problem).startswith(REFUSED):
+                raise self._refusal("kept its weights", error) from error
+            raise
+        await self._post("/finish_weight_update", {"weight_version": str(Label(update.version, update.run, update.epoch))})
+
+    async def _resume(self) -> None:
+        for retries_left in reversed(range(RESUME_TRIES)):
+            try:
+                await self._post("/resume")
+                break
+            except ServerError:
+                if not retries_left:
+                    raise
+
+    async def _post(
+        self, path: str, body: object = None, *, params: dict[str, str] | None = None, timeout_s: float = TIMEOUT_S
+    ) -> None:
+        await self._http.post(path, body, msgspec.Raw, timeout_s=timeout_s, params=params)
+
+    def _refusal(self, what: str, error: ServerError) -> WeightUpdateError:
+        return WeightUpdateError(f"engine server {self.url} {what}: {worker_error(error.problem)}")
+
+    async def _give_up(self, error: HalfUpdatedError) -> None:
+        """Fail all requests, and use this process no more. Raises ServerUnreachableError if it has ended."""
+        if await self._has_ended():
+            self._may_have_restarted = True
+            ended = ServerUnreachableError(self.url, "has ended during an update of its weights", refused=True)
+            self._requests.fail_all(ended)
+            raise ended from error
+        self._break(error)
+
+    def _break(self, error: BaseException) -> None:
+        self._broken = f"can't be used since an update of its weights was interrupted ({error}); restart it"
+        self._requests.fail_all(ServerError(self.url, self._broken))
 
     async def _has_ended(self) -> bool:
         """Whether the process has ended, or ends within `ENDING_S`: then it does not matter what its weights are."""
@@ -172,6 +261,8 @@ class VllmServer:
                 return False
             await asyncio.sleep(LOOK_EVERY_S)
         return False
+
+    # ---- which process answers
 
     async def _attach(self, *, again: bool = True) -> ServerInfo:
         """Query the server and describe it. Unless `again`, a known description is returned if no restart is suspected.

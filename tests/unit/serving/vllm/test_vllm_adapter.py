@@ -13,15 +13,16 @@ import pytest
 from pipelinerl.errors import RequestError, WeightUpdateError
 from pipelinerl.serving.client.adapter import ServerBusyError, ServerError, ServerUnreachableError
 from pipelinerl.serving.vllm import adapter, requests
-from pipelinerl.serving.vllm.adapter import VllmServer
+from pipelinerl.serving.vllm.adapter import RESUME_TRIES, HalfUpdatedError, VllmServer
+from pipelinerl.serving.vllm.messages import BroadcastInfo, InitInfo, UpdateInfo
 from pipelinerl.serving.vllm.server_info import ModelFacts
-from pipelinerl.serving.vllm.switch import HalfUpdatedError
-from pipelinerl.serving.wire import WeightUpdateRequest
+from pipelinerl.serving.wire import ProcessGroupRequest, WeightUpdateRequest
 from pipelinerl.types import Completion, GenerationRequest, SamplingParams, TokenEvent, VersionSpan
 from tests.unit.fake_engine_servers import in_event_loop, wait_until
 
 FACTS = ModelFacts(16, (1,))
 UPDATE = WeightUpdateRequest(version=1, checksum="c0ffee", path="/weights/v1.safetensors")
+STEPS = ["/pause", "/start_weight_update", "/update_weights", "/finish_weight_update", "/resume"]
 
 
 class FakeVllm:
@@ -37,7 +38,9 @@ class FakeVllm:
         self.modes: list[str] = []  # of pauses
         self.updates: list[Any] = []
         self.asked: Counter[str] = Counter()
-        self.failures: dict[str, Exception] = {}
+        self.steps: list[str] = []  # of updates
+        self.bodies: dict[str, Any] = {}
+        self.failures: dict[str, BaseException | list[BaseException]] = {}
         self.hold = asyncio.Event()
         self.hold.set()
         self.aborted: set[str] = set()
@@ -63,6 +66,7 @@ class FakeVllm:
         return msgspec.convert(said[path], answer)
 
     async def post(self, path: str, body: Any, answer: Any, *, timeout_s: float | None, params: Any = None) -> Any:
+        self.bodies[path] = body
         self._note(path)
         if path == "/inference/v1/generate":
             return msgspec.convert(await self._generate(body), answer)
@@ -107,8 +111,12 @@ class FakeVllm:
 
     def _note(self, path: str) -> None:
         self.asked[path] += 1
-        if path in self.failures:
-            raise self.failures[path]
+        self.steps += [path] if path in STEPS else []
+        failure = self.failures.get(path)
+        if isinstance(failure, list):
+            failure = failure.pop(0) if failure else None
+        if failure is not None:
+            raise failure
 
 
 def request(name: str, *, stream: bool = False) -> GenerationRequest:
@@ -331,3 +339,74 @@ async def test_a_server_that_may_hold_half_an_update_is_used_no_more(vllm: FakeV
     assert (await server.info()).version == 0
     assert (await server.update_weights(UPDATE)).version == 1
     assert (await server.generate(request("c"))).weight_versions == (VersionSpan(1, 0, 5),)
+
+
+# ---------------------------------------------------------------------------------------------- the steps of an update
+
+
+def busy(message: str = "it broke") -> ServerBusyError:
+    return ServerBusyError("http://vllm", f"answered 500: Worker failed with error '{message}', please check")
+
+
+@in_event_loop
+async def test_what_an_update_sends_is_what_our_backend_decodes(vllm: FakeVllm, server: VllmServer) -> None:
+    vllm.failures = {"/resume": [busy()] * (RESUME_TRIES - 1)}
+    await server.update_weights(UPDATE)
+    assert vllm.steps == [*STEPS, *["/resume"] * (RESUME_TRIES - 1)]
+    sent = msgspec.to_builtins(vllm.bodies["/update_weights"]["update_info"])
+    assert sent == {"version": 1, "checksum": "c0ffee", "path": UPDATE.path, "run": "", "epoch": 0}
+    assert msgspec.structs.asdict(msgspec.convert(sent, UpdateInfo)) == sent
+    group = ProcessGroupRequest(host="10.0.0.5", port=7, key="secret", index=1, timeout_s=9.0, name="http://vllm")
+    vllm.failures = {"/init_weight_transfer_engine": [busy("weights refused: no group in 9 s")]}
+    with pytest.raises(WeightUpdateError, match=r"http://vllm did not join the trainer's broadcast: .*no group in 9 s"):
+        await server.join_broadcast(group)
+    await server.join_broadcast(group)
+    sent = msgspec.to_builtins(vllm.bodies["/init_weight_transfer_engine"])["init_info"]
+    assert sent == {"source": "broadcast", **msgspec.to_builtins(group)}
+    assert isinstance(msgspec.convert(sent, InitInfo), BroadcastInfo)
+
+
+@pytest.mark.parametrize(
+    ("failures", "steps"),
+    [
+        ({"/pause": [busy()]}, ["/pause", "/resume"]),
+        ({"/start_weight_update": [busy()]}, ["/pause", "/start_weight_update", "/resume"]),
+        ({"/update_weights": [busy("weights refused: another checksum")]}, [*STEPS[:3], "/resume"]),
+    ],
+)
+@in_event_loop
+async def test_what_was_refused_leaves_generation_as_it_was(
+    vllm: FakeVllm, server: VllmServer, failures: dict[str, Any], steps: list[str]
+) -> None:
+    vllm.failures = {path: list(errors) for path, errors in failures.items()}
+    with pytest.raises(WeightUpdateError) as caught:
+        await server.update_weights(UPDATE)
+    assert not isinstance(caught.value, HalfUpdatedError)
+    assert vllm.steps == steps
+    assert (await server.update_weights(UPDATE)).version == 1
+
+
+@pytest.mark.parametrize(
+    ("failures", "error", "words"),
+    [
+        ({"/update_weights": busy("a layer does not fit")}, HalfUpdatedError, "half of version 1"),
+        ({"/finish_weight_update": busy()}, HalfUpdatedError, "half of version 1"),
+        ({"/update_weights": busy("weights refused: no"), "/resume": busy()}, HalfUpdatedError, "half of version 1"),
+        (
+            {"/pause": busy("no pause"), "/resume": busy("no resume")},
+            HalfUpdatedError,
+            "may be paused.*no resume",
+        ),
+        ({"/update_weights": asyncio.CancelledError()}, asyncio.CancelledError, None),
+    ],
+)
+@in_event_loop
+async def test_what_may_be_half_done_is_never_computed_with(
+    vllm: FakeVllm, server: VllmServer, failures: dict[str, Any], error: type[BaseException], words: str | None
+) -> None:
+    vllm.failures = dict(failures)
+    with pytest.raises(error, match=words):
+        await server.update_weights(UPDATE)
+    assert vllm.asked["/resume"] in (0, RESUME_TRIES)
+    with pytest.raises(ServerError, match="can't be used"):
+        await server.generate(request("a"))
