@@ -229,7 +229,7 @@ def _verified(staged: Path, out_dir: Path, model: Any, tokenizer: Any) -> Conver
     reloaded_tokenizer = load_tokenizer(ModelConfig(path=str(staged)))
     sample = "x\n\n1. The 1234 apples'  56 pips!"
     if checksum(named_weights(reloaded)) != checksum(named_weights(model)):
-        raise ModelLoadError(f"the weights saved for {out_dir} are not those that were converted")
+        raise ModelLoadError(f"the weights saved for {out_dir} differ from the converted weights")
     if reloaded_tokenizer.encode(sample) != tokenizer.encode(sample):
         raise ModelLoadError(f"the tokenizer saved for {out_dir} encodes text differently from the one converted")
     if reloaded_tokenizer.chat_template != tokenizer.chat_template:

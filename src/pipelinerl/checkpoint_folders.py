@@ -69,8 +69,8 @@ class _Evaluated(msgspec.Struct):
 def best_version(run_dir: Path, saved: Iterable[int]) -> int | None:
     """The version in `saved` with the highest held-out reward. None without evaluations.
 
-    The reward of a version is that of the evaluation whose tokens are, in the mean, of the nearest version. Of equal ones,
-    the nearer to its evaluation is better, then the newer.
+    A version has the reward of the evaluation whose mean version is nearest. Of equal rewards, the version nearer to its
+    evaluation is better, then the newer version.
     """
     try:
         lines = (run_dir / "evaluations.jsonl").read_bytes().splitlines()
@@ -117,7 +117,7 @@ def superfluous(directory: Path, version: int | None, count: int, *, spared_ever
 
 
 def make(hidden: Path, check: Callable[[], object]) -> None:
-    """Make a hidden folder, and remove those that are unfinished. `check` raises PipelineRLError if that is not allowed.
+    """Make a hidden folder, and remove unfinished ones. `check` raises PipelineRLError if that is not allowed.
 
     The check comes last: a later session removes the folder, so what is then written in it can't be installed.
     """

@@ -101,7 +101,7 @@ class QueuePosition(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QueueCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """Rollouts that left the queue over the whole run. `dropped_tokens`: the tokens sampled for those that were dropped."""
+    """Rollouts that left the queue over the whole run. `dropped_tokens`: the sampled tokens of the dropped ones."""
 
     trained: int = 0
     dropped: dict[str, int] = {}

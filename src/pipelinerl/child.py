@@ -80,7 +80,7 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
-        """Its process id, which is also that of its process group."""
+        """The id of its process and of its process group."""
         return self._process.pid
 
     @property
@@ -180,9 +180,9 @@ ChildT = TypeVar("ChildT", bound=Stoppable)
 def stop_all(
     children: Sequence[ChildT], patience_s: float, hurry: Callable[[], bool] = lambda: False, *, hung: Sequence[ChildT] = ()
 ) -> list[ChildT]:
-    """Ask all to stop, and kill those that still run after `patience_s` or once `hurry` returns True.
+    """Ask all to stop, and kill the rest after `patience_s` or once `hurry` returns True.
 
-    Those in `hung` have at most `HUNG_PATIENCE_S`. At the end the process groups of all are killed. Returns the children
+    Children in `hung` have at most `HUNG_PATIENCE_S`. At the end the process groups of all are killed. Returns the children
     that were killed while they ran.
     """
     killed: list[ChildT] = []

@@ -61,7 +61,7 @@ class PromptTooLongError(RequestError):
 
 
 class RolloutError(PipelineRLError):
-    """An environment returned an invalid rollout, or one that does not match what the engine generated."""
+    """An environment returned an invalid rollout, or a rollout that differs from the generated tokens."""
 
 
 class TooManyFailuresError(PipelineRLError):

@@ -67,7 +67,7 @@ def sync(path: Path) -> None:
 
 
 class Lines(Protocol):
-    """Where records go, one JSON line each: a file (`JsonLines`), or one that the hub writes."""
+    """Where records go, one JSON line each: a file (`JsonLines`), or a file of the hub."""
 
     def write(self, record: Any) -> None: ...
 

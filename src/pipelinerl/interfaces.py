@@ -194,7 +194,7 @@ class Stream(Protocol):
         """Forget everything before `offset`."""
 
     def keep(self, from_offset: int, wanted: Callable[[bytes], bool]) -> Sequence[bytes]:
-        """For a resume: remove all items before `from_offset`, and those that are not wanted. Returns the others."""
+        """For a resume: remove all items before `from_offset`, and unwanted items. Returns the others."""
 
     def close(self) -> None: ...
 
@@ -327,7 +327,7 @@ class Admission(Protocol):
         """Allow groups to be started from now on."""
 
     def claim(self, engine_version: int, rollouts: int, *, room: int = 0) -> Admitted:
-        """A group of `rollouts` attempts that the schedule has allowed. `engine_version`: that of the engine's weights.
+        """A group of `rollouts` attempts that the schedule has allowed. `engine_version`: the version of the engine's weights.
 
         `room`: for how many rollouts the engine has slots.
         """

@@ -1,6 +1,6 @@
 """How the members of a torch.distributed group find each other, and prove to each other that they have the run's key.
 
-PyTorch's rendezvous store, a `TCPStore`, answers whoever connects. So it listens on the loopback address only. Members on
+PyTorch's rendezvous store, a `TCPStore`, answers every client. So it listens on the loopback address only. Members on
 other machines reach it through forwarded connections, each of which begins with the proof of both ends (`channel.prove`).
 
     member's TCPStore client ──loopback──▶ member's forward ══proof══▶ server's forward ──loopback──▶ TCPStore

@@ -53,7 +53,7 @@ class RunDirectory:
             folder.mkdir(parents=True, exist_ok=True)
 
     def evaluation(self, name: str) -> Path:
-        """The answers of the evaluation `before` or `after` training, or `v20`: the one that began at version 20."""
+        """The answers of the evaluation `before` or `after` training, or `v20`, which began at version 20."""
         return self.rollouts / f"evaluation-{name}.jsonl"
 
     def log(self, role: str) -> Path:

@@ -318,7 +318,7 @@ class ActorProgress(msgspec.Struct, frozen=True, kw_only=True, tag="actor"):
 class TrainerProgress(msgspec.Struct, frozen=True, kw_only=True, tag="trainer"):
     """Counts of rollouts over the whole run, including the parts before a resume.
 
-    `queued` rollouts are in the trainer's queue; `dropped` counts those that the trainer dropped, by reason, and
+    `queued` rollouts are in the trainer's queue; `dropped` counts the rollouts that the trainer dropped, by reason, and
     `dropped_tokens` their sampled tokens. Rollouts in the stream and rollouts that the actor dropped are not counted.
     `probe_ids` is the prompt of the weight canary (see `ProbeReading`), `runner` how the model is trained. `notes`:
     warnings about the training.

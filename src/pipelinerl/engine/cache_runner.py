@@ -65,7 +65,7 @@ class View:
 
     rows          the rows: adjacent ones, or their indices
     positions     position of each new token [n, c]
-    offset        that of each row's first token, if they are equal, else None
+    offset        position of each row's first token, if all are equal, else None
     end           number of positions that attention sees
     fresh         the sequences begin with these tokens
     """
@@ -146,7 +146,7 @@ class StatePath(NamedTuple):
 class LayerSlots:
     """All slots of one layer, and the cache layer through which the model reaches them.
 
-    `new` is the layer in an unused cache of the model, `used` in one that has seen tokens.
+    `new` is the layer in an unused cache of the model, `used` in a cache with tokens.
     """
 
     def __init__(self, new: Any, used: Any, rows: int, max_length: int) -> None:
@@ -386,7 +386,7 @@ class CacheRunner:
     # ---- the check at load time
 
     def _probe(self, name: str) -> tuple[Any, Any]:
-        """An unused cache of the model, and one that has seen tokens. Sets the name of the cache's argument."""
+        """An unused cache of the model, and a cache with tokens. Sets the name of the cache's argument."""
         choose_attention(self.model, "eager")
         found = []
         for tokens in (_PROBE_TOKENS, _PROBE_TOKENS + 1):

@@ -21,7 +21,7 @@ from pipelinerl.engine.flat import Attention
 def in_pieces(module: fx.GraphModule, backend: Any) -> tuple[Callable[..., tuple[Tensor]], int]:
     """A function that computes what `module` does, in pieces that are compiled when they are first called; their number.
 
-    Sizes that vary must not be 0 or 1 in a call, and those that are equal in the first call must stay equal.
+    Sizes that vary must not be 0 or 1 in a call, and sizes that are equal in the first call must stay equal.
     """
     graph = copy.deepcopy(module.graph)
     _repeat_sizes(graph)

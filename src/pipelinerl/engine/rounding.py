@@ -53,7 +53,7 @@ def _within(error: float, limit: float, model: Any) -> float:
 def rounding_limit(model: Any, ids_T: Tensor, *, least: float) -> float:
     """How much rounding in float32 may change log-probabilities of the probe; at least `least`.
 
-    Large models and recurrences amplify rounding. So eight times that of the model's own forward is allowed: its change when
+    Large models and recurrences amplify rounding. So eight times the change of the model's own forward is allowed, when
     each element of the embeddings changes by the precision of its type.
     """
     chosen = model.config._attn_implementation

@@ -30,7 +30,7 @@ class RowState(NamedTuple):
 
 
 class SlotTable(RowTable):
-    """`RowTable` without classes of lengths. `positions` is that of the row's last token, which the next step processes."""
+    """`RowTable` without classes of lengths. `positions` has the row's last token, which the next step processes."""
 
     def __init__(self, rows: int, max_length: int) -> None:
         super().__init__(rows, max_length)
@@ -46,7 +46,7 @@ class SlotTable(RowTable):
         self._used += len(fresh)
 
     def start_decoding(self, sequence: Sequence) -> None:
-        """As in `RowTable`; the prompt's last token is the first one that a decode step processes."""
+        """As in `RowTable`; the first decode step processes the prompt's last token."""
         super().start_decoding(sequence)
         prompt_ids = sequence.request.prompt_ids
         self.positions[sequence.row], self.last[sequence.row] = len(prompt_ids) - 1, prompt_ids[-1]
@@ -60,7 +60,7 @@ class SlotTable(RowTable):
         return np.flatnonzero(self._kinds == DECODING)
 
     def highest(self) -> int:
-        """The number of rows up to the last one that is not free."""
+        """The number of rows up to the last occupied one."""
         taken = np.flatnonzero(self._kinds)
         return int(taken[-1]) + 1 if len(taken) else 0
 

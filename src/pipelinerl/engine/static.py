@@ -3,10 +3,10 @@
     host     admit, prefill ─▶ launch step n ─▶ read the results of step n - 1 ─▶ ends
     device                  step n - 1 ─▶ step n ─▶ ...
 
-Everything that a step needs of the one before stays on the device: ids, positions, counts, random keys, and which rows still
-decode. A sequence that has ended computes one token more, which is thrown away. An update of the weights waits for the
+Everything that a step needs of the previous step stays on the device: ids, positions, counts, random keys, and which rows still
+decode. A sequence that has ended computes one token for nothing. An update of the weights waits for the
 launched steps, which costs nothing, as the checksum of its receipt waits for the device anyway: so the version of a token
-is that of the weights when its step was launched.
+is the version of the weights when its step was launched.
 
 Off a GPU, steps run as plain calls, and attention is a slow reference: that is for tests.
 """
@@ -239,7 +239,7 @@ class StaticEngine(LocalEngine):
         return next(size for size in self._buckets if size >= rows)
 
     def _run_prefills(self) -> None:
-        """Advance the prompts, except for the last token of each, and start to decode those that are complete."""
+        """Advance the prompts, except for the last token of each, and start to decode complete ones."""
         chunks = sorted(self._next_chunks(), key=lambda chunk: chunk[0].row)
         ids_T, positions_T, _, packed = self._packed_inputs(chunks)
         if len(ids_T):

@@ -51,7 +51,7 @@ class Connection:
         self.ask, self.granted = wire.Ask(0, 1, 0), 0
         self.want: int | None = None
         self.taken = self.room = self.sent = 0  # items of the stream that it reads
-        self.offsets: deque[int] = deque()  # of those that it was sent and has not taken
+        self.offsets: deque[int] = deque()  # of the items that were sent and not yet taken
         self.passed_on = self.told_room = 0
         self.writing = False  # it waits for room in the connection
         self.asks_for_weights = False

@@ -32,7 +32,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Ask(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A generation process wants `total` groups of `rollouts` attempts in all, those that it has got included.
+    """A generation process wants `total` groups of `rollouts` attempts, including the groups that it already has.
 
     Its engine has the weights of `version`; it has not begun the groups that it is `holding`.
     """
@@ -180,7 +180,7 @@ class Item(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Room(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The prepared stream has room for `total` items in all, those that it has got included."""
+    """The prepared stream has room for `total` items, including the items that it already has."""
 
     total: int
 

@@ -101,7 +101,7 @@ def refuse_unknown_features(
 ) -> None:
     """Raise UnsupportedModelError, naming them, if a layer uses features that are not implemented here.
 
-    `mask` is what the model passes as its mask, `longest` the length of the longest sequence, `other` the remaining
+    `mask` is the model's mask, `longest` the length of the longest sequence, `other` the remaining
     arguments. Dropout is refused: the trained policy must be the one that sampled.
     """
     unknown = sorted(name for name, given in other.items() if given is not None and name not in _KNOWN_ARGUMENTS)

@@ -58,7 +58,7 @@ def adapter_refusal(path: str, base: object = None) -> str:
 
 
 def refuse_quantized(path: str, config: Mapping[str, Any]) -> None:
-    """Raise ModelLoadError if `config`, as in config.json, is that of a quantized model."""
+    """Raise ModelLoadError if `config`, as in config.json, belongs to a quantized model."""
     for part in (config, config.get("text_config")):
         settings = part.get("quantization_config") if isinstance(part, Mapping) else None
         method = settings.get("quant_method", "unknown") if isinstance(settings, Mapping) else None

@@ -82,7 +82,7 @@ class LoraModel:
                 layer.enable_adapters(True)
 
     def save_pretrained(self, folder: Path) -> None:
-        """Write the merged model in the format of transformers and, in `ADAPTER_FOLDER`, the adapter in that of peft."""
+        """Write the merged model in transformers' format and, in `ADAPTER_FOLDER`, the adapter in peft's format."""
         self.model.save_pretrained(folder, state_dict=self.weights())
         self.save_adapter(folder)
 

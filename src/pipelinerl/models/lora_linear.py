@@ -41,7 +41,7 @@ class LoraLinear(Linear):  # type: ignore[misc]
 
 
 def merge(weight_OI: Tensor, a_rI: Tensor, b_Or: Tensor, scale: float) -> Tensor:
-    """W + scale * B A, computed in the adapter's type and rounded once to that of W. Exactly W if B is 0."""
+    """W + scale * B A, computed in the adapter's type and rounded once to the type of W. Exactly W if B is 0."""
     return torch.addmm(weight_OI.to(a_rI.dtype), b_Or, a_rI, alpha=scale).to(weight_OI.dtype)
 
 

@@ -62,7 +62,7 @@ def freeze_all_but_text(model: Any) -> None:
 def logits_at(model: Any, cells_P: Tensor, **inputs: Any) -> Tensor:
     """Logits [P, V] of the forward over `input_ids` [S, L], at indices into its S x L tokens.
 
-    The output head computes these only, if the model has one that is a module.
+    The output head computes only these, if it is a module.
     """
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Module):

@@ -257,7 +257,7 @@ def use_packed_attention(model: Any) -> None:
     """Make `model` (a Hugging Face causal LM in eval mode) attend only within the sequences of a `PackedRow`.
 
     Raises UnsupportedModelError if its attention can't be replaced, if it has recurrent layers, or if the logits of a short
-    packed row differ from those that the model's own attention gives for each sequence alone.
+    packed row differ from the logits of the model's own attention for each sequence alone.
     """
     from transformers import DynamicCache  # noqa: PLC0415 - heavy, and only needed here
 

@@ -66,8 +66,8 @@ def disagreements(
         plain = [token for token in own if token not in {*outside, *unknown}]
         for tokens, what in (
             (outside, f"beyond the model's vocabulary of {size}, so without effect"),
-            (unknown, "unknown to the tokenizer: is it that of another model?"),
-            (plain, "not special: is the tokenizer that of another model?"),
+            (unknown, "unknown to the tokenizer: does it belong to another model?"),
+            (plain, "not special: does the tokenizer belong to another model?"),
         ):
             several, verb = ("", "is") if len(tokens) == 1 else ("s", "are")
             notes += [f"the stop token{several} {named(tokenizer, tokens)} of {where} {verb} {what}"] if tokens else []
@@ -81,7 +81,7 @@ def disagreements(
 
 
 def named(tokenizer: Any, tokens: Sequence[int]) -> str:
-    """The first tokens with their ids, and how many more there are; the id alone of one that the tokenizer does not have."""
+    """The first tokens with their ids, and how many more there are; of a token that the tokenizer lacks, the id alone."""
     texts = [_text(tokenizer, token) for token in tokens[:2]]
     shown = [str(token) if text is None else f"{text!r} ({token})" for token, text in zip(tokens, texts, strict=False)]
     shown += [f"{len(tokens) - 2} more"] if len(tokens) > 2 else []

@@ -35,7 +35,7 @@ def in_file_order(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def write_safetensors(tensors: Mapping[str, Tensor], path: Path | str, metadata: Mapping[str, str] | None = None) -> None:
     """Write every tensor under its name, tied tensors under each of their names. An existing file is overwritten in place.
 
-    The file is the one that `safetensors.torch.save_file` writes. Contiguous CPU tensors are not copied, others as
+    The file is the same as by `safetensors.torch.save_file`. Contiguous CPU tensors are not copied, others as
     `host_parts` says; sharded tensors are gathered one after the other. Raises OSError, and ValueError for a tensor of
     another type.
     """

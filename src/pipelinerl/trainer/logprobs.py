@@ -94,7 +94,7 @@ HEAD_CHUNK = {"cpu": 128, "cuda": 1024}
 class RowLogprobs:
     """Log-probabilities and entropies (P,) of a row's sampled tokens at `temperature`, with all logits or in chunks.
 
-    `head_chunk` is that of the configuration. `several_ranks`: the model is sharded, so all ranks have to create this at the
+    `head_chunk` is the configured value. `several_ranks`: the model is sharded, so all ranks have to create this at the
     same point, which makes a forward pass.
     """
 

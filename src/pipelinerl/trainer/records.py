@@ -32,7 +32,7 @@ def step_record(
     engine: EngineRecord | None,
     actor: ActorProgress | None,
 ) -> StepRecord:
-    """The metrics record. `version` is that of the weights after the step; `reward_std` is the population's."""
+    """The metrics record. `version`: the weights after the step; `reward_std` is the population's."""
     metrics = result.metrics
     rewards = [sample.reward for sample in samples]
     lengths = [sample.sampled_count for sample in samples]
@@ -124,7 +124,7 @@ class TrainedSample(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, sample: TrainingSample, version: int) -> TrainedSample:
-        """`version` is that of the weights before the step."""
+        """`version`: the weights before the step."""
         content = msgspec.msgpack.encode((sample.segments, sample.versions))
         return cls(
             id=sample.id,
@@ -139,7 +139,7 @@ class TrainedSample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrainedRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One optimizer step. `version` is that of the weights after it, and `samples` are in the order of the batch.
+    """One optimizer step. `version`: the weights after it, and `samples` are in the order of the batch.
 
     `refused` are the batches that the ESS guard rejected since the previous record. `dropped_lengths` are the sampled tokens
     of each rollout that the trainer dropped since then, by reason; `dropped_ids` are the ids of these rollouts. A resumed

@@ -203,7 +203,7 @@ class Learner:
         normalizer: int,
         on_micro_batch: OnMicroBatch | None = None,
     ) -> Sums:
-        """Set the gradient to that of the `total` micro-batches."""
+        """Set the gradient of the `total` micro-batches."""
         self.optimizer.zero_grad()
         sums = Sums(torch.zeros((), device=self._device, dtype=torch.float64))
         for done, samples in enumerate(batches, start=1):

@@ -39,7 +39,7 @@ POLL_S = 0.002
 class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
     """The state that training continues from. The default is a fresh run.
 
-    `checksum`: that of these weights, if the run has published them before.
+    `checksum`: of these weights, if the run has published them before.
     """
 
     version: int = 0

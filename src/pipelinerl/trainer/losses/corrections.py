@@ -57,7 +57,7 @@ def kept_tokens(inputs: LossInputs, correction: Correction) -> torch.Tensor | No
 
 
 def masked(output: LossOutput, kept_N: torch.Tensor) -> LossOutput:
-    """`output` without the terms of tokens that are not kept."""
+    """`output` with only the terms of tokens in `kept_N`."""
     return dataclasses.replace(
         output,
         loss_N=torch.where(kept_N, output.loss_N, 0.0),

@@ -2,8 +2,8 @@
 
     samples ──plan──▶ grid ──▶ gradient of each rank's column ──▶ sums of all, on rank 0 ──▶ ESS guard ──▶ update
 
-All ranks call the same methods: rank 0 is used like a `Learner`, and its calls are those of the others, too (`follow`). The
-result is that of one process: Z belongs to the step, and gradients are summed.
+All ranks call the same methods: rank 0 is used like a `Learner`, and the others repeat its calls (`follow`). The
+result is the same as in one process: Z belongs to the step, and gradients are summed.
 """
 
 from __future__ import annotations
