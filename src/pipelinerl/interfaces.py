@@ -327,7 +327,7 @@ class Admission(Protocol):
         """Allow groups to be started from now on."""
 
     def claim(self, engine_version: int, rollouts: int, *, room: int = 0) -> Admitted:
-        """A group of `rollouts` attempts that the schedule has allowed. `engine_version`: the version of the engine's weights.
+        """A group of `rollouts` attempts that the schedule has allowed. `engine_version`: of the engine's weights.
 
         `room`: for how many rollouts the engine has slots.
         """

@@ -22,7 +22,7 @@ class PipelineSchedule:
 
     `max_lag` bounds lag without dropping. The trainer takes rollouts in stream order, so a rollout in the stream can't be
     overtaken: its position, and so its lag, is fixed. Only rollouts *in progress* can be overtaken, at worst by all others.
-    With v the trainer's version, N the number of outstanding rollouts and K the number of the new group's rollouts, a group is admitted if
+    With v the trainer's version, N outstanding rollouts and K rollouts in the new group, a group is admitted if
 
         v + ceil((N + K) / B) - 1 - (oldest version in progress, or the engine's) <= max_lag
 

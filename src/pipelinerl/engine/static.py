@@ -3,9 +3,8 @@
     host     admit, prefill ─▶ launch step n ─▶ read the results of step n - 1 ─▶ ends
     device                  step n - 1 ─▶ step n ─▶ ...
 
-Everything that a step needs of the previous step stays on the device: ids, positions, counts, random keys, and which rows still
-decode. A sequence that has ended computes one token for nothing. An update of the weights waits for the
-launched steps, which costs nothing, as the checksum of its receipt waits for the device anyway: so the version of a token
+The state between two steps stays on the device: ids, positions, counts, random keys, and which rows still decode. A sequence
+that has ended computes one token for nothing. An update of the weights waits for the launched steps, which costs nothing, as the checksum of its receipt waits for the device anyway: so the version of a token
 is the version of the weights when its step was launched.
 
 Off a GPU, steps run as plain calls, and attention is a slow reference: that is for tests.

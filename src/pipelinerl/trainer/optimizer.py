@@ -174,8 +174,8 @@ def learning_rate(
 def ess_factor(kind: Literal["off", "sqrt"], ess: float) -> float:
     """The factor of `trainer.ess_lr` on the learning rate: sqrt(ESS) or 1, where ESS in (0, 1] is the batch's.
 
-    The variance of an importance-weighted gradient equals the variance of an on-policy batch of ESS times the size, and AdamW's
-    learning rate scales with the square root of the batch size (VCPO, arXiv 2602.17616). VCPO divides by the ESS of
+    The variance of an importance-weighted gradient equals the variance of an on-policy batch of ESS times the size, and
+    AdamW's learning rate scales with the square root of the batch size (VCPO, arXiv 2602.17616). VCPO divides by the ESS of
     on-policy data, which is 1 for the weights pi / mu.
     """
     return math.sqrt(ess) if kind == "sqrt" else 1.0

@@ -131,7 +131,7 @@ def test_hundreds_of_stop_tokens_are_one_note() -> None:
     assert "the stop tokens 270, 271 and 728 more of generation_config.json are beyond the model's" in beyond
     assert "the stop tokens 263, 264 and 5 more of generation_config.json are unknown to the tokenizer: " in unknown
     assert "(3), " in ordinary
-    assert "more of generation_config.json are not special: is the tokenizer that of another model?" in ordinary
+    assert "more of generation_config.json are not special: does the tokenizer belong to another model?" in ordinary
     assert "None" not in "".join(found.notes)
 
 

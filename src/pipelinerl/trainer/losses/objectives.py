@@ -128,8 +128,8 @@ def kl_penalty(logprobs_N: torch.Tensor, reference_logprobs_N: torch.Tensor) -> 
     """The k3 estimate of KL(pi || reference) at each token: q - 1 - log q with q = reference / pi (Schulman 2020).
 
     It is never negative, 0 where the two agree, and unbiased if the tokens are sampled from pi. As a loss, its gradient
-    (1 - q) * grad log pi is then in expectation the gradient of KL(reference || pi), which has the same minimum. No importance
-    weight is applied, as in GRPO (arXiv 2402.03300). q saturates at e^`MAX_LOG_RATIO`; its gradient is then 0.
+    (1 - q) * grad log pi is then in expectation the gradient of KL(reference || pi), which has the same minimum. No
+    importance weight is applied, as in GRPO (arXiv 2402.03300). q saturates at e^`MAX_LOG_RATIO`; its gradient is then 0.
     """
     log_q_N = (reference_logprobs_N - logprobs_N).clamp(max=MAX_LOG_RATIO)
     return torch.expm1(log_q_N) - log_q_N
