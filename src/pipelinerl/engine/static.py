@@ -4,8 +4,8 @@
     device                  step n - 1 ─▶ step n ─▶ ...
 
 The state between two steps stays on the device: ids, positions, counts, random keys, and which rows still decode. A sequence
-that has ended computes one token for nothing. An update of the weights waits for the launched steps, which costs nothing, as the checksum of its receipt waits for the device anyway: so the version of a token
-is the version of the weights when its step was launched.
+that has ended computes one token for nothing. An update of the weights waits for the launched steps, so a token has
+the version of the weights at the launch of its step. This costs nothing: the receipt's checksum waits for the device anyway.
 
 Off a GPU, steps run as plain calls, and attention is a slow reference: that is for tests.
 """

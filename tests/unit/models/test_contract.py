@@ -118,7 +118,7 @@ def test_stop_tokens_of_another_vocabulary_are_named_and_do_nothing() -> None:
     before, beyond, unknown, ordinary = found.notes
     assert "stop token -1 of config.json is beyond" in before
     assert "stop token 300 of generation_config.json is beyond the model's vocabulary of 270, so without effect" in beyond
-    assert "the stop token 268 of generation_config.json is unknown to the tokenizer: is it that of" in unknown
+    assert "the stop token 268 of generation_config.json is unknown to the tokenizer: does it belong to" in unknown
     assert "(50) of generation_config.json is not special" in ordinary
 
 
