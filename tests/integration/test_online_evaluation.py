@@ -128,7 +128,7 @@ def test_each_of_several_sets_has_a_reward_of_its_own(tmp_path: Path) -> None:
             r"sets.hard: 4 of its 4 problems are also training problems \(data/",
         ),
         ({"hard": {"held_out": "none.jsonl"}}, "evaluation.sets.hard: .*none.jsonl"),
-        ({"hard": {"helt_out": 0.1}}, "evaluation.sets.hard: .*'held_out' instead of 'helt_out'"),
+        ({"hard": {"helt_out": 0.1}}, "evaluation.sets.hard: .*helt_out: unknown; did you mean `held_out`"),
     ],
 )
 def test_a_set_that_can_not_be_used_ends_the_run_before_it_starts(

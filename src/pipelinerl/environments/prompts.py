@@ -117,7 +117,8 @@ def try_prompt(
         other = [*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] * 2}]
         how = "ignores the user's message" if ids == encode_or_refuse(tokenizer, other, template_options) else ""
     if how:
-        raise EnvironmentSetupError(f"{_encoder_of(prompt)} {how}: it belongs to another model, or is damaged")
+        encoder, shown = _encoder_of(prompt)
+        raise EnvironmentSetupError(f"{encoder} {how} ({shown}): it belongs to another model, or is damaged")
 
 
 def encode_or_refuse(
@@ -130,15 +131,14 @@ def encode_or_refuse(
         what = f"{type(error).__name__}: {' '.join(str(error).split())}"
         system = not isinstance(prompt, str) and any(message["role"] == "system" for message in prompt)
         advice = '; if it takes no system message, set environment.args.system to ""' if system else ""
-        raise EnvironmentSetupError(f"{_encoder_of(prompt)} fails: {what}{advice}") from error
+        encoder, shown = _encoder_of(prompt)
+        raise EnvironmentSetupError(f"{encoder} can't make a prompt of {shown}: {what}{advice}") from error
 
 
-def _encoder_of(prompt: str | Sequence[Message]) -> str:
-    """The part of a tokenizer that encodes the prompt, for an error."""
-    what, text = ("tokenizer", prompt) if isinstance(prompt, str) else ("chat template", prompt[-1]["content"])
-    return (
-        f"the model's {what}, with the prompt {text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + '...'!r}"
-    )
+def _encoder_of(prompt: str | Sequence[Message]) -> tuple[str, str]:
+    """What encodes the prompt, and the beginning of its text, for an error."""
+    encoder, text = ("tokenizer", prompt) if isinstance(prompt, str) else ("chat template", prompt[-1]["content"])
+    return f"the model's {encoder}", repr(text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}...")
 
 
 # ---- text

@@ -148,7 +148,9 @@ def test_a_tokenizer_that_can_not_encode_the_task_is_one_line(tmp_path):
     (tmp_path / "data.jsonl").write_text('\ufeff{"question": "How many?", "answer": "2"}\n', encoding="utf-8")
     (tmp_path / "other.jsonl").write_text('{"question": "Why?", "answer": "2"}\n')
     args = {"path": str(tmp_path / "data.jsonl"), "held_out_path": str(tmp_path / "other.jsonl"), "judge": "numbers"}
-    with pytest.raises(EnvironmentSetupError, match="the model's tokenizer, with the prompt 'Problem: How many") as caught:
+    with pytest.raises(
+        EnvironmentSetupError, match="the model's tokenizer can't make a prompt of 'Problem: How many"
+    ) as caught:
         make_environment("math", args, load_tokenizer(ModelConfig()), 0)
     assert "\n" not in str(caught.value)
 
