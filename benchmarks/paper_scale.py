@@ -30,7 +30,7 @@ from benchmarks import common
 from pipelinerl.experiments.planner.calibration import LengthDistribution
 from pipelinerl.experiments.planner.paper import TAU, case_study, compare, h100
 from pipelinerl.experiments.planner.scenario import Costs, DrawnWorkload, Scenario
-from pipelinerl.experiments.planner.simulate import Prediction, simulate
+from pipelinerl.experiments.planner.simulate import RunPrediction, simulate
 from pipelinerl.report.curves import png_of
 from pipelinerl.rounds import ConventionalSchedule
 from pipelinerl.schedule import PipelineSchedule
@@ -134,7 +134,7 @@ def run_point(point: Point) -> dict[str, Any]:
     return {**asdict(point), **_figures(simulate(scenario))}
 
 
-def _figures(found: Prediction) -> dict[str, Any]:
+def _figures(found: RunPrediction) -> dict[str, Any]:
     return {
         "samples_per_s": found.samples_per_s_later,
         "lag_mean": found.lag_mean,
@@ -213,7 +213,9 @@ def case_study_curves() -> dict[str, Any]:
     return {"paper": PAPER_POINT, "formulas": curve, "simulated": simulated}
 
 
-def _case_study_run(schedule: PipelineSchedule | ConventionalSchedule, engines: int, slots: int, G: int = 0) -> Prediction:
+def _case_study_run(
+    schedule: PipelineSchedule | ConventionalSchedule, engines: int, slots: int, G: int = 0
+) -> RunPrediction:
     """With K = 1 and an unbounded stream, as in the formulas. Time is in flashes."""
     trainers = N if G else N - engines
     return simulate(

@@ -33,11 +33,11 @@ def add_to(commands: Commands) -> None:
 def run_replay(options: argparse.Namespace, settings: Sequence[str]) -> int:
     """Raises ReplayDifferenceError, after printing the results, if the run was not repeated."""
     config_of_run(options.run_dir)
-    from pipelinerl.experiments.replay.replay import Request, replay  # noqa: PLC0415 (loads torch)
+    from pipelinerl.experiments.replay.replay import ReplayRequest, replay  # noqa: PLC0415 (loads torch)
     from pipelinerl.experiments.replay.results import difference_text, result_text  # noqa: PLC0415
     from pipelinerl.process import counted_interrupts  # noqa: PLC0415 - as above
 
-    request = Request(
+    request = ReplayRequest(
         run_dir=options.run_dir,
         settings=settings,
         steps=options.steps,

@@ -119,7 +119,7 @@ class Sampled(NamedTuple):
     completion: Completion
 
 
-class Piece(NamedTuple):
+class SequencePiece(NamedTuple):
     """Positions `start <= p < end` of a sequence, fed with the weights of `version`; the last `kept` predict tokens."""
 
     version: int
@@ -128,7 +128,7 @@ class Piece(NamedTuple):
     kept: int
 
 
-def pieces_of(sequence: Sampled, kv: KV) -> list[Piece]:
+def pieces_of(sequence: Sampled, kv: KV) -> list[SequencePiece]:
     """The pieces of a sequence, in order; versions ascend.
 
     If entries are kept, a prompt that several versions processed is processed by them. If they are recomputed, all entries
@@ -139,10 +139,12 @@ def pieces_of(sequence: Sampled, kv: KV) -> list[Piece]:
     if kv == "recompute" or not read or read[-1].version != spans[0].version:  # not every server says what processed it
         before, begin = [], 0
     else:
-        before, begin = [Piece(span.version, span.start, span.end, 0) for span in read[:-1]], read[-1].start
+        before, begin = [SequencePiece(span.version, span.start, span.end, 0) for span in read[:-1]], read[-1].start
     starts = [begin, *((0 if kv == "recompute" else prompt + span.start - 1) for span in spans[1:])]
     sampled = zip(spans, starts, strict=True)
-    return before + [Piece(span.version, start, prompt + span.end - 1, span.end - span.start) for span, start in sampled]
+    return before + [
+        SequencePiece(span.version, start, prompt + span.end - 1, span.end - span.start) for span, start in sampled
+    ]
 
 
 class Feed(NamedTuple):
@@ -211,7 +213,7 @@ def values_of(wave: Sequence[Sampled], feeds: Sequence[Feed]) -> tuple[list[int]
     return ids, [logprob for completion, part in parts for logprob in completion.logprobs[part]]
 
 
-def _split(piece: Piece, row: int, prompt: int) -> Iterator[Feed]:
+def _split(piece: SequencePiece, row: int, prompt: int) -> Iterator[Feed]:
     """The piece in parts of at most `LONGEST_PIECE` sampled tokens, which changes no result."""
     start, kept = piece.start, min(piece.kept, LONGEST_PIECE)
     end = piece.end - piece.kept + kept

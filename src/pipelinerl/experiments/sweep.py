@@ -27,7 +27,7 @@ from pipelinerl.launch.checks import check_without_running
 from pipelinerl.launch.summary import FINISHED, finished_summary
 from pipelinerl.launch.trial import try_environment
 from pipelinerl.report import count, number, only_shown, write_file, write_json
-from pipelinerl.report.sections import Section, table
+from pipelinerl.report.sections import PageSection, table
 from pipelinerl.run_directory import RunDirectory
 
 _NAME_LENGTH = 80
@@ -246,7 +246,7 @@ def _mean(values: Sequence[float | None]) -> Mean | None:
     return Mean(*msgspec.structs.astuple(mean_interval_of_runs(known)))
 
 
-def section(found: SweepResults) -> Section:
+def section(found: SweepResults) -> PageSection:
     """The settings as a table, the best first."""
     seeds, keys = len(found.seeds), list(found.settings[0].setting)
     names = [key.rpartition(".")[2] for key in keys]

@@ -80,7 +80,7 @@ class Tail(Generic[T]):
         return data[data.find(b"\n") + 1 if cut else 0 : end]
 
 
-class Place(msgspec.Struct, frozen=True):
+class RecordPlace(msgspec.Struct, frozen=True):
     """The bytes that were read of the files of steps and of evaluations."""
 
     steps: int = 0
@@ -90,17 +90,17 @@ class Place(msgspec.Struct, frozen=True):
 class Records:
     """The records of a run from `place` on, in the order of their times. A run that is resumed repeats some versions."""
 
-    def __init__(self, run_dir: Path, place: Place | None = None) -> None:
+    def __init__(self, run_dir: Path, place: RecordPlace | None = None) -> None:
         self._steps = Tail(run_dir / METRICS_FILE, StepRecord)
         self._evaluations = Tail(run_dir / EVALUATIONS_FILE, EvaluationRecord)
-        self.place = place or Place()
+        self.place = place or RecordPlace()
 
     @property
-    def place(self) -> Place:
-        return Place(self._steps.place, self._evaluations.place)
+    def place(self) -> RecordPlace:
+        return RecordPlace(self._steps.place, self._evaluations.place)
 
     @place.setter
-    def place(self, place: Place) -> None:
+    def place(self, place: RecordPlace) -> None:
         self._steps.place, self._evaluations.place = place.steps, place.evaluations
 
     def read(self) -> list[Record]:

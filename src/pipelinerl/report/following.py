@@ -32,7 +32,7 @@ from pipelinerl.errors import INVALID_DATA, StopRun
 from pipelinerl.files import write_atomically
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.sinks import Record
-from pipelinerl.metrics.tail import Place, Records, samples
+from pipelinerl.metrics.tail import RecordPlace, Records, samples
 from pipelinerl.metrics.trackers import Row, Tracked, Tracker, open_tracker
 from pipelinerl.process import LOG_FORMAT, counted_interrupts, lower_priority, take_stdin, when_closed
 from pipelinerl.run_directory import RunDirectory
@@ -89,7 +89,7 @@ def _pass_on(fd: int, say: Callable[[str], None]) -> None:
 class Sent(msgspec.Struct, frozen=True):
     """What a tracker has been sent, and the id of the tracked run."""
 
-    place: Place = Place()
+    place: RecordPlace = RecordPlace()
     id: str | None = None
 
 

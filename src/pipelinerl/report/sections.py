@@ -24,7 +24,7 @@ class Chart(msgspec.Struct, frozen=True, kw_only=True):
     intervals: Sequence[Sequence[Sequence[float]]] = ()
 
 
-class Section(msgspec.Struct, frozen=True, kw_only=True):
+class PageSection(msgspec.Struct, frozen=True, kw_only=True):
     """A part of a page above its runs: paragraphs, a table and charts. Rows whose first cell is in `strong` stand out."""
 
     title: str
@@ -35,13 +35,13 @@ class Section(msgspec.Struct, frozen=True, kw_only=True):
     charts: Sequence[Chart] = ()
 
 
-def table(title: str, rows: Sequence[Mapping[str, str]], *texts: str, strong: Sequence[str] = ()) -> Section:
+def table(title: str, rows: Sequence[Mapping[str, str]], *texts: str, strong: Sequence[str] = ()) -> PageSection:
     """A section with a table of rows that all have the same columns, given as cells by column name."""
     cells = [list(row.values()) for row in rows]
-    return Section(title=title, texts=texts, header=list(rows[0]) if rows else [], rows=cells, strong=strong)
+    return PageSection(title=title, texts=texts, header=list(rows[0]) if rows else [], rows=cells, strong=strong)
 
 
-def in_terminal(section: Section) -> str:
+def in_terminal(section: PageSection) -> str:
     """Its table, with the texts below: the first column to the left, all others to the right."""
     shown = new_table(section.title, caption="\n".join(section.texts), show_header=True)
     for number, name in enumerate(section.header):

@@ -10,7 +10,7 @@ import pytest
 from pipelinerl.environments import make_environment
 from pipelinerl.environments.combine import distinct_problems, read_pass_rates
 from pipelinerl.errors import EnvironmentSetupError
-from pipelinerl.experiments.evaluate.results import PassRate
+from pipelinerl.experiments.evaluate.results import ProblemPassRate
 from pipelinerl.types import Problem
 from tests.unit.environments.env_client import TOKENIZER, one_line, rollout
 
@@ -134,7 +134,7 @@ def test_arguments_that_can_not_be_used(arguments, complaint):
 
 
 def test_what_eval_writes_is_what_is_read(tmp_path):
-    rates = [PassRate(id="p/1", attempts=4, passes=1), PassRate(id="p/2", attempts=4, passes=4)]
+    rates = [ProblemPassRate(id="p/1", attempts=4, passes=1), ProblemPassRate(id="p/2", attempts=4, passes=4)]
     (tmp_path / "r.jsonl").write_bytes(b"".join(msgspec.json.encode(rate) + b"\n" for rate in rates))
     found = read_pass_rates([tmp_path / "r.jsonl"])
     assert [(it.id, it.attempts, it.passes) for it in found.values()] == [("p/1", 4, 1), ("p/2", 4, 4)]

@@ -37,7 +37,7 @@ def skip_text(skip: Skip) -> str:
     return f"skipped: equal rewards in {times}, up to group {skip.last_group}; mean reward {skip.reward_mean:.3g}"
 
 
-class Lines:
+class IndexedLines:
     """The complete lines of the large file `path`. Their contents are read on demand.
 
     A last line without a newline is ignored: it is still being written, or partial. The file need not exist yet. Methods
@@ -73,7 +73,7 @@ class Lines:
             return Damaged(i + 1, one_line(str(error)))
 
 
-def group_indices(lines: Lines) -> list[int | None]:
+def group_indices(lines: IndexedLines) -> list[int | None]:
     """The group index of each line of `rollouts.jsonl`; None for a damaged line."""
     found = [_INDEX.match(lines.read(i, 32)) for i in range(len(lines))]
     return [int(match[1]) if match else None for match in found]
@@ -122,8 +122,8 @@ class RunRollouts:
         self.path = folder / "rollouts.jsonl"
         """The file or folder that groups are read from."""
         self.trained_path = folder / "trained.jsonl"
-        self._lines = Lines(self.path)
-        self._fates, damaged = _fates(Lines(self.trained_path))
+        self._lines = IndexedLines(self.path)
+        self._fates, damaged = _fates(IndexedLines(self.trained_path))
         self.damage = [f"{self.trained_path}, {one}" for one in damaged]
         """Descriptions of damaged lines other than groups."""
         self._indices = group_indices(self._lines)
@@ -171,7 +171,7 @@ class _TrainedStep(msgspec.Struct, frozen=True):
     dropped_ids: dict[str, list[str]] = {}
 
 
-def _fates(lines: Lines) -> tuple[dict[str, Fate], list[Damaged]]:
+def _fates(lines: IndexedLines) -> tuple[dict[str, Fate], list[Damaged]]:
     """What the trainer did with each rollout id, and damaged lines.
 
     A resumed run repeats the steps after its checkpoint; repeated steps replace the earlier ones.
@@ -207,7 +207,7 @@ class RunEvaluations:
         self.path = _rollouts_folder(run_dir)
         self.damage: list[str] = []
         self._decoder = msgspec.json.Decoder(EvaluatedProblem)
-        self._files = {name: Lines(self.path / f"evaluation-{name}.jsonl") for name in self._names()}
+        self._files = {name: IndexedLines(self.path / f"evaluation-{name}.jsonl") for name in self._names()}
         self._answers: dict[str, dict[str, int]] = {}  # problem id -> evaluation -> line number
         for name, lines in self._files.items():
             for i in range(len(lines)):

@@ -123,7 +123,7 @@ def _spans_text(spans: Sequence[VersionSpan]) -> str:
 # ---- rollouts as rows
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class RolloutRow(msgspec.Struct, frozen=True, kw_only=True):
     """One rollout. `problem` is the problem's payload.
 
     With several turns, `prompt` is that of the first turn, with special tokens, and `completion` is the model's text of all
@@ -180,12 +180,12 @@ def export(run: RunRollouts, texts: TokenText, out: Path, query: Query, warn: Ca
     return count
 
 
-def read_rows(run_dir: Path, config: RunConfig, warn: Callable[[str], None]) -> Iterator[Row]:
+def read_rows(run_dir: Path, config: RunConfig, warn: Callable[[str], None]) -> Iterator[RolloutRow]:
     """A row for each rollout of a run. Damaged lines are omitted and reported with `warn`. Raises RunDirectoryError."""
     yield from _rows(RunRollouts(run_dir), load_token_text(config.model), parse(""), warn)
 
 
-def _rows(run: RunRollouts, texts: TokenText, query: Query, warn: Callable[[str], None]) -> Iterator[Row]:
+def _rows(run: RunRollouts, texts: TokenText, query: Query, warn: Callable[[str], None]) -> Iterator[RolloutRow]:
     for damaged in run.damage:
         warn(damaged)
     for place in range(len(run)):
@@ -197,7 +197,7 @@ def _rows(run: RunRollouts, texts: TokenText, query: Query, warn: Callable[[str]
                 yield _row(group, rollout, run.fate(place, rollout.id), texts)
 
 
-def _row(group: Group, rollout: Rollout, fate: Fate, texts: TokenText) -> Row:
+def _row(group: Group, rollout: Rollout, fate: Fate, texts: TokenText) -> RolloutRow:
     completions = [turn.completion for turn in rollout.turns]
     versions = versions_of(rollout)
     trained = fate if isinstance(fate, Trained) else None
@@ -205,7 +205,7 @@ def _row(group: Group, rollout: Rollout, fate: Fate, texts: TokenText) -> Row:
     written = [
         turn.text or (texts.text(turn.completion.token_ids, special=False) if texts.known else "") for turn in rollout.turns
     ]
-    return Row(
+    return RolloutRow(
         id=rollout.id,
         group=group.index,
         attempt=rollout.attempt,

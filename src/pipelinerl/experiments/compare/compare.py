@@ -23,12 +23,12 @@ from pipelinerl.experiments.compare.results import RunResult, row, run_result, t
 from pipelinerl.experiments.compare.settings import (
     CONVENTIONAL,
     PIPELINE,
+    ComparisonRequest,
     Contender,
-    Request,
     Settings,
-    Trial,
     Trials,
     TuningResult,
+    TuningTrial,
     axes,
     decide,
     finalists,
@@ -55,11 +55,11 @@ class PlannedRun(NamedTuple):
 
 
 def compare(
-    request: Request,
+    request: ComparisonRequest,
     out: Path,
     *,
     train: Callable[[RunConfig], object],
-    evaluate: Callable[[Path, Request], Sequence[Answered]],
+    evaluate: Callable[[Path, ComparisonRequest], Sequence[Answered]],
     target: float | None = None,
     say: Callable[[str], object] = print,
 ) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def compare(
     return write_results(request, out, tried, executions, target)
 
 
-def plan_runs(request: Request) -> list[PlannedRun]:
+def plan_runs(request: ComparisonRequest) -> list[PlannedRun]:
     """All runs in order. The order of schedules rotates from seed to seed, so that none is always first."""
     runs: list[PlannedRun] = []
     for place, seed in enumerate(request.seed_numbers):
@@ -99,13 +99,13 @@ def trial_length(trial_steps: int, contender: Contender) -> tuple[int, int]:
     return max(-(-trial_steps // rounds) * rounds, fill + rounds), fill
 
 
-def start_settings(request: Request, contender: Contender) -> Settings:
+def start_settings(request: ComparisonRequest, contender: Contender) -> Settings:
     """The run file's settings, with defaults resolved for this schedule."""
     schedule = request.config.schedule.model_copy(update={"kind": contender.kind})
     return settings_of(request.config.model_copy(update={"schedule": schedule}), request.machine.cores)
 
 
-def _check(request: Request, contender: Contender) -> None:
+def _check(request: ComparisonRequest, contender: Contender) -> None:
     """Raise ConfigError if a schedule is incompatible with the run file, before anything is run."""
     settings = start_settings(request, contender)
     try:
@@ -122,9 +122,9 @@ def _folder_name(contender: Contender) -> str:
 class _Session:
     """The state of one call of `compare`."""
 
-    request: Request
+    request: ComparisonRequest
     folder: Folder
-    evaluate: Callable[[Path, Request], Sequence[Answered]]
+    evaluate: Callable[[Path, ComparisonRequest], Sequence[Answered]]
     say: Callable[[str], object]
 
     def tune(self, contender: Contender) -> TuningResult:
@@ -142,7 +142,7 @@ class _Session:
         candidates = finalists(best, tried) if request.finals else []
         if len(candidates) > 1:
             finals = [
-                Trial(one, self._rate(contender, one, request.steps, request.steps // 5, "full-"), full=True)
+                TuningTrial(one, self._rate(contender, one, request.steps, request.steps // 5, "full-"), full=True)
                 for one in candidates
             ]
             best, tried = decide(finals), [*tried, *finals]
@@ -191,7 +191,7 @@ class _Session:
 
 
 def write_results(
-    request: Request, out: Path, trials: Trials, executions: Mapping[PlannedRun, Execution], target: float | None
+    request: ComparisonRequest, out: Path, trials: Trials, executions: Mapping[PlannedRun, Execution], target: float | None
 ) -> dict[str, Any]:
     """Read the runs, write all results, and return the contents of `compare.json`.
 
@@ -231,7 +231,7 @@ def write_results(
     return contents
 
 
-def document(request: Request, results: Results) -> dict[str, Any]:
+def document(request: ComparisonRequest, results: Results) -> dict[str, Any]:
     """The contents of `compare.json`. The top-level ratios are of the pipeline schedule; None if it was not compared."""
     pipeline = next((row for row in results.rows if row.schedule == PIPELINE), None)
     contents: dict[str, Any] = {

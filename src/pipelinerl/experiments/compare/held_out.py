@@ -27,7 +27,7 @@ from pipelinerl.errors import (
     RunDirectoryError,
     RunInterruptedError,
 )
-from pipelinerl.experiments.compare.settings import Request
+from pipelinerl.experiments.compare.settings import ComparisonRequest
 from pipelinerl.models.loading import load_tokenizer
 from pipelinerl.process import counted_interrupts
 from pipelinerl.resources.share import process_environment
@@ -53,7 +53,7 @@ class Answered(msgspec.Struct, frozen=True, kw_only=True):
     failed: int = 0
 
 
-def check_held_out(request: Request) -> None:
+def check_held_out(request: ComparisonRequest) -> None:
     """Raise ConfigError, before anything is run, if there are no held-out problems. Errors of the environment are raised."""
     if not request.held_out:
         return
@@ -67,7 +67,7 @@ def check_held_out(request: Request) -> None:
         )
 
 
-def answer_held_out(run_dir: Path, request: Request) -> list[Answered]:
+def answer_held_out(run_dir: Path, request: ComparisonRequest) -> list[Answered]:
     """Have every version of `request.evaluated_versions` answer the held-out problems, by `pipelinerl eval`.
 
     On CPUs the versions are distributed over one process per core, each with at least `WORTH_A_PROCESS` attempts. Raises
@@ -105,7 +105,7 @@ def read_answers(run_dir: Path) -> list[Answered]:
         raise RunDirectoryError(f"can't read {path}: {error}; delete the run's folder") from error
 
 
-def _start(run_dir: Path, versions: Sequence[int], request: Request, out: Path) -> ChildProcess:
+def _start(run_dir: Path, versions: Sequence[int], request: ComparisonRequest, out: Path) -> ChildProcess:
     """Start evaluating `versions` of a run. The temperature is the run file's `evaluation.temperature`."""
     arguments = [*(f"{run_dir}@{version}" for version in versions), "--problems", str(request.held_out), "--attempts", "1"]
     if request.held_out_args:

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from pipelinerl.experiments.compare.results import Ratio, Row, RunResult, Spread, samples_per_s, time_to_reward
-from pipelinerl.experiments.compare.settings import PIPELINE, Request, Trials
+from pipelinerl.experiments.compare.results import Ratio, RunResult, ScheduleRow, Spread, samples_per_s, time_to_reward
+from pipelinerl.experiments.compare.settings import PIPELINE, ComparisonRequest, Trials
 from pipelinerl.experiments.watch.page import page
 from pipelinerl.report import count, number
-from pipelinerl.report.sections import Section, table
+from pipelinerl.report.sections import PageSection, table
 from pipelinerl.report.series import WINDOW
 
 # ---- conclusions from the numbers, in sentences
 
 
-def findings(rows: Sequence[Row], target: float | None, reward: str) -> list[str]:
+def findings(rows: Sequence[ScheduleRow], target: float | None, reward: str) -> list[str]:
     """Sentences that compare pipeline with the best conventional schedule and count failed runs, about `reward` rewards."""
     by_name = {row.schedule: row for row in rows}
     pipeline = by_name.get(PIPELINE)
@@ -62,12 +62,12 @@ class Results(NamedTuple):
     """The numbers of a comparison: one row per schedule, and every run."""
 
     target: float | None
-    rows: Sequence[Row]
+    rows: Sequence[ScheduleRow]
     runs: Sequence[RunResult]
     trials: Trials
 
 
-def comparison_page(request: Request, results: Results, shown: Mapping[str, Mapping[str, Any]]) -> str:
+def comparison_page(request: ComparisonRequest, results: Results, shown: Mapping[str, Mapping[str, Any]]) -> str:
     """The HTML. `shown` has what a page shows of each run, by label, in the order of `results.runs`."""
     target, rows, runs, trials = results
     config = request.config
@@ -79,17 +79,17 @@ def comparison_page(request: Request, results: Results, shown: Mapping[str, Mapp
         "each from the same weights and with the whole machine."
     )
     sections = [
-        Section(title="Findings", texts=[lead, *findings(rows, target, request.reward)]),
+        PageSection(title="Findings", texts=[lead, *findings(rows, target, request.reward)]),
         table("Schedules", [_cells(row) for row in rows], _legend(target, request), strong=strong),
         table("Every run", [_run_cells(run) for run in runs]),
         _tried(request, trials),
-        Section(title="Machine and method", texts=_circumstances(request, runs)),
+        PageSection(title="Machine and method", texts=_circumstances(request, runs)),
     ]
     colours = {label: run.schedule for label, run in zip(shown, runs, strict=True)}
     return page(f"Schedules compared: {config.environment.kind}", sections, shown, colours)
 
 
-def _cells(row: Row) -> dict[str, str]:
+def _cells(row: ScheduleRow) -> dict[str, str]:
     reached, rate = row.time_to_reward_s, row.samples_per_s
     missed, diverged = f"{row.reached} of {row.runs} runs reached it", f"{row.diverged} of {row.runs} diverged"
     return {
@@ -110,7 +110,7 @@ def _cells(row: Row) -> dict[str, str]:
     }
 
 
-def _legend(target: float | None, request: Request) -> str:
+def _legend(target: float | None, request: ComparisonRequest) -> str:
     how = "linear between evaluated versions" if request.held_out else f"mean over {WINDOW} steps"
     reward = (
         f"No target: no schedule's {request.reward} reward rose."
@@ -143,7 +143,7 @@ def _run_cells(run: RunResult) -> dict[str, str]:
     }
 
 
-def _tried(request: Request, trials: Trials) -> Section:
+def _tried(request: ComparisonRequest, trials: Trials) -> PageSection:
     rows = [
         {
             "schedule": schedule,
@@ -163,7 +163,7 @@ def _tried(request: Request, trials: Trials) -> Section:
     return table("Trials of settings", rows, note if request.tune else untuned)
 
 
-def _circumstances(request: Request, runs: Sequence[RunResult]) -> list[str]:
+def _circumstances(request: ComparisonRequest, runs: Sequence[RunResult]) -> list[str]:
     machine = request.machine
     memory = "" if machine.memory_gib is None else f", {machine.memory_gib:g} GiB"
     versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
@@ -176,7 +176,7 @@ def _circumstances(request: Request, runs: Sequence[RunResult]) -> list[str]:
     ]
 
 
-def _held_out(request: Request, runs: Sequence[RunResult]) -> str:
+def _held_out(request: ComparisonRequest, runs: Sequence[RunResult]) -> str:
     share = max(run.saving_s / run.measured.training_s for run in runs)
     changed = ", ".join(f"{key} {value}" for key, value in request.held_out_args.items())
     return (

@@ -161,7 +161,7 @@ def ratio(runs: Sequence[RunResult], schedule: str, quantity: Quantity, *, low_i
     return Ratio(baseline=baseline, **msgspec.structs.asdict(found))
 
 
-class Row(FromSummary, frozen=True, kw_only=True):
+class ScheduleRow(FromSummary, frozen=True, kw_only=True):
     """One schedule over its seeds. Numbers are medians unless named otherwise; None if a run lacks the quantity."""
 
     schedule: str
@@ -181,14 +181,14 @@ class Row(FromSummary, frozen=True, kw_only=True):
     ratio_samples_per_s: Ratio
 
 
-def row(runs: Sequence[RunResult], schedule: str) -> Row:
+def row(runs: Sequence[RunResult], schedule: str) -> ScheduleRow:
     """The table row of one schedule."""
     own = [run for run in runs if run.schedule == schedule]
 
     def middle(quantity: Quantity) -> float | None:
         return spread(over_seeds(runs, schedule, quantity)).median
 
-    return Row(
+    return ScheduleRow(
         schedule=schedule,
         settings=own[0].settings,
         runs=len(own),

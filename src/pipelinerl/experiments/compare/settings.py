@@ -60,7 +60,7 @@ Axis = Callable[[Settings], Sequence[Settings]]
 """Returns alternatives to some settings, which differ from them in one respect."""
 
 
-class Trial(NamedTuple):
+class TuningTrial(NamedTuple):
     """Settings that were tried. `tokens_per_s` is None if the run was too short. `full`: at full run length."""
 
     settings: Settings
@@ -72,9 +72,9 @@ class TuningResult(NamedTuple):
     """The settings that a schedule uses, and all of its trials, in order."""
 
     used: Settings
-    trials: Sequence[Trial]
+    trials: Sequence[TuningTrial]
 
-    def decided_by(self, trial: Trial) -> bool:
+    def decided_by(self, trial: TuningTrial) -> bool:
         """Whether this trial decided the settings: the full-length trial of them if there are any, else the short one."""
         return trial.settings == self.used and trial.full == any(one.full for one in self.trials)
 
@@ -133,7 +133,7 @@ def _slots(now: Settings, most_in_progress: int | None, factors: Sequence[int]) 
 
 def search(
     start: Settings, axes: Sequence[Axis], measure: Callable[[Settings], float | None]
-) -> tuple[Settings, list[Trial]]:
+) -> tuple[Settings, list[TuningTrial]]:
     """The fastest settings, searched axis by axis from `start`, and all trials in order. Nothing is measured twice.
 
     Between equal rates (within MARGIN) the earlier settings stay. A rate of None counts as the slowest.
@@ -145,10 +145,10 @@ def search(
             if candidate not in tried:
                 tried[candidate] = measure(candidate)
         best = _fastest(best, list(alternatives(best)), tried)
-    return best, [Trial(settings, rate) for settings, rate in tried.items()]
+    return best, [TuningTrial(settings, rate) for settings, rate in tried.items()]
 
 
-def finalists(best: Settings, tried: Sequence[Trial]) -> list[Settings]:
+def finalists(best: Settings, tried: Sequence[TuningTrial]) -> list[Settings]:
     """`best`, and the same total number of slots over another number of engine processes, if another was tried.
 
     Short runs can't decide between these two, because the work shifts as the model learns: the trainer's share shrinks as
@@ -161,7 +161,7 @@ def finalists(best: Settings, tried: Sequence[Trial]) -> list[Settings]:
     return [best, _with_layout(best, other.processes, other.engine_threads)]
 
 
-def decide(finals: Sequence[Trial]) -> Settings:
+def decide(finals: Sequence[TuningTrial]) -> Settings:
     """The fastest settings; the first stay unless others are faster by MARGIN."""
     rates = {trial.settings: trial.tokens_per_s for trial in finals}
     return _fastest(finals[0].settings, list(rates), rates)
@@ -283,7 +283,7 @@ EVALUATIONS = 16
 """Default number of versions of each run that answer the held-out problems, besides the initial weights."""
 
 
-class Request(msgspec.Struct, frozen=True, kw_only=True):
+class ComparisonRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that determines the runs. Runs that were made for an equal request are reused.
 
     config             the run file, resolved and without its run_dir
@@ -331,7 +331,7 @@ def make_request(
     held_out: int | None = None,
     evaluate_every: int | None = None,
     held_out_args: Mapping[str, Any] | None = None,
-) -> Request:
+) -> ComparisonRequest:
     """A request; None takes the default of the effort (quick or full). Raises ConfigError."""
     effort = QUICK if quick else FULL
     contenders = parse_contenders(effort.schedules if schedules is None else schedules)
@@ -344,7 +344,7 @@ def make_request(
     if config.launch.kind != "processes":
         raise ConfigError("launch.kind: compare runs each stage in a separate process; set it to processes")
     steps = whole_rounds(min(config.trainer.steps, effort.max_steps or config.trainer.steps), contenders)
-    return Request(
+    return ComparisonRequest(
         config=config.model_copy(update={"run_dir": None}),
         schedules=contenders,
         seeds=effort.seeds if seeds is None else seeds,
@@ -360,7 +360,7 @@ def make_request(
     )
 
 
-def plain(request: Request) -> dict[str, Any]:
+def plain(request: ComparisonRequest) -> dict[str, Any]:
     """The request as values that can be written as JSON."""
     values: dict[str, Any] = msgspec.to_builtins(request, enc_hook=lambda config: config.model_dump(mode="json"))
     return values

@@ -27,7 +27,7 @@ from pipelinerl.files import JsonLines
 from pipelinerl.metrics.evaluations import EvaluatedProblem
 from pipelinerl.metrics.statistics import mean_metrics
 from pipelinerl.report import number, only_shown, rendered, write_file, write_json, writing_to
-from pipelinerl.report.sections import Section
+from pipelinerl.report.sections import PageSection
 from pipelinerl.types import Problem
 
 Status = Literal["unfinished", "interrupted", "finished"]
@@ -41,7 +41,7 @@ class AttemptRecord(EvaluatedProblem, frozen=True, kw_only=True):
     passed: bool
 
 
-class PassRate(msgspec.Struct, frozen=True):
+class ProblemPassRate(msgspec.Struct, frozen=True):
     """A line of `pass_rates.jsonl`. A failed attempt counts as one that did not pass."""
 
     id: str
@@ -147,9 +147,9 @@ class Tally:
     def all_failed(self) -> bool:
         return 0 < self.attempts == self._failed.total()
 
-    def pass_rates(self) -> list[PassRate]:
+    def pass_rates(self) -> list[ProblemPassRate]:
         """The pass rate of every attempted problem, in order."""
-        return [PassRate(self._ids[n], len(self._rewards[n]), self._passes[n]) for n in sorted(self._rewards)]
+        return [ProblemPassRate(self._ids[n], len(self._rewards[n]), self._passes[n]) for n in sorted(self._rewards)]
 
     def values(self) -> dict[int, Floats]:
         """Problem number -> mean reward, pass@1, pass@2, pass@4, ..., for problems with all of their attempts."""
@@ -218,7 +218,7 @@ class EvaluationFolder:
         with only_shown(PAGE):
             write_file(self.root / PAGE, page("Evaluation", evaluation_sections(summary)).encode())
 
-    def write_pass_rates(self, folder: str, rates: Sequence[PassRate]) -> None:
+    def write_pass_rates(self, folder: str, rates: Sequence[ProblemPassRate]) -> None:
         write_file(self.root / folder / PASS_RATES, b"".join(msgspec.json.encode(rate) + b"\n" for rate in rates))
 
     @contextmanager
@@ -239,7 +239,7 @@ class EvaluationFolder:
 # ---- the table: one row per model, with intervals below the estimates
 
 
-def evaluation_sections(summary: EvaluationSummary) -> list[Section]:
+def evaluation_sections(summary: EvaluationSummary) -> list[PageSection]:
     """The results, and the means of the environment's metrics, if there are any."""
     settings, models = summary.settings, summary.models
     ks = powers_of_two(settings.attempts)
@@ -253,11 +253,13 @@ def evaluation_sections(summary: EvaluationSummary) -> list[Section]:
     columns += [f"{name} - first" for name in columns[1:3]] if compared else []
     columns += ["tokens", "cut", "failed"]
     cells = [[model.name, *_cells(model, ks, compared)] for model in models]
-    sections = [Section(title=title, texts=notes, header=["model", *columns], rows=cells)]
+    sections = [PageSection(title=title, texts=notes, header=["model", *columns], rows=cells)]
     if metrics := sorted({metric for model in models for metric in model.metrics}):
         rows = [[metric, *(number(model.metrics.get(metric), ".4g") for model in models)] for metric in metrics]
         note = "means over the attempts that have the metric"
-        sections.append(Section(title="Metrics", texts=[note], header=["metric", *(one.name for one in models)], rows=rows))
+        sections.append(
+            PageSection(title="Metrics", texts=[note], header=["metric", *(one.name for one in models)], rows=rows)
+        )
     return sections
 
 

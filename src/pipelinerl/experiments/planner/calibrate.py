@@ -165,7 +165,7 @@ def rollout_overhead_s(decode: Sequence[DecodeCost], length: float, in_progress:
     return max(0.0, length * (1 / rate - float(table.step_time(in_progress)) / in_progress))
 
 
-class Step(NamedTuple):
+class MeasuredStep(NamedTuple):
     """One optimizer step: tokens that went through the model, and its duration."""
 
     tokens: int
@@ -174,7 +174,9 @@ class Step(NamedTuple):
 
 def training_cost(steps: Sequence[StepRecord], ranks: int) -> TrainingCost:
     """From the steps of a run; the first one warms up."""
-    step_s, token_s = fit_steps([Step(step.tokens_trained + step.tokens_context, step.train_s) for step in steps[1:]])
+    step_s, token_s = fit_steps(
+        [MeasuredStep(step.tokens_trained + step.tokens_context, step.train_s) for step in steps[1:]]
+    )
     between_s = [
         max(0.0, after.time_s - before.time_s - after.train_s - after.wait_s - after.saving_s)
         for before, after in pairwise(steps)
@@ -189,7 +191,7 @@ def training_cost(steps: Sequence[StepRecord], ranks: int) -> TrainingCost:
     )
 
 
-def fit_steps(steps: Sequence[Step]) -> tuple[float, float]:
+def fit_steps(steps: Sequence[MeasuredStep]) -> tuple[float, float]:
     """(fixed seconds per step, seconds per token) of the line through the median small and the median large step.
 
     Medians are robust to short disturbances of the machine. Neither result is below 0. Raises UserError if no step used

@@ -60,7 +60,7 @@ class Publication(NamedTuple):
     version: int
 
 
-class Segment(NamedTuple):
+class DecodeSegment(NamedTuple):
     """`steps` decode steps of `step_s` each, after a pause from the token boundary at `begin_s` on."""
 
     begin_s: float
@@ -96,7 +96,7 @@ class SimulatedEngine:
         self.in_progress = 0
         """Rollouts of started groups that are not in the stream yet."""
         self.finished: deque[SimulatedGroup] = deque()
-        self.segment: Segment | None = None
+        self.segment: DecodeSegment | None = None
         self.denied_since_s: float | None = None
         """The time since which the engine has room but may not start more groups; None: it has no room."""
         self.event_number = 0
@@ -162,11 +162,11 @@ class SimulatedEngine:
         if self.active:
             steps = self._ends[0] - self.steps_done
             step_s = self._costs.decode_step_s[self.active]
-            self.segment = Segment(now_s, self._pause_s, step_s, steps)
+            self.segment = DecodeSegment(now_s, self._pause_s, step_s, steps)
             if self._rewards:
                 self.segment = self.segment._replace(steps=min(steps, self.segment.steps_until(self._rewards[0][0])))
         elif self._rewards:
-            self.segment = Segment(now_s, 0.0, self._rewards[0][0] - now_s, 1)
+            self.segment = DecodeSegment(now_s, 0.0, self._rewards[0][0] - now_s, 1)
         else:
             self.segment = None
         self._pause_s = 0.0
@@ -199,7 +199,7 @@ class SimulatedEngine:
             rest = self.segment.steps - steps
             self._account(self.segment, steps)
             self._take(self._newest(boundary_s))
-            self.segment = Segment(boundary_s, self._pause_s, self.segment.step_s, rest)
+            self.segment = DecodeSegment(boundary_s, self._pause_s, self.segment.step_s, rest)
             self._pause_s = 0.0
         return took
 
@@ -208,7 +208,7 @@ class SimulatedEngine:
         segment = self.segment
         assert segment is not None  # noqa: S101 - called only with a segment
         if not self.active:  # nothing decodes, so the segment can end now
-            self.segment = Segment(now_s, 0.0, 0.0, 1)
+            self.segment = DecodeSegment(now_s, 0.0, 0.0, 1)
             return True
         steps = segment.steps_until(now_s, later=later)
         if steps >= segment.steps:
@@ -251,7 +251,7 @@ class SimulatedEngine:
 
     # ---- helpers
 
-    def _account(self, segment: Segment, steps: int) -> None:
+    def _account(self, segment: DecodeSegment, steps: int) -> None:
         """Count `steps` of the segment as done. Without a sequence in progress they are not decode steps."""
         if not self.active:
             return

@@ -42,7 +42,7 @@ def h100() -> Utilisation:
 
 
 @dataclass(frozen=True)
-class Workload:
+class PaperWorkload:
     """N `accelerators`, B sequences per optimizer step, their lengths, U(h), and training time per sampled token, tau."""
 
     accelerators: int
@@ -52,8 +52,8 @@ class Workload:
     tau: float
 
 
-def case_study() -> Workload:
-    return Workload(ACCELERATORS, BATCH, LengthDistribution.uniform(LONGEST), h100(), TAU)
+def case_study() -> PaperWorkload:
+    return PaperWorkload(ACCELERATORS, BATCH, LengthDistribution.uniform(LONGEST), h100(), TAU)
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Pipeline:
         return min(self.generation_rate, self.training_rate)
 
 
-def conventional(workload: Workload, steps_per_round: int) -> Conventional:
+def conventional(workload: PaperWorkload, steps_per_round: int) -> Conventional:
     """One round at G = `steps_per_round`.
 
     r_gen = K / sum_{l=1..L} (h(l)/N) / U(h(l)/N), where S = B G sequences have K = S Lbar tokens. Each summand is the time
@@ -107,7 +107,7 @@ def conventional(workload: Workload, steps_per_round: int) -> Conventional:
     )
 
 
-def pipeline(workload: Workload, slots: int, generating: int) -> Pipeline:
+def pipeline(workload: PaperWorkload, slots: int, generating: int) -> Pipeline:
     """`generating` accelerators with `slots` sequences each: r_gen = U(H) I, r_train = (N - I) / tau."""
     return Pipeline(
         slots=slots,
@@ -118,7 +118,7 @@ def pipeline(workload: Workload, slots: int, generating: int) -> Pipeline:
     )
 
 
-def pipeline_max_lag(workload: Workload, in_progress: npt.ArrayLike) -> npt.NDArray[np.float64]:
+def pipeline_max_lag(workload: PaperWorkload, in_progress: npt.ArrayLike) -> npt.NDArray[np.float64]:
     """g_max = ceil(H I L / (Lbar B)) for H I sequences `in_progress` (any shape).
 
     This is the number of optimizer steps while the longest sequence is generated, if neither phase waits: L decode steps
@@ -140,7 +140,7 @@ class Comparison(NamedTuple):
         return self.pipeline.rate / self.conventional.rate if self.pipeline else None
 
 
-def best_pipeline(workload: Workload, max_lag: int, most_slots: int = _MOST_SLOTS) -> Pipeline | None:
+def best_pipeline(workload: PaperWorkload, max_lag: int, most_slots: int = _MOST_SLOTS) -> Pipeline | None:
     """The fastest of all H and I with a lag of at most `max_lag`. Ties go to the lowest lag, then to the lowest H."""
     slots, generating = np.arange(1, most_slots + 1), np.arange(1, workload.accelerators)
     generation = workload.utilisation(slots)[:, None] * generating
@@ -154,7 +154,7 @@ def best_pipeline(workload: Workload, max_lag: int, most_slots: int = _MOST_SLOT
     return pipeline(workload, int(slots[rows[first]]), int(generating[columns[first]]))
 
 
-def compare(workload: Workload, max_lags: Sequence[int], most_slots: int = _MOST_SLOTS) -> list[Comparison]:
+def compare(workload: PaperWorkload, max_lags: Sequence[int], most_slots: int = _MOST_SLOTS) -> list[Comparison]:
     """Throughput against g_max (the paper's Figure 9): the best of both methods at each of these lags (>= 0), ascending."""
     best, tried, found = conventional(workload, 1), 1, []
     for max_lag in sorted(max_lags):

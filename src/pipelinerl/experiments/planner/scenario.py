@@ -284,7 +284,7 @@ def _work(group: RecordedGroup, config: PreprocessConfig, *, all_used: bool) -> 
     )
 
 
-class Measured(msgspec.Struct, frozen=True, kw_only=True):
+class MeasuredRun(msgspec.Struct, frozen=True, kw_only=True):
     """The measurements of a run, defined like the fields of the same name in `Prediction`.
 
     Time starts when the trainer was ready and any evaluation before training had ended. The engine's busy fraction is over
@@ -302,7 +302,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     trainer_busy_fraction: float
 
 
-def read_measured(run_dir: Path, config: RunConfig) -> Measured:
+def read_measured(run_dir: Path, config: RunConfig) -> MeasuredRun:
     """Read what a run measured. Raises RunDirectoryError without optimizer steps, or if records can't be read."""
     steps = read_records(run_dir / METRICS_FILE, StepRecord)
     if not steps:
@@ -317,7 +317,7 @@ def read_measured(run_dir: Path, config: RunConfig) -> Measured:
     tokens = sum(step.samples * (step.completion_length_mean or 0.0) for step in steps[later:])
     lags = [(step.lag_mean, step.tokens_trained) for step in steps if step.lag_mean is not None]
     trained = sum(tokens for _, tokens in lags)
-    return Measured(
+    return MeasuredRun(
         steps=len(steps),
         time_s=time_s,
         samples_per_s=sum(step.samples for step in steps) / time_s,

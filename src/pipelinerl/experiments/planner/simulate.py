@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from pipelinerl.experiments.planner.engine import Publication, SimulatedEngine, SimulatedGroup
-from pipelinerl.experiments.planner.scenario import Measured, Scenario, first_fifth
+from pipelinerl.experiments.planner.scenario import MeasuredRun, Scenario, first_fifth
 from pipelinerl.experiments.planner.trainer import LagStatistics, SimulatedTrainer
 from pipelinerl.hub.outstanding import Outstanding
 from pipelinerl.interfaces import PipelineState
@@ -28,7 +28,7 @@ class PositionLag(msgspec.Struct, frozen=True):
     lag_mean: float
 
 
-class Prediction(msgspec.Struct, frozen=True, kw_only=True):
+class RunPrediction(msgspec.Struct, frozen=True, kw_only=True):
     """A simulated run. Times are in the unit of the costs and start when engines and trainer are ready.
 
     *_later               rates after the first fifth of the steps, when the pipeline has filled (see `first_fifth`)
@@ -101,7 +101,7 @@ MAX_STEPS_OF_ROLLOUTS = 1000
 """Limit on rollouts started without an optimizer step, beyond one per slot, in multiples of a step's rollouts."""
 
 
-def simulate(scenario: Scenario) -> Prediction:
+def simulate(scenario: Scenario) -> RunPrediction:
     """Run `scenario` to its last optimizer step. The result is deterministic, bit for bit.
 
     Raises ValueError if the run would never end: the schedule deadlocks, or all generated rollouts are dropped.
@@ -126,7 +126,7 @@ class _Run:
         self._held: set[int] = set()
         """Engines that may not take the available weights."""
 
-    def to_the_end(self) -> Prediction:
+    def to_the_end(self) -> RunPrediction:
         for engine in self._engines:
             self._boundary(engine, 0.0)
         now_s = 0.0
@@ -143,7 +143,7 @@ class _Run:
             self._count_starved(engine, now_s)
         return self._prediction(now_s)
 
-    def _prediction(self, time_s: float) -> Prediction:
+    def _prediction(self, time_s: float) -> RunPrediction:
         """The prediction of a simulation that ended at `time_s`."""
         scenario, trainer, engines, steps = self._scenario, self._trainer, self._engines, self._trainer.steps
         later = first_fifth(len(steps.end_s), scenario.schedule)
@@ -152,7 +152,7 @@ class _Run:
         engine_s = time_s * len(engines)
         decode_s = sum(engine.decode_s for engine in engines)
         lags = trainer.lag.tokens_by_lag()
-        return Prediction(
+        return RunPrediction(
             schedule=scenario.schedule.name,
             engines=scenario.engines,
             slots=scenario.slots,
@@ -334,7 +334,7 @@ _ROWS = (
 )
 
 
-def comparison_text(prediction: Prediction, measured: Measured, run_dir: str) -> str:
+def comparison_text(prediction: RunPrediction, measured: MeasuredRun, run_dir: str) -> str:
     """Predicted and measured side by side."""
     table = new_table(f"{count(prediction.steps, 'step')} of {run_dir}", "", "predicted", "measured", "off by")
     for name, field, pattern in _ROWS:
@@ -344,7 +344,7 @@ def comparison_text(prediction: Prediction, measured: Measured, run_dir: str) ->
     return rendered(table)
 
 
-def prediction_text(prediction: Prediction) -> str:
+def prediction_text(prediction: RunPrediction) -> str:
     """The prediction of a run as a table."""
     engines = count(prediction.engines, "engine")
     title = f"{prediction.schedule}, {engines} of {prediction.slots} slots, {count(prediction.steps, 'step')}"
@@ -365,7 +365,7 @@ def prediction_text(prediction: Prediction) -> str:
     return rendered(table)
 
 
-def _shown_positions(prediction: Prediction) -> str:
+def _shown_positions(prediction: RunPrediction) -> str:
     """Mean lag in the first, middle and last bin."""
     bins = prediction.lag_by_position
     chosen = [bins[i] for i in sorted({0, len(bins) // 2, len(bins) - 1})] if bins else []

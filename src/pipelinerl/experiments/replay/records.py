@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from pipelinerl.config.load import with_own_model
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import RolloutError, RunDirectoryError
-from pipelinerl.experiments.browse.records import Damaged, Lines, group_indices
+from pipelinerl.experiments.browse.records import Damaged, IndexedLines, group_indices
 from pipelinerl.metrics.reading import read_lines, read_records
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.sessions import FORMAT, SessionRecord
@@ -40,7 +40,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Segment:
+class SessionSegment:
     """The steps of one session that count: from the weights of version `start` to those of `end`."""
 
     record: SessionRecord
@@ -89,13 +89,13 @@ def _repeats(old: _RecordT, new: _RecordT) -> bool:
     return old.version >= new.version
 
 
-class _Format(msgspec.Struct):
+class _RecordFormat(msgspec.Struct):
     format: int = 0
 
 
 def _read_sessions(run: RunDirectory) -> list[SessionRecord]:
     try:
-        found = {session.format for session in read_lines(run.sessions, _Format)}
+        found = {session.format for session in read_lines(run.sessions, _RecordFormat)}
     except FileNotFoundError as error:
         raise RunDirectoryError(
             f"{run.root} can't be replayed: it has no {run.sessions.name}, so it did not begin, or an earlier version of "
@@ -110,7 +110,9 @@ def _read_sessions(run: RunDirectory) -> list[SessionRecord]:
     return sessions
 
 
-def _segments(run: RunDirectory, sessions: Sequence[SessionRecord], trained: Sequence[TrainedRecord]) -> Iterator[Segment]:
+def _segments(
+    run: RunDirectory, sessions: Sequence[SessionRecord], trained: Sequence[TrainedRecord]
+) -> Iterator[SessionSegment]:
     ends = [min(later.version for later in sessions[number:]) for number in range(1, len(sessions))]
     for record, end in zip(sessions, [*ends, len(trained)], strict=True):
         if end <= record.version and trained:
@@ -123,7 +125,7 @@ def _segments(run: RunDirectory, sessions: Sequence[SessionRecord], trained: Seq
                     f"{run.trained}: a batch of step {batch.version} has {len(batch.samples)} rollouts, not "
                     f"{config.trainer.batch_size} (trainer.batch_size)"
                 )
-        yield Segment(record=record, config=config, start=record.version, end=end, batches=batches)
+        yield SessionSegment(record=record, config=config, start=record.version, end=end, batches=batches)
 
 
 def _batches(step: TrainedRecord) -> Iterator[Batch]:
@@ -154,7 +156,7 @@ class Groups:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._lines = Lines(path)
+        self._lines = IndexedLines(path)
         self._decoder = msgspec.json.Decoder(Group)
         self._places: dict[int, list[int]] = {}
         for place, index in enumerate(group_indices(self._lines)):
@@ -183,7 +185,7 @@ class RecordedSamples:
     def __init__(
         self,
         run: RecordedRun,
-        segment: Segment,
+        segment: SessionSegment,
         prepare: Callable[[Group], Prepared],
         changed: Callable[[str, int, str], None] | None,
     ) -> None:

@@ -74,7 +74,7 @@ SAY_EVERY_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class ReplayRequest:
     """What to replay. `settings` are flags; `steps` None means all; `out` None: nothing is kept."""
 
     run_dir: Path
@@ -102,7 +102,7 @@ class Request:
         return changed
 
 
-def replay(request: Request, stop: Callable[[], bool], say: Callable[[str], None]) -> ReplayResult:
+def replay(request: ReplayRequest, stop: Callable[[], bool], say: Callable[[str], None]) -> ReplayResult:
     """Replay a run. `say` is called with lines on the progress.
 
     Raises UserError for a request or records that make no sense, RunInterruptedError once `stop` returns True, and, in a
@@ -137,7 +137,7 @@ def _folder(out: Path | None, stack: ExitStack) -> RunDirectory:
 class _Replay:
     """One replay. It observes training (see `training.Observer`)."""
 
-    request: Request
+    request: ReplayRequest
     run: RecordedRun
     steps: int
     folder: RunDirectory

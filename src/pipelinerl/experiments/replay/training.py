@@ -23,7 +23,7 @@ from torch import Tensor
 from pipelinerl.checkpoint import restore_rng
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import PolicyMismatchError, RunInterruptedError
-from pipelinerl.experiments.replay.records import Batch, RecordedRun, RecordedSamples, Segment
+from pipelinerl.experiments.replay.records import Batch, RecordedRun, RecordedSamples, SessionSegment
 from pipelinerl.experiments.runs import rank_processes
 from pipelinerl.files import JsonLines, open_lines
 from pipelinerl.interfaces import Schedule, Verdict
@@ -84,7 +84,9 @@ class TrainingReplay:
             last = segment is segments[-1]
             checkpoint = self._replay(segment, checkpoint, numbers, save=self.keep_last or not last)
 
-    def _replay(self, segment: Segment, checkpoint: Path | None, numbers: Iterator[int], *, save: bool) -> Path | None:
+    def _replay(
+        self, segment: SessionSegment, checkpoint: Path | None, numbers: Iterator[int], *, save: bool
+    ) -> Path | None:
         session = self._session(segment, checkpoint)
         config, board = session.config, MemoryBoard()
         with ExitStack() as stack:
@@ -104,7 +106,7 @@ class TrainingReplay:
             trainer.finish()
             return self.folder.checkpoints / f"step_{trainer.version:08d}"
 
-    def _drive(self, trainer: Trainer, segment: Segment, stream: BatchStream, samples: RecordedSamples) -> None:
+    def _drive(self, trainer: Trainer, segment: SessionSegment, stream: BatchStream, samples: RecordedSamples) -> None:
         trainer.start()
         for batch in segment.batches:
             if batch.version > self.steps or (batch.refused and not self.exact):
@@ -120,7 +122,7 @@ class TrainingReplay:
                 raise
             self.observer.refused(batch, trainer.version < batch.version)
 
-    def _session(self, segment: Segment, checkpoint: Path | None) -> Session:
+    def _session(self, segment: SessionSegment, checkpoint: Path | None) -> Session:
         """The segment's session, in the replay's folder. Only what changes no result is different."""
         config = self.change(segment.config)
         changes: dict[str, Any] = {

@@ -16,14 +16,14 @@ from pipelinerl.report.series import read_groups
 from pipelinerl.types import GenerationRequest, SamplingParams
 
 
-class Prompt(msgspec.Struct, frozen=True):
+class StudyPrompt(msgspec.Struct, frozen=True):
     """The engine request for one attempt at problem number `problem` of the study (0, 1, ...)."""
 
     problem: int
     request: GenerationRequest
 
 
-class History(msgspec.Struct, frozen=True):
+class RunHistory(msgspec.Struct, frozen=True):
     """From a run's recorded rollouts: the prompts of each group, the latest group first, and the lengths of completions."""
 
     prompts: tuple[tuple[tuple[int, ...], ...], ...]
@@ -34,7 +34,7 @@ class History(msgspec.Struct, frozen=True):
         return int(np.quantile(self.lengths, q, method="inverted_cdf"))
 
 
-def read_history(run_dir: Path) -> History:
+def read_history(run_dir: Path) -> RunHistory:
     """Raises RunDirectoryError if there are no readable records, and UserError for a task of several turns."""
     groups = read_groups(run_dir)
     rollouts = [rollout for group in groups for rollout in group.rollouts]
@@ -48,13 +48,15 @@ def read_history(run_dir: Path) -> History:
     latest = sorted(groups, key=lambda group: -group.index)
     prompts = (tuple(turn.prompt_ids for one in group.rollouts for turn in one.turns) for group in latest)
     lengths = tuple(rollout.tokens for rollout in rollouts if rollout.turns)
-    return History(tuple(ids for ids in prompts if ids), lengths)
+    return RunHistory(tuple(ids for ids in prompts if ids), lengths)
 
 
-def make_prompts(history: History, sampling: SamplingParams, *, problems: int, attempts: int, seed: int) -> list[Prompt]:
+def make_prompts(
+    history: RunHistory, sampling: SamplingParams, *, problems: int, attempts: int, seed: int
+) -> list[StudyPrompt]:
     """`attempts` requests for each of the run's latest `problems`, each with its own seed."""
     return [
-        Prompt(
+        StudyPrompt(
             problem,
             GenerationRequest(
                 id=f"p{problem}.a{number}",

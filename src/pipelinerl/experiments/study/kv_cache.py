@@ -24,7 +24,7 @@ from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import UserError
 from pipelinerl.experiments.recompute import KV, SavedWeights
 from pipelinerl.experiments.statistics import Interval, Ints, difference_interval, draw_counts, mean_interval
-from pipelinerl.experiments.study.inputs import History, choose_starts, make_prompts, possible_starts, read_history
+from pipelinerl.experiments.study.inputs import RunHistory, choose_starts, make_prompts, possible_starts, read_history
 from pipelinerl.experiments.study.policies import (
     Divergences,
     MixedSampler,
@@ -183,7 +183,7 @@ def study_kv_cache(
 class _Experiment:
     """The prompts, models and resamples that all measurements share."""
 
-    def __init__(self, config: RunConfig, weights: SavedWeights, settings: StudySettings, history: History) -> None:
+    def __init__(self, config: RunConfig, weights: SavedWeights, settings: StudySettings, history: RunHistory) -> None:
         if config.engine.threads is not None:
             torch.set_num_threads(config.engine.threads)
         self._weights = weights

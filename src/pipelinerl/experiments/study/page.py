@@ -15,7 +15,7 @@ from pipelinerl.experiments.study.kv_cache import PolicyRecord, StartRecord, Stu
 from pipelinerl.experiments.watch.page import page
 from pipelinerl.files import write_atomically
 from pipelinerl.report import new_table, only_shown, rendered, writing_to
-from pipelinerl.report.sections import Chart, Section
+from pipelinerl.report.sections import Chart, PageSection
 
 KL = "KL(mu || pi), nats per token"
 
@@ -33,7 +33,7 @@ def study_page(study: StudyRecord) -> str:
         f"{settings.attempts} attempts at each. Thin lines are {settings.level:.0%} intervals over problems."
     )
     sections = [
-        Section(title=f"Weights {one.version} to {one.target}", texts=[lead], charts=[_along(one), _by_lag(one)])
+        PageSection(title=f"Weights {one.version} to {one.target}", texts=[lead], charts=[_along(one), _by_lag(one)])
         for one in study.starts
     ]
     return page(f"Stale KV entries: {study.environment}", sections)

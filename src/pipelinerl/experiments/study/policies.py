@@ -22,7 +22,7 @@ from torch import Tensor
 from pipelinerl.engine import LocalEngine
 from pipelinerl.experiments.recompute import KV, Recompute, Sampled, Tensors, values_of
 from pipelinerl.experiments.statistics import Floats, Ints
-from pipelinerl.experiments.study.inputs import Prompt
+from pipelinerl.experiments.study.inputs import StudyPrompt
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models.state import checksum
 from pipelinerl.types import Completion, VersionSpan, versions_from_spans
@@ -78,10 +78,10 @@ def interval_edges(lag: int, length: int) -> tuple[int, ...]:
     return tuple(-(-i * length // lag) for i in range(lag + 1))
 
 
-class Answer(NamedTuple):
+class CompletedPrompt(NamedTuple):
     """A prompt and its completion."""
 
-    prompt: Prompt
+    prompt: StudyPrompt
     completion: Completion
 
 
@@ -106,7 +106,7 @@ class MixedSampler:
             kv_on_update=kv,
         )
 
-    def sample(self, prompts: Sequence[Prompt], stretches: Sequence[Stretch]) -> list[Answer]:
+    def sample(self, prompts: Sequence[StudyPrompt], stretches: Sequence[Stretch]) -> list[CompletedPrompt]:
         """Complete `prompts`; token t is sampled by the version of the stretch that contains t. Stop tokens end a sequence.
 
         Raises RuntimeError if a token was sampled by another version.
@@ -116,7 +116,7 @@ class MixedSampler:
             found += self._sample_together(prompts[begin : begin + self._slots], stretches)
         return found
 
-    def _sample_together(self, prompts: Sequence[Prompt], stretches: Sequence[Stretch]) -> list[Answer]:
+    def _sample_together(self, prompts: Sequence[StudyPrompt], stretches: Sequence[Stretch]) -> list[CompletedPrompt]:
         for prompt in prompts:
             self._engine.submit(prompt.request)
         switches = {stretch.start: stretch.version for stretch in stretches}
@@ -134,7 +134,7 @@ class MixedSampler:
                 raise RuntimeError(
                     f"{completion.request_id} was sampled by {completion.weight_versions}, not by {stretches}"
                 )
-        return [Answer(prompt, done[prompt.request.id]) for prompt in prompts]
+        return [CompletedPrompt(prompt, done[prompt.request.id]) for prompt in prompts]
 
     def _update(self, version: int) -> None:
         weights = self._tensors(version)
@@ -223,7 +223,9 @@ class Divergences:
         sizes: dict[str, Any] = {"slots": slots, "max_length": max_length, "temperature": temperature}
         self._behaviour, self._target = (Recompute(model, **sizes) for model in (behaviour, target))
 
-    def run(self, samples: Sequence[Answer], target: int, tensors: Tensors, *, kv: KV) -> tuple[TokenDivergences, float]:
+    def run(
+        self, samples: Sequence[CompletedPrompt], target: int, tensors: Tensors, *, kv: KV
+    ) -> tuple[TokenDivergences, float]:
         """Divergence from the weights of version `target` at every sampled token. `kv` as in sampling.
 
         Also returns the largest |log mu here - log mu of the engine| over sampled tokens. It should be rounding error.
@@ -239,7 +241,7 @@ class Divergences:
         ]
         return joined([tokens for tokens, _ in found]), max(gap for _, gap in found)
 
-    def _wave(self, wave: Sequence[Answer], tensors: Tensors, kv: KV) -> Iterator[tuple[TokenDivergences, float]]:
+    def _wave(self, wave: Sequence[CompletedPrompt], tensors: Tensors, kv: KV) -> Iterator[tuple[TokenDivergences, float]]:
         sequences = [Sampled(one.prompt.request.prompt_ids, one.completion) for one in wave]
         fed = [0] * len(wave)
         for version, feeds, mu_NV in self._behaviour.run(sequences, tensors, kv):

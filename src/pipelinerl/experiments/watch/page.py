@@ -19,14 +19,14 @@ from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.reading import read_records
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.sinks import EVALUATIONS_FILE, METRICS_FILE
-from pipelinerl.report.sections import Section
+from pipelinerl.report.sections import PageSection
 from pipelinerl.report.series import begin_s, labels_of, measure, read_config, read_summary, read_timeline
 from pipelinerl.report.terminal import largest_gain, summary_sections
 
 
 def page(
     title: str,
-    sections: Sequence[Section] = (),
+    sections: Sequence[PageSection] = (),
     runs: Mapping[str, Mapping[str, Any]] | None = None,
     colours: Mapping[str, str] | None = None,
 ) -> str:

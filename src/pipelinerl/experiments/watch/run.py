@@ -16,7 +16,7 @@ import msgspec
 
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import PipelineRLError
-from pipelinerl.experiments.watch.shown import Curves, Seen, Texts, newest_of, shown_groups
+from pipelinerl.experiments.watch.shown import FollowedCurves, Seen, Texts, newest_of, shown_groups
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.reading import superseded
 from pipelinerl.metrics.records import StepRecord
@@ -44,7 +44,7 @@ class _Sample(msgspec.Struct):
     lag_max: int
 
 
-class _Trained(msgspec.Struct):
+class _TrainedLine(msgspec.Struct):
     """What is read of a line of `trained.jsonl`."""
 
     version: int
@@ -85,7 +85,7 @@ class WatchedRun:
         self._texts: Texts | None = None
         self._problem = ""
         self._state, self._message = "gone", ""
-        self._steps, self._load = Curves(), Curves()
+        self._steps, self._load = FollowedCurves(), FollowedCurves()
         self._evaluations: list[EvaluationRecord] = []
         self._held: list[StepRecord] = []
         self._crossing: dict[int, float] = {}
@@ -102,7 +102,7 @@ class WatchedRun:
         run = self._run
         self._tail = Tail(run.metrics, StepRecord)
         self._evaluation_tail = Tail(run.evaluations, EvaluationRecord)
-        self._trained_tail = Tail(run.rollouts / "trained.jsonl", _Trained)
+        self._trained_tail = Tail(run.rollouts / "trained.jsonl", _TrainedLine)
         self._group_tail = Tail(run.rollouts / "rollouts.jsonl", Group, newest=True)
         self._session_tail = Tail(run.sessions, _Settings, newest=True)
         self._timelines: dict[str, Tail[TimelineRecord]] = {}

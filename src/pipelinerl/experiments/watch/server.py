@@ -105,7 +105,7 @@ def make_app(runs: Runs, *, key: str | None, stopping: asyncio.Event, end_note: 
     assets = importlib.resources.files("pipelinerl").joinpath("assets", "watch").iterdir()
     sent = [(file, kind) for file in assets if (kind := _TYPES.get(Path(file.name).suffix)) is not None]
     routes += [_file("/" if file.name == "index.html" else f"/{file.name}", file.read_bytes(), kind) for file, kind in sent]
-    return Guard(Starlette(routes=routes), key)
+    return ReaderGuard(Starlette(routes=routes), key)
 
 
 def _file(path: str, content: bytes, kind: str) -> Route:
@@ -132,7 +132,7 @@ async def _events(chosen: dict[str, WatchedRun], stopping: asyncio.Event, end_no
             await asyncio.wait_for(stopping.wait(), 0.05 if behind else LOOK_EVERY_S + 0.05)
 
 
-class Guard:
+class ReaderGuard:
     """Answers only readers who may read.
 
     With a key, a reader must send it: as `?key=` of the page's address, which sets a cookie, or as a bearer token. Without

@@ -33,7 +33,7 @@ class Seen(NamedTuple):
     points: int = 0
 
 
-class Curves:
+class FollowedCurves:
     """Numbers by row, one column for each name; NaN where a row has no such number.
 
     A page gets at most about `MOST_POINTS` points of each column: means of so many rows that they suffice.

@@ -16,7 +16,7 @@ from pipelinerl.errors import ModelLoadError, RunDirectoryError, UserError
 from pipelinerl.experiments.browse.groups import parse, table_of_groups, tokens_of, versions_of
 from pipelinerl.experiments.browse.records import (
     Damaged,
-    Lines,
+    IndexedLines,
     RunEvaluations,
     RunRollouts,
     Trained,
@@ -43,10 +43,10 @@ from tests.unit.experiments.parts import invoke
 def test_complete_lines_are_read_and_a_torn_one_is_left_out(tmp_path: Path) -> None:
     contents = [b"a" * size + b"\n" for size in (0, 1, 5, 3_000_000, 7, 2)]
     (tmp_path / "x").write_bytes(b"".join(contents) + b"torn by a ki")
-    found = Lines(tmp_path / "x")
+    found = IndexedLines(tmp_path / "x")
     assert [found.read(i) for i in range(len(found))] == contents
     assert found.read(3, 4) == b"aaaa"
-    assert len(Lines(tmp_path / "none")) == 0
+    assert len(IndexedLines(tmp_path / "none")) == 0
 
 
 # Records

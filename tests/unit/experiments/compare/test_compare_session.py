@@ -17,7 +17,7 @@ from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import ConfigError, RunDirectoryError, RunInterruptedError, TrainingDivergedError
 from pipelinerl.experiments.compare.compare import compare, plan_runs
 from pipelinerl.experiments.compare.held_out import Answered
-from pipelinerl.experiments.compare.settings import Request, make_request
+from pipelinerl.experiments.compare.settings import ComparisonRequest, make_request
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.sinks import JsonlSink
 from pipelinerl.metrics.summary import summarize
@@ -28,7 +28,7 @@ MACHINE = Machine(cpu="a processor", cores=2, memory_gib=4.0, system="Linux", ve
 SECONDS = {"pipeline": 1.0, "conventional": 2.0, "async": 1.5}
 
 
-def request(*flags: str, **changed: Any) -> Request:
+def request(*flags: str, **changed: Any) -> ComparisonRequest:
     arguments = {
         "schedules": "pipeline,conventional:2,conventional:4",
         "seeds": 2,
@@ -85,7 +85,7 @@ class Evaluations:
     def __init__(self) -> None:
         self.made: list[str] = []
 
-    def __call__(self, run_dir: Path, asked: Request) -> list[Answered]:
+    def __call__(self, run_dir: Path, asked: ComparisonRequest) -> list[Answered]:
         self.made.append("/".join(run_dir.parts[-2:]))
         rewards = {version: 0.1 + 0.04 * version for version in asked.evaluated_versions}
         return [Answered(version=n, reward=reward, low=reward - 0.02, high=reward + 0.02) for n, reward in rewards.items()]
@@ -93,7 +93,7 @@ class Evaluations:
 
 def run(
     out: Path,
-    asked: Request | None = None,
+    asked: ComparisonRequest | None = None,
     runs: Runs | None = None,
     evaluations: Evaluations | None = None,
     **options: Any,
@@ -172,7 +172,7 @@ def test_a_target_that_the_first_weights_have_is_said(tmp_path: Path) -> None:
 
 def test_an_evaluation_that_was_stopped_is_made_without_its_run(tmp_path: Path) -> None:
     class Stopped(Evaluations):
-        def __call__(self, run_dir: Path, asked: Request) -> list[Answered]:
+        def __call__(self, run_dir: Path, asked: ComparisonRequest) -> list[Answered]:
             raise RunInterruptedError("stopped")
 
     with pytest.raises(RunInterruptedError, match=r"run the same command with --out .*"):

@@ -13,10 +13,10 @@ from pipelinerl.experiments.compare.compare import start_settings, trial_length
 from pipelinerl.experiments.compare.settings import (
     FULL,
     QUICK,
+    ComparisonRequest,
     Contender,
-    Request,
     Settings,
-    Trial,
+    TuningTrial,
     axes,
     decide,
     engine_layouts,
@@ -34,7 +34,7 @@ MACHINE = Machine(cpu="a processor", cores=2, memory_gib=4.0, system="Linux", ve
 START = Settings(processes=1, engine_threads=1, slots=8, trainer_threads=1)
 
 
-def request(config: RunConfig | None = None, **changed: object) -> Request:
+def request(config: RunConfig | None = None, **changed: object) -> ComparisonRequest:
     arguments = {"schedules": None, "seeds": None, "quick": False, "tune": True} | changed
     return make_request(config or load_config(None), MACHINE, **arguments)  # type: ignore[arg-type]
 
@@ -181,7 +181,12 @@ def test_trials_are_whole_rounds_with_something_after_the_fill(rounds: int, step
 def test_the_final_is_between_one_engine_process_and_several_with_as_many_slots() -> None:
     one, wide = START, START._replace(slots=16)
     two = START._replace(processes=2, slots=4)
-    tried = [Trial(one, 3.0), Trial(one._replace(engine_threads=2), 1.0), Trial(two, 2.0), Trial(wide, 4.0)]
+    tried = [
+        TuningTrial(one, 3.0),
+        TuningTrial(one._replace(engine_threads=2), 1.0),
+        TuningTrial(two, 2.0),
+        TuningTrial(wide, 4.0),
+    ]
     assert finalists(wide, tried) == [wide, START._replace(processes=2, slots=8)]
     assert finalists(wide, tried[:2]) == [wide]
     assert finalists(two._replace(slots=8), tried) == [two._replace(slots=8), wide]
@@ -189,7 +194,7 @@ def test_the_final_is_between_one_engine_process_and_several_with_as_many_slots(
 
 def test_the_final_goes_to_the_clearly_faster() -> None:
     one, two = START, START._replace(processes=2, slots=4)
-    assert decide([Trial(one, 100.0, full=True), Trial(two, 101.0, full=True)]) == one
-    assert decide([Trial(one, 100.0, full=True), Trial(two, 103.0, full=True)]) == two
-    assert decide([Trial(one, None, full=True), Trial(two, 1.0, full=True)]) == two
-    assert decide([Trial(one, 1.0, full=True), Trial(two, None, full=True)]) == one
+    assert decide([TuningTrial(one, 100.0, full=True), TuningTrial(two, 101.0, full=True)]) == one
+    assert decide([TuningTrial(one, 100.0, full=True), TuningTrial(two, 103.0, full=True)]) == two
+    assert decide([TuningTrial(one, None, full=True), TuningTrial(two, 1.0, full=True)]) == two
+    assert decide([TuningTrial(one, 1.0, full=True), TuningTrial(two, None, full=True)]) == one

@@ -24,7 +24,7 @@ from pipelinerl.experiments.evaluate.results import (
     EvaluationSettings,
     EvaluationSummary,
     ModelResult,
-    PassRate,
+    ProblemPassRate,
     Tally,
     evaluation_table,
 )
@@ -155,7 +155,7 @@ def test_the_numbers_of_a_model() -> None:
     assert result.failed["raised"] > 0
     assert result.length_mean == pytest.approx(sum(record.length for record in answered) / len(answered))
     assert (result.problems, result.attempts, result.cut, result.version) == (3, 12, 0.0, 7)
-    assert tally.pass_rates() == [PassRate(f"held-out/{n + 1}", 4, passes[n]) for n in range(3)]
+    assert tally.pass_rates() == [ProblemPassRate(f"held-out/{n + 1}", 4, passes[n]) for n in range(3)]
 
 
 def made(number: int, attempt: int, reward: float, finish: str = "stop") -> AttemptRecord:
@@ -282,7 +282,7 @@ def test_a_folder_must_be_new(tmp_path: Path) -> None:
     folder = EvaluationFolder(tmp_path / "out")
     with folder.attempts("m") as write:
         write(made(0, 0, 1.0))
-    folder.write_pass_rates("m", [PassRate("a", 4, 1)])
+    folder.write_pass_rates("m", [ProblemPassRate("a", 4, 1)])
     assert read_json_lines(folder.root / "m" / "attempts.jsonl", AttemptRecord) == [made(0, 0, 1.0)]
     assert (folder.root / "m" / "pass_rates.jsonl").read_text() == '{"id":"a","attempts":4,"passes":1}\n'
     with pytest.raises(RunDirectoryError, match="choose another --out"):

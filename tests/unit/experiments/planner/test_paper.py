@@ -15,7 +15,7 @@ from pipelinerl.experiments.planner.paper import (
     SEQUENCE_FLASHES,
     STEP_FLASHES,
     Conventional,
-    Workload,
+    PaperWorkload,
     best_pipeline,
     case_study,
     compare,
@@ -29,8 +29,8 @@ from tests.unit.experiments.parts import histogram_of
 histograms = st.dictionaries(st.integers(1, 30), st.integers(1, 9), min_size=1, max_size=6)
 
 
-def workload(histogram: dict[int, int], accelerators: int = 6, batch_size: int = 8) -> Workload:
-    return Workload(accelerators, batch_size, LengthDistribution.of_histogram(histogram), h100(), 5.0)
+def workload(histogram: dict[int, int], accelerators: int = 6, batch_size: int = 8) -> PaperWorkload:
+    return PaperWorkload(accelerators, batch_size, LengthDistribution.of_histogram(histogram), h100(), 5.0)
 
 
 # ------------------------------------------------------------------------------------------------ lengths
@@ -122,7 +122,7 @@ def test_the_search_against_trying_everything(histogram: dict[int, int], max_lag
     assert found == min(equal, key=lambda candidate: (candidate.max_lag, candidate.slots, candidate.generating))
 
 
-def best_round(work: Workload, max_lag: int) -> Conventional:
+def best_round(work: PaperWorkload, max_lag: int) -> Conventional:
     return max((conventional(work, steps) for steps in range(1, max_lag + 2)), key=lambda round_: round_.rate)
 
 

@@ -216,7 +216,7 @@ def steady(schedule, *, engines, slots, batch_size, tau, lengths, steps=200, uti
 @pytest.mark.parametrize("tau", [0.0, 0.005, 0.02])
 def test_pipeline_is_as_fast_as_its_slower_side(lengths, tau):
     predicted = steady(PipelineSchedule(32), engines=3, slots=64, batch_size=32, tau=tau, lengths=lengths)
-    workload = paper.Workload(accelerators=4, batch_size=32, lengths=lengths, utilisation=U, tau=max(tau, 1e-9))
+    workload = paper.PaperWorkload(accelerators=4, batch_size=32, lengths=lengths, utilisation=U, tau=max(tau, 1e-9))
     expected = paper.pipeline(workload, slots=64, generating=3)
     assert predicted.trained_tokens_per_s_later == pytest.approx(expected.rate, rel=0.03)
     if expected.generation_rate < expected.training_rate:
@@ -231,7 +231,7 @@ def test_lag_of_a_pipeline():
     """g_max = ceil(H I L / (Lbar B)), and a batch more while the last one is being made."""
     lengths = LengthDistribution.uniform(100)
     predicted = steady(PipelineSchedule(64), engines=4, slots=64, batch_size=64, tau=0.001, lengths=lengths)
-    workload = paper.Workload(accelerators=5, batch_size=64, lengths=lengths, utilisation=U, tau=0.001)
+    workload = paper.PaperWorkload(accelerators=5, batch_size=64, lengths=lengths, utilisation=U, tau=0.001)
     assert 0 <= predicted.lag_max - paper.pipeline(workload, slots=64, generating=4).max_lag <= 1
     # Early tokens are older than late ones, steadily.
     lags = [bin_.lag_mean for bin_ in predicted.lag_by_position]
@@ -252,7 +252,7 @@ def test_conventional_takes_generation_and_training_in_turn(G):
         lengths=lengths,
         steps=40,
     )
-    workload = paper.Workload(accelerators=engines, batch_size=256, lengths=lengths, utilisation=U, tau=tau)
+    workload = paper.PaperWorkload(accelerators=engines, batch_size=256, lengths=lengths, utilisation=U, tau=tau)
     expected = paper.conventional(workload, G)
     assert predicted.trained_tokens_per_s_later == pytest.approx(expected.rate, rel=0.03)
     assert predicted.lag_max == expected.max_lag

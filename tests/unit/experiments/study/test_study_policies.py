@@ -11,9 +11,9 @@ from transformers import DynamicCache
 
 from pipelinerl.experiments import recompute
 from pipelinerl.experiments.recompute import KV
-from pipelinerl.experiments.study.inputs import Prompt
+from pipelinerl.experiments.study.inputs import StudyPrompt
 from pipelinerl.experiments.study.policies import (
-    Answer,
+    CompletedPrompt,
     Divergences,
     MixedSampler,
     Stretch,
@@ -41,14 +41,14 @@ def family() -> dict[int, Any]:
     return models
 
 
-def prompts(lengths: Sequence[int] = (3, 3, 9, 1, 30)) -> list[Prompt]:
+def prompts(lengths: Sequence[int] = (3, 3, 9, 1, 30)) -> list[StudyPrompt]:
     generator = torch.Generator().manual_seed(3)
     sampling = [
         SamplingParams(max_tokens=LENGTH, temperature=TEMPERATURE, stop_token_ids=(5, 6, 7), seed=i)
         for i in range(len(lengths))
     ]
     return [
-        Prompt(
+        StudyPrompt(
             i,
             GenerationRequest(
                 id=f"r{i}",
@@ -72,10 +72,10 @@ class Bench:
         others = (make_model("llama", seed=9), make_model("llama", seed=9))
         self.divergences = Divergences(*others, slots=SLOTS, max_length=64, temperature=TEMPERATURE)
 
-    def sample(self, stretches: Sequence[Stretch], *, kv: KV = "keep") -> list[Answer]:
+    def sample(self, stretches: Sequence[Stretch], *, kv: KV = "keep") -> list[CompletedPrompt]:
         return self.samplers[kv].sample(prompts(), stretches)
 
-    def compare(self, samples: Sequence[Answer], *, kv: KV = "keep") -> tuple[TokenDivergences, float]:
+    def compare(self, samples: Sequence[CompletedPrompt], *, kv: KV = "keep") -> tuple[TokenDivergences, float]:
         return self.divergences.run(samples, TARGET, self.tensors, kv=kv)
 
 
@@ -85,7 +85,7 @@ def bench() -> Bench:
 
 
 @torch.no_grad()
-def slow_distributions(models: Mapping[int, Any], sampled: Answer, versions: Sequence[int], kv: KV) -> torch.Tensor:
+def slow_distributions(models: Mapping[int, Any], sampled: CompletedPrompt, versions: Sequence[int], kv: KV) -> torch.Tensor:
     """Log-probabilities [tokens, V], token by token: a cache that is kept, or no cache at all."""
     prompt, completion = sampled.prompt.request.prompt_ids, sampled.completion.token_ids
     rows = []

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from pipelinerl.experiments.watch import shown
-from pipelinerl.experiments.watch.shown import Curves, Seen
+from pipelinerl.experiments.watch.shown import FollowedCurves, Seen
 
 
-def follow_page(curves: Curves, page: dict[str, list[Any]], at: Seen) -> Seen:
+def follow_page(curves: FollowedCurves, page: dict[str, list[Any]], at: Seen) -> Seen:
     """What a page does with a part of the curves."""
     part, at = curves.since(at)
     if part is not None:
@@ -22,7 +22,7 @@ def follow_page(curves: Curves, page: dict[str, list[Any]], at: Seen) -> Seen:
 
 def test_a_page_that_follows_has_what_a_new_page_gets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shown, "MOST_POINTS", 8)
-    curves, page, at = Curves(), dict[str, list[Any]](), Seen()
+    curves, page, at = FollowedCurves(), dict[str, list[Any]](), Seen()
     for n in range(100):
         curves.append({"n": n, **({"late": 2.0} if n >= 50 else {}), "bad": math.nan})
         if n in (17, 60):

@@ -18,7 +18,7 @@ from pipelinerl.errors import RunDirectoryError
 from pipelinerl.experiments.watch.page import page, report_page
 from pipelinerl.metrics.evaluations import EvaluatedProblem
 from pipelinerl.metrics.summary import summarize
-from pipelinerl.report.sections import Chart, Section, table
+from pipelinerl.report.sections import Chart, PageSection, table
 from pipelinerl.report.series import labels_of
 from tests.unit.experiments.watch.watch_parts import append, make_run, step
 
@@ -32,7 +32,7 @@ def data_of(html: str) -> dict[str, Any]:
 
 
 def test_the_page_loads_nothing_and_allows_no_other_script() -> None:
-    html = page("<script>alert(1)</script>", [Section(title="</script><script>alert(2)</script>")])
+    html = page("<script>alert(1)</script>", [PageSection(title="</script><script>alert(2)</script>")])
     scripts = re.findall(r"<script>(.*?)</script>", html, re.DOTALL)
     assert len(scripts) == 2
     digests = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in scripts]
@@ -48,7 +48,7 @@ def test_sections_have_tables_and_charts_and_runs_share_colours() -> None:
     chart = Chart(title="KL", x_label="lag", x=[0, 1], lines={"a": [0.5, None]}, log=True)
     sections = [
         table("Schedules", [{"schedule": "x", "rate": "1"}], "note", strong=["x"]),
-        Section(title="y", charts=[chart]),
+        PageSection(title="y", charts=[chart]),
     ]
     data = data_of(page("t", sections, {"x 0": {}, "x 1": {}, "y 0": {}}, {"x 0": "x", "x 1": "x", "y 0": "y"}))
     assert (data["sections"][0]["header"], data["sections"][0]["rows"]) == (["schedule", "rate"], [["x", "1"]])
