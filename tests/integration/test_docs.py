@@ -280,16 +280,16 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", NAMES)
 def test_commands_run(name: str, place: Path) -> None:
-    """`train` only with `--dry-run`."""
-    cwd = place
-    runnable = [block for block in code_of(name, "bash") if block.not_run is None]
-    for words in (words for block in runnable for line in commands(block.code) for words in simple_commands(line)):
-        if words[0] == "cd" and (cwd / words[1]).is_dir():
-            cwd = cwd / words[1]
-        elif words[0] == "pipelinerl" and words[1:2] and words[1] not in NOT_RUN:
-            dry = ["--dry-run"] if words[1] == "train" and "--dry-run" not in words else []
-            ended = command(*words[1:], *dry, cwd=cwd)
-            assert ended.status == 0, f"{words}: {ended.error}"
+    """`train` only with `--dry-run`. Each block begins in the folder with the names."""
+    for block in (block for block in code_of(name, "bash") if block.not_run is None):
+        cwd = place
+        for words in (words for line in commands(block.code) for words in simple_commands(line)):
+            if words[0] == "cd" and (cwd / words[1]).is_dir():
+                cwd = cwd / words[1]
+            elif words[0] == "pipelinerl" and words[1:2] and words[1] not in NOT_RUN:
+                dry = ["--dry-run"] if words[1] == "train" and "--dry-run" not in words else []
+                ended = command(*words[1:], *dry, cwd=cwd)
+                assert ended.status == 0, f"{words}: {ended.error}"
 
 
 @pytest.mark.slow
