@@ -95,10 +95,6 @@ WRONG = {
     "unknown kind": (lambda _: {"environment__kind": "nofunc"}, "environment.kind 'nofunc' is unknown"),
     "missing class": (lambda _: {"environment__kind": "rewards.py:Nope"}, "rewards.py has no class 'Nope'"),
     "missing file": (lambda _: function(reward="nofile.py:f"), "/nofile.py (a path is relative to the working directory, /"),
-    "missing function": (lambda _: function(reward="rewards.py:f"), "has no function 'f'; it has right"),
-    "missing prompt": (lambda _: function(prompt="rewards.py:ask"), "rewards.py has no function 'ask'"),
-    "missing data": (lambda _: function(data="nofile.jsonl"), "can't read nofile.jsonl"),
-    "missing second file": (lambda _: function(data="[data.jsonl, two.jsonl]"), "can't read two.jsonl"),
     "missing agent": (
         lambda _: {"environment__kind": "agent", "environment__args": "{run: agent.py:solve, data: data.jsonl}"},
         "agent.py",
@@ -107,28 +103,21 @@ WRONG = {
         lambda _: {"environment__kind": "mixture", "environment__args": "{environments: {a: {kind: gdc}}}"},
         "environment.args.environments.a: environment.kind 'gdc' is unknown",
     ),
-    "missing callback file": (lambda _: {"metrics__callback": "none.py:note"}, "metrics.callback: there is no file "),
     "missing callback": (
         lambda _: {"metrics__callback": "rewards.py:note"},
         "rewards.py has no function 'note'; it has right",
-    ),
-    "callback without a name": (
-        lambda _: {"metrics__callback": "note"},
-        "metrics.callback: 'note' does not name a function; write path/to/file.py:function",
     ),
     "arguments of a class": (
         lambda folder: klass(folder, "def __init__(self, tokenizer, seed, size): ..."),
         "missing a required argument: 'size'; after `tokenizer` and `seed` it takes size (required)",
     ),
     "misspelt argument": (lambda _: function(timeout=3), "environment.args.timeout: unknown; did you mean `timeout_s`?"),
-    "misspelt task": (
-        lambda _: {"environment__kind": "reasoning_gym", "environment__args": "{task: chainsum}"},
-        "'chainsum' is not in reasoning-gym. Did you mean chain_sum",
-    ),
     "function raises": (lambda _: function(reward="rewards.py:raises"), "reward: rewards.py, line 8: ValueError: boom"),
-    "function returns text": (lambda _: function(reward="rewards.py:text"), "reward returned a str, not a number"),
+    "group reward raises": (
+        lambda _: function(group_reward="rewards.py:raises"),
+        "a group of two empty answers: raised: RuntimeError: group_reward: rewards.py, line 8: ValueError: boom",
+    ),
     "function raises over a text": (lambda _: function(reward="rewards.py:late"), "reward: rewards.py, line 14: ValueError"),
-    "function returns NaN for a text": (lambda _: function(reward="rewards.py:nan"), "reward returned nan, not a finite"),
     "constructor raises": (
         lambda folder: klass(folder, "def __init__(self, tokenizer, seed):\n    raise OSError('no such table')"),
         "can't be built: task.py, line 9: OSError: no such table",
@@ -136,10 +125,6 @@ WRONG = {
     "reward raises": (
         lambda folder: klass(folder, "def reward(self, problem, text):\n    return problem.answer"),
         "an empty answer to its first problem: raised: RuntimeError: reward: task.py, line 9: AttributeError: 'Problem'",
-    ),
-    "reward returns text": (
-        lambda folder: klass(folder, "def reward(self, problem, text):\n    return '1'"),
-        "bad_rollout: reward returned a str, not a number",
     ),
     "reward loops": (
         lambda folder: klass(folder, "reward_timeout_s = 0.3\ndef reward(self, problem, text):\n    while True: pass"),

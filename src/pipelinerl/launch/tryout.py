@@ -120,10 +120,9 @@ class Tryout:
     async def score(self, environment: ScoresGroups, played: Rollout) -> None:
         """Raises EnvironmentSetupError if the rollouts of the first group can't be scored together."""
         made = problem_for(self._environment, 0, self._limits)
-        if not isinstance(made, Failure) and isinstance(
-            failed := await score(environment, made[0], [played], self._limits), Failure
-        ):
-            raise refused(self._name, "a group of one empty answer", failed)
+        scored = made if isinstance(made, Failure) else await score(environment, made[0], [played] * 2, self._limits)
+        if isinstance(scored, Failure):
+            raise refused(self._name, "a group of two empty answers", scored)
 
     async def doubts(self) -> list[str]:
         """What is doubtful about the rewards of texts. Raises EnvironmentSetupError if one fails."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +11,8 @@ from pipelinerl.config.load import load_config
 from pipelinerl.config.schema import ModelConfig
 from pipelinerl.environments import make_environment
 from pipelinerl.environments.prompts import encode_prompt, text_decoder
-from pipelinerl.environments.tasks.gcd import Gcd, GcdProblem, subtract_once
+from pipelinerl.environments.tasks.gcd import GcdProblem, subtract_once
 from pipelinerl.environments.tasks.guess_number import GuessNumber
-from pipelinerl.environments.user.code import find_function
 from pipelinerl.errors import EnvironmentSetupError
 from pipelinerl.models.loading import load_tokenizer
 from pipelinerl.types import Problem
@@ -161,14 +159,6 @@ def test_a_file_that_is_not_there_is_named_by_its_whole_path(tmp_path, monkeypat
         make_environment("math", {"path": "data/none.jsonl", "judge": "numbers"}, TOKENIZER, 0)
     said = f"({tmp_path}/data/none.jsonl: a path is relative to the working directory)"
     assert str(caught.value) == f"can't read data/none.jsonl: No such file or directory {said}"
-
-
-def test_a_class_and_a_function_of_one_file_share_its_module(own):
-    own.write_text(OWN + "\nseen = []\ndef reward(completion, example):\n    seen.append(completion)\n    return 0.0\n")
-    kind = f"{own}:Shout"
-    environment = make_environment(kind, {}, TOKENIZER, 0)
-    find_function(f"{own}:reward")("text", {})
-    assert sys.modules[type(environment).__module__].seen == ["text"]
 
 
 def test_text_is_decoded_as_the_tokenizer_says():
@@ -344,41 +334,6 @@ def test_a_file_that_can_not_be_imported(tmp_path, code, complaint):
     for _ in range(2):
         with pytest.raises(EnvironmentSetupError, match=complaint):
             make_environment(f"{path}:X", {}, TOKENIZER, 0)
-
-
-def test_the_example_of_ones_own_task_works():
-    environment = make_environment(f"{EXAMPLES / 'bring_your_own.py'}:LargerNumber", {}, TOKENIZER, 0)
-    problem = environment.problem(0)
-    larger, smaller = sorted(problem.payload.values(), reverse=True)
-    assert play(environment, problem, f">{larger}")[0].reward == 1.0
-    assert play(environment, problem, f">{smaller}")[0].reward == 0.0
-    pairs = [
-        {tuple(p.payload.values()) for p in problems}
-        for problems in (map(environment.problem, range(500)), environment.held_out(100))
-    ]
-    assert pairs[0].isdisjoint(pairs[1])
-    assert len(environment.held_out(100)) == 100
-
-
-def test_the_example_with_a_slow_judge_delays_the_verdict_and_changes_nothing_else():
-    path = f"{EXAMPLES / 'slow_judge.py'}:SlowJudge"
-    slow, again, other = (make_environment(path, {"median_s": 1.0}, TOKENIZER, seed) for seed in (0, 0, 1))
-    attempts = [(slow.problem(index), f"g{index}.a{attempt}.t0") for index in range(100) for attempt in range(20)]
-    delays_s = sorted(slow.delay_s(*attempt) for attempt in attempts)
-    assert delays_s == sorted(again.delay_s(*attempt) for attempt in attempts)
-    assert delays_s != sorted(other.delay_s(*attempt) for attempt in attempts)
-    assert delays_s[1000] == pytest.approx(1.0, rel=0.1)  # the median
-    assert delays_s[1980] == pytest.approx(10.2, rel=0.25)  # exp(2.33), the 99th percentile
-
-    quick = make_environment(path, {"median_s": 0.0}, TOKENIZER, 0)
-    assert all(quick.delay_s(*attempt) == 0 for attempt in attempts)
-    problem = quick.problem(0)
-    assert problem == Gcd(TOKENIZER, 0).problem(0)
-    assert play(quick, problem, f">{problem.payload['answer']:02d}")[0].reward == 1.0
-    barely_slow = make_environment(path, {"median_s": 0.001, "sigma": 0.0}, TOKENIZER, 0)
-    assert play(barely_slow, problem, ">00")[0].reward == 0.0
-    with pytest.raises(EnvironmentSetupError, match="median_s and sigma must not be negative"):
-        make_environment(path, {"sigma": -1.0}, TOKENIZER, 0)
 
 
 def test_the_example_of_a_countdown_wants_the_whole_line_and_bounds_its_length():

@@ -148,22 +148,6 @@ def test_prompts(task, args, prompt):
     assert asked == prompt
 
 
-def test_every_example_is_trained_on_once_an_epoch_or_held_out(task):
-    environment = task(held_out=0.25, seed=3)
-    held_out = {problem.id for problem in environment.held_out(100)}
-    training = [environment.problem(index).id for index in range(45)]
-    assert len(held_out) == 5
-    assert sorted([*training[:15], *held_out], key=lambda name: int(name.split("/")[1])) == [
-        f"data/{n}" for n in range(1, 21)
-    ]
-    assert set(training[:15]) == set(training[15:30]) == set(training[30:])
-    assert len({tuple(training[start : start + 15]) for start in (0, 15, 30)}) == 3
-    assert [problem.id for problem in task(held_out=0.25, seed=4).held_out(100)] == [
-        problem.id for problem in environment.held_out(100)
-    ]
-    assert task(held_out=0).held_out(100) == []
-
-
 def test_what_is_held_out_does_not_depend_on_the_order_and_repeats_stay_together(task):
     rows = [{"question": f"q{n // 3}", "answer": str(n)} for n in range(30)]
 
