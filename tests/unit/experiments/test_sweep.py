@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
-from statistics import fmean
 
 import pytest
 
 from pipelinerl.cli import main
 from pipelinerl.errors import ConfigError
-from pipelinerl.experiments.statistics import mean_interval_of_runs, student_quantile
+from pipelinerl.experiments.statistics import student_quantile
 from pipelinerl.experiments.sweep import (
     Grid,
     SweepResults,
@@ -169,11 +167,3 @@ def test_students_quantiles_are_those_of_the_tables() -> None:
     for freedom, expected in ((1, 12.706), (2, 4.303), (3, 3.182), (4, 2.776), (9, 2.262), (10, 2.228), (30, 2.042)):
         assert student_quantile(0.95, freedom) == pytest.approx(expected, abs=5e-4)
     assert student_quantile(0.99, 5) == pytest.approx(4.032, abs=5e-4)
-
-
-def test_an_interval_over_three_runs_contains_the_mean_as_often_as_it_says() -> None:
-    draw = random.Random(0)
-    tries = [[draw.gauss(0, 1) for _ in range(3)] for _ in range(4000)]
-    intervals = [mean_interval_of_runs(values) for values in tries]
-    assert fmean(one.low <= 0 <= one.high for one in intervals) == pytest.approx(0.95, abs=0.01)
-    assert fmean(min(values) <= 0 <= max(values) for values in tries) == pytest.approx(0.75, abs=0.02)

@@ -50,12 +50,6 @@ def test_a_number_that_is_not_finite_reads_back_as_none(tmp_path: Path) -> None:
     assert record.grad_norm is None
 
 
-def test_no_file_and_an_empty_file_hold_no_records(tmp_path: Path) -> None:
-    assert read_records(tmp_path / "none.jsonl", StepRecord) == []
-    (tmp_path / "empty.jsonl").touch()
-    assert read_records(tmp_path / "empty.jsonl", StepRecord) == []
-
-
 def test_a_torn_last_line_is_left_out_and_a_resumed_run_writes_on(tmp_path: Path) -> None:
     write(tmp_path, step(1))
     with (tmp_path / METRICS_FILE).open("ab") as file:
@@ -145,12 +139,6 @@ def test_evaluation_statistics_by_hand() -> None:
     assert record.completion_length_mean == 40
     assert record.completion_length_p50 == 25
     assert record.completion_length_p99 == pytest.approx(30 + 0.97 * 70)
-
-
-def test_an_evaluation_of_nothing_or_one_problem_has_no_standard_error() -> None:
-    nothing = EvaluationRecord.of([], [], when="before", version=0, time_s=0.0)
-    assert (nothing.problems, nothing.reward_mean, nothing.completion_length_p99) == (0, None, None)
-    assert EvaluationRecord.of([1.0], [3], when="before", version=0, time_s=0.0).reward_standard_error is None
 
 
 def test_rate_starts_with_the_first_movement() -> None:

@@ -209,14 +209,6 @@ def test_rewards_are_of_all_rollouts_read_and_a_collapse_is_in_the_table() -> No
     assert "COLLAPSED │ every rollout has had the lowest reward, 0, since step 6" in table_of(summary)
 
 
-def test_the_table_tells_the_size_of_weight_updates() -> None:
-    summary = whole_run()
-    assert "weight updates │ 8, pause p50 2.5 ms" in (table := table_of(summary))
-    assert "0.7 KiB each, 33% as deltas" in table
-    older = {key: value for key, value in summary.items() if not key.startswith(("update_bytes", "update_delta"))}
-    assert "KiB each" not in as_text(final_table(older))
-
-
 def test_evaluations_while_training_and_of_each_environment_are_in_the_summary_and_the_table() -> None:
     def evaluated(when: Any, version: int, words: float, **fields: Any) -> EvaluationRecord:
         metrics = {"words/reward": words, "numbers/reward": 0.5, "words/boxed": 1.0}
@@ -260,13 +252,6 @@ def test_an_empty_run_has_nulls() -> None:
     assert summary["rollouts_started"] is None
     assert "conservation_error" not in summary
     assert "model can't be loaded" in as_text(final_table(summary))
-
-
-def test_rates_of_a_resumed_run_are_of_this_session() -> None:
-    summary = whole_run(resumed_from=6)
-    assert summary["resumed_from"] == 6
-    assert summary["samples_trained"] == 64
-    assert summary["samples_per_s"] == pytest.approx(2 * 8 / 50)
 
 
 def test_a_lost_rollout_is_an_error_with_the_numbers() -> None:

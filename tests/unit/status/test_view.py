@@ -6,7 +6,6 @@ import os
 import re
 import sys
 from io import StringIO
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,7 +14,7 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from pipelinerl.status.live import LiveView, render, sparkline
-from pipelinerl.status.screen import Trends, View, duration, headline, short, wait_line
+from pipelinerl.status.screen import Trends, duration, headline, short, wait_line
 from pipelinerl.status.view import PlainView, make_view, output_that_never_fails
 from pipelinerl.types import ActorProgress, EngineProgress, StageStatus, TrainerProgress
 
@@ -159,19 +158,6 @@ def test_plain_lines_come_every_few_steps_or_ten_seconds() -> None:
     assert lines[1].strip() == "actor waiting for 12s: the trainer (version 37): [64] rollouts are outstanding"
 
 
-def test_silent_and_dumb_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = StringIO()
-    view = make_view("none", stream, target=1)
-    assert type(view) is View
-    view.update(statuses(0), 0.0)
-    view.say("last words")
-    view.close()
-    assert stream.getvalue() == "last words\n"
-    monkeypatch.setenv("TERM", "dumb")
-    assert isinstance(make_view("auto", Terminal(), target=1), PlainView)
-    assert isinstance(make_view("live", StringIO(), target=1), LiveView)
-
-
 @pytest.mark.parametrize(
     ("seconds", "shown"),
     [(None, "-"), (0.4, "0s"), (59.4, "59s"), (59.6, "1:00"), (187, "3:07"), (7505, "2:05:05"), (-3, "0s")],
@@ -297,16 +283,3 @@ def test_output_that_nobody_reads_is_dropped(name: str, monkeypatch: pytest.Monk
         monkeypatch.undo()
         for descriptor in (pipe, full):  # what they still buffer can't be written either
             os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor.fileno())
-
-
-def test_what_can_be_written_comes_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with open(tmp_path / "out", "w", encoding="utf-8") as stream:
-        monkeypatch.setattr(sys, "stdout", stream)
-        print("before")
-        with output_that_never_fails():
-            print("within ✓")
-        print("after")
-    assert (tmp_path / "out").read_text(encoding="utf-8").split() == ["before", "within", "✓", "after"]
-    monkeypatch.setattr(sys, "stdout", other := StringIO())
-    with output_that_never_fails():
-        assert sys.stdout is other

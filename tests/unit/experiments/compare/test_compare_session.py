@@ -164,12 +164,6 @@ def test_held_out_rewards_decide_and_lag_does_not(tmp_path: Path) -> None:
     assert unasked["target_reward"] == 0.67  # nine tenths of the way from 0.1 to 0.74
 
 
-def test_a_target_that_the_first_weights_have_is_said(tmp_path: Path) -> None:
-    contents = run(tmp_path / "out", request(held_out=8), target=0.1)
-    assert contents["ratio_time_to_reward"]["median"] is None
-    assert "The initial weights already have a held-out reward of 0.1" in (tmp_path / "out" / "report.html").read_text()
-
-
 def test_an_evaluation_that_was_stopped_is_made_without_its_run(tmp_path: Path) -> None:
     class Stopped(Evaluations):
         def __call__(self, run_dir: Path, asked: ComparisonRequest) -> list[Answered]:
@@ -262,16 +256,6 @@ def test_changed_arguments_are_named(tmp_path: Path, changed: dict[str, Any], di
     assert "\n" not in str(error.value)
     with pytest.raises(RunDirectoryError, match=re.escape("config.trainer.learning_rate was 0.0003, now 0.1")):
         run(tmp_path / "out", request("--trainer.learning_rate", "0.1"))
-
-
-def test_a_folder_that_is_something_else(tmp_path: Path) -> None:
-    (tmp_path / "thesis.txt").touch()
-    with pytest.raises(RunDirectoryError, match="is not empty and holds no comparison"):
-        run(tmp_path)
-    assert (tmp_path / "thesis.txt").exists()
-    (tmp_path / "file").touch()
-    with pytest.raises(RunDirectoryError, match="choose"):
-        run(tmp_path / "file")
 
 
 def test_a_damaged_folder(tmp_path: Path) -> None:

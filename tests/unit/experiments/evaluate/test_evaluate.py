@@ -126,13 +126,6 @@ def test_answers_depend_on_the_seed_and_not_on_the_slots() -> None:
     assert answers() != answers(seed=1)
 
 
-def test_a_stop_leaves_what_was_done_and_cancels_the_rest() -> None:
-    engine = ScriptedEngine(script, slots=2)
-    records = play(engine, stop_after=5, slots=2)
-    assert 5 <= len(records) < 12
-    assert len(engine.requests) == len(records) + len(engine.cancelled)
-
-
 # ------------------------------------------------------------------------------------------------ numbers
 
 
@@ -246,13 +239,6 @@ def test_what_a_run_directory_stands_for(tmp_path: Path) -> None:
     assert config is not None
     assert config.seed == 3
     assert run_config_of("demo") is run_config_of("owner/name") is None
-
-
-def test_names_and_folders_are_distinct(tmp_path: Path) -> None:
-    paths = [run_dir_with(tmp_path / name / "r", 1) for name in "ab"]
-    targets = find_targets(["demo", "owner/name", "demo", *map(str, paths)])
-    assert [target.name for target in targets] == ["demo", "owner/name", "demo#2", "r@1", "r@1#2"]
-    assert [target.folder for target in targets] == ["demo", "owner-name", "demo#2", "r@1", "r@1#2"]
 
 
 @pytest.mark.parametrize(

@@ -67,15 +67,6 @@ def test_a_table_is_straight_between_its_points_and_flat_beyond() -> None:
     assert float(table(0)) == 0.0
 
 
-@pytest.mark.parametrize(
-    ("active", "times"),
-    [((), ()), ((1, 2), (1.0,)), ((2, 1), (1.0, 2.0)), ((1, 1), (1.0, 2.0)), ((1, 2), (1.0, 0.0)), ((0,), (1.0,))],
-)
-def test_what_is_no_table(active: tuple[float, ...], times: tuple[float, ...]) -> None:
-    with pytest.raises(ValueError, match=r"batch sizes|above 0"):
-        Utilisation(active, times)
-
-
 # ------------------------------------------------------------------------------------------------ formulas
 
 
