@@ -149,14 +149,6 @@ def test_a_dry_run_says_what_memory_it_takes_and_starts_nothing(
     assert not (tmp_path / "r").exists()
 
 
-@pytest.mark.parametrize("setting", ["trainer__device", "engine__device"])
-def test_a_dry_run_says_that_a_device_is_not_there(setting: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "--dry-run", *flags(tmp_path / "r", **{setting: "cuda:99"})]) == 2
-    ended = capsys.readouterr()
-    assert ended.out == ""
-    assert f"{setting.replace('__', '.')}: device 'cuda:99' can't be used" in ended.err
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "rate"), [("embedded", 1e38), pytest.param("processes", 1e9, marks=pytest.mark.exhaustive)]

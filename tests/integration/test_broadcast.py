@@ -66,7 +66,7 @@ def test_a_run_with_deltas_equals_one_that_sends_all_weights_and_resumes(tmp_pat
     assert last.encoding == "delta"
 
 
-@pytest.mark.exhaustive  # test_collective.py kills a receiver, and the test above has servers
+@pytest.mark.exhaustive  # test_restart.py kills receivers, and the test above has servers
 def test_servers_that_run_already_join_and_one_that_is_killed_is_named(servers: list[Server], tmp_path: Path) -> None:
     run_dir = tmp_path / "r"
     urls = f"[{', '.join(server.url for server in servers)}]"

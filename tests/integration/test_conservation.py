@@ -11,7 +11,6 @@ from tests.integration.runs import (
     groups,
     resume,
     run,
-    run_processes,
     steps,
     trained,
     write_environment,
@@ -122,14 +121,6 @@ def test_a_stream_that_drops_its_oldest_groups(stream: str, tmp_path: Path, monk
     counts = assert_whole(tmp_path / "r")
     assert counts["rollouts_dropped"]["stream_full"] > 0
     assert counts["rollouts_dropped"]["stream_full"] % 4 == 0, "whole groups"
-
-
-@pytest.mark.exhaustive
-def test_a_stream_that_drops_its_oldest_groups_between_processes(tmp_path: Path) -> None:
-    """The trainer is slow for real: it computes everything, in the smallest of micro-batches, of a long-winded model."""
-    settings = {"preprocess__zero_advantage": "keep", "trainer__micro_batch_tokens": 1, "trainer__steps": 4}
-    counts = run_processes(tmp_path / "r", **settings, **DROP_OLDEST)
-    assert counts["rollouts_dropped"]["stream_full"] > 0
 
 
 @pytest.mark.parametrize("max_lag", [0, 1])

@@ -148,12 +148,3 @@ def test_ctrl_c_while_loading_or_evaluating(moments: list[str], tmp_path: Path) 
         process.send_signal(signal.SIGINT)
         assert end_of(process).status == 130
         assert not any(alive(pid) for pid in pids.values())
-
-
-@pytest.mark.exhaustive
-def test_rollouts_that_wait_for_ever_are_named(tmp_path: Path) -> None:
-    kind = write_environment(tmp_path, "async def rollout(self, problem, client):\n    await asyncio.Event().wait()")
-    ended = end_of(start_processes(tmp_path / "r", environment__kind=kind, launch__watchdog_s=3))
-    assert ended.status == 3
-    assert "the environment: " in ended.error
-    assert "rollouts run environment code" in ended.error

@@ -284,11 +284,6 @@ def test_a_judge_of_maths_that_accepts_any_answer_is_doubted(
     assert [doubt.partition(",")[0] for doubt in found] == ["wrong answers"] * credulous
 
 
-def test_a_wrong_reward_ends_a_run_before_its_start(folder: Path) -> None:
-    with pytest.raises(EnvironmentSetupError, match=r"reward: rewards\.py, line 8: ValueError: boom"):
-        check_before_the_start(small_run(folder / "r", **function(reward="rewards.py:raises")))
-
-
 @pytest.mark.parametrize(
     ("kind", "args", "message"),
     [

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.integration.runs import Ended, assert_gone_on, command, flags, start_processes, steps, until, version_of, wait
+from tests.integration.runs import Ended, assert_gone_on, command, flags, start_processes, steps, wait
 
 pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 
@@ -68,43 +67,8 @@ def test_a_disk_that_fills_up(disk: Disk) -> None:
     assert_goes_on(run_dir)
 
 
-class ImageDisk:
-    """A file system of this kind in a file. `mount` it again after `unmount`."""
-
-    def __init__(self, folder: Path, kind: str, megabytes: int, *options: str) -> None:
-        self.path, self._image = folder / "disk", folder / "image"
-        self._options = ",".join(["loop", *options])
-        with self._image.open("wb") as image:
-            image.truncate(megabytes << 20)
-        tool(f"mkfs.{kind}", "-q", str(self._image))
-        self.path.mkdir()
-        self.mount()
-
-    def mount(self) -> None:
-        tool("mount", "-o", self._options, str(self._image), str(self.path))
-
-    def unmount(self) -> None:
-        tool("umount", str(self.path))
-
-    @property
-    def device(self) -> str:
-        return Path(tool("findmnt", "-no", "SOURCE", str(self.path)).strip()).name
-
-
 def tool(*command: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
-
-
-@pytest.fixture
-def image(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[ImageDisk]:
-    if shutil.which(f"mkfs.{request.param[0]}") is None:
-        pytest.skip(f"mkfs.{request.param[0]} is not installed")
-    try:
-        disk = ImageDisk(tmp_path, *request.param)
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"no file system can be mounted here: {error}")
-    yield disk
-    disk.unmount()
 
 
 @pytest.mark.parametrize("disk", [64], indirect=True)
@@ -121,35 +85,3 @@ def test_a_read_only_disk_is_refused_at_the_start(disk: Disk) -> None:
     assert {path: path.stat().st_mtime_ns for path in disk.path.rglob("*")} == before
     disk.change("rw")
     assert_goes_on(disk.path / "r")
-
-
-@pytest.mark.parametrize("image", [("ext4", 128, "errors=remount-ro")], indirect=True, ids=["ext4"])
-@pytest.mark.parametrize("version", [0, 3, 8])
-def test_a_disk_that_becomes_read_only(image: ImageDisk, version: int) -> None:
-    """As ext4 does at an error of the device: while processes load, or later."""
-    run_dir = image.path / "r"
-    process = start_processes(run_dir, trainer__steps=100_000, trainer__checkpoint_every=2)
-    until(lambda: (run_dir / "control" / "plan.json").exists() and version_of(run_dir) >= version, process)
-    Path(f"/sys/fs/ext4/{image.device}/trigger_fs_error").write_text("1")
-    ended = wait(process)
-    assert_one_line(ended)
-    assert "read-only" in ended.error.lower() or "readonly" in ended.error.lower()
-    image.unmount()
-    image.mount()
-    assert_goes_on(run_dir)
-
-
-@pytest.mark.parametrize("image", [("btrfs", 256)], indirect=True, ids=["btrfs"])
-@pytest.mark.parametrize("megabytes", [4, 12])
-def test_a_quota_that_is_reached(image: ImageDisk, megabytes: int) -> None:
-    def quota(*arguments: str) -> None:
-        tool("btrfs", *arguments, str(image.path))
-
-    quota("quota", "enable")
-    quota("qgroup", "limit", f"{megabytes}M")
-    run_dir = image.path / "r"
-    ended = wait(start_processes(run_dir, trainer__steps=100_000, trainer__checkpoint_every=2))
-    assert_one_line(ended)
-    assert "quota" in ended.error, "Disk quota exceeded"
-    quota("qgroup", "limit", "none")
-    assert_goes_on(run_dir)

@@ -16,24 +16,14 @@ from tests.integration.runs import (
     assert_whole,
     command,
     endless,
-    groups,
     in_training,
-    run_processes,
     start,
     steps,
-    trained,
     version_of,
     wait,
 )
 
 pytestmark = pytest.mark.slow
-
-
-def run_two(run_dir: Path, **settings: Any) -> dict[str, Any]:
-    counts = run_processes(run_dir, engine__processes=2, **settings)
-    indices = [group.index for group in groups(run_dir)]
-    assert len(indices) == len(set(indices))
-    return counts
 
 
 def assert_made_by_two(run_dir: Path, counts: dict[str, Any]) -> None:
@@ -50,28 +40,6 @@ def assert_made_by_two(run_dir: Path, counts: dict[str, Any]) -> None:
     assert min(generated) > 0
     assert sum(generated) <= counts["tokens_generated"]
     assert steps(run_dir)[-1].engine is not None
-
-
-@pytest.mark.exhaustive
-def test_conventional_starts_exactly_its_rounds(tmp_path: Path) -> None:
-    """Two rounds of 3 steps, by two engines of fewer slots than their share."""
-    settings = {"schedule__kind": "conventional", "schedule__steps_per_round": 3, "engine__slots": 8}
-    counts = run_two(tmp_path / "r", trainer__steps=6, **settings)
-    assert counts["rollouts_started"] == counts["rollouts_trained"] == 6 * 16
-    assert counts["weight_updates"] == 3
-    assert [{sample.lag_max for sample in record.samples} for record in trained(tmp_path / "r")] == [{0}, {1}, {2}] * 2
-
-
-@pytest.mark.exhaustive
-def test_async_changes_weights_between_rounds_only(tmp_path: Path) -> None:
-    run_two(tmp_path / "r", trainer__steps=8, schedule__kind="async", schedule__steps_per_round=2)
-    lags = [{sample.lag_max for sample in record.samples} for record in trained(tmp_path / "r")]
-    assert lags == [{0}, {1}, {2}, {3}, {2}, {3}, {2}, {3}]
-    for group in groups(tmp_path / "r"):
-        for rollout in group.rollouts:
-            assert {span.version for turn in rollout.turns for span in turn.completion.weight_versions} == {
-                group.started_version
-            }
 
 
 @pytest.mark.parametrize("interrupted", [False, pytest.param(True, marks=pytest.mark.exhaustive)])

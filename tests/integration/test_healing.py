@@ -162,43 +162,6 @@ def assert_asks_for_its_key(url: str) -> None:
 
 
 @exhaustive
-def test_the_same_twice_in_a_row_and_all_at_once(tmp_path: Path) -> None:
-    """One process dies twice, once while it starts; then all that can be replaced die together."""
-    run_dir = tmp_path / "r"
-    process = start_processes(
-        run_dir, engine__processes=2, launch__preprocessor="process", trainer__steps=150, schedule__max_lag=4
-    )
-    until(lambda: version_of(run_dir) >= 3, process)
-    pid = process_ids(run_dir)["generation-1"]
-    os.kill(pid, signal.SIGKILL)
-    starting = lambda: (found := status_of(run_dir, "actor-1")) is not None and found.pid not in (pid, process.pid)  # noqa: E731
-    until(starting, process)
-    kill(run_dir, process, "generation-1")
-    pids = process_ids(run_dir)
-    del pids["training"]
-    for one in pids.values():
-        os.kill(one, signal.SIGKILL)
-    for role, one in pids.items():
-        until(replaced(run_dir, role, one), process)
-    restarts = assert_healed(run_dir, process)["restarts"]
-    assert {role: record["count"] for role, record in restarts.items()} == {
-        "generation-0": 1,
-        "generation-1": 3,
-        "preprocessing": 1,
-    }
-
-
-@exhaustive
-def test_a_process_that_is_stopped_is_killed_and_replaced(tmp_path: Path) -> None:
-    """It can't go on when it is continued: its replacement has its groups."""
-    run_dir = tmp_path / "r"
-    process = start_processes(run_dir, engine__processes=2, trainer__steps=150, schedule__max_lag=4, launch__watchdog_s=20)
-    until(lambda: version_of(run_dir) >= 3, process)
-    kill(run_dir, process, "generation-1", signal.SIGSTOP)
-    assert assert_healed(run_dir, process)["restarts"]["generation-1"]["count"] == 1
-
-
-@exhaustive
 def test_a_run_is_stopped_while_a_process_is_away(tmp_path: Path) -> None:
     run_dir = tmp_path / "r"
     process = start_processes(run_dir, trainer__steps=100_000, schedule__max_lag=4)
@@ -212,26 +175,6 @@ def test_a_run_is_stopped_while_a_process_is_away(tmp_path: Path) -> None:
     goal = counts["version"] + 2
     assert wait(start("train", "--resume", str(run_dir), f"--trainer.steps={goal}")).status == 0
     assert_gone_on(run_dir, goal)
-
-
-@exhaustive
-def test_a_crash_loop_ends_the_run_with_every_exit_report(tmp_path: Path) -> None:
-    """The group that kills is started again first, so it kills again."""
-    run_dir = tmp_path / "r"
-    kind = dies_at(tmp_path, 12, always=True)
-    process = start_processes(run_dir, environment__kind=kind, launch__restarts=1)
-    ended = wait(process)
-    assert ended.status == 4
-    assert "the generation process died 2 times (launch.restarts: 1):" in ended.error
-    died = (tmp_path / "died").read_text().split()
-    assert len(died) == 2
-    for number, pid in enumerate(died, start=1):
-        assert f"{number}. the generation process (pid {pid}) was killed by SIGKILL" in ended.error
-    counts = summary(run_dir)
-    assert "conservation_error" not in counts
-    assert counts["rollouts_dropped"]["lost_in_crash"] > 0
-    assert counts["restarts"]["generation"]["count"] == 1
-    assert list((run_dir / "checkpoints").glob("step_*")) or counts["optimizer_steps"] == 0
 
 
 @exhaustive

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import signal
@@ -27,7 +26,6 @@ from tests.integration.runs import (
     assert_conserved,
     assert_provenance,
     assert_trained_once,
-    process_ids,
     resume,
     run,
     small_run,
@@ -183,27 +181,6 @@ def test_ctrl_c_while_the_ranks_load(tmp_path: Path) -> None:
     until(lambda: (status := status_of(run_dir, "trainer")) is not None and status.detail == "loads the model", process)
     process.send_signal(signal.SIGINT)
     assert wait(process).status == 130
-
-
-@pytest.mark.exhaustive
-def test_a_trainer_that_is_told_to_stop_by_somebody_else_is_named(tmp_path: Path) -> None:
-    run_dir = tmp_path / "r"
-    process = start_processes(run_dir, **TWO | {"trainer__steps": 100_000})
-    until(lambda: list((run_dir / "checkpoints").glob("step_*")), process)
-    pid = process_ids(run_dir)["training"]
-    os.kill(pid, signal.SIGTERM)
-    ended = wait(process)
-    assert ended.status == 4
-    assert f"the training process (pid {pid}) ended before the run did" in ended.error
-
-
-@pytest.mark.exhaustive  # a killed rank ends the others the same way, and test_bad_input.py has the message
-def test_values_that_are_not_finite_end_all_ranks_with_one_error(tmp_path: Path) -> None:
-    ended = wait(start_processes(tmp_path / "r", **TWO, trainer__learning_rate=1e38))
-    assert ended.status == 5
-    assert "not finite" in ended.error
-    assert "lower trainer.learning_rate" in ended.error
-    assert "rank" not in ended.error
 
 
 @pytest.mark.exhaustive

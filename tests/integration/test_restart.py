@@ -21,11 +21,9 @@ from tests.integration.runs import (
     command,
     process_ids,
     start_processes,
-    summary,
     until,
     version_of,
     wait,
-    write_environment,
 )
 from tests.integration.test_serve import serving
 
@@ -132,25 +130,6 @@ def test_external_servers_outlive_the_trainer(tmp_path: Path, whose: str, weight
 
 
 @exhaustive
-def test_killed_again_and_again_it_goes_on_as_long_as_it_writes_checkpoints(tmp_path: Path) -> None:
-    run_dir = tmp_path / "r"
-    process = going(run_dir, 2, launch__restarts=1)
-    for version in (6, 14, 22):
-        until(lambda version=version: version_of(run_dir) >= version, process)  # type: ignore[misc]
-        pid = kill(run_dir, "training")
-        until(lambda pid=pid: process_ids(run_dir).get("training", pid) != pid, process)  # type: ignore[misc]
-    assert_went_on(run_dir, process, 3)
-
-
-@exhaustive
-def test_a_stopped_trainer_is_noticed_and_the_run_goes_on(tmp_path: Path) -> None:
-    run_dir = tmp_path / "r"
-    process = going(run_dir, 6, launch__watchdog_s=8)
-    kill(run_dir, "training", signal.SIGSTOP)
-    assert_went_on(run_dir, process, 1)
-
-
-@exhaustive
 def test_a_run_that_is_interrupted_before_the_next_session_leaves_no_process(tmp_path: Path) -> None:
     run_dir = tmp_path / "r"
     process = going(run_dir, 6, launch__restarts=1, trainer__checkpoint_every=1000)
@@ -173,34 +152,6 @@ def test_without_a_checkpoint_it_starts_again_from_the_beginning(tmp_path: Path)
     assert counts["resumed_from"] is None
     assert counts["restarts"]["run"]["steps_lost"] >= 3
     assert (run_dir / "before-1" / "metrics.jsonl").exists()
-
-
-KILLS = """
-def problem(self, index):
-    if index >= 20:
-        os.kill(os.getpid(), 9)
-    return super().problem(index)
-"""
-
-
-@exhaustive
-def test_a_run_that_dies_at_the_same_place_ends_with_all_reports(tmp_path: Path) -> None:
-    """With a broadcast of weights, a generation process can't be replaced."""
-    kind = write_environment(tmp_path, KILLS, ["import os"])
-    settings = {"weights__kind": "collective", "environment__kind": kind, "trainer__checkpoint_every": 100}
-    ended = wait(start_processes(tmp_path / "r", launch__restarts=2, trainer__steps=GOAL, **settings))
-    assert ended.status == 4
-    assert "3 sessions lost a process without a new checkpoint (launch.restarts: 2):" in ended.error
-    assert ended.error.count("the generation process (pid") == 3
-    assert summary(tmp_path / "r")["restarts"]["run"]["count"] == 2
-
-
-@exhaustive
-def test_an_error_that_a_process_reports_is_not_tried_again(tmp_path: Path) -> None:
-    ended = wait(start_processes(tmp_path / "r", trainer__learning_rate=1e9, trainer__checkpoint_every=1))
-    assert ended.status == 5
-    assert not (tmp_path / "r" / "before-1").exists()
-    assert summary(tmp_path / "r")["restarts"] == {}
 
 
 @exhaustive

@@ -88,16 +88,6 @@ def test_records_are_durable_before_the_checkpoint_that_follows_them(
     assert (target.parent, True) in synced
 
 
-def test_what_was_saved_comes_back(tmp_path: Path) -> None:
-    path = save(tmp_path, 10)
-    assert path == tmp_path / "step_00000010"
-    state = load_checkpoint(path).state
-    assert state.version == 10
-    assert state.positions == {"offset": 7, "settled_ids": ["1/0"]}
-    assert state.counters == {"trained": 12, "dropped": {"stale": 2}}
-    assert state.session == "abc"
-
-
 def test_transformers_loads_the_folder(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     learner = make_learner(make_model())
     learner.step(SAMPLES, version=0)

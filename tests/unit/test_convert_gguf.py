@@ -136,30 +136,11 @@ def test_tokenizer_template_and_ends_survive(tiny: Tiny, tmp_path: Path, capfd: 
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-@pytest.mark.parametrize(("pre", "together"), [("smollm", True), ("gpt-2", False)])
-def test_text_is_split_by_the_rule_the_file_names(tmp_path: Path, pre: str, together: bool) -> None:
-    """Digits apart first, as for smollm, leaves newlines before a digit together; GPT-2's rule does not."""
-    tiny = write_tiny(tmp_path / "tiny.gguf", pre=pre)
-    tokenizer = AutoTokenizer.from_pretrained(convert_gguf(str(tiny.file), tmp_path / "model").path)
-    assert ("ĊĊ" in tokenizer.tokenize("a\n\n1")) is together
-
-
 def test_unknown_rule_of_splitting_is_refused(tmp_path: Path) -> None:
     tiny = write_tiny(tmp_path / "tiny.gguf", pre="cut-anyhow")
     with pytest.raises(ModelLoadError, match=r"rule that is not supported \(cut-anyhow\).*Hugging Face folder"):
         convert_gguf(str(tiny.file), tmp_path / "model")
     assert only_child(tmp_path, "tiny.gguf")
-
-
-def test_file_without_template(tmp_path: Path) -> None:
-    tiny = write_tiny(tmp_path / "tiny.gguf", template=False)
-    assert not convert_gguf(str(tiny.file), tmp_path / "model").chat_template
-
-
-def test_missing_tensor_is_refused(tmp_path: Path) -> None:
-    tiny = write_tiny(tmp_path / "tiny.gguf", leave_out="blk.1.attn_v.weight")
-    with pytest.raises(ModelLoadError, match=r"tiny\.gguf"):
-        convert_gguf(str(tiny.file), tmp_path / "model")
 
 
 def test_truncated_file_is_refused(tiny: Tiny, tmp_path: Path) -> None:
@@ -170,16 +151,6 @@ def test_truncated_file_is_refused(tiny: Tiny, tmp_path: Path) -> None:
         with pytest.raises(ModelLoadError, match=r"broken\.gguf"):
             convert_gguf(str(broken), tmp_path / "model")
         assert only_child(tmp_path, "broken.gguf")
-
-
-def test_wheel_as_source(tiny: Tiny, tmp_path: Path) -> None:
-    wheel = tmp_path / "tiny-1-py3-none-any.whl"
-    with zipfile.ZipFile(wheel, "w") as archive:
-        archive.write(tiny.file, "tiny/weights.gguf")
-        archive.writestr("tiny/__init__.py", "")
-    facts = convert_gguf(str(wheel), tmp_path / "model")
-    assert facts.parameters > 0
-    assert only_child(tmp_path, "model", wheel.name)
 
 
 def test_installed_package_as_source_is_not_imported(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

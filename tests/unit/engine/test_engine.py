@@ -5,23 +5,17 @@ from __future__ import annotations
 import random
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     BertConfig,
-    BloomConfig,
     DeepseekV32Config,
-    MambaConfig,
     MiniMaxConfig,
 )
 
 from pipelinerl.engine import LocalEngine, cache_runner, flat, local
-from pipelinerl.engine.rounding import rounding_limit
-from pipelinerl.engine.runner import TOLERANCE
-from pipelinerl.engine.sampler import StepsAhead, uniforms
 from pipelinerl.errors import LogitsError, PromptTooLongError, RequestError, UnsupportedModelError, WeightUpdateError
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models import state
@@ -34,7 +28,6 @@ from pipelinerl.types import (
     SamplingParams,
     TokenEvent,
     cancelled_completion,
-    versions_from_spans,
 )
 from tests.parity.models import VOCABULARY, make_family, make_model
 
@@ -276,22 +269,6 @@ def test_after_a_restart_it_is_as_if_it_had_just_been_made() -> None:
     assert used.generate(again) == new.generate(again)
 
 
-def test_recomputed_prompts_have_the_version_that_recomputed_them() -> None:
-    served = engine(kv_on_update="recompute", prefill_tokens=2048)
-    served.submit(request("x", max_tokens=10))
-    served.step()
-    served.update_weights(update_of(1, version=1))
-    done = drain(served)["x"]
-    assert [(span.version, span.start, span.end) for span in done.prompt_versions] == [(1, 0, 3)]
-    assert [(span.version, span.start, span.end) for span in done.weight_versions] == [(0, 0, 1), (1, 1, 10)]
-
-
-def test_an_update_whose_checksum_is_not_what_arrived_is_found_out() -> None:
-    good = update_of(1, version=1)
-    with pytest.raises(WeightUpdateError, match="checksum"):
-        engine().update_weights(WeightUpdate(1, "0" * 32, good.tensors))
-
-
 @pytest.fixture
 def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights on the CPU are treated as those on a GPU."""
@@ -375,16 +352,6 @@ def test_a_completion_cut_at_any_token_says_which_weights_read_its_prompt(kv: An
     assert [[(span.version, span.start, span.end) for span in one.prompt_versions] for one in cut[1:]] == prompt
 
 
-def test_an_update_between_two_chunks_of_a_prompt_is_recorded() -> None:
-    served = engine()
-    served.submit(request("x", tuple(range(3, 43)), 3))
-    served.step()
-    served.update_weights(update_of(1, version=1))
-    done = drain(served)["x"]
-    assert [(span.version, span.start, span.end) for span in done.prompt_versions] == [(0, 0, 16), (1, 16, 40)]
-    assert versions_from_spans(done.weight_versions, 3) == [1, 1, 1]
-
-
 @pytest.fixture(scope="module")
 def one_by_one() -> tuple[list[GenerationRequest], list[Completion]]:
     """Requests of many lengths and endings, and what an engine with one slot answers."""
@@ -461,32 +428,6 @@ def test_a_model_whose_past_can_not_be_held_in_slots_is_refused_by_what_it_keeps
         LocalEngine(model, slots=1, max_length=32)
 
 
-@pytest.mark.parametrize(
-    ("config", "way"),
-    [
-        (BloomConfig(vocab_size=50, hidden_size=16, n_layer=1, n_head=2), "own cache"),
-        (MambaConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1, state_size=4), "token by token"),
-    ],
-    ids=lambda value: getattr(value, "model_type", ""),
-)
-def test_the_log_says_which_way_a_model_is_run_and_why(config: Any, way: str, caplog: pytest.LogCaptureFixture) -> None:
-    engine = LocalEngine(AutoModelForCausalLM.from_config(config), slots=1, max_length=64)
-    assert way in engine.progress().runner
-    name = type(engine._runner.model).__name__
-    assert [record for record in caplog.records if way in record.message and name in record.message]
-
-
-def test_rounding_is_what_a_tiny_change_of_the_embeddings_does() -> None:
-    """A model that amplifies rounding may be further off than one that does not, but not further than a real error."""
-    model = make_model("llama").requires_grad_(False)
-    ids = torch.arange(20)
-    assert rounding_limit(model, ids, least=TOLERANCE) == pytest.approx(1e-4, rel=1.0)
-    for layer in model.model.layers:
-        layer.mlp.down_proj.weight.data *= 30
-    model.lm_head.weight.data *= 30
-    assert 1e-4 < rounding_limit(model, ids, least=TOLERANCE) <= 1e-3
-
-
 @pytest.mark.parametrize("family", ["hy_v4", "qwen4_exp_text", "rembert", "roberta"])
 def test_the_cache_holds_what_an_indexer_a_decoder_or_positions_of_a_models_own_need(family: str) -> None:
     engine = LocalEngine(make_family(family), slots=2, max_length=256)
@@ -498,11 +439,6 @@ def test_no_sequence_gets_longer_than_a_models_own_positions_allow() -> None:
     """RoBERTa's first position is its padding's id plus one: here 1, of 512."""
     with pytest.raises(UnsupportedModelError, match=r"has 511 positions; set engine.max_length to 511"):
         LocalEngine(make_family("roberta"), slots=1, max_length=512)
-
-
-def test_layers_that_share_keys_and_values_run_packed() -> None:
-    engine = LocalEngine(make_family("gemma4_unified_text"), slots=1, max_length=64, flatten=False)
-    assert engine.progress().runner.startswith("over packed batches")
 
 
 def test_a_model_that_raises_on_the_probe_is_refused() -> None:
@@ -572,13 +508,3 @@ def test_packed_weights_are_those_of_the_last_update(monkeypatch: pytest.MonkeyP
         assert found.token_ids == expected.token_ids
         assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
         assert found.weight_versions == expected.weight_versions
-
-
-def test_what_is_prepared_ahead_is_what_each_step_needs() -> None:
-    keys, counts, positions = np.array([3, 2**63, 17], dtype=np.uint64), np.array([0, 5, 11]), np.array([4, 6, 40])
-    ahead = StepsAhead(keys, counts, positions)
-    for step in range(200):
-        positions_R, uniforms_R = ahead.next()
-        assert uniforms_R.tolist() == uniforms(keys, counts + step).tolist()
-        assert positions_R.tolist() == (positions + step).tolist()
-    assert (counts.tolist(), positions.tolist()) == ([0, 5, 11], [4, 6, 40])

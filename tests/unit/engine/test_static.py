@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import random
 from collections import defaultdict
 from typing import Any
@@ -12,11 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pipelinerl.engine import LocalEngine, device_sampler
-from pipelinerl.engine.sampler import invert
-from pipelinerl.engine.static import DeviceRows, StaticEngine, engine_for
-from pipelinerl.engine.truncation import keep_likeliest
-from pipelinerl.engine.varlen import VarlenBatch
+from pipelinerl.engine import LocalEngine
+from pipelinerl.engine.static import StaticEngine, engine_for
 from pipelinerl.errors import LogitsError, UnsupportedModelError
 from pipelinerl.serving.wire import token_events
 from pipelinerl.types import GenerationRequest, versions_from_spans
@@ -45,12 +41,6 @@ def test_a_step_neither_waits_for_the_device_nor_depends_on_what_it_computes(pla
     served = static(flatten=flatten)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.inference_mode():
         served._rows.step(4, plain)  # .item(), nonzero() and indexing by a mask raise here
-
-
-def test_nothing_in_a_step_moves_values_to_the_host() -> None:
-    for part in (DeviceRows, VarlenBatch, device_sampler, invert, keep_likeliest):
-        source = inspect.getsource(part)
-        assert not any(word in source for word in (".tolist(", ".numpy(", ".cpu(", ".item(", "float(logits", "bool(("))
 
 
 def mixed(count: int, seed: int) -> list[GenerationRequest]:

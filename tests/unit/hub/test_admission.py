@@ -68,13 +68,6 @@ def test_indices_are_used_once_and_those_that_are_taken_never() -> None:
     assert [claim(state, turn % 2) for turn in range(5)] == [2, 4, 5, 6, 7]
 
 
-def test_nobody_starts_before_the_first_evaluation_is_over() -> None:
-    state = AdmissionState(PipelineSchedule(8), processes=2)
-    assert state.claim(1, 0, K) == (None, Verdict(False, "the evaluation before training", ("actor",)))
-    state.counts.opened = True
-    assert claim(state, 1) == 0
-
-
 def test_the_end_of_the_run_is_the_end_of_admission() -> None:
     state = make_state()
     state.trainer = TrainerProgress(goal_reached=True)

@@ -26,7 +26,7 @@ from pipelinerl.errors import ReplacedError, RunDirectoryError, StageDiedError, 
 from pipelinerl.hub import server as module
 from pipelinerl.hub import wire
 from pipelinerl.hub.client import Claims, HubClient, HubReader, PreparedWriter
-from pipelinerl.hub.hub import ROLLOUTS_FILE, Direct
+from pipelinerl.hub.hub import ROLLOUTS_FILE
 from pipelinerl.hub.server import HubServer, WorkerKind
 from pipelinerl.interfaces import ALLOWED, Admitted, PipelineState, Schedule, Verdict
 from pipelinerl.rounds import AsyncSchedule, ConventionalSchedule
@@ -119,19 +119,6 @@ def test_a_process_learns_why_nothing_is_granted_and_when_the_reason_changes(
         claims.hand_over(group(0))
         worker.settled()
         assert "the stream is full (1 groups)" in claimed(claims, worker).verdict.waiting_for
-
-
-def test_groups_at_hand_count_with_the_weights_of_the_engine(tmp_path: Path) -> None:
-    with served(tmp_path, MANY) as place:
-        worker = place.connect(0)
-        claims = Claims(worker, MANY)
-        assert claimed(claims, worker, room=3 * K).group == 0
-        worker.settled()
-        assert place.state.counts.in_progress == {0: 3 * K}
-        assert claims.claim(2, K, room=2 * K).group == 1
-        worker.settled()
-        assert place.state.counts.in_progress == {0: 2 * K, 2: K}, "group 1 was taken before the hub knew of the weights"
-        assert claims.claim(2, K, room=K).group == 2
 
 
 @pytest.mark.parametrize("schedule", [PipelineSchedule(8), ConventionalSchedule(8, 1)], ids=lambda schedule: schedule.name)
@@ -576,52 +563,6 @@ def test_each_index_is_in_one_place_in_any_history(most: int, moves: list[tuple[
         interleaving = Interleaving(place, most, 3)
         for what, process, number in moves:
             interleaving.move(what, process, number)
-
-
-@settings(max_examples=25)
-@given(
-    kind=st.sampled_from([PipelineSchedule(K, 1, stock=2 * K), ConventionalSchedule(2 * K, 2), AsyncSchedule(2 * K, 1)]),
-    seed=st.integers(0, 1 << 30),
-)
-def test_a_connection_decides_as_the_hub_in_the_same_process_does(kind: Schedule, seed: int) -> None:
-    random = Random(seed)
-    with ExitStack() as stack:
-        folders = [Path(stack.enter_context(tempfile.TemporaryDirectory())) for _ in range(2)]
-        embedded, apart = Place(folders[0], kind), stack.enter_context(served(folders[1], kind))
-        direct, worker = Direct(embedded.hub), apart.connect(0, Asking)
-        taken = list[int]()
-        worker.handle(wire.MayTake, lambda message: taken.append(message.version))
-        held, version, trained, offered = list[int](), 0, 0, 0
-        for _ in range(60):
-            match random.choice(("claim", "claim", "hand over", "train", "weights")):
-                case "claim":
-                    index = direct.claim(version, K).group
-                    before = len(worker.granted)
-                    worker.ask(before + 1, version)
-                    worker.settled()
-                    assert worker.granted[before:] == ([] if index is None else [index])
-                    held += worker.granted[before:]
-                    worker.ask(len(worker.granted), version)  # it does not wait for a group
-                case "hand over" if held:
-                    index, rollouts = held.pop(random.randrange(len(held))), random.randint(0, K)
-                    direct.hand_over(group(index, version, rollouts))
-                    worker.hand_over(index, version, rollouts=rollouts)
-                case "train" if embedded.state.counts.handed_over >= 2 * K:
-                    trained, offered = trained + 2 * K, offered + 1
-                    for place in (embedded.hub, apart.server):
-                        place.publish(trainer_status(offered, trained))
-                case "weights" if offered > version and kind.publishes(offered):
-                    allowed = direct.may_take(offered)
-                    worker.send(wire.Want(offered))
-                    worker.settled()
-                    assert (taken[-1:] == [offered]) == allowed
-                    if allowed:
-                        version = offered
-                    else:
-                        worker.send(wire.Want(-1))
-            worker.settled()
-            assert apart.state.counts == embedded.state.counts
-        embedded.hub.close()
 
 
 # ------------------------------------------------------------------------------------------ several processes

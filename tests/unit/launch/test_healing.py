@@ -164,28 +164,6 @@ def run(tmp_path: Path) -> Iterator[Run]:
         yield made
 
 
-def test_groups_of_a_dead_process_are_started_again_by_whoever_is_first(run: Run) -> None:
-    assert [run.claim(process) for process in (0, 1, 0, 1, 1)] == [0, 1, 2, 3, 4]
-    run.hand_over(1, 3)
-    run.heal(1)
-    counts = run.state.counts
-    assert (counts.in_progress, counts.handed_over, counts.returned) == ({0: 2 * K}, K, [1, 4])
-    assert run.ended.rollouts_dropped == {"lost_in_crash": 2 * K}
-    run.begin(1.0)
-    assert [run.claim(0, version=2), run.claim(1, version=3), run.claim(0, version=3)] == [1, 4, 5]
-    assert counts.in_progress == {0: 2 * K, 2: K, 3: 2 * K}
-
-
-def test_what_counts_as_outstanding_no_longer_holds_back_the_others(run: Run) -> None:
-    """The lag bound: until they are returned, groups of the dead count; from then on, they do not."""
-    run.claim(0, version=5)
-    run.claim(1, version=2)
-    assert run.state.counts.oldest_in_progress == 2
-    run.heal(1)
-    assert run.state.counts.oldest_in_progress == 5
-    assert run.state.counts.latency is None, "a group that was not finished says nothing of how long one takes"
-
-
 def test_two_deaths_at_once_lose_what_was_not_handed_over_whole(run: Run) -> None:
     for process in (0, 1, 0, 1):
         run.claim(process)

@@ -17,7 +17,6 @@ from pipelinerl.config.schema import (
     LaunchConfig,
     RunConfig,
     ScheduleConfig,
-    StreamConfig,
     TrainerConfig,
     WeightsConfig,
 )
@@ -30,14 +29,12 @@ from pipelinerl.launch.session import KeptGroup, Session, StartPlan, WorkerSpec,
 from pipelinerl.launch.stages import broadcast
 from pipelinerl.launch.stages.generation import make_engine
 from pipelinerl.launch.stages.servers import _api_key, run_server
-from pipelinerl.launch.streams import open_stream
 from pipelinerl.resources.roles import rank_roles, server_roles, worker_roles, worker_stages
 from pipelinerl.resources.share import Threads, plan_threads, process_environment, shares_of, trainer_goes_first
 from pipelinerl.run_directory import RunDirectory
 from pipelinerl.schedule import make_schedule
 from pipelinerl.serving.client.adapter import EngineUnavailableError
 from pipelinerl.stream.files import FileStream
-from pipelinerl.stream.memory import MemoryStream
 from pipelinerl.weights.broadcast.sender import CollectiveWeightSender
 from pipelinerl.weights.sending import DirectMessages
 from tests.unit.scripted_engine import CharTokenizer
@@ -215,14 +212,6 @@ def test_a_broadcast_comes_from_an_address_that_all_servers_reach(tmp_path: Path
     ways = {"http://127.0.0.1:8000": "127.0.0.1", "http://far:8000": "127.0.0.2"}
     monkeypatch.setattr(broadcast, "_source_address", ways.__getitem__)
     assert host(*ways) == "127.0.0.2"
-
-
-def test_where_streams_lie(tmp_path: Path) -> None:
-    run = RunDirectory(tmp_path)
-    with closing(open_stream(LOCAL, run, "a1", "rollouts")) as stream:
-        assert isinstance(stream, FileStream)
-    assert (run.streams / "rollouts" / FileStream.NAME).exists()
-    assert isinstance(open_stream(RunConfig(stream=StreamConfig(kind="memory")), run, "a1", "rollouts"), MemoryStream)
 
 
 @pytest.mark.parametrize(

@@ -87,17 +87,6 @@ def test_it_equals_the_logits_of_every_family(name: str) -> None:
     assert model.get_output_embeddings().forward.__func__ is type(model.get_output_embeddings()).forward
 
 
-def test_it_equals_the_formula() -> None:
-    model = make_model("gemma2")
-    forward = training_forward(model)
-    given = row()
-    logits_PV = forward(given) / 0.7
-    expected_PV = logits_PV.log_softmax(-1)
-    found_P, entropy_P = RowLogprobs(forward, temperature=0.7, head_chunk=CHUNK)(given)
-    torch.testing.assert_close(found_P, expected_PV.gather(1, given.sampled_ids_P[:, None])[:, 0], atol=1e-12, rtol=0)
-    torch.testing.assert_close(entropy_P, -(expected_PV.exp() * expected_PV).sum(-1).detach(), atol=1e-12, rtol=0)
-
-
 @pytest.mark.parametrize("head_chunk", [1, CHUNK, 1000])
 @pytest.mark.parametrize(
     ("dtype", "wide", "tolerance"),

@@ -41,7 +41,6 @@ from pipelinerl.engine.runner import refuse_longer
 from pipelinerl.errors import ModelLoadError, UnsupportedModelError
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models.folder import find_model, resolve_path
-from pipelinerl.models.load_errors import explain
 from pipelinerl.models.loading import (
     learned_positions,
     load_config,
@@ -182,19 +181,6 @@ def test_stop_tokens_come_from_generation_config_model_config_and_tokenizer(fold
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, 7]}))
     config = ModelConfig(path=str(folder))
     assert stop_token_ids(load_model(config), load_tokenizer(config)) == (3, 5, 7, 9)
-
-
-def test_a_model_without_an_end_token_has_none(folder: Path) -> None:
-    """Its completions end at their limit."""
-    for name, key in (("config.json", "eos_token_id"), ("tokenizer_config.json", "eos_token")):
-        (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | {key: None}))
-    (folder / "generation_config.json").unlink(missing_ok=True)
-    config = ModelConfig(path=str(folder))
-    assert stop_token_ids(load_model(config), load_tokenizer(config)) == ()
-
-
-def test_a_base_model_has_no_chat_template_and_loads(folder: Path) -> None:
-    assert load_tokenizer(ModelConfig(path=str(folder))).chat_template is None
 
 
 @pytest.mark.parametrize("left", [(), ("tokenizer_config.json",)])
@@ -388,14 +374,6 @@ def test_a_generation_config_that_can_not_be_read_is_an_error(folder: Path, text
     (folder / "generation_config.json").write_text(text)
     for load in (load_model, load_config):
         assert "generation_config.json" in refusal(load, folder)
-
-
-def test_another_copy_is_advised_only_if_files_are_missing_or_damaged() -> None:
-    advice = "(get a complete copy of the model)"
-    assert explain(OSError("no file named model.safetensors in m")).endswith(advice)
-    assert explain(OSError("It looks like the config file at 'm' is not a valid JSON file.")).endswith(advice)
-    assert explain(ImportError("Using `x` requires Accelerate. See docs")) == "Using `x` requires Accelerate"
-    assert explain(TypeError("'NoneType' object is not iterable")) == "'NoneType' object is not iterable"
 
 
 SMALL = {"n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 64}

@@ -283,20 +283,3 @@ def test_adapters_are_asked_for_key_by_key_or_as_a_whole() -> None:
     assert lora("--model.lora.rank=8", "--model.lora=null") is None
     config = load_config(None, ["--model.lora.alpha=5"])
     assert validate(config) == config == config_from_yaml(render(config))
-
-
-@pytest.mark.parametrize(
-    ("flag", "message"),
-    [
-        ("--model.lora.rank=0", "--model.lora.rank: 0 is not allowed here; this takes a whole number >= 1"),
-        ("--model.lora.r=4", "this takes a mapping of rank, alpha, target_modules or null"),
-        (
-            "--model.lora.target_modules=[]",
-            "--model.lora.target_modules: [] is not allowed here; this takes a list of 1 or more: text or null",
-        ),
-    ],
-)
-def test_what_makes_no_adapter_is_one_line(flag: str, message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load_config(None, [flag])
-    assert message in str(caught.value)

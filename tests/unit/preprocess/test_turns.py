@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise
 
 import msgspec
 import pytest
@@ -108,16 +107,6 @@ def test_every_sampled_token_sees_exactly_the_ids_it_was_sampled_after(turns: li
         item.prompt_ids + item.completion.token_ids[:i] for item in turns for i in range(len(item.completion.token_ids))
     ]
     assert contexts == expected
-
-
-@given(rollouts())
-def test_segments_are_well_formed(turns: list[Turn]) -> None:
-    for segment in join_turns(turns).segments:
-        edges = [edge for span in segment.sampled for edge in span]
-        assert all(a <= b for a, b in pairwise(edges))
-        assert all(start < end for start, end in segment.sampled)
-        assert segment.sampled[0][0] >= 1, "the first token of a segment can't be sampled: nothing predicts it"
-        assert segment.sampled[-1][1] == len(segment.token_ids)
 
 
 def with_completion(**changes: object) -> Turn:

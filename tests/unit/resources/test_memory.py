@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from pipelinerl.config.load import load_config
 from pipelinerl.engine import LocalEngine, flat
@@ -117,19 +117,6 @@ def test_a_tied_head_that_is_stored_as_well_counts_once(tmp_path: Path) -> None:
     saved(tmp_path, model)
     save_file({name: weight.clone() for name, weight in named_weights(model).items()}, tmp_path / "model.safetensors")
     assert read_shape(tmp_path).parameters == elements(model)  # type: ignore[union-attr]
-
-
-def test_other_families_have_other_names_for_their_sizes(tmp_path: Path) -> None:
-    model = AutoModelForCausalLM.from_config(GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=100, n_positions=128))
-    shape = saved(tmp_path, model)
-    assert shape.parameters == elements(model)
-    assert (shape.layers, shape.hidden, shape.kv_width, shape.feed_forward, shape.slot_length(None)) == (
-        2,
-        64,
-        2 * 2 * 64,
-        256,
-        128,
-    )
 
 
 def test_a_model_that_does_not_say_its_sizes_is_not_guessed_at(tmp_path: Path) -> None:
@@ -271,14 +258,6 @@ def test_every_process_of_a_run_is_there() -> None:
     assert predicted("--launch.kind=embedded").keys() == {"embedded"}
 
 
-def test_no_line_of_the_table_says_its_process_twice() -> None:
-    config = load_config(None, [])
-    table = check_memory(config).report()
-    assert all(table.count(line) == 1 for line in table)
-    shared = next(line for line in table if line.startswith(f"  {BETWEEN}"))
-    assert shared.count(BETWEEN) == 1
-
-
 def test_deltas_need_a_second_copy_in_the_trainer_and_up_to_one_more_at_both_ends() -> None:
     delta = ("--weights.kind=collective", "--weights.encoding=delta")
     local, servers = predicted(*delta), predicted("--engine.kind=http", *delta)
@@ -414,11 +393,6 @@ def test_ranks_share_the_reference_model_unless_another_process_has_it() -> None
     assert not any("reference model" in apart[role] for role in ("training", "training-rank-3"))
 
 
-def test_every_rank_has_a_gpu_of_its_own() -> None:
-    prediction = predict(load_config(None, ["--trainer.device=cuda:2", "--trainer.ranks=3"]), BILLION)
-    assert prediction.devices == ["cpu", "cuda:2", "cuda:3", "cuda:4"]
-
-
 class Driver:
     """Two GPUs of 80 GB."""
 
@@ -479,17 +453,6 @@ def test_what_each_process_needs_is_compared_with_its_own_gpu(monkeypatch: pytes
     assert ours.bytes_on("cpu") == shared.bytes_on("cpu"), "with the weights between them"
     with pytest.raises(UserError, match=r"needs 3 \(training, generation-0, generation-1\), and 2 of this machine's 2"):
         check_memory(load_config(None, ["--engine.device=cuda", "--trainer.device=cuda", "--engine.processes=2"]))
-
-
-def test_ranks_fit_where_one_process_does_not() -> None:
-    def machine(device: str) -> Memory:
-        return Memory((100 if device == "cpu" else 14) * 10**9, None)
-
-    settings = ["--trainer.device=cuda", "--trainer.batch_size=8", "--trainer.micro_batch_tokens=256"]
-    alone, sharded = (load_config(None, [*settings, f"--trainer.ranks={ranks}"]) for ranks in (1, 4))
-    with pytest.raises(UserError, match=r"raise trainer\.ranks to use more GPUs"):
-        judge(predict(alone, BILLION), machine)
-    judge(predict(sharded, BILLION), machine)
 
 
 # ------------------------------------------------------------------------------------------------ judging

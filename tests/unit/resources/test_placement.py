@@ -145,22 +145,6 @@ def test_cpus_are_shares_of_the_machine_that_a_process_is_on() -> None:
     assert alone == {"training": Share(8, False)}
 
 
-@pytest.mark.parametrize(
-    ("flag", "message"),
-    [
-        ("--weights.kind=shared", "weights.kind: `shared` does not reach"),
-        ("--engine.device=cuda:1", "write cuda instead of cuda:1"),
-        ("--launch.kind=processes", None),
-    ],
-)
-def test_what_several_machines_can_not_have_is_refused(flag: str, message: str | None) -> None:
-    if message is None:
-        load_config(None, [*RAY, flag])
-        return
-    with pytest.raises(UserError, match=message):
-        load_config(None, [*RAY, flag])
-
-
 def gpus_of(flags: str, gpus: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
     """Of the processes that have any, in a run on this machine with so many."""
     monkeypatch.setattr(placement, "usable_gpus", lambda: gpus)

@@ -257,19 +257,6 @@ def test_a_large_spread_of_products_is_a_warning(tmp_path: Path, noise: float, w
     assert all(f"log_product_sd is above 1 since step {above[0]}:" in note for note in setup.progress.notes)
 
 
-def test_trained_records_tell_versions_and_lags(tmp_path: Path) -> None:
-    setup = Setup(tmp_path, steps=2)
-    setup.trainer.start()
-    setup.feed([0, 1])
-    while not setup.trainer.goal_reached:
-        setup.trainer.pump()
-    first, second = read_json_lines(tmp_path / "rollouts" / "trained.jsonl", TrainedRecord)
-    assert [sample.id for sample in first.samples] == ["0/0", "0/1", "0/2", "0/3"]
-    assert [sample.tokens for sample in first.samples] == [2, 3, 4, 5]
-    assert {(sample.lag_min, sample.lag_max) for sample in first.samples} == {(0, 0)}
-    assert (second.version, {(sample.lag_min, sample.lag_max) for sample in second.samples}) == (2, {(1, 1)})
-
-
 def test_records_have_what_was_published_and_what_it_was_trained_on(tmp_path: Path) -> None:
     setup = Setup(tmp_path, steps=2)
     setup.drive()
@@ -389,24 +376,6 @@ def test_an_on_policy_batch_below_the_threshold_is_a_mismatch_with_numbers(tmp_p
     assert setup.trainer.version == 0
 
 
-def test_run_stops_when_told_with_a_checkpoint(tmp_path: Path) -> None:
-    setup = Setup(tmp_path, steps=100)
-    turns = iter(range(1000))
-
-    def stop() -> bool:
-        turn = next(turns)
-        if turn < 3:
-            setup.feed([turn])
-        return turn >= 6
-
-    setup.trainer.run(stop)
-    assert setup.trainer.version == 3
-    assert setup.status.state == "done"
-    path = latest_checkpoint(tmp_path)
-    assert path is not None
-    assert load_checkpoint(path).state.version == 3
-
-
 def test_no_step_is_taken_before_the_engines_have_weights(tmp_path: Path) -> None:
     """A resumed run may have batches in its stream while engines still load: the trainer says what it waits for."""
     resumed, other = Setup(tmp_path, steps=100), tmp_path / "other"
@@ -429,16 +398,6 @@ def test_no_step_is_taken_before_the_engines_have_weights(tmp_path: Path) -> Non
 
     resumed.trainer.run(stop)
     assert resumed.trainer.version == 3
-
-
-def test_checkpoints_come_when_due(tmp_path: Path) -> None:
-    setup = Setup(tmp_path, steps=5, checkpoint_every=2, keep_checkpoints=9)
-    setup.drive()
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
-        "step_00000002",
-        "step_00000004",
-        "step_00000005",
-    ]
 
 
 def test_copies_of_the_weights_come_when_due_and_are_of_their_version(tmp_path: Path) -> None:
