@@ -235,7 +235,7 @@ def page_name(page: Path) -> str:
     """The name of a page on the site. docs/README.md is its first page."""
     if page.name != "README.md":
         return page.name
-    return "index.md" if page.parent.name == "docs" else "readme.md"
+    return "index.md" if page.parent == ROOT / "docs" else "readme.md"
 
 
 # ---- the reference
