@@ -39,8 +39,9 @@ from pipelinerl.models.varlen import attention_of
 from pipelinerl.preprocess.packing import pack
 from pipelinerl.trainer import Learner
 from pipelinerl.types import GenerationRequest, SamplingParams
+from pipelinerl.weights.memory import DirectMessages
 from pipelinerl.weights.receiving import SharedWeightReceiver
-from pipelinerl.weights.sending import DirectMessages, SharedWeightSender
+from pipelinerl.weights.sending import SharedWeightSender
 
 SIZES: dict[str, dict[str, int]] = {
     "tiny": {

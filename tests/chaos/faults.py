@@ -20,7 +20,7 @@ from typing import Protocol
 
 import torch
 
-from pipelinerl.weights.files import mapped
+from pipelinerl.weights.shared import mapped
 from tests.chaos.plan import AGENT, Fault
 
 WORKER = "pipelinerl.launch.hosts.worker"

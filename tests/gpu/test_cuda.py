@@ -30,8 +30,9 @@ from pipelinerl.models.transfers import pin
 from pipelinerl.models.varlen import attention_of, varlen_reference
 from pipelinerl.types import GenerationRequest, SamplingParams
 from pipelinerl.weights.delta import apply, encode
+from pipelinerl.weights.memory import DirectMessages
 from pipelinerl.weights.receiving import SharedWeightReceiver
-from pipelinerl.weights.sending import DirectMessages, SharedWeightSender
+from pipelinerl.weights.sending import SharedWeightSender
 from tests.parity.models import CONFIGS, make_model
 from tests.parity.test_engine import full_forward_logprobs, requests, run_with_updates
 from tests.unit.models import test_packed

@@ -6,12 +6,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.serving.wire import ProcessGroupRequest, WeightUpdateRequest
 from pipelinerl.weights.broadcast.receiver import BroadcastReceiver
-from pipelinerl.weights.files import read_file
+from pipelinerl.weights.layout import decode_layout
 from pipelinerl.weights.receiving import require_intact
 
 
@@ -117,3 +119,16 @@ class IncomingWeights:
         if not found.is_file():
             raise WeightUpdateError(f"{path!r} is not a regular file")
         return found
+
+
+def read_file(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, memory-mapped. Raises WeightUpdateError if it can't be read."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is not a mapping
+            layout = (file.metadata() or {}).get("layout")
+        if layout is not None:
+            tensors = {name: tensors[first] for name, first in decode_layout(layout).first_names().items()}
+    except (OSError, SafetensorError, KeyError) as error:
+        raise WeightUpdateError(f"the weights in {path} can't be read: {error}") from error
+    return tensors

@@ -4,6 +4,6 @@
     hub        Offer ──▶ engines, Answer ──▶ trainer (`hub.wire`); it also says which engines have come and gone
     engine     `Receiver.poll`: views of the copies, verified; `acknowledge`: the receipt
 
-The tensors go another way: copies within one process, `files` between processes of one machine, `broadcast` between
-machines. `delta` encodes what has changed since the previous update.
+The tensors go another way: `memory` within one process, `shared` and `folder` between processes of one machine, `broadcast`
+between machines. `delta` encodes what has changed since the previous update.
 """

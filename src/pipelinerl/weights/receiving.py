@@ -12,7 +12,7 @@ from pipelinerl.hub import wire
 from pipelinerl.interfaces import Messages, WeightUpdate
 from pipelinerl.models.state import checksum
 from pipelinerl.types import UpdateReceipt
-from pipelinerl.weights.files import mapped, pin_all
+from pipelinerl.weights.shared import mapped, pin_all
 
 
 class Receiver:

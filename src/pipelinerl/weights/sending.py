@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 import torch
@@ -20,9 +18,8 @@ from pipelinerl.hub import wire
 from pipelinerl.interfaces import Messages
 from pipelinerl.models.state import checksum, digests_of, first_names, not_finite, on_gpu
 from pipelinerl.types import UpdateReceipt, WeightTransfer
-from pipelinerl.weights.files import WeightFile, WeightFolder, make_buffer, pin_all
 from pipelinerl.weights.layout import Layout, layout_of, require_same
-from pipelinerl.weights.receiving import Receiver
+from pipelinerl.weights.shared import make_buffer, pin_all
 
 _POLL_S = 0.0005
 
@@ -157,7 +154,7 @@ class SharedWeightSender(Sender):
         """`options`: see `Sender`."""
         super().__init__(hub, engines, **options)
         self._fd = fd
-        self._copies: deque[tuple[WeightFile, dict[str, Tensor]]] = deque()
+        self._copies: deque[tuple[str, dict[str, Tensor]]] = deque()  # with the paths of their files
         self._unpin: list[Callable[[], object]] = []
 
     def close(self) -> None:
@@ -166,14 +163,15 @@ class SharedWeightSender(Sender):
             unpin()
         self._copies.clear()
 
-    def _files(self, size: int) -> Sequence[WeightFile]:  # noqa: ARG002 - others make them
-        """The files to write to, one after the other."""
-        return [WeightFile(self._fd)]
+    def _files(self, size: int) -> Mapping[str, int]:  # noqa: ARG002 - others make them
+        """The files to write to, one after the other: descriptors by path, "" for one without a name."""
+        return {"": self._fd}
 
     def _buffer(self, layout: Layout) -> Mapping[str, Tensor]:
         if not self._copies:
             try:
-                self._copies = deque((file, make_buffer(file.fd, layout)) for file in self._files(layout.buffer_bytes))
+                files = self._files(layout.buffer_bytes)
+                self._copies = deque((path, make_buffer(fd, layout)) for path, fd in files.items())
             except OSError as error:
                 raise WeightUpdateError(
                     f"no room for a copy of the weights ({layout.buffer_bytes / 1e6:.0f} MB): {error.strerror or error}; "
@@ -182,28 +180,8 @@ class SharedWeightSender(Sender):
             if self._source is not None:
                 self._unpin = [pin_all(tensors, self._source) for _, tensors in self._copies]
         self._copies.rotate()
-        file, tensors = self._copies[0]
-        self._path = file.path
+        self._path, tensors = self._copies[0]
         return tensors
-
-
-class FileWeightSender(SharedWeightSender):
-    """Writes to files for engine servers, in a private directory in one of `parents`, which is removed at the end."""
-
-    def __init__(self, parents: Sequence[Path], hub: Messages, engines: int, **options: Any) -> None:
-        super().__init__(-1, hub, engines, **options)
-        self._folder = WeightFolder(*parents)
-
-    def close(self) -> None:
-        super().close()
-        self._folder.close()
-
-    def _files(self, size: int) -> Sequence[WeightFile]:
-        return self._folder.open(size)
-
-    def _publish(self, offer: wire.Offer) -> None:
-        os.close(os.open(offer.path, os.O_RDWR))  # has a network file system write it, before other machines read it
-        super()._publish(offer)
 
 
 def source_checksum(tensors: Mapping[str, Tensor]) -> str:
@@ -227,63 +205,3 @@ def complaint(receipt: UpdateReceipt, sent: wire.Offer) -> str | None:
             f"{receipt.checksum}, sent {sent.checksum} (are its parameters of the same type as those sent?)"
         )
     return None
-
-
-# ---- within one process
-
-
-class DirectMessages:
-    """One end of the messages about weights, in a process that has both: the other end handles at once what is sent."""
-
-    def __init__(self) -> None:
-        self._handlers: dict[type[Any], Any] = {}
-        self._other = self
-
-    @classmethod
-    def pair(cls) -> tuple[Self, Self]:
-        here, there = cls(), cls()
-        here._other, there._other = there, here
-        return here, there
-
-    def handle(self, kind: type[Any], handler: Any) -> None:
-        self._handlers[kind] = handler
-
-    def take(self) -> None:
-        """Everything was handled."""
-
-    def send(self, message: Any) -> None:
-        self._other._handlers[type(message)](message)
-
-
-class MemoryWeightSender(Sender):
-    """Sends to `receiver`. A new update replaces one that was not taken yet."""
-
-    def __init__(self) -> None:
-        here, there = DirectMessages.pair()
-        super().__init__(here, 1)
-        self._tensors: Mapping[str, Tensor] = {}
-        self.receiver = MemoryWeightReceiver(there, lambda: self._tensors)
-
-    def close(self) -> None:
-        """Nothing to release."""
-
-    def _buffer(self, layout: Layout) -> Mapping[str, Tensor]:
-        self._tensors = self._tensors or layout.views(torch.empty(layout.buffer_bytes, dtype=torch.uint8))
-        return self._tensors
-
-    def _wait_for_answers(self) -> bool:
-        self._raise_problem()
-        if (taken := self.receiver.taken) is not None:
-            raise WeightUpdateError(f"the engine took weights of version {taken.version} without a receipt")
-        return True
-
-
-class MemoryWeightReceiver(Receiver):
-    """Takes the sender's own copies."""
-
-    def __init__(self, hub: Messages, copies: Callable[[], Mapping[str, Tensor]]) -> None:
-        super().__init__(hub)
-        self._copies = copies
-
-    def _tensors(self, offer: wire.Offer) -> Mapping[str, Tensor]:  # noqa: ARG002 - others verify by it
-        return self._copies()

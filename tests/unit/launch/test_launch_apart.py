@@ -36,7 +36,7 @@ from pipelinerl.schedule import make_schedule
 from pipelinerl.serving.client.adapter import EngineUnavailableError
 from pipelinerl.stream.files import FileStream
 from pipelinerl.weights.broadcast.sender import CollectiveWeightSender
-from pipelinerl.weights.sending import DirectMessages
+from pipelinerl.weights.memory import DirectMessages
 from tests.unit.scripted_engine import CharTokenizer
 
 LOCAL = RunConfig()

@@ -22,8 +22,9 @@ from pipelinerl.models.lora import LoraModel
 from pipelinerl.models.state import checksum, named_weights
 from pipelinerl.preprocess import pack
 from pipelinerl.trainer import Learner
+from pipelinerl.weights.memory import DirectMessages
 from pipelinerl.weights.receiving import SharedWeightReceiver
-from pipelinerl.weights.sending import DirectMessages, SharedWeightSender
+from pipelinerl.weights.sending import SharedWeightSender
 from tests.parity.models import make_model
 from tests.pretend_cuda import pretended_cuda
 from tests.unit.test_checkpoint import make_tokenizer

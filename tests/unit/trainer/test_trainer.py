@@ -49,7 +49,7 @@ from pipelinerl.types import (
     UpdateReceipt,
     spans_from_versions,
 )
-from pipelinerl.weights.sending import MemoryWeightSender
+from pipelinerl.weights.memory import MemoryWeightSender
 from tests.parity.models import tiny_llama
 from tests.unit.group_stream import GroupStream
 

@@ -26,11 +26,13 @@ from pipelinerl.interfaces import WeightReceiver, WeightSender
 from pipelinerl.models import transfers
 from pipelinerl.models.device_sums import device_checksum
 from pipelinerl.models.state import checksum, load_weights, named_weights, not_finite
+from pipelinerl.serving.incoming import read_file
 from pipelinerl.types import UpdateReceipt
 from pipelinerl.weights import receiving, sending
-from pipelinerl.weights.files import WeightFolder, read_file
+from pipelinerl.weights.folder import FileWeightSender, WeightFolder
+from pipelinerl.weights.memory import MemoryWeightSender
 from pipelinerl.weights.receiving import Receiver, SharedWeightReceiver
-from pipelinerl.weights.sending import FileWeightSender, MemoryWeightSender, SharedWeightSender
+from pipelinerl.weights.sending import SharedWeightSender
 from tests.limits import small_files
 from tests.unit.hub.hub_parts import Place
 from tests.unit.weights.relay import Relay
@@ -597,6 +599,6 @@ def test_what_a_dead_process_left_is_removed_but_not_what_a_living_one_uses(tmp_
     assert not dead.exists()
     with closing(WeightFolder(tmp_path)) as another:
         another.open(1)
-        assert all(Path(file.path).is_file() for file in kept)
+        assert all(Path(path).is_file() for path in kept)
     living.close()
     assert list(tmp_path.iterdir()) == []

@@ -35,7 +35,7 @@ from pipelinerl.status.screen import View
 from pipelinerl.status.watchdog import Watchdog
 from pipelinerl.trainer import Trainer
 from pipelinerl.types import TRAINER, StageStatus
-from pipelinerl.weights.sending import MemoryWeightSender
+from pipelinerl.weights.memory import MemoryWeightSender
 
 LOOK_EVERY_S = 0.5
 

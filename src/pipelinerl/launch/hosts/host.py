@@ -37,7 +37,7 @@ from pipelinerl.status.board import MemoryBoard
 
 def remove_weights_of(pid: int) -> None:
     """Remove the weight files for engine servers that a killed trainer left behind."""
-    for left in Path("/dev/shm").glob(f"pipelinerl-weights-{pid}-*"):  # noqa: S108 - see `weights.files`
+    for left in Path("/dev/shm").glob(f"pipelinerl-weights-{pid}-*"):  # noqa: S108 - see `weights.folder`
         shutil.rmtree(left, ignore_errors=True)
 
 

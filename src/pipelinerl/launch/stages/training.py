@@ -121,11 +121,13 @@ def _sender(session: Session, hub: HubClient, give_up: Callable[[], bool]) -> We
         from pipelinerl.launch.stages.broadcast import broadcast_sender  # noqa: PLC0415 - few runs need it
 
         return broadcast_sender(session, hub, timeout_s, give_up)
-    from pipelinerl.weights.sending import FileWeightSender, SharedWeightSender  # noqa: PLC0415 - not for a broadcast
-
     engine = session.config.engine
     if engine.kind == "local":
+        from pipelinerl.weights.sending import SharedWeightSender  # noqa: PLC0415 - not for a broadcast
+
         return SharedWeightSender(session.here.weights, hub, engine.processes, timeout_s=timeout_s, give_up=give_up)
+    from pipelinerl.weights.folder import FileWeightSender  # noqa: PLC0415 - only for servers
+
     parents = [Path(engine.weights_dir)] if engine.weights_dir else [SHARED_MEMORY, session.run.control]
     return FileWeightSender(parents, hub, engine.processes, timeout_s=timeout_s, give_up=give_up)
 
