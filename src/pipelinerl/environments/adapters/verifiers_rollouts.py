@@ -27,7 +27,7 @@ from verifiers.utils.env_utils import env_module_name
 
 from pipelinerl.environments.chat.conversation import Answer, Conversation
 from pipelinerl.environments.prompts import has_chat_template
-from pipelinerl.environments.user.code import UserFunction, describe, find_function, in_daemon_thread
+from pipelinerl.environments.user.code import describe, find_function, in_daemon_thread
 from pipelinerl.errors import EnvironmentSetupError, PromptTooLongError, RequestError, RolloutError
 from pipelinerl.interfaces import GenerationClient
 from pipelinerl.types import Problem, Rollout
@@ -53,7 +53,6 @@ def load_environment(installed: str, load: str, arguments: Mapping[str, Any]) ->
     name = installed or _name_of(load)
     with _signal_handlers_kept():
         function = find_function(spec)
-        _check_arguments(name, function, arguments)
         try:
             environment = function(**arguments)
         except Exception as error:
@@ -89,18 +88,6 @@ def _name_of(load: str) -> str:
     """The name of a user's environment in problem ids: the stem of its file, or its module."""
     module = load.rpartition(":")[0]
     return Path(module).stem if module.endswith(".py") else module
-
-
-def _check_arguments(name: str, function: UserFunction, arguments: Mapping[str, Any]) -> None:
-    """Raises EnvironmentSetupError for arguments that don't fit, so that a TypeError inside the function is told apart."""
-    signature = inspect.signature(function)
-    try:
-        signature.bind(**arguments)
-    except TypeError as error:
-        takes = ", ".join(signature.parameters) or "nothing"
-        raise EnvironmentSetupError(
-            f"environment.args.args don't fit environment {name}: {error}; it takes {takes}"
-        ) from error
 
 
 @contextmanager
