@@ -88,7 +88,7 @@ class Run:
 
     @property
     def metrics(self) -> Any:
-        """A data frame with a row for each optimizer step; its columns are those of `StepRecord`, nested ones as `a/b`."""
+        """A data frame with a row for each optimizer step; columns are the fields of `StepRecord`, nested ones as `a/b`."""
         return _frame([record.numbers() for record in read_records(self._files.metrics, StepRecord)])
 
     @property
@@ -108,7 +108,7 @@ class Run:
     def evaluate(self, *, problems: int = 100, attempts: int = 4, before: bool = False, **flags: Any) -> EvaluationSummary:
         """Measure the last checkpoint on held-out problems, like `pipelinerl eval`; with `before`, also the initial model.
 
-        flags: those of the command, with `_` for `-`, as in `training=True`. Results are in `RUN_DIR/evaluations`.
+        flags: the command's flags, with `_` for `-`, as in `training=True`. Results are in `RUN_DIR/evaluations`.
         """
         from pipelinerl.cli.eval import plan_of  # noqa: PLC0415 - loads torch
         from pipelinerl.experiments.evaluate.evaluate import evaluate  # noqa: PLC0415 - as above

@@ -48,8 +48,8 @@ class ChildProcess:
         """Start it. Raises OSError if that fails.
 
         log              its output is appended to this file; None: its output is this process's
-        environment      variables that it has in addition to those of this process
-        stdin, fds       files that it inherits; those in `fds` keep their numbers
+        environment      variables in addition to this process's
+        stdin, fds       files that it inherits; files in `fds` keep their numbers
         watches_parent   its standard input is the parent-death pipe, which it watches. Otherwise the kernel kills its
                          process group when the pipe closes (on Linux; other kernels can't)
         patience_s       how long `stop` gives it to end by itself

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
 _OTHER = {"all", "ui", "dev", "docs", "pages"}
-"""Extras that combine others, and those of people who work on this package."""
+"""Extras that combine others, and extras for work on this package."""
 
 
 def require(extra: str, what: str, hint: str = "") -> None:

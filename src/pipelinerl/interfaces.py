@@ -269,7 +269,7 @@ class Messages(Protocol):
         """Have `handler` called with every message of a kind."""
 
     def take(self) -> None:
-        """Take what has arrived."""
+        """Take the messages that have arrived."""
 
     def send(self, message: Any) -> None: ...
 
@@ -336,7 +336,7 @@ class Admission(Protocol):
         """Record a finished group, and write it to the stream. Raises RunDirectoryError and StreamError, perhaps later."""
 
     def settle(self) -> None:
-        """Wait until everything that was handed over is in the stream, for a bounded time."""
+        """Wait until every finished group is in the stream, for a bounded time."""
 
     def take_dropped(self) -> int:
         """How many rollouts the stream has dropped for groups of this process since the last call."""

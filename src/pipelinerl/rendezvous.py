@@ -86,7 +86,7 @@ def join_store(host: str, port: int, key: str, bound_s: float) -> Rendezvous:
 def prove_members(group: Any, key: str, *, rank: int, size: int, bound_s: float) -> None:
     """Prove to each member of a gloo group that this one has the key, and have it prove the same, within `bound_s`.
 
-    For each pair: both send random bytes, and answer those of the other with an HMAC of both and of the direction. Somebody
+    For each pair: both send random bytes, and answer the other's bytes with an HMAC of both and of the direction. Somebody
     without the key who took a member's place on a connection can't answer. Raises ProtocolError that names the member.
     """
     others = [other for other in range(size) if other != rank]

@@ -63,7 +63,7 @@ class ConventionalSchedule(_Rounds):
 
 @dataclass(frozen=True)
 class AsyncSchedule(_Rounds):
-    """Asynchronous RL: rollouts for the next G steps are generated while the trainer processes those of the last round.
+    """Asynchronous RL: rollouts for the next G steps are generated while the trainer processes the last round.
 
     Weights change only between rounds, when no rollout is in progress. Rollouts left over at the end of a round are
     dropped, as in `ConventionalSchedule`, so lag is at most 2G - 1.

@@ -18,7 +18,7 @@ class RunDirectory:
     plan               the `StartPlan` of the current or latest session; only this package writes it
     stop_request       why a callback ends the run after the step in progress
     statuses           the latest statuses of all stages, for other programs (see `status.board`)
-    recorded           every group that was handed over
+    recorded           every finished group
     """
 
     def __init__(self, root: Path) -> None:

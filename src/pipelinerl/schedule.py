@@ -37,8 +37,8 @@ class PipelineSchedule:
     than B are in progress, they finish in bursts, and a limit on finished rollouts would idle the engines after each
     burst. Until the latency is known, the highest number in progress so far replaces B * latency.
 
-    The limit never applies while less than a batch is handed over, because then the trainer is about to wait. `latency` is
-    the mean of the groups that were handed over, so it is too low where a few groups take far longer than the rest: long
+    The limit never applies while less than a batch is finished, because then the trainer is about to wait. `latency` is
+    the mean of the finished groups, so it is too low where a few groups take far longer than the rest: long
     answers and slow rewards stay in progress, and without this exception they would fill the limit alone and starve both
     sides.
     """

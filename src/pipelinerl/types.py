@@ -189,7 +189,7 @@ class TrainingSample(msgspec.Struct, frozen=True, kw_only=True):
     A rollout of several turns is usually one segment. A new segment begins only where a turn's prompt does not continue
     the preceding ids. `behaviour_logprobs`, `versions` and (when a KL coefficient is set) `reference_logprobs` have one
     entry per sampled token, over all segments in order. `finished` is False if the last completion was cut at its token
-    limit. `metrics` are those of the rollout.
+    limit. `metrics` are the rollout's.
     """
 
     id: str

@@ -275,7 +275,7 @@ def instead_of_packed(
 class CacheRunner:
     """Runs a Hugging Face causal LM over slots, like `ModelRunner`, through its own forward and cache.
 
-    Raises UnsupportedModelError if log-probabilities computed over slots differ from those of the model's own forward.
+    Raises UnsupportedModelError if log-probabilities computed over slots differ from the model's own forward.
     """
 
     flat = False

@@ -1,6 +1,6 @@
 """Sampling as a program of tensors with fixed shapes: it never waits for the device, so that a CUDA graph can record it.
 
-Random numbers are equal to those of `sampler.uniforms` to the bit, so a request draws the same numbers on every device.
+Random numbers are the same as by `sampler.uniforms`, to the bit, so a request draws the same numbers on every device.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pipelinerl.engine.sampler import SamplingRows, invert
 from pipelinerl.engine.truncation import keep_likeliest
 
 _GOLDEN, _MIX_1, _MIX_2 = (c - 2**64 for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
-"""SplitMix64's constants as int64: products and sums of int64 wrap, so their bits are those of uint64."""
+"""SplitMix64's constants as int64: products and sums of int64 wrap, so their bits are the same as with uint64."""
 
 
 def device_uniforms(keys_n: Tensor, positions_n: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ def advance(logits_RV: Tensor, stops_RS: Tensor, reals_2R: Tensor | None, *state
 
 
 def draw_with(logits_nV: Tensor, rows: SamplingRows, uniforms_n: Tensor) -> tuple[Tensor, Tensor]:
-    """As `sampler.sample` with parameters; costs a sort of all rows, also of those without top-k and top-p."""
+    """As `sampler.sample` with parameters; costs a sort of all rows, also of rows without top-k and top-p."""
     logits_nV = logits_nV.float()
     best_n1, best_ids_n1 = logits_nV.max(-1, keepdim=True)
     logits_nV = logits_nV - best_n1

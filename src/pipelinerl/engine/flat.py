@@ -32,7 +32,7 @@ PACK_FROM = 1 << 16
 
 
 class FlatForward:
-    """Computes logits [P, V] at the indices `keep` [P] of a packed batch [1, T], equal to those of the model's own forward.
+    """Computes logits [P, V] at the indices `keep` [P] of a packed batch [1, T], equal to the model's own forward.
 
     The model's attention must be `slot_attention`. Raises what `torch.export` raises for a model that it can't export, such
     as one with data-dependent operations.

@@ -160,7 +160,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _check(self, flatten: bool) -> None:
-        """Compare logits with those of the model's own attention, without and, if possible, with the exported graph."""
+        """Compare logits with the model's own attention, without and, if possible, with the exported graph."""
         window = _sliding_window(self.model)
         length = min(_CHECK_TOKENS + (window if window and window <= 512 else 0), self._max_length)
         ids_T = torch.randint(self.vocabulary, (length,), generator=torch.Generator().manual_seed(0)).to(self.device)

@@ -31,7 +31,7 @@ def sample(logits_nV: Tensor, rows: SamplingRows | None, uniforms_n: Tensor) -> 
 
     The token is the inverse of the cumulative distribution at the row's uniform number in [0, 1), which costs one pass over
     the vocabulary. Temperature 0 takes the likeliest token, with its log-prob at temperature 1. With top-k or top-p,
-    log-probs are those of the truncated, renormalised distribution.
+    log-probs are under the truncated, renormalised distribution.
 
     Ids are always within the vocabulary. A row without a distribution (NaN, +inf, or -inf everywhere) gets log-prob NaN.
     """

@@ -269,7 +269,7 @@ class StaticEngine(LocalEngine):
         self._launch.clear()
 
     def _pass_on(self, events: list[TokenEvent], finished: list[Completion]) -> None:
-        """Append what has been read: new tokens of streams, and the requests that ended."""
+        """Append the read results: new tokens of streams, and the requests that ended."""
         table = self._table
         for request_id in self._streaming:
             sequence = self._requests[request_id]

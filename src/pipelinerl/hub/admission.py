@@ -30,7 +30,7 @@ class Part:
     """What all generation processes of one number have done in the session.
 
     lost                        attempts of the groups that were in progress when processes ended
-    groups, attempts, rollouts  of groups that were handed over: `rollouts` of the attempts are in them
+    groups, attempts, rollouts  of finished groups: `rollouts` of the attempts are in them
     dropped                     the other attempts of these groups, by reason
     replaced                    rollouts that the stream dropped for newer ones
     """
@@ -95,7 +95,7 @@ class AdmissionState:
     def hand_over(
         self, index: int, *, rollouts: int, skipped: bool = False, dropped: Mapping[str, int] | None = None
     ) -> int:
-        """Count a group as handed over, with `rollouts` rollouts: its other attempts were dropped, or `skipped`.
+        """Count a group as finished, with `rollouts` rollouts: its other attempts were dropped, or `skipped`.
 
         Returns the number of the process that had it.
         """

@@ -1,6 +1,6 @@
 """A worker's end of its connection with the hub.
 
-It has no thread: each call first takes what has arrived. What is sent and what is asked for goes out at once.
+It has no thread: each call first takes the messages that have arrived, and sends its own at once.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class HubClient:
         self._handlers[kind] = handler
 
     def take(self) -> None:
-        """Take what has arrived. Raises ReplacedError if the hub has closed the connection."""
+        """Take the messages that have arrived. Raises ReplacedError if the hub has closed the connection."""
         try:
             messages = self._wire.receive()
         except wire.ClosedError as error:

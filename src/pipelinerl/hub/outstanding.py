@@ -16,7 +16,7 @@ class Outstanding(msgspec.Struct):
     opened           groups may be started (the evaluation before training is over)
     newest_version   newest weights that any engine has applied
     settled          rollouts that the trainer has trained or dropped since the beginning of the run, as far as known here
-    in_progress      rollouts of groups that were started and not handed over, by the version they were started with
+    in_progress      rollouts of groups in progress, by the version at their start
     handed_over      rollouts in the stream or with the trainer
     most_in_progress highest number of rollouts in progress so far in this session
     first_version    version of the weights that the session's first group was started with
@@ -62,7 +62,7 @@ class Outstanding(msgspec.Struct):
         self.in_progress[later] = self.in_progress.get(later, 0) + rollouts
 
     def hand_over(self, version: int, *, started: int, rollouts: int) -> None:
-        """Count a group of `started` attempts as handed over with `rollouts` rollouts. Its other attempts were dropped."""
+        """Count a group of `started` attempts as finished with `rollouts` rollouts. Its other attempts were dropped."""
         self._remove(version, started)
         self.handed_over += rollouts
         if version == self.first_version or not rollouts:

@@ -229,7 +229,7 @@ class HubServer:
                         other.wire.send(wire.Opened())
 
     def _tell_engines(self, message: wire.Offer | wire.Meeting) -> None:
-        """A process that has not asked for weights yet gets none that were offered to the one before it."""
+        """A process that has not asked for weights yet gets no offer of its predecessor."""
         for connection in self._connections:
             if connection.asks_for_weights and message.engine in (None, connection.kind.process):
                 connection.wire.send(message)

@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LogitTransform:
-    """The logits of a model by those of its head: x * scale or, with a cap, cap * tanh(x * scale / cap)."""
+    """The logits of a model from the outputs of its head: x * scale or, with a cap, cap * tanh(x * scale / cap)."""
 
     scale: float = 1.0
     cap: float | None = None

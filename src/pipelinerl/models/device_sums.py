@@ -23,7 +23,7 @@ from pipelinerl.models.state import bytes_of, checksum, first_names
 _BLOCK = 1 << 16  # words
 _WORD_BYTES = 4
 _GOLDEN, _MIX_1, _MIX_2 = (c - 2**64 for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
-"""SplitMix64's constants as int64: products and sums of int64 wrap, so their bits are those of uint64."""
+"""SplitMix64's constants as int64: products and sums of int64 wrap, so their bits are the same as with uint64."""
 
 
 def device_checksum(tensors: Mapping[str, Tensor]) -> str:

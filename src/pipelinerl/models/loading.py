@@ -32,7 +32,7 @@ _POSITIONS = re.compile(r"(^|\.|embed_)(wpe|pos|positions?)(_[a-z]+)?$")
 def load_model(config: ModelConfig, device: torch.device | str = "cpu") -> Any:
     """The model in `config.dtype` on `device`, in eval mode: the policy that samples has no dropout, so training has none.
 
-    The model has no adapters; the trainer adds those of `config.lora`. Raises UnsupportedModelError if the model can't have
+    The model has no adapters; the trainer adds them (`config.lora`). Raises UnsupportedModelError if the model can't have
     the head that `config.head_dtype` asks for, UserError if the device does not exist, and ModelLoadError if the model
     can't be loaded, if its files lack weights (transformers would fill them with random numbers) or have others than the
     model, or if weights are not finite.

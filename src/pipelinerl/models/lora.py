@@ -171,7 +171,7 @@ def _targets(model: Any, wanted: Sequence[str] | None) -> list[str]:
 
 
 def _not_of_experts(model: Any, kinds: list[str]) -> list[str]:
-    """`kinds` without the names that peft takes for a mixture's experts, whose weights are not those of linear layers."""
+    """`kinds` without the names that peft takes for a mixture's experts, whose weights are not linear layers."""
     import peft  # noqa: PLC0415 - as above
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers  # noqa: PLC0415 - as above
 

@@ -344,7 +344,7 @@ def packed_attention(
 
 @torch.no_grad()
 def _verify(model: Any, forward: TrainingForward, way: str) -> None:
-    """Compare the logits of a small row with those of each sequence alone under the model's own attention.
+    """Compare the logits of a small row with each sequence alone under the model's own attention.
 
     Raises UnsupportedModelError if they differ. Finds problems that no list of features can: recurrent layers that carry
     state from one sequence to the next, learned positions, position biases, layers that are not causal.

@@ -54,7 +54,7 @@ def first_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 def checksum(tensors: Mapping[str, Tensor], digests: Mapping[str, str] | None = None) -> str:
     """Checksum over name, type, shape and bytes of every tensor: 128 bits as 32 hex digits. Independent of the order.
 
-    `digests`: those of these tensors (`digests_of`), if the caller has computed them.
+    `digests`: of these tensors (`digests_of`), if the caller has computed them.
     """
     digests = digests_of(tensors) if digests is None else digests
     whole = xxhash.xxh3_128()
@@ -110,7 +110,7 @@ def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
 def load_weights(model: nn.Module, tensors: Mapping[str, Tensor], *, known_finite: bool = False) -> None:
     """Copy `tensors` into the model's own storage: all of them, or none.
 
-    Names and shapes must be exactly those of `named_weights(model)`, and all values finite (not checked if `known_finite`);
+    Names and shapes must be exactly as in `named_weights(model)`, and all values finite (not checked if `known_finite`);
     types and devices are converted. Raises WeightUpdateError, listing all problems, before anything is copied.
     """
     weights = named_weights(model)

@@ -19,7 +19,7 @@ POLL_S = 0.002
 
 
 class PreparingReader:
-    """A reader of a stream of groups that prepares each group it reads. Offsets and counts are those of the stream."""
+    """A reader of a stream of groups that prepares each group it reads. Offsets and counts are the stream's."""
 
     def __init__(self, reader: StreamReader[Group], preprocessor: Preprocessor) -> None:
         self._reader = reader

@@ -19,7 +19,7 @@ class Optimizer:
     """AdamW (decoupled weight decay, on matrices only) over the parameters of `model` that require gradients.
 
     Weights of lower precision have a float32 master copy. In bfloat16, rounding would lose a step of 1e-6, and small
-    gradients when those of micro-batches are summed. float32 weights are their own master.
+    gradients when micro-batches are summed. float32 weights are their own master.
 
     Per step: `zero_grad`, then for each micro-batch `backward` and `accumulate`, then `step` (or not).
     """
@@ -44,7 +44,7 @@ class Optimizer:
                 master.grad.zero_()
 
     def accumulate(self) -> None:
-        """Add the gradients of the last backward pass to those of the step. Does nothing for float32 weights."""
+        """Add the gradients of the last backward pass to the step's. Does nothing for float32 weights."""
         for name, master in self._masters.items():
             weight = self._weights[name]
             if master is not weight and weight.grad is not None and master.grad is not None:
@@ -102,7 +102,7 @@ class Optimizer:
         self.fill(tensors)
 
     def require_fitting(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raise CheckpointError unless the tensors are those of a `state` of this model."""
+        """Raise CheckpointError unless the tensors are from a `state` of this model."""
         masters = {f"{name}.master" for name in self._saved_masters}
         moments = {f"{name}.{moment}" for name in self._masters for moment in _MOMENTS}
         if tensors.keys() not in (masters, masters | moments):

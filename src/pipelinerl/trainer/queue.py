@@ -44,7 +44,7 @@ class SampleQueue:
         position: QueuePosition | None = None,
         counts: QueueCounts | None = None,
     ) -> None:
-        """`position` and `counts` are those of the checkpoint that a run resumes from."""
+        """`position` and `counts` come from the checkpoint of a resume."""
         position, counts = position or QueuePosition(), counts or QueueCounts()
         self._reader = reader
         self._by_index = by_index
@@ -70,7 +70,7 @@ class SampleQueue:
 
     @property
     def outstanding(self) -> int:
-        """Rollouts that were read and not retired: those queued, and those in the current step."""
+        """Rollouts that were read and not retired: in the queue or in the current step."""
         return sum(len(group.open_ids) for group in self._groups.values())
 
     @property

@@ -161,7 +161,7 @@ def trained_record(
     dropped_lengths: Mapping[str, list[int]],
     dropped_ids: Mapping[str, list[str]],
 ) -> TrainedRecord:
-    """The record of the step from the weights of `version` to those of `version + 1`."""
+    """The record of the step from the weights of `version` to `version + 1`."""
     return TrainedRecord(
         version=version + 1,
         samples=tuple(TrainedSample.of(sample, version) for sample in samples),

@@ -6,7 +6,7 @@ stream ──groups──▶ SampleQueue ──B rollouts──▶ Learner.step 
 
 consumes      groups from the rollout stream, only as many as the schedule needs for the next step
 produces      weights for the engines, a StepRecord and a TrainedRecord per step, a PublishedRecord per update, checkpoints
-waits for     rollouts, while the schedule does not allow a step with those in the queue
+waits for     rollouts, while the schedule does not allow a step with the queued ones
 unblocked by  the actor, when it writes groups to the stream
 """
 
@@ -277,7 +277,7 @@ class Trainer:
     def checkpoint(self) -> None:
         """Begin a checkpoint: its files are written, and another thread waits until they are on the disk.
 
-        Without a checkpoint plan, do nothing. Raises CheckpointError, also for the one before.
+        Without a checkpoint plan, do nothing. Raises CheckpointError, also for the previous one.
         """
         if self._checkpoints is None:
             return

@@ -43,7 +43,7 @@ def decoupled(
 
         log prox = log mu / d + (1 - 1 / d) * sg(log pi),    d = max(1, lag of the token)
 
-    The proximal policy prox is the one before the last optimizer step. Computing it would cost a forward pass; A-3PO (arXiv
+    The proximal policy prox precedes the last optimizer step. Computing it would cost a forward pass; A-3PO (arXiv
     2512.06547) interpolates it from the token's lag instead. Hence w = r^(1 - 1/d), and pi / prox has the value r^(1/d). At
     lag 1, prox is mu. At lag 0, where mu equals pi up to numerical error, prox is also mu, as in the authors' code.
     Decoupling the two policies is from AReaL (arXiv 2505.24298).

@@ -137,7 +137,7 @@ class ShardedLearner(Learner):
     def step(
         self, samples: Sequence[TrainingSample], version: int, on_micro_batch: OnMicroBatch | None = None
     ) -> StepResult:
-        """As of `Learner`. On ranks above 0 the result's metrics are those of their own samples."""
+        """As of `Learner`. On ranks above 0 the result has the metrics of their own samples."""
         self._team.call(Call("step", samples=tuple(samples), version=version))
         return super().step(samples, version, on_micro_batch)
 

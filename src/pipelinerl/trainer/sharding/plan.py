@@ -54,7 +54,7 @@ def plan(lengths: Sequence[int], costs: Sequence[float], ranks: int, budget: int
 def plan_padded(lengths: Sequence[Sequence[int]], ranks: int, budget: int) -> Grid:
     """Like `plan`, for a model that computes a bin as one padded batch: a bin costs its tokens with padding.
 
-    `lengths` are those of each sample's sequences. The bins are the smallest ones that need no more rows than bins of
+    `lengths` has the lengths of each sample's sequences. The bins are the smallest ones that need no more rows than bins of
     `budget` tokens do. Neighbouring bins hold sequences of similar length.
     """
     rows = -(-len(padded_bins(lengths, budget)) // ranks)
