@@ -225,7 +225,7 @@ def write_results(
         for run in planned:
             of_run = shown_run(out / run.name)
             if (answered := answers[run]) is not None:
-                of_run["evaluations"] = evaluations_of(answered, records[run])
+                of_run["evaluations"] = evaluations_of(answered, records[run], request.held_out)
             shown[f"{run.contender.label}, seed {run.seed}"] = of_run
         write_file(out / "report.html", comparison_page(request, found, shown).encode())
     return contents
@@ -258,7 +258,7 @@ def document(request: ComparisonRequest, results: Results) -> dict[str, Any]:
     return dict(rounded(msgspec.to_builtins(contents)))
 
 
-def evaluations_of(answered: Sequence[Answered], records: RunRecords) -> list[dict[str, Any]]:
+def evaluations_of(answered: Sequence[Answered], records: RunRecords, problems: int) -> list[dict[str, Any]]:
     """The answers in place of a run's evaluations on a page, at the time at which the trainer finished each version."""
     done = {0: (0.0, 0)}
     rollouts = 0
@@ -271,7 +271,7 @@ def evaluations_of(answered: Sequence[Answered], records: RunRecords) -> list[di
             "version": one.version,
             "minutes": done[one.version][0],
             "rollouts": done[one.version][1],
-            "problems": None,
+            "problems": problems,
             "reward": one.reward,
             "error": (one.high - one.low) / (2 * 1.96),  # standard error from a 95% interval
             "length": None,
