@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from pipelinerl.cli import main
-from pipelinerl.config.load import load_config
 from tests.integration.runs import (
     assert_finished,
     assert_gone_on,
@@ -81,12 +80,6 @@ def test_everything_ends_with_a_killed_launcher_and_can_go_on(tmp_path: Path) ->
 
 
 @pytest.mark.exhaustive
-def test_weights_by_broadcast_to_two_generation_processes(tmp_path: Path) -> None:
-    counts = run_processes(tmp_path / "r", weights__kind="collective", engine__processes=2)
-    assert counts["weight_updates"] >= 5
-
-
-@pytest.mark.exhaustive
 def test_rounds_are_exact_with_servers_and_a_preprocessor(tmp_path: Path) -> None:
     settings = {"schedule__kind": "conventional", "schedule__steps_per_round": 2, "trainer__steps": 4}
     counts = run_processes(tmp_path / "r", **PREPROCESSOR, **SERVERS, **settings)
@@ -101,8 +94,3 @@ def test_servers_that_do_not_start_are_one_clear_error(tmp_path: Path) -> None:
     assert ended.status == 2
     assert "can't load the" in ended.error
     assert "Traceback" not in ended.error
-
-
-def test_the_example_is_whole(tmp_path: Path) -> None:
-    config = load_config(Path(__file__).parents[2] / "examples" / "apart.yaml")
-    assert (config.engine.kind, config.stream.kind, config.launch.preprocessor) == ("http", "files", "process")

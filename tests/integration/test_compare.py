@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ import pytest
 from pipelinerl import load_config
 from pipelinerl.cli import main
 from pipelinerl.launch.run import train
-from tests.integration.runs import command, flags, run, start, trained, until, wait
+from tests.integration.runs import command, flags, run, trained
 from tests.unit.experiments.watch.test_watch_report import data_of
 
 SMALL = [
@@ -64,22 +63,6 @@ def test_a_comparison_is_made_and_made_only_once(tmp_path: Path, capsys: pytest.
     assert len(error.strip().splitlines()) == 1
 
 
-@pytest.mark.exhaustive
-@pytest.mark.slow
-def test_stopped_it_says_how_to_go_on(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    process = start(
-        "lab", "compare", "--schedules", "pipeline", "--no-tune", "--out", str(out), *SMALL, "--trainer.steps", "100000"
-    )
-    metrics = out / "runs" / "seed-0" / "pipeline" / "metrics.jsonl"
-    until(lambda: metrics.is_file() and metrics.stat().st_size > 0, process)
-    process.send_signal(signal.SIGINT)
-    ended = wait(process)
-    assert ended.status == 130
-    assert ended.error == f"stopped; to continue, run the same command with --out {out}\n"
-    assert not (out / "executions.jsonl").exists()
-
-
 @pytest.mark.slow
 def test_the_example_of_equal_lengths_has_equal_lengths(tmp_path: Path) -> None:
     example = Path(__file__).parents[2] / "examples" / "compare_equal_lengths.yaml"
@@ -105,21 +88,3 @@ def test_a_report_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "is not a run directory: it has no config.yaml" in capsys.readouterr().err
     assert main(["report"]) == 2
     assert main(["report", str(tmp_path), "--seed", "1"]) == 2
-
-
-def test_mistakes_are_told_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments, said in (
-        (["--schedules", "pipeline:3"], "is not a schedule"),
-        (["--seeds", "0"], "--seeds"),
-        (["--seeds", "x"], "invalid int"),
-        (["--trainer.step", "1"], "did you mean"),
-        (["--schedules", "pipeline,conventional:8", "--trainer.steps", "6"], "set it to a multiple of 8"),
-        (["--target", "nan"], "--target"),
-        (["--held-out", "-1"], "--held-out"),
-        (["--held-out-arg", "x"], "give KEY=VALUE"),
-        (["--held-out-arg", "no_such=1"], "no_such"),
-    ):
-        status = main(["lab", "compare", "--out", str(tmp_path / "out"), *arguments])
-        error = capsys.readouterr().err
-        assert (status, said in error) == (2, True), error
-    assert not (tmp_path / "out").exists()

@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import shutil
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,6 @@ WRONG = {
         lambda _: function(group_reward="rewards.py:raises"),
         "a group of two empty answers: raised: RuntimeError: group_reward: rewards.py, line 8: ValueError: boom",
     ),
-    "function raises over a text": (lambda _: function(reward="rewards.py:late"), "reward: rewards.py, line 14: ValueError"),
     "constructor raises": (
         lambda folder: klass(folder, "def __init__(self, tokenizer, seed):\n    raise OSError('no such table')"),
         "can't be built: task.py, line 9: OSError: no such table",
@@ -165,18 +165,15 @@ def test_what_is_wrong_with_an_environment_is_found(folder: Path, name: str) -> 
     assert "pool.py" not in str(caught.value)
 
 
-@pytest.mark.usefixtures("in_this_process")
-@pytest.mark.parametrize("name", BEFORE_A_RUN)
-def test_the_command_says_it_in_one_line(folder: Path, capsys: Capture, name: str) -> None:
-    assert_said_in_one_line(folder, capsys, name)
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=mark) for name, mark in IN_A_PROCESS.items()])
-def test_the_command_says_what_its_process_found(folder: Path, capsys: Capture, name: str) -> None:
-    assert_said_in_one_line(folder, capsys, name)
-
-
-def assert_said_in_one_line(folder: Path, capsys: Capture, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "here"),
+    [*product(BEFORE_A_RUN, [True]), *(pytest.param(name, False, marks=mark) for name, mark in IN_A_PROCESS.items())],
+)
+def test_the_command_says_it_in_one_line(
+    folder: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, name: str, here: bool
+) -> None:
+    if here:
+        try_in_this_process(monkeypatch)
     make, said = WRONG[name]
     assert main(["train", "--dry-run", *flags(folder / "r", **make(folder))]) == 2
     shown = capsys.readouterr()
@@ -290,13 +287,7 @@ def test_a_judge_of_maths_that_accepts_any_answer_is_doubted(
         ("gdc", "{}", "Did you mean 'gcd'"),
         ("gcd", "{size: 3}", "environment.args don't fit gcd"),
         ("mixture", "{environments: 3}", "environment.args.environments: 3 is not allowed"),
-        ("countdown", "{highest: 1}", "environment.args.highest: 1 is not allowed"),
         ("math", "{path: data.jsonl, judge: 3}", "environment.args.judge"),
-        (
-            "function",
-            "{data: data.jsonl, reward: rewards.py:right, timeout: 3}",
-            "environment.args.timeout: unknown; did you mean `timeout_s`?",
-        ),
     ],
 )
 def test_the_arguments_of_a_built_in_environment_are_checked_without_a_process(

@@ -61,13 +61,6 @@ def test_a_study_of_a_run(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureF
         assert start.stale_minus_recomputed.mean == pytest.approx(difference, abs=1e-12)
 
 
-@pytest.mark.exhaustive
-def test_the_same_study_gives_the_same_numbers(run_dir: Path, tmp_path: Path) -> None:
-    one = study(run_dir, tmp_path / "a", "--from", "2")
-    assert one == study(run_dir, tmp_path / "b", "--from", "2")
-    assert one != study(run_dir, tmp_path / "c", "--from", "2", "--seed", "1")
-
-
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     assert main(["lab", "study", "kv-cache", *arguments]) == 2
     lines = capsys.readouterr().err.strip().splitlines()

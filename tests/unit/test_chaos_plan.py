@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 import pipelinerl
 from pipelinerl.config.load import load_config
-from pipelinerl.config.schema import RunConfig
 from tests.chaos.plan import KINDS, LAYOUTS, LONG_S, SHORT_S, SMALL, Kind, places, plan_faults
 
 LINKS = ("redis", "server-0")
@@ -43,39 +42,11 @@ def test_faults_are_repeatable_and_possible(seed: int, count: int, layout: str, 
             assert SHORT_S[0] <= fault.lasts_s <= (longest_s if fault.kind == "stop" else SHORT_S[1])
 
 
-def test_a_shorter_plan_is_the_beginning_of_a_longer_one() -> None:
-    """So the first fault that breaks a run is found by giving fewer."""
-    config = CONFIGS["engines"]
-    assert plan_faults(3, config, 5) == plan_faults(3, config, 12)[:5]
-    assert plan_faults(3, config, 12) != plan_faults(4, config, 12)
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_place_is_hurt_by_every_fault_that_fits(layout: str) -> None:
     config = CONFIGS[layout]
     found = Counter((fault.kind, fault.place) for seed in range(100) for fault in plan_faults(seed, config, 20, links=LINKS))
     assert found.keys() == {(kind, place) for kind, there in places(config, LINKS).items() for place in there}
-
-
-@pytest.mark.parametrize(
-    ("layout", "kind", "expected"),
-    [
-        ("embedded", "kill", ["launcher"]),
-        ("engines", "weights", ["generation-0", "generation-1"]),
-        ("http", "weights", []),
-        ("apart", "stop", ["launcher", "generation", "preprocessing", "training"]),
-        ("links", "kill", ["launcher", "generation", "training"]),
-        ("sharded", "slow", ["generation", "training", "training-rank-1"]),
-        ("embedded", "weights", []),
-    ],
-)
-def test_places(layout: str, kind: Kind, expected: list[str]) -> None:
-    config: RunConfig = CONFIGS[layout]
-    if layout == "links":
-        config = load_config(
-            None, [*SMALL, *LAYOUTS[layout], "--engine.urls=[http://127.0.0.1:1]", "--stream.url=redis://a:1"]
-        )
-    assert places(config).get(kind, []) == expected
 
 
 LABELS = (

@@ -213,24 +213,6 @@ def test_a_peer_that_stops_reading_holds_nobody_up_and_is_kept_little(
         assert [one.index for _, one in reader.read(9)] == [0, 1, 2]
 
 
-def test_denials_are_not_kept_for_a_peer_that_does_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "DENY_EVERY_S", 0.0)
-    with served(tmp_path, ConventionalSchedule(K, 1), 2) as place:
-        deaf, other = place.connect(0, Asking), place.connect(1)
-        deaf.ask(2)
-        with place.server._lock:
-            (connection,) = [one for one in place.server._connections if one.kind.process == 0]
-            connection.wire._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        for _ in range(300):
-            other.settled()
-        assert held_bytes(place) < 1000
-        deaf.settled()
-        other.settled()
-        deaf.settled()
-        assert deaf.granted == [0]
-        assert "finish its round" in deaf.denials[-1].waiting_for
-
-
 GARBAGE = {
     "garbage": b"GET / HTTP/1.1\r\n\r\n",
     "half a message": struct.pack("!I", 1000) + b"\x93",

@@ -19,7 +19,6 @@ from pipelinerl.files import shared_memory, write_atomically
 from pipelinerl.hub.admission import Part
 from pipelinerl.hub.client import HubClient
 from pipelinerl.hub.server import HubServer, WorkerKind
-from pipelinerl.launch import restarts as module
 from pipelinerl.launch.hosts.host import LocalWorker, worker_kind
 from pipelinerl.launch.hosts.processes import replaceable_roles
 from pipelinerl.launch.restarts import Healing
@@ -236,15 +235,6 @@ def test_a_process_is_started_again_after_a_pause_that_doubles_and_not_for_ever(
         run.heal(1, now=now)
     assert str(raised.value).count("last words") == 4
     assert run.host.started == ["generation-1"] * 3
-
-
-def test_the_pause_has_a_bound(tmp_path: Path) -> None:
-    with closing(Run(tmp_path / "r", "--launch.restarts=2000")) as run:
-        run.healing.heal([cast(LocalWorker, Worker("generation-1"))], 0.0)
-        history = run.healing._histories["generation-1"]
-        history.reports *= 1500
-        run.heal(1)
-        assert history.due_s == module.LONGEST_PAUSE_S
 
 
 def test_the_time_of_an_absence_begins_with_the_first_death(run: Run) -> None:

@@ -62,19 +62,6 @@ def test_steps_have_the_losses_of_the_cpu_and_a_bounded_number_of_waits(
         assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-3)
 
 
-def test_gradients_of_a_float32_head_are_those_of_its_narrow_product_also_in_chunks() -> None:
-    model = make_model("qwen3").bfloat16()
-    samples = make_samples(model)
-    use_float32_head(model)
-    norms = []
-    with pretended_cuda():
-        for chunk in (0, 16):
-            config = TrainerConfig(micro_batch_tokens=256, head_chunk=chunk)
-            learner = Learner(copy.deepcopy(model).to("cuda"), config, temperature=1.0, pack=pack)
-            norms.append(learner.step(samples, version=4).grad_norm)
-    assert norms[1] == pytest.approx(norms[0], rel=1e-4)
-
-
 def test_an_update_is_verified_by_the_device_and_waits_for_it_once() -> None:
     fd, (here, there) = shared_memory(), DirectMessages.pair()
     models = [make_model("qwen3", seed=seed).bfloat16() for seed in (1, 0)]
