@@ -25,8 +25,7 @@ from benchmarks import common
 from benchmarks.common import Record
 from benchmarks.systems import SYSTEMS, make_jobs, requests, timed
 from pipelinerl.engine import LocalEngine, attention
-from pipelinerl.engine.copies import PackedLinear
-from pipelinerl.engine.flat import PACK_FROM
+from pipelinerl.engine.flat import PACK_FROM, PackedLinear
 
 
 def compare(options: argparse.Namespace, slots: int, lengths: str) -> list[Record]:

@@ -33,8 +33,7 @@ from benchmarks import common
 from benchmarks.common import Record
 from pipelinerl.child import ChildProcess
 from pipelinerl.models.folder import resolve_path
-from pipelinerl.models.state import checksum, named_weights
-from pipelinerl.models.tensor_file import write_safetensors
+from pipelinerl.models.state import checksum, named_weights, write_safetensors
 from pipelinerl.ports import free_port
 from pipelinerl.serving.vllm.adapter import VllmServer
 from pipelinerl.serving.vllm.server_info import kv_cache_bytes

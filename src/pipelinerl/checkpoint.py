@@ -43,7 +43,7 @@ from pipelinerl.checkpoint_folders import (
 from pipelinerl.checkpoint_state import STATE_FILE, CheckpointState, encode_state, read_state
 from pipelinerl.errors import CheckpointError
 from pipelinerl.models.loading import quiet
-from pipelinerl.models.tensor_file import write_safetensors
+from pipelinerl.models.state import write_safetensors
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 

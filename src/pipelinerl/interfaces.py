@@ -216,7 +216,7 @@ class WeightUpdate(NamedTuple):
 
     `tensors`: read-only views of the transport's memory, valid until the update is acknowledged; empty if engine servers
     receive the weights, or read them from the file at `path`. `device_checksum`: computed by the trainer's GPU
-    (`models.device_sums`); "" without one.
+    (`models.device`); "" without one.
     """
 
     version: int

@@ -20,8 +20,7 @@ from transformers import DynamicCache
 from pipelinerl.config.schema import ModelConfig
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.models.loading import load_model
-from pipelinerl.models.state import checksum, first_names, load_weights, named_weights
-from pipelinerl.models.tensor_file import write_safetensors
+from pipelinerl.models.state import checksum, first_names, load_weights, named_weights, write_safetensors
 from pipelinerl.serving.wire import WeightUpdateRequest
 from pipelinerl.types import Completion, GenerationRequest, UpdateReceipt, versions_from_spans
 from tests.contract.checks import Check, NotSupportedError, Subject, first_event, require

@@ -22,11 +22,10 @@ from pipelinerl.files import shared_memory
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models import packed
 from pipelinerl.models.attention import attend
-from pipelinerl.models.device_sums import device_checksum, device_digests_of
-from pipelinerl.models.float32_head import Float32Head
+from pipelinerl.models.device import pin
+from pipelinerl.models.loading import Float32Head
 from pipelinerl.models.packed import PackedRow, training_forward
-from pipelinerl.models.state import checksum, digests_of, named_weights
-from pipelinerl.models.transfers import pin
+from pipelinerl.models.state import checksum, device_checksum, device_digests_of, digests_of, named_weights
 from pipelinerl.models.varlen import attention_of, varlen_reference
 from pipelinerl.types import GenerationRequest, SamplingParams
 from pipelinerl.weights.delta import apply, encode

@@ -16,8 +16,7 @@ import torch
 from pipelinerl.config.schema import ModelConfig
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models.loading import load_model
-from pipelinerl.models.state import checksum, named_weights
-from pipelinerl.models.tensor_file import write_safetensors
+from pipelinerl.models.state import checksum, named_weights, write_safetensors
 from pipelinerl.serving.client.adapter import Bounds, EngineUnavailableError
 from pipelinerl.serving.client.engine import RemoteEngine
 from pipelinerl.serving.client.http import PipelineServer

@@ -25,8 +25,7 @@ from pipelinerl.errors import PromptTooLongError, RequestError, WeightUpdateErro
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models.folder import resolve_path
 from pipelinerl.models.loading import load_model
-from pipelinerl.models.state import checksum, named_weights
-from pipelinerl.models.tensor_file import write_safetensors
+from pipelinerl.models.state import checksum, named_weights, write_safetensors
 from pipelinerl.serving.client.adapter import ServerBusyError, ServerError, ServerUnreachableError
 from pipelinerl.serving.client.engine import RemoteEngine
 from pipelinerl.serving.vllm.adapter import VllmServer

@@ -26,7 +26,7 @@ PROCESSES = {
         "actor.actor actor.rollouts channel engine environments.chat preprocess serving trainer weights "
         " config.help launch.dry_run launch.trial launch.tryout launch.resume launch.hosts.agent "
         "launch.hosts.ray resources.placement launch.stages.broadcast launch.stages.generation "
-        "launch.stages.training models.hub "
+        "launch.stages.training "
         "hub.network stream.redis report experiments torch",
     ),
     "launcher, before a run": (
@@ -43,7 +43,7 @@ PROCESSES = {
         "launch.hosts.worker launch.stages.generation weights.receiving engine",
         "checkpoint engine.cache_runner environments.chat environments.options models.lora "
         "models.own_forward models.packed preprocess serving stream.redis trainer "
-        "weights.broadcast launch.stages.broadcast launch.stages.servers launch.stages.training models.hub "
+        "weights.broadcast launch.stages.broadcast launch.stages.servers launch.stages.training "
         f"launch.stages.preprocessing weights.sending {LAUNCHER}",
     ),
     "generation with engine servers": (
@@ -57,7 +57,7 @@ PROCESSES = {
     "training": (
         "launch.hosts.worker launch.stages.training weights.sending",
         f"actor engine environments models.own_forward serving weights.broadcast launch.stages.broadcast "
-        f"launch.stages.generation launch.stages.engines models.hub models.sharded trainer.sharding {LAUNCHER}",
+        f"launch.stages.generation launch.stages.engines models.sharded trainer.sharding {LAUNCHER}",
     ),
     "server": (
         "launch.hosts.worker launch.stages.servers",

@@ -8,8 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pipelinerl.engine.sampler import SamplingRows, invert
-from pipelinerl.engine.truncation import keep_likeliest
+from pipelinerl.engine.sampler import SamplingRows, invert, keep_likeliest
 
 _GOLDEN, _MIX_1, _MIX_2 = (c - 2**64 for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 """SplitMix64's constants as int64: products and sums of int64 wrap, so their bits are the same as with uint64."""

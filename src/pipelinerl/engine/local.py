@@ -31,7 +31,7 @@ from pipelinerl.types import (
 )
 
 if TYPE_CHECKING:
-    from pipelinerl.engine.runners import Runner
+    from pipelinerl.engine.runner import Runner
 
 NOTHING = StepOutput((), ())
 
@@ -438,7 +438,7 @@ class LocalEngine:
         load_weights(self._runner.model, update.tensors, known_finite=by_device)
         self._runner.weights_changed()
         if by_device:
-            from pipelinerl.models.device_sums import device_checksum  # noqa: PLC0415 - only on a GPU
+            from pipelinerl.models.state import device_checksum  # noqa: PLC0415 - only on a GPU
 
             held, sent = device_checksum(self._weights), update.device_checksum
         else:
@@ -453,7 +453,7 @@ class LocalEngine:
             if sequence.row >= 0 and (count := int(self._table.counts[sequence.row])):
                 sequence.versions.mark(update.version, count)
         if self._recompute_kv:
-            from pipelinerl.engine.recompute import recompute  # noqa: PLC0415 - the default keeps the entries
+            from pipelinerl.engine.rows import recompute  # noqa: PLC0415 - the default keeps the entries
 
             for prefill in self._prefills:
                 prefill.versions = VersionMarks()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -27,9 +27,6 @@ from pipelinerl.errors import UnsupportedModelError
 from pipelinerl.models.attention import deviations, refuse_states, replace_attention, returned_cache, rope_limit, unsupported
 from pipelinerl.models.loading import learned_positions
 from pipelinerl.models.state import is_narrow
-
-if TYPE_CHECKING:
-    from pipelinerl.engine.runners import Runner
 
 _CHECK_TOKENS = 24
 TOLERANCE = 1e-4
@@ -244,3 +241,45 @@ def _sliding_window(model: Any) -> int | None:
     if window is None or not used or (types is not None and "sliding_attention" not in types):
         return None
     return int(window)
+
+
+# ---- What the engine expects of a runner. For type checkers: `runner.make_runner` makes one
+
+
+class Slots(Protocol):
+    """What a runner keeps of the past tokens of every row."""
+
+    @property
+    def kv_bytes(self) -> int: ...
+
+    def move(self, moves: Sequence[Move]) -> None: ...
+
+
+class Runner(Protocol):
+    """Runs a model over slots: `ModelRunner`, or `CacheRunner` for models that it can't run."""
+
+    model: Any
+    vocabulary: int
+
+    @property
+    def kv(self) -> Slots: ...
+
+    @property
+    def flat(self) -> bool: ...
+
+    @property
+    def description(self) -> str: ...
+
+    def weights_changed(self) -> None: ...
+
+    def forward(
+        self,
+        kv: Any,
+        token_ids: Sequence[int] | Tensor,
+        positions: Sequence[int] | Tensor,
+        *,
+        keep: Sequence[int] | Tensor | None,
+        decoding: int = 0,
+        buckets: tuple[LengthBucket, ...] = (),
+        chunks: tuple[Chunk, ...] = (),
+    ) -> Tensor: ...

@@ -23,14 +23,14 @@ from torch import Tensor, nn
 
 from pipelinerl.engine.device_sampler import advance
 from pipelinerl.engine.local import NOTHING, LocalEngine
-from pipelinerl.engine.rows import Prefill, Sequence
+from pipelinerl.engine.rows import Prefill
+from pipelinerl.engine.rows import Sequence as Row
 from pipelinerl.engine.runner import refuse_longer
 from pipelinerl.engine.slot_table import RowState, SlotTable
 from pipelinerl.engine.varlen import COMPILERS, VarlenBatch, VarlenRunner, row_buckets
 from pipelinerl.errors import UnsupportedModelError
 from pipelinerl.interfaces import StepOutput
-from pipelinerl.models.compiler import try_compiler
-from pipelinerl.models.transfers import to_device, to_host
+from pipelinerl.models.device import to_device, to_host, try_compiler
 from pipelinerl.types import Completion, FinishReason, TokenEvent
 
 _log = logging.getLogger(__name__)
@@ -65,10 +65,10 @@ class DeviceRows:
 
     def compile(self, rows: int) -> None:
         """Compile what follows the model in plain steps, best for `rows`. Raises what compilers do, or if results differ."""
-        from pipelinerl.engine.pieces import compiled  # noqa: PLC0415 - on a GPU only
-
         varying = [(place, 0) for place in (0, 1, *range(3, 10))]  # the rows: of the logits, the stop tokens and the state
         varying.append((1, 1))  # the number of stop tokens
+        from pipelinerl.engine.fused import compiled  # noqa: PLC0415 - on a GPU only
+
         run = compiled(advance, varying, COMPILERS[self.results.device.type])
         with self.at_rest():
             positions, ids, *_, active = state = self.integers[:, :rows].unbind()
@@ -281,7 +281,7 @@ class StaticEngine(LocalEngine):
         for row, by_stop_token in table.ended_rows():
             finished.append(self._end(table.owner(row), "stop" if by_stop_token else "length"))
 
-    def _end(self, sequence: Sequence, reason: FinishReason) -> Completion:
+    def _end(self, sequence: Row, reason: FinishReason) -> Completion:
         self._streamed.pop(sequence.request.id, None)
         return super()._end(sequence, reason)
 

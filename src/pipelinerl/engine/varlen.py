@@ -1,7 +1,7 @@
 """Attention over slots in one call per layer, whatever the lengths: for devices where a call costs more than its padding.
 
 The keys of a row lie one after the other, position by position, so decoding rows and chunks of prompts are all sequences of
-one call (`models/varlen.py`): a decoding row has one query, a chunk has several. There are no masks and no length buckets.
+one call (`models/packed.py`): a decoding row has one query, a chunk has several. There are no masks and no length buckets.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from pipelinerl.engine.attention import Chunk, LayerCall, LayerShape, LengthBuck
 from pipelinerl.engine.fused import fuse_norms, join_products
 from pipelinerl.engine.runner import ModelRunner
 from pipelinerl.errors import UnsupportedModelError
-from pipelinerl.models.compiler import try_compiler
-from pipelinerl.models.transfers import to_device
+from pipelinerl.models.device import to_device, try_compiler
 from pipelinerl.models.varlen import attention_of, has_kernel
 
 COMPILERS: dict[str, Any] = {"cuda": "inductor"}
@@ -142,7 +141,7 @@ class VarlenRunner(ModelRunner):
             return
 
         def compile_it() -> None:
-            from pipelinerl.engine.pieces import in_pieces  # noqa: PLC0415 - on a GPU only
+            from pipelinerl.engine.fused import in_pieces  # noqa: PLC0415 - on a GPU only
 
             begin_s = time.perf_counter()
             flat.compiled, count = in_pieces(flat.module, COMPILERS[self.device.type])

@@ -11,8 +11,8 @@ import torch
 from pipelinerl.config.schema import ModelConfig
 from pipelinerl.engine.static import StaticEngine
 from pipelinerl.models import varlen
+from pipelinerl.models.device import to_device, to_host
 from pipelinerl.models.loading import load_model
-from pipelinerl.models.transfers import to_device, to_host
 from pipelinerl.types import GenerationRequest, SamplingParams
 
 GPU = torch.device("cuda", 0)

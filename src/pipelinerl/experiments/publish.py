@@ -151,7 +151,7 @@ def _name(text: str) -> str:
 
 
 def _check_repo(repo: str) -> None:
-    from pipelinerl.models.hub import can_be_an_id  # noqa: PLC0415 - takes a second
+    from pipelinerl.models.folder import can_be_an_id  # noqa: PLC0415 - takes a second
 
     if repo.count("/") > 1 or not can_be_an_id(repo):
         raise UserError(f"{repo!r} can't be the id of a model on the hub; give owner/name")

@@ -28,8 +28,7 @@ from pipelinerl.engine.attention import Chunk
 from pipelinerl.engine.runner import make_runner
 from pipelinerl.errors import ReplayDifferenceError
 from pipelinerl.models.loading import load_model
-from pipelinerl.models.state import checksum, first_names, load_weights, named_weights
-from pipelinerl.models.tensor_file import write_safetensors
+from pipelinerl.models.state import checksum, first_names, load_weights, named_weights, write_safetensors
 from pipelinerl.types import Completion
 
 KV = Literal["keep", "recompute"]

@@ -2,7 +2,21 @@
 
 from __future__ import annotations
 
+import atexit
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from pipelinerl.errors import UserError
 
@@ -30,3 +44,128 @@ def require_device(device: torch.device | str) -> None:
     else:
         problem, instead = "models run on CPUs and CUDA GPUs only", "use cpu, cuda or cuda:N"
     raise UserError(f"device {str(device)!r} can't be used: {problem}; {instead}")
+
+
+# ---- `torch.compile` in a process of a run: where it keeps its files, and what happens if it fails
+
+
+_log = logging.getLogger(__name__)
+
+_CACHE = "TORCHINDUCTOR_CACHE_DIR"
+
+
+def prepare_compiler() -> None:
+    """Must be called before anything is compiled by "inductor"."""
+    from torch._inductor import config  # noqa: PLC0415 - takes a second
+
+    if _CACHE not in os.environ:  # torch's own default is a name in /tmp that another user may have taken
+        os.environ[_CACHE] = tempfile.mkdtemp(prefix="pipelinerl-compiled-")
+        atexit.register(shutil.rmtree, os.environ[_CACHE], ignore_errors=True)
+    # On a CPU no processes of its own. On a GPU they are worth it: Triton's kernels take seconds.
+    config.compile_threads = min(8, os.cpu_count() or 1) if torch.cuda.is_available() else 1
+
+
+def why_not(failure: Exception) -> str:
+    """The cause of an error of a compiler, in one line."""
+    inner = getattr(failure, "inner_exception", failure)
+    return f"{type(inner).__name__}: {inner}".partition("\n")[0]
+
+
+def try_compiler(name: str, compile_it: Callable[[], None]) -> str:
+    """Empty if `compile_it` succeeds, else ", not compiled: " and why, for a description; there is a warning, too."""
+    try:
+        prepare_compiler()
+        compile_it()
+    except Exception as failure:  # noqa: BLE001 - whatever a compiler raises
+        _log.warning("%s can't be compiled, which costs some speed: %s", name, why_not(failure))
+        return f", not compiled: {why_not(failure)}"
+    return ""
+
+
+# ---- Transfers between host and device that do not block: through pinned memory, in the order of the device's stream
+
+
+logger = logging.getLogger(__name__)
+
+PART = 1 << 26
+"""In bytes. A power of two, which PyTorch rounds pinned memory up to."""
+_PORTABLE = 1
+"""cudaHostRegisterPortable: pinned for all devices."""
+
+
+def to_device(array: npt.ArrayLike | Tensor, device: torch.device) -> Tensor:
+    """A copy of `array` on the device, unless it is there. The host does not wait for the transfer."""
+    if isinstance(array, Tensor) and array.device == device:
+        return array
+    host = array if isinstance(array, Tensor) else torch.from_numpy(np.array(array))
+    if device.type != "cuda":
+        return host.to(device)
+    return host.pin_memory().to(device, non_blocking=True)
+
+
+def uploaded(batch: Any, device: torch.device) -> Any:
+    """The batch with its tensors on `device`: by one transfer, which the host does not wait for.
+
+    `batch`: a dataclass of tensors on the CPU, of such dataclasses, and of tuples of them.
+    """
+    found: list[Tensor] = []
+    _with_tensors(batch, found.append)
+    padded = [F.pad(tensor.reshape(-1).view(torch.uint8), (0, -tensor.nbytes % 16)) for tensor in found]  # for any type
+    parts = iter(torch.split(to_device(torch.cat(padded), device), [part.nbytes for part in padded]))
+    return _with_tensors(batch, lambda tensor: next(parts)[: tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+
+
+def _with_tensors(value: Any, change: Callable[[Tensor], Tensor | None]) -> Any:
+    """A copy of `value` with `change` of each of its tensors, called in the order of the fields."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, tuple):
+        return tuple(_with_tensors(part, change) for part in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{one.name: _with_tensors(getattr(value, one.name), change) for one in fields(value)})
+    return value
+
+
+def to_host(tensor: Tensor) -> Callable[[], npt.NDArray[Any]]:
+    """Start to copy `tensor`, as it is after all work enqueued so far. The returned function waits for the copy."""
+    if tensor.device.type != "cuda":
+        copied = tensor.clone()
+        return lambda: copied.numpy(force=True)
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    done.record(torch.cuda.current_stream(tensor.device))
+
+    def read() -> npt.NDArray[Any]:
+        done.synchronize()
+        return host.numpy()
+
+    return read
+
+
+def arriving(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, npt.NDArray[np.uint8]]]:
+    """The bytes of each tensor [n], in parts of at most `PART`. The next part is copied while the caller uses one."""
+    before: tuple[str, Callable[[], npt.NDArray[Any]]] | None = None
+    parts = ((name, part) for name, bytes_U8 in named for part in torch.split(bytes_U8, PART))
+    for name, part_U8 in parts:
+        started = name, to_host(part_U8)
+        if before is not None:
+            yield before[0], before[1]()
+        before = started
+    if before is not None:
+        yield before[0], before[1]()
+
+
+def pin(tensor: Tensor, device: torch.device) -> Callable[[], object]:
+    """Pin the memory that `tensor` is a view of, for a GPU to access it directly. The returned function unpins it.
+
+    For memory that PyTorch has not allocated. If CUDA refuses, that is logged, and the driver copies twice, which is slower.
+    """
+    memory = tensor.untyped_storage()
+    with torch.cuda.device(device):
+        cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        if error := int(cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes(), _PORTABLE)):
+            with suppress(RuntimeError):
+                torch.ones(1, device=device)  # CUDA reports the error again at the next launch, which is this one
+            logger.warning("shared weights can't be pinned (CUDA error %d): copies to and from %s are slower", error, device)
+            return lambda: None
+    return lambda: cudart.cudaHostUnregister(memory.data_ptr())

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import importlib.resources
 import os
+import re
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from huggingface_hub import HfApi, constants, try_to_load_from_cache
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+)
+from huggingface_hub.utils._validators import validate_repo_id
 
 from pipelinerl.config.schema import PACKAGED_MODELS
 from pipelinerl.errors import INVALID_DATA, ModelLoadError
@@ -29,8 +40,6 @@ def resolve_path(path: str) -> str:
     if path and folder.is_dir():
         adapter, config = folder / "adapter_config.json", _read(folder / "config.json")
         if adapter.is_file() or b"quantization_config" in msgspec.json.encode(config):
-            from pipelinerl.models.load_errors import adapter_refusal, refuse_quantized  # noqa: PLC0415 - few models
-
             if adapter.is_file():
                 raise ModelLoadError(adapter_refusal(path, _read(adapter).get("base_model_name_or_path")))
             refuse_quantized(path, config)
@@ -39,8 +48,6 @@ def resolve_path(path: str) -> str:
         return str(folder)
     if path and folder.exists():
         raise ModelLoadError(f"model.path {path!r} is a file: give the folder that holds config.json and the weights")
-    from pipelinerl.models.hub import can_be_an_id  # noqa: PLC0415 - takes a moment, and folders don't need it
-
     if path.startswith((".", "/", "~")) or path.count("/") > 1 or not path or not can_be_an_id(path):
         meant = f" ({os.path.abspath(folder)})" if path else ""
         raise ModelLoadError(
@@ -57,8 +64,6 @@ def find_model(path: str) -> str:
     found = resolve_path(path)
     if Path(found).is_dir():
         return found
-    from pipelinerl.models.hub import find_on_the_hub  # noqa: PLC0415 - as above
-
     return find_on_the_hub(path)
 
 
@@ -67,3 +72,136 @@ def _read(path: Path) -> dict[str, Any]:
     with suppress(OSError, *INVALID_DATA):
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     return {}
+
+
+# ---- Models on the Hugging Face hub: whether one can be loaded from there, and where an earlier download is
+
+
+HUB_TIMEOUT_S = 10.0
+"""Timeout of the request that checks whether a model exists. Downloads are bounded by the watchdog only."""
+_WEIGHTS = (".safetensors", ".bin")
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
+
+
+def can_be_an_id(path: str) -> bool:
+    """Whether `path` has the form of an id: `name` or `owner/name`."""
+    try:
+        validate_repo_id(path)
+    except HFValidationError:
+        return False
+    return True
+
+
+def downloaded(hub_id: str) -> str | None:
+    """The folder of an earlier download of the model, or None."""
+    config = try_to_load_from_cache(hub_id, "config.json")
+    return str(Path(config).parent) if isinstance(config, str) else None
+
+
+def find_on_the_hub(hub_id: str) -> str:
+    """The id itself if the model exists, has weights and a tokenizer, and is accessible.
+
+    If the hub can't be reached, the folder of an earlier download. Raises ModelLoadError.
+    """
+    not_found = f"model.path {hub_id!r} is not a folder here ({Path(hub_id).absolute()}) and"
+    api = HfApi(endpoint=constants.ENDPOINT)
+    try:
+        info = api.model_info(hub_id, timeout=HUB_TIMEOUT_S)
+        if info.gated:
+            api.auth_check(hub_id)
+    except GatedRepoError as error:
+        raise ModelLoadError(
+            f"model.path {hub_id!r} is gated: accept its terms at {constants.ENDPOINT}/{hub_id}, then log in with "
+            "`hf auth login` or set HF_TOKEN"
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise ModelLoadError(
+            f"{not_found} the Hugging Face hub has no such model that you can access: check model.path; for a private model "
+            "log in with `hf auth login` or set HF_TOKEN"
+        ) from error
+    except Exception as error:  # the hub's client lets errors of its HTTP library through
+        if (folder := downloaded(hub_id)) is not None:
+            return folder
+        if isinstance(error, OfflineModeIsEnabled):
+            why = "the Hugging Face hub can't be reached: HF_HUB_OFFLINE is set, and the model was not downloaded before"
+        elif isinstance(error, HfHubHTTPError):
+            why = f"the Hugging Face hub answered: {' '.join(str(error).split())[:200]}"
+        else:
+            why = "the Hugging Face hub can't be reached"
+        raise ModelLoadError(f"{not_found} {why}; give a folder, or download the model first") from error
+    files = [Path(file.rfilename).name for file in info.siblings or []]
+    if "adapter_config.json" in files and "config.json" not in files:
+        raise ModelLoadError(adapter_refusal(hub_id))
+    refuse_quantized(hub_id, info.config or {})
+    if "config.json" not in files or not any(name.endswith(_WEIGHTS) for name in files):
+        raise ModelLoadError(
+            f"model.path {hub_id!r} is on the Hugging Face hub without weights that transformers can load (config.json and "
+            "model.safetensors): give another model"
+        )
+    if not any(name in files for name in _TOKENIZERS):
+        raise ModelLoadError(f"model.path {hub_id!r} is on the Hugging Face hub without a tokenizer: give another model")
+    return hub_id
+
+
+# ---- What is wrong with a model that can't be loaded or trained, and what an error of transformers means to its user
+
+
+_KNOWN_ERRORS = {
+    ("trust_remote_code",): (
+        "it comes with Python code of its own; read that code, then set model.trust_remote_code to true"
+    ),
+    ("Unrecognized configuration class", "for this kind of AutoModel"): (
+        "it is not a causal language model; give one that AutoModelForCausalLM or AutoModelForImageTextToText can load"
+    ),
+    ("connect to", "offline", "Offline", "LocalEntryNotFound"): (
+        "it is not a folder here and the Hugging Face hub can't be reached; give a folder, or download the model first"
+    ),
+    ("is not a local folder and is not a valid model identifier", "404"): (
+        "it is neither a folder here nor a model on the Hugging Face hub (private ones need a login); check model.path"
+    ),
+    ("does not recognize this architecture",): (
+        "this version of transformers does not know its architecture (model_type); upgrade transformers"
+    ),
+    ("Couldn't instantiate the backend tokenizer",): (
+        "it has no tokenizer (tokenizer.json); copy it from the original model"
+    ),
+}
+"""Parts of transformers' error messages, and the message that the user gets instead."""
+_DAMAGED = re.compile(r"Safetensor|[Nn]o (such )?file|EOFError|zip archive|Unpickling|not a valid JSON")
+"""What errors about missing and damaged files have in their type or text."""
+
+
+_DEQUANTIZED = ("mxfp4",)
+"""Methods whose weights transformers itself turns into bfloat16."""
+
+
+def explain(error: Exception) -> str:
+    """One line that says what to do."""
+    text = " ".join(str(error).split())
+    for marks, meaning in _KNOWN_ERRORS.items():
+        if any(mark in f"{type(error).__name__}: {text}" for mark in marks):
+            return meaning
+    kind = type(error).__name__
+    advice = " (get a complete copy of the model)" if _DAMAGED.search(f"{kind}: {text}") else ""
+    return (text.split(". ")[0][:300] or kind) + advice
+
+
+def adapter_refusal(path: str, base: object = None) -> str:
+    """The error for an adapter that is given as a model."""
+    of = f" of {base!r}" if base else ""
+    return (
+        f"model.path {path!r} has an adapter{of}: merge it into its model (merge_and_unload, then save_pretrained) and "
+        "give the result, or give the model without it"
+    )
+
+
+def refuse_quantized(path: str, config: Mapping[str, Any]) -> None:
+    """Raise ModelLoadError if `config`, as in config.json, belongs to a quantized model."""
+    for part in (config, config.get("text_config")):
+        settings = part.get("quantization_config") if isinstance(part, Mapping) else None
+        method = settings.get("quant_method", "unknown") if isinstance(settings, Mapping) else None
+        if method not in (None, *_DEQUANTIZED):
+            raise ModelLoadError(
+                f"model.path {path!r} is quantized ({method}): quantized weights can't be trained; give the unquantized "
+                "model"
+            )

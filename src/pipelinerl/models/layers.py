@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pipelinerl.models.attention import choose_attention, replace_attention
-from pipelinerl.models.compiler import prepare_compiler, why_not
+from pipelinerl.models.device import prepare_compiler, why_not
 from pipelinerl.models.packed import ATTENTION_NAME, PackedRow, TrainingForward, packed_attention
 from pipelinerl.models.state import compute_dtype, is_narrow
 from pipelinerl.types import Segment

@@ -153,12 +153,12 @@ Batch = TypeVar("Batch")
 
 
 def uploaded(batch: Batch, device: torch.device | str) -> Batch:
-    """The batch, a dataclass of tensors on the CPU, on `device`. For a GPU see `transfers.uploaded`."""
+    """The batch, a dataclass of tensors on the CPU, on `device`. For a GPU see `device.uploaded`."""
     if torch.device(device).type == "cpu":
         return batch
-    from pipelinerl.models import transfers  # noqa: PLC0415 - for GPUs
+    from pipelinerl.models import device as gpus  # noqa: PLC0415 - for GPUs
 
-    return transfers.uploaded(batch, torch.device(device))  # type: ignore[no-any-return]
+    return gpus.uploaded(batch, torch.device(device))  # type: ignore[no-any-return]
 
 
 def _in_one_call(device: torch.device | str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -98,8 +99,6 @@ def read_shape(folder: Path) -> ModelShape | None:
     if text.get("model_type") in _PLAIN:
         kv_width, state = 2 * layers * (text.first_int("num_key_value_heads") or heads) * head_dim, 0
     else:
-        from pipelinerl.models.past import past  # noqa: PLC0415 - other families
-
         kv_width, state = past(text, tensors, layers=layers, hidden=hidden, heads=heads, head_dim=head_dim)
     if head is None:
         head = _HEADS[0]
@@ -161,3 +160,120 @@ def _json(path: Path) -> dict[str, Any]:
         raise ModelLoadError(f"can't read {path}: {error.strerror}") from error
     except INVALID_DATA as error:
         raise ModelLoadError(f"{path} is not a JSON object: {error}; get a complete copy of the model") from error
+
+
+# ---- What a model's layers keep of past tokens, from its configuration and the shapes of its tensors, without torch
+
+
+_LATENT = re.compile(r"\.(\d+)\.\D*\b(?:kv_a_proj_with_mqa|indexer\.wk)\.weight$")
+_PROJECTION = re.compile(r"\.(\d+)\.\D*\b(?:([kv])_proj|w([kv])_dv)\.weight$")
+_OUTSIDE = ("vision", "visual", "image", "audio", "mtp")
+"""Parts of the names of what is not in the decoder's layers."""
+
+
+def past(
+    text: Config, tensors: Mapping[str, tuple[int, ...]], *, layers: int, hidden: int, heads: int, head_dim: int
+) -> tuple[int, int]:
+    """What all layers keep of past tokens: the width of keys and values, and the elements of states."""
+    kinds = _kinds(text, layers)
+    recurrent = {"linear_attention", "mamba"}
+    with_keys = [i for i, kind in enumerate(kinds) if kind not in recurrent | {"conv", "moe", "mlp"}]
+    own_cache = len(with_keys) < layers or "index_topk" in text  # which keeps latents as they are
+    found = _latents(tensors) if own_cache and "kv_lora_rank" in text else _projected(tensors, hidden)
+    usual = _kv_width(text, heads, head_dim)
+    indexed = text.first_int("indexer_head_dim") or 0  # Qwen4 Exp
+    widths = {i: found.get(i, usual) + (indexed if kinds[i] == "indexed_attention" else 0) for i in with_keys}
+    first_shared = layers - (text.first_int("num_kv_shared_layers") or 0)
+    for i in with_keys:
+        if i >= first_shared:  # it has no projections, and uses the keys and values of the last layer of its kind that has
+            widths[i] = next((widths[j] for j in reversed(range(first_shared)) if kinds[j] == kinds[i]), usual)
+    state = sum(kind in recurrent for kind in kinds) * _linear_state(text, hidden)
+    state += kinds.count("conv") * hidden * (text.first_int("conv_L_cache") or 0)
+    hybrid = [widths[i] for i, kind in enumerate(kinds) if kind == "hybrid"]
+    state += sum(_hybrid_state(text, hidden, heads * head_dim, width) for width in hybrid)
+    if listed := text.get("ple_layer_ids"):  # layers with embeddings of n-grams: a convolution's inputs, and ids of 8 bytes
+        streams = hidden * (text.first_int("hc_count") or 1)
+        earlier = (text.first_int("ngram_size") or 3) - 1
+        state += len(listed) * (((text.first_int("ple_conv_kernel_size") or 4) - 1) * (earlier + 1) * streams + 2 * earlier)
+    return sum(widths.values()), state
+
+
+def _projected(tensors: Mapping[str, tuple[int, ...]], hidden: int) -> dict[int, int]:
+    """The width of each layer's keys and values, if two matrices project hidden states to them. They may share one."""
+    widths: dict[int, dict[str, int]] = {}
+    for name, shape in tensors.items():
+        found = _PROJECTION.search(name)
+        if found and len(shape) == 2 and shape[1] == hidden and not any(part in name for part in _OUTSIDE):
+            widths.setdefault(int(found[1]), {})[found[2] or found[3]] = shape[0]
+    return {layer: width["k"] + width.get("v", width["k"]) for layer, width in widths.items() if "k" in width}
+
+
+def _latents(tensors: Mapping[str, tuple[int, ...]]) -> dict[int, int]:
+    """The width of each layer's latents (MLA) and keys of its indexer, if it has one."""
+    widths: dict[int, int] = {}
+    for name, shape in tensors.items():
+        if (found := _LATENT.search(name)) and not any(part in name for part in _OUTSIDE):
+            widths[int(found[1])] = widths.get(int(found[1]), 0) + shape[0]
+    return widths
+
+
+def _hybrid_state(text: Config, hidden: int, query_width: int, kv_width: int) -> int:
+    """Elements of the states of a layer that keeps keys and values too, per sequence.
+
+    It convolves keys, values and the outputs of attention and MLP (Inkling), convolves queries and keys and delays half of
+    the values (Zaya), or has a recurrent layer beside its attention.
+    """
+    if (kernel := text.first_int("conv_kernel_size")) is not None:
+        return kernel * (kv_width + 2 * hidden)
+    if (first := text.first_int("cca_time0")) is not None:
+        keys = kv_width // 2
+        return (first + (text.first_int("cca_time1") or 1) - 2) * (query_width + keys) + keys // 2
+    return _linear_state(text, hidden)
+
+
+def _kinds(text: Config, layers: int) -> list[str]:
+    """The kind of each layer, by the names that configurations use."""
+    listed = text.get("layer_types") or text.get("layers_block_type")
+    if isinstance(listed, list) and len(listed) == layers:
+        return [str(kind).removesuffix("_sliding") for kind in listed]
+    if (interval := text.first_int("full_attention_interval")) is not None:
+        return ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(layers)]
+    if isinstance(chosen := text.get("attn_layer_indices"), list):
+        return ["full_attention" if i in chosen else "mamba" for i in range(layers)]
+    if (period := text.first_int("attn_layer_period")) is not None:
+        offset = text.get("attn_layer_offset", 0)
+        return ["full_attention" if i % period == offset else "mamba" for i in range(layers)]
+    if text.first_int("mamba_d_state") is not None:
+        return ["hybrid"] * layers
+    return ["mamba" if text.first_int("state_size") is not None else "full_attention"] * layers
+
+
+def _linear_state(text: Config, hidden: int) -> int:
+    """Elements of one recurrent layer's states per sequence: the delta rule's, Mamba 2's or Mamba's."""
+    kernel = text.first_int("linear_conv_kernel_dim", "mamba_d_conv", "conv_kernel") or 4
+    if (value_heads := text.first_int("linear_num_value_heads", "linear_num_heads")) is not None:
+        key, value = (text.first_int(f"linear_{name}_head_dim", "linear_head_dim") or 0 for name in ("key", "value"))
+        keys = (text.first_int("linear_num_key_heads") or value_heads) * key
+        return kernel * (2 * keys + value_heads * value) + value_heads * key * value
+    size = text.first_int("mamba_d_state", "ssm_state_size", "state_size") or 0
+    heads = text.first_int("mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "num_heads")
+    head_dim = text.first_int("mamba_d_head", "mamba_head_dim", "mamba_headdim", "head_dim")
+    if heads is None or head_dim is None:
+        inner = (text.first_int("mamba_expand", "expand") or 2) * hidden
+        if "state_size" in text:  # a model of Mamba layers only
+            inner = text.first_int("intermediate_size") or inner
+        return inner * (kernel + size)
+    groups = text.first_int("mamba_n_groups", "mamba_ngroups", "n_groups") or 1
+    return kernel * (heads * head_dim + 2 * groups * size) + heads * head_dim * size
+
+
+def _kv_width(text: Config, heads: int, head_dim: int) -> int:
+    """Width of a token's keys and values in a layer. Latents (MLA) are expanded to all heads."""
+    if "kv_lora_rank" in text:
+        keys, rotated = (text.first_int(f"qk_{name}_head_dim") or 0 for name in ("nope", "rope"))
+        return heads * (keys + rotated + (text.first_int("v_head_dim") or 0))
+    shared = text.first_int("num_key_value_heads", "num_kv_heads") or heads
+    if text.get("multi_query") is True and text.get("new_decoder_architecture") is not True:
+        shared = 1
+    repeated = text.first_int("num_experts_per_tok") if text.get("model_type") == "jetmoe" else None
+    return shared * (repeated or 1) * (head_dim + (text.first_int("v_head_dim") or head_dim))

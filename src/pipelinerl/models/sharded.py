@@ -22,9 +22,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from pipelinerl.config.schema import ModelConfig
 from pipelinerl.errors import UnsupportedModelError
-from pipelinerl.models.float32_head import use_float32_head
 from pipelinerl.models.layers import decoder_layers
-from pipelinerl.models.loading import DTYPES, load_config
+from pipelinerl.models.loading import DTYPES, load_config, use_float32_head
 from pipelinerl.models.state import summary_of
 
 GATHERED_AT_ONCE = 1 << 26

@@ -34,7 +34,7 @@ LOGIT_CHUNKS = 3 * (1 << 22) * 4
 LOGITS_AT_ONCE, HEAD_CHUNK = 1 << 28, {"cpu": 128, "cuda": 1024}
 """Those of `trainer.logprobs`, for `trainer.head_chunk`."""
 WRITTEN_AT_ONCE = 3 << 26
-"""Host memory through which a GPU's tensors go to a file, in parts of `models.transfers.PART` bytes."""
+"""Host memory through which a GPU's tensors go to a file, in parts of `models.device.PART` bytes."""
 VLLM, VLLM_SHARE = "vLLM", 0.92
 """Its weights, KV cache and activations, and the share of a GPU that it takes for them by default."""
 ALLOCATOR = 1.15
@@ -361,7 +361,7 @@ def shape_of(config: RunConfig) -> ModelShape | None:
     found = find_model(config.model.path)
     if Path(found).is_dir():
         return read_shape(Path(found))
-    from pipelinerl.models.hub import downloaded  # noqa: PLC0415 - folders don't need it
+    from pipelinerl.models.folder import downloaded  # noqa: PLC0415 - folders don't need it
 
     folder = downloaded(found)
     try:

@@ -17,7 +17,7 @@ from pipelinerl.trainer.micro_batch import Packer
 from pipelinerl.types import Segment
 
 if TYPE_CHECKING:
-    from pipelinerl.models.chunked_head import ChunkedHead
+    from pipelinerl.models.head import ChunkedHead
 
 CHUNK_ELEMENTS = 1 << 22
 """Rows are processed in chunks of about this many logits, which bounds temporary memory for any vocabulary size."""
@@ -123,7 +123,7 @@ class RowLogprobs:
 
     @cached_property
     def _chunked(self) -> ChunkedHead | None:
-        from pipelinerl.models.chunked_head import ChunkedHead  # noqa: PLC0415 - small models don't need it
+        from pipelinerl.models.head import ChunkedHead  # noqa: PLC0415 - small models don't need it
 
         device = next(self._forward.model.parameters()).device.type
         chunk = HEAD_CHUNK.get(device, HEAD_CHUNK["cpu"]) if self._head_chunk == "auto" else self._head_chunk

@@ -23,8 +23,7 @@ from pipelinerl.config.schema import CorrectionConfig, TrainerConfig
 from pipelinerl.errors import TrainingDivergedError
 from pipelinerl.models.lora import LoraModel
 from pipelinerl.models.packed import MAX_PADDING_WASTE, PackedRow, checkpoint_activations, training_forward
-from pipelinerl.models.state import named_weights
-from pipelinerl.models.tensor_file import write_safetensors
+from pipelinerl.models.state import named_weights, write_safetensors
 from pipelinerl.trainer.logprobs import RowLogprobs
 from pipelinerl.trainer.losses import DEFAULT_CORRECTION, LossInputs, make_loss
 from pipelinerl.trainer.micro_batch import MicroBatch, Packer, padded_bins, segment_lengths, split

@@ -188,7 +188,7 @@ def source_checksum(tensors: Mapping[str, Tensor]) -> str:
     """The `device_checksum` of the tensors; "" if they are on the CPU, or have values that are not finite."""
     if not on_gpu(tensors) or not_finite(tensors):
         return ""
-    from pipelinerl.models.device_sums import device_checksum  # noqa: PLC0415 - only on a GPU
+    from pipelinerl.models.state import device_checksum  # noqa: PLC0415 - only on a GPU
 
     return device_checksum(tensors)
 

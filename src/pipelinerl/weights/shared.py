@@ -23,7 +23,7 @@ _LENGTH_BYTES = 8
 
 def make_buffer(fd: int, layout: Layout) -> dict[str, Tensor]:
     """Write the header and make room for the tensors. Returns them, in the file. Raises OSError."""
-    from pipelinerl.models.tensor_file import TYPES  # noqa: PLC0415 - engines write none
+    from pipelinerl.models.state import TYPES  # noqa: PLC0415 - engines write none
 
     header: dict[str, object] = {"__metadata__": {"format": "pt", "layout": msgspec.json.encode(layout).decode()}}
     firsts = layout.first_names()
@@ -57,6 +57,6 @@ def _views(fd: int, layout: Layout, start: int) -> dict[str, Tensor]:
 
 def pin_all(tensors: dict[str, Tensor], device: torch.device) -> Callable[[], object]:
     """Have a GPU read and write the buffer of these tensors directly, until the result is called."""
-    from pipelinerl.models.transfers import pin  # noqa: PLC0415 - only on a GPU
+    from pipelinerl.models.device import pin  # noqa: PLC0415 - only on a GPU
 
     return pin(next(iter(tensors.values())), device)

@@ -13,8 +13,7 @@ from pipelinerl.engine import LocalEngine, flat, local
 from pipelinerl.errors import LogitsError, PromptTooLongError, RequestError, UnsupportedModelError, WeightUpdateError
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models import state
-from pipelinerl.models.device_sums import device_checksum
-from pipelinerl.models.state import checksum, named_weights
+from pipelinerl.models.state import checksum, device_checksum, named_weights
 from pipelinerl.serving.wire import token_events
 from pipelinerl.types import (
     Completion,

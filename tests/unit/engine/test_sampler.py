@@ -8,8 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelinerl.engine.sampler import SamplingRows, invert, request_key, sample, uniforms
-from pipelinerl.engine.truncation import truncate
+from pipelinerl.engine.sampler import SamplingRows, invert, request_key, sample, truncate, uniforms
 
 
 def rows(n: int, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0) -> SamplingRows | None:

@@ -12,9 +12,9 @@ from benchmarks import common
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Cohere2Config, GraniteConfig, LlamaConfig
 
-from pipelinerl.models import chunked_head
-from pipelinerl.models.chunked_head import LogitTransform, logit_transform
-from pipelinerl.models.float32_head import use_float32_head
+from pipelinerl.models import head as chunked_head
+from pipelinerl.models.head import LogitTransform, logit_transform
+from pipelinerl.models.loading import use_float32_head
 from pipelinerl.models.packed import PackedRow, TrainingForward, training_forward
 from pipelinerl.trainer import logprobs
 from pipelinerl.trainer.logprobs import RowLogprobs

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pipelinerl.models.device_sums import device_checksum, device_digests_of
+from pipelinerl.models.state import device_checksum, device_digests_of
 
 BLOCK_BYTES = 4 << 16
 DTYPES = [

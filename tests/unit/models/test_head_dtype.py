@@ -17,9 +17,8 @@ from pipelinerl.config.schema import ModelConfig
 from pipelinerl.engine import LocalEngine, flat
 from pipelinerl.errors import ConfigError
 from pipelinerl.interfaces import WeightUpdate
-from pipelinerl.models import float32_head
-from pipelinerl.models.float32_head import Float32Head, use_float32_head
-from pipelinerl.models.loading import load_model
+from pipelinerl.models import loading as float32_head
+from pipelinerl.models.loading import Float32Head, load_model, use_float32_head
 from pipelinerl.models.packed import PackedRow, sampled_logits, use_packed_attention
 from pipelinerl.models.state import checksum, named_weights
 from pipelinerl.trainer.logprobs import token_logprobs

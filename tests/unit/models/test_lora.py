@@ -16,8 +16,7 @@ from pipelinerl.config.help import render
 from pipelinerl.config.load import config_from_yaml, load_config, validate
 from pipelinerl.config.schema import LoraConfig, TrainerConfig
 from pipelinerl.errors import CheckpointError, ConfigError, MissingDependencyError
-from pipelinerl.models.lora import ADAPTER_FOLDER, LoraModel, refuse_adapter
-from pipelinerl.models.lora_linear import LoraLinear
+from pipelinerl.models.lora import ADAPTER_FOLDER, LoraLinear, LoraModel, refuse_adapter
 from pipelinerl.models.packed import PackedRow, training_forward
 from pipelinerl.models.state import checksum, load_weights, named_weights
 from pipelinerl.preprocess import pack

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from pipelinerl.models import tensor_file
-from pipelinerl.models.tensor_file import write_safetensors
+from pipelinerl.models import state as tensor_file
+from pipelinerl.models.state import write_safetensors
 
 
 def of_all_types() -> dict[str, Tensor]:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from pipelinerl.models import transfers
-from pipelinerl.models.transfers import pin, to_device, to_host
+from pipelinerl.models import device as transfers
+from pipelinerl.models.device import pin, to_device, to_host
 
 CPU = torch.device("cpu")
 

@@ -245,8 +245,8 @@ def test_a_run_begins_with_what_was_chosen_and_records_it(monkeypatch: pytest.Mo
     with_two_gpus(monkeypatch)
     seen: list[Any] = []
 
-    def session(config: RunConfig, *_: object, changes: list[str], **__: object) -> dict[str, Any]:
-        seen.append((config, changes))
+    def session(config: RunConfig, *_: object, notices: list[str], **__: object) -> dict[str, Any]:
+        seen.append((config, notices))
         return {}
 
     monkeypatch.setattr(run, "_train_session", session)

@@ -18,7 +18,7 @@ from pipelinerl.config.load import load_config
 from pipelinerl.engine import LocalEngine, flat
 from pipelinerl.engine.runner import ModelRunner
 from pipelinerl.errors import ModelLoadError, UserError
-from pipelinerl.models import transfers
+from pipelinerl.models import device as transfers
 from pipelinerl.models.folder import resolve_path
 from pipelinerl.models.packed import PackedRow, sampled_logits, use_packed_attention
 from pipelinerl.models.shape import ModelShape, read_shape

@@ -16,8 +16,9 @@ from pipelinerl.checkpoint import write_checkpoint
 from pipelinerl.config.schema import LoraConfig, TrainerConfig
 from pipelinerl.engine.static import StaticEngine
 from pipelinerl.files import shared_memory
-from pipelinerl.models import packed, transfers
-from pipelinerl.models.float32_head import use_float32_head
+from pipelinerl.models import device as transfers
+from pipelinerl.models import packed
+from pipelinerl.models.loading import use_float32_head
 from pipelinerl.models.lora import LoraModel
 from pipelinerl.models.state import checksum, named_weights
 from pipelinerl.preprocess import pack

@@ -23,9 +23,8 @@ from pipelinerl.files import shared_memory
 from pipelinerl.hub.client import HubClient
 from pipelinerl.hub.server import HubServer, WorkerKind
 from pipelinerl.interfaces import WeightReceiver, WeightSender
-from pipelinerl.models import transfers
-from pipelinerl.models.device_sums import device_checksum
-from pipelinerl.models.state import checksum, load_weights, named_weights, not_finite
+from pipelinerl.models import device as transfers
+from pipelinerl.models.state import checksum, device_checksum, load_weights, named_weights, not_finite
 from pipelinerl.serving.incoming import read_file
 from pipelinerl.types import UpdateReceipt
 from pipelinerl.weights import receiving, sending

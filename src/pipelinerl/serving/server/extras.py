@@ -19,8 +19,7 @@ from torch import Tensor
 
 from pipelinerl.engine import LocalEngine
 from pipelinerl.engine.rows import Ints
-from pipelinerl.engine.sampler import SamplingRows
-from pipelinerl.engine.truncation import distribution
+from pipelinerl.engine.sampler import SamplingRows, distribution
 from pipelinerl.types import GenerationRequest
 
 if TYPE_CHECKING:

@@ -21,8 +21,7 @@ from pipelinerl.models.loading import DTYPES, load_model
 from pipelinerl.models.lora import LoraModel
 from pipelinerl.models.packed import PackedRow
 from pipelinerl.models.sharded import distribute, empty_model, fill, gather, reshard, shard, whole
-from pipelinerl.models.state import is_narrow, named_weights, not_finite
-from pipelinerl.models.tensor_file import in_file_order, write_safetensors
+from pipelinerl.models.state import in_file_order, is_narrow, named_weights, not_finite, write_safetensors
 from pipelinerl.trainer.logprobs import FrozenModelScorer
 from pipelinerl.trainer.micro_batch import MicroBatch, segment_lengths
 from pipelinerl.trainer.on_policy import PACKED_COLUMNS, OnPolicyMetrics, OnPolicyStats

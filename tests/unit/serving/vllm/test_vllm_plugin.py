@@ -16,8 +16,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from pipelinerl.errors import WeightUpdateError
-from pipelinerl.models.state import checksum
-from pipelinerl.models.tensor_file import write_safetensors
+from pipelinerl.models.state import checksum, write_safetensors
 from pipelinerl.serving.vllm.messages import REFUSED, FilesInfo
 from pipelinerl.serving.vllm.plugin import WeightTransfer, refresh_heads
 from pipelinerl.serving.wire import ProcessGroupRequest

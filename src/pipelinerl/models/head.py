@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from pipelinerl.models.float32_head import Float32Head, multiplies_wide, wide_product
+from pipelinerl.models.loading import Float32Head, multiplies_wide, wide_product
 from pipelinerl.models.packed import PackedRow, TrainingForward
 from pipelinerl.types import Segment
 
