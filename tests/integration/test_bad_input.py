@@ -19,11 +19,9 @@ from pipelinerl.errors import StalledError, UserError
 from pipelinerl.launch.run_lock import RunLock
 from pipelinerl.run_directory import RunDirectory
 from tests.integration.runs import (
-    command,
     flags,
     run,
     start,
-    start_processes,
     summary,
     try_in_this_process,
     wait,
@@ -236,34 +234,6 @@ def test_a_disk_that_is_too_full_for_a_checkpoint(tmp_path: Path, refusal: Calla
     assert main(["train", "--resume", str(run_dir), "--trainer.steps=2"]) == 0
 
 
-@pytest.mark.slow
-@pytest.mark.exhaustive
-def test_a_disk_that_is_too_full_for_rollouts(tmp_path: Path) -> None:
-    """A worker runs out of room: the other one still writes its checkpoint, and with more room the run goes on."""
-    kind = write_environment(
-        tmp_path,
-        """
-        async def rollout(self, problem, client):
-            rollout = await super().rollout(problem, client)
-            (turn,) = rollout.turns
-            wordy = Turn(prompt_ids=turn.prompt_ids, completion=turn.completion, text="x" * 100_000)
-            return Rollout(turns=(wordy,), reward=rollout.reward)
-        """,
-        imports=["from pipelinerl.types import Turn"],
-    )
-    run_dir = tmp_path / "r"
-    arguments = flags(run_dir, launch__kind="processes", environment__kind=kind, trainer__steps=100)
-    with small_files(8_000_000):
-        ended = command("train", *arguments)
-    assert ended.status == 1
-    assert str(run_dir / "streams" / "rollouts") in ended.error
-    assert "make room on that disk" in ended.error
-    assert ended.error.count("\n") == 1
-    version = summary(run_dir)["version"]
-    assert load_checkpoint(run_dir / "checkpoints" / f"step_{version:08d}").state.version == version >= 1
-    assert main(["train", "--resume", str(run_dir), f"--trainer.steps={version + 1}", "--launch.kind=embedded"]) == 0
-
-
 def test_a_run_whose_answers_are_all_cut_says_that_it_learned_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -276,18 +246,6 @@ def test_a_run_whose_answers_are_all_cut_says_that_it_learned_nothing(
         "raise actor.max_tokens, 2 now"
     )
     assert "NOTHING LEARNED" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-@pytest.mark.exhaustive
-def test_a_reward_that_loops_for_ever_ends_the_run_and_is_named(tmp_path: Path) -> None:
-    kind = write_environment(tmp_path, "isolate_reward = False\ndef reward(self, problem, text):\n    while True: pass")
-    run_dir = tmp_path / "r"
-    process = start_processes(run_dir, environment__kind=kind, actor__code_timeout_s=3, evaluation__problems=4)
-    ended = wait(process)
-    assert ended.status == 1
-    assert "16 of them by `timeout`: the code ran for 3 s without yielding, in Task.reward (task.py, line 10)" in ended.error
-    assert "every time so far" in ended.error
 
 
 def test_a_run_whose_servers_can_not_be_reached_has_an_outcome(tmp_path: Path) -> None:

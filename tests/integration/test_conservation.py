@@ -47,22 +47,6 @@ async def rollout(self, problem, client):
 TIMEOUTS = {"actor__rollout_timeout_s": 1.0, "actor__code_timeout_s": 0.1, "actor__max_failure_fraction": 1.0}
 
 
-def dropped_lengths(run_dir: Path) -> dict[str, int]:
-    """Rollouts dropped at the trainer, by reason, as the records of the steps list them by length."""
-    counts: dict[str, int] = {}
-    for record in trained(run_dir):
-        for reason, lengths in record.dropped_lengths.items():
-            counts[reason] = counts.get(reason, 0) + len(lengths)
-    return counts
-
-
-def test_a_run_that_ends_at_its_goal(tmp_path: Path) -> None:
-    run(tmp_path / "r")
-    counts = assert_whole(tmp_path / "r")
-    assert counts["rollouts_trained"] == counts["samples_trained"] == 5 * 16
-    assert counts["rollouts_dropped"] == {}
-
-
 def test_an_environment_that_fails_in_every_way(tmp_path: Path) -> None:
     """The run goes on with what works; each failure is counted by its reason, in the summary and in the groups."""
     kind = write_environment(tmp_path, MISBEHAVES)
@@ -77,15 +61,6 @@ def test_an_environment_that_fails_in_every_way(tmp_path: Path) -> None:
             in_groups[reason] = in_groups.get(reason, 0) + count
     assert all(count <= counts["rollouts_dropped"][reason] for reason, count in in_groups.items())
     assert "ValueError: the verifier crashed" in (tmp_path / "r" / "logs" / "embedded.log").read_text()
-
-
-def test_samples_without_a_gradient_are_dropped_and_replaced(tmp_path: Path) -> None:
-    run(tmp_path / "r", preprocess__zero_advantage="drop", trainer__steps=3)
-    counts = assert_whole(tmp_path / "r")
-    assert counts["rollouts_dropped"]["zero_advantage"] > 0
-    assert dropped_lengths(tmp_path / "r")["zero_advantage"] <= counts["rollouts_dropped"]["zero_advantage"]
-    assert [step.samples for step in steps(tmp_path / "r")] == [16] * 3
-    assert [step.samples_skipped for step in steps(tmp_path / "r")] == [0] * 3
 
 
 @pytest.mark.parametrize(
@@ -134,13 +109,6 @@ def test_no_token_is_older_than_max_lag(max_lag: int, tmp_path: Path) -> None:
     assert len(steps(tmp_path / "r")) == 6
     assert max(step.lag_max for step in steps(tmp_path / "r") if step.lag_max is not None) <= max_lag
     assert max(sample.lag_max for record in trained(tmp_path / "r") for sample in record.samples) <= max_lag
-
-
-def test_a_bound_on_lag_is_used_to_the_full(tmp_path: Path) -> None:
-    """It holds generation back, and no more than it must: tokens of the allowed lag are trained on, few are dropped."""
-    counts = run(tmp_path / "r", schedule__max_lag=1, trainer__steps=8, engine__slots=64)
-    assert counts["lag_max"] == 1
-    assert counts["rollouts_dropped"].get("stale", 0) <= 0.2 * counts["rollouts_trained"]
 
 
 def test_batches_of_a_low_effective_sample_size_are_refused(tmp_path: Path) -> None:

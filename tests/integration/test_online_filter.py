@@ -16,10 +16,7 @@ from tests.integration.runs import (
     groups,
     resume,
     run,
-    start_processes,
-    steps,
     trained,
-    wait,
     write_environment,
 )
 
@@ -83,23 +80,6 @@ def test_a_resumed_run_skips_what_it_would_have_skipped(tmp_path: Path) -> None:
     assert any(group.skipped for group in straight)
     assert [(group.index, group.skipped) for group in straight] == [(group.index, group.skipped) for group in halves]
     assert trained(tmp_path / "straight") == trained(tmp_path / "halves")
-
-
-@pytest.mark.slow
-@pytest.mark.exhaustive
-def test_processes_filter_too_and_a_killed_run_goes_on(tmp_path: Path) -> None:
-    process = start_processes(tmp_path / "r", trainer__steps=30, trainer__checkpoint_every=5, **settings(tmp_path))
-    while len(steps(tmp_path / "r")) < 12 and process.poll() is None:
-        pass
-    process.kill()
-    wait(process)
-    before = len(groups(tmp_path / "r"))
-    counts = resume(tmp_path / "r", launch__kind="processes")
-    assert_gone_on(tmp_path / "r", 30)
-    assert counts["groups_skipped"] > 0
-    known = {group.problem.id for group in groups(tmp_path / "r")[:before]}
-    first = next(group for group in groups(tmp_path / "r")[before:] if group.skipped)
-    assert first.problem.id in known
 
 
 def test_dynamic_sampling_says_what_it_costs(tmp_path: Path) -> None:

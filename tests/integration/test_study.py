@@ -59,21 +59,3 @@ def test_a_study_of_a_run(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureF
         assert by_position(start.stale)[2] != pytest.approx(by_position(start.recomputed)[2], rel=1e-3)
         difference = start.stale.kl.mean - start.recomputed.kl.mean
         assert start.stale_minus_recomputed.mean == pytest.approx(difference, abs=1e-12)
-
-
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert main(["lab", "study", "kv-cache", *arguments]) == 2
-    lines = capsys.readouterr().err.strip().splitlines()
-    assert len(lines) == 1
-    return lines[0]
-
-
-def test_what_can_not_be_studied(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run(tmp_path / "few", trainer__steps=2)
-    capsys.readouterr()
-    assert "--trainer.checkpoint_every 1" in refused(capsys, str(tmp_path / "few"), "--lag", "2")
-    assert "is not a run directory" in refused(capsys, str(tmp_path))
-    assert "0 to 3 here" in refused(capsys, str(run_dir), "--lag", "3", "--from", "4")
-    assert "choose a --lag of at most 2" in refused(capsys, str(run_dir), "--lag", "3", "--max-tokens", "2")
-    assert "do not fit into 256" in refused(capsys, str(run_dir), "--lag", "3", "--max-tokens", "251")
-    assert "--problems: 0: give a whole number of at least 1" in refused(capsys, str(run_dir), "--problems", "0")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 import zipfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +10,7 @@ import pytest
 import torch
 
 from pipelinerl import extras
-from pipelinerl.errors import MissingDependencyError, ModelLoadError, UserError
+from pipelinerl.errors import ModelLoadError, UserError
 
 if lacking := list(filter(None, map(extras.problem, extras.requirements("gguf")))):
     pytest.skip(f"extra `gguf`: {', '.join(lacking)}", allow_module_level=True)
@@ -153,20 +151,6 @@ def test_truncated_file_is_refused(tiny: Tiny, tmp_path: Path) -> None:
         assert only_child(tmp_path, "broken.gguf")
 
 
-def test_installed_package_as_source_is_not_imported(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = tmp_path / "site" / "tiny_gguf_package"
-    package.mkdir(parents=True)
-    (package / "__init__.py").write_text("raise RuntimeError('imported')")
-    (package / "weights.gguf").write_bytes(tiny.file.read_bytes())
-    about = tmp_path / "site" / "tiny_gguf_package-1.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: tiny-gguf-package\nVersion: 1\n")
-    (about / "RECORD").write_text("tiny_gguf_package/__init__.py,,\ntiny_gguf_package/weights.gguf,,\n")
-    monkeypatch.syspath_prepend(tmp_path / "site")
-    assert convert_gguf("tiny-gguf-package", tmp_path / "model").chat_template
-    assert "tiny_gguf_package" not in sys.modules
-
-
 def test_sources_that_can_not_be_used(tiny: Tiny, tmp_path: Path) -> None:
     two, none, not_zip, not_gguf = (tmp_path / name for name in ("two.whl", "none.whl", "text.whl", "text.gguf"))
     with zipfile.ZipFile(two, "w") as archive:
@@ -199,10 +183,3 @@ def test_output_folder_is_never_overwritten(tiny: Tiny, tmp_path: Path) -> None:
     assert (tmp_path / "mine").read_text() == "keep me"
     (tmp_path / "empty").mkdir()
     assert convert_gguf(str(tiny.file), tmp_path / "empty").path == tmp_path / "empty"
-
-
-@pytest.mark.parametrize("package", ["gguf", "accelerate"])
-def test_missing_package_is_named(tmp_path: Path, not_installed: Callable[[str], None], package: str) -> None:
-    not_installed(package)
-    with pytest.raises(MissingDependencyError, match=rf"{package} is not installed: .*pip install '{package}>="):
-        convert_gguf("any.gguf", tmp_path / "model")

@@ -198,20 +198,6 @@ def test_the_stock_is_limited_unless_the_run_file_limits_the_stream() -> None:
     assert limit("--stream.when_full", "drop_oldest") is None
 
 
-def test_no_more_is_outstanding_than_the_trainer_can_use_by_the_time_a_group_is_done() -> None:
-    schedule = PipelineSchedule(64, stock=128)
-    state = PipelineState(engine_version=3, trainer_version=3, oldest_in_progress=3, outstanding=128, handed_over=64)
-    early = state._replace(most_in_progress=64)
-    assert schedule.may_start(early._replace(outstanding=128 + 95), 8).allowed, "no latency is known yet"
-    assert not schedule.may_start(early._replace(outstanding=128 + 96), 8).allowed
-    denied = schedule.may_start(state._replace(latency=0.0), 8)
-    assert "128 rollouts are outstanding, and the limit is 128" in denied.waiting_for
-    assert schedule.may_start(state._replace(outstanding=127, latency=0.0), 8).allowed
-    assert schedule.may_start(state._replace(outstanding=128 + 191, latency=2.0), 8).allowed
-    assert not schedule.may_start(state._replace(outstanding=128 + 192, latency=2.0), 8).allowed
-    assert schedule.may_start(state._replace(outstanding=63, latency=0.0), 8).allowed
-
-
 @given(
     batch_size=st.integers(1, 64),
     handed_over=st.integers(0, 200),

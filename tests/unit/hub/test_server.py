@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import struct
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -25,15 +23,13 @@ from hypothesis import strategies as st
 from pipelinerl.errors import ReplacedError, RunDirectoryError, StageDiedError, StreamError
 from pipelinerl.hub import server as module
 from pipelinerl.hub import wire
-from pipelinerl.hub.client import Claims, HubClient, HubReader, PreparedWriter
-from pipelinerl.hub.hub import ROLLOUTS_FILE
+from pipelinerl.hub.client import Claims, HubClient, HubReader
 from pipelinerl.hub.server import HubServer, WorkerKind
 from pipelinerl.interfaces import ALLOWED, Admitted, PipelineState, Schedule, Verdict
 from pipelinerl.rounds import AsyncSchedule, ConventionalSchedule
 from pipelinerl.schedule import PipelineSchedule
-from pipelinerl.stream.files import FileStream
 from pipelinerl.stream.memory import MemoryStream
-from pipelinerl.types import Group, Prepared, UpdateReceipt
+from pipelinerl.types import Group, UpdateReceipt
 from tests.limits import small_files
 from tests.unit.hub.hub_parts import Asking, K, Place, Worker, group, status, trainer_status
 
@@ -242,47 +238,6 @@ def test_what_a_peer_had_in_progress_is_returned_when_it_sends_no_message(name: 
         assert place.server.failure is None
 
 
-SENDER = """
-import socket, sys
-from pipelinerl.hub.client import Claims, HubClient
-from pipelinerl.schedule import PipelineSchedule
-from tests.unit.hub.hub_parts import group
-hub = HubClient(socket.socket(fileno=int(sys.argv[1])))
-claims = Claims(hub, PipelineSchedule(1_000_000))
-while True:
-    hub._wire.wait(1.0)
-    while (index := claims.claim(0, 4, room=8).group) is not None:
-        claims.hand_over(group(index, text="x" * 300_000))
-"""
-
-
-def test_of_a_process_that_is_killed_while_it_sends_what_was_complete_counts(tmp_path: Path) -> None:
-    random = Random(0)
-    with served(tmp_path, MANY, stream=FileStream(tmp_path / "streams", tmp_path / ROLLOUTS_FILE)) as place:
-        for _ in range(3):
-            before = len(place.recorded()) if place.records.exists() else 0
-            with place.server.connect(WorkerKind(process=0)) as end:
-                command = [sys.executable, "-c", SENDER, str(end.fileno())]
-                process = subprocess.Popen(command, pass_fds=[end.fileno()], cwd=ROOT)
-            while not place.records.exists() or place.records.read_bytes().count(b"\n") < before + random.randint(1, 9):
-                assert process.poll() is None
-            process.kill()
-            process.wait()
-            place.server.wait_ended(WorkerKind(process=0))
-            recorded = place.recorded()
-            assert place.state.claims == {}
-            assert place.state.counts.in_progress == {}
-            assert sorted([*recorded, *place.state.counts.returned]) == [*range(place.state.counts.next_index)]
-            assert place.state.counts.handed_over == K * len(recorded)
-        returned, following = list(place.state.counts.returned), place.state.counts.next_index
-        worker = place.connect(0, Asking)
-        worker.ask(len(returned) + 1)
-        worker.settled()
-        assert worker.granted == [*returned, following]
-    with closing(FileStream(tmp_path / "streams", tmp_path / ROLLOUTS_FILE)) as stream:
-        assert [msgspec.json.decode(json, type=Group).index for _, json in stream.read(10**6)] == place.recorded()
-
-
 def test_a_reader_that_dies_loses_nothing_that_it_had_not_taken(tmp_path: Path) -> None:
     with served(tmp_path, MANY) as place:
         writer, trainer = place.connect(0, Asking), place.connect(TRAINER)
@@ -299,43 +254,6 @@ def test_a_reader_that_dies_loses_nothing_that_it_had_not_taken(tmp_path: Path) 
         trainer.close()
         place.server.wait_ended(TRAINER)
         assert place.hub.waiting == 1 + 2 + 1 + 2
-
-
-def test_a_preprocessor_that_dies_has_passed_each_group_on_once(tmp_path: Path) -> None:
-    preprocessor, trainer = WorkerKind(reads="rollouts"), WorkerKind(reads="prepared", follows=True)
-
-    def prepared(index: int) -> Prepared:
-        return Prepared(index=index, newest_version=0, ids=(), samples=())
-
-    with served(tmp_path, MANY, apart=True) as place:
-        writer, second = place.connect(0, Asking), place.connect(trainer)
-        writer.ask(9)
-        writer.settled()
-        for index in range(9):
-            writer.hand_over(index)
-        writer.settled()
-        for passed_on in (2, 2, 0):
-            first = place.connect(preprocessor)
-            reader, writes = HubReader[Group](first, Group, ahead=1), PreparedWriter(first)
-            for _ in range(passed_on):
-                first.settled()
-                ((offset, one),) = reader.read(1)
-                assert writes.try_pass_on(offset, prepared(one.index))
-            first.settled()
-            assert reader.read(1)
-            first.close()
-            place.server.wait_ended(preprocessor)
-            assert place.hub.waiting == 9 * K, "no group is lost, and none is in both streams"
-        first = place.connect(preprocessor)
-        writes, reader = PreparedWriter(first), HubReader[Group](first, Group, ahead=1)
-        first.settled()
-        ((offset, _),) = reader.read(1)
-        assert not writes.try_pass_on(offset, prepared(4)), "the prepared stream is full"
-        final = HubReader[Prepared](second, Prepared)
-        second.settled()
-        assert [one.index for _, one in final.read(9)] == [0, 1, 2, 3]
-        first.settled()
-        assert writes.try_pass_on(offset, prepared(4))
 
 
 # ------------------------------------------------------------------------------------------------- failures

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from pipelinerl.config.schema import RunConfig
@@ -14,7 +13,6 @@ from pipelinerl.metrics.timeline import EVERY_S, TimelineRecord, TimelineWriter
 from pipelinerl.metrics.totals import actor_total, engine_total, trainer_progress
 from pipelinerl.report.series import read_timeline
 from pipelinerl.status.board import generation_stages
-from pipelinerl.status.screen import Trends, plain_line
 from pipelinerl.types import (
     ActorProgress,
     EngineProgress,
@@ -142,19 +140,6 @@ def test_the_summary_is_over_all_of_them() -> None:
     assert summary["rollouts_started"] == 28
     assert summary["rollouts_in_progress"] == 10
     assert "conservation_error" not in summary
-
-
-def test_the_view_shows_the_rate_of_all_and_of_each() -> None:
-    trends = Trends()
-    for now in range(3):
-        grown = dict(statuses())
-        for stage, rate in (("engine-0", 30), ("engine-1", 20)):
-            progress = msgspec.structs.replace(ENGINES[0], tokens_generated=rate * now)
-            grown[stage] = status(stage, progress)
-        trends.observe(grown, float(now))
-    assert trends.generated.per_s == 50
-    assert {stage: rate.per_s for stage, rate in trends.generated_by.items()} == {"engine-0": 30, "engine-1": 20}
-    assert "50 tok/s" in plain_line(grown, 9, trends, 3.0)
 
 
 # ------------------------------------------------------------------------------------------------- the timeline

@@ -12,8 +12,6 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from pipelinerl.config.help import render
-from pipelinerl.config.load import config_from_yaml, load_config, validate
 from pipelinerl.config.schema import LoraConfig, TrainerConfig
 from pipelinerl.errors import CheckpointError, ConfigError, MissingDependencyError
 from pipelinerl.models.lora import ADAPTER_FOLDER, LoraLinear, LoraModel, refuse_adapter
@@ -255,20 +253,3 @@ def test_without_peft_the_message_says_what_to_install(not_installed: Callable[[
     not_installed("peft")
     with pytest.raises(MissingDependencyError, match="pip install 'peft>="):
         with_adapters()
-
-
-# ---------------------------------------------------------------------------------------------- the run file
-
-
-def test_adapters_are_asked_for_key_by_key_or_as_a_whole() -> None:
-    def lora(*flags: str) -> LoraConfig | None:
-        return load_config(None, flags).model.lora
-
-    assert lora() is None
-    assert lora("--model.lora={}") == LoraConfig()
-    assert lora("--model.lora.rank=8", "--model.lora.target_modules=[q_proj]") == LoraConfig(
-        rank=8, target_modules=("q_proj",)
-    )
-    assert lora("--model.lora.rank=8", "--model.lora=null") is None
-    config = load_config(None, ["--model.lora.alpha=5"])
-    assert validate(config) == config == config_from_yaml(render(config))

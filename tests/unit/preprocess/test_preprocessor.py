@@ -175,15 +175,6 @@ def test_the_reference_scores_all_kept_segments_in_one_call() -> None:
     ]
 
 
-def test_a_scorer_that_returns_too_little_is_refused() -> None:
-    class Short:
-        def score(self, segments: Sequence[Segment]) -> list[list[float]]:
-            return [[-1.0] for _ in segments]
-
-    with pytest.raises(ValueError, match="one log-probability per sampled token"):
-        Preprocessor(PreprocessConfig(), Short()).process(group(rollout("a", 1.0)))
-
-
 def test_errors_name_the_group_and_the_rollout() -> None:
     bad = Rollout(id="g9/a3", turns=(Turn(prompt_ids=(), completion=rollout("x", 0).turns[0].completion),), reward=1.0)
     with pytest.raises(RolloutError, match=r"group 9, rollout 'g9/a3': turn 0 \(request x/0\) has an empty prompt"):

@@ -76,12 +76,6 @@ def test_groups_pass_in_order_as_they_would_be_prepared_by_the_trainer() -> None
     assert second.read() == [preprocessor.process(group) for group in groups]
 
 
-def test_what_passes_is_the_same_after_a_trip_through_json() -> None:
-    prepared = Preprocessor(PreprocessConfig(overlong="drop")).process(make_group(3, versions=(1, 2)))
-    assert prepared.newest_version == 2
-    assert msgspec.json.decode(msgspec.json.encode(prepared), type=Prepared) == prepared
-
-
 def test_it_says_whom_it_waits_for_and_takes_no_more_than_one_group_ahead() -> None:
     stage, board, second = stage_over([make_group(i) for i in range(5)])
     while stage.pump():

@@ -96,29 +96,6 @@ def test_the_tables_in_the_documentation(count: int, model: str) -> None:
     assert set(rows) <= set(table), "\n".join(rows)
 
 
-def test_one_gpu_has_both_ends_and_eight_are_shared_out() -> None:
-    assert chosen("1.5B", 1, H200) == {
-        "engine.device": "cuda:0",
-        "trainer.device": "cuda:0",
-        "model.dtype": "bfloat16",
-        "model.head_dtype": "float32",
-        "engine.slots": 256,
-        "trainer.micro_batch_tokens": 8192,
-        "trainer.gradient_checkpointing": False,
-    }
-    assert chosen("7B", 8) == {
-        "engine.device": "cuda",
-        "trainer.device": "cuda",
-        "model.dtype": "bfloat16",
-        "model.head_dtype": "float32",
-        "trainer.ranks": 3,
-        "engine.processes": 5,
-        "engine.slots": 204,
-        "trainer.micro_batch_tokens": 16384,
-        "trainer.gradient_checkpointing": True,
-    }
-
-
 def test_what_the_run_file_says_stays_and_decides_the_rest() -> None:
     assert chosen("7B", 8, H100, "--trainer.ranks=4")["engine.processes"] == 4
     assert "trainer.ranks" not in chosen("7B", 8, H100, "--trainer.ranks=4")

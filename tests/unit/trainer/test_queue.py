@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -186,16 +185,6 @@ def test_a_group_of_nothing_is_dealt_with_at_once() -> None:
     queue = Setup([make_group(0, size=0), make_group(1)]).queue()
     pull_all(queue)
     assert (queue.position().offset, queue.position().ledger.below) == (1, 1)
-
-
-def test_commit_lets_the_stream_forget() -> None:
-    setup = Setup([make_group(0), make_group(1)])
-    queue = setup.queue()
-    pull_all(queue)
-    queue.mark_trained(queue.take(3))
-    setup.reader.commit = Mock()  # type: ignore[method-assign]
-    queue.commit(queue.position())
-    setup.reader.commit.assert_called_once_with(queue.position().offset)
 
 
 Action = st.one_of(

@@ -230,23 +230,6 @@ def test_it_waits_without_blocking_and_says_for_what(tmp_path: Path) -> None:
     assert setup.trainer.version == 1
 
 
-def test_it_leaves_what_it_does_not_need_in_the_stream(tmp_path: Path) -> None:
-    setup = Setup(tmp_path)
-    setup.trainer.start()
-    setup.feed(range(5))
-    setup.trainer.pump()
-    assert setup.writer.waiting == 4
-    assert setup.trainer.version == 1
-
-
-def test_conventional_publishes_once_a_round_and_at_the_end(tmp_path: Path) -> None:
-    setup = Setup(tmp_path, ConventionalSchedule(4, 4), steps=6)
-    setup.drive()
-    assert setup.engine.versions == [0, 4, 6]
-    assert [record.publish_s > 0 for record in setup.records()] == [False, False, False, True, False, True]
-    assert [record.lag_max for record in setup.records() if record.lag_max is not None][:4] == [0, 1, 2, 3]
-
-
 @pytest.mark.parametrize(("noise", "weighs_products"), [(2.0, True), (2.0, False), (0.01, True)])
 def test_a_large_spread_of_products_is_a_warning(tmp_path: Path, noise: float, weighs_products: bool) -> None:
     setup = Setup(tmp_path, noise=noise, weighs_products=weighs_products)
