@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -13,12 +12,9 @@ from tests.integration.runs import (
     assert_finished,
     assert_gone_on,
     assert_provenance,
-    assert_trained_once,
     command,
-    endless,
     flags,
     run_processes,
-    wait,
 )
 from tests.redis_server import redis_for_tests
 
@@ -65,18 +61,6 @@ def goes_on(run_dir: Path, stream: str, url: str | None, capsys: pytest.CaptureF
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert "launch.preprocessor process" in error, "where the streams lie can't change"
-
-
-@pytest.mark.exhaustive
-def test_everything_ends_with_a_killed_launcher_and_can_go_on(tmp_path: Path) -> None:
-    run_dir = tmp_path / "r"
-    with endless(run_dir, trainer__checkpoint_every=1, **APART) as (process, _):
-        process.kill()
-        wait(process)
-    newest = max(int(re.sub(r"\D", "", path.name)) for path in (run_dir / "checkpoints").glob("step_*"))
-    resume_to(run_dir, newest + 2)
-    assert_trained_once(run_dir)
-    assert_provenance(run_dir)
 
 
 @pytest.mark.exhaustive

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 
 from pipelinerl import extras
-from pipelinerl.errors import ModelLoadError, UserError
+from pipelinerl.errors import UserError
 
 if lacking := list(filter(None, map(extras.problem, extras.requirements("gguf")))):
     pytest.skip(f"extra `gguf`: {', '.join(lacking)}", allow_module_level=True)
@@ -132,45 +131,6 @@ def test_tokenizer_template_and_ends_survive(tiny: Tiny, tmp_path: Path, capfd: 
     assert tokenizer.pad_token_id == TEXT_END
     text = "two\n\n12 lines"
     assert tokenizer.decode(tokenizer.encode(text)) == text
-
-
-def test_unknown_rule_of_splitting_is_refused(tmp_path: Path) -> None:
-    tiny = write_tiny(tmp_path / "tiny.gguf", pre="cut-anyhow")
-    with pytest.raises(ModelLoadError, match=r"rule that is not supported \(cut-anyhow\).*Hugging Face folder"):
-        convert_gguf(str(tiny.file), tmp_path / "model")
-    assert only_child(tmp_path, "tiny.gguf")
-
-
-def test_truncated_file_is_refused(tiny: Tiny, tmp_path: Path) -> None:
-    data = tiny.file.read_bytes()
-    for size in (6, 40, len(data) // 3, len(data) - 5000):
-        broken = tmp_path / "broken.gguf"
-        broken.write_bytes(data[:size])
-        with pytest.raises(ModelLoadError, match=r"broken\.gguf"):
-            convert_gguf(str(broken), tmp_path / "model")
-        assert only_child(tmp_path, "broken.gguf")
-
-
-def test_sources_that_can_not_be_used(tiny: Tiny, tmp_path: Path) -> None:
-    two, none, not_zip, not_gguf = (tmp_path / name for name in ("two.whl", "none.whl", "text.whl", "text.gguf"))
-    with zipfile.ZipFile(two, "w") as archive:
-        archive.writestr("a.gguf", "")
-        archive.writestr("b.gguf", "")
-    zipfile.ZipFile(none, "w").close()
-    not_zip.write_text("hello")
-    not_gguf.write_text("hello")
-    for source, message in {
-        str(two): r"2 \.gguf files.*a\.gguf, b\.gguf",
-        str(none): r"no \.gguf files",
-        str(not_zip): "not a wheel",
-        str(not_gguf): "not a GGUF file",
-        str(tmp_path): "is a folder",
-        str(tmp_path / "absent.gguf"): "there is no file",
-        "no-package-of-this-name": "neither a file nor an installed package.*pip download",
-    }.items():
-        with pytest.raises(ModelLoadError, match=message):
-            convert_gguf(source, tmp_path / "model")
-    assert not (tmp_path / "model").exists()
 
 
 def test_output_folder_is_never_overwritten(tiny: Tiny, tmp_path: Path) -> None:

@@ -244,11 +244,10 @@ def test_a_key_that_is_not_set_is_an_error(monkeypatch: pytest.MonkeyPatch) -> N
 class Ended:
     """A process that is not running any more, for the reason given (None: it ended well)."""
 
-    running = False
-    machine, pid = "", 7
+    machine, log = "", Path("log")
 
-    def __init__(self, why: PipelineRLError | str | None, role: str = "server-0") -> None:
-        self.why, self.role = why, role
+    def __init__(self, why: PipelineRLError | str | None, role: str = "server-0", pid: int = 7) -> None:
+        self.why, self.role, self.pid, self.running = why, role, pid, False
 
     def failure(self) -> Any:
         return self.why
@@ -277,3 +276,32 @@ def test_the_cause_of_a_lost_rank_is_told() -> None:
     lost = Ended(StageDiedError("the engine is gone"), "training")
     follower = Ended(RankLostError("rank 0 ended"), "training-rank-1")
     assert str(Processes(here, [engine, lost, follower]).failure()) == str(engine.why)  # type: ignore[list-item]
+
+
+RANKS = ["training", "training-rank-1", "training-rank-2"]
+LOST, BROKEN = RankLostError("no answer"), StageDiedError("a bug")
+
+
+@pytest.mark.parametrize(
+    ("ends", "named"),
+    [
+        ((LOST, None, LOST), "the training-rank-1 process (pid 1) no longer answers"),
+        ((None, LOST, LOST), "the training process (pid 0) no longer answers"),
+        ((LOST, None, None), "the training-rank-1 process (pid 1) and the training-rank-2 process (pid 2) no longer"),
+        ((None, None, None), None),  # nobody has ended
+        ((LOST, LOST, LOST), None),  # nobody runs
+        ((BROKEN, None, LOST), None),  # one has a reason of its own
+    ],
+)
+def test_a_rank_that_the_others_have_ended_for_want_of_is_named(
+    ends: tuple[PipelineRLError | None, ...], named: str | None
+) -> None:
+    workers: list[Any] = [Ended(end, role, pid=rank) for rank, (role, end) in enumerate(zip(RANKS, ends, strict=True))]
+    for worker in workers:
+        worker.running = worker.why is None
+    workers.append(Ended(BROKEN, "generation"))  # an engine's end says nothing of ranks
+    error = Processes(cast(Any, None), workers).silent_ranks(RANKS)
+    assert (error is None) == (named is None)
+    if error is not None:
+        assert isinstance(error, RankLostError)
+        assert str(error).startswith(named or "")

@@ -40,16 +40,6 @@ def test_cosine_is_half_a_wave_down_to_a_tenth() -> None:
     assert rates("cosine", 0, 5)[2] == pytest.approx(1.1)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_run_of_one_step_takes_it_at_the_peak(schedule: Schedule) -> None:
-    assert rates(schedule, 0, 1) == [2.0]
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_warmup_as_long_as_the_run_leaves_no_decay(schedule: Schedule) -> None:
-    assert rates(schedule, 3, 3, 5) == pytest.approx([0.5, 1.0, 1.5, 2.0, 2.0])
-
-
 @given(st.sampled_from(SCHEDULES), st.integers(0, 20), st.integers(1, 60))
 def test_rates_rise_then_never_rise_again_and_stay_within_bounds(schedule: Schedule, warmup: int, total: int) -> None:
     values = rates(schedule, warmup, total, total + 5)
