@@ -40,7 +40,6 @@ from tests.integration.runs import (
 pytestmark = pytest.mark.slow
 
 KL = {"trainer__kl_coefficient": 0.05, "preprocess__zero_advantage": "keep"}
-PUBLISHED = "published.jsonl"
 ROLLOUTS = "rollouts/rollouts.jsonl"
 TRAINED = "rollouts/trained.jsonl"
 
@@ -99,9 +98,7 @@ DELTAS = {"weights__kind": "collective", "weights__encoding": "delta"}
     [
         (run, {"schedule__kind": "conventional", "schedule__steps_per_round": 3, "trainer__steps": 5}, 3),
         (run, {"schedule__kind": "async", "schedule__steps_per_round": 2}, 3),
-        pytest.param(
-            run_processes, {"weights__kind": "collective", "weights__encoding": "delta"}, 5, marks=pytest.mark.exhaustive
-        ),
+        pytest.param(run_processes, DELTAS, 5, marks=pytest.mark.exhaustive),
         pytest.param(run_processes, {"launch__preprocessor": "process", **KL}, 5, marks=pytest.mark.exhaustive),
         pytest.param(run_processes, {"trainer__ranks": 2, **KL}, 5, marks=pytest.mark.exhaustive),
         pytest.param(run_processes, {"engine__kind": "http", "engine__servers": 2}, 5, marks=pytest.mark.exhaustive),

@@ -99,15 +99,6 @@ def test_names_weights_and_tying_stay(name: str) -> None:
     assert (head.weight is embedding.weight) == plain.config.tie_word_embeddings
 
 
-def test_the_product_itself_is_in_float32() -> None:
-    made = model(head=True)
-    x = torch.randn(3, 48, generator=torch.Generator().manual_seed(0)).bfloat16()
-    exact = x.double() @ made.lm_head.weight.double().T
-    torch.testing.assert_close(made.lm_head(x).double(), exact, atol=1e-4, rtol=1e-6)
-    (gradient,) = torch.autograd.grad(made.lm_head(x).sum(), made.lm_head.weight)
-    torch.testing.assert_close(gradient, x.float().sum(0).bfloat16().expand_as(gradient))
-
-
 def test_a_flat_engine_converts_the_head_once_and_again_after_an_update(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
