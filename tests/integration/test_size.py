@@ -13,7 +13,7 @@ import pytest
 import pipelinerl
 from pipelinerl.resources.memory import BETWEEN
 
-MOST_LINES = {"actor": 8700, "trainer": 8900}
+MOST_LINES = {"actor": 9600, "trainer": 9500}
 MOST_LINES_OF_THE_LAUNCHER = 9800
 """It owns the state of the run, which the others need not read."""
 

@@ -64,6 +64,9 @@ def find_reward(spec: str) -> UserFunction:
 
     The attribute `called_as` of such a function says how it is called. Raises EnvironmentSetupError.
     """
+    for prefix in ("trl:", "verl:"):
+        if spec.startswith(prefix):
+            raise EnvironmentSetupError(f"{spec}: leave out {prefix!r}; such a function is known by its parameters")
     found = find_function(spec, allow_async=True)
     try:
         taken = inspect.signature(found).parameters
