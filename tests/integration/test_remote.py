@@ -23,6 +23,7 @@ from pipelinerl.serving.client.http import PipelineServer
 from pipelinerl.types import Completion, GenerationRequest, SamplingParams
 from tests.contract.__main__ import main as check
 from tests.integration.runs import start, until
+from tests.parity.test_engine import mixed_cache_logprobs
 
 pytestmark = pytest.mark.slow
 SLOTS = 8
@@ -178,3 +179,42 @@ def test_our_own_server_keeps_the_contract(
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert servers[0].url in error
+
+
+@pytest.mark.exhaustive
+def test_updates_in_flight_on_two_servers_are_exact(servers: list[Server], tmp_path: Path) -> None:
+    models = {0: demo(), 1: changed(1), 2: changed(2)}
+    wanted = requests(4 * SLOTS, 200)
+    probes = [
+        GenerationRequest(id=f"p{copy}", prompt_ids=(4,), sampling=SamplingParams(max_tokens=5), copy=copy)
+        for copy in range(len(servers))
+    ]
+
+    async def main() -> dict[str, Completion]:
+        async with engine_over(servers) as engine:
+
+            async def update(done: int) -> None:
+                if done >= (SLOTS, 2 * SLOTS, 10**9)[engine.version]:
+                    version = engine.version + 1
+                    receipt = await engine.update_weights(update_of(models[version], version, tmp_path))
+                    assert receipt.error is None
+                    assert receipt.version == engine.version == version
+
+            done = await serve(engine, wanted, update)
+            assert engine.version == 2
+            assert engine.copies == len(probes)
+            return done | await serve(engine, probes)
+
+    done = asyncio.run(main())
+    switched = 0
+    for request in (*wanted, *probes):
+        completion = done[request.id]
+        assert completion.finish_reason == "length"
+        if len(completion.weight_versions) == 1 and request in wanted[1:]:
+            continue  # compared are those that saw an update, and a few others
+        switched += len(completion.weight_versions) > 1
+        expected = mixed_cache_logprobs(models, request, completion)
+        assert max(abs(a - b) for a, b in zip(expected, completion.logprobs, strict=True)) < TOLERANCE
+    assert switched >= SLOTS
+    assert {span.version for probe in probes for span in done[probe.id].weight_versions} == {2}
+    assert not list(tmp_path.glob("pipelinerl-weights-*"))

@@ -288,3 +288,13 @@ def test_a_folder_that_was_half_deleted_is_not_a_checkpoint(tmp_path: Path, monk
     monkeypatch.setattr(shutil, "rmtree", lambda path, ignore_errors=False: (Path(path) / "state.json").unlink())
     save(tmp_path, 3, keep=1)
     assert [path.name for path in checkpoints(tmp_path)] == ["step_00000003"]
+
+
+def test_what_was_saved_comes_back(tmp_path: Path) -> None:
+    path = save(tmp_path, 10)
+    assert path == tmp_path / "step_00000010"
+    state = load_checkpoint(path).state
+    assert state.version == 10
+    assert state.positions == {"offset": 7, "settled_ids": ["1/0"]}
+    assert state.counters == {"trained": 12, "dropped": {"stale": 2}}
+    assert state.session == "abc"

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pipelinerl.actor import deadline
 from pipelinerl.actor.actor import Actor
@@ -933,3 +935,77 @@ def test_evaluation_answers_every_held_out_problem_once():
     assert harness.progress().rollouts_started == 0
     other, _ = evaluated(version=8)
     assert [r.sampling.seed for r in other.engine.requests] == [r.sampling.seed for r in harness.engine.requests]
+
+
+def test_max_lag_bounds_what_is_outstanding_and_the_trainers_counts_free_it():
+    harness = Harness(k=2, slots=64, schedule=PipelineSchedule(batch_size=4, max_lag=1))
+    run(harness, 30)
+    assert sum(len(group.rollouts) for group in harness.read()) == 8  # 2 steps of 4: the last one would have lag 1
+    assert "max_lag 1" in harness.board.read("actor").detail
+    harness.train(version=1, trained=2, dropped={"stale": 2})
+    harness.receiver.updates.append(WeightUpdate(1, "", {}))
+    run(harness, 30)
+    # The rest of version 0 is in the stream: nothing overtakes it, so its lag will be 1.
+    assert sum(len(group.rollouts) for group in harness.read()) == 4
+    harness.train(version=2, trained=6, dropped={"stale": 2})
+    harness.receiver.updates.append(WeightUpdate(2, "", {}))
+    run(harness, 30)
+    assert sum(len(group.rollouts) for group in harness.read()) == 4
+
+
+@settings(max_examples=25)
+@given(max_lag=st.integers(0, 3), batch_size=st.integers(1, 6), slots=st.integers(1, 8), salt=st.integers(0, 1000))
+def test_the_lag_bound_holds_without_dropping_anything(max_lag, batch_size, slots, salt):
+    """A trainer that trains as soon as it can, weights that arrive at once, very uneven lengths (groups of one)."""
+
+    def length(request):
+        draw = derive_seed(salt, request.sampling.seed)
+        return draw % 19 if draw % 5 == 0 else draw % 3
+
+    harness = Harness(
+        k=1,
+        slots=slots,
+        schedule=PipelineSchedule(batch_size, max_lag),
+        script=lambda r: say("x" * length(r)),
+        capacity=1000,
+    )
+    lags, waiting, version = [], [], 0
+
+    async def main():
+        nonlocal version
+        for _ in range(150):
+            await harness.iterate(1)
+            waiting.extend(harness.read())
+            while len(waiting) >= batch_size:
+                batch, waiting[:] = waiting[:batch_size], waiting[batch_size:]
+                spans = [span for group in batch for span in group.rollouts[0].turns[0].completion.weight_versions]
+                lags.extend(version - span.version for span in spans)
+                version += 1
+                harness.train(version=version, trained=version * batch_size)
+                harness.receiver.updates.append(WeightUpdate(version, "", {}))
+
+    asyncio.run(main())
+    assert version > 3
+    assert 0 <= min(lags) <= max(lags) <= max_lag
+
+
+def test_a_group_is_recorded_once_and_before_it_is_in_the_stream():
+    """A launcher that is killed leaves no group in the stream without a record."""
+    harness = Harness(groups=3)
+    append, recorded_first = harness.stream.append, []
+
+    def watched(item, place=None):
+        recorded_first.append(harness.recorded.read_bytes().endswith(item + b"\n"))
+        return append(item, place)
+
+    harness.stream.append = watched
+    run(harness, 40)
+    assert recorded_first == [True] * 3
+    assert harness.records == harness.read()
+
+
+def test_the_same_seed_gives_the_same_requests():
+    def requests():
+        return run(Harness(script=lambda r: say("x" * (r.sampling.seed % 7))), 40).engine.requests
+
+    assert requests() == requests()

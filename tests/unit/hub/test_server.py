@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import struct
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -23,13 +25,15 @@ from hypothesis import strategies as st
 from pipelinerl.errors import ReplacedError, RunDirectoryError, StageDiedError, StreamError
 from pipelinerl.hub import server as module
 from pipelinerl.hub import wire
-from pipelinerl.hub.client import Claims, HubClient, HubReader
+from pipelinerl.hub.client import Claims, HubClient, HubReader, PreparedWriter
+from pipelinerl.hub.hub import ROLLOUTS_FILE, Direct
 from pipelinerl.hub.server import HubServer, WorkerKind
 from pipelinerl.interfaces import ALLOWED, Admitted, PipelineState, Schedule, Verdict
 from pipelinerl.rounds import AsyncSchedule, ConventionalSchedule
 from pipelinerl.schedule import PipelineSchedule
+from pipelinerl.stream.files import FileStream
 from pipelinerl.stream.memory import MemoryStream
-from pipelinerl.types import Group, UpdateReceipt
+from pipelinerl.types import Group, Prepared, UpdateReceipt
 from tests.limits import small_files
 from tests.unit.hub.hub_parts import Asking, K, Place, Worker, group, status, trainer_status
 
@@ -115,6 +119,19 @@ def test_a_process_learns_why_nothing_is_granted_and_when_the_reason_changes(
         claims.hand_over(group(0))
         worker.settled()
         assert "the stream is full (1 groups)" in claimed(claims, worker).verdict.waiting_for
+
+
+def test_groups_at_hand_count_with_the_weights_of_the_engine(tmp_path: Path) -> None:
+    with served(tmp_path, MANY) as place:
+        worker = place.connect(0)
+        claims = Claims(worker, MANY)
+        assert claimed(claims, worker, room=3 * K).group == 0
+        worker.settled()
+        assert place.state.counts.in_progress == {0: 3 * K}
+        assert claims.claim(2, K, room=2 * K).group == 1
+        worker.settled()
+        assert place.state.counts.in_progress == {0: 2 * K, 2: K}, "group 1 was taken before the hub knew of the weights"
+        assert claims.claim(2, K, room=K).group == 2
 
 
 @pytest.mark.parametrize("schedule", [PipelineSchedule(8), ConventionalSchedule(8, 1)], ids=lambda schedule: schedule.name)
@@ -209,6 +226,24 @@ def test_a_peer_that_stops_reading_holds_nobody_up_and_is_kept_little(
         assert [one.index for _, one in reader.read(9)] == [0, 1, 2]
 
 
+def test_denials_are_not_kept_for_a_peer_that_does_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "DENY_EVERY_S", 0.0)
+    with served(tmp_path, ConventionalSchedule(K, 1), 2) as place:
+        deaf, other = place.connect(0, Asking), place.connect(1)
+        deaf.ask(2)
+        with place.server._lock:
+            (connection,) = [one for one in place.server._connections if one.kind.process == 0]
+            connection.wire._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        for _ in range(300):
+            other.settled()
+        assert held_bytes(place) < 1000
+        deaf.settled()
+        other.settled()
+        deaf.settled()
+        assert deaf.granted == [0]
+        assert "finish its round" in deaf.denials[-1].waiting_for
+
+
 GARBAGE = {
     "garbage": b"GET / HTTP/1.1\r\n\r\n",
     "half a message": struct.pack("!I", 1000) + b"\x93",
@@ -238,6 +273,47 @@ def test_what_a_peer_had_in_progress_is_returned_when_it_sends_no_message(name: 
         assert place.server.failure is None
 
 
+SENDER = """
+import socket, sys
+from pipelinerl.hub.client import Claims, HubClient
+from pipelinerl.schedule import PipelineSchedule
+from tests.unit.hub.hub_parts import group
+hub = HubClient(socket.socket(fileno=int(sys.argv[1])))
+claims = Claims(hub, PipelineSchedule(1_000_000))
+while True:
+    hub._wire.wait(1.0)
+    while (index := claims.claim(0, 4, room=8).group) is not None:
+        claims.hand_over(group(index, text="x" * 300_000))
+"""
+
+
+def test_of_a_process_that_is_killed_while_it_sends_what_was_complete_counts(tmp_path: Path) -> None:
+    random = Random(0)
+    with served(tmp_path, MANY, stream=FileStream(tmp_path / "streams", tmp_path / ROLLOUTS_FILE)) as place:
+        for _ in range(3):
+            before = len(place.recorded()) if place.records.exists() else 0
+            with place.server.connect(WorkerKind(process=0)) as end:
+                command = [sys.executable, "-c", SENDER, str(end.fileno())]
+                process = subprocess.Popen(command, pass_fds=[end.fileno()], cwd=ROOT)
+            while not place.records.exists() or place.records.read_bytes().count(b"\n") < before + random.randint(1, 9):
+                assert process.poll() is None
+            process.kill()
+            process.wait()
+            place.server.wait_ended(WorkerKind(process=0))
+            recorded = place.recorded()
+            assert place.state.claims == {}
+            assert place.state.counts.in_progress == {}
+            assert sorted([*recorded, *place.state.counts.returned]) == [*range(place.state.counts.next_index)]
+            assert place.state.counts.handed_over == K * len(recorded)
+        returned, following = list(place.state.counts.returned), place.state.counts.next_index
+        worker = place.connect(0, Asking)
+        worker.ask(len(returned) + 1)
+        worker.settled()
+        assert worker.granted == [*returned, following]
+    with closing(FileStream(tmp_path / "streams", tmp_path / ROLLOUTS_FILE)) as stream:
+        assert [msgspec.json.decode(json, type=Group).index for _, json in stream.read(10**6)] == place.recorded()
+
+
 def test_a_reader_that_dies_loses_nothing_that_it_had_not_taken(tmp_path: Path) -> None:
     with served(tmp_path, MANY) as place:
         writer, trainer = place.connect(0, Asking), place.connect(TRAINER)
@@ -254,6 +330,43 @@ def test_a_reader_that_dies_loses_nothing_that_it_had_not_taken(tmp_path: Path) 
         trainer.close()
         place.server.wait_ended(TRAINER)
         assert place.hub.waiting == 1 + 2 + 1 + 2
+
+
+def test_a_preprocessor_that_dies_has_passed_each_group_on_once(tmp_path: Path) -> None:
+    preprocessor, trainer = WorkerKind(reads="rollouts"), WorkerKind(reads="prepared", follows=True)
+
+    def prepared(index: int) -> Prepared:
+        return Prepared(index=index, newest_version=0, ids=(), samples=())
+
+    with served(tmp_path, MANY, apart=True) as place:
+        writer, second = place.connect(0, Asking), place.connect(trainer)
+        writer.ask(9)
+        writer.settled()
+        for index in range(9):
+            writer.hand_over(index)
+        writer.settled()
+        for passed_on in (2, 2, 0):
+            first = place.connect(preprocessor)
+            reader, writes = HubReader[Group](first, Group, ahead=1), PreparedWriter(first)
+            for _ in range(passed_on):
+                first.settled()
+                ((offset, one),) = reader.read(1)
+                assert writes.try_pass_on(offset, prepared(one.index))
+            first.settled()
+            assert reader.read(1)
+            first.close()
+            place.server.wait_ended(preprocessor)
+            assert place.hub.waiting == 9 * K, "no group is lost, and none is in both streams"
+        first = place.connect(preprocessor)
+        writes, reader = PreparedWriter(first), HubReader[Group](first, Group, ahead=1)
+        first.settled()
+        ((offset, _),) = reader.read(1)
+        assert not writes.try_pass_on(offset, prepared(4)), "the prepared stream is full"
+        final = HubReader[Prepared](second, Prepared)
+        second.settled()
+        assert [one.index for _, one in final.read(9)] == [0, 1, 2, 3]
+        first.settled()
+        assert writes.try_pass_on(offset, prepared(4))
 
 
 # ------------------------------------------------------------------------------------------------- failures
@@ -463,6 +576,52 @@ def test_each_index_is_in_one_place_in_any_history(most: int, moves: list[tuple[
         interleaving = Interleaving(place, most, 3)
         for what, process, number in moves:
             interleaving.move(what, process, number)
+
+
+@settings(max_examples=25)
+@given(
+    kind=st.sampled_from([PipelineSchedule(K, 1, stock=2 * K), ConventionalSchedule(2 * K, 2), AsyncSchedule(2 * K, 1)]),
+    seed=st.integers(0, 1 << 30),
+)
+def test_a_connection_decides_as_the_hub_in_the_same_process_does(kind: Schedule, seed: int) -> None:
+    random = Random(seed)
+    with ExitStack() as stack:
+        folders = [Path(stack.enter_context(tempfile.TemporaryDirectory())) for _ in range(2)]
+        embedded, apart = Place(folders[0], kind), stack.enter_context(served(folders[1], kind))
+        direct, worker = Direct(embedded.hub), apart.connect(0, Asking)
+        taken = list[int]()
+        worker.handle(wire.MayTake, lambda message: taken.append(message.version))
+        held, version, trained, offered = list[int](), 0, 0, 0
+        for _ in range(60):
+            match random.choice(("claim", "claim", "hand over", "train", "weights")):
+                case "claim":
+                    index = direct.claim(version, K).group
+                    before = len(worker.granted)
+                    worker.ask(before + 1, version)
+                    worker.settled()
+                    assert worker.granted[before:] == ([] if index is None else [index])
+                    held += worker.granted[before:]
+                    worker.ask(len(worker.granted), version)  # it does not wait for a group
+                case "hand over" if held:
+                    index, rollouts = held.pop(random.randrange(len(held))), random.randint(0, K)
+                    direct.hand_over(group(index, version, rollouts))
+                    worker.hand_over(index, version, rollouts=rollouts)
+                case "train" if embedded.state.counts.handed_over >= 2 * K:
+                    trained, offered = trained + 2 * K, offered + 1
+                    for place in (embedded.hub, apart.server):
+                        place.publish(trainer_status(offered, trained))
+                case "weights" if offered > version and kind.publishes(offered):
+                    allowed = direct.may_take(offered)
+                    worker.send(wire.Want(offered))
+                    worker.settled()
+                    assert (taken[-1:] == [offered]) == allowed
+                    if allowed:
+                        version = offered
+                    else:
+                        worker.send(wire.Want(-1))
+            worker.settled()
+            assert apart.state.counts == embedded.state.counts
+        embedded.hub.close()
 
 
 # ------------------------------------------------------------------------------------------ several processes

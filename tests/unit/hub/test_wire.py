@@ -16,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipelinerl.hub import wire
-from pipelinerl.hub.wire import ClosedError, HandOver, Wire
-from tests.unit.hub.hub_parts import status
+from pipelinerl.hub.wire import ClosedError, HandOver, Line, Wire
+from pipelinerl.interfaces import Verdict
+from tests.unit.hub.hub_parts import status, trainer_status
 
 
 @contextmanager
@@ -57,6 +58,35 @@ def received(end: Wire, count: int) -> list[Any]:
             return found
         found += new
     return found
+
+
+MESSAGES: list[msgspec.Struct] = [
+    wire.Hello("training", "m1"),
+    wire.Ask(3, 8, 5, (4, 7)),
+    HandOver(1, 8, False, b"{}"),
+    wire.Want(2),
+    wire.Open(),
+    wire.Publish(trainer_status(3)),
+    wire.Take(3, 8),
+    wire.Commit(3),
+    wire.PassOn(2, b"[]"),
+    Line("a.jsonl", b"{}", True),
+    wire.Sync(),
+    wire.Grant(4),
+    wire.Denied(Verdict(False, "the trainer", ("trainer",))),
+    wire.MayTake(1),
+    wire.Opened(),
+    wire.Dropped(3),
+    wire.Item(9, b"{}"),
+    wire.Room(4),
+]
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_every_message_arrives_as_it_was_sent(message: msgspec.Struct) -> None:
+    with two_ends(wire.ToHub if isinstance(message, wire.ToHub) else wire.ToWorker) as (one, other):
+        one.send(message)
+        assert other.receive() == [message]
 
 
 @settings(max_examples=60)
@@ -121,6 +151,41 @@ def test_what_is_no_message_ends_the_connection(garbage: bytes) -> None:
         here.sendall(garbage)
         with pytest.raises(ClosedError):
             there.receive()
+
+
+class Interrupted:
+    """A socket within whose calls a signal handler sends: before each one, and after each one."""
+
+    def __init__(self, connected: socket.socket, handler: Any) -> None:
+        self._socket, self._handler = connected, handler
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._socket, name)
+
+    def send(self, data: memoryview) -> int:
+        self._handler()
+        sent = self._socket.send(data[:7])  # a part
+        self._handler()
+        return sent
+
+
+def test_a_signal_handler_may_send_within_a_send() -> None:
+    with two_ends() as (one, other):
+        left = list(range(100))
+
+        def handler() -> None:
+            if left:
+                one.send(wire.Want(left.pop(0)))
+
+        one._socket = Interrupted(one._socket, handler)  # type: ignore[assignment]
+        for number in range(10):
+            one.send(HandOver(number, 1, False, b"x" * number * 20))
+        found = list[Any]()
+        while one.backlog or len(found) < 110:
+            found += other.receive()
+            one.flush()
+        assert [message.index for message in found if isinstance(message, HandOver)] == list(range(10))
+        assert [message.version for message in found if isinstance(message, wire.Want)] == list(range(100))
 
 
 def test_real_signals_between_any_two_instructions_break_no_message() -> None:

@@ -236,3 +236,14 @@ def test_memory_does_not_grow_with_tokens_times_vocabulary(frozen: bool) -> None
     assert whole > logits
     assert long - short < 0.02 * logits, "activations of the layers"
     assert long < 3 * of_chunk + (0 if frozen else 2 * of_head) + 0.05 * logits
+
+
+def test_it_equals_the_formula() -> None:
+    model = make_model("gemma2")
+    forward = training_forward(model)
+    given = row()
+    logits_PV = forward(given) / 0.7
+    expected_PV = logits_PV.log_softmax(-1)
+    found_P, entropy_P = RowLogprobs(forward, temperature=0.7, head_chunk=CHUNK)(given)
+    torch.testing.assert_close(found_P, expected_PV.gather(1, given.sampled_ids_P[:, None])[:, 0], atol=1e-12, rtol=0)
+    torch.testing.assert_close(entropy_P, -(expected_PV.exp() * expected_PV).sum(-1).detach(), atol=1e-12, rtol=0)

@@ -13,7 +13,7 @@ import torch
 from pipelinerl.config.correction import Correction, resolve
 from pipelinerl.config.schema import CorrectionConfig, TrainerConfig
 from pipelinerl.trainer.losses import Loss, LossInputs, LossOutput, kl_penalty, make_loss
-from pipelinerl.trainer.losses.objectives import cispo, gspo, ppo, reinforce
+from pipelinerl.trainer.losses.objectives import cispo, decoupled, gspo, ppo, reinforce
 
 LOW, HIGH, DUAL = 0.2, 0.3, 1.4
 
@@ -312,6 +312,48 @@ def test_what_counts_as_masked_or_truncated_and_what_keeps_a_gradient() -> None:
     assert gradient_N.tolist() == pytest.approx([-1.3, 1.3, -0.8, 0.8, -1.1, 0.0])
 
 
+def test_dual_clip_bounds_the_term_of_a_negative_advantage_and_nothing_else() -> None:
+    inputs = token_inputs([2.9, 3.1, 1e6, 1e6, 1e6], [-1.0, -2.0, -1.0, 1.0, 0.0])
+    without, limited = (ppo(inputs, clip_low=0.2, clip_high=0.2, dual_clip=dual) for dual in (None, 3.0))
+    assert without.loss_N.tolist() == pytest.approx([2.9, 6.2, 1e6, -1.2, 0.0])
+    assert limited.loss_N.tolist() == pytest.approx([2.9, 6.0, 3.0, -1.2, 0.0])
+    assert limited.masked_N.tolist() == [False, True, True, True, False]
+    (gradient_N,) = torch.autograd.grad(limited.loss_N.sum(), inputs.logprobs_N)
+    assert gradient_N.tolist() == pytest.approx([2.9, 0.0, 0.0, 0.0, 0.0])
+
+
+def test_tokens_that_a_mask_keeps_have_their_whole_ratio_as_weight() -> None:
+    inputs = token_inputs([7.0, 0.01, 1.5], [-1.0, 1.0, 1.0])  # tv: pi falls where A > 0 and rises where A < 0, so all stay
+    output = make_loss(TrainerConfig(), CorrectionConfig(token="tv"))(inputs)
+    assert output.weight_N.tolist() == pytest.approx([7.0, 0.01, 1.5])
+    banded = make_loss(TrainerConfig(), CorrectionConfig(token="band"))(inputs)
+    assert banded.weight_N.tolist() == pytest.approx([0.0, 0.0, 1.5])
+    assert banded.masked_N.tolist() == [True, True, False]
+
+
+def test_drift_pulls_masked_tokens_too() -> None:
+    inputs = token_inputs([7.0, 1.0, 0.1], [1.0, 0.0, 0.0])
+    loss = make_loss(TrainerConfig(), CorrectionConfig(token="mask", drift=0.25))
+    assert gradient_of(loss, inputs).tolist() == pytest.approx([0.5 * math.log(7), 0.0, 0.5 * math.log(0.1)])
+
+
+def test_a_decoupled_loss_at_lag_0_and_1_is_ppo_and_at_great_lag_a_weighted_policy_gradient() -> None:
+    ratios, advantages = [2.0, 2.0, 0.5, 1.1], [1.0, -1.0, -1.0, 1.0]
+    correction = weights_up_to(1.5)
+    for lag in (0, 1):
+        inputs = token_inputs(ratios, advantages, lag)
+        output = decoupled(inputs, correction=correction, clip_low=LOW, clip_high=HIGH, dual_clip=DUAL)
+        expected = ppo(inputs, clip_low=LOW, clip_high=HIGH, dual_clip=DUAL)
+        torch.testing.assert_close(output.loss_N, expected.loss_N)
+        assert output.masked_N.tolist() == expected.masked_N.tolist()
+    # prox is pi: the surrogate clips nothing, and the weight is that of REINFORCE.
+    inputs = token_inputs(ratios, advantages, 10**12)
+    output = decoupled(inputs, correction=correction, clip_low=LOW, clip_high=HIGH, dual_clip=DUAL)
+    torch.testing.assert_close(output.weight_N, reinforce(inputs, correction=correction).weight_N)
+    assert not output.masked_N.any()
+    assert output.truncated_N.tolist() == [True, True, False, False]
+
+
 def test_the_product_of_a_long_rollout_saturates_and_leaves_others_alone() -> None:
     inputs = dataclasses.replace(
         token_inputs([3.0, 3.0, 3.0, 1.1, 0.9], [1.0] * 5), sequence_N=torch.tensor([0, 2, 0, 2, 0]), sequence_count=4
@@ -323,6 +365,14 @@ def test_the_product_of_a_long_rollout_saturates_and_leaves_others_alone() -> No
     unlimited = dataclasses.replace(weights_up_to(5.0), sequence="truncate", sequence_high=math.inf)
     huge = reinforce(token_inputs([math.exp(50)] * 3, [1.0] * 3), correction=unlimited)
     assert huge.weight_N.tolist() == pytest.approx([math.exp(20)] * 3)
+
+
+def test_gspo_terms_of_a_rollout_sum_to_its_length_times_the_sequence_objective() -> None:
+    inputs = make_inputs([6], seed=3, spread=0.05)
+    output = gspo(inputs, clip_low=LOW, clip_high=HIGH)
+    s = math.exp(inputs.log_ratio_N.mean().item())
+    assert output.loss_N.sum().item() == pytest.approx(6 * slow_surrogate(s, inputs.advantages_N[0].item()))
+    assert output.weight_N.tolist() == pytest.approx([s] * 6)
 
 
 def test_a_rollout_without_tokens_is_accepted() -> None:
@@ -347,6 +397,30 @@ def test_kl_penalty_is_k3_and_estimates_the_divergence() -> None:
     assert (terms >= 0).all()
     # In expectation over pi it is the divergence itself.
     assert (policy * terms).sum() == pytest.approx((policy * np.log(policy / reference)).sum())
+
+
+def test_gradient_of_the_kl_penalty_in_expectation_is_that_of_the_other_divergence() -> None:
+    """What the docstring claims: over tokens from pi, it is the gradient of KL(reference || pi)."""
+    rng = np.random.default_rng(1)
+    logits_V = torch.tensor(rng.normal(size=20), requires_grad=True)
+    reference_V = torch.tensor(rng.dirichlet(np.ones(20)))
+    policy_V = logits_V.softmax(0)
+    expected = (policy_V.detach() * kl_penalty(policy_V.log(), reference_V.log())).sum()
+    (penalty_gradient_V,) = torch.autograd.grad(expected, logits_V, retain_graph=True)
+    divergence = (reference_V * (reference_V.log() - policy_V.log())).sum()
+    (divergence_gradient_V,) = torch.autograd.grad(divergence, logits_V)
+    torch.testing.assert_close(penalty_gradient_V, divergence_gradient_V)
+
+
+def test_kl_penalty_gradient_against_finite_differences() -> None:
+    inputs = make_inputs([4, 5])
+    (gradient_N,) = torch.autograd.grad(kl_penalty(inputs.logprobs_N, inputs.reference_logprobs_N).sum(), inputs.logprobs_N)
+    h = 1e-6
+    for place in range(9):
+        reference = inputs.reference_logprobs_N[place].item()
+        up, down = (reference - inputs.logprobs_N[place].item() - sign * h for sign in (1, -1))
+        slope = ((math.exp(up) - 1 - up) - (math.exp(down) - 1 - down)) / (2 * h)
+        assert gradient_N[place].item() == pytest.approx(slope, rel=1e-5, abs=1e-8)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

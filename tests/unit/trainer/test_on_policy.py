@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 
@@ -27,6 +28,13 @@ def test_ess_equals_its_formula_and_is_in_range(log_ratios: list[float]) -> None
     ess = effective_sample_size(torch.tensor(log_ratios, dtype=torch.float64))
     assert ess == pytest.approx(slow_ess(np.array(log_ratios)), rel=1e-9)
     assert 1 / len(log_ratios) * (1 - 1e-9) <= ess <= 1 + 1e-12
+
+
+def test_ess_at_known_points() -> None:
+    assert effective_sample_size(torch.zeros(7)) == 1.0
+    assert effective_sample_size(torch.full((7,), -3.0)) == pytest.approx(1.0)
+    # Two equal weights that dwarf two others: half of the samples count.
+    assert effective_sample_size(torch.tensor([40.0, 40.0, -40.0, -40.0])) == pytest.approx(0.5)
 
 
 def test_ess_does_not_overflow() -> None:
@@ -107,6 +115,28 @@ def test_metrics_do_not_depend_on_packing(count: int, seed: int, data: st.DataOb
     assert [packed[name] for name in sums] == pytest.approx([once[name] for name in sums], rel=1e-12, abs=1e-14)
 
 
+@given(st.lists(st.integers(0, 1000), min_size=1, max_size=300))
+def test_lag_percentiles_are_lags_that_occurred(lags: list[int]) -> None:
+    zeros = torch.zeros(len(lags))
+    metrics = metrics_of((zeros, zeros > 0, zeros > 0, zeros, torch.tensor(lags)), [np.arange(len(lags))])
+    assert metrics.lag_p50 == np.percentile(lags, 50, method="inverted_cdf")
+    assert metrics.lag_p99 == np.percentile(lags, 99, method="inverted_cdf")
+    assert metrics.lag_p50 <= metrics.lag_p99 <= metrics.lag_max == max(lags)
+
+
+def test_both_kl_estimates_converge_to_the_divergence() -> None:
+    rng = np.random.default_rng(0)
+    mu, pi = rng.dirichlet(np.full(30, 5.0)), rng.dirichlet(np.full(30, 5.0))
+    sampled = rng.choice(30, size=200_000, p=mu)
+    logs = torch.tensor(np.log(pi / mu)[sampled])
+    zeros = torch.zeros(len(sampled))
+    metrics = metrics_of((logs, zeros > 0, zeros > 0, zeros, zeros.long()), [np.arange(len(sampled))])
+    divergence = float((mu * np.log(mu / pi)).sum())
+    assert metrics.kl_behaviour_policy == pytest.approx(divergence, rel=0.03)
+    assert metrics.kl_behaviour_policy_k3 == pytest.approx(divergence, rel=0.03)
+    assert metrics.weight_mean == pytest.approx(1.0, abs=0.01)
+
+
 def test_on_policy_gap_looks_at_tokens_of_lag_0_alone() -> None:
     logs, zeros = torch.tensor([0.5, -0.001, 0.0005]), torch.zeros(3)
     some = metrics_of((logs, zeros > 0, zeros > 0, zeros, torch.tensor([3, 0, 0])), [np.arange(3)])
@@ -157,6 +187,13 @@ def test_tensors_of_different_lengths_are_refused() -> None:
         OnPolicyStats().add(
             torch.zeros(2), torch.zeros(3) > 0, torch.zeros(2) > 0, torch.zeros(2), torch.zeros(2, dtype=torch.long)
         )
+
+
+def test_statistics_hold_no_graph() -> None:
+    stats = OnPolicyStats()
+    leaf = torch.zeros(2, requires_grad=True)
+    stats.add(leaf * 2, torch.zeros(2) > 0, torch.zeros(2) > 0, leaf * 3, torch.zeros(2, dtype=torch.long))
+    copy.deepcopy(stats)  # PyTorch copies no tensor that is part of a graph
 
 
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=40), st.integers(0, 1000))

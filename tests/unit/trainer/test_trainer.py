@@ -501,3 +501,39 @@ def test_a_request_to_stop_makes_the_current_step_the_last_one(tmp_path: Path) -
     resumed = Setup(tmp_path, resume=True)
     resumed.drive()
     assert resumed.trainer.version == 6
+
+
+def test_run_stops_when_told_with_a_checkpoint(tmp_path: Path) -> None:
+    setup = Setup(tmp_path, steps=100)
+    turns = iter(range(1000))
+
+    def stop() -> bool:
+        turn = next(turns)
+        if turn < 3:
+            setup.feed([turn])
+        return turn >= 6
+
+    setup.trainer.run(stop)
+    assert setup.trainer.version == 3
+    assert setup.status.state == "done"
+    path = latest_checkpoint(tmp_path)
+    assert path is not None
+    assert load_checkpoint(path).state.version == 3
+
+
+def test_checkpoints_come_when_due(tmp_path: Path) -> None:
+    setup = Setup(tmp_path, steps=5, checkpoint_every=2, keep_checkpoints=9)
+    setup.drive()
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
+        "step_00000002",
+        "step_00000004",
+        "step_00000005",
+    ]
+
+
+def test_conventional_publishes_once_a_round_and_at_the_end(tmp_path: Path) -> None:
+    setup = Setup(tmp_path, ConventionalSchedule(4, 4), steps=6)
+    setup.drive()
+    assert setup.engine.versions == [0, 4, 6]
+    assert [record.publish_s > 0 for record in setup.records()] == [False, False, False, True, False, True]
+    assert [record.lag_max for record in setup.records() if record.lag_max is not None][:4] == [0, 1, 2, 3]
