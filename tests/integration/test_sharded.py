@@ -60,14 +60,18 @@ def require_equal(results: Results, who: str, name: str, steps: slice = slice(No
 
     A loss is a sum of terms of both signs, each larger than the sum: 2e-6 of its size. In bfloat16 a difference of 1e-9 can
     be rounded to either side, which happens to a few weights in thousands. Processors that multiply matrices in bfloat16
-    round gradients in another order: 2e-4 of their norm.
+    round in another order: a weight in ten, and after two steps a token is on the other side of a mask's limit.
     """
     ours, theirs = results.outcome(who, name), results.outcome("alone", name)
+    coarse = "bfloat16" in name and torch.cpu._is_avx512_bf16_supported()
     for step, expected in zip(ours.steps, theirs.steps[steps], strict=True):
-        norm = "grad_norm" if "bfloat16" in name else ""
-        assert without(step, norm) == pytest.approx(without(expected, norm), rel=2e-6, abs=1e-6)
-        assert not norm or step[norm] == pytest.approx(expected[norm], rel=1e-3)
-    assert ours.logits == pytest.approx(theirs.logits, abs=1e-5)
+        if "bfloat16" in name:
+            one_token = {key for key in step if key.endswith("fraction")} | {"grad_norm"}
+            assert without(step, one_token) == pytest.approx(without(expected, one_token), rel=1e-3, abs=1e-6)
+            assert step["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.05)
+        else:
+            assert step == pytest.approx(expected, rel=2e-6, abs=1e-6)
+    assert ours.logits == pytest.approx(theirs.logits, abs=1e-2 if coarse else 1e-5)
     weights, expected_weights = results.weights(who, name), results.weights("alone", name)
     start = load_file(results.root / ("untied" if SCENARIOS[name].untied else "tied") / "model.safetensors")
     assert weights.keys() == expected_weights.keys()
@@ -77,17 +81,19 @@ def require_equal(results: Results, who: str, name: str, steps: slice = slice(No
         difference = (weights[key].double() - expected_weights[key].double()).abs()
         assert weights[key].dtype == expected_weights[key].dtype
         if weights[key].dtype == torch.bfloat16:
-            assert (difference > 0).float().mean() < 5e-3
+            assert (difference > 0).float().mean() < (0.15 if coarse else 5e-3)
         else:
             assert difference.max() <= 1e-6
         moved += float((expected_weights[key].double() - first.double()).square().sum())
         off += float(difference.square().sum())
-    assert off <= ((2e-2 if "bfloat16" in name else 1e-3) ** 2) * moved, "small against what the steps changed"
+    assert off <= ((0.2 if coarse else 2e-2 if "bfloat16" in name else 1e-3) ** 2) * moved, (
+        "small against what the steps changed"
+    )
     assert (moved > 0) == (name not in {"no_gradient", "refused"})
 
 
-def without(step: dict[str, Any], name: str) -> dict[str, Any]:
-    return {key: value for key, value in step.items() if key != name}
+def without(step: dict[str, Any], names: set[str]) -> dict[str, Any]:
+    return {key: value for key, value in step.items() if key not in names}
 
 
 def with_ties(weights: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -142,7 +142,7 @@ def prompt_tokens_mean(groups: Sequence[Group]) -> float:
 
 
 def full_rate(timeline: Sequence[TimelineRecord]) -> tuple[float, float]:
-    """Sequences in progress, and tokens per second, of one engine while it is full and its weights do not change."""
+    """Sequences in progress, and tokens per second, of one engine while it is full."""
     of_engine: defaultdict[int, list[TimelineRecord]] = defaultdict(list)
     for record in timeline:
         of_engine[record.worker].append(record)
@@ -151,11 +151,11 @@ def full_rate(timeline: Sequence[TimelineRecord]) -> tuple[float, float]:
         (after.time_s - before.time_s, after.tokens_generated - before.tokens_generated, before.in_progress)
         for records in of_engine.values()
         for before, after in pairwise(records)
-        if min(before.in_progress, after.in_progress) >= FULL * most and before.version == after.version
+        if min(before.in_progress, after.in_progress) >= FULL * most
     ]
     seconds, tokens = sum(span[0] for span in spans), sum(span[1] for span in spans)
     if not seconds or not tokens:
-        raise PipelineRLError("the engines of the run were never full for a quarter of a second; measure a longer run")
+        raise PipelineRLError("the engines of the run generated nothing while they were full; measure a longer run")
     return fmean(span[2] for span in spans), tokens / seconds
 
 
