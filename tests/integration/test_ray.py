@@ -205,7 +205,7 @@ def workers_of(run_dir: Path, *sessions: str) -> dict[str, int]:
         with suppress(OSError):
             _, *words = path.read_bytes().decode().split("\0")
             if words[:2] == ["-m", "pipelinerl.launch.hosts.worker"] and (
-                words[3] == str(run_dir) or json.loads(words[8])["session"] in sessions
+                words[3] == str(run_dir) or json.loads(words[4])["session"] in sessions
             ):
                 found[words[2]] = int(path.parent.name)
     return found
