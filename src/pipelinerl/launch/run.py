@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -155,12 +155,17 @@ def write_session(session: Session) -> None:
     write_privately(session.run.plan, msgspec.json.encode(session.plan))
 
 
-def _cluster(config: RunConfig, run: RunDirectory) -> AbstractContextManager[Cluster | None]:
+@contextmanager
+def _cluster(config: RunConfig, run: RunDirectory) -> Iterator[Cluster | None]:
+    """The cluster of the run, if it has one, once no other launcher of it has the run directory."""
     if config.launch.kind != "ray":
-        return nullcontext()
-    from pipelinerl.launch.hosts.ray import connected  # noqa: PLC0415 - needs the extra `ray`
+        yield None
+        return
+    from pipelinerl.launch.hosts.ray import connected, wait_until_unused  # noqa: PLC0415 - needs the extra `ray`
 
-    return connected(config.launch, run.root)
+    with connected(config.launch) as cluster:
+        wait_until_unused(run.root)
+        yield cluster
 
 
 def _make_view(session: Session, notices: list[str]) -> View:

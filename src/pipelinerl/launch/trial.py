@@ -37,7 +37,7 @@ class TryoutReport(msgspec.Struct, frozen=True, kw_only=True, tag="report"):
     """The result of a successful trial.
 
     `prompt` is the first problem's prompt, `reward` and `metrics` are those of an empty answer to it. `prompt_tokens` are
-    the prompt lengths of the first problems. `single_turn`: an attempt has one prompt only. `built_s` is how long it took
+    the prompt lengths of the first problems. `built_s` is how long it took
     to build the environment, `held_out` the number of held-out problems. `notes`: what
     does not agree between model and tokenizer, and how many steps an epoch is.
     """
@@ -46,16 +46,10 @@ class TryoutReport(msgspec.Struct, frozen=True, kw_only=True, tag="report"):
     held_out: int
     prompt: str = ""
     prompt_tokens: tuple[int, ...] = ()
-    single_turn: bool = False
     reward: float = 0.0
     metrics: dict[str, float] = {}
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-
-    @property
-    def longest_prompt(self) -> int | None:
-        """The longest prompt of the first problems, in tokens; None if prompts of later turns are not known."""
-        return max(self.prompt_tokens, default=None) if self.single_turn else None
 
 
 TryoutMessage = Step | Mistake | TryoutReport

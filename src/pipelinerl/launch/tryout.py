@@ -201,7 +201,6 @@ async def try_environment(
         built_s=built_s,
         prompt=tokenizer.decode(prompts[0]),
         prompt_tokens=tuple(map(len, prompts)),
-        single_turn=single_turn,
         reward=played.reward,
         metrics=dict(played.metrics),
         held_out=held_out,

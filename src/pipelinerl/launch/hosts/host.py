@@ -117,6 +117,7 @@ class LocalWorker(ChildProcess, Worker):
         Its report of an earlier session is removed; its log is appended to.
         """
         self.role, self.machine = role, spec.machine
+        self._ended: WorkerReport | None = None
         self.report_file = run.report(role)
         self.report_file.unlink(missing_ok=True)
         arguments = [role, str(run.root), msgspec.json.encode(spec).decode()]
@@ -132,8 +133,11 @@ class LocalWorker(ChildProcess, Worker):
         self.send_signal(signal.SIGUSR1)
 
     def report(self) -> WorkerReport | None:
-        if (status := self.status) is None:
-            return None
+        if self._ended is None and (status := self.status) is not None:
+            self._ended = self._report_of(status)
+        return self._ended
+
+    def _report_of(self, status: int) -> WorkerReport:
         try:
             written = msgspec.json.decode(self.report_file.read_bytes(), type=WorkerReport)
         except (OSError, *INVALID_DATA):
@@ -165,7 +169,7 @@ def named(worker: Worker) -> str:
     return f"the {worker.role} process (pid {worker.pid}{place})"
 
 
-class Host:
+class Host(ABC):
     """Starts processes while inside it as a context; they have ended at its end. It has the session's hub."""
 
     def __init__(self, session: Session) -> None:
@@ -175,9 +179,9 @@ class Host:
         self.board: Board = self._server
         self._stack = ExitStack()
 
+    @abstractmethod
     def start(self, role: str) -> Worker:
         """Start a process. Servers come first: workers may hold what servers need."""
-        raise NotImplementedError
 
     def reap(self, worker: Worker) -> None:
         """Kill what a process that died has started. Nothing that it has sent arrives after this. Raises StageDiedError."""
@@ -206,6 +210,7 @@ class Host:
         """What generation processes have done, by number."""
         return self._hub.admission.parts
 
+    @abstractmethod
     def open(self, stack: ExitStack) -> None:
         """Open the rest of the host. `stack` closes it at the end, or if this raises an error."""
 

@@ -68,10 +68,10 @@ class RayAgent(Agent):
 
 
 @contextmanager
-def connected(config: LaunchConfig, root: Path | None = None) -> Iterator[Cluster]:
-    """Connected with the cluster inside, and alone in the run directory `root`. Raises UserError if there is no cluster."""
+def connected(config: LaunchConfig) -> Iterator[Cluster]:
+    """Connected with the cluster inside. Raises UserError if there is none."""
     if ray.is_initialized():
-        yield _cluster(root)
+        yield _cluster()
         return
     address = config.ray_address or os.environ.get("RAY_ADDRESS") or "auto"
     try:
@@ -86,7 +86,7 @@ def connected(config: LaunchConfig, root: Path | None = None) -> Iterator[Cluste
             "`ray start --head`, and this command on one of its machines"
         ) from error
     try:
-        cluster = _cluster(root)
+        cluster = _cluster()
         if len(cluster.machines) > 1 and not _authenticated() and not config.ray_without_token:
             raise UserError(
                 "launch.kind: this Ray cluster has no token authentication, so whoever reaches its ports can run code on "
@@ -333,9 +333,7 @@ def end_agents(handles: Collection[Handle]) -> None:
         ray.kill(handle.actor)
 
 
-def _cluster(root: Path | None) -> Cluster:
-    if root is not None:
-        wait_until_unused(root)
+def _cluster() -> Cluster:
     nodes = [node for node in ray.nodes() if node["Alive"]]
     nodes.sort(key=lambda node: ("node:__internal_head__" not in node["Resources"], node["NodeName"], node["NodeID"]))
     names = [node["NodeName"] for node in nodes]
