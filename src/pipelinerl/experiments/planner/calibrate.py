@@ -51,7 +51,7 @@ from pipelinerl.types import GenerationRequest, Group, SamplingParams
 TRAIN_STEPS = 16
 """Optimizer steps of the run, or two rounds if these are more."""
 FULL = 0.9
-"""An engine is full if it has at least this share of the largest number of sequences that it ever had in progress."""
+"""An engine is full between two records if it has at least this share of the largest number of sequences between any two."""
 DECODE_SECONDS = 0.8
 DECODE_STEPS = 16
 """Consecutive decode steps in a round: few, so that the fill of the cache hardly changes."""
@@ -141,22 +141,46 @@ def prompt_tokens_mean(groups: Sequence[Group]) -> float:
     )
 
 
+class Span(NamedTuple):
+    """What an engine did between two records of its timeline."""
+
+    seconds: float
+    tokens: int
+    began: int
+    """Sequences in progress at the first record."""
+    ended: int
+    """Sequences in progress at the second record."""
+
+    @property
+    def least(self) -> int:
+        return min(self.began, self.ended)
+
+
 def full_rate(timeline: Sequence[TimelineRecord]) -> tuple[float, float]:
-    """Sequences in progress, and tokens per second, of one engine while it is full."""
+    """Sequences in progress, and tokens per second, of one engine while it is as full as it gets.
+
+    Raises PipelineRLError if no two consecutive records of an engine enclose tokens.
+    """
     of_engine: defaultdict[int, list[TimelineRecord]] = defaultdict(list)
     for record in timeline:
         of_engine[record.worker].append(record)
-    most = max((record.in_progress for record in timeline), default=0)
     spans = [
-        (after.time_s - before.time_s, after.tokens_generated - before.tokens_generated, before.in_progress)
+        Span(
+            seconds=after.time_s - before.time_s,
+            tokens=after.tokens_generated - before.tokens_generated,
+            began=before.in_progress,
+            ended=after.in_progress,
+        )
         for records in of_engine.values()
         for before, after in pairwise(records)
-        if min(before.in_progress, after.in_progress) >= FULL * most
+        if after.tokens_generated > before.tokens_generated
     ]
-    seconds, tokens = sum(span[0] for span in spans), sum(span[1] for span in spans)
-    if not seconds or not tokens:
-        raise PipelineRLError("the engines of the run generated nothing while they were full; measure a longer run")
-    return fmean(span[2] for span in spans), tokens / seconds
+    if not spans:
+        raise PipelineRLError("the run ended before its engines had generated for half a second; measure a longer run")
+    fullest = max(span.least for span in spans)
+    full = [span for span in spans if span.least >= FULL * fullest]
+    rate = sum(span.tokens for span in full) / sum(span.seconds for span in full)
+    return fmean((span.began + span.ended) / 2 for span in full), rate
 
 
 def rollout_overhead_s(decode: Sequence[DecodeCost], length: float, in_progress: float, rate: float) -> float:

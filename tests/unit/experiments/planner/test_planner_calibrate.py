@@ -59,8 +59,15 @@ def test_the_rate_is_of_full_engines() -> None:
         look(0, 4.0, 10, 250, 1),
     ]
     assert full_rate([*first, look(1, 1.0, 10, 0), look(1, 3.0, 10, 160)]) == (9.75, (100 + 10 + 100 + 160) / 5)
-    with pytest.raises(PipelineRLError, match="generated nothing while they were full"):
+    with pytest.raises(PipelineRLError, match="measure a longer run"):
         full_rate(first[:1])
+
+
+def test_an_engine_that_is_never_full_twice_in_a_row_is_measured_where_it_is_fullest() -> None:
+    def look(time_s: float, in_progress: int, tokens: int) -> TimelineRecord:
+        return TimelineRecord(worker=0, time_s=time_s, in_progress=in_progress, queued=0, tokens_generated=tokens, version=0)
+
+    assert full_rate([look(0.0, 0, 0), look(1.0, 6, 50), look(2.0, 4, 130), look(3.0, 6, 200)]) == (5.0, 75.0)
 
 
 def test_overhead_is_what_decode_steps_leave() -> None:
