@@ -26,7 +26,7 @@ def test_a_whole_calibration(tmp_path: Path, settings: list[str], monkeypatch: p
     monkeypatch.setattr("pipelinerl.experiments.planner.calibrate.DECODE_SECONDS", 0.0)
     said: list[str] = []
     config = load_config(None, [*SMALL, *settings])
-    found = calibrate(config, said.append)
+    found = calibrate(config, said.append, steps=16)
     assert found.schedule == ("conventional:1" if "conventional" in settings else "pipeline")
     assert (found.slots, found.batch_size, found.group_size) == (6, 8, 2)
     assert sum(found.lengths.values()) >= 8

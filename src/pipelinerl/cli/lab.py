@@ -97,6 +97,8 @@ def _add_predictions(commands: Commands) -> None:
     flag = commands.add("lab calibrate", text, SETTINGS_HELP, run=run_calibrate).add_argument
     flag("run_file", nargs="?", type=Path, metavar="RUN.yaml", help="the run file")
     flag("-o", "--out", type=Path, default=CALIBRATION, metavar="FILE", help=f"output file (default: {CALIBRATION})")
+    text = "optimizer steps of the measured run (default: 96); fewer cost less time and make predictions less accurate"
+    flag("--steps", type=at_least(2), default=96, metavar="N", help=text)
 
     text = (
         "Predict a run (default: the demo) by discrete-event simulation, from the calibration of a machine. With --compare: "
@@ -215,7 +217,7 @@ def run_calibrate(options: argparse.Namespace, settings: Sequence[str]) -> int:
     from pipelinerl.experiments.planner.calibrate import calibrate  # noqa: PLC0415 (loads torch)
     from pipelinerl.experiments.planner.calibration import calibration_text, write_calibration  # noqa: PLC0415 (as above)
 
-    calibration = calibrate(config, report=lambda text: say(f"{text} ..."))
+    calibration = calibrate(config, report=lambda text: say(f"{text} ..."), steps=options.steps)
     write_calibration(options.out, calibration)
     return write(calibration_text(calibration) + f"written to {options.out}\n")
 

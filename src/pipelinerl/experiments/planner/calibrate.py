@@ -48,8 +48,6 @@ from pipelinerl.run_directory import RunDirectory
 from pipelinerl.schedule import make_schedule
 from pipelinerl.types import GenerationRequest, Group, SamplingParams
 
-TRAIN_STEPS = 16
-"""Optimizer steps of the run, or two rounds if these are more."""
 FULL = 0.9
 """An engine is full between two records if it has at least this share of the largest number of sequences between any two."""
 DECODE_SECONDS = 0.8
@@ -58,29 +56,31 @@ DECODE_STEPS = 16
 MIN_ROUNDS = 2
 
 
-def calibrate(config: RunConfig, report: Callable[[str], None] = lambda _: None) -> Calibration:
-    """Measure this machine; takes about a minute for the demo. `report` receives progress messages.
+def calibrate(config: RunConfig, report: Callable[[str], None] = lambda _: None, *, steps: int) -> Calibration:
+    """Measure this machine with a run of `steps` optimizer steps; takes about a minute for the demo.
+
+    `report` receives progress messages.
 
     Raises UserError for a mistake in the run file, what ends the run, and PipelineRLError if it gives no measurement.
     """
     date, load = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), load_average()
     with tempfile.TemporaryDirectory(prefix="pipelinerl-calibrate-") as name:
         run = RunDirectory(Path(name) / "run")
-        short = short_run(config, run.root)
+        short = short_run(config, run.root, steps)
         report(f"training for {short.trainer.steps} steps")
         train_in_child(short)
-        steps = read_records(run.metrics, StepRecord)
+        records = read_records(run.metrics, StepRecord)
         timeline = read_timeline(run.root)
         groups = first_groups(read_lines(run.rollouts / "rollouts.jsonl", Group))
     tokens = [sum(len(turn.completion.token_ids) for turn in one.turns) for group in groups for one in group.rollouts]
     lengths = [count for count in tokens if count]
-    if not lengths or len(steps) < 2:
+    if not lengths or len(records) < 2:
         raise PipelineRLError("the run that was to be measured finished no group of rollouts, or took less than two steps")
     prompt = prompt_tokens_mean(groups)
     report("measuring decode steps")
     decode = decode_costs(config, LengthDistribution.of_lengths(lengths), max(1, round(prompt)), DECODE_SECONDS)
     in_progress, rate = full_rate(timeline)
-    pauses_s = [step.engine.update_pause_s for step in steps if step.engine and step.engine.update_pause_s is not None]
+    pauses_s = [step.engine.update_pause_s for step in records if step.engine and step.engine.update_pause_s is not None]
     return Calibration(
         machine=this_machine(config.engine.device),
         date=date,
@@ -98,7 +98,7 @@ def calibrate(config: RunConfig, report: Callable[[str], None] = lambda _: None)
             tokens_per_s=rate,
             update_pause_s=median(pauses_s) if pauses_s else 0.0,
         ),
-        training=training_cost(steps, config.trainer.ranks),
+        training=training_cost(records, config.trainer.ranks),
         lengths=dict(sorted(Counter(lengths).items())),
     )
 
@@ -106,10 +106,10 @@ def calibrate(config: RunConfig, report: Callable[[str], None] = lambda _: None)
 # ---- the run, and what its records say
 
 
-def short_run(config: RunConfig, run_dir: Path) -> RunConfig:
-    """The run of `config` for some steps, in processes, without anything that only costs time."""
+def short_run(config: RunConfig, run_dir: Path, steps: int) -> RunConfig:
+    """The run of `config` for `steps`, in whole rounds (at least two), in processes, without what only costs time."""
     rounds = config.schedule.steps_per_round if config.schedule.kind != "pipeline" else 1
-    steps = max(2, -(-TRAIN_STEPS // rounds)) * rounds
+    steps = max(2, -(-steps // rounds)) * rounds
     trainer = {"steps": steps, "checkpoint_every": 0, "weights_every": 0, "keep_versions": None}
     changes: dict[str, Any] = {
         "run_dir": str(run_dir),

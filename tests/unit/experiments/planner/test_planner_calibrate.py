@@ -35,10 +35,10 @@ def config(*settings: str) -> RunConfig:
 
 
 def test_the_run_has_whole_rounds_and_nothing_that_only_costs_time(tmp_path: object) -> None:
-    short = short_run(config("--launch.kind", "embedded"), tmp_path)  # type: ignore[arg-type]
+    short = short_run(config("--launch.kind", "embedded"), tmp_path, 16)  # type: ignore[arg-type]
     assert (short.trainer.steps, short.evaluation.problems, short.launch.kind) == (16, 0, "processes")
     rounds = config("--schedule.kind", "conventional", "--schedule.steps_per_round", "12")
-    assert short_run(rounds, tmp_path).trainer.steps == 24  # type: ignore[arg-type]
+    assert short_run(rounds, tmp_path, 16).trainer.steps == 24  # type: ignore[arg-type]
 
 
 def test_no_long_completions_are_lost() -> None:
