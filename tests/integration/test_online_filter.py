@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.actor.difficulty import DifficultyFilter
+from pipelinerl.actor.difficulty import OnlineFilter
 from pipelinerl.config.schema import OnlineFilterConfig
 from pipelinerl.types import Group
 from tests.integration.runs import (
@@ -42,7 +42,7 @@ def settings(folder: Path, **more: Any) -> dict[str, Any]:
 
 def assert_filtered(run_dir: Path) -> list[Group]:
     """Every decision follows from the groups recorded before it. Returns the groups."""
-    skips, found = DifficultyFilter(FILTER, 0), groups(run_dir)
+    skips, found = OnlineFilter(FILTER, 0), groups(run_dir)
     assert len({group.index for group in found}) == len(found)
     for group in found:
         if group.skipped is not None:

@@ -22,6 +22,7 @@ from time import monotonic
 from types import FrameType
 from typing import Any, TypeVar
 
+from pipelinerl.actor.failures import place_of
 from pipelinerl.errors import CodeDeadlineError
 
 T = TypeVar("T")
@@ -33,12 +34,8 @@ TICK_S = 0.25
 """Longest interval of the timer. Code that swallows the error and continues gets it again at the next tick."""
 GRACE_S = 1.0
 """Time that cancelled code has to end."""
-GIVE_UP_AFTER = 4
-"""After this many interruptions without a successful rollout, the code is no longer run."""
-
-
-class CodeGivenUpError(CodeDeadlineError):
-    """Raised instead of running code that has exceeded the deadline every time."""
+PATIENCE = 4
+"""After this many interruptions without a successful rollout, code has `TICK_S` to yield."""
 
 
 def deadlines_work() -> bool:
@@ -60,20 +57,14 @@ class CodeAlarm:
     """Runs user code, and interrupts code that holds the thread for longer than `code_timeout_s` without yielding.
 
     The previous signal handler and timer are restored when no user code is open any more. A process can use one alarm at a
-    time.
-
-    With `gives_up`, code that was `stuck` `GIVE_UP_AFTER` times before `worked` was set gets a CodeGivenUpError instead of
-    being run. It is stuck if it is interrupted and no code has got further, by the number of times that it was resumed: a
-    few problems that take too long say nothing about the others.
+    time. Its owner sets `worked` when a rollout has succeeded: until then, code that is always stuck costs `PATIENCE` times
+    the deadline, and little more.
     """
 
-    def __init__(self, code_timeout_s: float, *, gives_up: bool = False) -> None:
+    def __init__(self, code_timeout_s: float) -> None:
         self.worked = False
-        self.stuck = 0
-        self._furthest = -1  # turn of all code that was not interrupted
         self._seconds = code_timeout_s
-        self._patience = GIVE_UP_AFTER if gives_up else inf
-        self._interrupted = ""
+        self._interruptions = 0
         self._open = 0
         self._outer: tuple[Any, tuple[float, float]] | None = None
         self._holder: object = None  # rollout and task that have held the thread since `_since_s`
@@ -82,64 +73,7 @@ class CodeAlarm:
     def call(self, function: Callable[[], T]) -> T:
         """Call a function of the user. Raises CodeDeadlineError inside it."""
         with self._applied():
-            return self._resume(lambda _: function(), None, 0)
-
-    async def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Await a coroutine of the user in the current task, which may start other tasks.
-
-        Code that refuses to be cancelled is closed after `GRACE_S`. Raises CodeDeadlineError, and what the coroutine raises.
-        """
-        with self._applied():
-            return await self._drive(coroutine)
-
-    @types.coroutine
-    def _drive(self, coroutine: Coroutine[Any, Any, T]) -> Generator[Any, Any, T]:
-        """As `await coroutine`, but ends even if the coroutine refuses to be cancelled: no event loop could be closed."""
-        task: Any = asyncio.current_task()
-        refused = False
-
-        def insist() -> None:
-            nonlocal refused
-            if task.cancelling():  # not so if the code has cancelled itself to limit the time of a part
-                refused = True
-                task.cancel()
-
-        step: Callable[..., Any] = coroutine.send
-        argument: BaseException | None = None
-        turn = 0
-        while True:
-            turn += 1
-            try:
-                waits_on = self._resume(step, argument, turn)
-            except StopIteration as end:
-                result: T = end.value
-                return result
-            except CodeDeadlineError:
-                coroutine.close()
-                raise
-            try:
-                yield waits_on
-                step, argument = coroutine.send, None
-            except BaseException as error:
-                if refused:
-                    with suppress(RuntimeError, CodeDeadlineError):  # if it refuses this, too, it is left suspended
-                        coroutine.close()
-                    raise
-                if isinstance(error, asyncio.CancelledError):
-                    asyncio.get_running_loop().call_later(GRACE_S, insist)
-                step, argument = coroutine.throw, error
-
-    def _resume(self, step: Callable[..., T], argument: BaseException | None, turn: int) -> T:
-        """Run user code until it returns or yields to the event loop. What ends it also runs if it has been given up."""
-        if self.stuck >= self._patience and not self.worked and argument is None:
-            raise CodeGivenUpError(f"{self._interrupted} (every time so far: it is no longer run)")
-        try:
-            result = step(argument)
-        except CodeDeadlineError:
-            self.stuck += turn > self._furthest
-            raise
-        self._furthest = max(self._furthest, turn)
-        return result
+            return function()
 
     @contextmanager
     def _applied(self) -> Iterator[None]:
@@ -157,6 +91,46 @@ class CodeAlarm:
                 signal.signal(signal.SIGALRM, handler)
                 self._outer = None
             IN_ROLLOUT.reset(token)
+
+    @types.coroutine
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> Generator[Any, Any, T]:
+        """Await a coroutine of the user in the current task, which may start other tasks.
+
+        Code that refuses to be cancelled is closed after `GRACE_S`: no event loop could be closed otherwise. Raises
+        CodeDeadlineError, and what the coroutine raises.
+        """
+        task: Any = asyncio.current_task()
+        refused = False
+
+        def insist() -> None:
+            nonlocal refused
+            if task.cancelling():  # not so if the code has cancelled itself to limit the time of a part
+                refused = True
+                task.cancel()
+
+        step: Callable[..., Any] = coroutine.send
+        argument: BaseException | None = None
+        with self._applied():
+            while True:
+                try:
+                    waits_on = step(argument)
+                except StopIteration as end:
+                    result: T = end.value
+                    return result
+                except CodeDeadlineError:
+                    coroutine.close()
+                    raise
+                try:
+                    yield waits_on
+                    step, argument = coroutine.send, None
+                except BaseException as error:
+                    if refused:
+                        with suppress(RuntimeError, CodeDeadlineError):  # if it refuses this, too, it is left suspended
+                            coroutine.close()
+                        raise
+                    if isinstance(error, asyncio.CancelledError):
+                        asyncio.get_running_loop().call_later(GRACE_S, insist)
+                    step, argument = coroutine.throw, error
 
     def _install(self) -> None:
         """Start the timer, also if it is on: user code may have stopped it."""
@@ -182,16 +156,14 @@ class CodeAlarm:
             loop, task = asyncio.get_running_loop(), asyncio.current_task()
         except RuntimeError:
             loop, task = None, None
+        seconds = self._seconds if self.worked or self._interruptions < PATIENCE else min(self._seconds, TICK_S)
         if self._holder != (rollout, task):
             self._holder, self._since_s = (rollout, task), now_s
             if loop is not None:
                 loop.call_soon(self._yielded)
-        elif now_s - self._since_s >= self._seconds:
-            from pipelinerl.actor.failures import place_of  # noqa: PLC0415 - most code is quick
-
-            place = place_of(frame, __file__)
-            self._interrupted = f"the code ran for {self._seconds:g} s without yielding, {place}"
-            raise CodeDeadlineError(self._interrupted)
+        elif now_s - self._since_s >= seconds:
+            self._interruptions += 1
+            raise CodeDeadlineError(f"the code ran for {seconds:g} s without yielding, {place_of(frame, __file__)}")
 
     def _yielded(self) -> None:
         self._holder = None

@@ -50,7 +50,7 @@ class _History(msgspec.Struct):
     last_group: int = 0
 
 
-class DifficultyFilter:
+class OnlineFilter:
     """Decides which problems are skipped, from the groups that were recorded (`observe`, in the order of the records)."""
 
     def __init__(self, config: OnlineFilterConfig, seed: int) -> None:

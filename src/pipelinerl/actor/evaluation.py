@@ -16,7 +16,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 import msgspec
 
 from pipelinerl.actor.client import derive_seed
-from pipelinerl.actor.rollouts import Failure, RolloutContext, advance, attempt
+from pipelinerl.actor.failures import Failure
+from pipelinerl.actor.rollouts import RolloutContext, advance, attempt
 from pipelinerl.config.schema import EvaluationConfig
 from pipelinerl.errors import EnvironmentSetupError, RunDirectoryError
 from pipelinerl.files import remedy
@@ -86,73 +87,6 @@ class Evaluation:
         return dict(sorted(tokens.items()))
 
 
-class _Pass:
-    """The attempts of one evaluation. The caller advances the engine.
-
-    Seeds depend only on a problem's position in `questions`, so that evaluations of different weights, or in different runs,
-    differ only by the weights.
-    """
-
-    def __init__(self, context: RolloutContext, questions: Sequence[Question], when: When, version: int) -> None:
-        self._when: When = when
-        self._version = version
-        self._name = f"v{version}" if when == "online" else when
-        self._context = context
-        self._questions = questions
-        self._waiting = deque(range(len(questions)))
-        self._running: dict[asyncio.Task[Rollout | Failure], int] = {}
-        self._done: dict[int, EvaluatedProblem] = {}
-
-    @property
-    def done(self) -> int:
-        """Problems that were answered or failed."""
-        return len(self._done)
-
-    @property
-    def complete(self) -> bool:
-        return self.done == len(self._questions)
-
-    @property
-    def running(self) -> int:
-        return len(self._running)
-
-    @property
-    def status(self) -> str:
-        when = f" since version {self._version}" if self._when == "online" else f", {self._when} training"
-        return f"evaluates{when}: {self.done} of {len(self._questions)} held-out problems"
-
-    def start(self, slots: int) -> bool:
-        """Start attempts until `slots` are running or none are left. They begin in the next event-loop pass.
-
-        Returns whether any was started.
-        """
-        context, before = self._context, self.running
-        while self._waiting and self.running < slots:
-            number = self._waiting.popleft()
-            client = context.rollout_client(f"evaluation-{self._name}.{number}", derive_seed("evaluation", number))
-            question = self._questions[number]
-            attempted = attempt(question.environment, question.problem, client, context.limits)
-            self._running[asyncio.create_task(attempted)] = number
-        return self.running > before
-
-    def collect(self) -> None:
-        """Record the attempts that have ended. A failed attempt fails one problem only."""
-        for task in [task for task in self._running if task.done()]:
-            number = self._running.pop(task)
-            question = self._questions[number]
-            answer = evaluated(question.problem, task.result(), self._context.tokenizer)
-            self._done[number] = msgspec.structs.replace(answer, evaluation_set=question.of)
-
-    def cancel(self) -> None:
-        """Cancel running attempts."""
-        for task in self._running:
-            task.cancel()
-
-    def result(self, skipped: int) -> Evaluation:
-        problems = tuple(self._done[number] for number in range(len(self._questions)))
-        return Evaluation(name=self._name, when=self._when, version=self._version, problems=problems, skipped=skipped)
-
-
 class Evaluations:
     """The evaluations of a run, one at a time: before and after training, and `online` between the rollouts in training.
 
@@ -161,8 +95,10 @@ class Evaluations:
     is evaluated after training. Weights keep changing while it runs; each token records the version that sampled it. An
     evaluation that is due while another one runs is skipped and counted, as is one that is still running when training ends.
 
-    `rewards` maps the name of each evaluation to its reward; of the online ones, only the latest is kept. `answered` counts
-    problems that were answered or failed.
+    Seeds depend only on a problem's position, so that evaluations of different weights, or in different runs, differ only by
+    the weights. A failed attempt fails one problem only.
+
+    `rewards` maps the name of each evaluation to its reward; of the online ones, only the latest is kept.
     """
 
     def __init__(
@@ -194,7 +130,10 @@ class Evaluations:
         self._on_done = on_done
         self._until = until
         self._due = reached // config.every if config.every else 0
-        self._pass: _Pass | None = None
+        self._current: tuple[When, int] | None = None  # and the version at which it began
+        self._waiting: deque[int] = deque()
+        self._running: dict[asyncio.Task[Rollout | Failure], int] = {}
+        self._answers: dict[int, EvaluatedProblem] = {}
         self._latest_online = ""
         self._ended = 0
         self._skipped = 0
@@ -202,16 +141,21 @@ class Evaluations:
     @property
     def running(self) -> int:
         """Attempts in progress."""
-        return self._pass.running if self._pass else 0
+        return len(self._running)
 
     @property
     def answered(self) -> int:
-        return self._ended + (self._pass.done if self._pass else 0)
+        """Problems that were answered or failed, in all evaluations."""
+        return self._ended + len(self._answers)
 
     @property
     def status(self) -> str:
         """Progress in words; empty when no evaluation is running."""
-        return self._pass.status if self._pass else ""
+        if self._current is None:
+            return ""
+        when, version = self._current
+        which = f" since version {version}" if when == "online" else f", {when} training"
+        return f"evaluates{which}: {len(self._answers)} of {len(self._questions)} held-out problems"
 
     async def run(self, when: Literal["before", "after"], on_step: Callable[[], None]) -> bool:
         """Run an evaluation to its end, stepping the engine; `on_step` is called after each step.
@@ -221,17 +165,14 @@ class Evaluations:
         if not self._config.problems:
             return False
         context = self._context
-        self._pass = running = _Pass(context, self._questions, when, context.engine.version)
+        self._begin(when, context.engine.version)
         try:
-            while not running.complete:
-                running.start(context.slots)
+            while not self._collect():
+                self._start(context.slots)
                 await advance(context.engine, context.awake)
-                running.collect()
                 on_step()
         finally:
-            running.cancel()
-            self._pass = None
-        self._finish(running)
+            self._cancel()
         return True
 
     def advance(self, version: int) -> bool:
@@ -244,38 +185,73 @@ class Evaluations:
         self._collect()
         if version < self._until and version // self._config.every > self._due:
             self._due = version // self._config.every
-            if self._pass is None:
-                self._pass = _Pass(self._context, self._questions, "online", version)
+            if self._current is None:
+                self._begin("online", version)
             else:
                 self._skip(f"the evaluation due at version {version} is skipped: {self.status}")
-        return self._pass is not None and self._pass.start(self._online_slots)
+        return self._start(self._online_slots)
 
     def end(self) -> None:
         """End of training: cancel and skip the running evaluation, unless it has just ended."""
-        self._collect()
-        if self._pass is not None:
+        if not self._collect():
             self._skip(f"the evaluation is cancelled because training is over: {self.status}")
-            self._pass.cancel()
-            self._pass = None
+            self._cancel()
 
-    def _collect(self) -> None:
-        if self._pass is None:
-            return
-        self._pass.collect()
-        if self._pass.complete:
-            ended, self._pass = self._pass, None
-            self._finish(ended)
+    def _begin(self, when: When, version: int) -> None:
+        self._current = when, version
+        self._waiting.extend(range(len(self._questions)))
 
-    def _finish(self, ended: _Pass) -> None:
-        evaluation = ended.result(self._skipped)
+    def _start(self, slots: int) -> bool:
+        """Start attempts until `slots` are running or none are left. They begin in the next event-loop pass.
+
+        Returns whether any was started.
+        """
+        context, before = self._context, self.running
+        while self._waiting and self.running < slots:
+            number = self._waiting.popleft()
+            client = context.rollout_client(f"evaluation-{self._name}.{number}", derive_seed("evaluation", number))
+            question = self._questions[number]
+            attempted = attempt(question.environment, question.problem, client, context.limits)
+            self._running[asyncio.create_task(attempted)] = number
+        return self.running > before
+
+    def _collect(self) -> bool:
+        """Record the attempts that have ended, and the evaluation if that was all of it. Returns whether none is running."""
+        for task in [task for task in self._running if task.done()]:
+            number = self._running.pop(task)
+            question = self._questions[number]
+            answer = evaluated(question.problem, task.result(), self._context.tokenizer)
+            self._answers[number] = msgspec.structs.replace(answer, evaluation_set=question.of)
+        if self._current is None:
+            return True
+        if len(self._answers) < len(self._questions):
+            return False
+        when, version = self._current
+        problems = tuple(self._answers[number] for number in range(len(self._questions)))
+        evaluation = Evaluation(name=self._name, when=when, version=version, problems=problems, skipped=self._skipped)
+        self._current, self._answers = None, {}
         self._skipped = 0
-        self._ended += len(evaluation.problems)
-        if evaluation.when == "online":
+        self._ended += len(problems)
+        if when == "online":
             self.rewards.pop(self._latest_online, None)
             self._latest_online = evaluation.name
         if evaluation.reward is not None:
             self.rewards[evaluation.name] = evaluation.reward
         self._on_done(evaluation)
+        return True
+
+    @property
+    def _name(self) -> str:
+        when, version = self._current or ("", 0)
+        return f"v{version}" if when == "online" else when
+
+    def _cancel(self) -> None:
+        """Cancel the attempts of an evaluation that has not ended."""
+        for task in self._running:
+            task.cancel()
+        self._current, self._answers = None, {}
+        self._running.clear()
+        self._waiting.clear()
 
     def _skip(self, why: str) -> None:
         self._skipped += 1

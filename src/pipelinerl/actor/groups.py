@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from pipelinerl.actor.client import RolloutClient, derive_seed, rollout_of
-from pipelinerl.actor.rollouts import Failure, FailureLog, RolloutContext, attempt, problem_for, score
+from pipelinerl.actor.failures import Failure, FailureLog
+from pipelinerl.actor.rollouts import RolloutContext, attempt, problem_for, score
 from pipelinerl.config.schema import ActorConfig
 from pipelinerl.interfaces import ScoresGroups
 from pipelinerl.types import ActorProgress, Group, Problem, Rollout, Turn
 
 if TYPE_CHECKING:
-    from pipelinerl.actor.difficulty import DifficultyFilter
+    from pipelinerl.actor.difficulty import OnlineFilter
 
 RECENT_ATTEMPTS = 1024
 """Number of attempts that `started_length_mean` is computed over."""
@@ -85,7 +86,7 @@ class GroupRunner:
         self,
         context: RolloutContext,
         config: ActorConfig,
-        skips: DifficultyFilter | None = None,
+        skips: OnlineFilter | None = None,
         failures: FailureLog | None = None,
     ) -> None:
         self.context = context
@@ -118,7 +119,7 @@ class GroupRunner:
         `started_length_mean` is over the latest attempts in order of start, among groups started before the oldest open
         group. A mean over completed attempts would be biased: of the latest groups, short attempts complete first.
         """
-        dropped = self._failures.counts
+        dropped = dict(self._failures.counts)
         if self._dropped_by_stream:
             dropped[STREAM_DROP] = self._dropped_by_stream
         return ActorProgress(
@@ -128,7 +129,7 @@ class GroupRunner:
             rollouts_handed_over=self._handed_over - self._dropped_by_stream,
             rollouts_cut=self._cut,
             rollouts_dropped=dropped,
-            dropped_tokens=self._failures.tokens,
+            dropped_tokens=dict(self._failures.tokens),
             rollouts_in_progress=self.in_progress,
             started_length_mean=fmean(self._started_lengths) if self._started_lengths else None,
             started_lengths=len(self._started_lengths),

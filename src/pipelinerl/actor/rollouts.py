@@ -2,45 +2,33 @@
 
 `RolloutContext` is what all attempts of a generation process share.
 
-An attempt ends in a checked `Rollout` or in a `Failure` with one of four reasons. Errors of the environment are not
-propagated, so that a bad attempt costs only itself.
+An attempt ends in a checked `Rollout` or in a `Failure`. Errors of the environment are not propagated, so that a bad
+attempt costs only itself.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import logging
 import math
 import numbers
-from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Self, TypeVar, cast
+from typing import Any, NamedTuple, Self, TypeVar, cast
 
 import msgspec
 
 from pipelinerl.actor.client import Awake, Produced, RolloutClient
-from pipelinerl.actor.deadline import CodeAlarm, CodeGivenUpError
+from pipelinerl.actor.deadline import CodeAlarm
+from pipelinerl.actor.failures import Failure, failure_of
 from pipelinerl.config.schema import ActorConfig
-from pipelinerl.errors import CodeDeadlineError, RolloutError, TooManyFailuresError
+from pipelinerl.errors import CodeDeadlineError, RolloutError
 from pipelinerl.interfaces import AsyncEngine, Environment, ScoresGroups, Tokenizer
 from pipelinerl.types import Completion, Problem, Rollout, SamplingParams, Turn
-
-FailureReason = Literal["timeout", "raised", "bad_rollout", "prompt_too_long"]
 
 T = TypeVar("T")
 
 IDLE_S = 0.002  # a pause after a step of an engine that had nothing to do
-
-
-class Failure(NamedTuple):
-    """Why an attempt gave no rollout. `message` is one line, `traceback` the whole one, `turns` what a group has of it."""
-
-    reason: FailureReason
-    message: str
-    traceback: str = ""
-    turns: tuple[Turn, ...] = ()
 
 
 class TimeLimits(NamedTuple):
@@ -96,9 +84,7 @@ class RolloutContext:
                 top_k=config.top_k,
                 stop_token_ids=tuple(stop_token_ids),
             ),
-            limits=TimeLimits(
-                config.rollout_timeout_s, CodeAlarm(config.code_timeout_s, gives_up=config.max_failure_fraction < 1)
-            ),
+            limits=TimeLimits(config.rollout_timeout_s, CodeAlarm(config.code_timeout_s)),
             seed=seed,
             slots=slots,
             notes=notes,
@@ -145,9 +131,9 @@ async def guarded(code: Callable[[], Coroutine[Any, Any, T]], limits: TimeLimits
     except asyncio.CancelledError as error:
         if task.cancelling() and not expired:
             raise
-        outcome = _failure(error, "raised", "the environment awaited something that was cancelled")
+        outcome = failure_of(error)._replace(message="the environment awaited something that was cancelled")
     except BaseException as error:  # noqa: BLE001 - user code may raise anything: it is a failure of this attempt
-        outcome = _failure(error)
+        outcome = failure_of(error)
     finally:
         timer.cancel()
     while task.cancelling():  # cancelled by `expire` or by the environment: handled
@@ -166,19 +152,9 @@ def problem_for(environment: Environment, index: int, limits: TimeLimits) -> tup
         if not isinstance(cast("object", problem), Problem):
             return Failure("raised", f"problem({index}) returned {type_name(problem)}, not a Problem")
         return problem, msgspec.json.decode(msgspec.json.encode(problem), type=Problem)
-    except CodeGivenUpError as error:
-        return Failure("timeout", str(error))
-    except CodeDeadlineError as error:
-        return _failure(error, "timeout", f"problem({index}): {error}")
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything: it is a failure of this problem
-        failure = _failure(error)
+    except (Exception, SystemExit, CodeDeadlineError) as error:  # noqa: BLE001 - user code may raise anything
+        failure = failure_of(error)
         return failure._replace(message=f"problem({index}): {failure.message}")
-
-
-def _failure(error: BaseException, *known: Any) -> Failure:
-    from pipelinerl.actor.failures import explain  # noqa: PLC0415 - only for an error
-
-    return Failure(*explain(error, *known))
 
 
 def check_rollout(returned: object, produced: Mapping[str, Produced]) -> Rollout:
@@ -264,86 +240,3 @@ def _rescored(before: Rollout, after: object) -> Rollout:
     if not isinstance(after, Rollout) or after.turns != before.turns:
         raise RolloutError("score_group may change only rewards and metrics, and not the order of the rollouts")
     return msgspec.structs.replace(before, reward=finite(after.reward, "the reward"), metrics=metrics_of(after.metrics))
-
-
-# ---- failed attempts: counted, logged, and limited
-
-
-logger = logging.getLogger(__name__)
-
-SHOWN_PER_REASON = 3
-FIRST_ATTEMPTS = 16
-"""If all of the first attempts fail, the run ends without waiting for a full window."""
-SHOWN_FRAMES = 2
-"""Frames of the user's files that an error shows. The log has whole tracebacks."""
-REMEMBERED = 4096
-"""Limit on remembered failed attempts. The engine may still hold a completion of theirs until its next step."""
-
-
-class FailureLog:
-    """Counts failed attempts, logs the first few, and raises when too many fail.
-
-    `max_fraction` is the largest share of the last `window` attempts that may fail; 1 disables the limit. `shown` failures
-    of each reason are logged.
-    """
-
-    def __init__(self, max_fraction: float, window: int, shown: int = SHOWN_PER_REASON) -> None:
-        self._max_fraction = max_fraction
-        self._shown = shown
-        self._recent: deque[Failure | None] = deque(maxlen=window)
-        self._counts: Counter[str] = Counter()
-        self._tokens: Counter[str] = Counter()
-        self._unfinished: OrderedDict[str, str] = OrderedDict()
-        self._successes = 0
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """Failed attempts so far, by reason."""
-        return dict(self._counts)
-
-    @property
-    def tokens(self) -> dict[str, int]:
-        """Tokens sampled for failed attempts so far, by reason."""
-        return dict(self._tokens)
-
-    def success(self) -> None:
-        self._successes += 1
-        self._recent.append(None)
-
-    def failure(self, failure: Failure, rollout: str, tokens: int = 0) -> None:
-        """Count a failure of the attempt named `rollout`, which sampled `tokens` tokens. Log the first few per reason."""
-        self._tokens[failure.reason] += tokens
-        self._unfinished[rollout] = failure.reason
-        if len(self._unfinished) > REMEMBERED:
-            self._unfinished.popitem(last=False)
-        self._recent.append(failure)
-        self._counts[failure.reason] += 1
-        nth = self._counts[failure.reason]
-        if nth <= self._shown:
-            last = " (further ones are counted, not shown)" if nth == self._shown else ""
-            trace = f"\n{failure.traceback}" if failure.traceback else ""
-            logger.warning("rollout %s is dropped, %s: %s%s%s", rollout, failure.reason, failure.message, last, trace)
-
-    def cancelled(self, rollout: str, tokens: int) -> None:
-        """Count the tokens of a cancelled completion of `rollout`, if that attempt failed."""
-        if reason := self._unfinished.pop(rollout, None):
-            self._tokens[reason] += tokens
-
-    def check(self) -> None:
-        """Raises TooManyFailuresError if more than the allowed share of recent attempts failed."""
-        if not self._counts:
-            return
-        failed = [failure for failure in self._recent if failure is not None]
-        window_full = len(self._recent) == self._recent.maxlen
-        none_worked = self._successes == 0 and self._counts.total() >= FIRST_ATTEMPTS and self._max_fraction < 1
-        if not none_worked and not (window_full and len(failed) > self._max_fraction * len(self._recent)):
-            return
-        reason, count = Counter(failure.reason for failure in failed).most_common(1)[0]
-        latest = next(failure for failure in reversed(failed) if failure.reason == reason)
-        from pipelinerl.actor.failures import user_frames  # noqa: PLC0415 - only for an error
-
-        frames = [f"\n{frame}" for frame in user_frames(latest.traceback)]
-        raise TooManyFailuresError(
-            f"{len(failed)} of the last {len(self._recent)} rollouts failed (actor.max_failure_fraction allows "
-            f"{self._max_fraction:g}), {count} of them by `{reason}`: {latest.message}{''.join(frames[-SHOWN_FRAMES:])}"
-        )

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import msgspec
 
 from pipelinerl.actor.evaluation import evaluated
-from pipelinerl.actor.failures import line_of
+from pipelinerl.actor.failures import Failure, FailureLog
 from pipelinerl.actor.groups import GroupRunner
-from pipelinerl.actor.rollouts import Failure, FailureLog, RolloutContext, advance, problem_for
+from pipelinerl.actor.rollouts import RolloutContext, advance, problem_for
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.environments.registry import make_environment, notes_of
 from pipelinerl.environments.user.code import run_to_end
@@ -89,7 +89,7 @@ async def _play(config: RunConfig, problem: int, environment: Environment, token
         context = of(config.actor, environment, engine, tokenizer, seed=config.seed, slots=ready.slots, stop_token_ids=stop)
         groups = GroupRunner(context, config.actor, failures=FailureLog(1.0, 1, shown=0))  # the result has all of them
         if isinstance(made := problem_for(environment, problem, context.limits), Failure):
-            raise EnvironmentSetupError(f"environment {config.environment.kind}: {line_of(made)}")
+            raise EnvironmentSetupError(f"environment {config.environment.kind}: {made.line}")
         groups.start(problem, engine.version)
         played = groups.open[problem]
         try:
@@ -107,4 +107,4 @@ def _record(problem: Problem, outcome: Rollout | Failure, tokenizer: Tokenizer) 
     if isinstance(outcome, Rollout):
         return evaluated(problem, outcome, tokenizer)
     answered = Rollout(turns=outcome.turns, reward=0.0) if outcome.turns else outcome
-    return msgspec.structs.replace(evaluated(problem, answered, tokenizer), failure=line_of(outcome))
+    return msgspec.structs.replace(evaluated(problem, answered, tokenizer), failure=outcome.line)

@@ -21,13 +21,12 @@ import msgspec
 from pipelinerl.actor.client import EngineClient, RolloutClient
 from pipelinerl.actor.deadline import CodeAlarm
 from pipelinerl.actor.evaluation import held_out_problems
-from pipelinerl.actor.failures import line_of
-from pipelinerl.actor.rollouts import Failure, TimeLimits, attempt, guarded, problem_for, score
+from pipelinerl.actor.failures import Failure
+from pipelinerl.actor.rollouts import TimeLimits, attempt, guarded, problem_for, score
 from pipelinerl.config.load import config_from_yaml
 from pipelinerl.config.schema import RunConfig
-from pipelinerl.environments.combine import parts_of
-from pipelinerl.environments.registry import find_class, make_environment, notes_of
-from pipelinerl.environments.single_turn import JudgedTurn
+from pipelinerl.environments.registry import find_class, make_environment, notes_of, parts_of
+from pipelinerl.environments.single_turn import JudgedTurn, Task
 from pipelinerl.environments.user.code import find_function
 from pipelinerl.errors import EnvironmentSetupError, PipelineRLError
 from pipelinerl.interfaces import Environment, ScoresGroups, Tokenizer
@@ -175,7 +174,7 @@ async def try_environment(
     tryout = Tryout(config, environment, tokenizer, end_id)
 
     async def doubts() -> list[str]:
-        parts = [(name, part) for name, part in parts_of(environment) if getattr(part, "scores_texts", False)]
+        parts = [(name, part) for name, part in parts_of(environment) if not getattr(part, "untried", Task.untried)]
         tried = {name: Tryout(config, part, tokenizer, end_id, name) for name, part in parts}
         return [f"{name}: {doubt}".removeprefix(": ") for name, one in tried.items() for doubt in await one.doubts()]
 
@@ -226,7 +225,7 @@ def _too_long(lengths: Sequence[int], longest: int, config: RunConfig) -> list[s
 
 
 def refused(kind: str, what: str, failure: Failure) -> EnvironmentSetupError:
-    return EnvironmentSetupError(f"environment {kind}, tried with {what}: {line_of(failure)}")
+    return EnvironmentSetupError(f"environment {kind}, tried with {what}: {failure.line}")
 
 
 async def _doubts(

@@ -22,8 +22,9 @@ from pipelinerl.actor.actor import Actor
 from pipelinerl.actor.client import MOST_PASSES, Awake, EngineClient, RolloutClient, derive_seed
 from pipelinerl.actor.deadline import CodeAlarm
 from pipelinerl.actor.evaluation import Evaluations
+from pipelinerl.actor.failures import Failure, FailureLog
 from pipelinerl.actor.groups import GroupRunner
-from pipelinerl.actor.rollouts import Failure, FailureLog, RolloutContext, TimeLimits, attempt, check_rollout
+from pipelinerl.actor.rollouts import RolloutContext, TimeLimits, attempt, check_rollout
 from pipelinerl.config.schema import ActorConfig, EvaluationConfig
 from pipelinerl.errors import PromptTooLongError, RequestError, RolloutError, TooManyFailuresError
 from pipelinerl.hub.admission import AdmissionState

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pipelinerl.actor.difficulty import DifficultyFilter
+from pipelinerl.actor.difficulty import OnlineFilter
 from pipelinerl.config.load import load_config
 from pipelinerl.config.schema import OnlineFilterConfig
 from pipelinerl.errors import ConfigError, RunDirectoryError
@@ -18,8 +18,8 @@ from pipelinerl.types import Group, Problem, Rollout, Skip
 SOLVED, FAILED, MIXED = [1.0, 1.0], [0.0, 0.0], [0.0, 1.0]
 
 
-def made(seed: int = 0, **config: float) -> DifficultyFilter:
-    return DifficultyFilter(OnlineFilterConfig(**config), seed)
+def made(seed: int = 0, **config: float) -> OnlineFilter:
+    return OnlineFilter(OnlineFilterConfig(**config), seed)
 
 
 def test_a_problem_is_skipped_more_often_with_each_group_of_equal_rewards_and_always_comes_back() -> None:

@@ -18,7 +18,8 @@ import torch
 from pipelinerl.actor.client import Awake, RolloutClient, derive_seed
 from pipelinerl.actor.deadline import CodeAlarm
 from pipelinerl.actor.evaluation import evaluated, held_out_problems
-from pipelinerl.actor.rollouts import Failure, TimeLimits, advance, attempt, problem_for
+from pipelinerl.actor.failures import Failure
+from pipelinerl.actor.rollouts import TimeLimits, advance, attempt, problem_for
 from pipelinerl.config.schema import EngineConfig
 from pipelinerl.environments.registry import make_environment
 from pipelinerl.environments.user.code import run_to_end

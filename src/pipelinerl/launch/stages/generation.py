@@ -213,10 +213,10 @@ def _groups(generation: Generation, handle: EngineHandle) -> GroupRunner:
     )
     skips = None
     if config.actor.online_filter is not None:
-        from pipelinerl.actor.difficulty import DifficultyFilter  # noqa: PLC0415 - few runs have one
+        from pipelinerl.actor.difficulty import OnlineFilter  # noqa: PLC0415 - few runs have one
 
         run, plan = generation.session.run, generation.session.plan
-        skips = DifficultyFilter(config.actor.online_filter, config.seed)
+        skips = OnlineFilter(config.actor.online_filter, config.seed)
         skips.read(run.recorded, GroupLedger.from_record(plan.taken), plan.rollouts_bytes)
     return GroupRunner(context, config.actor, skips)
 

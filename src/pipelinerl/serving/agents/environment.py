@@ -54,7 +54,7 @@ class Agent:
     """An attempt is a call of a user function, which gets the address of an API served by the model in training."""
 
     Options = AgentOptions
-    reward_notes = ("rewards: not tried with wrong answers, as the agent itself computes them",)
+    untried = "the agent itself computes them"
 
     def __init__(self, tokenizer: Tokenizer, seed: int, **args: Any) -> None:
         """Raises EnvironmentSetupError for a bad function, data or arguments, MissingDependencyError without the extra."""

@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from pipelinerl.environments.chat.conversation import Answer
+from pipelinerl.environments.chat.conversation import ChatAnswer
 from pipelinerl.errors import EnvironmentSetupError
 from pipelinerl.serving.agents.session import ModelRequest, Session, rollout_ended
 from pipelinerl.serving.server.dialects import messages, responses
@@ -126,7 +126,7 @@ class Gateway:
         retried = request.headers.get(RETRY_HEADER, "0") != "0"
         with _while_open():
             call = asyncio.run_coroutine_threadsafe(session.answer(body, data, retried=retried), session.loop)
-        reply: Answer = await unless_gone(request, asyncio.wrap_future(call))
+        reply: ChatAnswer = await unless_gone(request, asyncio.wrap_future(call))
         writer = make_writer(reply.completion.request_id, body.model or MODEL, len(reply.prompt.ids))
         if body.stream:
             response = Response(b"".join(_chunks(body, reply, writer)), media_type="text/event-stream")
@@ -157,7 +157,7 @@ def _while_open() -> Iterator[None]:
 # ---- answers
 
 
-def _chunks(request: ModelRequest, reply: Answer, writer: Writer) -> Iterator[bytes]:
+def _chunks(request: ModelRequest, reply: ChatAnswer, writer: Writer) -> Iterator[bytes]:
     """The response as a stream. The answer is one chunk, because tool calls can be parsed only when it is complete."""
     said: Json = {"text": reply.text}
     nothing: Json = {"text": ""}
@@ -171,10 +171,10 @@ def _chunks(request: ModelRequest, reply: Answer, writer: Writer) -> Iterator[by
     yield writer.end()
 
 
-def _choice(content: Json, reply: Answer) -> Json:
+def _choice(content: Json, reply: ChatAnswer) -> Json:
     """A choice that ends the answer. `stop_reason`: the stop string, as in `pipelinerl serve`."""
     return choice_of(content, reply.finish_reason) | ({} if reply.stop is None else {"stop_reason": reply.stop})
 
 
-def _usage(reply: Answer) -> Json:
+def _usage(reply: ChatAnswer) -> Json:
     return usage_of(len(reply.prompt.ids), len(reply.completion.token_ids))

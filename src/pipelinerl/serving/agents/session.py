@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import msgspec
 
-from pipelinerl.environments.chat.conversation import Answer, Conversation, Prompt
+from pipelinerl.environments.chat.conversation import ChatAnswer, Conversation, Prompt
 from pipelinerl.environments.prompts import TextStream, plain_decoder
 from pipelinerl.errors import RequestError, RolloutError
 from pipelinerl.interfaces import GenerationClient
@@ -83,7 +83,7 @@ class Session:
         self._made = 0
         self._calls: set[asyncio.Task[Any]] = set()
         self._tries: Counter[bytes] = Counter()  # by body: the requests that were no retries
-        self._sent: defaultdict[bytes, list[Answer]] = defaultdict(list)  # by body: those of the conversation
+        self._sent: defaultdict[bytes, list[ChatAnswer]] = defaultdict(list)  # by body: those of the conversation
         self._closed = False
 
     @property
@@ -91,7 +91,7 @@ class Session:
         """The answers that the agent never got, because it gave up its request. They are no turns."""
         return self._made - len(self.conversation.turns)
 
-    def delivered(self, answer: Answer, body: bytes) -> None:
+    def delivered(self, answer: ChatAnswer, body: bytes) -> None:
         """Add an answer to the conversation that is being sent to the agent."""
         if not self._closed:
             self._withdraw_lost(body)
@@ -104,7 +104,7 @@ class Session:
         if sent and len(sent) >= self._tries[body] and not sent[-1].next:
             self.conversation.withdraw(sent.pop())
 
-    async def answer(self, request: ModelRequest, body: bytes, *, retried: bool = False) -> Answer:
+    async def answer(self, request: ModelRequest, body: bytes, *, retried: bool = False) -> ChatAnswer:
         """One call of the model. `delivered` adds it to the conversation.
 
         `body` identifies the request, in case a client sends it again. Raises RequestError for invalid requests, and
@@ -141,7 +141,7 @@ class Session:
         for task in self._calls:
             task.cancel()
 
-    async def _ask(self, request: ModelRequest) -> Answer:
+    async def _ask(self, request: ModelRequest) -> ChatAnswer:
         prompt, most = self._prompt(request), request.most_tokens
         if not request.stops:
             return self.conversation.answer_of(prompt, await self._client.generate(prompt.ids, max_tokens=most))

@@ -16,7 +16,8 @@ import pytest
 
 from pipelinerl.actor.client import EngineClient, RolloutClient
 from pipelinerl.actor.deadline import CodeAlarm
-from pipelinerl.actor.rollouts import Failure, TimeLimits, attempt
+from pipelinerl.actor.failures import Failure
+from pipelinerl.actor.rollouts import TimeLimits, attempt
 from pipelinerl.environments.registry import make_environment
 from pipelinerl.errors import EnvironmentSetupError, MissingDependencyError
 from pipelinerl.preprocess.turns import join_turns
