@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.errors import ConfigError, EnvironmentSetupError
+from pipelinerl.errors import EnvironmentSetupError
 from pipelinerl.metrics.evaluations import EvaluatedProblem, EvaluationRecord
 from pipelinerl.metrics.reading import read_json_lines, read_records
 from tests.integration.runs import (
@@ -140,17 +140,3 @@ def test_a_set_that_can_not_be_used_ends_the_run_before_it_starts(
     with pytest.raises(EnvironmentSetupError, match=wrong):
         run(tmp_path / "r", trainer__steps=2, **settings)
     assert not (tmp_path / "r").exists()
-
-
-@pytest.mark.parametrize(
-    ("changed", "wrong"),
-    [
-        ({"evaluation__problems": 0}, "evaluation.sets: evaluation.problems says how many"),
-        ({"evaluation__sets": '{"a/b": {}}'}, "evaluation.sets: 'a/b' is no name"),
-    ],
-)
-def test_sets_without_problems_or_with_a_wrong_name_are_refused(
-    changed: dict[str, object], wrong: str, tmp_path: Path
-) -> None:
-    with pytest.raises(ConfigError, match=wrong):
-        run(tmp_path / "r", trainer__steps=2, **of_sets(tmp_path, hard={}) | changed)

@@ -6,48 +6,75 @@ They are not validators of the schema: run directories stay readable when a rule
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import prod
+from typing import Any, NamedTuple
 
 from pipelinerl.config import correction
+from pipelinerl.config.keys import spell
 from pipelinerl.config.schema import EngineConfig, RunConfig
+
+
+class Need(NamedTuple):
+    """`key` keeps its default unless the setting `other` has one of the `values`: else, what `why` says."""
+
+    key: str
+    other: str
+    values: tuple[str, ...]
+    why: str
+
+
+_SEVERAL, _RAY, _SERVERS = ("processes", "ray"), ("ray",), ("http", "vllm")
+NEEDS = (
+    Need("schedule.steps_per_round", "schedule.kind", ("conventional", "async"), "`pipeline` has no rounds"),
+    Need("schedule.max_lag", "schedule.kind", ("pipeline",), "in rounds, schedule.steps_per_round bounds the lag"),
+    Need("stream.url", "stream.kind", ("redis",), "the other streams need no server"),
+    Need("stream.when_full", "schedule.kind", ("pipeline",), "`drop_oldest` would drop groups that a round needs"),
+    Need("weights.encoding", "weights.kind", ("collective",), "`shared` weights are not sent, but copied on this machine"),
+    Need("engine.urls", "engine.kind", _SERVERS, "the `local` engine has no servers"),
+    Need("engine.servers", "engine.kind", _SERVERS, "the `local` engine has no servers"),
+    Need("engine.api_key_env", "engine.kind", _SERVERS, "the `local` engine has no servers"),
+    Need("engine.python", "engine.kind", ("vllm",), "this is for vLLM"),
+    Need("engine.vllm_args", "engine.kind", ("vllm",), "this is for vLLM"),
+    Need("engine.processes", "engine.kind", ("local",), "one process drives all servers (engine.servers, engine.urls)"),
+    Need("engine.processes", "launch.kind", _SEVERAL, "`embedded` is one process"),
+    Need("trainer.ranks", "launch.kind", _SEVERAL, "`embedded` is one process"),
+    Need("engine.kind", "launch.kind", _SEVERAL, "servers are processes, and `embedded` is one"),
+    Need("weights.kind", "launch.kind", _SEVERAL, "`embedded` is one process, with nobody to send weights to"),
+    Need("launch.preprocessor", "launch.kind", _SEVERAL, "`embedded` is one process"),
+    Need("engine.tls_certificate", "launch.kind", _RAY, "servers are on this machine only"),
+    Need("launch.ray_address", "launch.kind", _RAY, "the run is on this machine only"),
+    Need("launch.ray_without_token", "launch.kind", _RAY, "the run is on this machine only"),
+    Need("launch.place", "launch.kind", _RAY, "the run is on this machine only"),
+)
 
 
 def mistakes(config: RunConfig) -> Iterator[str]:
     """Every invalid combination of settings, as `key: what is wrong; how to fix it`."""
-    yield from engine_mistakes(config.engine)
-    for checks in (_schedule, _stream, _weights, _sampling, _filter, _trainer, correction.mistakes, _engines, _ranks):
+    yield from _unmet(config, NEEDS)
+    yield from _engine(config.engine)
+    for checks in (_schedule, _stream, _sampling, _trainer, correction.mistakes, _processes, _machines):
         yield from checks(config)
-    yield from _processes(config)
-    yield from _machines(config)
 
 
 def engine_mistakes(engine: EngineConfig) -> Iterator[str]:
     """Those within the section `engine`."""
-    yield from _vllm(engine)
-    if engine.kind == "local":
-        named = {"urls": engine.urls, "api_key_env": engine.api_key_env, "servers": engine.servers > 1}
-        for name in (name for name, value in named.items() if value):
-            yield f"engine.{name}: the `local` engine has no servers; remove it, or set engine.kind to http or vllm"
-    elif engine.processes > 1:
-        yield (
-            f"engine.processes: one generation process drives all `{engine.kind}` servers, not {engine.processes}; set it "
-            "to 1, and engine.servers (or engine.urls) to have more engines"
-        )
-    if engine.urls and engine.servers > 1:
-        yield (
-            f"engine.servers: with engine.urls the run can't start {engine.servers} servers of its own; set it to 1, or "
-            "engine.urls to []"
-        )
-    if engine.api_key_env is not None and not engine.urls:
-        yield "engine.api_key_env: servers that the run starts itself need no key; remove it, or set engine.urls"
-    if engine.weights_dir is not None and not engine.urls:
-        yield "engine.weights_dir: servers that the run starts itself use shared memory; remove it, or set engine.urls"
-    for url in engine.urls:
-        if not re.fullmatch(r"https?://[^/\s]+/?", url):
-            yield f"engine.urls: {url!r} is not a server's address; write http://HOST:PORT"
-    if len({url.rstrip("/") for url in engine.urls}) < len(engine.urls):
-        yield "engine.urls: a server is named twice; name each once"
+    yield from _unmet(RunConfig(engine=engine), [need for need in NEEDS if need.other == "engine.kind"])
+    yield from _engine(engine)
+
+
+def _unmet(config: RunConfig, needs: Sequence[Need]) -> Iterator[str]:
+    for key, other, values, why in needs:
+        value, default = _value(config, key)
+        if value != default and _value(config, other)[0] not in values:
+            yield f"{key}: {why}; set it to {spell(default)}, or {other} to {' or '.join(values)}"
+
+
+def _value(config: RunConfig, key: str) -> tuple[Any, Any]:
+    """The value of a key in a section, and its default."""
+    section, _, name = key.partition(".")
+    values = getattr(config, section)
+    return getattr(values, name), type(values).model_fields[name].default
 
 
 VLLM_OWN = {
@@ -82,10 +109,22 @@ def vllm_workers(engine: EngineConfig) -> int:
     return prod(int(options[name]) for name in sizes if options.get(name, "").isdecimal())
 
 
-def _vllm(engine: EngineConfig) -> Iterator[str]:
-    for name in ("python", "vllm_args") if engine.kind != "vllm" else ():
-        if getattr(engine, name):
-            yield f"engine.{name}: this is for vLLM, and engine.kind is {engine.kind}; remove it, or set engine.kind to vllm"
+def _engine(engine: EngineConfig) -> Iterator[str]:
+    if engine.urls and engine.servers > 1:
+        yield (
+            f"engine.servers: with engine.urls the run can't start {engine.servers} servers of its own; set it to 1, or "
+            "engine.urls to []"
+        )
+    for name in ("api_key_env", "weights_dir"):
+        if getattr(engine, name) is not None and not engine.urls:
+            yield f"engine.{name}: servers that the run starts itself do not need it; remove it, or set engine.urls"
+    for url in engine.urls:
+        if not re.fullmatch(r"https?://[^/\s]+/?", url):
+            yield f"engine.urls: {url!r} is not a server's address; write http://HOST:PORT"
+    if len({url.rstrip("/") for url in engine.urls}) < len(engine.urls):
+        yield "engine.urls: a server is named twice; name each once"
+    if (engine.tls_certificate is None) != (engine.tls_key is None):
+        yield "engine.tls_key: engine.tls_certificate and engine.tls_key belong together; set both, or none"
     if engine.vllm_args and engine.urls:
         yield "engine.vllm_args: servers that run already have their own; remove it, or set engine.urls to []"
     for option in sorted(VLLM_OWN.keys() & vllm_options(engine).keys()):
@@ -100,31 +139,20 @@ def _vllm(engine: EngineConfig) -> Iterator[str]:
 
 
 def _schedule(config: RunConfig) -> Iterator[str]:
-    kind, max_lag, steps = config.schedule.kind, config.schedule.max_lag, config.schedule.steps_per_round
+    kind, steps = config.schedule.kind, config.schedule.steps_per_round
     samples, group = config.trainer.batch_size * steps, config.actor.group_size
-    if kind == "pipeline" and steps > 1:
-        yield (
-            f"schedule.steps_per_round: {steps} applies to rounds, and `pipeline` has none; remove it, or set schedule.kind "
-            "to conventional or async"
-        )
-    if kind != "pipeline" and max_lag is not None:
-        yield (
-            f"schedule.max_lag: only `pipeline` bounds lag this way; with `{kind}` set it to null and choose "
-            "schedule.steps_per_round"
-        )
     if kind != "pipeline" and samples % group:
         yield (
             f"trainer.batch_size: a round of `{kind}` is batch_size * steps_per_round = {samples} rollouts, which is not a "
             f"whole number of groups of actor.group_size {group}; make it a multiple of {group}"
         )
-    if kind == "pipeline" and max_lag == 0 and samples % group:
+    if kind == "pipeline" and config.schedule.max_lag == 0 and samples % group:
         yield (
             f"trainer.batch_size: {samples} rollouts are not a whole number of groups of actor.group_size {group}, and with "
             f"schedule.max_lag 0 the rest of a group would be too old for the next step; make it a multiple of {group}, or "
             "set schedule.max_lag to 1 or more"
         )
-    threshold = config.trainer.ess_threshold
-    if kind != "pipeline" and steps > 1 and threshold > 0:
+    if kind != "pipeline" and steps > 1 and config.trainer.ess_threshold > 0:
         yield (
             f"trainer.ess_threshold: within a round of `{kind}` no newer data arrive, so the trainer would wait forever; "
             "set it to 0, or schedule.steps_per_round to 1"
@@ -132,43 +160,22 @@ def _schedule(config: RunConfig) -> Iterator[str]:
 
 
 def _stream(config: RunConfig) -> Iterator[str]:
-    kind, stream, needed = config.schedule.kind, config.stream, config.groups_needed
-    if stream.url is not None and stream.kind != "redis":
-        yield f"stream.url: `{stream.kind}` streams need no server; remove it, or set stream.kind to redis"
+    stream, needed = config.stream, config.groups_needed
     if stream.kind == "redis" and stream.url is None:
         yield "stream.kind: which Redis? Set stream.url, like redis://HOST:PORT/DB, or stream.kind to files"
     if stream.url is not None and not stream.url.startswith(("redis://", "rediss://", "unix://")):
         yield "stream.url: a Redis server is redis://HOST:PORT/DB, rediss://... (encrypted) or unix:///PATH"
-    if stream.kind == "memory" and config.launch.kind != "embedded":
+    embedded = config.launch.kind == "embedded"
+    if stream.kind == "redis" and embedded:
+        yield "stream.kind: `redis` is for several processes; set it to files, or launch.kind to processes"
+    if stream.kind == "memory" and not embedded:
         yield "stream.kind: a `memory` stream works within one process only; set it to files, or launch.kind to embedded"
     if stream.capacity is not None and stream.capacity < needed:
-        unit = "a step" if kind == "pipeline" else "a round"
+        unit = "a step" if config.schedule.kind == "pipeline" else "a round"
         yield (
             f"stream.capacity: {unit} takes {needed} groups, but the stream holds only {stream.capacity}, so the "
             f"trainer and the actor would wait for each other forever; set it to {needed} or more, or to null"
         )
-    if stream.when_full == "drop_oldest" and kind != "pipeline":
-        yield (f"stream.when_full: `drop_oldest` would drop groups that a round of `{kind}` needs; set it to block")
-
-
-def _weights(config: RunConfig) -> Iterator[str]:
-    if config.weights.encoding == "delta" and config.weights.kind == "shared":
-        yield (
-            "weights.encoding: `delta` sends fewer bytes, but `shared` weights are not sent: all are copied within this "
-            "machine; set weights.kind to collective, or weights.encoding to full"
-        )
-
-
-def _filter(config: RunConfig) -> Iterator[str]:
-    if config.actor.online_filter is None:
-        return
-    if config.engine.processes > 1 or config.launch.kind == "ray":
-        yield (
-            "actor.online_filter: a generation process must know all groups, but several would know only their own; set "
-            "engine.processes to 1 and launch.kind to processes, or actor.online_filter to null"
-        )
-    if config.stream.when_full == "drop_oldest":
-        yield "actor.online_filter: skipped problems would replace groups in the stream; set stream.when_full to block"
 
 
 def _sampling(config: RunConfig) -> Iterator[str]:
@@ -188,6 +195,15 @@ def _sampling(config: RunConfig) -> Iterator[str]:
             f"actor.max_tokens: a completion of {actor.max_tokens} tokens leaves no room for a prompt in engine.max_length "
             f"{longest}; set actor.max_tokens below {longest}, or engine.max_length above {actor.max_tokens}"
         )
+    if actor.online_filter is None:
+        return
+    if config.engine.processes > 1 or config.launch.kind == "ray":
+        yield (
+            "actor.online_filter: a generation process must know all groups, but several would know only their own; set "
+            "engine.processes to 1 and launch.kind to processes, or actor.online_filter to null"
+        )
+    if config.stream.when_full == "drop_oldest":
+        yield "actor.online_filter: skipped problems would replace groups in the stream; set stream.when_full to block"
 
 
 def _trainer(config: RunConfig) -> Iterator[str]:
@@ -204,8 +220,9 @@ def _trainer(config: RunConfig) -> Iterator[str]:
         yield f"evaluation.sets: {wrong[0]!r} is no name for a set; use letters, digits, - and _"
 
 
-def _engines(config: RunConfig) -> Iterator[str]:
-    engine = config.engine
+def _processes(config: RunConfig) -> Iterator[str]:
+    """What engines and trainers that are processes of their own can't have, and what compiled layers can't."""
+    engine, trainer = config.engine, config.trainer
     if config.model.head_dtype is not None and engine.kind == "vllm":
         yield (
             "model.head_dtype: vLLM computes its output head in model.dtype, and the trainer should do the same; set it "
@@ -215,59 +232,18 @@ def _engines(config: RunConfig) -> Iterator[str]:
         yield f"weights.kind: a broadcast reaches one worker, and engine.vllm_args asks for {workers}; set it to shared"
     if engine.weights_dir is not None and config.weights.kind == "collective":
         yield "engine.weights_dir: with weights.kind collective no file is written; remove one of the two"
-    if engine.processes > 1 and config.launch.kind == "embedded":
-        yield (
-            f"engine.processes: the embedded launcher runs everything in one process, not {engine.processes} for "
-            "generation; set it to 1, or launch.kind to processes"
-        )
-
-
-def _ranks(config: RunConfig) -> Iterator[str]:
-    """Settings that a trainer of several ranks can't have, and what compiled layers can't."""
-    trainer, ranks = config.trainer, config.trainer.ranks
-    if trainer.compile and (ranks > 1 or trainer.gradient_checkpointing):
+    if trainer.compile and (trainer.ranks > 1 or trainer.gradient_checkpointing):
         yield "trainer.compile: not with several ranks or gradient_checkpointing; set it to false"
-    if ranks == 1:
-        return
     on_gpu = trainer.device.startswith("cuda")
-    if trainer.backend == "nccl" and not on_gpu:
+    if trainer.ranks > 1 and trainer.backend == "nccl" and not on_gpu:
         yield "trainer.backend: nccl needs GPUs; set it to auto, or trainer.device to cuda"
-    if trainer.backend == "gloo" and on_gpu:
+    if trainer.ranks > 1 and trainer.backend == "gloo" and on_gpu:
         yield "trainer.backend: gloo trains on CPUs only; set it to auto, or trainer.device to cpu"
-    if config.launch.kind == "embedded":
-        yield (
-            f"trainer.ranks: launch.kind embedded can't start {ranks} training processes; set it to 1, or launch.kind to "
-            "processes"
-        )
-
-
-def _processes(config: RunConfig) -> Iterator[str]:
-    """Settings that need several processes, while the embedded launcher has one."""
-    if config.launch.kind != "embedded":
-        return
-    wanted = {
-        "engine.kind": (config.engine.kind, "local"),
-        "stream.kind": (config.stream.kind, "files"),
-        "weights.kind": (config.weights.kind, "shared"),
-        "launch.preprocessor": (config.launch.preprocessor, "with_trainer"),
-    }
-    for key, (value, fix) in wanted.items():
-        if value not in (fix, "memory"):
-            yield f"{key}: `{value}` needs several processes; set launch.kind to processes, or {key} to {fix}"
 
 
 def _machines(config: RunConfig) -> Iterator[str]:
-    """Settings that need processes on one machine, while `ray` has them on several, and the reverse."""
-    launch = config.launch
-    if (config.engine.tls_certificate is None) != (config.engine.tls_key is None):
-        yield "engine.tls_key: engine.tls_certificate and engine.tls_key belong together; set both, or none"
-    if launch.kind != "ray":
-        if config.engine.tls_certificate is not None:
-            yield "engine.tls_certificate: servers are on this machine only; remove it, or set launch.kind to ray"
-        set_here = {"ray_address": launch.ray_address, "ray_without_token": launch.ray_without_token, "place": launch.place}
-        for key, value in set_here.items():
-            if value:
-                yield f"launch.{key}: `{launch.kind}` uses this machine only; remove it, or set launch.kind to ray"
+    """Settings that need one machine, while `ray` has several."""
+    if config.launch.kind != "ray":
         return
     if config.weights.kind != "collective":
         yield f"weights.kind: `{config.weights.kind}` does not reach other machines; set it to collective"

@@ -44,7 +44,7 @@ MOVED = {
 # ---- a wrong key or value
 
 
-class Mistake(NamedTuple):
+class KeyMistake(NamedTuple):
     """What is wrong with the value at `place`, which lies in `key` if its place alone may not be known."""
 
     place: str
@@ -52,15 +52,15 @@ class Mistake(NamedTuple):
     key: Key | None = None
 
 
-def explain(error: ErrorDetails, given: Callable[[str], Any]) -> Mistake:
+def explain(error: ErrorDetails, given: Callable[[str], Any]) -> KeyMistake:
     """A mistake that pydantic found, in one line. `given(key)` is the value of a key in the run file."""
     kind, value, place = error["type"], error["input"], ".".join(map(str, error["loc"]))
     if kind == "extra_forbidden":
-        return Mistake(place, _unknown_in_file(place))
+        return KeyMistake(place, _unknown_in_file(place))
     if place in run_sections():
         example = next(key.name for key in run_keys().values() if key.section == place)
         hint = f", as in `{place}: {{{example}: {show(value)}}}`" if isinstance(value, str) else ""
-        return Mistake(place, f"this is a section; its keys go below it, indented{hint}")
+        return KeyMistake(place, f"this is a section; its keys go below it, indented{hint}")
     key = key_of(place)
     if "recursion" in kind:
         text = "nested too deeply, or a value that contains itself"
@@ -72,7 +72,7 @@ def explain(error: ErrorDetails, given: Callable[[str], Any]) -> Mistake:
         text = f"a value of type {type(value).__name__} can't be written as JSON"
     else:
         place, text = str(key), f"{show(given(str(key)))} is not allowed here; this takes {in_words(key.schema)}"
-    return Mistake(place, text, key)
+    return KeyMistake(place, text, key)
 
 
 def explain_argument(options: type[BaseModel], found: Sequence[ErrorDetails], args: Mapping[str, Any]) -> str:

@@ -42,10 +42,10 @@ def load_config(path: str | Path | None, overrides: Sequence[str] | Mapping[str,
     """
     if path is None:
         text = (resources.files("pipelinerl") / "assets" / "demo.yaml").read_text(encoding="utf-8")
-        draft = _Draft.of_text(text, DEMO_SOURCE)
+        draft = _RunFile.of_text(text, DEMO_SOURCE)
         draft.make_absolute([Path.cwd()])
     else:
-        draft = _Draft.of_file(Path(path))
+        draft = _RunFile.of_file(Path(path))
     if isinstance(overrides, str):  # a sequence of its letters, to Python
         raise ConfigError(
             f"overrides: {show(overrides)} is one text; give a list of words, or a dict of values by dotted key"
@@ -67,7 +67,7 @@ def config_from_yaml(text: str, source: str = "config.yaml") -> RunConfig:
 
     Keys, types and ranges are checked, combinations are not, and paths stay as they are. Raises ConfigError.
     """
-    return _Draft.of_text(text, source).config()
+    return _RunFile.of_text(text, source).config()
 
 
 def config_to_yaml(config: RunConfig, *, only_given: bool = False) -> str:
@@ -83,7 +83,7 @@ def config_to_yaml(config: RunConfig, *, only_given: bool = False) -> str:
 
 def config_of_values(values: Mapping[str, Any], base: RunConfig | None = None) -> RunConfig:
     """`base`, or the defaults, with values by key on top (as `overrides` of `load_config`). Raises ConfigError."""
-    draft = _Draft({} if base is None else base.model_dump(exclude_unset=True), "RunConfig")
+    draft = _RunFile({} if base is None else base.model_dump(exclude_unset=True), "RunConfig")
     draft.set_values(values)
     return draft.checked()
 
@@ -101,17 +101,17 @@ def with_flags(config: RunConfig, flags: Sequence[str], keys: Collection[str]) -
 
     Raises ConfigError, also for a flag of another key. Combinations are not checked.
     """
-    draft = _Draft(config.model_dump(), "RunConfig")
+    draft = _RunFile(config.model_dump(), "RunConfig")
     draft.set_flags(flags, keys)
     return draft.config()
 
 
 def validate(config: RunConfig) -> RunConfig:
     """Check a configuration built in Python the way a run file is checked, and return it. Raises ConfigError."""
-    return _Draft(config.model_dump(warnings=False, exclude_unset=True), "RunConfig").checked()
+    return _RunFile(config.model_dump(warnings=False, exclude_unset=True), "RunConfig").checked()
 
 
-class _Draft:
+class _RunFile:
     """The values of a run file, and where each comes from: `origins` has the start of every message about a key."""
 
     def __init__(self, values: dict[str, Any], source: str) -> None:
@@ -121,7 +121,7 @@ class _Draft:
         self.origins: dict[str, str] = {}
 
     @classmethod
-    def of_text(cls, text: str, source: str) -> _Draft:
+    def of_text(cls, text: str, source: str) -> _RunFile:
         parsed = yaml_text.parse(text, source)
         origins = {key: f"{source}:{line}: {key}" for key, line in parsed.lines.items()}
         values = parsed.value
@@ -138,7 +138,7 @@ class _Draft:
         return draft
 
     @classmethod
-    def of_file(cls, path: Path, extending: Sequence[Path] = ()) -> _Draft:
+    def of_file(cls, path: Path, extending: Sequence[Path] = ()) -> _RunFile:
         """With the keys of the files that it extends. `extending`: the files that extend this one."""
         draft = cls.of_text(_read(path), str(path))
         draft.make_absolute([path.parent, Path.cwd()])
@@ -156,7 +156,7 @@ class _Draft:
         draft.put_over(cls.of_file(other, chain))
         return draft
 
-    def put_over(self, base: _Draft) -> None:
+    def put_over(self, base: _RunFile) -> None:
         """Take from `base` what is not set here."""
         if self.get("environment.kind") is not None and isinstance(environment := base.get("environment"), dict):
             base.values["environment"] = {name: value for name, value in environment.items() if name != "args"}

@@ -72,7 +72,7 @@ _Dumper.add_representer(tuple, _Dumper.sequence)
 
 @dataclass(frozen=True)
 class YamlText:
-    """A parsed text: its value, and for every key (dotted) the line it stands on (1 is the first)."""
+    """A parsed text: its value, and the line (from 1) of every key and item of a list, by dotted place."""
 
     value: Any
     lines: dict[str, int]
@@ -84,7 +84,6 @@ def parse(text: str, source: str) -> YamlText:
         loader = _Loader(text)
         try:
             node = loader.get_single_node()
-            _check_size(node)
             lines: dict[str, int] = {}
             _collect_lines(node, "", lines)
             value = None if node is None else loader.construct_document(node)
@@ -100,7 +99,7 @@ def parse(text: str, source: str) -> YamlText:
     except yaml.reader.ReaderError as error:
         raise ConfigError(f"{source}: not valid YAML: character {error.position}: {error.reason}") from error
     except RecursionError as error:
-        raise ConfigError(f"{source}: not usable as YAML: nested too deeply") from error
+        raise ConfigError(f"{source}: not usable as YAML: nested too deeply, or a value contains itself") from error
     except ValueError as error:
         raise ConfigError(f"{source}: not usable as YAML: {error}") from error
     return YamlText(value, lines)
@@ -114,23 +113,16 @@ def dump(value: Any) -> str:
     return text
 
 
-def _check_size(node: yaml.Node | None) -> None:
-    """Raises ValueError for more than MOST_VALUES values. With aliases of aliases, a few lines can stand for billions."""
-    waiting, count = [node], 0
-    while waiting:
-        inner = waiting.pop()
-        if not isinstance(inner, yaml.CollectionNode):
-            continue
-        count += len(inner.value)
-        if count > MOST_VALUES:
-            raise ValueError(f"aliases (`*name`) make it more than {MOST_VALUES} values, or a value contains itself")
-        waiting += inner.value if isinstance(inner, yaml.SequenceNode) else [value for _, value in inner.value]
-
-
 def _collect_lines(node: yaml.Node | None, prefix: str, lines: dict[str, int]) -> None:
-    """Add the line of every key. Raises MarkedYAMLError for a key that is in a mapping twice."""
+    """Add the line of every key and of every item of a list. Raises MarkedYAMLError for a key that is in a mapping twice.
+
+    Raises ValueError for more than MOST_VALUES. With aliases of aliases, a few lines can stand for billions.
+    """
+    if len(lines) > MOST_VALUES:
+        raise ValueError(f"aliases (`*name`) make it more than {MOST_VALUES} values")
     if isinstance(node, yaml.SequenceNode):
         for number, item in enumerate(node.value):
+            lines[f"{prefix}{number}"] = item.start_mark.line + 1
             _collect_lines(item, f"{prefix}{number}.", lines)
     seen = set()
     for key, value in node.value if isinstance(node, yaml.MappingNode) else ():

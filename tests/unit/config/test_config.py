@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -124,8 +125,13 @@ def test_plain_values_are_those_of_yaml_1_2(tmp_path: Path) -> None:
         ("a: !!python/object:os.system {}", "run.yaml:1: not valid YAML: could not determine a constructor for the tag"),
         ("a: \x01", "run.yaml: not valid YAML: character 3"),
         ("a: " + "[" * 600, "nested too deeply"),
-        ("environment:\n  args: &a {x: *a}", "more than 100000 values, or a value contains itself"),
-        ("environment:\n  args:\n    x: &a [*a]", "more than 100000 values, or a value contains itself"),
+        ("environment:\n  args: &a {x: *a}", "a value contains itself"),
+        (
+            "x: &a [0,0,0,0,0,0,0,0,0]"
+            + "".join(f"\n{two}: &{two} [{', '.join([f'*{one}'] * 9)}]" for one, two in pairwise("abcdef")),
+            "100000",
+        ),
+        ("environment:\n  args:\n    x: &a [*a]", "a value contains itself"),
         ("seed: " + "9" * 5000, "run.yaml: not usable as YAML"),
     ],
 )
@@ -337,9 +343,9 @@ VLLM = "engine: {kind: vllm, python: p, vllm_args: "
         (
             "stream: {kind: redis, url: 'redis://h'}\nlaunch: {kind: embedded}",
             "stream.kind",
-            "set launch.kind to processes, or stream.kind to files",
+            "set it to files, or launch.kind to processes",
         ),
-        ("stream: {url: 'redis://h'}", "stream.url", "set stream.kind to redis"),
+        ("stream: {url: 'redis://h'}", "stream.url", "stream.kind to redis"),
         ("stream: {kind: redis, url: 'h:6379'}", "stream.url", "redis://HOST"),
         ("stream: {kind: redis}", "stream.kind", "Set stream.url"),
         ("stream: {capacity: 7}", "stream.capacity", "set it to 8 or more"),
@@ -353,6 +359,8 @@ VLLM = "engine: {kind: vllm, python: p, vllm_args: "
         ("trainer: {ess_threshold: 1.0}", "trainer.ess_threshold", "a number >= 0 and < 1"),
         ("trainer: {kl_coefficient: 0.1}", "preprocess.zero_advantage", "set it to keep"),
         ("evaluation: {every: 10}", "evaluation.every", "set evaluation.problems"),
+        ("evaluation: {sets: {hard: {}}}", "evaluation.sets", "evaluation.problems says how many"),
+        ("evaluation: {problems: 4, sets: {a/b: {}}}", "evaluation.sets", "use letters, digits, - and _"),
         ("trainer: {betas: [0.9, 1.0]}", "trainer.betas", "a list of 2: a number >= 0 and < 1, a number >= 0 and < 1"),
         ("engine: {device: gpu}", "engine.device", "one of cpu, cuda, cuda:N"),
         ("engine: {device: mps}", "engine.device", "one of cpu, cuda, cuda:N"),
@@ -360,9 +368,9 @@ VLLM = "engine: {kind: vllm, python: p, vllm_args: "
         ("engine: {processes: 65}", "engine.processes", "a whole number >= 1 and <= 64"),
         ("engine: {processes: 2}\nlaunch: {kind: embedded}", "engine.processes", "set it to 1, or launch.kind to processes"),
         ("engine: {threads: 0}", "engine.threads", "a whole number >= 1 or null"),
-        ("engine: {urls: ['http://a:1']}", "engine.urls", "set engine.kind to http or vllm"),
-        ("engine: {servers: 2}", "engine.servers", "set engine.kind to http or vllm"),
-        ("engine: {api_key_env: KEY}", "engine.api_key_env", "set engine.kind to http or vllm"),
+        ("engine: {urls: ['http://a:1']}", "engine.urls", "engine.kind to http or vllm"),
+        ("engine: {servers: 2}", "engine.servers", "engine.kind to http or vllm"),
+        ("engine: {api_key_env: KEY}", "engine.api_key_env", "engine.kind to http or vllm"),
         ("engine: {kind: http, api_key_env: KEY}", "engine.api_key_env", "set engine.urls"),
         ("engine: {kind: http, weights_dir: /srv}", "engine.weights_dir", "set engine.urls"),
         (
@@ -374,12 +382,12 @@ VLLM = "engine: {kind: vllm, python: p, vllm_args: "
         ("engine: {kind: http, urls: ['a:1']}", "engine.urls", "http://HOST:PORT"),
         ("engine: {kind: http, urls: ['http://a:1/v1']}", "engine.urls", "http://HOST:PORT"),
         ("engine: {kind: http, urls: ['http://a:1', 'http://a:1/']}", "engine.urls", "name each once"),
-        ("engine: {kind: http, processes: 2}", "engine.processes", "set it to 1, and engine.servers"),
-        ("engine: {kind: http}\nlaunch: {kind: embedded}", "engine.kind", "set launch.kind to processes"),
-        ("engine: {kind: http, python: p}", "engine.python", "set engine.kind to vllm"),
+        ("engine: {kind: http, processes: 2}", "engine.processes", "set it to 1"),
+        ("engine: {kind: http}\nlaunch: {kind: embedded}", "engine.kind", "launch.kind to processes"),
+        ("engine: {kind: http, python: p}", "engine.python", "engine.kind to vllm"),
         ("engine: {kind: vllm}", "engine.python", "set engine.urls to servers that run already"),
         ("engine: {kind: vllm, python: p, kv_on_update: recompute}", "engine.kv_on_update", "set it to keep"),
-        ("engine: {kind: http, vllm_args: [--seed=1]}", "engine.vllm_args", "set engine.kind to vllm"),
+        ("engine: {kind: http, vllm_args: [--seed=1]}", "engine.vllm_args", "engine.kind to vllm"),
         ("engine: {kind: vllm, urls: ['http://a:1'], vllm_args: [--seed=1]}", "engine.vllm_args", "set engine.urls to []"),
         (
             VLLM + "[--max_model_len, '9']}",
@@ -394,9 +402,9 @@ VLLM = "engine: {kind: vllm, python: p, vllm_args: "
         (VLLM + "[--weight-transfer-config.backend=nccl]}", "engine.vllm_args", "sets --weight-transfer-config itself"),
         (VLLM + "[-dp, '2']}", "engine.vllm_args", "and set engine.servers"),
         (VLLM + "[-tp, '2']}\nweights: {kind: collective}", "weights.kind", "asks for 2; set it to shared"),
-        ("weights: {kind: collective}\nlaunch: {kind: embedded}", "weights.kind", "set launch.kind to processes"),
-        ("weights: {encoding: delta}", "weights.encoding", "set weights.kind to collective"),
-        ("launch: {kind: embedded, preprocessor: process}", "launch.preprocessor", "launch.preprocessor to with_trainer"),
+        ("weights: {kind: collective}\nlaunch: {kind: embedded}", "weights.kind", "launch.kind to processes"),
+        ("weights: {encoding: delta}", "weights.encoding", "weights.kind to collective"),
+        ("launch: {kind: embedded, preprocessor: process}", "launch.preprocessor", "set it to with_trainer"),
         ("trainer: {threads: -2}", "trainer.threads", "a whole number >= 1 or null"),
         ("trainer: {loss: ppo}\ncorrection: {token: truncate}", "correction.token", "set it to a mask"),
         ("trainer: {loss: gspo}\ncorrection: {sequence: truncate}", "correction.sequence", "set it to a mask"),
