@@ -14,7 +14,7 @@ import pytest
 
 import pipelinerl
 from pipelinerl.cli import main
-from pipelinerl.environments.maths.judge import Judge, Verdict
+from pipelinerl.environments.maths.judge import Judge, JudgeVerdict
 from pipelinerl.errors import EnvironmentSetupError, UserError
 from pipelinerl.launch import trial
 from pipelinerl.launch.checks import check_before_the_start
@@ -270,8 +270,8 @@ def test_a_task_of_reasoning_gym_that_credits_any_answer_is_doubted(folder: Path
 def test_a_judge_of_maths_that_accepts_any_answer_is_doubted(
     folder: Path, monkeypatch: pytest.MonkeyPatch, credulous: bool
 ) -> None:
-    async def verdict(judge: Judge, expected: str, answer: str) -> Verdict:
-        return Verdict(credulous or expected == answer)
+    async def verdict(judge: Judge, expected: str, answer: str) -> JudgeVerdict:
+        return JudgeVerdict(credulous or expected == answer)
 
     monkeypatch.setattr(Judge, "verdict", verdict)
     monkeypatch.setattr("pipelinerl.environments.maths.judge.require", lambda *_: None)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 import random
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from functools import lru_cache
-from itertools import count
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import msgspec
 from pydantic import Field, Strict
@@ -19,25 +17,9 @@ from pipelinerl.config.schema import Share
 from pipelinerl.environments.data import ProblemSet, Split, read_rows
 from pipelinerl.environments.options import Files, Inner, Options, bounds_of, listed
 from pipelinerl.environments.registry import make_inner
-from pipelinerl.environments.single_turn import Task
 from pipelinerl.errors import EnvironmentSetupError
 from pipelinerl.interfaces import Environment, GenerationClient, ScoresGroups, Tokenizer
 from pipelinerl.types import Problem, Rollout
-
-
-def parts_of(environment: Environment, name: str = "") -> Iterator[tuple[str, Environment]]:
-    """The environments that give the rewards, by name: those in mixtures and filters, or else `environment` itself, ""."""
-    inner: Mapping[str, Environment] = getattr(environment, "inner", {})
-    for key, part in inner.items():
-        yield from parts_of(part, "/".join(filter(None, (name, key))))
-    if not inner:
-        yield name, environment
-
-
-def _reward_notes(environment: Environment) -> tuple[str, ...]:
-    noted = ((name, getattr(part, "reward_notes", Task.reward_notes)) for name, part in parts_of(environment))
-    return tuple(f"{name}: {note}".removeprefix(": ") for name, notes in noted for note in notes)
-
 
 # ---- several environments in one run, each with a fixed share of the problems
 
@@ -48,13 +30,6 @@ class Weighted(Inner, frozen=True):
     """An environment and its relative weight."""
 
     weight: int | float = 1
-
-
-class Place(NamedTuple):
-    """Problem number `rank` within the cycle of environment number `part`."""
-
-    part: int
-    rank: int
 
 
 class MixtureOptions(Options, frozen=True):
@@ -75,7 +50,6 @@ class Mixture:
     """
 
     Options = MixtureOptions
-    reward_notes = property(_reward_notes)
 
     def __init__(self, tokenizer: Tokenizer, seed: int, **args: Any) -> None:
         """Raises EnvironmentSetupError, naming the environment, if one can't be built."""
@@ -92,14 +66,15 @@ class Mixture:
     def problem(self, index: int) -> Problem:
         """In each cycle every environment gets its share, in an order that depends on the seed and the cycle."""
         cycle, place = divmod(index, sum(self._counts))
-        part, rank = self._cycle(cycle)[place]
+        order = self._cycle(cycle)
+        part, earlier = order[place], order[:place].count(order[place])
         name = self._names[part]
-        return _prefixed(name, self.inner[name].problem(cycle * self._counts[part] + rank))
+        return _prefixed(name, self.inner[name].problem(cycle * self._counts[part] + earlier))
 
     def held_out(self, count: int) -> Sequence[Problem]:
         remaining = {name: iter(environment.held_out(count)) for name, environment in self.inner.items()}
         chosen: list[Problem] = []
-        order = [self._names[place.part] for place in spread(self._counts)]
+        order = [self._names[part] for part in spread(self._counts)]
         while remaining and len(chosen) < count:
             for name in order:
                 problem = next(remaining[name], None) if name in remaining else None
@@ -122,11 +97,10 @@ class Mixture:
         own = [_with_own_metrics(name, rollout) for rollout in rollouts]
         return [_with_prefixed_metrics(name, rollout) for rollout in await environment.score_group(inner, own)]
 
-    def _shuffled(self, cycle: int) -> list[Place]:
-        places = spread(self._counts)
-        order = [place.part for place in places]
+    def _shuffled(self, cycle: int) -> list[int]:
+        order = spread(self._counts)
         random.Random(f"mixture/{self._seed}/{cycle}").shuffle(order)
-        return _ranked(order)
+        return order
 
 
 def whole_weights(weights: Sequence[int | float]) -> list[int]:
@@ -147,15 +121,10 @@ def whole_weights(weights: Sequence[int | float]) -> list[int]:
     return counts
 
 
-def spread(counts: Sequence[int]) -> list[Place]:
-    """One cycle in which the problems of each part are spaced as evenly as possible."""
+def spread(counts: Sequence[int]) -> list[int]:
+    """The number of the environment at each place of a cycle, spaced as evenly as possible."""
     positions = [((rank + 0.5) / count, part) for part, count in enumerate(counts) for rank in range(count)]
-    return _ranked([part for _, part in sorted(positions)])
-
-
-def _ranked(order: Sequence[int]) -> list[Place]:
-    ranks: defaultdict[int, Iterator[int]] = defaultdict(count)
-    return [Place(part, next(ranks[part])) for part in order]
+    return [part for _, part in sorted(positions)]
 
 
 def _prefixed(name: str, problem: Problem) -> Problem:
@@ -181,9 +150,8 @@ def _with_own_metrics(name: str, rollout: Rollout) -> Rollout:
 
 # ---- only the problems whose measured pass rate is within bounds
 
-MIN_REPEATS = 1000
 MAX_SEARCHED = 300_000
-"""How many training problems of the inner environment are searched for the ids in the file."""
+"""How many problems of an inner environment without epochs are searched for the ids in the file."""
 
 
 class PassRate(msgspec.Struct, frozen=True):
@@ -221,7 +189,6 @@ class DifficultyFilter(ProblemSet):
     """
 
     Options = DifficultyFilterOptions
-    reward_notes = property(_reward_notes)
 
     def __init__(self, tokenizer: Tokenizer, seed: int, **args: Any) -> None:
         """Raises EnvironmentSetupError if the file is invalid, is for another environment, or leaves no problem."""
@@ -252,19 +219,21 @@ class DifficultyFilter(ProblemSet):
         return await self._inner.score_group(problem, rollouts) if isinstance(self._inner, ScoresGroups) else rollouts
 
     def _find(self, wanted: set[str], where: str) -> list[Problem]:
-        missing = set(wanted)
-        found = []
-        for problem in distinct_problems(self._inner, MAX_SEARCHED):
-            if problem.id in missing:
-                missing.remove(problem.id)
-                found.append(problem)
-            if not missing:
-                return sorted(found, key=lambda problem: problem.id)
-        raise EnvironmentSetupError(
-            f"{len(missing)} of the {len(wanted)} problems chosen from {where} are not among the training problems of "
-            f"environment.args.environment (for example {min(missing)!r}). Were they measured with other arguments or "
-            "another seed?"
-        )
+        """The problems with these ids, in one epoch, or where there are no epochs, among the first `MAX_SEARCHED`."""
+        epoch: int | None = getattr(self._inner, "training_count", None)
+        found: dict[str, Problem] = {}
+        for problem in map(self._inner.problem, range(epoch or MAX_SEARCHED)):
+            if problem.id in wanted and found.setdefault(problem.id, problem).payload != problem.payload:
+                raise EnvironmentSetupError(f"two different problems have the id {problem.id!r}: rename one of their files")
+            if len(found) == len(wanted) and not epoch:
+                break
+        if missing := wanted - found.keys():
+            raise EnvironmentSetupError(
+                f"{len(missing)} of the {len(wanted)} problems chosen from {where} are not among the training problems of "
+                f"environment.args.environment (for example {min(missing)!r}). Were they measured with other arguments or "
+                "another seed?"
+            )
+        return [found[name] for name in sorted(found)]
 
 
 def read_pass_rates(paths: Sequence[Path]) -> dict[str, PassRate]:
@@ -287,26 +256,3 @@ def read_pass_rates(paths: Sequence[Path]) -> dict[str, PassRate]:
     if not measured:
         raise EnvironmentSetupError(f"{', '.join(map(str, paths))} has no pass rates")
     return measured
-
-
-def distinct_problems(environment: Environment, limit: int) -> Iterator[Problem]:
-    """The distinct training problems among the first `limit`, in order of first appearance.
-
-    Ends early when max(MIN_REPEATS, number found so far) problems in a row are repeats: the set is then considered
-    complete. Raises EnvironmentSetupError if two different problems have the same id.
-    """
-    found: dict[str, Problem] = {}
-    repeats = 0
-    for index in range(limit):
-        problem = environment.problem(index)
-        known = found.get(problem.id)
-        if known is None:
-            found[problem.id] = problem
-            repeats = 0
-            yield problem
-            continue
-        if known.payload != problem.payload:
-            raise EnvironmentSetupError(f"two different problems have the id {problem.id!r}: rename one of their files")
-        repeats += 1
-        if repeats >= max(MIN_REPEATS, len(found)):
-            return

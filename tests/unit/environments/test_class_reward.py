@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from pipelinerl.actor.deadline import CodeAlarm
-from pipelinerl.actor.rollouts import Failure, TimeLimits, guarded
+from pipelinerl.actor.failures import Failure
+from pipelinerl.actor.rollouts import TimeLimits, guarded
 from pipelinerl.config.schema import ModelConfig
 from pipelinerl.environments import make_environment
 from pipelinerl.errors import EnvironmentSetupError

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelinerl.environments.chat.conversation import Answer, Conversation
+from pipelinerl.environments.chat.conversation import ChatAnswer, Conversation
 from pipelinerl.environments.chat.messages import ToolCall, parse_tool_calls
 from pipelinerl.environments.prompts import text_decoder
 from pipelinerl.errors import RequestError
@@ -29,10 +29,10 @@ def user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
 
-def chat(tokenizer: Any, *said: str, tools: Any = (), asked: str = "And now?") -> tuple[Conversation, list[Answer]]:
+def chat(tokenizer: Any, *said: str, tools: Any = (), asked: str = "And now?") -> tuple[Conversation, list[ChatAnswer]]:
     """One chat in which the model says these things."""
     conversation = Conversation(SamplingClient.saying(tokenizer, *said))
-    answers: list[Answer] = []
+    answers: list[ChatAnswer] = []
     messages: list[Any] = [user("What is it?")]
     for _ in said:
         answers.append(asyncio.run(conversation.ask(messages, tools)))
@@ -40,7 +40,7 @@ def chat(tokenizer: Any, *said: str, tools: Any = (), asked: str = "And now?") -
     return conversation, answers
 
 
-def continues(before: Answer, after: Answer) -> bool:
+def continues(before: ChatAnswer, after: ChatAnswer) -> bool:
     ids = (*before.prompt.ids, *before.completion.token_ids)
     return after.prompt.ids[: len(ids)] == ids
 

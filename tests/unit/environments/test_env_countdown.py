@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pipelinerl.environments import make_environment
 from pipelinerl.environments.maths.numbers import read_expression
-from pipelinerl.environments.tasks.countdown import Task, answer_in, score
+from pipelinerl.environments.tasks.countdown import CountdownTask, answer_in, score
 from pipelinerl.errors import EnvironmentSetupError
 from tests.unit.environments.env_client import TOKENIZER, rollout
 
@@ -95,12 +95,12 @@ def test_the_expression_that_a_text_ends_with(text, answer):
     ],
 )
 def test_rewards(text, reward):
-    assert score(Task((3, 4, 5), 35), text, 0.1) == reward
+    assert score(CountdownTask((3, 4, 5), 35), text, 0.1) == reward
 
 
 def test_each_number_is_there_as_often_as_it_was_given():
-    assert score(Task((3, 3), 9), "3 * 3", 0.1) == 1
-    assert score(Task((3, 3), 27), "3 * 3 * 3", 0.1) == 0
+    assert score(CountdownTask((3, 3), 9), "3 * 3", 0.1) == 1
+    assert score(CountdownTask((3, 3), 27), "3 * 3 * 3", 0.1) == 0
 
 
 def test_every_problem_can_be_solved_and_none_is_trivial():

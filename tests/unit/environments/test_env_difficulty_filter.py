@@ -8,10 +8,9 @@ import msgspec
 import pytest
 
 from pipelinerl.environments import make_environment
-from pipelinerl.environments.combine import distinct_problems, read_pass_rates
+from pipelinerl.environments.combine import read_pass_rates
 from pipelinerl.errors import EnvironmentSetupError
 from pipelinerl.experiments.evaluate.results import ProblemPassRate
-from pipelinerl.types import Problem
 from tests.unit.environments.env_client import TOKENIZER, one_line, rollout
 
 INNER = {"kind": "math", "args": {"path": "p.jsonl", "held_out_path": "h.jsonl", "judge": "numbers"}}
@@ -73,27 +72,18 @@ def test_rates_of_one_problem_add_up_over_files():
     assert ids(make_environment("difficulty_filter", arguments, TOKENIZER, 0), 2) == ["p/1", "p/1"]
 
 
-class Counting:
-    """Problems whose ids repeat after `period`."""
-
-    def __init__(self, period, payload=None):
-        self.period = period
-        self.asked = 0
-        self.payload = payload or (lambda index: {})
-
-    def problem(self, index):
-        self.asked += 1
-        return Problem(id=f"c/{index % self.period}", payload=self.payload(index))
+def test_problems_are_found_by_their_ids_also_where_they_have_no_end():
+    rates = [{"id": f"gcd/{number}", "attempts": 2, "passes": 1} for number in (3, 800)]
+    environment = filtered(rates, environment={"kind": "gcd"})
+    assert sorted(ids(environment, 2)) == ["gcd/3", "gcd/800"]
 
 
-def test_looking_through_an_environment_ends():
-    small, endless = Counting(10), Counting(10**9)
-    assert len(list(distinct_problems(small, 10**9))) == 10
-    assert small.asked < 2000
-    assert len(list(distinct_problems(Counting(3000), 10**9))) == 3000
-    assert len(list(distinct_problems(endless, 500))) == endless.asked == 500
-    with pytest.raises(EnvironmentSetupError, match="two different problems have the id 'c/0'"):
-        list(distinct_problems(Counting(10, lambda index: {"n": index}), 100))
+def test_two_files_of_one_name_are_refused(tmp_path):
+    (tmp_path / "other").mkdir()
+    write("other/p.jsonl", [{"question": "Another?", "answer": 1}])
+    both = {"kind": "math", "args": {**INNER["args"], "path": ["p.jsonl", "other/p.jsonl"]}}
+    with one_line(EnvironmentSetupError, "two different problems have the id 'p/1'"):
+        filtered([rate(1, 4)], environment=both)
 
 
 @pytest.mark.parametrize(

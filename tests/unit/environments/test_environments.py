@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
-from pipelinerl.config.load import load_config
 from pipelinerl.config.schema import ModelConfig
 from pipelinerl.environments import make_environment
 from pipelinerl.environments.prompts import encode_prompt, text_decoder
@@ -18,8 +15,6 @@ from pipelinerl.models.loading import load_tokenizer
 from pipelinerl.types import Problem
 from tests.unit.environments.env_client import TOKENIZER, one_line, play
 from tests.unit.scripted_engine import STOP, CharTokenizer
-
-EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
 class ChatTokenizer(CharTokenizer):
@@ -81,14 +76,6 @@ def test_guessing_in_a_chat_does_not_repeat_the_stop_token():
     text = tokenizer.decode(rollout.turns[-1].prompt_ids)
     assert text.startswith("S<u:I am thinking of")
     assert text.endswith("<a:10\0\n<u:higher\0\n<a:400\0\n<u:lower\0\n<a:")
-
-
-def test_numbers_to_guess_are_split():
-    one = GuessNumber(TOKENIZER, 1)
-    held_out = {problem.payload["number"] for problem in one.held_out(99)}
-    trained = {one.problem(index).payload["number"] for index in range(2000)}
-    assert len(held_out) == 10
-    assert trained == set(range(1, 101)) - held_out
 
 
 # ------------------------------------------------------------------------------------------------- prompts
@@ -334,25 +321,3 @@ def test_a_file_that_can_not_be_imported(tmp_path, code, complaint):
     for _ in range(2):
         with pytest.raises(EnvironmentSetupError, match=complaint):
             make_environment(f"{path}:X", {}, TOKENIZER, 0)
-
-
-def test_the_example_of_a_countdown_wants_the_whole_line_and_bounds_its_length():
-    environment = make_environment(f"{EXAMPLES / 'smollm2_long_tail.py'}:Countdown", {}, TOKENIZER, 0)
-    problem = Problem(id="x", payload={"first": 7})
-    answers = {" 5, 4, 3, 2, 1": 1.0, " 5, 4, 3, 2, 1.\nThen": 1.0, " 5, 4, 3, 2, 1, 0": 0.0, " 5, 4, 3, 2": 0.0, "\n5": 0.0}
-    for text, reward in answers.items():
-        assert play(environment, problem, text)[0].reward == reward, text
-    _, client = play(environment, problem, " 5" * 100)
-    assert client.prompts[0] == "Countdown from 7 to 1: 7, 6,"
-    assert client.limits[0] == len(" 5, 4, 3, 2, 1") + 6
-    trained, held_out = (
-        {problem.payload["first"] for problem in problems}
-        for problems in (map(environment.problem, range(500)), environment.held_out(200))
-    )
-    assert trained.isdisjoint(held_out)
-    assert min(len(trained), len(held_out)) > 10
-
-
-@pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.yaml")))
-def test_the_run_files_of_the_examples_are_valid(name):
-    load_config(EXAMPLES / name)

@@ -13,8 +13,7 @@ import pytest
 
 from pipelinerl.environments.chat.tool_use import ToolError
 from pipelinerl.environments.user.code import is_away
-from pipelinerl.environments.user.function import Functions, read_tools
-from pipelinerl.environments.user.pool import Limits
+from pipelinerl.environments.user.function import FunctionOptions, Functions, read_tools
 
 FILE = """
 from pathlib import Path
@@ -83,16 +82,13 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return made
 
 
+def options(**settings: Any) -> FunctionOptions:
+    return FunctionOptions.read({"data": "", "reward": "", "workers": 1, **settings})
+
+
 def called(tmp_path: Path, name: str, *, retries: int = 2, isolate: bool = True) -> Callable[[], Any]:
     (tmp_path / "rewards.py").write_text(FILE)
-    functions = Functions(
-        {"reward": f"{tmp_path}/rewards.py:{name}"},
-        isolate=isolate,
-        workers=1,
-        concurrency=1,
-        retries=retries,
-        limits=Limits(),
-    )
+    functions = Functions({"reward": f"{tmp_path}/rewards.py:{name}"}, options(isolate=isolate, retries=retries))
     return lambda: asyncio.run(functions.call("reward", "", {}))
 
 
@@ -124,7 +120,7 @@ def test_a_tool_is_called_again_and_the_model_sees_its_last_error(tmp_path: Path
     (tmp_path / "rewards.py").write_text(FILE)
     for retries in (1, 2):
         (tmp_path / "calls").unlink(missing_ok=True)
-        (tool,) = read_tools([f"{tmp_path}/rewards.py:look_up"], isolate=True, workers=1, retries=retries, limits=Limits())
+        (tool,) = read_tools([f"{tmp_path}/rewards.py:look_up"], options(retries=retries))
         if retries == 2:
             assert asyncio.run(tool.call({"word": "a"})) == "A"
         else:

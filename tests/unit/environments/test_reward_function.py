@@ -10,7 +10,8 @@ import pytest
 
 from pipelinerl.actor.client import EngineClient, RolloutClient
 from pipelinerl.actor.deadline import CodeAlarm
-from pipelinerl.actor.rollouts import Failure, TimeLimits, attempt, score
+from pipelinerl.actor.failures import Failure
+from pipelinerl.actor.rollouts import TimeLimits, attempt, score
 from pipelinerl.api import _named_rewards
 from pipelinerl.environments import make_environment
 from pipelinerl.environments.user.code import finite_number, names_a_function, score_of
@@ -213,6 +214,8 @@ MISTAKES = {
     "reward not callable": ({"rewards": "reward = 1.0"}, "is a float, not a function"),
     "reward is no name": ({"reward": "rewards.py"}, "does not name a function; write"),
     "argument": ({"dats": "x"}, "environment.args.dats: unknown; did you mean `data`?"),
+    "a reward for TRL": ({"rewards": "def reward(completions, **kwargs): ..."}, "reward takes what TRL gives a reward"),
+    "a reward for verl": ({"rewards": "def reward(data_source, solution_str): ..."}, "as docs/coming_from.md shows"),
 }
 
 
@@ -350,7 +353,7 @@ def test_an_async_function_from_another_file_or_in_a_partial_is_known_as_one(tas
     (tmp_path / "others.py").write_text(others)
     for name in ("judge", "partly"):
         environment = task(rewards=SEVERAL, reward=f"{tmp_path}/others.py:{name}", isolate=True)
-        assert environment.calls_async
+        assert environment._functions.any_async
         assert not environment._functions.any_pooled, "no process is kept for it"
 
 

@@ -13,10 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.environments.user.code import find_function
 from pipelinerl.environments.user.pool import FunctionPool, Limits
 from pipelinerl.errors import EnvironmentSetupError, RolloutError
-from tests.unit.environments.env_client import one_line
 
 FUNCTIONS = """
 import ctypes, itertools, os, subprocess, sys, time
@@ -256,25 +254,6 @@ def test_processes_end_when_that_of_the_pool_is_killed(file):
     parent.wait()
     parent.stdout.close()
     assert all(map(gone_soon, pids))
-
-
-WRONG_FILES = {
-    "no file": (None, "there is no file"),
-    "no function": ("def other(): pass", "has no function 'act'; it has other"),
-    "not a function": ("act = 3.5", "is a float, not a function"),
-    "async": ("async def act(): pass", "is `async def`; it must be a plain function"),
-    "not Python": ("x = 1\ndef act(:", "wrong.py can't be imported: wrong.py, line 2: SyntaxError"),
-    "raises": ("x = 1\ny = x / 0", "wrong.py can't be imported: wrong.py, line 2: ZeroDivisionError"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG_FILES)
-def test_a_file_without_the_function_is_an_error_of_one_line(tmp_path, name):
-    text, said = WRONG_FILES[name]
-    if text is not None:
-        (tmp_path / "wrong.py").write_text(text)
-    with one_line(EnvironmentSetupError, said):
-        find_function(f"{tmp_path}/wrong.py:act")
 
 
 @pytest.mark.parametrize(

@@ -186,6 +186,10 @@ def undescribed(x):
     return x
 
 
+async def waits(x: int) -> int:
+    return x
+
+
 def reward(completion, example):
     return 1.0 if example["answer"] in completion else 0.0
 '''
@@ -251,5 +255,7 @@ def test_functions_that_cannot_be_described_or_told_apart(project: dict[str, Any
     path = project["functions"][0].partition(":")[0]
     with pytest.raises(EnvironmentSetupError, match="can't describe the tool undescribed"):
         make_environment("tools", project | {"functions": f"{path}:undescribed"}, TOKENIZER, 0)
+    with pytest.raises(EnvironmentSetupError, match="is `async def`; it must be a plain function"):
+        make_environment("tools", project | {"functions": f"{path}:waits"}, TOKENIZER, 0)
     with pytest.raises(EnvironmentSetupError, match="two tools called 'look_up'"):
         make_environment("tools", project | {"functions": [f"{path}:look_up", f"{path}:look_up"]}, TOKENIZER, 0)

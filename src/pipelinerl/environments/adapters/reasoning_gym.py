@@ -67,7 +67,7 @@ class ReasoningGym(QuestionTask):
     """
 
     Options = ReasoningGymOptions
-    scores_texts, reward_notes = True, ()
+    untried = ""
 
     def __init__(self, tokenizer: Tokenizer, seed: int, **args: Any) -> None:
         """Raises MissingDependencyError, and EnvironmentSetupError for an unknown or refused task, or wrong arguments."""

@@ -74,8 +74,7 @@ class Verifiers(ProblemSet):
             )
         template_options = check_template_options(tokenizer, options.template_options, chat=not texts)
         self._player = Player(loaded, template_options, threads=options.threads, drop_raised=options.drop_raised)
-        self.scores_texts = not (why := self._player.untried)
-        self.reward_notes = (f"rewards: not tried with wrong answers, as {why}",) if why else ()
+        self.untried = self._player.untried
 
     async def rollout(self, problem: Problem, client: GenerationClient) -> Rollout:
         return await self._player.play(problem.payload, client)

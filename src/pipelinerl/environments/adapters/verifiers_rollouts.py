@@ -25,7 +25,7 @@ from verifiers.rubrics.rubric_group import RubricGroup
 from verifiers.types import Response, ResponseMessage, ResponseTokens, ToolCall, Usage
 from verifiers.utils.env_utils import env_module_name
 
-from pipelinerl.environments.chat.conversation import Answer, Conversation
+from pipelinerl.environments.chat.conversation import ChatAnswer, Conversation
 from pipelinerl.environments.prompts import has_chat_template
 from pipelinerl.environments.user.code import describe, find_function, in_daemon_thread
 from pipelinerl.errors import EnvironmentSetupError, PromptTooLongError, RequestError, RolloutError
@@ -35,7 +35,7 @@ from pipelinerl.types import Problem, Rollout
 # ---- loading: by name, or by a function in a user's file
 
 
-class Loaded(NamedTuple):
+class LoadedEnvironment(NamedTuple):
     """An environment and its rows as problems. `evaluation` is None if it has no `eval_dataset`."""
 
     name: str
@@ -44,13 +44,14 @@ class Loaded(NamedTuple):
     evaluation: list[Problem] | None
 
 
-def load_environment(installed: str, load: str, arguments: Mapping[str, Any]) -> Loaded:
+def load_environment(installed: str, load: str, arguments: Mapping[str, Any]) -> LoadedEnvironment:
     """The environment named `installed`, or the one that the function `load` returns. The other argument is "".
 
     Raises EnvironmentSetupError, with one line, if it can't be loaded or has no data to train on.
     """
     spec = load or f"{_module_of(installed)}:load_environment"
-    name = installed or _name_of(load)
+    module = load.rpartition(":")[0]
+    name = installed or (Path(module).stem if module.endswith(".py") else module)  # in problem ids
     with _signal_handlers_kept():
         function = find_function(spec)
         try:
@@ -70,7 +71,7 @@ def load_environment(installed: str, load: str, arguments: Mapping[str, Any]) ->
     if not training:
         raise EnvironmentSetupError(f"environment {name} has no dataset to train on")
     evaluation = None if eval_dataset is None else _problems(f"{name}/held-out", eval_dataset)
-    return Loaded(name, environment, training, evaluation)
+    return LoadedEnvironment(name, environment, training, evaluation)
 
 
 def _module_of(installed: str) -> str:
@@ -82,12 +83,6 @@ def _module_of(installed: str) -> str:
             "environment's package, or name its file in environment.args.load"
         )
     return module
-
-
-def _name_of(load: str) -> str:
-    """The name of a user's environment in problem ids: the stem of its file, or its module."""
-    module = load.rpartition(":")[0]
-    return Path(module).stem if module.endswith(".py") else module
 
 
 @contextmanager
@@ -152,7 +147,7 @@ class PolicyClient(Client):  # type: ignore[misc]  # verifiers is not typed for 
         sampling_args: Mapping[str, Any],  # noqa: ARG002 - the run's settings apply
         tools: list[dict[str, Any]] | None = None,
         **_: Any,
-    ) -> Answer:
+    ) -> ChatAnswer:
         self.failure = None
         try:
             return await self._ask(prompt, tools or ())
@@ -163,10 +158,10 @@ class PolicyClient(Client):  # type: ignore[misc]  # verifiers is not typed for 
             self.failure = error
             raise
 
-    async def raise_from_native_response(self, response: Answer) -> None:
+    async def raise_from_native_response(self, response: ChatAnswer) -> None:
         """Accepts every answer, even an empty one: it is the model's behaviour, and the reward should see it."""
 
-    async def from_native_response(self, response: Answer) -> Any:
+    async def from_native_response(self, response: ChatAnswer) -> Any:
         prompt_ids, sampled = list(response.prompt.ids), list(response.completion.token_ids)
         calls = [
             ToolCall(id=call["id"], name=call["function"]["name"], arguments=call["function"]["arguments"])
@@ -197,7 +192,7 @@ class PolicyClient(Client):  # type: ignore[misc]  # verifiers is not typed for 
             ),
         )
 
-    async def _ask(self, prompt: list[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> Answer:
+    async def _ask(self, prompt: list[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> ChatAnswer:
         if self._has_template:
             return await self.conversation.ask(prompt, tools)
         if len(prompt) > 1 or tools or not isinstance(prompt[0]["content"], str):
@@ -221,21 +216,8 @@ def _openai_message(message: Any) -> dict[str, Any]:
 # verifiers logs a function that raises and counts it as 0. Recording the error as well makes it visible in the metrics.
 
 
-class RewardError(NamedTuple):
-    """The error of a reward function in one line. `of_thread`: probably caused by running in a thread."""
-
-    line: str
-    of_thread: bool
-
-
-_errors: ContextVar[list[RewardError] | None] = ContextVar("_errors", default=None)
-
-
-def collect_errors() -> list[RewardError]:
-    """A list that from now on receives the errors of reward functions in this task and in tasks that it starts."""
-    errors: list[RewardError] = []
-    _errors.set(errors)
-    return errors
+_errors: ContextVar[list[tuple[str, bool]] | None] = ContextVar("_errors", default=None)
+"""Receives the errors of the reward functions of a rollout: one line, and whether running in a thread probably caused it."""
 
 
 def prepare_rubrics(environment: Environment, name: str, *, threads: bool) -> None:
@@ -288,7 +270,7 @@ def _recording_errors(function: Callable[..., Any], threads: bool) -> Callable[.
             if (errors := _errors.get()) is not None:
                 line = f"{wrapper.__name__} raised {type(error).__name__}: {' '.join(str(error).split())}"
                 # Signals, SQLite and math-verify raise such errors in threads. The thread is at fault, not the answer.
-                errors.append(RewardError(line, of_thread=in_thread and "thread" in str(error)))
+                errors.append((line, in_thread and "thread" in str(error)))
             raise
 
     return wrapper
@@ -300,15 +282,16 @@ def _recording_errors(function: Callable[..., Any], threads: bool) -> Callable[.
 class Player:
     """Runs rollouts of one environment, any number at a time."""
 
-    def __init__(self, loaded: Loaded, template_options: Mapping[str, Any], *, threads: bool, drop_raised: bool) -> None:
+    def __init__(
+        self, loaded: LoadedEnvironment, template_options: Mapping[str, Any], *, threads: bool, drop_raised: bool
+    ) -> None:
         """Raises EnvironmentSetupError for rubrics that can't score single rollouts."""
-        prepare_rubrics(loaded.environment, loaded.name, threads=threads)
-        self._name = loaded.name
-        parts = environment.envs if isinstance(environment := loaded.environment, EnvGroup) else [environment]
+        self._name, self._environment = loaded.name, loaded.environment
+        prepare_rubrics(self._environment, self._name, threads=threads)
+        parts = self._environment.envs if isinstance(self._environment, EnvGroup) else [self._environment]
         single = all(isinstance(part, SingleTurnEnv) for part in parts)
-        judged = any(isinstance(one, JudgeRubric) for one in _rubrics(environment))
+        judged = any(isinstance(one, JudgeRubric) for one in _rubrics(self._environment))
         self.untried = "its rubric asks another model" if judged else "" if single else "an attempt may have several turns"
-        self._environment = loaded.environment
         self._template_options = template_options
         self._drop_raised = drop_raised
 
@@ -319,7 +302,8 @@ class Player:
         (1 if that ended the rollout). If an error ended the rollout, raises the error of the model call, else RolloutError.
         """
         policy = PolicyClient(client, self._template_options)
-        raised = collect_errors()
+        raised = list[tuple[str, bool]]()
+        _errors.set(raised)
         output = await self._environment.run_rollout(dict(row), policy, MODEL, sampling_args={})
         turns = policy.conversation.turns
         if (error := output["error"]) is not None:
@@ -327,10 +311,9 @@ class Player:
         if policy.too_long is not None and not turns:
             raise policy.too_long
         for line, of_thread in raised:
-            if of_thread:
-                raise RolloutError(f"reward function {line} (set environment.args.threads to false)")
-            if self._drop_raised:
-                raise RolloutError(f"reward function {line}")
+            if of_thread or self._drop_raised:
+                hint = " (set environment.args.threads to false)" if of_thread else ""
+                raise RolloutError(f"reward function {line}{hint}")
         metrics = {
             **policy.conversation.metrics,
             "prompt_too_long": float(policy.too_long is not None),

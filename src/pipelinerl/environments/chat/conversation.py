@@ -58,12 +58,12 @@ class Prompt:
     given: tuple[PlainMessage, ...] = ()
     rendered: tuple[PlainMessage, ...] = ()
     with_tools: bool = False
-    before: Answer | None = None
+    before: ChatAnswer | None = None
     rewritten: bool = False
 
 
 @dataclass(frozen=True, eq=False)
-class Answer:
+class ChatAnswer:
     """An answer of the model. `text` is as from `text_decoder`; `message` is parsed from it, for the caller to send back.
 
     `sampled` is the text of all ids but the stop token, which is `ended_by` ("" if it was cut off).
@@ -79,7 +79,7 @@ class Answer:
     sampled: str
     ended_by: str
     stop: str | None = None
-    next: list[Answer] = field(default_factory=list, repr=False)
+    next: list[ChatAnswer] = field(default_factory=list, repr=False)
 
     @property
     def finish_reason(self) -> Literal["stop", "length", "tool_calls"]:
@@ -112,21 +112,21 @@ class Conversation:
         self._text, self._whole_text = (text_decoder(client.tokenizer, special=special) for special in (False, True))
         self._options = dict(template_options or {})
         self._parser = parser
-        self._answers: list[Answer] = []
-        self._first: list[Answer] = []  # answers that continue no other
+        self._answers: list[ChatAnswer] = []
+        self._first: list[ChatAnswer] = []  # answers that continue no other
         self._made = 0  # by `answer_of`
 
     async def ask(
         self, messages: Sequence[ChatMessage], tools: Sequence[ToolSchema] = (), *, max_tokens: int | None = None
-    ) -> Answer:
+    ) -> ChatAnswer:
         """One call of the model. Raises RequestError for messages that can't be rendered, and PromptTooLongError."""
         return await self._generate(self.prompt(messages, tools), max_tokens)
 
-    async def continue_text(self, text: str, *, max_tokens: int | None = None) -> Answer:
+    async def continue_text(self, text: str, *, max_tokens: int | None = None) -> ChatAnswer:
         """One call that continues a plain text. Each such call is a separate chat."""
         return await self._generate(self.text_prompt(text), max_tokens)
 
-    async def continue_ids(self, ids: Sequence[int], *, max_tokens: int | None = None) -> Answer:
+    async def continue_ids(self, ids: Sequence[int], *, max_tokens: int | None = None) -> ChatAnswer:
         """One call that continues token ids, for callers that keep track of the ids themselves."""
         return await self._generate(Prompt(tuple(ids), ""), max_tokens)
 
@@ -151,7 +151,9 @@ class Conversation:
         text = self._render(given, tools)
         return Prompt(encode_text(self._tokenizer, text), text, given, given, bool(tools), rewritten=before is not None)
 
-    def record(self, prompt: Prompt, completion: Completion, *, text: str | None = None, stop: str | None = None) -> Answer:
+    def record(
+        self, prompt: Prompt, completion: Completion, *, text: str | None = None, stop: str | None = None
+    ) -> ChatAnswer:
         """Record the completion of a prompt, as `answer_of` and `add`. `ask` calls this."""
         answer = self.answer_of(prompt, completion, text=text, stop=stop)
         self.add(answer)
@@ -159,7 +161,7 @@ class Conversation:
 
     def answer_of(
         self, prompt: Prompt, completion: Completion, *, text: str | None = None, stop: str | None = None
-    ) -> Answer:
+    ) -> ChatAnswer:
         """The completion of a prompt as an answer, which is no part of the conversation yet.
 
         `text` is what the caller gets to see, if the stop string `stop` ended the completion: the text before it.
@@ -168,7 +170,7 @@ class Conversation:
         text = self._text(ids) if text is None else text
         parsed = self._parser(text) if prompt.with_tools else ParsedText(text)
         self._made += 1
-        return Answer(
+        return ChatAnswer(
             prompt=prompt,
             completion=completion,
             text=text,
@@ -180,17 +182,17 @@ class Conversation:
             stop=stop,
         )
 
-    def add(self, answer: Answer) -> None:
+    def add(self, answer: ChatAnswer) -> None:
         """Make the answer a turn."""
         self._answers.append(answer)
         self._beside(answer).append(answer)
 
-    def withdraw(self, answer: Answer) -> None:
+    def withdraw(self, answer: ChatAnswer) -> None:
         """Undo `add`, for an answer that nothing continues."""
         self._answers.remove(answer)
         self._beside(answer).remove(answer)
 
-    def _beside(self, answer: Answer) -> list[Answer]:
+    def _beside(self, answer: ChatAnswer) -> list[ChatAnswer]:
         """The answers that continue what `answer` continues."""
         return self._first if answer.prompt.before is None else answer.prompt.before.next
 
@@ -213,12 +215,12 @@ class Conversation:
             "malformed_tool_calls": float(sum(answer.malformed_calls for answer in self._answers)),
         }
 
-    async def _generate(self, prompt: Prompt, max_tokens: int | None) -> Answer:
+    async def _generate(self, prompt: Prompt, max_tokens: int | None) -> ChatAnswer:
         return self.record(prompt, await self._client.generate(prompt.ids, max_tokens=max_tokens))
 
-    def _find_previous(self, given: Sequence[PlainMessage]) -> Answer | None:
+    def _find_previous(self, given: Sequence[PlainMessage]) -> ChatAnswer | None:
         """The answer with the longest history that `given` starts with; the history includes the answer. Latest on ties."""
-        found: Answer | None = None
+        found: ChatAnswer | None = None
         for answer in reversed(self._answers):
             known = len(answer.prompt.given)
             if known and (found is None or known > len(found.prompt.given)) and len(given) > known:
@@ -228,7 +230,7 @@ class Conversation:
         return found
 
     def _continuations(
-        self, before: Answer, given: tuple[PlainMessage, ...], tools: Sequence[ToolSchema]
+        self, before: ChatAnswer, given: tuple[PlainMessage, ...], tools: Sequence[ToolSchema]
     ) -> Iterator[Prompt]:
         """Prompts that continue `before` by ids, best first.
 
@@ -251,7 +253,7 @@ class Conversation:
     def _render(self, messages: Sequence[PlainMessage], tools: Sequence[ToolSchema]) -> str:
         return render(self._tokenizer, messages, tools, {"add_generation_prompt": True, **self._options})
 
-    def _encode_after(self, before: Answer, added: str) -> tuple[int, ...]:
+    def _encode_after(self, before: ChatAnswer, added: str) -> tuple[int, ...]:
         """The ids of the text `added` after an answer.
 
         It is encoded together with the answer's stop token, if there is one, because some tokenizers insert a space at the
@@ -264,7 +266,7 @@ class Conversation:
         return encode_text(self._tokenizer, added)
 
 
-def _text_after(text: str, before: Answer) -> str | None:
+def _text_after(text: str, before: ChatAnswer) -> str | None:
     """The part of `text` after the turn `before`; None if `text` doesn't start with that turn."""
     sampled = before.sampled
     for body in (sampled, sampled.lstrip(), sampled.rstrip(), sampled.strip()):
@@ -274,7 +276,7 @@ def _text_after(text: str, before: Answer) -> str | None:
     return None
 
 
-def _depth_first(answer: Answer) -> Iterator[Answer]:
+def _depth_first(answer: ChatAnswer) -> Iterator[ChatAnswer]:
     """An answer and all its continuations, depth first, in order of creation."""
     pending = [answer]
     while pending:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from pipelinerl.config.schema import Natural, NotNegative
 from pipelinerl.environments.data import ProblemSet, Split, field_of, fields_of, read_problems, read_rows, without
-from pipelinerl.environments.maths.judge import MAX_ANSWER, Judge, Verdict
+from pipelinerl.environments.maths.judge import MAX_ANSWER, Judge, JudgeVerdict
 from pipelinerl.environments.maths.numbers import answer_in, last_boxed, marks_answer, number_of
 from pipelinerl.environments.options import (
     AtLeastOne,
@@ -81,13 +81,15 @@ class Maths(ProblemSet, QuestionTask):
     r"""Reward 1 if the answer (in the last `\boxed{}`, else the last number) has the right value, else 0."""
 
     Options = MathsOptions
-    scores_texts, reward_notes = True, ()
+    untried = ""
 
     def __init__(self, tokenizer: Tokenizer, seed: int, **args: Any) -> None:
         """Raises EnvironmentSetupError, naming file and line, for unusable data, and MissingDependencyError."""
         self._options = options = MathsOptions.read(args)
         QuestionTask.__init__(self, tokenizer, seed, options)
-        self._judge = Judge(options.judge, timeout_s=options.judge_timeout_s, processes=options.judge_processes)
+        self._judge: Judge | None = None  # for `numbers`
+        if options.judge == "math-verify":
+            self._judge = Judge(timeout_s=options.judge_timeout_s, processes=options.judge_processes)
         ProblemSet.__init__(self, _read(options), f"math/{seed}")
 
     def prompt(self, problem: Problem) -> str | Sequence[Message]:
@@ -95,12 +97,19 @@ class Maths(ProblemSet, QuestionTask):
 
     async def judge(self, problem: Problem, turn: Turn) -> Judgement:
         """Metrics: `right`, `boxed` and `judge_failed` are 1 or 0; `length_penalty` is at most 0."""
-        numbers, text = self._judge.numbers_only, turn.text
-        verdict = await self._verdict(problem.payload["answer"], text)
+        text, expected, options = turn.text, problem.payload["answer"], self._options
         boxed = last_boxed(text) is not None
-        marked = boxed or (numbers and marks_answer(text))
-        score = 1.0 if verdict.right else self._options.format_reward if marked else 0.0
-        penalty = self._length_penalty(turn)
+        if self._judge is None:
+            number = answer_in(text)
+            verdict = JudgeVerdict(number is not None and number == number_of(expected))
+            marked = boxed or marks_answer(text)
+        else:
+            verdict, marked = await self._judge.verdict(expected, answer_of(text)), boxed
+        score = 1.0 if verdict.right else options.format_reward if marked else 0.0
+        limit = self.max_tokens or 0
+        # The text may be cut off before `max_tokens`, by `actor.max_tokens` or the slot's length.
+        length = limit if turn.completion.finish_reason == "length" else len(turn.completion.token_ids)
+        penalty = options.length_penalty * length_penalty(length, limit=limit, soft_tokens=options.length_penalty_tokens)
         metrics = {
             "right": float(verdict.right),
             "boxed": float(boxed),
@@ -108,21 +117,6 @@ class Maths(ProblemSet, QuestionTask):
             "length_penalty": penalty,
         }
         return Judgement(score + penalty, metrics)
-
-    async def _verdict(self, expected: str, text: str) -> Verdict:
-        if self._judge.numbers_only:
-            number = number_of(expected)
-            return Verdict(number is not None and answer_in(text) == number)
-        return await self._judge.verdict(expected, answer_of(text))
-
-    def _length_penalty(self, turn: Turn) -> float:
-        soft_tokens, limit = self._options.length_penalty_tokens, self.max_tokens
-        if not soft_tokens or limit is None:
-            return 0.0
-        # The text may be cut off before `max_tokens`, by `actor.max_tokens` or the slot's length.
-        cut_off = turn.completion.finish_reason == "length"
-        length = limit if cut_off else len(turn.completion.token_ids)
-        return self._options.length_penalty * length_penalty(length, limit=limit, soft_tokens=soft_tokens)
 
 
 # ---- parts of the reward: pure functions

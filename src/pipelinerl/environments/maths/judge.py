@@ -57,7 +57,7 @@ _SPACING = re.compile(r"\\[,;: ]|~|\\q?quad(?![A-Za-z])")
 _PLAIN_MARKS = str.maketrans({"\u2212": "-", "\u2013": "-", "\u00a0": " ", "\u202f": " ", "\u2009": " "})
 
 
-class Verdict(NamedTuple):
+class JudgeVerdict(NamedTuple):
     """`failed`: the judge exceeded its time or memory, or crashed; the answer counts as wrong."""
 
     right: bool
@@ -67,40 +67,31 @@ class Verdict(NamedTuple):
 class Judge:
     """Compares final answers. Verdicts are cached: the attempts of a group often give the same answer."""
 
-    def __init__(self, name: str, *, timeout_s: float, processes: int) -> None:
-        """Raises MissingDependencyError without `math-verify`, unless `name` is `numbers`."""
-        if name == "math-verify":
-            hint = "; or, if all answers are numbers, set environment.args.judge to `numbers`"
-            require("math", "the judge math-verify", hint)
-        self.numbers_only = name == "numbers"
+    def __init__(self, *, timeout_s: float, processes: int) -> None:
+        """Raises MissingDependencyError without `math-verify`."""
+        hint = "; or, if all answers are numbers, set environment.args.judge to `numbers`"
+        require("math", "the judge math-verify", hint)
         # `verify` is registered so that a process imports math-verify when it starts: a call has no time for it.
         functions = {"judge": f"{__name__}:same_value", "verify": "math_verify:verify"}
-        limits = Limits(timeout_s=timeout_s)
-        self._pool = None if self.numbers_only else FunctionPool(functions, workers=processes, limits=limits)
-        self._cache: OrderedDict[tuple[str, str], Verdict] = OrderedDict()
+        self._pool = FunctionPool(functions, workers=processes, limits=Limits(timeout_s=timeout_s))
+        self._cache: OrderedDict[tuple[str, str], JudgeVerdict] = OrderedDict()
 
-    async def verdict(self, expected: str, answer: str) -> Verdict:
+    async def verdict(self, expected: str, answer: str) -> JudgeVerdict:
         """Whether `answer` has the value of `expected`. Errors of the judge itself propagate: they fail the rollout."""
         expected, answer = _read(expected), _read(answer)
-        quick = quick_verdict(expected, answer)
-        if quick is not None or self._pool is None:
-            return Verdict(bool(quick))
+        if (quick := quick_verdict(expected, answer)) is not None:
+            return JudgeVerdict(quick)
         key = (expected, answer)
         known = self._cache.get(key)
         if known is None:
             try:
-                known = Verdict(await self._pool.call("judge", expected, answer) is True)
+                known = JudgeVerdict(await self._pool.call("judge", expected, answer) is True)
             except CALL_ENDED:
-                known = Verdict(right=False, failed=True)
+                known = JudgeVerdict(right=False, failed=True)
             self._cache[key] = known
             if len(self._cache) > CACHED_VERDICTS:
                 self._cache.popitem(last=False)
         return known
-
-    def close(self) -> None:
-        """End the judge's processes; they also end with this one."""
-        if self._pool is not None:
-            self._pool.close()
 
 
 def same_value(expected: str, answer: str) -> bool:

@@ -58,7 +58,7 @@ class CountdownOptions(QuestionOptions, frozen=True):
 
 
 @dataclass(frozen=True)
-class Task:
+class CountdownTask:
     numbers: tuple[int, ...]
     target: int
 
@@ -68,14 +68,14 @@ class Task:
         return ",".join(map(str, sorted(self.numbers))) + f"={self.target}"
 
 
-def draw_task(rng: random.Random, options: CountdownOptions, *, held_out: bool, tries: int) -> Task | None:
+def draw_task(rng: random.Random, options: CountdownOptions, *, held_out: bool, tries: int) -> CountdownTask | None:
     """A problem with a solution that uses all of its numbers. None if none was found in this many tries."""
     for _ in range(tries):
         count = rng.randint(*bounds_of("numbers", options.numbers))
         numbers = tuple(rng.randint(1, options.highest) for _ in range(count))
         target = _reachable(rng, numbers, options)
         if target is not None and target not in numbers:
-            task = Task(numbers, target)
+            task = CountdownTask(numbers, target)
             if is_held_out(task.name) == held_out:
                 return task
     return None
@@ -108,7 +108,7 @@ def answer_in(text: str) -> str:
     return answer.partition("=")[0].strip().strip("$.").strip()
 
 
-def score(task: Task, text: str, format_reward: float) -> float:
+def score(task: CountdownTask, text: str, format_reward: float) -> float:
     """1 if the expression has the target's value, `format_reward` if it only uses the given numbers, else 0."""
     expression = read_expression(answer_in(text))
     if expression is None or Counter(expression.numbers) - Counter(task.numbers):
@@ -152,13 +152,13 @@ class Countdown(QuestionTask, SingleTurn):
         return self.ask(QUESTION.replace("{numbers}", numbers).replace("{target}", str(problem.payload["target"])))
 
     def reward(self, problem: Problem, text: str) -> float:
-        task = Task(tuple(problem.payload["numbers"]), int(problem.payload["target"]))
+        task = CountdownTask(tuple(problem.payload["numbers"]), int(problem.payload["target"]))
         return score(task, text, self._options.format_reward)
 
-    def _draw(self, name: str, held_out: bool, tries: int) -> Task | None:
+    def _draw(self, name: str, held_out: bool, tries: int) -> CountdownTask | None:
         rng = random.Random(f"countdown/{name}")
         return draw_task(rng, self._options, held_out=held_out, tries=tries)
 
 
-def _problem(task: Task) -> Problem:
+def _problem(task: CountdownTask) -> Problem:
     return Problem(id=f"countdown/{task.name}", payload={"numbers": list(task.numbers), "target": task.target})

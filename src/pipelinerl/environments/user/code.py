@@ -60,42 +60,20 @@ def find_function(spec: str, *, allow_async: bool = False) -> UserFunction:
 
 
 def find_reward(spec: str) -> UserFunction:
-    """The same for a function that rewards answers: also if it has the parameters of one for TRL or verl.
+    """The same for a function that computes a reward or a prompt, which may be `async def`.
 
-    The attribute `called_as` of such a function says how it is called. Raises EnvironmentSetupError.
+    Raises EnvironmentSetupError, also for the parameters of a reward for TRL or verl.
     """
-    for prefix in ("trl:", "verl:"):
-        if spec.startswith(prefix):
-            raise EnvironmentSetupError(f"{spec}: leave out {prefix!r}; such a function is known by its parameters")
     found = find_function(spec, allow_async=True)
-    try:
-        taken = inspect.signature(found).parameters
-    except (TypeError, ValueError):  # some functions in C have no signature
-        return found
-    others = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
-    if "completions" in taken and others and "example" not in taken:
-        arguments, read, how = _for_trl, _first, "as TRL calls rewards: (completions=[...], prompts=[...], **fields)"
-    elif "solution_str" in taken:
-        arguments, read, how = (
-            _for_verl,
-            _score,
-            "as verl calls rewards: (data_source, solution_str, ground_truth, extra_info)",
+    code = getattr(found, "__code__", None)
+    taken = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount] if code else ()
+    if "solution_str" in taken or ("completions" in taken and "example" not in taken):
+        library = "verl" if "solution_str" in taken else "TRL"
+        raise EnvironmentSetupError(
+            f"{spec} takes what {library} gives a reward; call it from a function of (completion, example), as "
+            "docs/coming_from.md shows"
         )
-    else:
-        return found
-
-    def known(completion: str, example: dict[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in arguments(completion, example).items() if others or name in taken}
-
-    async def ask(completion: str, example: dict[str, Any]) -> Any:
-        return read(await found(**known(completion, example)))
-
-    def call(completion: str, example: dict[str, Any]) -> Any:
-        return read(found(**known(completion, example)))
-
-    function = ask if inspect.iscoroutinefunction(found) else call
-    function.__dict__["called_as"] = how
-    return function
+    return found
 
 
 def _find(spec: str, what: str, is_one: Callable[[object], bool], where: str = "") -> Any:
@@ -157,38 +135,6 @@ def _import_file(path: Path) -> ModuleType:
         del sys.modules[name]
         raise
     return module
-
-
-# ---- rewards for other trainers
-
-
-def _for_trl(completion: str, example: dict[str, Any]) -> dict[str, Any]:
-    """Lists of one: the prompt, the completion (of messages if the prompt is), and every other field."""
-    prompt = example.get("prompt")
-    answer = [{"role": "assistant", "content": completion}] if isinstance(prompt, list) else completion
-    return {"prompts": [prompt], "completions": [answer]} | {name: [it] for name, it in example.items() if name != "prompt"}
-
-
-def _first(returned: Any) -> Any:
-    """The only entry of the list that a reward of TRL returns; None, for "does not apply", is 0."""
-    value = plain(returned[0])
-    return 0.0 if value is None else value
-
-
-def _for_verl(completion: str, example: dict[str, Any]) -> dict[str, Any]:
-    truth = example.get("reward_model") or {}
-    known: dict[str, Any] = {"ground_truth": truth["ground_truth"]} if "ground_truth" in truth else {}
-    fields: dict[str, Any] = {name: example[name] for name in ("data_source", "ground_truth") if name in example}
-    return {**known, **fields, "solution_str": completion, "extra_info": example.get("extra_info")}
-
-
-def _score(returned: Any) -> Any:
-    """A number, or the numbers of a dict: its `score` is the reward."""
-    if not isinstance(returned, dict) or "score" not in returned:
-        return returned
-    numbers = {name: plain(value) for name, value in returned.items()}
-    score = numbers.pop("score")
-    return {name: value for name, value in numbers.items() if isinstance(value, bool | int | float)} | {"reward": score}
 
 
 # ---- what user code raises and returns
@@ -366,7 +312,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     task: TaskSource | None = None
 
 
-class Call(msgspec.Struct, frozen=True, kw_only=True):
+class FunctionCall(msgspec.Struct, frozen=True, kw_only=True):
     """A call of the function `name`. The reply repeats `number`."""
 
     number: int

@@ -12,7 +12,7 @@ import inspect
 import re
 from collections.abc import Awaitable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import msgspec
@@ -22,25 +22,17 @@ from pipelinerl.config.schema import Natural
 from pipelinerl.environments.chat.tool_use import Tool, ToolError, require_chat, tool_of, use_tools
 from pipelinerl.environments.data import ProblemSet, read_split
 from pipelinerl.environments.options import (
-    NO_CHAT,
-    Arguments,
     AtLeastOne,
     Files,
     FunctionName,
-    Options,
+    QuestionOptions,
+    QuestionTask,
     Seconds,
     Share,
     listed,
 )
-from pipelinerl.environments.prompts import (
-    Message,
-    chat_messages,
-    check_chat,
-    check_template_options,
-    with_system,
-    wrong_chat,
-)
-from pipelinerl.environments.single_turn import CACHED_PROMPTS, JudgedTurn, Judgement
+from pipelinerl.environments.prompts import Message, with_system, wrong_chat
+from pipelinerl.environments.single_turn import CACHED_PROMPTS, Judgement
 from pipelinerl.environments.user.code import (
     TOTAL,
     describe,
@@ -64,106 +56,7 @@ GROUP_REWARD = "group_reward"
 Prompt = str | Sequence[Message]
 
 
-class Functions:
-    """Calls user functions by name: in processes with limits, or in this one if they are `async def` or not `isolate`d."""
-
-    def __init__(
-        self,
-        specs: Mapping[str, str],
-        *,
-        isolate: bool,
-        workers: int,
-        concurrency: int,
-        limits: Limits,
-        retries: int = 0,
-    ) -> None:
-        """Raises EnvironmentSetupError."""
-        self._specs, self._concurrency, self._timeout_s = dict(specs), concurrency, limits.timeout_s
-        self._retries = retries
-        self._found = {name: find_reward(spec) for name, spec in specs.items()}
-        pooled = {
-            name: spec for name, spec in specs.items() if isolate and not inspect.iscoroutinefunction(self._found[name])
-        }
-        self._pool = FunctionPool(pooled, workers=workers, limits=limits) if pooled else None
-        self._pooled = pooled.keys()
-        self.any_async = any(map(inspect.iscoroutinefunction, self._found.values()))
-        called = {spec: getattr(self._found[name], "called_as", "") for name, spec in specs.items()}
-        self.notes = tuple(f"reward {spec}: called {how}" for spec, how in called.items() if how)
-        """The functions that are called as another trainer calls them."""
-        self._slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
-
-    @property
-    def any_pooled(self) -> bool:
-        return self._pool is not None
-
-    async def call(self, name: str, *arguments: Any) -> Any:
-        """What the function returns; called again if a server that it asks is away. Raises as `FunctionPool.call`."""
-        return await retried(functools.partial(self._call, name, *arguments), self._retries)
-
-    async def _call(self, name: str, *arguments: Any) -> Any:
-        if self._pool is not None and name in self._pooled:
-            return await self._pool.call(name, *arguments)
-        function, limit = self._found[name], asyncio.timeout(self._timeout_s)
-        try:
-            if not inspect.iscoroutinefunction(function):
-                return function(*arguments)
-            async with self._slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._concurrency)), limit:
-                return await function(*arguments)
-        except Exception as error:
-            if limit.expired():
-                what = f"{name} ({Path(self._specs[name]).name})"
-                raise TimeoutError(f"{what}: it took longer than {self._timeout_s:g} s") from None
-            kind = ConnectionError if is_away(error) else RuntimeError
-            raise kind(f"{name}: {describe(error, self._specs[name])}") from error
-
-
-class NamedReward(NamedTuple):
-    spec: str
-    weight: float
-
-
-def named_rewards(reward: str | Mapping[str, float] | Sequence[str]) -> dict[str, NamedReward]:
-    """The functions by the name that errors and metrics use: of several functions, each one's own.
-
-    Raises EnvironmentSetupError if two functions have the same name.
-    """
-    if isinstance(reward, str):
-        return {TOTAL: NamedReward(reward, 1.0)}
-    weights = reward if isinstance(reward, Mapping) else dict.fromkeys(reward, 1.0)
-    named = {spec.rpartition(":")[2]: NamedReward(spec, weight) for spec, weight in weights.items()}
-    if len(named) < len(reward):
-        raise EnvironmentSetupError("environment.args.reward: two functions have the same name; rename one of them")
-    return named
-
-
-async def weighted_sum(functions: Functions, weights: Mapping[str, float], *arguments: Any) -> Judgement:
-    """The sum of what the functions return, times their weights. Of several functions, each value is also a metric.
-
-    Raises RolloutError if one returns neither a finite number nor a dict with one.
-    """
-    calls = [asyncio.ensure_future(functions.call(name, *arguments)) for name in weights]
-    try:
-        values = await asyncio.gather(*calls)
-    finally:
-        for call in calls:
-            call.cancel()
-    scores = [Judgement(*score_of(value, name)) for name, value in zip(weights, values, strict=True)]
-    metrics = {name: score.reward for name, score in zip(weights, scores, strict=True)} if len(weights) > 1 else {}
-    for name, score in zip(weights, scores, strict=True):
-        if known := metrics.keys() & score.metrics.keys():
-            raise RolloutError(f"{name} returned the metric {min(known)!r}, which another function has too")
-        metrics |= score.metrics
-    return Judgement(sum(weights[name] * score.reward for name, score in zip(weights, scores, strict=True)), metrics)
-
-
-def group_values(value: object, name: str, count: int) -> list[float]:
-    """What a function returned for the `count` answers of a group. Raises RolloutError for anything but finite numbers."""
-    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != count:
-        raise RolloutError(f"{name} returned {value!r:.60}, not a list of {count} numbers")
-    return [finite_number(entry, f"{name}[{number}]") for number, entry in enumerate(value)]
-
-
-class FunctionOptions(Options, frozen=True):
+class FunctionOptions(QuestionOptions, frozen=True):
     data: Files
     """Files of examples, JSON objects, which are passed to the functions as dicts."""
     reward: (
@@ -177,15 +70,9 @@ class FunctionOptions(Options, frozen=True):
     group_reward: FunctionName = ""
     """(completions, example) -> a list of numbers, which are added to the rewards of a group's rollouts in training."""
     prompt: FunctionName = "prompt"
-    """The field with the prompt, or a function: (example) -> a text or chat messages."""
+    """The field with the prompt, or a function: (example) -> a text, which is the question, or chat messages."""
     held_out: Share | Files = 0.1
     """Examples for evaluation, never used in training: a share of `data` (by a hash of the prompt), or files of examples."""
-    chat: bool | None = None
-    """Whether a text prompt becomes the user's message in the model's chat template. null: if the model has one."""
-    system: str = ""
-    """The system message of a chat, before the prompt; "" for none."""
-    template_options: Arguments | None = None
-    """Options of the model's chat template, such as `{enable_thinking: false}`."""
     isolate: bool = True
     """Call the functions in processes with limits. false: in this process, while the engine waits."""
     workers: AtLeastOne = 2
@@ -205,58 +92,78 @@ class FunctionOptions(Options, frozen=True):
     """Reward of an answer whose reward function exceeded a limit or crashed. null: the rollout is dropped, as it is when the
     function raises an error or does not return a number."""
 
-    @property
-    def limits(self) -> Limits:
+    def pool(self, functions: Mapping[str, str]) -> FunctionPool:
+        """A pool for these functions (`file.py:function`), by name."""
         writes = None if self.writes is None else tuple(self.writes)
-        return Limits(timeout_s=self.timeout_s, memory_mb=self.memory_mb, writes=writes)
+        limits = Limits(timeout_s=self.timeout_s, memory_mb=self.memory_mb, writes=writes)
+        return FunctionPool(functions, workers=self.workers, limits=limits)
 
 
-class Function(ProblemSet, JudgedTurn):
+class Functions:
+    """Calls user functions by name: in processes with limits, or in this one if they are `async def` or not `isolate`d."""
+
+    def __init__(self, specs: Mapping[str, str], options: FunctionOptions) -> None:
+        """Raises EnvironmentSetupError."""
+        self._specs, self._options = dict(specs), options
+        self._found = {name: find_reward(spec) for name, spec in specs.items()}
+        self._async = {name for name, function in self._found.items() if inspect.iscoroutinefunction(function)}
+        self.any_async = bool(self._async)
+        pooled = {name: spec for name, spec in specs.items() if options.isolate and name not in self._async}
+        self.any_pooled = bool(pooled)
+        self._pool = options.pool(pooled)  # starts a process at the first call
+        self._slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+
+    async def call(self, name: str, *arguments: Any) -> Any:
+        """What the function returns; called again if a server that it asks is away. Raises as `FunctionPool.call`."""
+        return await retried(functools.partial(self._call, name, *arguments), self._options.retries)
+
+    async def _call(self, name: str, *arguments: Any) -> Any:
+        if self._options.isolate and name not in self._async:
+            return await self._pool.call(name, *arguments)
+        function, timeout_s = self._found[name], self._options.timeout_s
+        limit = asyncio.timeout(timeout_s)
+        try:
+            if name not in self._async:
+                return function(*arguments)
+            slots = self._slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._options.concurrency))
+            async with slots, limit:
+                return await function(*arguments)
+        except Exception as error:
+            if limit.expired():
+                what = f"{name} ({Path(self._specs[name]).name})"
+                raise TimeoutError(f"{what}: it took longer than {timeout_s:g} s") from None
+            kind = ConnectionError if is_away(error) else RuntimeError
+            raise kind(f"{name}: {describe(error, self._specs[name])}") from error
+
+
+class Function(ProblemSet, QuestionTask):
     """Problems are the lines of a file; a user function computes the reward of an answer."""
 
     Options: ClassVar[type[FunctionOptions]] = FunctionOptions
 
     def __init__(self, tokenizer: Tokenizer, seed: int, **args: Any) -> None:
         """Raises EnvironmentSetupError for unusable data or functions."""
-        JudgedTurn.__init__(self, tokenizer, seed)
         self._options = options = self.Options.read(args)
-        self._chat = check_chat(tokenizer, options.chat)
-        if not self._chat:
-            options.refuse_without_effect(NO_CHAT, "system")
-        self.template_options = check_template_options(tokenizer, options.template_options, chat=self._chat)
+        QuestionTask.__init__(self, tokenizer, seed, options)
         self._made_prompts: dict[str, Prompt] = {}
         self._field = None if names_a_function(options.prompt) else options.prompt
         ProblemSet.__init__(self, read_split(options.data, options.held_out, self._check, self._key), f"function/{seed}")
-        rewards = named_rewards(options.reward)
-        self._weights = {name: one.weight for name, one in rewards.items()}
+        rewards, self._weights = _named_rewards(options.reward)
         others = {} if self._field else {PROMPT: options.prompt}
         if options.group_reward:
             others[GROUP_REWARD] = options.group_reward
         if taken := others.keys() & rewards.keys():
             raise EnvironmentSetupError(f"environment.args.reward: a function can't be called {min(taken)}; rename it")
-        self._functions = Functions(
-            {name: one.spec for name, one in rewards.items()} | others,
-            isolate=options.isolate,
-            workers=options.workers,
-            concurrency=options.concurrency,
-            retries=options.retries,
-            limits=options.limits,
-        )
-        self.scores_texts = not self.calls_async
-        untried = "rewards: not tried with wrong answers, as a call of an `async def` function may cost money"
-        self.reward_notes = (*self._functions.notes, untried) if self.calls_async else self._functions.notes
+        self._functions = Functions(rewards | others, options)
+        any_async = self._functions.any_async
+        self.untried = "a call of an `async def` function may cost money" if any_async else ""
         pooled = self._functions.any_pooled or (options.isolate and isinstance(options, ToolsOptions))
         if not pooled:
             options.refuse_without_effect("no function is called in a process", "workers", "memory_mb", "writes")
-        if not self.calls_async:
+        if not any_async:
             options.refuse_without_effect("no function is `async def`", "concurrency")
             if not pooled:
                 options.refuse_without_effect("calls in this process have no limits", "timeout_s", "ended_reward")
-
-    @property
-    def calls_async(self) -> bool:
-        """Whether a reward is an `async def` function: a call may cost money."""
-        return self._functions.any_async
 
     def prompt(self, problem: Problem) -> Prompt | Awaitable[Prompt]:
         return self._asked(problem.payload[self._field]) if self._field else self._made_prompt(problem)
@@ -268,25 +175,41 @@ class Function(ProblemSet, JudgedTurn):
         if not self._options.group_reward:
             return rollouts
         texts = [rollout.turns[-1].text for rollout in rollouts]
-        added = group_values(await self._functions.call(GROUP_REWARD, texts, problem.payload), GROUP_REWARD, len(texts))
-        return [
-            msgspec.structs.replace(rollout, reward=rollout.reward + value, metrics={**rollout.metrics, GROUP_REWARD: value})
-            for rollout, value in zip(rollouts, added, strict=True)
-        ]
+        added = await self._functions.call(GROUP_REWARD, texts, problem.payload)
+        if not isinstance(added, Sequence) or isinstance(added, str) or len(added) != len(texts):
+            raise RolloutError(f"{GROUP_REWARD} returned {added!r:.60}, not a list of {len(texts)} numbers")
+        scored = []
+        for number, (rollout, entry) in enumerate(zip(rollouts, added, strict=True)):
+            value = finite_number(entry, f"{GROUP_REWARD}[{number}]")
+            metrics = {**rollout.metrics, GROUP_REWARD: value}
+            scored.append(msgspec.structs.replace(rollout, reward=rollout.reward + value, metrics=metrics))
+        return scored
 
     async def _score(self, text: str, example: dict[str, Any]) -> Judgement:
         """The reward, and whether a call was ended as a metric (only with `ended_reward`)."""
         if self._options.ended_reward is None:
-            return await weighted_sum(self._functions, self._weights, text, example)
+            return await self._weighted_sum(text, example)
         try:
-            score = await weighted_sum(self._functions, self._weights, text, example)
+            score = await self._weighted_sum(text, example)
         except CALL_ENDED:
             return Judgement(self._options.ended_reward, {"reward_ended": 1.0})
         return Judgement(score.reward, {**score.metrics, "reward_ended": 0.0})
 
-    async def _messages(self, problem: Problem) -> Prompt:
-        prompt = self.prompt(problem)
-        return await prompt if isinstance(prompt, Awaitable) else prompt
+    async def _weighted_sum(self, text: str, example: dict[str, Any]) -> Judgement:
+        """The sum of the rewards times their weights. The functions run at the same time; each of several is a metric."""
+        calls = [asyncio.ensure_future(self._functions.call(name, text, example)) for name in self._weights]
+        try:
+            values = await asyncio.gather(*calls)
+        finally:
+            for call in calls:
+                call.cancel()
+        scores = {name: score_of(value, name) for name, value in zip(self._weights, values, strict=True)}
+        metrics = {name: reward for name, (reward, _) in scores.items()} if len(scores) > 1 else {}
+        for name, (_, own) in scores.items():
+            if known := metrics.keys() & own.keys():
+                raise RolloutError(f"{name} returned the metric {min(known)!r}, which another function has too")
+            metrics |= own
+        return Judgement(sum(self._weights[name] * reward for name, (reward, _) in scores.items()), metrics)
 
     async def _made_prompt(self, problem: Problem) -> Prompt:
         """The prompt that the user's function makes, from a cache: the attempts of a group share it."""
@@ -302,9 +225,7 @@ class Function(ProblemSet, JudgedTurn):
         return prompt
 
     def _asked(self, value: Any) -> Prompt:
-        if isinstance(value, str):
-            return chat_messages(self._options.system, value) if self._chat else value
-        return with_system(self._options.system, value)
+        return self.ask(value) if isinstance(value, str) else with_system(self._options.system, value)
 
     def _check(self, example: dict[str, Any]) -> str | None:
         if self._field is None:
@@ -335,11 +256,25 @@ class Function(ProblemSet, JudgedTurn):
         return msgspec.json.encode(what, order="deterministic").decode()
 
 
+def _named_rewards(reward: str | Mapping[str, float] | Sequence[str]) -> tuple[dict[str, str], dict[str, float]]:
+    """The functions and their weights, by the name that errors and metrics use: of several functions, each one's own.
+
+    Raises EnvironmentSetupError if two functions have the same name.
+    """
+    if isinstance(reward, str):
+        return {TOTAL: reward}, {TOTAL: 1.0}
+    weights = reward if isinstance(reward, Mapping) else dict.fromkeys(reward, 1.0)
+    specs = {spec.rpartition(":")[2]: spec for spec in weights}
+    if len(specs) < len(reward):
+        raise EnvironmentSetupError("environment.args.reward: two functions have the same name; rename one of them")
+    return specs, dict(zip(specs, weights.values(), strict=True))
+
+
 # ---- user functions as tools
 
 
-def read_tools(specs: Sequence[str], *, isolate: bool, workers: int, limits: Limits, retries: int = 0) -> list[Tool]:
-    """User functions (`path/to/file.py:function`) as tools. With `isolate`, they are called in up to `workers` processes.
+def read_tools(specs: Sequence[str], options: FunctionOptions) -> list[Tool]:
+    """User functions (`path/to/file.py:function`) as tools. With `options.isolate`, they are called in processes.
 
     Raises EnvironmentSetupError for a spec that names no function, for one that can't be described to the model, and for two
     tools with the same name.
@@ -348,24 +283,22 @@ def read_tools(specs: Sequence[str], *, isolate: bool, workers: int, limits: Lim
     names = [tool.name for tool in tools]
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         raise EnvironmentSetupError(f"environment.args.functions has two tools called {repeated[0]!r}: rename one")
-    if not isolate:
+    if not options.isolate:
         return tools
     # The specs are registered so that a process imports their files when it starts. The pool passes positional arguments
     # only, so the workers run `call`, which takes the arguments by name.
-    pool = FunctionPool({**{spec: spec for spec in specs}, "call": f"{__name__}:call"}, workers=workers, limits=limits)
-    return [
-        tool._replace(call=functools.partial(_call_in, pool, retries, spec)) for spec, tool in zip(specs, tools, strict=True)
-    ]
+    pool = options.pool({**{spec: spec for spec in specs}, "call": f"{__name__}:call"})
 
+    async def call_in_pool(spec: str, arguments: dict[str, Any]) -> Any:
+        try:
+            outcome = await retried(functools.partial(pool.call, "call", spec, arguments), options.retries)
+        except (*CALL_ENDED, ConnectionError, RolloutError) as error:
+            raise ToolError(re.sub(r"^call( \(\S*\))?:? ", "", str(error))) from None
+        if "error" in outcome:
+            raise ToolError(outcome["error"])
+        return outcome["result"]
 
-async def _call_in(pool: FunctionPool, retries: int, spec: str, arguments: dict[str, Any]) -> Any:
-    try:
-        outcome = await retried(functools.partial(pool.call, "call", spec, arguments), retries)
-    except (*CALL_ENDED, ConnectionError, RolloutError) as error:
-        raise ToolError(re.sub(r"^call( \(\S*\))?:? ", "", str(error))) from None
-    if "error" in outcome:
-        raise ToolError(outcome["error"])
-    return outcome["result"]
+    return [tool._replace(call=functools.partial(call_in_pool, spec)) for spec, tool in zip(specs, tools, strict=True)]
 
 
 def call(spec: str, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -402,20 +335,20 @@ class Tools(Function):
         require_chat(tokenizer, "environment.kind tools")
         super().__init__(tokenizer, seed, **args)
         options = ToolsOptions.read(args)
-        self._tools = read_tools(
-            listed(options.functions),
-            isolate=options.isolate,
-            workers=options.workers,
-            retries=options.retries,
-            limits=options.limits,
-        )
+        self._tools = read_tools(listed(options.functions), options)
         self._max_turns = options.max_turns
 
     async def rollout(self, problem: Problem, client: GenerationClient) -> Rollout:
-        messages = await self._messages(problem)
+        prompt = self.prompt(problem)
+        messages = await prompt if isinstance(prompt, Awaitable) else prompt
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         used = await use_tools(
-            client, messages, self._tools, max_turns=self._max_turns, template_options=self.template_options
+            client,
+            messages,
+            self._tools,
+            max_turns=self._max_turns,
+            max_tokens=self.max_tokens,
+            template_options=self.template_options,
         )
         return used.rollout(*await self._score(used.answer, problem.payload))

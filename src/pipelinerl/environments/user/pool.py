@@ -8,7 +8,7 @@ import socket
 import sys
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -21,7 +21,16 @@ from pydantic import BaseModel, ValidationError
 from pipelinerl.child import ChildProcess
 from pipelinerl.config.schema import Natural
 from pipelinerl.environments.options import AtLeastOne, Seconds
-from pipelinerl.environments.user.code import LINE_SIGNAL, OUT_OF_MEMORY, Call, Limits, Reply, Start, TaskSource, retried
+from pipelinerl.environments.user.code import (
+    LINE_SIGNAL,
+    OUT_OF_MEMORY,
+    FunctionCall,
+    Limits,
+    Reply,
+    Start,
+    TaskSource,
+    retried,
+)
 from pipelinerl.errors import INVALID_DATA, EnvironmentSetupError, RolloutError
 from pipelinerl.interfaces import Tokenizer
 from pipelinerl.types import Problem
@@ -88,7 +97,7 @@ class FunctionPool:
         async with self._slots.setdefault(loop, asyncio.Semaphore(self._workers)):
             worker = self._take_idle() or await self._start_worker()
             try:
-                call = Call(number=next(self._numbers), name=name, arguments=arguments)
+                call = FunctionCall(number=next(self._numbers), name=name, arguments=arguments)
                 reply = await worker.ask(call, self._start.limits.timeout_s)
             except BaseException as error:
                 ended = ""
@@ -229,36 +238,32 @@ class _Worker(ChildProcess):
         finally:
             worker_socket.close()
 
-    async def ask(self, call: Call | None, timeout_s: float) -> Reply:
+    async def ask(self, call: FunctionCall | None, timeout_s: float) -> Reply:
         """Send a call and return the reply. Without a call: reply 0, which says that the process is ready.
 
         Raises TimeoutError, MemoryError, or ChildProcessError if the process died or broke the protocol. The caller must
         kill the process after any of these.
         """
-        self._timeout_s, self._deadline_s = timeout_s, time.monotonic() + timeout_s
-        loop = asyncio.get_running_loop()
+        until_s = time.monotonic() + timeout_s
         unsent = memoryview(msgspec.json.encode(call) + b"\n" if call else b"")
-        while unsent:
-            try:
-                unsent = unsent[self._socket.send(unsent) :]
-            except BlockingIOError:
-                await self._wait(loop.add_writer, loop.remove_writer)
-            except OSError:
-                raise await self._exit_error() from None
         line = bytearray()
-        while not line.endswith(b"\n"):
-            if len(line) > MAX_REPLY_BYTES:
-                raise ChildProcessError(f"it replied with more than {MAX_REPLY_BYTES} bytes")
+        while unsent or not line.endswith(b"\n"):
             try:
+                if unsent:
+                    unsent = unsent[self._socket.send(unsent) :]
+                    continue
                 received = self._socket.recv(1 << 16)
             except BlockingIOError:
-                await self._wait(loop.add_reader, loop.remove_reader)
+                if not await self._ready(until_s, writing=bool(unsent)):
+                    raise TimeoutError(f"it took longer than {timeout_s:g} s") from None
                 continue
             except OSError:
                 received = b""
             if not received:
                 raise await self._exit_error()
             line += received
+            if len(line) > MAX_REPLY_BYTES:
+                raise ChildProcessError(f"it replied with more than {MAX_REPLY_BYTES} bytes")
         try:
             reply = msgspec.json.decode(line, type=Reply)
         except INVALID_DATA:
@@ -279,16 +284,17 @@ class _Worker(ChildProcess):
         super().kill()
         self._socket.close()
 
-    async def _wait(self, add: Callable[..., Any], remove: Callable[..., Any]) -> None:
-        """Wait until the socket is ready. Readiness wins over the deadline, because the event loop itself may be late."""
-        ready = asyncio.get_running_loop().create_future()
+    async def _ready(self, until_s: float, *, writing: bool) -> bool:
+        """Wait until the socket is ready. If it is, it does not matter that the event loop came late."""
+        loop = asyncio.get_running_loop()
+        add, remove = (loop.add_writer, loop.remove_writer) if writing else (loop.add_reader, loop.remove_reader)
+        ready = loop.create_future()
         add(self._socket, lambda: None if ready.done() else ready.set_result(None))
         try:
-            await asyncio.wait({ready}, timeout=max(0.0, self._deadline_s - time.monotonic()))
+            await asyncio.wait({ready}, timeout=max(0.0, until_s - time.monotonic()))
         finally:
             remove(self._socket)
-        if not ready.done():
-            raise TimeoutError(f"it took longer than {self._timeout_s:g} s")
+        return ready.done()
 
     async def _exit_error(self) -> Exception:
         """The error that explains why the process closed its socket."""

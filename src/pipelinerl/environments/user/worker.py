@@ -31,7 +31,7 @@ import msgspec
 from pipelinerl.environments.user.code import (
     LINE_SIGNAL,
     OUT_OF_MEMORY,
-    Call,
+    FunctionCall,
     Limits,
     Reply,
     Start,
@@ -65,7 +65,7 @@ def main(argument: str) -> int:
         return 1
     _limit_memory(start.limits)
     connection.sendall(_encode(Reply(number=0)))
-    decoder, process = msgspec.json.Decoder(Call), os.getpid()
+    decoder, process = msgspec.json.Decoder(FunctionCall), os.getpid()
     for line in connection.makefile("rb"):
         call = decoder.decode(line)
         spec = start.functions[call.name]
@@ -85,7 +85,7 @@ def _tell_line(connection: socket.socket, spec: str, _: int, frame: FrameType | 
     connection.sendall(_encode(Reply(number=0, error=f", in line {frame.f_lineno}" if frame else "")))
 
 
-def answer(call: Call, function: UserFunction, spec: str) -> bytes:
+def answer(call: FunctionCall, function: UserFunction, spec: str) -> bytes:
     """The encoded reply to a call. Exits the process on MemoryError: its state is unreliable afterwards."""
     try:
         value = plain(function(*call.arguments))
