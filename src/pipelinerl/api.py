@@ -100,9 +100,11 @@ class Run:
     @property
     def rollouts(self) -> Any:
         """A data frame with a row for each rollout, as `pipelinerl browse --export` writes them."""
-        from pipelinerl.experiments.browse.tokens import read_rows  # noqa: PLC0415 - few need it
+        from pipelinerl.experiments.browse.records import RunRollouts  # noqa: PLC0415 - few need it
+        from pipelinerl.experiments.browse.rows import load_token_text, read_rows  # noqa: PLC0415 - as above
 
-        return _frame([msgspec.structs.asdict(row) for row in read_rows(self.path, self.config, warnings.warn)])
+        rows = read_rows(RunRollouts(self.path), load_token_text(self.config.model), warnings.warn)
+        return _frame([msgspec.structs.asdict(row) for row in rows])
 
     @_explained
     def evaluate(self, *, problems: int = 100, attempts: int = 4, before: bool = False, **flags: Any) -> EvaluationSummary:

@@ -16,7 +16,7 @@ import pytest
 
 from pipelinerl.types import Group
 from tests.unit.experiments.browse.browse_parts import group, rollout, turn
-from tests.unit.experiments.watch.watch_parts import HOSTILE, append, evaluation, make_run, step, trained
+from tests.unit.experiments.watch.watch_parts import HOSTILE, append, evaluation, make_run, step
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed: pip install 'pipelinerl[pages]'")
 CHROMIUM = shutil.which("chromium")
@@ -82,7 +82,6 @@ def test_a_run_is_shown_grows_and_fails(tmp_path: Path, page: Any) -> None:
         page.wait_for_selector("#curves canvas")
         assert "step 6 of 10" in page.text_content("#times")
         append(root / "metrics.jsonl", step(7, 10.0, 0.9))
-        append(root / "rollouts" / "trained.jsonl", trained(7, (0, 1)))
         append(root / "evaluations.jsonl", evaluation("after", 7, 0.75))
         page.wait_for_selector("#times:has-text('step 7 of 10')")
         page.wait_for_selector("#evaluations:has-text('0.750 ± 0.100')")

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -24,13 +24,7 @@ from pipelinerl.cli.parser import (
 from pipelinerl.config.load import load_config
 from pipelinerl.errors import UserError
 
-if TYPE_CHECKING:
-    from pipelinerl.config.schema import RunConfig
-    from pipelinerl.experiments.planner.calibration import Calibration
-    from pipelinerl.experiments.planner.scenario import Workload
-
 CALIBRATION = Path("calibration.json")
-_LENGTHS = "lengths of completions: uniform:L, a JSON file of length -> count, or a run directory"
 _STUDY = (
     "kv-cache: measure the KL divergence of sampling with weights that change during generation from on-policy sampling, "
     "with stale and with recomputed KV entries, and compare it with that of conventional lags. The run must have saved "
@@ -108,11 +102,6 @@ def _add_predictions(commands: Commands) -> None:
     flag("run_file", nargs="?", type=Path, metavar="RUN.yaml", help="the run file")
     text = f"the file that `pipelinerl lab calibrate` wrote (default: {CALIBRATION})"
     flag("--calibration", type=Path, default=CALIBRATION, metavar="FILE", help=text)
-    text = "number of engines with `engine.slots` slots, each as fast as one of the calibration (default: engine.processes)"
-    flag("--engines", type=at_least(1), metavar="I", help=text)
-    text = "number of ranks that share each batch, likewise (default: trainer.ranks)"
-    flag("--trainers", type=at_least(1), metavar="T", help=text)
-    flag("--lengths", metavar="WHAT", help=_LENGTHS)
     text = "simulate this run, and show its measurements next to the prediction"
     flag("--compare", type=Path, metavar="RUN_DIR", help=text)
     flag("--json", type=Path, metavar="FILE", help="write the whole prediction as JSON")
@@ -227,49 +216,35 @@ def run_simulate(options: argparse.Namespace, settings: Sequence[str]) -> int:
     config = load_config(config_of_run(compared) if compared else options.run_file, settings)
     from pipelinerl.experiments.planner.calibration import read_calibration  # noqa: PLC0415 (loads numpy)
     from pipelinerl.experiments.planner.scenario import (  # noqa: PLC0415 (as above)
-        calibrated_costs,
+        calibrated_workload,
         doubts,
         read_measured,
+        read_workload,
         run_scenario,
     )
     from pipelinerl.experiments.planner.simulate import comparison_text, prediction_text, simulate  # noqa: PLC0415 (as above)
     from pipelinerl.report import write_file  # noqa: PLC0415 (as above)
 
     calibration = read_calibration(options.calibration)
-    measured = read_measured(options.compare, config) if options.compare else None
-    workload, source = _workload(options, config, calibration)
-    trainers = options.trainers or config.trainer.ranks
-    costs = calibrated_costs(calibration, slots=config.engine.slots, trainers=trainers)
-    scenario = run_scenario(
-        config,
-        costs,
-        workload,
-        engines=options.engines,
-        steps=measured.steps if measured else None,
-    )
+    if options.compare:
+        measured = read_measured(options.compare, config)
+        scenario = run_scenario(config, calibration, read_workload(options.compare, config), steps=measured.steps)
+        source = f"each group's own, from {options.compare}"
+    else:
+        measured = None
+        scenario = run_scenario(config, calibration, calibrated_workload(calibration, config))
+        source = "of the untrained model, from the calibration"
     try:
         prediction = simulate(scenario)
     except ValueError as error:
         raise UserError(f"this run would never end: {error}") from error
+    doubtful = doubts(config, calibration)
     if options.json:
-        found = {"prediction": prediction, "measured": measured, "lengths": source, "doubts": doubts(config, calibration)}
+        found = {"prediction": prediction, "measured": measured, "lengths": source, "doubts": doubtful}
         write_file(options.json, msgspec.json.encode(found) + b"\n")
     text = comparison_text(prediction, measured, str(options.compare)) if measured else prediction_text(prediction)
-    notes = [f"lengths: {source}", *(f"doubtful: {doubt}" for doubt in doubts(config, calibration))]
+    notes = [f"lengths: {source}", *(f"doubtful: {doubt}" for doubt in doubtful)]
     return write(text + "".join(f"{note}\n" for note in notes))
-
-
-def _workload(options: argparse.Namespace, config: RunConfig, calibration: Calibration) -> tuple[Workload, str]:
-    """The workload to simulate, and the source of its lengths as text."""
-    from pipelinerl.experiments.planner.calibration import parse_lengths  # noqa: PLC0415 (loads numpy)
-    from pipelinerl.experiments.planner.scenario import calibrated_workload, read_workload  # noqa: PLC0415 (as above)
-
-    if options.lengths:
-        drawn = calibrated_workload(calibration, config, seed=config.seed, lengths=parse_lengths(options.lengths))
-        return drawn, options.lengths
-    if options.compare:
-        return read_workload(options.compare, config), f"each group's own, from {options.compare}"
-    return calibrated_workload(calibration, config, seed=config.seed), "of the untrained model, from the calibration"
 
 
 def run_export(options: argparse.Namespace, settings: Sequence[str]) -> int:

@@ -45,7 +45,7 @@ from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.totals import ENDED_ACTORS, ENDED_ENGINES, actor_total, engine_total
 from pipelinerl.resources.roles import generation_roles, server_roles, stages_of
 from pipelinerl.status.board import starting
-from pipelinerl.status.screen import View
+from pipelinerl.status.screen import RunView
 from pipelinerl.types import TRAINER, ActorProgress, EngineProgress, Progress, StageStatus, trainer_progress
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 60.0
@@ -91,7 +91,7 @@ class History:
 class Healing:
     """The restarts of a session. The caller removes dead processes from its own list, and adds those that `begin` starts."""
 
-    def __init__(self, session: Session, host: Host, view: View) -> None:
+    def __init__(self, session: Session, host: Host, view: RunView) -> None:
         self._session, self._host, self._view = session, host, view
         self._histories: dict[str, History] = {}
         self._ask_s = 0.0  # when servers are asked again

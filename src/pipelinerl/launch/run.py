@@ -31,7 +31,7 @@ from pipelinerl.launch.session import Session, StartPlan
 from pipelinerl.launch.summary import Outcome, finished_summary, show_result, write_summary
 from pipelinerl.run_directory import RunDirectory
 from pipelinerl.schedule import make_schedule
-from pipelinerl.status.screen import View
+from pipelinerl.status.screen import RunView
 from pipelinerl.status.view import make_view, output_that_never_fails
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ def _cluster(config: RunConfig, run: RunDirectory) -> Iterator[Cluster | None]:
         yield cluster
 
 
-def _make_view(session: Session, notices: list[str]) -> View:
+def _make_view(session: Session, notices: list[str]) -> RunView:
     """The view, which has shown how the session begins."""
     config, plan, root = session.config, session.plan, session.run.root
     title = f"pipelinerl · {config.schedule.kind} · {Path(config.environment.kind).name} · {root}"
@@ -179,7 +179,7 @@ def _make_view(session: Session, notices: list[str]) -> View:
     return view
 
 
-def _run_stages(session: Session, cluster: Cluster | None, view: View, lock: RunLock) -> Outcome:
+def _run_stages(session: Session, cluster: Cluster | None, view: RunView, lock: RunLock) -> Outcome:
     if session.config.launch.kind == "embedded":
         from pipelinerl.launch.hosts.embedded import run_embedded  # noqa: PLC0415 - loads torch into this process
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from pipelinerl.metrics.statistics import flatten, mean_metrics, quantile
+from pipelinerl.metrics.statistics import flat_numbers, mean_metrics, quantile
 from pipelinerl.types import FinishReason, VersionSpan
 
 When = Literal["before", "online", "after"]
@@ -94,9 +94,7 @@ class EvaluationRecord(msgspec.Struct, frozen=True, kw_only=True):
         """The results as `evaluation/NAME`, without the time and the versions, which are the position on the axis."""
         fields = msgspec.structs.asdict(self)
         axis = {"when", "version", "version_min", "version_max", "version_mean", "time_s", "skipped"}
-        flat: dict[str, float] = {}
-        flatten("evaluation/", {key: fields[key] for key in fields if key not in axis}, flat)
-        return flat
+        return flat_numbers({key: fields[key] for key in fields if key not in axis}, "evaluation/")
 
 
 class EvaluatedProblem(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""Reads the records of a run directory, including those of a run that was killed or resumed."""
+"""Reads the records of a run directory, also of a run that was killed or resumed."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import msgspec
 from pipelinerl.errors import INVALID_DATA, RunDirectoryError
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.records import StepRecord
+from pipelinerl.metrics.sinks import Record
 
 T = TypeVar("T")
 RecordT = TypeVar("RecordT", StepRecord, EvaluationRecord)
@@ -76,7 +77,7 @@ def read_records(path: Path, kind: type[RecordT]) -> list[RecordT]:
         return []
 
 
-def superseded(old: StepRecord | EvaluationRecord, new: StepRecord | EvaluationRecord) -> bool:
+def superseded(old: Record, new: Record) -> bool:
     """Whether a later line of the same file replaces this one."""
     if isinstance(old, StepRecord) or isinstance(new, StepRecord):
         return old.version >= new.version

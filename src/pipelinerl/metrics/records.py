@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from pipelinerl.metrics.statistics import flatten
+from pipelinerl.metrics.statistics import flat_numbers
 from pipelinerl.types import EngineProgress, WeightTransfer
 
 
@@ -56,6 +56,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     kl_behaviour_policy     KL(mu || pi) per token in nats: mean of log mu - log pi (the k1 estimate; `_k3` is the k3 one)
     lag_*                   optimizer steps between the weights that sampled a token and the weights being trained
     versions_in_batch       number of weight versions that sampled the batch; 1 if weights change between rounds only
+    crossing_fraction       share of the rollouts whose tokens were sampled by more than one version
     masked_fraction         share of tokens that get no gradient from their advantage because of a mask or the loss's clip
     truncated_fraction      share of tokens whose importance weight was replaced by a limit
     longest_*               over the tokens of the longest quarter of the rollouts: lag_mean, and share masked or truncated
@@ -101,6 +102,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     lag_p50: int | None = None
     lag_p99: int | None = None
     versions_in_batch: int | None = None
+    crossing_fraction: float | None = None
     masked_fraction: float | None = None
     truncated_fraction: float | None = None
     longest_lag_mean: float | None = None
@@ -135,9 +137,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     def numbers(self) -> dict[str, float]:
         """All finite numbers by field name; nested names are `engine/version`, `dropped/stale`, `metrics/words/reward`."""
-        flat: dict[str, float] = {}
-        flatten("", msgspec.to_builtins(self), flat)
-        return flat
+        return flat_numbers(msgspec.to_builtins(self))
 
     def headline(self) -> dict[str, float]:
         """`numbers` without environment metrics, whose number is unbounded; for the status board, which has little room."""

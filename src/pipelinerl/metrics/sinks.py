@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from pipelinerl.files import JsonLines, Lines
 from pipelinerl.metrics.evaluations import EvaluationRecord
+from pipelinerl.run_directory import RunDirectory
 
 if TYPE_CHECKING:
     from pipelinerl.metrics.records import StepRecord
-
-METRICS_FILE = "metrics.jsonl"
-EVALUATIONS_FILE = "evaluations.jsonl"
 
 Record: TypeAlias = "StepRecord | EvaluationRecord"
 
@@ -27,20 +25,19 @@ class Sink(Protocol):
 class JsonlSink:
     """Appends steps to `metrics.jsonl` and evaluations to `evaluations.jsonl` in the run directory, one line each.
 
-    Each file is opened when its first record is written.
+    Each file is opened by `lines` when its first record is written.
     """
 
     def __init__(self, run_dir: Path, lines: Callable[[Path], Lines] = JsonLines) -> None:
-        """`lines` opens a file."""
-        self._run_dir = run_dir
+        self._run = RunDirectory(run_dir)
         self._lines = lines
-        self._files: dict[str, Lines] = {}
+        self._files: dict[Path, Lines] = {}
 
     def write(self, record: Record) -> None:
-        name = EVALUATIONS_FILE if isinstance(record, EvaluationRecord) else METRICS_FILE
-        if name not in self._files:
-            self._files[name] = self._lines(self._run_dir / name)
-        self._files[name].write(record)
+        path = self._run.evaluations if isinstance(record, EvaluationRecord) else self._run.metrics
+        if path not in self._files:
+            self._files[path] = self._lines(path)
+        self._files[path].write(record)
 
     def close(self) -> None:
         for file in self._files.values():

@@ -42,10 +42,12 @@ def quantile(values: Sequence[float], q: float) -> float | None:
     return float(np.quantile(values, q)) if len(values) else None
 
 
-def flatten(prefix: str, values: dict[str, object], into: dict[str, float]) -> None:
-    """Add all finite numbers in `values`, which may be nested, to `into`, as `PREFIX/KEY/...`."""
+def flat_numbers(values: Mapping[str, object], prefix: str = "") -> dict[str, float]:
+    """All finite numbers in `values`, which may be nested, by `PREFIX` + `KEY/...`."""
+    found: dict[str, float] = {}
     for key, value in values.items():
-        if isinstance(value, dict):
-            flatten(f"{prefix}{key}/", value, into)
+        if isinstance(value, Mapping):
+            found |= flat_numbers(value, f"{prefix}{key}/")
         elif isinstance(value, (int, float)) and math.isfinite(value):
-            into[prefix + key] = value
+            found[prefix + key] = value
+    return found

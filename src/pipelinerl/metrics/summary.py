@@ -64,6 +64,7 @@ def summarize(
     engine, actor, trainer = engine_total(statuses), actor_total(statuses), trainer_progress(statuses)
     session = [step for step in steps if resumed_from is None or step.version > resumed_from]
     pauses_s = engine.pauses_s if engine else ()
+    updates = {step.update.version: step.update for step in steps if step.update is not None}.values()
     handed_over = actor.rollouts_handed_over + actor.rollouts_dropped.get("stream_full", 0) if actor else 0
     cut = _ratio(actor.rollouts_cut, handed_over) if actor else None
     summary: dict[str, Any] = {
@@ -73,7 +74,8 @@ def summarize(
         "model": config.model.path,
         "environment": config.environment.kind,
         "resumed_from": resumed_from,
-        "version": _version(steps, trainer, resumed_from),
+        # A trainer that died may have written its record but not its status, or neither.
+        "version": max(steps[-1].version if steps else 0, trainer.version if trainer else 0, resumed_from or 0),
         "wall_s": wall_s,
         "optimizer_steps": len(steps),
         "samples_trained": sum(step.samples for step in steps),
@@ -103,7 +105,9 @@ def summarize(
         "weight_updates": engine.weight_updates if engine else None,
         "update_pause_s_p50": quantile(pauses_s, 0.5),
         "update_pause_s_p99": quantile(pauses_s, 0.99),
-        **_transferred(steps),
+        "update_bytes_mean": _mean(update.bytes for update in updates),
+        "update_s_p50": quantile([update.time_s for update in updates], 0.5),
+        "update_delta_fraction": _mean(update.encoding == "delta" for update in updates),
         "engine_busy_fraction": _ratio(engine.busy_s, engine.ready_s) if engine else None,
         "trainer_busy_fraction": _ratio(trainer.busy_s, trainer.ready_s) if trainer else None,
         "peak_memory_bytes": dict(peak_memory_bytes or {}),
@@ -214,15 +218,6 @@ def _quality(steps: Sequence[StepRecord]) -> dict[str, Any]:
     }
 
 
-def _transferred(steps: Sequence[StepRecord]) -> dict[str, Any]:
-    updates = {step.update.version: step.update for step in steps if step.update is not None}.values()
-    return {
-        "update_bytes_mean": _mean(update.bytes for update in updates),
-        "update_s_p50": quantile([update.time_s for update in updates], 0.5),
-        "update_delta_fraction": _mean(update.encoding == "delta" for update in updates),
-    }
-
-
 def _evaluated(when: str, record: EvaluationRecord | None) -> dict[str, Any]:
     lengths = ("mean", "p50", "p99")
     return {
@@ -231,11 +226,6 @@ def _evaluated(when: str, record: EvaluationRecord | None) -> dict[str, Any]:
         f"eval_{when}_lengths": record and {name: getattr(record, f"completion_length_{name}") for name in lengths},
         f"eval_{when}_metrics": record.metrics if record else {},
     }
-
-
-def _version(steps: Sequence[StepRecord], trainer: TrainerProgress | None, resumed_from: int | None) -> int:
-    """The newest version known: a trainer that died may have written its record but not its status, or neither."""
-    return max(steps[-1].version if steps else 0, trainer.version if trainer else 0, resumed_from or 0)
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

@@ -1,4 +1,4 @@
-"""Growing files of JSON lines, read from where the last look ended; and samples of a run's rollouts."""
+"""Growing files of JSON lines, read from where the last look ended."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from typing import Generic, TypeVar
 import msgspec
 
 from pipelinerl.errors import INVALID_DATA
-from pipelinerl.metrics.evaluations import EvaluatedProblem, EvaluationRecord
+from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.records import StepRecord
-from pipelinerl.metrics.sinks import EVALUATIONS_FILE, METRICS_FILE, Record
-from pipelinerl.metrics.trackers import Row
-from pipelinerl.types import Group
+from pipelinerl.metrics.sinks import Record
+from pipelinerl.run_directory import RunDirectory
 
 T = TypeVar("T")
 
@@ -22,8 +21,6 @@ LOOK_BYTES = 1 << 22
 MAX_LINE_BYTES = 1 << 26
 HEAD_BYTES = 256
 """A file that begins otherwise is another one. Its number does not tell: file systems reuse those of deleted files."""
-SAMPLES = 16
-"""The most rows of a table."""
 
 
 class Tail(Generic[T]):
@@ -91,8 +88,9 @@ class Records:
     """The records of a run from `place` on, in the order of their times. A run that is resumed repeats some versions."""
 
     def __init__(self, run_dir: Path, place: RecordPlace | None = None) -> None:
-        self._steps = Tail(run_dir / METRICS_FILE, StepRecord)
-        self._evaluations = Tail(run_dir / EVALUATIONS_FILE, EvaluationRecord)
+        run = RunDirectory(run_dir)
+        self._steps = Tail(run.metrics, StepRecord)
+        self._evaluations = Tail(run.evaluations, EvaluationRecord)
         self.place = place or RecordPlace()
 
     @property
@@ -112,27 +110,3 @@ class Records:
             while tail.more:
                 found += tail.look()
         return sorted(found, key=lambda record: record.time_s)
-
-
-def samples(run_dir: Path, record: Record) -> list[Row]:
-    """Answers of the evaluation, or those of the newest group when a step was taken. Raises OSError."""
-    if isinstance(record, EvaluationRecord):
-        name = f"v{record.version}" if record.when == "online" else record.when
-        decoder = msgspec.json.Decoder(EvaluatedProblem)
-        with (run_dir / "rollouts" / f"evaluation-{name}.jsonl").open("rb") as file:
-            problems = [decoder.decode(line) for line, _ in zip(file, range(SAMPLES), strict=False)]
-        return [(record.version, one.prompt, one.completion, one.reward, one.length) for one in problems]
-    groups = Tail(run_dir / "rollouts" / "rollouts.jsonl", Group, newest=True).look()
-    if not groups:
-        return []
-    problem = msgspec.json.encode(groups[-1].problem.payload).decode()
-    return [
-        (
-            record.version,
-            problem,
-            "\n".join(turn.text for turn in rollout.turns),
-            rollout.reward,
-            sum(len(turn.completion.token_ids) for turn in rollout.turns),
-        )
-        for rollout in groups[-1].rollouts[:SAMPLES]
-    ]

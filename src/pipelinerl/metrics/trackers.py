@@ -14,12 +14,20 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+import msgspec
+
+from pipelinerl.metrics.evaluations import EvaluatedProblem, EvaluationRecord
 from pipelinerl.metrics.sinks import Record
-from pipelinerl.metrics.statistics import flatten
+from pipelinerl.metrics.statistics import flat_numbers
+from pipelinerl.metrics.tail import Tail
+from pipelinerl.run_directory import RunDirectory
+from pipelinerl.types import Group
 
 COLUMNS = ("version", "problem", "completion", "reward", "tokens")
 """The columns of a table of samples."""
 Row = tuple[int, str, str, float, int]
+SAMPLES = 16
+"""The most rows of a table."""
 
 
 class Tracked(NamedTuple):
@@ -53,8 +61,6 @@ class Tracker(Protocol):
 
     def table(self, name: str, version: int, rows: Sequence[Row]) -> None: ...
 
-    def flush(self) -> None: ...
-
     def close(self, summary: Mapping[str, Any]) -> None: ...
 
 
@@ -77,7 +83,7 @@ class Tensorboard:
 
         self._event, self._summary, self._tensor = event_pb2.Event, summary_pb2.Summary, tensor_pb2.TensorProto
         self._text_metadata = create_summary_metadata
-        self._writer = EventFileWriter(str(run.folder / "tensorboard"))
+        self._writer = EventFileWriter(str(run.folder / "tensorboard"), flush_secs=1)
         self._version = 0
         self._text("config", 0, _code(run.config))
 
@@ -89,9 +95,6 @@ class Tensorboard:
     def table(self, name: str, version: int, rows: Sequence[Row]) -> None:
         lines = [COLUMNS, ["---"] * len(COLUMNS), *([_cell(value) for value in row] for row in rows)]
         self._text(f"samples/{name}", version, "\n".join(f"| {' | '.join(line)} |" for line in lines))
-
-    def flush(self) -> None:
-        self._writer.flush()
 
     def close(self, summary: Mapping[str, Any]) -> None:
         self._text("summary", self._version, _code(summary))
@@ -105,13 +108,30 @@ class Tensorboard:
         self._writer.add_event(self._event(wall_time=time.time(), step=version, summary=self._summary(value=values)))
 
 
-class Wandb:
+class _Client:
+    """A tracker with the interface of `wandb`: a run that logs numbers and tables."""
+
+    id: str | None
+    _run: Any
+    _table: Any
+
+    def write(self, record: Record) -> None:
+        self._log(_curves(record), record.version)
+
+    def table(self, name: str, version: int, rows: Sequence[Row]) -> None:
+        self._log({f"samples/{name}": self._table(columns=list(COLUMNS), data=[list(row) for row in rows])}, version)
+
+    def _log(self, values: Mapping[str, Any], version: int) -> None:
+        raise NotImplementedError
+
+
+class Wandb(_Client):
     """Weights & Biases. Its environment variables apply (WANDB_MODE, WANDB_PROJECT, ...); files are in `RUN_DIR/wandb`."""
 
     def __init__(self, run: Tracked) -> None:
         import wandb  # noqa: PLC0415 - costs a second
 
-        self.id: str | None = run.id or secrets.token_hex(4)
+        self.id = run.id or secrets.token_hex(4)
         self._table = wandb.Table
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "pipelinerl"),
@@ -126,28 +146,21 @@ class Wandb:
         self._run.define_metric("version")
         self._run.define_metric("*", step_metric="version")
 
-    def write(self, record: Record) -> None:
-        self._run.log({**_curves(record), "version": record.version})
-
-    def table(self, name: str, version: int, rows: Sequence[Row]) -> None:
-        table = self._table(columns=list(COLUMNS), data=[list(row) for row in rows])
-        self._run.log({f"samples/{name}": table, "version": version})
-
-    def flush(self) -> None:
-        """The client writes in the background."""
-
     def close(self, summary: Mapping[str, Any]) -> None:
         self._run.summary.update({f"summary/{key}": value for key, value in summary.items()})
         self._run.finish()
 
+    def _log(self, values: Mapping[str, Any], version: int) -> None:
+        self._run.log({**values, "version": version})
 
-class Trackio:
+
+class Trackio(_Client):
     """Trackio: a local database, or a Space if TRACKIO_SPACE_ID names one. The name of a tracked run is its id."""
 
     def __init__(self, run: Tracked) -> None:
         import trackio  # noqa: PLC0415 - costs a second
 
-        self.id: str | None = run.id or f"{run.name}-{secrets.token_hex(3)}"
+        self.id = run.id or f"{run.name}-{secrets.token_hex(3)}"
         self._table = trackio.Table
         self._version = 0
         self._run = trackio.init(
@@ -161,20 +174,13 @@ class Trackio:
             auto_log_cpu=False,
         )
 
-    def write(self, record: Record) -> None:
-        self._version = record.version
-        self._run.log(_curves(record), step=record.version)
-
-    def table(self, name: str, version: int, rows: Sequence[Row]) -> None:
-        table = self._table(columns=list(COLUMNS), data=[list(row) for row in rows])
-        self._run.log({f"samples/{name}": table}, step=version)
-
-    def flush(self) -> None:
-        """The client writes in the background."""
-
     def close(self, summary: Mapping[str, Any]) -> None:
-        self._run.log(_numbers("summary/", summary), step=self._version)
+        self._log(flat_numbers(summary, "summary/"), self._version)
         self._run.finish()
+
+    def _log(self, values: Mapping[str, Any], version: int) -> None:
+        self._version = version
+        self._run.log(dict(values), step=version)
 
 
 class Mlflow:
@@ -204,12 +210,9 @@ class Mlflow:
         contents = {"columns": list(COLUMNS), "data": [list(row) for row in rows]}
         self._client.log_dict(self.id, contents, f"samples/{name}-{version:06d}.json")
 
-    def flush(self) -> None:
-        """Nothing is kept back."""
-
     def close(self, summary: Mapping[str, Any]) -> None:
         self._client.log_dict(self.id, dict(summary), "summary.json")
-        self._log(_numbers("summary/", summary), 0)
+        self._log(flat_numbers(summary, "summary/"), 0)
         self._client.set_terminated(self.id, "FINISHED" if summary.get("status") == "finished" else "FAILED")
 
     def _log(self, numbers: Mapping[str, float], version: int) -> None:
@@ -223,12 +226,6 @@ def _curves(record: Record) -> dict[str, float]:
     return {name: value for name, value in record.numbers().items() if name != "version"}
 
 
-def _numbers(prefix: str, values: Mapping[str, Any]) -> dict[str, float]:
-    flat: dict[str, float] = {}
-    flatten(prefix, dict(values), flat)
-    return flat
-
-
 def _code(values: Mapping[str, Any]) -> str:
     """A mapping as Markdown: an indented block of JSON."""
     return "".join(f"    {line}\n" for line in json.dumps(values, indent=2, default=str).splitlines())
@@ -236,3 +233,27 @@ def _code(values: Mapping[str, Any]) -> str:
 
 def _cell(value: object) -> str:
     return str(value).replace("|", "\\|").replace("\n", "<br>")
+
+
+def samples(run: RunDirectory, record: Record) -> list[Row]:
+    """Answers of the evaluation, or those of the newest group when a step was taken. Raises OSError."""
+    if isinstance(record, EvaluationRecord):
+        name = f"v{record.version}" if record.when == "online" else record.when
+        decoder = msgspec.json.Decoder(EvaluatedProblem)
+        with run.evaluation(name).open("rb") as file:
+            problems = [decoder.decode(line) for line, _ in zip(file, range(SAMPLES), strict=False)]
+        return [(record.version, one.prompt, one.completion, one.reward, one.length) for one in problems]
+    groups = Tail(run.recorded, Group, newest=True).look()
+    if not groups:
+        return []
+    problem = msgspec.json.encode(groups[-1].problem.payload).decode()
+    return [
+        (
+            record.version,
+            problem,
+            "\n".join(turn.text for turn in rollout.turns),
+            rollout.reward,
+            sum(len(turn.completion.token_ids) for turn in rollout.turns),
+        )
+        for rollout in groups[-1].rollouts[:SAMPLES]
+    ]

@@ -1,8 +1,11 @@
 """Reports on runs and experiments. This module writes files and tables for the terminal.
 
-series.py    the records of a run, and the measures for comparing runs
-curves.py    the figure of one run
-terminal.py  the table and the sample at the end of a run
+columns.py    the numbers of a run's steps, for figures and pages
+series.py     the records of a run, and the measures for comparing runs
+curves.py     the figure of one run
+terminal.py   the table and the sample at the end of a run
+sections.py   tables and charts of experiments
+following.py  trackers and the callback, in a process of their own
 
 The page of a report is `experiments/watch/page.py`.
 """

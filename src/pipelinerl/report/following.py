@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,8 @@ from pipelinerl.errors import INVALID_DATA, StopRun
 from pipelinerl.files import write_atomically
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.sinks import Record
-from pipelinerl.metrics.tail import RecordPlace, Records, samples
-from pipelinerl.metrics.trackers import Row, Tracked, Tracker, open_tracker
+from pipelinerl.metrics.tail import RecordPlace, Records
+from pipelinerl.metrics.trackers import Row, Tracked, Tracker, open_tracker, samples
 from pipelinerl.process import LOG_FORMAT, counted_interrupts, lower_priority, take_stdin, when_closed
 from pipelinerl.run_directory import RunDirectory
 
@@ -63,7 +64,13 @@ def followed(run: RunDirectory, say: Callable[[str], None]) -> Iterator[None]:
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         os.close(theirs)
-    messages = threading.Thread(target=_pass_on, args=(ours, say), daemon=True)
+
+    def pass_on() -> None:
+        with open(ours, encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                say(line.rstrip("\n"))
+
+    messages = threading.Thread(target=pass_on, daemon=True)
     messages.start()
     try:
         yield
@@ -75,12 +82,6 @@ def followed(run: RunDirectory, say: Callable[[str], None]) -> Iterator[None]:
             say(f"the trackers had not finished; `pipelinerl train --resume` sends the rest (log: {log})")
         elif process.status:
             say(f"the process of the trackers {process.how_it_ended()} (log: {log})")
-
-
-def _pass_on(fd: int, say: Callable[[str], None]) -> None:
-    with open(fd, encoding="utf-8", errors="replace") as messages:
-        for line in messages:
-            say(line.rstrip("\n"))
 
 
 # ---- in the process
@@ -113,10 +114,6 @@ class Notes:
             write_atomically(self._path, msgspec.json.encode(self._sent))
 
 
-Make = Callable[[str | None, Callable[[BaseException], None]], Tracker]
-"""Opens a tracker, with the id of its run, and what to call with an error after which nothing is tried again."""
-
-
 class Callback:
     """Calls the user's function with every record. `failed` gets its errors, `stop` its requests to end the run."""
 
@@ -138,9 +135,6 @@ class Callback:
     def table(self, name: str, version: int, rows: Sequence[Row]) -> None:
         """Not for functions."""
 
-    def flush(self) -> None:
-        """Nothing is kept back."""
-
     def close(self, summary: Mapping[str, Any]) -> None:
         """Nothing to do."""
 
@@ -149,8 +143,16 @@ class Follower:
     """Sends a run's records to one tracker, in the thread that calls `follow`."""
 
     def __init__(
-        self, name: str, make: Make, run: RunDirectory, notes: Notes, *, steps: int, say: Callable[[str], None]
+        self,
+        name: str,
+        make: Callable[[str | None, Callable[[BaseException], None]], Tracker],
+        run: RunDirectory,
+        notes: Notes,
+        *,
+        steps: int,
+        say: Callable[[str], None],
     ) -> None:
+        """`make` opens the tracker, given the id of its run, and what to call with an error that is not to be repeated."""
         self.errors = 0
         self._name, self._make, self._run, self._notes, self._say = name, make, run, notes, say
         self._records = Records(run.root, notes[name].place)
@@ -182,7 +184,6 @@ class Follower:
             for record in self._records.read():
                 self._tracker.write(record)
                 self._table(self._tracker, record)
-            self._tracker.flush()
         except BaseException:
             self._records.place = before
             raise
@@ -198,7 +199,7 @@ class Follower:
         if trained and record.version % self._table_every:
             return
         try:
-            rows = samples(self._run.root, record)
+            rows = samples(self._run, record)
         except (OSError, *INVALID_DATA) as error:
             _log.warning("no samples of version %d: %s", record.version, error)
             return
@@ -225,23 +226,25 @@ def follow_all(run: RunDirectory, stopping: threading.Event, say: Callable[[str]
     """Follow the run for all its trackers and its callback, until `stopping` is set and they have finished."""
     config = RunConfig.model_validate_json(run.settings.read_bytes())
     shown, notes = without_secrets(config), Notes(run.trackers)
+    callback = config.metrics.callback
 
-    def opener(name: str) -> Make:
-        return lambda known, _failed: open_tracker(name, Tracked(run.root, shown, known))
-
-    makers: dict[str, Make] = {name: opener(name) for name in dict.fromkeys(config.metrics.trackers)}
-    if (spec := config.metrics.callback) is not None:
+    def make(name: str, known: str | None, failed: Callable[[BaseException], None]) -> Tracker:
+        if name != callback:
+            return open_tracker(name, Tracked(run.root, shown, known))
         from pipelinerl.environments.user.code import find_function  # noqa: PLC0415 - few runs have one
 
-        makers[spec] = lambda _known, failed: Callback(find_function(spec), failed, lambda why: say(run.request_stop(why)))
-    followers = [Follower(name, make, run, notes, steps=config.trainer.steps, say=say) for name, make in makers.items()]
-    threads = [threading.Thread(target=follower.follow, args=(stopping,), daemon=True) for follower in followers]
+        return Callback(find_function(name), failed, lambda why: say(run.request_stop(why)))
+
+    names = dict.fromkeys([*config.metrics.trackers, *([callback] if callback is not None else [])])
+    steps = config.trainer.steps
+    followers = {name: Follower(name, partial(make, name), run, notes, steps=steps, say=say) for name in names}
+    threads = [threading.Thread(target=one.follow, args=(stopping,), daemon=True) for one in followers.values()]
     for thread in threads:
         thread.start()
     for thread in threads:
         while thread.is_alive():
             thread.join(EVERY_S)
-    for name, follower in zip(makers, followers, strict=True):
+    for name, follower in followers.items():
         if follower.errors > 1:
             say(f"{name}: {follower.errors} errors")
 

@@ -1,14 +1,14 @@
 """The records of a run, and measures for comparing runs: rates, time to a target reward, batch size.
 
-Times are seconds since `begin_s`, when all stages were ready and nothing had been generated: start-up time does not depend
-on the schedule, so it is not counted.
+Times are seconds since `begin_s` (`report.columns`), when all stages were ready and nothing had been generated: start-up
+time does not depend on the schedule, so it is not counted.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise, takewhile
+from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,8 +20,9 @@ from pipelinerl.errors import INVALID_DATA, RunDirectoryError
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.reading import read_lines, read_records
 from pipelinerl.metrics.records import StepRecord
-from pipelinerl.metrics.sinks import EVALUATIONS_FILE, METRICS_FILE
 from pipelinerl.metrics.timeline import TIMELINE_STEM, TimelineRecord
+from pipelinerl.report.columns import begin_s
+from pipelinerl.run_directory import RunDirectory
 from pipelinerl.types import VersionSpan
 
 WINDOW = 5
@@ -52,31 +53,6 @@ class Reached(msgspec.Struct, frozen=True):
     version: int
     time_s: float
     samples: int
-
-
-class BatchSize(msgspec.Struct, frozen=True):
-    """Sequences in progress in all engines together, from `time_s[i]` to `time_s[i + 1]`."""
-
-    time_s: list[float]
-    in_progress: list[int]
-
-
-def begin_s(
-    steps: Sequence[StepRecord], timeline: Iterable[TimelineRecord] = (), evaluations: Sequence[EvaluationRecord] = ()
-) -> float:
-    """The time, on the records' axis, when all stages were ready and nothing had been generated for training.
-
-    The trainer is ready when it begins to wait for its first step. Engines are ready at the last record of the timeline
-    before any sequence is in progress, or at its first record if there is none. The result is the latest of these times and
-    of the end of an evaluation before training, but not later than the start of the first step.
-    """
-    first = steps[0]
-    latest_s = first.time_s - first.train_s
-    begin = latest_s - first.wait_s
-    records = sorted(timeline, key=lambda record: record.time_s)
-    idle = list(takewhile(lambda record: not record.in_progress, records))
-    begin = max([begin, *(record.time_s for record in idle or records[:1])])
-    return min(max([begin, *(one.time_s for one in evaluations if one.when == "before")]), latest_s)
 
 
 def measure(steps: Sequence[StepRecord], begin: float) -> Measured:
@@ -152,36 +128,23 @@ def reached_held_out(
     return None
 
 
-def batch_size_over_time(timeline: Iterable[TimelineRecord], begin: float) -> BatchSize:
-    """Sequences in progress in all engines together, at the time of each timeline record.
+def slots_in_use(timeline: Iterable[TimelineRecord], begin: float, training_s: float, slots: int) -> float | None:
+    """Mean share of the slots of all engines in use during training, over the time in which any slot is in use.
 
-    An engine's number holds until its next record. Records before `begin` only set the value at time 0.
+    The time in which conventional RL trains does not count, but the time in which its batch drains does. An engine's number
+    holds until its next record. None if no slot is ever in use.
     """
+    records = sorted(timeline, key=lambda record: record.time_s)
     now: dict[int, int] = {}
-    times_s: list[float] = []
-    totals: list[int] = []
-    for record in sorted(timeline, key=lambda record: record.time_s):
+    generating_s = slot_s = 0.0
+    for record, after in zip_longest(records, records[1:]):
         now[record.worker] = record.in_progress
-        time_s = max(0.0, record.time_s - begin)
-        if times_s and times_s[-1] == time_s:
-            totals[-1] = sum(now.values())
-        else:
-            times_s.append(time_s)
-            totals.append(sum(now.values()))
-    return BatchSize(time_s=times_s, in_progress=totals)
-
-
-def slots_in_use(batch: BatchSize, slots: int, until_s: float) -> float | None:
-    """Mean share of the slots in use, over the time up to `until_s` in which any slot is in use; None if none ever is.
-
-    The time in which conventional RL trains does not count, but the time in which its batch drains does.
-    """
-    edges = [*(min(time_s, until_s) for time_s in batch.time_s), until_s]
-    spans = [
-        (after - before, size) for (before, after), size in zip(pairwise(edges), batch.in_progress, strict=True) if size
-    ]
-    generating_s = math.fsum(length_s for length_s, _ in spans)
-    return math.fsum(length_s * size for length_s, size in spans) / (generating_s * slots) if generating_s > 0 else None
+        end_s = begin + training_s if after is None else min(after.time_s, begin + training_s)
+        length_s, size = end_s - max(record.time_s, begin), sum(now.values())
+        if length_s > 0 and size:
+            generating_s += length_s
+            slot_s += length_s * size
+    return slot_s / (generating_s * slots) if generating_s > 0 else None
 
 
 def _later_s(steps: Sequence[StepRecord], fill: int) -> float:
@@ -225,15 +188,15 @@ def read_run(run_dir: Path) -> RunRecords:
 
     Raises RunDirectoryError for a folder that is not a run, that has no step, or that is damaged.
     """
-    config = read_config(run_dir)
-    steps = read_records(run_dir / METRICS_FILE, StepRecord)
+    config, run = read_config(run_dir), RunDirectory(run_dir)
+    steps = read_records(run.metrics, StepRecord)
     if not steps:
-        raise RunDirectoryError(f"nothing to draw: {run_dir / METRICS_FILE} holds no optimizer step")
+        raise RunDirectoryError(f"nothing to draw: {run.metrics} holds no optimizer step")
     return RunRecords(
         root=run_dir,
         config=config,
         steps=steps,
-        evaluations=read_records(run_dir / EVALUATIONS_FILE, EvaluationRecord),
+        evaluations=read_records(run.evaluations, EvaluationRecord),
         summary=read_summary(run_dir),
         timeline=read_timeline(run_dir),
     )
@@ -304,21 +267,12 @@ class RecordedTurn(msgspec.Struct, frozen=True):
 
 class RecordedRollout(msgspec.Struct, frozen=True):
     turns: tuple[RecordedTurn, ...]
-    id: str = ""
     reward: float = 0.0
 
     @property
     def tokens(self) -> int:
         """Sampled tokens of all turns."""
         return sum(turn.completion.tokens for turn in self.turns)
-
-    def spans(self) -> Iterator[VersionSpan]:
-        """The version spans of all turns, in positions of the rollout's sampled tokens."""
-        offset = 0
-        for turn in self.turns:
-            for span in turn.completion.weight_versions:
-                yield VersionSpan(span.version, offset + span.start, offset + span.end)
-            offset += turn.completion.tokens
 
 
 class RecordedGroup(msgspec.Struct, frozen=True):

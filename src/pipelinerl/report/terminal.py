@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Group, RenderableType
 from rich.panel import Panel
@@ -15,7 +15,7 @@ from pipelinerl.metrics.evaluations import EvaluatedProblem
 from pipelinerl.metrics.reading import read_json_lines
 from pipelinerl.metrics.statistics import LOW_ESS, REWARD
 from pipelinerl.metrics.summary import edge_of
-from pipelinerl.report import count, new_table, number
+from pipelinerl.report import count, new_table
 from pipelinerl.status.screen import duration, pause, short
 
 Row = tuple[str, str]
@@ -63,37 +63,92 @@ def _answers(path: Path) -> dict[str, EvaluatedProblem]:
     return {one.problem_id: one for one in read_json_lines(path, EvaluatedProblem)} if path.is_file() else {}
 
 
+class _Shown:
+    """The numbers of a summary as attributes, for f-strings: a missing one is `-`."""
+
+    def __init__(self, numbers: Mapping[str, Any]) -> None:
+        self._numbers = numbers
+
+    def __getattr__(self, name: str) -> _Number:
+        return _Number(self._numbers.get(name))
+
+    __getitem__ = __getattr__
+
+
+class _Number(NamedTuple):
+    value: float | None
+
+    def __format__(self, pattern: str) -> str:
+        formats = {"short": short, "bytes": _bytes, "pause": pause, "time": duration}
+        if self.value is None:
+            return "-"
+        return formats[pattern](self.value) if pattern in formats else format(self.value, pattern)
+
+
+def _bytes(size: float) -> str:
+    if size < 2**20:
+        return f"{size / 2**10:.1f} KiB"
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
+
+
 def summary_sections(summary: Mapping[str, Any]) -> tuple[list[Row], ...]:
     """The contents of `summary.json` as rows of text, by section. A missing number is shown as `-`."""
-    return _learning(summary), _throughput(summary), _on_policyness(summary), _resources(summary), _rollouts(summary)
-
-
-def _learning(summary: Mapping[str, Any]) -> list[Row]:
-    nothing = summary.get("nothing_learned")
-    first, last = (_reward(summary[f"reward_{edge}"]) for edge in ("first", "last"))
-    before, after = (_lengths(summary[f"eval_{when}_lengths"]) for when in ("before", "after"))
-    held_out = any(summary[f"eval_reward_{when}"] is not None for when in ("before", "after"))
-    return [
-        *([("NOTHING LEARNED", nothing)] if nothing else []),
-        *([("stopped early", f"by a callback: {why}")] if (why := summary.get("stopped_by")) else []),
-        *([("COLLAPSED", collapse)] if (collapse := summary.get("collapse")) else []),
-        *_metrics(summary),
-        *([("held-out reward", f"{_evaluated(summary, 'before')} -> {_evaluated(summary, 'after')}")] if held_out else []),
-        *_rewards_by_environment(summary),
-        *_online(summary),
-        *([("held-out length", f"{before} -> {after}")] if held_out else []),
-        ("training reward", f"{first} -> {last} (means of {count(edge_of(summary['optimizer_steps']), 'step')} each)"),
+    see = _Shown(summary)
+    steps = f"{count(summary['optimizer_steps'], 'optimizer step')}, {count(summary['samples_trained'], 'rollout')}"
+    throughput = [
+        ("trained", f"{steps} in {see.wall_s:time}"),
+        ("throughput", f"{see.samples_per_s:short} samples/s, {see.tokens_per_s:short} tokens/s generated, with start-up"),
+        ("tokens", f"{see.tokens_generated:short} generated, {see.tokens_trained:short} trained on"),
     ]
+    return (
+        _learning(summary, see),
+        throughput,
+        _on_policyness(summary, see),
+        _resources(summary, see),
+        _rollouts(summary, see),
+    )
+
+
+def _learning(summary: Mapping[str, Any], see: _Shown) -> list[Row]:
+    get = summary.get
+    stopped = f"by a callback: {why}" if (why := get("stopped_by")) else None
+    notes = {"NOTHING LEARNED": get("nothing_learned"), "stopped early": stopped, "COLLAPSED": get("collapse")}
+    rows = [(name, note) for name, note in notes.items() if note] + _metrics(summary)
+    evaluated = any(get(f"eval_reward_{when}") is not None for when in ("before", "after"))
+    if evaluated:
+        known = (get(f"eval_reward_{when}_standard_error") for when in ("before", "after"))
+        errors = ["" if error is None else f" ± {error:.3f}" for error in known]
+        change = f"{see.eval_reward_before:.3f}{errors[0]} -> {see.eval_reward_after:.3f}{errors[1]}"
+        rows.append(("held-out reward", change))
+    before, after = (_Shown(get(f"eval_{when}_metrics", {})) for when in ("before", "after"))
+    names = {*get("eval_before_metrics", {}), *get("eval_after_metrics", {})}
+    for name in sorted(name for name in names if name.endswith(REWARD)):  # of environments and further sets
+        change = f"{before[name]:.3f} -> {after[name]:.3f}"
+        rows.append((f"  {name.removesuffix(REWARD)}", change))
+    evaluations, skipped = get("eval_online", []), get("eval_skipped", 0)
+    if evaluations or skipped:
+        last = [f"the last {one['reward']:.3f} (version {one['version']})" for one in evaluations[-1:]]
+        more = f"; {skipped} skipped" if skipped else ""
+        rows.append(("  during training", ", ".join([f"evaluations: {len(evaluations)}", *last]) + more))
+    if evaluated:
+        lengths = (_Shown(get(f"eval_{when}_lengths") or {}) for when in ("before", "after"))
+        shown = (f"mean {one.mean:.1f}, p50 {one.p50:.0f}, p99 {one.p99:.0f}" for one in lengths)
+        rows.append(("held-out length", " -> ".join(shown)))
+    edge = count(edge_of(summary["optimizer_steps"]), "step")
+    change = f"{see.reward_first:.3f} -> {see.reward_last:.3f} (means of {edge} each)"
+    return [*rows, ("training reward", change)]
 
 
 def _metrics(summary: Mapping[str, Any]) -> list[Row]:
-    """The share of tool calls that failed, and the metrics of the environment; empty for summaries of older versions."""
-    first, last = (summary.get(f"metrics_{edge}", {}) for edge in ("first", "last"))
+    """The share of tool calls that failed, and the metrics of the environment."""
+    first, last = summary.get("metrics_first", {}), summary.get("metrics_last", {})
     names = [name for name in sorted({*first, *last}) if first.get(name) or last.get(name)]
-    rows = [("metrics", ", ".join(f"{name} {_short(first.get(name))} -> {_short(last.get(name))}" for name in names))]
+    see = _Shown(first), _Shown(last)
+    changes = (f"{name} {' -> '.join(f'{edge[name]:short}' for edge in see)}" for name in names)
+    rows = [("metrics", ", ".join(changes))] if names else []
     if any(name.split("/")[-1] == "tool_calls" for name in names):
         rows.insert(0, ("tool errors", f"{_failed_calls(first)} -> {_failed_calls(last)} of the calls"))
-    return rows if names else []
+    return rows
 
 
 def _failed_calls(metrics: Mapping[str, float]) -> str:
@@ -103,65 +158,37 @@ def _failed_calls(metrics: Mapping[str, float]) -> str:
     return f"{failed / calls:.0%}" if calls else "-"
 
 
-def _rewards_by_environment(summary: Mapping[str, Any]) -> list[Row]:
-    """Held-out reward of each environment of a mixture, and of each further set; empty for summaries of older versions."""
-    before, after = (summary.get(f"eval_{when}_metrics", {}) for when in ("before", "after"))
-    names = sorted(name for name in {*before, *after} if name.endswith(REWARD))
-    return [
-        (f"  {name.removesuffix(REWARD)}", f"{_reward(before.get(name))} -> {_reward(after.get(name))}") for name in names
-    ]
-
-
-def _online(summary: Mapping[str, Any]) -> list[Row]:
-    evaluations, skipped = summary.get("eval_online", []), summary.get("eval_skipped", 0)
-    if not evaluations and not skipped:
-        return []
-    last = f", the last {_reward(evaluations[-1]['reward'])} (version {evaluations[-1]['version']})" if evaluations else ""
-    return [("  during training", f"evaluations: {len(evaluations)}{last}" + (f"; {skipped} skipped" if skipped else ""))]
-
-
-def _throughput(summary: Mapping[str, Any]) -> list[Row]:
-    steps = f"{count(summary['optimizer_steps'], 'optimizer step')}, {count(summary['samples_trained'], 'rollout')}"
-    samples, tokens = _short(summary["samples_per_s"]), _short(summary["tokens_per_s"])
-    generated, trained = _short(summary["tokens_generated"]), _short(summary["tokens_trained"])
-    return [
-        ("trained", f"{steps} in {duration(summary['wall_s'])}"),
-        ("throughput", f"{samples} samples/s, {tokens} tokens/s generated, with start-up"),
-        ("tokens", f"{generated} generated, {trained} trained on"),
-    ]
-
-
-def _on_policyness(summary: Mapping[str, Any]) -> list[Row]:
-    trained, sampled = number(summary["trained_length_mean"], ".1f"), number(summary["sampled_length_mean"], ".1f")
-    # Summaries of older versions lack the numbers that are read with `get`.
-    cut, started = summary.get("cut_fraction"), summary.get("started_length_mean")
-    by_start = "" if started is None else f"; {started:.1f} of the latest groups in order of start"
-    share = "" if cut is None else f", {cut:.1%} cut at their limit"
-    steps = summary.get("ess_low_steps", 0)
-    low = f"; below {LOW_ESS:g} in {count(steps, 'step')}, first in step {summary['ess_low_first']}" if steps else ""
+def _on_policyness(summary: Mapping[str, Any], see: _Shown) -> list[Row]:
+    low = summary.get("ess_low_steps", 0)
+    below = f"; below {LOW_ESS:g} in {count(low, 'step')}, first in step {see.ess_low_first:d}" if low else ""
+    lengths = f"{see.trained_length_mean:.1f} tokens trained on, {see.sampled_length_mean:.1f} sampled"
+    if summary.get("started_length_mean") is not None:
+        lengths += f"; {see.started_length_mean:.1f} of the latest groups in order of start"
+    if summary.get("cut_fraction") is not None:
+        lengths += f", {see.cut_fraction:.1%} cut at their limit"
     rows = [
-        ("ESS", f"mean {_reward(summary['ess_mean'])}, min {_reward(summary['ess_min'])}{low}"),
-        ("lag", f"mean {number(summary['lag_mean'], '.2f')}, max {number(summary['lag_max'], '.0f')} optimizer steps"),
-        ("completion length", f"{trained} tokens trained on, {sampled} sampled{by_start}{share}"),
+        ("ESS", f"mean {see.ess_mean:.3f}, min {see.ess_min:.3f}{below}"),
+        ("lag", f"mean {see.lag_mean:.2f}, max {see.lag_max:.0f} optimizer steps"),
+        ("completion length", lengths),
     ]
-    lag, limited = summary.get("longest_lag_mean"), summary.get("longest_limited_fraction")
-    if lag is not None and limited is not None:
-        together = f"correlation of length and lag {number(summary['length_lag_correlation'], '.2f')}"
-        rows.append(("longest quarter", f"lag mean {lag:.2f}, {limited:.2%} of weights limited; {together}"))
+    if summary.get("longest_lag_mean") is not None:
+        limited = f"lag mean {see.longest_lag_mean:.2f}, {see.longest_limited_fraction:.2%} of weights limited"
+        rows.append(("longest quarter", f"{limited}; correlation of length and lag {see.length_lag_correlation:.2f}"))
     return rows
 
 
-def _resources(summary: Mapping[str, Any]) -> list[Row]:
-    p50_s, p99_s = summary["update_pause_s_p50"], summary["update_pause_s_p99"]
-    pauses = f", pause p50 {pause(p50_s)}, p99 {pause(p99_s)}" if p50_s is not None and p99_s is not None else ""
-    size, delta = summary.get("update_bytes_mean"), summary.get("update_delta_fraction")
-    sent = f", {_bytes(size)} each" if size is not None else ""
-    sent += f", {delta:.0%} as deltas" if delta else ""
-    engine, trainer = (number(summary[f"{phase}_busy_fraction"], ".0%") for phase in ("engine", "trainer"))
+def _resources(summary: Mapping[str, Any], see: _Shown) -> list[Row]:
+    updates = f"{see.weight_updates:short}"
+    if summary.get("update_pause_s_p50") is not None:
+        updates += f", pause p50 {see.update_pause_s_p50:pause}, p99 {see.update_pause_s_p99:pause}"
+    if summary.get("update_bytes_mean") is not None:
+        updates += f", {see.update_bytes_mean:bytes} each"
+    if summary.get("update_delta_fraction"):
+        updates += f", {see.update_delta_fraction:.0%} as deltas"
     gpus = _memory(summary.get("peak_gpu_memory_bytes", {}))
     return [
-        ("weight updates", f"{_short(summary['weight_updates'])}{pauses}{sent}"),
-        ("busy", f"engine {engine}, trainer {trainer}"),
+        ("weight updates", updates),
+        ("busy", f"engine {see.engine_busy_fraction:.0%}, trainer {see.trainer_busy_fraction:.0%}"),
         ("peak memory", _memory(summary["peak_memory_bytes"]) or "-"),
         *([("peak GPU memory", gpus)] if gpus else []),
     ]
@@ -172,54 +199,25 @@ def _memory(peaks: Mapping[str, int]) -> str:
     return f"{_bytes(sum(peaks.values()))} ({parts})" if peaks else ""
 
 
-def _rollouts(summary: Mapping[str, Any]) -> list[Row]:
+def _rollouts(summary: Mapping[str, Any], see: _Shown) -> list[Row]:
     dropped: Mapping[str, int] = summary["rollouts_dropped"]
     reasons = f" ({', '.join(f'{reason} {rollouts}' for reason, rollouts in dropped.items())})" if dropped else ""
     account = (
-        f"{number(summary['rollouts_started'], 'd')} started = {summary['rollouts_trained']} trained "
-        f"+ {sum(dropped.values())} dropped{reasons} + {summary['rollouts_queued']} queued "
-        f"+ {number(summary['rollouts_in_progress'], 'd')} unfinished"
+        f"{see.rollouts_started:d} started = {see.rollouts_trained:d} trained + {sum(dropped.values())} dropped{reasons} "
+        f"+ {see.rollouts_queued:d} queued + {see.rollouts_in_progress:d} unfinished"
     )
     rows = [("rollouts", account)]
-    rows += _costs(summary)
+    if "generated_per_trained" in summary:
+        cost = _Shown(summary["generated_per_trained"])
+        shares = "".join(f", {share:.1%} {reason}" for reason, share in summary["dropped_fraction"].items())
+        without = f"{see.no_gradient_fraction:.1%} of these without gradient"
+        rows.append(
+            ("generated", f"{cost.rollouts:.2f} rollouts, {cost.tokens:.2f} tokens per one trained on{shares}; {without}")
+        )
+    if summary.get("groups_skipped"):
+        rows.append(("skipped", f"{see.groups_skipped:d} problems ({see.skipped_fraction:.1%}) by the online filter"))
     if lengths := summary.get("actor_dropped_length_mean"):
         rows.append(("dropped by actor", ", ".join(f"{why}: {mean:.1f} tokens each" for why, mean in lengths.items())))
     if "conservation_error" in summary:
         rows.append(("NOT ACCOUNTED FOR", f"{summary['conservation_error']['missing']} rollouts: see summary.json"))
     return rows
-
-
-def _costs(summary: Mapping[str, Any]) -> list[Row]:
-    """What was generated for what was trained on; empty for summaries of older versions."""
-    if "generated_per_trained" not in summary:
-        return []
-    rollouts, tokens = (number(summary["generated_per_trained"][name], ".2f") for name in ("rollouts", "tokens"))
-    dropped = "".join(f", {share:.1%} {reason}" for reason, share in summary["dropped_fraction"].items())
-    without = number(summary["no_gradient_fraction"], ".1%")
-    cost = f"{rollouts} rollouts, {tokens} tokens per one trained on{dropped}; {without} of these without gradient"
-    skipped = f"{summary['groups_skipped']} problems ({number(summary['skipped_fraction'], '.1%')}) by the online filter"
-    return [("generated", cost), *([("skipped", skipped)] if summary["groups_skipped"] else [])]
-
-
-def _evaluated(summary: Mapping[str, Any], when: str) -> str:
-    error = summary[f"eval_reward_{when}_standard_error"]
-    return _reward(summary[f"eval_reward_{when}"]) + (f" ± {error:.3f}" if error is not None else "")
-
-
-def _lengths(lengths: Mapping[str, float | None] | None) -> str:
-    patterns = {"mean": ".1f", "p50": ".0f", "p99": ".0f"}
-    return ", ".join(f"{name} {number(lengths[name], pattern)}" for name, pattern in patterns.items()) if lengths else "-"
-
-
-def _reward(value: float | None) -> str:
-    return number(value, ".3f")
-
-
-def _short(value: float | None) -> str:
-    return "-" if value is None else short(value)
-
-
-def _bytes(size: float) -> str:
-    if size < 2**20:
-        return f"{size / 2**10:.1f} KiB"
-    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"

@@ -10,7 +10,6 @@ import msgspec
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
-from rich.padding import Padding
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -21,8 +20,8 @@ from pipelinerl.status.screen import (
     NO_STAGE,
     REDRAW_S,
     SILENT_S,
+    RunView,
     Trends,
-    View,
     dropped_by_reason,
     duration,
     headline,
@@ -30,15 +29,14 @@ from pipelinerl.status.screen import (
     printable,
     reasons,
     throughput,
-    wait_line,
 )
 from pipelinerl.types import ActorProgress, StageStatus, TrainerProgress
 
 NARROW = 92
-"""Columns of a terminal below which a stage takes two lines."""
+"""Columns of a terminal below which the rates of stages are left out."""
 
 _BARS = "▁▂▃▄▅▆▇█"
-MARKS = {
+_MARKS = {
     "starting": ("◌", "cyan"),
     "working": ("●", "green"),
     "waiting": ("◦", "yellow"),
@@ -47,7 +45,7 @@ MARKS = {
 }
 
 
-class LiveView(View):
+class LiveView(RunView):
     """A view redrawn in place. Takes over the terminal at the first update, and releases it in `close`."""
 
     def __init__(self, stream: TextIO, *, target: int, title: str = "pipelinerl") -> None:
@@ -82,36 +80,29 @@ class LiveView(View):
     def _draw(self, statuses: Mapping[str, StageStatus], now: float) -> None:
         self._drawn_s = now
         self._trends.observe(statuses, now)
-        elapsed_s = now - self._first_s
-        width, title = self._live.console.width, self._title
-        screen = render(statuses, now, self._target, trends=self._trends, elapsed_s=elapsed_s, title=title, width=width)
-        self._live.update(screen, refresh=True)
+        body = render(statuses, now, self._target, self._trends, now - self._first_s, width=self._live.console.width)
+        panel = Panel(body, title=escape(self._title), title_align="left", border_style="dim", padding=(0, 1))
+        self._live.update(panel, refresh=True)
 
 
 def render(
-    statuses: Mapping[str, StageStatus],
-    now: float,
-    target: int,
-    *,
-    trends: Trends | None = None,
-    elapsed_s: float | None = None,
-    title: str = "pipelinerl",
-    width: int = 120,
+    statuses: Mapping[str, StageStatus], now: float, target: int, trends: Trends, elapsed_s: float, *, width: int = 120
 ) -> RenderableType:
-    """The whole view at `now` (`time.monotonic`) of a run of `target` optimizer steps. Stages may be missing."""
-    trends = trends or Trends()
-    progress, stages = (_narrow_progress, _narrow_stages) if width < NARROW else (_progress_line, _stages)
-    trainer = trainer_progress(statuses) or TrainerProgress()
-    body = Group(
-        progress(trainer.version, target, trends, elapsed_s),
-        Text(),
+    """The view at `now` (`time.monotonic`) of a run of `target` optimizer steps. Stages may be missing."""
+    version = (trainer_progress(statuses) or TrainerProgress()).version
+    share, left = version / target if target else 0.0, trends.remaining_s(max(0, target - version))
+    bar = Table.grid(expand=True)
+    bar.add_row(ProgressBar(max(1, target), version))
+    times = f"   {share:.0%}   {duration(elapsed_s)} elapsed, {duration(left)} left"
+    return Group(
+        Text(f"step {version}/{target}", "bold").append(times, "not bold"),
+        bar,
         _learning_line(statuses, trends),
         Text(),
-        stages(statuses, trends, now),
+        _stages(statuses, trends, now, rates=width >= NARROW),
         Text(),
-        _facts(statuses, now),
+        _facts(statuses),
     )
-    return Panel(body, title=escape(title), title_align="left", border_style="dim", padding=(0, 1))
 
 
 def sparkline(values: Iterable[float], width: int) -> str:
@@ -126,22 +117,10 @@ def sparkline(values: Iterable[float], width: int) -> str:
     return "".join(_BARS[int((mean - low) / spread * (len(_BARS) - 1) + 0.5) if spread else 0] for mean in means)
 
 
-def _progress_line(version: int, target: int, trends: Trends, elapsed_s: float | None) -> RenderableType:
-    line = Table.grid(padding=(0, 2), expand=True)
-    line.add_column(no_wrap=True)
-    line.add_column(ratio=1)
-    line.add_column(no_wrap=True, justify="right")
-    share = version / target if target else 0.0
-    left = trends.remaining_s(max(0, target - version))
-    times = f"{share:4.0%}   {duration(elapsed_s)} elapsed, {duration(left)} left"
-    line.add_row(Text(f"step {version}/{target}", "bold"), ProgressBar(max(1, target), version), times)
-    return line
-
-
 def _learning_line(statuses: Mapping[str, StageStatus], trends: Trends) -> RenderableType:
     actor = actor_total(statuses) or ActorProgress()
     trainer = trainer_progress(statuses) or TrainerProgress()
-    known = [(name, shown) for name, shown in headline(trainer.latest) if shown != "-"]
+    known = headline(trainer.latest)
     line = Text() if known else Text("no optimizer step yet   ", "dim")
     for name, shown in known:
         line.append(f"{name} ", "dim").append(shown, "bold")
@@ -153,42 +132,34 @@ def _learning_line(statuses: Mapping[str, StageStatus], trends: Trends) -> Rende
     return line
 
 
-def _stages(statuses: Mapping[str, StageStatus], trends: Trends, now: float) -> RenderableType:
+def _stages(statuses: Mapping[str, StageStatus], trends: Trends, now: float, *, rates: bool) -> RenderableType:
     table = Table(box=None, padding=(0, 2, 0, 0), expand=True, header_style="dim")
-    for name in ("stage", "state"):
-        table.add_column(name, no_wrap=True)
-    table.add_column("for", no_wrap=True, justify="right")
+    table.add_column("stage", no_wrap=True)
+    table.add_column("state", no_wrap=True)
     table.add_column("doing, or waiting for", ratio=1)
-    table.add_column("busy", no_wrap=True, justify="right")
-    table.add_column("throughput", no_wrap=True)
+    if rates:
+        table.add_column("busy", no_wrap=True, justify="right")
+        table.add_column("throughput", no_wrap=True)
     for status in statuses.values():
-        mark, style = MARKS[status.state]
-        since = duration(now - status.since_s)
-        busy, rates = throughput(status, trends)
-        table.add_row(status.stage, Text(f"{mark} {status.state}", style), since, detail_of(status, now), busy, rates)
+        mark, style = _MARKS[status.state]
+        state = Text(f"{mark} {status.state} {duration(now - status.since_s)}", style)
+        silent_s = now - status.written_s
+        detail = Text(status.detail, "" if status.state == "working" else style)
+        if status.state in ("working", "waiting") and silent_s > SILENT_S:
+            detail = Text(f"no report for {duration(silent_s)}; {status.detail}", "bold red")
+        table.add_row(status.stage, state, detail, *(throughput(status, trends) if rates else ()))
     if not statuses:
-        table.add_row("-", Text("◌ starting", "cyan"), "", NO_STAGE, "", "")
+        table.add_row("-", Text("◌ starting", "cyan"), NO_STAGE)
     return table
 
 
-def detail_of(status: StageStatus, now: float) -> Text:
-    silent_s = now - status.written_s
-    if status.state in ("working", "waiting") and silent_s > SILENT_S:
-        return Text(f"no report for {duration(silent_s)}; {status.detail}", "bold red")
-    return Text(status.detail, "" if status.state == "working" else MARKS[status.state][1])
-
-
-def _facts(statuses: Mapping[str, StageStatus], now: float) -> RenderableType:
+def _facts(statuses: Mapping[str, StageStatus]) -> RenderableType:
+    """Weights, slots and rollouts, as the stages have counted them."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column()
-    engine, actor, trainer = (
-        engine_total(statuses),
-        actor_total(statuses),
-        trainer_progress(statuses) or TrainerProgress(),
-    )
-    if statuses:
-        table.add_row("wait", Text(wait_line(statuses, now)))
+    engine, actor = engine_total(statuses), actor_total(statuses)
+    trainer = trainer_progress(statuses) or TrainerProgress()
     if engine is not None:
         last = f", last pause {pause(engine.pauses_s[-1])}" if engine.pauses_s else ""
         published = f"trainer at version {trainer.version}, engine at {engine.version}"
@@ -203,29 +174,3 @@ def _facts(statuses: Mapping[str, StageStatus], now: float) -> RenderableType:
         text = Text(f"{counts}, ").append(f"{dropped.total()} dropped", "bold yellow" if dropped else "")
         table.add_row("rollouts", text.append(f" ({reasons(dropped)})" if dropped else ""))
     return table
-
-
-def _narrow_progress(version: int, target: int, trends: Trends, elapsed_s: float | None) -> RenderableType:
-    """The step, a bar, and the times in a line each."""
-    lines = Table.grid(expand=True)
-    lines.add_row(Text(f"step {version}/{target}", "bold"))
-    lines.add_row(ProgressBar(max(1, target), version))
-    left, share = trends.remaining_s(max(0, target - version)), version / target if target else 0.0
-    lines.add_row(f"{share:.0%}   {duration(elapsed_s)} elapsed, {duration(left)} left")
-    return lines
-
-
-def _narrow_stages(statuses: Mapping[str, StageStatus], trends: Trends, now: float) -> RenderableType:
-    """Two lines for each stage: what it is, and what it does or waits for."""
-    lines = Table.grid()
-    for status in statuses.values():
-        mark, style = MARKS[status.state]
-        line = Text.assemble((mark, style), f" {status.stage} ", (f"{status.state} {duration(now - status.since_s)}", style))
-        for shown in throughput(status, trends):
-            line.append(f"  {shown}" if shown else "", "dim")
-        lines.add_row(line)
-        if status.detail:
-            lines.add_row(Padding(detail_of(status, now), (0, 0, 0, 2)))
-    if not statuses:
-        lines.add_row(NO_STAGE)
-    return lines

@@ -115,7 +115,7 @@ def plain_line(statuses: Mapping[str, StageStatus], target: int, trends: Trends,
     """A summary in one line, for logs."""
     trainer = trainer_progress(statuses) or TrainerProgress()
     parts = [f"[{duration(elapsed_s):>7}]", f"step {trainer.version}/{target}"]
-    parts += [f"{name} {shown}" for name, shown in headline(trainer.latest) if shown != "-"]
+    parts += [f"{name} {shown}" for name, shown in headline(trainer.latest)]
     rates = {"tok": trends.generated, "samples": trends.samples}
     parts += [per_second(rate, unit) for unit, rate in rates.items() if rate.per_s is not None]
     parts.append(f"queued {trainer.queued}")
@@ -140,17 +140,6 @@ def stage_lines(statuses: Mapping[str, StageStatus], now: float, longer_than_s: 
         elif status.state == "working" and now - status.written_s > max(SILENT_S, longer_than_s):
             lines.append(f"{status.stage} has not reported for {duration(now - status.written_s)}: {status.detail}")
     return lines
-
-
-def wait_line(statuses: Mapping[str, StageStatus], now: float) -> str:
-    """The current wait in one line: that of the trainer, whose steps the run is for, or else the longest one."""
-    waiting = [status for status in statuses.values() if status.state in ("waiting", "starting") and status.detail]
-    if not waiting:
-        return "no stage waits"
-    one = min(waiting, key=lambda status: (not isinstance(status.progress, TrainerProgress), status.since_s))
-    verb = "waits for" if one.state == "waiting" else "starts:"
-    others = f" (and {len(waiting) - 1} more)" if len(waiting) > 1 else ""
-    return f"{one.stage} {verb} {one.detail}, for {duration(now - one.since_s)}{others}"
 
 
 def dropped_by_reason(statuses: Mapping[str, StageStatus]) -> Counter[str]:
@@ -189,17 +178,20 @@ def per_second(rate: Rate, unit: str) -> str:
 
 
 def headline(latest: Mapping[str, float]) -> list[tuple[str, str]]:
-    def shown(name: str, pattern: str) -> str:
-        return format(latest[name], pattern) if name in latest else "-"
-
-    lag = f"{shown('lag_mean', '.1f')} (max {shown('lag_max', '.0f')})" if "lag_mean" in latest else "-"
-    return [
-        ("reward", shown("reward_read_mean", ".3f")),
-        ("ess", shown("ess", ".3f") + (" (low)" if latest.get("ess", 1.0) < LOW_ESS else "")),
-        ("lag", lag),
-        ("entropy", shown("entropy_mean", ".2f")),
-        ("length", shown("completion_length_mean", ".0f")),
-    ]
+    """What is known of the latest step's most important numbers, as (name, text)."""
+    patterns = {
+        "reward": ("reward_read_mean", ".3f"),
+        "ess": ("ess", ".3f"),
+        "lag": ("lag_mean", ".1f"),
+        "entropy": ("entropy_mean", ".2f"),
+        "length": ("completion_length_mean", ".0f"),
+    }
+    found = {name: format(latest[key], pattern) for name, (key, pattern) in patterns.items() if key in latest}
+    if "lag" in found and "lag_max" in latest:
+        found["lag"] += f" (max {latest['lag_max']:.0f})"
+    if latest.get("ess", 1.0) < LOW_ESS:
+        found["ess"] += " (low)"
+    return list(found.items())
 
 
 def throughput(status: StageStatus, trends: Trends) -> tuple[str, str]:
@@ -222,7 +214,7 @@ def reasons(dropped: Counter[str]) -> str:
     return ", ".join(f"{reason} {count}" for reason, count in dropped.most_common())
 
 
-class View:
+class RunView:
     """Shows a run to its user. This one, of kind `none`, only prints messages."""
 
     def __init__(self, stream: TextIO) -> None:

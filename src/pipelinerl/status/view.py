@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdo
 from typing import Any, Literal, TextIO
 
 from pipelinerl.metrics.totals import trainer_progress
-from pipelinerl.status.screen import REDRAW_S, Trends, View, plain_line, stage_lines
+from pipelinerl.status.screen import REDRAW_S, RunView, Trends, plain_line, stage_lines
 from pipelinerl.types import StageStatus
 
 PLAIN_EVERY_S = 10.0
@@ -48,7 +48,7 @@ def output_that_never_fails() -> Iterator[None]:
         yield
 
 
-class PlainView(View):
+class PlainView(RunView):
     """Prints a line every `every_steps` optimizer steps, and at least every 10 s.
 
     It is followed by a line for each evaluation that runs, and for each stage that waits, starts, failed or is silent for
@@ -89,13 +89,13 @@ class PlainView(View):
 
 def make_view(
     kind: Literal["auto", "live", "plain", "none"], stream: TextIO, *, target: int, title: str = "pipelinerl"
-) -> View:
+) -> RunView:
     """The view of kind `metrics.view`. `auto` is live on a terminal that can move its cursor, and plain elsewhere.
 
     It is plain where `CI` is set, too: such terminals are logs that are read later.
     """
     if kind == "none":
-        return View(stream)
+        return RunView(stream)
     if kind == "auto":
         log = os.environ.get("TERM") == "dumb" or os.environ.get("CI", "").lower() not in ("", "0", "false")
         kind = "live" if stream.isatty() and not log else "plain"

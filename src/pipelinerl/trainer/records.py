@@ -49,6 +49,7 @@ def step_record(
         reward_read_mean=fmean(rewards + queue.dropped_rewards()),
         reward_std=pstdev(rewards),
         versions_in_batch=len({version for sample in samples for version in sample.versions}),
+        crossing_fraction=fmean(min(sample.versions) < max(sample.versions) for sample in samples),
         completion_length_mean=fmean(lengths),
         completion_length_max=max(lengths),
         sampled_length_mean=queue.sampled_length_mean,

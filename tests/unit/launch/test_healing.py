@@ -29,7 +29,7 @@ from pipelinerl.metrics.totals import actor_total
 from pipelinerl.run_directory import RunDirectory
 from pipelinerl.schedule import make_schedule
 from pipelinerl.status.board import MemoryBoard, last_statuses
-from pipelinerl.status.screen import View
+from pipelinerl.status.screen import RunView
 from pipelinerl.types import ActorProgress, EngineProgress, TrainerProgress
 from pipelinerl.weights.sending import SharedWeightSender
 from tests.unit.hub.hub_parts import Asking, K, status
@@ -85,7 +85,7 @@ class Host:
         return self.hub.admission.parts
 
 
-class Said(View):
+class Said(RunView):
     def __init__(self) -> None:
         self.lines: list[str] = []
 

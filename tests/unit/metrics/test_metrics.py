@@ -12,7 +12,7 @@ from pipelinerl.errors import RunDirectoryError
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.reading import read_records
 from pipelinerl.metrics.records import EngineRecord, StepRecord
-from pipelinerl.metrics.sinks import EVALUATIONS_FILE, METRICS_FILE, JsonlSink
+from pipelinerl.metrics.sinks import JsonlSink
 from pipelinerl.metrics.statistics import mean_metrics
 from pipelinerl.status.screen import Rate
 from pipelinerl.types import EngineProgress
@@ -37,31 +37,31 @@ def test_records_survive_the_file(tmp_path: Path) -> None:
     engine = EngineRecord.of(EngineProgress(version=1, in_progress=3, tokens_generated=90, pauses_s=(0.2, 0.1)), 45.0)
     records = [step(1, reward_mean=0.25, dropped={"stale": 2}), step(2, engine=msgspec.to_builtins(engine))]
     write(tmp_path, evaluation("before", 0), *records, evaluation("after", 2))
-    assert read_records(tmp_path / METRICS_FILE, StepRecord) == records
-    assert [e.when for e in read_records(tmp_path / EVALUATIONS_FILE, EvaluationRecord)] == ["before", "after"]
+    assert read_records(tmp_path / "metrics.jsonl", StepRecord) == records
+    assert [e.when for e in read_records(tmp_path / "evaluations.jsonl", EvaluationRecord)] == ["before", "after"]
     assert records[1].engine == engine
     assert engine.update_pause_s == 0.1
 
 
 def test_a_number_that_is_not_finite_reads_back_as_none(tmp_path: Path) -> None:
     JsonlSink(tmp_path).write(StepRecord(version=1, time_s=1.0, samples=8, loss=math.nan, grad_norm=math.inf))
-    (record,) = read_records(tmp_path / METRICS_FILE, StepRecord)
+    (record,) = read_records(tmp_path / "metrics.jsonl", StepRecord)
     assert record.loss is None
     assert record.grad_norm is None
 
 
 def test_a_torn_last_line_is_left_out_and_a_resumed_run_writes_on(tmp_path: Path) -> None:
     write(tmp_path, step(1))
-    with (tmp_path / METRICS_FILE).open("ab") as file:
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
         file.write(b'{"version":2,"time_s":')
-    assert [r.version for r in read_records(tmp_path / METRICS_FILE, StepRecord)] == [1]
+    assert [r.version for r in read_records(tmp_path / "metrics.jsonl", StepRecord)] == [1]
     write(tmp_path, step(2))
-    assert [r.version for r in read_records(tmp_path / METRICS_FILE, StepRecord)] == [1, 2]
+    assert [r.version for r in read_records(tmp_path / "metrics.jsonl", StepRecord)] == [1, 2]
 
 
 @pytest.mark.parametrize("damage", [b"garbage\n", b'{"version":"two"}\n', b"{}\n", b"\n"])
 def test_a_damaged_line_is_named(tmp_path: Path, damage: bytes) -> None:
-    path = tmp_path / METRICS_FILE
+    path = tmp_path / "metrics.jsonl"
     path.write_bytes(msgspec.json.encode(step(1)) + b"\n" + damage + msgspec.json.encode(step(2)) + b"\n")
     with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl, line 2"):
         read_records(path, StepRecord)
@@ -70,20 +70,20 @@ def test_a_damaged_line_is_named(tmp_path: Path, damage: bytes) -> None:
 def test_steps_repeated_after_a_resume_replace_the_abandoned_ones(tmp_path: Path) -> None:
     losses = [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0), (3, 30.0), (4, 40.0)]
     write(tmp_path, *(step(version, loss=loss) for version, loss in losses))
-    records = read_records(tmp_path / METRICS_FILE, StepRecord)
+    records = read_records(tmp_path / "metrics.jsonl", StepRecord)
     assert [(r.version, r.loss) for r in records] == [(1, 1.0), (2, 2.0), (3, 30.0), (4, 40.0)]
 
 
 def test_an_evaluation_after_is_repeated_by_a_longer_run_and_the_one_before_stays(tmp_path: Path) -> None:
     write(tmp_path, evaluation("before", 0), evaluation("after", 5), evaluation("after", 5), evaluation("after", 9))
-    records = read_records(tmp_path / EVALUATIONS_FILE, EvaluationRecord)
+    records = read_records(tmp_path / "evaluations.jsonl", EvaluationRecord)
     assert [(r.when, r.version) for r in records] == [("before", 0), ("after", 5), ("after", 9)]
 
 
 def test_online_evaluations_of_an_abandoned_past_are_replaced_even_if_they_only_reached_into_it(tmp_path: Path) -> None:
     spans = [(20, 24), (40, 46), (60, 66), (45, 48), (60, 61)]  # a resume from version 45, where that of 40 is caught up
     write(tmp_path, *(msgspec.structs.replace(evaluation("online", start), version_max=end) for start, end in spans))
-    records = read_records(tmp_path / EVALUATIONS_FILE, EvaluationRecord)
+    records = read_records(tmp_path / "evaluations.jsonl", EvaluationRecord)
     assert [(r.version, r.version_max) for r in records] == [(20, 24), (45, 48), (60, 61)]
 
 

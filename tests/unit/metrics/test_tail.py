@@ -13,7 +13,9 @@ from pipelinerl.metrics import tail as tail_module
 from pipelinerl.metrics.evaluations import EvaluatedProblem, EvaluationRecord
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.sinks import JsonlSink
-from pipelinerl.metrics.tail import SAMPLES, Records, Tail, samples
+from pipelinerl.metrics.tail import Records, Tail
+from pipelinerl.metrics.trackers import SAMPLES, samples
+from pipelinerl.run_directory import RunDirectory
 from pipelinerl.types import Completion, Group, Problem, Rollout, Turn
 
 
@@ -114,7 +116,7 @@ def test_samples_are_answers_of_the_evaluation_and_the_newest_group(tmp_path: Pa
     folder.mkdir()
     answers = [EvaluatedProblem(problem_id=str(i), reward=0.5, prompt="1+1", completion="2", length=3) for i in range(20)]
     (folder / "evaluation-v4.jsonl").write_bytes(msgspec.json.Encoder().encode_lines(answers))
-    rows = samples(tmp_path, evaluation(4, 1.0))
+    rows = samples(RunDirectory(tmp_path), evaluation(4, 1.0))
     assert len(rows) == SAMPLES
     assert rows[0] == (4, "1+1", "2", 0.5, 3)
 
@@ -124,4 +126,4 @@ def test_samples_are_answers_of_the_evaluation_and_the_newest_group(tmp_path: Pa
     rollout = Rollout(turns=(Turn(prompt_ids=(1,), completion=completion, text="7"),), reward=1.0)
     groups = [Group(index=i, problem=Problem(id="p", payload={"a": i}), rollouts=(rollout,), started=1) for i in range(2)]
     (folder / "rollouts.jsonl").write_bytes(msgspec.json.Encoder().encode_lines(groups) + b'{"index":2,')
-    assert samples(tmp_path, step(9)) == [(9, '{"a":1}', "7", 1.0, 2)]
+    assert samples(RunDirectory(tmp_path), step(9)) == [(9, '{"a":1}', "7", 1.0, 2)]

@@ -62,8 +62,6 @@ class Kept:
 
     def table(self, name: str, version: int, rows: Sequence[Row]) -> None: ...
 
-    def flush(self) -> None: ...
-
     def close(self, summary: Mapping[str, Any]) -> None:
         self.summaries.append(summary)
 

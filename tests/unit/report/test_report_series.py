@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from statistics import fmean
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -16,12 +17,11 @@ from pipelinerl.config.schema import RunConfig, ScheduleConfig
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.timeline import TimelineRecord
+from pipelinerl.report import columns as module
+from pipelinerl.report.columns import Columns, Seen, StepColumns, begin_s
 from pipelinerl.report.series import (
     WINDOW,
-    BatchSize,
     Reached,
-    batch_size_over_time,
-    begin_s,
     measure,
     name_of,
     rate_after,
@@ -55,6 +55,22 @@ def test_time_begins_when_the_trainer_is_ready_and_engines_are() -> None:
     after = EvaluationRecord(when="after", version=10, time_s=30.0, problems=1)
     assert begin_s(STEPS, [], [before, after]) == 6.0
     assert begin_s(STEPS, [look(0, 99.0, 0)]) == 6.5  # never after the first step began
+
+
+def test_columns_of_steps_have_times_sums_and_rates() -> None:
+    columns = StepColumns()
+    before = EvaluationRecord(when="before", version=0, time_s=6.0, problems=1)
+    for one in [*STEPS[:4], step(3, 20.0, tokens_trained=100), step(4, 24.0, tokens_trained=100, ess=0.5)]:  # resumed
+        columns.add(one, [before])
+    assert columns.begin_s == 6.0
+    assert list(columns["version"]) == [1, 2, 3, 4]
+    assert list(columns["rollouts"]) == [10, 20, 30, 40]
+    assert [60 * minutes for minutes in columns["minutes"]] == pytest.approx([1, 3, 14, 18])
+    assert list(columns["samples_per_s"]) == pytest.approx([10, 5, 10 / 11, 2.5])
+    assert list(columns["trained_per_s"])[2:] == pytest.approx([100 / 11, 25])
+    assert [math.isnan(ess) for ess in columns["ess"]] == [True, True, True, False]
+    assert all(map(math.isnan, columns["never"]))
+    assert len(columns["never"]) == 4
 
 
 def test_rates_are_over_all_of_training() -> None:
@@ -107,35 +123,17 @@ def test_reaching_a_target(rewards: list[float | None], target: float) -> None:
         assert (found.version, found.time_s, found.samples) == (expected, 2.0 * expected, 10 * expected)
 
 
-def total_at(timeline: list[TimelineRecord], time_s: float) -> int:
-    """What all engines had said by then."""
-    latest: dict[int, TimelineRecord] = {}
-    for sample in timeline:
-        known = latest.get(sample.worker)
-        if sample.time_s <= time_s and (known is None or sample.time_s >= known.time_s):
-            latest[sample.worker] = sample
-    return sum(sample.in_progress for sample in latest.values())
-
-
 @pytest.mark.parametrize("seed", range(5))
-def test_batch_size_adds_up_over_engines(seed: int) -> None:
+def test_slots_in_use_while_generating(seed: int) -> None:
     rng = random.Random(seed)
-    times = rng.sample(range(1000), 60)
-    timeline = [look(rng.randrange(3), time / 10, rng.randrange(9)) for time in times]
-    found = batch_size_over_time(timeline, 30.0)
-    assert found.time_s == sorted(found.time_s)
-    assert len(set(found.time_s)) == len(found.time_s)
-    assert found.time_s[0] == 0.0
-    for time_s, total in zip(found.time_s, found.in_progress, strict=True):
-        assert total == total_at(timeline, time_s + 30.0)
-
-
-def test_slots_in_use_while_generating() -> None:
-    batch = BatchSize(time_s=[0.0, 1.0, 3.0, 4.0], in_progress=[8, 4, 0, 8])
-    assert slots_in_use(batch, 8, 6.0) == pytest.approx((1 * 8 + 2 * 4 + 2 * 8) / (5 * 8))
-    assert slots_in_use(batch, 8, 3.5) == pytest.approx((1 * 8 + 2 * 4) / (3 * 8))  # what comes later does not count
-    assert slots_in_use(BatchSize([0.0], [0]), 8, 5.0) is None
-    assert slots_in_use(BatchSize([], []), 8, 5.0) is None
+    timeline = [look(rng.randrange(3), time / 8, rng.choice((0, 0, 5))) for time in rng.sample(range(800), 60)]
+    totals = []  # of all engines, in the middle of each eighth of a second from 30 s to 90 s
+    for eighth in range(240, 720):
+        so_far = sorted((one for one in timeline if one.time_s <= eighth / 8), key=lambda one: one.time_s)
+        totals.append(sum({one.worker: one.in_progress for one in so_far}.values()))
+    assert slots_in_use(timeline, 30.0, 60.0, 16) == pytest.approx(fmean(total for total in totals if total) / 16)
+    assert slots_in_use([look(0, 1.0, 0)], 0.0, 5.0, 8) is None
+    assert slots_in_use([], 0.0, 5.0, 8) is None
 
 
 def slow_reached_held_out(points: list[tuple[int, float]], steps: list[StepRecord], begin: float, target: float) -> object:
@@ -163,3 +161,33 @@ def test_the_step_that_reaches_a_held_out_reward(hundredths: list[int], every: i
 def test_schedules_have_the_names_that_comparisons_use() -> None:
     assert name_of(RunConfig(schedule=ScheduleConfig(kind="conventional", steps_per_round=2))) == "conventional:2"
     assert name_of(RunConfig()) == "pipeline"
+
+
+def follow_page(curves: Columns, page: dict[str, list[Any]], at: Seen) -> Seen:
+    """What a page does with a part of the curves."""
+    part, at = curves.since(at)
+    if part is not None:
+        for name, values in part["columns"].items():
+            page[name] = [*page.get(name, [])[: part["start"]], *values]
+    return at
+
+
+def test_a_page_that_follows_has_what_a_new_page_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_POINTS", 8)
+    curves, page, at = Columns(), dict[str, list[Any]](), Seen()
+    for n in range(100):
+        curves.append({"n": n, **({"late": 2.0} if n >= 50 else {}), "bad": math.nan})
+        if n in (17, 60):
+            curves.cut(n - 4)  # resumed
+        if n % 3 == 0:
+            at = follow_page(curves, page, at)
+    at = follow_page(curves, page, at)
+    fresh: dict[str, list[Any]] = {}
+    follow_page(curves, fresh, Seen())
+    assert page == fresh
+    assert 4 < len(page["n"]) <= 8
+    assert set(page["bad"]) == {None}
+    assert page["n"] == sorted(page["n"])
+    assert page["late"][0] is None
+    assert page["late"][-1] == 2.0
+    assert curves.since(at) == (None, at)

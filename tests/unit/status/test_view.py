@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from pipelinerl.status.live import LiveView, render, sparkline
-from pipelinerl.status.screen import Trends, duration, headline, short, wait_line
+from pipelinerl.status.screen import Trends, duration, headline, short
 from pipelinerl.status.view import PlainView, make_view, output_that_never_fails
 from pipelinerl.types import ActorProgress, EngineProgress, StageStatus, TrainerProgress
 
@@ -56,9 +56,9 @@ def statuses(now: float, version: int = 37) -> dict[str, StageStatus]:
     }
 
 
-def drawn(*args: object, width: int = 120, **options: object) -> str:
+def drawn(found: dict[str, StageStatus], now: float, *, trends: Trends | None = None, width: int = 120) -> str:
     console = Console(file=StringIO(), width=width, height=50)
-    console.print(render(*args, width=width, **options))
+    console.print(render(found, now, 100, trends or Trends(), 72.0, width=width))
     return console.file.getvalue()
 
 
@@ -66,9 +66,8 @@ def test_the_screen_says_everything_at_a_glance() -> None:
     trends = Trends()
     for now in range(100, 120, 2):
         trends.observe(statuses(now, version=now - 82), now)
-    text = drawn(statuses(119), 119, 100, trends=trends, elapsed_s=72.0, title="gcd [pipeline]")
+    text = drawn(statuses(119), 119, trends=trends)
     for shown in (
-        "gcd [pipeline]",
         "step 37/100",
         "37%",
         "1:12 elapsed, 1:03 left",
@@ -76,7 +75,7 @@ def test_the_screen_says_everything_at_a_glance() -> None:
         "ess 0.971",
         "lag 1.8 (max 5)",
         "held-out before 0.310",
-        "waiting  12s  the trainer (version 37): [64] rollouts are outstanding",
+        "waiting 12s  the trainer (version 37): [64] rollouts are outstanding",
         "96%",
         "1k tok/s",
         "64 samples/s, 500 tok/s",
@@ -88,16 +87,15 @@ def test_the_screen_says_everything_at_a_glance() -> None:
 
 
 def test_a_silent_stage_stands_out() -> None:
-    assert "no report for 1:40; one token" in drawn(statuses(100), 200, 100)
-    assert "no report" not in drawn(statuses(100), 110, 100)
+    assert "no report for 1:40; one token" in drawn(statuses(100), 200)
+    assert "no report" not in drawn(statuses(100), 110)
 
 
 @pytest.mark.parametrize("width", [20, 60, 100, 200])
 def test_an_early_or_narrow_screen_is_drawn_all_the_same(width: int) -> None:
-    assert "step 0/100" in drawn({}, 0, 100, width=80)
     bare = StageStatus(stage="engine", pid=1, state="starting", detail="loading", since_s=0, written_s=0)
     for given_statuses in ({}, {"engine": bare}, statuses(5)):
-        lines = drawn(given_statuses, 5.0, 100, width=width).splitlines()
+        lines = drawn(given_statuses, 5.0, width=width).splitlines()
         assert lines
         assert all(len(line) <= width for line in lines)
 
@@ -158,19 +156,11 @@ def test_plain_lines_come_every_few_steps_or_ten_seconds() -> None:
     assert lines[1].strip() == "actor waiting for 12s: the trainer (version 37): [64] rollouts are outstanding"
 
 
-@pytest.mark.parametrize(
-    ("seconds", "shown"),
-    [(None, "-"), (0.4, "0s"), (59.4, "59s"), (59.6, "1:00"), (187, "3:07"), (7505, "2:05:05"), (-3, "0s")],
-)
-def test_duration(seconds: float | None, shown: str) -> None:
-    assert duration(seconds) == shown
-
-
-@pytest.mark.parametrize(
-    ("value", "shown"), [(0, "0"), (7.812, "7.81"), (999.4, "999"), (999.9, "1k"), (7812, "7.81k"), (1.2e6, "1.2M")]
-)
-def test_short(value: float, shown: str) -> None:
-    assert short(value) == shown
+def test_numbers_as_text() -> None:
+    durations = {None: "-", 0.4: "0s", 59.4: "59s", 59.6: "1:00", 187: "3:07", 7505: "2:05:05", -3: "0s"}
+    assert {seconds: duration(seconds) for seconds in durations} == durations
+    numbers = {0: "0", 7.812: "7.81", 999.4: "999", 999.9: "1k", 7812: "7.81k", 1.2e6: "1.2M"}
+    assert {value: short(value) for value in numbers} == numbers
 
 
 def test_sparkline_rises() -> None:
@@ -198,22 +188,11 @@ def test_text_of_data_and_models_never_controls_the_terminal(kind: Any) -> None:
     assert not [code for code in ("\x07", "\x9b", "\u202e", "\x1b[2J", "\x1b]") if code in stream.getvalue()]
 
 
-@pytest.mark.parametrize("width", [40, 60])
-def test_a_narrow_screen_has_room_for_what_a_stage_waits_for(width: int) -> None:
-    text = drawn(statuses(119), 119, 100, elapsed_s=72.0, width=width)
-    words = " ".join(word for line in text.splitlines() for word in line.strip("│").split())
-    assert "◦ actor waiting 12s the trainer (version 37): [64] rollouts are outstanding" in words
-    assert "37% 1:12 elapsed, - left" in words
-
-
-def test_the_current_wait_is_one_line() -> None:
-    found = statuses(100)
-    waits = "the trainer (version 37): [64] rollouts are outstanding"
-    assert wait_line(found, 100) == f"actor waits for {waits}, for 12s"
-    found["trainer"] = replace(found["trainer"], state="waiting", detail="samples: 3 of 64 are here", since_s=97)
-    assert wait_line(found, 100) == "trainer waits for samples: 3 of 64 are here, for 3s (and 1 more)"
-    assert waits in drawn(statuses(100), 100, 100, width=200)
-    assert wait_line({"engine": found["engine"]}, 100) == "no stage waits"
+def test_a_narrow_screen_has_room_for_what_a_stage_waits_for() -> None:
+    text = drawn(statuses(119), 119, width=60)
+    assert "actor    ◦ waiting 12s  the trainer (version 37): [64]" in text
+    assert "rollouts are outstanding" in text
+    assert "tok/s" not in text
 
 
 def test_a_plain_log_says_what_the_first_step_waits_for() -> None:

@@ -9,7 +9,7 @@ const LOAD_AXIS = "minutes since the start";  // slots are in use before trainin
 const CHARTS = [
   { title: "Reward", lines: [["reward_mean", "training"], ["reward_read_mean", "all read"]], smooth: 5, heldOut: true, large: true },
   { title: "Lag of trained tokens, in steps", lines: [["lag_mean", "mean"], ["lag_max", "max"]], zero: true },
-  { title: "Rollouts that cross weight versions", lines: [["crossing", "share"]], share: true },
+  { title: "Rollouts that cross weight versions", lines: [["crossing_fraction", "share"]], share: true },
   { title: "Effective sample size", lines: [["ess", "1 is on-policy: now"]], share: true, low: 0.5 },  // LOW_ESS of metrics/statistics.py
   { title: "Slots in use", lines: [["in_progress", "in use"], ["queued", "queued"]], load: true, zero: true },
   { title: "Tokens per second", lines: [["engine/tokens_per_s", "generated"], ["trained_per_s", "trained on, with gradient"]], smooth: 5, zero: true },
@@ -254,8 +254,6 @@ function drawRun(run) {
   $("#progress").value = share;
   const left = known(now.left) ? `, ${duration(now.left * 60)} left` : "";
   $("#times").textContent = `step ${now.version} of ${now.target ?? "–"} · ${(100 * share).toFixed(0)}% · ${duration(now.elapsed * 60)} elapsed${left}`;
-  $("#wait").textContent = now.wait;
-  $("#wait").hidden = !now.wait;
   const damaged = now.damaged ? `${now.damaged} lines of the records are damaged and left out` : "";
   $("#message").textContent = [now.message, damaged].filter(Boolean).join("\n");
   $("#message").hidden = !$("#message").textContent;

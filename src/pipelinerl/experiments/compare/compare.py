@@ -41,9 +41,9 @@ from pipelinerl.experiments.runs import Execution, Folder, claimed, remove_parts
 from pipelinerl.experiments.watch.page import shown_run
 from pipelinerl.metrics.reading import read_records
 from pipelinerl.metrics.records import StepRecord
-from pipelinerl.metrics.sinks import METRICS_FILE
 from pipelinerl.report import number, only_shown, write_file, write_json
 from pipelinerl.report.series import RunRecords, read_run, tokens_rate_after
+from pipelinerl.run_directory import RunDirectory
 
 
 class PlannedRun(NamedTuple):
@@ -155,7 +155,7 @@ class _Session:
         execution = self._executed(
             planned.name, contender, settings, planned.seed, request.steps, weights_every=weights_every
         )
-        steps = read_records(path / METRICS_FILE, StepRecord)
+        steps = read_records(RunDirectory(path).metrics, StepRecord)
         outcome = (
             f"{sum(step.samples for step in steps)} rollouts, {steps[-1].time_s:.0f} s with start-up" if steps else "no step"
         )
@@ -174,7 +174,7 @@ class _Session:
         self._executed(name, contender, settings, self.request.config.seed, length)
         path = self.folder.root / name
         remove_parts(path, "rollouts", "checkpoints", "streams")  # the rate needs only the steps
-        steps = read_records(path / METRICS_FILE, StepRecord)
+        steps = read_records(RunDirectory(path).metrics, StepRecord)
         rate = tokens_rate_after(steps, fill) if steps else None
         self.say(f"tried {contender.label}: {settings.label}, {length} steps: {number(rate, '.0f')} tokens/s")
         return rate

@@ -21,7 +21,6 @@ from pipelinerl.report.series import (
     Measured,
     Reached,
     RunRecords,
-    batch_size_over_time,
     measure,
     reached,
     reached_held_out,
@@ -236,7 +235,6 @@ def run_result(
     if target is not None:
         by_training = reached(steps, begin, target)
         by_held_out = reached_held_out([(one.version, one.reward) for one in answered or ()], steps, begin, target)
-    batch = batch_size_over_time(records.timeline, begin) if records.timeline else None
     return RunResult(
         schedule=contender.label,
         kind=contender.kind,
@@ -252,6 +250,6 @@ def run_result(
         rewards=training if answered is None else [one.reward for one in answered],
         held_out=list(answered or ()),
         saving_s=math.fsum(step.saving_s for step in steps),
-        slots_used_fraction=slots_in_use(batch, records.slots, measured.training_s) if batch else None,
+        slots_used_fraction=slots_in_use(records.timeline, begin, measured.training_s, records.slots),
         **{key: summary.get(key) for key in FromSummary.__struct_fields__},
     )

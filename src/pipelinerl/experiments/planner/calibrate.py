@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,19 +34,20 @@ from pipelinerl.experiments.planner.calibration import (
     LengthDistribution,
     TrainingCost,
     Utilisation,
+    prompt_tokens_mean,
 )
 from pipelinerl.experiments.runs import train_in_child
 from pipelinerl.experiments.statistics import powers_of_two
 from pipelinerl.launch.stages.engines import load_local_engine
-from pipelinerl.metrics.reading import read_lines, read_records
+from pipelinerl.metrics.reading import read_records
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.timeline import TimelineRecord
-from pipelinerl.report.series import name_of, read_timeline
+from pipelinerl.report.series import RecordedGroup, name_of, read_groups, read_timeline
 from pipelinerl.resources.hardware import clock_of, load_average, this_machine
 from pipelinerl.resources.share import plan_threads, usable_cores
 from pipelinerl.run_directory import RunDirectory
 from pipelinerl.schedule import make_schedule
-from pipelinerl.types import GenerationRequest, Group, SamplingParams
+from pipelinerl.types import GenerationRequest, SamplingParams
 
 FULL = 0.9
 """An engine is full between two records if it has at least this share of the largest number of sequences between any two."""
@@ -71,9 +72,8 @@ def calibrate(config: RunConfig, report: Callable[[str], None] = lambda _: None,
         train_in_child(short)
         records = read_records(run.metrics, StepRecord)
         timeline = read_timeline(run.root)
-        groups = first_groups(read_lines(run.rollouts / "rollouts.jsonl", Group))
-    tokens = [sum(len(turn.completion.token_ids) for turn in one.turns) for group in groups for one in group.rollouts]
-    lengths = [count for count in tokens if count]
+        groups = first_groups(read_groups(run.root))
+    lengths = [rollout.tokens for group in groups for rollout in group.rollouts if rollout.tokens]
     if not lengths or len(records) < 2:
         raise PipelineRLError("the run that was to be measured finished no group of rollouts, or took less than two steps")
     prompt = prompt_tokens_mean(groups)
@@ -122,38 +122,13 @@ def short_run(config: RunConfig, run_dir: Path, steps: int) -> RunConfig:
     return validate(config.model_copy(update=changes))
 
 
-def first_groups(groups: Sequence[Group]) -> list[Group]:
+def first_groups(groups: Sequence[RecordedGroup]) -> list[RecordedGroup]:
     """The groups that started before any unfinished one, so that they are not biased to short completions."""
     by_index = {group.index: group for group in groups}
-    first: list[Group] = []
+    first: list[RecordedGroup] = []
     while (following := by_index.get(len(first))) is not None:
         first.append(following)
     return first
-
-
-def prompt_tokens_mean(groups: Sequence[Group]) -> float:
-    """Mean tokens of a rollout's context that were not sampled: the last turn's prompt less all earlier completions."""
-    return fmean(
-        len(rollout.turns[-1].prompt_ids) - sum(len(turn.completion.token_ids) for turn in rollout.turns[:-1])
-        for group in groups
-        for rollout in group.rollouts
-        if rollout.turns
-    )
-
-
-class Span(NamedTuple):
-    """What an engine did between two records of its timeline."""
-
-    seconds: float
-    tokens: int
-    began: int
-    """Sequences in progress at the first record."""
-    ended: int
-    """Sequences in progress at the second record."""
-
-    @property
-    def least(self) -> int:
-        return min(self.began, self.ended)
 
 
 def full_rate(timeline: Sequence[TimelineRecord]) -> tuple[float, float]:
@@ -164,23 +139,19 @@ def full_rate(timeline: Sequence[TimelineRecord]) -> tuple[float, float]:
     of_engine: defaultdict[int, list[TimelineRecord]] = defaultdict(list)
     for record in timeline:
         of_engine[record.worker].append(record)
-    spans = [
-        Span(
-            seconds=after.time_s - before.time_s,
-            tokens=after.tokens_generated - before.tokens_generated,
-            began=before.in_progress,
-            ended=after.in_progress,
-        )
+    pairs = [
+        (before, after)
         for records in of_engine.values()
         for before, after in pairwise(records)
         if after.tokens_generated > before.tokens_generated
     ]
-    if not spans:
+    if not pairs:
         raise PipelineRLError("the run ended before its engines had generated for half a second; measure a longer run")
-    fullest = max(span.least for span in spans)
-    full = [span for span in spans if span.least >= FULL * fullest]
-    rate = sum(span.tokens for span in full) / sum(span.seconds for span in full)
-    return fmean((span.began + span.ended) / 2 for span in full), rate
+    fullest = max(min(before.in_progress, after.in_progress) for before, after in pairs)
+    full = [pair for pair in pairs if min(one.in_progress for one in pair) >= FULL * fullest]
+    tokens = sum(after.tokens_generated - before.tokens_generated for before, after in full)
+    rate = tokens / sum(after.time_s - before.time_s for before, after in full)
+    return fmean((before.in_progress + after.in_progress) / 2 for before, after in full), rate
 
 
 def rollout_overhead_s(decode: Sequence[DecodeCost], length: float, in_progress: float, rate: float) -> float:
@@ -189,18 +160,9 @@ def rollout_overhead_s(decode: Sequence[DecodeCost], length: float, in_progress:
     return max(0.0, length * (1 / rate - float(table.step_time(in_progress)) / in_progress))
 
 
-class MeasuredStep(NamedTuple):
-    """One optimizer step: tokens that went through the model, and its duration."""
-
-    tokens: int
-    seconds: float
-
-
 def training_cost(steps: Sequence[StepRecord], ranks: int) -> TrainingCost:
     """From the steps of a run; the first one warms up."""
-    step_s, token_s = fit_steps(
-        [MeasuredStep(step.tokens_trained + step.tokens_context, step.train_s) for step in steps[1:]]
-    )
+    step_s, token_s = fit_steps([(step.tokens_trained + step.tokens_context, step.train_s) for step in steps[1:]])
     between_s = [
         max(0.0, after.time_s - before.time_s - after.train_s - after.wait_s - after.saving_s)
         for before, after in pairwise(steps)
@@ -215,14 +177,14 @@ def training_cost(steps: Sequence[StepRecord], ranks: int) -> TrainingCost:
     )
 
 
-def fit_steps(steps: Sequence[MeasuredStep]) -> tuple[float, float]:
+def fit_steps(steps: Sequence[tuple[int, float]]) -> tuple[float, float]:
     """(fixed seconds per step, seconds per token) of the line through the median small and the median large step.
 
-    Medians are robust to short disturbances of the machine. Neither result is below 0. Raises UserError if no step used
-    tokens.
+    `steps`: of each, the tokens that went through the model, and its seconds. Medians are robust to short disturbances of
+    the machine. Neither result is below 0. Raises UserError if no step used tokens.
     """
-    tokens = np.array([step.tokens for step in steps], dtype=np.float64)
-    seconds = np.array([step.seconds for step in steps], dtype=np.float64)
+    tokens = np.array([count for count, _ in steps], dtype=np.float64)
+    seconds = np.array([duration_s for _, duration_s in steps], dtype=np.float64)
     if not tokens.size or tokens.max() == 0:
         raise UserError("no step of the run had a gradient: its model solves no problem, or all of them")
     large = tokens > (tokens.min() + tokens.max()) / 2

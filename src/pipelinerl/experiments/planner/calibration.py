@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 import msgspec
 import numpy as np
@@ -18,7 +19,7 @@ import numpy.typing as npt
 
 from pipelinerl.errors import INVALID_DATA, UserError
 from pipelinerl.report import count, new_table, rendered, write_file
-from pipelinerl.report.series import read_groups
+from pipelinerl.report.series import RecordedGroup
 from pipelinerl.resources.hardware import Machine
 
 Floats = npt.NDArray[np.float64]
@@ -87,36 +88,14 @@ class LengthDistribution:
         return rng.choice(self.longest, size=count, p=self.probabilities).astype(np.int64) + 1
 
 
-def parse_lengths(text: str) -> LengthDistribution:
-    """Read a `--lengths` value: `uniform:L`, a JSON file `{"LENGTH": COUNT, ...}`, or a run directory. Raises UserError."""
-    kind, colon, longest = text.partition(":")
-    if kind == "uniform" and colon:
-        if not longest.isdecimal() or int(longest) < 1:
-            raise UserError(f"--lengths {text}: give the longest completion in tokens, as in uniform:8192")
-        return LengthDistribution.uniform(int(longest))
-    path = Path(text)
-    if path.is_dir():
-        return _run_lengths(path)
-    if not path.is_file():
-        raise UserError(f"--lengths {text}: neither uniform:L, nor a JSON file, nor a run directory")
-    try:
-        return LengthDistribution.of_histogram(msgspec.json.decode(path.read_bytes(), type=dict[int, float]))
-    except OSError as error:
-        raise UserError(f"can't read {path}: {error.strerror}") from error
-    except (ValueError, *INVALID_DATA) as error:
-        raise UserError(f'{path} is not a histogram of lengths like {{"12": 340, "13": 295}}: {error}') from error
-
-
-def _run_lengths(run_dir: Path) -> LengthDistribution:
-    """Sampled tokens per rollout, summed over turns, of all groups that a run finished.
-
-    Rollouts still in progress when the run ended are missing. They are longer than average, so lengths from a run of few
-    steps are biased a little low.
-    """
-    lengths = [rollout.tokens for group in read_groups(run_dir) for rollout in group.rollouts if rollout.tokens]
-    if not lengths:
-        raise UserError(f"no lengths in {run_dir}: it finished no rollout")
-    return LengthDistribution.of_lengths(lengths)
+def prompt_tokens_mean(groups: Iterable[RecordedGroup]) -> float:
+    """Mean tokens of a rollout's context that were not sampled: the last turn's prompt less all earlier completions."""
+    return fmean(
+        len(rollout.turns[-1].prompt_ids) - sum(turn.completion.tokens for turn in rollout.turns[:-1])
+        for group in groups
+        for rollout in group.rollouts
+        if rollout.turns
+    )
 
 
 @dataclass(frozen=True)

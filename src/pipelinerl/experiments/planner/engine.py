@@ -26,7 +26,6 @@ class SimulatedGroup:
 
     index: int
     work: GroupWork
-    started_version: int
     open: int = 0
     rollouts: list[SimulatedRollout] = field(default_factory=list)
 
@@ -92,13 +91,8 @@ class SimulatedEngine:
         self.steps_done = 0
         self.tokens = 0
         self.decode_s = self.slot_s = 0.0
-        self.starved_s = 0.0
-        self.in_progress = 0
-        """Rollouts of started groups that are not in the stream yet."""
         self.finished: deque[SimulatedGroup] = deque()
         self.segment: DecodeSegment | None = None
-        self.denied_since_s: float | None = None
-        """The time since which the engine has room but may not start more groups; None: it has no room."""
         self.event_number = 0
         """Number of the engine's latest event. Events in the queue with an older number are stale."""
         self.update_steps = [0]
@@ -144,7 +138,6 @@ class SimulatedEngine:
         group.rollouts = [SimulatedRollout(group, length, used, self, wait_s) for length, used, wait_s in triples]
         group.open = len(group.rollouts)
         self._waiting.extend(group.rollouts)
-        self.in_progress += len(group.rollouts)
 
     def begin(self, now_s: float) -> None:
         """Fill the slots and begin a segment, until the next sequence ends or the next reward arrives."""

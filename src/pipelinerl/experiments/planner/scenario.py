@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from statistics import fmean
 from typing import Literal, NamedTuple, Protocol
 
 import msgspec
@@ -14,14 +13,19 @@ import numpy as np
 
 from pipelinerl.config.schema import PreprocessConfig, RunConfig
 from pipelinerl.errors import RunDirectoryError
-from pipelinerl.experiments.planner.calibration import Calibration, LengthDistribution
+from pipelinerl.experiments.planner.calibration import Calibration, LengthDistribution, prompt_tokens_mean
 from pipelinerl.interfaces import Schedule
-from pipelinerl.metrics.evaluations import EvaluationRecord
-from pipelinerl.metrics.reading import read_records
-from pipelinerl.metrics.records import StepRecord
-from pipelinerl.metrics.sinks import EVALUATIONS_FILE, METRICS_FILE
 from pipelinerl.preprocess.advantages import advantages
-from pipelinerl.report.series import RecordedGroup, RecordedRollout, name_of, read_groups, read_summary
+from pipelinerl.report.columns import begin_s
+from pipelinerl.report.series import (
+    RecordedGroup,
+    measure,
+    name_of,
+    rate_after,
+    read_groups,
+    read_run,
+    tokens_rate_after,
+)
 from pipelinerl.schedule import make_schedule, stream_capacity
 
 
@@ -89,18 +93,6 @@ class Scenario:
     capacity: int | None = None
     when_full: Literal["block", "drop_oldest"] = "block"
     max_open_rollouts: int | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("engines", "slots", "group_size", "batch_size", "steps", "capacity"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, not {value}")
-        if len(self.costs.decode_step_s) <= self.slots:
-            raise ValueError(
-                f"decode_step_s has {len(self.costs.decode_step_s)} entries; {self.slots} slots need {self.slots + 1}"
-            )
-        if min(self.costs.decode_step_s[1:]) <= 0:
-            raise ValueError("decode step times must be above 0")
 
 
 # ---- workloads: drawn from a distribution of lengths, or replayed from a run's records
@@ -174,49 +166,45 @@ class ReplayedWorkload:
 # ---- from a run file and a machine's calibration
 
 
-def calibrated_costs(calibration: Calibration, *, slots: int, trainers: int = 1) -> Costs:
-    """Costs in seconds of engines with up to `slots` sequences, and of a trainer spread over `trainers` such machines.
+def calibrated_costs(calibration: Calibration, config: RunConfig) -> Costs:
+    """Costs in seconds of the run's engines, and of its trainer over `trainer.ranks` machines like the calibrated one.
 
     A rollout's measured overhead includes its share of its group's prefill, and is charged when the rollout ends.
-    With other numbers of trainers (ranks) than in the calibration, the cost per token changes
-    in proportion. The fixed cost of a step stays, and so does that of a rollout, which rank 0 alone prepares.
+    With another number of ranks than in the calibration, the cost per token changes in proportion. The fixed cost of a step
+    stays, and so does that of a rollout, which rank 0 alone prepares.
     """
     generation, training = calibration.generation, calibration.training
     return Costs(
-        decode_step_s=tuple(generation.utilisation().step_time(np.arange(slots + 1)).tolist()),
+        decode_step_s=tuple(generation.utilisation().step_time(np.arange(config.engine.slots + 1)).tolist()),
         rollout_s=generation.rollout_overhead_s,
         update_pause_s=generation.update_pause_s,
         train_step_s=training.step_s,
-        train_token_s=training.token_s * training.ranks / trainers,
+        train_token_s=training.token_s * training.ranks / config.trainer.ranks,
         prepare_s=training.rollout_s,
     )
 
 
-def calibrated_workload(
-    calibration: Calibration, config: RunConfig, *, seed: int, lengths: LengthDistribution | None = None
-) -> DrawnWorkload:
-    """Lengths (unless `lengths` is given) and the share of groups with a gradient as they were in the calibration."""
+def calibrated_workload(calibration: Calibration, config: RunConfig) -> DrawnWorkload:
+    """Lengths and the share of groups with a gradient as they were in the calibration."""
     return DrawnWorkload(
-        lengths or calibration.length_distribution(),
+        calibration.length_distribution(),
         config.actor.group_size,
-        seed=seed,
+        seed=config.seed,
         used_share=calibration.training.used_share,
         prompt_tokens=calibration.generation.prompt_tokens_mean,
     )
 
 
-def run_scenario(
-    config: RunConfig, costs: Costs, workload: Workload, *, engines: int | None = None, steps: int | None = None
-) -> Scenario:
-    """The run that `config` describes. `engines` and `steps` override the run file's."""
+def run_scenario(config: RunConfig, calibration: Calibration, workload: Workload, *, steps: int | None = None) -> Scenario:
+    """The run that `config` describes, on the calibrated machine. `steps` overrides the run file's."""
     return Scenario(
         schedule=make_schedule(config),
-        engines=engines or config.engine.processes,
+        engines=config.engine.processes,
         slots=config.engine.slots,
         group_size=config.actor.group_size,
         batch_size=config.trainer.batch_size,
         steps=steps or config.trainer.steps,
-        costs=costs,
+        costs=calibrated_costs(calibration, config),
         workload=workload,
         capacity=stream_capacity(config),
         when_full=config.stream.when_full,
@@ -260,13 +248,8 @@ def read_workload(run_dir: Path, config: RunConfig) -> ReplayedWorkload:
     used = config.preprocess.zero_advantage == "keep" or config.trainer.kl_coefficient > 0
     return ReplayedWorkload(
         {group.index: _work(group, config.preprocess, all_used=used) for group in groups},
-        fmean(_context_tokens(rollout) for group in groups for rollout in group.rollouts),
+        prompt_tokens_mean(groups),
     )
-
-
-def _context_tokens(rollout: RecordedRollout) -> int:
-    """Tokens of the last turn's prompt that were not sampled."""
-    return len(rollout.turns[-1].prompt_ids) - sum(turn.completion.tokens for turn in rollout.turns[:-1])
 
 
 def _work(group: RecordedGroup, config: PreprocessConfig, *, all_used: bool) -> GroupWork:
@@ -287,15 +270,15 @@ def _work(group: RecordedGroup, config: PreprocessConfig, *, all_used: bool) -> 
 class MeasuredRun(msgspec.Struct, frozen=True, kw_only=True):
     """The measurements of a run, defined like the fields of the same name in `Prediction`.
 
-    Time starts when the trainer was ready and any evaluation before training had ended. The engine's busy fraction is over
-    its session, evaluations included. None: not recorded.
+    Time starts when the trainer was ready and any evaluation before training had ended. Lag and the engine's busy fraction
+    are those of `summary.json`; the latter is over a session, evaluations included. None: not recorded.
     """
 
     steps: int
     time_s: float
     samples_per_s: float
-    samples_per_s_later: float
-    trained_tokens_per_s_later: float
+    samples_per_s_later: float | None
+    trained_tokens_per_s_later: float | None
     lag_mean: float | None
     lag_max: int | None
     engine_busy_fraction: float | None
@@ -304,29 +287,23 @@ class MeasuredRun(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_measured(run_dir: Path, config: RunConfig) -> MeasuredRun:
     """Read what a run measured. Raises RunDirectoryError without optimizer steps, or if records can't be read."""
-    steps = read_records(run_dir / METRICS_FILE, StepRecord)
-    if not steps:
-        raise RunDirectoryError(f"{run_dir} has no record of an optimizer step to compare with")
-    evaluations = read_records(run_dir / EVALUATIONS_FILE, EvaluationRecord)
+    run = read_run(run_dir)
+    steps, summary = run.steps, run.summary or {}
+    begin = begin_s(steps, (), run.evaluations)
+    found = measure(steps, begin)
+    later = first_fifth(found.steps, make_schedule(config))
     ready_s = steps[0].time_s - steps[0].train_s - steps[0].wait_s
-    begin_s = max([ready_s, *(record.time_s for record in evaluations if record.when == "before")])
-    time_s = steps[-1].time_s - begin_s
-    waited_s = sum(step.wait_s for step in steps) - (begin_s - ready_s)
-    later = first_fifth(len(steps), make_schedule(config))
-    later_s = steps[-1].time_s - (steps[later - 1].time_s if later else begin_s)
-    tokens = sum(step.samples * (step.completion_length_mean or 0.0) for step in steps[later:])
-    lags = [(step.lag_mean, step.tokens_trained) for step in steps if step.lag_mean is not None]
-    trained = sum(tokens for _, tokens in lags)
+    waited_s = sum(step.wait_s for step in steps) - (begin - ready_s)
     return MeasuredRun(
-        steps=len(steps),
-        time_s=time_s,
-        samples_per_s=sum(step.samples for step in steps) / time_s,
-        samples_per_s_later=sum(step.samples for step in steps[later:]) / later_s,
-        trained_tokens_per_s_later=tokens / later_s,
-        lag_mean=sum(lag * tokens for lag, tokens in lags) / trained if trained else None,
-        lag_max=max((step.lag_max for step in steps if step.lag_max is not None), default=None),
-        engine_busy_fraction=(read_summary(run_dir) or {}).get("engine_busy_fraction"),
-        trainer_busy_fraction=1 - max(0.0, waited_s) / time_s,
+        steps=found.steps,
+        time_s=found.training_s,
+        samples_per_s=found.samples_per_s,
+        samples_per_s_later=rate_after(steps, later) if later else found.samples_per_s,
+        trained_tokens_per_s_later=tokens_rate_after(steps, later) if later else found.tokens_per_s,
+        lag_mean=summary.get("lag_mean"),
+        lag_max=summary.get("lag_max"),
+        engine_busy_fraction=summary.get("engine_busy_fraction"),
+        trainer_busy_fraction=1 - max(0.0, waited_s) / found.training_s,
     )
 
 

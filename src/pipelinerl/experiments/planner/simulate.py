@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from itertools import pairwise
+from collections import Counter
 from statistics import fmean
 
 import msgspec
@@ -11,21 +11,9 @@ import numpy as np
 
 from pipelinerl.experiments.planner.engine import Publication, SimulatedEngine, SimulatedGroup
 from pipelinerl.experiments.planner.scenario import MeasuredRun, Scenario, first_fifth
-from pipelinerl.experiments.planner.trainer import LagStatistics, SimulatedTrainer
-from pipelinerl.hub.outstanding import Outstanding
-from pipelinerl.interfaces import PipelineState
+from pipelinerl.experiments.planner.trainer import Ints, SimulatedTrainer
+from pipelinerl.hub.admission import AdmissionState
 from pipelinerl.report import count, new_table, number, rendered
-
-POSITION_BINS = 32
-
-
-class PositionLag(msgspec.Struct, frozen=True):
-    """Mean lag of the `tokens` trained on at positions `start <= p < end` of their completions."""
-
-    start: int
-    end: int
-    tokens: int
-    lag_mean: float
 
 
 class RunPrediction(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,7 +24,6 @@ class RunPrediction(msgspec.Struct, frozen=True, kw_only=True):
     lag_*                 over all tokens with a gradient, equally weighted; `lag_tokens[k]` of them had lag k
     engine_busy_fraction  share of time in decode steps; the actor's own work, prefill and pauses are excluded
     slots_used            sequences in progress over H, averaged over the time of decode steps
-    starved_fraction      share of time in which an engine had room but was not allowed to start more: draining or idle
     wait_s_*              time the trainer waited for data before a step
     step_*                one entry per optimizer step; a lag is None if no token in the step had a gradient
     rollouts_*            every started rollout is trained, dropped, queued or in progress
@@ -56,10 +43,8 @@ class RunPrediction(msgspec.Struct, frozen=True, kw_only=True):
     lag_p50: int | None
     lag_p99: int | None
     lag_tokens: list[int]
-    lag_by_position: list[PositionLag]
     engine_busy_fraction: float
     slots_used: float
-    starved_fraction: float
     trainer_busy_fraction: float
     wait_s_mean: float
     wait_s_max: float
@@ -74,19 +59,7 @@ class RunPrediction(msgspec.Struct, frozen=True, kw_only=True):
     step_lag_max: list[int | None]
 
 
-def _by_position(lag: LagStatistics) -> list[PositionLag]:
-    """Mean lag in up to POSITION_BINS bins of equal width."""
-    tokens_L, mean_L = lag.by_position()
-    edges = np.unique(np.linspace(0, len(tokens_L), POSITION_BINS + 1).round().astype(int)).tolist()
-    bins = []
-    for start, end in pairwise(edges):
-        tokens = int(tokens_L[start:end].sum())
-        if tokens:
-            bins.append(PositionLag(start, end, tokens, float(np.average(mean_L[start:end], weights=tokens_L[start:end]))))
-    return bins
-
-
-def _nearest_rank(counts: np.typing.NDArray[np.int64], fraction: float) -> int | None:
+def _nearest_rank(counts: Ints, fraction: float) -> int | None:
     """The smallest value k such that at least `fraction` of the values are <= k; `counts[k]` values equal k."""
     total = counts.sum()
     return int(np.searchsorted(np.cumsum(counts), fraction * total)) if total else None
@@ -110,21 +83,26 @@ def simulate(scenario: Scenario) -> RunPrediction:
 
 
 class _Run:
+    """The event loop. The sets have the engines, by index, to wake when the condition that they wait for may have changed:
+
+    denied    may not start more groups, though they have room
+    blocked   have finished groups for which the stream has no room
+    held      may not take the available weights
+    """
+
     def __init__(self, scenario: Scenario) -> None:
         self._scenario = scenario
         self._publications = [Publication(0.0, 0)]
-        self._outstanding = Outstanding()
-        self._trainer = SimulatedTrainer(scenario, self._outstanding, self._publications)
+        self._admission = AdmissionState(scenario.schedule, processes=scenario.engines)
+        self._counts = self._admission.counts
+        self._counts.opened = True
+        self._trainer = SimulatedTrainer(scenario, self._admission, self._publications)
         self._engines = [SimulatedEngine(index, scenario, self._publications) for index in range(scenario.engines)]
         self._events: list[tuple[float, int, int, int]] = []
         self._groups_at_step = 0
-        # Engines to wake when the condition that they wait for may have changed.
         self._denied: set[int] = set()
-        """Engines that have room and may not start more groups."""
         self._blocked: set[int] = set()
-        """Engines with finished groups for which the stream has no room."""
         self._held: set[int] = set()
-        """Engines that may not take the available weights."""
 
     def to_the_end(self) -> RunPrediction:
         for engine in self._engines:
@@ -140,18 +118,16 @@ class _Run:
                 self._segment_ends(self._engines[index], now_s)
         for engine in self._engines:
             engine.interrupt(now_s)
-            self._count_starved(engine, now_s)
         return self._prediction(now_s)
 
     def _prediction(self, time_s: float) -> RunPrediction:
         """The prediction of a simulation that ended at `time_s`."""
-        scenario, trainer, engines, steps = self._scenario, self._trainer, self._engines, self._trainer.steps
-        later = first_fifth(len(steps.end_s), scenario.schedule)
-        later_s = time_s - (steps.end_s[later - 1] if later else 0.0)
+        scenario, trainer, engines = self._scenario, self._trainer, self._engines
+        later = first_fifth(trainer.version, scenario.schedule)
+        later_s = time_s - (trainer.end_s[later - 1] if later else 0.0)
         tokens = sum(engine.tokens for engine in engines)
-        engine_s = time_s * len(engines)
         decode_s = sum(engine.decode_s for engine in engines)
-        lags = trainer.lag.tokens_by_lag()
+        lags = trainer.lag_tokens
         return RunPrediction(
             schedule=scenario.schedule.name,
             engines=scenario.engines,
@@ -161,37 +137,36 @@ class _Run:
             samples_per_s=trainer.trained / time_s,
             samples_per_s_later=(trainer.version - later) * scenario.batch_size / later_s,
             tokens_per_s=tokens / time_s,
-            trained_tokens_per_s_later=sum(steps.sampled_tokens[later:]) / later_s,
+            trained_tokens_per_s_later=sum(trainer.sampled_tokens[later:]) / later_s,
             lag_mean=float(np.average(np.arange(len(lags)), weights=lags)) if len(lags) else None,
             lag_max=len(lags) - 1 if len(lags) else None,
             lag_p50=_nearest_rank(lags, 0.50),
             lag_p99=_nearest_rank(lags, 0.99),
             lag_tokens=lags.tolist(),
-            lag_by_position=_by_position(trainer.lag),
-            engine_busy_fraction=decode_s / engine_s,
+            engine_busy_fraction=decode_s / (time_s * len(engines)),
             slots_used=sum(engine.slot_s for engine in engines) / (decode_s * scenario.slots),
-            starved_fraction=sum(engine.starved_s for engine in engines) / engine_s,
             trainer_busy_fraction=trainer.busy_s / time_s,
-            wait_s_mean=fmean(steps.wait_s),
-            wait_s_max=max(steps.wait_s),
+            wait_s_mean=fmean(trainer.wait_s),
+            wait_s_max=max(trainer.wait_s),
             tokens_generated=tokens,
-            rollouts_started=self._outstanding.next_index * scenario.group_size,
+            rollouts_started=self._counts.next_index * scenario.group_size,
             rollouts_trained=trainer.trained,
-            rollouts_dropped=dict(trainer.dropped),
-            rollouts_queued=trainer.queued + trainer.in_step,
-            rollouts_in_progress=self._outstanding.rollouts - trainer.queued - trainer.in_step,
-            step_end_s=steps.end_s,
-            step_wait_s=steps.wait_s,
-            step_lag_max=trainer.lag.step_max,
+            rollouts_dropped=dict(+(trainer.dropped + Counter(stream_full=trainer.replaced))),
+            rollouts_queued=trainer.queued,
+            rollouts_in_progress=sum(self._counts.in_progress.values()),
+            step_end_s=trainer.end_s,
+            step_wait_s=trainer.wait_s,
+            step_lag_max=trainer.lag_max,
         )
 
     # ---- events
 
     def _step_ends(self, now_s: float) -> None:
         self._trainer.finish()
-        self._groups_at_step = self._outstanding.next_index
+        self._groups_at_step = self._counts.next_index
         self._pump(now_s)
-        self._wake_all(self._denied | self._blocked, now_s)
+        for index in sorted(self._denied | self._blocked):
+            self._wake(self._engines[index], now_s, later=False)
 
     def _segment_ends(self, engine: SimulatedEngine, now_s: float) -> None:
         took = engine.catch_up(now_s)
@@ -204,86 +179,50 @@ class _Run:
         """The actor's actions between two decode steps, in the real actor's order."""
         engine.finish_segment()
         self._hand_over(engine, now_s)
-        self._take_weights(engine, now_s)
-        self._start_groups(engine, now_s)
+        version = engine.offered(now_s)
+        held = version is not None and not self._admission.may_take(version).allowed
+        if version is not None and not held:
+            engine.take_weights(now_s)
+        denied = False
+        while engine.room > 0 and not denied:
+            denied = bool(engine.finished) or not self._start_group(engine)
+        for members, belongs in ((self._blocked, bool(engine.finished)), (self._held, held), (self._denied, denied)):
+            members.add(engine.index) if belongs else members.discard(engine.index)
         engine.begin(now_s)
         if engine.segment is not None:
             self._schedule_end(engine)
 
     def _hand_over(self, engine: SimulatedEngine, now_s: float) -> None:
-        if not engine.finished:
-            return
-        dropped = self._trainer.rollouts_dropped
         took = wrote = False
         while engine.finished and self._trainer.try_write(engine.finished[0]):
-            engine.in_progress -= len(engine.finished.popleft().rollouts)
+            engine.finished.popleft()
             took |= self._pump(now_s)
             wrote = True
-        waiting: set[int] = set()
-        if took:
-            waiting |= self._blocked
-        if wrote or self._trainer.rollouts_dropped > dropped:
-            waiting |= self._denied
-        if wrote and self._held and self._may_take(self._publications[-1].version):
-            waiting |= self._held
+        if not wrote:
+            return
+        waiting = self._denied | self._blocked if took else self._denied.copy()
+        if self._held:
+            older = self._counts.in_progress_before(self._publications[-1].version)
+            if self._scenario.schedule.may_take_weights(older).allowed:
+                waiting |= self._held
         for index in sorted(waiting - {engine.index}):
             self._wake(self._engines[index], now_s, later=index < engine.index)
-        _set_membership(self._blocked, engine.index, bool(engine.finished))
 
-    def _take_weights(self, engine: SimulatedEngine, now_s: float) -> None:
-        version = engine.offered(now_s)
-        if version is None:
-            return
-        allowed = self._may_take(version)
-        if allowed:
-            self._outstanding.newest_version = max(self._outstanding.newest_version, version)
-            engine.take_weights(now_s)
-        _set_membership(self._held, engine.index, not allowed)
-
-    def _may_take(self, version: int) -> bool:
-        return self._scenario.schedule.may_take_weights(self._outstanding.in_progress_before(version)).allowed
-
-    def _start_groups(self, engine: SimulatedEngine, now_s: float) -> None:
-        if engine.room <= 0 and engine.denied_since_s is None:
-            return
-        self._count_starved(engine, now_s)
-        while engine.room > 0:
-            if engine.finished or not self._may_start(engine):
-                engine.denied_since_s = now_s
-                break
-            index = self._outstanding.next_index
-            self._check_progress(index)
-            group = SimulatedGroup(index, self._scenario.workload.group(index), engine.version)
-            self._outstanding.start(index, engine.version, self._scenario.group_size)
-            engine.submit(group)
-        _set_membership(self._denied, engine.index, engine.denied_since_s is not None)
-
-    def _check_progress(self, index: int) -> None:
+    def _start_group(self, engine: SimulatedEngine) -> bool:
+        """Start the next group, if the schedule allows it. Raises ValueError if no optimizer step ever ends."""
         scenario = self._scenario
-        rollouts = (index - self._groups_at_step) * scenario.group_size
+        rollouts = (self._counts.next_index - self._groups_at_step) * scenario.group_size
         if rollouts > MAX_STEPS_OF_ROLLOUTS * scenario.batch_size + scenario.slots * scenario.engines:
             raise ValueError(
                 f"no optimizer step after version {self._trainer.version} in {rollouts} rollouts; dropped so far: "
-                f"{self._trainer.dropped}"
+                f"{dict(self._trainer.dropped)}"
             )
-
-    def _may_start(self, engine: SimulatedEngine) -> bool:
-        oldest = self._outstanding.oldest_in_progress
-        state = PipelineState(
-            engine_version=engine.version,
-            trainer_version=self._trainer.version,
-            oldest_in_progress=engine.version if oldest is None else oldest,
-            outstanding=self._outstanding.rollouts,
-            handed_over=self._outstanding.handed_over,
-            latency=self._outstanding.latency,
-            most_in_progress=self._outstanding.most_in_progress,
-            newest_version=max(self._outstanding.newest_version, engine.version),
-            own=engine.in_progress,
-            processes=self._scenario.engines,
-        )
-        return self._scenario.schedule.may_start(state, self._scenario.group_size).allowed
-
-    # ---- helpers
+        self._admission.trainer = self._trainer.progress()
+        index = self._admission.claim(engine.index, engine.version, scenario.group_size).group
+        if index is None:
+            return False
+        engine.submit(SimulatedGroup(index, scenario.workload.group(index)))
+        return True
 
     def _pump(self, now_s: float) -> bool:
         idle = self._trainer.finish_s is None
@@ -291,10 +230,6 @@ class _Run:
         if idle and self._trainer.finish_s is not None:
             heapq.heappush(self._events, (self._trainer.finish_s, TRAINER, 0, 0))
         return took
-
-    def _wake_all(self, indices: set[int], now_s: float) -> None:
-        for index in sorted(indices):
-            self._wake(self._engines[index], now_s, later=False)
 
     def _wake(self, engine: SimulatedEngine, now_s: float, *, later: bool) -> None:
         """Something changed at `now_s`: process the engine at its next token boundary, or now if it is idle."""
@@ -309,18 +244,6 @@ class _Run:
     def _schedule_end(self, engine: SimulatedEngine) -> None:
         engine.event_number += 1
         heapq.heappush(self._events, (engine.end_s(), ENGINE, engine.index, engine.event_number))
-
-    def _count_starved(self, engine: SimulatedEngine, now_s: float) -> None:
-        if engine.denied_since_s is not None:
-            engine.starved_s += now_s - engine.denied_since_s
-            engine.denied_since_s = None
-
-
-def _set_membership(members: set[int], member: int, belongs: bool) -> None:
-    if belongs:
-        members.add(member)
-    else:
-        members.discard(member)
 
 
 _ROWS = (
@@ -352,21 +275,11 @@ def prediction_text(prediction: RunPrediction) -> str:
     for name, field, pattern in _ROWS:
         table.add_row(name, number(getattr(prediction, field), pattern))
     table.add_row("lag, median and 99%", f"{prediction.lag_p50} and {prediction.lag_p99}")
-    table.add_row("lag by place in the completion", _shown_positions(prediction))
     table.add_row("slots in use while decoding", f"{prediction.slots_used:.1%}")
-    table.add_row("engine starved or draining", f"{prediction.starved_fraction:.1%}")
-    table.add_row(
-        "trainer waits before a step", f"mean {prediction.wait_s_mean:.3g} s, longest {prediction.wait_s_max:.3g} s"
-    )
+    waits = f"mean {prediction.wait_s_mean:.3g} s, longest {prediction.wait_s_max:.3g} s"
+    table.add_row("trainer waits before a step", waits)
     table.add_row("duration", f"{prediction.time_s:.4g} s")
     if prediction.rollouts_dropped:
         dropped = ", ".join(f"{reason} {rollouts}" for reason, rollouts in prediction.rollouts_dropped.items())
         table.add_row("rollouts dropped", f"{dropped}, of {prediction.rollouts_started} started")
     return rendered(table)
-
-
-def _shown_positions(prediction: RunPrediction) -> str:
-    """Mean lag in the first, middle and last bin."""
-    bins = prediction.lag_by_position
-    chosen = [bins[i] for i in sorted({0, len(bins) // 2, len(bins) - 1})] if bins else []
-    return ", ".join(f"{bin_.lag_mean:.3g} at tokens {bin_.start} to {bin_.end - 1}" for bin_ in chosen) or "-"

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from pipelinerl.config.load import with_own_model
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import RolloutError, RunDirectoryError
-from pipelinerl.experiments.browse.records import Damaged, IndexedLines, group_indices
+from pipelinerl.experiments.browse.records import IndexedLines, group_indices
 from pipelinerl.metrics.reading import read_lines, read_records
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.sessions import FORMAT, SessionRecord
@@ -166,13 +166,7 @@ class Groups:
 
     def read(self, index: int) -> list[Group]:
         """The groups of this index, the latest first. Raises RunDirectoryError if a line is not a group."""
-        found = []
-        for place in reversed(self._places.get(index, [])):
-            group = self._lines.decoded(place, self._decoder)
-            if isinstance(group, Damaged):
-                raise RunDirectoryError(f"damaged records: {self.path}, {group}")
-            found.append(group)
-        return found
+        return [self._lines.decoded(place, self._decoder) for place in reversed(self._places.get(index, []))]
 
 
 class RecordedSamples:

@@ -18,10 +18,11 @@ from pipelinerl.experiments.watch.run import WatchedRun
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.reading import read_records
 from pipelinerl.metrics.records import StepRecord
-from pipelinerl.metrics.sinks import EVALUATIONS_FILE, METRICS_FILE
+from pipelinerl.report.columns import begin_s
 from pipelinerl.report.sections import PageSection
-from pipelinerl.report.series import begin_s, labels_of, measure, read_config, read_summary, read_timeline
+from pipelinerl.report.series import labels_of, measure, read_config, read_summary, read_timeline
 from pipelinerl.report.terminal import largest_gain, summary_sections
+from pipelinerl.run_directory import RunDirectory
 
 
 def page(
@@ -48,8 +49,9 @@ def shown_run(run_dir: Path) -> dict[str, Any]:
     config, summary = read_config(run_dir), read_summary(run_dir)
     shown = WatchedRun(run_dir).everything()
     result: list[tuple[str, str]] = [("model", config.model.path)]
-    if steps := read_records(run_dir / METRICS_FILE, StepRecord):
-        evaluations = read_records(run_dir / EVALUATIONS_FILE, EvaluationRecord)
+    run = RunDirectory(run_dir)
+    if steps := read_records(run.metrics, StepRecord):
+        evaluations = read_records(run.evaluations, EvaluationRecord)
         found = measure(steps, begin_s(steps, read_timeline(run_dir), evaluations))
         result.append(
             (

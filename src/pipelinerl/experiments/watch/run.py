@@ -16,17 +16,18 @@ import msgspec
 
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import PipelineRLError
-from pipelinerl.experiments.watch.shown import FollowedCurves, Seen, Texts, newest_of, shown_groups
+from pipelinerl.experiments.watch.shown import Texts, newest_of, shown_group
 from pipelinerl.metrics.evaluations import EvaluationRecord
-from pipelinerl.metrics.reading import superseded
+from pipelinerl.metrics.reading import superseded, without_repeated
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.tail import Tail
 from pipelinerl.metrics.timeline import TIMELINE_STEM, TimelineRecord
 from pipelinerl.metrics.totals import actor_total, engine_total, trainer_progress
-from pipelinerl.report.series import begin_s, name_of, read_config, read_summary
+from pipelinerl.report.columns import Columns, Seen, StepColumns
+from pipelinerl.report.series import name_of, read_config, read_summary
 from pipelinerl.run_directory import RunDirectory
 from pipelinerl.status.board import read_statuses
-from pipelinerl.status.screen import SILENT_S, Trends, dropped_by_reason, printable, throughput, wait_line
+from pipelinerl.status.screen import SILENT_S, Trends, dropped_by_reason, printable, throughput
 from pipelinerl.status.watchdog import waits_on
 from pipelinerl.types import Group, StageStatus, TrainerProgress
 
@@ -37,24 +38,6 @@ FRESH_S = 60.0
 """A run over several machines has no lock here: it runs if its records changed within this time."""
 SPEED_STEPS = 50
 """Optimizer steps over which the time left is estimated."""
-
-
-class _Sample(msgspec.Struct):
-    lag_min: int
-    lag_max: int
-
-
-class _TrainedLine(msgspec.Struct):
-    """What is read of a line of `trained.jsonl`."""
-
-    version: int
-    samples: tuple[_Sample, ...]
-
-    @property
-    def crossing(self) -> float | None:
-        """The share of the rollouts whose tokens were sampled by more than one version."""
-        across = sum(one.lag_max > one.lag_min for one in self.samples)
-        return across / len(self.samples) if self.samples else None
 
 
 class _Settings(msgspec.Struct):
@@ -85,16 +68,12 @@ class WatchedRun:
         self._texts: Texts | None = None
         self._problem = ""
         self._state, self._message = "gone", ""
-        self._steps, self._load = FollowedCurves(), FollowedCurves()
+        self._steps, self._load = StepColumns(), Columns()
         self._evaluations: list[EvaluationRecord] = []
-        self._held: list[StepRecord] = []
-        self._crossing: dict[int, float] = {}
-        self._begin_s = 0.0
         self._latest: StepRecord | None = None
         self._groups: list[Group] = []
         self._groups_s = -GROUPS_EVERY_S
         self._groups_changed = False
-        self._settings: dict[str, Any] = {}
         self._shown: dict[str, Any] = {"evaluations": [], "groups": None, "settings": {}}
         self._editions = {"evaluations": 0, "groups": 0, "settings": 0}
         self._statuses: Mapping[str, StageStatus] = {}
@@ -102,8 +81,7 @@ class WatchedRun:
         run = self._run
         self._tail = Tail(run.metrics, StepRecord)
         self._evaluation_tail = Tail(run.evaluations, EvaluationRecord)
-        self._trained_tail = Tail(run.rollouts / "trained.jsonl", _TrainedLine)
-        self._group_tail = Tail(run.rollouts / "rollouts.jsonl", Group, newest=True)
+        self._group_tail = Tail(run.recorded, Group, newest=True)
         self._session_tail = Tail(run.sessions, _Settings, newest=True)
         self._timelines: dict[str, Tail[TimelineRecord]] = {}
         self._load_of: dict[int, TimelineRecord] = {}
@@ -133,7 +111,7 @@ class WatchedRun:
     @property
     def behind(self) -> bool:
         """Whether there is more to read already."""
-        tails: tuple[Tail[Any], ...] = (self._tail, self._trained_tail, self._evaluation_tail, *self._timelines.values())
+        tails: tuple[Tail[Any], ...] = (self._tail, self._evaluation_tail, *self._timelines.values())
         return self._state != "gone" and any(tail.more for tail in tails)
 
     def everything(self) -> dict[str, Any]:
@@ -163,21 +141,18 @@ class WatchedRun:
         found = self._evaluation_tail.look()
         if self._evaluation_tail.restarted:
             self._evaluations = []
-        for one in found:
-            while self._evaluations and superseded(self._evaluations[-1], one):
-                self._evaluations.pop()
-            self._evaluations.append(one)
+        self._evaluations = without_repeated([*self._evaluations, *found], superseded)
 
     def _evaluation(self, one: EvaluationRecord) -> dict[str, Any]:
         """One evaluation, with its place on the three axes of the curves."""
-        done = bisect_right(self._steps.column("version"), one.version)
+        done = bisect_right(self._steps["version"], one.version)
         return {
             "when": one.when,
             "version": one.version,
             "version_min": one.version_min,
             "version_max": one.version_max,
-            "minutes": max(0.0, one.time_s - self._begin_s) / 60,
-            "rollouts": self._steps.column("rollouts")[done - 1] if done else 0,
+            "minutes": max(0.0, one.time_s - self._steps.begin_s) / 60,
+            "rollouts": self._steps["rollouts"][done - 1] if done else 0,
             "problems": one.problems,
             "reward": one.reward_mean,
             "error": one.reward_standard_error,
@@ -187,41 +162,12 @@ class WatchedRun:
 
     def _look_at_steps(self) -> None:
         found = self._tail.look()
-        trained = self._trained_tail.look()
         if self._tail.restarted:
             self._steps.cut(0)
-            self._held, self._latest = [], None
-        self._crossing |= {one.version: share for one in trained if (share := one.crossing) is not None}
-        waiting = [*self._held, *found]
-        last = len(waiting) - 1 if found else -1
-        for i, record in enumerate(waiting):
-            # A step's line in trained.jsonl is written just after the one in metrics.jsonl.
-            if record.version not in self._crossing and (self._trained_tail.more or i == last):
-                self._held = waiting[i:]
-                return
-            self._add_step(record)
-        self._held = []
-
-    def _add_step(self, record: StepRecord) -> None:
-        versions, rollouts = self._steps.column("version"), self._steps.column("rollouts")
-        keep = self._steps.rows
-        while keep and versions[keep - 1] >= record.version:
-            keep -= 1
-        self._steps.cut(keep)
-        if not keep:
-            self._begin_s = begin_s([record], (), self._evaluations)
-        before_s = self._steps.column("time_s")[-1] if keep else self._begin_s
-        passed_s = record.time_s - before_s
-        numbers = record.numbers() | {
-            "minutes": max(0.0, record.time_s - self._begin_s) / 60,
-            "rollouts": (rollouts[-1] if keep else 0.0) + record.samples,
-        }
-        if passed_s > 0:
-            numbers |= {"samples_per_s": record.samples / passed_s, "trained_per_s": record.tokens_trained / passed_s}
-        if (share := self._crossing.get(record.version)) is not None:
-            numbers["crossing"] = share
-        self._steps.append(numbers)
-        self._latest = record
+            self._latest = None
+        for record in found:
+            self._steps.add(record, self._evaluations)
+            self._latest = record
 
     def _look_at_load(self) -> None:
         for path in self.root.glob(f"{TIMELINE_STEM}*.jsonl"):
@@ -239,7 +185,7 @@ class WatchedRun:
         last = self._load_of.get(record.worker)
         minutes, keep = record.time_s / 60, self._load.rows
         if last is not None and record.time_s < last.time_s:  # a resumed run
-            times = self._load.column("minutes")
+            times = self._load["minutes"]
             while keep and times[keep - 1] >= minutes:
                 keep -= 1
             self._load.cut(keep)
@@ -247,7 +193,7 @@ class WatchedRun:
         engines = self._load_of.values()
         self._load.append(
             {
-                "minutes": max(minutes, self._load.column("minutes")[-1]) if keep else minutes,
+                "minutes": max(minutes, self._load["minutes"][-1]) if keep else minutes,
                 "in_progress": sum(one.in_progress for one in engines),
                 "queued": sum(one.queued for one in engines),
             }
@@ -266,7 +212,8 @@ class WatchedRun:
         self._texts = self._texts or Texts(self.root, self._config)
         if (texts := self._texts.get()) is not None:
             self._groups_s, self._groups_changed = now, False
-            self._show("groups", {"missing": printable(texts.missing), "groups": shown_groups(self._groups, texts)})
+            shown = [shown_group(group, texts) for group in reversed(self._groups)]
+            self._show("groups", {"missing": printable(texts.missing), "groups": shown})
 
     def _show(self, part: str, value: Any) -> None:
         self._shown[part] = value
@@ -303,7 +250,7 @@ class WatchedRun:
         return False
 
     def _minutes_left(self) -> float | None:
-        times, versions = self._steps.column("time_s"), self._steps.column("version")
+        times, versions = self._steps["time_s"], self._steps["version"]
         back = min(SPEED_STEPS, len(times) - 1)
         if back < 1 or self._config is None:
             return None
@@ -322,10 +269,9 @@ class WatchedRun:
             "version": latest.version if latest is not None else 0,
             "elapsed": max(minutes, default=0.0),
             "left": self._minutes_left() if live else None,
-            "wait": printable(wait_line(self._statuses, now)) if live else "",
             "stages": [self._stage(status, now, live) for status in self._statuses.values()],
-            "numbers": {} if latest is None else {name: _mean_of(latest, name) for name in _HEADLINE},
-            "damaged": sum(tail.damaged for tail in (self._tail, self._trained_tail, self._evaluation_tail)),
+            "numbers": {} if latest is None else {name: getattr(latest, name) for name in _HEADLINE},
+            "damaged": sum(tail.damaged for tail in (self._tail, self._evaluation_tail)),
         }
         if config is not None:
             found |= {
@@ -393,12 +339,7 @@ class WatchedRun:
         return found
 
 
-_HEADLINE = ("reward_mean", "ess", "lag_mean", "lag_max", "completion_length_mean", "entropy_mean")
-
-
-def _mean_of(record: StepRecord, name: str) -> float | None:
-    value: float | None = getattr(record, name)
-    return value
+_HEADLINE = ("reward_mean", "lag_mean", "completion_length_mean")
 
 
 def _changed_s(path: Path) -> float:

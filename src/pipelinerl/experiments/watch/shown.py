@@ -1,15 +1,13 @@
-"""What a page shows of a run: curves with a bounded number of points, and the newest groups as text in spans of versions."""
+"""The newest groups of a run as text in spans of weight versions, for a page."""
 
 from __future__ import annotations
 
-import math
 import threading
-from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -17,75 +15,10 @@ from pipelinerl.checkpoint_folders import latest_checkpoint
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import ModelLoadError
 from pipelinerl.experiments.browse.records import one_line, skip_text
-from pipelinerl.experiments.browse.tokens import TokenText, load_token_text
+from pipelinerl.experiments.browse.rows import TokenText, load_token_text
 from pipelinerl.models.folder import resolve_path
 from pipelinerl.status.screen import printable
 from pipelinerl.types import Group, Rollout, Turn, versions_from_spans
-
-MOST_POINTS = 2000
-
-
-class Seen(NamedTuple):
-    """The points of `Curves` that a page has: the first `points` ones, each the mean of `stride` rows, of an edition."""
-
-    edition: int = -1
-    stride: int = 1
-    points: int = 0
-
-
-class FollowedCurves:
-    """Numbers by row, one column for each name; NaN where a row has no such number.
-
-    A page gets at most about `MOST_POINTS` points of each column: means of so many rows that they suffice.
-    """
-
-    def __init__(self) -> None:
-        self.rows = 0
-        self._columns: dict[str, array[float]] = {}
-        self._edition = 0
-
-    def column(self, name: str) -> array[float]:
-        return self._columns.get(name, array("d"))
-
-    def append(self, numbers: Mapping[str, float]) -> None:
-        for name in numbers.keys() - self._columns.keys():
-            self._columns[name] = array("d", [math.nan]) * self.rows
-        for name, column in self._columns.items():
-            column.append(numbers.get(name, math.nan))
-        self.rows += 1
-
-    def cut(self, rows: int) -> None:
-        """Remove all but the first `rows` rows: a resumed run repeats the others."""
-        if rows < self.rows:
-            self.rows, self._edition = rows, self._edition + 1
-            for column in self._columns.values():
-                del column[rows:]
-
-    def since(self, seen: Seen) -> tuple[dict[str, Any] | None, Seen]:
-        """The points after those that were seen, or all points if the earlier ones have changed; None if there are none.
-
-        `start` is the number of points that the page should keep.
-        """
-        stride = 1
-        while self.rows // stride > MOST_POINTS:
-            stride *= 2
-        points = self.rows // stride
-        start = seen.points if (seen.edition, seen.stride) == (self._edition, stride) else 0
-        now = Seen(self._edition, stride, points)
-        if now == seen:
-            return None, seen
-        columns = {
-            name: [_mean(column[i * stride : (i + 1) * stride]) for i in range(start, points)]
-            for name, column in self._columns.items()
-        }
-        return {"start": start, "points": points, "columns": columns}, now
-
-
-def _mean(values: array[float]) -> float | None:
-    """The mean of the known numbers, with six digits."""
-    known = [value for value in values if math.isfinite(value)]
-    return float(f"{math.fsum(known) / len(known):.6g}") if known else None
-
 
 GROUPS = 3
 """The newest one whose rewards differ, and the newest others."""
@@ -120,7 +53,7 @@ class Texts:
         try:
             self._found = _from_file(self._run_dir, self._config) or load_token_text(self._config.model)
         except Exception as error:  # noqa: BLE001 - a tokenizer is other people's code; the page shows ids and the reason
-            self._found = TokenText(None, one_line(str(error)))
+            self._found = TokenText(missing=one_line(str(error)))
 
 
 def _from_file(run_dir: Path, config: RunConfig) -> TokenText | None:
@@ -143,12 +76,8 @@ def newest_of(groups: Sequence[Group]) -> list[Group]:
     return [*others[len(differ) - GROUPS :], *differ]
 
 
-def shown_groups(groups: Sequence[Group], texts: TokenText) -> list[dict[str, Any]]:
-    """The groups as JSON-like data, the last first."""
-    return [_group(group, texts) for group in reversed(groups)]
-
-
-def _group(group: Group, texts: TokenText) -> dict[str, Any]:
+def shown_group(group: Group, texts: TokenText) -> dict[str, Any]:
+    """The group as JSON-like data."""
     chosen = _chosen(group.rollouts)
     rest = [rollout for rollout in group.rollouts if rollout not in chosen]
     payload = one_line(msgspec.json.encode(group.problem.payload).decode())

@@ -31,7 +31,7 @@ from pipelinerl.process import LOG_FORMAT, Interrupts, counted_interrupts, peak_
 from pipelinerl.resources.share import plan_threads, usable_cores
 from pipelinerl.run_directory import RunDirectory
 from pipelinerl.status.board import MemoryBoard, last_statuses, starting, write_statuses
-from pipelinerl.status.screen import View
+from pipelinerl.status.screen import RunView
 from pipelinerl.status.watchdog import Watchdog
 from pipelinerl.trainer import Trainer
 from pipelinerl.types import TRAINER, StageStatus
@@ -40,7 +40,7 @@ from pipelinerl.weights.memory import MemoryWeightSender
 LOOK_EVERY_S = 0.5
 
 
-def run_embedded(session: Session, view: View, lock: RunLock) -> Outcome:
+def run_embedded(session: Session, view: RunView, lock: RunLock) -> Outcome:
     """Run the session to its end. Errors of the run are in the outcome, not raised."""
     begin_s = time.monotonic()
     threads = plan_threads(session.config, session.schedule, usable_cores()).training
@@ -78,7 +78,7 @@ def _run(
     sender: WeightSender,
     interrupts: Interrupts,
     *,
-    view: View,
+    view: RunView,
     lock: RunLock,
 ) -> bool:
     """Alternate generation and training to the end. Returns whether the goal was reached."""
@@ -102,7 +102,7 @@ class _AfterIteration:
     Then it also writes the statuses to a file for other processes.
     """
 
-    def __init__(self, session: Session, trainer: Trainer, board: Hub, view: View, lock: RunLock) -> None:
+    def __init__(self, session: Session, trainer: Trainer, board: Hub, view: RunView, lock: RunLock) -> None:
         self._session, self._lock = session, lock
         self._trainer, self._board, self._view = trainer, board, view
         self._watchdog = Watchdog(session.config.launch.watchdog_s)

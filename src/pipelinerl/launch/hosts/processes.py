@@ -40,7 +40,7 @@ from pipelinerl.launch.summary import Outcome, interruption
 from pipelinerl.process import Interrupts, counted_interrupts
 from pipelinerl.resources.roles import TRAINING, generation_roles, rank_roles, server_roles, worker_roles, worker_stages
 from pipelinerl.status.board import last_statuses, write_statuses
-from pipelinerl.status.screen import View
+from pipelinerl.status.screen import RunView
 from pipelinerl.status.watchdog import Watchdog
 from pipelinerl.types import TRAINER, StageStatus, goal_reached, trainer_progress
 
@@ -131,7 +131,7 @@ def premature_exit(worker: Worker) -> PipelineRLError:
     return StageDiedError(f"{named(worker)} ended before the run did (was it told to stop?)")
 
 
-def run_processes(session: Session, view: View, host: Host, lock: RunLock) -> Outcome:
+def run_processes(session: Session, view: RunView, host: Host, lock: RunLock) -> Outcome:
     """Run the session to its end on `host`. Errors of the run are in the outcome, not raised."""
     begin_s = time.monotonic()
     processes = Processes(host)
@@ -189,7 +189,7 @@ class _Watch:
     """Watches processes, statuses and interrupts until the run is over."""
 
     def __init__(
-        self, session: Session, lock: RunLock, processes: Processes, healing: Callable[[], Healing], view: View
+        self, session: Session, lock: RunLock, processes: Processes, healing: Callable[[], Healing], view: RunView
     ) -> None:
         self._session, self._lock, self._processes = session, lock, processes
         self._healing, self._view = healing, view
@@ -262,7 +262,7 @@ class _Watch:
 
 
 def _stop(
-    session: Session, workers: Sequence[Worker], view: View, interrupts: Interrupts, error: PipelineRLError | None
+    session: Session, workers: Sequence[Worker], view: RunView, interrupts: Interrupts, error: PipelineRLError | None
 ) -> PipelineRLError | None:
     """Stop the workers, with time to write a checkpoint. Returns the error that the run ended with, if any."""
     patience_s = STOP_PATIENCE_S

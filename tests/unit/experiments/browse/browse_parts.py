@@ -84,22 +84,6 @@ def step(version: int, *samples: tuple[str, int, int], **dropped: list[int]) -> 
 STEPS = [step(1, ("g0.a0", 0, 0), zero_advantage=[4]), step(5, ("g2.a0", 1, 1), ("g3.a0", 0, 2), stale=[3, 4])]
 
 
-def answer(problem: int, reward: float, version: int = 0, **fields: object) -> dict[str, object]:
-    """A line of an evaluation: problem number `problem`, answered by weights `version`."""
-    text = f"{problem} is {reward:g}"
-    return {
-        "problem_id": f"h{problem}",
-        "reward": reward,
-        "prompt": f"what is {problem}?",
-        "completion": text,
-        "token_ids": list(text.encode()),
-        "weight_versions": [{"version": version, "start": 0, "end": len(text)}],
-        "length": len(text),
-        "finish_reason": "stop",
-        **fields,
-    }
-
-
 def lines(records: Sequence[Any]) -> bytes:
     return b"".join(msgspec.json.encode(record) + b"\n" for record in records)
 

@@ -40,12 +40,12 @@ class Server:
 
 
 class SlowSimulation:
-    """After `run`: `step_end_s`, `lags` ((position, lag) -> tokens), `dropped`, `trained` ids in order, `tokens`."""
+    """After `run`: `step_end_s`, `lags` (lag -> tokens), `dropped`, `trained` ids in order, `tokens`."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
         self.step_end_s: list[float] = []
-        self.lags: dict[tuple[int, int], int] = defaultdict(int)
+        self.lags: dict[int, int] = defaultdict(int)
         self.dropped: dict[str, int] = defaultdict(int)
         self.trained: list[int] = []
         self.started = 0
@@ -199,8 +199,8 @@ class SlowSimulation:
     def _step_ends(self, now_s: float) -> None:
         for attempt in self._batch:
             self.trained.append(attempt.group)
-            for position, version in enumerate(attempt.versions if attempt.used else ()):
-                self.lags[position, self._version - version] += 1
+            for version in attempt.versions if attempt.used else ():
+                self.lags[self._version - version] += 1
         self._settle(len(self._batch), now_s)
         self._batch = []
         self._version += 1

@@ -10,7 +10,6 @@ from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import PipelineRLError, UserError
 from pipelinerl.experiments.planner import calibrate
 from pipelinerl.experiments.planner.calibrate import (
-    MeasuredStep,
     decode_costs,
     decode_round,
     first_groups,
@@ -77,15 +76,13 @@ def test_overhead_is_what_decode_steps_leave() -> None:
 
 
 def test_steps_of_two_sizes_tell_fixed_from_token_costs() -> None:
-    steps = [MeasuredStep(tokens, 0.05 + 0.001 * tokens) for tokens in (100, 400, 110, 390, 105, 410)]
-    assert fit_steps([*steps, MeasuredStep(100, 9.0)]) == pytest.approx((0.05, 0.001), rel=0.2)  # one was disturbed
+    steps = [(tokens, 0.05 + 0.001 * tokens) for tokens in (100, 400, 110, 390, 105, 410)]
+    assert fit_steps([*steps, (100, 9.0)]) == pytest.approx((0.05, 0.001), rel=0.2)  # one was disturbed
     assert fit_steps(steps) == pytest.approx((0.05, 0.001))
-    assert fit_steps([MeasuredStep(50, 1.0), MeasuredStep(100, 3.0)]) == pytest.approx(
-        (0.0, 0.03)
-    )  # nothing fixed is below 0
-    assert fit_steps([MeasuredStep(50, 1.0), MeasuredStep(50, 1.0)]) == pytest.approx((0.0, 0.02))
+    assert fit_steps([(50, 1.0), (100, 3.0)]) == pytest.approx((0.0, 0.03))  # nothing fixed is below 0
+    assert fit_steps([(50, 1.0), (50, 1.0)]) == pytest.approx((0.0, 0.02))
     with pytest.raises(UserError, match="no step of the run had a gradient"):
-        fit_steps([MeasuredStep(0, 1.0)])
+        fit_steps([(0, 1.0)])
 
 
 def test_costs_of_training_come_from_the_records_of_steps() -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from itertools import pairwise
-
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -12,7 +9,6 @@ from hypothesis import strategies as st
 
 from pipelinerl.experiments.planner import paper
 from pipelinerl.experiments.planner.calibration import LengthDistribution, Utilisation
-from pipelinerl.experiments.planner.paper import TAU, h100
 from pipelinerl.experiments.planner.scenario import (
     Costs,
     DrawnWorkload,
@@ -117,16 +113,7 @@ def assert_equal_to_the_slow_one(case):
     assert fast.step_end_s == slow.step_end_s
     assert fast.rollouts_dropped == slow.dropped
     assert fast.rollouts_started == slow.started
-    by_lag, by_position, lags = Counter(), Counter(), Counter()
-    for (position, lag), tokens in slow.lags.items():
-        by_lag[lag] += tokens
-        by_position[position] += tokens
-        lags[position] += lag * tokens
-    assert dict(enumerate(fast.lag_tokens)) == {lag: by_lag[lag] for lag in range(max(by_lag) + 1)}
-    for bin_ in fast.lag_by_position:
-        positions = range(bin_.start, bin_.end)
-        assert bin_.tokens == sum(by_position[p] for p in positions)
-        assert bin_.lag_mean == pytest.approx(sum(lags[p] for p in positions) / bin_.tokens, rel=1e-12)
+    assert dict(enumerate(fast.lag_tokens)) == {lag: slow.lags[lag] for lag in range(max(slow.lags) + 1)}
     # The slow one counts the steps that the end of the run cuts off.
     longest_s = max(case.costs.decode_step_s)
     assert fast.engine_busy_fraction * fast.engines * fast.time_s == pytest.approx(slow.busy_s, abs=case.engines * longest_s)
@@ -144,7 +131,6 @@ def test_token_by_token_and_every_rollout_is_somewhere(name):
     assert min(predicted.rollouts_queued, predicted.rollouts_in_progress) >= 0
     assert 0 < predicted.engine_busy_fraction <= 1
     assert 0 < predicted.slots_used <= 1
-    assert 0 <= predicted.starved_fraction <= 1
     assert 0 < predicted.trainer_busy_fraction <= 1
 
 
@@ -233,10 +219,6 @@ def test_lag_of_a_pipeline():
     predicted = steady(PipelineSchedule(64), engines=4, slots=64, batch_size=64, tau=0.001, lengths=lengths)
     workload = paper.PaperWorkload(accelerators=5, batch_size=64, lengths=lengths, utilisation=U, tau=0.001)
     assert 0 <= predicted.lag_max - paper.pipeline(workload, slots=64, generating=4).max_lag <= 1
-    # Early tokens are older than late ones, steadily.
-    lags = [bin_.lag_mean for bin_ in predicted.lag_by_position]
-    assert all(earlier > later for earlier, later in pairwise(lags))
-    assert sum(predicted.lag_tokens) == sum(bin_.tokens for bin_ in predicted.lag_by_position)
 
 
 @pytest.mark.parametrize("G", [1, 4])
@@ -261,21 +243,6 @@ def test_conventional_takes_generation_and_training_in_turn(G):
     generating = expected.rate / expected.generation_rate
     assert predicted.engine_busy_fraction == pytest.approx(generating, rel=0.05)
     assert predicted.trainer_busy_fraction == pytest.approx(1 - generating, rel=0.05)
-
-
-@pytest.mark.slow
-def test_the_case_study_of_the_paper():
-    """N = 128, B = 128, H = 192, I = 44, and G = 134; a small L is quick, and rates and g_max do not depend on it."""
-    case = {"batch_size": 128, "lengths": LengthDistribution.uniform(200), "utilisation": h100(), "seed": 0}
-    pipeline = steady(PipelineSchedule(128), engines=44, slots=192, tau=TAU / 84, steps=250, **case)
-    assert pipeline.tokens_per_s == pytest.approx(16.9, rel=0.01)
-    # The trainer keeps up, once the first sequences, which are the short ones, are through.
-    assert pipeline.trained_tokens_per_s_later == pytest.approx(16.9, rel=0.03)
-    # Both sides are nearly as fast, so some batches queue up at the trainer, which the formula does not see.
-    assert 133 <= pipeline.lag_max <= 1.1 * 133
-    conventional = steady(ConventionalSchedule(128, 134), engines=128, slots=134, tau=TAU / 128, steps=134, **case)
-    assert conventional.trained_tokens_per_s_later == pytest.approx(10.7, rel=0.02)
-    assert conventional.lag_max == 133
 
 
 def test_steady_rates_are_of_whole_rounds():
@@ -383,19 +350,6 @@ def test_a_run_that_never_ends_is_an_error():
         simulate(scenario(Stubborn(16, 1)))
 
 
-@pytest.mark.parametrize("name", ["engines", "slots", "steps", "capacity"])
-def test_scenarios_are_checked(name):
-    with pytest.raises(ValueError, match=f"{name} must be at least 1"):
-        scenario(PipelineSchedule(16), **{name: 0})
-
-
-def test_step_times_are_checked():
-    with pytest.raises(ValueError, match="65 entries; 65 slots need 66"):
-        scenario(PipelineSchedule(16), slots=65)
-    with pytest.raises(ValueError, match="decode step times must be above 0"):
-        scenario(PipelineSchedule(16), costs=Costs(decode_step_s=(0.0,) * 20))
-
-
 # ------------------------------------------------------------------------------------------------ parts
 
 
@@ -411,11 +365,10 @@ def test_drawn_work_does_not_depend_on_the_order():
 
 def test_drawn_waits_change_no_lengths():
     lengths = LengthDistribution.uniform(50)
-    plain, waiting, again = (DrawnWorkload(lengths, 4, seed=5, wait_median_s=wait_s) for wait_s in (0.0, 2.0, 2.0))
+    plain, waiting = (DrawnWorkload(lengths, 4, seed=5, wait_median_s=wait_s) for wait_s in (0.0, 2.0))
     assert all(plain.group(i).waits_s == () for i in range(500))
     assert [plain.group(i).lengths for i in range(500)] == [waiting.group(i).lengths for i in range(500)]
     waits_s = sorted(wait_s for i in range(2000) for wait_s in waiting.group(i).waits_s)
-    assert waits_s == sorted(wait_s for i in range(2000) for wait_s in again.group(i).waits_s)
     assert waits_s[4000] == pytest.approx(2.0, rel=0.1)
     assert waits_s[7920] == pytest.approx(20.4, rel=0.2)  # exp(2.33) times the median
     bounded = DrawnWorkload(lengths, 4, seed=5, wait_median_s=2.0, wait_most_s=10.0)

@@ -17,7 +17,7 @@ from pipelinerl.run_directory import RunDirectory
 from pipelinerl.status.board import read_statuses, write_statuses
 from pipelinerl.types import EngineProgress, StageStatus, TrainerProgress
 from tests.unit.experiments.browse.browse_parts import group, rollout, turn
-from tests.unit.experiments.watch.watch_parts import HOSTILE, append, evaluation, load, make_run, step, trained
+from tests.unit.experiments.watch.watch_parts import HOSTILE, append, evaluation, load, make_run, step
 
 
 class Watcher:
@@ -56,13 +56,11 @@ def status(stage: str, state: Any, detail: str, progress: Any = None, waits_for:
 
 def test_a_finished_run_is_shown_whole_and_then_nothing_is_sent_again(tmp_path: Path) -> None:
     watcher = Watcher(make_run(tmp_path / "run"))
-    watcher.look()
-    watcher.page = PageState()  # the last step waits for its line in trained.jsonl for one look
     news = watcher.look()
     columns = news["steps"]["columns"]
     assert columns["version"] == [1, 2, 3, 4]
     assert columns["reward_mean"] == [0.1, 0.2, 0.3, 0.4]
-    assert columns["crossing"] == [0.5, 0, 0.5, 0]
+    assert columns["crossing_fraction"] == [0.5, 0, 0.5, 0]
     assert columns["rollouts"] == [8, 16, 24, 32]
     assert columns["minutes"] == [round(n / 60, 7) for n in (1, 2, 3, 4)]  # since the trainer began to wait, at 3 s
     assert columns["samples_per_s"] == [8, 8, 8, 8]
@@ -79,16 +77,14 @@ def test_a_running_run_is_followed_also_over_a_resume(tmp_path: Path) -> None:
     with closing(RunLock(RunDirectory(root))):
         watcher.look()
         assert watcher.look()["now"]["state"] == "running"
-        append(root / "metrics.jsonl", step(5, 8.0))
-        append(root / "rollouts" / "trained.jsonl", trained(5, (0, 3)))
+        append(root / "metrics.jsonl", step(5, 8.0, crossing_fraction=1.0))
         append(root / "evaluations.jsonl", evaluation("online", 5, 0.5, version_min=3, version_max=5))
         news = watcher.look()
         assert (news["steps"]["start"], news["steps"]["columns"]["version"]) == (4, [5])
-        assert news["steps"]["columns"]["crossing"] == [1]
+        assert news["steps"]["columns"]["crossing_fraction"] == [1]
         assert news["now"]["left"] == 5 / 60  # five more steps of a second each
         assert [(one["version"], one["rollouts"]) for one in news["evaluations"]] == [(0, 0), (5, 40)]
         append(root / "metrics.jsonl", step(3, 11.0), step(4, 12.0))  # from the checkpoint of step 2
-        append(root / "rollouts" / "trained.jsonl", trained(3, (0, 0)), trained(4, (0, 1)))
         append(root / "timeline-0.jsonl", load(0, 3.0, 7))
         news = watcher.look()
         assert news["steps"]["columns"]["version"] == [1, 2, 3, 4]
@@ -108,8 +104,9 @@ def test_stages_slots_and_sequences_that_cross_versions_come_from_the_board(tmp_
     watcher = Watcher(root)
     with closing(RunLock(RunDirectory(root))):
         now = watcher.look()["now"]
-        assert now["wait"].startswith("trainer waits for samples <script>")
-        assert "\x1b" not in now["wait"]
+        (detail,) = [one["detail"] for one in now["stages"] if one["stage"] == "trainer"]
+        assert detail.startswith("samples <script>")
+        assert "\x1b" not in detail
         assert {one["stage"]: (one["state"], one["waits_on"], one["busy"]) for one in now["stages"]} == {
             "actor": ("working", [], ""),
             "engine": ("working", [], "90%"),
@@ -134,8 +131,6 @@ def test_failed_runs_say_why_and_runs_may_disappear_and_come_back(tmp_path: Path
     now = watcher.look()["now"]
     assert (now["state"], now["message"]) == ("gone", f"there is no run in {root} any more")
     make_run(root, steps=2, status="interrupted")
-    watcher.look()
-    watcher.page = PageState()
     news = watcher.look()
     assert (news["now"]["state"], news["steps"]["columns"]["version"]) == ("interrupted", [1, 2])
     (root / "config.yaml").write_text("trainer: [")

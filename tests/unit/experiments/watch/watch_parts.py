@@ -22,11 +22,6 @@ def step(version: int, time_s: float, reward: float = 0.5, **changed: Any) -> St
     return StepRecord(version=version, time_s=time_s, reward_mean=reward, **values)
 
 
-def trained(version: int, *lags: tuple[int, int]) -> dict[str, Any]:
-    samples = [{"id": f"g{version}.a{i}", "lag_min": low, "lag_max": high} for i, (low, high) in enumerate(lags)]
-    return {"version": version, "samples": samples}
-
-
 def load(worker: int, time_s: float, in_progress: int) -> dict[str, Any]:
     return {"worker": worker, "time_s": time_s, "in_progress": in_progress, "queued": 1, "tokens_generated": 9, "version": 0}
 
@@ -57,8 +52,7 @@ def make_run(root: Path, steps: int = 4, *, status: str | None = "finished", gro
     (root / ".lock").touch()
     append(root / "sessions.jsonl", {"config": {"seed": 0, "trainer": {"steps": 10}}})
     append(root / "evaluations.jsonl", evaluation("before", 0, 0.25))
-    append(root / "metrics.jsonl", *(step(n, 3.0 + n, n / 10) for n in range(1, steps + 1)))
-    append(root / "rollouts" / "trained.jsonl", *(trained(n, (0, 0), (0, n % 2)) for n in range(1, steps + 1)))
+    append(root / "metrics.jsonl", *(step(n, 3.0 + n, n / 10, crossing_fraction=n % 2 / 2) for n in range(1, steps + 1)))
     append(root / "rollouts" / "rollouts.jsonl", *(groups or some_groups()))
     append(root / "timeline-0.jsonl", *(load(0, 2 + n / 4, n) for n in range(8)))
     if status is not None:
