@@ -36,8 +36,7 @@ from pipelinerl.models.folder import resolve_path
 from pipelinerl.models.state import checksum, named_weights, write_safetensors
 from pipelinerl.ports import free_port
 from pipelinerl.serving.vllm.adapter import VllmServer
-from pipelinerl.serving.vllm.server_info import kv_cache_bytes
-from pipelinerl.serving.vllm.start import HOST, VllmSettings, command_line, environment
+from pipelinerl.serving.vllm.start import HOST, VllmSettings, command_line, environment, kv_cache_bytes
 from pipelinerl.serving.wire import WeightUpdateRequest
 from pipelinerl.types import (
     Completion,

@@ -19,7 +19,7 @@ from tests.contract.generation import SERVER_CHECKS
 
 _WITHOUT = {
     "http": frozenset[str](),
-    "vllm": frozenset({"seeds", "idempotent requests", "endpoints of ours"}),
+    "vllm": frozenset({"seeds", "endpoints of ours"}),
 }
 """Features that each kind of server is known to lack."""
 
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    text = "Check that an engine server meets the contract: exact tokens, log-probs and versions, limits, retries, updates."
+    text = "Check that an engine server meets the contract: exact tokens, log-probs and versions, limits, updates."
     parser = argparse.ArgumentParser(prog="python -m tests.contract", description=text)
     flag = parser.add_argument
     flag("url", metavar="URL", help="the server's address, e.g. http://127.0.0.1:8000")

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from pipelinerl.errors import PipelineRLError, PromptTooLongError, RequestError
-from pipelinerl.serving.client.http import HttpClient, RefusedError
+from pipelinerl.serving.client.http import HttpClient, RefusalError
 from pipelinerl.serving.wire import token_events
 from pipelinerl.types import GenerationRequest, TokenEvent, versions_from_spans
 from tests.contract.checks import Check, NotSupportedError, Subject, first_event, require
@@ -156,17 +156,6 @@ async def frees_the_slots_of_disconnected_clients(subject: Subject) -> str:
     return f"idle {await subject.idle(_GRACE_S):.1f} s after the connections broke"
 
 
-async def answers_a_retry_with_the_same_completion(subject: Subject) -> str:
-    """The same request, sent twice while it runs and once after it ended, gets the same completion."""
-    request = subject.request(subject.prompt(10), max_tokens=min(24, subject.info.max_length - 5))
-    first, second = await asyncio.gather(subject.complete(request), subject.complete(request))
-    third = await subject.complete(request)
-    require(first == second == third, "the same request id gives different completions")
-    other = GenerationRequest(id=request.id, prompt_ids=subject.prompt(11), sampling=request.sampling)
-    await _expect_refusal(subject, other, RequestError)
-    return "the same completion three times; another request under its id is refused"
-
-
 async def answers_garbage_with_errors(subject: Subject) -> str:
     """Invalid bodies get a 400 in the agreed shape, and the server continues."""
     http = HttpClient(subject.server.url)
@@ -175,7 +164,7 @@ async def answers_garbage_with_errors(subject: Subject) -> str:
         for body in garbage:
             try:
                 await http.post("/generate", body, dict, timeout_s=_CANCEL_S)
-            except RefusedError as error:
+            except RefusalError as error:
                 if error.status == 401:
                     raise NotSupportedError("the server requires a key, which this check does not send") from error
                 require(error.status == 400 and error.code == "bad_request", f"the answer to {body!r} is: {error}")
@@ -199,6 +188,5 @@ SERVER_CHECKS = (
     Check("more requests than slots", serves_many_at_once),
     Check("a cancelled request ends", cancels),
     Check("a disconnect frees the slot", frees_the_slots_of_disconnected_clients),
-    Check("a retry gets the same completion", answers_a_retry_with_the_same_completion, "idempotent requests"),
     Check("errors have the agreed shape", answers_garbage_with_errors, "endpoints of ours"),
 )

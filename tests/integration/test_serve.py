@@ -168,19 +168,6 @@ def generated(server: Server) -> int:
     return int(float(value))
 
 
-def test_a_rollout_whose_connection_broke_can_be_asked_for_again(server: Server) -> None:
-    request = GenerationRequest(id="again", prompt_ids=(3, 4, 14), sampling=SamplingParams(max_tokens=500, seed=5))
-    data = msgspec.json.encode(request)
-    before = generated(server)
-    with pytest.raises(httpx2.ReadTimeout):
-        httpx2.post(f"{server.url}/generate", content=data, timeout=httpx2.Timeout(30, read=0.02))
-    first, second = (httpx2.post(f"{server.url}/generate", content=data, timeout=60) for _ in range(2))
-    done = msgspec.json.decode(first.content, type=Completion)
-    assert first.content == second.content
-    assert len(done.token_ids) == 500
-    assert generated(server) - before == 500
-
-
 # ---------------------------------------------------------------------------------------------- updates in flight
 
 

@@ -21,21 +21,20 @@ from benchmarks.vllm_switch import VllmProcess, measure, perturbed, running_vllm
 
 from pipelinerl.channel import listen
 from pipelinerl.config.schema import ModelConfig
-from pipelinerl.errors import PromptTooLongError, RequestError, WeightUpdateError
-from pipelinerl.interfaces import WeightUpdate
+from pipelinerl.errors import WeightUpdateError
 from pipelinerl.models.folder import resolve_path
 from pipelinerl.models.loading import load_model
 from pipelinerl.models.state import checksum, named_weights, write_safetensors
 from pipelinerl.serving.client.adapter import ServerBusyError, ServerError, ServerUnreachableError
 from pipelinerl.serving.client.engine import RemoteEngine
 from pipelinerl.serving.vllm.adapter import VllmServer
-from pipelinerl.serving.vllm.server_info import kv_cache_bytes, model_facts
-from pipelinerl.serving.vllm.start import VllmSettings, members
+from pipelinerl.serving.vllm.start import VllmSettings, kv_cache_bytes, members
 from pipelinerl.serving.wire import ProcessGroupRequest, WeightUpdateRequest
-from pipelinerl.types import Completion, GenerationRequest, SamplingParams, TokenEvent, versions_from_spans
+from pipelinerl.types import Completion, GenerationRequest, SamplingParams, versions_from_spans
 from pipelinerl.weights.broadcast.sender import CollectiveWeightSender
 from pipelinerl.weights.receiving import Receiver
 from tests.chaos.invariants import check
+from tests.contract.__main__ import main as check_contract
 from tests.integration.runs import alive, assert_gone_on, process_ids, wait
 from tests.integration.test_restart import GOAL, going, kill
 from tests.unit.weights.relay import Relay
@@ -52,7 +51,6 @@ MODEL = resolve_path("demo")
 SLOTS = 16
 LENGTH = 448
 LONGEST = LENGTH - 8
-STOPS = (2, 3, 4, 5, 6, 7, 8, 9)
 TOLERANCE = 5e-4
 
 
@@ -114,25 +112,10 @@ def test_all_weights_change_in_flight_at_the_token_that_it_says(vllm: VllmProces
     assert all(0 < pause_s < 60 for pause_s in found["pauses_s"])
 
 
-def test_it_says_what_it_is(vllm: VllmProcess) -> None:
-    info = at(vllm, lambda client: client.info())
-    facts = model_facts(MODEL)
-    assert (info.slots, info.max_length, info.model) == (SLOTS, LENGTH, MODEL)
-    assert (info.vocabulary, info.stop_token_ids) == (facts.vocabulary, facts.stop_token_ids) == (16, (1,))
-    assert info.version >= 2  # of the test before, from vLLM itself: this client is new
-    assert info.instance == at(vllm, lambda client: client.info()).instance
-
-
-def test_a_stop_token_is_the_last_token(vllm: VllmProcess) -> None:
-    async def generate(client: VllmServer) -> list[Completion]:
-        wanted = [request(f"stop-{i}", max_tokens=LONGEST, stops=STOPS) for i in range(8)]
-        return await asyncio.gather(*map(client.generate, wanted))
-
-    for done in at(vllm, generate):
-        assert done.finish_reason == "stop"
-        assert done.token_ids[-1] in STOPS
-        assert not set(STOPS) & set(done.token_ids[:-1])
-        assert len(done.logprobs) == len(versions_from_spans(done.weight_versions, len(done.token_ids)))
+def test_it_keeps_the_contract(vllm: VllmProcess, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exact tokens, stop tokens, cancellation, clients that leave, and refused requests."""
+    status = check_contract([vllm.url, "--kind", "vllm"])
+    assert status == 0, capsys.readouterr().out
 
 
 def test_only_the_stop_tokens_that_a_request_names_end_it(vllm: VllmProcess) -> None:
@@ -144,51 +127,6 @@ def test_only_the_stop_tokens_that_a_request_names_end_it(vllm: VllmProcess) -> 
     completions = at(vllm, generate)
     assert {(done.finish_reason, len(done.token_ids)) for done in completions} == {("length", 150)}
     assert any(1 in done.token_ids for done in completions)
-
-
-def test_cancelled_requests_give_what_they_have_and_free_their_places(vllm: VllmProcess) -> None:
-    """The first requests may end before the cancellations arrive; those queued behind them cannot."""
-
-    async def cancel(client: VllmServer) -> tuple[list[Completion], list[TokenEvent], int]:
-        events: list[TokenEvent] = []
-        wanted = [request(f"c{i}", max_tokens=LONGEST, stream=i == 0) for i in range(16 * SLOTS)]
-        running = [asyncio.ensure_future(client.generate(one, events.append)) for one in wanted]
-        while not events:
-            await asyncio.sleep(0.002)
-        await asyncio.gather(*(client.cancel(one.id) for one in reversed(wanted)), client.cancel("never-heard-of"))
-        return await asyncio.gather(*running), events, (await client.info()).in_progress
-
-    completions, events, left = at(vllm, cancel)
-    assert [event.token_id for event in events] == list(completions[0].token_ids)
-    assert {done.finish_reason for done in completions[8 * SLOTS :]} == {"cancelled"}
-    assert all(len(done.token_ids) < LONGEST for done in completions if done.finish_reason == "cancelled")
-    assert left == 0
-
-
-def test_a_client_that_goes_away_frees_its_place(vllm: VllmProcess) -> None:
-    async def leave(client: VllmServer) -> float:
-        gone = [asyncio.ensure_future(client.generate(request(f"g{i}", max_tokens=LONGEST))) for i in range(4 * SLOTS)]
-        await asyncio.sleep(0.3)
-        for task in gone:
-            task.cancel()
-        await asyncio.gather(*gone, return_exceptions=True)
-        begin_s = time.monotonic()
-        await client.generate(request("next", max_tokens=2))
-        return time.monotonic() - begin_s
-
-    assert at(vllm, leave) < 10.0  # not behind a queue of them
-
-
-def test_what_can_not_be_served_concerns_that_request_alone(vllm: VllmProcess) -> None:
-    async def ask(client: VllmServer) -> None:
-        with pytest.raises(PromptTooLongError):
-            await client.generate(request("long", max_tokens=LENGTH))
-        stranger = GenerationRequest(id="v", prompt_ids=(99,), sampling=SamplingParams(max_tokens=2))
-        with pytest.raises(RequestError, match="out of vocabulary"):
-            await client.generate(stranger)
-        await client.generate(request("good"))
-
-    at(vllm, ask)
 
 
 def test_a_refused_update_changes_nothing_and_generation_goes_on(vllm: VllmProcess, tmp_path: Path) -> None:
@@ -235,27 +173,6 @@ def test_a_tied_head_follows_the_embedding(vllm: VllmProcess, tmp_path: Path) ->
     done, (first_s, second_s) = at(vllm, twice)
     assert logprob_error(newest, (3, 4, 5), done) < TOLERANCE
     assert first_s > 0 == second_s  # what it holds already costs nothing
-
-
-def test_it_serves_behind_the_engine_protocol(vllm: VllmProcess, tmp_path: Path) -> None:
-    """As the actor uses it: requests as coroutines, weights in a file."""
-    newest = perturbed(load_model(ModelConfig()), 4)
-    tensors, path = named_weights(newest), tmp_path / "newest.safetensors"
-    write_safetensors(tensors, path)
-    version = version_at(vllm) + 1
-
-    async def main() -> dict[str, Completion]:
-        async with RemoteEngine.connect([VllmServer(vllm.url)]) as engine, asyncio.timeout(60):
-            asked = [asyncio.create_task(engine.generate(request(f"old-{i}", max_tokens=200))) for i in range(4)]
-            receipt = await engine.update_weights(WeightUpdate(version, checksum(tensors), {}, path=str(path)))
-            assert (receipt.error, receipt.version, receipt.checksum) == (None, version, checksum(tensors))
-            completions = await asyncio.gather(*asked, engine.generate(request("new")))
-            return {completion.request_id: completion for completion in completions}
-
-    done = asyncio.run(main())
-    assert logprob_error(newest, (3, 4, 5), done["new"]) < TOLERANCE
-    assert {span.version for span in done["new"].weight_versions} == {version}
-    assert all(len(done[f"old-{i}"].token_ids) == 200 for i in range(4))
 
 
 def test_it_takes_what_the_trainer_broadcasts_into_its_worker(vllm: VllmProcess) -> None:

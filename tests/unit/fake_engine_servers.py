@@ -62,7 +62,7 @@ async def engine_over(*servers: FakeServer, **options: Any) -> AsyncIterator[Rem
 
 
 class FakeServer:
-    """Idempotent by id until `restart`. While `held` it answers nothing; with a `problem` it answers that.
+    """While `held` it answers nothing; with a `problem` it answers that.
 
     `before_answer` is awaited in every `generate`, with the number of the call.
     """
@@ -80,7 +80,6 @@ class FakeServer:
         self.answer: Callable[[GenerationRequest], Completion] = lambda request: completion_of(request, self.version)
         self.held = False
         self.calls: list[GenerationRequest] = []
-        self.made: dict[str, Completion] = {}
         self.cancelled: list[str] = []
         self.updates: list[WeightUpdateRequest] = []
         self.joined: ProcessGroupRequest | None = None
@@ -93,7 +92,6 @@ class FakeServer:
         self.instance += 1
         self.version, self.checksum = 0, "start"
         self.joined = None
-        self.made.clear()
 
     def refuse(self) -> None:
         """Nothing listens any more."""
@@ -130,7 +128,7 @@ class FakeServer:
                 await asyncio.sleep(0.001)
             if self.problem is not None:
                 raise self.problem
-            completion = self.made.setdefault(request.id, self.answer(request))
+            completion = self.answer(request)
             for index, (token_id, logprob) in enumerate(zip(completion.token_ids, completion.logprobs, strict=False)):
                 if on_token is not None and request.stream:
                     on_token(TokenEvent(request.id, index, token_id, logprob, self.version))

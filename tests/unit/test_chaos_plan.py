@@ -53,8 +53,7 @@ LABELS = (
     "experiments/",
     "metrics/trackers.py",
     "serving/server/service.py",
-    "serving/server/openai/",
-    "serving/server/dialects/",
+    "serving/server/api/",
 )
 """Where the wall clock is read: dates in reports, exports and trackers, and `created` in answers of OpenAI's API."""
 

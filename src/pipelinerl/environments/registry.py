@@ -29,7 +29,7 @@ BUILT_IN = {
     "function": "pipelinerl.environments.user.function:Function",
     "tools": "pipelinerl.environments.user.function:Tools",
     "calculator": "pipelinerl.environments.tasks.calculator:Calculator",
-    "agent": "pipelinerl.serving.agents.environment:Agent",
+    "agent": "pipelinerl.serving.agents.environment:AgentEnvironment",
 }
 
 

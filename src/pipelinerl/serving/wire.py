@@ -7,7 +7,7 @@
     POST /request_weight_update   WeightUpdateRequest -> UpdateReceipt
     any error                     ErrorBody, with the HTTP status given at `ErrorCode`
 
-`/generate` is idempotent by request id: a request repeated while it runs, or soon after it ended, gets the same completion.
+A request whose connection breaks is cancelled. An id must not be in use by another request.
 """
 
 from __future__ import annotations

@@ -115,14 +115,6 @@ class NeverCancels(GoodServer):
         pass
 
 
-class GeneratesAgain(GoodServer):
-    def sample(self, request: GenerationRequest, index: int, seed: object) -> int:
-        self.calls.append(request)
-        if request.sampling.seed is None and request.sampling.temperature:
-            return super().sample(request, index, len(self.calls))
-        return super().sample(request, index, seed)
-
-
 def results_of(server: GoodServer, *, only: str | None = None, without: frozenset[str] = WITHOUT) -> dict[str, Result]:
     checks = [check for check in SERVER_CHECKS if only in (None, check.name)]
     results = asyncio.run(run_checks(server, checks, without=without, bound_s=5.0))
@@ -151,7 +143,6 @@ def test_a_server_that_keeps_the_contract_passes() -> None:
         (SeedDependsOnTheBatch, "a seed repeats in any batch"),
         (StopLeftOut, "stop tokens end a completion"),
         (NeverCancels, "a cancelled request ends"),
-        (GeneratesAgain, "a retry gets the same completion"),
     ],
 )
 def test_each_breach_fails_its_check(server: Callable[[], GoodServer], check: str) -> None:

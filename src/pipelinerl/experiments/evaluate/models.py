@@ -164,7 +164,7 @@ def _local(target: Target, config: EngineConfig, tokenizer: Tokenizer, max_token
 async def _remote(target: Target, config: EngineConfig, api_key: str | None) -> AsyncIterator[EvaluationEngine]:
     from pipelinerl.serving.client.adapter import Bounds  # noqa: PLC0415 - as above
     from pipelinerl.serving.client.engine import RemoteEngine  # noqa: PLC0415 - HTTP client, only needed here
-    from pipelinerl.serving.vllm.server_info import model_facts  # noqa: PLC0415 - as above
+    from pipelinerl.serving.vllm.adapter import model_facts  # noqa: PLC0415 - as above
 
     facts = model_facts(target.model.path)
     servers = server_clients(config.kind, config.urls, facts, api_key)

@@ -36,7 +36,7 @@ from pipelinerl.run_directory import RunDirectory
 
 if TYPE_CHECKING:
     from pipelinerl.serving.client.adapter import EngineServer
-    from pipelinerl.serving.vllm.server_info import ModelFacts
+    from pipelinerl.serving.vllm.adapter import ModelFacts
     from pipelinerl.serving.vllm.start import VllmSettings
 
 DRAIN_S = 5.0
@@ -129,8 +129,7 @@ def _vllm_settings(session: Session) -> VllmSettings:
     from pipelinerl.models.folder import resolve_path  # noqa: PLC0415 - with torch
     from pipelinerl.models.loading import load_config, slot_length  # noqa: PLC0415 - as above
     from pipelinerl.resources.memory import share_for_vllm  # noqa: PLC0415 - as above
-    from pipelinerl.serving.vllm.server_info import kv_cache_bytes  # noqa: PLC0415 - as above
-    from pipelinerl.serving.vllm.start import VllmSettings  # noqa: PLC0415 - as above
+    from pipelinerl.serving.vllm.start import VllmSettings, kv_cache_bytes  # noqa: PLC0415 - as above
 
     model, engine = session.config.model, session.config.engine
     max_length = engine.max_length or slot_length(load_config(model), None)
@@ -169,7 +168,7 @@ async def connected_engine(session: Session, name: str, receiver: WeightReceiver
     """The engine of a generation process over the run's servers, those in `engine.urls` or those that it starts itself."""
     from pipelinerl.serving.client.adapter import Bounds  # noqa: PLC0415 - as above
     from pipelinerl.serving.client.engine import RemoteEngine  # noqa: PLC0415 - needs httpx2, an extra
-    from pipelinerl.serving.vllm.server_info import model_facts  # noqa: PLC0415 - as above
+    from pipelinerl.serving.vllm.adapter import model_facts  # noqa: PLC0415 - as above
 
     config = session.config
     key = _api_key(config.engine) if config.engine.urls else session.plan.servers_key

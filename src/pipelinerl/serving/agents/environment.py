@@ -50,7 +50,7 @@ class AgentOptions(Options, frozen=True):
             self.refuse_without_effect("the environment of `problems` holds out its own", "held_out")
 
 
-class Agent:
+class AgentEnvironment:
     """An attempt is a call of a user function, which gets the address of an API served by the model in training."""
 
     Options = AgentOptions
@@ -86,9 +86,9 @@ class Agent:
         return self._source.held_out(count)
 
     async def rollout(self, problem: Problem, client: GenerationClient) -> Rollout:
-        from pipelinerl.serving.agents.session import Session  # noqa: PLC0415 - as in `__init__`
+        from pipelinerl.serving.agents.session import AgentSession  # noqa: PLC0415 - as in `__init__`
 
-        session = Session(client, self._template_options, ignore_sampling=self._ignore_sampling)
+        session = AgentSession(client, self._template_options, ignore_sampling=self._ignore_sampling)
         with self._gateway.serving(session) as base_url:
             returned = await self._agent.call(dict(problem.payload), base_url, API_KEY)
         reward, metrics = score_of(returned, "the agent")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import uvicorn
@@ -21,8 +21,10 @@ from starlette.routing import Route
 
 from pipelinerl.environments.chat.conversation import ChatAnswer
 from pipelinerl.errors import EnvironmentSetupError
-from pipelinerl.serving.agents.session import ModelRequest, Session, rollout_ended
-from pipelinerl.serving.server.dialects import messages, responses
+from pipelinerl.serving.agents.session import AgentSession, rollout_ended
+from pipelinerl.serving.server.api.answers import Json, choice_of, usage_of
+from pipelinerl.serving.server.api.bodies import ChatBody
+from pipelinerl.serving.server.api.routes import Read, api_routes
 from pipelinerl.serving.server.http import (
     answer,
     application,
@@ -31,8 +33,6 @@ from pipelinerl.serving.server.http import (
     unless_gone,
     uvicorn_config,
 )
-from pipelinerl.serving.server.openai.answers import Json, MakeWriter, Writer, chat_writer, choice_of, text_writer, usage_of
-from pipelinerl.serving.server.openai.bodies import ChatBody, CompletionBody, read_body
 
 HOST = "127.0.0.1"
 CLOSE_S = 5.0
@@ -50,10 +50,10 @@ class Gateway:
         self._server: uvicorn.Server | None = None
         self._url = ""
         self._thread: threading.Thread | None = None
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[str, AgentSession] = {}
 
     @contextmanager
-    def serving(self, session: Session) -> Iterator[str]:
+    def serving(self, session: AgentSession) -> Iterator[str]:
         """The session's base URL, served while inside. Closes the session at the end."""
         self._start()
         secret = secrets.token_urlsafe(16)
@@ -91,54 +91,34 @@ class Gateway:
 
     def _app(self) -> Starlette:
         base = "/rollouts/{secret}/v1"
-        of_messages = messages.with_its_errors(self._messages)
-        routes = [
-            Route(f"{base}/chat/completions", self._chat, methods=["POST"]),
-            Route(f"{base}/completions", self._completions, methods=["POST"]),
-            Route(f"{base}/responses", self._responses, methods=["POST"]),
-            Route(f"{base}/messages", of_messages, methods=["POST"]),
-            Route(f"{base}/v1/messages", of_messages, methods=["POST"]),  # Anthropic's clients add `v1` to a base URL
-            Route(f"{base}/models", self._models),
-        ]
-        return application(routes)
-
-    async def _chat(self, request: Request) -> Response:
-        return await self._respond(request, lambda data: (read_body(data, ChatBody), chat_writer))
-
-    async def _completions(self, request: Request) -> Response:
-        return await self._respond(request, lambda data: (read_body(data, CompletionBody), text_writer))
-
-    async def _responses(self, request: Request) -> Response:
-        return await self._respond(request, responses.read)
-
-    async def _messages(self, request: Request) -> Response:
-        return await self._respond(request, messages.read)
+        return application([*api_routes(base, self._respond), Route(f"{base}/models", self._models)])
 
     async def _models(self, request: Request) -> Response:
         self._session(request)
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "pipelinerl"}
         return answer({"object": "list", "data": [model]})
 
-    async def _respond(self, request: Request, read: Callable[[bytes], tuple[ModelRequest, MakeWriter]]) -> Response:
+    async def _respond(self, request: Request, read: Read) -> Response:
         session = self._session(request)
         data = await body_of(request)
-        body, make_writer = read(data)
+        asked = read(data)
         retried = request.headers.get(RETRY_HEADER, "0") != "0"
         with _while_open():
-            call = asyncio.run_coroutine_threadsafe(session.answer(body, data, retried=retried), session.loop)
+            call = asyncio.run_coroutine_threadsafe(session.answer(asked.body, data, retried=retried), session.loop)
         reply: ChatAnswer = await unless_gone(request, asyncio.wrap_future(call))
-        writer = make_writer(reply.completion.request_id, body.model or MODEL, len(reply.prompt.ids))
-        if body.stream:
-            response = Response(b"".join(_chunks(body, reply, writer)), media_type="text/event-stream")
-        else:
-            content: Json = {"message": {**reply.message, "refusal": None}}
-            content = content if isinstance(body, ChatBody) else {"text": reply.text}
-            response = answer(writer.whole([_choice(content, reply)], _usage(reply)))
+        content: Json = {"text": reply.text}
+        if isinstance(asked.body, ChatBody):
+            content = {"message": {**reply.message, "refusal": None}}
+        choice = choice_of(content, reply.finish_reason)
+        if reply.stop is not None:
+            choice["stop_reason"] = reply.stop
+        usage = usage_of(len(reply.prompt.ids), len(reply.completion.token_ids))
+        response = asked.answered(reply.completion.request_id, asked.body.model or MODEL, [choice], usage)
         with _while_open():  # before the response is written: so the turn is recorded before the agent can go on or return
             session.loop.call_soon_threadsafe(session.delivered, reply, data)
         return response
 
-    def _session(self, request: Request) -> Session:
+    def _session(self, request: Request) -> AgentSession:
         session = self._sessions.get(request.path_params["secret"])
         if session is None:
             raise rollout_ended()
@@ -152,29 +132,3 @@ def _while_open() -> Iterator[None]:
         yield
     except RuntimeError:
         raise rollout_ended() from None
-
-
-# ---- answers
-
-
-def _chunks(request: ModelRequest, reply: ChatAnswer, writer: Writer) -> Iterator[bytes]:
-    """The response as a stream. The answer is one chunk, because tool calls can be parsed only when it is complete."""
-    said: Json = {"text": reply.text}
-    nothing: Json = {"text": ""}
-    if isinstance(request, ChatBody):
-        calls = [{**call, "index": number} for number, call in enumerate(reply.message.get("tool_calls", ()))]
-        said, nothing = {"delta": {**reply.message, **({"tool_calls": calls} if calls else {})}}, {"delta": {}}
-    yield writer.chunk([choice_of(said, None)])
-    yield writer.chunk([_choice(nothing, reply)])
-    if request.include_usage:
-        yield writer.chunk([], usage=_usage(reply))
-    yield writer.end()
-
-
-def _choice(content: Json, reply: ChatAnswer) -> Json:
-    """A choice that ends the answer. `stop_reason`: the stop string, as in `pipelinerl serve`."""
-    return choice_of(content, reply.finish_reason) | ({} if reply.stop is None else {"stop_reason": reply.stop})
-
-
-def _usage(reply: ChatAnswer) -> Json:
-    return usage_of(len(reply.prompt.ids), len(reply.completion.token_ids))

@@ -14,9 +14,9 @@ from pipelinerl.environments.chat.conversation import ChatAnswer, Conversation, 
 from pipelinerl.environments.prompts import TextStream, plain_decoder
 from pipelinerl.errors import RequestError, RolloutError
 from pipelinerl.interfaces import GenerationClient
+from pipelinerl.serving.server.api.bodies import OTHER_SAMPLING, ChatBody, CompletionBody, ResponseFormat, check_stops
+from pipelinerl.serving.server.api.text import StopStrings
 from pipelinerl.serving.server.http import RefusedError, retrieve
-from pipelinerl.serving.server.openai.bodies import ChatBody, CompletionBody, ResponseFormat, check_stops
-from pipelinerl.serving.server.text import StopStrings
 from pipelinerl.types import Completion, SamplingParams, TokenEvent
 
 # ---- requests of agents; the run file sets the sampling parameters, so requests that would change them are refused
@@ -27,10 +27,7 @@ ModelRequest = ChatBody | CompletionBody
 _SUPPORTED = """
     max_completion_tokens max_tokens messages model prompt stop stream stream_options tool_choice tools
 """
-_SAMPLING = "frequency_penalty min_p presence_penalty repetition_penalty seed temperature top_k top_p"
-"""Parameters that change the distribution of tokens, or what is drawn from it, and that an agent can do without."""
-
-_NEUTRAL = {"n": 1, "repetition_penalty": 1, "response_format": ResponseFormat(type="text")}
+_NEUTRAL = {"n": 1, "response_format": ResponseFormat(type="text")}
 
 
 def check(request: ModelRequest, sampling: SamplingParams, *, ignore: bool = False) -> list[str]:
@@ -38,12 +35,12 @@ def check(request: ModelRequest, sampling: SamplingParams, *, ignore: bool = Fal
 
     Raises RequestError for those that can't be ignored, and for all of them unless `ignore`.
     """
-    given = {name: getattr(request, name) for name in _SAMPLING.split() if hasattr(request, name)}
     of_run = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
-    neutral = of_run | {"min_p": 0, "presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1}
-    if given.get("top_k") == -1:
+    neutral = of_run | OTHER_SAMPLING | {"seed": None}
+    given = {name: getattr(request, name) for name in neutral}
+    if given["top_k"] == -1:
         given["top_k"] = None
-    differing = [name for name, value in given.items() if value is not None and value != neutral.get(name)]
+    differing = [name for name, value in given.items() if value not in (None, neutral[name])]
     if differing and not ignore:
         name = differing[0]
         why = (
@@ -56,7 +53,7 @@ def check(request: ModelRequest, sampling: SamplingParams, *, ignore: bool = Fal
         raise RequestError(f"{request.grammar.key}: an agent in training can't set it; leave it out")
     for field in msgspec.structs.fields(request):
         unset: tuple[object, ...] = (None, field.default, _NEUTRAL.get(field.name), False, [], (), {})
-        if field.name not in f"{_SUPPORTED} {_SAMPLING}".split() and getattr(request, field.name) not in unset:
+        if field.name not in {*_SUPPORTED.split(), *neutral} and getattr(request, field.name) not in unset:
             raise RequestError(f"{field.name}: an agent in training can't set it; leave it out")
     if request.most_tokens is not None and request.most_tokens < 1:
         raise RequestError(f"max_tokens {request.most_tokens}: ask for at least 1")
@@ -64,7 +61,7 @@ def check(request: ModelRequest, sampling: SamplingParams, *, ignore: bool = Fal
     return differing
 
 
-class Session:
+class AgentSession:
     """One rollout's conversation with its agent.
 
     It is made, called and closed in the event loop of the rollout; the gateway's thread submits calls to that loop.

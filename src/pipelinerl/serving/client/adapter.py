@@ -40,8 +40,7 @@ class EngineServer(Protocol):
     async def generate(self, request: GenerationRequest, on_token: TokenListener | None = None) -> Completion:
         """Return one completion. With `on_token` and `request.stream`, also report each token as it arrives, from index 0.
 
-        If the request is sent again under the same id after a ServerUnreachableError, a server that supports it returns the
-        same completion, and its tokens from index 0. Cancelling the awaiting task closes the connection.
+        Cancelling the awaiting task closes the connection, which ends the request. One that is sent again has a new id.
         """
 
     async def cancel(self, request_id: str) -> None:
@@ -79,7 +78,7 @@ class ServerError(PipelineRLError):
 
 
 class ServerUnreachableError(ServerError):
-    """No connection, a broken one, or no answer in time. The server may have the request: retry at the same server.
+    """No connection, a broken one, or no answer in time. The server may have received the request.
 
     `refused`: nothing listens at the address, so the process that may have had the request has exited or is exiting.
     """
@@ -90,19 +89,15 @@ class ServerUnreachableError(ServerError):
 
 
 class ServerBusyError(ServerError):
-    """The server did not accept the request (429, 503 or another 5xx). `retry_after_s`: its Retry-After, if it gave one."""
+    """The server did not accept the request (429, 503 or another 5xx). `retry_after_s`: its Retry-After, else 0."""
 
-    def __init__(self, url: str, problem: str, retry_after_s: float | None = None) -> None:
+    def __init__(self, url: str, problem: str, retry_after_s: float = 0.0) -> None:
         super().__init__(url, problem)
         self.retry_after_s = retry_after_s
 
 
 class EngineUnavailableError(PipelineRLError):
     """No engine server can serve requests; the message names each server and its last error."""
-
-
-class LostError(PipelineRLError):
-    """The server that had the request was restarted or is gone. Another server may answer the request."""
 
 
 # ---- timeouts
@@ -128,7 +123,7 @@ class Bounds(NamedTuple):
     cancel_s: float = 5.0
     """For a server to end a cancelled request; then the connection is closed."""
     tries: int = 300
-    """How often healthy servers may fail to serve one request, which takes about 10 minutes; then the engine fails."""
+    """How often servers may fail to serve one request, which takes about 10 minutes; then the engine fails."""
 
 
 def back_off_s(failures: int) -> float:

@@ -7,9 +7,9 @@
 A request's task waits for a slot and ends with exactly one completion:
 
     waiting for a slot ─▶ sent ─▶ completion ─▶ checked ─▶ answer
-          ▲                │ connection broke: send it to the same server again, under the same id
-          ├── busy ◀───────┤ the server did not accept it: wait, then send it to any server
-          └── lost ◀───────┘ the server was restarted or is gone: send it under a new id to any server with room
+          ▲                │
+          └────────────────┘ the connection broke, or the server is busy, was restarted or is gone:
+                             send it under a new id to any server with room
 
 Nothing from an abandoned attempt is passed on: its task has ended, and its id is not used again.
 """
@@ -33,7 +33,6 @@ from pipelinerl.serving.client.adapter import (
     Bounds,
     EngineServer,
     EngineUnavailableError,
-    LostError,
     ServerBusyError,
     ServerError,
     ServerUnreachableError,
@@ -300,45 +299,29 @@ class RemoteEngine:
             self._arrived.set()
 
     async def _serve(self, ticket: Ticket) -> Completion:
-        """Return the completion, under the id used at the server. Raises RequestError if the request can't be served."""
+        """Send the request until a server answers it. Raises RequestError, or an error that ends the engine."""
         while True:
             async with self._pool.slot(ticket.request) as replica:
-                ticket.asked = replica
+                ticket.asked, request = replica, ticket.wire_request
                 try:
-                    if (completion := await self._ask(ticket, replica)) is not None:
+                    work = replica.server.generate(request, ticket.take)
+                    completion = self._checked(ticket, replica, request, await replica.call(work))
+                    if completion.finish_reason != "cancelled" or ticket.cancelled:
                         return completion
-                except LostError as error:
-                    ticket.attempt += 1
-                    if ticket.tokens:  # tokens were forwarded; another server might produce different ones
-                        return ticket.partial_completion()
-                    logger.info("sending request %s again under a new id: %s", ticket.request.id, error)
+                    error: ServerError = ServerBusyError(replica.url, "cancelled a request without being asked to")
+                except (ServerUnreachableError, ServerBusyError) as failure:
+                    error = failure
                 finally:
                     ticket.asked = None
-
-    async def _ask(self, ticket: Ticket, replica: Replica) -> Completion | None:
-        """Send the request to one server until it answers. Returns None if it did not accept the request.
-
-        Raises LostError, RequestError, or an error that ends the engine.
-        """
-        request, instance = ticket.wire_request, replica.instance
-        may_have_started = False
-        while True:
-            try:
-                completion = await replica.call(replica.server.generate(request, ticket.take))
-            except (ServerUnreachableError, ServerBusyError) as error:
-                may_have_started = may_have_started or isinstance(error, ServerUnreachableError)
-                wait_s = min(getattr(error, "retry_after_s", None) or 0.0, _LONGEST_WAIT_S)
-                self._count_failure(ticket, error)
-            else:
-                return self._checked(ticket, replica, request, completion)
-            if ticket.cancelled:
-                return ticket.partial_completion()
-            await asyncio.sleep(max(wait_s, back_off_s(ticket.failures)))
-            await self._pool.check_health(replica)
-            if replica.gone or replica.instance != instance:
-                raise LostError(f"engine server {replica.url} was lost: {replica.last_error}")
-            if not may_have_started:
-                return None
+                ticket.failures += 1
+                if ticket.tokens or ticket.cancelled:  # another attempt might produce other tokens
+                    return cancelled_completion(ticket.request.id, ticket.tokens)
+                if ticket.failures >= self._bounds.tries:
+                    raise EngineUnavailableError(
+                        f"request {ticket.request.id!r} failed {ticket.failures} times; the last time: {error}"
+                    ) from error
+                wait_s = min(error.retry_after_s, _LONGEST_WAIT_S) if isinstance(error, ServerBusyError) else 0.0
+                await asyncio.sleep(max(wait_s, back_off_s(ticket.failures)))
 
     def _checked(self, ticket: Ticket, replica: Replica, request: GenerationRequest, completion: Completion) -> Completion:
         fault = find_fault(completion, request, self.vocabulary)
@@ -346,19 +329,7 @@ class RemoteEngine:
             fault = "its tokens differ from those streamed before"
         if fault is not None:
             raise ServerError(replica.url, f"returned an invalid completion for request {request.id!r}: {fault}")
-        if completion.finish_reason == "cancelled" and not ticket.cancelled:
-            error = ServerBusyError(replica.url, "cancelled a request without being asked to")
-            self._count_failure(ticket, error)
-            raise LostError(str(error))
         return completion
-
-    def _count_failure(self, ticket: Ticket, error: ServerError) -> None:
-        """Count a request that was not answered. Raises EngineUnavailableError at `Bounds.tries`."""
-        ticket.failures += 1
-        if ticket.failures >= self._bounds.tries:
-            raise EngineUnavailableError(
-                f"request {ticket.request.id!r} failed {ticket.failures} times; the last time: {error}"
-            ) from error
 
     async def _cancel(self, ticket: Ticket, task: asyncio.Task[None]) -> None:
         if ticket.asked is not None:
@@ -410,15 +381,15 @@ class RemoteEngine:
 class Ticket:
     """A request that is being served. `name` is its id at the servers, unique also among their other clients.
 
-    `asked`: the server that may be serving it now. `failures`: how often a server that is well did not serve it. `tokens`:
-    those of a stream, which are forwarded once and in order, even if a retry restarts the stream.
+    `asked`: the server that may be serving it now. `failures`: how often a server did not serve it. `tokens`: those of a
+    stream, which were forwarded in order.
     """
 
     def __init__(self, name: str, request: GenerationRequest, forward: TokenListener) -> None:
         self.name, self.request, self._forward = name, request, forward
         self.answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self.asked: Replica | None = None
-        self.attempt = self.failures = 0
+        self.failures = 0
         self.tokens: list[TokenEvent] = []
 
     @property
@@ -427,27 +398,21 @@ class Ticket:
 
     @property
     def wire_request(self) -> GenerationRequest:
-        return msgspec.structs.replace(self.request, id=f"{self.name}.{self.attempt}", copy=None)
+        """The request under an id of its own for each attempt."""
+        return msgspec.structs.replace(self.request, id=f"{self.name}.{self.failures}", copy=None)
 
     def take(self, event: TokenEvent) -> None:
-        """Forward the token if it is the next one. Repeated tokens, and tokens after a gap, are left to `complete`."""
+        """Forward the token if it is the next one. Tokens after a gap are left to `complete`."""
         if event.index == len(self.tokens):
-            self._pass_on(msgspec.structs.replace(event, request_id=self.request.id))
+            event = msgspec.structs.replace(event, request_id=self.request.id)
+            self.tokens.append(event)
+            self._forward(event)
 
     def complete(self, completion: Completion) -> bool:
         """Forward the remaining tokens. Returns False and forwards nothing if the completion contradicts those forwarded."""
         events = token_events(msgspec.structs.replace(completion, request_id=self.request.id))
-        count = len(self.tokens)
-        if self.tokens != events[:count]:
+        if self.tokens != events[: len(self.tokens)]:
             return False
-        for event in events[count:]:
-            self._pass_on(event)
+        for event in events[len(self.tokens) :]:
+            self.take(event)
         return True
-
-    def partial_completion(self) -> Completion:
-        """A completion of the tokens forwarded so far, for a request that can't continue."""
-        return cancelled_completion(self.request.id, self.tokens)
-
-    def _pass_on(self, event: TokenEvent) -> None:
-        self.tokens.append(event)
-        self._forward(event)

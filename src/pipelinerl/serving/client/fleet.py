@@ -21,7 +21,6 @@ from pipelinerl.serving.client.adapter import (
     Bounds,
     EngineServer,
     EngineUnavailableError,
-    LostError,
     ServerBusyError,
     ServerError,
     ServerUnreachableError,
@@ -50,13 +49,12 @@ class Replica:
         self.gone = False
         self.failing_since_s: float | None = None
         self.last_error = "it has not answered yet"
-        self.health_check: asyncio.Task[None] | None = None
         self.load = 0
         self.prompts: Counter[tuple[int, ...]] = Counter()
         self.decode_steps = 0
         self._bounds = bounds
         self._clock = clock
-        self._acknowledged: tuple[str, int] | None = None
+        self.acknowledged: tuple[str, int] | None = None  # the process, and the version of the weights that it applied
         self._calls: set[asyncio.Task[Any]] = set()
 
     @property
@@ -75,7 +73,7 @@ class Replica:
 
     def holds(self, version: int) -> bool:
         """Whether the current process has acknowledged these weights."""
-        return self._acknowledged == (self.instance, version)
+        return self.acknowledged == (self.instance, version)
 
     def record_info(self, info: ServerInfo) -> None:
         """Record an answer of the server. If the process is a new one, cancel the calls to the old one: they are lost."""
@@ -101,10 +99,6 @@ class Replica:
             self.gone = True
             self._cancel_calls()
 
-    def record_receipt(self, receipt: UpdateReceipt) -> None:
-        """Record that it applied the weights that the receipt names."""
-        self._acknowledged = (self.instance, receipt.version)
-
     def release(self, prompt: tuple[int, ...]) -> None:
         """A request no longer needs its slot."""
         self.load -= 1
@@ -113,7 +107,7 @@ class Replica:
             del self.prompts[prompt]
 
     async def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Return the result of `work`. Raises LostError if the server is lost first."""
+        """Return the result of `work`. Raises ServerUnreachableError if the server is lost first."""
         task = asyncio.ensure_future(work)
         self._calls.add(task)
         try:
@@ -122,8 +116,12 @@ class Replica:
             self._calls.discard(task)
             task.cancel()  # if the caller was cancelled
         if task.cancelled():
-            raise LostError(f"engine server {self.url} was lost: {self.last_error}")
-        return task.result()
+            raise ServerUnreachableError(self.url, f"was lost: {self.last_error}")
+        try:
+            return task.result()
+        except ServerUnreachableError as error:  # it gets no requests until it has answered again
+            self.record_failure(error)
+            raise
 
     def _cancel_calls(self) -> None:
         for task in self._calls:
@@ -247,27 +245,16 @@ class ReplicaPool:
         async def one(replica: Replica) -> None:
             while True:
                 await asyncio.sleep(self._bounds.health_every_s)
-                await self.check_health(replica)
+                try:
+                    replica.record_info(await replica.server.info())
+                    await self._bring_up_to_date(replica)
+                except (ServerError, WeightUpdateError) as error:
+                    replica.record_failure(error)
+                else:
+                    replica.recovered()
+                self._changed()
 
         await asyncio.gather(*map(one, self.replicas))
-
-    async def check_health(self, replica: Replica) -> None:
-        """Check one server's health. Concurrent calls share one request."""
-        if replica.health_check is None:
-            replica.health_check = asyncio.create_task(self._check_health(replica))
-        await asyncio.shield(replica.health_check)
-
-    async def _check_health(self, replica: Replica) -> None:
-        try:
-            replica.record_info(await replica.server.info())
-            await self._bring_up_to_date(replica)
-        except (ServerError, WeightUpdateError) as error:
-            replica.record_failure(error)
-        else:
-            replica.recovered()
-        finally:
-            replica.health_check = None
-        self._changed()
 
     def unavailable(self) -> EngineUnavailableError | None:
         """The error with the last error of each server, if all are gone and have failed for as long as `Bounds` allows."""
@@ -297,17 +284,27 @@ class ReplicaPool:
     async def update(self, weights: WeightUpdateRequest) -> UpdateReceipt:
         """Have all servers that are not gone apply the weights. Servers that are gone get them when they come back.
 
-        The receipt has the longest pause and the sum of the sequences in flight. If some servers refuse, its error names
-        them; they keep their old weights. Raises WeightUpdateError naming a server that did not answer in time,
-        EngineUnavailableError if no server is left.
+        The receipt has the longest pause and the sum of the sequences in flight. If some servers refuse, or do not answer
+        in time, its error names them; those that refused keep their old weights. Raises EngineUnavailableError if no server
+        is left.
         """
+        receipts: list[UpdateReceipt] = []
+        problems: list[str] = []
         async with self._update_lock:
-            while not (answers := await self._update_all(weights)):
-                if (error := self.unavailable()) is not None:
-                    raise error
-                await asyncio.sleep(self._bounds.health_every_s)
-            receipts = [answer for answer in answers if isinstance(answer, UpdateReceipt)]
-            problems = [answer for answer in answers if isinstance(answer, str)]
+            while not receipts and not problems:
+                targets = [replica for replica in self.replicas if not replica.gone]
+                work = (self._update_one(replica, weights) for replica in targets)
+                for answer in await asyncio.gather(*work, return_exceptions=True):
+                    if isinstance(answer, UpdateReceipt):
+                        receipts.append(answer)
+                    elif isinstance(answer, WeightUpdateError):
+                        problems.append(str(answer))
+                    elif answer is not None:
+                        raise answer
+                if not receipts and not problems:
+                    if (error := self.unavailable()) is not None:
+                        raise error
+                    await asyncio.sleep(self._bounds.health_every_s)
             if not problems:
                 self.last_update = weights
         self._changed()
@@ -320,31 +317,20 @@ class ReplicaPool:
             error="; ".join(problems) or None,
         )
 
-    async def _update_all(self, weights: WeightUpdateRequest) -> list[UpdateReceipt | str]:
-        """The answers of all servers that are not gone; see `_send`."""
-        targets = [replica for replica in self.replicas if not replica.gone]
-        answers = await asyncio.gather(*(self._update_one(replica, weights) for replica in targets), return_exceptions=True)
-        for answer in answers:
-            if isinstance(answer, BaseException):
-                raise answer
-        return [answer for answer in answers if isinstance(answer, UpdateReceipt | str)]
-
-    async def _update_one(self, replica: Replica, weights: WeightUpdateRequest) -> UpdateReceipt | str | None:
-        """The server's answer, or None if it is gone."""
+    async def _update_one(self, replica: Replica, weights: WeightUpdateRequest) -> UpdateReceipt | None:
+        """The server's receipt, or None if it is gone. Raises WeightUpdateError if it refuses, or is late."""
         deadline_s = self._clock() + self._bounds.update_s
         failures = 0
         while not replica.gone:
             try:
-                answer = await self._send(replica, weights, deadline_s - self._clock())
+                receipt = await self._send(replica, weights, deadline_s - self._clock())
             except (ServerUnreachableError, ServerBusyError) as error:
                 failures += 1
                 replica.record_failure(error)
-                if self._clock() > deadline_s:
-                    raise self._no_answer(replica, weights) from error
                 await asyncio.sleep(back_off_s(failures))
             else:
                 replica.recovered()
-                return answer
+                return receipt
         return None
 
     async def _bring_up_to_date(self, replica: Replica) -> None:
@@ -353,21 +339,21 @@ class ReplicaPool:
         if last is None or last.path is None or replica.holds(last.version) or self._update_lock.locked():
             return
         async with self._update_lock:
-            answer = await self._send(replica, last, self._bounds.update_s)
-            if isinstance(answer, str):
-                raise WeightUpdateError(answer)
+            await self._send(replica, last, self._bounds.update_s)
 
-    async def _send(self, replica: Replica, weights: WeightUpdateRequest, bound_s: float) -> UpdateReceipt | str:
-        """Update one server. Returns its receipt, or why it refused. Raises WeightUpdateError if no answer comes in time."""
+    async def _send(self, replica: Replica, weights: WeightUpdateRequest, bound_s: float) -> UpdateReceipt:
+        """Update one server. Raises WeightUpdateError if it refuses, or gives no answer within `bound_s`."""
         call = asyncio.ensure_future(replica.server.update_weights(weights))
         try:
-            done, _ = await asyncio.wait({call}, timeout=bound_s)
+            done, _ = await asyncio.wait({call}, timeout=max(0.0, bound_s))
             if not done:  # user code may have blocked this loop past the bound: an answer that has arrived counts
                 done, _ = await asyncio.wait({call}, timeout=_SECOND_LOOK_S)
         finally:
             call.cancel()
+        what = f"weights of version {weights.version}, checksum {weights.checksum}"
         if not done:
-            raise self._no_answer(replica, weights)
+            bound = f"{self._bounds.update_s:g} s"
+            raise WeightUpdateError(f"engine server {replica.url} did not answer {what} within {bound}; look at its log")
         try:
             receipt = call.result()
             problem = receipt.error
@@ -378,16 +364,9 @@ class ReplicaPool:
         except (WeightUpdateError, ServerError) as error:
             problem = str(error)
         if problem is not None:
-            applied = f"version {weights.version}, checksum {weights.checksum}"
-            return f"{replica.url} did not apply weights of {applied}: {problem}"
-        replica.record_receipt(receipt)
+            raise WeightUpdateError(f"{replica.url} did not apply {what}: {problem}")
+        replica.acknowledged = (replica.instance, receipt.version)
         return receipt
-
-    def _no_answer(self, replica: Replica, weights: WeightUpdateRequest) -> WeightUpdateError:
-        return WeightUpdateError(
-            f"engine server {replica.url} did not answer weights of version {weights.version} within "
-            f"{self._bounds.update_s:g} s; look at its log"
-        )
 
 
 async def _gather_or_cancel(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

@@ -5,9 +5,10 @@ Only this module uses the HTTP library.
 
 from __future__ import annotations
 
+import socket
 import ssl
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -31,14 +32,24 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-MAX_ANSWER_BYTES = 64 << 20
-"""Limit for an answer, and for each line of a streamed one."""
+CONNECT_S, WRITE_S = 5.0, 30.0
 _KEEP_ALIVE_S = 4.0
 """Shorter than servers keep idle connections (often 5 s), so that no request uses a connection that is being closed."""
+_PROBES = [
+    (level, getattr(socket, option), value)
+    for level, option, value in (
+        (socket.SOL_SOCKET, "SO_KEEPALIVE", 1),
+        (socket.IPPROTO_TCP, "TCP_KEEPIDLE", 30),
+        (socket.IPPROTO_TCP, "TCP_KEEPINTVL", 10),
+        (socket.IPPROTO_TCP, "TCP_KEEPCNT", 3),
+    )
+    if hasattr(socket, option)
+]
+"""The kernel asks a silent peer whether it is there, so that a request that takes long does not wait for a dead one."""
 _LONGEST_MESSAGE = 500
 
 
-class RefusedError(ServerError):
+class RefusalError(ServerError):
     """The server refused the request (4xx, 501). `detail` is its message, `code` its `ErrorCode` if it gave one."""
 
     def __init__(self, url: str, status: int, detail: str, code: str = "") -> None:
@@ -50,64 +61,67 @@ class HttpClient:
     """Connections to one server. `api_key` is sent as a bearer token.
 
     The constructor raises UserError for an invalid URL, MissingDependencyError without the HTTP library. All calls raise
-    ServerUnreachableError, ServerBusyError, RefusedError, and ServerError for a malformed answer.
+    ServerUnreachableError, ServerBusyError, RefusalError, and ServerError for a malformed answer.
     """
 
-    def __init__(self, url: str, *, api_key: str | None = None, connect_timeout_s: float = 5.0) -> None:
-        library = _library()
+    def __init__(self, url: str, *, api_key: str | None = None) -> None:
+        require("http", "engines over HTTP")
+        import httpx2  # noqa: PLC0415 - an optional dependency
+
         self.url = url.rstrip("/")
-        self._library = library
-        self._timeouts = {"connect": connect_timeout_s, "write": 30.0, "pool": None}
-        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        self._library: Any = httpx2
         try:
-            parsed = library.URL(self.url)
+            parsed = httpx2.URL(self.url)
             if parsed.scheme not in ("http", "https") or not parsed.host:
                 raise ValueError("it needs the form http://HOST:PORT")
-            self._client = library.AsyncClient(
-                base_url=parsed,
-                headers=headers,
-                limits=library.Limits(max_connections=None, keepalive_expiry=_KEEP_ALIVE_S),
-                trust_env=False,  # ignore the environment's proxies: engines are reached directly
-                # What this machine trusts, or the file that SSL_CERT_FILE names.
-                verify=ssl.create_default_context() if parsed.scheme == "https" else False,
-            )
-        except (library.InvalidURL, ValueError) as error:
+        except (httpx2.InvalidURL, ValueError) as error:
             raise UserError(f"{url!r} is not the URL of an engine server: {error}") from error
+        transport = httpx2.AsyncHTTPTransport(
+            limits=httpx2.Limits(max_connections=None, keepalive_expiry=_KEEP_ALIVE_S),
+            # What this machine trusts, or the file that SSL_CERT_FILE names.
+            verify=ssl.create_default_context() if parsed.scheme == "https" else False,
+            socket_options=_PROBES,
+        )
+        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        # Without the environment's proxies: engines are reached directly.
+        self._client = httpx2.AsyncClient(base_url=parsed, headers=headers, transport=transport, trust_env=False)
 
     async def get(self, path: str, answer: type[T], *, timeout_s: float) -> T:
         """GET, decoded as `answer`."""
         async with self._open("GET", path, None, timeout_s) as response:
-            return self._decode(await self._read(response), answer)
+            return self._decode(await response.aread(), answer)
 
     async def post(
         self, path: str, body: object, answer: type[T], *, timeout_s: float | None, params: dict[str, str] | None = None
     ) -> T:
         """POST `body` as JSON (None: no body). `timeout_s` limits each wait for bytes; None: the caller limits the call."""
         async with self._open("POST", path, body, timeout_s, params) as response:
-            return self._decode(await self._read(response), answer)
+            return self._decode(await response.aread(), answer)
 
     async def post_lines(self, path: str, body: object, *, timeout_s: float | None) -> AsyncGenerator[bytes, None]:
         """POST, and yield the lines of the answer as they arrive, without line ends. Empty lines are skipped."""
         async with self._open("POST", path, body, timeout_s) as response:
             rest = b""
-            async for chunk in self._chunks(response):
+            async for chunk in response.aiter_bytes():
                 *lines, rest = (rest + chunk).split(b"\n")
-                for line in lines:
-                    if line.strip():
-                        yield line
-                if len(rest) > MAX_ANSWER_BYTES:
-                    raise self._too_long()
+                for line in filter(bytes.strip, lines):
+                    yield line
             if rest.strip():
                 yield rest
 
-    def decode_error(self, status: int, body: bytes) -> ServerError:
+    def error_of(self, status: int, body: bytes, retry_after_s: float = 0.0) -> ServerError:
         """The error for an answer with this status and body, or for an error line in a stream."""
-        detail, code = _message(body)
+        try:
+            error = msgspec.json.decode(body, type=ErrorBody).error
+            detail, code = error.message[:_LONGEST_MESSAGE], str(error.code)
+        except INVALID_DATA:  # a body of an unknown form is the message
+            detail = " ".join(body[:_LONGEST_MESSAGE].decode(errors="replace").split()) or "no explanation"
+            code = ""
         if status in (401, 403):
-            return RefusedError(self.url, status, f"{detail} (is the API key right?)", code)
+            return RefusalError(self.url, status, f"{detail} (is the API key right?)", code)
         if status == 429 or (status >= 500 and status != 501):
-            return ServerBusyError(self.url, f"answered {status}: {detail}")
-        return RefusedError(self.url, status, detail, code)
+            return ServerBusyError(self.url, f"answered {status}: {detail}", retry_after_s)
+        return RefusalError(self.url, status, detail, code)
 
     def malformed(self, what: str, data: bytes) -> ServerError:
         """The error for an answer that violates the protocol."""
@@ -125,37 +139,21 @@ class HttpClient:
         """Send a request and yield the response, unread, if its status is a success."""
         content = None if body is None else msgspec.json.encode(body)
         headers = {} if body is None else {"content-type": "application/json"}
-        timeout = self._library.Timeout(**self._timeouts, read=timeout_s)
+        timeout = self._library.Timeout(connect=CONNECT_S, write=WRITE_S, pool=None, read=timeout_s)
         try:
             async with self._client.stream(
                 method, path, content=content, headers=headers, timeout=timeout, params=params
             ) as response:
                 if not response.is_success:
-                    await self._raise_status(response)
+                    wait_s = _seconds(response.headers.get("retry-after", ""))
+                    raise self.error_of(response.status_code, await response.aread(), wait_s)
                 yield response
+        except self._library.TimeoutException as error:
+            limit = "" if timeout_s is None else f" within {timeout_s:g} s"
+            raise ServerUnreachableError(self.url, f"gave no answer in time ({type(error).__name__}{limit})") from error
         except self._library.TransportError as error:
-            raise ServerUnreachableError(self.url, _why(error, timeout_s), refused=_is_refusal(error)) from error
-
-    async def _raise_status(self, response: httpx2.Response) -> None:
-        error = self.decode_error(response.status_code, await self._read(response))
-        if isinstance(error, ServerBusyError):
-            error.retry_after_s = _seconds(response.headers.get("retry-after"))
-        raise error
-
-    async def _read(self, response: httpx2.Response) -> bytes:
-        parts = []
-        size = 0
-        async for chunk in self._chunks(response):
-            size += len(chunk)
-            if size > MAX_ANSWER_BYTES:
-                raise self._too_long()
-            parts.append(chunk)
-        return b"".join(parts)
-
-    async def _chunks(self, response: httpx2.Response) -> AsyncIterator[bytes]:
-        try:
-            async for chunk in response.aiter_bytes():
-                yield chunk
+            why = f"can't be reached ({str(error) or type(error).__name__})"
+            raise ServerUnreachableError(self.url, why, refused=_is_refusal(error)) from error
         except self._library.DecodingError as error:
             raise ServerError(self.url, f"gave an answer whose encoding is damaged: {error}") from error
 
@@ -165,52 +163,18 @@ class HttpClient:
         except INVALID_DATA as error:
             raise self.malformed(str(error), data) from error
 
-    def _too_long(self) -> ServerError:
-        return ServerError(self.url, f"gave an answer of more than {MAX_ANSWER_BYTES >> 20} MiB")
 
-
-def _library() -> Any:
-    require("http", "engines over HTTP")
-    import httpx2  # noqa: PLC0415 - an optional dependency
-
-    return httpx2
-
-
-def _message(body: bytes) -> tuple[str, str]:
-    """Message and code of an error body; a body of an unknown form is the message."""
-    try:
-        error = msgspec.json.decode(body, type=ErrorBody).error
-    except INVALID_DATA:
-        return " ".join(body[:_LONGEST_MESSAGE].decode(errors="replace").split()) or "no explanation", ""
-    return error.message[:_LONGEST_MESSAGE], error.code
-
-
-def _seconds(header: str | None) -> float | None:
-    """A Retry-After header in seconds. None for its other form, a date, which engine servers do not use."""
-    try:
-        seconds = float(header) if header is not None else None
-    except ValueError:
-        return None
-    return seconds if seconds is not None and 0 <= seconds < float("inf") else None
-
-
-def _why(error: Exception, timeout_s: float | None) -> str:
-    name = type(error).__name__
-    if "Timeout" in name:
-        return f"gave no answer in time ({name}, {timeout_s:g} s)" if timeout_s is not None else f"timed out ({name})"
-    return f"can't be reached ({str(error) or name})"
+def _seconds(header: str) -> float:
+    """A Retry-After header in seconds; 0 for its other form, a date, which engine servers do not use."""
+    return float(header) if header.replace(".", "", 1).isdecimal() else 0.0
 
 
 def _is_refusal(error: BaseException | None) -> bool:
     """Whether nothing listens at the address. The library wraps the system's error in several layers."""
-    for _ in range(8):
-        if error is None or isinstance(error, ConnectionRefusedError):
-            break
-        inner = error.__cause__ or error.__context__
-        if isinstance(inner, BaseExceptionGroup):
-            return any(_is_refusal(part) for part in inner.exceptions)
-        error = inner
-    return isinstance(error, ConnectionRefusedError)
+    if error is None or isinstance(error, ConnectionRefusedError):
+        return error is not None
+    parts = error.exceptions if isinstance(error, BaseExceptionGroup) else (error.__cause__ or error.__context__,)
+    return any(map(_is_refusal, parts))
 
 
 # ---- our own server (`pipelinerl serve`)
@@ -224,9 +188,7 @@ _STATUS_IN_A_STREAM = {"overloaded": 429, "unavailable": 503}
 class PipelineServer:
     """One `pipelinerl serve`; implements `EngineServer`.
 
-    `run` and `epoch`: see `WeightUpdateRequest`. `timeout_s` limits short calls, `update_timeout_s` an update, `silence_s`
-    the time without a byte on a connection. A request may take longer than `silence_s`: it is then sent again under its id,
-    over another connection.
+    `run` and `epoch`: see `WeightUpdateRequest`. `timeout_s` limits short calls, `update_timeout_s` an update.
     """
 
     def __init__(
@@ -238,16 +200,12 @@ class PipelineServer:
         epoch: int = 0,
         timeout_s: float = 10.0,
         update_timeout_s: float = 120.0,
-        silence_s: float = 300.0,
     ) -> None:
         self._http = HttpClient(url, api_key=api_key)
+        self.url = self._http.url
         self._run, self._epoch = run, epoch
-        self._timeout_s, self._update_timeout_s, self._silence_s = timeout_s, update_timeout_s, silence_s
+        self._timeout_s, self._update_timeout_s = timeout_s, update_timeout_s
         self._decoder: msgspec.json.Decoder[TokenLine | CompletionLine] = msgspec.json.Decoder(TokenLine | CompletionLine)
-
-    @property
-    def url(self) -> str:
-        return self._http.url
 
     async def info(self) -> ServerInfo:
         return await self._http.get("/info", ServerInfo, timeout_s=self._timeout_s)
@@ -256,8 +214,8 @@ class PipelineServer:
         try:
             if request.stream:
                 return await self._stream(request, on_token)
-            return await self._http.post("/generate", request, Completion, timeout_s=self._silence_s)
-        except RefusedError as error:
+            return await self._http.post("/generate", request, Completion, timeout_s=None)
+        except RefusalError as error:
             if error.code == "prompt_too_long":
                 raise PromptTooLongError(error.detail) from error
             if error.status in _ABOUT_THE_REQUEST:
@@ -265,46 +223,41 @@ class PipelineServer:
             raise
 
     async def _stream(self, request: GenerationRequest, on_token: TokenListener | None) -> Completion:
-        lines = self._http.post_lines("/generate", request, timeout_s=self._silence_s)
-        try:
+        async with aclosing(self._http.post_lines("/generate", request, timeout_s=None)) as lines:
             async for data in lines:
-                line = self._line(data)
+                try:
+                    line = self._decoder.decode(data)
+                except INVALID_DATA as error:
+                    raise self._error_of_line(data, error) from error
                 if isinstance(line, CompletionLine):
                     return line.completion
                 if on_token is not None:
                     on_token(line.token)
-        finally:
-            await lines.aclose()
         raise ServerUnreachableError(self.url, "broke off a stream before its completion")
 
-    def _line(self, data: bytes) -> TokenLine | CompletionLine:
-        try:
-            return self._decoder.decode(data)
-        except INVALID_DATA as error:
-            raise self._error_line(data) or self._http.malformed(str(error), data) from error
-
-    def _error_line(self, data: bytes) -> ServerError | None:
+    def _error_of_line(self, data: bytes, error: Exception) -> ServerError:
         try:
             code = msgspec.json.decode(data, type=ErrorBody).error.code
         except INVALID_DATA:
-            return None
-        return self._http.decode_error(_STATUS_IN_A_STREAM.get(code, 400), data)
+            return self._http.malformed(str(error), data)
+        return self._http.error_of(_STATUS_IN_A_STREAM.get(code, 400), data)
 
     async def cancel(self, request_id: str) -> None:
         await self._http.post("/cancel", CancelRequest(request_id=request_id), dict, timeout_s=self._timeout_s)
 
     async def join_broadcast(self, group: ProcessGroupRequest) -> None:
-        request = msgspec.structs.replace(group, run=self._run, epoch=self._epoch)
-        try:
-            await self._http.post("/init_process_group", request, dict, timeout_s=group.timeout_s + self._timeout_s)
-        except RefusedError as error:
-            raise WeightUpdateError(str(error)) from error
+        await self._for_weights("/init_process_group", group, dict, group.timeout_s + self._timeout_s)
 
     async def update_weights(self, update: WeightUpdateRequest) -> UpdateReceipt:
-        request = msgspec.structs.replace(update, run=self._run, epoch=self._epoch)
+        return await self._for_weights("/request_weight_update", update, UpdateReceipt, self._update_timeout_s)
+
+    async def _for_weights(
+        self, path: str, request: ProcessGroupRequest | WeightUpdateRequest, answer: type[T], timeout_s: float
+    ) -> T:
+        request = msgspec.structs.replace(request, run=self._run, epoch=self._epoch)
         try:
-            return await self._http.post("/request_weight_update", request, UpdateReceipt, timeout_s=self._update_timeout_s)
-        except RefusedError as error:
+            return await self._http.post(path, request, answer, timeout_s=timeout_s)
+        except RefusalError as error:
             raise WeightUpdateError(str(error)) from error
 
     async def close(self) -> None:

@@ -13,10 +13,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pipelinerl._version import __version__
 from pipelinerl.ports import is_this_machine
-from pipelinerl.serving.server.dialects.messages import with_its_errors
+from pipelinerl.serving.server.api.endpoints import Endpoints
+from pipelinerl.serving.server.api.routes import api_routes
 from pipelinerl.serving.server.http import (
     RefusedError,
-    Stream,
+    StreamedResponse,
     answer,
     application,
     body_of,
@@ -27,16 +28,12 @@ from pipelinerl.serving.server.http import (
     unavailable,
     unless_gone,
 )
-from pipelinerl.serving.server.openai.endpoints import OpenAI
-from pipelinerl.serving.server.served import Generation
+from pipelinerl.serving.server.served import ServedRequest
 from pipelinerl.serving.server.service import ServiceHolder
 from pipelinerl.serving.wire import CancelRequest, CompletionLine, ProcessGroupRequest, TokenLine, WeightUpdateRequest
 from pipelinerl.types import GenerationRequest
 
 # ---- our own endpoints
-
-RETRY_GRACE_S = 5.0
-"""How long a generation continues after its connection broke, so that the client can retry."""
 
 
 class Native:
@@ -63,12 +60,12 @@ class Native:
         wanted = decoded(await body_of(request), GenerationRequest)
         check_request(wanted)
         with ExitStack() as stack:
-            generation = await service.engine.submit_once(wanted)
-            stack.enter_context(service.engine.following(generation, RETRY_GRACE_S))
+            served = service.engine.submit(wanted)
+            stack.enter_context(service.engine.following(served))
             if not wanted.stream:
-                return answer(await unless_gone(request, generation.completion()))
-            await unless_gone(request, generation.begun())  # refused requests get an error status, not a stream
-            return Stream(_lines(generation), stack.pop_all(), json_line, "application/x-ndjson")
+                return answer(await unless_gone(request, served.completion()))
+            await unless_gone(request, served.begun())  # refused requests get an error status, not a stream
+            return StreamedResponse(_lines(served), stack.pop_all(), json_line, "application/x-ndjson")
 
     async def cancel(self, request: Request) -> Response:
         wanted = decoded(await body_of(request), CancelRequest)
@@ -110,10 +107,10 @@ class Native:
         return Response("".join(lines), media_type="text/plain; version=0.0.4")
 
 
-async def _lines(generation: Generation) -> AsyncGenerator[bytes]:
-    async for batch in generation.batches():
+async def _lines(served: ServedRequest) -> AsyncGenerator[bytes]:
+    async for batch in served.batches():
         yield b"".join(json_line(TokenLine(token=event)) for event in batch)
-    yield json_line(CompletionLine(completion=await generation.completion()))
+    yield json_line(CompletionLine(completion=await served.completion()))
 
 
 # ---- routes and access control
@@ -124,19 +121,16 @@ _OPEN_PATHS = frozenset({"/health", "/ping"})
 
 
 def make_app(holder: ServiceHolder, *, api_key: str | None) -> ASGIApp:
-    openai, native = OpenAI(holder), Native(holder)
+    endpoints, native = Endpoints(holder), Native(holder)
     routes = [
         Route("/health", native.health),
         Route("/ping", native.health),
         Route("/version", native.package_version),
         Route("/info", native.info),
         Route("/metrics", native.metrics),
-        Route("/v1/models", openai.models),
-        Route("/v1/models/{name:path}", openai.model),
-        Route("/v1/chat/completions", openai.chat, methods=["POST"]),
-        Route("/v1/completions", openai.completions, methods=["POST"]),
-        Route("/v1/responses", openai.responses, methods=["POST"]),
-        Route("/v1/messages", with_its_errors(openai.messages), methods=["POST"]),
+        Route("/v1/models", endpoints.models),
+        Route("/v1/models/{name:path}", endpoints.model),
+        *api_routes("/v1", endpoints.respond),
         Route("/generate", native.generate, methods=["POST"]),
         Route("/cancel", native.cancel, methods=["POST"]),
         Route("/request_weight_update", native.request_weight_update, methods=["POST"]),

@@ -181,7 +181,7 @@ def server_sent_event(message: object) -> bytes:
     return b"data: " + msgspec.json.encode(message) + b"\n\n"
 
 
-class Stream(StreamingResponse):
+class StreamedResponse(StreamingResponse):
     """Sends chunks as they arrive. `following` and `chunks` are closed after the last one, or when the client leaves.
 
     If `chunks` raises an error, the error is sent as the last chunk, encoded by `frame`.

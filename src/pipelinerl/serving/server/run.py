@@ -26,7 +26,7 @@ from pipelinerl.serving.server.app import make_app
 from pipelinerl.serving.server.http import QuietServer, listen, url_of, uvicorn_config
 from pipelinerl.serving.server.options import ServeOptions
 from pipelinerl.serving.server.served import ServedEngine
-from pipelinerl.serving.server.service import Loaded, Service, ServiceHolder, load
+from pipelinerl.serving.server.service import LoadedModel, Service, ServiceHolder, load
 
 CLOSE_S = 5
 """Time for connections to close after their requests have ended."""
@@ -58,7 +58,7 @@ def serve(options: ServeOptions, *, began: Callable[[], None] = lambda: None) ->
 
 class _Process:
     def __init__(
-        self, options: ServeOptions, listening: socket.socket, loading: Future[Loaded], began: Callable[[], None]
+        self, options: ServeOptions, listening: socket.socket, loading: Future[LoadedModel], began: Callable[[], None]
     ) -> None:
         self._options, self._began, self._listening, self._loading = options, began, listening, loading
         self._stop = asyncio.Event()
@@ -123,9 +123,9 @@ class _Process:
             await asyncio.sleep(POLL_EVERY_S)
 
 
-def _load_in_background(options: ServeOptions) -> Future[Loaded]:
+def _load_in_background(options: ServeOptions) -> Future[LoadedModel]:
     """Load in a daemon thread, so that the process can exit meanwhile."""
-    future: Future[Loaded] = Future()
+    future: Future[LoadedModel] = Future()
 
     def run() -> None:
         try:

@@ -11,14 +11,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-import time
-from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
-
-import msgspec
 
 from pipelinerl.errors import PipelineRLError, RequestError, WeightUpdateError
 from pipelinerl.interfaces import Engine, WeightUpdate
@@ -29,25 +25,14 @@ from pipelinerl.types import Completion, GenerationRequest, TokenEvent, UpdateRe
 _log = logging.getLogger(__name__)
 
 
-class Generation:
-    """One submitted request. Any number of coroutines may follow it.
+class ServedRequest:
+    """A submitted request. Any number of coroutines may follow it. `outcome` is None while it is in progress."""
 
-    `outcome` is None while the request is in progress. `abandoned`: cancelled because it had no followers. `keep`: the
-    completion is kept for a repeated request.
-    """
-
-    def __init__(self, request: GenerationRequest, *, keep: bool) -> None:
+    def __init__(self, request: GenerationRequest) -> None:
         self.request = request
-        self.keep = keep
-        self.followers = 0
-        self.abandoned = False
         self.outcome: Completion | PipelineRLError | None = None
         self._tokens: list[TokenEvent] = []
         self._changed = asyncio.Event()
-
-    async def ended(self) -> None:
-        while self.outcome is None:
-            await self._changed.wait()
 
     async def begun(self) -> None:
         """Wait for the first token or the end. Raises the request's error, if it failed."""
@@ -58,10 +43,11 @@ class Generation:
 
     async def completion(self) -> Completion:
         """Wait for the completion. Raises the request's error, if it failed."""
-        await self.ended()
+        while self.outcome is None:
+            await self._changed.wait()
         if isinstance(self.outcome, Completion):
             return self.outcome
-        raise self.outcome or AssertionError
+        raise self.outcome
 
     async def batches(self) -> AsyncGenerator[list[TokenEvent]]:
         """Yield all tokens in order, in one batch per engine step. If the request does not stream: one batch at the end."""
@@ -96,48 +82,26 @@ class Holding(NamedTuple):
     checksum: str
 
 
-class _Kept(NamedTuple):
-    request_id: str
-    size: int
-    at_s: float
-
-
 class ServedEngine:
     """Owns `engine`, and starts its thread. Used only in the event loop that it was created in.
 
     At most `most_open` requests, `slots` + `max_queue`, are open; more are refused. `held` computes the checksum of the
-    weights that the engine holds now. Of the requests that `submit_once` started, the completions are kept for `keep_s`, up
-    to `keep_tokens` tokens. If the engine raises an exception, it has failed: all open and all later requests fail with that
-    reason.
+    weights that the engine holds now. If the engine raises an exception, it has failed: all open and all later requests fail
+    with that reason.
 
     `holding`: the weights that the next token is sampled with. `progress`: the engine's counts after its last step.
     `refusing`: why requests are refused, or None if they are accepted.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        *,
-        name: str,
-        slots: int,
-        max_queue: int,
-        held: Callable[[], str],
-        keep_s: float = 600.0,
-        keep_tokens: int = 500_000,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, engine: Engine, *, name: str, slots: int, max_queue: int, held: Callable[[], str]) -> None:
         self.name, self._engine, self._held, self._slots = name, engine, held, slots
         self.most_open = slots + max_queue
         self.holding = Holding(engine.version, held())
         self.progress = engine.progress()
         self.refusing: str | None = None
-        self._keep_s, self._keep_tokens, self._clock = keep_s, keep_tokens, clock
         self._loop = asyncio.get_running_loop()
-        self._known: dict[str, Generation] = {}  # in progress or kept
-        self._open: set[str] = set()
+        self._open: dict[str, ServedRequest] = {}
         self._updates: set[asyncio.Future[UpdateReceipt]] = set()
-        self._kept: deque[_Kept] = deque()
-        self._kept_tokens = 0
         self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # None: the thread ends
         self._failed: list[tuple[str, PipelineRLError]] = []  # used only in the engine's thread
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -150,7 +114,7 @@ class ServedEngine:
         """Number of requests that were submitted and have not ended."""
         return len(self._open)
 
-    def submit(self, request: GenerationRequest, *, keep: bool = False) -> Generation:
+    def submit(self, request: GenerationRequest) -> ServedRequest:
         """Submit a request with a new id.
 
         Raises RefusedError (`unavailable`, `overloaded`), and RequestError for an id that is in use.
@@ -166,31 +130,9 @@ class ServedEngine:
                 "accepts (--engine.slots, --max-queue): try again later",
                 retry_after_s=1,
             )
-        generation = self._known[request.id] = Generation(request, keep=keep)
-        self._open.add(request.id)
+        served = self._open[request.id] = ServedRequest(request)
         self._commands.put(lambda: self._submit(request))
-        return generation
-
-    async def submit_once(self, request: GenerationRequest) -> Generation:
-        """Submit the request, or return the generation of the same request that was submitted before.
-
-        Raises as `submit` does, and RequestError if the id was used for another request.
-        """
-        while (known := self._known.get(request.id)) is not None:
-            if msgspec.structs.replace(known.request, stream=request.stream) != request:
-                raise RequestError(f"request id {request.id!r} was used for another request; give each request a unique id")
-            if not known.abandoned:
-                return known
-            # The known one was just cancelled for lack of followers. It ends with the next step; then start a new one.
-            await known.ended()
-        return self.submit(request, keep=True)
-
-    def forget(self) -> None:
-        """Answer no request with what was completed before now: the next one with its id generates again."""
-        for kept in self._kept:
-            del self._known[kept.request_id]
-        self._kept.clear()
-        self._kept_tokens = 0
+        return served
 
     def cancel(self, request_id: str) -> None:
         """End a request at the next token boundary, with reason "cancelled". Unknown ids are ignored."""
@@ -202,22 +144,13 @@ class ServedEngine:
             self.cancel(request_id)
 
     @contextmanager
-    def following(self, generation: Generation, grace_s: float = 0.0) -> Iterator[None]:
-        """Follow the generation inside the context. It is cancelled if it has no followers `grace_s` after one has left."""
-        generation.followers += 1
+    def following(self, served: ServedRequest) -> Iterator[None]:
+        """Follow the request inside the context. At the end it is cancelled, unless it has ended."""
         try:
             yield
         finally:
-            generation.followers -= 1
-            if grace_s > 0:
-                self._loop.call_later(grace_s, self._cancel_unless_followed, generation)
-            else:
-                self._cancel_unless_followed(generation)
-
-    def _cancel_unless_followed(self, generation: Generation) -> None:
-        if not generation.followers and generation.outcome is None:
-            generation.abandoned = True
-            self.cancel(generation.request.id)
+            if served.outcome is None:
+                self.cancel(served.request.id)
 
     # ---- weights and the end
 
@@ -254,34 +187,16 @@ class ServedEngine:
     def _deliver(
         self, tokens: Sequence[TokenEvent], finished: Sequence[Completion], failed: Sequence[tuple[str, PipelineRLError]]
     ) -> None:
-        changed: dict[str, Generation] = {}
+        changed: dict[str, ServedRequest] = {}
         for event in tokens:
-            generation = changed[event.request_id] = self._known[event.request_id]
-            generation.add(event)
-        for completion in finished:
-            changed[completion.request_id] = self._end(completion.request_id, completion)
-        for request_id, error in failed:
-            changed[request_id] = self._end(request_id, error)
-        for generation in changed.values():
-            generation.wake()
-
-    def _end(self, request_id: str, outcome: Completion | PipelineRLError) -> Generation:
-        """Keep a completed generation for a retry, or forget it; a retry then generates again."""
-        generation = self._known[request_id]
-        self._open.discard(request_id)
-        generation.end(outcome)
-        if not isinstance(outcome, Completion) or generation.abandoned or not generation.keep:
-            del self._known[request_id]
-            return generation
-        now_s = self._clock()
-        size = len(generation.request.prompt_ids) + len(outcome.token_ids)
-        self._kept.append(_Kept(request_id, size, now_s))
-        self._kept_tokens += size
-        while self._kept and (self._kept_tokens > self._keep_tokens or now_s - self._kept[0].at_s > self._keep_s):
-            oldest = self._kept.popleft()
-            self._kept_tokens -= oldest.size
-            del self._known[oldest.request_id]
-        return generation
+            served = changed[event.request_id] = self._open[event.request_id]
+            served.add(event)
+        ended: list[tuple[str, Completion | PipelineRLError]] = [(one.request_id, one) for one in finished]
+        for request_id, outcome in (*ended, *failed):
+            served = changed[request_id] = self._open.pop(request_id)
+            served.end(outcome)
+        for served in changed.values():
+            served.wake()
 
     def _answer(self, answer: asyncio.Future[UpdateReceipt], receipt: UpdateReceipt | PipelineRLError) -> None:
         if answer.done():

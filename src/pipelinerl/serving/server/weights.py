@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from torch import Tensor
@@ -21,16 +21,12 @@ from pipelinerl.types import UpdateReceipt
 class WeightUpdates:
     """Applies weight updates from files or the trainer's broadcast. `paused_s`: the sum of all pauses.
 
-    `held`: the engine's own tensors. Files are read only from `directories`. `on_new_epoch` is called after the first
-    weights of an epoch were applied. No request is open then but those that came after them.
+    `held`: the engine's own tensors. Files are read only from `directories`.
     """
 
-    def __init__(
-        self, engine: ServedEngine, held: Mapping[str, Tensor], directories: Sequence[Path], on_new_epoch: Callable[[], None]
-    ) -> None:
+    def __init__(self, engine: ServedEngine, held: Mapping[str, Tensor], directories: Sequence[Path]) -> None:
         self._engine, self._held = engine, held
         self._incoming = IncomingWeights(next(iter(held.values())).device, directories)
-        self._on_new_epoch = on_new_epoch
         self._lock = asyncio.Lock()
         self._last: UpdateReceipt | None = None
         self._anew = False  # no weights of this epoch have been applied yet
@@ -77,9 +73,7 @@ class WeightUpdates:
                 receipt = self._last = await self._engine.update(update, anew=anew)
                 self.paused_s += receipt.pause_s
             await asyncio.to_thread(self._incoming.applied, request)
-            if anew:
-                self._anew = False
-                self._on_new_epoch()
+            self._anew = False
             return receipt
 
     def _fetch(self, request: WeightUpdateRequest) -> WeightUpdate:

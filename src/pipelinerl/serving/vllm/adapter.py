@@ -1,50 +1,90 @@
 """One vLLM server as an engine: generation through its token API, weight updates in flight through its RL API.
 
-    generate, cancel    /inference/v1/generate, /inference/v1/abort_requests                           `requests`
+    generate, cancel    /inference/v1/generate, /inference/v1/abort_requests
     update_weights      /pause, /start_weight_update, /update_weights, /finish_weight_update, /resume
-                        vLLM then loads the file, or the received broadcast, through our backend       `plugin`
-    info                /server_info, /weight_info                                                     `server_info`
+                        vLLM then loads the file, or the received broadcast, through our backend (`plugin`)
+    info                /server_info, /weight_info
 
-Differences to our own server: vLLM is sent no seed; a request that is sent twice gets two different completions; and vLLM
-does not report which weights computed a prompt's KV entries, so completions have no `prompt_versions`.
+Differences to our own server: vLLM is sent no seed, and does not report which weights computed a prompt's KV entries, so
+completions have no `prompt_versions`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from pipelinerl.errors import WeightUpdateError
-from pipelinerl.serving.client.adapter import ServerError, ServerUnreachableError, TokenListener
-from pipelinerl.serving.client.http import HttpClient
-from pipelinerl.serving.vllm.messages import REFUSED, UNLABELLED, InvalidAnswerError, Label, worker_error
-from pipelinerl.serving.vllm.requests import Requests, generate_body
-from pipelinerl.serving.vllm.server_info import (
-    ModelFacts,
+from pipelinerl.config.schema import ModelConfig
+from pipelinerl.errors import INVALID_DATA, RequestError, WeightUpdateError
+from pipelinerl.models.contract import read_contract
+from pipelinerl.serving.client.adapter import ServerBusyError, ServerError, ServerUnreachableError, TokenListener
+from pipelinerl.serving.client.http import HttpClient, RefusalError
+from pipelinerl.serving.vllm.messages import (
+    REFUSED,
+    UNLABELLED,
+    Choice,
+    Choices,
+    InvalidAnswerError,
+    Label,
     PauseState,
     ServerDescription,
+    TokenLogprob,
     VllmConfig,
     WeightLabel,
-    model_facts,
+    completion_of,
+    generate_body,
+    same_versions,
+    worker_error,
 )
 from pipelinerl.serving.wire import ProcessGroupRequest, ServerInfo, WeightUpdateRequest
-from pipelinerl.types import Completion, GenerationRequest, UpdateReceipt
+from pipelinerl.types import Completion, GenerationRequest, TokenEvent, UpdateReceipt, cancelled_completion
 
-ENDING_S, LOOK_EVERY_S = 10.0, 0.2
-"""How long vLLM may take to end when one of its processes has."""
+GENERATE = "/inference/v1/generate"
+ABORT = "/inference/v1/abort_requests"
+ABORT_TRIES = 3
+ABORT_TIMEOUT_S = 1.0
+"""How long to wait for an abort to take effect before it is sent again."""
 RESUME_TRIES = 3
 TIMEOUT_S = 10.0
 """For each short call."""
 UPDATE_TIMEOUT_S = 300.0
 """For reading the file, if there is one, and loading."""
+ENDING_S = 10.0
+"""How long vLLM may take to end when one of its processes has."""
 
 
-class HalfUpdatedError(WeightUpdateError):
-    """The server may hold a mixture of old and new weights, or stay paused. It must not be used."""
+class ModelFacts(NamedTuple):
+    """What vLLM does not report over HTTP. `vocabulary`: its size. The others: see `models.contract.Contract`."""
+
+    vocabulary: int
+    stop_token_ids: tuple[int, ...]
+    notes: tuple[str, ...] = ()
+
+
+def model_facts(path: str) -> ModelFacts:
+    """Read the facts from the model's folder, without weights. Raises ModelLoadError without a model or tokenizer."""
+    from pipelinerl.models.loading import load_config, load_tokenizer  # noqa: PLC0415 - takes seconds
+
+    named = ModelConfig(path=path)
+    model = load_config(named)
+    return ModelFacts(int(model.config.get_text_config().vocab_size), *read_contract(model, load_tokenizer(named)))
+
+
+@dataclass(slots=True, eq=False)
+class _InFlight:
+    """The state of one request in progress."""
+
+    request: GenerationRequest
+    on_token: TokenListener | None
+    task: asyncio.Task[Completion] | None = None
+    cancelled: bool = False
+    streamed: list[TokenEvent] = field(default_factory=list)
 
 
 class VllmServer:
@@ -57,6 +97,7 @@ class VllmServer:
         self, url: str, *, facts: ModelFacts | None = None, api_key: str | None = None, run: str = "", epoch: int = 0
     ) -> None:
         self._http = HttpClient(url, api_key=api_key)
+        self.url = self._http.url
         self._facts = facts
         self._session = (run, epoch) if run else None
         self._holds_of = ("", 0)  # the session of the weights that it holds
@@ -65,14 +106,9 @@ class VllmServer:
         self._known: ServerInfo | None = None  # of the current server process
         self._told = ("", Path())  # the instance that was told the directory of weight files, and the directory
         self._may_have_restarted = False  # whether another process may answer now
-        self._broken = ""
-        self._requests = Requests(
-            self._http, self._prepare, lambda: self._known.version if self._known else 0, self._session
-        )
-
-    @property
-    def url(self) -> str:
-        return self._http.url
+        self._broken = ""  # why the current process can't be used any more
+        self._ends_by_s = 0.0  # until then it may still end by itself
+        self._in_flight: dict[str, _InFlight] = {}
 
     async def info(self) -> ServerInfo:
         """See `EngineServer`. `in_progress` and `queued` count only this client's requests.
@@ -83,25 +119,110 @@ class VllmServer:
         if info is None:
             info = await self._attach()
         self._refuse_if_broken()
-        in_progress = min(len(self._requests), info.slots)
-        return msgspec.structs.replace(info, in_progress=in_progress, queued=len(self._requests) - in_progress)
+        in_progress = min(len(self._in_flight), info.slots)
+        return msgspec.structs.replace(info, in_progress=in_progress, queued=len(self._in_flight) - in_progress)
+
+    async def close(self) -> None:
+        await self._http.close()
+
+    # ---- requests
 
     async def generate(self, request: GenerationRequest, on_token: TokenListener | None = None) -> Completion:
+        if request.id in self._in_flight:
+            raise RequestError(f"request {request.id!r} is already at {self.url}; give each request a unique id")
+        flight = self._in_flight[request.id] = _InFlight(request, on_token)
+        flight.task = asyncio.ensure_future(self._exchange(flight))
         try:
-            return await self._requests.run(request, on_token)
+            return await flight.task
+        except asyncio.CancelledError:
+            waiting = asyncio.current_task()
+            if waiting is not None and waiting.cancelling():
+                raise  # the caller was cancelled, which has also closed the connection
+            if not flight.cancelled:
+                raise ServerUnreachableError(self.url, self._broken) from None
+            return cancelled_completion(request.id, ())
         except ServerUnreachableError:
             self._may_have_restarted = True
             raise
+        except InvalidAnswerError as error:
+            raise ServerError(self.url, f"gave a completion that can't be used: {error}") from error
+        except RefusalError as error:
+            if error.status != 400:
+                raise
+            raise RequestError(f"vLLM refused request {request.id!r}: {worker_error(error.detail)}") from error
+        finally:
+            del self._in_flight[request.id]
 
-    async def _prepare(self, request: GenerationRequest) -> dict[str, Any]:
-        info = self._known
+    async def cancel(self, request_id: str) -> None:
+        """Have vLLM end the request, which then completes with its tokens so far. Otherwise close its connection."""
+        flight = self._in_flight.get(request_id)
+        if flight is None or flight.task is None:
+            return
+        flight.cancelled = True
+        body = {"request_ids": [f"generate-tokens-{request_id}"]}  # vLLM derives its request ids from ours
+        for _ in range(ABORT_TRIES):  # an abort that overtakes its request is ignored
+            with suppress(ServerError):
+                await self._post(ABORT, body, timeout_s=ABORT_TIMEOUT_S)
+            await asyncio.wait([flight.task], timeout=ABORT_TIMEOUT_S)
+            if flight.task.done():
+                return
+        flight.task.cancel()
+
+    async def _exchange(self, flight: _InFlight) -> Completion:
+        request, info = flight.request, self._known
         if info is None or self._may_have_restarted:
             info = await self._attach(again=False)
         self._refuse_if_broken()
-        return generate_body(request, info.max_length)
+        body = generate_body(request, info.max_length)
+        if flight.cancelled:
+            return cancelled_completion(request.id, ())
+        if request.stream:
+            tokens, end = await self._stream(flight, body)
+        else:
+            end = (await self._http.post(GENERATE, body, Choices, timeout_s=None)).only
+            tokens = end.tokens
+        if end.unlabelled:
+            raise ServerUnreachableError(self.url, "was restarted: its weights have no version label")
+        if end.finish_reason == "abort" and not flight.cancelled:
+            raise ServerBusyError(self.url, f"aborted request {request.id!r} (is it shutting down?)")
+        completion = completion_of(request, tokens, end, self._session)
+        same_versions(completion, flight.streamed)
+        return completion
 
-    async def cancel(self, request_id: str) -> None:
-        await self._requests.cancel(request_id)
+    async def _stream(self, flight: _InFlight, body: dict[str, Any]) -> tuple[list[TokenLogprob], Choice]:
+        """Return all tokens and the last choice. Each token is reported on arrival, with the version that vLLM then holds.
+
+        vLLM itself reports versions only at the end. An update pauses it for much longer than a token takes to arrive, so
+        the versions reported here are right; `same_versions` verifies that.
+        """
+        request_id = flight.request.id
+        tokens: list[TokenLogprob] = []
+        async with aclosing(self._http.post_lines(GENERATE, body, timeout_s=None)) as lines:
+            async for line in lines:
+                if not line.startswith(b"data:") or (data := line[5:].strip()) == b"[DONE]":
+                    continue
+                choice = self._choice(data)
+                for token in choice.tokens:
+                    version = self._known.version if self._known else 0
+                    event = TokenEvent(request_id, len(tokens), token.token_id, token.logprob, version)
+                    flight.streamed.append(event)
+                    tokens.append(token)
+                    if flight.on_token is not None:
+                        flight.on_token(event)
+                if choice.finish_reason is not None:
+                    return tokens, choice
+        raise ServerUnreachableError(self.url, "broke off a stream before its completion")
+
+    def _choice(self, data: bytes) -> Choice:
+        try:
+            return msgspec.json.decode(data, type=Choices).only
+        except INVALID_DATA as error:
+            if b'"error"' in data:
+                why = worker_error(data.decode(errors="replace"))
+                raise ServerBusyError(self.url, f"failed in a stream: {why}") from error
+            raise self._http.malformed(str(error), data) from error
+
+    # ---- weights
 
     async def join_broadcast(self, group: ProcessGroupRequest) -> None:
         async with self._updating:
@@ -126,7 +247,7 @@ class VllmServer:
                 raise WeightUpdateError(
                     f"version {update.version} is older than the {info.version} of {self.url}; nothing was changed"
                 )
-            in_flight = len(self._requests)
+            in_flight = len(self._in_flight)
             pause_s = 0.0
             if anew or (info.version, info.checksum) != (update.version, update.checksum):
                 pause_s = await self._replace(info, update, anew)
@@ -138,11 +259,6 @@ class VllmServer:
                 sequences_in_flight=in_flight,
             )
 
-    async def close(self) -> None:
-        await self._http.close()
-
-    # ---- an update, between two tokens
-
     async def _init_transfer(self, info: dict[str, Any], failed: str, longer_s: float = 0.0) -> None:
         try:
             await self._post("/init_weight_transfer_engine", {"init_info": info}, timeout_s=TIMEOUT_S + longer_s)
@@ -150,10 +266,11 @@ class VllmServer:
             raise self._refusal(failed, error) from error
 
     async def _replace(self, info: ServerInfo, update: WeightUpdateRequest, anew: bool) -> float:
-        """Replace all weights. Returns the seconds from the pause request until generation has resumed.
+        """Replace all weights between two tokens. Returns the seconds from the pause until generation has resumed.
 
-        `anew`: end all requests first. Raises WeightUpdateError if the old weights are in place and generation has resumed,
-        otherwise HalfUpdatedError, and ServerUnreachableError if the server has ended.
+        `anew`: end all requests first. Raises WeightUpdateError if the old weights are in place and generation has resumed.
+        Otherwise the server may hold a mixture of old and new weights, or stay paused: raises ServerUnreachableError, and
+        uses this process no more.
         """
         run, epoch = self._session or ("", 0)
         update = msgspec.structs.replace(update, run=run, epoch=epoch)
@@ -163,7 +280,6 @@ class VllmServer:
                 files = {"source": "files", "directory": str(told[1])}
                 await self._init_transfer(files, "did not accept the directory of weights")
                 self._told = told
-        half = f"engine server {self.url} may hold half of version {update.version} ({{}}); restart it"
         started_s = time.perf_counter()
         try:
             await self._pause("abort" if anew else "keep")
@@ -175,31 +291,23 @@ class VllmServer:
             self._known = msgspec.structs.replace(info, version=update.version, checksum=update.checksum)
             self._holds_of = run, epoch
             await self._resume()
-        except HalfUpdatedError as error:
-            await self._give_up(error)
-            raise
         except ServerError as error:
-            failed = HalfUpdatedError(half.format(worker_error(error.problem)))
-            await self._give_up(failed)
-            raise failed from error
-        except asyncio.CancelledError as error:
-            error.add_note(half.format("the update was cancelled"))
-            self._break(error)
+            self._break(update, worker_error(error.problem))
+            raise ServerUnreachableError(self.url, self._broken) from error
+        except asyncio.CancelledError:
+            self._break(update, "the update was cancelled")
             raise
         return time.perf_counter() - started_s
 
     async def _pause(self, mode: Literal["keep", "abort"]) -> None:
-        """Pause between two tokens. `keep` keeps requests and their KV entries."""
+        """Pause between two tokens. `keep` keeps requests and their KV entries.
+
+        Raises WeightUpdateError if generation goes on, ServerError if it may be paused for good.
+        """
         try:
             await self._post("/pause", params={"mode": mode, "clear_cache": "false"})
         except ServerError as error:
-            try:
-                await self._resume()
-            except ServerError as second:
-                raise HalfUpdatedError(
-                    f"engine server {self.url} may be paused for good: /pause failed ({worker_error(error.problem)}), "
-                    f"and so did /resume ({worker_error(second.problem)}); restart it"
-                ) from second
+            await self._resume()
             raise self._refusal("did not pause", error) from error
 
     async def _load(self, update: WeightUpdateRequest) -> None:
@@ -233,34 +341,15 @@ class VllmServer:
     def _refusal(self, what: str, error: ServerError) -> WeightUpdateError:
         return WeightUpdateError(f"engine server {self.url} {what}: {worker_error(error.problem)}")
 
-    async def _give_up(self, error: HalfUpdatedError) -> None:
-        """Fail all requests, and use this process no more. Raises ServerUnreachableError if it has ended."""
-        if await self._has_ended():
-            self._may_have_restarted = True
-            ended = ServerUnreachableError(self.url, "has ended during an update of its weights", refused=True)
-            self._requests.fail_all(ended)
-            raise ended from error
-        self._break(error)
-
-    def _break(self, error: BaseException) -> None:
-        self._broken = f"can't be used since an update of its weights was interrupted ({error}); restart it"
-        self._requests.fail_all(ServerError(self.url, self._broken))
-
-    async def _has_ended(self) -> bool:
-        """Whether the process has ended, or ends within `ENDING_S`: then it does not matter what its weights are."""
-        deadline_s = time.monotonic() + ENDING_S
-        while time.monotonic() < deadline_s:
-            try:
-                await self._http.get("/is_paused", PauseState, timeout_s=TIMEOUT_S)
-            except ServerUnreachableError as error:
-                if error.refused:
-                    return True
-            except ServerError:  # its engine may have ended, and the server is about to
-                pass
-            else:
-                return False
-            await asyncio.sleep(LOOK_EVERY_S)
-        return False
+    def _break(self, update: WeightUpdateRequest, why: str) -> None:
+        """Use this process no more, and fail all requests. They may be sent again: to another server, or a new process."""
+        self._broken = f"may hold half of version {update.version}, whose update was interrupted ({why}); restart it"
+        self._ends_by_s = time.monotonic() + ENDING_S
+        self._may_have_restarted = True
+        for flight in self._in_flight.values():
+            flight.cancelled = False
+            if flight.task is not None:
+                flight.task.cancel()
 
     # ---- which process answers
 
@@ -294,8 +383,7 @@ class VllmServer:
         except InvalidAnswerError as error:
             raise ServerError(self.url, f"is used by something else: its {error}") from error
         if label == UNLABELLED and self._session is None:
-            body = {"new_version": str(held)}
-            await self._http.post("/update_weight_version", body, msgspec.Raw, timeout_s=TIMEOUT_S)
+            await self._post("/update_weight_version", {"new_version": str(held)})
         model = config.model_config
         facts = await asyncio.to_thread(model_facts, model.model) if self._facts is None else self._facts
         self._broken, self._holds_of = "", held.session
@@ -315,4 +403,5 @@ class VllmServer:
 
     def _refuse_if_broken(self) -> None:
         if self._broken:
-            raise ServerError(self.url, self._broken)
+            kind = ServerUnreachableError if time.monotonic() < self._ends_by_s else ServerError
+            raise kind(self.url, self._broken)

@@ -1,15 +1,20 @@
-"""Messages of vLLM's HTTP API that are decoded here: by the client, and by our backend inside vLLM."""
+"""Messages of vLLM's HTTP API: those that are decoded here, by the client and by our backend inside vLLM, and translations.
+
+Nothing is filled in: an answer without a log-probability and a weight version for each token is an error.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import re
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 
-from pipelinerl.errors import INVALID_DATA
+from pipelinerl.errors import INVALID_DATA, PromptTooLongError, RequestError
 from pipelinerl.serving.wire import ProcessGroupRequest, WeightUpdateRequest
+from pipelinerl.types import Completion, FinishReason, GenerationRequest, TokenEvent, VersionSpan, versions_from_spans
 
 BACKEND = "pipelinerl"
 """The name of our weight-transfer backend in vLLM."""
@@ -17,6 +22,11 @@ REFUSED = "weights refused:"
 """The beginning of the backend's errors that leave the model unchanged."""
 UNLABELLED = "default"
 """vLLM's version label of the weights that it was started with, until they get another label."""
+LOWEST_TEMPERATURE = 0.01
+"""vLLM silently raises temperatures between 0 and this value."""
+MISSING_LOGPROB = -9999.0
+"""vLLM's value for -inf, NaN, and missing log-probabilities."""
+_FINISH_REASONS: dict[str, FinishReason] = {"abort": "cancelled", "stop": "stop", "length": "length"}
 
 
 class InvalidAnswerError(ValueError):
@@ -50,6 +60,34 @@ class Label(NamedTuple):
         return cls(int(version), run or "", int(epoch or 0))
 
 
+# ---- requests and completions
+
+
+def generate_body(request: GenerationRequest, max_length: int) -> dict[str, Any]:
+    """Translate a request for vLLM. Raises PromptTooLongError or RequestError for what vLLM would silently change.
+
+    No seed is sent. The model's end tokens stop a completion only if the request names them.
+    """
+    prompt, sampling = request.prompt_ids, request.sampling
+    if len(prompt) + sampling.max_tokens > max_length:
+        raise PromptTooLongError(
+            f"request {request.id!r} can't fit: {len(prompt)} prompt tokens + {sampling.max_tokens} new tokens > "
+            f"{max_length} (engine.max_length)"
+        )
+    if 0 < sampling.temperature < LOWEST_TEMPERATURE:
+        raise RequestError(
+            f"request {request.id!r} has temperature {sampling.temperature}; vLLM needs 0 or at least {LOWEST_TEMPERATURE}"
+        )
+    names = ("max_tokens", "temperature", "top_p", "top_k", "stop_token_ids")
+    fixed = {"ignore_eos": True, "logprobs": 0, "detokenize": False}
+    return {
+        "request_id": request.id,
+        "token_ids": prompt,
+        "stream": request.stream,
+        "sampling_params": {name: getattr(sampling, name) for name in names} | fixed,
+    }
+
+
 class TokenLogprob(msgspec.Struct, frozen=True):
     token_id: int
     logprob: float
@@ -79,8 +117,20 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     def unlabelled(self) -> bool:
         return any(span.version == UNLABELLED for span in self.weight_versions or ())
 
+    @property
+    def tokens(self) -> list[TokenLogprob]:
+        """Each token with its log-probability. Raises InvalidAnswerError."""
+        ids = self.token_ids or ()
+        content = (self.logprobs.content if self.logprobs else None) or ()
+        if [token.token_id for token in content] != list(ids):
+            raise InvalidAnswerError(f"it has {len(content)} log-probs for {len(ids)} tokens, or log-probs of other tokens")
+        for token in content:
+            if token.logprob <= MISSING_LOGPROB:
+                raise InvalidAnswerError(f"token {token.token_id} has no finite log-prob")
+        return list(content)
 
-class Answer(msgspec.Struct, frozen=True):
+
+class Choices(msgspec.Struct, frozen=True):
     """An answer, or a line of a stream."""
 
     choices: tuple[Choice, ...]
@@ -91,6 +141,49 @@ class Answer(msgspec.Struct, frozen=True):
         if len(self.choices) != 1:
             raise InvalidAnswerError(f"it has {len(self.choices)} choices")
         return self.choices[0]
+
+
+def completion_of(
+    request: GenerationRequest, tokens: Sequence[TokenLogprob], end: Choice, session: tuple[str, int] | None = None
+) -> Completion:
+    """Build the completion from its tokens. `end`: the last choice. Raises InvalidAnswerError.
+
+    `session`: the run and the epoch that all tokens must be of, if the client updates the weights. Whether it can be the
+    answer to the request is checked by its caller (`client.adapter.find_fault`).
+    """
+    if (reason := _FINISH_REASONS.get(end.finish_reason or "")) is None:
+        raise InvalidAnswerError(f"it ended with reason {end.finish_reason!r}")
+    spans = []
+    for span in end.weight_versions or ():
+        label = Label.of(span.version)
+        if session not in (None, label.session):
+            raise InvalidAnswerError("its tokens are of weights of another session, which updates this server")
+        spans.append(VersionSpan(label.version, span.start, span.end))
+    try:
+        versions_from_spans(spans, len(tokens))
+    except ValueError as error:
+        raise InvalidAnswerError(str(error)) from error
+    return Completion(
+        request_id=request.id,
+        token_ids=tuple(token.token_id for token in tokens),
+        logprobs=tuple(token.logprob for token in tokens),
+        weight_versions=tuple(spans),
+        finish_reason=reason,
+    )
+
+
+def same_versions(completion: Completion, streamed: Sequence[TokenEvent]) -> None:
+    """Raise RequestError if a token was streamed with a different version than its completion has."""
+    versions = versions_from_spans(completion.weight_versions, len(completion.token_ids))
+    for event, version in zip(streamed, versions, strict=bool(streamed)):
+        if event.version != version:
+            raise RequestError(
+                f"token {event.index} of request {completion.request_id!r} was streamed as version {event.version}, but is "
+                f"of version {version}: vLLM took longer to report it than to change its weights"
+            )
+
+
+# ---- weights
 
 
 class FilesInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="source", tag="files"):
@@ -110,19 +203,80 @@ class UpdateInfo(WeightUpdateRequest, frozen=True, forbid_unknown_fields=True):
     """The weights to load, under Hugging Face names."""
 
 
-class ErrorDetail(msgspec.Struct, frozen=True):
+# ---- errors
+
+
+class _ErrorText(msgspec.Struct, frozen=True):
     message: str
 
 
-class ErrorAnswer(msgspec.Struct, frozen=True):
-    """The body of an error answer, or an error line that ends a stream."""
-
-    error: ErrorDetail
+class _ErrorAnswer(msgspec.Struct, frozen=True):
+    error: _ErrorText
 
 
 def worker_error(text: str) -> str:
     """Extract the worker's message from vLLM's error text, which is JSON around the message of a worker process."""
     with contextlib.suppress(*INVALID_DATA):
-        text = msgspec.json.decode(text, type=ErrorAnswer).error.message
+        text = msgspec.json.decode(text, type=_ErrorAnswer).error.message
     _, found, rest = text.partition("Worker failed with error '")
     return rest.rpartition("', please check")[0] or rest if found else text
+
+
+# ---- the server's configuration
+
+
+class WeightLabel(msgspec.Struct, frozen=True):
+    """GET /weight_info."""
+
+    weight_version: str
+
+
+class PauseState(msgspec.Struct, frozen=True):
+    """GET /is_paused."""
+
+    is_paused: bool
+
+
+class ModelSection(msgspec.Struct, frozen=True):
+    model: str
+    max_model_len: int
+    logprobs_mode: str
+
+
+class CacheSection(msgspec.Struct, frozen=True):
+    enable_prefix_caching: bool | None = None
+
+
+class SchedulerSection(msgspec.Struct, frozen=True):
+    max_num_seqs: int
+
+
+class WeightTransferSection(msgspec.Struct, frozen=True):
+    backend: str
+
+
+class VllmConfig(msgspec.Struct, frozen=True):
+    """The part of vLLM's configuration that is used here."""
+
+    instance_id: str
+    model_config: ModelSection
+    cache_config: CacheSection
+    scheduler_config: SchedulerSection
+    weight_transfer_config: WeightTransferSection | None = None
+
+    def problems(self) -> list[str]:
+        """Settings that must be changed before the server can be used, each with the flag for it."""
+        transfer, found = self.weight_transfer_config, []
+        if self.model_config.logprobs_mode != "processed_logprobs":
+            found.append("its log-probs are not of the sampled distribution (--logprobs-mode processed_logprobs)")
+        if self.cache_config.enable_prefix_caching:
+            found.append("it would reuse KV entries of older weights for prompts (--no-enable-prefix-caching)")
+        if transfer is None or transfer.backend != BACKEND:
+            found.append(f'it uses another weight transfer (--weight-transfer-config \'{{"backend":"{BACKEND}"}}\')')
+        return found
+
+
+class ServerDescription(msgspec.Struct, frozen=True):
+    """GET /server_info?config_format=json."""
+
+    vllm_config: VllmConfig

@@ -42,7 +42,7 @@ class VllmSettings:
 
     `python`: the interpreter of the environment that has vLLM. `model`: a folder. `slots`: H. `max_length`: of prompt +
     completion, in tokens. `kv_cache_bytes`: None leaves it to vLLM, which on CPU takes most of the memory (see
-    `server_info.kv_cache_bytes`). `memory_share`: of its GPUs, from 0 to 1; None leaves it to vLLM. `device`: cpu or cuda.
+    `kv_cache_bytes`). `memory_share`: of its GPUs, from 0 to 1; None leaves it to vLLM. `device`: cpu or cuda.
     `threads`: compute threads, on CPU. `arguments`: more of them; vLLM takes the last of two.
     """
 
@@ -57,6 +57,24 @@ class VllmSettings:
     threads: int = 1
     tls: tuple[Path, Path] | None = None
     arguments: Sequence[str] = ()
+
+
+BLOCK = 128
+"""Tokens per block of vLLM's KV cache on CPU, where blocks are largest."""
+SPARE_BLOCKS = 4
+
+
+def kv_cache_bytes(path: str, *, slots: int, max_length: int, item_bytes: int) -> int:
+    """Memory for the KV cache of all slots at full length, so that vLLM never has to preempt and recompute a request."""
+    from transformers import AutoConfig  # noqa: PLC0415 - as above
+
+    from pipelinerl.models.folder import resolve_path  # noqa: PLC0415 - as above
+
+    config = AutoConfig.from_pretrained(resolve_path(path)).get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    block_bytes = 2 * config.num_hidden_layers * heads * head_dim * item_bytes * BLOCK
+    return int(block_bytes * (slots * -(-max_length // BLOCK) + SPARE_BLOCKS))
 
 
 def command_line(settings: VllmSettings, port: int, host: str = HOST, *, guarded: bool = False) -> list[str]:

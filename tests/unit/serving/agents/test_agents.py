@@ -21,9 +21,9 @@ from pipelinerl.actor.rollouts import TimeLimits, attempt
 from pipelinerl.environments.registry import make_environment
 from pipelinerl.errors import EnvironmentSetupError, MissingDependencyError
 from pipelinerl.preprocess.turns import join_turns
-from pipelinerl.serving.agents.environment import Agent
+from pipelinerl.serving.agents.environment import AgentEnvironment
 from pipelinerl.serving.agents.gateway import Gateway
-from pipelinerl.serving.agents.session import Session
+from pipelinerl.serving.agents.session import AgentSession
 from pipelinerl.types import GenerationRequest, Problem, Rollout, SamplingParams
 from tests.unit.chat_parts import SamplingClient, make_tokenizer
 from tests.unit.scripted_engine import STOP, CharTokenizer, ScriptedEngine
@@ -59,14 +59,14 @@ def gateway() -> Any:
     gateway.close()
 
 
-def agent_of(function: Callable[..., Any], tmp_path: Path, **args: Any) -> Agent:
+def agent_of(function: Callable[..., Any], tmp_path: Path, **args: Any) -> AgentEnvironment:
     """The environment whose agent is this function."""
     data = tmp_path / "data.jsonl"
     data.write_text("\n".join(json.dumps({"number": number}) for number in range(10)))
     run = f"{__file__}:{function.__name__}"
     with mock.patch("pipelinerl.serving.agents.environment.find_function", return_value=function):
         made = make_environment("agent", {"run": run, "data": str(data), "threads": 8, **args}, TOKENIZER, 0)
-    assert isinstance(made, Agent)
+    assert isinstance(made, AgentEnvironment)
     return made
 
 
@@ -80,7 +80,7 @@ def ask(gateway: Gateway, function: Callable[[str], Any], *said: str) -> Any:
     """What the function returns, called in a thread with an address at which these things are said."""
 
     async def serve() -> Any:
-        with gateway.serving(Session(SamplingClient.saying(TOKENIZER, *said))) as base_url:
+        with gateway.serving(AgentSession(SamplingClient.saying(TOKENIZER, *said))) as base_url:
             return await asyncio.to_thread(function, base_url)
 
     return asyncio.run(serve())

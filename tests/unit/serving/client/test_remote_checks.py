@@ -68,8 +68,8 @@ async def ticket_of(passed: list[TokenEvent]) -> Ticket:
     return Ticket("1", REQUEST, passed.append)
 
 
-@pytest.mark.parametrize("taken", [(0, 1, 0, 1, 2, 0), (0, 2), ()])
-def test_tokens_of_streams_that_begin_again_or_have_gaps_are_passed_on_once_and_in_order(taken: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("taken", [(0, 1, 2), (0, 2), ()])
+def test_tokens_of_streams_that_have_gaps_are_passed_on_once_and_in_order(taken: tuple[int, ...]) -> None:
     passed: list[TokenEvent] = []
     ticket = asyncio.run(ticket_of(passed))
     for index in taken:
@@ -84,6 +84,3 @@ def test_a_completion_of_other_tokens_is_noticed() -> None:
     ticket.take(msgspec.structs.replace(EVENTS[0], version=1))
     assert not ticket.complete(FULL)
     assert len(passed) == 1
-    cut = ticket.partial_completion()
-    assert (cut.token_ids, cut.logprobs, cut.finish_reason) == ((3,), (-0.5,), "cancelled")
-    assert cut.weight_versions == (VersionSpan(1, 0, 1),)

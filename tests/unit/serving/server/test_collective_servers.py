@@ -100,9 +100,9 @@ class HostedServer:
 
     async def generate(self, request: GenerationRequest, on_token: TokenListener | None = None) -> Completion:
         async def work() -> Completion:
-            generation = await self.service.engine.submit_once(request)
-            with self.service.engine.following(generation, 1.0):
-                return await generation.completion()
+            served = self.service.engine.submit(request)
+            with self.service.engine.following(served):
+                return await served.completion()
 
         return await self._there(work())
 

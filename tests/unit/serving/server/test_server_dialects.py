@@ -7,14 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import anthropic
-import openai
 import pytest
 
-from pipelinerl.serving.server.dialects import messages, responses
-from pipelinerl.serving.server.dialects.common import EventWriter
-from pipelinerl.serving.server.http import error_body, unavailable
-from pipelinerl.serving.server.openai.answers import choice_of, usage_of
-from pipelinerl.serving.server.text import ToolCallStream
 from tests.unit.fake_engine_servers import in_event_loop
 from tests.unit.server_parts import client_of, running
 from tests.unit.serving.server.test_server_openai import CHAT, SCHEMA, official
@@ -84,51 +78,3 @@ async def test_keys_and_errors_are_those_of_each_api(tmp_path: Path) -> None:
         with pytest.raises(anthropic.NotFoundError) as error:
             await right.create(**GREEDY | {"model": "other"})
         assert error.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]
-
-
-def test_parts_of_a_stream_are_in_order() -> None:
-    """A text after a call is a part of its own; sent back, text and call are one message again."""
-    calls = ToolCallStream("call")
-    text = 'So.<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call> Done.'
-    deltas = [calls.feed(letter, end=False) for letter in text] + [calls.feed("", end=True)]
-    of_response = responses.read(b'{"input": "?", "tools": [{"type": "function", "name": "f"}]}')
-    of_message = messages.read(b'{"messages": [], "max_tokens": 5}')
-    for read in (of_response, of_message):
-        whole = read.writer("chatcmpl-1", "m", 5)
-        streamed = read.writer("chatcmpl-1", "m", 5)
-        assert isinstance(streamed, EventWriter)
-        events = b"".join(streamed.chunk([choice_of({"delta": delta}, None)], usage=None) for delta in deltas)
-        events += streamed.chunk([choice_of({"delta": {}}, "tool_calls")], usage=None)
-        events += streamed.chunk([], usage=usage_of(5, 7)) + streamed.end()
-        frames = [frame.split("\n") for frame in events.decode().strip().split("\n\n")]
-        sent = [json.loads(data.removeprefix("data: ")) for _, data in frames]
-        assert [name.removeprefix("event: ") for name, _ in frames] == [event["type"] for event in sent]
-        call = {"id": "call00", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
-        answered = whole.whole(
-            [choice_of({"message": {"content": "So.", "tool_calls": [call]}}, "tool_calls")], usage_of(5, 7)
-        )
-        if read is of_response:
-            first, second, third = sent[-1]["response"]["output"]
-            assert [first, second] == answered["output"]
-            assert third["content"][0]["text"] == " Done."
-            sent_back = json.dumps({"input": [first, second, third]}).encode()
-            (message,) = responses.read(sent_back).body.messages
-        else:
-            blocks = [event["content_block"]["type"] for event in sent if event["type"] == "content_block_start"]
-            assert blocks == ["text", "tool_use", "text"]
-            text_block = {"type": "text", "text": " Done."}
-            chat = [{"role": "assistant", "content": [*answered["content"], text_block]}, {"role": "user", "content": "?"}]
-            chat[0]["content"][1]["input"] = {"a": 1}
-            message, _ = messages.read(json.dumps({"max_tokens": 1, "messages": chat}).encode()).body.messages
-        assert message["content"] == "So. Done."
-        (kept,) = message["tool_calls"]
-        assert (kept["id"], kept["function"]["name"]) == ("call00", "f")
-
-
-def test_an_error_ends_a_stream() -> None:
-    failed = error_body(unavailable("the server stops"))
-    of_response = responses.read(b'{"input": "?"}').writer("1", "m", 5).error(failed)
-    of_message = messages.MessagesWriter("1", "m", 5).error(failed)
-    events = [json.loads(frame.removeprefix(b"event: error\ndata: ")) for frame in (of_response, of_message)]
-    assert openai.types.responses.ResponseErrorEvent.model_validate(events[0]).message == "the server stops"
-    assert anthropic.types.ErrorResponse.model_validate(events[1]).error.message == "the server stops"

@@ -35,9 +35,9 @@ def scripted(slots: int = 4) -> ScriptedEngine:
 
 
 @asynccontextmanager
-async def served(engine: Any, held: Callable[[], str] = str, **options: Any) -> AsyncIterator[ServedEngine]:
+async def served(engine: Any, held: Callable[[], str] = str) -> AsyncIterator[ServedEngine]:
     """The engine in its thread, closed at the end."""
-    running = ServedEngine(engine, name="e", slots=4, max_queue=100, held=held, **options)
+    running = ServedEngine(engine, name="e", slots=4, max_queue=100, held=held)
     yield running
     assert running.close()
 
@@ -169,18 +169,11 @@ async def test_a_caller_that_gave_up_waiting_for_an_update_does_not_harm_the_eng
 # ---------------------------------------------------------------------------------------------- who follows
 
 
-@asynccontextmanager
-async def crossing(**options: Any) -> AsyncIterator[tuple[ServedEngine, ScriptedEngine]]:
-    engine = scripted()
-    async with served(engine, **options) as running:
-        yield running, engine
-
-
 @pytest.mark.parametrize("stream", [True, False])
 @in_event_loop
 async def test_whoever_follows_sees_every_token_once(stream: bool) -> None:
-    async with crossing() as (exchange, _):
-        generation = exchange.submit(request("a", 300, stream=stream))
+    async with served(scripted()) as running:
+        generation = running.submit(request("a", 300, stream=stream))
 
         async def follow() -> list[int]:
             return [event.index async for batch in generation.batches() for event in batch]
@@ -195,78 +188,13 @@ async def test_whoever_follows_sees_every_token_once(stream: bool) -> None:
 
 @in_event_loop
 async def test_what_nobody_follows_any_more_is_cancelled() -> None:
-    async with crossing() as (exchange, engine):
-        generation = exchange.submit(request("a", ENDLESS))
-        with exchange.following(generation):
-            with exchange.following(generation):
-                pass
-            assert not generation.abandoned
-        assert (await generation.completion()).finish_reason == "cancelled"
-        ended = exchange.submit(request("b"))
-        with exchange.following(ended):
+    engine = scripted()
+    async with served(engine) as running:
+        left = running.submit(request("a", ENDLESS))
+        with running.following(left):
+            pass
+        assert (await left.completion()).finish_reason == "cancelled"
+        ended = running.submit(request("b"))
+        with running.following(ended):
             await ended.completion()
         assert engine.cancelled == ["a"]
-
-
-@in_event_loop
-async def test_within_the_grace_somebody_else_may_take_over() -> None:
-    async with crossing() as (exchange, _):
-        generation = exchange.submit(request("a", ENDLESS))
-        with exchange.following(generation, grace_s=0.02):
-            pass
-        with exchange.following(generation, grace_s=0.02):
-            await asyncio.sleep(0.04)
-            assert not generation.abandoned
-        await wait_until(lambda: generation.abandoned)
-        assert (await generation.completion()).finish_reason == "cancelled"
-
-
-# ---------------------------------------------------------------------------------------------- once per id
-
-
-@in_event_loop
-async def test_the_same_id_gets_the_same_completion_while_it_runs_and_afterwards() -> None:
-    async with crossing() as (exchange, engine):
-        first = await exchange.submit_once(request("a", 100))
-        assert await exchange.submit_once(request("a", 100, stream=True)) is first
-        await first.completion()
-        assert await exchange.submit_once(request("a", 100)) is first
-        assert len(engine.requests) == 1
-        with pytest.raises(RequestError, match="used for another request"):
-            await exchange.submit_once(request("a", 101))
-
-
-@in_event_loop
-async def test_what_was_given_up_or_failed_is_not_remembered() -> None:
-    async with crossing() as (exchange, _):
-        first = await exchange.submit_once(request("a", ENDLESS))
-        with exchange.following(first):
-            pass
-        second = await exchange.submit_once(request("a", ENDLESS))  # at once: before the first has ended
-        assert second is not first
-        assert not second.abandoned
-        exchange.cancel("a")  # asked for, so it is what a retry gets
-        assert (await second.completion()).finish_reason == "cancelled"
-        assert await exchange.submit_once(request("a", ENDLESS)) is second
-        for _ in range(2):
-            failed = await exchange.submit_once(request("long", TOO_LONG))
-            with pytest.raises(PromptTooLongError):
-                await failed.completion()
-
-
-@in_event_loop
-async def test_memory_of_what_ended_is_bounded_by_tokens_and_by_time() -> None:
-    now_s = 0.0
-    async with crossing(keep_s=10, keep_tokens=40, clock=lambda: now_s) as (exchange, engine):
-
-        async def known(name: str) -> bool:
-            before = len(engine.requests)
-            await (await exchange.submit_once(request(name, 10))).completion()
-            return len(engine.requests) == before
-
-        assert [await known(name) for name in ("a", "b", "c", "a")] == [False, False, False, True]  # 13 tokens each
-        assert [await known(name) for name in ("d", "b", "a")] == [False, True, False]
-        now_s = 11.0
-        assert [await known(name) for name in ("e", "d")] == [False, False]
-        await exchange.submit(request("plain")).completion()
-        assert "plain" not in exchange._known

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Sequence
 from itertools import pairwise
@@ -15,10 +14,10 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from pipelinerl.environments.chat.messages import parse_tool_calls
+from pipelinerl.environments.chat.messages import answer_message, parse_tool_calls
 from pipelinerl.environments.prompts import MOST_HELD, TextStream, plain_decoder, text_decoder
 from pipelinerl.interfaces import PART
-from pipelinerl.serving.server.text import StopStrings, ToolCallStream
+from pipelinerl.serving.server.api.text import StopStrings, TextBeforeCalls
 from tests.unit.server_parts import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
@@ -86,7 +85,7 @@ def test_special_tokens_with_a_meaning_are_text(special: bool) -> None:
     stream = TextStream(plain_decoder(tokenizer, special=special))
     text = "".join(stream.feed([token]) for token in ids) + stream.rest()
     assert text.endswith("</tool_call><eos>" if special else "</tool_call>")
-    assert ToolCallStream("c").feed(text, end=True)["tool_calls"][0]["function"]["name"] == "add"
+    assert parse_tool_calls(text).calls[0].name == "add"
 
 
 @given(st.text("ab-", max_size=20), st.lists(st.text("ab-", min_size=1, max_size=4), max_size=3), st.integers(0, 1000))
@@ -129,31 +128,21 @@ WHOLE_CALL = '<tool_call>{"arguments": {"c": 1}, "name": "sub"}</tool_call>'
     [
         f"Well. <b>{CALL}",
         f"One.\n{CALL}\n{WHOLE_CALL}\n",
-        f"{CALL} and {CALL[: -len('</tool_call>')]}",
+        f" {CALL} and {CALL[: -len('</tool_call>')]}",
         "No call: <tool_call>{}</tool_call> <tool_",
-        "<tool_call>not closed ",
+        " <tool_call>not closed ",
+        "Space at the end \n",
     ],
 )
-def test_streamed_calls_are_those_of_the_whole_answer(text: str) -> None:
-    parsed = parse_tool_calls(text)
+def test_a_streamed_answer_is_the_whole_one_and_its_text_comes_before_its_calls(text: str) -> None:
+    message = answer_message(parse_tool_calls(text), "x")
     for seed in range(20):
-        stream = ToolCallStream("x")
-        edges = list(pairwise(cuts(len(text), seed)))
-        deltas = [stream.feed(text[start:end], end=False) for start, end in edges] + [stream.feed("", end=True)]
-        calls: list[list[str]] = []
-        for part in [part for delta in deltas for part in delta.get("tool_calls", ())]:
-            if "id" in part:
-                calls.append([part["function"]["name"], ""])
-                assert part["index"] == len(calls) - 1
-            calls[part["index"]][1] += part["function"]["arguments"]
-        assert "".join(delta.get("content", "") for delta in deltas) == parsed.content
-        assert [(name, json.loads(arguments)) for name, arguments in calls] == list(parsed.calls)
-        assert stream.called == bool(parsed.calls)
-
-
-def test_arguments_are_sent_before_their_end() -> None:
-    stream = ToolCallStream("x")
-    (first, part) = stream.feed('<tool_call>{"name": "f", "arguments": {"code": "a\\', end=False)["tool_calls"]
-    assert (first["function"], part["function"]) == ({"name": "f", "arguments": ""}, {"arguments": '{"code": "a'})
-    assert not stream.called
-    assert stream.feed("n", end=True)["tool_calls"] == [{"index": 0, "function": {"arguments": "\\n"}}]
+        before = TextBeforeCalls()
+        shown = "".join(before.feed(text[start:end]) for start, end in pairwise(cuts(len(text), seed)))
+        assert "<tool_call>" not in shown
+        rest = before.rest(message)
+        calls = [{key: value for key, value in call.items() if key != "index"} for call in rest.get("tool_calls", ())]
+        assert (shown + rest.get("content", "")).strip() == (message["content"] or "").strip()
+        assert calls == message.get("tool_calls", [])
+    before = TextBeforeCalls()
+    assert [before.feed(part) for part in ("Well. ", "So <to", "ol> ", "x")] == ["Well.", " So", " <tool>", " x"]

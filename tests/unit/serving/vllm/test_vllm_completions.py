@@ -9,8 +9,16 @@ import pytest
 
 from pipelinerl.errors import PromptTooLongError, RequestError
 from pipelinerl.serving.client.adapter import find_fault
-from pipelinerl.serving.vllm.messages import Answer, Choice, InvalidAnswerError, Label, worker_error
-from pipelinerl.serving.vllm.requests import completion_of, generate_body, same_versions, tokens_of, version_of
+from pipelinerl.serving.vllm.messages import (
+    Choice,
+    Choices,
+    InvalidAnswerError,
+    Label,
+    completion_of,
+    generate_body,
+    same_versions,
+    worker_error,
+)
 from pipelinerl.types import Completion, GenerationRequest, SamplingParams, TokenEvent, VersionSpan
 
 REQUEST = GenerationRequest(
@@ -27,7 +35,7 @@ def choice(ids: list[int], *, reason: str | None = "length", spans: Any = None, 
 
 def completed(end: Choice) -> Completion:
     """As the client takes it. Raises InvalidAnswerError."""
-    completion = completion_of(REQUEST, tokens_of(end), end)
+    completion = completion_of(REQUEST, end.tokens, end)
     if fault := find_fault(completion, REQUEST, vocabulary=16):
         raise InvalidAnswerError(fault)
     return completion
@@ -76,25 +84,26 @@ def test_an_answer_that_lacks_or_contradicts_something_is_an_error(end: Choice) 
 
 
 def test_an_answer_has_one_choice() -> None:
-    assert Answer((choice([5]),)).only == choice([5])
+    assert Choices((choice([5]),)).only == choice([5])
     for choices in ((), (choice([5]), choice([6]))):
         with pytest.raises(InvalidAnswerError):
-            _ = Answer(choices).only
+            _ = Choices(choices).only
 
 
 @pytest.mark.parametrize(
     "label", ["default", "", "-1", "1.0", "٣", "9" * 19, "7@", "7@cafe", "7@cafe.x", "7@a b.1", "7@.1", "7\n"]
 )
 def test_only_numbers_and_those_of_sessions_are_versions(label: str) -> None:
-    assert version_of("0", None) == 0
-    assert version_of("123", ("", 0)) == 123
-    assert version_of("7@cafe.2", None) == version_of("7@cafe.2", ("cafe", 2)) == 7
-    for other in ("7", "7@cafe.1", "7@beef.2"):
+    assert Label.of("0") == Label(0)
+    end = choice([5, 6, 2, 8], spans=[{"version": "7@cafe.2", "start": 0, "end": 4}])
+    for session in (None, ("cafe", 2)):
+        assert completion_of(REQUEST, end.tokens, end, session).weight_versions == (VersionSpan(7, 0, 4),)
+    for other in (("", 0), ("cafe", 1), ("beef", 2)):
         with pytest.raises(InvalidAnswerError, match="of another session"):
-            version_of(other, ("cafe", 2))
+            completion_of(REQUEST, end.tokens, end, other)
     assert [str(Label.of(text)) for text in ("12", "7@cafe.2")] == ["12", "7@cafe.2"]
     with pytest.raises(InvalidAnswerError):
-        version_of(label, None)
+        Label.of(label)
 
 
 def test_a_request_asks_for_no_more_and_no_less_than_ours() -> None:

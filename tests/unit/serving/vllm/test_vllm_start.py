@@ -19,8 +19,17 @@ import pytest
 from pipelinerl.child import ChildProcess, exit_words
 from pipelinerl.config.checks import VLLM_OWN, vllm_workers
 from pipelinerl.config.schema import EngineConfig
-from pipelinerl.serving.vllm.server_info import ServerDescription, kv_cache_bytes, model_facts
-from pipelinerl.serving.vllm.start import KEY_VARIABLE, RequireKey, VllmSettings, command_line, environment, members
+from pipelinerl.serving.vllm.adapter import model_facts
+from pipelinerl.serving.vllm.messages import ServerDescription
+from pipelinerl.serving.vllm.start import (
+    KEY_VARIABLE,
+    RequireKey,
+    VllmSettings,
+    command_line,
+    environment,
+    kv_cache_bytes,
+    members,
+)
 
 SETTINGS = VllmSettings(python="/env/bin/python", model="/models/m", slots=8, max_length=300)
 

@@ -2,39 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
-from starlette.requests import Request
-from starlette.responses import Response
 
-from pipelinerl.errors import PipelineRLError, RequestError
-from pipelinerl.serving.server.dialects.common import (
-    USAGE_AT_THE_END,
-    EventWriter,
-    Part,
-    Translated,
-    chat_tools,
-    converted,
-    function_call,
-    only_text,
-)
-from pipelinerl.serving.server.http import error_answer
-from pipelinerl.serving.server.openai.answers import Json
-from pipelinerl.serving.server.openai.bodies import ChatBody, choice_of_function, read_body
+from pipelinerl.errors import RequestError
+from pipelinerl.serving.server.api.answers import Json, ReadRequest
+from pipelinerl.serving.server.api.bodies import ChatBody, choice_of_function, read_body
+from pipelinerl.serving.server.api.translation import chat_tools, converted, function_call, named_events, only_text
 from pipelinerl.serving.wire import ErrorBody, ErrorCode
 
 # ---- requests
 
 
-class _Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _ToolChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     type: Literal["auto", "any", "tool", "none"]
     name: str = ""
     disable_parallel_tool_use: bool = False
 
 
-class _Message(msgspec.Struct, frozen=True):
+class _Turn(msgspec.Struct, frozen=True):
     role: Literal["user", "assistant", "system"]
     content: str | list[dict[str, Any]]
 
@@ -53,7 +41,7 @@ class _ToolResult(msgspec.Struct, frozen=True):
 
 class MessagesBody(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None = None
-    messages: list[_Message]
+    messages: list[_Turn]
     max_tokens: int
     system: str | list[Any] | None = None
     stop_sequences: list[str] | None = None
@@ -61,11 +49,11 @@ class MessagesBody(msgspec.Struct, frozen=True, kw_only=True):
     top_p: float | None = None
     top_k: int | None = None
     tools: list[dict[str, Any]] | None = None
-    tool_choice: _Choice | None = None
+    tool_choice: _ToolChoice | None = None
     stream: bool | None = None
 
 
-def read(data: bytes) -> Translated:
+def read(data: bytes) -> ReadRequest:
     """Raises RequestError for a request that is malformed, or asks for what is not supported."""
     asked = read_body(data, MessagesBody, strict=True)
     body = ChatBody(
@@ -79,9 +67,8 @@ def read(data: bytes) -> Translated:
         tools=chat_tools(asked.tools, None, "custom"),
         tool_choice=None if asked.tool_choice is None else _tool_choice(asked.tool_choice),
         stream=asked.stream,
-        stream_options=USAGE_AT_THE_END,
     )
-    return Translated(body, MessagesWriter)
+    return ReadRequest(body, MessagesWriter)
 
 
 def _messages(asked: MessagesBody) -> list[Json]:
@@ -99,7 +86,7 @@ def _messages(asked: MessagesBody) -> list[Json]:
     return messages
 
 
-def _question(message: _Message, where: str) -> Iterable[Json]:
+def _question(message: _Turn, where: str) -> Iterable[Json]:
     """The results of tools in a message are messages of their own."""
     if isinstance(message.content, str):
         yield {"role": message.role, "content": message.content}
@@ -134,7 +121,7 @@ def _answer(content: str | list[dict[str, Any]], where: str) -> Json:
     return message
 
 
-def _tool_choice(choice: _Choice) -> Any:
+def _tool_choice(choice: _ToolChoice) -> Any:
     if choice.disable_parallel_tool_use and choice.type == "auto":
         raise RequestError(
             "tool_choice: the model may call several tools in one answer; leave out disable_parallel_tool_use"
@@ -149,54 +136,49 @@ def _tool_choice(choice: _Choice) -> Any:
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-class MessagesWriter(EventWriter):
-    """Blocks of an answer: texts and calls of tools."""
+class MessagesWriter:
+    """Blocks of an answer: a text, and calls of tools."""
 
-    def error(self, body: ErrorBody) -> bytes:
-        return self._framed(_error(body))
+    def __init__(self, answer_id: str, model: str) -> None:
+        message_id = f"msg_{answer_id.removeprefix('chatcmpl-')}"
+        self._about = {"id": message_id, "type": "message", "role": "assistant", "model": model}
 
-    def _answer(self, usage: Json) -> Json:
-        """The message."""
-        counts = {"input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"]}
-        blocks = []
-        for part in self._parts:
-            content = {"input": msgspec.Raw(part.text.encode())} if part.call_id else {"text": part.text}
-            blocks.append(_block(part) | content)
-        about = {"id": f"msg_{self._id}", "type": "message", "role": "assistant", "model": self._model}
-        return {**about, "content": blocks, **self._ended_by(), "usage": counts}
-
-    def _ended_by(self) -> Json:
-        reason = _STOP_REASONS.get(self._reason or "")
-        if reason == "end_turn" and any(part.call_id for part in self._parts):
+    def whole(self, choices: Sequence[Json], usage: Json) -> Json:
+        (choice,) = choices
+        text, calls = choice["message"]["content"], choice["message"].get("tool_calls", ())
+        blocks: list[Json] = [{"type": "text", "text": text or ""}] if text or not calls else []
+        for call in calls:
+            function = call["function"]
+            arguments = msgspec.Raw(function["arguments"].encode())
+            blocks.append({"type": "tool_use", "id": call["id"], "name": function["name"], "input": arguments})
+        stop = choice.get("stop_reason")
+        reason = _STOP_REASONS.get(choice["finish_reason"])
+        if reason == "end_turn" and calls:
             reason = "tool_use"  # a call that the request required
-        elif reason == "end_turn" and self._stop is not None:
+        elif reason == "end_turn" and stop is not None:
             reason = "stop_sequence"
-        return {"stop_reason": reason, "stop_sequence": self._stop}
+        counts = {"input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"]}
+        return {**self._about, "content": blocks, "stop_reason": reason, "stop_sequence": stop, "usage": counts}
 
-    def _begin(self) -> Iterable[Json]:
-        message = self._answer({"prompt_tokens": self._prompt_tokens, "completion_tokens": 0})
-        return [{"type": "message_start", "message": message}]
-
-    def _begin_part(self, part: Part) -> Iterable[Json]:
-        return [{"type": "content_block_start", "index": self._index, "content_block": _block(part)}]
-
-    def _extended(self, part: Part, text: str) -> Json:
-        delta = {"type": "input_json_delta", "partial_json": text} if part.call_id else {"type": "text_delta", "text": text}
-        return {"type": "content_block_delta", "index": self._index, "delta": delta}
-
-    def _end_part(self, part: Part) -> Iterable[Json]:  # noqa: ARG002 - the index says which
-        return [{"type": "content_block_stop", "index": self._index}]
-
-    def _end(self, usage: Json) -> Iterable[Json]:
-        yield {"type": "message_delta", "delta": self._ended_by(), "usage": {"output_tokens": usage["completion_tokens"]}}
-        yield {"type": "message_stop"}
+    def stream(self, choices: Sequence[Json], usage: Json) -> bytes:
+        return named_events(_events(self.whole(choices, usage)))
 
 
-def _block(part: Part) -> Json:
-    """An empty block for a part."""
-    if part.call_id:
-        return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": {}}
-    return {"type": "text", "text": ""}
+def _events(message: Json) -> Iterable[Json]:
+    ended = {key: message[key] for key in ("stop_reason", "stop_sequence")}
+    begun = {**message, "content": [], **dict.fromkeys(ended), "usage": {**message["usage"], "output_tokens": 0}}
+    yield {"type": "message_start", "message": begun}
+    for index, block in enumerate(message["content"]):
+        if block["type"] == "text":
+            opened, delta = block | {"text": ""}, {"type": "text_delta", "text": block["text"]}
+        else:
+            arguments = bytes(block["input"]).decode()
+            opened, delta = block | {"input": {}}, {"type": "input_json_delta", "partial_json": arguments}
+        yield {"type": "content_block_start", "index": index, "content_block": opened}
+        yield {"type": "content_block_delta", "index": index, "delta": delta}
+        yield {"type": "content_block_stop", "index": index}
+    yield {"type": "message_delta", "delta": ended, "usage": {"output_tokens": message["usage"]["output_tokens"]}}
+    yield {"type": "message_stop"}
 
 
 # ---- errors
@@ -209,18 +191,7 @@ _ERROR_TYPES: Mapping[ErrorCode, str] = {
 }
 
 
-def with_its_errors(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-    """The handler with errors in the shape of this API."""
-
-    async def handle(request: Request) -> Response:
-        try:
-            return await handler(request)
-        except PipelineRLError as error:
-            return error_answer(error, _error)
-
-    return handle
-
-
-def _error(body: ErrorBody) -> Json:
+def error_of_messages(body: ErrorBody) -> Json:
+    """An error in the shape of this API."""
     kind = _ERROR_TYPES.get(body.error.code, "invalid_request_error")
     return {"type": "error", "error": {"type": kind, "message": body.error.message}}

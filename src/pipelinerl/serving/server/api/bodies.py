@@ -1,13 +1,13 @@
 """Request bodies of OpenAI's API: the supported fields; and the keys that are refused, by all APIs of the server.
 
 Unknown keys of chats and completions are ignored, because clients send many. A known key that would change the result is
-refused if it is not supported. The other APIs (`dialects`) refuse all keys that are not listed here.
+refused if it is not supported. The translated APIs refuse all keys that are not listed here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeVar, cast
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -18,8 +18,8 @@ from pipelinerl.types import SamplingParams
 _UNSUPPORTED = """
     add_generation_prompt allowed_token_ids audio bad_words best_of chat_template chat_template_kwargs continue_final_message
     documents early_stopping echo function_call functions guided_choice guided_decoding_backend guided_grammar guided_json
-    guided_regex guided_whitespace_pattern length_penalty logprob_token_ids min_tokens modalities prediction priority
-    prompt_embeds prompt_logprobs reasoning_effort suffix tool_choice tools top_logprobs truncate_prompt_tokens
+    guided_regex guided_whitespace_pattern length_penalty logit_bias logprob_token_ids min_tokens modalities prediction
+    priority prompt_embeds prompt_logprobs reasoning_effort suffix tool_choice tools top_logprobs truncate_prompt_tokens
     use_beam_search web_search_options
 """
 """Known keys that are refused by chats, or by completions, unless the other one has such a field."""
@@ -51,11 +51,12 @@ _HINTS = {
     "conversation": WHOLE_INPUT,
     "store": "nothing is stored here: leave it out, or set it to false",
     "parallel_tool_calls": "the model may call several tools in one answer: leave it out",
+    "top_logprobs": "log-probs are of the sampled tokens alone: leave it out",
 }
 
-MAX_TOP_LOGPROBS = 20
+OTHER_SAMPLING = {"min_p": 0, "presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1}
+"""Sampling parameters that this server lacks, and their neutral values. The gateway of agents may ignore them."""
 MAX_CHOICES = 128
-_MAX_BIASES = 1024
 
 _NOT_VARIABLES = """
     add_generation_prompt chat_template continue_final_message conversation documents max_length messages padding
@@ -98,25 +99,12 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
     include_usage: bool = False
 
 
-GrammarKind = Literal["json", "regex", "choice", "tools"]
-
-
 class Grammar(NamedTuple):
-    """What an answer must follow. `source`: the regex, or JSON: a schema, a list of texts, or of tools. `key`: who asked."""
+    """What an answer must follow. `source`: the regex, or JSON: a schema, or a list of tools. `key`: who asked."""
 
-    kind: GrammarKind
+    kind: Literal["json", "regex", "tools"]
     source: str
     key: str
-
-
-class Adjustments(NamedTuple):
-    """Changes of logits, as in OpenAI's API and, for `repetition` and `min_p`, vLLM's."""
-
-    bias: Mapping[int, float]
-    presence: float = 0.0
-    frequency: float = 0.0
-    repetition: float = 1.0
-    min_p: float = 0.0
 
 
 class JsonSchema(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,7 +119,6 @@ class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True):
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     json: dict[str, Any] | None = None
     regex: str | None = None
-    choice: list[str] | None = None
 
 
 class Body(msgspec.Struct, frozen=True, kw_only=True):
@@ -153,7 +140,6 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     stream: bool | None = None
@@ -187,29 +173,31 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
         """What the answer must follow, if anything. Raises RequestError for more or less than one specification."""
         wanted: list[Grammar] = []
         if (format_ := self.response_format) is not None and format_.type != "text":
-            schema = (
-                {"type": "object"} if format_.type == "json_object" else format_.json_schema and format_.json_schema.schema
-            )
+            schema = format_.json_schema.schema if format_.json_schema is not None else None
+            if format_.type == "json_object":
+                schema = {"type": "object"}
             if schema is None:
                 raise RequestError("response_format: give `json_schema` with a `schema`")
             wanted.append(Grammar("json", _json(schema), "response_format"))
         if (outputs := self.structured_outputs) is not None:
-            sources = {"json": outputs.json, "choice": outputs.choice or None, "regex": outputs.regex}
-            for kind, value in sources.items():
-                if value is not None:
-                    source = value if isinstance(value, str) else _json(value)
-                    wanted.append(Grammar(cast("GrammarKind", kind), source, "structured_outputs"))
-            if not any(one.key == "structured_outputs" for one in wanted):
-                raise RequestError("structured_outputs: give `json`, `regex` or `choice`")
+            if (outputs.json is None) == (outputs.regex is None):
+                raise RequestError("structured_outputs: give either `json` or `regex`")
+            if outputs.regex is not None:
+                wanted.append(Grammar("regex", outputs.regex, "structured_outputs"))
+            else:
+                wanted.append(Grammar("json", _json(outputs.json), "structured_outputs"))
         if len(wanted) > 1:
-            raise RequestError(f"{wanted[-1].key}: an answer can follow only one of the given formats")
+            raise RequestError("structured_outputs: an answer can't follow response_format too; leave out one of them")
         return wanted[0] if wanted else None
 
     def sampling(self, *, default: int, end_ids: tuple[int, ...]) -> SamplingParams:
         """The sampling parameters. `default`: the token limit if the body has none. `end_ids`: the model's end tokens.
 
-        Raises RequestError for values out of range.
+        Raises RequestError for values out of range, and for parameters that this server lacks.
         """
+        for name, neutral in OTHER_SAMPLING.items():
+            if getattr(self, name) not in (None, neutral):
+                raise RequestError(f"{name}: this server does not support it; leave it out")
         check_stops(self.stops)
         most = self.most_tokens
         sampling = SamplingParams(
@@ -223,41 +211,20 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
         check_sampling(sampling)
         return sampling
 
-    def adjustments(self, vocabulary: int) -> Adjustments | None:
-        """The changes of logits, if there are any. Raises RequestError for values out of range."""
-        bias = self.logit_bias or {}
-        if len(bias) > _MAX_BIASES or any(not 0 <= token < vocabulary for token in bias):
-            raise RequestError(f"logit_bias: give at most {_MAX_BIASES} token ids, of the vocabulary of {vocabulary}")
-        wanted = Adjustments(
-            bias=bias,
-            presence=self.presence_penalty or 0.0,
-            frequency=self.frequency_penalty or 0.0,
-            repetition=1.0 if self.repetition_penalty is None else self.repetition_penalty,
-            min_p=self.min_p or 0.0,
-        )
-        for name, lowest, highest, values in (
-            ("presence_penalty", -2, 2, [wanted.presence]),
-            ("frequency_penalty", -2, 2, [wanted.frequency]),
-            ("repetition_penalty", 0.01, 100, [wanted.repetition]),
-            ("min_p", 0, 1, [wanted.min_p]),
-            ("logit_bias", -100, 100, bias.values()),
-        ):
-            if any(not lowest <= value <= highest for value in values):
-                raise RequestError(f"{name}: give numbers from {lowest} to {highest}")
-        return None if wanted == Adjustments({}) else wanted
-
 
 class CompletionBody(Body, frozen=True, kw_only=True):
-    """`prompt`: a text or token ids, or a list of texts or of lists of ids. `logprobs`: how many alternatives."""
+    """`prompt`: a text or token ids, or a list of texts or of lists of ids. `logprobs`: 0, for those of sampled tokens."""
 
     prompt: str | list[str | int | list[int]]
     logprobs: int | None = None
     add_special_tokens: bool = True
 
     @property
-    def top(self) -> int | None:
-        """Number of alternatives to each token; None: no log-probs. Raises RequestError if it is out of range."""
-        return _checked_top("logprobs", self.logprobs)
+    def wants_logprobs(self) -> bool:
+        """Raises RequestError if alternatives to the sampled tokens are asked for."""
+        if self.logprobs:
+            raise RequestError(f"logprobs {self.logprobs}: this server has no alternatives to the sampled tokens; give 0")
+        return self.logprobs is not None
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -286,14 +253,16 @@ class _Function(msgspec.Struct, frozen=True):
     parameters: dict[str, Any] | None = None
 
 
-class _Tool(msgspec.Struct, frozen=True):
+class ChatTool(msgspec.Struct, frozen=True):
+    """A function that the model may call; as a `tool_choice`: the one that it must call."""
+
     type: Literal["function"]
     function: _Function
 
 
-def choice_of_function(name: str) -> _Tool:
+def choice_of_function(name: str) -> ChatTool:
     """The `tool_choice` that requires a call of this function."""
-    return _Tool("function", _Function(name))
+    return ChatTool("function", _Function(name))
 
 
 class ChatBody(Body, frozen=True, kw_only=True):
@@ -306,9 +275,8 @@ class ChatBody(Body, frozen=True, kw_only=True):
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
     tools: list[dict[str, Any]] | None = None
-    tool_choice: str | _Tool | None = None
+    tool_choice: str | ChatTool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -318,44 +286,34 @@ class ChatBody(Body, frozen=True, kw_only=True):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
-    def top(self) -> int | None:
-        """As for completions."""
-        if not self.logprobs and self.top_logprobs:
-            raise RequestError("top_logprobs: it requires logprobs true; set that too")
-        return _checked_top("top_logprobs", self.top_logprobs or 0) if self.logprobs else None
+    def wants_logprobs(self) -> bool:
+        return bool(self.logprobs)
 
     @property
     def offered_tools(self) -> list[dict[str, Any]]:
         """The tools that the model may call. Raises RequestError for tools that are not functions."""
         for tool in self.tools or []:
             try:
-                msgspec.convert(tool, _Tool)
+                msgspec.convert(tool, ChatTool)
             except msgspec.ValidationError as error:
                 raise RequestError(f"tools: {error}") from error
         return [] if self.tool_choice == "none" else self.tools or []
 
     @property
-    def forced_tools(self) -> list[dict[str, Any]]:
-        """The tools of which one must be called; empty: none. Raises RequestError for a choice that is not offered."""
-        choice, tools = self.tool_choice, self.offered_tools
+    def grammar(self) -> Grammar | None:
+        """As for completions, or a call of one of the tools. Raises RequestError for a choice that is not offered."""
+        wanted, choice, tools = super().grammar, self.tool_choice, self.offered_tools
         if choice in (None, "none", "auto"):
-            return []
-        if isinstance(choice, _Tool):
+            return wanted
+        if isinstance(choice, ChatTool):
             tools = [tool for tool in tools if tool["function"]["name"] == choice.function.name]
         elif choice != "required":
             raise RequestError('tool_choice: give "auto", "none", "required", or a function')
         if not tools:
             raise RequestError("tool_choice: no such function is in `tools`")
-        return tools
-
-    @property
-    def grammar(self) -> Grammar | None:
-        wanted = super().grammar
-        if not (forced := self.forced_tools):
-            return wanted
         if wanted is not None:
             raise RequestError(f"tool_choice: an answer can't be both a call and follow {wanted.key}")
-        return Grammar("tools", _json(forced), "tool_choice")
+        return Grammar("tools", _json(tools), "tool_choice")
 
     @property
     def template_options(self) -> dict[str, Any]:
@@ -367,12 +325,6 @@ class ChatBody(Body, frozen=True, kw_only=True):
             raise RequestError("continue_final_message: it requires add_generation_prompt false; set that too")
         ends = {"add_generation_prompt": self.add_generation_prompt, "continue_final_message": self.continue_final_message}
         return {**options, **ends}
-
-
-def _checked_top(name: str, top: int | None) -> int | None:
-    if top is not None and not 0 <= top <= MAX_TOP_LOGPROBS:
-        raise RequestError(f"{name} {top}: give 0 to {MAX_TOP_LOGPROBS}")
-    return top
 
 
 def _json(value: object) -> str:
