@@ -33,11 +33,10 @@ from pipelinerl.environments.tasks import gcd
 from pipelinerl.models.loading import load_tokenizer
 from pipelinerl.models.lora import LoraModel
 from pipelinerl.models.state import first_names
-from pipelinerl.preprocess.packing import pack
 from pipelinerl.trainer import Learner
 from pipelinerl.types import GenerationRequest, SamplingParams, Segment, TrainingSample
 from pipelinerl.weights.delta import apply, encode
-from pipelinerl.weights.sending import layout_of
+from pipelinerl.weights.layout import layout_of
 
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "bfloat16, settled": torch.bfloat16}
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
@@ -102,7 +101,8 @@ class Published:
 
     def __init__(self, weights: Mapping[str, Tensor], dtype: torch.dtype, offsets: Mapping[str, Tensor] | None) -> None:
         self._dtype, self._offsets = dtype, offsets
-        self._layout = layout_of(weights, dtype)
+        converted = {name: weights[name].to(dtype) for name in first_names(weights).values()}
+        self._layout = layout_of({name: converted[first] for name, first in first_names(weights).items()})
         self._held_U8 = torch.zeros(self._layout.buffer_bytes, dtype=torch.uint8)
         self._fill(self._held_U8, weights)
 
@@ -141,7 +141,7 @@ def measure(path: str, samples: Sequence[TrainingSample], lora: bool, learning_r
     model = common.fresh_model(path)
     adapters = LoraModel(model, LoraConfig(), seed=0) if lora else None
     config = TrainerConfig(learning_rate=learning_rate, micro_batch_tokens=2048, steps=steps)
-    learner = Learner(model, config, temperature=1.0, pack=pack, lora=adapters)
+    learner = Learner(model, config, temperature=1.0, lora=adapters)
     first = learner.weights()
     published = {name: Published(first, dtype, moved(first) if "," in name else None) for name, dtype in TYPES.items()}
     share = len(samples) // steps

@@ -36,7 +36,6 @@ from pipelinerl.files import shared_memory
 from pipelinerl.models.folder import find_model
 from pipelinerl.models.state import named_weights
 from pipelinerl.models.varlen import attention_of
-from pipelinerl.preprocess.packing import pack
 from pipelinerl.trainer import Learner
 from pipelinerl.types import GenerationRequest, SamplingParams
 from pipelinerl.weights.memory import DirectMessages
@@ -251,7 +250,7 @@ def _train(options: argparse.Namespace, *, compiled: bool) -> Record:
     config = TrainerConfig(micro_batch_tokens=options.micro_batch_tokens, compile=compiled)
     count, longest = (8, 40) if options.size == "tiny" else (64, 1000)
     samples = make_samples(count, longest, 64 if longest > 64 else 6, model.config.vocab_size)
-    learner = Learner(model, config, temperature=1.0, pack=pack)
+    learner = Learner(model, config, temperature=1.0)
     step_s = seconds(options, lambda: learner.step(samples, version=0), 1 if options.size == "tiny" else 4)
     tokens = sum(sample.length for sample in samples)
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -307,7 +306,7 @@ def loop(options: argparse.Namespace) -> list[Record]:
 
     else:
         model = make_model(options)
-        learner = Learner(model, TrainerConfig(micro_batch_tokens=options.micro_batch_tokens), temperature=1.0, pack=pack)
+        learner = Learner(model, TrainerConfig(micro_batch_tokens=options.micro_batch_tokens), temperature=1.0)
         longest = 40 if options.size == "tiny" else 500
         samples = make_samples(16, longest, 6, model.config.vocab_size)
         trained = 0

@@ -24,7 +24,6 @@ from benchmarks.common import Record
 from benchmarks.trainer import LOSS_TOLERANCE, make_samples
 from pipelinerl.config.schema import LoraConfig, TrainerConfig
 from pipelinerl.models.lora import LoraModel
-from pipelinerl.preprocess.packing import pack
 from pipelinerl.trainer import Learner
 from pipelinerl.types import TrainingSample
 
@@ -32,7 +31,7 @@ from pipelinerl.types import TrainingSample
 def learner_of(path: str, config: TrainerConfig, lora: LoraConfig | None) -> Learner:
     model = common.fresh_model(path)
     adapters = None if lora is None else LoraModel(model, lora, seed=0)
-    return Learner(model, config, temperature=1.0, pack=pack, lora=adapters)
+    return Learner(model, config, temperature=1.0, lora=adapters)
 
 
 def step(learner: Learner, samples: Sequence[TrainingSample]) -> Callable[[], Record]:

@@ -26,7 +26,7 @@ from benchmarks.common import Record
 from pipelinerl.hub import wire
 from pipelinerl.hub.admission import AdmissionState
 from pipelinerl.hub.client import HubClient
-from pipelinerl.hub.hub import ROLLOUTS_FILE, CountedStream, Hub
+from pipelinerl.hub.hub import ROLLOUTS_FILE, Hub
 from pipelinerl.hub.server import HubServer, WorkerKind
 from pipelinerl.schedule import PipelineSchedule
 from pipelinerl.status.board import MemoryBoard
@@ -118,7 +118,7 @@ def measure(workers: int, groups: int, kilobytes: int, seconds: float) -> Record
         (root / "rollouts").mkdir()
         admission = AdmissionState(PipelineSchedule(256), processes=workers)
         admission.counts.opened = True
-        hub = Hub(admission, CountedStream(FileStream(root / "stream", root / ROLLOUTS_FILE)), root, MemoryBoard())
+        hub = Hub(admission, FileStream(root / "stream", root / ROLLOUTS_FILE), root, MemoryBoard())
         server = HubServer(hub)
         ends = [server.connect(WorkerKind(process=number)) for number in range(workers)]
         reader = server.connect(WorkerKind(reads="rollouts"))

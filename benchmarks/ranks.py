@@ -25,7 +25,6 @@ from benchmarks.common import Record
 from benchmarks.trainer import LOSS_TOLERANCE, make_samples
 from pipelinerl.config.schema import ModelConfig, TrainerConfig
 from pipelinerl.models.loading import load_model
-from pipelinerl.preprocess.packing import pack
 from pipelinerl.trainer import Learner
 from pipelinerl.trainer.sharding import ranks
 from pipelinerl.trainer.sharding.learner import ShardedLearner, ShardedPolicy
@@ -59,12 +58,12 @@ def run_process(name: str, rank: int, size: int, port: int, options: argparse.Na
     config, model = TrainerConfig(ranks=size, micro_batch_tokens=options.micro_batch_tokens), ModelConfig(path=name)
     if size == 1:
         whole = load_model(model)
-        print(json.dumps(measure(Learner(whole, config, temperature=1.0, pack=pack), whole.config.vocab_size, options)))
+        print(json.dumps(measure(Learner(whole, config, temperature=1.0), whole.config.vocab_size, options)))
         return
     meeting = socket.socket(fileno=port) if rank == 0 else ("127.0.0.1", port)
     with ranks.join(config, rank, meeting, KEY, start_s=600.0, stall_s=120.0) as team:
         policy = ShardedPolicy(model, config, team)
-        learner = ShardedLearner(policy, config, temperature=1.0, pack=pack)
+        learner = ShardedLearner(policy, config, temperature=1.0)
         if rank == 0:
             print(json.dumps(measure(learner, policy.model.config.vocab_size, options)))
             team.call(ranks.Call("end"))

@@ -22,7 +22,6 @@ import torch
 from benchmarks import common
 from benchmarks.common import Record
 from pipelinerl.config.schema import TrainerConfig
-from pipelinerl.preprocess.packing import pack
 from pipelinerl.trainer import Learner
 from pipelinerl.trainer.logprobs import token_logprobs
 from pipelinerl.trainer.losses import LossInputs, make_loss
@@ -117,7 +116,7 @@ def make_samples(count: int, longest: int, prompt_tokens: int, vocabulary: int) 
 
 
 def packed(model: Any, config: TrainerConfig, samples: Sequence[TrainingSample]) -> Callable[[], Record]:
-    learner = Learner(model, config, temperature=1.0, pack=pack)
+    learner = Learner(model, config, temperature=1.0)
 
     def measure() -> Record:
         begin_s = time.perf_counter()

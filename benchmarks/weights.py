@@ -35,7 +35,7 @@ from pipelinerl.engine import LocalEngine
 from pipelinerl.files import shared_memory
 from pipelinerl.hub.admission import AdmissionState
 from pipelinerl.hub.client import HubClient
-from pipelinerl.hub.hub import CountedStream, Hub
+from pipelinerl.hub.hub import Hub
 from pipelinerl.hub.server import HubServer, WorkerKind
 from pipelinerl.interfaces import WeightReceiver
 from pipelinerl.models.state import first_names, named_weights
@@ -100,7 +100,7 @@ def hand_over(name: str, system: str, engines: int, repetitions: int, threads: i
     target = {key: torch.empty_like(tensors[key]) for key in dict.fromkeys(first_names(tensors).values())}
     copies_s, sends_s, answers_s = [], [], []
     state = AdmissionState(PipelineSchedule(8), processes=engines)
-    server = HubServer(Hub(state, CountedStream(MemoryStream()), Path(), MemoryBoard()))
+    server = HubServer(Hub(state, MemoryStream(), Path(), MemoryBoard()))
     server.__enter__()
     fd, processes = shared_memory(), []
     for index in range(engines):

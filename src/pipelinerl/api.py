@@ -23,7 +23,7 @@ from pipelinerl.config.schema import RunConfig
 from pipelinerl.environments.user.source import name_by_file
 from pipelinerl.errors import INVALID_DATA, PipelineRLError, RunDirectoryError, StopRun, UserError
 from pipelinerl.extras import require
-from pipelinerl.files import write_privately
+from pipelinerl.files import write_atomically
 from pipelinerl.launch.run_lock import errors_explained, fresh_directory
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.reading import read_records
@@ -154,7 +154,7 @@ class StartedRun:
         self.path = inputs.parent
         self._log = inputs / "output.log"
         run_file = inputs / "run.yaml"
-        write_privately(run_file, config_to_yaml(config, only_given=True).encode())
+        write_atomically(run_file, config_to_yaml(config, only_given=True).encode(), mode=0o600)
         command = [sys.executable, "-m", "pipelinerl", "train", str(run_file), "--metrics.view", "plain"]
         self._stopped = False
         self._process = ChildProcess(command, log=self._log)

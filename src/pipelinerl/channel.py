@@ -8,6 +8,9 @@ from __future__ import annotations
 import os
 import socket
 import struct
+import threading
+from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 
@@ -64,3 +67,24 @@ def listen(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
         raise ValueError(f"a process listens at one address of this machine that the others can reach, not at {host!r}")
     family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
     return socket.create_server((host, port), family=family, backlog=128)
+
+
+class Acceptor:
+    """Accepts connections, and has each handled in a thread of its own. Takes the listening socket over."""
+
+    def __init__(self, listening: socket.socket, handle: Callable[[socket.socket], object]) -> None:
+        self._listening, self._handle = listening, handle
+        threading.Thread(target=self._accept, name="accept", daemon=True).start()
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._listening.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        self._listening.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connected, _ = self._listening.accept()
+            except OSError:  # it is closed
+                return
+            threading.Thread(target=self._handle, args=(connected,), name="connection", daemon=True).start()

@@ -4,48 +4,112 @@
         config.json, model.safetensors, tokenizer...   Hugging Face layout: AutoModelForCausalLM.from_pretrained(folder)
         adapter/                                       for a run with `model.lora`: the trained adapter, in peft's layout
         optimizer.safetensors                          moments and step counts by parameter name
-        state.json                                     version, RNG, positions, counters, size and checksum of each file
+        state.json                                     version, RNG, position, counters, size and checksum of each file
 
-A checkpoint is written into a hidden folder, synced to disk, and renamed. A failure before the rename (a full disk, a
-kill) leaves the existing checkpoints unchanged. Nothing is pickled.
+A checkpoint is written into a hidden folder, synced to disk, and renamed; a folder that is deleted is renamed first. So a
+folder with a version's name is always whole, and a failure before the rename (a full disk, a kill) leaves the existing
+checkpoints unchanged. Nothing is pickled.
 
 `weights/step_00000010/` (`save_weights`) omits what only a resume needs: no optimizer, no RNG, no fsync. It is cheap enough
 to be written often, for evaluations after the run.
+
+Only what touches tensors imports torch: the launcher plans a resume by `state.json`.
 """
 
 from __future__ import annotations
 
 import base64
+import os
+import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import torch
+import xxhash
 from safetensors import SafetensorError
-from safetensors.torch import load_file
-from torch import Tensor
 
-from pipelinerl.checkpoint_folders import (
-    HIDDEN,
-    files_in,
-    folder_name,
-    install,
-    keep_latest,
-    make,
-    record_of,
-    sync_records,
-    sync_tree,
-)
-from pipelinerl.checkpoint_state import STATE_FILE, CheckpointState, encode_state, read_state
-from pipelinerl.errors import CheckpointError
-from pipelinerl.models.loading import quiet
-from pipelinerl.models.state import write_safetensors
+from pipelinerl.errors import INVALID_DATA, CheckpointError
+from pipelinerl.files import sync
+from pipelinerl.ledger import GroupLedger
+from pipelinerl.metrics.evaluations import EvaluationRecord
+from pipelinerl.metrics.reading import read_json_lines
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FORMAT = 1
+STATE_FILE = "state.json"
 OPTIMIZER_FILE = "optimizer.safetensors"
+WEIGHTS_FOLDER = "weights"
+"""Folder in a run directory that `save_weights` writes to."""
+_HIDDEN = ".unfinished-"
+# A checkpoint that is replaced by one of the same version is named `.old` between the two renames.
+_NAME = re.compile(r"step_(\d{8,})(\.old)?")
+_ADVICE = "; delete this checkpoint to resume from the one before"
+
+
+class FileRecord(msgspec.Struct, frozen=True):
+    size: int
+    checksum: str
+
+    @classmethod
+    def of(cls, path: Path) -> FileRecord:
+        """Raises OSError."""
+        digest, size = xxhash.xxh3_128(), 0
+        with open(path, "rb") as file:
+            while block := file.read(1 << 22):
+                digest.update(block)
+                size += len(block)
+        return cls(size, digest.hexdigest())
+
+
+class QueuePosition(msgspec.Struct, frozen=True, kw_only=True):
+    """The trainer's position in the stream.
+
+    All groups before `offset` are retired. `settled_ids` are the retired rollouts of groups that are only partly retired.
+    `ledger` holds the indices of all groups that are fully retired.
+    """
+
+    offset: int = 0
+    settled_ids: tuple[str, ...] = ()
+    ledger: GroupLedger = msgspec.field(default_factory=GroupLedger)
+
+
+class QueueCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """Rollouts that left the queue over the whole run. `dropped_tokens`: the sampled tokens of the dropped ones."""
+
+    trained: int = 0
+    dropped: dict[str, int] = {}
+    dropped_tokens: dict[str, int] = {}
+
+
+class TrainerCounters(msgspec.Struct, frozen=True, kw_only=True):
+    """Totals over the whole run, including the time before a resume."""
+
+    queue: QueueCounts = QueueCounts()
+    micro_batches: int = 0
+    tokens_trained: int = 0
+    ess_guard_trips: int = 0
+
+
+class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
+    """The contents of a checkpoint besides the model and the optimizer's moments.
+
+    `rng` is the state of torch's generators by device, in base64. `files` lists all other files in the folder, `session` is
+    the id of the session that wrote it.
+    """
+
+    version: int
+    rng: dict[str, str] = {}
+    positions: QueuePosition = msgspec.field(default_factory=QueuePosition)
+    counters: TrainerCounters = TrainerCounters()
+    session: str = ""
+    files: dict[str, FileRecord] = {}
+    format: int = FORMAT
 
 
 class Checkpoint(msgspec.Struct, frozen=True):
@@ -56,18 +120,62 @@ class Checkpoint(msgspec.Struct, frozen=True):
 
     def optimizer_state(self) -> dict[str, Tensor]:
         """The optimizer's tensors, which are read when they are used. Raises CheckpointError."""
+        from safetensors.torch import load_file  # noqa: PLC0415 - loads torch
+
         try:
             found: dict[str, Tensor] = load_file(self.path / OPTIMIZER_FILE)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"can't read the optimizer's state in {self.path}: {_first_line(error)}") from error
         return found
 
-    def restore_rng(self) -> None:
-        restore_rng(self.state.rng)
+
+# ---- reading
+
+
+def load_checkpoint(path: Path) -> Checkpoint:
+    """Read a checkpoint's state and verify all of its files.
+
+    Raises CheckpointError naming the file that is missing, damaged, or in another format.
+    """
+    state = _read_state(path / STATE_FILE)
+    for name, record in state.files.items():
+        try:
+            actual = FileRecord.of(path / name)
+        except OSError as error:
+            raise CheckpointError(f"checkpoint {path}: can't read {name}: {error.strerror}{_ADVICE}") from error
+        if actual != record:
+            raise CheckpointError(
+                f"checkpoint {path}: {name} is damaged ({actual.size} bytes, checksum {actual.checksum}; "
+                f"expected {record.size} bytes, checksum {record.checksum}){_ADVICE}"
+            )
+    return Checkpoint(path, state)
+
+
+class _Envelope(msgspec.Struct, frozen=True):
+    checksum: str
+    state: msgspec.Raw
+
+
+def _read_state(path: Path) -> CheckpointState:
+    try:
+        envelope = msgspec.json.decode(path.read_bytes(), type=_Envelope)
+        encoded = bytes(envelope.state)
+        if xxhash.xxh3_128_hexdigest(encoded) != envelope.checksum:
+            raise CheckpointError(f"checkpoint file {path} is damaged: its checksum is not {envelope.checksum}{_ADVICE}")
+        found = msgspec.json.decode(encoded, type=dict[str, Any]).get("format")
+        if found != FORMAT:
+            raise CheckpointError(f"checkpoint file {path} has format {found}; this version reads format {FORMAT}")
+        return msgspec.json.decode(encoded, type=CheckpointState)
+    except OSError as error:
+        raise CheckpointError(f"checkpoint {path.parent}: can't read {path.name}: {error.strerror}{_ADVICE}") from error
+    except INVALID_DATA as error:
+        raise CheckpointError(f"checkpoint file {path} is damaged: {error}{_ADVICE}") from error
 
 
 def rng_state() -> dict[str, str]:
     """The states of torch's generators, for `write_checkpoint`: the CPU's and, if CUDA is in use, each GPU's."""
+    import torch  # noqa: PLC0415 - see above
+
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states |= {f"cuda:{i}": torch.cuda.get_rng_state(i) for i in range(torch.cuda.device_count())}
@@ -76,6 +184,8 @@ def rng_state() -> dict[str, str]:
 
 def restore_rng(states: Mapping[str, str]) -> None:
     """Restore what `rng_state` returned. Generators of GPUs that this machine does not have are skipped."""
+    import torch  # noqa: PLC0415 - see above
+
     for device, encoded in states.items():
         state = torch.frombuffer(bytearray(base64.b64decode(encoded)), dtype=torch.uint8)
         if device == "cpu":
@@ -84,17 +194,16 @@ def restore_rng(states: Mapping[str, str]) -> None:
             torch.cuda.set_rng_state(state, device)
 
 
+# ---- writing
+
+
 def write_checkpoint(
     directory: Path,
+    state: CheckpointState,
     *,
-    version: int,
     model: Any,
     tokenizer: Any,
     optimizer: Callable[[Path], object],
-    rng: Mapping[str, str],
-    positions: Mapping[str, Any],
-    counters: Mapping[str, Any],
-    session: str = "",
     keep: int = 2,
     check: Callable[[], object] = lambda: None,
 ) -> Callable[[], Path]:
@@ -105,25 +214,22 @@ def write_checkpoint(
     before the next checkpoint.
 
     `model` and `tokenizer` are written with their `save_pretrained(folder)`. `optimizer` writes its state to the folder
-    as `OPTIMIZER_FILE`.
+    as `OPTIMIZER_FILE`. `check`: see `_model_written`.
 
     Both raise CheckpointError if it can't be written (full disk, no permission); existing checkpoints are then unchanged.
     """
-    state = CheckpointState(
-        version=version, rng=dict(rng), positions=dict(positions), counters=dict(counters), session=session
-    )
-    target, hidden = _folders_of(directory, version)
+    hidden, target = _model_written(directory, state.version, model, tokenizer, check)
     with _removed_on_failure(hidden, target):
-        make(hidden, check)
-        _write_model(hidden, model, tokenizer)
         optimizer(hidden)
 
     def finish() -> Path:
         with _removed_on_failure(hidden, target):
-            _write_state(hidden, state)
-            sync_records(directory.parent)
+            write_state(hidden, state)
+            records = (*directory.parent.glob("*.jsonl"), *directory.parent.glob("rollouts/*.jsonl"))
+            for path in (*records, *directory.parent.glob("rollouts"), directory.parent):
+                sync(path)  # a checkpoint must not survive without the records that led to it
             sync_tree(hidden)
-            install(hidden, target)
+            _install(hidden, target)
         keep_latest(directory, None, keep)
         return target
 
@@ -131,30 +237,53 @@ def write_checkpoint(
 
 
 def save_weights(
-    directory: Path,
-    *,
-    version: int,
-    model: Any,
-    tokenizer: Any,
-    check: Callable[[], object] = lambda: None,
+    directory: Path, *, version: int, model: Any, tokenizer: Any, check: Callable[[], object] = lambda: None
 ) -> Path:
     """Write `directory/step_XXXXXXXX` with only model and tokenizer, for evaluation. A machine crash may lose it.
 
     `load_checkpoint` verifies it like a checkpoint. Raises CheckpointError if it can't be written.
     """
-    target, hidden = _folders_of(directory, version)
+    hidden, target = _model_written(directory, version, model, tokenizer, check)
     with _removed_on_failure(hidden, target):
-        make(hidden, check)
-        _write_model(hidden, model, tokenizer)
-        _write_state(hidden, CheckpointState(version=version))
-        install(hidden, target)
+        write_state(hidden, CheckpointState(version=version))
+        _install(hidden, target)
     return target
 
 
-def _folders_of(directory: Path, version: int) -> tuple[Path, Path]:
-    """The folder of this version, and the hidden one in which it is written."""
-    target = directory / folder_name(version)
-    return target, directory / f"{HIDDEN}{target.name}-{secrets.token_hex(4)}"
+def write_state(folder: Path, state: CheckpointState) -> None:
+    """Must be called last: the file has the checksums of all other files in the folder."""
+    files = {str(path.relative_to(folder)): FileRecord.of(path) for path in sorted(folder.rglob("*")) if path.is_file()}
+    files.pop(STATE_FILE, None)
+    encoded = msgspec.json.encode(msgspec.structs.replace(state, files=files))
+    envelope = _Envelope(xxhash.xxh3_128_hexdigest(encoded), msgspec.Raw(encoded))
+    (folder / STATE_FILE).write_bytes(msgspec.json.encode(envelope))
+
+
+def _model_written(
+    directory: Path, version: int, model: Any, tokenizer: Any, check: Callable[[], object]
+) -> tuple[Path, Path]:
+    """A new hidden folder with model and tokenizer, and the name that it will have. Unfinished folders are removed.
+
+    `check` raises PipelineRLError if nothing may be written. It comes after the folder was made: a later session removes the
+    folder, so what is then written in it can't be installed.
+    """
+    from transformers import modeling_utils  # noqa: PLC0415 - takes seconds
+
+    from pipelinerl.models.loading import quiet  # noqa: PLC0415 - loads torch
+    from pipelinerl.models.state import write_safetensors  # noqa: PLC0415 - loads torch
+
+    target = directory / f"step_{version:08d}"
+    hidden = directory / f"{_HIDDEN}{target.name}-{secrets.token_hex(4)}"
+    with _removed_on_failure(hidden, target), quiet(), ExitStack() as stack:
+        directory.mkdir(exist_ok=True)  # a run directory that was removed stays so
+        remove_unfinished(directory)
+        hidden.mkdir()
+        check()
+        stack.callback(setattr, modeling_utils, "safe_save_file", modeling_utils.safe_save_file)
+        modeling_utils.safe_save_file = write_safetensors
+        model.save_pretrained(hidden)
+        tokenizer.save_pretrained(hidden)
+    return hidden, target
 
 
 @contextmanager
@@ -170,26 +299,110 @@ def _removed_on_failure(hidden: Path, target: Path) -> Iterator[None]:
         raise
 
 
-def _write_model(folder: Path, model: Any, tokenizer: Any) -> None:
-    from transformers import modeling_utils  # noqa: PLC0415 - takes seconds
-
-    with quiet(), ExitStack() as stack:
-        stack.callback(setattr, modeling_utils, "safe_save_file", modeling_utils.safe_save_file)
-        modeling_utils.safe_save_file = write_safetensors
-        model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+def sync_tree(directory: Path) -> None:
+    for path in (*directory.rglob("*"), directory):
+        sync(path)
 
 
-def _write_state(folder: Path, state: CheckpointState) -> None:
-    """Must be called last: the file has the checksums of all other files in the folder."""
-    files = {str(path.relative_to(folder)): record_of(path) for path in files_in(folder)}
-    (folder / STATE_FILE).write_bytes(encode_state(msgspec.structs.replace(state, files=files)))
-
-
-def load_checkpoint(path: Path) -> Checkpoint:
-    """Read a checkpoint's state and verify all of its files. Raises CheckpointError (see `read_state`)."""
-    return Checkpoint(path, read_state(path))
+def _install(hidden: Path, target: Path) -> None:
+    """Give a folder its name; it may replace one of the same version."""
+    replaced = target.with_name(target.name + ".old")
+    if target.exists():
+        if replaced.exists():
+            _remove(replaced)
+        os.rename(target, replaced)
+    try:
+        os.rename(hidden, target)
+    except OSError:  # the hidden folder is gone
+        if replaced.exists():
+            os.rename(replaced, target)
+        raise
+    sync(target.parent)
+    remove_unfinished(target.parent)
 
 
 def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+# ---- the checkpoints of a run
+
+
+def by_version(directory: Path) -> dict[int, Path]:
+    """Version -> checkpoint, ascending; empty if the directory does not exist.
+
+    An `.old` one is included if its replacement does not exist yet.
+    """
+    if not directory.is_dir():
+        return {}
+    found: dict[int, Path] = {}
+    for path in sorted(directory.iterdir(), reverse=True):  # `step_X.old` comes before `step_X`, which overrides it
+        if match := _NAME.fullmatch(path.name):
+            found[int(match[1])] = path
+    return dict(sorted(found.items()))
+
+
+def saved_versions(run_dir: Path) -> dict[int, Path]:
+    """Version -> folder with its weights, ascending: the run's checkpoints and its `weights/` folders."""
+    return dict(sorted((by_version(run_dir / WEIGHTS_FOLDER) | by_version(run_dir / "checkpoints")).items()))
+
+
+def latest_checkpoint(run_dir: Path) -> Path | None:
+    """The newest checkpoint in `run_dir/checkpoints`, or None."""
+    return next(reversed(by_version(run_dir / "checkpoints").values()), None)
+
+
+def best_version(run_dir: Path, saved: Iterable[int]) -> int | None:
+    """The version in `saved` with the highest held-out reward. None without evaluations.
+
+    A version has the reward of the evaluation whose mean version is nearest. Of equal rewards, the version nearer to its
+    evaluation is better, then the newer version.
+    """
+    try:
+        records = read_json_lines(run_dir / "evaluations.jsonl", EvaluationRecord)
+    except (OSError, ValueError):
+        return None
+    points = [
+        (one.version if one.version_mean is None else one.version_mean, one.reward_mean)
+        for one in records
+        if one.reward_mean is not None
+    ]
+
+    def merit(version: int) -> tuple[float, float, int]:
+        distance, reward = min((abs(at - version), reward) for at, reward in points)
+        return reward, -distance, version
+
+    return max(saved, key=merit, default=None) if points else None
+
+
+def keep_latest(directory: Path, version: int | None, count: int, *, spared_every: int = 0) -> None:
+    """Delete folders, except the last `count` (up to `version`), the best one by held-out reward, and versions that
+    `spared_every` divides (0: none).
+
+    Raises CheckpointError if that fails.
+    """
+    found = by_version(directory)
+    known = [number for number in found if version is None or number <= version]
+    kept = {*known[-count:], best_version(directory.parent, known)}
+    kept.update(number for number in found if spared_every and number % spared_every == 0)
+    for path in [path for number, path in found.items() if number not in kept]:
+        try:
+            _remove(path)
+        except OSError as error:
+            raise CheckpointError(f"can't delete the old checkpoint {path}: {error.strerror}") from error
+
+
+def _remove(path: Path) -> None:
+    """Delete a checkpoint. It is renamed first, so that a partly deleted one is never read as a checkpoint."""
+    hidden = path.with_name(f"{_HIDDEN}{path.name}-{secrets.token_hex(4)}")
+    os.rename(path, hidden)
+    shutil.rmtree(hidden, ignore_errors=True)
+
+
+def remove_unfinished(directory: Path) -> None:
+    """Delete the remains of interrupted writes and deletions in `directory`."""
+    for path in directory.glob(_HIDDEN + "*"):
+        shutil.rmtree(path, ignore_errors=True)
+    for path in directory.glob("step_*.old"):
+        if path.with_suffix("").exists():
+            _remove(path)

@@ -72,6 +72,10 @@ class WeightUpdateError(PipelineRLError):
     """A weight update was not applied exactly: wrong layout, wrong checksum, or no receipt in time."""
 
 
+class StaleEpochError(WeightUpdateError):
+    """The weights are of a session that a later one has replaced."""
+
+
 class BroadcastEndedError(WeightUpdateError):
     """A member of a weight broadcast is lost, or the sender has ended it because of an error. The message has the cause."""
 

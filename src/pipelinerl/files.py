@@ -9,8 +9,8 @@ import errno
 import os
 import secrets
 import tempfile
+from abc import ABC, abstractmethod
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
 import msgspec
@@ -37,7 +37,8 @@ def remedy(error: OSError) -> str:
 def write_atomically(path: Path, data: bytes, mode: int = 0o666) -> None:
     """Replace the contents of the file at `path`, durably. Readers see the old or the new contents, never a mix.
 
-    On OSError the old file is intact and no temporary file is left.
+    `mode`: 0o600 for settings and secrets, which only this user may read. On OSError the old file is intact and no temporary
+    file is left.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
@@ -52,11 +53,6 @@ def write_atomically(path: Path, data: bytes, mode: int = 0o666) -> None:
     sync(path.parent)
 
 
-def write_privately(path: Path, data: bytes) -> None:
-    """`write_atomically` for settings and secrets: only this user can read the file."""
-    write_atomically(path, data, mode=0o600)
-
-
 def sync(path: Path) -> None:
     """Make a file's contents, or a directory's entries, durable. Creating or renaming a file changes its directory."""
     fd = os.open(path, os.O_RDONLY)
@@ -66,18 +62,20 @@ def sync(path: Path) -> None:
         os.close(fd)
 
 
-class Lines(Protocol):
-    """Where records go, one JSON line each: a file (`JsonLines`), or a file of the hub."""
+class Lines(ABC):
+    """Where records go, one JSON line each: a file (`JsonLines`), or a file of the hub. NaN and infinities become null."""
 
+    @abstractmethod
     def write(self, record: Any) -> None: ...
 
+    @abstractmethod
     def close(self) -> None: ...
 
-    def __enter__(self) -> Self: ...
+    def __enter__(self) -> Self:
+        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
 
 class OpenLines(Protocol):
@@ -85,14 +83,16 @@ class OpenLines(Protocol):
         """Open a file of records, to append to it. `empty`: after removing what is there."""
 
 
-class JsonLines:
+class JsonLines(Lines):
     """Writes records as JSON lines, each with one system call, so that readers only see complete lines.
 
     One writer per file; `size` is the file's. Opening an existing file appends to it and truncates a partial last line (its
-    writer was killed). NaN and infinities, which JSON lacks, become null.
+    writer was killed). `empty`: see `OpenLines`.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, empty: bool = False) -> None:
+        if empty:
+            path.unlink(missing_ok=True)
         self._encoder = msgspec.json.Encoder()
         self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         self._truncate(_end_of_last_line(path))
@@ -115,22 +115,9 @@ class JsonLines:
             os.close(self._fd)
             self._fd = -1
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
-
     def _truncate(self, size: int) -> None:
         os.ftruncate(self._fd, size)
         self.size = size
-
-
-def open_lines(path: Path, *, empty: bool = False) -> JsonLines:
-    """See `OpenLines`."""
-    if empty:
-        path.unlink(missing_ok=True)
-    return JsonLines(path)
 
 
 def _end_of_last_line(path: Path, block: int = 1 << 16) -> int:

@@ -5,7 +5,7 @@ Torch is imported for annotations only, never at run time.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from pipelinerl.types import (
@@ -167,38 +167,6 @@ class AsyncEngine(EngineState, Protocol):
         """Apply new weights in flight: all of them, or none (then the receipt has an error). Requests may go on."""
 
 
-class Stream(Protocol):
-    """An ordered queue of encoded items, numbered by offsets. It keeps what was read until that is committed.
-
-    `waiting` is the number of items that were not read. All methods may raise StreamError.
-    """
-
-    waiting: int
-
-    def offsets(self) -> Sequence[int]:
-        """The offsets of the waiting items."""
-
-    def append(self, item: bytes, place: int | None = None) -> int:
-        """Append an item. Returns its offset. `place`: where it begins in the run's file of records, if it is there."""
-
-    def read(self, limit: int) -> Sequence[tuple[int, bytes]]:
-        """Read up to `limit` of the waiting items, oldest first, each with its offset."""
-
-    def return_to(self, offset: int) -> None:
-        """Items from `offset` on are waiting again."""
-
-    def drop(self) -> int:
-        """Remove the oldest waiting item. Returns its offset."""
-
-    def commit(self, offset: int) -> None:
-        """Forget everything before `offset`."""
-
-    def keep(self, from_offset: int, wanted: Callable[[bytes], bool]) -> Sequence[bytes]:
-        """For a resume: remove all items before `from_offset`, and unwanted items. Returns the others."""
-
-    def close(self) -> None: ...
-
-
 class StreamReader(Protocol[ItemOut_co]):
     """The reading end of a stream, as a stage sees it."""
 
@@ -207,8 +175,6 @@ class StreamReader(Protocol[ItemOut_co]):
 
     def commit(self, offset: int) -> None:
         """Everything before `offset` is processed: what comes after it is read again after a resume."""
-
-    def close(self) -> None: ...
 
 
 class WeightUpdate(NamedTuple):

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from pipelinerl.channel import ProtocolError, listen, prove
+from pipelinerl.channel import Acceptor, ProtocolError, listen, prove
 
 _CHUNK_BYTES = 1 << 16
 _NONCE_BYTES = 32
@@ -39,7 +39,7 @@ class Rendezvous:
     `port`: where the others reach the store, if it is served here.
     """
 
-    def __init__(self, store: Any, forward: _Forward, host: str) -> None:
+    def __init__(self, store: Any, forward: _Forwarder, host: str) -> None:
         self.store, self.port, self.host = store, forward.port, host
         self._forward = forward
 
@@ -59,7 +59,7 @@ def serve_store(listener: socket.socket, key: str, bound_s: float) -> Rendezvous
         there.settimeout(None)  # a member may wait for longer until a key is set
         return proven, there
 
-    return Rendezvous(store, _Forward(listener, admit), listener.getsockname()[0])
+    return Rendezvous(store, _Forwarder(listener, admit), listener.getsockname()[0])
 
 
 def join_store(host: str, port: int, key: str, bound_s: float) -> Rendezvous:
@@ -73,7 +73,7 @@ def join_store(host: str, port: int, key: str, bound_s: float) -> Rendezvous:
 
     ready = [dial()]
     own_host = ready[0].getsockname()[0]
-    forward = _Forward(listen(), lambda connected: (connected, ready.pop() if ready else dial()))
+    forward = _Forwarder(listen(), lambda connected: (connected, ready.pop() if ready else dial()))
     try:
         timeout = timedelta(seconds=bound_s)
         store = _distributed.TCPStore("127.0.0.1", forward.port, wait_for_workers=False, timeout=timeout)
@@ -117,31 +117,23 @@ def prove_members(group: Any, key: str, *, rank: int, size: int, bound_s: float)
             raise ProtocolError(f"member {other} of the group does not have the key of this run")
 
 
-class _Forward:
-    """Joins each connection that `listener` accepts with another one, as `join` decides. Owns and closes the listener."""
+class _Forwarder(Acceptor):
+    """Joins each connection that `listener` accepts with another one, as `join` decides."""
 
     def __init__(self, listener: socket.socket, join: Callable[[socket.socket], Ends]) -> None:
         self.port: int = listener.getsockname()[1]
-        self._listener, self._join = listener, join
+        self._join = join
         self._lock = threading.Lock()
         self._open: set[socket.socket] | None = set()  # None: closed
-        threading.Thread(target=self._accept, name="rendezvous", daemon=True).start()
+        super().__init__(listener, self._forward)
 
     def close(self) -> None:
         with self._lock:
             ends, self._open = self._open or set(), None
-        for end in (self._listener, *ends):
+        super().close()
+        for end in ends:
             with suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for it
-        self._listener.close()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                connected, _ = self._listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._forward, args=(connected,), name="rendezvous", daemon=True).start()
 
     def _forward(self, connected: socket.socket) -> None:
         try:

@@ -20,7 +20,7 @@ from typing import Protocol
 
 import torch
 
-from pipelinerl.weights.shared import mapped
+from pipelinerl.weights.layout import mapped
 from tests.chaos.plan import AGENT, Fault
 
 WORKER = "pipelinerl.launch.hosts.worker"

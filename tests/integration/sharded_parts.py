@@ -1,4 +1,4 @@
-"""What the tests of the sharded trainer share: scenarios, and a process that computes all of them with 0 to 3 ranks.
+"""What the tests of the sharded trainer share: scenarios, and a process that computes all of them with 0, 2 and 3 ranks.
 
 python -m tests.integration.sharded_parts FOLDER [exhaustive]
 
@@ -26,12 +26,11 @@ from msgspec.structs import replace
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from pipelinerl.checkpoint import load_checkpoint, rng_state, write_checkpoint
+from pipelinerl.checkpoint import CheckpointState, load_checkpoint, rng_state, write_checkpoint
 from pipelinerl.config.schema import CorrectionConfig, LoraConfig, ModelConfig, TrainerConfig
 from pipelinerl.models.loading import load_model
 from pipelinerl.models.lora import LoraModel
 from pipelinerl.models.state import checksum
-from pipelinerl.preprocess.packing import pack
 from pipelinerl.trainer import FrozenModelScorer, Learner, StepResult, logprobs
 from pipelinerl.trainer.sharding import ranks
 from pipelinerl.trainer.sharding.learner import ShardedLearner, ShardedPolicy
@@ -102,10 +101,6 @@ SCENARIOS = {
     "no_gradient": Scenario(samples=0),
     "refused": Scenario({"ess_threshold": 0.99}),
 }
-
-
-ALONE_AS_A_RANK = [name for name in SCENARIOS if not name.startswith(("token_", "sequence_")) and "po" not in name]
-"""What one rank computes: the plan and the number of ranks make no difference to a loss or a correction there."""
 
 
 def write_models(root: Path) -> None:
@@ -215,13 +210,10 @@ def train(
         if version == SAVED_AT and scenario in map(SCENARIOS.get, RESUMED):
             write_checkpoint(
                 folder / "checkpoints",
-                version=version,
+                CheckpointState(version=version, rng=rng_state()),
                 model=learner,
                 tokenizer=Tokenizer(),
                 optimizer=learner.save_optimizer,
-                rng=rng_state(),
-                positions={},
-                counters={},
             )()
     probe = learner.logits([Segment(token_ids=(1, 2, 3), sampled=((1, 3),))])
     weights = {name: tensor.clone() for name, tensor in learner.weights().items()}
@@ -259,11 +251,10 @@ def train_alone(root: Path, name: str, folder: Path, checkpoint: Path | None = N
             lora.model if lora else load_model(of_reference(root, config), device),
             temperature=0.9,
             micro_batch_tokens=trainer.micro_batch_tokens,
-            pack=pack,
             lora=lora,
             head_chunk=trainer.head_chunk,
         )
-    learner = Learner(model, trainer, temperature=0.9, pack=pack, correction=correction, lora=lora)
+    learner = Learner(model, trainer, temperature=0.9, correction=correction, lora=lora)
     train(learner, SCENARIOS[name], folder, checkpoint, reference)
 
 
@@ -279,13 +270,13 @@ def train_as_rank(
         team,
         adapter=checkpoint if config.lora else None,
     )
-    options: Any = {"temperature": 0.9, "pack": pack, "correction": correction}
+    options: Any = {"temperature": 0.9, "correction": correction}
     reference = of_reference(root, config) if trainer.kl_coefficient else None
     learner = ShardedLearner(policy, trainer, reference=reference, **options)
     if team.rank == 0:
         folder.mkdir(parents=True)
         train(learner, SCENARIOS[name], folder, checkpoint)
-        team.call(ranks.Call("end"))
+        team.call("end")
     else:
         learner.follow()
 
@@ -300,13 +291,13 @@ USUAL = [
     *("in_chunks", "in_chunks_kl_untied", "in_chunks_lora", "some_in_chunks", "one_sample", "no_gradient", "refused"),
 ]
 """What two ranks compute, unless all tests run: each kind of loss, of model and of head, and a batch for one of them."""
-FROM = {1: ["by2"], 2: ["alone", "by3"], 3: ["alone"]}
+FROM = {2: ["alone", "by3"], 3: ["alone"]}
 """By whom the checkpoints are saved from which so many ranks go on. The usual tests have no more than two ranks."""
 
 
 def scenarios_of(ranks: int, *, exhaustive: bool) -> list[str]:
     if exhaustive:
-        return ALONE_AS_A_RANK if ranks == 1 else list(SCENARIOS)
+        return list(SCENARIOS)
     return USUAL if ranks == 2 else []
 
 
@@ -369,7 +360,7 @@ def main(root: Path, *, exhaustive: bool) -> None:
     _fork(*_ranks(root, 2, exhaustive=exhaustive))
     last = [partial(_train_alone, root, "alone_from_by2", RESUMED, "by2")]
     if exhaustive:
-        last += [partial(_train_alone, root, "alone_from_by3", RESUMED, "by3"), *_ranks(root, 1, exhaustive=True)]
+        last.append(partial(_train_alone, root, "alone_from_by3", RESUMED, "by3"))
     _fork(*last)
 
 

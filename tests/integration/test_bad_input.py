@@ -12,8 +12,7 @@ import pytest
 from safetensors.torch import load_file
 
 import pipelinerl
-from pipelinerl.checkpoint import load_checkpoint
-from pipelinerl.checkpoint_folders import checkpoints
+from pipelinerl.checkpoint import by_version, load_checkpoint
 from pipelinerl.cli import main
 from pipelinerl.errors import StalledError, UserError
 from pipelinerl.launch.run_lock import RunLock
@@ -228,7 +227,7 @@ def test_a_disk_that_is_too_full_for_a_checkpoint(tmp_path: Path, refusal: Calla
     with small_files(2_000_000):
         error = refusal(1, "train", "--resume", str(run_dir), "--trainer.steps=2")
     assert f"can't write checkpoint {run_dir}/checkpoints/step_00000002: " in error
-    (intact,) = checkpoints(run_dir / "checkpoints")
+    (intact,) = by_version(run_dir / "checkpoints").values()
     assert load_checkpoint(intact).state.version == 1
     assert not [path for path in (run_dir / "checkpoints").iterdir() if path != intact]
     assert main(["train", "--resume", str(run_dir), "--trainer.steps=2"]) == 0

@@ -15,7 +15,6 @@ from pipelinerl.errors import WeightUpdateError
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models.loading import load_model
 from pipelinerl.models.state import checksum, load_weights, named_weights
-from pipelinerl.preprocess.packing import pack
 from pipelinerl.trainer.probe import ProbeCheck
 from pipelinerl.trainer.step import Learner
 from pipelinerl.types import GenerationRequest, ProbeReading, SamplingParams, UpdateReceipt
@@ -46,7 +45,7 @@ def test_an_update_without_effect_ends_the_run(cheat: str, tmp_path: Path, monke
 
 def test_a_stale_engine_is_told_from_a_true_one() -> None:
     model = load_model(ModelConfig(), "cpu")
-    check = ProbeCheck(model, Learner(model, TrainerConfig(), temperature=1.0, pack=pack).logits)
+    check = ProbeCheck(model, Learner(model, TrainerConfig(), temperature=1.0).logits)
     check.expect(0)
     served = load_model(ModelConfig(), "cpu")
     engine = LocalEngine(served, slots=1, max_length=32)

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.checkpoint import load_checkpoint
-from pipelinerl.checkpoint_folders import latest_checkpoint
+from pipelinerl.checkpoint import latest_checkpoint, load_checkpoint
 from pipelinerl.errors import ConfigError
 from pipelinerl.launch.run import train
 from tests import forks

@@ -16,8 +16,7 @@ import msgspec
 import pytest
 import yaml
 
-from pipelinerl.checkpoint_folders import record_of
-from pipelinerl.checkpoint_state import CheckpointState, encode_state
+from pipelinerl.checkpoint import CheckpointState, write_state
 from pipelinerl.cli import main
 from pipelinerl.config.schema import ModelConfig
 from pipelinerl.config.secrets import REMOVED
@@ -283,8 +282,7 @@ def test_a_checkpoint_with_other_weights_is_named(hidden: bool, copied: Path) ->
     weights.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     if hidden:
         state = msgspec.convert(json.loads((checkpoint / "state.json").read_text())["state"], CheckpointState)
-        files = {name: record_of(checkpoint / name) for name in state.files}
-        (checkpoint / "state.json").write_bytes(encode_state(msgspec.structs.replace(state, files=files)))
+        write_state(checkpoint, state)
     (difference,) = replayed(copied).differences
     assert str(checkpoint) in difference
     assert ("that the run published as version 4" if hidden else "model.safetensors is damaged") in difference

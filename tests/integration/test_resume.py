@@ -14,8 +14,7 @@ import msgspec
 import pytest
 from safetensors.torch import load_file, save_file
 
-from pipelinerl.checkpoint_folders import record_of
-from pipelinerl.checkpoint_state import CheckpointState, encode_state
+from pipelinerl.checkpoint import CheckpointState, write_state
 from pipelinerl.cli import main
 from pipelinerl.errors import CheckpointError, EnvironmentSetupError, RunDirectoryError, RunInterruptedError
 from pipelinerl.launch.hosts import embedded
@@ -250,9 +249,7 @@ def test_weights_that_the_run_did_not_publish_are_refused(stopped: Path, tmp_pat
     next(iter(tensors.values()))[0] += 0.01
     save_file(tensors, checkpoint / "model.safetensors", {"format": "pt"})
     state = msgspec.json.decode((checkpoint / "state.json").read_bytes())["state"]
-    files = {name: record_of(checkpoint / name) for name in state["files"]}
-    state = msgspec.convert({**state, "files": {}}, CheckpointState)
-    (checkpoint / "state.json").write_bytes(encode_state(msgspec.structs.replace(state, files=files)))
+    write_state(checkpoint, msgspec.convert(state, CheckpointState))
     published = (run_dir / "published.jsonl").read_bytes()
     with pytest.raises(CheckpointError, match=r"version 5 was changed: the run has published other weights .* delete it"):
         resume(run_dir, trainer__steps=7)

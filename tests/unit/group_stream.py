@@ -26,5 +26,3 @@ class GroupStream:
 
     def commit(self, offset: int) -> None:
         self._stream.commit(offset)
-
-    def close(self) -> None: ...

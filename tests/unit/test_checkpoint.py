@@ -10,18 +10,31 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
-from pipelinerl import checkpoint_state
-from pipelinerl.checkpoint import load_checkpoint, rng_state, write_checkpoint
-from pipelinerl.checkpoint_folders import best_version, checkpoints, keep_latest, latest_checkpoint
+from pipelinerl import checkpoint
+from pipelinerl.checkpoint import (
+    CheckpointState,
+    QueueCounts,
+    QueuePosition,
+    TrainerCounters,
+    best_version,
+    by_version,
+    keep_latest,
+    latest_checkpoint,
+    load_checkpoint,
+    restore_rng,
+    rng_state,
+    write_checkpoint,
+)
 from pipelinerl.config.schema import TrainerConfig
 from pipelinerl.errors import CheckpointError
-from pipelinerl.preprocess import pack
+from pipelinerl.ledger import GroupLedger
 from pipelinerl.trainer import Learner
 from pipelinerl.types import Segment, TrainingSample
 from tests.limits import small_files
@@ -38,7 +51,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_learner(model: PreTrainedModel) -> Learner:
-    return Learner(model, TrainerConfig(learning_rate=1e-2), temperature=1.0, pack=pack)
+    return Learner(model, TrainerConfig(learning_rate=1e-2), temperature=1.0)
 
 
 SAMPLES = [
@@ -55,18 +68,17 @@ SAMPLES = [
 ]
 
 
-def save(directory: Path, version: int, learner: Learner | None = None, **changes: object) -> Path:
+def save(directory: Path, version: int, learner: Learner | None = None, *, trained: int = 12, keep: int = 2) -> Path:
     learner = learner or make_learner(make_model())
-    options = {
-        "model": learner.model,
-        "tokenizer": make_tokenizer(),
-        "optimizer": learner.save_optimizer,
-        "rng": rng_state(),
-        "positions": {"offset": 7, "settled_ids": ["1/0"]},
-        "counters": {"trained": 12, "dropped": {"stale": 2}},
-        "session": "abc",
-    }
-    return write_checkpoint(directory, version=version, **(options | changes))()
+    state = CheckpointState(
+        version=version,
+        rng=rng_state(),
+        positions=QueuePosition(offset=7, settled_ids=("1/0",), ledger=GroupLedger(2, {4})),
+        counters=TrainerCounters(queue=QueueCounts(trained=trained, dropped={"stale": 2})),
+        session="abc",
+    )
+    parts: Any = {"model": learner.model, "tokenizer": make_tokenizer(), "optimizer": learner.save_optimizer}
+    return write_checkpoint(directory, state, keep=keep, **parts)()
 
 
 def test_records_are_durable_before_the_checkpoint_that_follows_them(
@@ -113,7 +125,7 @@ def test_a_resumed_step_is_bitwise_the_step_that_would_have_followed(tmp_path: P
     restored = load_checkpoint(path)
     resumed = make_learner(AutoModelForCausalLM.from_pretrained(restored.path).eval())
     resumed.optimizer.load_state(restored.optimizer_state())
-    restored.restore_rng()
+    restore_rng(restored.state.rng)
     assert torch.equal(torch.rand(3), expected_draw)
     resumed.step(SAMPLES, version=3)
     for a, b in zip(learner.model.parameters(), resumed.model.parameters(), strict=True):
@@ -123,7 +135,7 @@ def test_a_resumed_step_is_bitwise_the_step_that_would_have_followed(tmp_path: P
 def test_only_the_last_ones_are_kept(tmp_path: Path) -> None:
     for version in (1, 2, 3):
         save(tmp_path, version, keep=2)
-    assert [path.name for path in checkpoints(tmp_path)] == ["step_00000002", "step_00000003"]
+    assert list(by_version(tmp_path)) == [2, 3]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000002", "step_00000003"]
 
 
@@ -149,21 +161,22 @@ def test_the_best_by_held_out_reward_is_kept_until_there_is_a_better_one(tmp_pat
     evaluated(tmp_path, (0, 0.1), (1, 0.3), (2, 0.7), (3, None), (4, 0.5))
     for version in (1, 2, 3, 4, 5):
         save(directory, version, keep=1)
-    assert [path.name[-1] for path in checkpoints(directory)] == ["2", "5"]
+    assert list(by_version(directory)) == [2, 5]
     assert latest_checkpoint(tmp_path) == directory / "step_00000005", "what a resume continues from"
     evaluated(tmp_path, (6, 0.7))
     save(directory, 6, keep=1)
     save(directory, 7, keep=1)
-    assert [path.name[-1] for path in checkpoints(directory)] == ["6", "7"], "as good as the older one"
+    assert list(by_version(directory)) == [6, 7], "as good as the older one"
 
 
 def test_the_best_of_a_run_without_evaluations_is_unknown(tmp_path: Path) -> None:
     assert best_version(tmp_path, [1, 2]) is None
     evaluated(tmp_path, (1, None))
-    (tmp_path / "evaluations.jsonl").open("a").write('{"version": 2, "rew')
-    assert best_version(tmp_path, [1, 2]) is None
     evaluated(tmp_path, (1, 0.5))
     assert best_version(tmp_path, []) is None
+    with (tmp_path / "evaluations.jsonl").open("a") as file:
+        file.write('{"version": 2, "rew')  # the run was killed
+    assert best_version(tmp_path, [1, 2]) == 1
 
 
 def test_the_latest_is_found_by_number(tmp_path: Path) -> None:
@@ -177,19 +190,19 @@ def test_the_latest_is_found_by_number(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_the_same_version_is_replaced(tmp_path: Path) -> None:
-    save(tmp_path, 4, counters={"trained": 1})
-    save(tmp_path, 4, counters={"trained": 2})
-    (path,) = checkpoints(tmp_path)
-    assert load_checkpoint(path).state.counters == {"trained": 2}
+    for trained in (1, 2):
+        save(tmp_path, 4, trained=trained)
+    (path,) = by_version(tmp_path).values()
+    assert load_checkpoint(path).state.counters.queue.trained == 2
     assert [p.name for p in tmp_path.iterdir()] == ["step_00000004"]
 
 
 def test_a_kill_between_the_renames_of_a_replacement_loses_nothing(tmp_path: Path) -> None:
     save(tmp_path, 4).rename(tmp_path / "step_00000004.old")
-    (path,) = checkpoints(tmp_path)
+    (path,) = by_version(tmp_path).values()
     assert load_checkpoint(path).state.version == 4
     save(tmp_path, 5)
-    assert [p.name for p in checkpoints(tmp_path)] == ["step_00000004.old", "step_00000005"]
+    assert [p.name for p in by_version(tmp_path).values()] == ["step_00000004.old", "step_00000005"]
     save(tmp_path, 4)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step_00000004", "step_00000005"]
 
@@ -218,7 +231,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str, damage: str) -> None
 
 def test_another_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save(tmp_path, 1)
-    monkeypatch.setattr(checkpoint_state, "FORMAT", 2)
+    monkeypatch.setattr(checkpoint, "FORMAT", 2)
     with pytest.raises(CheckpointError, match="format 1; this version reads format 2"):
         load_checkpoint(path)
 
@@ -251,15 +264,15 @@ def test_killed_at_any_moment_only_whole_checkpoints_remain(tmp_path: Path) -> N
     try:
         assert process.stdout.readline() == "ready\n"
         for _ in range(2000):
-            if len(checkpoints(tmp_path)) >= 2:
+            if len(by_version(tmp_path)) >= 2:
                 break
             time.sleep(0.01)
     finally:
         process.send_signal(signal.SIGKILL)
         process.communicate()
-    found = checkpoints(tmp_path)
+    found = by_version(tmp_path)
     assert found, "at least one checkpoint was written"
-    for path in found:
+    for path in found.values():
         load_checkpoint(path)
         AutoModelForCausalLM.from_pretrained(path)
     save(tmp_path, 10**6)
@@ -287,14 +300,12 @@ def test_a_folder_that_was_half_deleted_is_not_a_checkpoint(tmp_path: Path, monk
     save(tmp_path, 2)
     monkeypatch.setattr(shutil, "rmtree", lambda path, ignore_errors=False: (Path(path) / "state.json").unlink())
     save(tmp_path, 3, keep=1)
-    assert [path.name for path in checkpoints(tmp_path)] == ["step_00000003"]
+    assert list(by_version(tmp_path)) == [3]
 
 
 def test_what_was_saved_comes_back(tmp_path: Path) -> None:
     path = save(tmp_path, 10)
     assert path == tmp_path / "step_00000010"
     state = load_checkpoint(path).state
-    assert state.version == 10
-    assert state.positions == {"offset": 7, "settled_ids": ["1/0"]}
-    assert state.counters == {"trained": 12, "dropped": {"stale": 2}}
-    assert state.session == "abc"
+    assert (state.version, state.session, state.counters.queue.dropped) == (10, "abc", {"stale": 2})
+    assert state.positions == QueuePosition(offset=7, settled_ids=("1/0",), ledger=GroupLedger(2, {4}))

@@ -25,7 +25,7 @@ PROCESSES = {
         "cli.train launch.run",
         "actor.actor actor.rollouts channel engine environments.chat preprocess serving trainer weights "
         " config.help launch.dry_run launch.trial launch.tryout launch.resume launch.hosts.agent "
-        "launch.hosts.ray resources.placement launch.stages.broadcast launch.stages.generation "
+        "launch.hosts.ray resources.placement launch.stages.generation "
         "launch.stages.training "
         "hub.network stream.redis report experiments torch",
     ),
@@ -33,7 +33,7 @@ PROCESSES = {
         "launch.checks environments.tasks.gcd",
         "environments.chat environments.data environments.user.function environments.user.pool torch",
     ),
-    "launcher, after a loss": ("launch.restarts launch.resume", "checkpoint models.loading trainer torch"),
+    "launcher, after a loss": ("launch.restarts launch.resume", "models.loading trainer torch"),
     "launcher, after a run": ("report.curves report.terminal", "report.sections report.series experiments torch"),
     "worker": (
         "launch.hosts.worker",
@@ -43,7 +43,7 @@ PROCESSES = {
         "launch.hosts.worker launch.stages.generation weights.receiving engine",
         "checkpoint engine.cache_runner environments.chat environments.options models.lora "
         "models.own_forward models.packed preprocess serving stream.redis trainer "
-        "weights.broadcast launch.stages.broadcast launch.stages.servers launch.stages.training "
+        "weights.broadcast launch.stages.servers launch.stages.training "
         f"launch.stages.preprocessing weights.sending {LAUNCHER}",
     ),
     "generation with engine servers": (
@@ -56,7 +56,7 @@ PROCESSES = {
     ),
     "training": (
         "launch.hosts.worker launch.stages.training weights.sending",
-        f"actor engine environments models.own_forward serving weights.broadcast launch.stages.broadcast "
+        f"actor engine environments models.own_forward serving weights.broadcast "
         f"launch.stages.generation launch.stages.engines models.sharded trainer.sharding {LAUNCHER}",
     ),
     "server": (

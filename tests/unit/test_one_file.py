@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM
 
 from pipelinerl.config.schema import TrainerConfig
 from pipelinerl.environments.tasks import gcd
-from pipelinerl.preprocess import pack
 from pipelinerl.trainer import Learner
 from pipelinerl.types import Segment, TrainingSample
 
@@ -75,7 +74,7 @@ def test_the_optimizer_step_is_that_of_the_package(one_file: ModuleType) -> None
     loss, ess = one_file.train_step(model, optimizer, rollouts)
 
     config = TrainerConfig(steps=100, learning_rate=3e-4, warmup_steps=0, lr_schedule="constant")
-    package = Learner(load_model(one_file), config, temperature=1.0, pack=pack)
+    package = Learner(load_model(one_file), config, temperature=1.0)
     result = package.step([as_sample(rollout) for rollout in rollouts], VERSION)
 
     assert result.metrics is not None

@@ -10,8 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pipelinerl.checkpoint import OPTIMIZER_FILE, load_checkpoint
-from pipelinerl.checkpoint_state import STATE_FILE
+from pipelinerl.checkpoint import OPTIMIZER_FILE, STATE_FILE, load_checkpoint
 from pipelinerl.config import yaml_text
 from pipelinerl.config.secrets import without_secrets
 from pipelinerl.errors import UserError

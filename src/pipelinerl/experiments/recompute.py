@@ -21,8 +21,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from pipelinerl.checkpoint import load_checkpoint
-from pipelinerl.checkpoint_folders import saved_versions
+from pipelinerl.checkpoint import load_checkpoint, saved_versions
 from pipelinerl.config.schema import ModelConfig
 from pipelinerl.engine.attention import Chunk
 from pipelinerl.engine.runner import make_runner

@@ -9,12 +9,14 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from pipelinerl.errors import ReplacedError, RunDirectoryError, StalledError
+from pipelinerl.files import Lines
 from pipelinerl.hub import wire
 from pipelinerl.interfaces import Admitted, Schedule, Verdict
 from pipelinerl.types import Group, Prepared, StageStatus
@@ -35,7 +37,7 @@ class HubClient:
         self._wire = wire.Wire(connected, wire.ToWorker)
         self._statuses: dict[str, StageStatus] = {}
         self._unsynced = self._lost = False
-        self._handlers: dict[type[Any], Any] = {wire.Publish: self._on_publish, wire.Sync: self._on_sync}
+        self._handlers: dict[type[Any], Any] = {}
 
     def handle(self, kind: type[Any], handler: Any) -> None:
         """Have `handler` called with every message of a kind."""
@@ -48,8 +50,13 @@ class HubClient:
         except wire.ClosedError as error:
             raise ReplacedError(f"the launcher has ended this session of the run, or has ended itself: {error}") from None
         for message in messages:
-            if (handler := self._handlers.get(type(message))) is not None:
-                handler(message)
+            match message:
+                case wire.Publish(status):
+                    self._statuses[status.stage] = status
+                case wire.Sync(lost):
+                    self._unsynced, self._lost = False, lost
+                case _ if (handler := self._handlers.get(type(message))) is not None:
+                    handler(message)
         if self._wire.backlog:
             self._wire.flush()
 
@@ -88,46 +95,28 @@ class HubClient:
         return not self._unsynced
 
     def opener(self, root: Path) -> Callable[..., RecordLines]:
-        """What opens files of records in the run directory `root`. See `files.open_lines`."""
-
-        def open_lines(path: Path, *, empty: bool = False) -> RecordLines:
-            return RecordLines(self, path.relative_to(root).as_posix(), empty=empty)
-
-        return open_lines
+        """What opens files of records in the run directory `root`. See `files.OpenLines`."""
+        return partial(RecordLines, self, root)
 
     def close(self) -> None:
         """Send what is left."""
         self._wire.drain(DRAIN_S)
         self._wire.close()
 
-    def _on_sync(self, message: wire.Sync) -> None:
-        self._unsynced, self._lost = False, message.lost
 
-    def _on_publish(self, message: wire.Publish) -> None:
-        self._statuses[message.status.stage] = message.status
-
-
-class RecordLines:
+class RecordLines(Lines):
     """A file of records in the run directory, which the hub writes."""
 
-    def __init__(self, hub: HubClient, path: str, *, empty: bool) -> None:
-        """`path` is relative to the run directory."""
-        self._hub, self._path, self._encoder = hub, path, msgspec.json.Encoder()
+    def __init__(self, hub: HubClient, root: Path, path: Path, *, empty: bool = False) -> None:
+        self._hub, self._path, self._encoder = hub, path.relative_to(root).as_posix(), msgspec.json.Encoder()
         if empty:
-            hub.send(wire.Line(path, b"", empty=True))
+            hub.send(wire.Line(self._path, b"", empty=True))
 
     def write(self, record: Any) -> None:
-        """NaN and infinities become null."""
         self._hub.send(wire.Line(self._path, self._encoder.encode(record)))
 
     def close(self) -> None:
         """The hub closes the file."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
 
 class Claims:
@@ -146,11 +135,8 @@ class Claims:
         self._wanted = self._may_take = -1
         self._opened = False
         self._encoder = msgspec.json.Encoder()
-        hub.handle(wire.Grant, self._on_grant)
-        hub.handle(wire.Denied, self._on_denied)
-        hub.handle(wire.MayTake, self._on_may_take)
-        hub.handle(wire.Opened, self._on_opened)
-        hub.handle(wire.Dropped, self._on_dropped)
+        for kind in (wire.Grant, wire.Denied, wire.MayTake, wire.Open, wire.Dropped):
+            hub.handle(kind, self._on_message)
 
     @property
     def opened(self) -> bool:
@@ -186,31 +172,29 @@ class Claims:
     def may_take(self, version: int) -> bool:
         if version > self._wanted:
             self._wanted = version
-            self._hub.send(wire.Want(version))
+            self._hub.send(wire.MayTake(version))
         if not self.in_rounds:  # the pipeline takes them at once
             return True
         self._hub.take()
         return self._may_take >= version
 
-    def _on_grant(self, message: wire.Grant) -> None:
-        self._granted.append(message.index)
-        self._received += 1
-
-    def _on_denied(self, message: wire.Denied) -> None:
-        self._denial = message.verdict
-
-    def _on_may_take(self, message: wire.MayTake) -> None:
-        self._may_take = message.version
-
-    def _on_opened(self, _: wire.Opened) -> None:
-        self._opened = True
-
-    def _on_dropped(self, message: wire.Dropped) -> None:
-        self._dropped += message.rollouts
+    def _on_message(self, message: wire.ToWorker) -> None:
+        match message:
+            case wire.Grant(index):
+                self._granted.append(index)
+                self._received += 1
+            case wire.Denied(verdict):
+                self._denial = verdict
+            case wire.MayTake(version):
+                self._may_take = version
+            case wire.Open():
+                self._opened = True
+            case wire.Dropped(rollouts):
+                self._dropped += rollouts
 
 
 class HubReader(Generic[T]):
-    """The reading end of a stream. Some items are at hand before they are read."""
+    """The reading end of a stream. Some items are at hand before they are read. The next reader gets those not committed."""
 
     def __init__(self, hub: HubClient, kind: Any, ahead: int = ITEMS_AHEAD) -> None:
         """`kind` is the type of the items."""
@@ -234,12 +218,9 @@ class HubReader(Generic[T]):
     def commit(self, offset: int) -> None:
         self._hub.send(wire.Commit(offset))
 
-    def close(self) -> None:
-        """Nothing is to be done: what was not committed is read again by another reader."""
-
 
 class PreparedWriter:
-    """Where the preprocessor passes prepared groups on. See `preprocess.stage`."""
+    """Where the preprocessor passes prepared groups on."""
 
     def __init__(self, hub: HubClient) -> None:
         self._hub = hub
@@ -248,6 +229,7 @@ class PreparedWriter:
         hub.handle(wire.Room, self._on_room)
 
     def try_pass_on(self, offset: int, prepared: Prepared) -> bool:
+        """Put what was made of the group at `offset` in its place. Returns False if the prepared stream is full."""
         self._hub.take()
         if self._written >= self._room:
             return False

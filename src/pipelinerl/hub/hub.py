@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from pipelinerl.errors import RunDirectoryError
-from pipelinerl.files import JsonLines, open_lines, remedy
+from pipelinerl.files import JsonLines, remedy
 from pipelinerl.hub.admission import AdmissionState
 from pipelinerl.hub.wire import decoded
-from pipelinerl.interfaces import Admitted, Board, Stream, Verdict
-from pipelinerl.types import TRAINER, Group, StageStatus, trainer_progress
+from pipelinerl.interfaces import Admitted, Board, Verdict
+from pipelinerl.types import TRAINER, Group, trainer_progress
+
+if TYPE_CHECKING:
+    from pipelinerl.stream import GroupStream
 
 ROLLOUTS_FILE = "rollouts/rollouts.jsonl"
 MOST_OPEN = 16
@@ -21,56 +25,17 @@ MOST_OPEN = 16
 RECORDS = re.compile(r"(rollouts/)?[A-Za-z0-9][\w-]*\.jsonl", re.ASCII)
 
 
-class CountedStream:
-    """A stream of groups, with the number of rollouts of each group that are left to train on."""
-
-    def __init__(self, stream: Stream, left: Sequence[int] = ()) -> None:
-        """`left`: of the items that are waiting already, in order."""
-        self.stream = stream
-        self._left = dict(zip(stream.offsets(), left, strict=True))
-        self._cursor = 0
-
-    @property
-    def rollouts(self) -> int:
-        """Rollouts of the groups that are waiting."""
-        return sum(left for offset, left in self._left.items() if offset >= self._cursor)
-
-    def append(self, item: bytes, rollouts: int, place: int | None = None) -> None:
-        self._left[self.stream.append(item, place)] = rollouts
-
-    def read(self, limit: int) -> Sequence[tuple[int, bytes]]:
-        items = self.stream.read(limit)
-        if items:
-            self._cursor = items[-1][0] + 1
-        return items
-
-    def return_to(self, offset: int) -> None:
-        self._cursor = offset
-        self.stream.return_to(offset)
-
-    def drop(self) -> int:
-        """Remove the oldest waiting group. Returns its number of rollouts."""
-        return self._left.pop(self.stream.drop())
-
-    def commit(self, offset: int) -> None:
-        self.stream.commit(offset)
-        self._left = {number: left for number, left in self._left.items() if number >= offset}
-
-    def left_at(self, offset: int) -> int:
-        return self._left[offset]
-
-
 class Hub:
-    """The state of a session, and its status board. One thread at a time calls it."""
+    """The state of a session, which decides by its status board. One thread at a time calls it."""
 
     def __init__(
         self,
         admission: AdmissionState,
-        rollouts: CountedStream,
+        rollouts: GroupStream,
         root: Path,
         board: Board,
         *,
-        prepared: CountedStream | None = None,
+        prepared: GroupStream | None = None,
         capacity: int | None = None,
         drops: bool = False,
     ) -> None:
@@ -79,7 +44,8 @@ class Hub:
         While `capacity` groups wait, no group is started or, with `drops`, each new one replaces the oldest.
         """
         self.admission, self.rollouts, self.prepared = admission, rollouts, prepared
-        self._root, self._board, self._capacity, self._drops = root, board, capacity, drops
+        self.board = board
+        self._root, self._capacity, self._drops = root, capacity, drops
         self._files: dict[str, JsonLines] = {}
 
     @property
@@ -91,7 +57,8 @@ class Hub:
 
     def claim(self, process: int, engine_version: int, rollouts: int) -> Admitted:
         """A group of `rollouts` attempts for generation process number `process`, if it may start one now."""
-        waiting = self.rollouts.stream.waiting
+        self.admission.trainer = trainer_progress(self.board.read(TRAINER)) or self.admission.trainer
+        waiting = self.rollouts.waiting
         if self._capacity is not None and not self._drops and waiting >= self._capacity:
             return Admitted(None, Verdict(False, f"the trainer: the stream is full ({waiting} groups)", (TRAINER,)))
         return self.admission.claim(process, engine_version, rollouts)
@@ -104,7 +71,7 @@ class Hub:
         """
         place = self.append(ROLLOUTS_FILE, line)
         replaced = 0
-        while self._capacity is not None and self._drops and self.rollouts.stream.waiting >= self._capacity:
+        while self._capacity is not None and self._drops and self.rollouts.waiting >= self._capacity:
             replaced += self.rollouts.drop()
         self.rollouts.append(line, rollouts, place)
         process = self.admission.hand_over(index, rollouts=rollouts, skipped=skipped, dropped=dropped)
@@ -114,10 +81,10 @@ class Hub:
     def pass_on(self, offset: int, item: bytes) -> None:
         """The group at `offset` is prepared: `item` is what the trainer reads instead."""
         assert self.prepared is not None  # noqa: S101 - the preprocessor is a process of its own
-        self.prepared.append(item, self.rollouts.left_at(offset))
+        self.prepared.append(item, self.rollouts.left[offset])
         self.rollouts.commit(offset + 1)
 
-    # ---- records and statuses
+    # ---- records
 
     def append(self, path: str, line: bytes, *, empty: bool = False) -> int:
         """Append a line to a file of records. Returns where it begins. `path` is relative to the run directory.
@@ -131,7 +98,7 @@ class Hub:
             if empty and file is not None:
                 file.close()
                 file = None
-            self._files[path] = file = file or open_lines(self._root / path, empty=empty)  # the last one that was used
+            self._files[path] = file = file or JsonLines(self._root / path, empty=empty)  # the last one that was used
             if len(self._files) > MOST_OPEN:
                 self._files.pop(next(iter(self._files))).close()
             place = file.size
@@ -144,24 +111,13 @@ class Hub:
             ) from error
         return place
 
-    def publish(self, status: StageStatus) -> None:
-        self._board.publish(status)
-        if status.stage == TRAINER:
-            self.admission.trainer = trainer_progress(status) or self.admission.trainer
-
-    def read(self, stage: str) -> StageStatus | None:
-        return self._board.read(stage)
-
-    def stages(self) -> Iterable[str]:
-        return self._board.stages()
-
     def close(self) -> None:
         """Close the files."""
         for file in self._files.values():
             file.close()
-        for counted in (self.rollouts, self.prepared):
-            if counted is not None:
-                counted.stream.close()
+        for stream in (self.rollouts, self.prepared):
+            if stream is not None:
+                stream.close()
 
 
 class DirectReader:
@@ -176,9 +132,6 @@ class DirectReader:
 
     def commit(self, offset: int) -> None:
         self._hub.rollouts.commit(offset)
-
-    def close(self) -> None:
-        """The hub closes the stream."""
 
 
 class Direct:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import socket
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 
-from pipelinerl.channel import ProtocolError, listen, prove
+from pipelinerl.channel import Acceptor, ProtocolError, listen, prove
 from pipelinerl.errors import StageDiedError
 from pipelinerl.hub import wire
 from pipelinerl.hub.client import HubClient
@@ -17,27 +16,14 @@ PROOF_S = 10.0
 DIAL_S = 30.0
 
 
-class Listener:
+class Listener(Acceptor):
     """Accepts workers. `admit` is called with each connection, in a thread of its own."""
 
     def __init__(self, host: str, key: str, admit: Callable[[socket.socket], object]) -> None:
+        listening = listen(host)
+        self.address: tuple[str, int] = (host, listening.getsockname()[1])
         self._key, self._admit = key, admit
-        self._listening = listen(host)
-        self.address: tuple[str, int] = (host, self._listening.getsockname()[1])
-        threading.Thread(target=self._accept, name="hub-accept", daemon=True).start()
-
-    def close(self) -> None:
-        with suppress(OSError):
-            self._listening.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
-        self._listening.close()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                connected, _ = self._listening.accept()
-            except OSError:  # it is closed
-                return
-            threading.Thread(target=self._prove, args=(connected,), daemon=True).start()
+        super().__init__(listening, self._prove)
 
     def _prove(self, connected: socket.socket) -> None:
         with suppress(OSError, EOFError, ProtocolError):  # somebody else

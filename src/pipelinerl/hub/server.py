@@ -10,15 +10,18 @@ import traceback
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from pipelinerl.errors import PipelineRLError, StageDiedError
 from pipelinerl.hub import wire
-from pipelinerl.hub.hub import CountedStream, Hub
+from pipelinerl.hub.hub import Hub
 from pipelinerl.interfaces import Verdict
 from pipelinerl.types import TRAINER, StageStatus
+
+if TYPE_CHECKING:
+    from pipelinerl.stream import GroupStream
 
 PREPARED_AHEAD = 4
 """Capacity of the prepared stream. Small, because fresher groups can no longer replace prepared ones."""
@@ -96,21 +99,17 @@ class HubServer:
         """A worker that has proved that it belongs to the run. It says first which one it is."""
         self._add(Connection(WorkerKind(), connected))
 
-    def wait_ended(self, kind: WorkerKind) -> None:
-        """Wait until all is read that processes of this kind, which have died, had sent, and their work is returned."""
+    def wait_ended(self, kind: WorkerKind | None = None) -> None:
+        """Wait until all is read that processes of this kind (None: of any), which have ended, had sent.
+
+        Their work in progress is returned then.
+        """
         with self._lock:
-            ending = [connection for connection in self._connections if connection.kind == kind]
+            ending = [connection for connection in self._connections if kind in (None, connection.kind)]
         for connection in ending:
             if not connection.ended.wait(ENDING_S):
                 with self._lock:
                     self._end(connection)
-
-    def settle(self) -> None:
-        """Wait until everything is read that workers, which have all ended, had sent."""
-        with self._lock:
-            kinds = {connection.kind for connection in self._connections}
-        for kind in kinds:
-            self.wait_ended(kind)
 
     # ---- the status board, as the launcher uses it
 
@@ -120,10 +119,10 @@ class HubServer:
         self._wake.send(b"\0")
 
     def read(self, stage: str) -> StageStatus | None:
-        return self._hub.read(stage)
+        return self._hub.board.read(stage)
 
     def stages(self) -> Iterable[str]:
-        return self._hub.stages()
+        return self._hub.board.stages()
 
     # ---- connections
 
@@ -137,12 +136,12 @@ class HubServer:
     def _know(self, connection: Connection) -> None:
         """Have it sent the statuses that its kind of worker decides by, and whether groups may be started."""
         if connection.kind.process is not None and self._hub.admission.counts.opened:
-            connection.wire.send(wire.Opened())
+            connection.wire.send(wire.Open())
         follows = connection.kind.follows
-        connection.unsent.update(stage for stage in self._hub.stages() if follows or stage == TRAINER)
+        connection.unsent.update(stage for stage in self._hub.board.stages() if follows or stage == TRAINER)
         for other in self._connections if follows else ():
             if other.kind.process is not None and other.asks_for_weights:
-                connection.wire.send(wire.Answer(wire.ASKS, engine=other.kind.process))
+                connection.wire.send(wire.EngineAnswer(wire.ASKS, engine=other.kind.process))
 
     # ---- the thread
 
@@ -217,16 +216,16 @@ class HubServer:
             case wire.HandOver(index, rollouts, skipped, line, dropped):
                 if replaced := hub.hand_over(index, rollouts, line, skipped=skipped, dropped=dropped):
                     connection.wire.send(wire.Dropped(replaced))
-            case wire.Want(version):
+            case wire.MayTake(version):
                 connection.want = version
-            case wire.Answer(number, receipt):
+            case wire.EngineAnswer(number, receipt):
                 connection.asks_for_weights = True
-                self._tell_trainer(wire.Answer(number, receipt, process))
+                self._tell_trainer(wire.EngineAnswer(number, receipt, process))
             case wire.Open():
                 hub.admission.counts.opened = True
                 for other in self._connections:
                     if other.kind.process is not None:
-                        other.wire.send(wire.Opened())
+                        other.wire.send(wire.Open())
 
     def _tell_engines(self, message: wire.Offer | wire.Meeting) -> None:
         """A process that has not asked for weights yet gets no offer of its predecessor."""
@@ -234,16 +233,16 @@ class HubServer:
             if connection.asks_for_weights and message.engine in (None, connection.kind.process):
                 connection.wire.send(message)
 
-    def _tell_trainer(self, answer: wire.Answer) -> None:
+    def _tell_trainer(self, answer: wire.EngineAnswer) -> None:
         for connection in self._connections:
             if connection.kind.follows:
                 connection.wire.send(answer)
 
-    def _stream(self, connection: Connection) -> CountedStream | None:
+    def _stream(self, connection: Connection) -> GroupStream | None:
         return {"rollouts": self._hub.rollouts, "prepared": self._hub.prepared}.get(connection.kind.reads)
 
     def _publish(self, status: StageStatus) -> None:
-        self._hub.publish(status)
+        self._hub.board.publish(status)
         for connection in self._connections:
             if connection.kind.follows or status.stage == TRAINER:
                 connection.unsent.add(status.stage)
@@ -257,7 +256,7 @@ class HubServer:
         self._connections.remove(connection)
         if connection.kind.process is not None:
             self._hub.admission.lose(connection.kind.process)
-            self._tell_trainer(wire.Answer(wire.AWAY, engine=connection.kind.process))
+            self._tell_trainer(wire.EngineAnswer(wire.AWAY, engine=connection.kind.process))
         with self._failing():
             stream = self._stream(connection)
             if stream is not None and self._hub.prepared is not None and stream is self._hub.rollouts:
@@ -285,7 +284,7 @@ class HubServer:
         """Send what there is room for. Of statuses that is the latest."""
         connection.wire.flush()
         for stage in () if connection.wire.backlog else tuple(connection.unsent):
-            if (status := self._hub.read(stage)) is not None:
+            if (status := self._hub.board.read(stage)) is not None:
                 connection.wire.send(wire.Publish(status))
             connection.unsent.discard(stage)
         if connection.writing != connection.wire.backlog:
@@ -321,7 +320,7 @@ class HubServer:
                 connection.offsets.append(offset)
                 connection.wire.send(wire.Item(offset, json))
         if connection.kind.reads == "rollouts" and hub.prepared is not None:
-            room = connection.passed_on + max(0, PREPARED_AHEAD - hub.prepared.stream.waiting)
+            room = connection.passed_on + max(0, PREPARED_AHEAD - hub.prepared.waiting)
             if room != connection.told_room:
                 connection.told_room = room
                 connection.wire.send(wire.Room(room))
@@ -331,7 +330,7 @@ class HubServer:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.settle()
+        self.wait_ended()
         self._closing = True
         self._wake.send(b"\0")
         self._thread.join()

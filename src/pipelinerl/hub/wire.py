@@ -53,14 +53,14 @@ class HandOver(msgspec.Struct, frozen=True, tag=True, array_like=True):
     dropped: dict[str, int] = {}
 
 
-class Want(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A generation process would apply the weights of `version`."""
+class MayTake(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """A generation process would apply the weights of `version`; to workers: it may, and they are counted as applied."""
 
     version: int
 
 
 class Open(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The evaluation before training is over."""
+    """The evaluation before training is over: groups may be started."""
 
 
 class Publish(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -131,7 +131,7 @@ class Meeting(msgspec.Struct, frozen=True, tag=True, array_like=True):
     engine: int
 
 
-class Answer(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class EngineAnswer(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The engine's receipt for update `number`, or see `ASKS`. The hub adds the number of the generation process."""
 
     number: int
@@ -139,7 +139,9 @@ class Answer(msgspec.Struct, frozen=True, tag=True, array_like=True):
     engine: int = 0
 
 
-ToHub = Hello | Ask | HandOver | Want | Open | Publish | Take | Commit | PassOn | Line | Sync | Offer | Meeting | Answer
+ToHub = (
+    Hello | Ask | HandOver | MayTake | Open | Publish | Take | Commit | PassOn | Line | Sync | Offer | Meeting | EngineAnswer
+)
 
 # ---- from the hub
 
@@ -154,16 +156,6 @@ class Denied(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Why nothing is granted now."""
 
     verdict: Verdict
-
-
-class MayTake(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The engine may apply the weights of `version`, which are counted as applied."""
-
-    version: int
-
-
-class Opened(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Groups may be started."""
 
 
 class Dropped(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -185,7 +177,7 @@ class Room(msgspec.Struct, frozen=True, tag=True, array_like=True):
     total: int
 
 
-ToWorker = Grant | Denied | MayTake | Opened | Dropped | Item | Room | Publish | Sync | Offer | Meeting | Answer
+ToWorker = Grant | Denied | MayTake | Open | Dropped | Item | Room | Publish | Sync | Offer | Meeting | EngineAnswer
 
 
 def decoded(decoder: msgspec.json.Decoder[T], offset: int, json: bytes) -> T:

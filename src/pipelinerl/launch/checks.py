@@ -81,10 +81,10 @@ def inputs_of(config: RunConfig) -> dict[str, str]:
                 folder = value.startswith("dataset:") and path.is_dir()
                 if not folder and not path.is_file() and not (path := Path(value)).is_file():
                     continue
-                from pipelinerl.checkpoint_folders import files_in, record_of  # noqa: PLC0415 - not for the demo
+                from pipelinerl.checkpoint import FileRecord  # noqa: PLC0415 - not for the demo
 
-                files = files_in(path) if folder else [path]
-                found |= {str(file.absolute()): record_of(file).checksum for file in files}
+                files = sorted(file for file in path.rglob("*") if file.is_file()) if folder else [path]
+                found |= {str(file.absolute()): FileRecord.of(file).checksum for file in files}
     return dict(sorted(found.items()))
 
 

@@ -30,11 +30,11 @@ from typing import Any, NamedTuple
 import msgspec
 
 from pipelinerl.actor.groups import STREAM_DROP
-from pipelinerl.checkpoint_folders import by_version
+from pipelinerl.checkpoint import by_version
 from pipelinerl.child import KILL_TIMEOUT_S
 from pipelinerl.errors import CrashLoopError, PipelineRLError, RunDirectoryError, StageDiedError
 from pipelinerl.files import write_atomically
-from pipelinerl.hub.admission import Part
+from pipelinerl.hub.admission import ProcessTotals
 from pipelinerl.launch.hosts.host import Host, Worker, named
 from pipelinerl.launch.session import Session, StartPlan
 from pipelinerl.launch.stages.servers import ReadyFile
@@ -218,7 +218,7 @@ class Healing:
         """Set the totals of all processes of this role that died: the actors' by the hub, the engines' as they published."""
         config, history = self._session.config, self._histories[worker.role]
         if worker.role in (roles := generation_roles(config)):
-            part = self._host.parts().get(roles.index(worker.role), Part())
+            part = self._host.parts().get(roles.index(worker.role), ProcessTotals())
             history.actor = ActorProgress(
                 groups_started=part.groups + part.lost // config.actor.group_size,
                 rollouts_started=part.attempts + part.lost,

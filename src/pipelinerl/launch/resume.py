@@ -13,8 +13,7 @@ from typing import Any, TypeVar, cast
 import msgspec
 from pydantic import ValidationError
 
-from pipelinerl.checkpoint_folders import latest_checkpoint
-from pipelinerl.checkpoint_state import CheckpointState, QueuePosition, TrainerCounters, read_state
+from pipelinerl.checkpoint import CheckpointState, QueuePosition, latest_checkpoint, load_checkpoint
 from pipelinerl.config.keys import show
 from pipelinerl.config.load import keys_set, load_config, merged
 from pipelinerl.config.schema import RunConfig
@@ -22,7 +21,6 @@ from pipelinerl.config.secrets import without_secrets
 from pipelinerl.errors import INVALID_DATA, RunDirectoryError
 from pipelinerl.files import JsonLines
 from pipelinerl.hub.wire import decoded
-from pipelinerl.interfaces import Stream
 from pipelinerl.launch.run_lock import errors_explained, last_plan
 from pipelinerl.launch.session import KeptGroup, StartPlan
 from pipelinerl.launch.streams import PREPARED, ROLLOUTS, open_stream
@@ -33,6 +31,7 @@ from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.sessions import SessionRecord
 from pipelinerl.preprocess import newest_version
 from pipelinerl.run_directory import RunDirectory
+from pipelinerl.stream import GroupStream
 from pipelinerl.types import Group, Prepared
 
 T = TypeVar("T")
@@ -172,15 +171,13 @@ def plan_resume(config: RunConfig, run: RunDirectory) -> tuple[StartPlan, str | 
             f"{run.root} can't be resumed: its stream was in memory and ended with its process, including partly "
             "trained groups; set stream.kind to files for runs that may be resumed"
         )
-    state = read_state(path)
+    state = load_checkpoint(path).state
     if state.version > config.trainer.steps:
         raise RunDirectoryError(
             f"{run.root} is at version {state.version}, beyond trainer.steps {config.trainer.steps}: set --trainer.steps to "
             f"more than {state.version} to continue"
         )
-    position = msgspec.convert(state.positions, QueuePosition)
-    counts = msgspec.convert(state.counters, TrainerCounters).queue
-    ledger = GroupLedger.from_record(position.ledger)
+    position, counts, ledger = state.positions, state.counters.queue, state.positions.ledger.copy()
     checksum = _checked_records(run, path, state, _recorded(run.recorded))
     names = [ROLLOUTS, *([PREPARED] if config.launch.preprocessor == "process" else [])]
     with ExitStack() as opened:
@@ -193,7 +190,7 @@ def plan_resume(config: RunConfig, run: RunDirectory) -> tuple[StartPlan, str | 
         checkpoint=str(path),
         version=state.version,
         checksum=checksum,
-        taken=ledger.to_record(),
+        taken=ledger,
         kept=tuple(kept),
         settled=counts.trained + sum(counts.dropped.values()),
         evaluated=max((one.version for one in evaluated), default=0),
@@ -292,7 +289,9 @@ def _size(path: Path) -> int:
     return path.stat().st_size
 
 
-def take_back(streams: Mapping[str, Stream], position: QueuePosition, ledger: GroupLedger, version: int) -> list[KeptGroup]:
+def take_back(
+    streams: Mapping[str, GroupStream], position: QueuePosition, ledger: GroupLedger, version: int
+) -> list[KeptGroup]:
     """Rewind the streams to the checkpoint of `version`. Returns the kept groups, which are also added to `ledger`.
 
     `position` is the trainer's position in the stream that it reads: the prepared one, if there is one. A group may then be

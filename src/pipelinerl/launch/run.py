@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from pipelinerl.checkpoint_folders import WEIGHTS_FOLDER, remove_unfinished
+from pipelinerl.checkpoint import WEIGHTS_FOLDER, remove_unfinished
 from pipelinerl.config.load import validate
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import PipelineRLError, StageDiedError
-from pipelinerl.files import write_privately
+from pipelinerl.files import write_atomically
 from pipelinerl.launch.checks import check_before_the_start, inputs_of, settled
 from pipelinerl.launch.hosts.host import LocalHost
 from pipelinerl.launch.hosts.processes import run_processes
@@ -151,8 +151,8 @@ def _write_start(session: Session) -> None:
 
 def write_session(session: Session) -> None:
     """Write what the processes of the session read. Both files have secrets."""
-    write_privately(session.run.settings, session.config.model_dump_json().encode())
-    write_privately(session.run.plan, msgspec.json.encode(session.plan))
+    write_atomically(session.run.settings, session.config.model_dump_json().encode(), mode=0o600)
+    write_atomically(session.run.plan, msgspec.json.encode(session.plan), mode=0o600)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ import msgspec
 from pipelinerl.config.load import config_to_yaml
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import INVALID_DATA, RunDirectoryError
-from pipelinerl.files import remedy, write_privately
+from pipelinerl.files import remedy, write_atomically
 from pipelinerl.launch.session import StartPlan
 from pipelinerl.run_directory import ORPHAN_PATIENCE_S, RunDirectory
 
@@ -138,7 +138,7 @@ def keep_settings(config: RunConfig, run: RunDirectory) -> None:
             return
         numbered = (run.root / f"config-{number}.yaml" for number in itertools.count(1))
         shutil.copy(run.config, next(path for path in numbered if not path.exists()))
-    write_privately(run.config, text)
+    write_atomically(run.config, text, mode=0o600)
 
 
 def _remove_failed_start(run: RunDirectory) -> None:

@@ -15,7 +15,7 @@ from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import ReplacedError
 from pipelinerl.files import write_atomically
 from pipelinerl.interfaces import Schedule
-from pipelinerl.ledger import LedgerRecord
+from pipelinerl.ledger import GroupLedger
 from pipelinerl.process import PeakMemory, peak_memory
 from pipelinerl.run_directory import RunDirectory
 from pipelinerl.schedule import make_schedule
@@ -55,7 +55,7 @@ class StartPlan(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint: str | None = None
     version: int = 0
     checksum: str | None = None
-    taken: LedgerRecord = LedgerRecord()
+    taken: GroupLedger = msgspec.field(default_factory=GroupLedger)
     kept: tuple[KeptGroup, ...] = ()
     settled: int = 0
     evaluated: int = 0

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.hub.admission import AdmissionState
-from pipelinerl.hub.hub import CountedStream, Hub
-from pipelinerl.interfaces import Board, Stream
-from pipelinerl.ledger import GroupLedger
+from pipelinerl.hub.hub import Hub
+from pipelinerl.interfaces import Board
 from pipelinerl.run_directory import RunDirectory
 from pipelinerl.schedule import stream_capacity
+from pipelinerl.stream import GroupStream
 from pipelinerl.stream.files import FileStream
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ ROLLOUTS = "rollouts"
 PREPARED = "prepared"
 
 
-def open_stream(config: RunConfig, run: RunDirectory, run_id: str, name: str) -> Stream:
+def open_stream(config: RunConfig, run: RunDirectory, run_id: str, name: str) -> GroupStream:
     """A stream of the run. Raises StreamError, and ConfigError for a wrong address of Redis."""
     if config.stream.kind == "memory":
         from pipelinerl.stream.memory import MemoryStream  # noqa: PLC0415 - only in one process
@@ -42,19 +42,21 @@ def make_hub(session: Session, board: Board) -> Hub:
     config, plan = session.config, session.plan
     admission = AdmissionState(
         session.schedule,
-        taken=GroupLedger.from_record(plan.taken),
+        taken=plan.taken,
         processes=config.engine.processes,
         handed_over=sum(kept.left for kept in plan.kept),
         settled=plan.settled,
     )
     left, prepared = [kept.left for kept in plan.kept], None
     if config.launch.preprocessor == "process":
-        stream = open_stream(config, session.run, plan.run, PREPARED)
-        prepared = CountedStream(stream, left[: stream.waiting])
-        left = left[stream.waiting :]
+        prepared = open_stream(config, session.run, plan.run, PREPARED)
+        prepared.count(left[: prepared.waiting])
+        left = left[prepared.waiting :]
+    rollouts = open_stream(config, session.run, plan.run, ROLLOUTS)
+    rollouts.count(left)
     return Hub(
         admission,
-        CountedStream(open_stream(config, session.run, plan.run, ROLLOUTS), left),
+        rollouts,
         session.run.root,
         board,
         prepared=prepared,

@@ -9,7 +9,7 @@ from typing import Any, TextIO
 import msgspec
 from rich.console import Console
 
-from pipelinerl.checkpoint_folders import best_version, saved_versions
+from pipelinerl.checkpoint import best_version, saved_versions
 from pipelinerl.errors import INVALID_DATA, PipelineRLError, RunDirectoryError, RunInterruptedError
 from pipelinerl.files import remedy, write_atomically
 from pipelinerl.launch.session import Session, StartPlan

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
+from pipelinerl.hub.client import PreparedWriter
 from pipelinerl.interfaces import Board, StreamReader
 from pipelinerl.preprocess.preprocessor import Preprocessor
 from pipelinerl.status.board import StatusReporter
@@ -31,14 +31,6 @@ class PreparingReader:
 
     def commit(self, offset: int) -> None:
         self._reader.commit(offset)
-
-    def close(self) -> None:
-        self._reader.close()
-
-
-class PreparedWriter(Protocol):
-    def try_pass_on(self, offset: int, prepared: Prepared) -> bool:
-        """Put what was made of the group at `offset` in its place. Returns False if the prepared stream is full."""
 
 
 class PreprocessorStage:

@@ -36,12 +36,12 @@ def join_turns(turns: Sequence[Turn]) -> JoinedTurns:
     segments: list[Segment] = []
     logprobs: list[float] = []
     versions: list[int] = []
-    current = _Draft()
+    current = _OpenSegment()
     for number, turn in enumerate(turns):
         turn_versions = _check(turn, number)
         if not current.is_continued_by(turn.prompt_ids):
             segments += current.finish()
-            current = _Draft()
+            current = _OpenSegment()
         current.add(turn)
         logprobs += turn.completion.logprobs
         versions += turn_versions
@@ -50,7 +50,7 @@ def join_turns(turns: Sequence[Turn]) -> JoinedTurns:
 
 
 @dataclass
-class _Draft:
+class _OpenSegment:
     """A segment under construction."""
 
     token_ids: list[int] = field(default_factory=list)

@@ -9,16 +9,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from pipelinerl.errors import WeightUpdateError
+from pipelinerl.errors import StaleEpochError, WeightUpdateError
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.serving.wire import ProcessGroupRequest, WeightUpdateRequest
 from pipelinerl.weights.broadcast.receiver import BroadcastReceiver
 from pipelinerl.weights.layout import decode_layout
 from pipelinerl.weights.receiving import require_intact
-
-
-class StaleEpochError(WeightUpdateError):
-    """The session was replaced by a later one."""
 
 
 class IncomingWeights:

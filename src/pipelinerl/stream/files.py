@@ -15,7 +15,7 @@ from typing import Any
 
 from pipelinerl.errors import StreamError
 from pipelinerl.files import remedy
-from pipelinerl.stream import CursorStream
+from pipelinerl.stream import GroupStream
 
 SCHEMA = (
     "CREATE TABLE IF NOT EXISTS items (number INTEGER PRIMARY KEY AUTOINCREMENT, json BLOB, place INTEGER, size INTEGER)"
@@ -36,13 +36,14 @@ _ERRNO = {
 }
 
 
-class FileStream(CursorStream):
-    """See `interfaces.Stream`. All methods raise StreamError, which says what to do."""
+class FileStream(GroupStream):
+    """See `GroupStream`. All methods raise StreamError, which says what to do."""
 
     NAME = "stream.sqlite"
 
     def __init__(self, directory: Path, records: Path | None = None) -> None:
         """`records`: the file that has the items whose place is given."""
+        super().__init__()
         self._path, self._records = directory / self.NAME, records
         self._cache: dict[int, bytes] = {}
         self._cached_bytes = 0
@@ -67,18 +68,17 @@ class FileStream(CursorStream):
         found = self._rows("SELECT number FROM items WHERE number > ? ORDER BY number", self._cursor)  # without the items
         return [number - 1 for (number,) in found]
 
-    def append(self, item: bytes, place: int | None = None) -> int:
+    def _append(self, item: bytes, place: int | None) -> int:
         row = (item, None, None) if place is None or self._records is None else (None, place, len(item))
         with self._errors_explained():
             number = self._database.execute("INSERT INTO items (json, place, size) VALUES (?, ?, ?)", row).lastrowid
-        self.waiting += 1
         assert number is not None  # noqa: S101 - a row was inserted
         if row[0] is None and self._cached_bytes + len(item) <= CACHED_BYTES:
             self._cache[number] = item
             self._cached_bytes += len(item)
         return number - 1
 
-    def commit(self, offset: int) -> None:
+    def _commit(self, offset: int) -> None:
         self._rows("DELETE FROM items WHERE number <= ?", offset)
         self._rows("PRAGMA wal_checkpoint(PASSIVE)")
 
@@ -94,7 +94,7 @@ class FileStream(CursorStream):
         return [items[row[0]] for row in kept]
 
     def close(self) -> None:
-        """Idempotent. The file is on the disk then."""
+        """The file is on the disk then."""
         with self._errors_explained():
             self._database.close()
 
@@ -109,18 +109,14 @@ class FileStream(CursorStream):
     def _item(self, number: int, json: bytes | None, place: int, size: int) -> bytes:
         if json is not None:
             return json
-        if (cached := self._forget(number)) is not None:
+        if (cached := self._cache.pop(number, None)) is not None:
+            self._cached_bytes -= len(cached)
             return cached
         assert self._records is not None  # noqa: S101 - it has the item
         with self._errors_explained(), self._records.open("rb") as file:
             file.seek(place)
             item = file.read(size + 1)
         return item[:-1] if item.endswith(b"\n") and len(item) == size + 1 else b""
-
-    def _forget(self, number: int) -> bytes | None:
-        item = self._cache.pop(number, None)
-        self._cached_bytes -= len(item or b"")
-        return item
 
     def _rows(self, query: str, *values: int) -> list[Any]:
         with self._errors_explained():

@@ -5,24 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import islice
 
-from pipelinerl.stream import CursorStream
+from pipelinerl.stream import GroupStream
 
 
-class MemoryStream(CursorStream):
-    """See `interfaces.Stream`."""
+class MemoryStream(GroupStream):
+    """See `GroupStream`."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._items: dict[int, bytes] = {}
         self._written = 0
 
-    def append(self, item: bytes, place: int | None = None) -> int:
-        del place
+    def _append(self, item: bytes, place: int | None) -> int:  # noqa: ARG002 - it is in no file
         self._items[self._written] = item
         self._written += 1
-        self.waiting += 1
         return self._written - 1
 
-    def commit(self, offset: int) -> None:
+    def _commit(self, offset: int) -> None:
         self._items = {number: item for number, item in self._items.items() if number >= offset}
 
     def keep(self, from_offset: int, wanted: Callable[[bytes], bool]) -> Sequence[bytes]:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from pipelinerl.errors import ConfigError, StreamError
 from pipelinerl.extras import require
-from pipelinerl.stream import CursorStream
+from pipelinerl.stream import GroupStream
 
 require("redis", "a stream in Redis")  # before the import, which fails without
 from redis import Redis, exceptions  # noqa: E402
@@ -30,14 +30,15 @@ REPLY_TIMEOUT_S = 5.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 1.0
 
 
-class RedisStream(CursorStream):
-    """See `interfaces.Stream`. All methods raise StreamError, which says what to do."""
+class RedisStream(GroupStream):
+    """See `GroupStream`. All methods raise StreamError, which says what to do."""
 
     def __init__(self, url: str, key: str, patience_s: float = PATIENCE_S) -> None:
         """`url` is redis://[[user]:[password]@]host[:port][/db], rediss://... or unix://PATH[?db=0].
 
         Raises ConfigError for a wrong URL or password.
         """
+        super().__init__()
         self._url, self._key, self._patience_s = without_password(url), key, min(patience_s, OPENING_PATIENCE_S)
         self._client: Any = _connect(url, min(REPLY_TIMEOUT_S, patience_s))
         try:
@@ -48,8 +49,7 @@ class RedisStream(CursorStream):
         self.waiting, self._cursor = len(offsets), offsets[0] if offsets else self._written
         self._patience_s = patience_s
 
-    def append(self, item: bytes, place: int | None = None) -> int:
-        del place
+    def _append(self, item: bytes, place: int | None) -> int:  # noqa: ARG002 - it is in no file
         offset = self._written
 
         def add() -> None:
@@ -62,10 +62,9 @@ class RedisStream(CursorStream):
 
         self._patiently(add)
         self._written += 1
-        self.waiting += 1
         return offset
 
-    def commit(self, offset: int) -> None:
+    def _commit(self, offset: int) -> None:
         self._patiently(lambda: self._client.xtrim(self._key, minid=_id(offset), approximate=False))
 
     def keep(self, from_offset: int, wanted: Callable[[bytes], bool]) -> Sequence[bytes]:
@@ -78,7 +77,6 @@ class RedisStream(CursorStream):
         return list(kept.values())
 
     def close(self) -> None:
-        """May be called twice."""
         self._client.close()
 
     def _look(self) -> tuple[list[int], int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pipelinerl.trainer.logprobs import FrozenModelScorer
-from pipelinerl.trainer.micro_batch import Packer
 from pipelinerl.trainer.queue import SampleQueue
 from pipelinerl.trainer.status import TrainerOutput
 from pipelinerl.trainer.step import Learner, StepResult
@@ -13,7 +12,6 @@ __all__ = [
     "CheckpointPlan",
     "FrozenModelScorer",
     "Learner",
-    "Packer",
     "SampleQueue",
     "StepResult",
     "Trainer",

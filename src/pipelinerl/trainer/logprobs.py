@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from pipelinerl.models.lora import LoraModel
 from pipelinerl.models.packed import MAX_PADDING_WASTE, PackedRow, TrainingForward, training_forward
-from pipelinerl.trainer.micro_batch import Packer
+from pipelinerl.trainer.micro_batch import pack
 from pipelinerl.types import Segment
 
 if TYPE_CHECKING:
@@ -147,7 +147,6 @@ class FrozenModelScorer:
         *,
         temperature: float,
         micro_batch_tokens: int,
-        pack: Packer,
         lora: LoraModel | None = None,
         head_chunk: int | Literal["auto"] = "auto",
         several_ranks: bool = False,
@@ -161,12 +160,11 @@ class FrozenModelScorer:
         self._initial = lora.without_adapters if lora else nullcontext
         self._device: torch.device = next(model.parameters()).device
         self._budget = micro_batch_tokens
-        self._pack = pack
 
     def score(self, segments: Sequence[Segment]) -> list[list[float]]:
         """For each segment, the log-probabilities of its sampled tokens in order of position."""
         scores: list[list[float]] = [[] for _ in segments]
-        for indices in self._pack([len(segment.token_ids) for segment in segments], self._budget):
+        for indices in pack([len(segment.token_ids) for segment in segments], self._budget):
             remaining = iter(self.logprobs([segments[i] for i in indices]).tolist())
             for i in indices:
                 scores[i] = [next(remaining) for _ in segments[i].sampled_positions]

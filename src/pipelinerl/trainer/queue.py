@@ -10,10 +10,9 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from statistics import fmean
 
-from pipelinerl.checkpoint_state import QueueCounts, QueuePosition
+from pipelinerl.checkpoint import QueueCounts, QueuePosition
 from pipelinerl.errors import StreamError
 from pipelinerl.interfaces import StreamReader
-from pipelinerl.ledger import GroupLedger
 from pipelinerl.types import Prepared, TrainingSample
 
 RECENT_ROLLOUTS = 1024
@@ -54,7 +53,7 @@ class SampleQueue:
         self._groups: dict[int, _OpenGroup] = {}
         self._next_offset = position.offset
         self._retired_before = set(position.settled_ids)  # of groups that were not read again yet
-        self._ledger = GroupLedger.from_record(position.ledger)
+        self._ledger = position.ledger.copy()
         self._trained = counts.trained
         self._dropped = Counter(counts.dropped)
         self._dropped_tokens = Counter(counts.dropped_tokens)
@@ -153,7 +152,7 @@ class SampleQueue:
         return QueuePosition(
             offset=min((group.offset for group in self._groups.values()), default=self._next_offset),
             settled_ids=tuple(sorted(self._retired_before.union(*(group.retired_ids for group in self._groups.values())))),
-            ledger=self._ledger.to_record(),
+            ledger=self._ledger.copy(),
         )
 
     def commit(self, position: QueuePosition) -> None:

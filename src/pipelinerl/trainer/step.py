@@ -26,7 +26,7 @@ from pipelinerl.models.packed import MAX_PADDING_WASTE, PackedRow, checkpoint_ac
 from pipelinerl.models.state import named_weights, write_safetensors
 from pipelinerl.trainer.logprobs import RowLogprobs
 from pipelinerl.trainer.losses import DEFAULT_CORRECTION, LossInputs, make_loss
-from pipelinerl.trainer.micro_batch import MicroBatch, Packer, padded_bins, segment_lengths, split
+from pipelinerl.trainer.micro_batch import MicroBatch, pack, padded_bins, segment_lengths
 from pipelinerl.trainer.on_policy import OnPolicyMetrics, OnPolicyStats
 from pipelinerl.trainer.optimizer import Optimizer, ess_factor, learning_rate
 from pipelinerl.types import Segment, TrainingSample
@@ -87,7 +87,6 @@ class Learner:
         config: TrainerConfig,
         *,
         temperature: float,
-        pack: Packer,
         correction: CorrectionConfig = DEFAULT_CORRECTION,
         skip_zero_advantage: bool = True,
         lora: LoraModel | None = None,
@@ -113,7 +112,6 @@ class Learner:
         self.optimizer = self._new_optimizer(config)
         self._config = config
         self._loss = make_loss(config, correction)
-        self._pack = pack
         # With a KL or drift penalty every token has a gradient, even at zero advantage.
         self._skip_zero_advantage = skip_zero_advantage and config.kl_coefficient == 0 and correction.drift == 0
         self._device: torch.device = next(model.parameters()).device
@@ -177,11 +175,10 @@ class Learner:
         self, used: Sequence[TrainingSample], version: int, normalizer: int, on_micro_batch: OnMicroBatch | None
     ) -> tuple[int, Sums]:
         """Compute the gradient of the step. Returns the number of micro-batches, and their sums."""
-        if self._forward.padded:
-            bins = padded_bins(segment_lengths(used), self._config.micro_batch_tokens)
-            batches = [[used[index] for index in indices] for indices in bins]
-        else:
-            batches = split(used, self._config.micro_batch_tokens, self._pack)
+        budget = self._config.micro_batch_tokens
+        padded = self._forward.padded
+        bins = padded_bins(segment_lengths(used), budget) if padded else pack([sample.length for sample in used], budget)
+        batches = [[used[index] for index in indices] for indices in bins]
         return len(batches), self._accumulate_all(batches, len(batches), version, normalizer, on_micro_batch)
 
     def _decide(self, stats: OnPolicyStats, loss: float, version: int) -> tuple[OnPolicyMetrics | None, float, bool]:

@@ -21,9 +21,18 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from pipelinerl.checkpoint import Checkpoint, rng_state, save_weights, write_checkpoint
-from pipelinerl.checkpoint_folders import WEIGHTS_FOLDER, keep_latest
-from pipelinerl.checkpoint_state import QueuePosition, TrainerCounters
+from pipelinerl.checkpoint import (
+    WEIGHTS_FOLDER,
+    Checkpoint,
+    CheckpointState,
+    QueuePosition,
+    TrainerCounters,
+    keep_latest,
+    restore_rng,
+    rng_state,
+    save_weights,
+    write_checkpoint,
+)
 from pipelinerl.config.schema import TrainerConfig
 from pipelinerl.errors import CheckpointError, PolicyMismatchError
 from pipelinerl.interfaces import Schedule, Verdict, WeightSender
@@ -43,7 +52,7 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     version: int = 0
-    position: QueuePosition = QueuePosition()
+    position: QueuePosition = msgspec.field(default_factory=QueuePosition)
     counters: TrainerCounters = TrainerCounters()
     checksum: str | None = None
 
@@ -55,12 +64,9 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
         read or does not fit the model.
         """
         learner.load_optimizer(checkpoint)
-        checkpoint.restore_rng()
-        return cls(
-            version=checkpoint.state.version,
-            position=msgspec.convert(checkpoint.state.positions, QueuePosition),
-            counters=msgspec.convert(checkpoint.state.counters, TrainerCounters),
-        )
+        state = checkpoint.state
+        restore_rng(state.rng)
+        return cls(version=state.version, position=state.positions, counters=state.counters)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,14 +298,16 @@ class Trainer:
         )
         finish = write_checkpoint(
             self._checkpoints.directory,
-            version=self._version,
+            CheckpointState(
+                version=self._version,
+                rng=rng_state(),
+                positions=position,
+                counters=counters,
+                session=self._checkpoints.session,
+            ),
             model=self._learner,
             tokenizer=self._checkpoints.tokenizer,
             optimizer=self._learner.save_optimizer,
-            rng=rng_state(),
-            positions=msgspec.to_builtins(position),
-            counters=msgspec.to_builtins(counters),
-            session=self._checkpoints.session,
             keep=self._config.keep_checkpoints,
             check=self._checkpoints.check,
         )

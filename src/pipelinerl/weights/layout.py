@@ -1,19 +1,26 @@
-"""The layout of an update's tensors in a buffer. Tied names stay tied."""
+"""The layout of an update's tensors in a buffer or a file. Tied names stay tied, and are written once.
+
+A file is a safetensors file in memory, which the trainer writes in place, and which engines map or read. An embedded engine
+has inherited a file without a name (`files.shared_memory`). Engine servers get its path. Its metadata has the `Layout`.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import mmap
+import os
+from collections.abc import Callable, Mapping
 
 import msgspec
 import torch
 from torch import Tensor
 
 from pipelinerl.errors import INVALID_DATA, WeightUpdateError
-from pipelinerl.models.state import first_names
+from pipelinerl.files import reserve
+from pipelinerl.models.state import TYPES, first_names
 
 
-class Place(msgspec.Struct, frozen=True):
+class TensorPlace(msgspec.Struct, frozen=True):
     """The place of one named tensor; `start` is in bytes from the start of the buffer. Tied names have the same place."""
 
     name: str
@@ -33,8 +40,15 @@ class Layout(msgspec.Struct, frozen=True):
     Tensors of larger types come first, without gaps: each is aligned to its type, as in a safetensors file.
     """
 
-    places: tuple[Place, ...]
+    places: tuple[TensorPlace, ...]
     buffer_bytes: int
+
+    def __post_init__(self) -> None:
+        """Raises WeightUpdateError if a tensor is not within the buffer."""
+        for place in self.places:
+            inside = place.start >= 0 and min(place.shape, default=0) >= 0 and place.start + place.size <= self.buffer_bytes
+            if not inside or place.start % _dtype(place.dtype).itemsize:
+                raise WeightUpdateError(f"the weight sender's description of its tensors is wrong: {place}")
 
     def views(self, buffer_U8: Tensor) -> dict[str, Tensor]:
         """The tensors in a buffer (bytes, at least [buffer_bytes]), without copying."""
@@ -59,7 +73,7 @@ def layout_of(tensors: Mapping[str, Tensor]) -> Layout:
     for name in sorted(dict.fromkeys(firsts.values()), key=lambda name: -tensors[name].element_size()):
         starts[name], end = end, end + tensors[name].nbytes
     places = [
-        Place(name, str(tensors[name].dtype).removeprefix("torch."), tuple(tensors[name].shape), starts[first])
+        TensorPlace(name, str(tensors[name].dtype).removeprefix("torch."), tuple(tensors[name].shape), starts[first])
         for name, first in firsts.items()
     ]
     return Layout(tuple(places), end)
@@ -82,22 +96,12 @@ def require_same(earlier: Layout, later: Layout) -> None:
 def decode_layout(text: str | bytes) -> Layout:
     """Decode the layout. Raises WeightUpdateError if it is invalid or a tensor is not within the buffer."""
     try:
-        layout = msgspec.json.decode(text, type=Layout)
+        return msgspec.json.decode(text, type=Layout)
     except INVALID_DATA as error:
         raise WeightUpdateError(f"the weight sender's description of its tensors can't be read: {error}") from error
-    check(layout)
-    return layout
 
 
-def check(layout: Layout) -> None:
-    """Raises WeightUpdateError if a tensor is not within the buffer."""
-    for place in layout.places:
-        inside = place.start >= 0 and min(place.shape, default=0) >= 0 and place.start + place.size <= layout.buffer_bytes
-        if not inside or place.start % _dtype(place.dtype).itemsize:
-            raise WeightUpdateError(f"the weight sender's description of its tensors is wrong: {place}")
-
-
-def _kind(place: Place | None) -> tuple[str, tuple[int, ...]] | None:
+def _kind(place: TensorPlace | None) -> tuple[str, tuple[int, ...]] | None:
     return (place.dtype, place.shape) if place is not None else None
 
 
@@ -106,3 +110,48 @@ def _dtype(name: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise WeightUpdateError(f"weights of an unknown type: {name!r}")
     return dtype
+
+
+# ---- files of weights
+
+
+_LENGTH_BYTES = 8
+
+
+def make_buffer(fd: int, layout: Layout) -> dict[str, Tensor]:
+    """Write the header and make room for the tensors. Returns them, in the file. Raises OSError."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt", "layout": msgspec.json.encode(layout).decode()}}
+    firsts = layout.first_names()
+    for place in layout.places:
+        if firsts[place.name] == place.name:
+            dtype = TYPES.get(getattr(torch, place.dtype), place.dtype)
+            ends = [place.start, place.start + place.size]
+            header[place.name] = {"dtype": dtype, "shape": place.shape, "data_offsets": ends}
+    encoded = msgspec.json.encode(header)
+    start = -(-(_LENGTH_BYTES + len(encoded)) // mmap.PAGESIZE) * mmap.PAGESIZE
+    encoded = encoded.ljust(start - _LENGTH_BYTES)
+    reserve(fd, start + layout.buffer_bytes)
+    os.pwrite(fd, len(encoded).to_bytes(_LENGTH_BYTES, "little") + encoded, 0)
+    return _views(fd, layout, start)
+
+
+def mapped(fd: int) -> dict[str, Tensor]:
+    """The tensors of a file that `make_buffer` has made. Raises WeightUpdateError if its header is invalid."""
+    length = int.from_bytes(os.pread(fd, _LENGTH_BYTES, 0), "little")
+    try:
+        layout = msgspec.json.decode(os.pread(fd, length, _LENGTH_BYTES))["__metadata__"]["layout"]
+    except (*INVALID_DATA, KeyError, TypeError) as error:
+        raise WeightUpdateError(f"the shared file of weights has no layout: {error}") from error
+    return _views(fd, decode_layout(layout), _LENGTH_BYTES + length)
+
+
+def _views(fd: int, layout: Layout, start: int) -> dict[str, Tensor]:
+    """The tensors of the buffer, which begins at `start`. They keep the mapping alive."""
+    return layout.views(torch.frombuffer(mmap.mmap(fd, start + layout.buffer_bytes), dtype=torch.uint8)[start:])
+
+
+def pin_all(tensors: dict[str, Tensor], device: torch.device) -> Callable[[], object]:
+    """Have a GPU read and write the buffer of these tensors directly, until the result is called."""
+    from pipelinerl.models.device import pin  # noqa: PLC0415 - only on a GPU
+
+    return pin(next(iter(tensors.values())), device)

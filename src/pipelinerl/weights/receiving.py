@@ -12,7 +12,7 @@ from pipelinerl.hub import wire
 from pipelinerl.interfaces import Messages, WeightUpdate
 from pipelinerl.models.state import checksum
 from pipelinerl.types import UpdateReceipt
-from pipelinerl.weights.shared import mapped, pin_all
+from pipelinerl.weights.layout import mapped, pin_all
 
 
 class Receiver:
@@ -37,7 +37,7 @@ class Receiver:
         """
         if not self._asked:
             self._asked = True
-            self._hub.send(wire.Answer(wire.ASKS))
+            self._hub.send(wire.EngineAnswer(wire.ASKS))
         self._hub.take()
         return self._offer.version if self._offer else None
 
@@ -56,7 +56,7 @@ class Receiver:
         """Send the receipt for the update that was taken last. Raises ValueError if no update is waiting for one."""
         if self.taken is None:
             raise ValueError(f"no weight update is waiting for a receipt (version {receipt.version})")
-        self._hub.send(wire.Answer(self.taken.number, receipt))
+        self._hub.send(wire.EngineAnswer(self.taken.number, receipt))
         self.taken = None
 
     def close(self) -> None:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
+import secrets
+import shutil
 import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -18,8 +24,7 @@ from pipelinerl.hub import wire
 from pipelinerl.interfaces import Messages
 from pipelinerl.models.state import checksum, digests_of, first_names, not_finite, on_gpu
 from pipelinerl.types import UpdateReceipt, WeightTransfer
-from pipelinerl.weights.layout import Layout, layout_of, require_same
-from pipelinerl.weights.shared import make_buffer, pin_all
+from pipelinerl.weights.layout import Layout, layout_of, make_buffer, pin_all, require_same
 
 _POLL_S = 0.0005
 
@@ -51,7 +56,7 @@ class Sender(ABC):
         self._path = ""  # of the file that the update is in, if it has a name
         self._inbox: list[UpdateReceipt] = []
         self._problem: str | None = None
-        hub.handle(wire.Answer, self._on_answer)
+        hub.handle(wire.EngineAnswer, self._on_answer)
 
     def send(self, version: int, tensors: Mapping[str, Tensor]) -> str:
         """Copy the tensors and offer the copies. Returns their checksum, or "" if the run is ending.
@@ -126,7 +131,7 @@ class Sender(ABC):
         self._raise_problem()
         return True
 
-    def _on_answer(self, answer: wire.Answer) -> None:
+    def _on_answer(self, answer: wire.EngineAnswer) -> None:
         """Note an engine's answer. One that asks gets the last update, and is waited for from now on."""
         engine, sent = answer.engine, self._sent
         self._answered[engine] = answer.number
@@ -145,43 +150,114 @@ class Sender(ABC):
 
 
 class SharedWeightSender(Sender):
-    """Writes to the file in memory `fd`, which embedded engines map. The caller owns the descriptor.
+    """Writes to a file in memory that embedded engines map, or to the files of a folder that engine servers read.
 
-    The file stays mapped as long as views of it exist.
+    A file stays mapped as long as views of it exist.
     """
 
-    def __init__(self, fd: int, hub: Messages, engines: int, **options: Any) -> None:
-        """`options`: see `Sender`."""
+    def __init__(self, file: int | WeightFolder, hub: Messages, engines: int, **options: Any) -> None:
+        """`file`: the descriptor of a file in memory, which the caller owns, or a folder, which `close` removes.
+
+        `options`: see `Sender`.
+        """
         super().__init__(hub, engines, **options)
-        self._fd = fd
+        self._file = file
         self._copies: deque[tuple[str, dict[str, Tensor]]] = deque()  # with the paths of their files
         self._unpin: list[Callable[[], object]] = []
 
     def close(self) -> None:
-        """Release the buffers. Engines can still take the last update."""
+        """Release the buffers. Embedded engines can still take the last update."""
         for unpin in self._unpin:
             unpin()
         self._copies.clear()
-
-    def _files(self, size: int) -> Mapping[str, int]:  # noqa: ARG002 - others make them
-        """The files to write to, one after the other: descriptors by path, "" for one without a name."""
-        return {"": self._fd}
+        if isinstance(self._file, WeightFolder):
+            self._file.close()
 
     def _buffer(self, layout: Layout) -> Mapping[str, Tensor]:
         if not self._copies:
+            size = layout.buffer_bytes
             try:
-                files = self._files(layout.buffer_bytes)
+                files = {"": self._file} if isinstance(self._file, int) else self._file.open(size)
                 self._copies = deque((path, make_buffer(fd, layout)) for path, fd in files.items())
             except OSError as error:
                 raise WeightUpdateError(
-                    f"no room for a copy of the weights ({layout.buffer_bytes / 1e6:.0f} MB): {error.strerror or error}; "
-                    f"{remedy(error)}"
+                    f"no room for a copy of the weights ({size / 1e6:.0f} MB): {error.strerror or error}; {remedy(error)}"
                 ) from error
             if self._source is not None:
                 self._unpin = [pin_all(tensors, self._source) for _, tensors in self._copies]
         self._copies.rotate()
         self._path, tensors = self._copies[0]
         return tensors
+
+    def _publish(self, offer: wire.Offer) -> None:
+        if offer.path:
+            os.close(os.open(offer.path, os.O_RDWR))  # has a network file system write it, before other machines read it
+        super()._publish(offer)
+
+
+COPIES = 2
+"""The previous update stays until the new one is acknowledged, for a server that is started again meanwhile."""
+_PREFIX = "pipelinerl-weights-"
+_LOCK = "lock"
+
+
+class WeightFolder:
+    """A private directory with the files of one sender, removed at the end, or after a crash by the next one beside it.
+
+    `parents`: candidate locations, preferred first; the first with room for all files is used. The directory is locked while
+    this process lives.
+    """
+
+    def __init__(self, *parents: Path) -> None:
+        self._parents = parents
+        self._directory: Path | None = None
+        self._fds: list[int] = []
+
+    def open(self, size: int) -> dict[str, int]:
+        """Make `COPIES` empty files, each of which will have about `size` bytes: descriptors by path. Raises OSError."""
+        for parent in self._parents:
+            if os.access(parent, os.W_OK | os.X_OK) and shutil.disk_usage(parent).free > COPIES * size:
+                break
+        else:
+            where = ", ".join(map(str, self._parents))
+            raise OSError(errno.ENOSPC, f"no room for {COPIES} copies in any of: {where}")
+        for left in parent.glob(f"{_PREFIX}*"):
+            _remove_if_abandoned(left)
+        name = f"{_PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
+        unlocked = parent / f".{name}"  # until it is locked: a name that the glob of other processes does not match
+        unlocked.mkdir(mode=0o700)
+        self._fds.append(_opened(unlocked / _LOCK))
+        fcntl.flock(self._fds[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self._directory = directory = unlocked.rename(parent / name)
+        files = {str(path): _opened(path) for path in (directory / f"{number}.safetensors" for number in range(COPIES))}
+        self._fds += files.values()
+        return files
+
+    def close(self) -> None:
+        """Remove the directory and its files."""
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+        while self._fds:
+            os.close(self._fds.pop())
+
+
+def _opened(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+
+def _remove_if_abandoned(directory: Path) -> None:
+    """Remove a directory whose owner has exited, which frees its lock. A directory that can't be opened is left alone."""
+    try:
+        fd = os.open(directory / _LOCK, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(directory, ignore_errors=True)
+    except BlockingIOError:
+        pass
+    finally:
+        os.close(fd)
 
 
 def source_checksum(tensors: Mapping[str, Tensor]) -> str:

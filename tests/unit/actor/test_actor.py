@@ -28,7 +28,7 @@ from pipelinerl.actor.rollouts import RolloutContext, TimeLimits, attempt, check
 from pipelinerl.config.schema import ActorConfig, EvaluationConfig
 from pipelinerl.errors import PromptTooLongError, RequestError, RolloutError, TooManyFailuresError
 from pipelinerl.hub.admission import AdmissionState
-from pipelinerl.hub.hub import ROLLOUTS_FILE, CountedStream, Direct, DirectReader, Hub
+from pipelinerl.hub.hub import ROLLOUTS_FILE, Direct, DirectReader, Hub
 from pipelinerl.interfaces import Verdict, WeightUpdate
 from pipelinerl.rounds import AsyncSchedule, ConventionalSchedule
 from pipelinerl.schedule import PipelineSchedule
@@ -553,10 +553,9 @@ class Harness:
         self.state = AdmissionState(
             Limited(schedule or PipelineSchedule(batch_size=4), groups, k), handed_over=in_stream, settled=settled_before
         )
-        rollouts = CountedStream(self.stream)
-        self.hub = Hub(self.state, rollouts, root, MemoryBoard(), capacity=capacity, drops=when_full == "drop_oldest")
+        self.hub = Hub(self.state, self.stream, root, MemoryBoard(), capacity=capacity, drops=when_full == "drop_oldest")
         self.reader = DirectReader(self.hub)
-        self.board, admission = self.hub, Direct(self.hub)
+        self.board, admission = self.hub.board, Direct(self.hub)
         admission.open()
         config = ActorConfig(**{"group_size": k, "max_tokens": 20, **config})
         context = RolloutContext.of(
@@ -995,9 +994,9 @@ def test_a_group_is_recorded_once_and_before_it_is_in_the_stream():
     harness = Harness(groups=3)
     append, recorded_first = harness.stream.append, []
 
-    def watched(item, place=None):
+    def watched(item, *arguments):
         recorded_first.append(harness.recorded.read_bytes().endswith(item + b"\n"))
-        return append(item, place)
+        return append(item, *arguments)
 
     harness.stream.append = watched
     run(harness, 40)

@@ -69,7 +69,7 @@ def test_only_groups_that_a_resume_keeps_are_read_and_of_two_with_the_same_index
     now = [recorded(2, "r", FAILED), recorded(3, "p", SOLVED)]
     path.write_bytes(b"".join([*before, *now]) + b'{"index":4,')
     skips = made(keep=0.01, at_least=0.01)
-    skips.read(path, GroupLedger([0, 1]), len(b"".join(before)))
+    skips.read(path, GroupLedger(2), len(b"".join(before)))
     p, q, r = ({skips.decide(index, problem) for index in range(20)} - {None} for problem in "pqr")
     assert [(skip.equal_groups, skip.last_group) for skip in (*p, *q, *r)] == [(2, 3), (1, 2)]
     assert [skip.reward_mean for skip in (*p, *r)] == [1.0, 0.0]

@@ -12,11 +12,12 @@ import msgspec
 from pipelinerl.hub import wire
 from pipelinerl.hub.admission import AdmissionState
 from pipelinerl.hub.client import HubClient
-from pipelinerl.hub.hub import ROLLOUTS_FILE, CountedStream, Hub
-from pipelinerl.interfaces import Schedule, Stream, Verdict
+from pipelinerl.hub.hub import ROLLOUTS_FILE, Hub
+from pipelinerl.interfaces import Schedule, Verdict
 from pipelinerl.ledger import GroupLedger
 from pipelinerl.schedule import PipelineSchedule
 from pipelinerl.status.board import MemoryBoard
+from pipelinerl.stream import GroupStream
 from pipelinerl.stream.memory import MemoryStream
 from pipelinerl.types import Completion, Group, Problem, Rollout, StageStatus, TrainerProgress, Turn, VersionSpan
 
@@ -66,7 +67,7 @@ class Place:
         apart: bool = False,
         capacity: int | None = None,
         drops: bool = False,
-        stream: Stream | None = None,
+        stream: GroupStream | None = None,
     ) -> None:
         (root / "rollouts").mkdir(parents=True, exist_ok=True)
         self.records, self.board, self.stream = root / ROLLOUTS_FILE, MemoryBoard(), stream or MemoryStream()
@@ -75,10 +76,10 @@ class Place:
         self.prepared = MemoryStream()
         self.hub = Hub(
             self.state,
-            CountedStream(self.stream),
+            self.stream,
             root,
             self.board,
-            prepared=CountedStream(self.prepared) if apart else None,
+            prepared=self.prepared if apart else None,
             capacity=capacity,
             drops=drops,
         )

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipelinerl.config.load import load_config
-from pipelinerl.hub.admission import AdmissionState, Part
-from pipelinerl.hub.outstanding import Outstanding
+from pipelinerl.hub.admission import AdmissionState, Outstanding, ProcessTotals
 from pipelinerl.interfaces import PipelineState, Schedule, Verdict
 from pipelinerl.ledger import GroupLedger
 from pipelinerl.rounds import AsyncSchedule, ConventionalSchedule
@@ -64,7 +63,7 @@ def claim(state: AdmissionState, process: int = 0, version: int = 0) -> int | No
 
 
 def test_indices_are_used_once_and_those_that_are_taken_never() -> None:
-    state = make_state(processes=2, taken=GroupLedger([0, 1, 3]))
+    state = make_state(processes=2, taken=GroupLedger(2, {3}))
     assert [claim(state, turn % 2) for turn in range(5)] == [2, 4, 5, 6, 7]
 
 
@@ -78,12 +77,14 @@ def test_the_groups_of_a_dead_process_are_started_again_by_whoever_is_first() ->
     state = make_state(processes=2)
     assert [claim(state, process) for process in (0, 1, 0, 1, 1)] == [0, 1, 2, 3, 4]
     assert state.hand_over(3, rollouts=K - 1) == 1
-    assert state.lose(1) == Part(lost=2 * K, groups=1, attempts=K, rollouts=K - 1)
+    assert state.lose(1) == ProcessTotals(lost=2 * K, groups=1, attempts=K, rollouts=K - 1)
     assert (state.counts.in_progress, state.counts.handed_over, state.counts.returned) == ({0: 2 * K}, K - 1, [1, 4])
     assert state.counts.latency is None, "a group that was not finished says nothing of how long one takes"
     assert [claim(state, 0, 2), claim(state, 1, 3), claim(state, 0, 3)] == [1, 4, 5]
     assert state.counts.in_progress == {0: 2 * K, 2: K, 3: 2 * K}
-    assert state.lose(1) == Part(lost=3 * K, groups=1, attempts=K, rollouts=K - 1), "of both processes with this number"
+    assert state.lose(1) == ProcessTotals(lost=3 * K, groups=1, attempts=K, rollouts=K - 1), (
+        "of both processes with this number"
+    )
     assert state.counts.next_index == 6
 
 
@@ -94,7 +95,7 @@ def test_what_a_part_has_done_is_exact() -> None:
     state.hand_over(1, rollouts=1)
     state.hand_over(2, rollouts=0, skipped=True)
     state.replace(1, 1)
-    assert state.parts == {1: Part(groups=1, attempts=K, rollouts=1, replaced=1)}
+    assert state.parts == {1: ProcessTotals(groups=1, attempts=K, rollouts=1, replaced=1)}
     assert (state.counts.in_progress, state.counts.handed_over) == ({0: 2 * K}, 0)
 
 

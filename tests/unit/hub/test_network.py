@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pipelinerl.errors import StageDiedError
-from pipelinerl.hub.hub import CountedStream, Hub
+from pipelinerl.hub.hub import Hub
 from pipelinerl.hub.network import Listener, dial
 from pipelinerl.hub.server import HubServer, WorkerKind
 from pipelinerl.status.board import MemoryBoard
@@ -22,7 +22,7 @@ from tests.unit.hub.hub_parts import make_state
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[HubServer]:
-    hub = Hub(make_state(), CountedStream(MemoryStream()), tmp_path, MemoryBoard())
+    hub = Hub(make_state(), MemoryStream(), tmp_path, MemoryBoard())
     with HubServer(hub) as server:
         server.expect({"training": WorkerKind(reads="rollouts", follows=True)})
         yield server

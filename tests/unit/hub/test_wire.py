@@ -64,7 +64,7 @@ MESSAGES: list[msgspec.Struct] = [
     wire.Hello("training", "m1"),
     wire.Ask(3, 8, 5, (4, 7)),
     HandOver(1, 8, False, b"{}"),
-    wire.Want(2),
+    wire.MayTake(2),
     wire.Open(),
     wire.Publish(trainer_status(3)),
     wire.Take(3, 8),
@@ -74,8 +74,6 @@ MESSAGES: list[msgspec.Struct] = [
     wire.Sync(),
     wire.Grant(4),
     wire.Denied(Verdict(False, "the trainer", ("trainer",))),
-    wire.MayTake(1),
-    wire.Opened(),
     wire.Dropped(3),
     wire.Item(9, b"{}"),
     wire.Room(4),
@@ -124,13 +122,13 @@ def test_a_peer_that_does_not_read_holds_nobody_up_and_gets_all_in_order() -> No
 
 def test_what_was_complete_counts_when_the_peer_dies_within_a_message() -> None:
     with raw_end() as (here, there):
-        here.sendall(framed(wire.Want(1)) + framed(HandOver(0, 1, False, b"x" * 999))[:-1])
+        here.sendall(framed(wire.MayTake(1)) + framed(HandOver(0, 1, False, b"x" * 999))[:-1])
         here.close()
-        assert there.receive() == [wire.Want(1)]
+        assert there.receive() == [wire.MayTake(1)]
         for _ in range(2):
             with pytest.raises(ClosedError):
                 there.receive()
-        there.send(wire.Want(2))  # nobody reads it, and nothing is kept
+        there.send(wire.MayTake(2))  # nobody reads it, and nothing is kept
         assert not there.backlog
 
 
@@ -142,7 +140,7 @@ def test_what_was_complete_counts_when_the_peer_dies_within_a_message() -> None:
         framed(wire.Grant(3)),  # from the other side
         struct.pack("!I", 1 << 31),
         struct.pack("!I", 0),
-        framed(wire.Want(1))[:-1] + b"\xc0",
+        framed(wire.MayTake(1))[:-1] + b"\xc0",
     ],
     ids=["another protocol", "not MessagePack", "another message", "too long", "empty", "another type"],
 )
@@ -151,41 +149,6 @@ def test_what_is_no_message_ends_the_connection(garbage: bytes) -> None:
         here.sendall(garbage)
         with pytest.raises(ClosedError):
             there.receive()
-
-
-class Interrupted:
-    """A socket within whose calls a signal handler sends: before each one, and after each one."""
-
-    def __init__(self, connected: socket.socket, handler: Any) -> None:
-        self._socket, self._handler = connected, handler
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._socket, name)
-
-    def send(self, data: memoryview) -> int:
-        self._handler()
-        sent = self._socket.send(data[:7])  # a part
-        self._handler()
-        return sent
-
-
-def test_a_signal_handler_may_send_within_a_send() -> None:
-    with two_ends() as (one, other):
-        left = list(range(100))
-
-        def handler() -> None:
-            if left:
-                one.send(wire.Want(left.pop(0)))
-
-        one._socket = Interrupted(one._socket, handler)  # type: ignore[assignment]
-        for number in range(10):
-            one.send(HandOver(number, 1, False, b"x" * number * 20))
-        found = list[Any]()
-        while one.backlog or len(found) < 110:
-            found += other.receive()
-            one.flush()
-        assert [message.index for message in found if isinstance(message, HandOver)] == list(range(10))
-        assert [message.version for message in found if isinstance(message, wire.Want)] == list(range(100))
 
 
 def test_real_signals_between_any_two_instructions_break_no_message() -> None:

@@ -26,7 +26,7 @@ from pipelinerl.launch.hosts.host import LocalHost
 from pipelinerl.launch.hosts.processes import Processes
 from pipelinerl.launch.run import write_session
 from pipelinerl.launch.session import KeptGroup, Session, StartPlan, WorkerSpec, read_session
-from pipelinerl.launch.stages import broadcast
+from pipelinerl.launch.stages import training
 from pipelinerl.launch.stages.generation import make_engine
 from pipelinerl.launch.stages.servers import _api_key, run_server
 from pipelinerl.resources.roles import rank_roles, server_roles, worker_roles, worker_stages
@@ -202,7 +202,7 @@ def test_a_broadcast_comes_from_an_address_that_all_servers_reach(tmp_path: Path
     def host(*urls: str) -> str:
         config = RunConfig(weights=COLLECTIVE, engine=EngineConfig(kind="http", urls=urls))
         hub: Any = DirectMessages()
-        with closing(broadcast.broadcast_sender(session_of(config, tmp_path), hub, 1.0, lambda: False)) as sender:
+        with closing(training._sender(session_of(config, tmp_path), hub, lambda: False)) as sender:
             found: str = cast(CollectiveWeightSender, sender).host
         return found
 
@@ -210,7 +210,7 @@ def test_a_broadcast_comes_from_an_address_that_all_servers_reach(tmp_path: Path
     with pytest.raises(UserError, match=r"^engine.urls: there is no route to http://no-such-host.invalid:8000"):
         host("http://no-such-host.invalid:8000")
     ways = {"http://127.0.0.1:8000": "127.0.0.1", "http://far:8000": "127.0.0.2"}
-    monkeypatch.setattr(broadcast, "_source_address", ways.__getitem__)
+    monkeypatch.setattr(training, "source_address", ways.__getitem__)
     assert host(*ways) == "127.0.0.2"
 
 

@@ -9,7 +9,6 @@ from typing import cast
 
 import pytest
 
-from pipelinerl.checkpoint_folders import folder_name
 from pipelinerl.config.load import load_config
 from pipelinerl.errors import BroadcastEndedError, PipelineRLError, StageDiedError, WeightUpdateError
 from pipelinerl.files import JsonLines
@@ -62,7 +61,7 @@ def test_a_new_checkpoint_begins_the_count_again(tmp_path: Path) -> None:
     losses = Losses(first)
     steps_lost = 0
     for number in range(5):
-        (first.run.checkpoints / folder_name(10 * number + 4)).mkdir(parents=True)
+        (first.run.checkpoints / f"step_{10 * number + 4:08d}").mkdir(parents=True)
         assert losses.allow(session(tmp_path, max(0, 10 * number - 6)), ended("death", version=10 * number + 7))
         steps_lost += 3
         assert "the run goes on from its latest checkpoint" in losses.message

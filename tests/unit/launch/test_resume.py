@@ -10,13 +10,12 @@ import pytest
 
 import pipelinerl
 from pipelinerl.api import _changes, _prepare
-from pipelinerl.checkpoint_folders import folder_name
 from pipelinerl.config.load import load_config
 from pipelinerl.config.schema import RunConfig, TrainerConfig
 from pipelinerl.config.secrets import without_secrets
 from pipelinerl.environments.tasks.gcd import Gcd
 from pipelinerl.errors import RunDirectoryError, UserError
-from pipelinerl.files import JsonLines, write_privately
+from pipelinerl.files import JsonLines, write_atomically
 from pipelinerl.launch.resume import FIXED, changed_settings, resumed_config
 from pipelinerl.launch.run_lock import keep_settings
 from pipelinerl.run_directory import RunDirectory
@@ -38,9 +37,9 @@ def run(tmp_path: Path) -> RunDirectory:
     run.make_folders()
     config = load_config(None, {**SETTINGS, "run_dir": str(run.root)})
     keep_settings(config, run)
-    write_privately(run.settings, config.model_dump_json().encode())
+    write_atomically(run.settings, config.model_dump_json().encode(), mode=0o600)
     record(run, config)
-    (run.checkpoints / folder_name(4)).mkdir()
+    (run.checkpoints / "step_00000004").mkdir()
     return run
 
 
@@ -102,7 +101,7 @@ def test_what_the_checkpoint_depends_on_can_not_be_changed(run: RunDirectory, ch
     config = resumed_config(run.root, change)
     with pytest.raises(RunDirectoryError, match=rf"was run with {key} .*{FIXED[key]}: set it to that again$"):
         changed_settings(config, run)
-    (run.checkpoints / folder_name(4)).rmdir()  # then the run starts again from the beginning
+    (run.checkpoints / "step_00000004").rmdir()  # then the run starts again from the beginning
     changed_settings(config, run)
 
 
@@ -150,7 +149,7 @@ def test_an_edit_is_accepted_if_it_is_also_in_the_command(run: RunDirectory) -> 
 def test_settings_of_a_resume_that_ended_before_its_first_step_are_no_edit(run: RunDirectory) -> None:
     """It had loaded, so they are in config.yaml; its trainer had not recorded it yet."""
     config = resumed_config(run.root, {"trainer.steps": 9})
-    write_privately(run.settings, config.model_dump_json().encode())
+    write_atomically(run.settings, config.model_dump_json().encode(), mode=0o600)
     keep_settings(config, run)
     assert resumed_config(run.root).trainer.steps == 9
     assert changed_settings(resumed_config(run.root), run) == ["changed: trainer.steps 4 -> 9"]

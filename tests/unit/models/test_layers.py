@@ -14,7 +14,6 @@ from pipelinerl.config.schema import LoraConfig, TrainerConfig
 from pipelinerl.models.layers import compile_layers
 from pipelinerl.models.lora import LoraModel
 from pipelinerl.models.packed import PackedRow, training_forward
-from pipelinerl.preprocess import pack
 from pipelinerl.trainer import Learner
 from pipelinerl.types import Segment
 from tests.parity.models import CONFIGS, THROUGH_CACHE, make_model, tiny_llama
@@ -115,7 +114,7 @@ def test_steps_of_all_kinds_are_those_without_a_compiler(way: str) -> None:
             micro_batch_tokens=100,
             head_chunk=5 if way == "chunks" else "auto",
         )
-        learner = Learner(model, config, temperature=1.0, pack=pack, lora=lora)
+        learner = Learner(model, config, temperature=1.0, lora=lora)
         assert learner._forward.compiled == compiled
         results.append([learner.step(samples, version) for version in (3, 4)])
     for plain, other in zip(*results, strict=True):

@@ -50,7 +50,6 @@ from pipelinerl.models.loading import (
 )
 from pipelinerl.models.packed import PackedRow, checkpoint_activations, sampled_logits, use_packed_attention
 from pipelinerl.models.state import checksum
-from pipelinerl.preprocess import pack
 from pipelinerl.trainer import Learner
 from pipelinerl.types import GenerationRequest, SamplingParams, Segment
 
@@ -116,7 +115,7 @@ def test_a_vision_language_model_is_trained_and_run_as_its_text_model(vision: st
     torch.manual_seed(0)
     AutoModelForImageTextToText.from_config(WITH_VISION[vision]).save_pretrained(tmp_path)
     model = load_model(ModelConfig(path=str(tmp_path)))
-    learner = Learner(model, TrainerConfig(weight_decay=0.1), temperature=1.0, pack=pack)
+    learner = Learner(model, TrainerConfig(weight_decay=0.1), temperature=1.0)
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     parts = ("visual", "vision", "multi_modal")
     assert frozen == {name for name, _ in model.named_parameters() if any(part in name for part in parts)}

@@ -17,7 +17,6 @@ from pipelinerl.errors import CheckpointError, ConfigError, MissingDependencyErr
 from pipelinerl.models.lora import ADAPTER_FOLDER, LoraLinear, LoraModel, refuse_adapter
 from pipelinerl.models.packed import PackedRow, training_forward
 from pipelinerl.models.state import checksum, load_weights, named_weights
-from pipelinerl.preprocess import pack
 from pipelinerl.trainer import FrozenModelScorer, Learner
 from pipelinerl.types import Segment
 from tests.parity.models import CONFIGS, THROUGH_CACHE, make_model
@@ -50,7 +49,7 @@ FAMILIES = [
 
 def learner(lora: LoraModel, **options: Any) -> Learner:
     config = TrainerConfig(**{"learning_rate": 1e-2, "steps": 100} | options)
-    return Learner(lora.model, config, temperature=TEMPERATURE, pack=pack, lora=lora)
+    return Learner(lora.model, config, temperature=TEMPERATURE, lora=lora)
 
 
 def logits(model: Any) -> torch.Tensor:
@@ -136,7 +135,7 @@ def test_small_changes_beside_bfloat16_weights_add_up() -> None:
 
 def test_without_its_adapters_the_model_is_the_reference() -> None:
     lora = stir(with_adapters())
-    options: dict[str, Any] = {"temperature": TEMPERATURE, "micro_batch_tokens": 64, "pack": pack}
+    options: dict[str, Any] = {"temperature": TEMPERATURE, "micro_batch_tokens": 64}
     copied = FrozenModelScorer(make_model("llama"), **options).score([SEGMENT])
     trained = logits(lora.model)
     assert FrozenModelScorer(lora.model, **options, lora=lora).score([SEGMENT]) == copied

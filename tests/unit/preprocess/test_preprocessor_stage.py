@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelinerl.checkpoint_state import QueueCounts, QueuePosition
+from pipelinerl.checkpoint import QueueCounts, QueuePosition
 from pipelinerl.config.schema import PreprocessConfig
 from pipelinerl.errors import RolloutError, StreamError
 from pipelinerl.hub import wire
 from pipelinerl.hub.client import HubReader, PreparedWriter
-from pipelinerl.hub.hub import ROLLOUTS_FILE, CountedStream, Hub
+from pipelinerl.hub.hub import ROLLOUTS_FILE, Hub
 from pipelinerl.hub.server import HubServer, WorkerKind
 from pipelinerl.launch.resume import take_back
 from pipelinerl.launch.session import KeptGroup
@@ -128,9 +128,10 @@ class Run:
         self.trained, left = list(trained), [kept.left for kept in self.kept]
         streams = self.streams()
         ready = streams[PREPARED].waiting
+        streams[PREPARED].count(left[:ready])
+        streams[ROLLOUTS].count(left[ready:])
         state = make_state(PipelineSchedule(1_000_000), taken=self.taken)
-        prepared, rollouts = CountedStream(streams[PREPARED], left[:ready]), CountedStream(streams[ROLLOUTS], left[ready:])
-        self.hub = Hub(state, rollouts, self.root, MemoryBoard(), prepared=prepared)
+        self.hub = Hub(state, streams[ROLLOUTS], self.root, MemoryBoard(), prepared=streams[PREPARED])
         self.begun, self.saved_trained = sum(left), counts.trained
         with HubServer(self.hub) as self.server:
             self.actor = Asking(self.server.connect(WorkerKind(process=0)))
@@ -201,7 +202,7 @@ class Run:
 
     def take_back(self) -> None:
         position, _, version, _ = self.saved
-        self.taken = GroupLedger.from_record(position.ledger)
+        self.taken = position.ledger.copy()
         with ExitStack() as opened:
             streams = {name: opened.enter_context(closing(stream)) for name, stream in self.streams().items()}
             self.kept = take_back(streams, position, self.taken, version)

@@ -21,8 +21,7 @@ from hypothesis import strategies as st
 
 from pipelinerl.errors import ConfigError, StreamError
 from pipelinerl.files import JsonLines
-from pipelinerl.interfaces import Stream
-from pipelinerl.stream import files
+from pipelinerl.stream import GroupStream, files
 from pipelinerl.stream.files import FileStream
 from pipelinerl.stream.memory import MemoryStream
 from tests.limits import small_files
@@ -30,7 +29,7 @@ from tests.redis_server import redis_for_tests
 
 ROOT = Path(__file__).parents[3]
 NAMES = itertools.count()
-Open = Callable[[], Stream]
+Open = Callable[[], GroupStream]
 
 
 @pytest.fixture(scope="module")
@@ -91,13 +90,12 @@ def test_any_history_is_that_of_a_list(make: Any, history: list[tuple[str, int]]
     stream = opened()
     for what, number in history:
         if what == "append":
-            item = f"item {next(numbers)}".encode()
-            assert stream.append(item) == model.append(item)
+            item = f"item {(count := next(numbers))}".encode()
+            assert stream.append(item, count) == model.append(item)
         elif what == "read":
             assert list(stream.read(number)) == model.read(number)
         elif what == "drop" and model.waiting():
-            assert stream.drop() == model.waiting()[0]
-            del model.items[model.waiting()[0]]
+            assert stream.drop() == int(model.items.pop(model.waiting()[0]).split()[1])
         elif what == "commit" and number <= model.cursor:
             stream.commit(number)
             model.items = {offset: item for offset, item in model.items.items() if offset >= number}
@@ -107,13 +105,16 @@ def test_any_history_is_that_of_a_list(make: Any, history: list[tuple[str, int]]
         elif what == "open" and make.lasting:
             stream.close()
             stream, model.cursor = opened(), 0
+            stream.count([int(item.split()[1]) for item in model.items.values()])
         elif what == "keep":
             kept = stream.keep(number, lambda item: item[-1] % 2 == 0)
             model.items = {n: item for n, item in model.items.items() if n >= number and item[-1] % 2 == 0}
             model.cursor = 0
             assert list(kept) == list(model.items.values())
+            stream.count([int(item.split()[1]) for item in kept])
         assert list(stream.offsets()) == model.waiting()
         assert stream.waiting == len(model.waiting())
+        assert stream.rollouts == sum(int(model.items[offset].split()[1]) for offset in model.waiting())
     stream.close()
 
 
@@ -219,7 +220,7 @@ def test_items_of_a_file_of_records_are_not_written_again(
         for number in range(4):
             place = records.size
             records.write({"n": number, "text": "x" * 100_000})
-            stream.append(path.read_bytes()[place:-1], place)
+            stream.append(path.read_bytes()[place:-1], place=place)
         assert [msgspec.json.decode(item)["n"] for _, item in stream.read(2)] == [0, 1]
         stream.return_to(1)
         assert [msgspec.json.decode(item)["n"] for _, item in stream.read(9)] == [1, 2, 3]
@@ -259,8 +260,8 @@ def test_lost_requests_and_answers_change_nothing(redis_url: str, seed: int) -> 
         closing(RedisStream(redis_url, f"s-{next(NAMES)}")) as stream,
     ):
         for number in range(60):
-            assert stream.append(b"%d" % number) == number
-        assert stream.drop() == 0
+            assert stream.append(b"%d" % number, 5) == number
+        assert stream.drop() == 5
         assert [item for _, item in stream.read(100)] == [b"%d" % number for number in range(1, 60)]
         stream.commit(30)
         stream.return_to(0)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pipelinerl.checkpoint import write_checkpoint
+from pipelinerl.checkpoint import CheckpointState, write_checkpoint
 from pipelinerl.config.schema import LoraConfig, TrainerConfig
 from pipelinerl.engine.static import StaticEngine
 from pipelinerl.files import shared_memory
@@ -21,7 +21,6 @@ from pipelinerl.models import packed
 from pipelinerl.models.loading import use_float32_head
 from pipelinerl.models.lora import LoraModel
 from pipelinerl.models.state import checksum, named_weights
-from pipelinerl.preprocess import pack
 from pipelinerl.trainer import Learner
 from pipelinerl.weights.memory import DirectMessages
 from pipelinerl.weights.receiving import SharedWeightReceiver
@@ -49,7 +48,7 @@ def test_steps_have_the_losses_of_the_cpu_and_a_bounded_number_of_waits(
 
     def learner(where: str, tokens: int) -> Learner:
         config = TrainerConfig(micro_batch_tokens=tokens)
-        return Learner(copy.deepcopy(model).to(where), config, temperature=1.0, pack=pack)
+        return Learner(copy.deepcopy(model).to(where), config, temperature=1.0)
 
     for tokens in (64, 256):
         expected = learner("cpu", tokens).step(samples, version=4)
@@ -98,7 +97,7 @@ def test_a_checkpoint_is_written_in_parts_of_which_the_host_has_three(
     with pretended_cuda() as device:
         model = model.to("cuda")
         lora = LoraModel(model, LoraConfig(rank=2), seed=0) if adapters else None
-        learner = Learner(model, TrainerConfig(), temperature=1.0, pack=pack, lora=lora)
+        learner = Learner(model, TrainerConfig(), temperature=1.0, lora=lora)
         learner.step(samples, version=0)
         expected = {
             "model.safetensors": {name: tensor.cpu() for name, tensor in learner.weights().items()},
@@ -106,8 +105,8 @@ def test_a_checkpoint_is_written_in_parts_of_which_the_host_has_three(
         }
         device.waits.clear()
         device.most_pinned = 0
-        options: Any = {"positions": {}, "counters": {}, "rng": {}, "tokenizer": make_tokenizer()}
-        path = write_checkpoint(tmp_path, version=1, model=learner, optimizer=learner.save_optimizer, **options)()
+        parts: Any = {"model": learner, "optimizer": learner.save_optimizer, "tokenizer": make_tokenizer()}
+        path = write_checkpoint(tmp_path, CheckpointState(version=1), **parts)()
         assert device.waits.keys() == {"an event"}, "nothing else is copied to the host"
         assert 0 < device.most_pinned <= 3 * 1000
     for name, tensors in expected.items():

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelinerl.checkpoint_state import QueueCounts, QueuePosition
+from pipelinerl.checkpoint import QueueCounts, QueuePosition
 from pipelinerl.config.schema import PreprocessConfig
 from pipelinerl.errors import StreamError
+from pipelinerl.ledger import GroupLedger
 from pipelinerl.preprocess import PreparingReader, Preprocessor
 from pipelinerl.trainer.queue import SampleQueue
 from pipelinerl.types import Completion, Group, Problem, Rollout, Turn, spans_from_versions
@@ -234,9 +235,7 @@ def test_every_rollout_ends_in_exactly_one_place_over_any_number_of_resumes(  # 
     assert queue.outstanding == queue.queued
     while queue.queued:
         queue.mark_trained(queue.take(1))
-    assert queue.position() == QueuePosition(
-        offset=len(groups), ledger=msgspec.structs.replace(queue.position().ledger, below=len(groups), extras=())
-    )
+    assert queue.position() == QueuePosition(offset=len(groups), ledger=GroupLedger(len(groups)))
 
 
 def test_rewards_of_all_that_was_dropped_are_kept_once() -> None:

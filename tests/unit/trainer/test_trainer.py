@@ -19,8 +19,7 @@ from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from pipelinerl import checkpoint
-from pipelinerl.checkpoint import load_checkpoint
-from pipelinerl.checkpoint_folders import checkpoints, latest_checkpoint, saved_versions
+from pipelinerl.checkpoint import by_version, latest_checkpoint, load_checkpoint, saved_versions
 from pipelinerl.config.schema import PreprocessConfig, TrainerConfig
 from pipelinerl.errors import CheckpointError, PolicyMismatchError
 from pipelinerl.files import JsonLines
@@ -29,7 +28,7 @@ from pipelinerl.metrics.reading import read_json_lines, read_records
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.sinks import JsonlSink
 from pipelinerl.models.state import checksum, digests_of, named_weights
-from pipelinerl.preprocess import PreparingReader, Preprocessor, pack
+from pipelinerl.preprocess import PreparingReader, Preprocessor
 from pipelinerl.rounds import ConventionalSchedule
 from pipelinerl.schedule import PipelineSchedule
 from pipelinerl.status.board import MemoryBoard
@@ -126,7 +125,7 @@ class Setup:
         path = latest_checkpoint(run_dir) if resume else None
         if path is not None:
             model = AutoModelForCausalLM.from_pretrained(path).eval()
-        self.learner = Learner(model, self.config, temperature=1.0, pack=pack)
+        self.learner = Learner(model, self.config, temperature=1.0)
         if path is not None:
             state = TrainerState.resume(load_checkpoint(path), self.learner)
         prepared = PreparingReader(reader, Preprocessor(PreprocessConfig()))
@@ -435,7 +434,7 @@ def test_steps_go_on_while_a_checkpoint_is_on_its_way_to_the_disk(tmp_path: Path
     disk.written.set()
     setup.trainer.pump()
     setup.trainer.finish()
-    assert [path.name for path in checkpoints(tmp_path / "checkpoints")] == ["step_00000002", "step_00000004"]
+    assert list(by_version(tmp_path / "checkpoints")) == [2, 4]
     assert commit.call_count == 2
 
 

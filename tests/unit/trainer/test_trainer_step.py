@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 from pipelinerl.config.schema import CorrectionConfig, TrainerConfig
 from pipelinerl.errors import CheckpointError, TrainingDivergedError
 from pipelinerl.models.state import checksum, named_weights
-from pipelinerl.preprocess import pack
 from pipelinerl.trainer import FrozenModelScorer, Learner
 from pipelinerl.trainer.logprobs import token_logprobs
 from pipelinerl.trainer.losses import DEFAULT_CORRECTION
@@ -90,7 +89,7 @@ def learner(
     model: PreTrainedModel, correction: CorrectionConfig = DEFAULT_CORRECTION, *, skip: bool = True, **changes: object
 ) -> Learner:
     config = TrainerConfig(**({"learning_rate": 1e-3, "max_grad_norm": 1e9} | changes))
-    return Learner(model, config, temperature=TEMPERATURE, pack=pack, correction=correction, skip_zero_advantage=skip)
+    return Learner(model, config, temperature=TEMPERATURE, correction=correction, skip_zero_advantage=skip)
 
 
 def gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -226,7 +225,7 @@ def test_a_step_of_rollouts_without_advantage_still_moves_by_its_momentum() -> N
 def test_with_a_kl_penalty_rollouts_without_advantage_count() -> None:
     model = make_model()
     samples = make_samples(model, count=4)
-    scorer = FrozenModelScorer(make_model(seed=1), temperature=TEMPERATURE, micro_batch_tokens=50, pack=pack)
+    scorer = FrozenModelScorer(make_model(seed=1), temperature=TEMPERATURE, micro_batch_tokens=50)
     scored = [
         msgspec.structs.replace(
             sample, advantage=0.0, reference_logprobs=tuple(lp for part in scorer.score(sample.segments) for lp in part)
@@ -243,7 +242,7 @@ def test_with_a_kl_penalty_rollouts_without_advantage_count() -> None:
 def test_reference_scores_are_those_of_each_segment_alone(budget: int) -> None:
     model = make_model(seed=2)
     samples = make_samples(model, noise=0.0)
-    scorer = FrozenModelScorer(model, temperature=TEMPERATURE, micro_batch_tokens=budget, pack=pack)
+    scorer = FrozenModelScorer(model, temperature=TEMPERATURE, micro_batch_tokens=budget)
     scores = scorer.score([segment for sample in samples for segment in sample.segments])
     flat = [lp for part in scores for lp in part]
     assert flat == pytest.approx([lp for sample in samples for lp in sample.behaviour_logprobs], abs=1e-4)

@@ -28,7 +28,7 @@ class End:
                 handler(message)
 
     def send(self, message: Any) -> None:
-        if isinstance(message, wire.Answer):
+        if isinstance(message, wire.EngineAnswer):
             self.asked = True
             self._relay.trainer.inbox.append(msgspec.structs.replace(message, engine=self.number))
         else:
@@ -51,4 +51,4 @@ class Relay:
     def lose(self, number: int) -> None:
         """The process has died."""
         del self.engines[number]
-        self.trainer.inbox.append(wire.Answer(wire.AWAY, engine=number))
+        self.trainer.inbox.append(wire.EngineAnswer(wire.AWAY, engine=number))

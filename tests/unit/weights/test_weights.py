@@ -28,10 +28,9 @@ from pipelinerl.models.state import checksum, device_checksum, load_weights, nam
 from pipelinerl.serving.incoming import read_file
 from pipelinerl.types import UpdateReceipt
 from pipelinerl.weights import receiving, sending
-from pipelinerl.weights.folder import FileWeightSender, WeightFolder
 from pipelinerl.weights.memory import MemoryWeightSender
 from pipelinerl.weights.receiving import Receiver, SharedWeightReceiver
-from pipelinerl.weights.sending import SharedWeightSender
+from pipelinerl.weights.sending import SharedWeightSender, WeightFolder
 from tests.limits import small_files
 from tests.unit.hub.hub_parts import Place
 from tests.unit.weights.relay import Relay
@@ -553,7 +552,7 @@ def test_files_are_written_in_turn_and_are_what_safetensors_reads(tmp_path: Path
         "transposed": torch.randn(2, 6).T,
         "odd": torch.ones(3) > 0,
     }
-    with closing(FileWeightSender([tmp_path], relay.trainer, 1)) as sender:
+    with closing(SharedWeightSender(WeightFolder(tmp_path), relay.trainer, 1)) as sender:
         receiver = Receiver(relay.engine())
         assert receiver.poll() is None
         sent: list[tuple[Path, str]] = []
@@ -582,11 +581,11 @@ def test_the_first_directory_with_room_is_taken_and_the_error_names_all(
     monkeypatch.setattr(os, "access", lambda path, mode: path != locked and access(path, mode))
     for directory in (locked, there):
         directory.mkdir()
-    with closing(FileWeightSender([tmp_path / "missing", locked, there], Relay().trainer, 0)) as sender:
+    with closing(SharedWeightSender(WeightFolder(tmp_path / "missing", locked, there), Relay().trainer, 0)) as sender:
         sender.send(0, named_weights(Tied()))
         assert len(files(there)) == 2
     with pytest.raises(WeightUpdateError, match=rf"no room .*{tmp_path / 'missing'}"):
-        FileWeightSender([tmp_path / "missing"], Relay().trainer, 0).send(0, named_weights(Tied()))
+        SharedWeightSender(WeightFolder(tmp_path / "missing"), Relay().trainer, 0).send(0, named_weights(Tied()))
 
 
 def test_what_a_dead_process_left_is_removed_but_not_what_a_living_one_uses(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from pipelinerl.checkpoint_folders import WEIGHTS_FOLDER
+from pipelinerl.checkpoint import WEIGHTS_FOLDER
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.experiments.compare.held_out import HELD_OUT_FILE, Answered, read_answers

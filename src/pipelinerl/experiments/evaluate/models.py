@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pipelinerl.actor.client import EngineClient
-from pipelinerl.checkpoint import load_checkpoint
-from pipelinerl.checkpoint_folders import best_version, saved_versions
+from pipelinerl.checkpoint import best_version, load_checkpoint, saved_versions
 from pipelinerl.config.schema import LONGEST_SLOT, EngineConfig, ModelConfig, RunConfig
 from pipelinerl.engine import LocalEngine
 from pipelinerl.errors import RunDirectoryError, UserError

@@ -25,7 +25,7 @@ from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import PolicyMismatchError, RunInterruptedError
 from pipelinerl.experiments.replay.records import Batch, RecordedRun, RecordedSamples, SessionSegment
 from pipelinerl.experiments.runs import rank_processes
-from pipelinerl.files import JsonLines, open_lines
+from pipelinerl.files import JsonLines
 from pipelinerl.interfaces import Schedule, Verdict
 from pipelinerl.launch.hosts.embedded import torch_threads
 from pipelinerl.launch.run import write_session
@@ -149,7 +149,7 @@ class TrainingReplay:
             JsonLines(self.folder.trained) as trained,
             JsonLines(self.folder.published) as published,
         ):
-            yield TrainingLogs(metrics, trained, published, open_lines, lambda: None)
+            yield TrainingLogs(metrics, trained, published, JsonLines, lambda: None)
 
 
 # ---- the trainer's surroundings
@@ -177,9 +177,6 @@ class BatchStream:
 
     def commit(self, offset: int) -> None:
         """Nothing is stored."""
-
-    def close(self) -> None:
-        """Nothing is open."""
 
 
 class _OneBatch:

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from pipelinerl.checkpoint_folders import latest_checkpoint
+from pipelinerl.checkpoint import latest_checkpoint
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import ModelLoadError
 from pipelinerl.experiments.browse.records import one_line, skip_text

@@ -19,7 +19,7 @@ import torch
 from pipelinerl.environments.user.code import run_to_end
 from pipelinerl.errors import PipelineRLError, StalledError
 from pipelinerl.hub.hub import Direct, DirectReader, Hub
-from pipelinerl.interfaces import WeightSender
+from pipelinerl.interfaces import Board, WeightSender
 from pipelinerl.launch.run_lock import RunLock, errors_explained, keep_settings
 from pipelinerl.launch.session import Session
 from pipelinerl.launch.stages.generation import Generation, build_generation, generate
@@ -55,7 +55,7 @@ def run_embedded(session: Session, view: RunView, lock: RunLock) -> Outcome:
         interrupts = stack.enter_context(counted_interrupts(raises_at=2))
         hub = stack.enter_context(closing(make_hub(session, board)))
         try:
-            generation = build_generation(session, hub, Direct(hub), sender.receiver)
+            generation = build_generation(session, board, Direct(hub), sender.receiver)
             goal_reached = _run(generation, hub, sender, interrupts, view=view, lock=lock)
             error = None if goal_reached else interruption(session)
         except PipelineRLError as raised:
@@ -83,14 +83,14 @@ def _run(
 ) -> bool:
     """Alternate generation and training to the end. Returns whether the goal was reached."""
     session = generation.session
-    starting(hub, [TRAINER], "loads the model")
+    starting(hub.board, [TRAINER], "loads the model")
     policy = load_policy(session)
     with open_logs(session) as logs:
         prepared = preparing(session.config, DirectReader(hub), policy.lora)
-        trainer = build_trainer(session, hub, policy, reader=prepared, sender=sender, logs=logs)
+        trainer = build_trainer(session, hub.board, policy, reader=prepared, sender=sender, logs=logs)
         with failures_on_board(trainer):
             trainer.start()
-            after_iteration = _AfterIteration(session, trainer, hub, view, lock)
+            after_iteration = _AfterIteration(session, trainer, hub.board, view, lock)
             run_to_end(generate(generation, stop=lambda: interrupts.count > 0, between=after_iteration))
             trainer.finish()
         return trainer.goal_reached
@@ -102,7 +102,7 @@ class _AfterIteration:
     Then it also writes the statuses to a file for other processes.
     """
 
-    def __init__(self, session: Session, trainer: Trainer, board: Hub, view: RunView, lock: RunLock) -> None:
+    def __init__(self, session: Session, trainer: Trainer, board: Board, view: RunView, lock: RunLock) -> None:
         self._session, self._lock = session, lock
         self._trainer, self._board, self._view = trainer, board, view
         self._watchdog = Watchdog(session.config.launch.watchdog_s)

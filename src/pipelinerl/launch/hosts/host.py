@@ -23,7 +23,7 @@ from pipelinerl.child import KILL_TIMEOUT_S, ChildProcess
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import INVALID_DATA, PipelineRLError, StageDiedError
 from pipelinerl.files import shared_memory
-from pipelinerl.hub.admission import Part
+from pipelinerl.hub.admission import ProcessTotals
 from pipelinerl.hub.server import HubServer, WorkerKind
 from pipelinerl.interfaces import Board
 from pipelinerl.launch.session import Session, WorkerError, WorkerReport, WorkerSpec
@@ -37,7 +37,7 @@ from pipelinerl.status.board import MemoryBoard
 
 def remove_weights_of(pid: int) -> None:
     """Remove the weight files for engine servers that a killed trainer left behind."""
-    for left in Path("/dev/shm").glob(f"pipelinerl-weights-{pid}-*"):  # noqa: S108 - see `weights.folder`
+    for left in Path("/dev/shm").glob(f"pipelinerl-weights-{pid}-*"):  # noqa: S108 - see `weights.sending`
         shutil.rmtree(left, ignore_errors=True)
 
 
@@ -206,7 +206,7 @@ class Host(ABC):
         """Rollouts in the streams."""
         return self._hub.waiting
 
-    def parts(self) -> dict[int, Part]:
+    def parts(self) -> dict[int, ProcessTotals]:
         """What generation processes have done, by number."""
         return self._hub.admission.parts
 

@@ -28,12 +28,11 @@ from pipelinerl.actor.rollouts import RolloutContext
 from pipelinerl.config.schema import EvaluationConfig
 from pipelinerl.environments.registry import make_environment, notes_of
 from pipelinerl.errors import StalledError
-from pipelinerl.files import OpenLines, open_lines
+from pipelinerl.files import JsonLines, OpenLines
 from pipelinerl.hub.client import Claims, HubClient
 from pipelinerl.interfaces import Admission, AsyncEngine, Board, Environment, Tokenizer, WeightReceiver
 from pipelinerl.launch.session import Session
 from pipelinerl.launch.stages.engines import EngineHandle, local_engine
-from pipelinerl.ledger import GroupLedger
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.sinks import JsonlSink
 from pipelinerl.metrics.timeline import TimelineWriter
@@ -68,9 +67,16 @@ def _receiver(session: Session, hub: HubClient, index: int, engine: str) -> Weig
     if config.engine.kind != "local":
         return Receiver(hub)
     if config.weights.kind == "collective":
-        from pipelinerl.launch.stages.broadcast import broadcast_receiver  # noqa: PLC0415 - few runs need it
+        from pipelinerl.weights.broadcast.receiver import CollectiveWeightReceiver  # noqa: PLC0415 - few runs need it
 
-        return broadcast_receiver(session, hub, index, engine)
+        return CollectiveWeightReceiver(
+            hub,
+            session.plan.weights_key,
+            index,
+            engine=engine,
+            join_timeout_s=config.launch.startup_timeout_s,
+            device=torch.device(config.engine.device),
+        )
     return SharedWeightReceiver(session.here.weights, hub, config.engine.device)
 
 
@@ -111,7 +117,7 @@ def build_generation(
     admission: Admission,
     receiver: WeightReceiver,
     *,
-    lines: OpenLines = open_lines,
+    lines: OpenLines = JsonLines,
     index: int = 0,
 ) -> Generation:
     """Make the environment, then the engine: errors in the environment are found before the slow loading of the model."""
@@ -217,7 +223,7 @@ def _groups(generation: Generation, handle: EngineHandle) -> GroupRunner:
 
         run, plan = generation.session.run, generation.session.plan
         skips = OnlineFilter(config.actor.online_filter, config.seed)
-        skips.read(run.recorded, GroupLedger.from_record(plan.taken), plan.rollouts_bytes)
+        skips.read(run.recorded, plan.taken, plan.rollouts_bytes)
     return GroupRunner(context, config.actor, skips)
 
 

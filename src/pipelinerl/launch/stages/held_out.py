@@ -15,7 +15,6 @@ from pipelinerl.environments.registry import make_inner
 from pipelinerl.errors import INVALID_DATA, ConfigError, EnvironmentSetupError, RunDirectoryError
 from pipelinerl.interfaces import Environment, Tokenizer
 from pipelinerl.launch.session import Session
-from pipelinerl.ledger import GroupLedger
 from pipelinerl.types import Problem
 
 
@@ -62,7 +61,7 @@ def refuse_trained(environment: Environment, sets: Iterable[Environment], sessio
     held_out = [*held_out_problems(environment, sys.maxsize if rows else wanted)]
     held_out += [problem for one in sets for problem in held_out_problems(one, wanted)]
     key = environment.key if isinstance(environment, ProblemSet) else by_payload
-    taken, records = GroupLedger.from_record(session.plan.taken), session.run.recorded
+    taken, records = session.plan.taken, session.run.recorded
     trained = {key(group.problem) for group in _groups(records) if group.index in taken}
     found = [problem.id for problem in held_out if key(problem) in trained]
     if found:

@@ -9,7 +9,7 @@ from pipelinerl.config.schema import RunConfig
 from pipelinerl.hub.client import HubClient, HubReader, PreparedWriter
 from pipelinerl.interfaces import StreamReader
 from pipelinerl.launch.session import Session
-from pipelinerl.preprocess import PreparingReader, Preprocessor, PreprocessorStage, ReferenceScorer, pack
+from pipelinerl.preprocess import PreparingReader, Preprocessor, PreprocessorStage, ReferenceScorer
 from pipelinerl.process import stop_on_sigterm
 from pipelinerl.status.board import starting
 from pipelinerl.types import PREPROCESSOR, TRAINER, Group, Prepared, goal_reached
@@ -68,7 +68,6 @@ def _reference(config: RunConfig, lora: LoraModel | None) -> ReferenceScorer | N
         lora.model if lora else load_model(config.model, config.trainer.device),
         temperature=config.actor.temperature,
         micro_batch_tokens=config.trainer.micro_batch_tokens,
-        pack=pack,
         lora=lora,
         head_chunk=config.trainer.head_chunk,
     )

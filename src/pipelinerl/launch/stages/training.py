@@ -7,7 +7,7 @@ import platform
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,8 @@ import torch
 from pipelinerl.checkpoint import Checkpoint, load_checkpoint, rng_state
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.config.secrets import without_secrets
-from pipelinerl.files import SHARED_MEMORY, Lines, OpenLines, open_lines
+from pipelinerl.errors import UserError
+from pipelinerl.files import SHARED_MEMORY, JsonLines, Lines, OpenLines
 from pipelinerl.hub.client import HubClient
 from pipelinerl.interfaces import Board, StreamReader, WeightSender
 from pipelinerl.launch.session import Session
@@ -29,7 +30,7 @@ from pipelinerl.metrics.sinks import JsonlSink, Sink
 from pipelinerl.metrics.totals import ENDED_ACTORS, ENDED_ENGINES
 from pipelinerl.models.loading import load_model, load_tokenizer
 from pipelinerl.models.lora import LoraModel, refuse_adapter
-from pipelinerl.preprocess.packing import pack
+from pipelinerl.ports import LOOPBACK, source_address
 from pipelinerl.process import stop_on_sigterm
 from pipelinerl.resources.hardware import installed, processor
 from pipelinerl.resources.roles import rank_roles
@@ -78,16 +79,14 @@ def run_rank(session: Session, role: str) -> None:
 @contextmanager
 def lead_ranks(session: Session, board: Board, ranks_fd: int) -> Iterator[Team]:
     """Be rank 0 of a sharded trainer while inside; the others connect to the socket `ranks_fd`."""
-    from pipelinerl.trainer.sharding.ranks import Call  # noqa: PLC0415 - only for several ranks
-
     starting(board, [TRAINER], "waits for the other ranks to start")
     with _joined(session, 0, socket.socket(fileno=os.dup(ranks_fd))) as team:
         yield team
-        team.call(Call("end"))
+        team.call("end")
 
 
 def _joined(session: Session, rank: int, meeting: socket.socket | tuple[str, int]) -> AbstractContextManager[Team]:
-    from pipelinerl.trainer.sharding.ranks import join  # noqa: PLC0415 - as above
+    from pipelinerl.trainer.sharding.ranks import join  # noqa: PLC0415 - only for several ranks
 
     launch, trainer = session.config.launch, session.config.trainer
     return join(
@@ -102,8 +101,8 @@ def _joined(session: Session, rank: int, meeting: socket.socket | tuple[str, int
 
 
 def _train(session: Session, hub: HubClient, policy: Policy, stopping: threading.Event) -> None:
+    reader = prepared_groups(session, hub, policy.lora)
     with (
-        closing(prepared_groups(session, hub, policy.lora)) as reader,
         closing(_sender(session, hub, stopping.is_set)) as sender,
         open_logs(session, hub.opener(session.run.root), hub.require_sync) as logs,
     ):
@@ -114,22 +113,43 @@ def _train(session: Session, hub: HubClient, policy: Policy, stopping: threading
 
 
 def _sender(session: Session, hub: HubClient, give_up: Callable[[], bool]) -> WeightSender:
-    """The trainer's end of the weight transfer."""
-    launch = session.config.launch
+    """The trainer's end of the weight transfer. Raises UserError if there is no route to a server of a broadcast."""
+    config = session.config
+    engine, launch = config.engine, config.launch
     timeout_s = max(ANSWER_S, launch.watchdog_s + KILLED_S) if launch.restarts else ANSWER_S
-    if session.config.weights.kind == "collective":
-        from pipelinerl.launch.stages.broadcast import broadcast_sender  # noqa: PLC0415 - few runs need it
+    if config.weights.kind == "collective":
+        from pipelinerl.weights.broadcast.sender import CollectiveWeightSender  # noqa: PLC0415 - few runs need it
 
-        return broadcast_sender(session, hub, timeout_s, give_up)
-    engine = session.config.engine
-    if engine.kind == "local":
-        from pipelinerl.weights.sending import SharedWeightSender  # noqa: PLC0415 - not for a broadcast
-
-        return SharedWeightSender(session.here.weights, hub, engine.processes, timeout_s=timeout_s, give_up=give_up)
-    from pipelinerl.weights.folder import FileWeightSender  # noqa: PLC0415 - only for servers
+        return CollectiveWeightSender(
+            session.here.address if session.here.machine else _broadcast_address(engine.urls),
+            session.plan.weights_key,
+            engine.processes if engine.kind == "local" else len(engine.urls) or engine.servers,
+            hub,
+            engines=engine.processes,
+            timeout_s=timeout_s,
+            join_timeout_s=launch.startup_timeout_s,
+            device=torch.device(config.trainer.device),
+            encoding=config.weights.encoding,
+            full_every=config.weights.full_every,
+            give_up=give_up,
+        )
+    from pipelinerl.weights.sending import SharedWeightSender, WeightFolder  # noqa: PLC0415 - not for a broadcast
 
     parents = [Path(engine.weights_dir)] if engine.weights_dir else [SHARED_MEMORY, session.run.control]
-    return FileWeightSender(parents, hub, engine.processes, timeout_s=timeout_s, give_up=give_up)
+    file = session.here.weights if engine.kind == "local" else WeightFolder(*parents)
+    return SharedWeightSender(file, hub, engine.processes, timeout_s=timeout_s, give_up=give_up)
+
+
+def _broadcast_address(urls: Iterable[str]) -> str:
+    """The address of this machine that all engine servers reach: loopback, unless one is on another machine."""
+    found = LOOPBACK
+    for url in urls:
+        try:
+            address = source_address(url)
+        except OSError as error:
+            raise UserError(f"engine.urls: there is no route to {url}: {error.strerror or error}") from error
+        found = address if found == LOOPBACK else found
+    return found
 
 
 @dataclass(frozen=True)
@@ -145,7 +165,7 @@ class TrainingLogs:
 
 @contextmanager
 def open_logs(
-    session: Session, lines: OpenLines = open_lines, settle: Callable[[], object] = lambda: None
+    session: Session, lines: OpenLines = JsonLines, settle: Callable[[], object] = lambda: None
 ) -> Iterator[TrainingLogs]:
     run = session.run
     metrics = JsonlSink(run.root, lines)
@@ -182,7 +202,6 @@ class Policy:
 def _learner_options(config: RunConfig) -> dict[str, Any]:
     return {
         "temperature": config.actor.temperature,
-        "pack": pack,
         "correction": config.correction,
         "skip_zero_advantage": config.preprocess.zero_advantage == "skip",
     }

@@ -21,7 +21,15 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from pipelinerl.errors import INVALID_DATA, PipelineRLError, PromptTooLongError, RequestError, UserError, WeightUpdateError
+from pipelinerl.errors import (
+    INVALID_DATA,
+    PipelineRLError,
+    PromptTooLongError,
+    RequestError,
+    StaleEpochError,
+    UserError,
+    WeightUpdateError,
+)
 from pipelinerl.serving.server.options import Address
 from pipelinerl.serving.wire import ErrorBody, ErrorCode, ErrorDetail
 from pipelinerl.types import GenerationRequest, SamplingParams
@@ -140,7 +148,7 @@ def _code(error: PipelineRLError) -> ErrorCode:
     if isinstance(error, PromptTooLongError):
         return "prompt_too_long"
     if isinstance(error, WeightUpdateError):
-        return "bad_weights"
+        return "stale_epoch" if isinstance(error, StaleEpochError) else "bad_weights"
     return "bad_request" if isinstance(error, RequestError) else "unavailable"
 
 

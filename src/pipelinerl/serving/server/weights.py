@@ -11,7 +11,7 @@ from torch import Tensor
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models.state import first_names
-from pipelinerl.serving.incoming import IncomingWeights, StaleEpochError
+from pipelinerl.serving.incoming import IncomingWeights
 from pipelinerl.serving.server.http import RefusedError
 from pipelinerl.serving.server.served import Holding, ServedEngine
 from pipelinerl.serving.wire import ProcessGroupRequest, WeightUpdateRequest
@@ -35,11 +35,11 @@ class WeightUpdates:
     async def join(self, request: ProcessGroupRequest) -> None:
         """Join the trainer's broadcast as a receiver; leaves a group that was joined before.
 
-        Raises WeightUpdateError if the group is not formed in time, RefusedError for an epoch that was replaced; both leave
-        the group as it was.
+        Raises WeightUpdateError if the group is not formed in time, or for an epoch that was replaced; both leave the group
+        as it was.
         """
         async with self._lock:
-            begins = self._begins(request)
+            begins = self._incoming.begins(request)
             group = self._incoming.connect(request, self._engine.name)
             try:
                 await asyncio.to_thread(group.wait_joined, request.timeout_s)
@@ -58,11 +58,11 @@ class WeightUpdates:
         """Read the update, or take what was received, and apply it; returns the engine's receipt.
 
         If the engine already holds these weights, returns their receipt again: a client may repeat a request whose answer
-        was lost. The first weights of an epoch may have any version, and end all requests. Raises RefusedError (epoch,
-        version, no engine) and WeightUpdateError (invalid weights).
+        was lost. The first weights of an epoch may have any version, and end all requests. Raises RefusedError (version, no
+        engine) and WeightUpdateError (epoch, invalid weights).
         """
         async with self._lock:
-            anew = self._begins(request) or self._anew
+            anew = self._incoming.begins(request) or self._anew
             holding = self._engine.holding
             if (request.version, request.checksum) == holding and not (anew and self._engine.open_requests):
                 receipt = self._receipt_of(holding)
@@ -98,13 +98,6 @@ class WeightUpdates:
             pause_s=0.0,
             sequences_in_flight=self._engine.progress.in_progress,
         )
-
-    def _begins(self, request: ProcessGroupRequest | WeightUpdateRequest) -> bool:
-        """Whether the request begins an epoch, once it has succeeded. Raises RefusedError for an epoch that was replaced."""
-        try:
-            return self._incoming.begins(request)
-        except StaleEpochError as error:
-            raise RefusedError("stale_epoch", str(error), param="epoch") from error
 
     def _check_version(self, version: int, newest: int) -> None:
         """Raises RefusedError unless the version increases. Only the first update may repeat the loaded model's version."""

@@ -47,11 +47,11 @@ def register() -> None:
     )
 
     if BACKEND not in WeightTransferEngineFactory._registry:
-        engine = new_class("PipelineRLWeightTransferEngine", (WeightTransfer, WeightTransferEngine))
+        engine = new_class("PipelineRLWeightTransferEngine", (TransferBackend, WeightTransferEngine))
         WeightTransferEngineFactory.register_engine(BACKEND, engine)
 
 
-class WeightTransfer:
+class TransferBackend:
     """The backend, a mix-in for vLLM's `WeightTransferEngine`, which sets `model` to `device` and calls the methods."""
 
     model: nn.Module

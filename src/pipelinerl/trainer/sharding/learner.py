@@ -27,7 +27,7 @@ from pipelinerl.trainer.micro_batch import MicroBatch, segment_lengths
 from pipelinerl.trainer.on_policy import PACKED_COLUMNS, OnPolicyMetrics, OnPolicyStats
 from pipelinerl.trainer.optimizer import Optimizer, local
 from pipelinerl.trainer.sharding.plan import attention_cost, plan, plan_padded, token_cost
-from pipelinerl.trainer.sharding.ranks import Call, Team
+from pipelinerl.trainer.sharding.ranks import Team
 from pipelinerl.trainer.step import Learner, OnMicroBatch, StepResult, Sums
 from pipelinerl.types import Segment, TrainingSample
 
@@ -109,7 +109,7 @@ class ShardedLearner(Learner):
             host = load_model(config) if self._team.rank == 0 else None
             _shard(model, host, DTYPES[config.dtype], trainer, self._team, replicated=set())
         sizes: Any = {"micro_batch_tokens": trainer.micro_batch_tokens, "head_chunk": trainer.head_chunk}
-        options: Any = {"temperature": temperature, "pack": self._pack, "lora": self.lora}
+        options: Any = {"temperature": temperature, "lora": self.lora}
         return FrozenModelScorer(model, several_ranks=True, **sizes, **options)
 
     def _new_optimizer(self, config: TrainerConfig) -> Optimizer:
@@ -137,12 +137,12 @@ class ShardedLearner(Learner):
         self, samples: Sequence[TrainingSample], version: int, on_micro_batch: OnMicroBatch | None = None
     ) -> StepResult:
         """As of `Learner`. On ranks above 0 the result has the metrics of their own samples."""
-        self._team.call(Call("step", samples=tuple(samples), version=version))
+        self._team.call("step", samples=tuple(samples), version=version)
         return super().step(samples, version, on_micro_batch)
 
     @torch.no_grad()
     def logits(self, segments: Sequence[Segment]) -> Tensor:
-        self._team.call(Call("logits", segments=tuple(segments)))
+        self._team.call("logits", segments=tuple(segments))
         logits_PV = super().logits(segments)
         reshard(self.model)
         return logits_PV
@@ -158,7 +158,7 @@ class ShardedLearner(Learner):
 
     def save_optimizer(self, folder: Path | None) -> None:
         """Rank 0 writes the state of all ranks, one tensor after the other."""
-        self._team.call(Call("save_optimizer"))
+        self._team.call("save_optimizer")
         state = self.optimizer.state()
         if folder is not None:
             write_safetensors(state, folder / OPTIMIZER_FILE)
@@ -170,13 +170,13 @@ class ShardedLearner(Learner):
         """Rank 0 reads the state of all ranks, one tensor after the other. Raises CheckpointError like `Learner`."""
         saved = checkpoint.optimizer_state()
         self.optimizer.require_fitting(saved)
-        self._team.call(Call("fill_optimizer", names=tuple(saved)))
+        self._team.call("fill_optimizer", names=tuple(saved))
         self.optimizer.fill(saved)
 
     def _gather(self) -> None:
         """Copy all weights to the model on rank 0's host, unless no step was taken since the last time."""
         if not self._host_is_current:
-            self._team.call(Call("gather"))
+            self._team.call("gather")
             host = self._policy.host
             gather(self.model, None if host is None else dict(host.named_parameters()), self._policy.dtype)
             self._host_is_current = True
@@ -192,7 +192,7 @@ class ShardedLearner(Learner):
             grid = plan_padded(lengths, size, budget)
         else:
             costs = [token_cost(of_sample, self._attention_cost) for of_sample in lengths]
-            grid = plan([sample.length for sample in used], costs, size, budget, self._pack)
+            grid = plan([sample.length for sample in used], costs, size, budget)
         column = ([used[index] for index in row[self._team.rank]] for row in grid)
         sums = self._accumulate_all(column, len(grid), version, normalizer, on_micro_batch)
         counts = [sum(used[index].sampled_count for row in grid for index in row[rank]) for rank in range(size)]

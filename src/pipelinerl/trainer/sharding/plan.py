@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 from typing import Any
 
-from pipelinerl.trainer.micro_batch import Packer, padded_bins
+from pipelinerl.trainer.micro_batch import pack, padded_bins
 
 Grid = list[list[list[int]]]
 """Row -> rank -> indices of samples. Only places in the last row may be empty."""
@@ -36,7 +36,7 @@ def token_cost(lengths: Sequence[int], attention: float) -> float:
     return sum(length + attention * length * length for length in lengths)
 
 
-def plan(lengths: Sequence[int], costs: Sequence[float], ranks: int, budget: int, pack: Packer) -> Grid:
+def plan(lengths: Sequence[int], costs: Sequence[float], ranks: int, budget: int) -> Grid:
     """Distribute samples of `lengths` (tokens) and positive `costs` over ranks, in bins of at most `budget` tokens.
 
     There are as few rows as `pack` needs, or a few more if that many even bins don't exist. A sample longer than the budget

@@ -33,7 +33,7 @@ _GLOO = "gloo_at_one_address"
 _distributed: Any = distributed  # Its type declarations are incomplete.
 
 
-class Call(msgspec.Struct, frozen=True):
+class RankCall(msgspec.Struct, frozen=True):
     """A method that all ranks call on their learners, with its arguments. `end`: training has ended."""
 
     method: Literal["step", "logits", "gather", "save_optimizer", "fill_optimizer", "end"]
@@ -52,14 +52,14 @@ class Team(msgspec.Struct, frozen=True):
     device: torch.device
     start_s: float
 
-    def call(self, call: Call) -> None:
-        """Have the other ranks make this call. Does nothing on them: they make it because rank 0 does."""
+    def call(self, method: Any, **arguments: Any) -> None:
+        """Have the other ranks make this `RankCall`. Does nothing on them: they make it because rank 0 does."""
         if self.rank == 0:
-            self._share(msgspec.msgpack.encode(call))
+            self._share(msgspec.msgpack.encode(RankCall(method, **arguments)))
 
-    def next_call(self) -> Call:
+    def next_call(self) -> RankCall:
         """Wait for any time until rank 0 calls: it may have to wait for rollouts."""
-        return msgspec.msgpack.decode(self._share(), type=Call)
+        return msgspec.msgpack.decode(self._share(), type=RankCall)
 
     def meet(self) -> None:
         """Wait until all ranks have loaded what they load."""

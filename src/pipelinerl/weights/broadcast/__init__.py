@@ -12,7 +12,7 @@ one store (`rendezvous`), whose keys carry what belongs to the group itself, and
     Incoming; the broadcast                          -> receive into a buffer, in buckets, and verify the checksum, while the
                                                         engine decodes: staged
     waits for all; Offer, through the hub            -> only now does `poll` return the update. The engine copies it between
-                                                        two tokens, and echoes the checksum of what it holds: Answer
+                                                        two tokens, and echoes the checksum of what it holds: EngineAnswer
     waits for all answers before the next update; a
     wrong one ends the run
 

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor, distributed
 
 from pipelinerl.channel import ProtocolError
-from pipelinerl.errors import BroadcastEndedError, UserError, WeightUpdateError
+from pipelinerl.errors import BroadcastEndedError, WeightUpdateError
 from pipelinerl.rendezvous import Rendezvous, prove_members
 from pipelinerl.weights.layout import Layout
 
-PROTOCOL = "pipelinerl-weights-8"
+PROTOCOL = "pipelinerl-weights-9"
 WORD_BYTES = 8
-FAILED = "failed"
-"""The key of the group's store that says why the first receiver that failed can't go on."""
+VERSION, FAILED = "version", "failed"
+"""Keys of the group's store: the sender's `PROTOCOL`, and why the first receiver that failed can't go on."""
 
 Backend = Literal["gloo", "nccl"]
 _FIRST_POLL_S, _LONGEST_POLL_S = 0.0002, 0.005
@@ -43,22 +43,20 @@ class Gpu(msgspec.Struct, frozen=True):
 class Member(msgspec.Struct, frozen=True, kw_only=True):
     """What a receiver says of itself before the group is formed. `gpu`: on which it could receive."""
 
-    protocol: str = PROTOCOL
     engine: str = ""
     gpu: Gpu | None = None
 
 
 class Form(msgspec.Struct, frozen=True, kw_only=True):
-    """All receivers are there: form the group of `size` members, or `refusal` says why not.
+    """All receivers are there: form the group of `size` members.
 
     `backend`: nccl between GPUs, gloo between CPUs. `bound_s`: how long one step of a broadcast may take.
     """
 
-    backend: str
+    backend: Backend
     size: int
-    bucket_bytes: Annotated[int, msgspec.Meta(ge=1)] = 1
-    bound_s: Annotated[float, msgspec.Meta(gt=0)] = 1.0
-    refusal: str = ""
+    bucket_bytes: Annotated[int, msgspec.Meta(ge=1)]
+    bound_s: Annotated[float, msgspec.Meta(gt=0)]
 
 
 class Incoming(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,66 +72,53 @@ class Incoming(msgspec.Struct, frozen=True, kw_only=True):
     delta_bytes: Annotated[int, msgspec.Meta(ge=0)] | None = None
 
 
-def member_key(index: int) -> str:
-    """The key of a receiver's `Member`."""
-    return f"member {index}"
+def store_key(kind: Literal["member", "update", "staged", "left"], index: int, number: int = 0) -> str:
+    """The key in the group's store for receiver `index` of what `kind` says.
+
+    member   its `Member`
+    update   the `Incoming` of update `number`; 0: the `Form`. Empty if the sender closes instead
+    staged   it has all of update `number`, with the right checksum
+    left     it has noticed that the sender closes, or that a broadcast has failed
+    """
+    return f"{kind} {number} {index}"
 
 
-def update_key(number: int, index: int) -> str:
-    """The key of the `Incoming` of update `number` for a receiver; 0: of the `Form`. Empty if the sender closes instead."""
-    return f"update {number} {index}"
-
-
-def staged_key(number: int, index: int) -> str:
-    """The key that a receiver sets when it has all of update `number`, with the right checksum."""
-    return f"staged {number} {index}"
-
-
-def left_key(index: int) -> str:
-    """The key that a receiver sets when it has noticed that the sender closes, or that a broadcast has failed."""
-    return f"left {index}"
-
-
-class Group:
+class BroadcastGroup:
     """One member's end of the group."""
 
-    def __init__(
-        self,
-        backend: str,
-        rendezvous: Rendezvous,
-        key: str,
-        *,
-        rank: int,
-        size: int,
-        host: str,
-        bound_s: float,
-        device: torch.device,
-    ) -> None:
-        """Form the group with the other members. `host`: the address at which they reach this member.
+    def __init__(self, form: Form, rendezvous: Rendezvous, key: str, rank: int, device: torch.device) -> None:
+        """Form the group with the other members, which reach this one at `rendezvous.host`. Takes `rendezvous` over.
 
-        Takes `rendezvous` over. Raises BroadcastEndedError if they do not join within `bound_s` or one does not have `key`,
-        UserError if this PyTorch lacks the backend.
+        `device`: of the member's buffers (`staging_device`). Raises BroadcastEndedError if the others do not join within the
+        bound, or one does not have `key`.
         """
-        self._rendezvous, self._bound_s = rendezvous, bound_s
+        self._rendezvous, self._form = rendezvous, form
         self._works: list[Any] = []
+        bound = timedelta(seconds=form.bound_s)
         try:
-            require_backend(backend, device)
-            rendezvous.store.set_timeout(timedelta(seconds=bound_s))
-            kind, options = _gloo(host, bound_s) if backend == "gloo" else _nccl(device)
-            self._group = kind(rendezvous.store, rank, size, options)
-            if backend == "gloo":
-                prove_members(self._group, key, rank=rank, size=size, bound_s=bound_s)
+            rendezvous.store.set_timeout(bound)
+            if form.backend == "gloo":
+                gloo = _distributed.ProcessGroupGloo
+                # The public constructor takes no address: it listens at the address of the machine's name.
+                options = gloo._Options()
+                options._devices = [gloo.create_device(hostname=rendezvous.host)]
+                options._timeout = bound
+                options._threads = 1  # one broadcast at a time, in order
+                self._group = gloo(rendezvous.store, rank, form.size, options)
+                prove_members(self._group, key, rank=rank, size=form.size, bound_s=form.bound_s)
+            else:
+                torch.cuda.set_device(device if device.index is not None else torch.cuda.current_device())  # of this thread
+                options = _distributed.ProcessGroupNCCL.Options()
+                options._timeout = _NCCL_BOUND  # NCCL's watchdog would end the process; our bounds are far shorter.
+                self._group = _distributed.ProcessGroupNCCL(rendezvous.store, rank, form.size, options)
         except (RuntimeError, ProtocolError) as error:
             rendezvous.close()
             raise BroadcastEndedError(
                 f"the group of weight sender and receivers was not formed: {first_line(error)}"
             ) from error
-        except UserError:
-            rendezvous.close()
-            raise
 
-    def broadcast(self, flat_U8: Tensor, bucket_bytes: int, check: Callable[[], None]) -> None:
-        """Copy `flat_U8` (bytes, [n]) from rank 0 to every member.
+    def broadcast(self, flat_U8: Tensor, check: Callable[[], None]) -> None:
+        """Copy `flat_U8` (bytes, [n]) from rank 0 to every member, in buckets.
 
         `check` is called repeatedly meanwhile. If it raises, the broadcast is abandoned and the caller gets the exception.
         Raises BroadcastEndedError if the group breaks, or a bucket takes longer than the bound.
@@ -141,13 +126,11 @@ class Group:
         options = _distributed.BroadcastOptions()
         options.rootRank, options.rootTensor, options.asyncOp = 0, 0, True
         if isinstance(self._group, _distributed.ProcessGroupGloo):
-            options.timeout = timedelta(seconds=self._bound_s)
+            options.timeout = timedelta(seconds=self._form.bound_s)
         try:
             # All buckets are queued at once and sent one after the other.
-            self._works = [
-                self._group.broadcast([flat_U8[start : start + bucket_bytes]], options)
-                for start in range(0, flat_U8.numel(), bucket_bytes)
-            ]
+            buckets = torch.split(flat_U8, self._form.bucket_bytes) if flat_U8.numel() else ()
+            self._works = [self._group.broadcast([bucket_U8], options) for bucket_U8 in buckets]
             for work in self._works:
                 self._wait_for(work, check)
         except RuntimeError as error:  # PyTorch's, of either backend
@@ -161,15 +144,15 @@ class Group:
             self._group.abort()
         elif not all(work.is_completed() for work in self._works):
             kept = (self._group, self._works)
-            threading.Thread(target=_hold_forever, args=kept, name="weights-stuck", daemon=True).start()
+            threading.Thread(target=lambda _: threading.Event().wait(), args=(kept,), daemon=True).start()
 
     def _wait_for(self, work: Any, check: Callable[[], None]) -> None:
-        deadline_s = time.monotonic() + self._bound_s
+        deadline_s = time.monotonic() + self._form.bound_s
         poll_s = _FIRST_POLL_S
         while not work.is_completed():
             check()
             if time.monotonic() > deadline_s:
-                raise BroadcastEndedError(f"the broadcast of weights made no progress for {self._bound_s:g} s")
+                raise BroadcastEndedError(f"the broadcast of weights made no progress for {self._form.bound_s:g} s")
             time.sleep(poll_s)
             poll_s = min(2 * poll_s, _LONGEST_POLL_S)
         work.wait()  # Completed; this raises its error, if any.
@@ -194,7 +177,7 @@ def choose_backend(sender: Gpu | None, receivers: Sequence[Gpu | None]) -> tuple
     return ("nccl", "") if len(versions) == 1 else ("gloo", f"their versions of NCCL differ ({', '.join(versions)})")
 
 
-def staging_device(backend: str, device: torch.device) -> torch.device:
+def staging_device(backend: Backend, device: torch.device) -> torch.device:
     """The device of the broadcast buffer, for a member that computes on `device`."""
     return device if backend == "nccl" else torch.device("cpu")
 
@@ -207,39 +190,6 @@ def staging_buffer(size: int, device: torch.device) -> Tensor:
         raise WeightUpdateError(
             f"no room for a copy of the weights ({size / 1e6:.0f} MB) on {device}. Free memory, or send a smaller type"
         ) from error
-
-
-def require_backend(backend: str, device: torch.device) -> None:
-    """Raises UserError unless this PyTorch has the backend and the backend can use the device."""
-    if backend not in ("gloo", "nccl"):
-        raise UserError(f"weights are broadcast with gloo or nccl, not {backend!r}")
-    if not distributed.is_available() or not distributed.is_backend_available(backend):
-        raise UserError(f"this PyTorch ({torch.__version__}) has no {backend}: choose another transport of weights")
-    needed = "cuda" if backend == "nccl" else "cpu"
-    if device.type != needed:
-        raise UserError(f"{backend} broadcasts weights between {needed} devices, not {device}")
-
-
-def _gloo(host: str, bound_s: float) -> tuple[Any, Any]:
-    gloo = _distributed.ProcessGroupGloo
-    # The public constructor takes no address: it listens at the address of the machine's name, not at `host`.
-    options = gloo._Options()
-    options._devices = [gloo.create_device(hostname=host)]
-    options._timeout = timedelta(seconds=bound_s)
-    options._threads = 1  # one broadcast at a time, in order
-    return gloo, options
-
-
-def _nccl(device: torch.device) -> tuple[Any, Any]:
-    torch.cuda.set_device(device if device.index is not None else torch.cuda.current_device())  # of this thread
-    options = _distributed.ProcessGroupNCCL.Options()
-    options._timeout = _NCCL_BOUND  # NCCL's watchdog would end the process; our bounds are far shorter.
-    return _distributed.ProcessGroupNCCL, options
-
-
-def _hold_forever(*_: object) -> None:
-    """Hold the arguments until the process ends."""
-    threading.Event().wait()
 
 
 def first_line(error: Exception) -> str:

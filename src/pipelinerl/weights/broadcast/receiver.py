@@ -20,20 +20,18 @@ from pipelinerl.interfaces import Messages, WeightUpdate
 from pipelinerl.rendezvous import Rendezvous, join_store
 from pipelinerl.weights.broadcast.group import (
     FAILED,
+    PROTOCOL,
+    VERSION,
+    BroadcastGroup,
     Form,
-    Group,
     Incoming,
     Member,
     gpu_of,
-    left_key,
-    member_key,
-    staged_key,
     staging_buffer,
     staging_device,
-    update_key,
+    store_key,
 )
 from pipelinerl.weights.delta import apply
-from pipelinerl.weights.layout import check
 from pipelinerl.weights.receiving import Receiver, require_intact
 
 _LONGEST_ERROR = 500
@@ -105,13 +103,13 @@ class BroadcastReceiver:
     # ---- the thread
 
     def _run(self) -> None:
-        group: Group | None = None
+        group: BroadcastGroup | None = None
         number = 1
         try:
-            form, group = self._join()
+            group = self._join()
             self._joined.set()
             while True:
-                self._receive(group, form, number)
+                self._receive(group, number)
                 number += 1
         except (BroadcastEndedError, distributed.DistError) as error:
             self._leave()
@@ -129,35 +127,24 @@ class BroadcastReceiver:
             elif self._rendezvous is not None:
                 self._rendezvous.close()
 
-    def _join(self) -> tuple[Form, Group]:
+    def _join(self) -> BroadcastGroup:
         """Connect to the sender, wait until all receivers have, and form the group."""
         where, bound_s = self._where, self._join_timeout_s
         try:
             self._rendezvous = rendezvous = join_store(self._host, self._port, self._key, bound_s)
-        except (OSError, EOFError) as error:
+        except (OSError, EOFError, ProtocolError) as error:
             raise WeightUpdateError(f"{where} can't be reached: {error}") from error
-        except ProtocolError as error:
-            raise WeightUpdateError(f"{where} can't be used: {error}") from error
         self._store = rendezvous.store.clone()  # the group may use the other connection while this one waits
+        self._store.set_timeout(timedelta(seconds=bound_s))
+        if (version := self._store.get(VERSION).decode()) != PROTOCOL:
+            raise WeightUpdateError(f"it uses {PROTOCOL}, the weight sender {version}: install the same version")
         member = Member(engine=self._engine, gpu=gpu_of(self._device))
-        self._store.set(member_key(self._index), msgspec.json.encode(member))
+        self._store.set(store_key("member", self._index), msgspec.json.encode(member))
         form: Form = self._wait_for(0, Form, timedelta(seconds=bound_s))
-        if form.refusal:
-            raise WeightUpdateError(form.refusal)
         self._device = staging_device(form.backend, self._device)
-        group = Group(
-            form.backend,
-            rendezvous,
-            self._key,
-            rank=self._index + 1,
-            size=form.size,
-            host=rendezvous.host,
-            bound_s=form.bound_s,
-            device=self._device,
-        )
-        return form, group
+        return BroadcastGroup(form, rendezvous, self._key, self._index + 1, self._device)
 
-    def _receive(self, group: Group, form: Form, number: int) -> None:
+    def _receive(self, group: BroadcastGroup, number: int) -> None:
         """Receive update `number`, and verify its checksum.
 
         A delta is applied to the buffer itself, whose contents the engine has copied.
@@ -165,22 +152,21 @@ class BroadcastReceiver:
         incoming: Incoming = self._wait_for(number, Incoming)
         self._staged = None
         if (layout := incoming.layout) is not None:
-            check(layout)
             self._buffer_U8 = staging_buffer(layout.buffer_bytes, self._device)
             self._tensors = layout.views(self._buffer_U8)
         if incoming.delta_bytes is None:
-            group.broadcast(self._buffer_U8, form.bucket_bytes, self._require_open)
+            group.broadcast(self._buffer_U8, self._require_open)
         else:
             delta_U8 = staging_buffer(incoming.delta_bytes, self._device)
-            group.broadcast(delta_U8, form.bucket_bytes, self._require_open)
+            group.broadcast(delta_U8, self._require_open)
             apply(delta_U8, self._buffer_U8)
         require_intact(self._tensors, incoming.version, incoming.checksum)
         self._staged = WeightUpdate(incoming.version, incoming.checksum, self._tensors, incoming.device_checksum)
-        self._store.set(staged_key(number, self._index), "")
+        self._store.set(store_key("staged", self._index, number), "")
 
     def _wait_for(self, number: int, kind: Any, bound: timedelta = _ANY_TIME) -> Any:
         """The sender's message before update `number`. Raises BroadcastEndedError if a side ends, WeightUpdateError."""
-        self._awaited = update_key(number, self._index)
+        self._awaited = store_key("update", self._index, number)
         self._require_open()
         self._store.set_timeout(bound)
         try:
@@ -206,7 +192,7 @@ class BroadcastReceiver:
     def _leave(self) -> None:
         with suppress(RuntimeError):
             if self._store is not None:
-                self._store.set(left_key(self._index), "")
+                self._store.set(store_key("left", self._index), "")
 
     def _require_open(self) -> None:
         if self._closed.is_set():

@@ -23,18 +23,17 @@ from pipelinerl.types import Encoding, WeightTransfer
 from pipelinerl.weights.broadcast.group import (
     FAILED,
     PROTOCOL,
+    VERSION,
+    Backend,
+    BroadcastGroup,
     Form,
-    Group,
     Incoming,
     Member,
     choose_backend,
     gpu_of,
-    left_key,
-    member_key,
-    staged_key,
     staging_buffer,
     staging_device,
-    update_key,
+    store_key,
 )
 from pipelinerl.weights.delta import encode
 from pipelinerl.weights.layout import Layout
@@ -92,7 +91,7 @@ class CollectiveWeightSender(Sender):
         self.host, self.port = self._listener.getsockname()[:2]
         self._encoding, self._full_every = encoding, full_every
         self._staging_U8 = self._base_U8 = torch.empty(0, dtype=torch.uint8)  # the update, and with deltas the previous one
-        self._backend = "" if self._gpu else "gloo"  # "": it depends on the receivers
+        self._backend: Backend | None = None if self._gpu else "gloo"  # None: it depends on the receivers
         self._labels = [f"number {index}" for index in range(receivers)]
         self._formed = False
         self._failure: PipelineRLError | None = None
@@ -118,7 +117,8 @@ class CollectiveWeightSender(Sender):
     def _buffer(self, layout: Layout) -> Mapping[str, Tensor] | None:
         """For a delta, the previous update becomes the base."""
         if self._layout is None:
-            if not self._wait_while(lambda: not self._backend):
+            self._wait_while(lambda: self._backend is None)
+            if self._backend is None:  # the run is ending
                 return None
             device = staging_device(self._backend, self._device)
             self._staging_U8 = staging_buffer(layout.buffer_bytes, device)
@@ -145,7 +145,7 @@ class CollectiveWeightSender(Sender):
             time.sleep(_POLL_S)
         return True
 
-    def _on_answer(self, answer: wire.Answer) -> None:
+    def _on_answer(self, answer: wire.EngineAnswer) -> None:
         if answer.number == wire.ASKS:
             self._hub.send(wire.Meeting(self.host, self.port, answer.engine))
         super()._on_answer(answer)
@@ -159,9 +159,10 @@ class CollectiveWeightSender(Sender):
 
     def _run(self) -> None:
         """Any error here fails the whole transfer."""
-        group: Group | None = None
+        group: BroadcastGroup | None = None
         rendezvous = serve_store(self._listener, self._key, self._bound_s)
         self._store = rendezvous.store
+        self._store.set(VERSION, PROTOCOL)
         try:
             group = self._form_group(rendezvous)
             while (offer := self._due.get()) is not None:
@@ -180,8 +181,8 @@ class CollectiveWeightSender(Sender):
                 group.end()
             rendezvous.close()
 
-    def _form_group(self, rendezvous: Rendezvous) -> Group:
-        keys = [member_key(index) for index in range(self._receivers)]
+    def _form_group(self, rendezvous: Rendezvous) -> BroadcastGroup:
+        keys = [store_key("member", index) for index in range(self._receivers)]
         self._await(keys, self._join_timeout_s, f"connect to {self.host}:{self.port}", WeightUpdateError)
         try:
             members = [msgspec.json.decode(self._store.get(key), type=Member) for key in keys]
@@ -190,28 +191,17 @@ class CollectiveWeightSender(Sender):
         self._labels = [f"number {index} ({member.engine})" for index, member in enumerate(members)]
         if len(self._answered) == self._receivers:
             self._names = dict(enumerate(self._labels))
-        refusal = next(
-            (
-                f"the weight sender uses {PROTOCOL}, the receiver {label} {member.protocol!r}: install the same version"
-                for label, member in zip(self._labels, members, strict=True)
-                if member.protocol != PROTOCOL
-            ),
-            "",
-        )
         backend, why = choose_backend(self._gpu, [member.gpu for member in members])
         if why and self._gpu is not None:
             logger.warning("weights are broadcast by the hosts (gloo), not between the GPUs: %s", why)
-        size, bound_s = self._receivers + 1, self._bound_s
-        form = Form(backend=backend, size=size, bucket_bytes=self._bucket_bytes, bound_s=bound_s, refusal=refusal)
+        size, bucket_bytes = self._receivers + 1, self._bucket_bytes
+        form = Form(backend=backend, size=size, bucket_bytes=bucket_bytes, bound_s=self._bound_s)
         self._tell(0, form)
-        if refusal:
-            raise WeightUpdateError(refusal)
-        device = staging_device(backend, self._device)
-        group = Group(backend, rendezvous, self._key, rank=0, size=size, host=self.host, bound_s=bound_s, device=device)
+        group = BroadcastGroup(form, rendezvous, self._key, 0, staging_device(backend, self._device))
         self._backend, self._formed = backend, True
         return group
 
-    def _broadcast(self, group: Group, offer: wire.Offer) -> None:
+    def _broadcast(self, group: BroadcastGroup, offer: wire.Offer) -> None:
         """Broadcast the update, and offer it to the engines once all receivers have staged it."""
         number, delta_U8 = offer.number, self._delta(offer)
         sent_U8 = self._staging_U8 if delta_U8 is None else delta_U8
@@ -223,9 +213,9 @@ class CollectiveWeightSender(Sender):
             delta_bytes=None if delta_U8 is None else delta_U8.numel(),
         )
         self._tell(number, incoming)
-        staged = [staged_key(number, index) for index in range(self._receivers)]
+        staged = [store_key("staged", index, number) for index in range(self._receivers)]
         try:
-            group.broadcast(sent_U8, self._bucket_bytes, self._check)
+            group.broadcast(sent_U8, self._check)
             self._await(staged, self._bound_s, f"receive weights of version {offer.version}")
         except BroadcastEndedError as error:
             raise self._explained(error, staged) from error
@@ -239,7 +229,7 @@ class CollectiveWeightSender(Sender):
         lost = dict(enumerate(staged))
         while lost and not self._closing.is_set() and time.monotonic() < deadline_s:
             time.sleep(_POLL_S)
-            noticed = [i for i, key in lost.items() if self._store.check([key]) or self._store.check([left_key(i)])]
+            noticed = [i for i, key in lost.items() if self._store.check([key]) or self._store.check([store_key("left", i)])]
             lost = {index: key for index, key in lost.items() if index not in noticed}
         names = ", ".join(self._labels[index] for index in lost)
         return BroadcastEndedError(f"engine {names} is gone, or stopped: {error}") if names else error
@@ -247,11 +237,11 @@ class CollectiveWeightSender(Sender):
     def _tell(self, number: int, message: Form | Incoming | None) -> None:
         """What every receiver waits for before update `number`; None: nothing more comes."""
         for index in range(self._receivers):
-            self._store.set(update_key(number, index), msgspec.json.encode(message) if message else "")
+            self._store.set(store_key("update", index, number), msgspec.json.encode(message) if message else "")
 
     def _say_goodbye(self) -> None:
         """Have the receivers that wait for the next update end before the store does."""
-        keys = [left_key(index) for index in range(self._receivers)]
+        keys = [store_key("left", index) for index in range(self._receivers)]
         self._tell(1 + (self._sent.number if self._sent else 0), None)
         deadline_s = time.monotonic() + _GOODBYE_S
         while self._formed and not self._store.check(keys) and time.monotonic() < deadline_s:

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pipelinerl.checkpoint_folders import WEIGHTS_FOLDER
+from pipelinerl.checkpoint import WEIGHTS_FOLDER
 from pipelinerl.config.load import config_to_yaml, load_config
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import ConfigError, RunDirectoryError, RunInterruptedError, TrainingDivergedError

@@ -16,11 +16,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from pipelinerl.channel import listen
-from pipelinerl.errors import PipelineRLError, WeightUpdateError
+from pipelinerl.errors import PipelineRLError, StaleEpochError, WeightUpdateError
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models.state import checksum, first_names, named_weights
 from pipelinerl.serving.incoming import IncomingWeights
-from pipelinerl.serving.server.http import RefusedError
+from pipelinerl.serving.server.http import RefusedError, error_body
 from pipelinerl.serving.wire import ProcessGroupRequest, WeightUpdateRequest
 from pipelinerl.types import GenerationRequest, SamplingParams, UpdateReceipt
 from pipelinerl.weights.broadcast.sender import CollectiveWeightSender
@@ -196,13 +196,13 @@ async def test_a_session_that_was_replaced_updates_nothing_any_more(tmp_path: Pa
         held = await take(1, 2)  # the same weights, as after a resume that lost no step
         group = ProcessGroupRequest(host="127.0.0.1", port=9, key="", index=0, run="a", epoch=1)
         for stale in (take(2, 1), take(1, 1), service.updates.join(group)):
-            with pytest.raises(RefusedError, match="a later session updates the weights") as caught:
+            with pytest.raises(StaleEpochError, match="a later session updates the weights") as caught:
                 await stale
-            assert caught.value.code == "stale_epoch"
+            assert error_body(caught.value).error.code == "stale_epoch"
         assert service.engine.holding == (1, held.checksum)
         await take(2, 2)
         await take(3, 1, "another run")
-        with pytest.raises(RefusedError, match="a later session"):
+        with pytest.raises(StaleEpochError, match="a later session"):
             await take(3, 2)
         assert (await take(2, 3)).version == 2, "a resume takes the server back"
         assert (await take(3, 0, "")).version == 3, "a client that is no run"

@@ -18,13 +18,13 @@ from torch import nn
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.models.state import checksum, write_safetensors
 from pipelinerl.serving.vllm.messages import REFUSED, FilesInfo
-from pipelinerl.serving.vllm.plugin import WeightTransfer, refresh_heads
+from pipelinerl.serving.vllm.plugin import TransferBackend, refresh_heads
 from pipelinerl.serving.wire import ProcessGroupRequest
 from pipelinerl.weights.broadcast.sender import CollectiveWeightSender
 from tests.unit.weights.relay import Relay
 
 
-class Backend(WeightTransfer):
+class Backend(TransferBackend):
     """Keeps what it would load."""
 
     taken: Mapping[str, torch.Tensor] | None = None

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelinerl.preprocess.packing import pack
-from pipelinerl.trainer.micro_batch import padded_bins
+from pipelinerl.trainer.micro_batch import pack, padded_bins
 from pipelinerl.trainer.sharding.plan import plan, plan_padded, token_cost
 
 LENGTHS = st.lists(st.integers(1, 300), max_size=40)
@@ -21,7 +20,7 @@ def costs_of(lengths: list[int]) -> list[float]:
 
 @given(LENGTHS, st.integers(1, 9), st.integers(1, 400))
 def test_every_sample_has_one_place_and_every_rank_a_place_in_every_row(lengths: list[int], ranks: int, budget: int) -> None:
-    grid = plan(lengths, costs_of(lengths), ranks, budget, pack)
+    grid = plan(lengths, costs_of(lengths), ranks, budget)
     assert all(len(row) == ranks for row in grid)
     assert sorted(index for row in grid for place in row for index in place) == list(range(len(lengths)))
     assert all(all(row) for row in grid[:-1]), "only the last row has empty places"
@@ -33,7 +32,7 @@ def test_every_sample_has_one_place_and_every_rank_a_place_in_every_row(lengths:
 
 @given(LENGTHS, st.integers(2, 9), st.integers(1, 400))
 def test_a_place_is_empty_only_if_every_other_has_one_sample(lengths: list[int], ranks: int, budget: int) -> None:
-    grid = plan(lengths, costs_of(lengths), ranks, budget, pack)
+    grid = plan(lengths, costs_of(lengths), ranks, budget)
     if any(not place for row in grid for place in row):
         assert all(len(place) <= 1 for row in grid for place in row)
 
@@ -41,7 +40,7 @@ def test_a_place_is_empty_only_if_every_other_has_one_sample(lengths: list[int],
 @given(LENGTHS, st.integers(1, 9), st.integers(1, 400))
 def test_rows_descend_in_cost(lengths: list[int], ranks: int, budget: int) -> None:
     costs = costs_of(lengths)
-    rows = [[sum(costs[index] for index in place) for place in row] for row in plan(lengths, costs, ranks, budget, pack)]
+    rows = [[sum(costs[index] for index in place) for place in row] for row in plan(lengths, costs, ranks, budget)]
     for above, below in pairwise(rows):
         assert min(above) >= max(below)
 
@@ -50,7 +49,7 @@ def test_rows_descend_in_cost(lengths: list[int], ranks: int, budget: int) -> No
 def test_a_row_is_even(lengths: list[int], ranks: int) -> None:
     """Greedy distribution: two places differ by at most one sample."""
     costs = costs_of(lengths)
-    (row,) = plan(lengths, costs, ranks, sum(lengths), pack)
+    (row,) = plan(lengths, costs, ranks, sum(lengths))
     sums = [sum(costs[index] for index in place) for place in row]
     assert max(sums) - min(sums) <= max(costs) * (1 + 1e-9)
 
@@ -58,17 +57,17 @@ def test_a_row_is_even(lengths: list[int], ranks: int) -> None:
 @given(LENGTHS, st.integers(1, 9), st.integers(1, 400))
 def test_there_are_few_rows(lengths: list[int], ranks: int, budget: int) -> None:
     """Any two bins of `pack` exceed the budget; even bins waste at most about half of it, too."""
-    grid = plan(lengths, costs_of(lengths), ranks, budget, pack)
+    grid = plan(lengths, costs_of(lengths), ranks, budget)
     assert len(grid) <= 2 * -(-len(pack(lengths, budget)) // ranks) + 1
 
 
 def test_reversed_rows_even_out_the_ranks() -> None:
-    grid = plan([8, 7, 6, 5], [8.0, 7.0, 6.0, 5.0], 2, 8, pack)
+    grid = plan([8, 7, 6, 5], [8.0, 7.0, 6.0, 5.0], 2, 8)
     assert grid == [[[0], [1]], [[3], [2]]]
 
 
 def test_no_samples_no_rows() -> None:
-    assert plan([], [], 3, 100, pack) == []
+    assert plan([], [], 3, 100) == []
 
 
 def test_attention_makes_a_long_sequence_dearer_than_short_ones_with_as_many_tokens() -> None:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelinerl.preprocess.packing import pack
+from pipelinerl.trainer.micro_batch import pack
 
 LENGTHS = st.lists(st.integers(1, 150), max_size=80)
 BUDGETS = st.integers(1, 200)
