@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pipelinerl.cli.main import GROUPS, MODULES
-from pipelinerl.cli.parser import Commands, Parser, Run
+from pipelinerl.cli.parser import Commands
 from pipelinerl.config import yaml_text
 from pipelinerl.config.help import in_words
 from pipelinerl.config.keys import run_keys, run_sections, spell
@@ -246,14 +246,9 @@ class AllCommands(Commands):
 
     def __init__(self) -> None:
         super().__init__()
-        self.by_name: dict[str, Parser] = {}
         for module in MODULES:
             importlib.import_module(f"pipelinerl.cli.{module}").add_to(self)
         self.describe(GROUPS)
-
-    def add(self, name: str, text: str, epilog: str | None = None, *, run: Run) -> Parser:
-        self.by_name[name] = super().add(name, text, epilog, run=run)
-        return self.by_name[name]
 
 
 def run_file_page() -> str:
@@ -275,7 +270,7 @@ def commands_page() -> str:
     """The help of every command."""
     found = AllCommands()
     parts = ["# Commands\n", f"```text\n{found.root.format_help()}```\n"]
-    parts += [f"## {name}\n\n```text\n{parser.format_help()}```\n" for name, parser in found.by_name.items()]
+    parts += [f"## {name}\n\n```text\n{parser.format_help()}```\n" for name, parser in found.parsers.items()]
     return "\n".join(parts)
 
 

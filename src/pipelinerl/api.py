@@ -128,14 +128,11 @@ class Run:
 
         `best`: the saved version with the highest held-out reward.
         """
-        from pipelinerl.checkpoint import load_checkpoint  # noqa: PLC0415 - loads torch
-        from pipelinerl.experiments.evaluate.models import find_targets  # noqa: PLC0415 - as above
-        from pipelinerl.models.loading import load_model, load_tokenizer  # noqa: PLC0415 - as above
+        from pipelinerl.experiments.evaluate.models import find_targets  # noqa: PLC0415 - loads torch
+        from pipelinerl.models.loading import load_tokenizer  # noqa: PLC0415 - as above
 
         (target,) = find_targets([str(self.path) if version is None else f"{self.path}@{version}"])
-        if target.checkpoint:
-            load_checkpoint(Path(target.model.path))  # verifies every file
-        return load_model(target.model), load_tokenizer(target.model)
+        return target.load(), load_tokenizer(target.model)
 
     @property
     def _files(self) -> RunDirectory:

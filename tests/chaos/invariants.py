@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from pipelinerl.errors import PipelineRLError
-from pipelinerl.experiments.replay.records import RecordedRun, RecordedSamples
+from pipelinerl.experiments.replay.records import RecordedRun, recorded_samples
 from pipelinerl.metrics.reading import read_json_lines, read_records, without_repeated
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.sessions import SessionRecord
@@ -113,9 +113,9 @@ class _Records:
 
             config = segment.config
             # A reference model does not change the digests.
-            samples = RecordedSamples(self.recorded, segment, Preprocessor(config.preprocess).process, changed)
-            for batch in segment.batches:
-                for record, sample in zip(batch.samples, samples.of(batch), strict=True):
+            prepare = Preprocessor(config.preprocess).process
+            for batch, samples in recorded_samples(self.recorded.groups, segment.batches, prepare, changed):
+                for record, sample in zip(batch.samples, samples, strict=True):
                     yield from self._fits(record, sample, batch.version, config.schedule.max_lag)
             yield from changes
 

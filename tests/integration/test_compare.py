@@ -22,21 +22,9 @@ SMALL = [
 @pytest.mark.slow
 def test_a_comparison_is_made_and_made_only_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
-    arguments = [
-        *(
-            "lab",
-            "compare",
-            "--schedules",
-            "pipeline,conventional:2",
-            "--seeds",
-            "1",
-            "--no-tune",
-            "--out",
-            str(out),
-            *SMALL,
-        ),
-        *("--held-out", "8", "--evaluate-every", "4"),
-    ]
+    schedules = ["--schedules", "pipeline,conventional:2", "--seeds", "1", "--no-tune"]
+    held_out = ["--held-out", "8", "--evaluate-every", "4"]
+    arguments = ["lab", "compare", *schedules, *held_out, "--out", str(out), *SMALL]
     ended = command(*arguments)
     assert ended.status == 0, ended.error
     contents = json.loads((out / "compare.json").read_text())
@@ -46,16 +34,16 @@ def test_a_comparison_is_made_and_made_only_once(tmp_path: Path, capsys: pytest.
     assert all(one["status"] == "finished" for one in contents["runs"])
     lags = [json.loads(line)["lag_max"] for line in (out / contents["runs"][1]["run_dir"] / "metrics.jsonl").open()]
     assert set(lags[0::2]) <= {0, None}  # None: all of a group earned the same, nothing to train
-    held_out = [one["held_out"] for one in contents["runs"]]
-    assert [[point["version"] for point in points] for points in held_out] == [[0, 4, 6], [0, 4, 6]]
-    assert held_out[0][0] == held_out[1][0]  # the same weights, problems and random numbers
-    assert not list(out.glob("runs/*/*/weights"))
+    answers = [one["held_out"] for one in contents["runs"]]
+    assert [[point["version"] for point in points] for points in answers] == [[0, 4, 6], [0, 4, 6]]
+    assert answers[0][0] == answers[1][0]  # the same weights, problems and random numbers
+    assert not list(out.glob("*/seed-0/weights"))
     assert all(0 < one["saving_s"] < one["measured"]["training_s"] for one in contents["runs"])
     assert "Every run" in (out / "report.html").read_text()
 
-    before = {path: path.stat().st_mtime_ns for path in (out / "runs").rglob("metrics.jsonl")}
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("metrics.jsonl")}
     assert main([*arguments, "--target-reward", "0.1"]) == 0
-    assert {path: path.stat().st_mtime_ns for path in (out / "runs").rglob("metrics.jsonl")} == before
+    assert {path: path.stat().st_mtime_ns for path in out.rglob("metrics.jsonl")} == before
     capsys.readouterr()
     assert main([*arguments, "--trainer.learning_rate", "0.5"]) == 2
     error = capsys.readouterr().err

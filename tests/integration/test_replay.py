@@ -22,7 +22,7 @@ from pipelinerl.config.schema import ModelConfig
 from pipelinerl.config.secrets import REMOVED
 from pipelinerl.errors import RunDirectoryError, UserError
 from pipelinerl.experiments.replay.export import export_run
-from pipelinerl.experiments.replay.replay import ReplayRequest, replay
+from pipelinerl.experiments.replay.replay import replay
 from pipelinerl.experiments.replay.results import ReplayResult
 from pipelinerl.models.folder import resolve_path
 from tests.integration.runs import (
@@ -44,7 +44,7 @@ TRAINED = "rollouts/trained.jsonl"
 
 
 def replayed(run_dir: Path, *settings: str, **options: Any) -> ReplayResult:
-    return replay(ReplayRequest(run_dir=run_dir, settings=settings, **options), lambda: False, lambda _: None)
+    return replay(run_dir, settings, **options)
 
 
 def assert_repeated(run_dir: Path, versions: int, verify: int = 3) -> ReplayResult:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import pipelinerl
-from pipelinerl.experiments.replay.replay import ReplayRequest, replay
+from pipelinerl.experiments.replay.replay import replay
 from pipelinerl.files import SHARED_MEMORY
 from tests.chaos.invariants import check
 from tests.integration.runs import (
@@ -263,7 +263,7 @@ def assert_exact_after_deaths(deaths: list[str], tmp_path: Path, monkeypatch: py
     assert counts["lag_max"] <= 4
     assert counts["restarts"]["run"]["count"] == len(deaths)
     assert check(run_dir) == []
-    result = replay(ReplayRequest(run_dir=run_dir, settings=[], verify=1000), lambda: False, lambda _: None)
+    result = replay(run_dir, verify=1000)
     assert result.differences == ()
     assert result.generation is not None
     assert result.generation.drawn == result.generation.tokens

@@ -27,6 +27,8 @@ def test_a_sweep_of_one_setting(tmp_path: Path, capsys: pytest.CaptureFixture[st
     (out / "request.json").write_text(json.dumps(make_grid(None, flags, 2).to_json()))
     summary = {"status": "finished", "reward_last": 0.5, "eval_reward_after": 0.5}
     (first / "summary.json").write_text(json.dumps(summary))
+    done = {"run": "01/seed-0", "status": "finished", "began": "", "load_before": None}
+    (out / "executions.jsonl").write_text(json.dumps(done) + "\n")
     assert main(arguments) == 0, capsys.readouterr().err
     (setting,) = json.loads((out / "sweep.json").read_text())["settings"]
     assert [run["status"] for run in setting["runs"]] == ["finished", "finished"]

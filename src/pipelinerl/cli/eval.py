@@ -1,21 +1,30 @@
-"""`pipelinerl eval`."""
+"""`pipelinerl eval`, `try`, `chat` and `push`: what a model answers, before and after training."""
 
 from __future__ import annotations
 
 import argparse
 import math
 import re
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipelinerl.cli.parser import Commands, api_key_from, at_least, say, write
+from pipelinerl.cli.parser import (
+    SETTINGS_HELP,
+    Commands,
+    api_key_from,
+    at_least,
+    config_of_run,
+    say,
+    write,
+)
 from pipelinerl.config.checks import engine_mistakes
-from pipelinerl.config.load import with_flags
-from pipelinerl.config.schema import EngineConfig, EnvironmentConfig, RunConfig
+from pipelinerl.config.load import load_config, with_flags
+from pipelinerl.config.schema import EngineConfig, EnvironmentConfig, ModelConfig, RunConfig
 from pipelinerl.environments.registry import find_class
-from pipelinerl.errors import RunInterruptedError, UserError
+from pipelinerl.errors import EnvironmentSetupError, PromptTooLongError, RunInterruptedError, UserError
 
 if TYPE_CHECKING:
     from pipelinerl.experiments.evaluate.evaluate import EvaluationPlan
@@ -27,6 +36,12 @@ KEYS = (
     *("engine.device", "engine.threads"),
 )
 """The keys of the run file that an evaluation uses."""
+
+CHAT_KEYS = (
+    *("actor.temperature", "actor.top_p", "actor.top_k", "actor.max_tokens", "model.dtype", "model.trust_remote_code"),
+    *("engine.max_length", "engine.device", "engine.threads"),
+)
+"""The keys of the run file that a chat uses."""
 
 _EPILOG = (
     "MODEL: a folder, a hub id, `demo`, or a run directory: RUN_DIR is its last checkpoint, RUN_DIR@7 that of version 7, "
@@ -40,7 +55,7 @@ _EPILOG = (
 
 def add_to(commands: Commands) -> None:
     text = "Measure models on held-out problems: mean@K, pass@k with intervals, a record of every attempt."
-    flag = commands.add("eval", text, _EPILOG, run=run).add_argument
+    flag = commands.add("eval", text, _EPILOG, run=run_eval).add_argument
     text = "a model to measure; each is a row of the table, compared with the first"
     flag("models", nargs="+", metavar="MODEL", help=text)
     flag("--problems", type=at_least(1), default=100, metavar="N", help="largest number of problems (default: 100)")
@@ -50,19 +65,46 @@ def add_to(commands: Commands) -> None:
     flag("--seed", type=at_least(0), default=0, help="seed of sampling and resampling (default: 0)")
     flag("-o", "--out", type=Path, metavar="DIR", help="output folder (default: evaluations/DATE-ENVIRONMENT)")
 
+    text = "Upload a run's model to the Hugging Face Hub, with a model card: curves, evaluation, configuration, command."
+    flag = commands.add("push", text, run=run_push, keys=False).add_argument
+    flag("run_dir", type=Path, metavar="RUN_DIR", help="a run directory")
+    flag("repo", metavar="REPO", help="the model's id on the hub, like owner/name; it is created if it does not exist")
+    flag(
+        "--version", type=_version, metavar="N", help="the version of the weights, or `best` (default: the last checkpoint)"
+    )
+    flag("--public", action="store_true", help="anyone may see a new repository (default: only its owner)")
+    flag("--dry-run", action="store_true", help="print the files and the card, without uploading; needs no network")
 
-def run(options: argparse.Namespace, settings: Sequence[str]) -> int:
+    text = "Chat with a model in the terminal, through the embedded engine."
+    epilog = (
+        "MODEL: as for `pipelinerl eval`. A model without a chat template continues each line. /reset begins anew, Ctrl-C "
+        f"ends an answer, Ctrl-D the chat. These keys of the run file are also flags: {', '.join(CHAT_KEYS)}."
+    )
+    flag = commands.add("chat", text, epilog, run=run_chat).add_argument
+    flag("model", metavar="MODEL", help="a folder, a hub id, `demo`, or a run directory")
+    flag("--system", default="", metavar="TEXT", help="the system message")
+    flag("--seed", type=at_least(0), default=0, help="seed of sampling (default: 0)")
+
+    text = "Let the model answer one problem, and show prompt, answers and rewards. Nothing is trained or written."
+    flag = commands.add("try", text, SETTINGS_HELP, run=run_try).add_argument
+    flag("run_file", nargs="?", type=Path, metavar="RUN.yaml", help="the run file (default: the built-in demo)")
+    flag("--problem", type=at_least(0), default=0, metavar="N", help="which problem of the training data (default: 0)")
+
+
+def run_eval(options: argparse.Namespace, settings: Sequence[str]) -> int:
     """Raises RunInterruptedError after an interrupt, once the results so far are written."""
     if not math.isfinite(options.pass_at):
         raise UserError(f"--pass-at {options.pass_at:g}: give a finite number")
     plan = _plan(options, settings)
     from pipelinerl.experiments.evaluate.evaluate import evaluate  # noqa: PLC0415 (loads torch)
-    from pipelinerl.experiments.evaluate.results import evaluation_table  # noqa: PLC0415
+    from pipelinerl.experiments.evaluate.results import evaluation_sections  # noqa: PLC0415
     from pipelinerl.process import counted_interrupts  # noqa: PLC0415
+    from pipelinerl.report.sections import in_terminal  # noqa: PLC0415
 
     with counted_interrupts(raises_at=2) as interrupts:
         summary = evaluate(plan, lambda: interrupts.count > 0, say)
-    status = write(f"{evaluation_table(summary)}\n{plan.out / 'summary.json'}\n")
+    tables = "".join(map(in_terminal, evaluation_sections(summary)))
+    status = write(f"{tables}\n{plan.out / 'summary.json'}\n")
     if summary.status == "interrupted":
         raise RunInterruptedError(f"interrupted before the evaluation was complete; the results so far are in {plan.out}")
     return status
@@ -72,8 +114,7 @@ def plan_of(words: Sequence[str]) -> EvaluationPlan:
     """The plan of `pipelinerl eval WORDS`. Raises UserError."""
     commands = Commands()
     add_to(commands)
-    own, settings = commands.split(["eval", *words])
-    return _plan(commands.root.parse_args(own), settings)
+    return _plan(*commands.parse(["eval", *words]))
 
 
 def _plan(options: argparse.Namespace, settings: Sequence[str]) -> EvaluationPlan:
@@ -137,3 +178,58 @@ def _without_servers(config: RunConfig, other_environment: bool) -> RunConfig:
     kept = {name: getattr(config.engine, name) for name in ("slots", "max_length", "prefill_tokens", "device", "threads")}
     changes = {"engine": EngineConfig(**kept)} | ({"environment": EnvironmentConfig()} if other_environment else {})
     return config.model_copy(update=changes)
+
+
+def _version(text: str) -> str | float:
+    return text if text == "best" else at_least(1)(text)
+
+
+def run_push(options: argparse.Namespace, _settings: Sequence[str]) -> int:
+    config_of_run(options.run_dir)
+    from pipelinerl.experiments.publish import prepared, upload  # noqa: PLC0415 (loads torch)
+
+    with prepared(options.run_dir, options.repo, options.version) as folder:
+        if options.dry_run:
+            files = sorted(path for path in folder.rglob("*") if path.is_file())
+            lines = [f"{path.relative_to(folder)}  {path.stat().st_size / 1e6:.2f} MB" for path in files]
+            return write("\n".join([*lines, "", (folder / "README.md").read_text(encoding="utf-8")]))
+        return write(f"{upload(folder, options.repo, private=not options.public)}\n")
+
+
+def run_try(options: argparse.Namespace, settings: Sequence[str]) -> int:
+    config = load_config(options.run_file, settings)
+    from pipelinerl.experiments.trial import try_group  # noqa: PLC0415 (loads torch)
+    from pipelinerl.status.screen import printable  # noqa: PLC0415 - as above
+
+    trial = try_group(config, options.problem)
+    return write(f"{printable(str(trial))}\n") or int(not trial.group.rollouts)
+
+
+def run_chat(options: argparse.Namespace, settings: Sequence[str]) -> int:
+    config = with_flags(RunConfig(model=ModelConfig(path=options.model)), settings, CHAT_KEYS)
+    from pipelinerl.experiments.chat import Chat  # noqa: PLC0415 (loads torch)
+    from pipelinerl.status.screen import printable  # noqa: PLC0415 - as above
+
+    chat = Chat(config, system=options.system, seed=options.seed)
+    asking = sys.stdin.isatty()
+    if asking:
+        write(f"{chat.name}{'' if chat.has_template else ' (it has no chat template: each line is continued)'}\n")
+    while True:
+        try:
+            line = input("> " if asking else "")
+        except (EOFError, KeyboardInterrupt):
+            return write("\n") if asking else 0
+        if line == "/reset":
+            chat.reset()
+        elif line:
+            try:
+                for piece in chat.answer(line):
+                    if status := write(printable(piece)):
+                        return status
+            except KeyboardInterrupt:
+                pass
+            except PromptTooLongError as error:
+                write(f"{error}; /reset begins a new chat")
+            except EnvironmentSetupError as error:
+                write(str(error))
+            write("\n")

@@ -1,13 +1,13 @@
-"""`pipelinerl lab`: comparisons and studies of schedules, predictions of runs, and tools that few runs need."""
+"""`pipelinerl sweep` and `replay`, and `pipelinerl lab`: comparisons, studies and predictions that few runs need."""
 
 from __future__ import annotations
 
 import argparse
 import math
+import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -17,12 +17,11 @@ from pipelinerl.cli.parser import (
     at_least,
     config_of_run,
     keyed_values,
-    refuse_settings,
     say,
     write,
 )
 from pipelinerl.config.load import load_config
-from pipelinerl.errors import UserError
+from pipelinerl.errors import ReplayDifferenceError, UserError
 
 CALIBRATION = Path("calibration.json")
 _STUDY = (
@@ -32,6 +31,16 @@ _STUDY = (
     "number of steps. Keys of the run file are also flags (--engine.device cpu)."
 )
 
+_SWEEP = (
+    "Every key of the run file is also a flag, and may have several values: --trainer.learning_rate 1e-4,3e-4 "
+    "--actor.group_size 8,16 makes four settings. Commas in [lists], {mappings} and quoted text separate nothing."
+)
+_REPLAY = (
+    "Without settings, training is repeated and the checksum of every published version is compared with the run's; exit "
+    "status 1 if one differs. With other settings of the training side (--trainer.loss ppo --correction.token tv), the same "
+    "batches are trained on with them, and gradient norms, ESS and clipped shares are compared with the run's."
+)
+
 
 def add_to(commands: Commands) -> None:
     text = (
@@ -39,9 +48,34 @@ def add_to(commands: Commands) -> None:
         "`pipelinerl lab NAME --help` has the flags of each."
     )
     commands.add("lab", text, run=run_lab)
+    _add_sweep_and_replay(commands)
     _add_comparisons(commands)
     _add_predictions(commands)
     _add_tools(commands)
+
+
+def _add_sweep_and_replay(commands: Commands) -> None:
+    text = (
+        "Train with several settings and seeds, one run after another, and rank the settings. Without a run file: the demo."
+    )
+    flag = commands.add("sweep", text, _SWEEP, run=run_sweep).add_argument
+    flag("run_file", nargs="?", type=Path, metavar="RUN.yaml", help="the run file")
+    text = "runs of each setting, each with a different seed (default: 1)"
+    flag("--seeds", type=at_least(1), default=1, metavar="K", help=text)
+    flag("--dry-run", action="store_true", help="check every setting, as `train --dry-run` does, without training")
+    flag("-o", "--out", type=Path, metavar="DIR", help="a new folder, or one to continue (default: runs/sweep-DATE)")
+
+    text = "Repeat a run from its records and compare: training to the bit, generation within a tolerance."
+    flag = commands.add("replay", text, _REPLAY, run=run_replay).add_argument
+    flag("run_dir", type=Path, metavar="RUN_DIR", help="a run directory, or an unpacked export")
+    text = "repeat only the first K optimizer steps; 0: do not train (default: all)"
+    flag("--steps", type=at_least(0), metavar="K", help=text)
+    text = "also repeat the generation of N groups, and compare the log-probs of their tokens (default: 0)"
+    flag("--verify", type=at_least(0), default=0, metavar="N", help=text)
+    text = "largest difference of log-probs to accept (default: 1e-4 for float32 weights, 0.3 for bfloat16)"
+    flag("--tolerance", type=at_least(0, float), metavar="X", help=text)
+    flag("--seed", type=at_least(0), default=0, help="seed of the choice of groups (default: 0)")
+    flag("-o", "--out", type=Path, metavar="DIR", help="a new folder for the results, the metrics and the last weights")
 
 
 def _add_comparisons(commands: Commands) -> None:
@@ -50,7 +84,9 @@ def _add_comparisons(commands: Commands) -> None:
     flag("run_file", nargs="?", type=Path, metavar="RUN.yaml", help="the run file")
     flag("others", nargs="*", type=Path, help=argparse.SUPPRESS)
     flag("--schedules", metavar="LIST", help="e.g. pipeline,conventional:1,conventional:4,async:2 (G after the colon)")
-    flag("--seeds", type=int, metavar="K", help="repetitions, each with a different seed (default: 2; with --quick 1)")
+    flag(
+        "--seeds", type=at_least(1), metavar="K", help="repetitions, each with a different seed (default: 2; with --quick 1)"
+    )
     flag("--quick", action="store_true", help="fewer schedules, seeds, steps and settings; takes a few minutes")
     flag("--no-tune", action="store_true", help="use only the run file's settings, without tuning")
     flag("--target", "--target-reward", type=float, metavar="R", help="the reward to reach (default: chosen from the runs)")
@@ -58,9 +94,9 @@ def _add_comparisons(commands: Commands) -> None:
         "number of held-out problems that copies of a run's weights answer after it, to find when it reached the target "
         "(default: 512; with --quick 256); 0: use training rewards, which depend on each schedule's lag"
     )
-    flag("--held-out", type=int, metavar="N", help=text)
+    flag("--held-out", type=at_least(0), metavar="N", help=text)
     text = "optimizer steps between copies of the weights (default: a sixteenth of all steps)"
-    flag("--evaluate-every", type=int, metavar="E", help=text)
+    flag("--evaluate-every", type=at_least(1), metavar="E", help=text)
     text = "value of environment.args for held-out problems only, e.g. to remove a delay; may be repeated"
     flag("--held-out-arg", action="append", default=[], metavar="KEY=VALUE", help=text)
     flag("-o", "--out", type=Path, metavar="DIR", help="a new folder, or one to continue (default: runs/compare-DATE)")
@@ -82,7 +118,7 @@ def _add_comparisons(commands: Commands) -> None:
 
 def _add_predictions(commands: Commands) -> None:
     text = "Throughput against lag of PipelineRL and conventional RL in the paper's case study, from its formulas."
-    commands.add("lab plan", text, run=run_plan)
+    commands.add("lab plan", text, run=run_plan, keys=False)
 
     text = (
         "Measure how long the steps of a run (default: the demo) take on this machine, for `pipelinerl "
@@ -109,7 +145,7 @@ def _add_predictions(commands: Commands) -> None:
 
 def _add_tools(commands: Commands) -> None:
     text = "Write what a run recorded to one tar file, without secrets: to replay, browse or evaluate it elsewhere."
-    flag = commands.add("lab export", text, run=run_export).add_argument
+    flag = commands.add("lab export", text, run=run_export, keys=False).add_argument
     flag("run_dir", type=Path, metavar="RUN_DIR", help="a run directory")
     flag("out", type=Path, metavar="OUT.tar", help="the new file")
     flag(
@@ -120,6 +156,60 @@ def _add_tools(commands: Commands) -> None:
 
 def run_lab(_options: argparse.Namespace, _settings: Sequence[str]) -> int:
     raise UserError("name a command: lab compare, study, plan, calibrate, simulate or export")
+
+
+def run_sweep(options: argparse.Namespace, settings: Sequence[str]) -> int:
+    """Raises PipelineRLError if a run failed, once all others have ended."""
+    from pipelinerl.experiments.sweep import make_grid  # noqa: PLC0415 (and others)
+
+    grid = make_grid(options.run_file, settings, options.seeds)
+    if options.dry_run:
+        from pipelinerl.launch.dry_run import dry_run  # noqa: PLC0415
+
+        return write("".join("\n".join([f"{one.label}:", *dry_run(one.config), "\n"]) for one in grid.settings))
+    from pipelinerl.experiments.sweep import RESULTS_FILE, section, sweep  # noqa: PLC0415
+    from pipelinerl.report import count  # noqa: PLC0415
+    from pipelinerl.report.sections import in_terminal  # noqa: PLC0415
+
+    out: Path = options.out or Path("runs") / f"sweep-{time.strftime('%Y%m%d-%H%M%S')}"
+    settings_text, seeds = count(len(grid.settings), "setting"), count(len(grid.seeds), "seed")
+    say(f"{settings_text}, {seeds} each; to continue after an interruption: the same command with --out {out}")
+    found, failure = sweep(grid, out, say)
+    best = found.settings[0]
+    lines = [in_terminal(section(found))]
+    if best.reward is not None:
+        values = [f"--{key}={text}" for key, text in best.setting.items()]
+        run_file = [] if options.run_file is None else [str(options.run_file)]
+        lines.append(f"the best: {shlex.join(['pipelinerl', 'train', *run_file, *grid.fixed, *values])}\n")
+    status = write("".join([*lines, f"{out / RESULTS_FILE}\n{out / 'report.html'}\n"]))
+    if failure is not None:
+        raise failure
+    return status
+
+
+def run_replay(options: argparse.Namespace, settings: Sequence[str]) -> int:
+    """Raises ReplayDifferenceError, after printing the results, if the run was not repeated."""
+    config_of_run(options.run_dir)
+    from pipelinerl.experiments.replay.replay import replay  # noqa: PLC0415 (loads torch)
+    from pipelinerl.experiments.replay.results import difference_text, result_text  # noqa: PLC0415
+    from pipelinerl.process import counted_interrupts  # noqa: PLC0415 - as above
+
+    with counted_interrupts(raises_at=2) as interrupts:
+        result = replay(
+            options.run_dir,
+            settings,
+            steps=options.steps,
+            verify=options.verify,
+            seed=options.seed,
+            tolerance=options.tolerance,
+            out=options.out,
+            stop=lambda: interrupts.count > 0,
+            say=say,
+        )
+    status = write(result_text(result))
+    if result.differences:
+        raise ReplayDifferenceError(difference_text(result))
+    return status
 
 
 def run_compare(options: argparse.Namespace, settings: Sequence[str]) -> int:
@@ -134,10 +224,9 @@ def run_compare(options: argparse.Namespace, settings: Sequence[str]) -> int:
     config, chosen = settled(load_config(options.run_file, settings))
     for line in chosen:
         say(line)
-    out: Path = options.out or Path("runs") / f"compare-{time.strftime('%Y%m%d-%H%M%S')}"
     from pipelinerl.experiments.compare.compare import compare  # noqa: PLC0415 (and others)
     from pipelinerl.experiments.compare.held_out import answer_held_out, check_held_out  # noqa: PLC0415
-    from pipelinerl.experiments.compare.settings import make_request  # noqa: PLC0415
+    from pipelinerl.experiments.compare.request import make_request  # noqa: PLC0415
     from pipelinerl.experiments.runs import train_in_child  # noqa: PLC0415
     from pipelinerl.resources.hardware import this_machine  # noqa: PLC0415
 
@@ -153,29 +242,16 @@ def run_compare(options: argparse.Namespace, settings: Sequence[str]) -> int:
         held_out_args=keyed_values("--held-out-arg", options.held_out_arg),
     )
     check_held_out(request)
-    print(f"results and runs: {out} (to continue after an interruption: the same command with --out {out})", flush=True)
-    contents = compare(
-        request, out, train=train_in_child, evaluate=answer_held_out, target=target, say=lambda text: print(text, flush=True)
-    )
-    return write(_result_text(contents, out))
-
-
-def _result_text(contents: dict[str, Any], out: Path) -> str:
-    lines = [f"target: a {contents['reward']} reward of {contents['target_reward']}"]
-    for key in ("ratio_time_to_reward", "ratio_samples_per_s"):
-        ratio = contents[key]
-        if ratio and ratio["median"] is not None:
-            spread = f"{ratio['min']:.2f} to {ratio['max']:.2f}"
-            lines.append(f"{key}: {ratio['median']:.2f} ({spread}) against {ratio['baseline']}; above 1, pipeline is faster")
-        else:
-            lines.append(f"{key}: - (see the report)")
-    return "\n".join([*lines, f"{out / 'report.html'}", ""])
+    out: Path = options.out or Path("runs") / f"compare-{time.strftime('%Y%m%d-%H%M%S')}"
+    say(f"results and runs: {out} (to continue after an interruption: the same command with --out {out})")
+    found = compare(request, out, train=train_in_child, evaluate=answer_held_out, target=target, say=say)
+    return write("\n".join([*found.findings, f"{out / 'report.html'}", ""]))
 
 
 def run_study(options: argparse.Namespace, settings: Sequence[str]) -> int:
     config = load_config(config_of_run(options.run_dir), settings)
     from pipelinerl.experiments.study.kv_cache import study_kv_cache  # noqa: PLC0415 (loads torch)
-    from pipelinerl.experiments.study.page import make_folder, study_table, write_study  # noqa: PLC0415 (matplotlib)
+    from pipelinerl.experiments.study.page import make_folder, write_study  # noqa: PLC0415 (as above)
 
     out = options.out or options.run_dir / "study"
     make_folder(out)
@@ -190,12 +266,10 @@ def run_study(options: argparse.Namespace, settings: Sequence[str]) -> int:
         seed=options.seed,
         on_progress=say,
     )
-    numbers, picture = write_study(study, out)
-    return write(f"{study_table(study)}\n{numbers}\n{picture}\n")
+    return write(write_study(study, out))
 
 
-def run_plan(_options: argparse.Namespace, settings: Sequence[str]) -> int:
-    refuse_settings("pipelinerl lab plan", settings)
+def run_plan(_options: argparse.Namespace, _settings: Sequence[str]) -> int:
     from pipelinerl.experiments.planner.paper import plan_text  # noqa: PLC0415 (loads numpy)
 
     return write(plan_text())
@@ -247,8 +321,7 @@ def run_simulate(options: argparse.Namespace, settings: Sequence[str]) -> int:
     return write(text + "".join(f"{note}\n" for note in notes))
 
 
-def run_export(options: argparse.Namespace, settings: Sequence[str]) -> int:
-    refuse_settings("pipelinerl lab export", settings)
+def run_export(options: argparse.Namespace, _settings: Sequence[str]) -> int:
     config_of_run(options.run_dir)
     from pipelinerl.experiments.replay.export import export_run  # noqa: PLC0415 (loads torch)
 

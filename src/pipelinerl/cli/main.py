@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 
-from pipelinerl.cli.parser import Commands, refuse_settings
+from pipelinerl.cli.parser import Commands
 from pipelinerl.errors import PipelineRLError, RunInterruptedError
 from pipelinerl.files import UNWRITABLE, remedy
 from pipelinerl.launch import GARBAGE_THRESHOLD
@@ -25,15 +25,11 @@ from pipelinerl.process import counted_interrupts
 
 MODULES = {
     "train": ("train",),
-    "project": ("init", "config", "report", "doctor"),
-    "sweep": ("sweep",),
-    "watch": ("watch",),
-    "browse": ("browse",),
-    "eval": ("eval",),
-    "hub": ("push", "chat", "try"),
+    "project": ("init", "config", "doctor"),
+    "watch": ("watch", "report", "browse"),
+    "eval": ("eval", "try", "chat", "push"),
     "serve": ("serve",),
-    "replay": ("replay",),
-    "lab": ("lab",),
+    "lab": ("sweep", "replay", "lab"),
 }
 """The modules of this package that add subcommands, and the names of theirs."""
 GROUPS = {
@@ -89,10 +85,8 @@ def _run(arguments: list[str]) -> int:
         importlib.import_module(f"pipelinerl.cli.{module}").add_to(commands)
     if not given:
         commands.describe(GROUPS)
-    own, settings = commands.split(arguments)
-    options = commands.root.parse_args(own)
+    options, settings = commands.parse(arguments)
     if options.command is None:
-        refuse_settings("pipelinerl without a command", settings)
         commands.root.print_help(sys.stderr)
         return 2
     status: int = options.run(options, settings)

@@ -30,6 +30,7 @@ GUESSES = {
     "run": "train RUN.yaml",
     "start": "train RUN.yaml",
     "continue": "train --resume RUN_DIR",
+    "convert-gguf": "python scripts/convert_gguf.py",
     **{name: f"lab {name}" for name in ("compare", "study", "plan", "calibrate", "simulate", "export")},
 }
 """Commands that users try first, and former names -> what to write."""
@@ -73,11 +74,11 @@ class Commands:
         """Those of the subcommands, by name."""
         return self._parsers
 
-    def add(self, name: str, text: str, epilog: str | None = None, *, run: Run) -> Parser:
-        """Add the parser of a subcommand, which `run` executes."""
+    def add(self, name: str, text: str, epilog: str | None = None, *, run: Run, keys: bool = True) -> Parser:
+        """Add the parser of a subcommand, which `run` executes. `keys`: it takes keys of the run file as flags."""
         parser = self._parsers[name] = self._subparsers.add_parser(name, description=text, epilog=epilog, help=text)
         parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-        parser.set_defaults(run=run)
+        parser.set_defaults(run=run, keys=keys)
         return parser
 
     def describe(self, groups: Mapping[str, Sequence[str]]) -> None:
@@ -86,6 +87,15 @@ class Commands:
         for title, names in groups.items():
             lines = (wrap.fill(f"  {name:12}  {self._parsers[name].description}") for name in names)
             self.root.epilog = "\n".join([*([self.root.epilog, ""] if self.root.epilog else []), f"{title}:", *lines])
+
+    def parse(self, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+        """The options of the command, and the run-file settings. Raises UserError."""
+        own, settings = self.split(arguments)
+        options = self.root.parse_args(own)
+        if settings and not (options.command and options.keys):
+            command = f"pipelinerl {options.command}" if options.command else "pipelinerl without a command"
+            raise UserError(f"{command} has no flag {settings[0].partition('=')[0]} (see `pipelinerl --help`)")
+        return options, settings
 
     def split(self, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
         """Split into arguments for argparse and run-file settings (`--key value`, `--key=value`, `--switch`).
@@ -116,8 +126,6 @@ class Commands:
         command = next((argument for argument in own if not argument.startswith("-")), None)
         if command is not None and command not in self._parsers:
             folder = GUESSES.get(command, "").startswith("train") and any(Path(argument).is_dir() for argument in own)
-            if command == "convert-gguf":
-                raise UserError("convert-gguf is a script of the repository: python scripts/convert_gguf.py")
             near = GUESSES.get("continue" if folder else command)
             near = near or next(iter(difflib.get_close_matches(command, self._parsers, n=1)), None)
             hint = f"did you mean `{near}`?" if near else f"there are {', '.join(self._parsers)}"
@@ -135,19 +143,23 @@ def _check_spelling(settings: Sequence[str], flags: Sequence[str]) -> None:
                 raise UserError(f"unknown flag {flag}; did you mean `{near}`?")
 
 
-def at_least(least: float, kind: Callable[[str], float] = int) -> Callable[[str], float]:
-    """For argparse: a number of `kind` that is not below `least`."""
+def at_least(least: float, kind: Callable[[str], float] = int, most: float = sys.float_info.max) -> Callable[[str], float]:
+    """For argparse: a number of `kind` from `least` to `most`."""
 
     def number(text: str) -> float:
         try:
             value = kind(text)
         except ValueError:
             value = float("nan")
-        if not least <= value < float("inf"):
-            raise argparse.ArgumentTypeError(f"{text}: give a {'whole ' if kind is int else ''}number of at least {least:g}")
+        if not least <= value <= most:
+            bounds = f"at least {least:g}" if most == sys.float_info.max else f"{least:g} to {most:g}"
+            raise argparse.ArgumentTypeError(f"{text}: give a {'whole ' if kind is int else ''}number of {bounds}")
         return value
 
     return number
+
+
+PORTS = at_least(0, most=65535)
 
 
 def config_of_run(run_dir: Path) -> Path:
@@ -167,12 +179,6 @@ def keyed_values(flag: str, texts: Sequence[str]) -> dict[str, Any]:
             raise UserError(f"{flag} {text}: give KEY=VALUE")
         found[key] = yaml_text.parse(value, f"{flag} {key}").value
     return found
-
-
-def refuse_settings(command: str, settings: Sequence[str]) -> None:
-    """For subcommands without a run file: raises UserError for flags that the subcommand does not have."""
-    if settings:
-        raise UserError(f"{command} has no flag {settings[0].partition('=')[0]} (see `pipelinerl --help`)")
 
 
 def api_key_from(variable: str | None, flag: str = "--api-key-env") -> str | None:

@@ -1,4 +1,4 @@
-"""`pipelinerl init`, `config`, `report` and `doctor`: what a project consists of, what its runs leave, and the machine."""
+"""`pipelinerl init`, `config` and `doctor`: what a project consists of, and the machine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
-from pipelinerl.cli.parser import SETTINGS_HELP, Commands, refuse_settings, write
+from pipelinerl.cli.parser import SETTINGS_HELP, Commands, write
 from pipelinerl.config.load import load_config
 from pipelinerl.errors import UserError
 
@@ -25,7 +25,7 @@ TEMPLATES = {
 
 def add_to(commands: Commands) -> None:
     text = "Write an example project that can be run at once: a task and its run file."
-    flag = commands.add("init", text, run=run_init).add_argument
+    flag = commands.add("init", text, run=run_init, keys=False).add_argument
     flag("folder", type=Path, metavar="DIR", help="the project's folder; existing files are never overwritten")
     text = "; ".join(f"{name}: {what}" for name, what in TEMPLATES.items())
     flag("--template", choices=TEMPLATES, default="function", metavar="NAME", help=f"{text} (default: function)")
@@ -35,21 +35,14 @@ def add_to(commands: Commands) -> None:
     flag("run_file", nargs="?", type=Path, metavar="RUN.yaml", help="the run file (none: the default of every key)")
     flag("--schema", action="store_true", help="print the JSON schema of run files instead, for editors")
 
-    text = "Write the page of `pipelinerl watch` for one or more runs to one HTML file that works offline."
-    flag = commands.add("report", text, run=run_report).add_argument
-    flag("run_dirs", nargs="+", type=Path, metavar="RUN_DIR", help="a run directory")
-    text = "output file (default: report.html in the first run directory)"
-    flag("-o", "--out", type=Path, metavar="FILE.html", help=text)
-
     text = "Look at this machine and installation: cores, memory, GPUs, packages, Redis, vLLM; say what is wrong."
-    flag = commands.add("doctor", text, run=run_doctor).add_argument
+    flag = commands.add("doctor", text, run=run_doctor, keys=False).add_argument
     text = "also look at the Python interpreter of vLLM, as in engine.python"
     flag("--vllm-python", type=Path, metavar="PYTHON", help=text)
 
 
-def run_init(options: argparse.Namespace, settings: Sequence[str]) -> int:
+def run_init(options: argparse.Namespace, _settings: Sequence[str]) -> int:
     """Write the example files. Raises UserError, without writing any, if one exists already or the folder can't be made."""
-    refuse_settings("pipelinerl init", settings)
     folder: Path = options.folder
     source = resources.files("pipelinerl") / "assets" / "templates" / options.template
     names = sorted(file.name for file in source.iterdir() if file.is_file())
@@ -73,20 +66,8 @@ def run_config(options: argparse.Namespace, settings: Sequence[str]) -> int:
     return write(json_schema() if options.schema else render(config))
 
 
-def run_report(options: argparse.Namespace, settings: Sequence[str]) -> int:
-    refuse_settings("pipelinerl report", settings)
-    from pipelinerl.experiments.watch.page import report_page  # noqa: PLC0415 (with the others)
-    from pipelinerl.report import write_file  # noqa: PLC0415
-
-    run_dirs: list[Path] = options.run_dirs
-    out: Path = options.out or run_dirs[0] / "report.html"
-    write_file(out, report_page(run_dirs).encode())
-    return write(f"{out}\n")
-
-
-def run_doctor(options: argparse.Namespace, settings: Sequence[str]) -> int:
+def run_doctor(options: argparse.Namespace, _settings: Sequence[str]) -> int:
     """Returns exit status 1 if something is wrong."""
-    refuse_settings("pipelinerl doctor", settings)
     from pipelinerl.experiments.doctor import WRONG, examine, shown  # noqa: PLC0415 (loads torch)
 
     found = examine(options.vllm_python)

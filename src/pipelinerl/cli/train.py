@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
-from pipelinerl.cli.parser import SETTINGS_HELP, Commands, write
+from pipelinerl.cli.parser import PORTS, SETTINGS_HELP, Commands, write
 from pipelinerl.config.load import load_config
 from pipelinerl.errors import UserError
 
@@ -21,7 +21,12 @@ def add_to(commands: Commands) -> None:
     flag("--dry-run", action="store_true", help=text)
     flag("--verbose", action="store_true", help="more rows in the table at the end (--metrics.verbose)")
     flag("--watch", action="store_true", help="also show the run in a browser, until it ends (see `pipelinerl watch`)")
-    flag("--watch-port", type=int, metavar="PORT", help="port of that page, 0: any free port (default: 7117)")
+    flag(
+        "--watch-port",
+        type=PORTS,
+        metavar="PORT",
+        help="port of that page, 0: any free port (default: 7117)",
+    )
 
 
 def run_train(options: argparse.Namespace, settings: Sequence[str]) -> int:
@@ -46,8 +51,8 @@ def run_train(options: argparse.Namespace, settings: Sequence[str]) -> int:
     if not options.watch:
         train(config, resume=options.resume)
         return 0
-    from pipelinerl.cli.watch import page_beside  # noqa: PLC0415 - few runs have a page
+    from pipelinerl.cli.watch import PORT, page_beside  # noqa: PLC0415 - few runs have a page
 
-    with closing(page_beside(options.watch_port)) as page:
+    with closing(page_beside(PORT if options.watch_port is None else options.watch_port)) as page:
         train(config, resume=options.resume, began=page.begin)
     return 0

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from pipelinerl.checkpoint import load_checkpoint
 from pipelinerl.config.schema import LONGEST_SLOT, RunConfig
 from pipelinerl.engine import LocalEngine
 from pipelinerl.environments.prompts import encode_or_refuse, has_chat_template, text_decoder
 from pipelinerl.errors import PromptTooLongError, UserError
 from pipelinerl.experiments.evaluate.models import find_targets
-from pipelinerl.models.loading import load_model, load_tokenizer, model_max_length, stop_token_ids
+from pipelinerl.models.loading import load_tokenizer, model_max_length, stop_token_ids
 from pipelinerl.types import GenerationRequest, SamplingParams
 
 UNFINISHED = "\ufffd"
@@ -29,13 +27,10 @@ class Chat:
         targets = find_targets([config.model.path])
         if len(targets) > 1:
             raise UserError(f"{config.model.path} names {len(targets)} models; give one version")
-        (target,) = targets
-        if target.checkpoint:
-            load_checkpoint(Path(target.model.path))  # verifies every file
-        named = config.model.model_copy(update={"path": target.model.path})
+        target = targets[0]._replace(model=config.model.model_copy(update={"path": targets[0].model.path}))
         self.name = target.name
-        self._tokenizer: Any = load_tokenizer(named)
-        model = load_model(named, config.engine.device)
+        self._tokenizer: Any = load_tokenizer(target.model)
+        model = target.load(config.engine.device)
         if config.engine.threads is not None:
             torch.set_num_threads(config.engine.threads)
         self._length = config.engine.max_length or min(model_max_length(model) or LONGEST_SLOT, LONGEST_SLOT)

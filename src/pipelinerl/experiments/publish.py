@@ -18,6 +18,7 @@ from pipelinerl.experiments.evaluate.models import Target, find_targets
 from pipelinerl.metrics.reading import read_lines
 from pipelinerl.metrics.sessions import SessionRecord
 from pipelinerl.report.series import read_config, read_summary
+from pipelinerl.report.terminal import summary_sections
 from pipelinerl.run_directory import RunDirectory
 
 CURVES = "curves.png"
@@ -26,13 +27,16 @@ CURVES = "curves.png"
 @contextmanager
 def prepared(run_dir: Path, repo: str, version: str | float | None = None) -> Iterator[Path]:
     """A temporary folder with what is uploaded to `repo`. Raises UserError, and CheckpointError for a damaged checkpoint."""
-    _check_repo(repo)
+    from pipelinerl.models.folder import can_be_an_id  # noqa: PLC0415 - takes a second
+
+    if repo.count("/") > 1 or not can_be_an_id(repo):
+        raise UserError(f"{repo!r} can't be the id of a model on the hub; give owner/name")
     (target,) = find_targets([str(run_dir) if version is None else f"{run_dir}@{version}"])
     source = Path(target.model.path)
     load_checkpoint(source)  # verifies every file
     with tempfile.TemporaryDirectory(prefix="pipelinerl-push-") as name:
-        folder = Path(name)
-        shutil.copytree(source, folder, copy_function=_link, ignore=_of_a_resume, dirs_exist_ok=True)
+        folder, of_a_resume = Path(name), shutil.ignore_patterns(STATE_FILE, OPTIMIZER_FILE)
+        shutil.copytree(source, folder, copy_function=_link, ignore=of_a_resume, dirs_exist_ok=True)
         if (run_dir / CURVES).is_file():
             shutil.copyfile(run_dir / CURVES, folder / CURVES)
         (folder / "README.md").write_text(model_card(run_dir, repo, target), encoding="utf-8")
@@ -96,40 +100,14 @@ With the run file below: `pipelinerl train run.yaml`
 
 
 def _table(summary: Mapping[str, Any]) -> str:
-    rows = {
-        "held-out reward, before": _with_error(summary, "before"),
-        "held-out reward, after": _with_error(summary, "after"),
-        "training reward, first and last steps": _pair(summary, "reward_first", "reward_last"),
-        "optimizer steps": summary.get("optimizer_steps"),
-        "rollouts trained on": summary.get("samples_trained"),
-        "effective sample size, mean": _number(summary.get("ess_mean")),
-        "lag, mean and longest, in steps": _pair(summary, "lag_mean", "lag_max"),
-        "the run": summary.get("status"),
-    }
-    lines = [f"| {name} | {value} |" for name, value in rows.items() if value is not None]
+    rows = [(name.strip(), value) for section in summary_sections(summary)[:3] for name, value in section] if summary else []
+    lines = [f"| {name} | {value.replace('|', ' ')} |" for name, value in (*rows, ("the run", str(summary.get("status"))))]
     return "\n".join(["| | |", "|---|---|", *lines]) + "\n"
 
 
-def _with_error(summary: Mapping[str, Any], when: str) -> str | None:
-    mean, error = summary.get(f"eval_reward_{when}"), summary.get(f"eval_reward_{when}_standard_error")
-    return None if mean is None else f"{mean:.3g}" + ("" if error is None else f" ± {error:.2g}")
-
-
-def _pair(summary: Mapping[str, Any], first: str, second: str) -> str | None:
-    values = [_number(summary.get(key)) for key in (first, second)]
-    return None if None in values else ", ".join(map(str, values))
-
-
-def _number(value: Any) -> str | None:
-    return None if value is None else f"{value:.3g}"
-
-
 def _provenance(run_dir: Path) -> str:
-    try:
-        sessions = read_lines(RunDirectory(run_dir).sessions, SessionRecord)
-    except FileNotFoundError:
-        return ""
-    if not sessions:
+    path = RunDirectory(run_dir).sessions
+    if not path.exists() or not (sessions := read_lines(path, SessionRecord)):
         return ""
     machine = sessions[-1].machine
     packages = ", ".join(f"{name} {version}" for name, version in machine.packages.items())
@@ -147,17 +125,6 @@ def _without_paths(value: Any) -> Any:
 
 def _name(text: str) -> str:
     return Path(text).name if os.path.isabs(text) else text
-
-
-def _check_repo(repo: str) -> None:
-    from pipelinerl.models.folder import can_be_an_id  # noqa: PLC0415 - takes a second
-
-    if repo.count("/") > 1 or not can_be_an_id(repo):
-        raise UserError(f"{repo!r} can't be the id of a model on the hub; give owner/name")
-
-
-def _of_a_resume(_folder: str, names: list[str]) -> list[str]:
-    return [name for name in names if name in {STATE_FILE, OPTIMIZER_FILE}]
 
 
 def _link(source: str, target: str) -> None:

@@ -1,81 +1,227 @@
 """The runs of an experiment: which are done, and execution of the others, one `pipelinerl train` after another.
 
-OUT/request.json       what determines the runs; the same command continues an experiment, others are refused
-OUT/NAME/              a run directory for each run
-OUT/NAME.yaml, .log    its run file, and the output of its command
-OUT/executions.jsonl   a line for each executed run: how it ended, and the load average before it
+OUT/request.json              what determines the runs; the same command continues an experiment, others are refused
+OUT/SETTING/seed-0/           a run directory for each setting and seed
+OUT/SETTING/seed-0.yaml, .log its run file, and the output of its command
+OUT/executions.jsonl          a line for each executed run: how it ended, and the load average before it
+OUT/report.html               the results, and the curves of all runs
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
-import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import msgspec
 
-from pipelinerl.channel import listen
-from pipelinerl.child import ChildProcess, stop_all
+from pipelinerl.child import ChildProcess
 from pipelinerl.config.load import config_to_yaml
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import INVALID_DATA, PipelineRLError, RunDirectoryError, RunInterruptedError, TrainingDivergedError
+from pipelinerl.experiments.watch.page import page, shown_run
 from pipelinerl.files import JsonLines
-from pipelinerl.interfaces import Board
-from pipelinerl.launch.hosts.host import LocalWorker
 from pipelinerl.launch.run_lock import RunLock
-from pipelinerl.launch.session import Session, WorkerSpec
-from pipelinerl.launch.stages.training import lead_ranks
 from pipelinerl.launch.summary import FINISHED
 from pipelinerl.metrics.reading import read_json_lines
 from pipelinerl.process import counted_interrupts
-from pipelinerl.report import write_json, writing_to
+from pipelinerl.report import only_shown, write_file, write_json, writing_to
+from pipelinerl.report.sections import PageSection
 from pipelinerl.resources.hardware import load_average
-from pipelinerl.resources.roles import rank_roles
 from pipelinerl.run_directory import RunDirectory
 
-if TYPE_CHECKING:
-    from pipelinerl.trainer.sharding.ranks import Team
-
 REQUEST_FILE = "request.json"
+FAILED = "failed"
 POLL_S = 0.1
-RANKS_PATIENCE_S = 10.0
 STOP_S = 180.0
 """Time for a run to write a checkpoint and end."""
 
 
-@contextlib.contextmanager
-def claimed(out: Path, request: Mapping[str, Any], what: str) -> Iterator[None]:
-    """Create `out` for this request, or check that it holds this request. Raises RunDirectoryError with the differences.
+class Setting(NamedTuple):
+    """What runs have in common that differ only in their seed. `config` has the first seed.
 
-    An interruption within the block says how to continue.
+    `folder` is a path in the experiment's folder. `values` are those that were typed, by key, if there are any.
     """
-    path = out / REQUEST_FILE
-    try:
-        if not path.exists():
-            out.mkdir(parents=True, exist_ok=True)
-            if any(out.iterdir()):
-                raise RunDirectoryError(f"{out} is not empty and holds no {what}; choose a new --out")
-            write_json(path, request, indent=2)
-        before = msgspec.json.decode(path.read_bytes())
-    except OSError as error:
-        raise RunDirectoryError(f"can't use {out}: {error.strerror}; choose another --out") from error
-    except INVALID_DATA as error:
-        raise RunDirectoryError(f"{path} is damaged: {error}; choose another --out") from error
-    if differences := differing(before, request):
-        raise RunDirectoryError(
-            f"{out} holds another {what} ({'; '.join(differences)}); give the same arguments to continue it, or "
-            "choose another --out"
+
+    label: str
+    folder: str
+    config: RunConfig
+    values: Mapping[str, str] = {}
+
+
+class PlannedRun(NamedTuple):
+    """One run. `name` is its folder within the experiment's folder."""
+
+    setting: Setting
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.setting.folder}/seed-{self.seed}"
+
+    @property
+    def label(self) -> str:
+        return f"{self.setting.label}, seed {self.seed}"
+
+    def config(self, out: Path) -> RunConfig:
+        return self.setting.config.model_copy(update={"seed": self.seed, "run_dir": str((out / self.name).absolute())})
+
+
+def planned_runs(settings: Sequence[Setting], seeds: Sequence[int]) -> list[PlannedRun]:
+    """All runs in order: every setting with the first seed, then with the next one.
+
+    The order of the settings rotates from seed to seed, so that none is always first.
+    """
+    runs: list[PlannedRun] = []
+    for place, seed in enumerate(seeds):
+        first = place % len(settings)
+        runs += [PlannedRun(setting, seed) for setting in (*settings[first:], *settings[:first])]
+    return runs
+
+
+class Execution(msgspec.Struct, frozen=True, kw_only=True):
+    """A run that was not interrupted. `status` is "finished", "diverged: REASON" or "failed: REASON"."""
+
+    run: str
+    status: str
+    began: str
+    load_before: float | None
+
+    @property
+    def finished(self) -> bool:
+        return self.status == FINISHED
+
+
+class Folder:
+    """The runs of one experiment. The name of a run contains everything in which runs of a request differ."""
+
+    def __init__(self, root: Path, train: Callable[[RunConfig], object]) -> None:
+        """`train` executes a run in `config.run_dir`. Raises RunDirectoryError if `executions.jsonl` is damaged."""
+        self.root = root
+        self._train = train
+        self._log = root / "executions.jsonl"
+        try:
+            self._done = {execution.run: execution for execution in read_json_lines(self._log, Execution)}
+        except FileNotFoundError:
+            self._done = {}
+        except (OSError, ValueError) as error:
+            raise RunDirectoryError(f"can't read {self._log}: {error}; choose another --out") from error
+
+    @contextlib.contextmanager
+    def claimed(self, request: Mapping[str, Any], what: str) -> Iterator[None]:
+        """Create the folder for this request, or check that it holds it. Raises RunDirectoryError with the differences.
+
+        An interruption within the block says how to continue.
+        """
+        out, path = self.root, self.root / REQUEST_FILE
+        try:
+            if not path.exists():
+                out.mkdir(parents=True, exist_ok=True)
+                if any(out.iterdir()):
+                    raise RunDirectoryError(f"{out} is not empty and holds no {what}; choose a new --out")
+                write_json(path, request, indent=2)
+            before = msgspec.json.decode(path.read_bytes())
+        except OSError as error:
+            raise RunDirectoryError(f"can't use {out}: {error.strerror}; choose another --out") from error
+        except INVALID_DATA as error:
+            raise RunDirectoryError(f"{path} is damaged: {error}; choose another --out") from error
+        if differences := differing(before, request):
+            raise RunDirectoryError(
+                f"{out} holds another {what} ({'; '.join(differences)}); give the same arguments to continue it, or "
+                "choose another --out"
+            )
+        try:
+            yield
+        except RunInterruptedError as stopped:
+            raise RunInterruptedError(f"stopped; to continue, run the same command with --out {out}") from stopped
+
+    def done(self, name: str) -> Execution | None:
+        """The run's execution if it was not interrupted and its folder exists."""
+        return self._done.get(name) if (self.root / name).is_dir() else None
+
+    def execute(self, run: PlannedRun, *, resume: bool = False) -> Execution:
+        """Execute a run unless it is done: from its checkpoint with `resume`, else from the start.
+
+        A run that diverges is a result. Any other error that ends the run is raised.
+        """
+        if (done := self.done(run.name)) is not None:
+            return done
+        config = run.config(self.root)
+        if not resume or config.stream.kind == "memory":  # such a stream can't go on
+            _clear_run(self.root / run.name)
+        began, load = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), load_average()
+        status = FINISHED
+        try:
+            self._train(config)
+        except TrainingDivergedError as error:
+            status = f"diverged: {error}"
+        execution = Execution(run=run.name, status=status, began=began, load_before=load)
+        with contextlib.closing(JsonLines(self._log)) as lines:
+            lines.write(execution)
+        self._done[run.name] = execution
+        return execution
+
+    def execute_all(
+        self,
+        runs: Sequence[PlannedRun],
+        say: Callable[[str], object],
+        ended: Callable[[PlannedRun, Execution], str],
+        *,
+        resume: bool = False,
+    ) -> dict[str, Execution]:
+        """Execute the runs that are not done, one after another, and return all executions by name.
+
+        A run that fails is a result, and the others follow; the next call tries it again. `ended` is called for every run,
+        in order, and returns what there is to say of it.
+        """
+        found: dict[str, Execution] = {}
+        begun_s, made = time.monotonic(), 0
+        for place, run in enumerate(runs, start=1):
+            begins = f"[{place}/{len(runs)}] {run.label}"
+            rest = ""
+            if self.done(run.name) is None:
+                say(f"{begins}: {self.root / run.name}")
+                made += 1
+            try:
+                execution = self.execute(run, resume=resume)
+            except RunInterruptedError:
+                raise
+            except PipelineRLError as error:
+                execution = Execution(run=run.name, status=f"{FAILED}: {error}", began="", load_before=None)
+            if made and (left := sum(self.done(one.name) is None for one in runs[place:])):
+                rest = f"; about {(time.monotonic() - begun_s) / made * left / 60:.0f} min for the other {left}"
+            found[run.name] = execution
+            say(f"{begins}: {execution.status}{ended(run, execution)}{rest}")
+        return found
+
+    def failure(self, executions: Mapping[str, Execution]) -> PipelineRLError | None:
+        """The error of the runs that failed, if any did."""
+        failed = [one for one in executions.values() if one.status.startswith(FAILED)]
+        if not failed:
+            return None
+        return PipelineRLError(
+            f"{len(failed)} of {len(executions)} runs failed; the same command with --out {self.root} tries them again. "
+            f"{failed[0].run} {failed[0].status}"
         )
-    try:
-        yield
-    except RunInterruptedError as stopped:
-        raise RunInterruptedError(f"stopped; to continue, run the same command with --out {out}") from stopped
+
+    def write_page(
+        self,
+        title: str,
+        sections: Sequence[PageSection],
+        runs: Sequence[PlannedRun],
+        changes: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Write `report.html`. `changes`: by name of a run, what is shown of it instead of what its directory has."""
+        with only_shown("report.html"):
+            shown = {run.label: {**shown_run(self.root / run.name), **(changes or {}).get(run.name, {})} for run in runs}
+            colours = {run.label: run.setting.label for run in runs}
+            write_file(self.root / "report.html", page(title, sections, shown, colours).encode())
 
 
 def differing(before: Any, now: Any, key: str = "") -> list[str]:
@@ -90,93 +236,62 @@ def differing(before: Any, now: Any, key: str = "") -> list[str]:
     return [] if same else [f"{key} was {encode(before).decode()}, now {encode(now).decode()}"]
 
 
-class Execution(msgspec.Struct, frozen=True, kw_only=True):
-    """A run that was not interrupted. `status` is "finished" or "diverged: REASON"."""
-
-    run: str
-    status: str
-    began: str
-    load_before: float | None
-
-    @property
-    def finished(self) -> bool:
-        return self.status == FINISHED
+# ---- commands in processes of their own
 
 
-class Folder:
-    """Runs of one experiment, identified by name. A name contains everything in which runs of a request differ."""
+class Command(NamedTuple):
+    """Arguments of `pipelinerl`, the file that gets its output, and variables in addition to this process's."""
 
-    def __init__(self, root: Path, train: Callable[[RunConfig], object]) -> None:
-        """`train` executes a run in `config.run_dir`. Raises RunDirectoryError if `executions.jsonl` is damaged."""
-        self.root = root
-        self._train = train
-        self._log = root / "executions.jsonl"
-        try:
-            self._done = {execution.run: execution for execution in read_json_lines(self._log, Execution)}
-        except FileNotFoundError:
-            self._done = {}
-        except (OSError, ValueError) as error:
-            raise RunDirectoryError(f"can't read {self._log}: {error}; choose another --out") from error
-
-    def done(self, name: str) -> Execution | None:
-        """The run's execution if it was not interrupted and its folder exists."""
-        return self._done.get(name) if (self.root / name).is_dir() else None
-
-    def execute(self, name: str, config: RunConfig, *, resume: bool = False) -> Execution:
-        """Execute the run `name` unless it is done: from its checkpoint with `resume`, else from the start.
-
-        A run that diverges is a result. Any other error that ends the run is raised.
-        """
-        if (done := self.done(name)) is not None:
-            return done
-        if not resume or config.stream.kind == "memory":  # such a stream can't go on
-            _clear_run(self.root / name)
-        began, load = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), load_average()
-        status = FINISHED
-        try:
-            self._train(config)
-        except TrainingDivergedError as error:
-            status = f"diverged: {error}"
-        execution = Execution(run=name, status=status, began=began, load_before=load)
-        with contextlib.closing(JsonLines(self._log)) as lines:
-            lines.write(execution)
-        self._done[name] = execution
-        return execution
+    arguments: Sequence[str]
+    log: Path
+    environment: Mapping[str, str] = {}
 
 
-def train_in_child(config: RunConfig) -> None:
-    """Run `pipelinerl train` for `config.run_dir`, or let that run go on.
+def run_commands(commands: Sequence[Command]) -> None:
+    """Execute commands at the same time. If one fails, the others are stopped.
 
     Raises TrainingDivergedError, RunInterruptedError and, with the last error of its log, PipelineRLError.
     """
+    with counted_interrupts() as interrupts, contextlib.ExitStack() as stack:
+        processes = [
+            stack.enter_context(
+                ChildProcess(
+                    [sys.executable, "-m", "pipelinerl", *command.arguments],
+                    log=command.log,
+                    environment=command.environment,
+                    patience_s=STOP_S,
+                )
+            )
+            for command in commands
+        ]
+        asked = 0
+        while any(process.running for process in processes) and not any(process.status for process in processes):
+            time.sleep(POLL_S)
+            if interrupts.count > asked:  # the first asks for a checkpoint, the second for the end
+                asked = interrupts.count
+                for process in processes:
+                    process.ask_to_stop()
+        failed = next((process for process in processes if process.status), None)
+        if interrupts.count or (failed and failed.status in (RunInterruptedError.exit_status, 128 + signal.SIGTERM)):
+            raise RunInterruptedError("stopped")
+        if failed is not None:
+            errors = [line for line in failed.log_lines() if line.startswith("error: ")]
+            kind = TrainingDivergedError if failed.status == TrainingDivergedError.exit_status else PipelineRLError
+            why = errors[-1].removeprefix("error: ") if errors else f"its process {failed.how_it_ended()}"
+            raise kind(f"{why} ({failed.log})")
+
+
+def train_in_child(config: RunConfig) -> None:
+    """Run `pipelinerl train` for `config.run_dir`, or let that run go on. Raises as `run_commands`."""
     path = Path(str(config.run_dir))
-    arguments, log = ["--resume", str(path)], path.with_name(f"{path.name}.log")
+    arguments = ["--resume", str(path)]
     if not (path / "config.yaml").is_file():
         run_file = path.with_name(f"{path.name}.yaml")
         with writing_to(path.parent):
             path.parent.mkdir(parents=True, exist_ok=True)
             run_file.write_text(config_to_yaml(config, only_given=True), encoding="utf-8")
         arguments = [str(run_file)]
-    command = [sys.executable, "-m", "pipelinerl", "train", *arguments]
-    with counted_interrupts() as interrupts, ChildProcess(command, log=log, patience_s=STOP_S) as process:
-        asked = 0
-        while not process.wait(POLL_S):
-            if interrupts.count > asked:  # the first asks for a checkpoint, the second for the end
-                asked = interrupts.count
-                process.ask_to_stop()
-        lines, status = process.log_lines(), process.status
-    if interrupts.count or status in (RunInterruptedError.exit_status, 128 + signal.SIGTERM):
-        raise RunInterruptedError("stopped")
-    if status:
-        why = next((line for line in reversed(lines) if line.startswith("error: ")), process.how_it_ended())
-        kind = TrainingDivergedError if status == TrainingDivergedError.exit_status else PipelineRLError
-        raise kind(f"{why.removeprefix('error: ')} ({log})")
-
-
-def remove_parts(run_dir: Path, *names: str) -> None:
-    """Remove the parts of a run that are not needed any more."""
-    for name in names:
-        shutil.rmtree(run_dir / name, ignore_errors=True)
+    run_commands([Command(["train", *arguments], path.with_name(f"{path.name}.log"))])
 
 
 def _clear_run(path: Path) -> None:
@@ -190,21 +305,3 @@ def _clear_run(path: Path) -> None:
         raise RunDirectoryError(f"can't remove the unfinished run {path}: {error.strerror}") from error
     finally:
         lock.close()
-
-
-@contextlib.contextmanager
-def rank_processes(session: Session, board: Board) -> Iterator[Team]:
-    """The other ranks of a sharded trainer, as processes of their own; this process is rank 0."""
-    socket_fd = listen().detach()
-    workers: list[LocalWorker] = []
-    try:
-        for role in rank_roles(session.config):
-            spec = WorkerSpec(threads=session.config.trainer.threads or 1, ranks=socket_fd)
-            workers.append(LocalWorker(session.run, role, spec))
-        with lead_ranks(session, board, socket_fd) as team:
-            yield team
-        for worker in workers:
-            worker.wait(RANKS_PATIENCE_S)
-    finally:
-        stop_all(workers, RANKS_PATIENCE_S)
-        os.close(socket_fd)

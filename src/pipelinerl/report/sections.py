@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import msgspec
+from rich.console import Console, RenderableType
 from rich.text import Text
 
 from pipelinerl.report import new_table, rendered
@@ -42,10 +43,27 @@ def table(title: str, rows: Sequence[Mapping[str, str]], *texts: str, strong: Se
 
 
 def in_terminal(section: PageSection) -> str:
-    """Its table, with the texts below: the first column to the left, all others to the right."""
-    shown = new_table(section.title, caption="\n".join(section.texts), show_header=True)
-    for number, name in enumerate(section.header):
-        shown.add_column(name, justify="right" if number else "left")
-    for row in section.rows:
-        shown.add_row(*map(Text, row))
-    return rendered(shown)
+    """Its table, with the texts below: the first column to the left, all others to the right.
+
+    A table that would be wider than the terminal (or COLUMNS) is continued below, with its first column again.
+    """
+    columns = [[name, *(row[place] for row in section.rows)] for place, name in enumerate(section.header)]
+    widths = [max(len(line) for text in cells for line in text.split("\n")) + 3 for cells in columns]  # with a border
+    tables: list[list[int]] = []
+    left = 0
+    for place in range(1, len(columns)):
+        left -= widths[place]
+        if left < 0 or not tables:
+            tables.append([])
+            left = Console().width - 1 - widths[0] - widths[place]
+        tables[-1].append(place)
+    parts: list[RenderableType] = [Text(section.title, "bold")]
+    for places in tables:
+        shown = new_table("", show_header=True)
+        shown.title = None
+        for place in (0, *places):
+            shown.add_column(section.header[place], justify="right" if place else "left", no_wrap=place > 0, overflow="fold")
+        for row in section.rows:
+            shown.add_row(*(Text(row[place]) for place in (0, *places)))
+        parts.append(shown)
+    return rendered(*parts, *(Text(text, "dim") for text in section.texts))

@@ -75,7 +75,6 @@ def invoke(add_to: Callable[[Commands], None], *arguments: object) -> int:
     """Run a command that `add_to` defines, and let its errors through."""
     commands = Commands()
     add_to(commands)
-    own, settings = commands.split([str(argument) for argument in arguments])
-    options = commands.root.parse_args(own)
+    options, settings = commands.parse([str(argument) for argument in arguments])
     status: int = options.run(options, settings)
     return status

@@ -9,6 +9,7 @@ import pytest
 
 from pipelinerl.cli import main
 from pipelinerl.errors import ConfigError
+from pipelinerl.experiments.runs import planned_runs
 from pipelinerl.experiments.statistics import student_quantile
 from pipelinerl.experiments.sweep import (
     Grid,
@@ -39,10 +40,11 @@ def test_commas_separate_values_only_outside_of_brackets_and_quotes() -> None:
 
 def test_the_grid_has_every_combination_and_seed() -> None:
     grid = make_grid(None, [*RATES, "--trainer.batch_size", "64,128", "--seed", "5"], 2)
-    assert [
-        (run.setting.config.trainer.learning_rate, run.setting.config.trainer.batch_size, run.seed) for run in grid.runs
-    ] == [(rate, batch, seed) for seed in (5, 6) for rate in (1e-4, 3e-4) for batch in (64, 128)]
-    run = grid.runs[-1]
+    runs = planned_runs(grid.settings, grid.seeds)
+    found = [(run.setting.config.trainer.learning_rate, run.setting.config.trainer.batch_size, run.seed) for run in runs]
+    first = [(rate, batch, 5) for rate in (1e-4, 3e-4) for batch in (64, 128)]
+    assert found == first + [(rate, batch, 6) for rate, batch, _ in (*first[1:], first[0])], "the order rotates"
+    run = runs[-2]
     assert run.name == "04-learning_rate=3e-4,batch_size=128/seed-6"
     config = run.config(Path("/sweeps"))
     assert (config.seed, config.run_dir, config.actor.group_size) == (6, f"/sweeps/{run.name}", 8)
@@ -52,7 +54,6 @@ def test_the_grid_has_every_combination_and_seed() -> None:
     ("flags", "seeds", "said"),
     [
         ([], 1, "nothing to sweep over"),
-        (RATES, 0, "--seeds"),
         (["--trainer.learning_rate", "1e-4,,3e-4"], 1, "a value is missing"),
         (["--trainer.learning_rate", "1e-4,fast"], 1, "'fast' is not allowed here"),
         (["--trainer.learning_rte", "1e-4,3e-4"], 1, "did you mean `--trainer.learning_rate`?"),
@@ -106,8 +107,8 @@ def found(rewards: dict[int, list[float | str | None]], grid: Grid) -> SweepResu
         return SweepRunResult(folder=name, seed=seed, status="finished", reward=value, training_reward=value / 2)
 
     runs = {
-        setting.folder: [run(setting.number, seed, value) for seed, value in enumerate(rewards[setting.number])]
-        for setting in grid.settings
+        setting.folder: [run(number, seed, value) for seed, value in enumerate(rewards[number])]
+        for number, setting in enumerate(grid.settings, start=1)
     }
     return results(grid, runs)
 
@@ -142,19 +143,23 @@ def test_differences_are_paired_by_seed() -> None:
 def test_finished_runs_are_not_repeated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With the summaries of finished runs, a sweep starts none: it takes a moment."""
     out, flags = tmp_path / "out", ["--trainer.learning_rate", "1e-4,3e-4", "--evaluation.problems", "0"]
-    for run in make_grid(None, flags, 2).runs:
+    grid = make_grid(None, flags, 2)
+    executed = {"status": "finished", "began": "", "load_before": None}
+    for run in planned_runs(grid.settings, grid.seeds):
         path = out / run.name
         path.mkdir(parents=True)
-        reward = run.setting.number / 4
+        reward = (grid.settings.index(run.setting) + 1) / 4
         summary = {"status": "finished", "reward_last": reward, "eval_reward_after": None}
         (path / "summary.json").write_text(json.dumps(summary))
+        with (out / "executions.jsonl").open("a") as lines:
+            lines.write(json.dumps({"run": run.name} | executed) + "\n")
     assert main(["sweep", *flags, "--seeds", "2", "--out", str(out)]) == 2  # it can't be told what these folders are
     assert "holds no sweep" in capsys.readouterr().err
-    (out / "request.json").write_text(json.dumps(make_grid(None, flags, 2).to_json()))
+    (out / "request.json").write_text(json.dumps(grid.to_json()))
     assert main(["sweep", *flags, "--seeds", "2", "--out", str(out)]) == 0
     shown = capsys.readouterr()
     assert "the best: pipelinerl train --evaluation.problems=0 --trainer.learning_rate=3e-4\n" in shown.out
-    assert "[1/" not in shown.err
+    assert "[1/4] trainer.learning_rate 1e-4, seed 0: finished, training reward 0.250\n" in shown.err
     written = json.loads((out / "sweep.json").read_text())
     assert written["ranked_by"] == "training"
     assert [one["reward"]["mean"] for one in written["settings"]] == [0.5, 0.25]

@@ -1,35 +1,31 @@
-"""The report of a comparison: one HTML page with tables and figures."""
+"""The report of a comparison: its findings in sentences, and tables."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
 
-from pipelinerl.experiments.compare.results import Ratio, RunResult, ScheduleRow, Spread, samples_per_s, time_to_reward
-from pipelinerl.experiments.compare.settings import PIPELINE, ComparisonRequest, Trials
-from pipelinerl.experiments.watch.page import page
+from pipelinerl.experiments.compare.request import PIPELINE, ComparisonRequest
+from pipelinerl.experiments.compare.results import QUANTITIES, Ratio, RunResult, ScheduleRow, Spread
+from pipelinerl.experiments.compare.tuning import TuningResult
 from pipelinerl.report import count, number
 from pipelinerl.report.sections import PageSection, table
 from pipelinerl.report.series import WINDOW
 
-# ---- conclusions from the numbers, in sentences
-
 
 def findings(rows: Sequence[ScheduleRow], target: float | None, reward: str) -> list[str]:
     """Sentences that compare pipeline with the best conventional schedule and count failed runs, about `reward` rewards."""
-    by_name = {row.schedule: row for row in rows}
-    pipeline = by_name.get(PIPELINE)
+    pipeline = next((row for row in rows if row.schedule == PIPELINE), None)
     sentences: list[str] = []
     if pipeline is not None:
-        time = pipeline.ratio_time_to_reward
         if target is None:
             sentences.append(f"No schedule's {reward} reward rose, so there is no target to compare times to.")
-        elif pipeline.samples_to_reward.median == 0:
+        elif pipeline.quantities["samples_to_reward"].median == 0:
             sentences.append(
                 f"The initial weights already have a {reward} reward of {target:g}, so there is no time to compare."
             )
         else:
-            sentences.append(_in_words(time, f"reached a {reward} reward of {target:g}", "sooner", "later"))
+            did = f"reached a {reward} reward of {target:g}"
+            sentences.append(_in_words(pipeline.ratio_time_to_reward, did, "sooner", "later"))
         sentences.append(_in_words(pipeline.ratio_samples_per_s, "made samples", "faster", "slower"))
     for row in rows:
         if row.diverged:
@@ -47,8 +43,7 @@ def _in_words(ratio: Ratio, did: str, better: str, worse: str) -> str:
         return f"There is no ratio to {ratio.baseline}: at least one run of the two schedules never {did}."
     seeds = len(ratio.per_seed)
     over = f"between {ratio.min:.2f} and {ratio.max:.2f} over {seeds} seeds" if seeds > 1 else "one seed, so no spread"
-    comparison = better if ratio.median >= 1 else worse
-    times = ratio.median if ratio.median >= 1 else 1 / ratio.median
+    comparison, times = (better, ratio.median) if ratio.median >= 1 else (worse, 1 / ratio.median)
     other = f"the best conventional schedule, {ratio.baseline}"
     sentence = f"pipeline {did} {times:.2f} times {comparison} than {other} (ratio {over})."
     if ratio.median < 1:
@@ -58,132 +53,86 @@ def _in_words(ratio: Ratio, did: str, better: str, worse: str) -> str:
     return sentence
 
 
-class Results(NamedTuple):
-    """The numbers of a comparison: one row per schedule, and every run."""
-
-    target: float | None
-    rows: Sequence[ScheduleRow]
-    runs: Sequence[RunResult]
-    trials: Trials
-
-
-def comparison_page(request: ComparisonRequest, results: Results, shown: Mapping[str, Mapping[str, Any]]) -> str:
-    """The HTML. `shown` has what a page shows of each run, by label, in the order of `results.runs`."""
-    target, rows, runs, trials = results
-    config = request.config
+def sections(
+    request: ComparisonRequest,
+    target: float | None,
+    rows: Sequence[ScheduleRow],
+    runs: Sequence[RunResult],
+    tuning: Mapping[str, TuningResult],
+) -> list[PageSection]:
+    """What the report says, above the runs themselves. `tuning`: the trials of each schedule, by its label."""
+    config, machine = request.config, request.machine
     best = {ratio.baseline for row in rows for ratio in (row.ratio_time_to_reward, row.ratio_samples_per_s)}
-    strong = [row.schedule for row in rows if row.schedule == PIPELINE or row.schedule in best]
     lead = (
         f"{config.environment.kind} with model {config.model.path}: {request.steps} optimizer steps of "
         f"{config.trainer.batch_size} rollouts per run, {count(request.seeds, 'seed')}. Runs were made one at a time, "
         "each from the same weights and with the whole machine."
     )
-    sections = [
-        PageSection(title="Findings", texts=[lead, *findings(rows, target, request.reward)]),
-        table("Schedules", [_cells(row) for row in rows], _legend(target, request), strong=strong),
-        table("Every run", [_run_cells(run) for run in runs]),
-        _tried(request, trials),
-        PageSection(title="Machine and method", texts=_circumstances(request, runs)),
-    ]
-    colours = {label: run.schedule for label, run in zip(shown, runs, strict=True)}
-    return page(f"Schedules compared: {config.environment.kind}", sections, shown, colours)
-
-
-def _cells(row: ScheduleRow) -> dict[str, str]:
-    reached, rate = row.time_to_reward_s, row.samples_per_s
-    missed, diverged = f"{row.reached} of {row.runs} runs reached it", f"{row.diverged} of {row.runs} diverged"
-    return {
-        "schedule": row.schedule,
-        "time to target, s": missed if reached.median is None else _spread(reached, ".1f"),
-        "times sooner": _spread(row.ratio_time_to_reward, ".2f"),
-        "samples to target": _spread(row.samples_to_reward, ".0f"),
-        "samples/s": diverged if rate.median is None else _spread(rate, ".1f"),
-        "times faster": _spread(row.ratio_samples_per_s, ".2f"),
-        "tokens/s": number(row.tokens_per_s, ".0f"),
-        "mean length": number(row.length_mean, ".1f"),
-        "ESS mean (min)": f"{number(row.ess_mean, '.4f')} ({number(row.ess_min, '.3f')})",
-        "lag mean (max)": f"{number(row.lag_mean, '.2f')} ({number(row.lag_max, '.0f')})",
-        "engine busy": number(row.engine_busy_fraction, ".0%"),
-        "trainer busy": number(row.trainer_busy_fraction, ".0%"),
-        "slots in use": number(row.slots_used_fraction, ".0%"),
-        "settings": row.settings.label,
-    }
-
-
-def _legend(target: float | None, request: ComparisonRequest) -> str:
     how = "linear between evaluated versions" if request.held_out else f"mean over {WINDOW} steps"
-    reward = (
-        f"No target: no schedule's {request.reward} reward rose."
-        if target is None
-        else f"Target: a {request.reward} reward of {target:g} ({how})."
-    )
-    return (
-        f"{reward} Values are medians over seeds, with the smallest and largest if they differ. "
+    legend = (
+        f"Target: a {request.reward} reward of {number(target, 'g')} ({how}). "
+        "Values are medians over seeds, with the smallest and largest if they differ. "
         "Times sooner and times faster are ratios to the best conventional schedule (for that quantity, by its median), "
         "taken seed by seed; above 1, the schedule is better. Slots in use is averaged over the time in which any slot is "
         "in use: a draining batch counts, a training phase does not."
     )
-
-
-def _run_cells(run: RunResult) -> dict[str, str]:
-    return {
-        "schedule": run.schedule,
-        "seed": str(run.seed),
-        "status": run.status,
-        "time to target, s": number(time_to_reward(run), ".1f") if run.reached else "not reached",
-        "samples/s": number(samples_per_s(run), ".1f"),
-        "samples/s, last 4/5 of steps": number(run.measured.samples_per_s_later, ".1f"),
-        "tokens/s": number(run.measured.tokens_per_s, ".0f"),
-        "last reward": number(run.rewards[-1] if run.rewards else None, ".3f"),
-        "same training reward at, s": number(run.reached_training.time_s if run.reached_training else None, ".1f"),
-        "ESS mean": number(run.ess_mean, ".4f"),
-        "lag mean": number(run.lag_mean, ".2f"),
-        "began": run.began,
-        "load before": number(run.load_before, ".2f"),
-    }
-
-
-def _tried(request: ComparisonRequest, trials: Trials) -> PageSection:
-    rows = [
+    tried = [
         {
             "schedule": schedule,
             "settings": trial.settings.label,
             "run": "full length" if trial.full else "short",
             "tokens/s": number(trial.tokens_per_s, ".0f"),
-            "": "used" if tried.decided_by(trial) else "",
+            "": "used" if trial.settings == tuned.used else "",
         }
-        for schedule, tried in trials.items()
-        for trial in tried.trials
+        for schedule, tuned in tuning.items()
+        for trial in tuned.trials
     ]
-    note = (
+    trials = (
         f"A short run has about {request.trial_steps} steps. tokens/s excludes the first third of a short run, and the "
         "first fifth of a full-length run. A setting is changed only for one that is more than 2% faster."
     )
-    untuned = "No settings were tried; the run file's settings were used."
-    return table("Trials of settings", rows, note if request.tune else untuned)
-
-
-def _circumstances(request: ComparisonRequest, runs: Sequence[RunResult]) -> list[str]:
-    machine = request.machine
     memory = "" if machine.memory_gib is None else f", {machine.memory_gib:g} GiB"
-    versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
-    return [
+    method = [
         f"{machine.cpu}, {count(machine.cores, 'core')}{memory}, {machine.system}",
-        versions,
+        ", ".join(f"{name} {version}" for name, version in machine.versions.items()),
         f"Seeds {', '.join(map(str, request.seed_numbers))}; the order of the schedules rotates from seed to seed.",
         "The measured time includes no evaluation of held-out problems and no checkpoint.",
-        *([_held_out(request, runs)] if request.held_out else []),
+    ]
+    if request.held_out:
+        share = max(run.saving_s / run.measured.training_s for run in runs)
+        changed = ", ".join(f"{key} {value}" for key, value in request.held_out_args.items())
+        method.append(
+            f"Every {count(request.evaluate_every, 'step')} each run copied its weights, which took at most {share:.2%} of "
+            f"its measured time. After the run each copy answered {request.held_out} held-out problems once, with the same "
+            f"random numbers{f' and the environment arguments {changed}' if changed else ''}."
+        )
+    return [
+        PageSection(title="Findings", texts=[lead, *findings(rows, target, request.reward)]),
+        table("Schedules", list(map(_cells, rows)), legend, strong=[PIPELINE, *(one for one in best if one)]),
+        table("Every run", list(map(_run_cells, runs))),
+        table("Trials of settings", tried, trials if request.tune else "The run file's settings were used, without trials."),
+        PageSection(title="Machine and method", texts=method),
     ]
 
 
-def _held_out(request: ComparisonRequest, runs: Sequence[RunResult]) -> str:
-    share = max(run.saving_s / run.measured.training_s for run in runs)
-    changed = ", ".join(f"{key} {value}" for key, value in request.held_out_args.items())
-    return (
-        f"Every {count(request.evaluate_every, 'step')} each run copied its weights, which took at most {share:.2%} of its "
-        f"measured time. After the run each copy answered {request.held_out} held-out problems once, with the same random "
-        f"numbers{f' and the environment arguments {changed}' if changed else ''}."
-    )
+def _cells(row: ScheduleRow) -> dict[str, str]:
+    quantities = {
+        QUANTITIES[name].heading: _spread(found, QUANTITIES[name].pattern) for name, found in row.quantities.items()
+    }
+    return {
+        "schedule": row.schedule,
+        "times sooner": _spread(row.ratio_time_to_reward, ".2f"),
+        "times faster": _spread(row.ratio_samples_per_s, ".2f"),
+        "runs": f"{row.runs}, of which {row.reached} reached it" + (f", {row.diverged} diverged" if row.diverged else ""),
+        **quantities,
+        "settings": row.settings.label,
+    }
+
+
+def _run_cells(run: RunResult) -> dict[str, str]:
+    quantities = {one.heading: number(one.of(run), one.pattern) for one in QUANTITIES.values()}
+    named = {"schedule": run.schedule, "seed": str(run.seed), "status": run.status}
+    return named | quantities | {"began": run.began, "load before": number(run.load_before, ".2f")}
 
 
 def _spread(found: Spread, pattern: str) -> str:

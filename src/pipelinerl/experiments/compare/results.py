@@ -8,13 +8,15 @@ never improve a result. All functions are pure.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
+from typing import NamedTuple
 
 import msgspec
 
 from pipelinerl.experiments.compare.held_out import Answered
-from pipelinerl.experiments.compare.settings import CONVENTIONAL, Contender, Settings
+from pipelinerl.experiments.compare.request import CONVENTIONAL, Contender
+from pipelinerl.experiments.compare.tuning import Settings
 from pipelinerl.experiments.runs import Execution
 from pipelinerl.launch.summary import FINISHED
 from pipelinerl.report.series import (
@@ -28,25 +30,17 @@ from pipelinerl.report.series import (
     windowed,
 )
 
-
-class FromSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of `summary.json` that are compared; None: not recorded."""
-
-    ess_mean: float | None
-    ess_min: float | None
-    lag_mean: float | None
-    lag_max: float | None
-    engine_busy_fraction: float | None
-    trainer_busy_fraction: float | None
+OF_SUMMARY = ("ess_mean", "ess_min", "lag_mean", "lag_max", "engine_busy_fraction", "trainer_busy_fraction")
 
 
-class RunResult(FromSummary, frozen=True, kw_only=True):
+class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     """One run.
 
-    rewards            the rewards that the target refers to: held-out rewards by version; or, in a comparison without them,
-                       means of training rewards over a window of steps, starting with the first full window
-    reached            when these reached the target; `reached_training`: when the training rewards reached it
-    saving_s           the part of the measured time that was spent writing weights
+    rewards    the rewards that the target refers to: held-out rewards by version; or, in a comparison without them,
+               means of training rewards over a window of steps, starting with the first full window
+    reached    when these reached the target; None for a run that did not, or did not finish
+    saving_s   the part of the measured time that was spent writing weights
+    The last six are those of the run's summary; None: not recorded.
     """
 
     schedule: str
@@ -60,29 +54,46 @@ class RunResult(FromSummary, frozen=True, kw_only=True):
     measured: Measured
     reached: Reached | None
     rewards: list[float]
-    reached_training: Reached | None = None
     held_out: list[Answered] = []
     saving_s: float = 0.0
     slots_used_fraction: float | None
+    ess_mean: float | None
+    ess_min: float | None
+    lag_mean: float | None
+    lag_max: float | None
+    engine_busy_fraction: float | None
+    trainer_busy_fraction: float | None
 
     @property
     def finished(self) -> bool:
         return self.status == FINISHED
 
 
-Quantity = Callable[[RunResult], float | None]
+class Quantity(NamedTuple):
+    """What is measured of a run: the heading of its column, the format of its value, and its value in a run."""
+
+    heading: str
+    pattern: str
+    of: Callable[[RunResult], float | None]
 
 
-def time_to_reward(run: RunResult) -> float | None:
-    return run.reached.time_s if run.reached and run.finished else None
-
-
-def samples_to_reward(run: RunResult) -> float | None:
-    return run.reached.samples if run.reached and run.finished else None
-
-
-def samples_per_s(run: RunResult) -> float | None:
-    return run.measured.samples_per_s if run.finished else None
+QUANTITIES: Mapping[str, Quantity] = {
+    "time_to_reward_s": Quantity("time to target, s", ".1f", lambda run: run.reached.time_s if run.reached else None),
+    "samples_to_reward": Quantity("samples to target", ".0f", lambda run: run.reached.samples if run.reached else None),
+    "samples_per_s": Quantity("samples/s", ".1f", lambda run: run.measured.samples_per_s if run.finished else None),
+    "samples_per_s_later": Quantity("in the last 4/5", ".1f", lambda run: run.measured.samples_per_s_later),
+    "tokens_per_s": Quantity("tokens/s", ".0f", lambda run: run.measured.tokens_per_s),
+    "length_mean": Quantity("mean length", ".1f", lambda run: run.measured.length_mean),
+    "ess_mean": Quantity("ESS mean", ".4f", lambda run: run.ess_mean),
+    "ess_min": Quantity("ESS min", ".3f", lambda run: run.ess_min),
+    "lag_mean": Quantity("lag mean", ".2f", lambda run: run.lag_mean),
+    "lag_max": Quantity("lag max", ".0f", lambda run: run.lag_max),
+    "engine_busy_fraction": Quantity("engine busy", ".0%", lambda run: run.engine_busy_fraction),
+    "trainer_busy_fraction": Quantity("trainer busy", ".0%", lambda run: run.trainer_busy_fraction),
+    "slots_used_fraction": Quantity("slots in use", ".0%", lambda run: run.slots_used_fraction),
+    "reward_last": Quantity("last reward", ".3f", lambda run: run.rewards[-1] if run.rewards else None),
+}
+"""By name. `reached` is None, and samples/s count for nothing, in a run that did not finish."""
 
 
 class Spread(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,28 +142,23 @@ def target_reward(runs: Iterable[RunResult]) -> float | None:
     return round(math.floor((start + 0.9 * (end - start)) / digit + 1e-9) * digit, 12)
 
 
-def over_seeds(runs: Sequence[RunResult], schedule: str, quantity: Quantity) -> list[float | None]:
+def over_seeds(runs: Sequence[RunResult], schedule: str, quantity: str) -> list[float | None]:
     """The quantity of one schedule's runs, in the order of their seeds."""
     chosen = sorted((run for run in runs if run.schedule == schedule), key=lambda run: run.seed)
-    return [quantity(run) for run in chosen]
+    return [QUANTITIES[quantity].of(run) for run in chosen]
 
 
-def best_conventional(runs: Sequence[RunResult], quantity: Quantity, *, low_is_good: bool) -> str | None:
-    """The conventional schedule with the best median over seeds; None if no schedule has a finite median."""
+def ratio(runs: Sequence[RunResult], schedule: str, quantity: str, *, low_is_good: bool) -> Ratio:
+    """How many times better `schedule` is than the best conventional schedule, seed by seed.
+
+    The best has the best median over seeds; there is none if no conventional schedule has a finite median.
+    """
     sign = 1 if low_is_good else -1
-
-    def cost(schedule: str) -> float:
-        values = over_seeds(runs, schedule, quantity)
-        return median(math.inf if value is None else sign * value for value in values)
-
-    schedules = dict.fromkeys(run.schedule for run in runs if run.kind == CONVENTIONAL)
-    best = min(schedules, key=cost, default=None)
-    return best if best is not None and cost(best) < math.inf else None
-
-
-def ratio(runs: Sequence[RunResult], schedule: str, quantity: Quantity, *, low_is_good: bool) -> Ratio:
-    """How many times better `schedule` is than the best conventional schedule, seed by seed."""
-    baseline = best_conventional(runs, quantity, low_is_good=low_is_good)
+    costs = {
+        one: median(math.inf if value is None else sign * value for value in over_seeds(runs, one, quantity))
+        for one in dict.fromkeys(run.schedule for run in runs if run.kind == CONVENTIONAL)
+    }
+    baseline = min((one for one in costs if costs[one] < math.inf), key=costs.__getitem__, default=None)
     own = over_seeds(runs, schedule, quantity)
     others: Sequence[float | None] = [None] * len(own) if baseline is None else over_seeds(runs, baseline, quantity)
     pairs = zip(others, own, strict=True) if low_is_good else zip(own, others, strict=True)
@@ -160,22 +166,15 @@ def ratio(runs: Sequence[RunResult], schedule: str, quantity: Quantity, *, low_i
     return Ratio(baseline=baseline, **msgspec.structs.asdict(found))
 
 
-class ScheduleRow(FromSummary, frozen=True, kw_only=True):
-    """One schedule over its seeds. Numbers are medians unless named otherwise; None if a run lacks the quantity."""
+class ScheduleRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One schedule over its seeds. `quantities`: by name, as in `QUANTITIES`."""
 
     schedule: str
     settings: Settings
     runs: int
     reached: int
     diverged: int
-    time_to_reward_s: Spread
-    samples_to_reward: Spread
-    samples_per_s: Spread
-    samples_per_s_later: float | None
-    tokens_per_s: float | None
-    length_mean: float | None
-    slots_used_fraction: float | None
-    reward_last: float | None
+    quantities: dict[str, Spread]
     ratio_time_to_reward: Ratio
     ratio_samples_per_s: Ratio
 
@@ -183,36 +182,16 @@ class ScheduleRow(FromSummary, frozen=True, kw_only=True):
 def row(runs: Sequence[RunResult], schedule: str) -> ScheduleRow:
     """The table row of one schedule."""
     own = [run for run in runs if run.schedule == schedule]
-
-    def middle(quantity: Quantity) -> float | None:
-        return spread(over_seeds(runs, schedule, quantity)).median
-
     return ScheduleRow(
         schedule=schedule,
         settings=own[0].settings,
         runs=len(own),
-        reached=sum(time_to_reward(run) is not None for run in own),
+        reached=sum(run.reached is not None for run in own),
         diverged=sum(not run.finished for run in own),
-        time_to_reward_s=spread(over_seeds(runs, schedule, time_to_reward)),
-        samples_to_reward=spread(over_seeds(runs, schedule, samples_to_reward)),
-        samples_per_s=spread(over_seeds(runs, schedule, samples_per_s)),
-        samples_per_s_later=middle(lambda run: run.measured.samples_per_s_later),
-        tokens_per_s=middle(lambda run: run.measured.tokens_per_s),
-        length_mean=middle(lambda run: run.measured.length_mean),
-        ess_mean=middle(lambda run: run.ess_mean),
-        ess_min=min((run.ess_min for run in own if run.ess_min is not None), default=None),
-        lag_mean=middle(lambda run: run.lag_mean),
-        lag_max=max((run.lag_max for run in own if run.lag_max is not None), default=None),
-        engine_busy_fraction=middle(lambda run: run.engine_busy_fraction),
-        trainer_busy_fraction=middle(lambda run: run.trainer_busy_fraction),
-        slots_used_fraction=middle(lambda run: run.slots_used_fraction),
-        reward_last=middle(lambda run: run.rewards[-1] if run.rewards else None),
-        ratio_time_to_reward=ratio(runs, schedule, time_to_reward, low_is_good=True),
-        ratio_samples_per_s=ratio(runs, schedule, samples_per_s, low_is_good=False),
+        quantities={name: spread(over_seeds(runs, schedule, name)) for name in QUANTITIES},
+        ratio_time_to_reward=ratio(runs, schedule, "time_to_reward_s", low_is_good=True),
+        ratio_samples_per_s=ratio(runs, schedule, "samples_per_s", low_is_good=False),
     )
-
-
-# ---- one run
 
 
 def run_result(
@@ -230,11 +209,14 @@ def run_result(
     """
     steps, begin = records.steps, records.begin_s
     measured, summary = measure(steps, begin), records.summary or {}
-    training = [reward for reward in windowed([step.reward for step in steps]) if not math.isnan(reward)]
-    by_training = by_held_out = None
-    if target is not None:
-        by_training = reached(steps, begin, target)
-        by_held_out = reached_held_out([(one.version, one.reward) for one in answered or ()], steps, begin, target)
+    when = None
+    if answered is None:
+        rewards = [reward for reward in windowed([step.reward for step in steps]) if not math.isnan(reward)]
+    else:
+        rewards = [one.reward for one in answered]
+    if target is not None and execution.finished:
+        points = [(one.version, one.reward) for one in answered or ()]
+        when = reached(steps, begin, target) if answered is None else reached_held_out(points, steps, begin, target)
     return RunResult(
         schedule=contender.label,
         kind=contender.kind,
@@ -245,11 +227,10 @@ def run_result(
         load_before=execution.load_before,
         run_dir=execution.run,
         measured=measured,
-        reached=by_training if answered is None else by_held_out,
-        reached_training=by_training,
-        rewards=training if answered is None else [one.reward for one in answered],
+        reached=when,
+        rewards=rewards,
         held_out=list(answered or ()),
         saving_s=math.fsum(step.saving_s for step in steps),
         slots_used_fraction=slots_in_use(records.timeline, begin, measured.training_s, records.slots),
-        **{key: summary.get(key) for key in FromSummary.__struct_fields__},
+        **{key: summary.get(key) for key in OF_SUMMARY},
     )

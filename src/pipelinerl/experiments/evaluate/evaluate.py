@@ -1,6 +1,11 @@
 """Runs an evaluation: one model after another, with the same problems and random numbers for all.
 
 tokenizer ─▶ environment ─▶ problems ─▶ engine ─▶ attempts ─▶ estimates ─▶ next model
+
+OUT/summary.json              settings, and a row per model
+OUT/report.html               the table
+OUT/NAME/attempts.jsonl       one line per attempt, written when it ends, so in order of completion
+OUT/NAME/pass_rates.jsonl     one line per problem, in order
 """
 
 from __future__ import annotations
@@ -23,20 +28,23 @@ from pipelinerl.actor.rollouts import TimeLimits, advance, attempt, problem_for
 from pipelinerl.config.schema import EngineConfig
 from pipelinerl.environments.registry import make_environment
 from pipelinerl.environments.user.code import run_to_end
-from pipelinerl.errors import EnvironmentSetupError, TooManyFailuresError
+from pipelinerl.errors import EnvironmentSetupError, RunDirectoryError, TooManyFailuresError
 from pipelinerl.experiments.evaluate.models import EvaluationEngine, Target, engine_for
 from pipelinerl.experiments.evaluate.results import (
     AttemptRecord,
-    EvaluationFolder,
     EvaluationSettings,
     EvaluationSummary,
     ModelResult,
     Status,
     Tally,
+    evaluation_sections,
 )
 from pipelinerl.experiments.statistics import Floats
+from pipelinerl.experiments.watch.page import page
+from pipelinerl.files import JsonLines
 from pipelinerl.interfaces import Environment, Tokenizer
 from pipelinerl.models.loading import load_tokenizer
+from pipelinerl.report import only_shown, write_file, write_json, writing_to
 from pipelinerl.types import Problem, Rollout, SamplingParams
 
 RESAMPLES = 2000
@@ -83,23 +91,28 @@ class _Evaluation:
     first_values: Mapping[int, Floats] | None = None
 
     def run(self) -> EvaluationSummary:
-        first = self._load_environment(self.plan.targets[0])
-        folder = EvaluationFolder(self.plan.out)
-        folder.write_summary(self._summary("unfinished"))
+        out, first = self.plan.out, self._load_environment(self.plan.targets[0])
+        with writing_to(out):
+            if out.exists() and (not out.is_dir() or any(out.iterdir())):
+                raise RunDirectoryError(f"{out} exists and is not empty; choose another --out")
+            out.mkdir(parents=True, exist_ok=True)
+        self._write_summary("unfinished")
         done = True
         for number, target in enumerate(self.plan.targets):
             done = not self.stop() and run_to_end(
-                self._evaluate(target, *(self._load_environment(target) if number else first), folder)
+                self._evaluate(target, *(self._load_environment(target) if number else first))
             )
             if not done:
                 break
-        summary = self._summary("finished" if done else "interrupted")
-        folder.write_summary(summary)
-        folder.write_page(summary)
+        summary = self._write_summary("finished" if done else "interrupted")
+        with only_shown("report.html"):
+            write_file(out / "report.html", page("Evaluation", evaluation_sections(summary)).encode())
         return summary
 
-    def _summary(self, status: Status) -> EvaluationSummary:
-        return EvaluationSummary(status=status, settings=self.plan.settings, models=tuple(self.results))
+    def _write_summary(self, status: Status) -> EvaluationSummary:
+        summary = EvaluationSummary(status=status, settings=self.plan.settings, models=tuple(self.results))
+        write_json(self.plan.out / "summary.json", summary)
+        return summary
 
     def _load_environment(self, target: Target) -> tuple[Environment, Tokenizer]:
         """The environment for this model's tokenizer. Its problems must be the same as for the first model."""
@@ -122,11 +135,9 @@ class _Evaluation:
         self.problems = problems
         return environment, tokenizer
 
-    async def _evaluate(
-        self, target: Target, environment: Environment, tokenizer: Tokenizer, folder: EvaluationFolder
-    ) -> bool:
+    async def _evaluate(self, target: Target, environment: Environment, tokenizer: Tokenizer) -> bool:
         """Evaluate one model; False if it was stopped. Results so far are written even if it is stopped or fails."""
-        plan, settings = self.plan, self.plan.settings
+        plan, settings, folder = self.plan, self.plan.settings, self.plan.out / target.folder
         tally = Tally(self.problems, settings)
         reported_s = time.monotonic()
 
@@ -138,11 +149,14 @@ class _Evaluation:
             ready = await stack.enter_async_context(
                 engine_for(target, plan.engine, tokenizer, settings.max_tokens, plan.api_key)
             )
-            write = stack.enter_context(folder.attempts(target.folder))
+            with writing_to(plan.out):
+                folder.mkdir(exist_ok=True)
+                lines = stack.enter_context(JsonLines(folder / "attempts.jsonl"))
 
             def on_attempt(record: AttemptRecord) -> None:
                 nonlocal reported_s
-                write(record)
+                with writing_to(plan.out):
+                    lines.write(record)
                 tally.add(record)
                 if time.monotonic() >= reported_s + REPORT_EVERY_S:
                     reported_s = time.monotonic()
@@ -162,14 +176,15 @@ class _Evaluation:
             finally:
                 report()
                 self.results.append(tally.result(target, ready.version, self.first_values))
-                folder.write_pass_rates(target.folder, tally.pass_rates())
-                folder.write_summary(self._summary("unfinished"))
+                rates = b"".join(msgspec.json.encode(rate) + b"\n" for rate in tally.pass_rates())
+                write_file(folder / "pass_rates.jsonl", rates)
+                self._write_summary("unfinished")
         if self.first_values is None:
             self.first_values = tally.values()
         if tally.all_failed and done:
             raise TooManyFailuresError(
                 f"{target.name}: all {tally.attempts} attempts failed, the last with {tally.last_failure} (see "
-                f"{folder.root / target.folder}/attempts.jsonl)"
+                f"{folder}/attempts.jsonl)"
             )
         return done
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pipelinerl.actor.client import EngineClient
 from pipelinerl.checkpoint import best_version, load_checkpoint, saved_versions
@@ -33,6 +33,12 @@ class Target(NamedTuple):
     model: ModelConfig
     version: int | None = None
     checkpoint: bool = False
+
+    def load(self, device: str = "cpu") -> Any:
+        """Load the model. Raises ModelLoadError, UnsupportedModelError, and CheckpointError for a damaged file."""
+        if self.checkpoint:
+            load_checkpoint(Path(self.model.path))  # verifies every file
+        return load_model(self.model, device)
 
 
 def find_targets(texts: Sequence[str]) -> list[Target]:
@@ -66,30 +72,24 @@ def run_config_of(text: str) -> RunConfig | None:
 def _split(text: str) -> tuple[Path | None, str]:
     """The run directory (None if `text` does not name one), and the text after `@`."""
     whole = Path(text).expanduser()
-    if _is_run(whole):
+    if (whole / "config.yaml").is_file() and not (whole / "config.json").exists():
         return whole, ""
     front, at, wanted = text.rpartition("@")
     path = Path(front).expanduser()
-    if at and not whole.exists() and path.is_dir():
-        if not _is_run(path):
-            raise RunDirectoryError(f"{text}: {path} is not a run directory (it has no config.yaml)")
-        return path, wanted or "?"
-    return None, ""
-
-
-def _is_run(path: Path) -> bool:
-    return (path / "config.yaml").is_file() and not (path / "config.json").exists()
+    if not at or whole.exists() or not path.is_dir():
+        return None, ""
+    if not (path / "config.yaml").is_file():
+        raise RunDirectoryError(f"{text}: {path} is not a run directory (it has no config.yaml)")
+    return path, wanted or "?"
 
 
 def _targets_of(text: str) -> Iterator[Target]:
-    config = run_config_of(text)
     run_dir, wanted = _split(text)
-    if config is None or run_dir is None:
+    if run_dir is None:
         path = Path(text).expanduser()
         yield Target(path.resolve().name if path.is_dir() else text, "", ModelConfig(path=text))
         return
-    name = run_dir.resolve().name
-    saved = saved_versions(run_dir)
+    name, config, saved = run_dir.resolve().name, read_config(run_dir), saved_versions(run_dir)
     if wanted == "0" and 0 not in saved:
         yield Target(f"{name}@0", "", config.model, 0)
         return
@@ -135,28 +135,23 @@ async def engine_for(
     UserError if they serve another model.
     """
     try:
-        if config.kind == "local":
-            yield _local(target, config, tokenizer, max_tokens)
-        else:
+        if config.kind != "local":
             async with _remote(target, config, api_key) as ready:
                 yield ready
+            return
+        model = target.load(config.device)
+        most = model_max_length(model) or LONGEST_SLOT + max_tokens
+        engine = LocalEngine(
+            model,
+            slots=config.slots,
+            max_length=config.max_length or min(most, max(LONGEST_SLOT, max_tokens + LONGEST_SLOT // 2)),
+            prefill_tokens=config.prefill_tokens,
+            version=target.version or 0,
+        )
+        stop = stop_token_ids(model, tokenizer)
+        yield EvaluationEngine(EngineClient(engine), config.slots, stop, target.version)
     finally:
         gc.collect()
-
-
-def _local(target: Target, config: EngineConfig, tokenizer: Tokenizer, max_tokens: int) -> EvaluationEngine:
-    if target.checkpoint:
-        load_checkpoint(Path(target.model.path))  # verifies every file
-    model = load_model(target.model, config.device)
-    most = model_max_length(model) or LONGEST_SLOT + max_tokens
-    engine = LocalEngine(
-        model,
-        slots=config.slots,
-        max_length=config.max_length or min(most, max(LONGEST_SLOT, max_tokens + LONGEST_SLOT // 2)),
-        prefill_tokens=config.prefill_tokens,
-        version=target.version or 0,
-    )
-    return EvaluationEngine(EngineClient(engine), config.slots, stop_token_ids(model, tokenizer), target.version)
 
 
 @asynccontextmanager

@@ -1,32 +1,19 @@
-"""The results of an evaluation: its records, the estimates of one model, the output folder, and the table.
-
-OUT/summary.json              settings, and a row per model
-OUT/NAME/attempts.jsonl       one line per attempt, written when it ends, so in order of completion
-OUT/NAME/pass_rates.jsonl     one line per problem, in order
-"""
+"""The results of an evaluation: its records, the estimates of one model, and the table."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
 import numpy as np
-from rich.console import Console, RenderableType
-from rich.table import Table
-from rich.text import Text
 
-from pipelinerl.errors import RunDirectoryError
 from pipelinerl.experiments.evaluate.models import Target
 from pipelinerl.experiments.statistics import Floats, Interval, mean_intervals, pass_at_k, powers_of_two
-from pipelinerl.experiments.watch.page import page
-from pipelinerl.files import JsonLines
 from pipelinerl.metrics.evaluations import EvaluatedProblem
 from pipelinerl.metrics.statistics import mean_metrics
-from pipelinerl.report import number, only_shown, rendered, write_file, write_json, writing_to
+from pipelinerl.report import number
 from pipelinerl.report.sections import PageSection
 from pipelinerl.types import Problem
 
@@ -192,50 +179,6 @@ class Tally:
         return Estimates(reward=reward, passes=dict(zip(powers_of_two(settings.attempts), passes, strict=True)))
 
 
-# ---- the output folder
-
-SUMMARY = "summary.json"
-ATTEMPTS = "attempts.jsonl"
-PASS_RATES = "pass_rates.jsonl"
-PAGE = "report.html"
-
-
-class EvaluationFolder:
-    """The folder of one evaluation. All methods raise RunDirectoryError if it can't be written to."""
-
-    def __init__(self, root: Path) -> None:
-        """Create the folder. Raises RunDirectoryError if it exists and is not empty."""
-        self.root = root
-        with writing_to(root):
-            if root.exists() and (not root.is_dir() or any(root.iterdir())):
-                raise RunDirectoryError(f"{root} exists and is not empty; choose another --out")
-            root.mkdir(parents=True, exist_ok=True)
-
-    def write_summary(self, summary: EvaluationSummary) -> None:
-        write_json(self.root / SUMMARY, summary)
-
-    def write_page(self, summary: EvaluationSummary) -> None:
-        with only_shown(PAGE):
-            write_file(self.root / PAGE, page("Evaluation", evaluation_sections(summary)).encode())
-
-    def write_pass_rates(self, folder: str, rates: Sequence[ProblemPassRate]) -> None:
-        write_file(self.root / folder / PASS_RATES, b"".join(msgspec.json.encode(rate) + b"\n" for rate in rates))
-
-    @contextmanager
-    def attempts(self, folder: str) -> Iterator[Callable[[AttemptRecord], None]]:
-        """A function that writes one attempt of the model in `folder`."""
-        with writing_to(self.root):
-            (self.root / folder).mkdir(exist_ok=True)
-            lines = JsonLines(self.root / folder / ATTEMPTS)
-
-        def write(record: AttemptRecord) -> None:
-            with writing_to(self.root):
-                lines.write(record)
-
-        with lines:
-            yield write
-
-
 # ---- the table: one row per model, with intervals below the estimates
 
 
@@ -261,48 +204,6 @@ def evaluation_sections(summary: EvaluationSummary) -> list[PageSection]:
             PageSection(title="Metrics", texts=[note], header=["metric", *(one.name for one in models)], rows=rows)
         )
     return sections
-
-
-def evaluation_table(summary: EvaluationSummary) -> str:
-    """The results as text.
-
-    A table that would be wider than the terminal (or COLUMNS) is continued below, with the names of its rows again.
-    """
-    parts: list[RenderableType] = []
-    for section in evaluation_sections(summary):
-        names, *cells = zip(*section.rows, strict=True) if section.rows else [()] * len(section.header)
-        columns = list(zip(section.header[1:], cells, strict=True))
-        parts += [Text(section.title, "bold"), *_fitting(section.header[0], names, columns)]
-        parts += [Text(note, "dim") for note in section.texts]
-    return rendered(*parts)
-
-
-def _fitting(name: str, rows: Sequence[str], columns: Sequence[tuple[str, Sequence[str]]]) -> list[Table]:
-    """Tables of these columns, as many as it takes for none to be wider than the terminal. Each begins with `rows`."""
-    room = Console().width - 1 - _width(name, rows)
-    tables: list[list[tuple[str, Sequence[str]]]] = []
-    left = 0
-    for heading, cells in columns:
-        left -= (width := _width(heading, cells))
-        if left < 0 or not tables:
-            tables.append([])
-            left = room - width
-        tables[-1].append((heading, cells))
-    made = []
-    for some in tables:
-        table = Table(border_style="dim")
-        table.add_column(name, overflow="fold")
-        for heading, _ in some:
-            table.add_column(heading, no_wrap=True, justify="right")
-        for row, *cells_of_row in zip(rows, *(cells for _, cells in some), strict=True):
-            table.add_row(Text(row), *cells_of_row)
-        made.append(table)
-    return made
-
-
-def _width(heading: str, cells: Sequence[str]) -> int:
-    """That of a column, with its border."""
-    return max(len(line) for text in (heading, *cells) for line in text.split("\n")) + 3
 
 
 def _cells(model: ModelResult, ks: tuple[int, ...], compared: bool) -> list[str]:

@@ -16,7 +16,8 @@ import os
 import secrets
 import stat
 import tarfile
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,87 +52,79 @@ def export_run(run_dir: Path, out: Path, *, weights: bool = True, model: bool = 
     """
     if out.exists():
         raise UserError(f"{out} already exists; choose another file")
+    run = RunDirectory(run_dir)
+    config = config_of_file(run.config)
+    folder = _model_folder(config, run)
+    notices = []
+    if folder is not None and not model:
+        notices.append(f"the model in {folder} is not in the export: a replay needs it at `model.path`")
+    files, name = 0, run.root.resolve().name
     hidden = out.with_name(f".{out.name}.{secrets.token_hex(4)}.tmp")
     with writing_to(out):
         try:
             with tarfile.open(hidden, "w") as tar:
-                export = _Export(RunDirectory(run_dir), tar)
-                export.write(weights=weights, model=model)
+                for member, source in _members(run, config, weights=weights, model=folder if model else None):
+                    if isinstance(source, Path) and source.is_symlink():
+                        notices.append(f"{source} is a symbolic link, and is not in the export")
+                    else:
+                        files += _add(tar, f"{name}/{member}", source)
             size = hidden.stat().st_size
             os.rename(hidden, out)
         finally:
             hidden.unlink(missing_ok=True)
-    return Exported(export.files, size, tuple(export.notices))
+    return Exported(files, size, tuple(notices))
 
 
-class _Export:
-    def __init__(self, run: RunDirectory, tar: tarfile.TarFile) -> None:
-        self._run = run
-        self._tar = tar
-        self._name = run.root.resolve().name
-        self.files = 0
-        self.notices: list[str] = []
+def _members(
+    run: RunDirectory, config: RunConfig, *, weights: bool, model: Path | None
+) -> Iterator[tuple[str, Path | bytes]]:
+    """The files of the export, by their name there: contents that are made portable, and paths. Without hidden files."""
 
-    def write(self, *, weights: bool, model: bool) -> None:
-        run = self._run
-        config = config_of_file(run.config)
-        folder = _model_folder(config, run)
-        carried = folder is not None and model
-        if folder is not None and not model:
-            self.notices.append(f"the model in {folder} is not in the export: a replay needs it at `model.path`")
+    def portable(found: dict[str, Any]) -> dict[str, Any]:
+        """Paths that mean something elsewhere: the model's folder is in the export, code is only named."""
+        environment = found["environment"] | {"kind": _named(found["environment"]["kind"])}
+        carried = {"model": found["model"] | {"path": MODEL}} if model else {}
+        return {**found, "run_dir": None, "environment": environment, **carried}
 
-        def portable(found: dict[str, Any]) -> dict[str, Any]:
-            return _portable(found, carried=carried)
-
-        self._add_bytes("config.yaml", yaml_text.dump(portable(without_secrets(config))).encode())
-        if run.sessions.exists():
-            self._add_bytes("sessions.jsonl", _portable_sessions(run.sessions, portable))
-        if (summary := read_summary(run.root)) is not None:
-            self._add_bytes(run.summary.name, msgspec.json.encode({key: _named(value) for key, value in summary.items()}))
-        for name in (*RECORDS, *(path.name for path in sorted(run.root.glob("timeline-*.jsonl")))):
-            if (run.root / name).exists():
-                self._add_file(name, run.root / name)
-        self._add_folder("rollouts", run.rollouts)
-        if weights:
-            for name in ("checkpoints", "weights"):
-                self._add_folder(name, run.root / name)
-        if folder is not None and carried:
-            self._add_folder(MODEL, folder)
-
-    def _add_folder(self, name: str, folder: Path) -> None:
-        """Add the regular files in `folder`, without hidden ones."""
+    yield "config.yaml", yaml_text.dump(portable(without_secrets(config))).encode()
+    if run.sessions.exists():
+        sessions = [{**one, "config": portable(one["config"])} for one in read_lines(run.sessions, dict[str, Any])]
+        yield run.sessions.name, b"".join(msgspec.json.encode(session) + b"\n" for session in sessions)
+    if (summary := read_summary(run.root)) is not None:
+        yield run.summary.name, msgspec.json.encode({key: _named(value) for key, value in summary.items()})
+    for path in (*(run.root / name for name in RECORDS), *sorted(run.root.glob("timeline-*.jsonl"))):
+        if path.exists():
+            yield path.name, path
+    folders = {name: run.root / name for name in ("rollouts", *(("checkpoints", "weights") if weights else ()))}
+    for name, folder in (folders | ({MODEL: model} if model else {})).items():
         if folder.is_symlink() and name != MODEL:
-            self.notices.append(f"{folder} is a symbolic link, and is not in the export")
-            return
-        for place, folders, files in os.walk(folder):
-            folders[:] = sorted(one for one in folders if not one.startswith("."))
-            for file in sorted(one for one in (*files, *folders) if not one.startswith(".")):
-                path = Path(place) / file
-                if path.is_symlink() or not path.is_dir():
-                    self._add_file(f"{name}/{path.relative_to(folder).as_posix()}", path)
+            yield name, folder
+            continue
+        for path in sorted(folder.rglob("*")):
+            parts = path.relative_to(folder).parts
+            if not any(part.startswith(".") for part in parts) and (path.is_symlink() or not path.is_dir()):
+                yield "/".join((name, *parts)), path
 
-    def _add_file(self, name: str, path: Path) -> None:
-        try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except OSError as error:
-            if not path.is_symlink():
-                raise RunDirectoryError(f"can't read {path}: {error.strerror} (is the run in progress?)") from error
-            self.notices.append(f"{path} is a symbolic link, and is not in the export")
-            return
-        with open(descriptor, "rb") as file:
-            status = os.fstat(descriptor)
-            if stat.S_ISREG(status.st_mode):
-                self._add(name, status.st_size, int(status.st_mtime), file)
 
-    def _add_bytes(self, name: str, data: bytes) -> None:
-        self._add(name, len(data), int(self._run.config.stat().st_mtime), io.BytesIO(data))
-
-    def _add(self, name: str, size: int, changed_s: int, file: Any) -> None:
-        """Add `size` bytes. The entry has no owner, and its name is relative."""
-        entry = tarfile.TarInfo(f"{self._name}/{name}")
-        entry.size, entry.mtime, entry.mode = size, changed_s, 0o644
-        self._tar.addfile(entry, file)
-        self.files += 1
+def _add(tar: tarfile.TarFile, name: str, source: Path | bytes) -> bool:
+    """Add an entry without an owner. Returns False for what is no regular file. Raises RunDirectoryError."""
+    entry = tarfile.TarInfo(name)
+    entry.mode = 0o644
+    if isinstance(source, bytes):
+        entry.size, entry.mtime = len(source), int(time.time())
+        tar.addfile(entry, io.BytesIO(source))
+        return True
+    try:
+        descriptor = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        raise RunDirectoryError(f"can't read {source}: {error.strerror} (is the run in progress?)") from error
+    with open(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        entry.size, entry.mtime = status.st_size, int(status.st_mtime)
+        regular = stat.S_ISREG(status.st_mode)
+        if regular:
+            tar.addfile(entry, file)
+    return regular
 
 
 def _model_folder(config: RunConfig, run: RunDirectory) -> Path | None:
@@ -140,23 +133,6 @@ def _model_folder(config: RunConfig, run: RunDirectory) -> Path | None:
         return None
     choices = (run.root / config.model.path, Path(config.model.path).expanduser())
     return next((folder for folder in choices if folder.is_dir()), None)
-
-
-def _portable_sessions(path: Path, portable: Callable[[dict[str, Any]], dict[str, Any]]) -> bytes:
-    def lines() -> Iterator[bytes]:
-        for record in read_lines(path, dict[str, Any]):
-            yield msgspec.json.encode({**record, "config": portable(record["config"])}) + b"\n"
-
-    return b"".join(lines())
-
-
-def _portable(config: dict[str, Any], *, carried: bool) -> dict[str, Any]:
-    """A configuration whose paths mean something elsewhere: the model's folder is in the export, code is only named."""
-    environment = config["environment"]
-    changed = {**config, "run_dir": None, "environment": {**environment, "kind": _named(environment["kind"])}}
-    if carried:
-        changed["model"] = {**config["model"], "path": MODEL}
-    return changed
 
 
 def _named(value: Any) -> Any:

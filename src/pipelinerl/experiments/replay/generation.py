@@ -7,7 +7,6 @@ one, except where rounding moves a boundary of the distribution across the rando
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
@@ -39,10 +38,6 @@ class Recorded(NamedTuple):
     turn: int
     sampled: Sampled
 
-    def seed(self, run: int) -> int:
-        """The seed of its request."""
-        return derive_seed(derive_seed(run, self.group, self.attempt), self.turn)
-
 
 def recorded_completions(group: Group) -> Iterator[Recorded]:
     """The completions of a group that have tokens."""
@@ -55,11 +50,6 @@ def recorded_completions(group: Group) -> Iterator[Recorded]:
 def versions_of(group: Group, kv: KV) -> set[int]:
     """The versions of weights that are needed to repeat the group."""
     return {piece.version for recorded in recorded_completions(group) for piece in pieces_of(recorded.sampled, kv)}
-
-
-def choose_groups(indices: Sequence[int], count: int, seed: int) -> list[int]:
-    """`count` of the indices, or all if there are fewer; ascending."""
-    return sorted(random.Random(seed).sample(indices, min(count, len(indices))))
 
 
 class Gap(NamedTuple):
@@ -103,54 +93,45 @@ def repeat_groups(
     if not completions:
         raise UserError("the chosen groups have no completion to repeat")
     completions.sort(key=lambda one: len(one.sampled.prompt_ids))  # equal lengths share one attention call
-    repeater = _Repeater(config, weights, completions)
-    gaps = []
-    for begin in range(0, len(completions), repeater.slots):
+    slots, kv = min(config.engine.slots, len(completions)), config.engine.kv_on_update
+    longest = max(len(one.sampled.prompt_ids) + len(one.sampled.completion.token_ids) for one in completions)
+    model = weights.new_model(0, config.engine.device)
+    recompute = Recompute(model, slots=slots, max_length=longest, temperature=config.actor.temperature)
+    gaps, drawn = [], 0
+    for begin in range(0, len(completions), slots):
         if stop():
             raise RunInterruptedError("the replay was stopped while it repeated generation")
-        gaps += repeater.repeat(completions[begin : begin + repeater.slots])
+        wave = completions[begin : begin + slots]
+        sequences = [one.sampled for one in wave]
+        found: list[list[float]] = [[] for _ in wave]
+        for _, feeds, logprobs_NV in recompute.run(sequences, weights, kv):
+            ids, _ = values_of(sequences, feeds)
+            drawn += _drawn_again(wave, feeds, ids, logprobs_NV, config.seed)
+            logprobs = iter(logprobs_NV.gather(1, torch.tensor(ids, device=logprobs_NV.device)[:, None])[:, 0].tolist())
+            for feed in feeds:
+                found[feed.row] += islice(logprobs, feed.kept)
+        gaps += [_gap(one, again) for one, again in zip(wave, found, strict=True)]
     return GenerationResult(
         groups=len(groups),
         completions=len(completions),
         tokens=sum(len(one.sampled.completion.token_ids) for one in completions),
         switches=sum(len(one.sampled.completion.weight_versions) - 1 for one in completions),
-        drawn=None if config.engine.kind == "vllm" else repeater.drawn,
+        drawn=None if config.engine.kind == "vllm" else drawn,
         gaps=tuple(sorted(gaps, reverse=True)),
     )
 
 
-class _Repeater:
-    """Computes log-probs of recorded tokens again. `drawn` counts the tokens that the run's random numbers draw again."""
-
-    def __init__(self, config: RunConfig, weights: SavedWeights, completions: Sequence[Recorded]) -> None:
-        self.slots = min(config.engine.slots, len(completions))
-        self.drawn = 0
-        self._weights = weights
-        self._seed, self._kv = config.seed, config.engine.kv_on_update
-        self._recompute = Recompute(
-            weights.new_model(0, config.engine.device),
-            slots=self.slots,
-            max_length=max(len(one.sampled.prompt_ids) + len(one.sampled.completion.token_ids) for one in completions),
-            temperature=config.actor.temperature,
-        )
-
-    def repeat(self, wave: Sequence[Recorded]) -> list[Gap]:
-        sequences = [one.sampled for one in wave]
-        found: list[list[float]] = [[] for _ in wave]
-        for _, feeds, logprobs_NV in self._recompute.run(sequences, self._weights, self._kv):
-            ids, _ = values_of(sequences, feeds)
-            self.drawn += self._drawn_again(wave, feeds, ids, logprobs_NV)
-            logprobs = iter(logprobs_NV.gather(1, torch.tensor(ids, device=logprobs_NV.device)[:, None])[:, 0].tolist())
-            for feed in feeds:
-                found[feed.row] += islice(logprobs, feed.kept)
-        return [_gap(one, again) for one, again in zip(wave, found, strict=True)]
-
-    def _drawn_again(self, wave: Sequence[Recorded], feeds: Sequence[Feed], ids: list[int], logprobs_NV: Tensor) -> int:
-        keys = [request_key("", wave[feed.row].seed(self._seed)) for feed in feeds for _ in range(feed.kept)]
-        tokens = [token for feed in feeds for token in range(feed.token, feed.token + feed.kept)]
-        drawn_N = torch.from_numpy(uniforms(np.array(keys, dtype=np.uint64), np.array(tokens, dtype=np.int64)))
-        again_N, _ = sample(logprobs_NV, None, drawn_N.to(logprobs_NV.device))
-        return sum(one == other for one, other in zip(again_N.tolist(), ids, strict=True))
+def _drawn_again(wave: Sequence[Recorded], feeds: Sequence[Feed], ids: Sequence[int], logprobs_NV: Tensor, seed: int) -> int:
+    """How many of the tokens `ids` the run's random numbers draw again. `seed`: the run's."""
+    keys = []
+    for feed in feeds:
+        one = wave[feed.row]
+        of_request = derive_seed(derive_seed(seed, one.group, one.attempt), one.turn)
+        keys += [request_key("", of_request)] * feed.kept
+    tokens = [token for feed in feeds for token in range(feed.token, feed.token + feed.kept)]
+    drawn_N = torch.from_numpy(uniforms(np.array(keys, dtype=np.uint64), np.array(tokens, dtype=np.int64)))
+    again_N, _ = sample(logprobs_NV, None, drawn_N.to(logprobs_NV.device))
+    return sum(one == other for one, other in zip(again_N.tolist(), ids, strict=True))
 
 
 def _gap(recorded: Recorded, again: Sequence[float]) -> Gap:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import msgspec
 from pydantic import ValidationError
@@ -27,8 +27,6 @@ from pipelinerl.metrics.sessions import FORMAT, SessionRecord
 from pipelinerl.run_directory import RunDirectory
 from pipelinerl.trainer.records import PublishedRecord, TrainedRecord, TrainedSample
 from pipelinerl.types import Group, Prepared, TrainingSample
-
-_RecordT = TypeVar("_RecordT", TrainedRecord, PublishedRecord)
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,10 +56,15 @@ class RecordedRun:
         if not self.run.config.is_file():
             raise RunDirectoryError(f"{run_dir} is not a run directory (there is no {self.run.config})")
         sessions = _read_sessions(self.run)
-        trained = self._lines(self.run.trained, TrainedRecord, _repeats)
+        try:
+            trained = read_lines(self.run.trained, TrainedRecord, lambda old, new: old.version >= new.version)
+            published = read_lines(self.run.published, PublishedRecord, lambda old, new: old.version >= new.version)
+        except FileNotFoundError as error:
+            raise RunDirectoryError(
+                f"{run_dir} has no {Path(error.filename).name}: it took no step, or parts of it are missing"
+            ) from error
         if [record.version for record in trained] != list(range(1, len(trained) + 1)):
             raise RunDirectoryError(f"{self.run.trained} lacks steps: its versions are not 1, 2, 3, ...")
-        published = self._lines(self.run.published, PublishedRecord, _repeats)
         self.published = {record.version: record for record in published}
         self.metrics = {record.version: record for record in read_records(self.run.metrics, StepRecord)}
         self.segments = tuple(_segments(self.run, sessions, trained))
@@ -76,34 +79,18 @@ class RecordedRun:
         batches = (batch for segment in self.segments for batch in segment.batches)
         return sorted({sample.group_index for batch in batches for sample in batch.samples})
 
-    def _lines(self, path: Path, kind: type[_RecordT], repeats: Callable[[_RecordT, _RecordT], bool]) -> list[_RecordT]:
-        try:
-            return read_lines(path, kind, repeats)
-        except FileNotFoundError as error:
-            raise RunDirectoryError(
-                f"{self.run.root} has no {path.name}: it took no step, or parts of it are missing"
-            ) from error
-
-
-def _repeats(old: _RecordT, new: _RecordT) -> bool:
-    return old.version >= new.version
-
-
-class _RecordFormat(msgspec.Struct):
-    format: int = 0
-
 
 def _read_sessions(run: RunDirectory) -> list[SessionRecord]:
     try:
-        found = {session.format for session in read_lines(run.sessions, _RecordFormat)}
+        formats = {session.get("format", 0) for session in read_lines(run.sessions, dict[str, Any])}
     except FileNotFoundError as error:
         raise RunDirectoryError(
             f"{run.root} can't be replayed: it has no {run.sessions.name}, so it did not begin, or an earlier version of "
             "pipelinerl made it, which did not record what a replay needs"
         ) from error
-    if found - {FORMAT}:
-        other = ", ".join(map(str, sorted(found - {FORMAT})))
-        raise RunDirectoryError(f"{run.root} has records of format {other}; this version of pipelinerl replays {FORMAT}")
+    if other := sorted(formats - {FORMAT}):
+        named = ", ".join(map(str, other))
+        raise RunDirectoryError(f"{run.root} has records of format {named}; this version of pipelinerl replays {FORMAT}")
     sessions = read_lines(run.sessions, SessionRecord)
     if not sessions or sessions[0].version != 0:
         raise RunDirectoryError(f"{run.sessions} lacks the first session of the run")
@@ -117,8 +104,18 @@ def _segments(
     for record, end in zip(sessions, [*ends, len(trained)], strict=True):
         if end <= record.version and trained:
             continue
-        config = _config_of(run, record)
-        batches = [batch for step in trained[record.version : end] for batch in _batches(step)]
+        try:
+            config = with_own_model(RunConfig.model_validate(record.config), run.root)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            place = ".".join(map(str, first["loc"]))
+            raise RunDirectoryError(
+                f"{run.sessions}: {place}: {first['msg']}: made by another version of pipelinerl"
+            ) from error
+        batches = []
+        for step in trained[record.version : end]:
+            batches += [Batch(version=step.version, samples=samples, refused=True) for samples in step.refused]
+            batches.append(Batch(version=step.version, samples=step.samples))
         for batch in batches:
             if len(batch.samples) != config.trainer.batch_size:
                 raise RunDirectoryError(
@@ -126,23 +123,6 @@ def _segments(
                     f"{config.trainer.batch_size} (trainer.batch_size)"
                 )
         yield SessionSegment(record=record, config=config, start=record.version, end=end, batches=batches)
-
-
-def _batches(step: TrainedRecord) -> Iterator[Batch]:
-    for samples in step.refused:
-        yield Batch(version=step.version, samples=samples, refused=True)
-    yield Batch(version=step.version, samples=step.samples)
-
-
-def _config_of(run: RunDirectory, record: SessionRecord) -> RunConfig:
-    """The configuration of a session. Raises RunDirectoryError if it is none."""
-    try:
-        config = RunConfig.model_validate(record.config)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        place = ".".join(map(str, first["loc"]))
-        raise RunDirectoryError(f"{run.sessions}: {place}: {first['msg']}: made by another version of pipelinerl") from error
-    return with_own_model(config, run.root)
 
 
 # ---- rollouts
@@ -169,57 +149,43 @@ class Groups:
         return [self._lines.decoded(place, self._decoder) for place in reversed(self._places.get(index, []))]
 
 
-class RecordedSamples:
-    """The samples of recorded batches, prepared again from the recorded groups.
+def recorded_samples(
+    groups: Groups,
+    batches: Sequence[Batch],
+    prepare: Callable[[Group], Prepared],
+    changed: Callable[[str, int, str], None] | None,
+) -> Iterator[tuple[Batch, list[TrainingSample]]]:
+    """The samples of recorded batches, prepared again from the recorded groups when the batch is asked for.
 
     `prepare` is the preprocessor's. `changed` is called for a sample that is not what the run trained on: with the rollout's
-    id, the version and what differs. None: advantages may differ.
+    id, the version and what differs. None: advantages may differ. Raises RunDirectoryError for a rollout that is not
+    recorded.
     """
+    prepared: dict[int, list[dict[str, TrainingSample]]] = {}
+    left = Counter(sample.group_index for batch in batches for sample in batch.samples)
 
-    def __init__(
-        self,
-        run: RecordedRun,
-        segment: SessionSegment,
-        prepare: Callable[[Group], Prepared],
-        changed: Callable[[str, int, str], None] | None,
-    ) -> None:
-        self._groups = run.groups
-        self._prepare = prepare
-        self._changed = changed
-        self._prepared: dict[int, list[dict[str, TrainingSample]]] = {}
-        self._left = Counter(sample.group_index for batch in segment.batches for sample in batch.samples)
-
-    def of(self, batch: Batch) -> list[TrainingSample]:
-        """Raises RunDirectoryError for a rollout that is not recorded."""
-        return [self._sample(recorded, batch) for recorded in batch.samples]
-
-    def _sample(self, recorded: TrainedSample, batch: Batch) -> TrainingSample:
+    def sample_of(recorded: TrainedSample, version: int) -> TrainingSample:
         index = recorded.group_index
-        if index not in self._prepared:
-            self._prepared[index] = [self._samples(group, batch) for group in self._groups.read(index)]
-        choices = [samples[recorded.id] for samples in self._prepared[index] if recorded.id in samples]
-        self._left[index] -= 1
-        if not self._left[index]:
-            del self._prepared[index]
+        if index not in prepared:
+            try:
+                samples = [prepare(group).samples for group in groups.read(index)]
+            except RolloutError as error:
+                raise RunDirectoryError(f"step {version} can't be repeated: {groups.path}: {error}") from error
+            prepared[index] = [{sample.id: sample for sample in some} for some in samples]
+        choices = [samples[recorded.id] for samples in prepared[index] if recorded.id in samples]
+        left[index] -= 1
+        if not left[index]:
+            del prepared[index]
         if not choices:
-            raise RunDirectoryError(
-                f"step {batch.version} trained on rollout {recorded.id}, which is not in {self._groups.path}"
-            )
-        versions = [(sample, TrainedSample.of(sample, batch.version - 1)) for sample in choices]
-        sample, again = next((pair for pair in versions if _same(pair[1], recorded)), versions[0])
-        if self._changed is not None and (odd := _differences(again, recorded)):
-            self._changed(recorded.id, batch.version, " and ".join(odd))
+            raise RunDirectoryError(f"step {version} trained on rollout {recorded.id}, which is not in {groups.path}")
+        versions = [(_differences(TrainedSample.of(sample, version - 1), recorded), sample) for sample in choices]
+        odd, sample = next((pair for pair in versions if not {*pair[0]} - {"advantages"}), versions[0])
+        if changed is not None and odd:
+            changed(recorded.id, version, " and ".join(odd))
         return sample
 
-    def _samples(self, group: Group, batch: Batch) -> dict[str, TrainingSample]:
-        try:
-            return {sample.id: sample for sample in self._prepare(group).samples}
-        except RolloutError as error:
-            raise RunDirectoryError(f"step {batch.version} can't be repeated: {self._groups.path}: {error}") from error
-
-
-def _same(again: TrainedSample, recorded: TrainedSample) -> bool:
-    return (again.tokens_digest, again.logprobs_digest) == (recorded.tokens_digest, recorded.logprobs_digest)
+    for batch in batches:
+        yield batch, [sample_of(recorded, batch.version) for recorded in batch.samples]
 
 
 def _differences(again: TrainedSample, recorded: TrainedSample) -> list[str]:

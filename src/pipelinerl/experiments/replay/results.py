@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 
 from pipelinerl.experiments.replay.generation import GenerationResult
-from pipelinerl.metrics.records import StepRecord
-from pipelinerl.report import count, new_table, number, rendered
+from pipelinerl.report import count, number
+from pipelinerl.report.sections import in_terminal, table
 
 COLUMNS = {"gradient norm": "grad_norm", "ESS": "ess", "clipped": "masked_fraction", "truncated": "truncated_fraction"}
 """Column of the table -> metric of a step. `clipped` includes tokens that the correction masks."""
@@ -27,11 +27,6 @@ class StepComparison(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     run: dict[str, float | None]
     replay: dict[str, float | None]
-
-    @classmethod
-    def of(cls, run: StepRecord, replay: StepRecord) -> StepComparison:
-        run_values, replay_values = ({name: getattr(side, name) for name in METRICS} for side in (run, replay))
-        return cls(version=replay.version, run=run_values, replay=replay_values)
 
 
 class ReplayResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,26 +93,20 @@ def changed_text(rollouts: Sequence[str], version: int, what: str) -> str:
 
 
 def _metrics_table(result: ReplayResult) -> str:
+    """Some of the steps, and the means of all."""
     changes = ", ".join(f"{key} {value}" for key, value in result.settings.items()) or "the run's own settings"
-    table = new_table(f"{result.run} with {changes}: run → replay", "step", *COLUMNS)
+
+    def cells(step: str, some: Sequence[StepComparison]) -> dict[str, str]:
+        """The means over some steps."""
+        row = {"step": step}
+        for column, name in COLUMNS.items():
+            known = [
+                [value for one in some if (value := getattr(one, side)[name]) is not None] for side in ("run", "replay")
+            ]
+            row[column] = " → ".join(number(fmean(values) if values else None, ".3g") for values in known)
+        return row
+
     every = max(1, math.ceil(len(result.metrics) / ROWS))
-    for one in result.metrics[every - 1 :: every]:
-        table.add_row(str(one.version), *(_cell(one.run[name], one.replay[name]) for name in COLUMNS.values()))
-    table.add_section()
-    table.add_row(
-        "mean",
-        *(
-            _cell(_mean([one.run[name] for one in result.metrics]), _mean([one.replay[name] for one in result.metrics]))
-            for name in COLUMNS.values()
-        ),
-    )
-    return rendered(table)
-
-
-def _cell(run: float | None, replay: float | None) -> str:
-    return f"{number(run, '.3g')} → {number(replay, '.3g')}"
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    found = [value for value in values if value is not None]
-    return fmean(found) if found else None
+    rows = [cells(str(one.version), [one]) for one in result.metrics[every - 1 :: every]]
+    rows.append(cells("mean", result.metrics))
+    return in_terminal(table(f"{result.run} with {changes}: run → replay", rows))

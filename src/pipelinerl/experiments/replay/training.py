@@ -1,6 +1,7 @@
 """Repeats the training side of a run: the run's own trainer, which reads recorded batches instead of groups from a stream.
 
-RecordedSamples ──batch──▶ BatchStream ──▶ SampleQueue ──▶ Trainer.pump ──▶ Observer: weights and metrics of every step
+recorded batch ──▶ TrainingReplay.read ──▶ SampleQueue ──▶ Trainer.pump ──▶ TrainingReplay.send, write
+                                                                            (compared with the records)
 
 A session that was resumed from a checkpoint is repeated the same way: the replay's trainer writes a checkpoint where the
 session began, and the next trainer resumes from it.
@@ -8,119 +9,140 @@ session began, and the next trainer resumes from it.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 import torch
 from torch import Tensor
 
+from pipelinerl.channel import listen
 from pipelinerl.checkpoint import restore_rng
+from pipelinerl.child import stop_all
 from pipelinerl.config.schema import RunConfig
-from pipelinerl.errors import PolicyMismatchError, RunInterruptedError
-from pipelinerl.experiments.replay.records import Batch, RecordedRun, RecordedSamples, SessionSegment
-from pipelinerl.experiments.runs import rank_processes
+from pipelinerl.errors import (
+    PolicyMismatchError,
+    ReplayDifferenceError,
+    RunDirectoryError,
+    RunInterruptedError,
+    TrainingDivergedError,
+)
+from pipelinerl.experiments.recompute import SavedWeights
+from pipelinerl.experiments.replay.records import Batch, RecordedRun, SessionSegment, recorded_samples
+from pipelinerl.experiments.replay.results import METRICS, StepComparison, changed_text
 from pipelinerl.files import JsonLines
-from pipelinerl.interfaces import Schedule, Verdict
+from pipelinerl.interfaces import Board, Schedule, Verdict
 from pipelinerl.launch.hosts.embedded import torch_threads
+from pipelinerl.launch.hosts.host import LocalWorker
 from pipelinerl.launch.run import write_session
-from pipelinerl.launch.session import Session, StartPlan
+from pipelinerl.launch.session import Session, StartPlan, WorkerSpec
 from pipelinerl.launch.stages.preprocessing import make_preprocessor
-from pipelinerl.launch.stages.training import Policy, TrainingLogs, build_trainer, load_policy
+from pipelinerl.launch.stages.training import Policy, TrainingLogs, build_trainer, lead_ranks, load_policy
 from pipelinerl.metrics.records import StepRecord
-from pipelinerl.metrics.sinks import JsonlSink, Record, Sink
+from pipelinerl.metrics.sinks import JsonlSink, Record
 from pipelinerl.models.state import checksum, digests_of
+from pipelinerl.resources.roles import rank_roles
 from pipelinerl.resources.share import PREPROCESSING_THREADS
 from pipelinerl.run_directory import RunDirectory
 from pipelinerl.schedule import make_schedule
 from pipelinerl.status.board import MemoryBoard
 from pipelinerl.trainer import Trainer
-from pipelinerl.types import Group, Prepared, TrainingSample, UpdateReceipt, WeightTransfer
+from pipelinerl.types import Group, Prepared, UpdateReceipt
+
+if TYPE_CHECKING:
+    from pipelinerl.trainer.sharding.ranks import Team
+
+RANKS_PATIENCE_S = 10.0
+SAY_EVERY_S = 10.0
+OF_THE_COURSE = {
+    *("time_s", "train_s", "wait_s", "publish_s", "saving_s", "update", "engine", "queued", "dropped", "actor_dropped"),
+    *("actor_dropped_tokens", "sampled_length_mean", "started_length_mean", "reward_read_mean"),
+}
+"""The metrics of a step that do not follow from its batch. All others must be the run's to the bit."""
 
 
-class Observer(Protocol):
-    """What is told of a replay's progress. An exception ends the replay."""
-
-    def published(self, version: int, tensors: Mapping[str, Tensor], checksum: str, digests: Mapping[str, str]) -> None:
-        """The run published the weights of `version`, and these are the replay's."""
-
-    def stepped(self, record: StepRecord) -> None: ...
-
-    def refused(self, batch: Batch, refused: bool) -> None:
-        """What the ESS guard did with a batch."""
-
-    def changed(self, rollout: str, version: int, what: str) -> None:
-        """`what` of this rollout, as recorded, is not what the step to `version` trained on."""
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class TrainingReplay:
-    """A replay of the first `steps` steps of `run`.
+    """A replay of the first `steps` steps of `run`. It is the stream, the weight sender and the sink of the trainer.
 
-    `change` changes a session's configuration. `exact`: the results should be those of the run. Otherwise the ESS guard is
-    off, batches that it rejected are left out, and advantages may differ. `keep_last`: write a checkpoint at the end.
+    run, steps    what is repeated
+    folder        gets the checkpoints and records of the replay; with `keep_last` also a checkpoint at the end
+    change        changes a session's configuration
+    exact         the results should be those of the run. Otherwise the ESS guard is off, batches that it rejected are left
+                  out, and advantages may differ
+    weights       gets the published weights of the versions in `needed`
     """
 
     run: RecordedRun
     steps: int
     folder: RunDirectory
-    observer: Observer
+    weights: SavedWeights
     stop: Callable[[], bool]
+    say: Callable[[str], None]
     change: Callable[[RunConfig], RunConfig] = lambda config: config
     exact: bool = True
     keep_last: bool = False
+    needed: set[int] = field(default_factory=set)
+    compared: set[int] = field(default_factory=set)
+    """Published versions whose checksum the run recorded and the replay has, too."""
+    unrecorded: set[int] = field(default_factory=set)
+    """Published versions whose checksum the run did not record."""
+    metrics: list[StepComparison] = field(default_factory=list)
+    """Of a counterfactual, the metrics of every step."""
+    _first_step: str = ""
+    _changed: dict[tuple[int, str], list[str]] = field(default_factory=dict)
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
+    _offered: Prepared | None = None
+    _said_s: float = field(default_factory=time.monotonic)
+    _sink: JsonlSink = field(init=False)
 
-    def __call__(self) -> None:
-        """Raises what the observer raises, errors of training, and RunInterruptedError when `stop` returns True."""
+    def differences(self) -> list[str]:
+        """Repeat training. Returns the first difference from the run, and all rollouts that were changed.
+
+        Raises RunInterruptedError once `stop` returns True and, in a counterfactual, errors of training.
+        """
         checkpoint: Path | None = None
-        numbers = itertools.count()
         segments = [segment for segment in self.run.segments if segment.start < self.steps]
-        for segment in segments:
-            last = segment is segments[-1]
-            checkpoint = self._replay(segment, checkpoint, numbers, save=self.keep_last or not last)
+        try:
+            for segment in segments:
+                checkpoint = self._replay(segment, checkpoint, save=self.keep_last or segment is not segments[-1])
+            found = [self._first_step] if self._first_step else []
+        except ReplayDifferenceError as error:
+            found = [str(error)]
+        except (PolicyMismatchError, TrainingDivergedError) as error:
+            if not self.exact:
+                raise
+            found = [f"training ended, which the run's did not: {error}"]
+        return [*found, *(changed_text(rollouts, version, what) for (version, what), rollouts in self._changed.items())]
 
-    def _replay(
-        self, segment: SessionSegment, checkpoint: Path | None, numbers: Iterator[int], *, save: bool
-    ) -> Path | None:
+    def _replay(self, segment: SessionSegment, checkpoint: Path | None, *, save: bool) -> Path | None:
+        """Repeat one session, from a checkpoint of the one before. Returns its last checkpoint if it is to `save` one."""
         session = self._session(segment, checkpoint)
         config, board = session.config, MemoryBoard()
         with ExitStack() as stack:
             stack.enter_context(torch_threads(config.trainer.threads or 1))
-            team = stack.enter_context(rank_processes(session, board)) if config.trainer.ranks > 1 else None
+            team = stack.enter_context(_rank_processes(session, board)) if config.trainer.ranks > 1 else None
             policy = load_policy(session, team)
-            logs = stack.enter_context(self._logs())
-            stream = BatchStream(numbers)
-            sender = _ObservedSender(self.observer)
-            trainer = build_trainer(session, board, policy, reader=stream, sender=sender, logs=logs)
+            self._sink = stack.enter_context(closing(JsonlSink(self.folder.root)))
+            trained, published = (
+                stack.enter_context(JsonLines(path)) for path in (self.folder.trained, self.folder.published)
+            )
+            logs = TrainingLogs(self, trained, published, JsonLines, lambda: None)
+            trainer = build_trainer(session, board, policy, reader=self, sender=self, logs=logs)
             restore_rng(segment.record.rng)
-            found = self.observer.changed if self.exact else None
-            samples = RecordedSamples(self.run, segment, _prepare(config, policy), found)
-            self._drive(trainer, segment, stream, samples)
+            trainer.start()
+            self._feed(trainer, segment, _prepare(config, policy))
             if not save:
                 return None
             trainer.finish()
             return self.folder.checkpoints / f"step_{trainer.version:08d}"
-
-    def _drive(self, trainer: Trainer, segment: SessionSegment, stream: BatchStream, samples: RecordedSamples) -> None:
-        trainer.start()
-        for batch in segment.batches:
-            if batch.version > self.steps or (batch.refused and not self.exact):
-                continue
-            if self.stop():
-                raise RunInterruptedError(f"the replay was stopped at version {trainer.version}")
-            stream.offer(samples.of(batch))
-            try:
-                trainer.pump()
-            except PolicyMismatchError:
-                if not batch.refused:
-                    self.observer.refused(batch, True)
-                raise
-            self.observer.refused(batch, trainer.version < batch.version)
 
     def _session(self, segment: SessionSegment, checkpoint: Path | None) -> Session:
         """The segment's session, in the replay's folder. Only what changes no result is different."""
@@ -142,34 +164,35 @@ class TrainingReplay:
         write_session(session)
         return session
 
-    @contextmanager
-    def _logs(self) -> Iterator[TrainingLogs]:
-        with (
-            closing(_ObservedSink(JsonlSink(self.folder.root), self.observer)) as metrics,
-            JsonLines(self.folder.trained) as trained,
-            JsonLines(self.folder.published) as published,
-        ):
-            yield TrainingLogs(metrics, trained, published, JsonLines, lambda: None)
+    def _feed(self, trainer: Trainer, segment: SessionSegment, prepare: Callable[[Group], Prepared]) -> None:
+        """Give the trainer one recorded batch after another. Each is one group, so that batches stay as they are."""
+        wanted = [one for one in segment.batches if one.version <= self.steps and (self.exact or not one.refused)]
 
+        def changed(rollout: str, version: int, what: str) -> None:
+            self._changed.setdefault((version, what), []).append(rollout)
 
-# ---- the trainer's surroundings
+        for batch, samples in recorded_samples(self.run.groups, wanted, prepare, changed if self.exact else None):
+            if self.stop():
+                raise RunInterruptedError(f"the replay was stopped at version {trainer.version}")
+            number = next(self._numbers)  # which the replay has not used before
+            renamed = tuple(msgspec.structs.replace(sample, group_index=number) for sample in samples)
+            ids = tuple(sample.id for sample in samples)
+            self._offered = Prepared(index=number, newest_version=0, ids=ids, samples=renamed)
+            try:
+                trainer.pump()
+            except PolicyMismatchError:
+                self._check_guard(batch, refused=True)
+                raise
+            self._check_guard(batch, refused=trainer.version < batch.version)
 
+    def _check_guard(self, batch: Batch, *, refused: bool) -> None:
+        if refused != batch.refused and self.exact:
+            did = {True: "rejected", False: "accepted"}
+            raise ReplayDifferenceError(
+                f"the ESS guard {did[refused]} a batch of step {batch.version}, which the run's {did[batch.refused]}"
+            )
 
-class BatchStream:
-    """The stream that the trainer reads: each recorded batch is one group, so that batches stay as they are.
-
-    `numbers` gives each a number that the replay has not used before.
-    """
-
-    def __init__(self, numbers: Iterator[int]) -> None:
-        self._numbers = numbers
-        self._offered: Prepared | None = None
-
-    def offer(self, samples: Sequence[TrainingSample]) -> None:
-        ids = tuple(sample.id for sample in samples)
-        number = next(self._numbers)
-        renamed = tuple(msgspec.structs.replace(sample, group_index=number) for sample in samples)
-        self._offered = Prepared(index=number, newest_version=0, ids=ids, samples=renamed)
+    # ---- the stream that the trainer reads
 
     def read(self, limit: int) -> Sequence[tuple[int, Prepared]]:  # noqa: ARG002 - there is at most one
         offered, self._offered = self._offered, None
@@ -177,6 +200,63 @@ class BatchStream:
 
     def commit(self, offset: int) -> None:
         """Nothing is stored."""
+
+    # ---- the sender of its weights, without engines
+
+    transfer = None
+    digests: Mapping[str, str] = field(default_factory=dict)
+
+    def send(self, version: int, tensors: Mapping[str, Tensor]) -> str:
+        """Raises ReplayDifferenceError, with the first parameter, for other weights than the run published."""
+        self.digests = digests_of(tensors)
+        whole = checksum(tensors, self.digests)
+        if version in self.needed:
+            self.weights.save(version, tensors)
+        recorded = self.run.published.get(version)
+        if self.exact and recorded is None:
+            self.unrecorded.add(version)
+        elif self.exact and recorded is not None:
+            if recorded.checksum != whole:
+                found = {name: digest[:16] for name, digest in self.digests.items()}
+                odd = [name for name in {**recorded.digests, **found} if recorded.digests.get(name) != found.get(name)]
+                first = f"{self._first_step}; " if self._first_step else ""
+                what = f"first in parameter {odd[0]} ({len(odd)} of {len(found)} differ)" if odd else "but in no parameter"
+                raise ReplayDifferenceError(f"{first}the weights of version {version} differ from the run's, {what}")
+            self.compared.add(version)
+        return whole
+
+    def unanswered(self) -> Sequence[str]:
+        return ()
+
+    def receipts(self) -> Sequence[UpdateReceipt]:
+        return ()
+
+    # ---- the sink of its metrics
+
+    def write(self, record: Record) -> None:
+        """Raises RunDirectoryError if the run has no metrics of this step."""
+        self._sink.write(record)
+        if not isinstance(record, StepRecord):
+            return
+        recorded = self.run.metrics.get(record.version)
+        if recorded is None:
+            raise RunDirectoryError(f"{self.run.run.metrics} lacks step {record.version}")
+        if not self.exact:
+            run, own = ({name: getattr(side, name) for name in METRICS} for side in (recorded, record))
+            self.metrics.append(StepComparison(version=record.version, run=run, replay=own))
+        elif not self._first_step:
+            written = msgspec.json.decode(msgspec.json.encode(record), type=StepRecord)  # what is not finite is null there
+            names = [name for name in recorded.__struct_fields__ if name not in OF_THE_COURSE]
+            odd = next((name for name in names if getattr(recorded, name) != getattr(written, name)), None)
+            if odd is not None:
+                now, before = getattr(written, odd), getattr(recorded, odd)
+                self._first_step = f"step {record.version} has {odd} {now}, the run's had {before}"
+        if time.monotonic() - self._said_s > SAY_EVERY_S:
+            self._said_s = time.monotonic()
+            self.say(f"step {record.version} of {self.steps}")
+
+    def close(self) -> None:
+        """Nothing is open."""
 
 
 class _OneBatch:
@@ -196,45 +276,6 @@ class _OneBatch:
         return False
 
 
-class _ObservedSender:
-    """A sender without engines."""
-
-    transfer: WeightTransfer | None = None
-
-    def __init__(self, observer: Observer) -> None:
-        self._observer = observer
-        self.digests: Mapping[str, str] = {}
-
-    def send(self, version: int, tensors: Mapping[str, Tensor]) -> str:
-        self.digests = digests_of(tensors)
-        whole = checksum(tensors, self.digests)
-        self._observer.published(version, tensors, whole, self.digests)
-        return whole
-
-    def unanswered(self) -> Sequence[str]:
-        return ()
-
-    def receipts(self) -> Sequence[UpdateReceipt]:
-        return ()
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-
-@dataclass(frozen=True)
-class _ObservedSink:
-    sink: Sink
-    observer: Observer
-
-    def write(self, record: Record) -> None:
-        self.sink.write(record)
-        if isinstance(record, StepRecord):
-            self.observer.stepped(record)
-
-    def close(self) -> None:
-        self.sink.close()
-
-
 def _prepare(config: RunConfig, policy: Policy) -> Callable[[Group], Prepared]:
     """Prepares groups as the run did: a preprocessor in a process of its own had its own reference model, and one thread."""
     apart = config.launch.preprocessor == "process"
@@ -246,3 +287,21 @@ def _prepare(config: RunConfig, policy: Policy) -> Callable[[Group], Prepared]:
             return preprocessor.process(group)
 
     return prepare
+
+
+@contextlib.contextmanager
+def _rank_processes(session: Session, board: Board) -> Iterator[Team]:
+    """The other ranks of a sharded trainer, as processes of their own; this process is rank 0."""
+    socket_fd = listen().detach()
+    workers: list[LocalWorker] = []
+    try:
+        for role in rank_roles(session.config):
+            spec = WorkerSpec(threads=session.config.trainer.threads or 1, ranks=socket_fd)
+            workers.append(LocalWorker(session.run, role, spec))
+        with lead_ranks(session, board, socket_fd) as team:
+            yield team
+        for worker in workers:
+            worker.wait(RANKS_PATIENCE_S)
+    finally:
+        stop_all(workers, RANKS_PATIENCE_S)
+        os.close(socket_fd)

@@ -12,35 +12,40 @@ Source: PipelineRL, arXiv 2509.19128, section 5.1 and Figure 7.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
+from statistics import median_low
 from typing import Literal
 
 import msgspec
+import numpy as np
 import torch
 
+from pipelinerl.actor.client import derive_seed
 from pipelinerl.config.schema import RunConfig
-from pipelinerl.errors import UserError
-from pipelinerl.experiments.recompute import KV, SavedWeights
-from pipelinerl.experiments.statistics import Interval, Ints, difference_interval, draw_counts, mean_interval
-from pipelinerl.experiments.study.inputs import RunHistory, choose_starts, make_prompts, possible_starts, read_history
+from pipelinerl.errors import RunDirectoryError, UserError
+from pipelinerl.experiments.recompute import KV, Recompute, SavedWeights
+from pipelinerl.experiments.statistics import Interval, difference_interval, draw_counts, mean_interval
 from pipelinerl.experiments.study.policies import (
-    Divergences,
     MixedSampler,
-    Stretch,
-    TokenDivergences,
+    Tokens,
+    divergences,
     equivalent_lag,
     interval_edges,
-    lagged_policy,
     mixed_policy,
+    sums,
 )
 from pipelinerl.models.loading import load_tokenizer, model_max_length, stop_token_ids
-from pipelinerl.types import SamplingParams
+from pipelinerl.report.series import RecordedGroup, read_groups
+from pipelinerl.types import GenerationRequest, SamplingParams
 
 FORMAT = 2
-
-
+RESAMPLES = 2000
+LEVEL = 0.95
+LENGTH_QUANTILE = 0.9
+NAMED_STARTS = ("early", "middle", "late")
+_KV: tuple[KV, ...] = ("keep", "recompute")
 Kind = Literal["stale", "recomputed", "lagged"]
 
 
@@ -124,13 +129,70 @@ class StudyRecord(msgspec.Struct, frozen=True, kw_only=True):
     format: int = FORMAT
 
 
+# ---- what the study takes from a run
+
+
+def choose_starts(run_dir: Path, saved: Sequence[int], wanted: Sequence[str], lag: int) -> Mapping[str, int]:
+    """Name -> version C, from which C, C+1, ..., C+lag are among the ascending `saved` versions.
+
+    A name is `early`, `middle` or `late` (of all such versions), or a version number. If several names mean the same
+    version, only the first is kept. Raises RunDirectoryError if there is no such version, UserError for any other name.
+    """
+    possible = [version for version in saved if {*saved}.issuperset(range(version, version + lag + 1))]
+    if not possible:
+        raise RunDirectoryError(
+            f"{run_dir} has no {lag + 1} consecutive checkpoints; train with --trainer.checkpoint_every 1 "
+            "--trainer.keep_checkpoints N, where N is the number of steps, or choose a smaller --lag"
+        )
+    named = dict(zip(NAMED_STARTS, (possible[0], median_low(possible), possible[-1]), strict=True))
+    chosen: dict[str, int] = {}
+    for name in wanted or [""]:
+        version = named.get(name, int(name) if name.isdecimal() else -1)
+        if version not in possible:
+            raise UserError(
+                f"--from {name}: give {', '.join(NAMED_STARTS)}, or versions from which {lag} more were saved "
+                f"({possible[0]} to {possible[-1]} here)"
+            )
+        if version not in chosen.values():
+            chosen[name] = version
+    return chosen
+
+
+def read_history(run_dir: Path) -> tuple[list[RecordedGroup], int]:
+    """The recorded groups with a prompt, the latest first, and the length that 90% of the completions do not exceed.
+
+    Raises RunDirectoryError if there are no readable records, and UserError for a task of several turns.
+    """
+    groups = read_groups(run_dir)
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    if not rollouts:
+        raise RunDirectoryError(f"{run_dir} holds no rollout; give the directory of a run that trained")
+    if any(len(rollout.turns) > 1 for rollout in rollouts):
+        raise UserError(
+            f"the rollouts in {run_dir} have several turns; this study switches weights within one completion, so give "
+            "a run on a task of a single turn"
+        )
+    lengths = [rollout.tokens for rollout in rollouts if rollout.turns]
+    latest = sorted(groups, key=lambda group: -group.index)
+    with_prompt = [group for group in latest if any(rollout.turns for rollout in group.rollouts)]
+    return with_prompt, int(np.quantile(lengths, LENGTH_QUANTILE, method="inverted_cdf"))
+
+
+def make_requests(
+    groups: Sequence[RecordedGroup], sampling: SamplingParams, settings: StudySettings
+) -> list[tuple[int, GenerationRequest]]:
+    """Problem number and request for each attempt at the first problems, with the recorded prompts, each with a seed."""
+    found = []
+    for problem, group in enumerate(groups[: settings.problems]):
+        prompts = [turn.prompt_ids for rollout in group.rollouts for turn in rollout.turns]
+        for number in range(settings.attempts):
+            own = msgspec.structs.replace(sampling, seed=derive_seed(settings.seed, "study", problem, number))
+            name, ids = f"p{problem}.a{number}", prompts[number % len(prompts)]
+            found.append((problem, GenerationRequest(id=name, prompt_ids=ids, sampling=own)))
+    return found
+
+
 # ---- the study
-
-
-RESAMPLES = 2000
-LEVEL = 0.95
-LENGTH_QUANTILE = 0.9
-_KV: tuple[KV, ...] = ("keep", "recompute")
 
 
 def study_kv_cache(
@@ -151,9 +213,9 @@ def study_kv_cache(
     run lacks data that the study needs. `on_progress` is called with lines of text.
     """
     weights = SavedWeights(run_dir, config.model)
-    versions = choose_starts(starts, possible_starts(run_dir, weights.kept, lag), lag)
-    history = read_history(run_dir)
-    length = max_tokens or history.length_quantile(LENGTH_QUANTILE)
+    versions = choose_starts(run_dir, weights.kept, starts, lag)
+    groups, usual_length = read_history(run_dir)
+    length = max_tokens or usual_length
     if length < lag:
         raise UserError(
             f"{length} tokens can't be divided among {lag} steps; choose a --lag of at most {length}, or a larger "
@@ -162,15 +224,15 @@ def study_kv_cache(
     settings = StudySettings(
         lag=lag,
         max_tokens=length,
-        switches=tuple(stretch.start for stretch in mixed_policy(0, lag, length)[1:]),
-        problems=min(problems, len(history.prompts)),
+        switches=tuple(token for token, (a, b) in enumerate(pairwise(mixed_policy(0, lag, length)), start=1) if a != b),
+        problems=min(problems, len(groups)),
         attempts=attempts,
         temperature=config.actor.temperature,
         seed=seed,
         resamples=RESAMPLES,
         level=LEVEL,
     )
-    experiment = _Experiment(config, weights, settings, history)
+    experiment = _Experiment(config, weights, settings, groups)
     return StudyRecord(
         model=Path(config.model.path).name,
         environment=Path(config.environment.kind).name,
@@ -181,9 +243,11 @@ def study_kv_cache(
 
 
 class _Experiment:
-    """The prompts, models and resamples that all measurements share."""
+    """The requests, models and resamples that all measurements share."""
 
-    def __init__(self, config: RunConfig, weights: SavedWeights, settings: StudySettings, history: RunHistory) -> None:
+    def __init__(
+        self, config: RunConfig, weights: SavedWeights, settings: StudySettings, groups: Sequence[RecordedGroup]
+    ) -> None:
         if config.engine.threads is not None:
             torch.set_num_threads(config.engine.threads)
         self._weights = weights
@@ -196,27 +260,28 @@ class _Experiment:
             top_k=config.actor.top_k,
             stop_token_ids=stop_token_ids(models[0], load_tokenizer(config.model)),
         )
-        self._prompts = make_prompts(
-            history, sampling, problems=settings.problems, attempts=settings.attempts, seed=settings.seed
-        )
-        prompt_tokens = max(len(prompt.request.prompt_ids) for prompt in self._prompts)
+        self._requests = make_requests(groups, sampling, settings)
+        prompt_tokens = max(len(request.prompt_ids) for _, request in self._requests)
         longest = prompt_tokens + settings.max_tokens
         limit = config.engine.max_length or model_max_length(models[0])
         if limit is not None and longest > limit:
             raise UserError(
                 f"prompt and completion of {longest} tokens do not fit into {limit}; choose a smaller --max-tokens"
             )
-        slots = min(config.engine.slots, len(self._prompts))
+        slots = min(config.engine.slots, len(self._requests))
         self._samplers = {
             kv: MixedSampler(model, weights, slots=slots, prompt_tokens=prompt_tokens, max_tokens=settings.max_tokens, kv=kv)
             for kv, model in zip(_KV, models[:2], strict=True)
         }
-        self._divergences = Divergences(*models[2:], slots=slots, max_length=longest, temperature=settings.temperature)
+        self._behaviour, self._target = (
+            Recompute(model, slots=slots, max_length=longest, temperature=settings.temperature) for model in models[2:]
+        )
         self._counts_RU = draw_counts(settings.problems, settings.resamples, settings.seed)
 
     def study(self, name: str, version: int, on_progress: Callable[[str], object]) -> StartRecord:
         lag, length = self._settings.lag, self._settings.max_tokens
         target = version + lag
+        self._target.load(self._weights(target))
         mixed = mixed_policy(version, lag, length)
         where = f"{name}: " if name != str(version) else ""
         on_progress(f"{where}weights {version} to {target}, mixed policy with stale and with recomputed KV")
@@ -226,7 +291,7 @@ class _Experiment:
         oldest_tokens = stale_tokens
         for behind in range(lag + 1):
             on_progress(f"{where}weights {version} to {target}, conventional lag {behind} of {lag}")
-            record, oldest_tokens = self._measure("lagged", lagged_policy(target - behind, length), target, kv="keep")
+            record, oldest_tokens = self._measure("lagged", [target - behind] * length, target, kv="keep")
             lagged.append(record)
         by_lag = [record.kl.mean for record in lagged]
         return StartRecord(
@@ -242,44 +307,37 @@ class _Experiment:
             equivalent_lag_recomputed=equivalent_lag(recomputed.kl.mean, by_lag),
         )
 
-    def _difference(self, one: TokenDivergences, other: TokenDivergences) -> Interval:
+    def _difference(self, one: Tokens, other: Tokens) -> Interval:
         problems = self._settings.problems
-        sums = (one.sums(one.exact_N, problems), other.sums(other.exact_N, problems))
-        return _required(difference_interval(*sums, self._counts_RU, LEVEL))
+        both = sums(one, "exact", problems), sums(other, "exact", problems)
+        return _required(difference_interval(*both, self._counts_RU, LEVEL))
 
-    def _measure(
-        self, kind: Kind, stretches: Sequence[Stretch], target: int, *, kv: KV
-    ) -> tuple[PolicyRecord, TokenDivergences]:
+    def _measure(self, kind: Kind, policy: Sequence[int], target: int, *, kv: KV) -> tuple[PolicyRecord, Tokens]:
         """Sample from a behaviour policy and compare it with the weights of version `target`."""
-        problems = self._settings.problems
-        samples = self._samplers[kv].sample(self._prompts, stretches)
-        tokens, gap = self._divergences.run(samples, target, self._weights, kv=kv)
-        kl, kl_k1, kl_k3 = (
-            _required(mean_interval(*tokens.sums(values_N, problems), self._counts_RU, LEVEL))
-            for values_N in (tokens.exact_N, tokens.k1_N, tokens.k3_N)
-        )
+        settings = self._settings
+        samples = self._samplers[kv].sample(self._requests, policy)
+        tokens, gap = divergences(self._behaviour, self._target, samples, self._weights, kv)
+
+        def mean(name: str, start: int = 0, end: float = np.inf) -> Interval | None:
+            return mean_interval(*sums(tokens, name, settings.problems, start, end), self._counts_RU, LEVEL)
+
+        # By position in intervals of one optimizer step: within an interval a mixed policy has one version.
+        by_position = []
+        for start, end in pairwise(interval_edges(settings.lag, settings.max_tokens)):
+            inside = int(((tokens["position"] >= start) & (tokens["position"] < end)).sum())
+            by_position.append(PositionRecord(start=start, end=end, tokens=inside, kl=mean("exact", start, end)))
         record = PolicyRecord(
             kind=kind,
-            lag=target - stretches[0].version if kind == "lagged" else None,
-            tokens=len(tokens.position_N),
-            lag_mean=float((target - tokens.version_N).mean()),
-            kl=kl,
-            kl_k1=kl_k1,
-            kl_k3=kl_k3,
+            lag=target - policy[0] if kind == "lagged" else None,
+            tokens=len(tokens["position"]),
+            lag_mean=float((target - tokens["version"]).mean()),
+            kl=_required(mean("exact")),
+            kl_k1=_required(mean("k1")),
+            kl_k3=_required(mean("k3")),
             engine_gap=gap,
-            by_position=_by_position(tokens, self._settings, self._counts_RU),
+            by_position=tuple(by_position),
         )
         return record, tokens
-
-
-def _by_position(tokens: TokenDivergences, settings: StudySettings, counts_RU: Ints) -> tuple[PositionRecord, ...]:
-    """KL by position, in intervals of one optimizer step: within an interval a mixed policy has one version."""
-    records = []
-    for start, end in pairwise(interval_edges(settings.lag, settings.max_tokens)):
-        sums_U, tokens_U = tokens.sums(tokens.exact_N, settings.problems, start, end)
-        kl = mean_interval(sums_U, tokens_U, counts_RU, LEVEL)
-        records.append(PositionRecord(start=start, end=end, tokens=int(tokens_U.sum()), kl=kl))
-    return tuple(records)
 
 
 def _required(interval: Interval | None) -> Interval:

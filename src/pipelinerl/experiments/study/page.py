@@ -1,42 +1,68 @@
-"""Output of the stale-KV study: a page with charts, the numbers, and a terminal table."""
+"""Output of the stale-KV study: the numbers, a page with charts, and the tables of the page in the terminal."""
 
 from __future__ import annotations
 
-import errno
-import os
-from collections.abc import Sequence
+import tempfile
 from pathlib import Path
 
-import msgspec
-from rich.table import Table
-
 from pipelinerl.experiments.statistics import Interval
-from pipelinerl.experiments.study.kv_cache import PolicyRecord, StartRecord, StudyRecord
+from pipelinerl.experiments.study.kv_cache import StartRecord, StudyRecord
 from pipelinerl.experiments.watch.page import page
-from pipelinerl.files import write_atomically
-from pipelinerl.report import new_table, only_shown, rendered, writing_to
-from pipelinerl.report.sections import Chart, PageSection
+from pipelinerl.report import only_shown, write_file, write_json, writing_to
+from pipelinerl.report.sections import Chart, PageSection, in_terminal, table
 
 KL = "KL(mu || pi), nats per token"
 
 
-def shown_lags(lag: int) -> Sequence[int]:
+def study_sections(study: StudyRecord) -> list[PageSection]:
+    """A table and two charts for each starting checkpoint, like Figure 7 of the paper. All numbers are in the JSON."""
+    settings = study.settings
+    lead = (
+        f"{KL}, to the on-policy policy: g_max = {settings.lag}, L = {settings.max_tokens}, {settings.problems} problems, "
+        f"{settings.attempts} attempts at each. In brackets, and as thin lines: {settings.level:.0%} intervals over "
+        "problems. As lag: the conventional lag that is equally off-policy."
+    )
+    sections = []
+    for start in study.starts:
+        found = table(f"Weights {start.version} to {start.target}", _rows(start), lead)
+        charts = [_along(start), _by_lag(start)]
+        sections.append(
+            PageSection(title=found.title, texts=found.texts, header=found.header, rows=found.rows, charts=charts)
+        )
+    return sections
+
+
+def shown_lags(lag: int) -> list[int]:
     """The lags to show along the sequence: a few, ascending."""
     return sorted({max(1, lag // 8), max(1, lag // 4), max(1, lag // 2), lag})
 
 
-def study_page(study: StudyRecord) -> str:
-    """A page with two charts for each starting checkpoint, like Figure 7 of the paper. All numbers are in the JSON."""
-    settings = study.settings
-    lead = (
-        f"KL to the on-policy policy: g_max = {settings.lag}, L = {settings.max_tokens}, {settings.problems} problems, "
-        f"{settings.attempts} attempts at each. Thin lines are {settings.level:.0%} intervals over problems."
-    )
-    sections = [
-        PageSection(title=f"Weights {one.version} to {one.target}", texts=[lead], charts=[_along(one), _by_lag(one)])
-        for one in study.starts
+def _rows(start: StartRecord) -> list[dict[str, str]]:
+    most = start.target - start.version
+    policies = {
+        "mixed, stale KV": (start.stale, start.equivalent_lag_stale),
+        "mixed, recomputed KV": (start.recomputed, start.equivalent_lag_recomputed),
+        **{f"lag {lag}": (start.lagged[lag], float(lag)) for lag in shown_lags(most)},
+    }
+    rows = [
+        {
+            "behaviour policy": name,
+            "mean lag": f"{policy.lag_mean:.2f}",
+            "KL, exact": _interval(policy.kl),
+            "k1": f"{policy.kl_k1.mean:.2e}",
+            "k3": f"{policy.kl_k3.mean:.2e}",
+            "as lag": "more" if lag is None else f"{lag:.1f}",
+        }
+        for name, (policy, lag) in policies.items()
     ]
-    return page(f"Stale KV entries: {study.environment}", sections)
+    for other, difference in (("recomputed", start.stale_minus_recomputed), (f"lag {most}", start.stale_minus_oldest)):
+        empty = dict.fromkeys(rows[0], "")
+        rows.append(empty | {"behaviour policy": f"stale - {other}", "KL, exact": _interval(difference)})
+    return rows
+
+
+def _interval(interval: Interval) -> str:
+    return f"{interval.mean:.2e} ({interval.low:.2e} to {interval.high:.2e})"
 
 
 def _along(start: StartRecord) -> Chart:
@@ -71,71 +97,21 @@ def _by_lag(start: StartRecord) -> Chart:
     )
 
 
-# ---- output files
-
-
-def write_study(study: StudyRecord, out: Path) -> tuple[Path, Path]:
-    """Write `kv-cache.json` and `kv-cache.html` into the folder `out`; returns their paths. Raises RunDirectoryError."""
-    numbers, picture = out / "kv-cache.json", out / "kv-cache.html"
-    with writing_to(out):
-        write_atomically(numbers, msgspec.json.encode(study) + b"\n")
-    with only_shown(picture.name):
-        write_atomically(picture, study_page(study).encode())
-    return numbers, picture
-
-
 def make_folder(out: Path) -> None:
     """Create `out` if needed and check that it is writable, before the study runs. Raises RunDirectoryError."""
     with writing_to(out):
         out.mkdir(parents=True, exist_ok=True)
-        if not os.access(out, os.W_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        tempfile.TemporaryFile(dir=out).close()
 
 
-# ---- terminal table
+def write_study(study: StudyRecord, out: Path) -> str:
+    """Write `kv-cache.json` and `kv-cache.html` into the folder `out`, and return what the command prints.
 
-_WIDTH = 118
-
-
-def study_table(study: StudyRecord) -> str:
-    """One block of rows per starting checkpoint."""
-    settings = study.settings
-    table = new_table(
-        f"KL(mu || pi) to the on-policy policy, nats per token: g_max = {settings.lag}, L = {settings.max_tokens}",
-        caption=f"{settings.level:.0%} intervals over {settings.problems} problems; as lag: the conventional lag that is "
-        "equally off-policy",
-        show_header=True,
-    )
-    for name in ("weights", "behaviour policy"):
-        table.add_column(name, no_wrap=True)
-    for name in ("mean lag", "KL, exact", "k1", "k3", "as lag"):
-        table.add_column(name, no_wrap=True, justify="right")
-    for start in study.starts:
-        _add(table, start)
-    return rendered(table, width=_WIDTH)
-
-
-def _add(table: Table, start: StartRecord) -> None:
-    most = start.target - start.version
-    rows = [
-        ("mixed, stale KV", start.stale, _lag(start.equivalent_lag_stale)),
-        ("mixed, recomputed KV", start.recomputed, _lag(start.equivalent_lag_recomputed)),
-        *((f"lag {lag}", start.lagged[lag], "") for lag in shown_lags(most)),
-    ]
-    for number, (name, policy, as_lag) in enumerate(rows):
-        weights = f"{start.version} to {start.target}" if number == 0 else ""
-        table.add_row(weights, name, *_numbers(policy), as_lag)
-    table.add_row("", "stale - recomputed", "", _interval(start.stale_minus_recomputed))
-    table.add_row("", f"stale - lag {most}", "", _interval(start.stale_minus_oldest), end_section=True)
-
-
-def _numbers(policy: PolicyRecord) -> tuple[str, str, str, str]:
-    return f"{policy.lag_mean:.2f}", _interval(policy.kl), f"{policy.kl_k1.mean:.2e}", f"{policy.kl_k3.mean:.2e}"
-
-
-def _interval(interval: Interval) -> str:
-    return f"{interval.mean:.2e} ({interval.low:.2e} to {interval.high:.2e})"
-
-
-def _lag(lag: float | None) -> str:
-    return "more" if lag is None else f"{lag:.1f}"
+    Raises RunDirectoryError.
+    """
+    numbers, picture = out / "kv-cache.json", out / "kv-cache.html"
+    sections = study_sections(study)
+    write_json(numbers, study)
+    with only_shown(picture.name):
+        write_file(picture, page(f"Stale KV entries: {study.environment}", sections).encode())
+    return "".join([*map(in_terminal, sections), f"{numbers}\n{picture}\n"])

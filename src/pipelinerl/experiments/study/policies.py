@@ -1,50 +1,36 @@
 """Behaviour policies: sampling from them with the engine, and their divergence from a target policy at every token.
 
-Weights change at exact tokens of sequences that start together. Then the sampled sequences are fed to two models again, for
-both policies' full distributions at every sampled token (`recompute.py`). The behaviour model has the weights that sampled
-each token, the target model the weights C+g throughout.
+A policy is the version of the weights that samples each token of a completion. Weights change at exact tokens of sequences
+that start together. Then the sampled sequences are fed to two models again, for both policies' full distributions at every
+sampled token (`recompute.py`): the behaviour model has the weights that sampled each token, the target model those of C+g.
 
 Shapes: N tokens, V vocabulary, U problems.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from pipelinerl.engine import LocalEngine
 from pipelinerl.experiments.recompute import KV, Recompute, Sampled, Tensors, values_of
-from pipelinerl.experiments.statistics import Floats, Ints
-from pipelinerl.experiments.study.inputs import StudyPrompt
+from pipelinerl.experiments.statistics import Floats
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models.state import checksum
-from pipelinerl.types import Completion, VersionSpan, versions_from_spans
+from pipelinerl.types import Completion, GenerationRequest, VersionSpan, versions_from_spans
 
 # ---- which weights sample which token
 
 
-class Stretch(NamedTuple):
-    """Tokens `start <= t < end` of every completion, sampled by one `version`."""
-
-    start: int
-    end: int
-    version: int
-
-
-def mixed_version(token: int, first: int, lag: int, length: int) -> int:
-    """The version that samples token t = `token` of a mixed policy: C + max(0, floor(t g / L) - 1) (see `mixed_policy`)."""
-    return first + max(0, token * lag // length - 1)
-
-
-def mixed_policy(first: int, lag: int, length: int) -> tuple[Stretch, ...]:
-    """The stretches of a mixed policy. Raises ValueError unless 1 <= lag <= length.
+def mixed_policy(first: int, lag: int, length: int) -> list[int]:
+    """The version of each token of a mixed policy: C + max(0, floor(t g / L) - 1).
 
     A sequence of up to L = `length` tokens is sampled while the trainer takes g = `lag` optimizer steps, from C = `first`
     to C+g. One step takes as long as an interval of L/g tokens. The first weight update arrives after two intervals, and
@@ -54,20 +40,11 @@ def mixed_policy(first: int, lag: int, length: int) -> tuple[Stretch, ...]:
         weights     |   C   |  C+1  |  C+2  ...      |  C+g-2 |      trained on by C+g: lags g, g-1, ..., 2
 
     So there are g - 2 switches, and the lowest lag is 2. If L/g is not an integer, a switch takes place at the first token
-    at or after its point. Source: PipelineRL, arXiv 2509.19128, section 5.1.
+    at or after its point. Source: PipelineRL, arXiv 2509.19128, section 5.1. Raises ValueError unless 1 <= lag <= length.
     """
     if not 1 <= lag <= length:
         raise ValueError(f"a lag of {lag} steps over {length} tokens: each step needs at least one token")
-    edges = interval_edges(lag, length)
-    starts = [0, *edges[2:-1]]
-    return tuple(
-        Stretch(start, end, mixed_version(start, first, lag, length)) for start, end in pairwise([*starts, edges[-1]])
-    )
-
-
-def lagged_policy(version: int, length: int) -> tuple[Stretch, ...]:
-    """Conventional RL: one version samples all tokens."""
-    return (Stretch(0, length, version),)
+    return [first + max(0, token * lag // length - 1) for token in range(length)]
 
 
 def interval_edges(lag: int, length: int) -> tuple[int, ...]:
@@ -78,10 +55,11 @@ def interval_edges(lag: int, length: int) -> tuple[int, ...]:
     return tuple(-(-i * length // lag) for i in range(lag + 1))
 
 
-class CompletedPrompt(NamedTuple):
-    """A prompt and its completion."""
+class StudySample(NamedTuple):
+    """A request for problem number `problem` of the study (0, 1, ...), and its completion."""
 
-    prompt: StudyPrompt
+    problem: int
+    request: GenerationRequest
     completion: Completion
 
 
@@ -106,52 +84,35 @@ class MixedSampler:
             kv_on_update=kv,
         )
 
-    def sample(self, prompts: Sequence[StudyPrompt], stretches: Sequence[Stretch]) -> list[CompletedPrompt]:
-        """Complete `prompts`; token t is sampled by the version of the stretch that contains t. Stop tokens end a sequence.
+    def sample(self, requests: Sequence[tuple[int, GenerationRequest]], policy: Sequence[int]) -> list[StudySample]:
+        """Complete requests, given with their problems; token t is sampled by `policy[t]`. Stop tokens end a sequence.
 
         Raises RuntimeError if a token was sampled by another version.
         """
         found = []
-        for begin in range(0, len(prompts), self._slots):
-            found += self._sample_together(prompts[begin : begin + self._slots], stretches)
+        for begin in range(0, len(requests), self._slots):
+            wave = requests[begin : begin + self._slots]
+            for _, request in wave:
+                self._engine.submit(request)
+            done: dict[str, Completion] = {}
+            token = 0
+            while len(done) < len(wave):
+                if token < len(policy) and (token == 0 or policy[token] != policy[token - 1]):
+                    weights = self._tensors(policy[token])
+                    self._engine.update_weights(WeightUpdate(len(self._versions), checksum(weights), weights))
+                    self._versions.append(policy[token])
+                done |= {completion.request_id: completion for completion in self._engine.step().finished}
+                token += 1
+            found += [StudySample(problem, request, self._checked(done[request.id], policy)) for problem, request in wave]
         return found
 
-    def _sample_together(self, prompts: Sequence[StudyPrompt], stretches: Sequence[Stretch]) -> list[CompletedPrompt]:
-        for prompt in prompts:
-            self._engine.submit(prompt.request)
-        switches = {stretch.start: stretch.version for stretch in stretches}
-        done: dict[str, Completion] = {}
-        token = 0
-        while len(done) < len(prompts):
-            if token in switches:
-                self._update(switches[token])
-            done |= {completion.request_id: self._with_versions(completion) for completion in self._engine.step().finished}
-            token += 1
-        expected = [stretch.version for stretch in stretches for _ in range(stretch.start, stretch.end)]
-        for completion in done.values():
-            count = len(completion.token_ids)
-            if versions_from_spans(completion.weight_versions, count) != expected[:count]:
-                raise RuntimeError(
-                    f"{completion.request_id} was sampled by {completion.weight_versions}, not by {stretches}"
-                )
-        return [CompletedPrompt(prompt, done[prompt.request.id]) for prompt in prompts]
-
-    def _update(self, version: int) -> None:
-        weights = self._tensors(version)
-        self._engine.update_weights(WeightUpdate(len(self._versions), checksum(weights), weights))
-        self._versions.append(version)
-
-    def _with_versions(self, completion: Completion) -> Completion:
-        """Replace the engine's update numbers by versions."""
-
-        def replaced(spans: Sequence[VersionSpan]) -> tuple[VersionSpan, ...]:
-            return tuple(VersionSpan(self._versions[span.version], span.start, span.end) for span in spans)
-
-        return msgspec.structs.replace(
-            completion,
-            weight_versions=replaced(completion.weight_versions),
-            prompt_versions=replaced(completion.prompt_versions),
-        )
+    def _checked(self, completion: Completion, policy: Sequence[int]) -> Completion:
+        """The completion with versions in place of the engine's update numbers."""
+        spans = tuple(VersionSpan(self._versions[span.version], span.start, span.end) for span in completion.weight_versions)
+        count = len(completion.token_ids)
+        if versions_from_spans(spans, count) != list(policy[:count]):
+            raise RuntimeError(f"{completion.request_id} was sampled by {spans}, not by {policy}")
+        return msgspec.structs.replace(completion, weight_versions=spans, prompt_versions=())
 
 
 # ---- KL(mu || pi) of sampled tokens: exact over the vocabulary, and the estimators k1 and k3
@@ -164,44 +125,59 @@ def exact_kl(behaviour_NV: Tensor, target_NV: Tensor) -> Tensor:
     return terms_NV.masked_fill(mu_NV == 0, 0.0).sum(-1)
 
 
-@dataclass(frozen=True, kw_only=True)
-class TokenDivergences:
-    """One entry per sampled token.
+Tokens = Mapping[str, npt.NDArray[Any]]
+"""Arrays [N] with an entry per sampled token: `problem`, `position`, `version`, and estimates of the KL at its position.
 
-    `exact_N` is the KL between the two distributions at the token's position, given the sampled prefix. k1 and k3 estimate
-    it from the sampled token alone.
+exact   between the two distributions, given the sampled prefix
+k1      -log w for w = pi / mu of the sampled token, mu as the engine returned it: unbiased, but often negative
+k3      w - 1 - log w: unbiased, never negative (Schulman, Approximating KL divergence, 2020)
+"""
+
+
+def sums(tokens: Tokens, name: str, problems: int, start: int = 0, end: float = np.inf) -> tuple[Floats, Floats]:
+    """Sum of an array and number of tokens by problem, both [U], over positions start <= p < end."""
+    inside_N = (tokens["position"] >= start) & (tokens["position"] < end)
+    problem_n = tokens["problem"][inside_N]
+    sums_U = np.bincount(problem_n, weights=tokens[name][inside_N], minlength=problems).astype(np.float64)
+    return sums_U, np.bincount(problem_n, minlength=problems).astype(np.float64)
+
+
+def divergences(
+    behaviour: Recompute, target: Recompute, samples: Sequence[StudySample], tensors: Tensors, kv: KV
+) -> tuple[Tokens, float]:
+    """Divergence of the behaviour policy from the weights that `target` has, at every sampled token. `kv` as in sampling.
+
+    Also returns the largest |log mu here - log mu of the engine| over sampled tokens. It should be rounding error.
     """
-
-    problem_N: Ints
-    position_N: Ints
-    version_N: Ints
-    exact_N: Floats
-    log_ratio_N: Floats
-    """log pi - log mu of the sampled token, mu as the engine returned it."""
-
-    @property
-    def k1_N(self) -> Floats:
-        """-log w for w = pi / mu: unbiased, but negative about half of the time."""
-        return -self.log_ratio_N
-
-    @property
-    def k3_N(self) -> Floats:
-        """w - 1 - log w: unbiased, never negative (Schulman, Approximating KL divergence, 2020)."""
-        return np.expm1(self.log_ratio_N) - self.log_ratio_N
-
-    def sums(self, values_N: Floats, problems: int, start: int = 0, end: int | None = None) -> tuple[Floats, Floats]:
-        """Sum of `values_N` and number of tokens by problem, both [U], over positions start <= p < end."""
-        inside_N = (self.position_N >= start) & (self.position_N < (np.inf if end is None else end))
-        problem_n = self.problem_N[inside_N]
-        sums_U: Floats = np.bincount(problem_n, weights=values_N[inside_N], minlength=problems).astype(np.float64)
-        tokens_U: Floats = np.bincount(problem_n, minlength=problems).astype(np.float64)
-        return sums_U, tokens_U
-
-
-def joined(parts: Sequence[TokenDivergences]) -> TokenDivergences:
-    """All tokens of `parts`, in order."""
-    names = [field.name for field in fields(TokenDivergences)]
-    return TokenDivergences(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
+    # Sorted, because neighbouring sequences with equal prompt length share one attention call.
+    ordered = sorted(samples, key=lambda one: (len(one.request.prompt_ids), -len(one.completion.token_ids)))
+    parts: list[Tokens] = []
+    gap = 0.0
+    for begin in range(0, len(ordered), behaviour.slots):
+        wave = ordered[begin : begin + behaviour.slots]
+        sequences = [Sampled(one.request.prompt_ids, one.completion) for one in wave]
+        fed = [0] * len(wave)
+        for version, feeds, mu_NV in behaviour.run(sequences, tensors, kv):
+            pi_NV = target.log_probabilities(sequences, [feed._replace(start=fed[feed.row]) for feed in feeds])
+            for feed in feeds:
+                fed[feed.row] = feed.end
+            ids, engine = values_of(sequences, feeds)
+            column_N1 = torch.tensor(ids, device=mu_NV.device)[:, None]
+            mu_N, pi_N = (log_NV.gather(1, column_N1)[:, 0].cpu().numpy() for log_NV in (mu_NV, pi_NV))
+            behaviour_N = np.array(engine, dtype=np.float64)
+            gap = max(gap, float(np.abs(mu_N - behaviour_N).max()))
+            log_ratio_N = pi_N - behaviour_N
+            parts.append(
+                {
+                    "problem": np.repeat([wave[feed.row].problem for feed in feeds], [feed.kept for feed in feeds]),
+                    "position": np.concatenate([np.arange(feed.token, feed.token + feed.kept) for feed in feeds]),
+                    "version": np.full(len(ids), version),
+                    "exact": exact_kl(mu_NV, pi_NV).cpu().numpy(),
+                    "k1": -log_ratio_N,
+                    "k3": np.expm1(log_ratio_N) - log_ratio_N,
+                }
+            )
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}, gap
 
 
 def equivalent_lag(kl: float, kl_by_lag: Sequence[float]) -> float | None:
@@ -210,53 +186,3 @@ def equivalent_lag(kl: float, kl_by_lag: Sequence[float]) -> float | None:
         if above >= kl:
             return lag + (max(0.0, kl - below) / (above - below) if above > below else 0.0)
     return None
-
-
-# ---- both policies' distributions of the sampled sequences
-
-
-class Divergences:
-    """Feeds sequences to two instances of the model: with the weights that sampled them, and with those of the target."""
-
-    def __init__(self, behaviour: Any, target: Any, *, slots: int, max_length: int, temperature: float) -> None:
-        """Takes ownership of both models: their weights are replaced."""
-        sizes: dict[str, Any] = {"slots": slots, "max_length": max_length, "temperature": temperature}
-        self._behaviour, self._target = (Recompute(model, **sizes) for model in (behaviour, target))
-
-    def run(
-        self, samples: Sequence[CompletedPrompt], target: int, tensors: Tensors, *, kv: KV
-    ) -> tuple[TokenDivergences, float]:
-        """Divergence from the weights of version `target` at every sampled token. `kv` as in sampling.
-
-        Also returns the largest |log mu here - log mu of the engine| over sampled tokens. It should be rounding error.
-        """
-        self._target.load(tensors(target))
-        # Sorted, because neighbouring sequences with equal prompt length share one attention call.
-        ordered = sorted(samples, key=lambda s: (len(s.prompt.request.prompt_ids), -len(s.completion.token_ids)))
-        slots = self._behaviour.slots
-        found = [
-            part
-            for begin in range(0, len(ordered), slots)
-            for part in self._wave(ordered[begin : begin + slots], tensors, kv)
-        ]
-        return joined([tokens for tokens, _ in found]), max(gap for _, gap in found)
-
-    def _wave(self, wave: Sequence[CompletedPrompt], tensors: Tensors, kv: KV) -> Iterator[tuple[TokenDivergences, float]]:
-        sequences = [Sampled(one.prompt.request.prompt_ids, one.completion) for one in wave]
-        fed = [0] * len(wave)
-        for version, feeds, mu_NV in self._behaviour.run(sequences, tensors, kv):
-            pi_NV = self._target.log_probabilities(sequences, [feed._replace(start=fed[feed.row]) for feed in feeds])
-            for feed in feeds:
-                fed[feed.row] = feed.end
-            ids, engine = values_of(sequences, feeds)
-            column_N1 = torch.tensor(ids, device=mu_NV.device)[:, None]
-            mu_N, pi_N = (log_NV.gather(1, column_N1)[:, 0].cpu().numpy() for log_NV in (mu_NV, pi_NV))
-            behaviour_N = np.array(engine, dtype=np.float64)
-            tokens = TokenDivergences(
-                problem_N=np.repeat([wave[feed.row].prompt.problem for feed in feeds], [feed.kept for feed in feeds]),
-                position_N=np.concatenate([np.arange(feed.token, feed.token + feed.kept) for feed in feeds]),
-                version_N=np.full(len(ids), version),
-                exact_N=exact_kl(mu_NV, pi_NV).cpu().numpy(),
-                log_ratio_N=pi_N - behaviour_N,
-            )
-            yield tokens, float(np.abs(mu_N - behaviour_N).max())

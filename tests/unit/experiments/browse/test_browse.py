@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from pipelinerl.cli.browse import add_to
+from pipelinerl.cli.watch import add_to
 from pipelinerl.config.schema import ModelConfig
 from pipelinerl.errors import ModelLoadError, RunDirectoryError, UserError
 from pipelinerl.experiments.browse.records import IndexedLines, RunRollouts

@@ -12,16 +12,8 @@ from hypothesis import strategies as st
 
 from pipelinerl.experiments.compare.compare import rounded
 from pipelinerl.experiments.compare.page import findings
-from pipelinerl.experiments.compare.results import (
-    RunResult,
-    best_conventional,
-    ratio,
-    row,
-    samples_per_s,
-    target_reward,
-    time_to_reward,
-)
-from pipelinerl.experiments.compare.settings import Settings
+from pipelinerl.experiments.compare.results import Ratio, RunResult, ratio, row, target_reward
+from pipelinerl.experiments.compare.tuning import Settings
 from pipelinerl.report.series import Measured, Reached
 
 
@@ -60,6 +52,10 @@ def result(schedule: str, seed: int = 0, *, time_s: float | None = 10.0, rate: f
     return RunResult(**values | changed)
 
 
+def times_sooner(runs: list[RunResult], schedule: str = "pipeline") -> Ratio:
+    return ratio(runs, schedule, "time_to_reward_s", low_is_good=True)
+
+
 RUNS = [
     result("pipeline", 0, time_s=10.0, rate=200.0),
     result("pipeline", 1, time_s=12.0, rate=180.0),
@@ -77,33 +73,30 @@ RUNS = [
 
 
 def test_ratios_are_seed_by_seed_to_the_conventional_with_the_best_median() -> None:
-    time = ratio(RUNS, "pipeline", time_to_reward, low_is_good=True)
+    time = times_sooner(RUNS)
     assert time.baseline == "conventional:1"  # median 15; that of conventional:4 is 21
     assert time.per_seed == [1.4, 1.25, 3.75]
     assert (time.median, time.min, time.max) == (1.4, 1.25, 3.75)
-    rate = ratio(RUNS, "pipeline", samples_per_s, low_is_good=False)
+    rate = ratio(RUNS, "pipeline", "samples_per_s", low_is_good=False)
     assert rate.baseline == "conventional:4"
     assert rate.per_seed == [pytest.approx(200 / 120), pytest.approx(180 / 125), pytest.approx(220 / 130)]
-    own = ratio(RUNS, "conventional:4", samples_per_s, low_is_good=False)
-    assert own.per_seed == [1.0, 1.0, 1.0]
 
 
 def test_schedules_that_mostly_do_not_get_there_are_not_the_best() -> None:
     runs = [result("conventional:1", seed, time_s=1.0 if seed == 0 else None) for seed in range(3)]
-    assert best_conventional(runs, time_to_reward, low_is_good=True) is None
+    assert times_sooner(runs, "conventional:1").baseline is None
     runs += [result("conventional:8", seed, time_s=99.0) for seed in range(3)]
-    assert best_conventional(runs, time_to_reward, low_is_good=True) == "conventional:8"
-    assert best_conventional([result("pipeline")], time_to_reward, low_is_good=True) is None
+    assert times_sooner(runs, "conventional:1").baseline == "conventional:8"
+    assert times_sooner([result("pipeline")]).baseline is None
 
 
 def test_a_run_that_diverged_counts_for_nothing() -> None:
-    diverged = result("conventional:4", time_s=1.0, rate=900.0, status="diverged: the loss is nan")
-    assert time_to_reward(diverged) is None
-    assert samples_per_s(diverged) is None
+    diverged = result("conventional:4", time_s=None, rate=900.0, status="diverged: the loss is nan")
     found = row([diverged, result("conventional:4", 1)], "conventional:4")
     assert (found.runs, found.diverged, found.reached) == (2, 1, 1)
-    assert found.samples_per_s.median is None
-    assert found.time_to_reward_s.per_seed == [None, 10.0]
+    assert found.quantities["samples_per_s"].per_seed == [None, 100.0]
+    assert found.quantities["samples_per_s"].median is None
+    assert found.quantities["time_to_reward_s"].per_seed == [None, 10.0]
 
 
 numbers = st.one_of(st.none(), st.floats(0.1, 100))
@@ -115,7 +108,7 @@ def test_ratios_against_a_reference(times: list[tuple[float | None, float | None
     runs = [
         result(name, seed, time_s=time_s) for seed, one in enumerate(times) for name, time_s in zip(names, one, strict=True)
     ]
-    found = ratio(runs, "pipeline", time_to_reward, low_is_good=True)
+    found = times_sooner(runs)
 
     medians = {
         name: median(float("inf") if one[place] is None else one[place] for one in times)  # type: ignore[type-var]
@@ -153,37 +146,36 @@ def test_there_is_no_target_if_nothing_is_learnt() -> None:
     assert target_reward([]) is None
 
 
-def test_findings_say_it_when_it_helps() -> None:
-    said = " ".join(
-        findings([row(RUNS, name) for name in ("pipeline", "conventional:1", "conventional:4")], 0.9, "held-out")
-    )
-    assert "reached a held-out reward of 0.9 1.40 times sooner than the best conventional schedule, conventional:1" in said
-    assert "made samples 1.67 times faster than the best conventional schedule, conventional:4" in said
-    assert "does not help" not in said
-    assert "conventional:4: 1 of 3 runs did not reach 0.9." in said
+MIXED = [
+    *(result("pipeline", seed, time_s=10.0) for seed in range(3)),
+    *(result("conventional:1", seed, time_s=time_s) for seed, time_s in enumerate((9.0, 12.0, 13.0))),
+]
 
 
-def test_findings_say_it_when_it_does_not_help() -> None:
-    slow = [result("pipeline", time_s=20.0, rate=80.0), result("conventional:1", time_s=10.0, rate=100.0)]
-    said = findings([row(slow, "pipeline"), row(slow, "conventional:1")], 0.5, "held-out")
-    assert said[0].startswith("pipeline reached a held-out reward of 0.5 2.00 times later")
-    assert said[0].endswith("Here it does not help.")
-    assert said[1].startswith("pipeline made samples 1.25 times slower")
-    mixed = [
-        *(result("pipeline", seed, time_s=10.0) for seed in range(3)),
-        *(result("conventional:1", seed, time_s=time_s) for seed, time_s in enumerate((9.0, 12.0, 13.0))),
-    ]
-    assert "Not in every seed" in findings([row(mixed, "pipeline"), row(mixed, "conventional:1")], 0.5, "held-out")[0]
-
-
-def test_findings_without_a_ratio() -> None:
-    alone = [result("pipeline", time_s=None)]
-    said = " ".join(findings([row(alone, "pipeline")], 0.5, "held-out"))
-    assert "There is no conventional run that reached" in said
-    assert "pipeline: 1 of 1 runs did not reach 0.5." in said
-    assert "there is no target" in findings([row(alone, "pipeline")], None, "held-out")[0]
-    diverged = [result("conventional:4", status="diverged: nan")]
-    assert findings([row(diverged, "conventional:4")], 0.5, "held-out") == ["conventional:4: 1 of 1 runs diverged."]
+@pytest.mark.parametrize(
+    ("runs", "target", "said"),
+    [
+        (
+            RUNS,
+            0.9,
+            "reached a held-out reward of 0.9 1.40 times sooner than the best conventional schedule, conv",
+        ),
+        (RUNS, 0.9, "made samples 1.67 times faster than the best conventional schedule, conventional:4"),
+        (RUNS, 0.9, "conventional:4: 1 of 3 runs did not reach 0.9."),
+        ([result("pipeline", time_s=20.0), RUNS[4]], 0.5, "1.43 times later than the best conventional schedule"),
+        ([result("pipeline", rate=80.0), RUNS[4]], 0.5, "made samples 1.38 times slower"),
+        ([result("pipeline", rate=80.0), RUNS[4]], 0.5, "Here it does not help."),
+        (MIXED, 0.5, "Not in every seed"),
+        ([result("pipeline", time_s=None)], 0.5, "There is no conventional run that reached"),
+        ([result("pipeline", time_s=None)], 0.5, "pipeline: 1 of 1 runs did not reach 0.5."),
+        ([result("pipeline", time_s=None)], None, "there is no target"),
+        ([result("conventional:4", time_s=None, status="diverged: nan")], 0.5, "conventional:4: 1 of 1 runs diverged."),
+    ],
+)
+def test_findings_say_whether_it_helps(runs: list[RunResult], target: float | None, said: str) -> None:
+    rows = [row(runs, name) for name in dict.fromkeys(run.schedule for run in runs)]
+    text = " ".join(findings(rows, target, "held-out"))
+    assert said in text
 
 
 def test_numbers_are_rounded_for_the_file() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.child import ChildProcess
 from pipelinerl.experiments.compare import held_out
+from pipelinerl.experiments.runs import Command
 
 VERSIONS = (0, 4, 6, 7)
 
@@ -23,20 +22,24 @@ VERSIONS = (0, 4, 6, 7)
 def test_every_version_is_answered_once_by_as_many_processes_as_are_worth_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, problems: int, cores: int, processes: int
 ) -> None:
-    started: list[Sequence[int]] = []
+    started: list[list[int]] = []
 
-    def start(_: Path, versions: Sequence[int], __: Any, out: Path) -> ChildProcess:
-        started.append(versions)
-        reward = {"mean": 0.5, "low": 0.25, "high": 0.75}
-        models = [{"version": version, "estimates": {"reward": reward}, "failed": {}} for version in versions]
-        out.mkdir()
-        (out / "summary.json").write_text(json.dumps({"models": models}))
-        return ChildProcess([sys.executable, "-S", "-c", ""])
+    def answer(commands: Sequence[Command]) -> None:
+        for command in commands:
+            versions = [int(word.partition("@")[2]) for word in command.arguments if word.startswith(f"{tmp_path}@")]
+            started.append(versions)
+            reward = {"mean": 0.5, "low": 0.25, "high": 0.75}
+            models = [{"version": version, "estimates": {"reward": reward}, "failed": {}} for version in versions]
+            out = Path(command.arguments[-1])
+            out.mkdir()
+            (out / "summary.json").write_text(json.dumps({"models": models}))
 
-    monkeypatch.setattr(held_out, "_start", start)
+    monkeypatch.setattr(held_out, "run_commands", answer)
     engine, machine = SimpleNamespace(device="cpu"), SimpleNamespace(cores=cores)
     config = SimpleNamespace(engine=engine)
-    request: Any = SimpleNamespace(evaluated_versions=VERSIONS, held_out=problems, machine=machine, config=config)
+    request: Any = SimpleNamespace(
+        evaluated_versions=VERSIONS, held_out=problems, machine=machine, config=config, held_out_args={}
+    )
     answered = held_out.answer_held_out(tmp_path, request)
     assert len(started) == processes
     assert sorted(version for versions in started for version in versions) == list(VERSIONS)

@@ -20,16 +20,16 @@ from pipelinerl.experiments.evaluate.evaluate import answer, problems_of
 from pipelinerl.experiments.evaluate.models import EvaluationEngine, Target, find_targets, run_config_of
 from pipelinerl.experiments.evaluate.results import (
     AttemptRecord,
-    EvaluationFolder,
     EvaluationSettings,
     EvaluationSummary,
     ModelResult,
     ProblemPassRate,
+    Status,
     Tally,
-    evaluation_table,
+    evaluation_sections,
 )
 from pipelinerl.experiments.statistics import Interval, pass_at_k
-from pipelinerl.metrics.reading import read_json_lines
+from pipelinerl.report.sections import in_terminal
 from pipelinerl.types import GenerationRequest, Problem
 from tests.unit.experiments.parts import invoke
 from tests.unit.scripted_engine import STOP, CharTokenizer, ScriptedEngine
@@ -151,6 +151,11 @@ def test_the_numbers_of_a_model() -> None:
     assert tally.pass_rates() == [ProblemPassRate(f"held-out/{n + 1}", 4, passes[n]) for n in range(3)]
 
 
+def evaluation_table(*models: ModelResult, status: Status = "finished") -> str:
+    summary = EvaluationSummary(status=status, settings=SETTINGS, models=models)
+    return "".join(map(in_terminal, evaluation_sections(summary)))
+
+
 def made(number: int, attempt: int, reward: float, finish: str = "stop") -> AttemptRecord:
     record = AttemptRecord(number=number, attempt=attempt, problem_id="x", reward=reward, passed=reward >= 1, length=2)
     return msgspec.structs.replace(record, finish_reason=finish)
@@ -163,7 +168,7 @@ def test_what_the_environment_measures_is_averaged_over_the_attempts_that_have_i
     result = tally_of([*records, failed]).result(TARGET, None, None)
     assert (result.metrics, result.metric_counts) == ({"boxed": 0.5, "rare": 7.0}, {"boxed": 2, "rare": 1})
     other = tally_of(records[:1]).result(TARGET._replace(name="other"), None, None)
-    table = evaluation_table(EvaluationSummary(status="finished", settings=SETTINGS, models=(result, other)))
+    table = evaluation_table(result, other)
     (rare,) = [line.split() for line in table.splitlines() if "rare" in line]
     assert [cell for cell in rare if cell != "│"] == ["rare", "7", "-"]
 
@@ -261,20 +266,6 @@ def test_what_is_no_model(tmp_path: Path, text: str, words: str) -> None:
         find_targets(["demo", text.format(tmp_path)])
 
 
-# ------------------------------------------------------------------------------------------------ the folder
-
-
-def test_a_folder_must_be_new(tmp_path: Path) -> None:
-    folder = EvaluationFolder(tmp_path / "out")
-    with folder.attempts("m") as write:
-        write(made(0, 0, 1.0))
-    folder.write_pass_rates("m", [ProblemPassRate("a", 4, 1)])
-    assert read_json_lines(folder.root / "m" / "attempts.jsonl", AttemptRecord) == [made(0, 0, 1.0)]
-    assert (folder.root / "m" / "pass_rates.jsonl").read_text() == '{"id":"a","attempts":4,"passes":1}\n'
-    with pytest.raises(RunDirectoryError, match="choose another --out"):
-        EvaluationFolder(folder.root)
-
-
 # ------------------------------------------------------------------------------------------------ what is shown
 
 
@@ -285,7 +276,7 @@ def test_the_table_has_a_row_for_every_model() -> None:
         tally_of(play(ScriptedEngine(script), seed=1)).result(TARGET._replace(name="other"), 5, one.values()),
         tally_of([]).result(TARGET._replace(name="stopped[/b]"), None, one.values()),
     )
-    table = evaluation_table(EvaluationSummary(status="finished", settings=SETTINGS, models=models))
+    table = evaluation_table(*models)
     for text in (
         "mean@4",
         "pass@1",
@@ -298,11 +289,10 @@ def test_the_table_has_a_row_for_every_model() -> None:
         "raised",
     ):
         assert text in table
-    alone = evaluation_table(EvaluationSummary(status="finished", settings=SETTINGS, models=models[:1]))
+    alone = evaluation_table(models[0])
     assert "first" not in alone
     assert "INTERRUPTED" not in table
-    stopped = EvaluationSummary(status="interrupted", settings=SETTINGS, models=models)
-    assert "INTERRUPTED: short answers end first" in evaluation_table(stopped)
+    assert "INTERRUPTED: short answers end first" in evaluation_table(*models, status="interrupted")
 
 
 @pytest.mark.parametrize("columns", [60, 80, 200])
@@ -311,7 +301,7 @@ def test_the_table_is_as_wide_as_the_terminal_and_no_number_is_lost(monkeypatch:
     tally = tally_of(play(ScriptedEngine(script)))
     first = tally.result(TARGET, None, None)
     models = (first, tally.result(TARGET._replace(name="other"), 5, tally.values()))
-    lines = evaluation_table(EvaluationSummary(status="finished", settings=SETTINGS, models=models)).splitlines()
+    lines = evaluation_table(*models).splitlines()
     assert max(map(len, lines)) <= columns
     text = " ".join(lines)
     assert all(heading in text for heading in ("problems", "pass@4", "mean@4 - first", "tokens", "cut", "failed"))

@@ -12,12 +12,7 @@ from pipelinerl.actor.client import derive_seed
 from pipelinerl.config.load import load_config
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.engine import LocalEngine
-from pipelinerl.experiments.replay.generation import (
-    GenerationResult,
-    choose_groups,
-    repeat_groups,
-    versions_of,
-)
+from pipelinerl.experiments.replay.generation import GenerationResult, repeat_groups, versions_of
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models.state import checksum, named_weights
 from pipelinerl.types import (
@@ -126,13 +121,6 @@ def test_the_token_that_differs_most_is_named() -> None:
     assert (gap.rollout, gap.turn, gap.token, gap.version) == ("g0.a1", 1, 7, 3)
     assert gap.difference == pytest.approx(0.5, abs=TOLERANCE)
     assert str(gap).startswith("group 0, rollout g0.a1, turn 1, token 7 (version 3): its log-prob is ")
-
-
-def test_groups_are_chosen_by_seed() -> None:
-    indices = list(range(0, 100, 3))
-    assert choose_groups(indices, 4, 0) == choose_groups(indices, 4, 0)
-    assert choose_groups(indices, 4, 0) != choose_groups(indices, 4, 1)
-    assert choose_groups(indices, 1000, 0) == indices
 
 
 def test_the_versions_that_a_group_needs_include_those_that_read_its_prompts() -> None:

@@ -11,17 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelinerl.experiments.statistics import difference_interval, draw_counts, mean_interval
-from pipelinerl.experiments.study.policies import (
-    Stretch,
-    TokenDivergences,
-    equivalent_lag,
-    exact_kl,
-    interval_edges,
-    joined,
-    lagged_policy,
-    mixed_policy,
-    mixed_version,
-)
+from pipelinerl.experiments.study.policies import Tokens, equivalent_lag, exact_kl, interval_edges, mixed_policy, sums
 
 # ------------------------------------------------------------------------------------------------ switching
 
@@ -38,20 +28,16 @@ def slow_versions(first: int, lag: int, length: int) -> list[int]:
 
 
 @given(st.integers(0, 200), st.integers(1, 40), st.integers(0, 300))
-def test_stretches_are_those_of_a_clock(first: int, lag: int, more: int) -> None:
+def test_versions_are_those_of_a_clock(first: int, lag: int, more: int) -> None:
     length = lag + more
-    stretches = mixed_policy(first, lag, length)
-    versions = [stretch.version for stretch in stretches for _ in range(stretch.start, stretch.end)]
+    versions = mixed_policy(first, lag, length)
     assert versions == slow_versions(first, lag, length)
-    assert versions == [mixed_version(token, first, lag, length) for token in range(length)]
-    assert [stretch.start for stretch in stretches[1:]] == [stretch.end for stretch in stretches[:-1]]
     assert versions[0] == first
     assert first + lag - versions[-1] == min(lag, 2)
 
 
 def test_intervals_cover_all_tokens() -> None:
     assert interval_edges(4, 10) == (0, 3, 5, 8, 10)
-    assert lagged_policy(7, 10) == (Stretch(0, 10, 7),)
     with pytest.raises(ValueError, match="at least one token"):
         mixed_policy(0, 5, 4)
 
@@ -76,36 +62,13 @@ def test_exact_kl_is_its_formula() -> None:
     assert exact_kl(both, both).tolist() == [0.0]
 
 
-def tokens(log_ratios: list[float], problems: list[int] | None = None) -> TokenDivergences:
-    count = len(log_ratios)
-    return TokenDivergences(
-        problem_N=np.array(problems or [0] * count),
-        position_N=np.arange(count) % 3,
-        version_N=np.zeros(count, dtype=np.int64),
-        exact_N=np.arange(count, dtype=np.float64),
-        log_ratio_N=np.array(log_ratios),
-    )
-
-
-def test_the_expectation_of_both_estimators_is_the_exact_kl() -> None:
-    """Every token of the vocabulary once, weighted by its probability under mu."""
-    mu, pi = distributions(1, 13, 3).double(), distributions(1, 13, 4).double()
-    every = tokens((pi - mu)[0].tolist())
-    weights = mu[0].exp().numpy()
-    exact = float(exact_kl(mu, pi))
-    assert float(weights @ every.k1_N) == pytest.approx(exact)
-    assert float(weights @ every.k3_N) == pytest.approx(exact)
-    assert every.k3_N.min() >= 0
-
-
 def test_sums_by_problem_and_position() -> None:
-    both = joined([tokens([0.0] * 4, [0, 2, 2, 0]), tokens([0.0] * 2, [2, 0])])
-    sums, counts = both.sums(both.exact_N, 4)
-    assert sums.tolist() == [0 + 3 + 1, 0, 1 + 2 + 0, 0]
-    assert counts.tolist() == [3, 0, 3, 0]
-    sums, counts = both.sums(both.exact_N, 4, 1, 2)  # positions are 0 1 2 0, 0 1
-    assert sums.tolist() == [1, 0, 1, 0]
-    assert counts.tolist() == [1, 0, 1, 0]
+    problem, position = np.array([0, 2, 2, 0, 2, 0]), np.array([0, 1, 2, 0, 0, 1])
+    tokens: Tokens = {"problem": problem, "position": position, "exact": np.array([0.0, 1.0, 2.0, 3.0, 0.0, 1.0])}
+    found, counts = sums(tokens, "exact", 4)
+    assert (found.tolist(), counts.tolist()) == ([4, 0, 3, 0], [3, 0, 3, 0])
+    found, counts = sums(tokens, "exact", 4, 1, 2)
+    assert (found.tolist(), counts.tolist()) == ([1, 0, 1, 0], [1, 0, 1, 0])
 
 
 def test_equivalent_lag() -> None:

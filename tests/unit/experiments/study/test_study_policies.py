@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,16 +11,8 @@ import torch
 from transformers import DynamicCache
 
 from pipelinerl.experiments import recompute
-from pipelinerl.experiments.recompute import KV
-from pipelinerl.experiments.study.inputs import StudyPrompt
-from pipelinerl.experiments.study.policies import (
-    CompletedPrompt,
-    Divergences,
-    MixedSampler,
-    Stretch,
-    TokenDivergences,
-    mixed_policy,
-)
+from pipelinerl.experiments.recompute import KV, Recompute
+from pipelinerl.experiments.study.policies import MixedSampler, StudySample, Tokens, divergences, mixed_policy
 from pipelinerl.models.state import named_weights
 from pipelinerl.types import GenerationRequest, SamplingParams, versions_from_spans
 from tests.parity.models import VOCABULARY, make_model
@@ -41,23 +34,14 @@ def family() -> dict[int, Any]:
     return models
 
 
-def prompts(lengths: Sequence[int] = (3, 3, 9, 1, 30)) -> list[StudyPrompt]:
+def requests(lengths: Sequence[int] = (3, 3, 9, 1, 30)) -> list[tuple[int, GenerationRequest]]:
     generator = torch.Generator().manual_seed(3)
-    sampling = [
-        SamplingParams(max_tokens=LENGTH, temperature=TEMPERATURE, stop_token_ids=(5, 6, 7), seed=i)
-        for i in range(len(lengths))
-    ]
-    return [
-        StudyPrompt(
-            i,
-            GenerationRequest(
-                id=f"r{i}",
-                prompt_ids=tuple(torch.randint(3, VOCABULARY, (n,), generator=generator).tolist()),
-                sampling=sampling[i],
-            ),
-        )
-        for i, n in enumerate(lengths)
-    ]
+    found = []
+    for i, length in enumerate(lengths):
+        sampling = SamplingParams(max_tokens=LENGTH, temperature=TEMPERATURE, stop_token_ids=(5, 6, 7), seed=i)
+        ids = tuple(torch.randint(3, VOCABULARY, (length,), generator=generator).tolist())
+        found.append((i, GenerationRequest(id=f"r{i}", prompt_ids=ids, sampling=sampling)))
+    return found
 
 
 class Bench:
@@ -69,14 +53,16 @@ class Bench:
         sizes = {"slots": SLOTS, "prompt_tokens": 30, "max_tokens": LENGTH}
         kinds: tuple[KV, ...] = ("keep", "recompute")
         self.samplers = {kv: MixedSampler(make_model("llama", seed=9), self.tensors, **sizes, kv=kv) for kv in kinds}
-        others = (make_model("llama", seed=9), make_model("llama", seed=9))
-        self.divergences = Divergences(*others, slots=SLOTS, max_length=64, temperature=TEMPERATURE)
+        self.behaviour, self.target = (
+            Recompute(make_model("llama", seed=9), slots=SLOTS, max_length=64, temperature=TEMPERATURE) for _ in range(2)
+        )
+        self.target.load(self.tensors(TARGET))
 
-    def sample(self, stretches: Sequence[Stretch], *, kv: KV = "keep") -> list[CompletedPrompt]:
-        return self.samplers[kv].sample(prompts(), stretches)
+    def sample(self, policy: Sequence[int], *, kv: KV = "keep") -> list[StudySample]:
+        return self.samplers[kv].sample(requests(), policy)
 
-    def compare(self, samples: Sequence[CompletedPrompt], *, kv: KV = "keep") -> tuple[TokenDivergences, float]:
-        return self.divergences.run(samples, TARGET, self.tensors, kv=kv)
+    def compare(self, samples: Sequence[StudySample], *, kv: KV = "keep") -> tuple[Tokens, float]:
+        return divergences(self.behaviour, self.target, samples, self.tensors, kv)
 
 
 @pytest.fixture(scope="module")
@@ -85,9 +71,9 @@ def bench() -> Bench:
 
 
 @torch.no_grad()
-def slow_distributions(models: Mapping[int, Any], sampled: CompletedPrompt, versions: Sequence[int], kv: KV) -> torch.Tensor:
+def slow_distributions(models: Mapping[int, Any], sampled: StudySample, versions: Sequence[int], kv: KV) -> torch.Tensor:
     """Log-probabilities [tokens, V], token by token: a cache that is kept, or no cache at all."""
-    prompt, completion = sampled.prompt.request.prompt_ids, sampled.completion.token_ids
+    prompt, completion = sampled.request.prompt_ids, sampled.completion.token_ids
     rows = []
     cache = DynamicCache(config=models[0].config)
     for i, version in enumerate(versions):
@@ -105,40 +91,45 @@ def test_divergences_are_those_of_token_by_token_forwards(kv: KV, bench: Bench, 
     monkeypatch.setattr(recompute, "LONGEST_PIECE", 7)
     monkeypatch.setattr(recompute, "FED_TOKENS", 40)
     monkeypatch.setattr(recompute, "DISTRIBUTIONS", 12 * VOCABULARY)
-    stretches = mixed_policy(0, LAG, LENGTH)
-    assert len(stretches) == 3
-    done = bench.sample(stretches, kv=kv)
+    policy = mixed_policy(0, LAG, LENGTH)
+    assert len(set(policy)) == 3
+    done = bench.sample(policy, kv=kv)
     tokens, gap = bench.compare(done, kv=kv)
     assert gap < 1e-4
-    found = {
-        (int(problem), int(position)): (exact, ratio, version)
-        for problem, position, exact, ratio, version in zip(
-            tokens.problem_N, tokens.position_N, tokens.exact_N, tokens.log_ratio_N, tokens.version_N, strict=True
-        )
-    }
-    assert len(found) == len(tokens.problem_N) == sum(len(sampled.completion.token_ids) for sampled in done)
+    names = ("problem", "position", "exact", "k1", "k3", "version")
+    rows = zip(*(tokens[name].tolist() for name in names), strict=True)
+    found = {(problem, position): others for problem, position, *others in rows}
+    assert len(found) == len(tokens["problem"]) == sum(len(sampled.completion.token_ids) for sampled in done)
     for sampled in done:
         ids = sampled.completion.token_ids
         versions = versions_from_spans(sampled.completion.weight_versions, len(ids))
         mu = slow_distributions(bench.models, sampled, versions, kv)
         pi = slow_distributions(bench.models, sampled, [TARGET] * len(ids), kv)
         for i, token in enumerate(ids):
-            exact, ratio, version = found[sampled.prompt.problem, i]
+            exact, k1, k3, version = found[sampled.problem, i]
             assert version == versions[i]
             assert exact == pytest.approx(float((mu[i].exp() * (mu[i] - pi[i])).sum()), abs=1e-5)
-            assert ratio == pytest.approx(float(pi[i, token] - mu[i, token]), abs=1e-4)
+            ratio = float(pi[i, token] - mu[i, token])
+            assert k1 == pytest.approx(-ratio, abs=1e-4)
+            assert k3 == pytest.approx(math.exp(ratio) - 1 - ratio, abs=1e-4)
 
 
 def test_the_gap_to_the_engine_tells_kept_from_recomputed_entries(bench: Bench) -> None:
     """Without this, the checks above could not tell one from the other."""
-    stretches = mixed_policy(0, LAG, LENGTH)
-    done = bench.sample(stretches)
-    _, gap = bench.compare(done, kv="recompute")
+    _, gap = bench.compare(bench.sample(mixed_policy(0, LAG, LENGTH)), kv="recompute")
     assert gap > 1e-3
 
 
-def test_a_token_of_other_weights_is_an_error(bench: Bench) -> None:
-    """The second stretch claims tokens that the first one samples."""
-    wrong = (Stretch(0, 3, 0), Stretch(2, LENGTH, 1))
+def test_a_token_of_other_weights_is_an_error(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine applies an update a step late."""
+    engine = bench.samplers["keep"]._engine
+    own, waiting = engine.update_weights, []
+
+    def late(update: Any) -> None:
+        waiting.append(update)
+        if len(waiting) > 1:
+            own(waiting[-2])
+
+    monkeypatch.setattr(engine, "update_weights", late)
     with pytest.raises(RuntimeError, match="was sampled by"):
-        bench.sample(wrong)
+        bench.sample(mixed_policy(0, LAG, LENGTH))

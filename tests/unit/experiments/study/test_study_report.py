@@ -10,7 +10,7 @@ import pytest
 from pipelinerl.errors import RunDirectoryError
 from pipelinerl.experiments.statistics import Interval
 from pipelinerl.experiments.study.kv_cache import PolicyRecord, PositionRecord, StartRecord, StudyRecord, StudySettings
-from pipelinerl.experiments.study.page import make_folder, study_table, write_study
+from pipelinerl.experiments.study.page import make_folder, write_study
 from tests.unit.experiments.watch.test_watch_report import data_of
 
 
@@ -63,26 +63,23 @@ def study(starts: int = 2) -> StudyRecord:
     return StudyRecord(model="demo", environment="gcd", run_seed=0, settings=settings, starts=(start,) * starts)
 
 
-def test_files(tmp_path: Path) -> None:
-    make_folder(tmp_path / "new" / "folder")
-    numbers, picture = write_study(study(), tmp_path / "new" / "folder")
-    assert msgspec.json.decode(numbers.read_bytes(), type=StudyRecord) == study()
-    along, by_lag = data_of(picture.read_text())["sections"][0]["charts"]
+def test_the_numbers_the_page_and_the_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "118")
+    out = tmp_path / "new" / "folder"
+    make_folder(out)
+    text = write_study(study(), out)
+    assert msgspec.json.decode((out / "kv-cache.json").read_bytes(), type=StudyRecord) == study()
+    along, by_lag = data_of((out / "kv-cache.html").read_text())["sections"][0]["charts"]
     assert along["lines"]["mixed, stale KV"] == [1.25e-3, None]
     assert by_lag["lines"]["conventional, lag k"] == [0.0, 1e-3, 2e-3]
-    (tmp_path / "file").write_text("")
-    for attempt in (lambda: make_folder(tmp_path / "file"), lambda: write_study(study(), tmp_path / "file")):
-        with pytest.raises(RunDirectoryError, match="choose another --out"):
-            attempt()
-
-
-def test_table() -> None:
-    lines = study_table(study(1)).splitlines()
-    (stale,) = [line for line in lines if "stale KV" in line]
-    for shown in ("3 to 5", "1.50", "1.25e-03 (6.25e-04 to 2.50e-03)", "2.50e-03", "3.75e-03", " 1.2 "):
+    lines = text.splitlines()
+    assert sum("Weights 3 to 5" in line for line in lines) == 2
+    stale = next(line for line in lines if "mixed, stale KV" in line)
+    for shown in ("1.50", "1.25e-03 (6.25e-04 to 2.50e-03)", "2.50e-03", "3.75e-03", " 1.2 "):
         assert shown in stale
-    (recomputed,) = [line for line in lines if "recomputed KV" in line]
-    assert "more" in recomputed
+    assert "more" in next(line for line in lines if "mixed, recomputed KV" in line)
     assert any("stale - recomputed" in line and "1.25e-04" in line for line in lines)
     assert any("stale - lag 2" in line and "-7.50e-04" in line for line in lines)
-    assert max(map(len, lines)) <= 118
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunDirectoryError, match="choose another --out"):
+        make_folder(tmp_path / "file")
