@@ -27,7 +27,7 @@ MODULES = {
     "train": ("train",),
     "project": ("init", "config", "doctor"),
     "watch": ("watch", "report", "browse"),
-    "eval": ("eval", "try", "chat", "push"),
+    "eval": ("eval", "push", "chat", "try"),
     "serve": ("serve",),
     "lab": ("sweep", "replay", "lab"),
 }
