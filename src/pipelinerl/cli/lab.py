@@ -47,8 +47,8 @@ def add_to(commands: Commands) -> None:
         "Comparisons and predictions of runs: compare, study, plan, calibrate, simulate; export. "
         "`pipelinerl lab NAME --help` has the flags of each."
     )
-    commands.add("lab", text, run=run_lab)
     _add_sweep_and_replay(commands)
+    commands.add("lab", text, run=run_lab)
     _add_comparisons(commands)
     _add_predictions(commands)
     _add_tools(commands)
