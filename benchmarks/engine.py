@@ -24,7 +24,8 @@ import torch.nn.functional as F
 from benchmarks import common
 from benchmarks.common import Record
 from benchmarks.systems import SYSTEMS, make_jobs, requests, timed
-from pipelinerl.engine import LocalEngine, attention
+from pipelinerl.engine import LocalEngine
+from pipelinerl.engine.attention import StepBatch
 from pipelinerl.engine.flat import PACK_FROM, PackedLinear
 
 
@@ -64,7 +65,7 @@ def own_share(options: argparse.Namespace, slots: int) -> list[Record]:
     runner: Any = engine._runner
     runner.forward = _timer(runner.forward, "forward", inside)
     engine._draw = _timer(engine._draw, "draw", inside)  # type: ignore[method-assign]
-    with patch.object(attention, "attend_rows", _timer(attention.attend_rows, "attention", inside)):
+    with patch.object(StepBatch, "attend", _timer(StepBatch.attend, "attention", inside)):
         return _own_share(options, slots, model, engine, inside)
 
 

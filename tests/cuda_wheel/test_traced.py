@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, GptOssConfig, LlamaConfig, PreTrainedConfig, Qwen2Config
 
 from pipelinerl.engine import runner, static, varlen
-from pipelinerl.engine.attention import Chunk
+from pipelinerl.engine.attention import Chunk, PackedTokens
 from pipelinerl.engine.static import StaticEngine
 from pipelinerl.errors import UnsupportedModelError
 from pipelinerl.models import packed
@@ -146,7 +146,7 @@ def test_a_step_and_a_prompt_are_few_kernels_a_layer_and_read_nothing(name: str,
     chunks = (Chunk(begin=0, count=40, row=1, offset=0), Chunk(begin=40, count=24, row=3, offset=8))
     with torch.inference_mode(), Traced() as traced:
         positions = [*range(40), *range(8, 32)]
-        logits = engine._runner.forward(engine._runner.kv, [1] * 64, positions, keep=[39], chunks=chunks)
+        logits = engine._runner.forward(PackedTokens([1] * 64, positions, keep=[39], chunks=chunks))
     assert logits.shape == (1, SMALL["vocab_size"])
     assert traced.kernels.count(FLASH) == LAYERS
     assert traced.between(FLASH) <= DECODING[name]
@@ -182,7 +182,7 @@ def test_a_planted_tensor_of_the_host_is_seen(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(varlen, "to_device", lambda array, _: torch.as_tensor(array))
     chunk = Chunk(begin=0, count=4, row=0, offset=0)
     with torch.inference_mode(), pytest.raises(RuntimeError, match="device"):
-        engine._runner.forward(engine._runner.kv, [1] * 4, range(4), keep=[3], chunks=(chunk,))
+        engine._runner.forward(PackedTokens([1] * 4, range(4), keep=[3], chunks=(chunk,)))
 
 
 @pytest.mark.usefixtures("host")

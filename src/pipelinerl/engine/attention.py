@@ -55,25 +55,29 @@ class KVCache:
     def __init__(
         self, shapes: Mapping[int, LayerShape], rows: int, max_length: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.max_length = max_length
+        self.rows, self.max_length = rows, max_length
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
-        self._blocks: list[tuple[Tensor, Tensor]] = []
+        self._blocks: list[Tensor] = []
         by_shape: dict[LayerShape, list[int]] = {}
         for layer, shape in shapes.items():
             by_shape.setdefault(shape, []).append(layer)
         for shape, layers in by_shape.items():
-            size = (len(layers), rows, shape.heads, max_length)
+            size = (len(layers), *self._size(shape))
             keys = torch.zeros((*size, shape.key_dim), dtype=dtype, device=device)
             values = torch.zeros((*size, shape.value_dim), dtype=dtype, device=device)
-            self._blocks.append((keys, values))
+            self._blocks += [keys, values]
             self._layers |= {layer: (keys[i], values[i]) for i, layer in enumerate(layers)}
+
+    def _size(self, shape: LayerShape) -> tuple[int, ...]:
+        """The dimensions between the layers and the numbers of a head."""
+        return self.rows, shape.heads, self.max_length
 
     @property
     def kv_bytes(self) -> int:
-        return sum(block.numel() * block.element_size() for pair in self._blocks for block in pair)
+        return sum(block.nbytes for block in self._blocks)
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [H, heads, max_length, dim] of one layer, to read and write."""
+        """Keys and values of one layer, to read and write."""
         return self._layers[index]
 
     def move(self, moves: Sequence[Move]) -> None:
@@ -81,8 +85,7 @@ class KVCache:
         contents = [
             (block, move, block[:, move.sources, :, : move.length])
             for move in moves
-            for pair in self._blocks
-            for block in pair
+            for block in self._blocks
             if move.length and len(move.sources)
         ]
         for block, move, content in contents:
@@ -118,6 +121,21 @@ class Chunk:
     count: int
     row: int
     offset: int
+
+
+class PackedTokens(NamedTuple):
+    """The input of a forward over slots: one token for each of the rows `0 <= row < decoding`, then the chunks' tokens.
+
+    keep       indices of the tokens whose logits are computed; None: all, if there are no chunks
+    buckets    the decoding rows by length
+    """
+
+    ids: Sequence[int] | Tensor
+    positions: Sequence[int] | Tensor
+    keep: Sequence[int] | None
+    decoding: int = 0
+    buckets: tuple[LengthBucket, ...] = ()
+    chunks: tuple[Chunk, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +187,13 @@ class StepBatch:
         self.places = (self.rows_R, slice(None), self.positions_R)
 
     def attend(self, call: LayerCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return attend_rows(self, call, query, key, value)
+        """Write this step's keys and values to the cache and attend. Shapes as in `slot_attention`."""
+        query, key, value = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
+        if not self.chunks:
+            return _decode(self, call, query, key, value)[None]
+        parts = [_decode(self, call, query, key, value)] if self.decoding else []
+        parts += [_prefill(self.kv, chunk, call, (query, key, value)) for chunk in self.chunks]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts))[None]
 
     def decode_mask(self, index: int, window: int | None, dtype: torch.dtype) -> Tensor | None:
         """Additive mask [r, 1, 1, L] of a bucket, made once per step and window size; None if nothing is masked."""
@@ -257,16 +281,6 @@ def slot_attention(
     index: int = module.layer_idx  # type: ignore[assignment]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return slot_batch.attend(LayerCall(index, scale, sliding_window, softcap, s_aux), query, key, value), None
-
-
-def attend_rows(batch: StepBatch, call: LayerCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Write this step's keys and values to the cache and attend. Shapes as in `slot_attention`."""
-    query, key, value = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
-    if not batch.chunks:
-        return _decode(batch, call, query, key, value)[None]
-    parts = [_decode(batch, call, query, key, value)] if batch.decoding else []
-    parts += [_prefill(batch.kv, chunk, call, (query, key, value)) for chunk in batch.chunks]
-    return (parts[0] if len(parts) == 1 else torch.cat(parts))[None]
 
 
 def _decode(batch: StepBatch, call: LayerCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

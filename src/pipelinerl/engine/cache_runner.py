@@ -12,19 +12,18 @@ tokens at once, all tokens of a prompt except its first chunk run one by one. Th
 from __future__ import annotations
 
 import copy
-import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, EncoderDecoderCache
 from transformers.cache_utils import CacheLayerMixin
 
-from pipelinerl.engine.attention import Chunk, ChunkBatch, LengthBucket, Move, batch_chunks
+from pipelinerl.engine.attention import Chunk, ChunkBatch, LengthBucket, Move, PackedTokens, batch_chunks
 from pipelinerl.engine.rounding import in_float32, require_same
 from pipelinerl.errors import UnsupportedModelError
 from pipelinerl.models.attention import choose_attention, returned_cache, unsupported
@@ -32,7 +31,6 @@ from pipelinerl.models.own_forward import accepts, logits_at, recurrence_chunk, 
 from pipelinerl.models.state import is_narrow
 
 ATTENTION_NAME = "pipelinerl_cache"
-_log = logging.getLogger(__name__)
 
 _INDEXER = "indexer_keys"
 _PROBE_TOKENS = 5
@@ -60,7 +58,7 @@ _STATEFUL = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class SlotView:
     """The part of the slots that one forward reads and writes: n rows, c new tokens in each.
 
     rows          the rows: adjacent ones, or their indices
@@ -83,8 +81,8 @@ class KeyValueSlots:
     def __init__(self, keys: Tensor, values: Tensor, rows: int, max_length: int) -> None:
         self.keys, self.values = (x.new_zeros(rows, x.shape[1], max_length, x.shape[3]) for x in (keys, values))
 
-    def update(self, view: View, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Write the new tokens' keys and values [n, heads, c, dim]; return those of all positions that attention sees."""
+    def update(self, view: SlotView, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Write the new tokens' keys and values [n, heads, c, dim]. Returns both at all positions that attention sees."""
         if view.offset is not None:
             place = slice(view.offset, view.offset + key.shape[2])
             self.keys[view.rows, :, place], self.values[view.rows, :, place] = key, value
@@ -100,7 +98,7 @@ class _KeyValueLayer:
     is_sliding = False
     slots: KeyValueSlots
     indexed: KeyValueSlots
-    view: View
+    view: SlotView
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         return self.slots.update(self.view, key_states, value_states)
@@ -126,21 +124,8 @@ class _KeyValueLayer:
         return self.view.end, 0
 
 
-class StatePath(NamedTuple):
-    """Where a cache layer has a state: an attribute, and a key if that is a dictionary."""
-
-    attribute: str
-    key: object = None
-
-    def read(self, layer: Any) -> Any:
-        value = vars(layer)[self.attribute]
-        return value[self.key] if isinstance(value, dict) else value
-
-    def write(self, layer: Any, state: Tensor) -> None:
-        if isinstance(vars(layer)[self.attribute], dict):
-            vars(layer)[self.attribute][self.key] = state
-        else:
-            vars(layer)[self.attribute] = state
+StatePath = tuple[Any, ...]
+"""Where a cache layer has a state: an attribute, and a key if that is a dictionary."""
 
 
 class LayerSlots:
@@ -152,13 +137,15 @@ class LayerSlots:
     def __init__(self, new: Any, used: Any, rows: int, max_length: int) -> None:
         self._new, self._used = dict(vars(new)), dict(vars(used))
         self.states: dict[StatePath, Tensor] = {}
-        self.by_position: list[KeyValueSlots] = []
+        self.by_position: list[Tensor] = []
         if isinstance(used, CacheLayerMixin) and used.is_initialized and isinstance(used.keys, Tensor):
-            self.by_position.append(KeyValueSlots(used.keys, used.values, rows, max_length))
-            kept = {"keys": None, "values": None, "slots": self.by_position[0], "is_initialized": True}
+            slots = KeyValueSlots(used.keys, used.values, rows, max_length)
+            self.by_position += [slots.keys, slots.values]
+            kept = {"keys": None, "values": None, "slots": slots, "is_initialized": True}
             if isinstance(keys := getattr(used, _INDEXER, None), Tensor):
-                self.by_position.append(KeyValueSlots(keys[:, None], keys[:, None, :, :0], rows, max_length))
-                kept |= {_INDEXER: None, "indexed": self.by_position[1]}
+                indexed = KeyValueSlots(keys[:, None], keys[:, None, :, :0], rows, max_length)
+                self.by_position.append(indexed.keys)
+                kept |= {_INDEXER: None, "indexed": indexed}
             self._new |= kept
             self._used |= kept
             kind: type = type(f"Slots{type(new).__name__}", (_KeyValueLayer, type(new)), {})
@@ -168,13 +155,7 @@ class LayerSlots:
         for path, state in _states(used):
             self.states[path] = state.new_zeros(rows, *state.shape[1:])
 
-    @property
-    def tensors(self) -> Iterator[Tensor]:
-        for slots in self.by_position:
-            yield from (slots.keys, slots.values)
-        yield from self.states.values()
-
-    def enter(self, view: View) -> None:
+    def enter(self, view: SlotView) -> None:
         """Prepare the cache layer for a forward over `view`."""
         values = self._new if view.fresh else self._used
         attributes = vars(self.layer)
@@ -183,24 +164,28 @@ class LayerSlots:
         attributes["view"] = view
         if not view.fresh:
             for path, slots in self.states.items():
-                path.write(self.layer, slots[view.rows])
+                holder, key = self._place(path)
+                holder[key] = slots[view.rows]
 
-    def leave(self, view: View) -> None:
+    def leave(self, view: SlotView) -> None:
         """Store the states after the forward, unless they are views of the slots."""
         for path, slots in self.states.items():
-            state, place = path.read(self.layer), slots[view.rows]
-            if state.data_ptr() != place.data_ptr():
-                slots[view.rows] = state
+            holder, key = self._place(path)
+            if holder[key].data_ptr() != slots[view.rows].data_ptr():
+                slots[view.rows] = holder[key]
+
+    def _place(self, path: StatePath) -> tuple[dict[Any, Any], Any]:
+        """The dictionary that has the state, and its key there."""
+        attributes = vars(self.layer)
+        return (attributes, path[0]) if len(path) == 1 else (attributes[path[0]], path[1])
 
 
 def _states(layer: Any) -> Iterator[tuple[StatePath, Tensor]]:
     for name, value in vars(layer).items():
         if name in ("keys", "values", _INDEXER, "indexer_position_ids"):
             continue
-        found = value.items() if isinstance(value, dict) else [(None, value)]
-        for key, state in found:
-            if isinstance(state, Tensor) and state.ndim > 1:
-                yield StatePath(name, key), state
+        found = [((name, key), state) for key, state in value.items()] if isinstance(value, dict) else [((name,), value)]
+        yield from ((path, state) for path, state in found if isinstance(state, Tensor) and state.ndim > 1)
 
 
 class SlotCache:
@@ -214,7 +199,7 @@ class SlotCache:
 
     @property
     def kv_bytes(self) -> int:
-        return sum(tensor.numel() * tensor.element_size() for layer in self.layers for tensor in layer.tensors)
+        return sum(tensor.nbytes for layer in self.layers for tensor in (*layer.by_position, *layer.states.values()))
 
     def move(self, moves: Sequence[Move]) -> None:
         """Copy rows, as if all at once. States are copied as a whole: they are those after the last position."""
@@ -223,10 +208,9 @@ class SlotCache:
             if not (move.length and len(move.sources)):
                 continue
             for layer in self.layers:
-                for kept in layer.by_position:
-                    for slots in (kept.keys, kept.values):
-                        part = slots[:, :, : move.length]
-                        work.append((part, move.targets, part[move.sources]))
+                for slots in layer.by_position:
+                    part = slots[:, :, : move.length]
+                    work.append((part, move.targets, part[move.sources]))
                 work += [(slots, move.targets, slots[move.sources]) for slots in layer.states.values()]
         for slots, targets, content in work:
             slots[targets] = content
@@ -234,7 +218,7 @@ class SlotCache:
 
 # ---- masks and attention of a forward over slots
 
-_VIEW: ContextVar[View] = ContextVar("view")
+_VIEW: ContextVar[SlotView] = ContextVar("view")
 
 
 def _row_masks(
@@ -257,19 +241,6 @@ def _own_attention(module: nn.Module, *arguments: Any, **options: Any) -> Any:
 
 
 # ---- the runner
-
-
-def instead_of_packed(
-    model: Any, rows: int, max_length: int, *, own_attention: str, reason: UnsupportedModelError
-) -> CacheRunner:
-    """A runner for a model that can't run packed, for `reason`. Raises UnsupportedModelError, with both reasons."""
-    choose_attention(model, own_attention)
-    try:
-        runner = CacheRunner(model, rows, max_length)
-    except UnsupportedModelError as error:
-        raise UnsupportedModelError(f"{error}; and not over packed batches: {reason}") from error
-    _log.warning("%s runs %s: %s", type(model).__name__, runner.description, reason)
-    return runner
 
 
 class CacheRunner:
@@ -308,48 +279,37 @@ class CacheRunner:
     def weights_changed(self) -> None:
         """The model computes with its own parameters only."""
 
-    def forward(
-        self,
-        kv: SlotCache,
-        token_ids: Sequence[int] | Tensor,
-        positions: Sequence[int] | Tensor,
-        *,
-        keep: Sequence[int] | Tensor | None,
-        decoding: int = 0,
-        buckets: tuple[LengthBucket, ...] = (),
-        chunks: tuple[Chunk, ...] = (),
-    ) -> Tensor:
-        """Logits [len(keep), V]. Arguments as for `ModelRunner`; `keep` is in ascending order."""
-        ids_T = torch.as_tensor(token_ids, device=self.device)
-        positions_T = torch.as_tensor(positions, device=self.device)
-        every = torch.arange(len(ids_T), device=self.device)
-        keep_P = every if keep is None else torch.as_tensor(keep, dtype=torch.long, device=self.device)
+    def forward(self, tokens: PackedTokens) -> Tensor:
+        """As in `ModelRunner`; `keep` is in ascending order."""
+        decoding = tokens.decoding
+        ids_T = torch.as_tensor(tokens.ids, device=self.device)
+        positions_R = torch.as_tensor(tokens.positions, device=self.device)[:decoding]
+        keep = range(len(ids_T)) if tokens.keep is None else tokens.keep
+        keep_P = torch.as_tensor(keep, dtype=torch.long, device=self.device)
         parts = []
         if decoding:
-            longest = max(bucket.length for bucket in buckets)
-            parts.append(self._decode(kv, ids_T[:decoding], positions_T[:decoding], longest))
-            parts[0] = parts[0][keep_P[keep_P < decoding]]
-        for chunk in batch_chunks(chunks, self.device):
-            tokens = slice(chunk.begin, chunk.begin + chunk.count * len(chunk.rows_N))
-            inside = (keep_P >= tokens.start) & (keep_P < tokens.stop)
-            parts.append(self._prefill(kv, ids_T[tokens], chunk, keep_P[inside] - tokens.start))
+            longest = max(bucket.length for bucket in tokens.buckets)
+            parts.append(self._decode(ids_T[:decoding], positions_R, longest)[keep_P[keep_P < decoding]])
+        for chunk in batch_chunks(tokens.chunks, self.device):
+            own = slice(chunk.begin, chunk.begin + chunk.count * len(chunk.rows_N))
+            inside = (keep_P >= own.start) & (keep_P < own.stop)
+            parts.append(self._prefill(ids_T[own], chunk, keep_P[inside] - own.start))
         return torch.cat(parts)
 
-    def _decode(self, kv: SlotCache, ids_R: Tensor, positions_R: Tensor, longest: int) -> Tensor:
+    def _decode(self, ids_R: Tensor, positions_R: Tensor, longest: int) -> Tensor:
         if self._ragged:
-            every = torch.arange(len(ids_R), device=self.device)
-            view = View(slice(0, len(ids_R)), positions_R[:, None], None, longest, fresh=False)
-            return self._run(kv, ids_R[:, None], view, every)
+            view = SlotView(slice(0, len(ids_R)), positions_R[:, None], None, longest, fresh=False)
+            return self._run(ids_R[:, None], view, torch.arange(len(ids_R), device=self.device))
         logits: list[Tensor] = [ids_R] * len(ids_R)
         for position in sorted(set(positions_R.tolist())):
             rows = (positions_R == position).nonzero()[:, 0]
-            view = View(rows, positions_R[rows, None], position, position + 1, fresh=False)
-            found = self._run(kv, ids_R[rows, None], view, torch.arange(len(rows), device=self.device))
+            view = SlotView(rows, positions_R[rows, None], position, position + 1, fresh=False)
+            found = self._run(ids_R[rows, None], view, torch.arange(len(rows), device=self.device))
             for row, line in zip(rows.tolist(), found, strict=True):
                 logits[row] = line
         return torch.stack(logits)
 
-    def _prefill(self, kv: SlotCache, ids_T: Tensor, chunk: ChunkBatch, cells_P: Tensor) -> Tensor:
+    def _prefill(self, ids_T: Tensor, chunk: ChunkBatch, cells_P: Tensor) -> Tensor:
         """Logits at `cells_P` of the chunk's tokens."""
         rows: slice | Tensor = chunk.rows_N
         if len(chunk.rows_N) == 1:
@@ -360,18 +320,18 @@ class CacheRunner:
         for start in range(0, chunk.count, step):
             begin, end = chunk.offset + start, chunk.offset + start + step
             positions = torch.arange(begin, end, device=self.device).expand(len(ids), -1)
-            view = View(rows, positions, begin, end, fresh=begin == 0)
+            view = SlotView(rows, positions, begin, end, fresh=begin == 0)
             column = cells_P % chunk.count - start
             inside = ((column >= 0) & (column < step)).nonzero()[:, 0]
             cells = cells_P[inside] // chunk.count * step + column[inside]
-            parts.append(self._run(kv, ids[:, start : start + step], view, cells))
+            parts.append(self._run(ids[:, start : start + step], view, cells))
             order.append(inside)
         return parts[0] if len(parts) == 1 else torch.cat(parts)[torch.cat(order).argsort()]
 
-    def _run(self, kv: SlotCache, ids_nc: Tensor, view: View, cells_P: Tensor) -> Tensor:
-        for layer in kv.layers:
+    def _run(self, ids_nc: Tensor, view: SlotView, cells_P: Tensor) -> Tensor:
+        for layer in self.kv.layers:
             layer.enter(view)
-        inputs = {"input_ids": ids_nc, self._cache_argument: kv.cache, "use_cache": True}
+        inputs = {"input_ids": ids_nc, self._cache_argument: self.kv.cache, "use_cache": True}
         if self._has_positions:
             inputs["position_ids"] = view.positions
         token = _VIEW.set(view)
@@ -379,7 +339,7 @@ class CacheRunner:
             logits_PV = logits_at(self.model, cells_P, **inputs)
         finally:
             _VIEW.reset(token)
-        for layer in kv.layers:
+        for layer in self.kv.layers:
             layer.leave(view)
         return logits_PV
 
@@ -409,7 +369,7 @@ class CacheRunner:
         for layer, again in zip(used.layers, longer.layers, strict=True):
             for (path, state), (_, other_state) in zip(_states(layer), _states(again), strict=True):
                 if state.shape != other_state.shape or state.shape[0] != _PROBE_ROWS:
-                    raise UnsupportedModelError(f"{name} has a state ({path.attribute}) whose size is not fixed")
+                    raise UnsupportedModelError(f"{name} has a state ({path[0]}) whose size is not fixed")
         return new, used
 
     def _check(self) -> float:
@@ -454,23 +414,21 @@ class CacheRunner:
         One runs in two chunks, is moved, and is decoded together with the other.
         """
         length = len(ids_T)
-        kv = SlotCache(self._new, self._used, 2, length)
+        self.kv = SlotCache(self._new, self._used, 2, length)
         decoded = max(1, min(_DECODED, length // 4))
         longer = length - decoded
         shorter, split = max(1, longer // 3), max(1, longer * 5 // 8)
         found: list[tuple[int, Tensor]] = []
-        for begin, end, row in ((0, split, 1), (split, longer, 1)):
-            found.append((begin, self._chunk_logits(kv, ids_T, begin, end, row)))
-        kv.move([Move([1], [0], longer)])
-        found.append((0, self._chunk_logits(kv, ids_T, 0, shorter, 1)))
+        for begin, end in ((0, split), (split, longer), (0, shorter)):
+            if begin == 0 and found:
+                self.kv.move([Move([1], [0], longer)])
+            chunk = Chunk(begin=0, count=end - begin, row=1, offset=begin)
+            part = PackedTokens(ids_T[begin:end], range(begin, end), range(end - begin), chunks=(chunk,))
+            found.append((begin, self.forward(part)))
         for i in range(decoded):
-            positions = torch.tensor([longer + i, shorter + i], device=self.device)
+            positions = [longer + i, shorter + i]
             buckets = (LengthBucket(0, 2, min(length, longer + i + 3)),)
-            logits = self.forward(kv, ids_T[positions], positions, keep=None, decoding=2, buckets=buckets)
+            logits = self.forward(PackedTokens(ids_T[positions], positions, keep=None, decoding=2, buckets=buckets))
             found += [(longer + i, logits[:1]), (shorter + i, logits[1:])]
         order_N = torch.cat([torch.arange(start, start + len(logits), device=self.device) for start, logits in found])
         return torch.cat([logits for _, logits in found]), order_N
-
-    def _chunk_logits(self, kv: SlotCache, ids_T: Tensor, begin: int, end: int, row: int) -> Tensor:
-        chunk = Chunk(begin=0, count=end - begin, row=row, offset=begin)
-        return self.forward(kv, ids_T[begin:end], torch.arange(begin, end), keep=range(end - begin), chunks=(chunk,))

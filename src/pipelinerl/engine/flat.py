@@ -49,7 +49,8 @@ class FlatForward:
         self._inputs = _graph_tensors(program, model)
         for change in (_simplify_rms, *passes):
             change(graph, self._inputs)
-        self._copies = _make_copies(graph, self._inputs)
+        # Copies of weights in the dtype or layout in which the graph uses them. Small models in float32 need none.
+        self._copies: list[Any] = [*hoist_conversions(graph, self._inputs), *pack_linears(graph, self._inputs)]
         self._unpacked: list[Any] = []
         _use_python_functions(graph)
         graph.eliminate_dead_code()
@@ -57,7 +58,7 @@ class FlatForward:
         program.graph_module.recompile()
         self.module = program.graph_module
         self._run: Callable[..., tuple[Tensor]] = self.module.forward
-        self.compiled: Callable[..., tuple[Tensor]] | None = None  # see `pieces.py`
+        self.compiled: Callable[..., tuple[Tensor]] | None = None  # see `fused.in_pieces`
 
     def weights_changed(self) -> None:
         """Must be called after every write to the model's parameters, to refresh copies in another dtype or layout."""
@@ -70,7 +71,7 @@ class FlatForward:
         while room > 0 and self._unpacked:
             room -= self._unpacked.pop().pack()
         if self.compiled is not None and ids_1T.shape[1] == len(keep_P) > 1:
-            # Copies, because it would be compiled once more for parts of tensors, and for those of inference mode.
+            # Copies: the compiler would compile again for parts of tensors and for tensors of inference mode.
             return self.compiled(*self._inputs, ids_1T.clone(), positions_1T.clone(), keep_P.clone(), batch)[0]
         return self._run(*self._inputs, ids_1T, positions_1T, keep_P, batch)[0]
 
@@ -90,7 +91,7 @@ class _AttentionCalls:
         return attended
 
 
-class _Forward(nn.Module):
+class _ModelCall(nn.Module):
     def __init__(self, model: nn.Module, calls: _AttentionCalls) -> None:
         super().__init__()
         self.model = model
@@ -130,7 +131,7 @@ def _export(model: nn.Module, calls: _AttentionCalls) -> torch.export.ExportedPr
     inputs = (torch.zeros_like(positions_1T), positions_1T, torch.arange(_KEPT, device=device))
     sizes = tuple({part.ndim - 1: torch.export.Dim.DYNAMIC} for part in inputs)
     with torch.no_grad(), redirect_stderr(io.StringIO()):  # if it fails, torch prints the graph up to there
-        return torch.export.export(_Forward(model, calls), inputs, dynamic_shapes=sizes, strict=False)
+        return torch.export.export(_ModelCall(model, calls), inputs, dynamic_shapes=sizes, strict=False)
 
 
 def _graph_tensors(program: torch.export.ExportedProgram, model: nn.Module) -> list[Tensor]:
@@ -151,38 +152,32 @@ def _graph_tensors(program: torch.export.ExportedProgram, model: nn.Module) -> l
 def _remove_no_ops(graph: fx.Graph) -> None:
     """Remove operations without effect: assertions, conversions to the same dtype, dropout in eval mode, products with 1."""
     for node in list(graph.nodes):
-        if node.target is _ATEN._assert_tensor_metadata.default:
-            graph.erase_node(node)
-        elif _is_no_op(node):
+        if node.target in CONVERSIONS:
+            before, after = node.args[0].meta["val"], node.meta["val"]
+            without_effect = before.dtype == after.dtype and before.device == after.device
+        elif node.target is _ATEN.dropout.default:
+            without_effect = not node.args[2]
+        else:
+            without_effect = node.target is _ATEN.mul.Tensor and isinstance(node.args[1], float) and node.args[1] == 1.0
+        if without_effect:
             _replace(graph, node, node.args[0])
+        elif node.target is _ATEN._assert_tensor_metadata.default:
+            graph.erase_node(node)
     graph.eliminate_dead_code()
-
-
-def _is_no_op(node: Any) -> bool:
-    if node.target in CONVERSIONS:
-        before, after = node.args[0].meta["val"], node.meta["val"]
-        return bool(before.dtype == after.dtype and before.device == after.device)
-    if node.target is _ATEN.dropout.default:
-        return not node.args[2]
-    return node.target is _ATEN.mul.Tensor and isinstance(node.args[1], float) and node.args[1] == 1.0
 
 
 def _merge_repeated(graph: fx.Graph) -> None:
     """Merge operations with equal inputs. This is safe because no operation in these graphs writes to its inputs."""
     seen: dict[tuple[Any, ...], fx.Node] = {}
     for node in list(graph.nodes):
-        if node.op != "call_function" or _is_random(node):
+        random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        if node.op != "call_function" or random or node.target is _attention_placeholder():
             continue
         key = (node.target, _key(node.args), _key(sorted(node.kwargs.items())))
         if key in seen:
             _replace(graph, node, seen[key])
         else:
             seen[key] = node
-
-
-def _is_random(node: fx.Node) -> bool:
-    tags = getattr(node.target, "tags", ())
-    return torch.Tag.nondeterministic_seeded in tags or node.target is _attention_placeholder()
 
 
 def _key(value: object) -> object:
@@ -271,13 +266,6 @@ class InverseRms:
     def __call__(self, x: Tensor) -> Tensor:
         norm = torch.linalg.vector_norm(x, 2, -1, True)
         return torch.addcmul(self._epsilon, norm, norm, value=self._share).rsqrt_()
-
-
-def _make_copies(graph: fx.Graph, inputs: list[Tensor]) -> list[Any]:
-    """Copies of weights in the dtype or layout in which the graph uses them. Small models in float32 need none."""
-    if all(tensor.dtype == torch.float32 and tensor.numel() < PACK_FROM for tensor in inputs):
-        return []
-    return [*hoist_conversions(graph, inputs), *pack_linears(graph, inputs, PACK_FROM)]
 
 
 def _bind_slice(node: Any) -> None:
@@ -383,22 +371,17 @@ class PackedLinear:
         return product
 
 
-def pack_linears(graph: fx.Graph, inputs: list[Tensor], smallest: int) -> list[PackedLinear]:
-    """Replace float32 linear layers on a CPU, with weights of at least `smallest` elements, by `PackedLinear`."""
-    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    own = dict(zip(placeholders, inputs, strict=False))
+def pack_linears(graph: fx.Graph, inputs: list[Tensor]) -> list[PackedLinear]:
+    """Replace float32 linear layers on a CPU, with weights of at least `PACK_FROM` elements, by `PackedLinear`."""
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return []
+    own = dict(zip([node for node in graph.nodes if node.op == "placeholder"], inputs, strict=False))
     packed: dict[fx.Node, PackedLinear] = {}
     for node in graph.nodes:
-        if node.target is not _ATEN.linear.default or not _packable(own.get(node.args[1]), smallest):
+        weight = own.get(node.args[1]) if node.target is _ATEN.linear.default else None
+        if weight is None or weight.device.type != "cpu" or weight.dtype != torch.float32 or weight.numel() < PACK_FROM:
             continue
-        weight = node.args[1]
-        if weight not in packed:
-            packed[weight] = PackedLinear(own[weight])
-        node.target = packed[weight]
+        if node.args[1] not in packed:
+            packed[node.args[1]] = PackedLinear(weight)
+        node.target = packed[node.args[1]]
     return list(packed.values())
-
-
-def _packable(weight: Tensor | None, smallest: int) -> bool:
-    if weight is None or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        return False
-    return weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() >= smallest

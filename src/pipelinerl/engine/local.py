@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from pipelinerl.engine.attention import Chunk, Move
-from pipelinerl.engine.rows import Ints, Prefill, RowTable, Sequence, VersionMarks
+from pipelinerl.engine.attention import Chunk, Move, PackedTokens
+from pipelinerl.engine.rows import Ints, Prefill, RowTable, Sequence, VersionMarks, recompute
 from pipelinerl.engine.runner import make_runner
 from pipelinerl.engine.sampler import SamplingRows, StepsAhead, request_key, sample, uniforms
 from pipelinerl.errors import LogitsError, PromptTooLongError, RequestError, WeightUpdateError
@@ -212,7 +212,10 @@ class LocalEngine:
         chunks = self._next_chunks() if self._prefills else []
         tokens: list[TokenEvent] = []
         if self._table.decoding or chunks:
-            logits_PV = self._run(chunks)
+            self._decode_steps += 1
+            if chunks:
+                self._table.flush()
+            logits_PV = self._runner.forward(self._packed_inputs(chunks) if chunks else self._decode_inputs())
             tokens = self._sample(logits_PV, [prefill for prefill, _ in chunks], finished)
         return StepOutput(tokens, finished) if tokens or finished else NOTHING
 
@@ -270,38 +273,23 @@ class LocalEngine:
         # Adjacent chunks of equal shape are batched into one attention call.
         return sorted(chunks, key=lambda chunk: (chunk[0].done, chunk[1]))
 
-    def _run(self, chunks: Seq[tuple[Prefill, int]]) -> torch.Tensor:
-        """Run the model over decoding rows and chunks. Returns logits of the rows and of prompts that are now complete."""
-        rows = self._table.decoding
-        keep: list[int] | None = None
-        packed: tuple[Chunk, ...] = ()
-        if chunks:
-            self._table.flush()
-            ids_T, positions_T, keep, packed = self._packed_inputs(chunks)
-        else:
-            ids_T, positions_T = self._decode_inputs()
-        self._decode_steps += 1
-        return self._runner.forward(
-            self._runner.kv, ids_T, positions_T, keep=keep, decoding=rows, buckets=self._table.buckets(), chunks=packed
-        )
-
-    def _decode_inputs(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Token ids and positions [R] of a step without prefill."""
+    def _decode_inputs(self) -> PackedTokens:
+        """The decoding rows' tokens, for a step without prefill."""
         table, rows = self._table, slice(0, self._table.decoding)
         if self._streaming:
             table.flush()
-            return torch.from_numpy(table.last[rows]), torch.from_numpy(table.positions[rows])
-        if self._steps_ahead is None:
-            table.flush()
-            self._steps_ahead = StepsAhead(table.keys[rows], table.counts[rows], table.positions[rows])
-            self._last_R = torch.from_numpy(table.last[rows])
-        positions_R, self._uniforms_R = self._steps_ahead.next()
-        return self._last_R, positions_R
+            ids_R, positions_R = torch.from_numpy(table.last[rows]), torch.from_numpy(table.positions[rows])
+        else:
+            if self._steps_ahead is None:
+                table.flush()
+                self._steps_ahead = StepsAhead(table.keys[rows], table.counts[rows], table.positions[rows])
+                self._last_R = torch.from_numpy(table.last[rows])
+            positions_R, self._uniforms_R = self._steps_ahead.next()
+            ids_R = self._last_R
+        return PackedTokens(ids_R, positions_R, None, table.decoding, table.buckets())
 
-    def _packed_inputs(
-        self, chunks: Seq[tuple[Prefill, int]]
-    ) -> tuple[torch.Tensor, torch.Tensor, list[int], tuple[Chunk, ...]]:
-        """This step's packed batch: token ids and positions [T], the indices whose logits are needed, and the chunks."""
+    def _packed_inputs(self, chunks: Seq[tuple[Prefill, int]]) -> PackedTokens:
+        """The tokens of decoding rows and chunks. Logits are kept of the rows, and of prompts that are now complete."""
         table = self._table
         rows = begin = table.decoding
         ids, positions = [table.last[:rows]], [table.positions[:rows]]
@@ -318,7 +306,7 @@ class LocalEngine:
             prefill.versions.mark(self._version, start)
             prefill.done = end
         ids_T, positions_T = torch.from_numpy(np.concatenate(ids)), torch.from_numpy(np.concatenate(positions))
-        return ids_T, positions_T, keep, tuple(packed)
+        return PackedTokens(ids_T, positions_T, keep, rows, table.buckets(), tuple(packed))
 
     def _sample(self, logits_PV: torch.Tensor, advanced: Seq[Prefill], finished: list[Completion]) -> list[TokenEvent]:
         """Sample a token for every row with logits. Returns events for streams; appends ended requests to `finished`."""
@@ -453,8 +441,6 @@ class LocalEngine:
             if sequence.row >= 0 and (count := int(self._table.counts[sequence.row])):
                 sequence.versions.mark(update.version, count)
         if self._recompute_kv:
-            from pipelinerl.engine.rows import recompute  # noqa: PLC0415 - the default keeps the entries
-
             for prefill in self._prefills:
                 prefill.versions = VersionMarks()
                 prefill.versions.mark(self._version, 0)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -74,9 +73,7 @@ def in_float32(model: nn.Module) -> Iterator[None]:
     of_layers = {id(tensor) for layer in layers for tensor in _narrow(layer)}
     with ExitStack() as stack:
         for layer in layers:
-            running = ExitStack()
-            stack.enter_context(layer.register_forward_pre_hook(partial(_enter, running, _narrow(layer))))
-            stack.enter_context(layer.register_forward_hook(partial(_leave, running), always_call=True))
+            _widen_while_it_runs(layer, stack)
         stack.enter_context(_widened([tensor for tensor in _narrow(model) if id(tensor) not in of_layers]))
         yield
 
@@ -99,9 +96,8 @@ def _widened(tensors: Sequence[Tensor]) -> Iterator[None]:
             tensor.data = content
 
 
-def _enter(stack: ExitStack, tensors: Sequence[Tensor], *_: Any) -> None:
-    stack.enter_context(_widened(tensors))
-
-
-def _leave(stack: ExitStack, *_: Any) -> None:
-    stack.close()
+def _widen_while_it_runs(layer: nn.Module, stack: ExitStack) -> None:
+    """Until `stack` is closed, the layer's weights are in float32 from the start of its forward to the end."""
+    running, tensors = ExitStack(), _narrow(layer)
+    stack.enter_context(layer.register_forward_pre_hook(lambda *_: running.enter_context(_widened(tensors))))
+    stack.enter_context(layer.register_forward_hook(lambda *_: running.close(), always_call=True))

@@ -13,16 +13,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pipelinerl.engine.attention import Chunk, LengthBucket, Move
-from pipelinerl.engine.runner import Runner
+from pipelinerl.engine.attention import Chunk, LengthBucket, Move, PackedTokens
 from pipelinerl.types import GenerationRequest, VersionSpan
+
+if TYPE_CHECKING:
+    from pipelinerl.engine.runner import Runner
 
 # ---- state of one request; its tokens are in the row table
 
@@ -84,20 +86,11 @@ class Prefill:
 Ints = npt.NDArray[np.int64]
 Reals = npt.NDArray[np.float32]
 
-# Attention lengths are rounded up to a multiple of this, so that tensor shapes repeat from step to step.
-_ROUND = 16
+# Bucket lengths double from the first to the longest one. Attention lengths are rounded up to a multiple of `_ROUND`, so
+# that tensor shapes repeat from step to step.
+_SMALLEST_BUCKET, _ROUND = 48, 16
 FREE, PREFILLING, DECODING = 0, 1, 2
 _NONE: Ints = np.arange(0)
-
-
-def bucket_limits(max_length: int, smallest: int = 48) -> tuple[int, ...]:
-    """Bucket lengths, doubling up to `max_length`: 48, 96, 192, ..."""
-    limits = []
-    length = smallest
-    while length < max_length:
-        limits.append(length)
-        length *= 2
-    return (*limits, max_length)
 
 
 class _Region(NamedTuple):
@@ -136,7 +129,10 @@ class RowTable:
     """
 
     def __init__(self, rows: int, max_length: int) -> None:
-        self._limits: Ints = np.array(bucket_limits(max_length))
+        limits = [_SMALLEST_BUCKET]
+        while limits[-1] < max_length:
+            limits.append(2 * limits[-1])
+        self._limits: Ints = np.array([*limits[:-1], max_length])
         self._integers: Ints = np.zeros((5, rows), dtype=np.int64)
         self.positions, self.last, self.counts, self.budgets, self.top_k = self._integers
         self._reals: Reals = np.zeros((2, rows), dtype=np.float32)
@@ -363,4 +359,4 @@ def recompute(
             chunks.append(Chunk(begin=len(ids), count=len(piece), row=row, offset=offset))
             ids += piece
             positions += range(offset, offset + len(piece))
-        runner.forward(runner.kv, ids, positions, keep=[], chunks=tuple(chunks))
+        runner.forward(PackedTokens(ids, positions, keep=[], chunks=tuple(chunks)))

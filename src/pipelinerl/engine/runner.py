@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from pipelinerl.engine.attention import (
     LayerShape,
     LengthBucket,
     Move,
+    PackedTokens,
     ShapeProbe,
     StepBatch,
     batch_chunks,
@@ -24,9 +25,22 @@ from pipelinerl.engine.attention import (
 )
 from pipelinerl.engine.flat import FlatForward
 from pipelinerl.errors import UnsupportedModelError
-from pipelinerl.models.attention import deviations, refuse_states, replace_attention, returned_cache, rope_limit, unsupported
+from pipelinerl.models.attention import (
+    choose_attention,
+    deviations,
+    refuse_states,
+    replace_attention,
+    returned_cache,
+    rope_limit,
+    unsupported,
+)
 from pipelinerl.models.loading import learned_positions
 from pipelinerl.models.state import is_narrow
+
+if TYPE_CHECKING:
+    from pipelinerl.engine.cache_runner import CacheRunner
+
+    Runner: TypeAlias = "ModelRunner | CacheRunner"
 
 _CHECK_TOKENS = 24
 TOLERANCE = 1e-4
@@ -45,9 +59,15 @@ def make_runner(model: Any, rows: int, max_length: int, *, flatten: bool = True)
     try:
         return ModelRunner(model, rows, max_length, flatten=flatten)
     except UnsupportedModelError as reason:
-        from pipelinerl.engine.cache_runner import instead_of_packed  # noqa: PLC0415 - most models don't need it
+        from pipelinerl.engine.cache_runner import CacheRunner  # noqa: PLC0415 - most models don't need it
 
-        return instead_of_packed(model, rows, max_length, own_attention=own, reason=reason)
+        choose_attention(model, own)
+        try:
+            runner = CacheRunner(model, rows, max_length)
+        except UnsupportedModelError as error:
+            raise UnsupportedModelError(f"{error}; and not over packed batches: {reason}") from error
+        _log.warning("%s runs %s: %s", type(model).__name__, runner.description, reason)
+        return runner
 
 
 def refuse_longer(model: Any, max_length: int) -> None:
@@ -67,12 +87,13 @@ class ModelRunner:
     """Runs a Hugging Face causal LM over slots. Takes ownership of the model and replaces its attention.
 
     Raises UnsupportedModelError if the architecture does not fit, or if log-probabilities computed over slots differ from
-    those of the model's own forward.
+    the model's own.
 
     With `flatten`, the forward runs as an exported graph (see `flat.py`). A model with data-dependent operations can't be
     exported and runs as it is, with the same results. `flat` is true if the graph is used.
     """
 
+    _kv_class = KVCache
     _passes: tuple[Callable[..., None], ...] = ()
     _how = ""
 
@@ -89,7 +110,7 @@ class ModelRunner:
         self._flat: FlatForward | None = None
         with unsupported(f"{type(model).__name__} fails on the probe that the embedded engine checks models with"):
             self._check(flatten)
-        self.kv = self._make_kv(rows, max_length)
+        self._make_kv(rows, max_length)
         self.description = "over packed batches" + (f", as an exported graph{self._how}" if self.flat else "")
 
     @property
@@ -101,41 +122,28 @@ class ModelRunner:
         """Whether the model's attention features have been checked."""
         return self._mask is not None
 
-    def _make_kv(self, rows: int, max_length: int) -> Any:
-        return KVCache(self._shapes, rows, max_length, self.dtype, self.device)
+    def _make_kv(self, rows: int, max_length: int) -> None:
+        self.kv = self._kv_class(self._shapes, rows, max_length, self.dtype, self.device)
 
     def weights_changed(self) -> None:
         """Must be called after every write to the model's parameters."""
         if self._flat is not None:
             self._flat.weights_changed()
 
-    def forward(
-        self,
-        kv: Any,
-        token_ids: Sequence[int] | Tensor,
-        positions: Sequence[int] | Tensor,
-        *,
-        keep: Sequence[int] | Tensor | None,
-        decoding: int = 0,
-        buckets: tuple[LengthBucket, ...] = (),
-        chunks: tuple[Chunk, ...] = (),
-    ) -> Tensor:
-        """Logits [len(keep), V] of the packed batch at the indices `keep` (None: all; allowed without chunks only).
-
-        The first `decoding` tokens belong to rows 0, 1, ... Must be called in inference mode.
-        """
-        ids_T = torch.as_tensor(token_ids, device=self.device)
-        positions_T = torch.as_tensor(positions, device=self.device)
+    def forward(self, tokens: PackedTokens) -> Tensor:
+        """Logits [len(keep), V]. Must be called in inference mode."""
+        ids_T = torch.as_tensor(tokens.ids, device=self.device)
+        positions_T = torch.as_tensor(tokens.positions, device=self.device)
         batch = StepBatch(
-            kv=kv,
-            positions_R=positions_T[:decoding],
-            rows_R=self._rows[:decoding],
-            buckets=buckets,
-            chunks=batch_chunks(chunks, self.device),
+            kv=self.kv,
+            positions_R=positions_T[: tokens.decoding],
+            rows_R=self._rows[: tokens.decoding],
+            buckets=tokens.buckets,
+            chunks=batch_chunks(tokens.chunks, self.device),
             longest=self._max_length,
             checked=self.checked,
         )
-        keep_P = None if keep is None else torch.as_tensor(keep, dtype=torch.long, device=self.device)
+        keep_P = None if tokens.keep is None else torch.as_tensor(tokens.keep, dtype=torch.long, device=self.device)
         return self.run(ids_T, positions_T, keep_P, batch)
 
     def run(self, ids_T: Tensor, positions_T: Tensor, keep_P: Tensor | None, batch: AttentionSite) -> Tensor:
@@ -173,10 +181,17 @@ class ModelRunner:
             self.dtype = dtype
         self._compare(ids_T, reference_TV)
         self._mask = torch.zeros((1, 1, 1, 1), dtype=self.dtype, device=self.device)
-        if flatten and self._flatten():
+        if flatten:
+            try:
+                self._flat = FlatForward(self.model, *self._passes)
+            except Exception as error:  # noqa: BLE001 - torch.export raises whatever the model's code does to it
+                name, reason = type(self.model).__name__, str(error).partition("\n")[0]
+                _log.warning("%s can't be exported as a graph, which costs some speed: %s", name, reason)
+        if self._flat is not None:
             self._check_flat(ids_T, reference_TV)
 
     def _check_flat(self, ids_T: Tensor, reference_TV: Tensor) -> None:
+        """Compare the exported graph's logits with the model's own [T, V]."""
         self._compare(ids_T, reference_TV)
 
     def _own_logits(self, ids_T: Tensor) -> Tensor:
@@ -189,14 +204,6 @@ class ModelRunner:
         logits: Tensor = reference.logits[0]
         return logits
 
-    def _flatten(self) -> bool:
-        try:
-            self._flat = FlatForward(self.model, *self._passes)
-        except Exception as error:  # noqa: BLE001 - torch.export raises whatever the model's code does to it
-            reason = str(error).partition("\n")[0]
-            _log.warning("%s can't be exported as a graph, which costs some speed: %s", type(self.model).__name__, reason)
-        return self.flat
-
     def _received_shapes(self, ids_T: Tensor) -> dict[int, LayerShape]:
         probe = ShapeProbe()
         positions_1T = torch.arange(len(ids_T), device=self.device)[None]
@@ -207,15 +214,15 @@ class ModelRunner:
 
     def _compare(self, ids_T: Tensor, reference_TV: Tensor) -> None:
         """Raise UnsupportedModelError if logits computed over slots differ from the model's own."""
-        kv = self._make_kv(2, len(ids_T))
-        logits_TV = self._slot_logits(kv, ids_T)
+        self._make_kv(2, len(ids_T))
+        logits_TV = self._slot_logits(ids_T)
         self.error = float(deviations(logits_TV, reference_TV).max())
         if not self.error <= TOLERANCE:
             from pipelinerl.engine.rounding import require_same  # noqa: PLC0415 - few models round so much
 
             self.error = require_same(logits_TV, reference_TV, self.model, ids_T, self.dtype, least=TOLERANCE)
 
-    def _slot_logits(self, kv: Any, ids_T: Tensor) -> Tensor:
+    def _slot_logits(self, ids_T: Tensor) -> Tensor:
         """Logits [T, V] of `ids_T`, processed as two prompt chunks and then token by token, over two rows."""
         length = int(ids_T.shape[0])
         split, prompt = length // 3, 2 * length // 3
@@ -223,13 +230,13 @@ class ModelRunner:
         for begin, end in ((0, split), (split, prompt)):
             # The prompt is processed in row 1 and moved to row 0 for decoding, as in a busy engine.
             chunk = Chunk(begin=0, count=end - begin, row=1, offset=begin)
-            positions = torch.arange(begin, end)
-            parts.append(self.forward(kv, ids_T[begin:end], positions, keep=range(end - begin), chunks=(chunk,)))
-        kv.move([Move([1], [0], prompt)])
+            keep = range(end - begin)
+            parts.append(self.forward(PackedTokens(ids_T[begin:end], range(begin, end), keep, chunks=(chunk,))))
+        self.kv.move([Move([1], [0], prompt)])
         for position in range(prompt, length):
             buckets = (LengthBucket(0, 1, position + 1),)
             token = ids_T[position : position + 1]
-            parts.append(self.forward(kv, token, [position], keep=[0], decoding=1, buckets=buckets))
+            parts.append(self.forward(PackedTokens(token, [position], keep=[0], decoding=1, buckets=buckets)))
         return torch.cat(parts)
 
 
@@ -241,45 +248,3 @@ def _sliding_window(model: Any) -> int | None:
     if window is None or not used or (types is not None and "sliding_attention" not in types):
         return None
     return int(window)
-
-
-# ---- What the engine expects of a runner. For type checkers: `runner.make_runner` makes one
-
-
-class Slots(Protocol):
-    """What a runner keeps of the past tokens of every row."""
-
-    @property
-    def kv_bytes(self) -> int: ...
-
-    def move(self, moves: Sequence[Move]) -> None: ...
-
-
-class Runner(Protocol):
-    """Runs a model over slots: `ModelRunner`, or `CacheRunner` for models that it can't run."""
-
-    model: Any
-    vocabulary: int
-
-    @property
-    def kv(self) -> Slots: ...
-
-    @property
-    def flat(self) -> bool: ...
-
-    @property
-    def description(self) -> str: ...
-
-    def weights_changed(self) -> None: ...
-
-    def forward(
-        self,
-        kv: Any,
-        token_ids: Sequence[int] | Tensor,
-        positions: Sequence[int] | Tensor,
-        *,
-        keep: Sequence[int] | Tensor | None,
-        decoding: int = 0,
-        buckets: tuple[LengthBucket, ...] = (),
-        chunks: tuple[Chunk, ...] = (),
-    ) -> Tensor: ...

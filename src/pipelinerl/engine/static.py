@@ -14,19 +14,23 @@ from __future__ import annotations
 
 import gc
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from pipelinerl.engine.attention import Move
 from pipelinerl.engine.device_sampler import advance
+from pipelinerl.engine.fused import compiled
 from pipelinerl.engine.local import NOTHING, LocalEngine
-from pipelinerl.engine.rows import Prefill
-from pipelinerl.engine.rows import Sequence as Row
+from pipelinerl.engine.rows import DECODING, FREE, Ints, Prefill, Reals, RowTable, Sequence, require_finite
 from pipelinerl.engine.runner import refuse_longer
-from pipelinerl.engine.slot_table import RowState, SlotTable
 from pipelinerl.engine.varlen import COMPILERS, VarlenBatch, VarlenRunner, row_buckets
 from pipelinerl.errors import UnsupportedModelError
 from pipelinerl.interfaces import StepOutput
@@ -47,7 +51,7 @@ class DeviceRows:
     integers    positions, ids, counts, budgets, top_k, keys, active [7, H]: see `RowTable`; `active` is 1 for decoding rows
     reals       temperature, top_p [2, H]
     stops       stop tokens, padded with -1 [H, S]
-    results     of the last step: `slot_table.Results`
+    results     of the last step: `Results`
     """
 
     def __init__(self, runner: VarlenRunner, rows: int, max_length: int) -> None:
@@ -67,7 +71,6 @@ class DeviceRows:
         """Compile what follows the model in plain steps, best for `rows`. Raises what compilers do, or if results differ."""
         varying = [(place, 0) for place in (0, 1, *range(3, 10))]  # the rows: of the logits, the stop tokens and the state
         varying.append((1, 1))  # the number of stop tokens
-        from pipelinerl.engine.fused import compiled  # noqa: PLC0415 - on a GPU only
 
         run = compiled(advance, varying, COMPILERS[self.results.device.type])
         with self.at_rest():
@@ -79,7 +82,7 @@ class DeviceRows:
         self._advance = run
 
     def write(self, rows_n: Tensor, integers: Tensor, reals: Tensor, stops: Tensor) -> None:
-        """Set the state of some rows."""
+        """Set the state of n rows: integers [7, n], reals [2, n] and stop tokens [n, S]."""
         self.integers.index_copy_(1, rows_n, integers)
         self.reals.index_copy_(1, rows_n, reals)
         self.stops.index_fill_(0, rows_n, -1)
@@ -163,6 +166,102 @@ class StepGraphs:
         self._graphs[rows, plain] = graph
 
 
+# ---- the host's side: which sequence has which row, and the results that have arrived
+
+Results = npt.NDArray[np.float64]
+"""[rows, 2]: each row's token id, or -1 if it was not decoding, and the token's log-prob."""
+
+
+class SlotTable(RowTable):
+    """`RowTable` without length buckets. `positions` has the row's last token, which the next step processes.
+
+    Rows never move, except when most of them have ended. The device knows ids, positions and counts of decoding rows one
+    step before the host does: results of a step are read after the next one has been launched. `flush` waits for all.
+    `pending` has a function for each launched step whose results have not been read; it waits for them.
+    """
+
+    def __init__(self, rows: int, max_length: int) -> None:
+        super().__init__(rows, max_length)
+        self.pending: deque[Callable[[], npt.NDArray[Any]]] = deque()
+        self._changed: set[int] = set()
+        self.sampled = 0
+
+    def admit(self, fresh: Seq[Sequence]) -> None:
+        """Give each sequence the lowest free row."""
+        free = np.flatnonzero(self._kinds == FREE)[: len(fresh)]
+        for row, sequence in zip(free.tolist(), fresh, strict=True):
+            self._admit(sequence, row)
+        self._used += len(fresh)
+
+    def start_decoding(self, sequence: Sequence) -> None:
+        """As in `RowTable`; the first decode step processes the prompt's last token."""
+        super().start_decoding(sequence)
+        prompt_ids = sequence.request.prompt_ids
+        self.positions[sequence.row], self.last[sequence.row] = len(prompt_ids) - 1, prompt_ids[-1]
+        self._changed.add(sequence.row)
+
+    def release(self, sequence: Sequence) -> None:
+        super().release(sequence)
+        self._changed.add(sequence.row)
+
+    def decoding_rows(self) -> Ints:
+        return np.flatnonzero(self._kinds == DECODING)
+
+    def highest(self) -> int:
+        """The number of rows up to the last occupied one."""
+        taken = np.flatnonzero(self._kinds)
+        return int(taken[-1]) + 1 if len(taken) else 0
+
+    def take_changes(self) -> tuple[Ints, Ints, Reals, Ints] | None:
+        """The rows that started or stopped decoding since the last call: the arguments of `DeviceRows.write`."""
+        if not self._changed:
+            return None
+        rows_n = np.array(sorted(self._changed))
+        self._changed.clear()
+        decoding_n = (self._kinds[rows_n] == DECODING).astype(np.int64)
+        integers = np.vstack([self._integers[:, rows_n], self.keys[rows_n].view(np.int64), decoding_n])
+        every = self.decoding_rows()
+        self.plain = bool(((self.temperature[every] == 1) & (self.top_p[every] == 1) & (self.top_k[every] == 0)).all())
+        return rows_n, integers, self._reals[:, rows_n], self.stops[rows_n]
+
+    def read_oldest(self) -> None:
+        """Write the results of the oldest step to the arrays. Raises FloatingPointError as `RowTable.flush` does."""
+        results: Results = self.pending.popleft()()
+        rows_n = np.flatnonzero(results[:, 0] >= 0)
+        ids_n, logprobs_n = results[rows_n, 0].astype(np.int64), results[rows_n, 1].astype(np.float32)
+        require_finite(logprobs_n)
+        counts_n = self.counts[rows_n]
+        self.tokens[rows_n, counts_n] = ids_n
+        self.logprobs[rows_n, counts_n] = logprobs_n
+        self.last[rows_n] = ids_n
+        self.counts[rows_n] += 1
+        self.positions[rows_n] += 1
+        self.sampled += len(rows_n)
+
+    def flush(self) -> None:
+        while self.pending:
+            self.read_oldest()
+
+    def ended_rows(self) -> list[tuple[int, bool]]:
+        """All rows that have ended, as `ended` gives them."""
+        rows_n = self.decoding_rows()
+        return self.ended(rows_n[self.counts[rows_n] > 0])
+
+    def gather_below(self, rows: int) -> list[Move]:
+        """Move sequences from rows >= `rows` to free rows below. The table has been flushed and no row has ended."""
+        sources = rows + np.flatnonzero(self._kinds[rows:])
+        targets = np.flatnonzero(self._kinds[:rows] == FREE)[: len(sources)]
+        moves = self._move(sources, targets)
+        self._kinds[sources] = FREE
+        for row in sources.tolist():
+            self._owners[row] = None
+        self._changed.update(sources.tolist(), targets.tolist())
+        return moves
+
+
+# ---- the engine
+
+
 class StaticEngine(LocalEngine):
     """`LocalEngine` with static decode steps. Raises UnsupportedModelError for a model or a PyTorch that can't have them."""
 
@@ -220,9 +319,9 @@ class StaticEngine(LocalEngine):
             self._write_changes()
             rows = self._bucket(table.highest())
             self._launch(rows, table.plain)
-            table.expect(to_host(self._rows.results[:rows]))
+            table.pending.append(to_host(self._rows.results[:rows]))
             self._decode_steps += 1
-        while table.pending > launched:
+        while len(table.pending) > launched:
             table.read_oldest()
         self._pass_on(events, finished)
         self._tokens_generated = table.sampled
@@ -240,10 +339,9 @@ class StaticEngine(LocalEngine):
     def _run_prefills(self) -> None:
         """Advance the prompts, except for the last token of each, and start to decode complete ones."""
         chunks = sorted(self._next_chunks(), key=lambda chunk: chunk[0].row)
-        ids_T, positions_T, _, packed = self._packed_inputs(chunks)
-        if len(ids_T):
-            packed = tuple(chunk for chunk in packed if chunk.count)
-            self._runner.forward(self._runner.kv, ids_T, positions_T, keep=[], chunks=packed)
+        tokens = self._packed_inputs(chunks)
+        if len(tokens.ids):
+            self._runner.forward(tokens._replace(keep=[], chunks=tuple(chunk for chunk in tokens.chunks if chunk.count)))
         for prefill, _ in chunks:
             if prefill.done == len(prefill.prompt_ids):
                 self._finish_prefill(prefill)
@@ -257,16 +355,13 @@ class StaticEngine(LocalEngine):
         changes = self._table.take_changes()
         if changes is None:
             return
-        rows_n, state = changes
-        if state.stops.shape[1] > self._rows.stops.shape[1]:
-            self._widen_stops(state)
+        rows_n, integers, reals, stops = changes
+        missing = stops.shape[1] - self._rows.stops.shape[1]
+        if missing > 0:
+            self._rows.stops = nn.functional.pad(self._rows.stops, (0, missing), value=-1)
+            self._launch.clear()
         device = self._runner.device
-        self._rows.write(to_device(rows_n, device), *(to_device(part, device) for part in state))
-
-    def _widen_stops(self, state: RowState) -> None:
-        missing = state.stops.shape[1] - self._rows.stops.shape[1]
-        self._rows.stops = nn.functional.pad(self._rows.stops, (0, missing), value=-1)
-        self._launch.clear()
+        self._rows.write(*(to_device(part, device) for part in (rows_n, integers, reals, stops)))
 
     def _pass_on(self, events: list[TokenEvent], finished: list[Completion]) -> None:
         """Append the read results: new tokens of streams, and the requests that ended."""
@@ -281,7 +376,7 @@ class StaticEngine(LocalEngine):
         for row, by_stop_token in table.ended_rows():
             finished.append(self._end(table.owner(row), "stop" if by_stop_token else "length"))
 
-    def _end(self, sequence: Row, reason: FinishReason) -> Completion:
+    def _end(self, sequence: Sequence, reason: FinishReason) -> Completion:
         self._streamed.pop(sequence.request.id, None)
         return super()._end(sequence, reason)
 

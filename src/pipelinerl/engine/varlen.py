@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipelinerl.engine.attention import Chunk, LayerCall, LayerShape, LengthBucket, Move
-from pipelinerl.engine.fused import fuse_norms, join_products
+from pipelinerl.engine.attention import KVCache, LayerCall, LayerShape, Move, PackedTokens
+from pipelinerl.engine.fused import fuse_norms, in_pieces, join_products
 from pipelinerl.engine.runner import ModelRunner
 from pipelinerl.errors import UnsupportedModelError
 from pipelinerl.models.device import to_device, try_compiler
@@ -28,35 +28,19 @@ COMPILERS: dict[str, Any] = {"cuda": "inductor"}
 """What compiles graphs, by type of device."""
 
 
-class SlotKV:
+class SlotKV(KVCache):
     """Keys [layers, H * max_length + 1, heads, dim] and values likewise. The last place is for tokens that nobody reads."""
 
-    def __init__(
-        self, shapes: Mapping[int, LayerShape], rows: int, max_length: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self.rows, self.max_length, self.spare = rows, max_length, rows * max_length
-        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
-        self._blocks: list[Tensor] = []
-        by_shape: dict[LayerShape, list[int]] = {}
-        for layer, shape in shapes.items():
-            by_shape.setdefault(shape, []).append(layer)
-        for shape, layers in by_shape.items():
-            if shape.key_dim != shape.value_dim:
-                raise UnsupportedModelError(
-                    f"keys of {shape.key_dim} numbers and values of {shape.value_dim} can't share a cache"
-                )
-            size = (len(layers), self.spare + 1, shape.heads, shape.key_dim)
-            keys, values = torch.zeros(size, dtype=dtype, device=device), torch.zeros(size, dtype=dtype, device=device)
-            self._blocks += [keys, values]
-            self._layers |= {layer: (keys[i], values[i]) for i, layer in enumerate(layers)}
-
     @property
-    def kv_bytes(self) -> int:
-        return sum(block.numel() * block.element_size() for block in self._blocks)
+    def spare(self) -> int:
+        return self.rows * self.max_length
 
-    def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [H * max_length + 1, heads, dim] of one layer, to read and write."""
-        return self._layers[index]
+    def _size(self, shape: LayerShape) -> tuple[int, ...]:
+        if shape.key_dim != shape.value_dim:
+            raise UnsupportedModelError(
+                f"keys of {shape.key_dim} numbers and values of {shape.value_dim} can't share a cache"
+            )
+        return self.spare + 1, shape.heads
 
     def move(self, moves: Sequence[Move]) -> None:
         """Copy rows, as if all at once."""
@@ -124,6 +108,7 @@ class VarlenRunner(ModelRunner):
     """`ModelRunner` over a `SlotKV`. The same check at load time compares it with the model's own forward."""
 
     kv: SlotKV
+    _kv_class = SlotKV
     _passes = (join_products, fuse_norms)
     compiled = False
 
@@ -135,14 +120,13 @@ class VarlenRunner(ModelRunner):
         return shapes
 
     def _check_flat(self, ids_T: Tensor, reference_TV: Tensor) -> None:
+        """As in `ModelRunner`; then the same of the graph in compiled pieces."""
         super()._check_flat(ids_T, reference_TV)
         flat: Any = self._flat
-        if flat is None or self.device.type not in COMPILERS:
+        if self.device.type not in COMPILERS:
             return
 
         def compile_it() -> None:
-            from pipelinerl.engine.fused import in_pieces  # noqa: PLC0415 - on a GPU only
-
             begin_s = time.perf_counter()
             flat.compiled, count = in_pieces(flat.module, COMPILERS[self.device.type])
             self._compare(ids_T, reference_TV)
@@ -153,38 +137,23 @@ class VarlenRunner(ModelRunner):
         if failure:
             self._how, flat.compiled = failure, None
 
-    def _make_kv(self, rows: int, max_length: int) -> SlotKV:
-        return SlotKV(self._shapes, rows, max_length, self.dtype, self.device)
-
-    def forward(
-        self,
-        kv: Any,
-        token_ids: Sequence[int] | Tensor,
-        positions: Sequence[int] | Tensor,
-        *,
-        keep: Sequence[int] | Tensor | None,
-        decoding: int = 0,
-        buckets: tuple[LengthBucket, ...] = (),  # noqa: ARG002 - not needed
-        chunks: tuple[Chunk, ...] = (),
-    ) -> Tensor:
-        """As in `ModelRunner`, for tokens that the host knows."""
-        positions = np.asarray(positions).tolist()
+    def forward(self, tokens: PackedTokens) -> Tensor:
+        """As in `ModelRunner`, for tokens that the host knows. Length buckets are not needed."""
+        positions, decoding, chunks = np.asarray(tokens.positions).tolist(), tokens.decoding, tokens.chunks
         rows = [*range(decoding), *(chunk.row for chunk in chunks)]
         counts = [*[1] * decoding, *(chunk.count for chunk in chunks)]
         used = [*(position + 1 for position in positions[:decoding]), *(chunk.offset + chunk.count for chunk in chunks)]
         row_T = [row for row, count in zip(rows, counts, strict=True) for _ in range(count)]
-        begins = [0]
-        for count in counts:
-            begins.append(begins[-1] + count)
+        slot = self.kv.max_length
         integers = (
-            [row * kv.max_length + position for row, position in zip(row_T, positions, strict=True)],
-            begins,
-            [row * kv.max_length for row in [*rows, rows[-1] + 1]],
+            [row * slot + position for row, position in zip(row_T, positions, strict=True)],
+            [0, *accumulate(counts)],
+            [row * slot for row in [*rows, rows[-1] + 1]],
             used,
         )
         places_T, cu_q, cu_k, used_N = (to_device(part, self.device) for part in integers)
         batch = VarlenBatch(
-            kv=kv,
+            kv=self.kv,
             places_T=places_T,
             cu_q=cu_q.int(),
             cu_k=cu_k.int(),
@@ -194,8 +163,8 @@ class VarlenRunner(ModelRunner):
             longest=self._max_length,
             checked=self.checked,
         )
-        ids_T, positions_T = to_device(token_ids, self.device), to_device(positions, self.device)
-        keep_P = None if keep is None else to_device(keep, self.device).long()
+        ids_T, positions_T = to_device(tokens.ids, self.device), to_device(positions, self.device)
+        keep_P = None if tokens.keep is None else to_device(tokens.keep, self.device).long()
         return self.run(ids_T, positions_T, keep_P, batch)
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from pipelinerl.checkpoint import load_checkpoint, saved_versions
 from pipelinerl.config.schema import ModelConfig
-from pipelinerl.engine.attention import Chunk
+from pipelinerl.engine.attention import Chunk, PackedTokens
 from pipelinerl.engine.runner import make_runner
 from pipelinerl.errors import ReplayDifferenceError
 from pipelinerl.models.loading import load_model
@@ -195,7 +195,7 @@ class Recompute:
             ids += (*prompt_ids, *completion.token_ids)[feed.start : feed.end]
             positions += range(feed.start, feed.end)
             keep += range(len(ids) - feed.kept, len(ids))
-        logits_NV = self._runner.forward(self._runner.kv, ids, positions, keep=keep, chunks=tuple(chunks))
+        logits_NV = self._runner.forward(PackedTokens(ids, positions, keep, chunks=tuple(chunks)))
         return log_probabilities(logits_NV, self._temperature)
 
 

@@ -21,7 +21,6 @@ from pipelinerl.types import (
     SamplingParams,
     TokenEvent,
     cancelled_completion,
-    versions_from_spans,
 )
 from tests.parity.models import VOCABULARY, make_family, make_model
 
@@ -459,29 +458,3 @@ def test_packed_weights_are_those_of_the_last_update(monkeypatch: pytest.MonkeyP
         assert found.token_ids == expected.token_ids
         assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
         assert found.weight_versions == expected.weight_versions
-
-
-def test_recomputed_prompts_have_the_version_that_recomputed_them() -> None:
-    served = engine(kv_on_update="recompute", prefill_tokens=2048)
-    served.submit(request("x", max_tokens=10))
-    served.step()
-    served.update_weights(update_of(1, version=1))
-    done = drain(served)["x"]
-    assert [(span.version, span.start, span.end) for span in done.prompt_versions] == [(1, 0, 3)]
-    assert [(span.version, span.start, span.end) for span in done.weight_versions] == [(0, 0, 1), (1, 1, 10)]
-
-
-def test_an_update_whose_checksum_is_not_what_arrived_is_found_out() -> None:
-    good = update_of(1, version=1)
-    with pytest.raises(WeightUpdateError, match="checksum"):
-        engine().update_weights(WeightUpdate(1, "0" * 32, good.tensors))
-
-
-def test_an_update_between_two_chunks_of_a_prompt_is_recorded() -> None:
-    served = engine()
-    served.submit(request("x", tuple(range(3, 43)), 3))
-    served.step()
-    served.update_weights(update_of(1, version=1))
-    done = drain(served)["x"]
-    assert [(span.version, span.start, span.end) for span in done.prompt_versions] == [(0, 0, 16), (1, 16, 40)]
-    assert versions_from_spans(done.weight_versions, 3) == [1, 1, 1]

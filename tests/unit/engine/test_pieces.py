@@ -71,7 +71,7 @@ def test_products_of_one_input_are_joint_and_follow_what_is_written_to_their_par
     ids_T = torch.arange(3, 23)
     with torch.inference_mode():
         expected_TV = other(input_ids=ids_T[None]).logits[0]
-        torch.testing.assert_close(runner._slot_logits(runner.kv, ids_T), expected_TV, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(runner._slot_logits(ids_T), expected_TV, atol=1e-4, rtol=1e-4)
 
 
 class _Shared(nn.Module):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
@@ -63,13 +62,6 @@ def test_without_used_lengths_keys_end_where_the_next_begin_and_no_key_means_zer
     found = varlen_reference(query, key, value, begins_q, begins_k, 3, 4, scale=0.3, window_size=(-1, 0))
     torch.testing.assert_close(found[:3], alone(query[:3], key, value, None))
     assert torch.equal(found[3], torch.zeros(1, 8))
-
-
-def test_query_heads_that_can_not_share_key_heads_evenly_are_refused() -> None:
-    query, key = torch.randn(1, 3, 8), torch.randn(1, 2, 8)
-    begins = torch.tensor([0, 1])
-    with pytest.raises(ValueError, match="can't share"):
-        varlen_reference(query, key, key, begins, begins, 1, 1)
 
 
 def test_rows_are_copied_as_if_all_at_once() -> None:
