@@ -122,7 +122,7 @@ def packed(model: Any, config: TrainerConfig, samples: Sequence[TrainingSample])
         begin_s = time.perf_counter()
         result = learner.step(samples, version=0)
         wall_s = time.perf_counter() - begin_s
-        return {"wall_s": wall_s, "loss": result.loss, "padding_free": result.padding_free}
+        return {"wall_s": wall_s, "loss": result.loss, "padding_free": result.packing_efficiency}
 
     return measure
 

@@ -56,7 +56,7 @@ PROCESSES = {
     ),
     "training": (
         "launch.hosts.worker launch.stages.training weights.sending",
-        f"actor engine environments models.own_forward serving weights.broadcast "
+        f"actor engine environments models.lora models.own_forward serving weights.broadcast "
         f"launch.stages.generation launch.stages.engines models.sharded trainer.sharding {LAUNCHER}",
     ),
     "server": (

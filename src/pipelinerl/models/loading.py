@@ -17,12 +17,14 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from pipelinerl.config.schema import LONGEST_SLOT, ModelConfig
-from pipelinerl.errors import ModelLoadError, UnsupportedModelError
+from pipelinerl.errors import CheckpointError, ModelLoadError, UnsupportedModelError
 from pipelinerl.models.folder import explain, find_model
 from pipelinerl.models.state import is_narrow
 
 _log = logging.getLogger(__name__)
 
+ADAPTER_FOLDER = "adapter"
+"""Subfolder of a checkpoint. If it were beside `model.safetensors`, transformers would load the folder as an adapter."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _HARMLESS = re.compile(
     r"rotary_emb\.inv_freq$|(attn|attention)\.(masked_)?bias$|position_ids$|(^|\.)mtp\.|(^|\.)(visual|vision|audio"
@@ -127,6 +129,12 @@ def stop_token_ids(model: Any, tokenizer: Any, max_length: int | None = None) ->
     for note in contract.notes:
         _log.warning("model: %s", note)
     return contract.stop_token_ids
+
+
+def refuse_adapter(folder: Path) -> None:
+    """Raise CheckpointError if `folder` is a checkpoint of a run with adapters."""
+    if (folder / ADAPTER_FOLDER).exists():
+        raise CheckpointError(f"{folder} is from a run that trained adapters; set model.lora to its earlier value to go on")
 
 
 def learned_positions(model: Any) -> int | None:

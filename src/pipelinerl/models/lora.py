@@ -14,17 +14,21 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from peft.tuners.lora import Linear
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from pipelinerl.config.schema import LoraConfig
 from pipelinerl.errors import CheckpointError, ConfigError, UnsupportedModelError
+from pipelinerl.extras import require
+from pipelinerl.models.loading import ADAPTER_FOLDER
 from pipelinerl.models.state import checksum, named_weights, write_safetensors
 
-ADAPTER_FOLDER = "adapter"
-"""Subfolder of a checkpoint. If it were beside `model.safetensors`, transformers would load the folder as an adapter."""
+require("lora", "model.lora")  # before the import, which fails without
+
+import peft  # noqa: E402
+from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers  # noqa: E402
+
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _BASE = "base_checksum"
 
@@ -33,16 +37,11 @@ class LoraModel:
     """`model`, frozen, with trainable adapters in its linear layers.
 
     The model is changed in place: it is called as before, and computes with exactly the weights that `weights` returns (see
-    `lora_linear`). B starts at 0, so these are the model's own at first. A is drawn from `seed`. Adapters are at least
-    float32. Raises MissingDependencyError without `peft`, ConfigError for layers that can't have adapters.
+    `LoraLinear`). B starts at 0, so these are the model's own at first. A is drawn from `seed`. Adapters are at least
+    float32. Raises ConfigError for layers that can't have adapters.
     """
 
     def __init__(self, model: Any, config: LoraConfig, *, seed: int) -> None:
-        from pipelinerl.extras import require  # noqa: PLC0415 - only for adapters
-
-        require("lora", "model.lora")
-        import peft  # noqa: PLC0415 - an extra, and it takes seconds
-
         targets = _targets(model, config.target_modules)
         empty = next(model.parameters()).is_meta  # where another process has the weights
         self._base_checksum = "" if empty else checksum(named_weights(model))
@@ -84,10 +83,6 @@ class LoraModel:
     def save_pretrained(self, folder: Path) -> None:
         """Write the merged model in transformers' format and, in `ADAPTER_FOLDER`, the adapter in peft's format."""
         self.model.save_pretrained(folder, state_dict=self.weights())
-        self.save_adapter(folder)
-
-    def save_adapter(self, folder: Path) -> None:
-        """Write only the adapter."""
         config = copy.copy(self._peft.peft_config["default"])
         config.inference_mode = True  # as peft writes it: the adapter is loaded frozen by default
         config.save_pretrained(folder / ADAPTER_FOLDER)
@@ -121,20 +116,12 @@ class LoraModel:
 
     def _adapter(self) -> dict[str, Tensor]:
         """The adapter's own tensors (not copies), by peft's names."""
-        from peft import get_peft_model_state_dict  # noqa: PLC0415 - as above
-
-        tensors: dict[str, Tensor] = get_peft_model_state_dict(self._peft, save_embedding_layers=False)
+        tensors: dict[str, Tensor] = peft.get_peft_model_state_dict(self._peft, save_embedding_layers=False)
         return tensors
 
 
 def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
     return {name: tensor.shape for name, tensor in tensors.items()}
-
-
-def refuse_adapter(folder: Path) -> None:
-    """Raise CheckpointError if `folder` is a checkpoint of a run with adapters."""
-    if (folder / ADAPTER_FOLDER).exists():
-        raise CheckpointError(f"{folder} is from a run that trained adapters; set model.lora to its earlier value to go on")
 
 
 _FUSED = ("out_proj", "x_proj", "dt_proj")
@@ -154,7 +141,10 @@ def _targets(model: Any, wanted: Sequence[str] | None) -> list[str]:
     ]
     others = {name.rpartition(".")[2] for name in modules.keys() - set(linear)}
     kinds = [kind for kind in dict.fromkeys(name.rpartition(".")[2] for name in linear) if kind not in others]
-    kinds = _not_of_experts(model, kinds)
+    # Without the names that peft takes for a mixture's experts, whose weights are not linear layers.
+    config = peft.LoraConfig(target_modules=kinds)
+    convert_peft_config_for_transformers(config, model, None)
+    kinds = [kind for kind in kinds if kind in config.target_modules]
     linear = [name for name in linear if name.rpartition(".")[2] in kinds]
     if not kinds:
         raise UnsupportedModelError(f"{type(model).__name__} has no linear layers for model.lora to train; set it to null")
@@ -170,16 +160,6 @@ def _targets(model: Any, wanted: Sequence[str] | None) -> list[str]:
     return targets
 
 
-def _not_of_experts(model: Any, kinds: list[str]) -> list[str]:
-    """`kinds` without the names that peft takes for a mixture's experts, whose weights are not linear layers."""
-    import peft  # noqa: PLC0415 - as above
-    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers  # noqa: PLC0415 - as above
-
-    config = peft.LoraConfig(target_modules=kinds)
-    convert_peft_config_for_transformers(config, model, None)
-    return [kind for kind in kinds if kind in config.target_modules]
-
-
 # ---- A linear layer with an adapter that computes with merged weights, bit for bit the weights that engines get
 # peft's own layer computes W x + scale * B (A x). With bfloat16 weights an engine computes something else, because its
 # merged weights are rounded: a change of the adapter that is smaller than the rounding would be trained on but never
@@ -190,7 +170,7 @@ def _not_of_experts(model: Any, kinds: list[str]) -> list[str]:
 # Shapes: O output and I input features of the layer, r the rank.
 
 
-class LoraLinear(Linear):  # type: ignore[misc]
+class LoraLinear(peft.tuners.lora.Linear):  # type: ignore[misc]
     """Replaces a `torch.nn.Linear`, which it keeps as `base_layer`. It has one adapter."""
 
     def forward(self, x: Tensor) -> Tensor:

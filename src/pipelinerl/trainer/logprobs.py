@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from pipelinerl.models.lora import LoraModel
 from pipelinerl.models.packed import MAX_PADDING_WASTE, PackedRow, TrainingForward, training_forward
 from pipelinerl.trainer.micro_batch import pack
 from pipelinerl.types import Segment
 
 if TYPE_CHECKING:
     from pipelinerl.models.head import ChunkedHead
+    from pipelinerl.models.lora import LoraModel
 
 CHUNK_ELEMENTS = 1 << 22
 """Rows are processed in chunks of about this many logits, which bounds temporary memory for any vocabulary size."""
@@ -165,16 +165,14 @@ class FrozenModelScorer:
         """For each segment, the log-probabilities of its sampled tokens in order of position."""
         scores: list[list[float]] = [[] for _ in segments]
         for indices in pack([len(segment.token_ids) for segment in segments], self._budget):
-            remaining = iter(self.logprobs([segments[i] for i in indices]).tolist())
+            row = PackedRow.of([segments[i] for i in indices], self._device, waste=MAX_PADDING_WASTE)
+            remaining = iter(self.row_logprobs(row).tolist())
             for i in indices:
                 scores[i] = [next(remaining) for _ in segments[i].sampled_positions]
         return scores
 
-    def logprobs(self, segments: Sequence[Segment]) -> Tensor:
-        """The log-probabilities (P,) of the sampled tokens of one packed batch."""
-        return self.row_logprobs(PackedRow.of(segments, self._device, waste=MAX_PADDING_WASTE))
-
     @torch.no_grad()
     def row_logprobs(self, row: PackedRow) -> Tensor:
+        """The log-probabilities (P,) of the sampled tokens of one packed row."""
         with self._initial():
             return self._row_logprobs(row)[0]

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-PACKED_COLUMNS = 7
-"""Numbers per token in `OnPolicyStats.packed`: the arguments of `OnPolicyStats.add`."""
+COLUMNS = 7
+"""Numbers per token in `OnPolicyStats`."""
 
 
 def effective_sample_size(log_ratios_N: torch.Tensor) -> float:
@@ -28,7 +28,6 @@ def effective_sample_size(log_ratios_N: torch.Tensor) -> float:
 class OnPolicyMetrics:
     """Distance between the trained policy and the behaviour policies, over all tokens of one optimizer step."""
 
-    tokens: int
     ess: float
     """Normalised effective sample size of the weights pi / mu, without any limit."""
     kl_behaviour_policy: float
@@ -51,11 +50,11 @@ class OnPolicyMetrics:
     on_policy_gap: float | None
     """Largest |log pi - log mu| over tokens of lag 0, which pi itself sampled: the numerical gap between engine and
     trainer. None if there are no such tokens."""
-    longest_lag_mean: float | None = None
-    """Mean lag of the tokens of the longest quarter of the rollouts. None if the rollouts' lengths were not given."""
-    longest_limited_fraction: float | None = None
+    longest_lag_mean: float
+    """Mean lag of the tokens of the longest quarter of the rollouts."""
+    longest_limited_fraction: float
     """Share of these tokens that was masked or truncated."""
-    log_product_sd: float | None = None
+    log_product_sd: float
     """Standard deviation over rollouts of the log of the product of a rollout's weights pi / mu. It grows with the square
     root of the length, at lag 0 too; above 1, a few rollouts have most of the weight under `sequence: truncate`."""
 
@@ -68,68 +67,39 @@ class OnPolicyStats:
     """
 
     def __init__(self) -> None:
-        self._columns: tuple[list[torch.Tensor], ...] = tuple([] for _ in range(PACKED_COLUMNS))
+        self._parts: list[tuple[torch.Tensor, ...]] = []
 
-    def add(
-        self,
-        log_ratios_N: torch.Tensor,
-        masked_N: torch.Tensor,
-        truncated_N: torch.Tensor,
-        entropy_N: torch.Tensor,
-        lags_N: torch.Tensor,
-        *,
-        lengths_N: torch.Tensor | None = None,
-        log_products_N: torch.Tensor | None = None,
-    ) -> None:
-        """Add a micro-batch's sampled tokens: log(pi / mu), bools, nats, integer lags, all of shape (N,). N may be 0.
+    def add(self, *columns_N: torch.Tensor) -> None:
+        """Add the sampled tokens of a micro-batch or of another process: `COLUMNS` tensors of shape (N,), in this order.
 
-        `lengths_N`: number of sampled tokens of the token's rollout; `log_products_N`: the sum of log(pi / mu) over them.
-        Each is given for all micro-batches of a step or for none.
+        log(pi / mu); whether the token is masked, and whether it is truncated; entropy in nats; lag; number of sampled
+        tokens of the token's rollout; and the sum of log(pi / mu) over them. N may be 0.
         """
-        needed = (log_ratios_N, masked_N, truncated_N, entropy_N, lags_N)
-        shapes = [tuple(tensor.shape) for tensor in needed]
-        if len(set(shapes)) != 1 or len(shapes[0]) != 1:
-            raise ValueError(f"every per-token tensor must have the same shape (N,), got {shapes}")
-        for column, tensor_N in zip(self._columns, (*needed, lengths_N, log_products_N), strict=True):
-            if tensor_N is not None:
-                column.append(tensor_N.detach())
+        self._parts.append(tuple(column_N.detach() for column_N in columns_N))
 
-    def packed(self) -> torch.Tensor:
-        """All tokens in float32 on the CPU, (PACKED_COLUMNS, N), for `add_packed` elsewhere. Needs the lengths."""
-        columns = ([torch.empty(0), *(chunk.float().cpu() for chunk in column)] for column in self._columns)
-        return torch.stack([torch.cat(column) for column in columns])
-
-    def add_packed(self, tokens_7N: torch.Tensor) -> None:
-        """Add the tokens of another process."""
-        device = self._columns[0][0].device if self._columns[0] else "cpu"
-        logs_N, masked_N, truncated_N, entropy_N, lags_N, lengths_N, products_N = tokens_7N.to(device)
-        known = {"lengths_N": lengths_N.long(), "log_products_N": products_N}
-        self.add(logs_N, masked_N.bool(), truncated_N.bool(), entropy_N, lags_N.long(), **known)
+    def tokens(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """All tokens on the CPU, (COLUMNS, N). The host waits for a device once."""
+        if not self._parts:
+            return torch.empty(COLUMNS, 0, dtype=dtype)
+        return torch.stack([torch.cat(parts).to(dtype) for parts in zip(*self._parts, strict=True)]).cpu()
 
     def result(self) -> OnPolicyMetrics | None:
         """The metrics of all tokens added; None if there were none.
 
         Raises ValueError if a log-ratio is not finite, which means that the weights or an input are broken.
         """
-        tokens = sum(chunk.numel() for chunk in self._columns[0])
+        logs_N, masked_N, truncated_N, entropy_N, lags_N, lengths_N, products_N = self.tokens(torch.float64)
+        tokens = len(logs_N)
         if tokens == 0:
             return None
-        # In one type, so that the host waits for a device once.
-        arrived = iter(torch.stack([torch.cat(column).double() for column in self._columns if column]).cpu())
-        found = [next(arrived) if column else None for column in self._columns]
-        logs_N, masked_N, truncated_N, entropy_N, lags_N = (tensor for tensor in found[:5] if tensor is not None)
-        lengths_N, products_N = None if found[5] is None else found[5].long(), found[6]
-        lags_N = lags_N.long()
         if broken := int((~logs_N.isfinite()).sum()):
             raise ValueError(f"log(pi / mu) is not a finite number at {broken} of {tokens} tokens")
         weights_N = logs_N.exp()
+        lags_N = lags_N.long()
         sorted_lags_N = lags_N.sort().values
         on_policy_N = logs_N[lags_N == 0]
-        limited_N = torch.maximum(masked_N, truncated_N)
-        longest_N = None if lengths_N is None else in_longest_quarter(lengths_N)
-        by_rollout = None if lengths_N is None or products_N is None else _sd_by_rollout(products_N, lengths_N)
+        longest_N = in_longest_quarter(lengths_N.long())
         return OnPolicyMetrics(
-            tokens=tokens,
             ess=effective_sample_size(logs_N),
             kl_behaviour_policy=float(-logs_N.mean()),
             kl_behaviour_policy_k3=float((torch.expm1(logs_N) - logs_N).mean()),
@@ -143,9 +113,9 @@ class OnPolicyStats:
             weight_mean=float(weights_N.mean()),
             weight_max=float(weights_N.max()),
             on_policy_gap=float(on_policy_N.abs().max()) if on_policy_N.numel() else None,
-            longest_lag_mean=None if longest_N is None else float(lags_N[longest_N].double().mean()),
-            longest_limited_fraction=None if longest_N is None else float(limited_N[longest_N].mean()),
-            log_product_sd=by_rollout,
+            longest_lag_mean=float(lags_N[longest_N].double().mean()),
+            longest_limited_fraction=float(torch.maximum(masked_N, truncated_N)[longest_N].mean()),
+            log_product_sd=_sd_by_rollout(products_N, lengths_N),
         )
 
 

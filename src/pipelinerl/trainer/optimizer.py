@@ -152,11 +152,7 @@ def learning_rate(
     Warm-up rises linearly over steps 0 to `warmup_steps` - 1, strictly between 0 and the peak, so that no step has a rate of
     0. Step `warmup_steps` is the first at the peak. From there the rate is constant, or decays to `FLOOR` times the peak at
     the last step (`total_steps` - 1) and stays there.
-
-    Raises ValueError for a negative step or warm-up, or for less than one step in total.
     """
-    if step < 0 or warmup_steps < 0 or total_steps < 1:
-        raise ValueError(f"no learning rate for step {step}, {warmup_steps} warm-up steps and {total_steps} steps in total")
     if step < warmup_steps:
         return peak * (step + 1) / (warmup_steps + 1)
     decay_steps = total_steps - 1 - warmup_steps
@@ -169,16 +165,6 @@ def learning_rate(
         case "cosine":
             left = (1.0 + math.cos(math.pi * progress)) / 2.0
     return peak * (FLOOR + (1.0 - FLOOR) * left)
-
-
-def ess_factor(kind: Literal["off", "sqrt"], ess: float) -> float:
-    """The factor of `trainer.ess_lr` on the learning rate: sqrt(ESS) or 1, where ESS in (0, 1] is the batch's.
-
-    The variance of an importance-weighted gradient equals the variance of an on-policy batch of ESS times the size, and
-    AdamW's learning rate scales with the square root of the batch size (VCPO, arXiv 2602.17616). VCPO divides by the ESS of
-    on-policy data, which is 1 for the weights pi / mu.
-    """
-    return math.sqrt(ess) if kind == "sqrt" else 1.0
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from statistics import fmean
 
 from pipelinerl.checkpoint import QueueCounts, QueuePosition
@@ -19,13 +20,22 @@ RECENT_ROLLOUTS = 1024
 """Number of rollouts that `sampled_length_mean` is computed over."""
 
 
+@dataclass
 class _OpenGroup:
     """A group with rollouts that are neither trained nor dropped."""
 
-    def __init__(self, offset: int, ids: Iterable[str]) -> None:
-        self.offset = offset
-        self.open_ids = set(ids)
-        self.retired_ids: set[str] = set()
+    offset: int
+    open_ids: set[str]
+    retired_ids: set[str]
+
+
+@dataclass
+class Drops:
+    """Dropped rollouts: the sampled tokens and the id of each, by reason, and all rewards."""
+
+    lengths: dict[str, list[int]] = field(default_factory=dict)
+    ids: dict[str, list[str]] = field(default_factory=dict)
+    rewards: list[float] = field(default_factory=list)
 
 
 class SampleQueue:
@@ -57,9 +67,7 @@ class SampleQueue:
         self._trained = counts.trained
         self._dropped = Counter(counts.dropped)
         self._dropped_tokens = Counter(counts.dropped_tokens)
-        self._dropped_lengths: dict[str, list[int]] = {}
-        self._dropped_ids: dict[str, list[str]] = {}
-        self._dropped_rewards: list[float] = []
+        self._latest_drops = Drops()
         self._recent_lengths: deque[int] = deque(maxlen=RECENT_ROLLOUTS)
 
     @property
@@ -132,20 +140,10 @@ class SampleQueue:
             self._count_dropped(reason, [sample.sampled_count], [sample.id], [sample.reward])
             self._retire(sample)
 
-    def dropped_lengths(self) -> dict[str, list[int]]:
-        """Sampled tokens of each rollout dropped since the last call, by reason."""
-        lengths, self._dropped_lengths = self._dropped_lengths, {}
-        return lengths
-
-    def dropped_ids(self) -> dict[str, list[str]]:
-        """Ids of the rollouts dropped since the last call, by reason."""
-        ids, self._dropped_ids = self._dropped_ids, {}
-        return ids
-
-    def dropped_rewards(self) -> list[float]:
-        """Rewards of the rollouts dropped since the last call."""
-        rewards, self._dropped_rewards = self._dropped_rewards, []
-        return rewards
+    def take_drops(self) -> Drops:
+        """The rollouts dropped since the last call."""
+        drops, self._latest_drops = self._latest_drops, Drops()
+        return drops
 
     def position(self) -> QueuePosition:
         """The position for a checkpoint. With it, a resumed run trains on and counts no rollout twice, and loses none."""
@@ -162,8 +160,6 @@ class SampleQueue:
     def _admit(self, offset: int, group: Prepared) -> None:
         if len(set(group.ids)) != len(group.ids):
             raise StreamError(f"group {group.index} has two rollouts of the same id")
-        opened = _OpenGroup(offset, (sample.id for sample in group.samples))
-        opened.retired_ids = set(group.ids) - opened.open_ids
         retired_before = self._retired_before.intersection(group.ids)
         self._retired_before -= retired_before
         if not retired_before:  # otherwise its drops were counted when it was first read
@@ -172,12 +168,12 @@ class SampleQueue:
                 self._count_dropped(reason, lengths, group.dropped_ids.get(reason, ()), rewards)
         self._recent_lengths.extend(sample.sampled_count for sample in group.samples)
         self._recent_lengths.extend(length for lengths in group.dropped_by_length.values() for length in lengths)
-        opened.open_ids -= retired_before
-        opened.retired_ids |= retired_before
-        self._samples.extend(sample for sample in group.samples if sample.id not in retired_before)
-        if opened.open_ids:
-            self._groups[group.index] = opened
-            self._drop_too_old(group.samples)
+        samples = [sample for sample in group.samples if sample.id not in retired_before]
+        self._samples.extend(samples)
+        if samples:
+            open_ids = {sample.id for sample in samples}
+            self._groups[group.index] = _OpenGroup(offset, open_ids, set(group.ids) - open_ids)
+            self._drop_too_old(samples)
         else:
             self._ledger.add(group.index)
 
@@ -199,6 +195,6 @@ class SampleQueue:
     def _count_dropped(self, reason: str, lengths: Sequence[int], ids: Sequence[str], rewards: Sequence[float]) -> None:
         self._dropped[reason] += len(lengths)
         self._dropped_tokens[reason] += sum(lengths)
-        self._dropped_lengths.setdefault(reason, []).extend(lengths)
-        self._dropped_ids.setdefault(reason, []).extend(ids)
-        self._dropped_rewards.extend(rewards)
+        self._latest_drops.lengths.setdefault(reason, []).extend(lengths)
+        self._latest_drops.ids.setdefault(reason, []).extend(ids)
+        self._latest_drops.rewards.extend(rewards)

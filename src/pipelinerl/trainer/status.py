@@ -12,11 +12,12 @@ import msgspec
 from pipelinerl.files import Lines
 from pipelinerl.interfaces import Board, Verdict
 from pipelinerl.metrics.collapse import CollapseWatch
+from pipelinerl.metrics.records import EngineRecord, StepRecord
 from pipelinerl.metrics.sinks import Sink
 from pipelinerl.metrics.totals import actor_total, engine_total
 from pipelinerl.status.board import ALONE, StatusReporter
 from pipelinerl.trainer.queue import SampleQueue
-from pipelinerl.trainer.records import EngineWatch, PublishedRecord, step_record, trained_record
+from pipelinerl.trainer.records import PublishedRecord, TrainedRecord, batch_statistics
 from pipelinerl.trainer.step import StepResult
 from pipelinerl.types import (
     TRAINER,
@@ -69,7 +70,7 @@ class TrainerStatus:
         self._ready_s = self._step_end_s = self._begin_s = output.clock()
         self._started_s = self._ready_s if output.started_s is None else output.started_s
         self._reporter = StatusReporter(output.board, TRAINER, output.clock)
-        self._engine = EngineWatch()
+        self._engine_before: tuple[float, int] | None = None
         self._busy_s = self._step_end_busy_s = self._saving_s = self._publish_s = 0.0
         self._latest: dict[str, float] = {}
         self._collapse = CollapseWatch()
@@ -138,11 +139,8 @@ class TrainerStatus:
         output = self._output
         found = {stage: output.board.read(stage) for stage in (*output.engines, *output.actors)}
         statuses = {stage: status for stage, status in found.items() if status is not None}
-        engine = engine_total(statuses)
-        record = step_record(
-            samples,
-            result,
-            queue,
+        engine, actor, drops = engine_total(statuses), actor_total(statuses), queue.take_drops()
+        record = StepRecord(
             version=version,
             time_s=now_s - self._started_s,
             train_s=now_s - self._begin_s,
@@ -150,9 +148,16 @@ class TrainerStatus:
             publish_s=self._publish_s,
             update=update,
             saving_s=self._saving_s,
+            queued=queue.queued,
+            dropped=queue.dropped,
+            sampled_length_mean=queue.sampled_length_mean,
+            started_length_mean=actor.started_length_mean if actor else None,
+            actor_dropped=dict(actor.rollouts_dropped) if actor else {},
+            actor_dropped_tokens=dict(actor.dropped_tokens) if actor else {},
             ess_guard_trips=ess_guard_trips,
-            engine=self._engine.record(engine, now_s) if engine is not None else None,
-            actor=actor_total(statuses),
+            engine=None if engine is None else self._engine_record(engine, now_s),
+            **result.measured(),
+            **batch_statistics(samples, drops, version - 1),
         )
         self._saving_s = 0.0
         output.sink.write(record)
@@ -160,12 +165,17 @@ class TrainerStatus:
         if self._output.weighs_products and not self._spread and (record.log_product_sd or 0.0) > 1:
             self._spread = (PRODUCTS.format(record.version),)
         self._latest = record.headline()
-        lengths, ids = queue.dropped_lengths(), queue.dropped_ids()
         if output.trained_log is not None:
-            output.trained_log.write(
-                trained_record(samples, version=version - 1, refused=self._refused, dropped_lengths=lengths, dropped_ids=ids)
-            )
+            output.trained_log.write(TrainedRecord.of(samples, version - 1, self._refused, drops))
         self._refused = []
+
+    def _engine_record(self, engine: EngineProgress, now_s: float) -> EngineRecord:
+        """With the token rate since the previous record, unless engines were started again since then."""
+        (before_s, before), rate = self._engine_before or (now_s, 0), None
+        if now_s > before_s and engine.tokens_generated >= before:
+            rate = (engine.tokens_generated - before) / (now_s - before_s)
+        self._engine_before = (now_s, engine.tokens_generated)
+        return EngineRecord.of(engine, rate)
 
     def probe_readings(self) -> Iterator[ProbeReading]:
         """The weight probes that the engines have published."""

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,15 +21,17 @@ from torch import Tensor
 from pipelinerl.checkpoint import OPTIMIZER_FILE, Checkpoint
 from pipelinerl.config.schema import CorrectionConfig, TrainerConfig
 from pipelinerl.errors import TrainingDivergedError
-from pipelinerl.models.lora import LoraModel
 from pipelinerl.models.packed import MAX_PADDING_WASTE, PackedRow, checkpoint_activations, training_forward
 from pipelinerl.models.state import named_weights, write_safetensors
 from pipelinerl.trainer.logprobs import RowLogprobs
 from pipelinerl.trainer.losses import DEFAULT_CORRECTION, LossInputs, make_loss
 from pipelinerl.trainer.micro_batch import MicroBatch, pack, padded_bins, segment_lengths
 from pipelinerl.trainer.on_policy import OnPolicyMetrics, OnPolicyStats
-from pipelinerl.trainer.optimizer import Optimizer, ess_factor, learning_rate
+from pipelinerl.trainer.optimizer import Optimizer, learning_rate
 from pipelinerl.types import Segment, TrainingSample
+
+if TYPE_CHECKING:
+    from pipelinerl.models.lora import LoraModel
 
 OnMicroBatch = Callable[[int, int], None]
 """Called with the numbers of micro-batches done and in total."""
@@ -42,7 +44,7 @@ class StepResult:
     `learning_rate` is the rate that was used: the schedule's, times the factor of `trainer.ess_lr`.
 
     `metrics` is None if no rollout of the step had a gradient. `tokens_context` counts tokens that went through the model
-    without being trained on. `padding_free` is the share of the attention's cells that are not padding.
+    without being trained on. `packing_efficiency` is the share of the attention's cells that are not padding.
     """
 
     stepped: bool
@@ -51,11 +53,18 @@ class StepResult:
     tokens_trained: int
     tokens_context: int
     micro_batches: int
-    padding_free: float | None
+    packing_efficiency: float | None
     loss: float
     metrics: OnPolicyMetrics | None
     learning_rate: float
     grad_norm: float | None = None
+
+    def measured(self) -> dict[str, Any]:
+        """The numbers by their names in `metrics.records.StepRecord`."""
+        found = asdict(self)
+        del found["stepped"]
+        metrics = found.pop("metrics") or {}
+        return found | metrics
 
 
 @dataclass
@@ -164,7 +173,7 @@ class Learner:
             tokens_trained=trained,
             tokens_context=tokens - trained,
             micro_batches=micro_batches,
-            padding_free=tokens / sums.cells if sums.cells else None,
+            packing_efficiency=tokens / sums.cells if sums.cells else None,
             loss=loss,
             metrics=metrics,
             learning_rate=rate,
@@ -183,7 +192,12 @@ class Learner:
 
     def _decide(self, stats: OnPolicyStats, loss: float, version: int) -> tuple[OnPolicyMetrics | None, float, bool]:
         """The metrics of the step, its learning rate, and whether it is taken."""
-        metrics = _result(stats, loss)
+        try:
+            metrics = stats.result()
+        except ValueError as error:
+            raise TrainingDivergedError(f"{error}: the weights or the engine's log-probabilities are broken") from error
+        if not math.isfinite(loss):
+            raise TrainingDivergedError(f"the loss is {loss}: lower trainer.learning_rate, or check the rewards")
         stepped = metrics is None or metrics.ess >= self._config.ess_threshold
         return metrics, self._learning_rate(version, metrics), stepped
 
@@ -233,8 +247,8 @@ class Learner:
             output.truncated_N,
             entropy_P,
             batch.lags_P,
-            lengths_N=inputs.sums_by_sequence(torch.ones_like(batch.sequence_P))[batch.sequence_P],
-            log_products_N=inputs.sums_by_sequence(log_ratio_P)[batch.sequence_P],
+            inputs.sums_by_sequence(torch.ones_like(batch.sequence_P))[batch.sequence_P],
+            inputs.sums_by_sequence(log_ratio_P)[batch.sequence_P],
         )
         sums.loss += part.detach()
         sums.cells += batch.row.cells
@@ -249,8 +263,14 @@ class Learner:
         return max(1, sum(sample.sampled_count for sample in samples))
 
     def _learning_rate(self, version: int, metrics: OnPolicyMetrics | None) -> float:
+        """The schedule's rate; with `trainer.ess_lr: sqrt`, times the root of the batch's effective sample size.
+
+        The variance of an importance-weighted gradient equals the variance of an on-policy batch of ESS times the size, and
+        AdamW's learning rate scales with the square root of the batch size (VCPO, arXiv 2602.17616). VCPO divides by the ESS
+        of on-policy data, which is 1 for the weights pi / mu.
+        """
         config = self._config
-        factor = 1.0 if metrics is None else ess_factor(config.ess_lr, metrics.ess)
+        factor = math.sqrt(metrics.ess) if metrics is not None and config.ess_lr == "sqrt" else 1.0
         return factor * learning_rate(
             version,
             peak=config.learning_rate,
@@ -258,13 +278,3 @@ class Learner:
             warmup_steps=config.warmup_steps,
             total_steps=config.steps,
         )
-
-
-def _result(stats: OnPolicyStats, loss: float) -> OnPolicyMetrics | None:
-    try:
-        metrics = stats.result()
-    except ValueError as error:
-        raise TrainingDivergedError(f"{error}: the weights or the engine's log-probabilities are broken") from error
-    if not math.isfinite(loss):
-        raise TrainingDivergedError(f"the loss is {loss}: lower trainer.learning_rate, or check the rewards")
-    return metrics

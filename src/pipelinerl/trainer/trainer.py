@@ -17,7 +17,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -82,14 +82,6 @@ class CheckpointPlan:
     check: Callable[[], object] = lambda: None
 
 
-class UnfinishedCheckpoint(NamedTuple):
-    """A checkpoint whose files are written, and what is done with it once they are on the disk."""
-
-    version: int
-    position: QueuePosition
-    finished: Future[Path]
-
-
 class Trainer:
     """The trainer process of Algorithm 2: trains the model from `state` to `config.steps` optimizer steps.
 
@@ -125,7 +117,8 @@ class Trainer:
         self._tokens_trained = state.counters.tokens_trained
         self._ess_guard_trips = state.counters.ess_guard_trips
         self._finishing = ThreadPoolExecutor(1, "checkpoint")
-        self._unfinished: UnfinishedCheckpoint | None = None
+        # The version and queue position of a checkpoint whose files are on their way to the disk.
+        self._unfinished: tuple[int, QueuePosition, Future[Path]] | None = None
         self._drop_stale()
 
     @property
@@ -260,7 +253,7 @@ class Trainer:
 
     def _save(self) -> None:
         """Write a copy of the weights, a checkpoint, or both, if they are due."""
-        if self._unfinished is not None and self._unfinished.finished.done():
+        if self._unfinished is not None and self._unfinished[2].done():
             self._finish_checkpoint()
         copy, checkpoint = (
             every and self._version % every == 0 for every in (self._config.weights_every, self._config.checkpoint_every)
@@ -311,7 +304,7 @@ class Trainer:
             keep=self._config.keep_checkpoints,
             check=self._checkpoints.check,
         )
-        self._unfinished = UnfinishedCheckpoint(self._version, position, self._finishing.submit(finish))
+        self._unfinished = (self._version, position, self._finishing.submit(finish))
 
     def _finish_checkpoint(self) -> None:
         """Wait for the checkpoint that was begun, if any, then let the stream discard what is before it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ from transformers import AutoModelForCausalLM
 
 from pipelinerl.config.schema import LoraConfig, TrainerConfig
 from pipelinerl.errors import CheckpointError, ConfigError, MissingDependencyError
-from pipelinerl.models.lora import ADAPTER_FOLDER, LoraLinear, LoraModel, refuse_adapter
+from pipelinerl.models import lora as lora_module
+from pipelinerl.models.loading import ADAPTER_FOLDER, refuse_adapter
+from pipelinerl.models.lora import LoraLinear, LoraModel
 from pipelinerl.models.packed import PackedRow, training_forward
 from pipelinerl.models.state import checksum, load_weights, named_weights
 from pipelinerl.trainer import FrozenModelScorer, Learner
@@ -251,4 +254,4 @@ def test_layers_that_would_be_left_out_of_the_computation_have_no_adapters(name:
 def test_without_peft_the_message_says_what_to_install(not_installed: Callable[[str], None]) -> None:
     not_installed("peft")
     with pytest.raises(MissingDependencyError, match="pip install 'peft>="):
-        with_adapters()
+        importlib.reload(lora_module)

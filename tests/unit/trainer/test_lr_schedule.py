@@ -2,13 +2,13 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelinerl.trainer.optimizer import FLOOR, ess_factor, learning_rate
+from pipelinerl.trainer.optimizer import FLOOR, learning_rate
 
 Schedule = Literal["constant", "linear", "cosine"]
 SCHEDULES: list[Schedule] = ["constant", "linear", "cosine"]
@@ -47,16 +47,3 @@ def test_rates_rise_then_never_rise_again_and_stay_within_bounds(schedule: Sched
     assert all(a >= b - 1e-12 for a, b in pairwise(values[warmup:]))
     assert all(0 < value <= 2.0 + 1e-12 for value in values)
     assert all(value >= 2.0 * FLOOR - 1e-12 for value in values[warmup:])
-
-
-@pytest.mark.parametrize("wrong", [{"step": -1}, {"warmup_steps": -1}, {"total_steps": 0}])
-def test_nonsense_is_refused(wrong: dict[str, int]) -> None:
-    arguments: dict[str, Any] = {"step": 0, "warmup_steps": 0, "total_steps": 1} | wrong
-    with pytest.raises(ValueError, match="no learning rate"):
-        learning_rate(arguments.pop("step"), peak=1.0, schedule="linear", **arguments)
-
-
-@pytest.mark.parametrize("ess", [1.0, 0.81, 0.25, 1e-4])
-def test_the_root_of_the_effective_sample_size_scales_the_rate(ess: float) -> None:
-    assert ess_factor("sqrt", ess) == pytest.approx(ess**0.5)
-    assert ess_factor("off", ess) == 1.0

@@ -66,7 +66,7 @@ def metrics_of(tokens: Tokens, chunks: list[np.ndarray]) -> OnPolicyMetrics:
     stats = OnPolicyStats()
     for chunk in chunks:
         ones_N = torch.ones(len(chunk), dtype=torch.long)
-        stats.add(*(tensor[chunk] for tensor in tokens), lengths_N=ones_N, log_products_N=tokens[0][chunk])
+        stats.add(*(tensor[chunk] for tensor in tokens), ones_N, tokens[0][chunk])
     metrics = stats.result()
     assert metrics is not None
     return metrics
@@ -79,7 +79,6 @@ def test_metrics_equal_numpy() -> None:
     lags = tokens[4].numpy()
     weights = np.exp(logs)
     expected = OnPolicyMetrics(
-        tokens=257,
         ess=slow_ess(logs),
         kl_behaviour_policy=np.mean([-log for log in logs]),
         kl_behaviour_policy_k3=np.mean([math.exp(log) - 1 - log for log in logs]),
@@ -108,8 +107,7 @@ def test_metrics_do_not_depend_on_packing(count: int, seed: int, data: st.DataOb
     cuts = sorted(data.draw(st.lists(st.integers(0, count), max_size=6)))
     once = dataclasses.asdict(metrics_of(tokens, [np.arange(count)]))
     packed = dataclasses.asdict(metrics_of(tokens, np.split(order, cuts)))
-    exact = ["tokens", "lag_max", "lag_p50", "lag_p99", "weight_max", "on_policy_gap", "masked_fraction"]
-    exact.append("truncated_fraction")
+    exact = ["lag_max", "lag_p50", "lag_p99", "weight_max", "on_policy_gap", "masked_fraction", "truncated_fraction"]
     assert [packed[name] for name in exact] == [once[name] for name in exact]
     sums = [name for name in once if name not in exact]
     assert [packed[name] for name in sums] == pytest.approx([once[name] for name in sums], rel=1e-12, abs=1e-14)
@@ -155,44 +153,39 @@ def test_the_sd_of_log_products_counts_every_rollout_once() -> None:
         zeros_N = torch.zeros(len(logs_N))
         lengths_N = torch.cat([torch.full((len(logs),), len(logs)) for logs in part])
         products_N = torch.cat([logs.sum().expand(len(logs)) for logs in part])
-        plain = (logs_N, zeros_N > 0, zeros_N > 0, zeros_N, zeros_N.long())
-        stats.add(*plain, lengths_N=lengths_N, log_products_N=products_N)
+        stats.add(logs_N, zeros_N > 0, zeros_N > 0, zeros_N, zeros_N.long(), lengths_N, products_N)
     expected = np.std([float(logs.sum()) for logs in rollouts])
     other = OnPolicyStats()
-    other.add_packed(stats.packed())
+    other.add(*stats.tokens())
     for result in (stats.result(), other.result()):
         assert result is not None
         assert result.log_product_sd == pytest.approx(expected, rel=1e-5)
 
 
+def plain(log_ratios_N: torch.Tensor) -> list[torch.Tensor]:
+    """The arguments of `OnPolicyStats.add` for rollouts of one token without lag."""
+    zeros_N = torch.zeros(len(log_ratios_N))
+    return [log_ratios_N, zeros_N > 0, zeros_N > 0, log_ratios_N, zeros_N.long(), zeros_N.long() + 1, log_ratios_N]
+
+
 def test_no_tokens_have_no_metrics() -> None:
     stats = OnPolicyStats()
     assert stats.result() is None
-    stats.add(torch.zeros(0), torch.zeros(0) > 0, torch.zeros(0) > 0, torch.zeros(0), torch.zeros(0, dtype=torch.long))
+    stats.add(*plain(torch.zeros(0)))
     assert stats.result() is None
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
 def test_log_ratios_that_are_not_finite_are_reported(broken: float) -> None:
     stats = OnPolicyStats()
-    stats.add(
-        torch.tensor([0.0, broken]), torch.zeros(2) > 0, torch.zeros(2) > 0, torch.zeros(2), torch.zeros(2, dtype=torch.long)
-    )
+    stats.add(*plain(torch.tensor([0.0, broken])))
     with pytest.raises(ValueError, match="1 of 2 tokens"):
         stats.result()
 
 
-def test_tensors_of_different_lengths_are_refused() -> None:
-    with pytest.raises(ValueError, match="same shape"):
-        OnPolicyStats().add(
-            torch.zeros(2), torch.zeros(3) > 0, torch.zeros(2) > 0, torch.zeros(2), torch.zeros(2, dtype=torch.long)
-        )
-
-
 def test_statistics_hold_no_graph() -> None:
     stats = OnPolicyStats()
-    leaf = torch.zeros(2, requires_grad=True)
-    stats.add(leaf * 2, torch.zeros(2) > 0, torch.zeros(2) > 0, leaf * 3, torch.zeros(2, dtype=torch.long))
+    stats.add(*plain(torch.zeros(2, requires_grad=True) * 2))
     copy.deepcopy(stats)  # PyTorch copies no tensor that is part of a graph
 
 
@@ -207,7 +200,7 @@ def test_the_longest_quarter_of_the_rollouts(lengths: list[int], seed: int) -> N
     for number, (length, lags, limited) in enumerate(rollouts):
         zeros, limited_N, nothing_N = torch.zeros(length), torch.tensor(limited), torch.zeros(length) > 0
         kinds = (limited_N, nothing_N) if number % 2 else (nothing_N, limited_N)
-        stats.add(zeros, *kinds, zeros, torch.tensor(lags), lengths_N=torch.full((length,), length))
+        stats.add(zeros, *kinds, zeros, torch.tensor(lags), torch.full((length,), length), zeros)
     metrics = stats.result()
     assert metrics is not None
     assert metrics.longest_lag_mean == pytest.approx(np.concatenate([lags for _, lags, _ in longest]).mean())

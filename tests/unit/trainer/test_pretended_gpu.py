@@ -16,7 +16,6 @@ from pipelinerl.checkpoint import CheckpointState, write_checkpoint
 from pipelinerl.config.schema import LoraConfig, TrainerConfig
 from pipelinerl.engine.static import StaticEngine
 from pipelinerl.files import shared_memory
-from pipelinerl.models import device as transfers
 from pipelinerl.models import packed
 from pipelinerl.models.loading import use_float32_head
 from pipelinerl.models.lora import LoraModel
@@ -91,7 +90,7 @@ def test_an_update_is_verified_by_the_device_and_waits_for_it_once() -> None:
 def test_a_checkpoint_is_written_in_parts_of_which_the_host_has_three(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, adapters: bool
 ) -> None:
-    monkeypatch.setattr(transfers, "PART", 1000)
+    monkeypatch.setattr("pipelinerl.models.device.PART", 1000)
     model = make_model("qwen3").bfloat16()
     samples = make_samples(model)
     with pretended_cuda() as device:

@@ -15,7 +15,7 @@ from pipelinerl.config.schema import PreprocessConfig
 from pipelinerl.errors import StreamError
 from pipelinerl.ledger import GroupLedger
 from pipelinerl.preprocess import PreparingReader, Preprocessor
-from pipelinerl.trainer.queue import SampleQueue
+from pipelinerl.trainer.queue import Drops, SampleQueue
 from pipelinerl.types import Completion, Group, Problem, Rollout, Turn, spans_from_versions
 from tests.unit.group_stream import GroupStream
 
@@ -103,10 +103,10 @@ def test_a_sample_with_a_token_that_is_too_old_is_dropped_at_hand_or_when_it_com
     queue.pull()
     queue.require(1, "stale")
     assert queue.dropped == {"stale": 3}
-    assert queue.dropped_lengths() == {"stale": [2, 3, 4]}
-    assert queue.dropped_ids() == {"stale": ["0/0", "0/1", "0/2"]}
-    assert queue.dropped_ids() == {}
-    assert queue.dropped_lengths() == {}
+    drops = queue.take_drops()
+    assert drops.lengths == {"stale": [2, 3, 4]}
+    assert drops.ids == {"stale": ["0/0", "0/1", "0/2"]}
+    assert queue.take_drops() == Drops()
     queue.pull()
     assert queue.dropped == {"stale": 6}
     assert ids(queue.take(3)) == ["1/0", "1/1", "1/2"]
@@ -129,8 +129,10 @@ def test_what_the_preprocessor_drops_is_counted_with_its_length() -> None:
     queue = Setup([make_group(0, rewards=(1.0, 1.0, 1.0)), make_group(1, rewards=(0.0, 2.0, 1.0))], config=config).queue()
     pull_all(queue)
     assert queue.dropped == {"zero_advantage": 4}
-    assert queue.dropped_lengths() == {"zero_advantage": [2, 3, 4, 4]}
-    assert queue.dropped_ids() == {"zero_advantage": ["0/0", "0/1", "0/2", "1/2"]}
+    drops = queue.take_drops()
+    assert drops.lengths == {"zero_advantage": [2, 3, 4, 4]}
+    assert drops.ids == {"zero_advantage": ["0/0", "0/1", "0/2", "1/2"]}
+    assert sorted(drops.rewards) == [1.0, 1.0, 1.0, 1.0]
     assert queue.outstanding == queue.queued == 2
     assert 0 in {*range(queue.position().ledger.below)}
     assert queue.sampled_length_mean == 3.0, "the mean is over all that came in, dropped or not"
@@ -236,12 +238,3 @@ def test_every_rollout_ends_in_exactly_one_place_over_any_number_of_resumes(  # 
     while queue.queued:
         queue.mark_trained(queue.take(1))
     assert queue.position() == QueuePosition(offset=len(groups), ledger=GroupLedger(len(groups)))
-
-
-def test_rewards_of_all_that_was_dropped_are_kept_once() -> None:
-    config = PreprocessConfig(zero_advantage="drop")
-    queue = Setup([make_group(0, rewards=(1.0, 1.0, 1.0)), make_group(1, rewards=(0.0, 2.0, 1.0))], config=config).queue()
-    pull_all(queue)
-    queue.drop(queue.take(1), "stale")
-    assert sorted(queue.dropped_rewards()) == [0.0, 1.0, 1.0, 1.0, 1.0]
-    assert queue.dropped_rewards() == []

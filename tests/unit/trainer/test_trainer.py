@@ -520,16 +520,6 @@ def test_run_stops_when_told_with_a_checkpoint(tmp_path: Path) -> None:
     assert load_checkpoint(path).state.version == 3
 
 
-def test_checkpoints_come_when_due(tmp_path: Path) -> None:
-    setup = Setup(tmp_path, steps=5, checkpoint_every=2, keep_checkpoints=9)
-    setup.drive()
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
-        "step_00000002",
-        "step_00000004",
-        "step_00000005",
-    ]
-
-
 def test_conventional_publishes_once_a_round_and_at_the_end(tmp_path: Path) -> None:
     setup = Setup(tmp_path, ConventionalSchedule(4, 4), steps=6)
     setup.drive()

@@ -28,8 +28,7 @@ from pipelinerl.launch.stages.preprocessing import prepared_groups, scores_in_th
 from pipelinerl.metrics.sessions import Computer, SessionRecord
 from pipelinerl.metrics.sinks import JsonlSink, Sink
 from pipelinerl.metrics.totals import ENDED_ACTORS, ENDED_ENGINES
-from pipelinerl.models.loading import load_model, load_tokenizer
-from pipelinerl.models.lora import LoraModel, refuse_adapter
+from pipelinerl.models.loading import load_model, load_tokenizer, refuse_adapter
 from pipelinerl.ports import LOOPBACK, source_address
 from pipelinerl.process import stop_on_sigterm
 from pipelinerl.resources.hardware import installed, processor
@@ -39,6 +38,7 @@ from pipelinerl.trainer import CheckpointPlan, Learner, SampleQueue, Trainer, Tr
 from pipelinerl.types import TRAINER, Prepared
 
 if TYPE_CHECKING:
+    from pipelinerl.models.lora import LoraModel
     from pipelinerl.trainer.sharding.learner import ShardedLearner, ShardedPolicy
     from pipelinerl.trainer.sharding.ranks import Team
 
@@ -227,7 +227,9 @@ def load_policy(session: Session, team: Team | None = None) -> Policy:
         return Policy(sharded.model, sharded.lora, tokenizer, checkpoint, sharded)
     if config.model.lora is None:
         return Policy(load_model(merged, config.trainer.device), None, tokenizer, checkpoint)
-    lora = LoraModel(load_model(config.model, config.trainer.device), config.model.lora, seed=config.seed)
+    from pipelinerl.models import lora as adapters  # noqa: PLC0415 - needs an extra, and takes seconds
+
+    lora = adapters.LoraModel(load_model(config.model, config.trainer.device), config.model.lora, seed=config.seed)
     if checkpoint:
         lora.load_adapter(checkpoint.path)
     return Policy(lora.model, lora, tokenizer, checkpoint)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, distributed, nn
@@ -18,18 +18,20 @@ from torch import Tensor, distributed, nn
 from pipelinerl.checkpoint import OPTIMIZER_FILE, Checkpoint
 from pipelinerl.config.schema import ModelConfig, TrainerConfig
 from pipelinerl.models.loading import DTYPES, load_model
-from pipelinerl.models.lora import LoraModel
 from pipelinerl.models.packed import PackedRow
 from pipelinerl.models.sharded import distribute, empty_model, fill, gather, reshard, shard, whole
 from pipelinerl.models.state import in_file_order, is_narrow, named_weights, not_finite, write_safetensors
 from pipelinerl.trainer.logprobs import FrozenModelScorer
 from pipelinerl.trainer.micro_batch import MicroBatch, segment_lengths
-from pipelinerl.trainer.on_policy import PACKED_COLUMNS, OnPolicyMetrics, OnPolicyStats
+from pipelinerl.trainer.on_policy import COLUMNS, OnPolicyMetrics, OnPolicyStats
 from pipelinerl.trainer.optimizer import Optimizer, local
 from pipelinerl.trainer.sharding.plan import attention_cost, plan, plan_padded, token_cost
 from pipelinerl.trainer.sharding.ranks import Team
 from pipelinerl.trainer.step import Learner, OnMicroBatch, StepResult, Sums
 from pipelinerl.types import Segment, TrainingSample
+
+if TYPE_CHECKING:
+    from pipelinerl.models.lora import LoraModel
 
 IDLE = Segment(token_ids=(0, 0), sampled=((1, 2),))
 """What is computed in an empty place."""
@@ -48,14 +50,22 @@ class ShardedPolicy:
         """Raises the errors of `load_model` and `LoraModel`."""
         self.team, self.dtype = team, DTYPES[config.dtype]
         self.host: Any = load_model(config) if team.rank == 0 else None
-        self.host_lora = LoraModel(self.host, config.lora, seed=seed) if config.lora and team.rank == 0 else None
-        if self.host_lora is not None and adapter is not None:
-            self.host_lora.load_adapter(adapter)
         self.model = empty_model(config)
-        self.lora = LoraModel(self.model, config.lora, seed=seed) if config.lora else None
-        adapters = {p for p in self.model.parameters() if p.requires_grad} if config.lora else set[nn.Parameter]()
-        for parameter in [] if config.lora else self.model.parameters():
-            parameter.data = parameter.data.float()  # a shard is the master copy that the optimizer updates
+        self.host_lora: LoraModel | None = None
+        self.lora: LoraModel | None = None
+        adapters = set[nn.Parameter]()
+        if config.lora is None:
+            for parameter in self.model.parameters():
+                parameter.data = parameter.data.float()  # a shard is the master copy that the optimizer updates
+        else:
+            from pipelinerl.models import lora  # noqa: PLC0415 - needs an extra, and takes seconds
+
+            if team.rank == 0:
+                self.host_lora = lora.LoraModel(self.host, config.lora, seed=seed)
+                if adapter is not None:
+                    self.host_lora.load_adapter(adapter)
+            self.lora = lora.LoraModel(self.model, config.lora, seed=seed)
+            adapters = {parameter for parameter in self.model.parameters() if parameter.requires_grad}
         _shard(self.model, self.host, self.dtype, trainer, team, replicated=adapters)
 
 
@@ -232,9 +242,9 @@ class ShardedLearner(Learner):
 
 def _of_all(own: Sums, counts: Sequence[int], rank: int) -> Sums:
     """On rank 0, the sums of all ranks, which have `counts` tokens; on the others, their own."""
-    sent = torch.zeros(PACKED_COLUMNS, 1 + max(counts, default=0), dtype=torch.float64)
+    sent = torch.zeros(COLUMNS, 1 + max(counts, default=0), dtype=torch.float64)
     sent[0, 0], sent[1, 0] = own.loss, own.cells
-    sent[:, 1 : 1 + counts[rank]] = own.stats.packed()
+    sent[:, 1 : 1 + counts[rank]] = own.stats.tokens()
     found = [torch.empty_like(sent) for _ in counts] if rank == 0 else None
     distributed.gather(sent, found)
     if found is None:
@@ -242,5 +252,5 @@ def _of_all(own: Sums, counts: Sequence[int], rank: int) -> Sums:
     totals_R7 = torch.stack([of_one[:, 0] for of_one in found])
     sums = Sums(totals_R7[:, 0].sum(), cells=int(totals_R7[:, 1].sum()))
     for count, of_one in zip(counts, found, strict=True):
-        sums.stats.add_packed(of_one[:, 1 : 1 + count].float())
+        sums.stats.add(*of_one[:, 1 : 1 + count].float())
     return sums
