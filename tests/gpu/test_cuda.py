@@ -95,7 +95,7 @@ def test_attention_over_slots_is_the_reference(counts: list[int], window: int | 
     torch.testing.assert_close(found.cpu(), expected, atol=2e-2, rtol=2e-2)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gpt_neox"])
+@pytest.mark.parametrize("name", ["llama", "mistral-window", "gpt-neox"])
 def test_one_call_for_all_sequences_of_a_row_has_the_gradients_of_buckets(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

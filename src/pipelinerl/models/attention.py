@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from pipelinerl.errors import PipelineRLError, UnsupportedModelError
 
@@ -135,9 +134,10 @@ def attend(
     """softmax(cap(scale q k^T) + mask) v over [S, h, L, D]. Without a mask, attention is causal if `causal`, else full.
 
     A boolean mask is True where a query may attend to a key; a mask of another type is added to the scores. Key and value
-    may have fewer heads than the query: then neighbouring query heads share one. `sinks` [h, 1] or [h, L] are the scores of
-    a further key per query, whose value is 0. Raises ValueError for causal attention with a soft cap or sinks, but without a
-    mask.
+    may have fewer heads than the query: then neighbouring query heads share one. `softcap` (Gemma 2) is the cap's limit.
+    `sinks` (gpt-oss) [h, 1] or [h, L] are the learned scores of a further key per query, whose value is 0. No fused kernel
+    knows either, so scores are computed as a tensor. Raises ValueError for causal attention with a soft cap or sinks, but
+    without a mask.
     """
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
@@ -147,7 +147,16 @@ def attend(
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=is_causal, scale=scale)
     if causal and mask is None:
         raise ValueError("causal attention with a soft cap or sinks needs its mask")
-    return attend_by_scores(query, key, value, mask, sinks, scale=scale, softcap=softcap)
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill_(~mask, float("-inf"))
+    scores = query @ key.transpose(-1, -2)
+    scores = scores * scale if softcap is None else torch.tanh(scores * (scale / softcap)) * softcap
+    if mask is not None:
+        scores = scores + mask
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.to(scores.dtype).expand(scores.shape[:3])[..., None]), -1)
+    weights = scores.softmax(-1, dtype=torch.promote_types(query.dtype, torch.float32)).to(query.dtype)
+    return (weights if sinks is None else weights[..., :-1]) @ value
 
 
 def deviations(logits_TV: Tensor, reference_TV: Tensor) -> Tensor:
@@ -175,70 +184,3 @@ def _no_mask(*, local_size: int | None = None, use_vmap: bool = False, **_: Any)
     if use_vmap:
         raise UnsupportedModelError("the model adds a mask of its own to causal attention, which is not supported")
     return None if local_size is None else LocalMask(local_size)
-
-
-# ---- Attention with other scores than products: soft caps (Gemma 2), and sinks (gpt-oss)
-# A sink is a further key of each query, whose score is learned and whose value is 0. No fused kernel knows either, so
-# scores are computed as a tensor. On a CPU, sinks alone need only what the fused kernel returns.
-
-
-def attend_by_scores(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    sinks: Tensor | None,
-    *,
-    scale: float,
-    softcap: float | None,
-) -> Tensor:
-    """As `attention.attend`, with sinks [h, 1] or [h, L]. Queries and keys have equally many heads."""
-    if mask is not None and mask.dtype == torch.bool:
-        mask = torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill_(~mask, float("-inf"))
-    fused = softcap is None and query.device.type == "cpu" and query.shape[-1] == value.shape[-1]
-    if fused and sinks is not None:
-        attended: Tensor = _SinkAttention.apply(query, key, value, mask, sinks, scale)  # type: ignore[no-untyped-call]
-        return attended
-    scores = query @ key.transpose(-1, -2)
-    scores = scores * scale if softcap is None else torch.tanh(scores * (scale / softcap)) * softcap
-    if mask is not None:
-        scores = scores + mask
-    if sinks is not None:
-        scores = torch.cat((scores, sinks.to(scores.dtype).expand(scores.shape[:3])[..., None]), -1)
-    weights = scores.softmax(-1, dtype=torch.promote_types(query.dtype, torch.float32)).to(query.dtype)
-    return (weights if sinks is None else weights[..., :-1]) @ value
-
-
-class _SinkAttention(torch.autograd.Function):
-    """Attention with sinks by the fused CPU kernel, which knows none: query, key, value, mask, sinks, scale.
-
-    With the kernel's output o and its log-sum-exp z over the keys, the log-sum-exp over keys and sink is
-    t = logaddexp(z, s), and the output is o exp(z - t). The kernel's backward computes probabilities as exp(score - z), and
-    subtracts the sum over (gradient x output). Given t and the corrected output, it computes the exact gradients with the
-    sink. That of the sink is -exp(s - t) (gradient x output), summed over queries: its value is 0.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Tensor:
-        query, key, value, mask, sinks, scale = inputs
-        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        output, log_z = kernel(query, key, value, 0.0, False, attn_mask=mask, scale=scale)
-        total = torch.logaddexp(log_z, sinks.to(log_z.dtype))
-        attended: Tensor = output * (log_z - total).exp().unsqueeze(-1).to(output.dtype)
-        ctx.save_for_backward(query, key, value, attended, total, sinks, mask)
-        ctx.scale = scale
-        return attended
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, attended, total, sinks, mask = ctx.saved_tensors
-        gradient = grads[0].contiguous()
-        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        for_query, for_key, for_value = kernel(
-            gradient, query, key, value, attended, total, 0.0, False, attn_mask=mask, scale=ctx.scale
-        )
-        per_query = (gradient.to(total.dtype) * attended.to(total.dtype)).sum(-1)
-        share = (sinks.to(total.dtype) - total).exp()
-        for_sinks = -(share * per_query).sum(0).sum_to_size(sinks.shape).to(sinks.dtype)
-        return for_query, for_key, for_value, None, for_sinks, None

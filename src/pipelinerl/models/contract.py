@@ -47,8 +47,13 @@ def read_contract(model: Any, tokenizer: Any, max_length: int | None = None) -> 
     special = {*added, *tokenizer.all_special_ids} if added else sources
     odd = {token: where for token, where in sorted(sources.items()) if token not in inside or token not in special}
     more = [token for token in sorted(added) if token >= size]
-    if odd or more or unmarked:
-        notes += disagreements(tokenizer, odd, more=more, unmarked=unmarked, inside=inside, size=size)
+    notes += _odd_stop_tokens(tokenizer, odd, inside, size)
+    if unmarked:
+        ends, shown = named(tokenizer, inside) or "nothing", repr(unmarked[:_SHOWN_CHARACTERS])
+        notes.append(f"the chat template has no token at the end of an answer, only {shown}: completions end with {ends}")
+    if more:
+        which = f"tokens beyond the model's vocabulary of {size}: {named(tokenizer, more)}"
+        notes.append(f"the tokenizer has {which}; prompts with them are refused")
     if not inside:
         notes.append(
             "no token ends a completion: neither generation_config.json nor config.json nor the tokenizer has an "
@@ -71,7 +76,7 @@ def _ids(where: str, given: object) -> list[int]:
     return [ids] if isinstance(ids, int) else ids
 
 
-# ---- How a chat template ends an answer of the model, and what else does not agree between model and tokenizer, in words
+# ---- How a chat template ends an answer of the model
 
 
 ANSWER = "@@"
@@ -79,7 +84,7 @@ ANSWER = "@@"
 _SHOWN_CHARACTERS = 20
 
 
-class Turn(NamedTuple):
+class TurnEnd(NamedTuple):
     """How the chat template ends an answer: with the token `end`, or with `text`. `notes`: what is wrong with it."""
 
     end: int | None = None
@@ -87,7 +92,7 @@ class Turn(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
-def read_turn(tokenizer: Any, added: dict[int, Any]) -> Turn:
+def read_turn(tokenizer: Any, added: dict[int, Any]) -> TurnEnd:
     """Render an answer, also with a message after it: some templates end only one of the two."""
 
     def render(*messages: tuple[str, str], prompt: bool = False) -> str:
@@ -107,7 +112,7 @@ def read_turn(tokenizer: Any, added: dict[int, Any]) -> Turn:
         if shown:
             found.append((before, after.lstrip()))
     if not found:
-        return Turn(notes=(f"the chat template can't show an answer, so what ends a turn is not known: {problem}",))
+        return TurnEnd(notes=(f"the chat template can't show an answer, so what ends a turn is not known: {problem}",))
     notes = []
     opening = found[0][0].removeprefix(without).strip()
     if with_prompt == without and opening and found[0][0].startswith(without):
@@ -116,16 +121,13 @@ def read_turn(tokenizer: Any, added: dict[int, Any]) -> Turn:
         )
     text = next((after for _, after in found if after), "")
     ends = {token.content: number for number, token in added.items() if token.content and text.startswith(token.content)}
-    return Turn(ends[max(ends, key=len)] if ends else None, "" if ends else text, tuple(notes))
+    return TurnEnd(ends[max(ends, key=len)] if ends else None, "" if ends else text, tuple(notes))
 
 
-def disagreements(
-    tokenizer: Any, odd: Mapping[int, str], *, more: Sequence[int], unmarked: str, inside: Sequence[int], size: int
-) -> list[str]:
-    """A line for each. `odd`: stop tokens that model or tokenizer lack, or that are not special, with what names them.
+def _odd_stop_tokens(tokenizer: Any, odd: Mapping[int, str], inside: Sequence[int], size: int) -> list[str]:
+    """Notes on stop tokens that model or tokenizer lack, or that are not special, with what names them.
 
-    `more`: tokens beyond the model's vocabulary of `size`. `unmarked`: the text that ends an answer in place of a token.
-    `inside`: the stop tokens of the model.
+    `inside`: the stop tokens in the model's vocabulary, which has `size` tokens.
     """
     notes = []
     for where in dict.fromkeys(odd.values()):
@@ -140,12 +142,6 @@ def disagreements(
         ):
             several, verb = ("", "is") if len(tokens) == 1 else ("s", "are")
             notes += [f"the stop token{several} {named(tokenizer, tokens)} of {where} {verb} {what}"] if tokens else []
-    if unmarked:
-        ends, shown = named(tokenizer, inside) or "nothing", repr(unmarked[:_SHOWN_CHARACTERS])
-        notes.append(f"the chat template has no token at the end of an answer, only {shown}: completions end with {ends}")
-    if more:
-        which = f"tokens beyond the model's vocabulary of {size}: {named(tokenizer, more)}"
-        notes.append(f"the tokenizer has {which}; prompts with them are refused")
     return notes
 
 

@@ -85,8 +85,6 @@ def try_compiler(name: str, compile_it: Callable[[], None]) -> str:
 # ---- Transfers between host and device that do not block: through pinned memory, in the order of the device's stream
 
 
-logger = logging.getLogger(__name__)
-
 PART = 1 << 26
 """In bytes. A power of two, which PyTorch rounds pinned memory up to."""
 _PORTABLE = 1
@@ -166,6 +164,6 @@ def pin(tensor: Tensor, device: torch.device) -> Callable[[], object]:
         if error := int(cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes(), _PORTABLE)):
             with suppress(RuntimeError):
                 torch.ones(1, device=device)  # CUDA reports the error again at the next launch, which is this one
-            logger.warning("shared weights can't be pinned (CUDA error %d): copies to and from %s are slower", error, device)
+            _log.warning("shared weights can't be pinned (CUDA error %d): copies to and from %s are slower", error, device)
             return lambda: None
     return lambda: cudart.cudaHostUnregister(memory.data_ptr())

@@ -24,6 +24,11 @@ from huggingface_hub.utils._validators import validate_repo_id
 from pipelinerl.config.schema import PACKAGED_MODELS
 from pipelinerl.errors import INVALID_DATA, ModelLoadError
 
+HUB_TIMEOUT_S = 10.0
+"""Timeout of the request that checks whether a model exists. Downloads are bounded by the watchdog only."""
+_WEIGHTS = (".safetensors", ".bin")
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
+
 
 def resolve_path(path: str) -> str:
     """Resolve `model.path`: `demo` and `demo-tools` are in this package, a folder is itself, anything else is a hub id.
@@ -61,48 +66,9 @@ def find_model(path: str) -> str:
 
     If the hub can't be reached, returns the folder of an earlier download. Raises ModelLoadError.
     """
-    found = resolve_path(path)
-    if Path(found).is_dir():
-        return found
-    return find_on_the_hub(path)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """A JSON object; empty if there is none, or it can't be read: that is an error of loading."""
-    with suppress(OSError, *INVALID_DATA):
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    return {}
-
-
-# ---- Models on the Hugging Face hub: whether one can be loaded from there, and where an earlier download is
-
-
-HUB_TIMEOUT_S = 10.0
-"""Timeout of the request that checks whether a model exists. Downloads are bounded by the watchdog only."""
-_WEIGHTS = (".safetensors", ".bin")
-_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
-
-
-def can_be_an_id(path: str) -> bool:
-    """Whether `path` has the form of an id: `name` or `owner/name`."""
-    try:
-        validate_repo_id(path)
-    except HFValidationError:
-        return False
-    return True
-
-
-def downloaded(hub_id: str) -> str | None:
-    """The folder of an earlier download of the model, or None."""
-    config = try_to_load_from_cache(hub_id, "config.json")
-    return str(Path(config).parent) if isinstance(config, str) else None
-
-
-def find_on_the_hub(hub_id: str) -> str:
-    """The id itself if the model exists, has weights and a tokenizer, and is accessible.
-
-    If the hub can't be reached, the folder of an earlier download. Raises ModelLoadError.
-    """
+    hub_id = resolve_path(path)
+    if Path(hub_id).is_dir():
+        return hub_id
     not_found = f"model.path {hub_id!r} is not a folder here ({Path(hub_id).absolute()}) and"
     api = HfApi(endpoint=constants.ENDPOINT)
     try:
@@ -141,6 +107,28 @@ def find_on_the_hub(hub_id: str) -> str:
     if not any(name in files for name in _TOKENIZERS):
         raise ModelLoadError(f"model.path {hub_id!r} is on the Hugging Face hub without a tokenizer: give another model")
     return hub_id
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A JSON object; empty if there is none, or it can't be read: that is an error of loading."""
+    with suppress(OSError, *INVALID_DATA):
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    return {}
+
+
+def can_be_an_id(path: str) -> bool:
+    """Whether `path` has the form of an id: `name` or `owner/name`."""
+    try:
+        validate_repo_id(path)
+    except HFValidationError:
+        return False
+    return True
+
+
+def downloaded(hub_id: str) -> str | None:
+    """The folder of an earlier download of the model, or None."""
+    config = try_to_load_from_cache(hub_id, "config.json")
+    return str(Path(config).parent) if isinstance(config, str) else None
 
 
 # ---- What is wrong with a model that can't be loaded or trained, and what an error of transformers means to its user

@@ -44,12 +44,6 @@ class LogitTransform:
             logits.div_(self.cap).tanh_().mul_(self.cap)
         return logits
 
-    def chain_(self, gradient: Tensor, capped: Tensor | None) -> Tensor:
-        """Make the gradient by transformed logits one by the head's logits. `capped`: the former; it is overwritten."""
-        if self.cap is not None and capped is not None:
-            gradient.mul_(capped.to(gradient.dtype).div_(self.cap).square_().neg_().add_(1.0))
-        return gradient if self.scale == 1.0 else gradient.mul_(self.scale)
-
 
 _HUGE, _LARGEST_CAP = 1e30, 1e6
 
@@ -255,6 +249,10 @@ class _Chunks:
 
     def gradient(self, shares_cV: Tensor, ids_c1: Tensor, slope_c1: Tensor, capped_cV: Tensor | None) -> Tensor:
         """The gradient by the head's logits. `shares_cV`: probabilities (overwritten); `slope_c1`: by log-probabilities."""
-        slope_c1 = slope_c1 / self._how.temperature
-        shares_cV.mul_(-slope_c1).scatter_add_(1, ids_c1, slope_c1)
-        return self._how.transform.chain_(shares_cV, capped_cV).to(self.weight_VH.dtype)
+        slope_c1, transform = slope_c1 / self._how.temperature, self._how.transform
+        gradient_cV = shares_cV.mul_(-slope_c1).scatter_add_(1, ids_c1, slope_c1)
+        if transform.cap is not None and capped_cV is not None:  # capped logits are overwritten
+            gradient_cV.mul_(capped_cV.to(gradient_cV.dtype).div_(transform.cap).square_().neg_().add_(1.0))
+        if transform.scale != 1.0:
+            gradient_cV.mul_(transform.scale)
+        return gradient_cV.to(self.weight_VH.dtype)

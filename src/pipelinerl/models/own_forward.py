@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from pipelinerl.models.state import compute_dtype, is_narrow
 
 if TYPE_CHECKING:
-    from pipelinerl.models.packed import Bucket, PackedRow
+    from pipelinerl.models.packed import PackedRow
 
 _CHUNK_SIZES = ("chunk_size", "mamba_chunk_size", "linear_chunk_size")
 _CHUNK = 64
@@ -66,27 +66,18 @@ def logits_at(model: Any, cells_P: Tensor, **inputs: Any) -> Tensor:
     """
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Module):
-        return _logits(model, inputs)[cells_P]
-    used = False
+        logits: Tensor = model(**inputs).logits
+        return logits.flatten(0, 1)[cells_P]
 
     def select(_: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        nonlocal used
         hidden, *others = arguments
-        if hidden.shape[:-1] != inputs["input_ids"].shape:  # several predictions for each token (ProphetNet)
-            return arguments
-        used = True
         return (hidden.flatten(0, 1)[cells_P][None], *others)
 
     hook = head.register_forward_pre_hook(select)
     try:
-        logits_PV = _logits(model, inputs)
+        logits = model(**inputs).logits
     finally:
         hook.remove()
-    return logits_PV if used else logits_PV[cells_P]
-
-
-def _logits(model: Any, inputs: dict[str, Any]) -> Tensor:
-    logits: Tensor = model(**inputs).logits
     return logits.flatten(0, 1)
 
 
@@ -98,14 +89,11 @@ def padded_logits(model: Any, row: PackedRow) -> Tensor:
         cells = row.predictor_P[inside_P] - bucket.start
         if bucket.cell_index is not None:
             cells = bucket.cell_index[cells]
-        parts.append(logits_at(model, cells, input_ids=_padded(row, bucket), use_cache=False))
+        ids = row.token_ids_1T[0, bucket.start : bucket.end]
+        ids_SL = (ids if bucket.pad_index is None else ids[bucket.pad_index]).view(bucket.count, bucket.length)
+        parts.append(logits_at(model, cells, input_ids=ids_SL, use_cache=False))
         order.append(inside_P)
     return torch.cat(parts)[torch.cat(order).argsort()]
-
-
-def _padded(row: PackedRow, bucket: Bucket) -> Tensor:
-    ids = row.token_ids_1T[0, bucket.start : bucket.end]
-    return (ids if bucket.pad_index is None else ids[bucket.pad_index]).view(bucket.count, bucket.length)
 
 
 def accepts(model: Any, argument: str) -> bool:

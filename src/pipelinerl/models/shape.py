@@ -80,8 +80,6 @@ def read_shape(folder: Path) -> ModelShape | None:
     vocabulary = text.first_int("vocab_size")
     if not tensors or not (hidden and layers and heads and vocabulary):
         return None
-    if text.get("model_type") == "longcat_flash":  # each has two of attention and MLP, which num_hidden_layers may count
-        layers = 2 * (text.first_int("num_layers") or layers)
     head_dim = text.first_int("head_dim") or hidden // heads
     inner = (
         text.first_int("moe_intermediate_size", "intermediate_size", "n_inner", "ffn_dim", "decoder_ffn_dim") or 4 * hidden
@@ -163,6 +161,8 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 # ---- What a model's layers keep of past tokens, from its configuration and the shapes of its tensors, without torch
+# Exact for decoders with keys and values, latents (MLA), and Mamba, delta-rule and convolution layers. The states of a few
+# rare families (Inkling, Zaya, LongCat, JetMoE) are not counted.
 
 
 _LATENT = re.compile(r"\.(\d+)\.\D*\b(?:kv_a_proj_with_mqa|indexer\.wk)\.weight$")
@@ -187,14 +187,8 @@ def past(
     for i in with_keys:
         if i >= first_shared:  # it has no projections, and uses the keys and values of the last layer of its kind that has
             widths[i] = next((widths[j] for j in reversed(range(first_shared)) if kinds[j] == kinds[i]), usual)
-    state = sum(kind in recurrent for kind in kinds) * _linear_state(text, hidden)
+    state = sum(kind in recurrent | {"hybrid"} for kind in kinds) * _linear_state(text, hidden)
     state += kinds.count("conv") * hidden * (text.first_int("conv_L_cache") or 0)
-    hybrid = [widths[i] for i, kind in enumerate(kinds) if kind == "hybrid"]
-    state += sum(_hybrid_state(text, hidden, heads * head_dim, width) for width in hybrid)
-    if listed := text.get("ple_layer_ids"):  # layers with embeddings of n-grams: a convolution's inputs, and ids of 8 bytes
-        streams = hidden * (text.first_int("hc_count") or 1)
-        earlier = (text.first_int("ngram_size") or 3) - 1
-        state += len(listed) * (((text.first_int("ple_conv_kernel_size") or 4) - 1) * (earlier + 1) * streams + 2 * earlier)
     return sum(widths.values()), state
 
 
@@ -215,20 +209,6 @@ def _latents(tensors: Mapping[str, tuple[int, ...]]) -> dict[int, int]:
         if (found := _LATENT.search(name)) and not any(part in name for part in _OUTSIDE):
             widths[int(found[1])] = widths.get(int(found[1]), 0) + shape[0]
     return widths
-
-
-def _hybrid_state(text: Config, hidden: int, query_width: int, kv_width: int) -> int:
-    """Elements of the states of a layer that keeps keys and values too, per sequence.
-
-    It convolves keys, values and the outputs of attention and MLP (Inkling), convolves queries and keys and delays half of
-    the values (Zaya), or has a recurrent layer beside its attention.
-    """
-    if (kernel := text.first_int("conv_kernel_size")) is not None:
-        return kernel * (kv_width + 2 * hidden)
-    if (first := text.first_int("cca_time0")) is not None:
-        keys = kv_width // 2
-        return (first + (text.first_int("cca_time1") or 1) - 2) * (query_width + keys) + keys // 2
-    return _linear_state(text, hidden)
 
 
 def _kinds(text: Config, layers: int) -> list[str]:
@@ -275,5 +255,4 @@ def _kv_width(text: Config, heads: int, head_dim: int) -> int:
     shared = text.first_int("num_key_value_heads", "num_kv_heads") or heads
     if text.get("multi_query") is True and text.get("new_decoder_architecture") is not True:
         shared = 1
-    repeated = text.first_int("num_experts_per_tok") if text.get("model_type") == "jetmoe" else None
-    return shared * (repeated or 1) * (head_dim + (text.first_int("v_head_dim") or head_dim))
+    return shared * (head_dim + (text.first_int("v_head_dim") or head_dim))

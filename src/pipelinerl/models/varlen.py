@@ -82,8 +82,6 @@ def varlen_reference(  # noqa: PLR0917 - the arguments of the operation
     key. A query sees keys from `window_size[0]` positions before its own to `window_size[1]` after it; -1 means no limit.
     The output of a query that sees no key is 0.
     """
-    if query.shape[1] % key.shape[1]:
-        raise ValueError(f"{query.shape[1]} query heads can't share {key.shape[1]} key heads")
     device = query.device
     begin_N, end_N = cu_seq_q[:-1].long(), cu_seq_q[1:].long()
     used_N = (cu_seq_k[1:] - cu_seq_k[:-1] if seqused_k is None else seqused_k).long()

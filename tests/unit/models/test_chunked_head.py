@@ -12,7 +12,7 @@ from benchmarks import common
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Cohere2Config, GraniteConfig, LlamaConfig
 
-from pipelinerl.models import head as chunked_head
+from pipelinerl.models import head
 from pipelinerl.models.head import LogitTransform, logit_transform
 from pipelinerl.models.loading import use_float32_head
 from pipelinerl.models.packed import PackedRow, TrainingForward, training_forward
@@ -109,7 +109,7 @@ def test_a_float32_head_without_float32_copies_gives_the_same(monkeypatch: pytes
     use_float32_head(model)
     forward = training_forward(model)
     expected = computed(model, forward, CHUNK)
-    monkeypatch.setattr(chunked_head, "multiplies_wide", lambda _: True)
+    monkeypatch.setattr(head, "multiplies_wide", lambda _: True)
     found = computed(model, forward, CHUNK)
     for name, tensor in expected.items():  # gradients by logits are rounded to bfloat16
         assert (found[name] - tensor).norm() < 0.02 * tensor.norm(), name
@@ -125,12 +125,12 @@ def test_under_a_frozen_head_nothing_is_computed_again(name: str, monkeypatch: p
     expected = computed(model, forward, 0)
     passes: list[int] = []
 
-    class Counted(chunked_head._Chunks):
+    class Counted(head._Chunks):
         def __init__(self, *arguments: Any) -> None:
             passes.append(1)
             super().__init__(*arguments)
 
-    monkeypatch.setattr(chunked_head, "_Chunks", Counted)
+    monkeypatch.setattr(head, "_Chunks", Counted)
     require_close(computed(model, forward, CHUNK), expected, 1e-12)
     assert len(passes) == (len(row().buckets) if forward.padded else 1), "in the forward pass only"
 
@@ -236,14 +236,3 @@ def test_memory_does_not_grow_with_tokens_times_vocabulary(frozen: bool) -> None
     assert whole > logits
     assert long - short < 0.02 * logits, "activations of the layers"
     assert long < 3 * of_chunk + (0 if frozen else 2 * of_head) + 0.05 * logits
-
-
-def test_it_equals_the_formula() -> None:
-    model = make_model("gemma2")
-    forward = training_forward(model)
-    given = row()
-    logits_PV = forward(given) / 0.7
-    expected_PV = logits_PV.log_softmax(-1)
-    found_P, entropy_P = RowLogprobs(forward, temperature=0.7, head_chunk=CHUNK)(given)
-    torch.testing.assert_close(found_P, expected_PV.gather(1, given.sampled_ids_P[:, None])[:, 0], atol=1e-12, rtol=0)
-    torch.testing.assert_close(entropy_P, -(expected_PV.exp() * expected_PV).sum(-1).detach(), atol=1e-12, rtol=0)

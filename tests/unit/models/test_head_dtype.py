@@ -17,7 +17,7 @@ from pipelinerl.config.schema import ModelConfig
 from pipelinerl.engine import LocalEngine, flat
 from pipelinerl.errors import ConfigError
 from pipelinerl.interfaces import WeightUpdate
-from pipelinerl.models import loading as float32_head
+from pipelinerl.models import loading
 from pipelinerl.models.loading import Float32Head, load_model, use_float32_head
 from pipelinerl.models.packed import PackedRow, sampled_logits, use_packed_attention
 from pipelinerl.models.state import checksum, named_weights
@@ -77,7 +77,7 @@ def test_the_narrow_product_gives_the_same_logits_and_gradients(monkeypatch: pyt
     given = torch.randn(2, 7, 24).to(torch.bfloat16).requires_grad_()
     found = []
     for narrow in (False, True):
-        monkeypatch.setattr(float32_head, "multiplies_wide", lambda _, narrow=narrow: narrow)
+        monkeypatch.setattr(loading, "multiplies_wide", lambda _, narrow=narrow: narrow)
         logits = exact(given)
         with torch.no_grad():
             assert torch.equal(exact(given), logits)

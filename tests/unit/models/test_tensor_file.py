@@ -9,13 +9,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from pipelinerl.models import state as tensor_file
-from pipelinerl.models.state import write_safetensors
+from pipelinerl.models.state import TYPES, write_safetensors
 
 
 def of_all_types() -> dict[str, Tensor]:
     found = {}
-    for i, dtype in enumerate(tensor_file.TYPES):
+    for i, dtype in enumerate(TYPES):
         name = str(dtype).removeprefix("torch.")
         found |= {f"{i % 3}.{name}": torch.arange(5).to(dtype), f"{i % 2}.{name}.one": torch.ones(()).to(dtype)}
     return {"none": torch.empty(0, 4), **found}

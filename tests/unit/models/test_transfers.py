@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipelinerl.models import device as transfers
+from pipelinerl.models import device
 from pipelinerl.models.device import pin, to_device, to_host
 
 CPU = torch.device("cpu")
@@ -25,9 +25,9 @@ def test_what_is_sent_is_as_it_was_then() -> None:
 
 
 def test_tensors_arrive_under_their_names_in_order_and_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfers, "PART", 2)
+    monkeypatch.setattr(device, "PART", 2)
     tensors = {name: torch.full((3,), i, dtype=torch.uint8) for i, name in enumerate("ca")}
-    found = [(name, array.tolist()) for name, array in transfers.arriving(tensors.items())]
+    found = [(name, array.tolist()) for name, array in device.arriving(tensors.items())]
     assert found == [("c", [0, 0]), ("c", [0]), ("a", [1, 1]), ("a", [1])]
 
 

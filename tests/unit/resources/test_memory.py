@@ -18,7 +18,7 @@ from pipelinerl.config.load import load_config
 from pipelinerl.engine import LocalEngine, flat
 from pipelinerl.engine.runner import ModelRunner
 from pipelinerl.errors import ModelLoadError, UserError
-from pipelinerl.models import device as transfers
+from pipelinerl.models import device
 from pipelinerl.models.folder import resolve_path
 from pipelinerl.models.packed import PackedRow, sampled_logits, use_packed_attention
 from pipelinerl.models.shape import ModelShape, read_shape
@@ -155,7 +155,7 @@ def test_constants_are_those_of_the_code_they_stand_for() -> None:
     assert memory.LOGIT_CHUNKS == 3 * 4 * logprobs.CHUNK_ELEMENTS
     assert memory.LOGITS_AT_ONCE == logprobs.LOGITS_AT_ONCE
     assert memory.HEAD_CHUNK == logprobs.HEAD_CHUNK
-    assert memory.WRITTEN_AT_ONCE == 3 * transfers.PART, "one is copied, one waits, one is written"
+    assert memory.WRITTEN_AT_ONCE == 3 * device.PART, "one is copied, one waits, one is written"
 
 
 def test_the_engines_memory_is_what_the_engine_allocates(tmp_path: Path) -> None:

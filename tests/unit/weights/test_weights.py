@@ -23,7 +23,6 @@ from pipelinerl.files import shared_memory
 from pipelinerl.hub.client import HubClient
 from pipelinerl.hub.server import HubServer, WorkerKind
 from pipelinerl.interfaces import WeightReceiver, WeightSender
-from pipelinerl.models import device as transfers
 from pipelinerl.models.state import checksum, device_checksum, load_weights, named_weights, not_finite
 from pipelinerl.serving.incoming import read_file
 from pipelinerl.types import UpdateReceipt
@@ -296,7 +295,7 @@ def test_the_sums_of_the_trainers_gpu_come_with_an_update(ends: Ends, monkeypatc
     for version, (on_gpu, x) in enumerate([(False, tied), (True, tied / 0), (True, tied)]):
         weights = {"x": x, "y": torch.arange(3), "z": x}
         monkeypatch.setattr(sending, "on_gpu", lambda _, on_gpu=on_gpu: on_gpu)
-        monkeypatch.setattr(transfers, "pin", lambda *_: lambda: None)
+        monkeypatch.setattr("pipelinerl.models.device.pin", lambda *_: lambda: None)
         digest = sender.send(version, weights)
         update = receiver.poll()
         assert update is not None
@@ -348,7 +347,7 @@ def test_on_gpus_both_ends_pin_the_buffers_until_they_close(file: Shared, monkey
         calls.append(f"{device} pins {tensor.untyped_storage().nbytes() == os.fstat(file.fd).st_size}")
         return lambda: calls.append(f"{device} unpins")
 
-    monkeypatch.setattr(transfers, "pin", pin)
+    monkeypatch.setattr("pipelinerl.models.device.pin", pin)
     monkeypatch.setattr(sending, "on_gpu", lambda _: True)
     monkeypatch.setattr(sending, "source_checksum", lambda *_: "")
     sender, receiver = file.sender(), file.receiver(device="cuda:1")
@@ -365,7 +364,7 @@ def test_on_gpus_both_ends_pin_the_buffers_until_they_close(file: Shared, monkey
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_the_host_hashes_what_a_gpu_will_not_verify(on_gpu: bool, file: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
     hashed: list[str] = []
-    monkeypatch.setattr(transfers, "pin", lambda *_: lambda: None)
+    monkeypatch.setattr("pipelinerl.models.device.pin", lambda *_: lambda: None)
     monkeypatch.setattr(receiving, "checksum", lambda tensors: hashed.append(checksum(tensors)) or hashed[-1])
     monkeypatch.setattr(sending, "source_checksum", lambda *_: "of the device" if on_gpu else "")
     sender, receiver = file.sender(), file.receiver(device="cuda:1")
