@@ -94,8 +94,11 @@ class Run:
     @property
     def evaluations(self) -> Any:
         """A data frame with a row for each evaluation."""
-        records = read_records(self._files.evaluations, EvaluationRecord)
-        return _frame([{"when": one.when, "version": one.version, **_evaluated(one)} for one in records])
+        rows: list[dict[str, Any]] = []
+        for one in read_records(self._files.evaluations, EvaluationRecord):
+            numbers = {name.removeprefix("evaluation/"): value for name, value in one.numbers().items()}
+            rows.append({"when": one.when, "version": one.version, **numbers})
+        return _frame(rows)
 
     @property
     def rollouts(self) -> Any:
@@ -314,7 +317,9 @@ def _prepare(
     try:
         kind, args = base.environment.kind, dict(base.environment.args)
         if isinstance(environment, partial):
-            args |= _keywords(environment)
+            if environment.args:
+                raise UserError("environment: give the arguments of a `functools.partial` by name")
+            args |= environment.keywords
         if not isinstance(chosen, str | type | None):
             raise UserError(
                 f"environment: {chosen!r} is no class; each process makes an object of its own, so give the class, or "
@@ -352,12 +357,6 @@ def _changes(config: Config, resume: Path) -> Mapping[str, Any]:
     if isinstance(config, str | Path):
         raise UserError(f"`resume` takes the configuration from {resume / 'config.yaml'}; leave out {config}")
     return config.model_dump(exclude_unset=True) if isinstance(config, RunConfig) else config or {}
-
-
-def _keywords(environment: partial[Any]) -> dict[str, Any]:
-    if environment.args:
-        raise UserError("environment: give the arguments of a `functools.partial` by name")
-    return environment.keywords
 
 
 def _named_rewards(reward: Any, inputs: Path) -> Any:
@@ -434,10 +433,6 @@ def _calling(callbacks: Sequence[Callback], run_dir: Path, *, new: bool) -> Iter
     finally:
         stopping.set()
         thread.join()
-
-
-def _evaluated(record: EvaluationRecord) -> dict[str, float]:
-    return {name.removeprefix("evaluation/"): value for name, value in record.numbers().items()}
 
 
 def _frame(rows: list[dict[str, Any]]) -> Any:

@@ -351,24 +351,28 @@ class Schedule(Protocol):
     def may_start(self, state: PipelineState, rollouts: int) -> Verdict:
         """Whether the actor may start `rollouts` more rollouts now."""
 
-    def may_take_weights(self, in_progress: int) -> Verdict:
+    def may_take_weights(self, in_progress: int) -> Verdict:  # noqa: ARG002 - for schedules with rounds
         """Whether an engine may apply new weights at this token boundary.
 
         `in_progress` counts the rollouts, over all engines, that were started with older weights and are not yet in the
         stream.
         """
+        return ALLOWED
 
     def may_train(self, version: int, queued: int) -> Verdict:
         """Whether the trainer, at `version` with `queued` samples, may take its next optimizer step."""
 
-    def publishes(self, version: int) -> bool:
+    def publishes(self, version: int) -> bool:  # noqa: ARG002 - as above
         """Whether the weights of `version` are published to the engines."""
+        return True
 
     def trains_in_rounds(self) -> bool:
         """True if the samples of several steps are available before the first step; batches are then in problem order.
 
         In completion order, the first batch of a round would hold its short rollouts and the last its long ones.
         """
+        return False
 
     def takes_turns(self) -> bool:
         """True if generation and training never overlap, so that each phase can use the whole machine."""
+        return False

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipelinerl.interfaces import ALLOWED, PipelineState, Verdict, enough
+from pipelinerl.interfaces import ALLOWED, PipelineState, Schedule, Verdict, enough
 from pipelinerl.types import ACTOR, TRAINER
 
 
 @dataclass(frozen=True)
-class _Rounds:
+class _Rounds(Schedule):
     """Rounds of G optimizer steps. Weights change between rounds only, when no rollout is in progress."""
 
     batch_size: int
@@ -86,9 +86,6 @@ class AsyncSchedule(_Rounds):
         if state.outstanding >= self.batch_size * (rounds_end - state.trainer_version):
             return Verdict(False, f"the trainer to finish its round (version {state.trainer_version})", (TRAINER,))
         return _within_share(state, self.batch_size * self.steps_per_round)
-
-    def takes_turns(self) -> bool:
-        return False
 
 
 def _within_share(state: PipelineState, round_size: int) -> Verdict:

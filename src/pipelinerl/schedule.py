@@ -17,7 +17,7 @@ LATENCY_MARGIN = 1.5
 
 
 @dataclass(frozen=True)
-class PipelineSchedule:
+class PipelineSchedule(Schedule):
     """PipelineRL (Algorithm 2): generation and training run concurrently, with a weight update after every optimizer step.
 
     `max_lag` bounds lag without dropping. The trainer takes rollouts in stream order, so a rollout in the stream can't be
@@ -81,20 +81,8 @@ class PipelineSchedule:
         needed = state.most_in_progress if state.latency is None else self.batch_size * state.latency
         return self.stock + LATENCY_MARGIN * needed
 
-    def may_take_weights(self, in_progress: int) -> Verdict:
-        return ALLOWED
-
     def may_train(self, version: int, queued: int) -> Verdict:
         return enough(queued, self.batch_size)
-
-    def publishes(self, version: int) -> bool:
-        return True
-
-    def trains_in_rounds(self) -> bool:
-        return False
-
-    def takes_turns(self) -> bool:
-        return False
 
 
 def make_schedule(config: RunConfig) -> Schedule:
