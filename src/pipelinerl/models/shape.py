@@ -161,8 +161,8 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 # ---- What a model's layers keep of past tokens, from its configuration and the shapes of its tensors, without torch
-# Exact for decoders with keys and values, latents (MLA), and Mamba, delta-rule and convolution layers. The states of a few
-# rare families (Inkling, Zaya, LongCat, JetMoE) are not counted.
+# Exact for decoders with keys and values, latents (MLA), and Mamba, delta-rule and convolution layers. Not counted are the
+# states of Inkling, Zaya and n-gram embeddings, and half of the keys and values of LongCat and JetMoE.
 
 
 _LATENT = re.compile(r"\.(\d+)\.\D*\b(?:kv_a_proj_with_mqa|indexer\.wk)\.weight$")
