@@ -167,8 +167,6 @@ def test_the_engines_memory_is_what_the_engine_allocates(tmp_path: Path) -> None
     assert packed_bytes(shape) == sum(4 * linear._weight.numel() for linear in runner._flat._copies) > 0
 
 
-
-
 @pytest.mark.parametrize(
     "family",
     [
