@@ -22,9 +22,9 @@ from starlette.routing import Route
 from pipelinerl.environments.chat.conversation import ChatAnswer
 from pipelinerl.errors import EnvironmentSetupError
 from pipelinerl.serving.agents.session import AgentSession, rollout_ended
+from pipelinerl.serving.server.api import Read, api_routes
 from pipelinerl.serving.server.api.answers import Json, choice_of, usage_of
 from pipelinerl.serving.server.api.bodies import ChatBody
-from pipelinerl.serving.server.api.routes import Read, api_routes
 from pipelinerl.serving.server.http import (
     answer,
     application,

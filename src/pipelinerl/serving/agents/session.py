@@ -14,8 +14,8 @@ from pipelinerl.environments.chat.conversation import ChatAnswer, Conversation, 
 from pipelinerl.environments.prompts import TextStream, plain_decoder
 from pipelinerl.errors import RequestError, RolloutError
 from pipelinerl.interfaces import GenerationClient
+from pipelinerl.serving.server.api.answers import StopStrings
 from pipelinerl.serving.server.api.bodies import OTHER_SAMPLING, ChatBody, CompletionBody, ResponseFormat, check_stops
-from pipelinerl.serving.server.api.text import StopStrings
 from pipelinerl.serving.server.http import RefusedError, retrieve
 from pipelinerl.types import Completion, SamplingParams, TokenEvent
 

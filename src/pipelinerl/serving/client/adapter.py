@@ -8,7 +8,7 @@ needs: its caller watches the server's health and cancels.
 Errors, the same for every kind of server:
 
     ServerUnreachableError   no connection, a broken one, no answer in time: the server may have received the request
-    ServerBusyError          429, 503, other 5xx: the server did not accept the request; it may say when to retry
+    ServerBusyError          429, 503, other 5xx: the server did not accept the request
     RequestError             only `generate` (including PromptTooLongError): this request can never be served
     WeightUpdateError        `update_weights`, `join_broadcast`: refused, with the server's reason; or possibly half applied
     ServerError              all others (wrong key, no such address, a malformed answer): a retry would not help
@@ -89,11 +89,7 @@ class ServerUnreachableError(ServerError):
 
 
 class ServerBusyError(ServerError):
-    """The server did not accept the request (429, 503 or another 5xx). `retry_after_s`: its Retry-After, else 0."""
-
-    def __init__(self, url: str, problem: str, retry_after_s: float = 0.0) -> None:
-        super().__init__(url, problem)
-        self.retry_after_s = retry_after_s
+    """The server did not accept the request (429, 503 or another 5xx)."""
 
 
 class EngineUnavailableError(PipelineRLError):

@@ -53,8 +53,6 @@ from pipelinerl.types import (
 
 logger = logging.getLogger(__name__)
 
-_LONGEST_WAIT_S = 30.0
-
 
 class RemoteEngine:
     """One or more engine servers behind `interfaces.AsyncEngine`. Made by `connect`, and used in the same event loop."""
@@ -320,8 +318,7 @@ class RemoteEngine:
                     raise EngineUnavailableError(
                         f"request {ticket.request.id!r} failed {ticket.failures} times; the last time: {error}"
                     ) from error
-                wait_s = min(error.retry_after_s, _LONGEST_WAIT_S) if isinstance(error, ServerBusyError) else 0.0
-                await asyncio.sleep(max(wait_s, back_off_s(ticket.failures)))
+                await asyncio.sleep(back_off_s(ticket.failures))
 
     def _checked(self, ticket: Ticket, replica: Replica, request: GenerationRequest, completion: Completion) -> Completion:
         fault = find_fault(completion, request, self.vocabulary)

@@ -109,7 +109,7 @@ class HttpClient:
             if rest.strip():
                 yield rest
 
-    def error_of(self, status: int, body: bytes, retry_after_s: float = 0.0) -> ServerError:
+    def error_of(self, status: int, body: bytes) -> ServerError:
         """The error for an answer with this status and body, or for an error line in a stream."""
         try:
             error = msgspec.json.decode(body, type=ErrorBody).error
@@ -120,7 +120,7 @@ class HttpClient:
         if status in (401, 403):
             return RefusalError(self.url, status, f"{detail} (is the API key right?)", code)
         if status == 429 or (status >= 500 and status != 501):
-            return ServerBusyError(self.url, f"answered {status}: {detail}", retry_after_s)
+            return ServerBusyError(self.url, f"answered {status}: {detail}")
         return RefusalError(self.url, status, detail, code)
 
     def malformed(self, what: str, data: bytes) -> ServerError:
@@ -145,8 +145,7 @@ class HttpClient:
                 method, path, content=content, headers=headers, timeout=timeout, params=params
             ) as response:
                 if not response.is_success:
-                    wait_s = _seconds(response.headers.get("retry-after", ""))
-                    raise self.error_of(response.status_code, await response.aread(), wait_s)
+                    raise self.error_of(response.status_code, await response.aread())
                 yield response
         except self._library.TimeoutException as error:
             limit = "" if timeout_s is None else f" within {timeout_s:g} s"
@@ -162,11 +161,6 @@ class HttpClient:
             return msgspec.json.decode(data, type=answer)
         except INVALID_DATA as error:
             raise self.malformed(str(error), data) from error
-
-
-def _seconds(header: str) -> float:
-    """A Retry-After header in seconds; 0 for its other form, a date, which engine servers do not use."""
-    return float(header) if header.replace(".", "", 1).isdecimal() else 0.0
 
 
 def _is_refusal(error: BaseException | None) -> bool:

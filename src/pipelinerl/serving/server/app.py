@@ -13,8 +13,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pipelinerl._version import __version__
 from pipelinerl.ports import is_this_machine
+from pipelinerl.serving.server.api import api_routes
 from pipelinerl.serving.server.api.endpoints import Endpoints
-from pipelinerl.serving.server.api.routes import api_routes
 from pipelinerl.serving.server.http import (
     RefusedError,
     StreamedResponse,

@@ -152,12 +152,6 @@ def test_every_failure_is_told_apart(status: str, body: bytes, kind: type[Pipeli
         assert error.url in str(error)
 
 
-def test_when_to_ask_again() -> None:
-    for header, wanted in (("2.5", 2.5), ("Wed, 21 Oct 2026 07:28:00 GMT", 0), ("-1", 0), ("nan", 0)):
-        error, _ = outcome(answering("429 Too Many Requests", b"", f"retry-after: {header}"))
-        assert error.retry_after_s == wanted
-
-
 def test_nothing_listens_or_nothing_comes() -> None:
     async def close_at_once(writer: asyncio.StreamWriter, head: str, _: bytes) -> None:
         writer.close()

@@ -18,8 +18,8 @@ from safetensors.torch import save_file
 
 from pipelinerl.environments.prompts import TextStream, plain_decoder
 from pipelinerl.models.state import checksum, named_weights
+from pipelinerl.serving.server.api.answers import StopStrings
 from pipelinerl.serving.server.api.endpoints import pieces
-from pipelinerl.serving.server.api.text import StopStrings
 from pipelinerl.serving.server.served import ServedRequest
 from pipelinerl.serving.server.service import Service
 from pipelinerl.types import GenerationRequest, SamplingParams, TokenEvent, VersionSpan, cancelled_completion

@@ -23,10 +23,9 @@ from pipelinerl.environments.chat.messages import (
 from pipelinerl.environments.prompts import TextStream, has_chat_template, plain_decoder
 from pipelinerl.errors import PromptTooLongError, RequestError
 from pipelinerl.interfaces import PART, Tokenizer
-from pipelinerl.serving.server.api.answers import AnswerWriter, Json, choice_of, usage_of
+from pipelinerl.serving.server.api import Read
+from pipelinerl.serving.server.api.answers import AnswerWriter, Json, StopStrings, TextBeforeCalls, choice_of, usage_of
 from pipelinerl.serving.server.api.bodies import ChatBody, CompletionBody
-from pipelinerl.serving.server.api.routes import Read
-from pipelinerl.serving.server.api.text import StopStrings, TextBeforeCalls
 from pipelinerl.serving.server.constrained import ConstrainedRequest, Constraint
 from pipelinerl.serving.server.http import (
     RefusedError,
@@ -252,7 +251,7 @@ class AnswerChoice:
 
     async def whole(self) -> Json:
         """The complete choice."""
-        logprobs: list[TokenLogprob] = []
+        logprobs: list[ShownToken] = []
         async for piece in self._pieces():
             logprobs += self._logprobs_of(piece)
             self._add(piece)
@@ -301,7 +300,7 @@ class AnswerChoice:
     def _choice(
         self,
         content: Json,
-        logprobs: Sequence[TokenLogprob],
+        logprobs: Sequence[ShownToken],
         piece: TextPiece,
         *,
         called: bool = False,
@@ -317,17 +316,17 @@ class AnswerChoice:
             fields["stop_reason"] = piece.stop
         return fields | self._provenance(piece, chunk=chunk)
 
-    def _logprobs_of(self, piece: TextPiece) -> list[TokenLogprob]:
+    def _logprobs_of(self, piece: TextPiece) -> list[ShownToken]:
         if not self._body.wants_logprobs:
             return []
-        return [TokenLogprob(self._name(one.token_id), one.logprob, len(self.text)) for one in piece.tokens]
+        return [ShownToken(self._name(one.token_id), one.logprob, len(self.text)) for one in piece.tokens]
 
     def _name(self, token_id: int) -> str:
         if self._body.return_tokens_as_token_ids:
             return f"token_id:{token_id}"
         return self._tokenizer.decode([token_id], skip_special_tokens=False)
 
-    def _written(self, logprobs: Sequence[TokenLogprob]) -> Json:
+    def _written(self, logprobs: Sequence[ShownToken]) -> Json:
         """As OpenAI's API has them. `bytes` is None for a token that is part of a character."""
         if not self._chat:
             return {
@@ -367,7 +366,7 @@ class AnswerChoice:
         return fields
 
 
-class TokenLogprob(NamedTuple):
+class ShownToken(NamedTuple):
     """`offset`: number of characters that were final before the token."""
 
     token: str
