@@ -117,7 +117,7 @@ def measure(workers: int, groups: int, kilobytes: int, seconds: float) -> Record
         root = Path(folder)
         (root / "rollouts").mkdir()
         admission = AdmissionState(PipelineSchedule(256), processes=workers)
-        admission.counts.opened = True
+        admission.opened = True
         hub = Hub(admission, FileStream(root / "stream", root / ROLLOUTS_FILE), root, MemoryBoard())
         server = HubServer(hub)
         ends = [server.connect(WorkerKind(process=number)) for number in range(workers)]

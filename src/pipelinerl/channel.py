@@ -30,26 +30,18 @@ def prove(connected: socket.socket, key: str, *, dialled: bool, bound_s: float) 
     connected.setblocking(True)
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     _bound(connected, bound_s)
-    connection = Connection(connected.detach())
-    _prove(connection, key, dialled=dialled)
-    proven = socket.socket(fileno=os.dup(connection.fileno()))
-    connection.close()
+    challenges = (answer_challenge, deliver_challenge) if dialled else (deliver_challenge, answer_challenge)
+    with Connection(connected.detach()) as connection:
+        try:
+            for challenge in challenges:
+                challenge(connection, key.encode())
+        except (EOFError, ConnectionError):
+            raise
+        except (AuthenticationError, AssertionError, OSError) as error:  # AssertionError: Python 3.11, for other protocols
+            raise ProtocolError(f"it does not have the key of this run ({error})") from error
+        proven = socket.socket(fileno=os.dup(connection.fileno()))
     _bound(proven, 0)
     return proven
-
-
-def _prove(connection: Connection, key: str, *, dialled: bool) -> None:
-    """Closes the connection if the other side fails."""
-    challenges = (answer_challenge, deliver_challenge) if dialled else (deliver_challenge, answer_challenge)
-    try:
-        for challenge in challenges:
-            challenge(connection, key.encode())
-    except (EOFError, ConnectionError):
-        connection.close()
-        raise
-    except (AuthenticationError, AssertionError, OSError) as error:  # AssertionError: Python 3.11, for other protocols
-        connection.close()
-        raise ProtocolError(f"it does not have the key of this run ({error})") from error
 
 
 def _bound(connected: socket.socket, seconds: float) -> None:

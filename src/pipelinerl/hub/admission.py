@@ -11,93 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import msgspec
-
 from pipelinerl.interfaces import Admitted, PipelineState, Schedule, Verdict
 from pipelinerl.ledger import GroupLedger
 from pipelinerl.types import ACTOR, TrainerProgress
 
 LATENCY_WEIGHT = 0.1
-"""Weight of the latest group in the running mean `Outstanding.latency`."""
-
-
-class Outstanding(msgspec.Struct):
-    """Rollouts that were started and are neither trained nor dropped yet, over all generation processes of a session.
-
-    next_index       lowest group index that was not started in this session
-    returned         indices of groups whose process died, to be started again first
-    opened           groups may be started (the evaluation before training is over)
-    newest_version   newest weights that any engine has applied
-    settled          rollouts that the trainer has trained or dropped since the beginning of the run, as far as known here
-    in_progress      rollouts of groups in progress, by the version at their start
-    handed_over      rollouts in the stream or with the trainer
-    most_in_progress highest number of rollouts in progress so far in this session
-    first_version    version of the weights that the session's first group was started with
-    latency          optimizer steps from the start of a group to its hand-over, a running mean over the groups that were
-                     started after the session's first weight update; None before the first of them
-    """
-
-    next_index: int = 0
-    returned: list[int] = []
-    opened: bool = False
-    newest_version: int = 0
-    settled: int = 0
-    in_progress: dict[int, int] = {}
-    handed_over: int = 0
-    most_in_progress: int = 0
-    first_version: int | None = None
-    latency: float | None = None
-
-    @property
-    def rollouts(self) -> int:
-        return sum(self.in_progress.values()) + self.handed_over
-
-    @property
-    def oldest_in_progress(self) -> int | None:
-        """The lowest version that a rollout in progress was started with; None if there is none."""
-        return min(self.in_progress, default=None)
-
-    def in_progress_before(self, version: int) -> int:
-        """Rollouts in progress that were started with weights older than `version`."""
-        return sum(rollouts for started, rollouts in self.in_progress.items() if started < version)
-
-    def start(self, index: int, version: int, rollouts: int) -> None:
-        """Count group `index` as started, by an engine with the weights of `version`."""
-        self.next_index = max(self.next_index, index + 1)
-        self.in_progress[version] = self.in_progress.get(version, 0) + rollouts
-        self.most_in_progress = max(self.most_in_progress, sum(self.in_progress.values()))
-        if self.first_version is None:
-            self.first_version = version
-
-    def restart(self, version: int, later: int, rollouts: int) -> None:
-        """Rollouts that were counted as started with `version` start with a `later` one."""
-        self._remove(version, rollouts)
-        self.in_progress[later] = self.in_progress.get(later, 0) + rollouts
-
-    def hand_over(self, version: int, *, started: int, rollouts: int) -> None:
-        """Count a group of `started` attempts as finished with `rollouts` rollouts. Its other attempts were dropped."""
-        self._remove(version, started)
-        self.handed_over += rollouts
-        if version == self.first_version or not rollouts:
-            return  # the trainer had nothing to train on while this group was generated, or there is nothing in it
-        steps = max(0, self.newest_version - version)
-        self.latency = steps if self.latency is None else self.latency + LATENCY_WEIGHT * (steps - self.latency)
-
-    def drop(self, rollouts: int) -> None:
-        """Count `rollouts` as dropped: the stream replaced them by newer ones."""
-        self.handed_over = max(0, self.handed_over - rollouts)
-
-    def settle(self, total: int) -> None:
-        """The trainer has trained or dropped `total` rollouts since the beginning of the run. A lower total is ignored."""
-        newly, self.settled = max(0, total - self.settled), max(total, self.settled)
-        self.handed_over = max(0, self.handed_over - newly)
-
-    def _remove(self, version: int, rollouts: int) -> None:
-        left = self.in_progress[version] - rollouts
-        if left:
-            self.in_progress[version] = left
-        else:
-            del self.in_progress[version]
+"""Weight of the latest group in the running mean `AdmissionState.latency`."""
 
 
 class Claim(NamedTuple):
@@ -127,7 +46,20 @@ class ProcessTotals:
 
 
 class AdmissionState:
-    """Which groups are in progress, and what the schedule allows."""
+    """Which groups are in progress, how many rollouts are neither trained nor dropped yet, and what the schedule allows.
+
+    next_index       lowest group index that was not started in this session
+    returned         indices of groups whose process died, to be started again first
+    opened           groups may be started (the evaluation before training is over)
+    newest_version   newest weights that any engine has applied
+    settled          rollouts that the trainer has trained or dropped since the beginning of the run, as far as known here
+    in_progress      rollouts of groups in progress, by the version at their start
+    handed_over      rollouts in the stream or with the trainer
+    most_in_progress highest number of rollouts in progress so far in this session
+    first_version    version of the weights that the session's first group was started with
+    latency          optimizer steps from the start of a group to its hand-over, a running mean over the groups that were
+                     started after the session's first weight update; None before the first of them
+    """
 
     def __init__(
         self,
@@ -142,13 +74,27 @@ class AdmissionState:
         `settled` that the trainer is done with.
         """
         self.schedule = schedule
-        self.counts = Outstanding(handed_over=handed_over, settled=settled)
         self.trainer: TrainerProgress | None = None
         self.claims: dict[int, Claim] = {}
         self.parts: defaultdict[int, ProcessTotals] = defaultdict(ProcessTotals)
+        self.next_index = self.newest_version = self.most_in_progress = 0
+        self.handed_over, self.settled = handed_over, settled
+        self.returned: list[int] = []
+        self.opened = False
+        self.in_progress: Counter[int] = Counter()
+        self.first_version: int | None = None
+        self.latency: float | None = None
         self._own: Counter[int] = Counter()  # attempts in progress, by process
         self._taken = taken or GroupLedger()
         self._processes = processes
+
+    @property
+    def outstanding(self) -> int:
+        return self.in_progress.total() + self.handed_over
+
+    def in_progress_before(self, version: int) -> int:
+        """Rollouts in progress that were started with weights older than `version`."""
+        return sum(rollouts for started, rollouts in self.in_progress.items() if started < version)
 
     def claim(self, process: int, engine_version: int, rollouts: int) -> Admitted:
         """Count a group of `rollouts` attempts as started by generation process number `process`, if that is allowed now.
@@ -156,14 +102,17 @@ class AdmissionState:
         `engine_version` is the version of the asking engine's weights.
         """
         progress = self.trainer or TrainerProgress(version=engine_version)
-        self.counts.settle(progress.trained + sum(progress.dropped.values()))
+        self.settle(progress.trained + sum(progress.dropped.values()))
         verdict = self._verdict(process, progress, engine_version, rollouts)
         if not verdict.allowed:
             return Admitted(None, verdict)
-        counts = self.counts
-        index = counts.returned.pop(0) if counts.returned else next(self._taken.missing_from(counts.next_index))
-        counts.start(index, engine_version, rollouts)
+        index = self.returned.pop(0) if self.returned else next(self._taken.missing_from(self.next_index))
+        self.next_index = max(self.next_index, index + 1)
         self.claims[index] = Claim(process, engine_version, rollouts)
+        self.in_progress[engine_version] += rollouts
+        self.most_in_progress = max(self.most_in_progress, self.in_progress.total())
+        if self.first_version is None:
+            self.first_version = engine_version
         self._own[process] += rollouts
         return Admitted(index, verdict)
 
@@ -172,7 +121,8 @@ class AdmissionState:
         for index in groups:
             claim = self.claims.get(index)
             if claim is not None and claim.process == process and claim.version < engine_version:
-                self.counts.restart(claim.version, engine_version, claim.attempts)
+                self._remove(claim)
+                self.in_progress[engine_version] += claim.attempts
                 self.claims[index] = claim._replace(version=engine_version)
 
     def hand_over(
@@ -183,8 +133,12 @@ class AdmissionState:
         Returns the number of the process that had it.
         """
         claim = self.claims.pop(index)
-        self.counts.hand_over(claim.version, started=claim.attempts, rollouts=rollouts)
+        self._remove(claim)
         self._own[claim.process] -= claim.attempts
+        self.handed_over += rollouts
+        if claim.version != self.first_version and rollouts:  # else the trainer had nothing to train on meanwhile
+            steps = max(0, self.newest_version - claim.version)
+            self.latency = steps if self.latency is None else self.latency + LATENCY_WEIGHT * (steps - self.latency)
         part = self.parts[claim.process]
         part.groups += not skipped
         part.attempts += 0 if skipped else claim.attempts
@@ -194,18 +148,23 @@ class AdmissionState:
 
     def replace(self, process: int, rollouts: int) -> None:
         """Count rollouts as dropped that the stream replaced by newer ones of this process."""
-        self.counts.drop(rollouts)
+        self.handed_over = max(0, self.handed_over - rollouts)
         self.parts[process].replaced += rollouts
+
+    def settle(self, total: int) -> None:
+        """The trainer has trained or dropped `total` rollouts since the beginning of the run. A lower total is ignored."""
+        newly, self.settled = max(0, total - self.settled), max(total, self.settled)
+        self.handed_over = max(0, self.handed_over - newly)
 
     def lose(self, process: int) -> ProcessTotals:
         """The process has ended: its groups in progress are started again, first of all. Returns what it has done."""
         part = self.parts[process]
         for index in [index for index, claim in self.claims.items() if claim.process == process]:
             claim = self.claims.pop(index)
-            self.counts.hand_over(claim.version, started=claim.attempts, rollouts=0)
-            self.counts.returned.append(index)
+            self._remove(claim)
+            self.returned.append(index)
             part.lost += claim.attempts
-        self.counts.returned.sort()
+        self.returned.sort()
         self._own[process] = 0
         return part
 
@@ -215,27 +174,30 @@ class AdmissionState:
 
     def may_take(self, version: int) -> Verdict:
         """Whether an engine may apply the weights of `version` now. If so, it must: they are counted as applied."""
-        verdict = self.schedule.may_take_weights(self.counts.in_progress_before(version))
+        verdict = self.schedule.may_take_weights(self.in_progress_before(version))
         if verdict.allowed:
-            self.counts.newest_version = max(version, self.counts.newest_version)
+            self.newest_version = max(version, self.newest_version)
         return verdict
 
+    def _remove(self, claim: Claim) -> None:
+        self.in_progress[claim.version] -= claim.attempts
+        if not self.in_progress[claim.version]:
+            del self.in_progress[claim.version]
+
     def _verdict(self, process: int, trainer: TrainerProgress, engine_version: int, rollouts: int) -> Verdict:
-        counts = self.counts
         if trainer.goal_reached:
             return Verdict(False, "the end of the run: the trainer has reached its goal")
-        if not counts.opened:
+        if not self.opened:
             return Verdict(False, "the evaluation before training", (ACTOR,))
-        oldest = counts.oldest_in_progress
         seen = PipelineState(
             engine_version=engine_version,
             trainer_version=trainer.version,
-            oldest_in_progress=engine_version if oldest is None else oldest,
-            outstanding=counts.rollouts,
-            handed_over=counts.handed_over,
-            latency=counts.latency,
-            most_in_progress=counts.most_in_progress,
-            newest_version=max(counts.newest_version, engine_version),
+            oldest_in_progress=min(self.in_progress, default=engine_version),
+            outstanding=self.outstanding,
+            handed_over=self.handed_over,
+            latency=self.latency,
+            most_in_progress=self.most_in_progress,
+            newest_version=max(self.newest_version, engine_version),
             own=self.own(process),
             processes=self._processes,
         )

@@ -144,10 +144,10 @@ class Direct:
 
     @property
     def opened(self) -> bool:
-        return self._hub.admission.counts.opened
+        return self._hub.admission.opened
 
     def open(self) -> None:
-        self._hub.admission.counts.opened = True
+        self._hub.admission.opened = True
 
     def claim(self, engine_version: int, rollouts: int, *, room: int = 0) -> Admitted:
         del room  # nothing is asked for ahead

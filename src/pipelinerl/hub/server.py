@@ -135,7 +135,7 @@ class HubServer:
 
     def _know(self, connection: Connection) -> None:
         """Have it sent the statuses that its kind of worker decides by, and whether groups may be started."""
-        if connection.kind.process is not None and self._hub.admission.counts.opened:
+        if connection.kind.process is not None and self._hub.admission.opened:
             connection.wire.send(wire.Open())
         follows = connection.kind.follows
         connection.unsent.update(stage for stage in self._hub.board.stages() if follows or stage == TRAINER)
@@ -222,7 +222,7 @@ class HubServer:
                 connection.asks_for_weights = True
                 self._tell_trainer(wire.EngineAnswer(number, receipt, process))
             case wire.Open():
-                hub.admission.counts.opened = True
+                hub.admission.opened = True
                 for other in self._connections:
                     if other.kind.process is not None:
                         other.wire.send(wire.Open())

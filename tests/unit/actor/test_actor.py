@@ -685,7 +685,7 @@ def test_a_ring_stream_counts_what_it_drops():
     assert progress.rollouts_dropped["stream_full"] == 2 * (len(harness.records) - 2) > 0
     assert progress.rollouts_handed_over == 4
     assert harness.read() == harness.records[-2:]
-    assert harness.state.counts.rollouts == 4
+    assert harness.state.outstanding == 4
 
 
 async def test_it_stops_starting_when_the_goal_is_reached():

@@ -60,7 +60,7 @@ async def test_it_goes_on_between_rollouts_in_its_share_of_the_slots():
     assert watched.harness.progress().evaluations == {"v2": 1.0}
     progress = watched.harness.progress()
     assert progress.rollouts_started == progress.rollouts_handed_over == 80
-    assert watched.harness.state.counts.rollouts == 80
+    assert watched.harness.state.outstanding == 80
     assert len(watched.harness.read()) == 40
 
 

@@ -49,7 +49,7 @@ def status(stage: str, detail: str = "", progress: Any = None, pid: int = 1) -> 
 def make_state(schedule: Schedule | None = None, processes: int = 1, **options: Any) -> AdmissionState:
     """After the evaluation before training."""
     state = AdmissionState(schedule or PipelineSchedule(8), processes=processes, **options)
-    state.counts.opened = True
+    state.opened = True
     return state
 
 
@@ -72,7 +72,7 @@ class Place:
         (root / "rollouts").mkdir(parents=True, exist_ok=True)
         self.records, self.board, self.stream = root / ROLLOUTS_FILE, MemoryBoard(), stream or MemoryStream()
         self.state = make_state(schedule, processes, taken=taken)
-        self.state.counts.opened = opened
+        self.state.opened = opened
         self.prepared = MemoryStream()
         self.hub = Hub(
             self.state,

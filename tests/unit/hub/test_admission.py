@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipelinerl.config.load import load_config
-from pipelinerl.hub.admission import AdmissionState, Outstanding, ProcessTotals
+from pipelinerl.hub.admission import AdmissionState, ProcessTotals
 from pipelinerl.interfaces import PipelineState, Schedule, Verdict
 from pipelinerl.ledger import GroupLedger
 from pipelinerl.rounds import AsyncSchedule, ConventionalSchedule
@@ -23,36 +23,33 @@ from tests.unit.hub.hub_parts import K, make_state
 @settings(max_examples=200)
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 4), st.sampled_from(["start", "end", "settle"])), max_size=40))
 def test_number_and_oldest_version_are_those_of_a_list(history: list[tuple[int, int, str]]) -> None:
-    state = Outstanding()
-    in_progress: list[int] = []
+    state = make_state(PipelineSchedule(1_000_000))
+    in_progress: list[tuple[int, int]] = []
     handed_over = settled = 0
-    for number, (version, count, what) in enumerate(history):
+    for version, count, what in history:
         if what == "start":
-            state.start(number, version, K)
-            in_progress.append(version)
+            index = claim(state, 0, version)
+            assert index is not None
+            in_progress.append((version, index))
         elif what == "end" and in_progress:
-            started = in_progress.pop(count % len(in_progress))
-            state.hand_over(started, started=K, rollouts=count)
+            state.hand_over(in_progress.pop(count % len(in_progress))[1], rollouts=count)
             handed_over += count
         elif what == "settle":
             settled = min(settled + version, handed_over)
             state.settle(settled)
         assert state.handed_over == handed_over - settled
-        assert state.rollouts == K * len(in_progress) + handed_over - settled
-        assert state.oldest_in_progress == min(in_progress, default=None)
-        assert state.in_progress_before(3) == K * sum(started < 3 for started in in_progress)
+        assert state.outstanding == K * len(in_progress) + handed_over - settled
+        assert min(state.in_progress, default=None) == min((started for started, _ in in_progress), default=None)
+        assert state.in_progress_before(3) == K * sum(started < 3 for started, _ in in_progress)
 
 
 def test_what_the_stream_dropped_or_the_trainer_settled_is_not_waited_for() -> None:
-    state = Outstanding(handed_over=12, settled=100)
-    state.drop(6)
-    assert state.rollouts == 6
-    state.settle(104)
-    assert state.rollouts == 2
-    state.settle(100)
-    assert state.rollouts == 2
-    state.settle(200)
-    assert state.rollouts == 0
+    state = make_state(handed_over=12, settled=100)
+    state.replace(0, 6)
+    assert state.outstanding == 6
+    for settled, left in ((104, 2), (100, 2), (200, 0)):
+        state.settle(settled)
+        assert state.outstanding == left
 
 
 # --------------------------------------------------------------------------------------------------- claims
@@ -78,14 +75,14 @@ def test_the_groups_of_a_dead_process_are_started_again_by_whoever_is_first() ->
     assert [claim(state, process) for process in (0, 1, 0, 1, 1)] == [0, 1, 2, 3, 4]
     assert state.hand_over(3, rollouts=K - 1) == 1
     assert state.lose(1) == ProcessTotals(lost=2 * K, groups=1, attempts=K, rollouts=K - 1)
-    assert (state.counts.in_progress, state.counts.handed_over, state.counts.returned) == ({0: 2 * K}, K - 1, [1, 4])
-    assert state.counts.latency is None, "a group that was not finished says nothing of how long one takes"
+    assert (state.in_progress, state.handed_over, state.returned) == ({0: 2 * K}, K - 1, [1, 4])
+    assert state.latency is None, "a group that was not finished says nothing of how long one takes"
     assert [claim(state, 0, 2), claim(state, 1, 3), claim(state, 0, 3)] == [1, 4, 5]
-    assert state.counts.in_progress == {0: 2 * K, 2: K, 3: 2 * K}
+    assert state.in_progress == {0: 2 * K, 2: K, 3: 2 * K}
     assert state.lose(1) == ProcessTotals(lost=3 * K, groups=1, attempts=K, rollouts=K - 1), (
         "of both processes with this number"
     )
-    assert state.counts.next_index == 6
+    assert state.next_index == 6
 
 
 def test_what_a_part_has_done_is_exact() -> None:
@@ -96,7 +93,7 @@ def test_what_a_part_has_done_is_exact() -> None:
     state.hand_over(2, rollouts=0, skipped=True)
     state.replace(1, 1)
     assert state.parts == {1: ProcessTotals(groups=1, attempts=K, rollouts=1, replaced=1)}
-    assert (state.counts.in_progress, state.counts.handed_over) == ({0: 2 * K}, 0)
+    assert (state.in_progress, state.handed_over) == ({0: 2 * K}, 0)
 
 
 def test_groups_that_have_not_begun_count_with_the_weights_that_they_will_start_with() -> None:
@@ -104,12 +101,12 @@ def test_groups_that_have_not_begun_count_with_the_weights_that_they_will_start_
     for process in (0, 0, 1):
         claim(state, process, 3)
     state.holds(0, [1, 2, 7], 5)
-    assert state.counts.in_progress == {3: 2 * K, 5: K}, "group 2 is of another process, and nobody has 7"
+    assert state.in_progress == {3: 2 * K, 5: K}, "group 2 is of another process, and nobody has 7"
     state.holds(0, [1], 4)
-    assert state.counts.in_progress == {3: 2 * K, 5: K}, "versions never fall"
+    assert state.in_progress == {3: 2 * K, 5: K}, "versions never fall"
     state.hand_over(1, rollouts=K)
     state.lose(0)
-    assert state.counts.in_progress == {3: K}
+    assert state.in_progress == {3: K}
 
 
 # -------------------------------------------------------------------------------------------------- schedules
@@ -225,11 +222,12 @@ def test_the_stock_never_denies_while_less_than_a_batch_is_handed_over(
 
 
 def test_latency_is_a_running_mean_over_groups_that_were_started_after_the_first_update() -> None:
-    state = Outstanding()
+    state = make_state(PipelineSchedule(1_000_000))
     for version, newest, expected in ((7, 9, None), (7, 9, None), (8, 10, 2.0), (10, 10, 1.8), (9, 11, 1.82), (7, 11, 1.82)):
-        state.start(version, version, K)
+        index = claim(state, 0, version)
+        assert index is not None
         state.newest_version = newest
-        state.hand_over(version, started=K, rollouts=K)
+        state.hand_over(index, rollouts=K)
         assert state.latency == (expected and pytest.approx(expected))
 
 

@@ -104,7 +104,7 @@ class Run:
         self.session = Session(self.config, self.directory, StartPlan(), make_schedule(self.config), 0.0)
         self.host, self.said = Host(self.session), Said()
         self.state = self.host.hub.admission
-        self.state.counts.opened = True
+        self.state.opened = True
         self.host.server.__enter__()
         for process in range(self.config.engine.processes):
             self.host.connect(self.role(process))
@@ -169,8 +169,8 @@ def test_two_deaths_at_once_lose_what_was_not_handed_over_whole(run: Run) -> Non
     run.hand_over(0, 0, rollouts=1)
     run.end(1)._wire._socket.send(b"\0\0\1\0the half of a message")
     run.die(0, 1)
-    counts = run.state.counts
-    assert (counts.in_progress, counts.handed_over, counts.returned) == ({}, 1, [1, 2, 3])
+    state = run.state
+    assert (state.in_progress, state.handed_over, state.returned) == ({}, 1, [1, 2, 3])
     assert run.ended.rollouts_started == 4 * K
     assert run.ended.rollouts_dropped == {"timeout": K - 1, "lost_in_crash": 3 * K}
     assert [run.claim(1), run.claim(0), run.claim(1), run.claim(0)] == [1, 2, 3, 4]
@@ -216,7 +216,7 @@ def test_what_the_stream_dropped_for_the_dead_is_counted(tmp_path: Path) -> None
         run.heal(1)
         assert run.ended.rollouts_dropped == {"stream_full": K}
         assert run.ended.rollouts_handed_over == K
-        assert run.state.counts.handed_over == K
+        assert run.state.handed_over == K
 
 
 def test_a_process_is_started_again_after_a_pause_that_doubles_and_not_for_ever(run: Run) -> None:

@@ -170,7 +170,7 @@ class Run:
                     self.preprocessor.settled()
 
     def write(self) -> None:
-        following = next(self.hub.admission._taken.missing_from(self.hub.admission.counts.next_index))
+        following = next(self.hub.admission._taken.missing_from(self.hub.admission.next_index))
         if following < len(self.groups) and self.server.failure is None:
             self.actor.ask(len(self.actor.granted) + 1)
             self.actor.settled()

@@ -94,8 +94,7 @@ class _Run:
         self._scenario = scenario
         self._publications = [Publication(0.0, 0)]
         self._admission = AdmissionState(scenario.schedule, processes=scenario.engines)
-        self._counts = self._admission.counts
-        self._counts.opened = True
+        self._admission.opened = True
         self._trainer = SimulatedTrainer(scenario, self._admission, self._publications)
         self._engines = [SimulatedEngine(index, scenario, self._publications) for index in range(scenario.engines)]
         self._events: list[tuple[float, int, int, int]] = []
@@ -149,11 +148,11 @@ class _Run:
             wait_s_mean=fmean(trainer.wait_s),
             wait_s_max=max(trainer.wait_s),
             tokens_generated=tokens,
-            rollouts_started=self._counts.next_index * scenario.group_size,
+            rollouts_started=self._admission.next_index * scenario.group_size,
             rollouts_trained=trainer.trained,
             rollouts_dropped=dict(+(trainer.dropped + Counter(stream_full=trainer.replaced))),
             rollouts_queued=trainer.queued,
-            rollouts_in_progress=sum(self._counts.in_progress.values()),
+            rollouts_in_progress=sum(self._admission.in_progress.values()),
             step_end_s=trainer.end_s,
             step_wait_s=trainer.wait_s,
             step_lag_max=trainer.lag_max,
@@ -163,7 +162,7 @@ class _Run:
 
     def _step_ends(self, now_s: float) -> None:
         self._trainer.finish()
-        self._groups_at_step = self._counts.next_index
+        self._groups_at_step = self._admission.next_index
         self._pump(now_s)
         for index in sorted(self._denied | self._blocked):
             self._wake(self._engines[index], now_s, later=False)
@@ -202,7 +201,7 @@ class _Run:
             return
         waiting = self._denied | self._blocked if took else self._denied.copy()
         if self._held:
-            older = self._counts.in_progress_before(self._publications[-1].version)
+            older = self._admission.in_progress_before(self._publications[-1].version)
             if self._scenario.schedule.may_take_weights(older).allowed:
                 waiting |= self._held
         for index in sorted(waiting - {engine.index}):
@@ -211,7 +210,7 @@ class _Run:
     def _start_group(self, engine: SimulatedEngine) -> bool:
         """Start the next group, if the schedule allows it. Raises ValueError if no optimizer step ever ends."""
         scenario = self._scenario
-        rollouts = (self._counts.next_index - self._groups_at_step) * scenario.group_size
+        rollouts = (self._admission.next_index - self._groups_at_step) * scenario.group_size
         if rollouts > MAX_STEPS_OF_ROLLOUTS * scenario.batch_size + scenario.slots * scenario.engines:
             raise ValueError(
                 f"no optimizer step after version {self._trainer.version} in {rollouts} rollouts; dropped so far: "
