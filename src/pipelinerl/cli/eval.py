@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pipelinerl.cli.parser import (
     SETTINGS_HELP,
@@ -69,9 +69,8 @@ def add_to(commands: Commands) -> None:
     flag = commands.add("push", text, run=run_push, keys=False).add_argument
     flag("run_dir", type=Path, metavar="RUN_DIR", help="a run directory")
     flag("repo", metavar="REPO", help="the model's id on the hub, like owner/name; it is created if it does not exist")
-    flag(
-        "--version", type=_version, metavar="N", help="the version of the weights, or `best` (default: the last checkpoint)"
-    )
+    text = "the version of the weights, or `best` (default: the last checkpoint)"
+    flag("--version", type=lambda given: given if given == "best" else at_least(1)(given), metavar="N", help=text)
     flag("--public", action="store_true", help="anyone may see a new repository (default: only its owner)")
     flag("--dry-run", action="store_true", help="print the files and the card, without uploading; needs no network")
 
@@ -130,8 +129,12 @@ def _plan(options: argparse.Namespace, settings: Sequence[str]) -> EvaluationPla
         raise UserError(
             "the first MODEL is not a run directory: give the environment to evaluate on, --environment.kind KIND"
         )
-    if of_run is not None:
-        config = with_flags(_without_servers(of_run, "--environment.kind" in given), settings, KEYS)
+    if of_run is not None:  # without its servers: if they still run, they have other weights by now
+        kept = ("slots", "max_length", "prefill_tokens", "device", "threads")
+        changes: dict[str, Any] = {"engine": EngineConfig(**{name: getattr(of_run.engine, name) for name in kept})}
+        if "--environment.kind" in given:  # the arguments are of another one
+            changes["environment"] = EnvironmentConfig()
+        config = with_flags(of_run.model_copy(update=changes), settings, KEYS)
         find_class(config.environment.kind)
     engine, actor = config.engine, config.actor
     for mistake in engine_mistakes(engine):
@@ -168,20 +171,6 @@ def _plan(options: argparse.Namespace, settings: Sequence[str]) -> EvaluationPla
         code_timeout_s=actor.code_timeout_s,
         out=options.out or Path("evaluations") / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}",
     )
-
-
-def _without_servers(config: RunConfig, other_environment: bool) -> RunConfig:
-    """The run's settings without its servers: if they still run, they have other weights by now.
-
-    `other_environment`: also without the arguments of its environment.
-    """
-    kept = {name: getattr(config.engine, name) for name in ("slots", "max_length", "prefill_tokens", "device", "threads")}
-    changes = {"engine": EngineConfig(**kept)} | ({"environment": EnvironmentConfig()} if other_environment else {})
-    return config.model_copy(update=changes)
-
-
-def _version(text: str) -> str | float:
-    return text if text == "best" else at_least(1)(text)
 
 
 def run_push(options: argparse.Namespace, _settings: Sequence[str]) -> int:

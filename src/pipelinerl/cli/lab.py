@@ -47,14 +47,12 @@ def add_to(commands: Commands) -> None:
         "Comparisons and predictions of runs: compare, study, plan, calibrate, simulate; export. "
         "`pipelinerl lab NAME --help` has the flags of each."
     )
-    _add_sweep_and_replay(commands)
+    _add_commands_on_runs(commands)
     commands.add("lab", text, run=run_lab)
-    _add_comparisons(commands)
-    _add_predictions(commands)
-    _add_tools(commands)
+    _add_laboratory(commands)
 
 
-def _add_sweep_and_replay(commands: Commands) -> None:
+def _add_commands_on_runs(commands: Commands) -> None:
     text = (
         "Train with several settings and seeds, one run after another, and rank the settings. Without a run file: the demo."
     )
@@ -77,8 +75,17 @@ def _add_sweep_and_replay(commands: Commands) -> None:
     flag("--seed", type=at_least(0), default=0, help="seed of the choice of groups (default: 0)")
     flag("-o", "--out", type=Path, metavar="DIR", help="a new folder for the results, the metrics and the last weights")
 
+    text = "Write what a run recorded to one tar file, without secrets: to replay, browse or evaluate it elsewhere."
+    flag = commands.add("lab export", text, run=run_export, keys=False).add_argument
+    flag("run_dir", type=Path, metavar="RUN_DIR", help="a run directory")
+    flag("out", type=Path, metavar="OUT.tar", help="the new file")
+    flag(
+        "--no-weights", action="store_true", help="leave out checkpoints and copies of weights; a replay computes them again"
+    )
+    flag("--no-model", action="store_true", help="leave out the folder of the initial model")
 
-def _add_comparisons(commands: Commands) -> None:
+
+def _add_laboratory(commands: Commands) -> None:
     text = "Compare schedules on this machine, each at its best settings. Without a run file: the demo."
     flag = commands.add("lab compare", text, SETTINGS_HELP, run=run_compare).add_argument
     flag("run_file", nargs="?", type=Path, metavar="RUN.yaml", help="the run file")
@@ -115,8 +122,6 @@ def _add_comparisons(commands: Commands) -> None:
     flag("--seed", type=at_least(0), default=0, help="seed of sampling and resampling (default: 0)")
     flag("-o", "--out", type=Path, metavar="DIR", help="output folder (default: RUN_DIR/study)")
 
-
-def _add_predictions(commands: Commands) -> None:
     text = "Throughput against lag of PipelineRL and conventional RL in the paper's case study, from its formulas."
     commands.add("lab plan", text, run=run_plan, keys=False)
 
@@ -143,17 +148,6 @@ def _add_predictions(commands: Commands) -> None:
     flag("--json", type=Path, metavar="FILE", help="write the whole prediction as JSON")
 
 
-def _add_tools(commands: Commands) -> None:
-    text = "Write what a run recorded to one tar file, without secrets: to replay, browse or evaluate it elsewhere."
-    flag = commands.add("lab export", text, run=run_export, keys=False).add_argument
-    flag("run_dir", type=Path, metavar="RUN_DIR", help="a run directory")
-    flag("out", type=Path, metavar="OUT.tar", help="the new file")
-    flag(
-        "--no-weights", action="store_true", help="leave out checkpoints and copies of weights; a replay computes them again"
-    )
-    flag("--no-model", action="store_true", help="leave out the folder of the initial model")
-
-
 def run_lab(_options: argparse.Namespace, _settings: Sequence[str]) -> int:
     raise UserError("name a command: lab compare, study, plan, calibrate, simulate or export")
 
@@ -168,12 +162,9 @@ def run_sweep(options: argparse.Namespace, settings: Sequence[str]) -> int:
 
         return write("".join("\n".join([f"{one.label}:", *dry_run(one.config), "\n"]) for one in grid.settings))
     from pipelinerl.experiments.sweep import RESULTS_FILE, section, sweep  # noqa: PLC0415
-    from pipelinerl.report import count  # noqa: PLC0415
     from pipelinerl.report.sections import in_terminal  # noqa: PLC0415
 
-    out: Path = options.out or Path("runs") / f"sweep-{time.strftime('%Y%m%d-%H%M%S')}"
-    settings_text, seeds = count(len(grid.settings), "setting"), count(len(grid.seeds), "seed")
-    say(f"{settings_text}, {seeds} each; to continue after an interruption: the same command with --out {out}")
+    out = _experiment_folder(options, "sweep")
     found, failure = sweep(grid, out, say)
     best = found.settings[0]
     lines = [in_terminal(section(found))]
@@ -185,6 +176,12 @@ def run_sweep(options: argparse.Namespace, settings: Sequence[str]) -> int:
     if failure is not None:
         raise failure
     return status
+
+
+def _experiment_folder(options: argparse.Namespace, kind: str) -> Path:
+    out: Path = options.out or Path("runs") / f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}"
+    say(f"runs and results: {out} (to continue after an interruption: the same command with --out {out})")
+    return out
 
 
 def run_replay(options: argparse.Namespace, settings: Sequence[str]) -> int:
@@ -242,8 +239,7 @@ def run_compare(options: argparse.Namespace, settings: Sequence[str]) -> int:
         held_out_args=keyed_values("--held-out-arg", options.held_out_arg),
     )
     check_held_out(request)
-    out: Path = options.out or Path("runs") / f"compare-{time.strftime('%Y%m%d-%H%M%S')}"
-    say(f"results and runs: {out} (to continue after an interruption: the same command with --out {out})")
+    out = _experiment_folder(options, "compare")
     found = compare(request, out, train=train_in_child, evaluate=answer_held_out, target=target, say=say)
     return write("\n".join([*found.findings, f"{out / 'report.html'}", ""]))
 

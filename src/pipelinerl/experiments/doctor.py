@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple
 from rich.text import Text
 
 from pipelinerl import extras
+from pipelinerl.files import SHARED_MEMORY
 from pipelinerl.report import count, new_table, rendered
 from pipelinerl.resources.hardware import load_average, processor
 from pipelinerl.resources.machine import host_memory
@@ -55,36 +56,36 @@ def shown(findings: Sequence[Finding]) -> str:
     return f"{rendered(table)}{said}\n"
 
 
+def _judged(what: str, found: str, fine: bool, fix: str, otherwise: Level = WRONG) -> Finding:
+    return Finding("ok", what, found) if fine else Finding(otherwise, what, found, fix)
+
+
 def _machine(folder: Path) -> Iterator[Finding]:
     version = ".".join(map(str, sys.version_info[:3]))
     yield Finding("ok", "Python", f"{version}, {sys.executable}")
     cores, load = usable_cores(), load_average()
-    busy = load is not None and load > cores
     found = f"{count(cores, 'core')}, {processor()}" + ("" if load is None else f", load {load}")
-    yield Finding(
-        "note" if busy else "ok", "processor", found, "other programs compute: times will be longer" if busy else ""
-    )
+    idle = load is None or load <= cores
+    yield _judged("processor", found, idle, "other programs compute: times will be longer", "note")
     memory = host_memory()
     free = (memory.total if memory.available is None else memory.available) / GIB
-    enough = free >= LEAST_MEMORY_GIB
-    found = f"{free:.1f} of {memory.total / GIB:.1f} GiB free"
-    yield Finding(
-        "ok" if enough else WRONG, "memory", found, "" if enough else f"free {LEAST_MEMORY_GIB:g} GiB for the demo"
-    )
-    for what, path, fix in (
-        ("disk", folder, "make room: checkpoints and records are written below this folder, or to --run_dir"),
-        ("shared memory", Path("/dev/shm"), "weights go through it: in a container, start it with --shm-size 2g"),  # noqa: S108
+    found, fix = f"{free:.1f} of {memory.total / GIB:.1f} GiB free", f"free {LEAST_MEMORY_GIB:g} GiB for the demo"
+    yield _judged("memory", found, free >= LEAST_MEMORY_GIB, fix)
+    for what, path, least, fix in (
+        (
+            "disk",
+            folder,
+            LEAST_DISK_GIB,
+            "make room: checkpoints and records go below this folder, or to --run_dir",
+        ),
+        ("shared memory", SHARED_MEMORY, 1.0, "weights go through it: in a container, start it with --shm-size 2g"),
     ):
         if path.is_dir():
-            left = shutil.disk_usage(path).free / GIB
-            writable = os.access(path, os.W_OK)
-            least = LEAST_DISK_GIB if path == folder else 1.0
-            level: Level = "ok" if writable and left >= least else WRONG if not writable else "note"
-            said = f"{left:.1f} GiB free at {path}" + ("" if writable else ", not writable")
-            yield Finding(level, what, said, "" if level == "ok" else fix)
+            left, writable = shutil.disk_usage(path).free / GIB, os.access(path, os.W_OK)
+            found = f"{left:.1f} GiB free at {path}" + ("" if writable else ", not writable")
+            yield _judged(what, found, writable and left >= least, fix, "note" if writable else WRONG)
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    enough = files < 0 or files >= LEAST_FILES
-    yield Finding("ok" if enough else WRONG, "open files", f"at most {files}", "" if enough else "raise it: ulimit -n 4096")
+    yield _judged("open files", f"at most {files}", files < 0 or files >= LEAST_FILES, "raise it: ulimit -n 4096")
 
 
 def _gpus() -> Iterator[Finding]:

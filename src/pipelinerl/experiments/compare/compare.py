@@ -33,7 +33,7 @@ Say = Callable[[str], object]
 Evaluate = Callable[[Path, ComparisonRequest], Sequence[Answered]]
 
 
-class Comparison(NamedTuple):
+class Compared(NamedTuple):
     """The contents of `compare.json`, and what they show, in sentences."""
 
     contents: dict[str, Any]
@@ -48,7 +48,7 @@ def compare(
     evaluate: Evaluate,
     target: float | None = None,
     say: Say = print,
-) -> Comparison:
+) -> Compared:
     """Make the runs of `request` that `out` lacks, and write the results there.
 
     `train` executes one run. `evaluate` then has its weights answer the held-out problems. `target` None: it is chosen from
@@ -129,7 +129,7 @@ def _write_results(
     *,
     executions: Mapping[str, Execution],
     target: float | None,
-) -> Comparison:
+) -> Compared:
     """Read the runs and write all results. Raises RunDirectoryError if a run's records can't be read."""
     planned = [PlannedRun(setting, seed) for setting in settings for seed in request.seed_numbers]
     records = {run.name: read_run(folder.root / run.name) for run in planned}
@@ -169,7 +169,7 @@ def _write_results(
         planned,
         shown,
     )
-    return Comparison(contents, findings(rows, target, request.reward))
+    return Compared(contents, findings(rows, target, request.reward))
 
 
 def _shown(answered: Sequence[Answered], records: RunRecords, request: ComparisonRequest) -> list[dict[str, Any]]:

@@ -71,10 +71,8 @@ def sections(
     how = "linear between evaluated versions" if request.held_out else f"mean over {WINDOW} steps"
     legend = (
         f"Target: a {request.reward} reward of {number(target, 'g')} ({how}). "
-        "Values are medians over seeds, with the smallest and largest if they differ. "
-        "Times sooner and times faster are ratios to the best conventional schedule (for that quantity, by its median), "
-        "taken seed by seed; above 1, the schedule is better. Slots in use is averaged over the time in which any slot is "
-        "in use: a draining batch counts, a training phase does not."
+        "Values are medians over seeds, with the smallest and largest if they differ. Times sooner and times faster are "
+        "ratios, seed by seed, to the schedule that is the best conventional one by its median; above 1 is better."
     )
     tried = [
         {
@@ -96,7 +94,6 @@ def sections(
         f"{machine.cpu}, {count(machine.cores, 'core')}{memory}, {machine.system}",
         ", ".join(f"{name} {version}" for name, version in machine.versions.items()),
         f"Seeds {', '.join(map(str, request.seed_numbers))}; the order of the schedules rotates from seed to seed.",
-        "The measured time includes no evaluation of held-out problems and no checkpoint.",
     ]
     if request.held_out:
         share = max(run.saving_s / run.measured.training_s for run in runs)

@@ -30,8 +30,6 @@ from pipelinerl.report.series import (
     windowed,
 )
 
-OF_SUMMARY = ("ess_mean", "ess_min", "lag_mean", "lag_max", "engine_busy_fraction", "trainer_busy_fraction")
-
 
 class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     """One run.
@@ -40,7 +38,7 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
                means of training rewards over a window of steps, starting with the first full window
     reached    when these reached the target; None for a run that did not, or did not finish
     saving_s   the part of the measured time that was spent writing weights
-    The last six are those of the run's summary; None: not recorded.
+    summary    numbers of the run's summary; None: not recorded
     """
 
     schedule: str
@@ -57,12 +55,7 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     held_out: list[Answered] = []
     saving_s: float = 0.0
     slots_used_fraction: float | None
-    ess_mean: float | None
-    ess_min: float | None
-    lag_mean: float | None
-    lag_max: float | None
-    engine_busy_fraction: float | None
-    trainer_busy_fraction: float | None
+    summary: dict[str, float | None] = {}
 
     @property
     def finished(self) -> bool:
@@ -84,12 +77,12 @@ QUANTITIES: Mapping[str, Quantity] = {
     "samples_per_s_later": Quantity("in the last 4/5", ".1f", lambda run: run.measured.samples_per_s_later),
     "tokens_per_s": Quantity("tokens/s", ".0f", lambda run: run.measured.tokens_per_s),
     "length_mean": Quantity("mean length", ".1f", lambda run: run.measured.length_mean),
-    "ess_mean": Quantity("ESS mean", ".4f", lambda run: run.ess_mean),
-    "ess_min": Quantity("ESS min", ".3f", lambda run: run.ess_min),
-    "lag_mean": Quantity("lag mean", ".2f", lambda run: run.lag_mean),
-    "lag_max": Quantity("lag max", ".0f", lambda run: run.lag_max),
-    "engine_busy_fraction": Quantity("engine busy", ".0%", lambda run: run.engine_busy_fraction),
-    "trainer_busy_fraction": Quantity("trainer busy", ".0%", lambda run: run.trainer_busy_fraction),
+    "ess_mean": Quantity("ESS mean", ".4f", lambda run: run.summary.get("ess_mean")),
+    "ess_min": Quantity("ESS min", ".3f", lambda run: run.summary.get("ess_min")),
+    "lag_mean": Quantity("lag mean", ".2f", lambda run: run.summary.get("lag_mean")),
+    "lag_max": Quantity("lag max", ".0f", lambda run: run.summary.get("lag_max")),
+    "engine_busy_fraction": Quantity("engine busy", ".0%", lambda run: run.summary.get("engine_busy_fraction")),
+    "trainer_busy_fraction": Quantity("trainer busy", ".0%", lambda run: run.summary.get("trainer_busy_fraction")),
     "slots_used_fraction": Quantity("slots in use", ".0%", lambda run: run.slots_used_fraction),
     "reward_last": Quantity("last reward", ".3f", lambda run: run.rewards[-1] if run.rewards else None),
 }
@@ -232,5 +225,5 @@ def run_result(
         held_out=list(answered or ()),
         saving_s=math.fsum(step.saving_s for step in steps),
         slots_used_fraction=slots_in_use(records.timeline, begin, measured.training_s, records.slots),
-        **{key: summary.get(key) for key in OF_SUMMARY},
+        summary={key: summary.get(key) for key in QUANTITIES if key in summary},
     )

@@ -41,12 +41,6 @@ def result(schedule: str, seed: int = 0, *, time_s: float | None = 10.0, rate: f
         "measured": measured,
         "reached": None if time_s is None else Reached(version=5, time_s=time_s, samples=1000),
         "rewards": [0.2, 0.9],
-        "ess_mean": 0.99,
-        "ess_min": 0.9,
-        "lag_mean": 1.0,
-        "lag_max": 3,
-        "engine_busy_fraction": 0.9,
-        "trainer_busy_fraction": 0.5,
         "slots_used_fraction": 0.7,
     }
     return RunResult(**values | changed)

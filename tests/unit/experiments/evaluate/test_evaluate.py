@@ -29,6 +29,8 @@ from pipelinerl.experiments.evaluate.results import (
     evaluation_sections,
 )
 from pipelinerl.experiments.statistics import Interval, pass_at_k
+from pipelinerl.files import JsonLines
+from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.report.sections import in_terminal
 from pipelinerl.types import GenerationRequest, Problem
 from tests.unit.experiments.parts import invoke
@@ -234,7 +236,9 @@ def test_what_a_run_directory_stands_for(tmp_path: Path) -> None:
     assert found(f"{run}@0") == [("r@0", 0)]
     with pytest.raises(RunDirectoryError, match="no evaluation"):
         found(f"{run}@best")
-    (run / "evaluations.jsonl").write_text('{"version": 9, "reward_mean": 0.7}\n{"version": 190, "reward_mean": 0.6}\n')
+    with JsonLines(run / "evaluations.jsonl") as lines:
+        for version, reward in ((9, 0.7), (190, 0.6)):
+            lines.write(EvaluationRecord(when="online", version=version, time_s=0.0, problems=1, reward_mean=reward))
     assert found(f"{run}@best") == [("r@10", 10)]
     (last,) = find_targets([str(run)])
     assert last.model == ModelConfig(path=str(run / "checkpoints" / "step_00000200"), dtype="bfloat16")
