@@ -72,7 +72,7 @@ def _draw(columns: StepColumns, evaluations: Sequence[EvaluationRecord]) -> Figu
         draw(axes) if draw else axes.set_visible(False)
     steps, seconds = columns["version"], [60 * minutes for minutes in columns["minutes"]]
 
-    reward = columns["reward_read_mean"]
+    reward = _rewards(columns)
     _line(by_time, seconds, reward, "training, all rollouts read")
     _points(by_time, [_seconds(one, columns) for one in online], online, "held out, during training", color="0.45")
     for one, face in zip((one for one in evaluations if one.when != "online"), cycle(("white", "black"))):
@@ -101,7 +101,7 @@ def _draw(columns: StepColumns, evaluations: Sequence[EvaluationRecord]) -> Figu
 
 def _draw_held_out(axes: Any, columns: StepColumns, evaluations: Sequence[EvaluationRecord]) -> None:
     """Held-out reward over versions, with version ranges and standard errors, drawn over the training reward."""
-    _line(axes, columns["version"], columns["reward_read_mean"], "training", alpha=0.35)
+    _line(axes, columns["version"], _rewards(columns), "training", alpha=0.35)
     versions = [_version(one) for one in evaluations]
     below = [version - (one.version_min or one.version) for version, one in zip(versions, evaluations, strict=True)]
     above = [(one.version_max or one.version) - version for version, one in zip(versions, evaluations, strict=True)]
@@ -121,7 +121,7 @@ def _draw_metrics(axes: Any, columns: StepColumns, evaluations: Sequence[Evaluat
         key, colour = name.removeprefix(_METRICS), f"C{number}"
         _line(axes, columns["version"], columns[name], key, color=colour)
         known = [one for one in evaluations if key in one.metrics]
-        axes.plot([_version(one) for one in known], [one.metrics[key] for one in known], "D", color=colour)
+        axes.plot([_version(one) for one in known], [one.metrics[key] for one in known], "D", color=colour, markersize=4)
     left = len(metrics) - len(chosen)
     more = f" ({left} more: report)" if left else ""
     _finish(axes, f"Metrics of the rollouts, diamonds: held out{more}", "optimizer step", "mean")
@@ -133,6 +133,11 @@ def _draw_metrics(axes: Any, columns: StepColumns, evaluations: Sequence[Evaluat
 def _version(one: EvaluationRecord) -> float:
     """The mean version of its tokens."""
     return one.version if one.version_mean is None else one.version_mean
+
+
+def _rewards(columns: StepColumns) -> Sequence[float]:
+    """Of all rollouts read, or in records of older versions of those trained on."""
+    return columns["reward_read_mean" if "reward_read_mean" in columns.names else "reward_mean"]
 
 
 def _seconds(one: EvaluationRecord, columns: StepColumns) -> float:

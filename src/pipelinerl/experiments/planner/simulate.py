@@ -96,6 +96,7 @@ class _Run:
         self._admission = AdmissionState(scenario.schedule, processes=scenario.engines)
         self._admission.opened = True
         self._trainer = SimulatedTrainer(scenario, self._admission, self._publications)
+        self._admission.trainer = self._trainer.progress()
         self._engines = [SimulatedEngine(index, scenario, self._publications) for index in range(scenario.engines)]
         self._events: list[tuple[float, int, int, int]] = []
         self._groups_at_step = 0
@@ -177,7 +178,8 @@ class _Run:
     def _boundary(self, engine: SimulatedEngine, now_s: float) -> None:
         """The actor's actions between two decode steps, in the real actor's order."""
         engine.finish_segment()
-        self._hand_over(engine, now_s)
+        if engine.finished:
+            self._hand_over(engine, now_s)
         version = engine.offered(now_s)
         held = version is not None and not self._admission.may_take(version).allowed
         if version is not None and not held:
@@ -185,8 +187,9 @@ class _Run:
         denied = False
         while engine.room > 0 and not denied:
             denied = bool(engine.finished) or not self._start_group(engine)
-        for members, belongs in ((self._blocked, bool(engine.finished)), (self._held, held), (self._denied, denied)):
-            members.add(engine.index) if belongs else members.discard(engine.index)
+        (self._blocked.add if engine.finished else self._blocked.discard)(engine.index)
+        (self._held.add if held else self._held.discard)(engine.index)
+        (self._denied.add if denied else self._denied.discard)(engine.index)
         engine.begin(now_s)
         if engine.segment is not None:
             self._schedule_end(engine)
@@ -216,7 +219,6 @@ class _Run:
                 f"no optimizer step after version {self._trainer.version} in {rollouts} rollouts; dropped so far: "
                 f"{dict(self._trainer.dropped)}"
             )
-        self._admission.trainer = self._trainer.progress()
         index = self._admission.claim(engine.index, engine.version, scenario.group_size).group
         if index is None:
             return False
@@ -226,6 +228,7 @@ class _Run:
     def _pump(self, now_s: float) -> bool:
         idle = self._trainer.finish_s is None
         took = self._trainer.pump(now_s)
+        self._admission.trainer = self._trainer.progress()
         if idle and self._trainer.finish_s is not None:
             heapq.heappush(self._events, (self._trainer.finish_s, TRAINER, 0, 0))
         return took

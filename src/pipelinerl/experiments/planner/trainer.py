@@ -117,7 +117,7 @@ class SimulatedTrainer:
         self.lag_tokens[: len(shorter)] += shorter
         self.version += 1
         self.trained += len(batch)
-        self._drop_too_old()
+        self._queue = deque(self._fresh(self._queue))
         if self._scenario.schedule.publishes(self.version) or self.goal_reached:
             self._publications.append(Publication(now_s, self.version))
         before_s = self.end_s[-1] if self.end_s else 0.0
@@ -133,19 +133,19 @@ class SimulatedTrainer:
         kept = [rollout for rollout, out in zip(group.rollouts, dropped, strict=True) if not out]
         if len(kept) < len(group.rollouts):
             self.dropped["preprocess"] += len(group.rollouts) - len(kept)
-        self._queue.extend(kept)
-        self._drop_too_old()
+        self._queue.extend(self._fresh(kept))
         group.rollouts = []  # break the reference cycle, which would keep every group in memory
         self._work(now_s, len(group.work.lengths) * self._scenario.costs.prepare_s)
 
-    def _drop_too_old(self) -> None:
+    def _fresh(self, rollouts: Sequence[SimulatedRollout]) -> Sequence[SimulatedRollout]:
+        """Those that may be trained on; the others are too old, and counted as dropped."""
         schedule = self._scenario.schedule
         if (oldest := schedule.oldest_trained(self.version)) <= 0:
-            return
-        kept = deque(rollout for rollout in self._queue if rollout.oldest_version >= oldest)
-        if too_old := len(self._queue) - len(kept):
+            return rollouts
+        kept = [rollout for rollout in rollouts if rollout.oldest_version >= oldest]
+        if too_old := len(rollouts) - len(kept):
             self.dropped[schedule.too_old_reason] += too_old
-        self._queue = kept
+        return kept
 
     def _begin(self, now_s: float) -> None:
         """Begin a step on the first B rollouts of the queue, in the order of the real trainer."""
