@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
+
 ORPHAN_PATIENCE_S = 30.0
 """How long the processes of a run may take to end by themselves once their launcher has ended."""
+
+
+class ReadyFile(msgspec.Struct, frozen=True):
+    """What an engine server writes once its address is known. With vLLM, `pid` is the process that runs it."""
+
+    url: str
+    pid: int
 
 
 class RunDirectory:

@@ -289,6 +289,10 @@ class EngineProgress(msgspec.Struct, frozen=True, kw_only=True, tag="engine"):
     notes: tuple[str, ...] = ()
 
 
+STREAM_DROP, LOST = "stream_full", "lost_in_crash"
+"""Why rollouts were dropped: the stream had no room, or their process died while it had them in progress."""
+
+
 class ActorProgress(msgspec.Struct, frozen=True, kw_only=True, tag="actor"):
     """Counts of rollouts: started = handed_over + sum(dropped) + in_progress. Groups that were skipped are not started.
 

@@ -1,6 +1,6 @@
 """Processes that die, hang or are told to end: the run says who and how, ends at once, and leaves nothing behind.
 
-With `launch.restarts` above 0, some are started again instead: see `test_healing`.
+With `launch.restarts` above 0, some are started again instead: see `test_restart`.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ import asyncio
 import json
 import re
 import shutil
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -147,12 +146,6 @@ WRONG = {
         "has no held-out problems",
     ),
 }
-BEFORE_A_RUN = ("unknown kind", "missing class", "missing file", "unknown part", "missing callback", "misspelt argument")
-IN_A_PROCESS = {
-    "constructor raises": pytest.mark.slow,
-    "reward loops": pytest.mark.exhaustive,
-    "nothing held out": pytest.mark.exhaustive,
-}
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -165,15 +158,11 @@ def test_what_is_wrong_with_an_environment_is_found(folder: Path, name: str) -> 
     assert "pool.py" not in str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "here"),
-    [*product(BEFORE_A_RUN, [True]), *(pytest.param(name, False, marks=mark) for name, mark in IN_A_PROCESS.items())],
+    "name", ["missing file", "constructor raises", pytest.param("reward loops", marks=pytest.mark.exhaustive)]
 )
-def test_the_command_says_it_in_one_line(
-    folder: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, name: str, here: bool
-) -> None:
-    if here:
-        try_in_this_process(monkeypatch)
+def test_the_command_says_it_in_one_line(folder: Path, capsys: Capture, name: str) -> None:
     make, said = WRONG[name]
     assert main(["train", "--dry-run", *flags(folder / "r", **make(folder))]) == 2
     shown = capsys.readouterr()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -26,8 +25,32 @@ from tests.integration.runs import (
 pytestmark = pytest.mark.slow
 
 
-def assert_made_by_two(run_dir: Path, counts: dict[str, Any]) -> None:
-    """The second session of a run had two generation processes, and measured both."""
+def test_stopped_in_any_way_it_goes_on_with_any_number_of_processes(tmp_path: Path) -> None:
+    """One generation process, everything is killed at once; three, Ctrl-C; two, to its end. Together they are one run.
+
+    The stream is one, whoever writes it: what was handed over is trained on, by whom it was generated does not matter.
+    """
+    run_dir = tmp_path / "r"
+    settings = {"schedule__max_lag": 4, "trainer__checkpoint_every": 2, "evaluation__problems": 8}
+    with endless(run_dir, **settings) as (process, pids):
+        for pid in (process.pid, *pids.values()):
+            os.kill(pid, signal.SIGKILL)
+        assert wait(process).status == -signal.SIGKILL
+    process = start("train", "--resume", str(run_dir), "--engine.processes=3")
+    with in_training(process, run_dir, version_of(run_dir) + 2, workers=4):
+        process.send_signal(signal.SIGINT)
+        ended = wait(process)
+    assert ended.status == 130
+    assert "--resume" in ended.error
+    assert "Traceback" not in ended.out + ended.error
+    stopped = assert_whole(run_dir)
+    assert stopped["status"] == "interrupted"
+    assert (run_dir / "checkpoints" / f"step_{stopped['version']:08d}").is_dir()
+    goal = stopped["version"] + 3
+    ended = command("train", "--resume", str(run_dir), f"--trainer.steps={goal}", "--engine.processes=2")
+    assert ended.status == 0, ended.error
+    counts = assert_gone_on(run_dir, goal)
+    assert counts["lag_max"] <= 4
     assert counts["eval_reward_before"] is not None
     assert counts["eval_reward_after"] is not None
     assert 0 < counts["engine_busy_fraction"] <= 1
@@ -35,45 +58,6 @@ def assert_made_by_two(run_dir: Path, counts: dict[str, Any]) -> None:
     assert counts["predicted_memory_bytes"].keys() == counts["peak_memory_bytes"].keys() | {BETWEEN}
     timeline = read_timeline(run_dir)
     assert [look.time_s for look in timeline] == sorted(look.time_s for look in timeline)
-    assert {look.worker for look in timeline} == {0, 1}
-    generated = [max(look.tokens_generated for look in timeline if look.worker == worker) for worker in (0, 1)]
-    assert min(generated) > 0
-    assert sum(generated) <= counts["tokens_generated"]
+    generated = {worker: [look.tokens_generated for look in timeline if look.worker == worker] for worker in range(3)}
+    assert min(map(max, generated.values())) > 0
     assert steps(run_dir)[-1].engine is not None
-
-
-@pytest.mark.parametrize("interrupted", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
-def test_stopped_in_any_way_it_goes_on_with_any_number_of_processes(interrupted: bool, tmp_path: Path) -> None:
-    """One generation process, everything is killed at once; two, to its end. Together they are one run.
-
-    If `interrupted`: two, everything is killed; three, Ctrl-C; one, to its end.
-
-    The stream is one, whoever writes it: what was handed over is trained on, by whom it was generated does not matter.
-    """
-    run_dir = tmp_path / "r"
-    settings = {"engine__processes": 2 if interrupted else 1, "schedule__max_lag": 4, "trainer__checkpoint_every": 2}
-    settings["evaluation__problems"] = 0 if interrupted else 8
-    with endless(run_dir, **settings) as (process, pids):
-        for pid in (process.pid, *pids.values()):
-            os.kill(pid, signal.SIGKILL)
-        assert wait(process).status == -signal.SIGKILL
-    goal = version_of(run_dir) + 3
-    if interrupted:
-        process = start("train", "--resume", str(run_dir), "--engine.processes=3")
-        with in_training(process, run_dir, version_of(run_dir) + 2, workers=4):
-            process.send_signal(signal.SIGINT)
-            ended = wait(process)
-        assert ended.status == 130
-        assert "--resume" in ended.error
-        assert "Traceback" not in ended.out + ended.error
-        stopped = assert_whole(run_dir)
-        assert stopped["status"] == "interrupted"
-        assert (run_dir / "checkpoints" / f"step_{stopped['version']:08d}").is_dir()
-        goal = stopped["version"] + 3
-    last = ["--engine.processes=1"] if interrupted else ["--engine.processes=2"]
-    ended = command("train", "--resume", str(run_dir), f"--trainer.steps={goal}", *last)
-    assert ended.status == 0, ended.error
-    counts = assert_gone_on(run_dir, goal)
-    assert counts["lag_max"] <= 4
-    if not interrupted:
-        assert_made_by_two(run_dir, counts)

@@ -24,7 +24,7 @@ PROCESSES = {
     "launcher": (
         "cli.train launch.run",
         "actor.actor actor.rollouts channel engine environments.chat preprocess serving trainer weights "
-        " config.help launch.dry_run launch.trial launch.tryout launch.resume launch.hosts.agent "
+        " config.help launch.dry_run launch.trial launch.tryout launch.restarts launch.resume launch.hosts.agent "
         "launch.hosts.ray resources.placement launch.stages.generation "
         "launch.stages.training "
         "hub.network stream.redis report experiments torch",

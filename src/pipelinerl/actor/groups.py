@@ -16,7 +16,7 @@ from pipelinerl.actor.failures import Failure, FailureLog
 from pipelinerl.actor.rollouts import RolloutContext, attempt, problem_for, score
 from pipelinerl.config.schema import ActorConfig
 from pipelinerl.interfaces import ScoresGroups
-from pipelinerl.types import ActorProgress, Group, Problem, Rollout, Turn
+from pipelinerl.types import STREAM_DROP, ActorProgress, Group, Problem, Rollout, Turn
 
 if TYPE_CHECKING:
     from pipelinerl.actor.difficulty import OnlineFilter
@@ -25,7 +25,6 @@ RECENT_ATTEMPTS = 1024
 """Number of attempts that `started_length_mean` is computed over."""
 RECENT_ROLLOUTS = 256
 """Number of rollouts that `recent_reward` is computed over."""
-STREAM_DROP = "stream_full"
 
 
 @dataclass

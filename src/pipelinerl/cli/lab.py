@@ -225,7 +225,7 @@ def run_compare(options: argparse.Namespace, settings: Sequence[str]) -> int:
     from pipelinerl.experiments.compare.held_out import answer_held_out, check_held_out  # noqa: PLC0415
     from pipelinerl.experiments.compare.request import make_request  # noqa: PLC0415
     from pipelinerl.experiments.runs import train_in_child  # noqa: PLC0415
-    from pipelinerl.resources.hardware import this_machine  # noqa: PLC0415
+    from pipelinerl.resources.machine import this_machine  # noqa: PLC0415
 
     request = make_request(
         config,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -52,6 +53,15 @@ def run_keys() -> dict[str, Key]:
             else [Key("", name, schema)]
         )
     return {str(key): key for key in keys}
+
+
+def differences(before: Any, now: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Each dotted key whose value differs between two JSON-like documents, with both values."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        for name in dict.fromkeys([*before, *now]):
+            yield from differences(before.get(name), now.get(name), f"{key}.{name}" if key else name)
+    elif before != now:
+        yield key, before, now
 
 
 @cache

@@ -330,6 +330,11 @@ class TrainerConfig(Section, frozen=True):
     false: faster, but needs memory for all weights.
     """
 
+    def rank_device(self, rank: int) -> str:
+        """Where a rank computes: GPUs are counted from the configured one on."""
+        kind, _, first = self.device.partition(":")
+        return f"{kind}:{int(first or 0) + rank}" if kind == "cuda" else kind
+
 
 class EvaluationConfig(Section, frozen=True):
     problems: Natural = 0

@@ -18,9 +18,7 @@ from rich.text import Text
 from pipelinerl import extras
 from pipelinerl.files import SHARED_MEMORY
 from pipelinerl.report import count, new_table, rendered
-from pipelinerl.resources.hardware import load_average, processor
-from pipelinerl.resources.machine import host_memory
-from pipelinerl.resources.share import usable_cores
+from pipelinerl.resources.machine import host_memory, load_average, processor, usable_cores
 
 Level = Literal["ok", "note", "WRONG"]
 WRONG: Level = "WRONG"

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from pipelinerl.child import ChildProcess
+from pipelinerl.config.keys import differences
 from pipelinerl.config.load import config_to_yaml
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import INVALID_DATA, PipelineRLError, RunDirectoryError, RunInterruptedError, TrainingDivergedError
@@ -33,7 +34,7 @@ from pipelinerl.metrics.reading import read_json_lines
 from pipelinerl.process import counted_interrupts
 from pipelinerl.report import only_shown, write_file, write_json, writing_to
 from pipelinerl.report.sections import PageSection
-from pipelinerl.resources.hardware import load_average
+from pipelinerl.resources.machine import load_average
 from pipelinerl.run_directory import RunDirectory
 
 REQUEST_FILE = "request.json"
@@ -131,10 +132,15 @@ class Folder:
             raise RunDirectoryError(f"can't use {out}: {error.strerror}; choose another --out") from error
         except INVALID_DATA as error:
             raise RunDirectoryError(f"{path} is damaged: {error}; choose another --out") from error
-        if differences := differing(before, request):
+        encode = msgspec.json.encode
+        changed = [
+            f"{key} was {encode(was).decode()}, now {encode(value).decode()}"
+            for key, was, value in differences(before, msgspec.json.decode(encode(request)))
+        ]
+        if changed:
             raise RunDirectoryError(
-                f"{out} holds another {what} ({'; '.join(differences)}); give the same arguments to continue it, or "
-                "choose another --out"
+                f"{out} holds another {what} ({'; '.join(changed)}); give the same arguments to continue it, or choose "
+                "another --out"
             )
         try:
             yield
@@ -222,18 +228,6 @@ class Folder:
             shown = {run.label: {**shown_run(self.root / run.name), **(changes or {}).get(run.name, {})} for run in runs}
             colours = {run.label: run.setting.label for run in runs}
             write_file(self.root / "report.html", page(title, sections, shown, colours).encode())
-
-
-def differing(before: Any, now: Any, key: str = "") -> list[str]:
-    """`KEY was A, now B` for every value that differs between two JSON-like documents."""
-    if isinstance(before, Mapping) and isinstance(now, Mapping):
-        keys = list(dict.fromkeys([*before, *now]))
-        return [
-            text for name in keys for text in differing(before.get(name), now.get(name), f"{key}.{name}" if key else name)
-        ]
-    encode = msgspec.json.encode
-    same = encode(before) == encode(now)
-    return [] if same else [f"{key} was {encode(before).decode()}, now {encode(now).decode()}"]
 
 
 # ---- commands in processes of their own

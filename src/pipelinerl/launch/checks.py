@@ -1,5 +1,5 @@
 """The checks before a run: the devices and the model exist, the run fits into memory, the user's code is right, and the
-trackers are installed.
+trackers are installed. `dry_run` reports all of them.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from typing import Any
 from pipelinerl.config.schema import EnvironmentConfig, RunConfig
 from pipelinerl.errors import UserError
 from pipelinerl.resources.machine import usable_gpus
-from pipelinerl.resources.memory import Judgement, check_memory
-from pipelinerl.resources.share import engines_here
+from pipelinerl.resources.memory import MemoryCheck, check_memory
 
 
 def settled(config: RunConfig) -> tuple[RunConfig, list[str]]:
@@ -24,14 +23,18 @@ def settled(config: RunConfig) -> tuple[RunConfig, list[str]]:
     return with_gpus(config, gpus)
 
 
-def check_before_the_start(config: RunConfig) -> Judgement:
+def check_before_the_start(config: RunConfig) -> MemoryCheck:
     """The checks of a run before its processes start. Raises UserError for what would end the run.
 
-    User code is tried in a process of its own, before any model is loaded: reward functions with answers, a class is built.
+    User code is tried before any model is loaded: reward functions with answers; a class, files or a callback are only
+    loaded. Any text among the arguments may name a file or a function. An embedded run builds its environment before all
+    else.
     """
-    memory = check_without_running(config)
-    functions = config.environment.kind in ("function", "tools")
-    if not (functions or _has_user_code(config)):
+    memory, environment = check_without_running(config), config.environment
+    functions = environment.kind in ("function", "tools")
+    named = ":" in environment.kind or any(isinstance(value, str | list | dict) for value in environment.args.values())
+    named = (named or bool(config.evaluation.sets)) and config.launch.kind != "embedded"
+    if not (functions or named or config.metrics.callback is not None):
         return memory
     from pipelinerl.launch.trial import try_environment  # noqa: PLC0415 - not every run needs it
 
@@ -39,7 +42,7 @@ def check_before_the_start(config: RunConfig) -> Judgement:
     return memory._replace(warnings=(*memory.warnings, *report.warnings))
 
 
-def check_without_running(config: RunConfig) -> Judgement:
+def check_without_running(config: RunConfig) -> MemoryCheck:
     """Check the devices, the model and its memory, and the arguments of a built-in environment. Raises UserError."""
     if config.launch.kind != "ray":  # there the devices are those of other machines
         _check_devices(config)
@@ -55,15 +58,25 @@ def check_without_running(config: RunConfig) -> Judgement:
     return memory
 
 
-def _has_user_code(config: RunConfig) -> bool:
-    """Whether it must be tried in a process that the user's class, files or callback can be used.
+def _check_devices(config: RunConfig) -> None:
+    """Raise UserError if a device that the run computes on does not exist. Imports torch only if one is not the CPU.
 
-    Any text among the arguments may name a file or a function. An embedded run builds its environment before all else.
+    vLLM's device is not checked: it has its own Python environment and PyTorch.
     """
-    environment = config.environment
-    names = ":" in environment.kind or any(isinstance(value, str | list | dict) for value in environment.args.values())
-    names = names or bool(config.evaluation.sets)
-    return config.metrics.callback is not None or (names and config.launch.kind != "embedded")
+    devices = {"trainer.device": config.trainer.device}
+    if config.trainer.ranks > 1 and config.trainer.device != "cpu":
+        devices["trainer.ranks"] = config.trainer.rank_device(config.trainer.ranks - 1)
+    if config.engine.kind != "vllm" and not config.engine.urls:
+        devices["engine.device"] = config.engine.device
+    for setting, device in devices.items():
+        if device == "cpu":
+            continue
+        from pipelinerl.models.device import require_device  # noqa: PLC0415 - loads torch into this process
+
+        try:
+            require_device(device)
+        except UserError as error:
+            raise UserError(f"{setting}: {error}") from error
 
 
 def inputs_of(config: RunConfig) -> dict[str, str]:
@@ -86,25 +99,3 @@ def inputs_of(config: RunConfig) -> dict[str, str]:
                 files = sorted(file for file in path.rglob("*") if file.is_file()) if folder else [path]
                 found |= {str(file.absolute()): FileRecord.of(file).checksum for file in files}
     return dict(sorted(found.items()))
-
-
-def _check_devices(config: RunConfig) -> None:
-    """Raise UserError if a device that the run computes on does not exist. Imports torch only if one is not the CPU.
-
-    vLLM's device is not checked: it has its own Python environment and PyTorch.
-    """
-    devices = {"trainer.device": config.trainer.device}
-    if config.trainer.ranks > 1 and config.trainer.device != "cpu":
-        kind, _, first = config.trainer.device.partition(":")
-        devices["trainer.ranks"] = f"{kind}:{int(first or 0) + config.trainer.ranks - 1}"  # that of the last rank
-    if config.engine.kind != "vllm" and engines_here(config):
-        devices["engine.device"] = config.engine.device
-    for setting, device in devices.items():
-        if device == "cpu":
-            continue
-        from pipelinerl.models.device import require_device  # noqa: PLC0415 - loads torch into this process
-
-        try:
-            require_device(device)
-        except UserError as error:
-            raise UserError(f"{setting}: {error}") from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.launch.checks import check_without_running, settled
-from pipelinerl.launch.trial import TryoutReport, try_environment
+from pipelinerl.launch.trial import try_environment
 from pipelinerl.resources.memory import on_gpus
 
 SHOWN_CHARACTERS = 80
@@ -16,8 +16,21 @@ def dry_run(config: RunConfig) -> list[str]:
     Raises the error that the run would end with: UserError for settings, models and environments that can't be used.
     """
     config, chosen = settled(config)
-    memory, placement = check_without_running(config), _placement(config)
-    return [*chosen, *placement, *memory.report(), *_report_lines(try_environment(config), config)]
+    memory, placement, report = check_without_running(config), _placement(config), try_environment(config)
+    tokens, prompt = report.prompt_tokens, report.prompt
+    longest = f", {min(tokens)} to {max(tokens)} in the first {len(tokens)} problems" if len(tokens) > 1 else ""
+    shown = prompt if len(prompt) <= SHOWN_CHARACTERS else f"{prompt[:SHOWN_CHARACTERS]}..."
+    metrics = "".join(f", {name} {value:g}" for name, value in report.metrics.items())
+    lines = [
+        *(*chosen, *placement, *memory.report(), *report.notes),
+        f"environment: {config.environment.kind} was built in {report.built_s:.1f} s",
+        f"  the first prompt has {tokens[0]} tokens{longest}: {shown!r}",
+        f"  an empty answer to it gets reward {report.reward:g}{metrics}",
+        *(f"warning: {warning}" for warning in report.warnings),
+    ]
+    if config.evaluation.problems:
+        lines.append(f"  {report.held_out} held-out problems (evaluation.problems: {config.evaluation.problems})")
+    return lines
 
 
 def _placement(config: RunConfig) -> list[str]:
@@ -33,20 +46,3 @@ def _placement(config: RunConfig) -> list[str]:
 
     with connected(config.launch) as cluster:
         return placement_lines(placement_of(config, cluster), cluster.machines)
-
-
-def _report_lines(report: TryoutReport, config: RunConfig) -> list[str]:
-    tokens = report.prompt_tokens
-    longest = f", {min(tokens)} to {max(tokens)} in the first {len(tokens)} problems" if len(tokens) > 1 else ""
-    shown = report.prompt if len(report.prompt) <= SHOWN_CHARACTERS else f"{report.prompt[:SHOWN_CHARACTERS]}..."
-    metrics = "".join(f", {name} {value:g}" for name, value in report.metrics.items())
-    lines = [
-        *report.notes,
-        f"environment: {config.environment.kind} was built in {report.built_s:.1f} s",
-        f"  the first prompt has {tokens[0]} tokens{longest}: {shown!r}",
-        f"  an empty answer to it gets reward {report.reward:g}{metrics}",
-    ]
-    lines += [f"warning: {warning}" for warning in report.warnings]
-    if config.evaluation.problems:
-        lines.append(f"  {report.held_out} held-out problems (evaluation.problems: {config.evaluation.problems})")
-    return lines

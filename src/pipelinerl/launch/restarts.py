@@ -13,8 +13,6 @@ server         Its clients send its requests to other servers, and the newest we
 
 A process that can't be replaced, like the trainer, takes its session with it. Another session follows from the latest
 checkpoint (`Losses`).
-
-The launcher imports this module at the first death.
 """
 
 from __future__ import annotations
@@ -29,31 +27,37 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from pipelinerl.actor.groups import STREAM_DROP
 from pipelinerl.checkpoint import by_version
 from pipelinerl.child import KILL_TIMEOUT_S
 from pipelinerl.errors import CrashLoopError, PipelineRLError, RunDirectoryError, StageDiedError
 from pipelinerl.files import write_atomically
 from pipelinerl.hub.admission import ProcessTotals
 from pipelinerl.launch.hosts.host import Host, Worker, named
-from pipelinerl.launch.session import Session, StartPlan
-from pipelinerl.launch.stages.servers import ReadyFile
+from pipelinerl.launch.session import Session
 from pipelinerl.launch.summary import Outcome
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.reading import read_lines, read_records
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.totals import ENDED_ACTORS, ENDED_ENGINES, actor_total, engine_total
 from pipelinerl.resources.roles import generation_roles, server_roles, stages_of
+from pipelinerl.run_directory import ReadyFile
 from pipelinerl.status.board import starting
 from pipelinerl.status.screen import RunView
-from pipelinerl.types import TRAINER, ActorProgress, EngineProgress, Progress, StageStatus, trainer_progress
+from pipelinerl.types import (
+    LOST,
+    STREAM_DROP,
+    TRAINER,
+    ActorProgress,
+    EngineProgress,
+    Progress,
+    StageStatus,
+    trainer_progress,
+)
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 60.0
 """Pause before the first restart of a process or a session. It doubles with each further one, up to the longest."""
 WORKED_S = 600.0
 """A process that has worked for so long after a restart has recovered: its restarts count from zero again."""
-LOST = "lost_in_crash"
-"""Why the rollouts were dropped that a process had in progress when it died."""
 PAUSES_KEPT = 256
 """Pauses for weight updates, of all ended processes, that are published."""
 ASK_EVERY_S = 1.0
@@ -89,14 +93,16 @@ class History:
 
 
 class Healing:
-    """The restarts of a session. The caller removes dead processes from its own list, and adds those that `begin` starts."""
+    """The restarts of a session. The caller removes dead processes from its own list, and adds those that `begin` starts.
+
+    `changed_s`: the time of the latest death or restart.
+    """
 
     def __init__(self, session: Session, host: Host, view: RunView) -> None:
         self._session, self._host, self._view = session, host, view
         self._histories: dict[str, History] = {}
         self._ask_s = 0.0  # when servers are asked again
         self.changed_s = 0.0
-        """The time of the latest death or restart."""
 
     @property
     def pending(self) -> bool:
@@ -129,7 +135,9 @@ class Healing:
         most = self._session.config.launch.restarts
         looping = [worker.role for worker in dead if len(self._histories[worker.role].reports) > most]
         if looping:
-            raise CrashLoopError("\n".join(self._crash_loop(role) for role in looping))
+            reports = [self._histories[role].reports for role in looping]
+            heads = [f"the {role} process died {most + 1} times (launch.restarts: {most}):" for role in looping]
+            raise CrashLoopError("\n".join(map(_numbered, heads, reports)))
         for worker in dead:
             history = self._histories[worker.role]
             number = len(history.reports)
@@ -205,20 +213,16 @@ class Healing:
             if now < self._ask_s:
                 return False
             self._ask_s = now + ASK_EVERY_S
-            return ready.answers(self._session.plan.servers_key)
+            from pipelinerl.launch.stages.servers import answers  # noqa: PLC0415 - few runs have such servers
+
+            return answers(ready.url, self._session.plan.servers_key)
         return True
-
-    def _crash_loop(self, role: str) -> str:
-        reports = self._histories[role].reports
-        return _numbered(f"the {role} process died {len(reports)} times (launch.restarts: {len(reports) - 1}):", reports)
-
-    # ---- the work of the dead
 
     def _count(self, worker: Worker) -> None:
         """Set the totals of all processes of this role that died: the actors' by the hub, the engines' as they published."""
         config, history = self._session.config, self._histories[worker.role]
         if worker.role in (roles := generation_roles(config)):
-            part = self._host.parts().get(roles.index(worker.role), ProcessTotals())
+            part = self._host.hub.admission.parts.get(roles.index(worker.role), ProcessTotals())
             history.actor = ActorProgress(
                 groups_started=part.groups + part.lost // config.actor.group_size,
                 rollouts_started=part.attempts + part.lost,
@@ -234,8 +238,6 @@ class Healing:
                     totals, slots=0, in_progress=0, queued=0, probes=(), pauses_s=pauses_s
                 )
         starting(self._host.board, stages_of(config, worker.role), "has died and is started again")
-
-    # ---- what others see
 
     def _publish(self) -> None:
         """Publish the totals of ended processes, with the number of restarts."""
@@ -285,79 +287,55 @@ class Losses:
 
     error            why the latest session ended, if another one follows
     records_from_s   of all these sessions: times in records include what a restart takes
+    pause_s          how long to wait before the next session
     """
 
     def __init__(self, first: Session) -> None:
         self.error: PipelineRLError | None = None
         self.records_from_s = first.records_from_s
+        self.pause_s = 0.0
         self._allowed = first.config.launch.restarts
         self._losses: list[Loss] = []
-        self._latest = 0  # the version of the latest checkpoint
         self._reports: list[str] = []  # of the sessions since the latest new checkpoint
-        self._rollouts = self._rollouts_abandoned = 0
 
-    def allow(self, session: Session, outcome: Outcome) -> bool:
-        """Whether another session follows this one, which has ended."""
+    def follow(self, session: Session, outcome: Outcome) -> str | None:
+        """The line for the user if another session follows this one, which has ended."""
         self.error = None
         if not outcome.lost:
-            return False
-        versions = by_version(session.run.checkpoints)
-        latest = self._latest = max(versions, default=0)
+            return None
+        latest = max(by_version(session.run.checkpoints), default=0)
         if latest > session.plan.version:
             self._reports.clear()
         self._reports.append(str(outcome.error))
-        if len(self._reports) > self._allowed:
-            return False
+        number = len(self._reports)
+        if number > self._allowed:
+            return None
         trainer = trainer_progress(outcome.statuses.get(TRAINER))
         self._losses.append(Loss(time.monotonic(), max(trainer.version - latest, 0) if trainer else 0))
-        self.error = outcome.error
-        actors = actor_total(outcome.statuses) or ActorProgress()
-        self._rollouts = _rollouts(session.plan) + actors.rollouts_started - sum(actors.rollouts_dropped.values())
-        return True
-
-    def begin(self, plan: StartPlan) -> None:
-        """Another session begins: count what the rewind to its plan has given up."""
-        self._rollouts_abandoned += max(0, self._rollouts - _rollouts(plan))
-
-    @property
-    def pause_s(self) -> float:
-        return pause_before(len(self._reports))
-
-    @property
-    def message(self) -> str:
-        number = f"restart {len(self._reports)} of {self._allowed}"
-        what = "goes on from its latest checkpoint" if self._latest else "starts again from the beginning"
-        return f"{_first_line(self._reports[-1])}; the run {what} in {self.pause_s:g} s ({number})"
+        self.error, self.pause_s = outcome.error, pause_before(number)
+        what = "goes on from its latest checkpoint" if latest else "starts again from the beginning"
+        restart = f"restart {number} of {self._allowed}"
+        return f"{_first_line(self._reports[-1])}; the run {what} in {self.pause_s:g} s ({restart})"
 
     def counted(self, session: Session, outcome: Outcome) -> Outcome:
         """The outcome of the last session, with the losses. If it was lost too, its error has all reports."""
-        error = outcome.error
-        if error is not None and outcome.lost and len(self._reports) > 1:
-            count = len(self._reports)
-            lost = f"{count} sessions lost a process without a new checkpoint (launch.restarts: {self._allowed}):"
-            error = type(error)(_numbered(lost, self._reports))
         if not self._losses:
             return outcome
+        error, count = outcome.error, len(self._reports)
+        if error is not None and outcome.lost and count > 1:
+            lost = f"{count} sessions lost a process without a new checkpoint (launch.restarts: {self._allowed}):"
+            error = type(error)(_numbered(lost, self._reports))
         steps: list[StepRecord] = []
         with suppress(FileNotFoundError, RunDirectoryError):  # no step was taken; the summary names damaged records
             steps = read_lines(session.run.metrics, StepRecord)
         times_s = [session.records_from_s + step.time_s for step in steps]
+        waits_s = ([at_s - loss.time_s for at_s in times_s if at_s > loss.time_s] for loss in self._losses)
         found = {
             "count": len(self._losses),
             "steps_lost": sum(loss.steps for loss in self._losses),
-            "rollouts_abandoned": self._rollouts_abandoned,
-            "recovery_s": [
-                round(min(after) - loss.time_s, 3)
-                for loss in self._losses
-                if (after := [time_s for time_s in times_s if time_s > loss.time_s])
-            ],
+            "recovery_s": [round(min(after_s), 3) for after_s in waits_s if after_s],
         }
         return replace(outcome, error=error, restarts={**outcome.restarts, "run": found})
-
-
-def _rollouts(plan: StartPlan) -> int:
-    """The rollouts that a session begins with: those that the trainer is done with, and those in the streams."""
-    return plan.settled + sum(kept.left for kept in plan.kept)
 
 
 # ---- what both say

@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -14,14 +16,14 @@ import msgspec
 from pydantic import ValidationError
 
 from pipelinerl.checkpoint import CheckpointState, QueuePosition, latest_checkpoint, load_checkpoint
-from pipelinerl.config.keys import show
+from pipelinerl.config.keys import differences, show
 from pipelinerl.config.load import keys_set, load_config, merged
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.config.secrets import without_secrets
-from pipelinerl.errors import INVALID_DATA, RunDirectoryError
+from pipelinerl.errors import RunDirectoryError
 from pipelinerl.files import JsonLines
 from pipelinerl.hub.wire import decoded
-from pipelinerl.launch.run_lock import errors_explained, last_plan
+from pipelinerl.launch.run_lock import last_plan
 from pipelinerl.launch.session import KeptGroup, StartPlan
 from pipelinerl.launch.streams import PREPARED, ROLLOUTS, open_stream
 from pipelinerl.ledger import GroupLedger
@@ -62,7 +64,7 @@ def resumed_config(root: Path, overrides: Overrides = ()) -> RunConfig:
     left = [last, _begun_settings(run)]  # an interrupted resume may have written the second one
     if last is not None and not any(before is not None and not list(differences(before, found)) for before in left):
         given = [f"{key}." for key in keys_set(overrides)]
-        odd = [line for key, line in differences(last, found) if not any(f"{key}.".startswith(name) for name in given)]
+        odd = [line for key, line in _changes(last, found) if not any(f"{key}.".startswith(name) for name in given)]
         if odd:
             raise RunDirectoryError(
                 "\n  ".join([f"{run.config} is not as the run left it; its last session had other settings:", *odd])
@@ -81,35 +83,23 @@ def changed_settings(config: RunConfig, run: RunDirectory) -> list[str]:
     if before is None:
         return []
     for key, why in FIXED.items() if latest_checkpoint(run.root) is not None else ():
-        was, wanted = _at(before, key), _at(now, key)
+        was, wanted = (reduce(getitem, key.split("."), cast(Any, settings)) for settings in (before, now))
         own = key == "run_dir" and (wanted is None or Path(wanted).resolve() == run.root.resolve())
         moved = key == "model.path" and os.path.isabs(was) and not os.path.exists(was)
         if was != wanted and not own and not moved:
             shown = was if isinstance(was, str) else msgspec.json.encode(was).decode()
             raise RunDirectoryError(f"{run.root} was run with {key} {shown}, and {why}: set it to that again")
-    lines = [f"changed: {line}" for key, line in differences(before, now) if key != "run_dir"]
-    recorded = {
-        path: checksum for session in _lines(run.sessions, SessionRecord)[-1:] for path, checksum in session.inputs.items()
-    }
+    lines = [f"changed: {line}" for key, line in _changes(before, now) if key != "run_dir"]
+    recorded = next((session.inputs for session in reversed(_lines(run.sessions, SessionRecord))), {})
     from pipelinerl.launch.checks import inputs_of  # noqa: PLC0415 - not after a loss
 
     found = inputs_of(config)
     return lines + [f"changed: the content of {path}" for path in found if recorded.get(path, found[path]) != found[path]]
 
 
-def differences(before: Any, now: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Each dotted key whose value differs, and a line `KEY BEFORE -> NOW`."""
-    if isinstance(before, dict) and isinstance(now, dict):
-        for name in dict.fromkeys([*before, *now]):
-            yield from differences(before.get(name), now.get(name), f"{key}.{name}" if key else name)
-    elif before != now:
-        yield key, f"{key} {show(before)} -> {show(now)}"
-
-
-def _at(settings: Any, key: str) -> Any:
-    for name in key.split("."):
-        settings = settings[name]
-    return settings
+def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[tuple[str, str]]:
+    """Each dotted key whose value differs, and a line on it."""
+    return [(key, f"{key} {show(was)} -> {show(value)}") for key, was, value in differences(before, now)]
 
 
 def _last_settings(run: RunDirectory) -> dict[str, Any] | None:
@@ -133,22 +123,27 @@ def _set_aside(run: RunDirectory) -> Path:
 
     Records move into a new folder, which is returned; streams and control files are removed.
     """
-    with errors_explained():
-        kept = next(path for number in itertools.count(1) if not (path := run.root / f"before-{number}").exists())
-        kept.mkdir()
-        records = (
-            *(run.metrics, run.evaluations, run.sessions, run.published, run.summary, run.curves, run.rollouts),
-            *(run.trackers, run.root / "tensorboard"),
-        )
-        for path in (*records, *run.root.glob("timeline-*.jsonl")):
-            if path.exists():
-                path.rename(kept / path.name)
-        shutil.copy(run.config, kept)
-        shutil.rmtree(run.streams, ignore_errors=True)
-        for path in run.control.iterdir():
-            if not path.match("*.ready.json"):  # engine servers may have been kept: the session removes what others left
-                path.unlink()
-        run.make_folders()
+    kept = next(path for number in itertools.count(1) if not (path := run.root / f"before-{number}").exists())
+    kept.mkdir()
+    records = (
+        run.metrics,
+        run.evaluations,
+        run.sessions,
+        run.published,
+        run.summary,
+        run.curves,
+        run.rollouts,
+        run.trackers,
+    )
+    for path in (*records, run.root / "tensorboard", *run.root.glob("timeline-*.jsonl")):
+        if path.exists():
+            path.rename(kept / path.name)
+    shutil.copy(run.config, kept)
+    shutil.rmtree(run.streams, ignore_errors=True)
+    for path in run.control.iterdir():
+        if not path.match("*.ready.json"):  # engine servers may have been kept: the session removes what others left
+            path.unlink()
+    run.make_folders()
     return kept
 
 
@@ -178,7 +173,7 @@ def plan_resume(config: RunConfig, run: RunDirectory) -> tuple[StartPlan, str | 
             f"more than {state.version} to continue"
         )
     position, counts, ledger = state.positions, state.counters.queue, state.positions.ledger.copy()
-    checksum = _checked_records(run, path, state, _recorded(run.recorded))
+    checksum = _checked_records(run, path, state)
     names = [ROLLOUTS, *([PREPARED] if config.launch.preprocessor == "process" else [])]
     with ExitStack() as opened:
         run_id = before.run if (before := last_plan(run)) else ""
@@ -195,7 +190,7 @@ def plan_resume(config: RunConfig, run: RunDirectory) -> tuple[StartPlan, str | 
         settled=counts.trained + sum(counts.dropped.values()),
         evaluated=max((one.version for one in evaluated), default=0),
         elapsed_s=steps[-1].time_s if steps else 0.0,
-        rollouts_bytes=_unrecorded(run) or _size(run.rollouts / "rollouts.jsonl"),
+        rollouts_bytes=_unrecorded(run) or _size(run.recorded),
         trained_bytes=_size(run.trained),
     )
     return plan, None
@@ -209,16 +204,16 @@ class _Published(msgspec.Struct):
     checksum: str = ""
 
 
-class _Group(msgspec.Struct):
+class _Sample(msgspec.Struct):
     group_index: int
 
 
 class _Trained(msgspec.Struct):
     version: int
-    samples: list[_Group]
+    samples: list[_Sample]
 
 
-class _Line(msgspec.Struct):
+class _Recorded(msgspec.Struct):
     index: int
 
 
@@ -226,10 +221,10 @@ def _lines(path: Path, kind: type[T]) -> list[T]:
     return read_lines(path, kind) if path.exists() else []
 
 
-def _checked_records(run: RunDirectory, checkpoint: Path, state: CheckpointState, groups: Container[int]) -> str | None:
+def _checked_records(run: RunDirectory, checkpoint: Path, state: CheckpointState) -> str | None:
     """The published checksum of the checkpoint's version, if there is one.
 
-    Raises RunDirectoryError if the records lack a part of what led to the checkpoint. `groups`: those in `rollouts.jsonl`.
+    Raises RunDirectoryError if the records lack a part of what led to the checkpoint, or are damaged.
     """
 
     def require(whole: bool, file: Path, what: str) -> None:
@@ -239,6 +234,7 @@ def _checked_records(run: RunDirectory, checkpoint: Path, state: CheckpointState
                 f"checkpoint with --model.path {checkpoint}"
             )
 
+    groups = {group.index for group in _lines(run.recorded, _Recorded)}
     sessions = _lines(run.sessions, SessionRecord)
     require(bool(sessions) and sessions[0].version == 0, run.sessions, "the first session")
     require(state.session in ("", *(session.id for session in sessions)), run.sessions, f"session {state.session}")
@@ -249,25 +245,13 @@ def _checked_records(run: RunDirectory, checkpoint: Path, state: CheckpointState
         require(version in metrics, run.metrics, f"step {version}")
         require(version in trained, run.trained, f"step {version}")
         lost = next((sample.group_index for sample in trained[version].samples if sample.group_index not in groups), None)
-        require(lost is None, run.rollouts / "rollouts.jsonl", f"group {lost} of step {version}")
+        require(lost is None, run.recorded, f"group {lost} of step {version}")
         made = [session for session in sessions if session.version < version][-1].config
         # The weights of the last version of a session are published again by the next one.
         every = made.get("schedule", {}).get("kind") == "pipeline" and version < state.version
         require(version in published or not every, run.published, f"version {version}")
     require(0 in published, run.published, "version 0")
     return published.get(state.version)
-
-
-def _recorded(path: Path) -> set[int]:
-    """The groups in `rollouts.jsonl`. Raises RunDirectoryError for a damaged line."""
-    found, decoder = set[int](), msgspec.json.Decoder(_Line)
-    with errors_explained(), closing(JsonLines(path)), path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                found.add(decoder.decode(line).index)
-            except INVALID_DATA as error:
-                raise RunDirectoryError(f"damaged records: {path}, line {number}: {error}; restore the line") from error
-    return found
 
 
 def _unrecorded(run: RunDirectory) -> int | None:

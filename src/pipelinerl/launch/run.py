@@ -15,7 +15,6 @@ from pipelinerl.checkpoint import WEIGHTS_FOLDER, remove_unfinished
 from pipelinerl.config.load import validate
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import PipelineRLError, StageDiedError
-from pipelinerl.files import write_atomically
 from pipelinerl.launch.checks import check_before_the_start, inputs_of, settled
 from pipelinerl.launch.hosts.host import LocalHost
 from pipelinerl.launch.hosts.processes import run_processes
@@ -27,7 +26,7 @@ from pipelinerl.launch.run_lock import (
     last_plan,
     open_run_directory,
 )
-from pipelinerl.launch.session import Session, StartPlan
+from pipelinerl.launch.session import Session, StartPlan, write_session
 from pipelinerl.launch.summary import Outcome, finished_summary, show_result, write_summary
 from pipelinerl.run_directory import RunDirectory
 from pipelinerl.schedule import make_schedule
@@ -37,8 +36,7 @@ from pipelinerl.status.view import make_view, output_that_never_fails
 if TYPE_CHECKING:
     from pipelinerl.launch.hosts.ray import Cluster
     from pipelinerl.launch.restarts import Losses
-    from pipelinerl.resources.memory import Judgement
-
+    from pipelinerl.resources.memory import MemoryCheck
 
 OF_DATA = ("changed: seed ", "changed: environment.", "changed: evaluation.sets", "changed: the content of ")
 """How the lines of changes begin that may change which problems are held out."""
@@ -62,11 +60,13 @@ def train(config: RunConfig, *, resume: Path | None = None, began: Began = lambd
         notices += changed_settings(config, RunDirectory(resume.absolute()))
     memory = check_before_the_start(config)
     losses: Losses | None = None
-    with output_that_never_fails(), errors_explained(), closing(_locked(config, resume)) as lock:
+    with output_that_never_fails(), errors_explained(), ExitStack() as stack:
+        lock = create_run_directory(config) if resume is None else open_run_directory(resume, config)
+        stack.enter_context(closing(lock))
         while True:
             try:
                 ended = _train_session(
-                    config, lock, memory, started_s, resumes=resume is not None, notices=notices, losses=losses, began=began
+                    config, lock, memory, losses, started_s, resumes=resume is not None, notices=notices, began=began
                 )
             except PipelineRLError as error:
                 if losses is None or losses.error is None:
@@ -81,12 +81,12 @@ def train(config: RunConfig, *, resume: Path | None = None, began: Began = lambd
 def _train_session(
     config: RunConfig,
     lock: RunLock,
-    memory: Judgement,
+    memory: MemoryCheck,
+    losses: Losses | None,
     started_s: float,
     *,
     resumes: bool,
     notices: Sequence[str],
-    losses: Losses | None,
     began: Began,
 ) -> dict[str, Any] | Losses:
     """One session, to its summary. Returns the losses if another one shall follow."""
@@ -107,33 +107,31 @@ def _train_session(
             epoch=before.epoch + 1 if before else 1,
             other_data=any(line.startswith(OF_DATA) for line in notices),
             inputs=inputs_of(config),
-            predicted_memory_bytes=memory.predicted_bytes,
+            predicted_memory_bytes=memory.prediction.sizes,
         )
-        if losses:
-            losses.begin(plan)
         records_from_s = losses.records_from_s if losses else started_s - plan.elapsed_s
         session = Session(config, run, plan, make_schedule(config), records_from_s)
         _write_start(session)
-        lines = [line for line in (begins_again, *notices, *memory.lines, began(run.root)) if line]
-        view = stack.enter_context(closing(_make_view(session, lines)))
+        view = stack.enter_context(closing(_make_view(session)))
+        for line in (begins_again, *notices, *memory.lines, began(run.root)):
+            if line:
+                view.say(line)
+        if plan.checkpoint:
+            view.say(f"resuming at version {plan.version} from {plan.checkpoint}")
         if config.metrics.trackers or config.metrics.callback:  # they also get the summary
             from pipelinerl.report.following import followed  # noqa: PLC0415 - few runs have trackers
 
             stack.enter_context(followed(run, view.say))
         outcome = _run_stages(session, cluster, view, lock)
-        if losses is None and outcome.lost and config.launch.restarts:
+        if losses is None and outcome.lost:
             from pipelinerl.launch.restarts import Losses  # noqa: PLC0415 - few runs need it
 
             losses = Losses(session)
-        if losses is not None and losses.allow(session, outcome):
-            view.say(losses.message)
+        if losses is not None and (following := losses.follow(session, outcome)):
+            view.say(following)
             return losses
         view.close()
         return _conclude(session, losses.counted(session, outcome) if losses else outcome)
-
-
-def _locked(config: RunConfig, resume: Path | None) -> RunLock:
-    return create_run_directory(config) if resume is None else open_run_directory(resume, config)
 
 
 def _write_start(session: Session) -> None:
@@ -149,12 +147,6 @@ def _write_start(session: Session) -> None:
         stale.unlink(missing_ok=True)
 
 
-def write_session(session: Session) -> None:
-    """Write what the processes of the session read. Both files have secrets."""
-    write_atomically(session.run.settings, session.config.model_dump_json().encode(), mode=0o600)
-    write_atomically(session.run.plan, msgspec.json.encode(session.plan), mode=0o600)
-
-
 @contextmanager
 def _cluster(config: RunConfig, run: RunDirectory) -> Iterator[Cluster | None]:
     """The cluster of the run, if it has one, once no other launcher of it has the run directory."""
@@ -168,14 +160,11 @@ def _cluster(config: RunConfig, run: RunDirectory) -> Iterator[Cluster | None]:
         yield cluster
 
 
-def _make_view(session: Session, notices: list[str]) -> RunView:
-    """The view, which has shown how the session begins."""
-    config, plan, root = session.config, session.plan, session.run.root
+def _make_view(session: Session) -> RunView:
+    config, root = session.config, session.run.root
     title = f"pipelinerl · {config.schedule.kind} · {Path(config.environment.kind).name} · {root}"
     view = make_view(config.metrics.view, sys.stdout, target=config.trainer.steps, title=title)
-    resuming = [f"resuming at version {plan.version} from {plan.checkpoint}"] if plan.checkpoint else []
-    for line in (f"run directory: {root}", *notices, *resuming):
-        view.say(line)
+    view.say(f"run directory: {root}")
     return view
 
 
@@ -184,18 +173,11 @@ def _run_stages(session: Session, cluster: Cluster | None, view: RunView, lock: 
         from pipelinerl.launch.hosts.embedded import run_embedded  # noqa: PLC0415 - loads torch into this process
 
         return run_embedded(session, view, lock)
-    if cluster is not None:
-        from pipelinerl.launch.hosts.ray import RayHost, placement_of  # noqa: PLC0415 - needs the extra `ray`
-        from pipelinerl.resources.placement import placement_lines  # noqa: PLC0415 - only for several machines
+    if cluster is None:
+        return run_processes(session, view, LocalHost(session, lock.fd), lock)
+    from pipelinerl.launch.hosts.ray import RayHost  # noqa: PLC0415 - needs the extra `ray`
 
-        places = placement_of(session.config, cluster)
-        for line in placement_lines(places, cluster.machines):
-            view.say(line)
-        return run_processes(session, view, RayHost(session, cluster, places), lock)
-    host = LocalHost(session, lock.fd)
-    for line in host.placement:
-        view.say(line)
-    return run_processes(session, view, host, lock)
+    return run_processes(session, view, RayHost(session, cluster), lock)
 
 
 def _conclude(session: Session, outcome: Outcome) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
-import itertools
 import os
 import shutil
 import tempfile
@@ -98,21 +97,19 @@ def _lock_file(run: RunDirectory, config: RunConfig) -> Path | None:
 def create_run_directory(config: RunConfig) -> RunLock:
     """Create and lock the directory of a new run. Files of an earlier start that never trained are removed.
 
-    Raises RunDirectoryError if `run_dir` already has a run, is in use or can't be written to.
+    Raises RunDirectoryError if `run_dir` already has a run or is in use, and OSError if it can't be written to.
     """
-    with errors_explained():
-        kind, schedule = config.environment.kind, config.schedule.kind
-        root = Path(config.run_dir).absolute() if config.run_dir else fresh_directory(kind, schedule)
-        run = RunDirectory(root)
-        run.root.mkdir(parents=True, exist_ok=True)
-        lock = RunLock(run, _lock_file(run, config))
-        try:
-            if run.config.exists():
-                _remove_failed_start(run)
-            run.make_folders()
-        except BaseException:
-            lock.close()
-            raise
+    kind, schedule = config.environment.kind, config.schedule.kind
+    run = RunDirectory(Path(config.run_dir).absolute() if config.run_dir else fresh_directory(kind, schedule))
+    run.root.mkdir(parents=True, exist_ok=True)
+    lock = RunLock(run, _lock_file(run, config))
+    try:
+        if run.config.exists():
+            _remove_failed_start(run)
+        run.make_folders()
+    except BaseException:
+        lock.close()
+        raise
     return lock
 
 
@@ -121,24 +118,32 @@ def open_run_directory(root: Path, config: RunConfig) -> RunLock:
     run = RunDirectory(root.absolute())
     if not run.config.is_file():
         raise RunDirectoryError(f"{root} is not a run directory (it has no config.yaml)")
-    with errors_explained():
-        lock = RunLock(run, _lock_file(run, config))
-        run.make_folders()
+    lock = RunLock(run, _lock_file(run, config))
+    run.make_folders()
     return lock
 
 
-def keep_settings(config: RunConfig, run: RunDirectory) -> None:
-    """Make these the run's settings in `config.yaml`. Others that it had are kept in `config-1.yaml`, and so on.
+@contextmanager
+def errors_explained() -> Iterator[None]:
+    """Turn an OSError of a file inside into a RunDirectoryError that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None or error.errno == errno.ENOMEM:  # not for want of the file
+            raise
+        advice = f"{remedy(error)}, or choose a --run_dir elsewhere"
+        raise RunDirectoryError(f"can't use {error.filename}: {error.strerror}; {advice}") from error
 
-    Called when all parts of a session have loaded: a resume that fails changes nothing. Raises OSError.
+
+@errors_explained()
+def keep_settings(config: RunConfig, run: RunDirectory) -> None:
+    """Make these the run's settings in `config.yaml`. Raises RunDirectoryError.
+
+    Called when all parts of a session have loaded: a resume that fails changes nothing.
     """
     text = config_to_yaml(config).encode()
-    if run.config.exists():
-        if run.config.read_bytes() == text:
-            return
-        numbered = (run.root / f"config-{number}.yaml" for number in itertools.count(1))
-        shutil.copy(run.config, next(path for path in numbered if not path.exists()))
-    write_atomically(run.config, text, mode=0o600)
+    if not run.config.exists() or run.config.read_bytes() != text:
+        write_atomically(run.config, text, mode=0o600)
 
 
 def _remove_failed_start(run: RunDirectory) -> None:
@@ -157,31 +162,20 @@ def _remove_failed_start(run: RunDirectory) -> None:
         path.unlink(missing_ok=True)
 
 
-@contextmanager
-def errors_explained() -> Iterator[None]:
-    """Turn an OSError of a file inside into a RunDirectoryError that says what to do."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is None or error.errno == errno.ENOMEM:  # not for want of the file
-            raise
-        advice = f"{remedy(error)}, or choose a --run_dir elsewhere"
-        raise RunDirectoryError(f"can't use {error.filename}: {error.strerror}; {advice}") from error
-
-
 def fresh_directory(kind: str, schedule: str) -> Path:
     """Make the folder `runs/<date>-<environment>-<schedule>`, with a number appended if it exists already."""
     stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{Path(kind.partition(':')[0]).stem}-{schedule}"
     runs = Path("runs").absolute()
     runs.mkdir(parents=True, exist_ok=True)
-    for number in itertools.count(1):
-        path = runs / (stem if number == 1 else f"{stem}-{number}")
+    path, number = runs / stem, 1
+    while True:
         try:
             path.mkdir()
         except FileExistsError:
-            continue
-        return path
-    raise AssertionError("itertools.count ended")
+            number += 1
+            path = runs / f"{stem}-{number}"
+        else:
+            return path
 
 
 def last_plan(run: RunDirectory) -> StartPlan | None:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import secrets
-import sys
-import traceback
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
 import msgspec
 
@@ -16,7 +13,7 @@ from pipelinerl.errors import ReplacedError
 from pipelinerl.files import write_atomically
 from pipelinerl.interfaces import Schedule
 from pipelinerl.ledger import GroupLedger
-from pipelinerl.process import PeakMemory, peak_memory
+from pipelinerl.process import PeakMemory
 from pipelinerl.run_directory import RunDirectory
 from pipelinerl.schedule import make_schedule
 
@@ -116,6 +113,12 @@ class Session:
     here: WorkerSpec = field(default_factory=WorkerSpec)
 
 
+def write_session(session: Session) -> None:
+    """Write what the processes of the session read. Both files have secrets. Raises OSError."""
+    write_atomically(session.run.settings, session.config.model_dump_json().encode(), mode=0o600)
+    write_atomically(session.run.plan, msgspec.json.encode(session.plan), mode=0o600)
+
+
 def read_session(run: RunDirectory, here: WorkerSpec) -> Session:
     """The session that the launcher wrote for its workers. Raises ReplacedError if it is a later one than `here` says."""
     config = RunConfig.model_validate_json(run.settings.read_bytes())
@@ -139,17 +142,3 @@ class WorkerReport(msgspec.Struct, frozen=True):
     peak: PeakMemory | None = None
     error: WorkerError | None = None
     died: bool = False
-
-
-def write_report(path: Path, error: WorkerError | None = None) -> None:
-    """Write the report of this process. Raises OSError."""
-    write_atomically(path, msgspec.json.encode(WorkerReport(peak_memory(), error)))
-
-
-def write_error(path: Path, kind: str, message: str) -> None:
-    """Write the report, with the traceback of the exception that is being handled, if any."""
-    traceback.print_exc()
-    try:
-        write_report(path, WorkerError(kind, message, traceback.format_exc()))
-    except OSError as error:  # on a full disk the log may still have room; the launcher shows its last lines
-        print(f"{message}\n(can't write {path}: {error})", file=sys.stderr)

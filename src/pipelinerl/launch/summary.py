@@ -74,7 +74,7 @@ def write_summary(session: Session, outcome: Outcome) -> dict[str, Any]:
         peak_gpu_memory_bytes={role: peak.gpu for role, peak in outcome.peak_memory.items() if peak.gpu},
         resumed_from=plan.version if plan.checkpoint else None,
     ) | {
-        "stopped_by": _stopped_by(run),
+        "stopped_by": run.stop_request.read_text(encoding="utf-8") if run.stop_request.exists() else None,
         "best_version": best_version(run.root, saved_versions(run.root)),
         "restarts": outcome.restarts,
         "predicted_memory_bytes": plan.predicted_memory_bytes,
@@ -84,11 +84,6 @@ def write_summary(session: Session, outcome: Outcome) -> dict[str, Any]:
     except OSError as error:
         raise RunDirectoryError(f"can't write {run.summary}: {error.strerror}; {remedy(error)}") from error
     return summary
-
-
-def _stopped_by(run: RunDirectory) -> str | None:
-    """Why a callback ended the run; None if none did."""
-    return run.stop_request.read_text(encoding="utf-8") if run.stop_request.exists() else None
 
 
 def _with_earlier_sessions(statuses: Mapping[str, StageStatus], plan: StartPlan) -> dict[str, StageStatus]:

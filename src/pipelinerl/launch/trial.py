@@ -20,26 +20,16 @@ from pipelinerl.errors import EnvironmentSetupError
 OUTPUT_LINES = 5
 
 
-class Step(msgspec.Struct, frozen=True, tag="step"):
-    """What the process does next, as a phrase that continues "it ..."."""
-
-    doing: str
-
-
-class Mistake(msgspec.Struct, frozen=True, tag="mistake"):
-    """The process ended with an error: its class in `errors`, and its message."""
-
-    kind: str
-    message: str
-
-
-class TryoutReport(msgspec.Struct, frozen=True, kw_only=True, tag="report"):
+class TryoutReport(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a successful trial.
 
-    `prompt` is the first problem's prompt, `reward` and `metrics` are those of an empty answer to it. `prompt_tokens` are
-    the prompt lengths of the first problems. `built_s` is how long it took
-    to build the environment, `held_out` the number of held-out problems. `notes`: what
-    does not agree between model and tokenizer, and how many steps an epoch is.
+    built_s          how long it took to build the environment
+    held_out         the number of held-out problems
+    prompt           the prompt of the first problem
+    prompt_tokens    the lengths of the prompts of the first problems
+    reward, metrics  those of an empty answer to the first problem
+    warnings         what is doubtful
+    notes            what does not agree between model and tokenizer, and how many steps an epoch is
     """
 
     built_s: float
@@ -52,7 +42,8 @@ class TryoutReport(msgspec.Struct, frozen=True, kw_only=True, tag="report"):
     notes: tuple[str, ...] = ()
 
 
-TryoutMessage = Step | Mistake | TryoutReport
+TryoutMessage = str | tuple[str, str] | TryoutReport
+"""What the process does next, as a phrase that continues "it ..."; the class and the message of its error; its result."""
 
 
 def try_environment(config: RunConfig, *, attempts: bool = True) -> TryoutReport:
@@ -61,33 +52,32 @@ def try_environment(config: RunConfig, *, attempts: bool = True) -> TryoutReport
     Raises the error that this ended with. Raises EnvironmentSetupError if it took longer than `launch.startup_timeout_s`
     or crashed its process.
     """
-    kind, bound_s = config.environment.kind, config.launch.startup_timeout_s
+    what, bound_s = f"environment {config.environment.kind}", config.launch.startup_timeout_s
     with tempfile.TemporaryDirectory(prefix="pipelinerl-tryout-") as name:
-        folder = Path(name)
-        settings, messages = folder / "config.yaml", folder / "messages.jsonl"
+        settings, messages = Path(name, "config.yaml"), Path(name, "messages.jsonl")
         settings.write_text(config_to_yaml(config), encoding="utf-8")
         messages.touch()
+
+        def last() -> TryoutMessage:
+            """The last complete line that the process wrote."""
+            *_, line, _ = ["", *messages.read_text(encoding="utf-8").split("\n")]
+            return msgspec.json.decode(line, type=TryoutMessage) if line else "loads this package"
+
         command = [sys.executable, "-m", "pipelinerl.launch.tryout", str(settings), str(messages)]
-        command += [] if attempts else ["build"]
-        with ChildProcess(command, log=folder / "output") as process:
-            process.wait_until(lambda: not isinstance(_last_message(messages), Step), bound_s)
-            message = _last_message(messages)
-            if isinstance(message, TryoutReport):
-                return message
-            if isinstance(message, Mistake):
-                raise getattr(pipelinerl.errors, message.kind, EnvironmentSetupError)(message.message)
-            if process.running:
-                raise EnvironmentSetupError(
-                    f"environment {kind} was not ready after {bound_s:g} s (launch.startup_timeout_s): it {message.doing}"
-                )
-            last = "\n".join(process.log_lines()[-OUTPUT_LINES:])
-            raise EnvironmentSetupError(
-                f"environment {kind}: its process {process.how_it_ended()} while it {message.doing}"
-                + (f"; the end of its output:\n{last}" if last else "")
-            )
-
-
-def _last_message(path: Path) -> TryoutMessage:
-    """The last complete line that the process wrote."""
-    *_, last, _ = ["", *path.read_text(encoding="utf-8").split("\n")]
-    return msgspec.json.decode(last, type=TryoutMessage) if last else Step("loads this package")
+        with ChildProcess([*command, *([] if attempts else ["build"])], log=Path(name, "output")) as process:
+            process.wait_until(lambda: not isinstance(last(), str), bound_s)
+            match last():
+                case TryoutReport() as report:
+                    return report
+                case (kind, message):
+                    raise getattr(pipelinerl.errors, kind, EnvironmentSetupError)(message)
+                case doing if process.running:
+                    raise EnvironmentSetupError(
+                        f"{what} was not ready after {bound_s:g} s (launch.startup_timeout_s): it {doing}"
+                    )
+                case doing:
+                    output = "\n".join(process.log_lines()[-OUTPUT_LINES:])
+                    raise EnvironmentSetupError(
+                        f"{what}: its process {process.how_it_ended()} while it {doing}"
+                        + (f"; the end of its output:\n{output}" if output else "")
+                    )

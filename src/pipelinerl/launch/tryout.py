@@ -12,7 +12,7 @@ import asyncio
 import gc
 import sys
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -32,7 +32,7 @@ from pipelinerl.errors import EnvironmentSetupError, PipelineRLError
 from pipelinerl.interfaces import Environment, ScoresGroups, Tokenizer
 from pipelinerl.launch import GARBAGE_THRESHOLD
 from pipelinerl.launch.stages.held_out import evaluation_sets, no_held_out
-from pipelinerl.launch.trial import Mistake, Step, TryoutMessage, TryoutReport
+from pipelinerl.launch.trial import TryoutMessage, TryoutReport
 from pipelinerl.models.contract import read_contract
 from pipelinerl.types import Completion, GenerationRequest, Problem, Rollout, SamplingParams, TokenEvent, Turn, VersionSpan
 
@@ -89,7 +89,7 @@ def main(arguments: Sequence[str]) -> int:
             config = config_from_yaml(settings.read_text(encoding="utf-8"))
             send(asyncio.run(try_environment(config, send, attempts=len(arguments) < 3)))
         except PipelineRLError as error:
-            send(Mistake(type(error).__name__, str(error)))
+            send((type(error).__name__, str(error)))
             return error.exit_status
     return 0
 
@@ -116,17 +116,47 @@ class Tryout:
         view = RolloutClient(self.client, self._tokenizer, self._sampling, name=f"g{index}.a0", seed=0)
         return await attempt(self._environment, made[0], view, self._limits)
 
-    async def score(self, environment: ScoresGroups, played: Rollout) -> None:
-        """Raises EnvironmentSetupError if the rollouts of the first group can't be scored together."""
-        made = problem_for(self._environment, 0, self._limits)
-        scored = made if isinstance(made, Failure) else await score(environment, made[0], [played] * 2, self._limits)
-        if isinstance(scored, Failure):
-            raise refused(self._name, "a group of two empty answers", scored)
+    async def play_first(self) -> Rollout:
+        """Play the first problem with an empty answer. Raises EnvironmentSetupError if it, or its group, fails."""
+        played = await self.play(0)
+        if isinstance(played, Failure):
+            raise self._refused("an empty answer to its first problem", played)
+        if isinstance(environment := self._environment, ScoresGroups):
+            made = problem_for(environment, 0, self._limits)
+            scored = made if isinstance(made, Failure) else await score(environment, made[0], [played] * 2, self._limits)
+            if isinstance(scored, Failure):
+                raise self._refused("a group of two empty answers", scored)
+        return played
 
     async def doubts(self) -> list[str]:
-        """What is doubtful about the rewards of texts. Raises EnvironmentSetupError if one fails."""
+        """What is doubtful about the rewards of wrong answers, and of each problem's own texts, one of which may be right.
+
+        Raises EnvironmentSetupError if a reward fails.
+        """
+        best = 0.0
+        wrong: dict[str, list[float | None]] = {text: [] for text in WRONG}
         made = [problem_for(self._environment, index, self._limits) for index in range(ANSWERED)]
-        return await _doubts([one[0] for one in made if not isinstance(one, Failure)], self._reward_of)
+        problems = [one[0] for one in made if not isinstance(one, Failure)]
+        until_s = time.monotonic() + ANSWERS_S
+        for index, problem in enumerate(problems):
+            own = [str(value) for value in problem.payload.values() if isinstance(value, str | int | float) and str(value)]
+            for text in (*WRONG, *own):
+                if time.monotonic() > until_s:
+                    break
+                reward = await self._reward_of(problem, index, text)
+                best = max(best, reward or 0.0)
+                if text in wrong and text not in own:
+                    wrong[text].append(reward)
+        credited = [text for text, given in wrong.items() if given and all((reward or 0.0) >= best > 0 for reward in given)]
+        late = [text for text, given in wrong.items() if None in given]
+        doubts = []
+        if 2 * len(credited) > len(WRONG):
+            doubts.append(
+                f"wrong answers, such as {credited[0]!r}, get the reward {best:g}, and no answer that was tried gets more"
+            )
+        if late:
+            doubts.append(f"the reward of the answer {late[0][:20]!r} took longer than its limit: such rollouts are dropped")
+        return doubts
 
     async def _reward_of(self, problem: Problem, index: int, text: str) -> float | None:
         """The highest reward in any form; None if one takes too long."""
@@ -142,120 +172,76 @@ class Tryout:
             if not isinstance(outcome, Failure):
                 rewards.append(outcome)
             elif outcome.reason != "timeout":
-                raise refused(self._name, f"the answer {said[:40]!r} to problem {index}", outcome)
+                raise self._refused(f"the answer {said[:40]!r} to problem {index}", outcome)
         return max(rewards) if len(rewards) == len(FORMS) else None
+
+    def _refused(self, what: str, failure: Failure) -> EnvironmentSetupError:
+        return EnvironmentSetupError(f"environment {self._name}, tried with {what}: {failure.line}")
 
 
 async def try_environment(
     config: RunConfig, send: Callable[[TryoutMessage], None], *, attempts: bool = True
 ) -> TryoutReport:
     """Raises EnvironmentSetupError, ConfigError or ModelLoadError for what would end the run or fail every rollout."""
-    kind = config.environment.kind
+    kind, wanted = config.environment.kind, config.evaluation.problems
     if config.metrics.callback is not None:
-        send(Step("imports metrics.callback"))
+        send("imports metrics.callback")
         try:
             find_function(config.metrics.callback)
         except EnvironmentSetupError as error:
             raise EnvironmentSetupError(f"metrics.callback: {error}") from error
-    send(Step("loads the class of the environment"))
+    send("loads the class of the environment")
     find_class(kind)
-    send(Step("loads the tokenizer"))
+    send("loads the tokenizer")
     from pipelinerl.models.loading import load_config, load_tokenizer, slot_length  # noqa: PLC0415 - takes seconds
 
     tokenizer = load_tokenizer(config.model)
     contract = read_contract(model := load_config(config.model), tokenizer, config.engine.max_length)
-    send(Step("builds the environment"))
+    send("builds the environment")
     began_s = time.monotonic()
     environment = make_environment(kind, config.environment.args, tokenizer, config.seed)
     built_s = time.monotonic() - began_s
-    send(Step("asks for held-out problems"))
-    held_out = _count_held_out(config, environment, tokenizer)
-    end_id = min(contract.stop_token_ids, default=0)
-    tryout = Tryout(config, environment, tokenizer, end_id)
-
-    async def doubts() -> list[str]:
-        parts = [(name, part) for name, part in parts_of(environment) if not getattr(part, "untried", Task.untried)]
-        tried = {name: Tryout(config, part, tokenizer, end_id, name) for name, part in parts}
-        return [f"{name}: {doubt}".removeprefix(": ") for name, one in tried.items() for doubt in await one.doubts()]
-
-    if not attempts:
-        send(Step("tries answers that are texts"))
-        return TryoutReport(built_s=built_s, held_out=held_out, warnings=tuple(await doubts()))
-    send(Step("tries the first problem with an empty answer"))
-    played = await tryout.play(0)
-    if isinstance(played, Failure):
-        raise refused(kind, "an empty answer to its first problem", played)
-    if isinstance(environment, ScoresGroups):
-        await tryout.score(environment, played)
-    single_turn = isinstance(environment, JudgedTurn) and type(environment).rollout is JudgedTurn.rollout
-    until_s = time.monotonic() + PROMPTS_S
-    for index in range(1, PROMPTS if single_turn else 0):
-        if time.monotonic() < until_s:
-            await tryout.play(index)
-    asked = len(tryout.client.prompts) if single_turn else 1
-    prompts, lengths = tryout.client.prompts[:asked], tryout.client.lengths[:asked]
-    send(Step("tries answers that are texts"))
-    return TryoutReport(
-        warnings=(*(await doubts()), *_too_long(lengths, slot_length(model, config.engine.max_length), config)),
-        built_s=built_s,
-        prompt=tokenizer.decode(prompts[0]),
-        prompt_tokens=tuple(map(len, prompts)),
-        reward=played.reward,
-        metrics=dict(played.metrics),
-        held_out=held_out,
-        notes=(*(f"model: {note}" for note in contract.notes), *notes_of(environment, config)),
-    )
-
-
-def _count_held_out(config: RunConfig, environment: Environment, tokenizer: Tokenizer) -> int:
-    """The number of held-out problems, at most `evaluation.problems`. Raises UserError if there are none, or wrong sets."""
-    wanted = config.evaluation.problems
-    found = len(held_out_problems(environment, wanted)) if wanted else 0
-    if wanted and not found:
-        raise no_held_out(config.environment.kind, wanted)
+    send("asks for held-out problems")
+    held_out = len(held_out_problems(environment, wanted)) if wanted else 0
+    if wanted and not held_out:
+        raise no_held_out(kind, wanted)
     evaluation_sets(config, environment, tokenizer)
-    return found
+    end_id = min(contract.stop_token_ids, default=0)
+    report = TryoutReport(built_s=built_s, held_out=held_out)
+    if attempts:
+        tryout = Tryout(config, environment, tokenizer, end_id)
+        send("tries the first problem with an empty answer")
+        played = await tryout.play_first()
+        single_turn = isinstance(environment, JudgedTurn) and type(environment).rollout is JudgedTurn.rollout
+        until_s = time.monotonic() + PROMPTS_S
+        for index in range(1, PROMPTS if single_turn else 0):
+            if time.monotonic() < until_s:
+                await tryout.play(index)
+        asked = len(tryout.client.prompts) if single_turn else 1
+        prompts, lengths = tryout.client.prompts[:asked], tryout.client.lengths[:asked]
+        report = msgspec.structs.replace(
+            report,
+            prompt=tokenizer.decode(prompts[0]),
+            prompt_tokens=tuple(map(len, prompts)),
+            reward=played.reward,
+            metrics=dict(played.metrics),
+            notes=(*(f"model: {note}" for note in contract.notes), *notes_of(environment, config)),
+            warnings=_too_long(lengths, slot_length(model, config.engine.max_length), config),
+        )
+    send("tries answers that are texts")
+    doubts = []
+    for name, part in parts_of(environment):
+        if not getattr(part, "untried", Task.untried):
+            found = await Tryout(config, part, tokenizer, end_id, name).doubts()
+            doubts += [f"{name}: {doubt}".removeprefix(": ") for doubt in found]
+    return msgspec.structs.replace(report, warnings=(*doubts, *report.warnings))
 
 
-def _too_long(lengths: Sequence[int], longest: int, config: RunConfig) -> list[str]:
+def _too_long(lengths: Sequence[int], longest: int, config: RunConfig) -> tuple[str, ...]:
     """A warning if some of the prompts, with their longest completions, are longer than a slot of `longest` tokens."""
     count = 0 if config.engine.urls else sum(length > longest for length in lengths)  # such servers have slots of their own
     fit = f"do not fit engine.max_length ({longest}) with actor.max_tokens ({config.actor.max_tokens})"
-    return [f"{count} of {len(lengths)} prompts {fit}: their rollouts are dropped"] if count else []
-
-
-def refused(kind: str, what: str, failure: Failure) -> EnvironmentSetupError:
-    return EnvironmentSetupError(f"environment {kind}, tried with {what}: {failure.line}")
-
-
-async def _doubts(
-    problems: Sequence[Problem], reward_of: Callable[[Problem, int, str], Awaitable[float | None]]
-) -> list[str]:
-    """Reward wrong answers, and the texts of each problem, among which the right one may be. Returns what is doubtful."""
-    best: float = 0.0
-    wrong: dict[str, list[float | None]] = {text: [] for text in WRONG}
-    until_s = time.monotonic() + ANSWERS_S
-    for index, problem in enumerate(problems):
-        own = [str(value) for value in problem.payload.values() if isinstance(value, str | int | float) and str(value)]
-        for text in (*WRONG, *own):
-            if time.monotonic() > until_s:
-                break
-            reward = await reward_of(problem, index, text)
-            best = max(best, reward or 0.0)
-            if text in wrong and text not in own:
-                wrong[text].append(reward)
-    doubts = []
-    credited = [
-        text for text, given in wrong.items() if given and all(reward is not None and reward >= best > 0 for reward in given)
-    ]
-    if 2 * len(credited) > len(WRONG):
-        doubts.append(
-            f"wrong answers, such as {credited[0]!r}, get the reward {best:g}, and no answer that was tried gets more"
-        )
-    late = [text for text, given in wrong.items() if None in given]
-    if late:
-        doubts.append(f"the reward of the answer {late[0][:20]!r} took longer than its limit: such rollouts are dropped")
-    return doubts
+    return (f"{count} of {len(lengths)} prompts {fit}: their rollouts are dropped",) if count else ()
 
 
 if __name__ == "__main__":

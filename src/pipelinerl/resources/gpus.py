@@ -19,7 +19,7 @@ from pipelinerl.errors import ConfigError, UserError
 from pipelinerl.models.shape import ModelShape
 from pipelinerl.resources.machine import device_memory
 from pipelinerl.resources.memory import predict, shape_of
-from pipelinerl.resources.placement import Machine, place, roles_of
+from pipelinerl.resources.placement import Node, place, roles_of
 from pipelinerl.types import MAX_RECEIVERS
 
 FILLED = 0.9
@@ -143,7 +143,7 @@ def _fitting(config: RunConfig, given: Collection[str], gpus: Sequence[int], sha
     for settings in _sizes(config, given, len(gpus)):
         with suppress(ConfigError, UserError):  # not a combination, or more processes than GPUs
             sized = config_of_values(settings, config)
-            places = place(roles_of(sized), [Machine("here", "here", 1, len(gpus))], {})
+            places = place(roles_of(sized), [Node("here", "here", 1, len(gpus))], {})
             predicted = predict(sized, shape).on({found.role: found.gpus for found in places})
             if all(predicted.bytes_on(f"cuda:{number}") <= FILLED * room for number, room in enumerate(gpus)):
                 yield settings

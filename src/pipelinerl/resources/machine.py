@@ -1,16 +1,80 @@
-"""What a machine has: its memory within the limits of control groups, and its GPUs. Imports no torch."""
+"""What this machine has: its processor, its memory within the limits of control groups, its GPUs and its software."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import platform
 from collections.abc import Iterator
 from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+
 _UNLIMITED = 1 << 60
 """A limit from here on means none. Control groups also write `max` for that."""
+
+
+class Machine(msgspec.Struct, frozen=True, kw_only=True):
+    """The machine that an experiment runs on, and its software. `cores` are those that this process may use."""
+
+    cpu: str
+    cores: int
+    memory_gib: float | None
+    system: str
+    versions: dict[str, str]
+
+
+def this_machine(device: str = "cpu") -> Machine:
+    """This machine. With a GPU as `device`, its name takes the place of the processor's."""
+    name = processor()
+    if device != "cpu":
+        import torch  # noqa: PLC0415 - takes seconds
+
+        name = torch.cuda.get_device_name(device)
+    return Machine(
+        cpu=name,
+        cores=usable_cores(),
+        memory_gib=round(host_memory().total / 2**30, 1),
+        system=f"{platform.system()} {platform.machine()}",
+        versions={
+            "python": platform.python_version(),
+            **{name: installed(name) or "not installed" for name in ("pipelinerl", "torch", "transformers", "numpy")},
+        },
+    )
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def load_average() -> float | None:
+    """Runnable processes over the last minute, which shows other load. None where the system does not report it."""
+    try:
+        return round(os.getloadavg()[0], 2)
+    except OSError:
+        return None
+
+
+def processor() -> str:
+    """The name of the processor."""
+    lines = _lines(Path("/proc/cpuinfo"))
+    found = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(found, platform.processor() or "unknown")
+
+
+def installed(package: str) -> str | None:
+    """The version of a package; None without it."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+# ---- memory and GPUs
 
 
 class Memory(NamedTuple):
@@ -22,13 +86,19 @@ class Memory(NamedTuple):
 
 def host_memory(root: Path = Path("/")) -> Memory:
     """Physical memory, within the limits of this process's control groups. `root` is the folder of /proc and /sys."""
-    machine = _meminfo(root / "proc/meminfo")
-    if machine is None:
+    lines = _lines(root / "proc/meminfo")
+    kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines) if rest.split()}
+    if not {"MemTotal", "MemAvailable"} <= kib.keys():
         return Memory(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), None)
-    total, available = machine
+    total, available = kib["MemTotal"] << 10, kib["MemAvailable"] << 10
     for limit, used in _limits(root):
         total, available = min(total, limit), min(available, max(0, limit - used))
     return Memory(total, available)
+
+
+def memory_of(device: str) -> Memory | None:
+    """The memory of this machine for `cpu`, or of a CUDA device; None if it is not known."""
+    return host_memory() if device == "cpu" else device_memory(device)
 
 
 def device_memory(device: str) -> Memory | None:
@@ -66,26 +136,13 @@ def _driver() -> ctypes.CDLL | None:
     return None if driver.cuInit(0) else driver
 
 
-def _meminfo(path: Path) -> tuple[int, int] | None:
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
-        return None
-    kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines) if rest.split()}
-    return (kib["MemTotal"] << 10, kib["MemAvailable"] << 10) if {"MemTotal", "MemAvailable"} <= kib.keys() else None
-
-
 def _limits(root: Path) -> Iterator[tuple[int, int]]:
     """Limit and use, in bytes, of each control group (v1 and v2) that limits this process, parent groups included.
 
     In a container the group may be mounted as the root, so both places are read. Use excludes file pages that the kernel
     can reclaim.
     """
-    try:
-        groups = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in groups:
+    for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
         if controllers == "":
             folder, limit, used = root / "sys/fs/cgroup", "memory.max", "memory.current"
@@ -94,22 +151,17 @@ def _limits(root: Path) -> Iterator[tuple[int, int]]:
         else:
             continue
         own = folder / path.strip("/")
-        for group in (own, *own.parents):
-            if group.is_relative_to(folder) and (most := _number(group / limit)) is not None and most < _UNLIMITED:
-                yield most, (_number(group / used) or 0) - _reclaimable(group / "memory.stat")
+        for group in [group for group in (own, *own.parents) if group.is_relative_to(folder)]:
+            most = "".join(_lines(group / limit)).strip()
+            if most.isdecimal() and int(most) < _UNLIMITED:
+                fields = dict(line.split() for line in _lines(group / "memory.stat"))
+                reclaimable = int(fields.get("total_inactive_file", fields.get("inactive_file", 0)))
+                yield int(most), int("".join(_lines(group / used)) or 0) - reclaimable
 
 
-def _number(path: Path) -> int | None:
+def _lines(path: Path) -> list[str]:
+    """The lines of one of the kernel's files; none if it can't be read."""
     try:
-        text = path.read_text().strip()
+        return path.read_text(encoding="utf-8").splitlines()
     except OSError:
-        return None
-    return int(text) if text.isdecimal() else None
-
-
-def _reclaimable(path: Path) -> int:
-    try:
-        fields = dict(line.split() for line in path.read_text().splitlines())
-    except (OSError, ValueError):
-        return 0
-    return int(fields.get("total_inactive_file", fields.get("inactive_file", 0)))
+        return []

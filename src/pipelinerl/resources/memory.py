@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import ModelLoadError, UserError
 from pipelinerl.models.folder import find_model
 from pipelinerl.models.shape import ModelShape, read_shape
-from pipelinerl.resources.machine import Memory, device_memory, host_memory
+from pipelinerl.resources.machine import Memory, memory_of
 from pipelinerl.resources.roles import PREPROCESSING, TRAINING, generation_roles, rank_roles, server_roles
 
 # ---- prediction: pure functions of the configuration and the model's sizes
@@ -33,15 +33,13 @@ LOGIT_CHUNKS = 3 * (1 << 22) * 4
 """Bytes of temporaries for log-probabilities, computed in chunks of `trainer.logprobs.CHUNK_ELEMENTS`."""
 LOGITS_AT_ONCE, HEAD_CHUNK = 1 << 28, {"cpu": 128, "cuda": 1024}
 """Those of `trainer.logprobs`, for `trainer.head_chunk`."""
-WRITTEN_AT_ONCE = 3 << 26
-"""Host memory through which a GPU's tensors go to a file, in parts of `models.device.PART` bytes."""
 VLLM, VLLM_SHARE = "vLLM", 0.92
 """Its weights, KV cache and activations, and the share of a GPU that it takes for them by default."""
 ALLOCATOR = 1.15
 """Factor for the allocator's gaps between buffers that are allocated and freed all the time (measured, glibc)."""
 
 
-class Part(NamedTuple):
+class Use(NamedTuple):
     """`size` bytes of memory on `device` (`cpu`, or a torch device). `varies`: it takes less while sequences are short."""
 
     name: str
@@ -50,43 +48,39 @@ class Part(NamedTuple):
     varies: bool = False
 
 
-class Process(NamedTuple):
-    """The memory of one process by use. For role `BETWEEN`: what processes share, the weights in transfer to engines."""
-
-    role: str
-    parts: tuple[Part, ...]
-
-    @property
-    def size(self) -> int:
-        return sum(part.size for part in self.parts)
+Uses = Sequence[Use]
+MemoryOf = Callable[[str], Memory | None]
 
 
-class Prediction(NamedTuple):
-    processes: tuple[Process, ...]
+class Prediction(dict[str, Uses]):
+    """The memory of each process, by role. `BETWEEN`: what processes share, the weights in transfer to engines."""
 
     def on(self, gpus: Mapping[str, Sequence[int]]) -> Prediction:
         """The prediction for one machine: for the processes in `gpus`, each on these GPUs."""
-        processes = []
-        for process in self.processes:
-            if process.role in gpus:
-                before = dict.fromkeys(part.device for part in process.parts if part.device != HOST)
-                placed = dict(zip(before, (f"cuda:{number}" for number in gpus[process.role]), strict=False))
-                parts = (part._replace(device=placed.get(part.device, part.device)) for part in process.parts)
-                processes.append(Process(process.role, tuple(parts)))
-        return Prediction(tuple(processes))
+        found = Prediction()
+        for role in filter(gpus.__contains__, self):
+            before = dict.fromkeys(use.device for use in self[role] if use.device != HOST)
+            placed = dict(zip(before, (f"cuda:{number}" for number in gpus[role]), strict=False))
+            found[role] = [use._replace(device=placed.get(use.device, use.device)) for use in self[role]]
+        return found
+
+    def uses_on(self, device: str) -> Uses:
+        return [use for uses in self.values() for use in uses if use.device == device]
+
+    def bytes_on(self, device: str, *, least: bool = False) -> int:
+        """With `least`: while all sequences are short."""
+        return sum(use.size for use in self.uses_on(device) if not (least and use.varies))
 
     @property
     def devices(self) -> list[str]:
         """`cpu` first."""
-        found = dict.fromkeys(part.device for process in self.processes for part in process.parts)
+        found = {use.device for uses in self.values() for use in uses}
         return sorted(found, key=lambda device: (device != HOST, device))
 
-    def parts_on(self, device: str) -> list[Part]:
-        return [part for process in self.processes for part in process.parts if part.device == device]
-
-    def bytes_on(self, device: str, *, least: bool = False) -> int:
-        """With `least`: while all sequences are short."""
-        return sum(part.size for part in self.parts_on(device) if not (least and part.varies))
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The most that each process takes, summed over devices."""
+        return {role: sum(use.size for use in uses) for role, uses in self.items()}
 
 
 def predict(config: RunConfig, shape: ModelShape) -> Prediction:
@@ -95,27 +89,24 @@ def predict(config: RunConfig, shape: ModelShape) -> Prediction:
     A vLLM server on a GPU is there with what its slots need; it takes more, if nothing else is on its GPU. Not included: the
     groups in streams, and processes that the environment starts.
     """
-    weights = config.weights
+    size, found = _weight_bytes(config, shape), Prediction()
     if config.launch.kind == "embedded":
-        parts = [*_engine(config, shape), *_trainer(config, shape, 0), *_reference(config, shape, 0)]
-        return Prediction((_process("embedded", [*parts, Part("weights handed over", _weight_bytes(config, shape))]),))
-    here = config.engine.kind == "local"
-    generation = [*_engine(config, shape), *_staged(config, shape, config.engine.device, copies=1)] if here else []
-    processes = [_process(role, generation) for role in generation_roles(config)]
-    processes += [_process(role, _server(config, shape)) for role in server_roles(config)]
-    apart = config.launch.preprocessor == "process"
-    if apart:
-        reference = _reference(config, shape, 0)
-        processes.append(_process(PREPROCESSING, reference, torch=bool(reference)))
+        uses = [*_engine(config, shape), *_trainer(config, shape, 0), Use("weights handed over", size)]
+        return Prediction(embedded=_process(uses))
+    here, delta = config.engine.kind == "local", config.weights.encoding == "delta"
+    for role in generation_roles(config):
+        found[role] = _process([*_engine(config, shape), *_staged(config, size, config.engine.device)] if here else [])
+    for role in server_roles(config):
+        found[role] = _process([*_server(config, shape)])
+    if config.launch.preprocessor == "process":
+        reference = _reference(config, shape, 0, holders=1)
+        found[PREPROCESSING] = _process(reference, itself=TORCH_PROCESS if reference else PLAIN_PROCESS)
     for rank, role in enumerate([TRAINING, *rank_roles(config)]):
-        parts = [*_trainer(config, shape, rank), *([] if apart else _reference(config, shape, rank))]
-        copies = 2 if weights.encoding == "delta" else 1
-        sent = [] if rank else _staged(config, shape, config.trainer.device, copies=copies)
-        processes.append(_process(role, [*parts, *sent]))
-    if weights.kind == "shared" and not config.engine.weights_dir:
-        copies = 1 if here else 2  # for engine servers, two files
-        processes.append(Process(BETWEEN, (Part("weights in transfer", copies * _weight_bytes(config, shape)),)))
-    return Prediction(tuple(processes))
+        sent = [] if rank else _staged(config, size, config.trainer.device, copies=1 + delta)
+        found[role] = _process([*_trainer(config, shape, rank), *sent])
+    if config.weights.kind == "shared" and not config.engine.weights_dir:
+        found[BETWEEN] = [Use("weights in transfer", size if here else 2 * size)]  # for engine servers, two files
+    return found
 
 
 def activation_bytes(shape: ModelShape, tokens: int, *, item_bytes: int, checkpointing: bool) -> int:
@@ -155,120 +146,101 @@ def packed_bytes(shape: ModelShape) -> int:
     return 4 * sum(size for size in map(prod, shape.linears.values()) if size >= PACK_FROM)
 
 
-def _engine(config: RunConfig, shape: ModelShape) -> list[Part]:
+def _engine(config: RunConfig, shape: ModelShape) -> Iterator[Use]:
     engine, item, device = config.engine, _item_bytes(config), _numbered(config.engine.device)
     length = shape.slot_length(engine.max_length)
     width = 3 * shape.feed_forward + 4 * shape.hidden + 4 * shape.query_width
     tokens = min(engine.prefill_tokens, engine.slots * length)
-    parts = [
-        Part("weights", _weight_bytes(config, shape), device),
-        Part("KV cache", kv_bytes(shape, slots=engine.slots, length=length, item_bytes=item), device),
-        Part("activations", tokens * width * item + 4 * engine.slots * shape.vocabulary * 4, device, varies=True),
-    ]
+    yield Use("weights", _weight_bytes(config, shape), device)
+    yield Use("KV cache", kv_bytes(shape, slots=engine.slots, length=length, item_bytes=item), device)
+    yield Use("activations", tokens * width * item + 4 * engine.slots * shape.vocabulary * 4, device, varies=True)
     if engine.device == "cpu" and item == 4:
-        parts.append(Part("packed weights", packed_bytes(shape), varies=True))  # none if the forward can't be exported
-    return [*parts, *_float32_head(config, shape, device)]
+        yield Use("packed weights", packed_bytes(shape), varies=True)  # none if the forward can't be exported
+    yield from _float32_head(config, shape, device)
 
 
-def _trainer(config: RunConfig, shape: ModelShape, rank: int) -> list[Part]:
+def _trainer(config: RunConfig, shape: ModelShape, rank: int) -> Iterator[Use]:
     """One rank: its rows of weights, gradients and the optimizer's state, and what a micro-batch adds."""
-    trainer, item, lora = config.trainer, _item_bytes(config), config.model.lora
-    device, ranks = _device_of(config, rank), trainer.ranks
+    trainer, item, lora, ranks = config.trainer, _item_bytes(config), config.model.lora, config.trainer.ranks
+    device = trainer.rank_device(rank)
     trained, rows = -(-shape.parameters // ranks), 4 if ranks > 1 and lora is None else item
-    parts = [Part("weights", -(-rows * shape.parameters // ranks), device)]  # ranks have the master copy
+    yield Use("weights", -(-rows * shape.parameters // ranks), device)  # ranks have the master copy
     if lora is not None:
-        adapted = _adapted(shape, lora.target_modules)
+        targets = lora.target_modules  # None: all but the output head
+        adapted = [
+            sizes
+            for name, sizes in shape.linears.items()
+            if name != shape.head and (targets is None or name.removesuffix(".weight").rpartition(".")[2] in targets)
+        ]
         trained = sum(lora.rank * (rows + columns) for rows, columns in adapted)
-        parts.append(Part("adapters", 4 * trained, device))  # in float32
+        yield Use("adapters", 4 * trained, device)  # in float32
         if rank == 0:  # publishing makes merged copies of the layers with adapters
-            parts.append(Part("merged weights", item * sum(map(prod, adapted)), HOST if ranks > 1 else device))
+            yield Use("merged weights", item * sum(map(prod, adapted)), HOST if ranks > 1 else device)
     elif ranks == 1 and item != 4:
-        parts.append(Part("master weights in float32", (4 + item) * trained, device))  # and a micro-batch's gradients
-    parts += [Part("gradients", 4 * trained, device), Part("Adam's moments", 8 * trained, device)]
+        yield Use("master weights in float32", (4 + item) * trained, device)  # and a micro-batch's gradients
+    yield Use("gradients", 4 * trained, device)
+    yield Use("Adam's moments", 8 * trained, device)
     if ranks > 1:
         ends = shape.vocabulary * shape.hidden * (1 if shape.tied else 2)
         layer = max(0, shape.parameters - ends) // shape.layers
         # A layer is gathered while the one before it computes. Embedding and head stay gathered.
         gathered = ends + 2 * layer if trainer.reshard_after_forward else shape.parameters
-        parts.append(Part("gathered weights", item * gathered, device))
+        yield Use("gathered weights", item * gathered, device)
         if lora is None:  # as computed, joined in float32 to be sent, and the rows that come back
-            parts.append(Part("gradients of gathered weights", (item + 5) * (ends + layer), device, varies=True))
+            yield Use("gradients of gathered weights", (item + 5) * (ends + layer), device, varies=True)
         if rank == 0:
-            parts.append(Part("all weights, to be published", _weight_bytes(config, shape)))
-    if device != HOST:
-        parts.append(Part("a checkpoint as it is written", WRITTEN_AT_ONCE))
+            yield Use("all weights, to be published", _weight_bytes(config, shape))
     samples = -(-trainer.batch_size // ranks)
     tokens = min(trainer.micro_batch_tokens, samples * shape.slot_length(config.engine.max_length))
     kept = activation_bytes(shape, tokens, item_bytes=item, checkpointing=trainer.gradient_checkpointing)
-    logits = logit_bytes(config, shape, tokens) + LOGIT_CHUNKS
-    parts += [Part("activations", kept, device, varies=True), Part("logits", logits, device, varies=True)]
-    return parts + _float32_head(config, shape, device)
+    yield Use("activations", kept, device, varies=True)
+    yield Use("logits", logit_bytes(config, shape, tokens) + LOGIT_CHUNKS, device, varies=True)
+    yield from _float32_head(config, shape, device)
+    if config.launch.preprocessor != "process" and lora is None:  # with adapters, it is the base model without them
+        yield from _reference(config, shape, rank, holders=ranks)
 
 
-def _device_of(config: RunConfig, rank: int) -> str:
-    """GPUs are counted from the configured one on."""
-    kind, _, first = config.trainer.device.partition(":")
-    return f"{kind}:{int(first or 0) + rank}" if kind == "cuda" else kind
-
-
-def _float32_head(config: RunConfig, shape: ModelShape, device: str) -> list[Part]:
+def _float32_head(config: RunConfig, shape: ModelShape, device: str) -> Iterator[Use]:
     """The float32 copy of a narrower model's output head: an engine keeps one, a trainer makes one for each forward."""
-    if config.model.head_dtype is None or _item_bytes(config) == 4:
+    if config.model.head_dtype is not None and _item_bytes(config) != 4:
+        yield Use("head in float32", 4 * shape.vocabulary * shape.hidden, device)
+
+
+def _reference(config: RunConfig, shape: ModelShape, rank: int, holders: int) -> Uses:
+    """The frozen reference model of a KL penalty, or the share of it that one of several `holders` has."""
+    if config.trainer.kl_coefficient == 0:
         return []
-    return [Part("head in float32", 4 * shape.vocabulary * shape.hidden, device)]
+    return [Use("reference model", -(-_weight_bytes(config, shape) // holders), config.trainer.rank_device(rank))]
 
 
-def _reference(config: RunConfig, shape: ModelShape, rank: int) -> list[Part]:
-    """The frozen reference model of a KL penalty, or the rows of it that a rank has.
-
-    In a trainer with adapters it is free: the base model with adapters switched off.
-    """
-    apart = config.launch.preprocessor == "process"
-    if config.trainer.kl_coefficient == 0 or (config.model.lora is not None and not apart):
-        return []
-    holders = 1 if apart else config.trainer.ranks
-    return [Part("reference model", -(-_weight_bytes(config, shape) // holders), _device_of(config, rank))]
-
-
-def _server(config: RunConfig, shape: ModelShape) -> list[Part]:
+def _server(config: RunConfig, shape: ModelShape) -> Iterator[Use]:
     size, device = _weight_bytes(config, shape), _numbered(config.engine.device)
-    update = [Part("an incoming weight update", size, device), *_delta(config, size, device)]
-    if config.engine.kind != "vllm" or device == HOST:
-        return [*_engine(config, shape), *update]
-    workers, first = vllm_workers(config.engine), int(device.partition(":")[2])
-    needed = sum(part.size for part in _engine(config, shape))
-    parts = []
-    for gpu in (f"cuda:{first + number}" for number in range(workers)):  # with less, it fills fewer slots
-        parts += [Part(VLLM, size // workers, gpu), Part(VLLM, (needed - size) // workers, gpu, varies=True)]
-    return parts if config.weights.kind == "shared" else [*parts, *update]
+    ours = config.engine.kind != "vllm" or device == HOST
+    if ours:
+        yield from _engine(config, shape)
+    else:
+        workers, first = vllm_workers(config.engine), int(device.partition(":")[2])
+        needed = sum(use.size for use in _engine(config, shape))
+        for gpu in (f"cuda:{first + number}" for number in range(workers)):  # with less, it fills fewer slots
+            yield Use(VLLM, size // workers, gpu)
+            yield Use(VLLM, (needed - size) // workers, gpu, varies=True)
+    if ours and config.weights.kind == "shared":
+        yield Use("staged weights", size, device)  # an update as it arrives
+    yield from _staged(config, size, device)
 
 
-def _staged(config: RunConfig, shape: ModelShape, device: str, *, copies: int) -> list[Part]:
+def _staged(config: RunConfig, size: int, device: str, *, copies: int = 1) -> Uses:
     """The sender and each receiver of a broadcast keep a copy of the weights; the sender of deltas keeps two."""
     if config.weights.kind == "shared":
         return []
-    size, device = _weight_bytes(config, shape), _numbered(device)
-    return [Part("staged weights", copies * size, device), *_delta(config, size, device)]
+    staged = [Use("staged weights", copies * size, _numbered(device))]
+    return [*staged, Use("a delta", size, _numbered(device), varies=True)] if config.weights.encoding == "delta" else staged
 
 
-def _delta(config: RunConfig, size: int, device: str) -> list[Part]:
-    return [Part("a delta", size, device, varies=True)] if config.weights.encoding == "delta" else []
-
-
-def _adapted(shape: ModelShape, targets: Sequence[str] | None) -> list[tuple[int, int]]:
-    """The shapes of the layers that get adapters: those named in `targets`, or by default all but the output head."""
-    return [
-        sizes
-        for name, sizes in shape.linears.items()
-        if name != shape.head and (targets is None or name.removesuffix(".weight").rpartition(".")[2] in targets)
-    ]
-
-
-def _process(role: str, parts: Iterable[Part], *, torch: bool = True) -> Process:
-    parts = tuple(parts)
-    gpus = dict.fromkeys(part.device for part in parts if part.device != HOST)
-    itself = Part("the process itself", TORCH_PROCESS if torch else PLAIN_PROCESS)
-    return Process(role, (itself, *parts, *(Part("CUDA", CUDA_CONTEXT, gpu) for gpu in gpus)))
+def _process(uses: Uses, itself: int = TORCH_PROCESS) -> Uses:
+    """A process with these uses, with what it takes before it has any."""
+    gpus = dict.fromkeys(use.device for use in uses if use.device != HOST)
+    return [Use("the process itself", itself), *uses, *(Use("CUDA", CUDA_CONTEXT, gpu) for gpu in gpus)]
 
 
 def _weight_bytes(config: RunConfig, shape: ModelShape) -> int:
@@ -285,8 +257,6 @@ def _numbered(device: str) -> str:
 
 # ---- judgement: the prediction against a machine
 
-Machine = Callable[[str], Memory | None]
-"""The memory of a device (`cpu` or a CUDA device), None if it is not known."""
 SHOWN_USES = 5
 ADVICE = {
     "activations": "lower trainer.micro_batch_tokens, or set trainer.gradient_checkpointing to true",
@@ -299,20 +269,22 @@ ADVICE = {
 """What lowers a use of memory."""
 
 
-class Judgement(NamedTuple):
-    """`line` is shown at the start of the run; each of `warnings` is one line on what may go wrong."""
+class MemoryCheck(NamedTuple):
+    """`line` is shown at the start of the run; each of `warnings` is one line on what may go wrong.
+
+    `prediction` is empty if the sizes of the model are not known.
+    """
 
     line: str
     warnings: Sequence[str] = ()
-    prediction: Prediction | None = None
+    prediction: Prediction = Prediction()
 
     def report(self) -> list[str]:
         """A table of every use of memory, as lines of text."""
-        processes = self.prediction.processes if self.prediction else ()
         table = [
-            f"  {process.role:<26} {part.name:<30} {'up to ' * part.varies + megabytes(part.size):>18}  {part.device}"
-            for process in processes
-            for part in process.parts
+            f"  {role:<26} {use.name:<30} {'up to ' * use.varies + f'{use.size / 1e6:.0f} MB':>18}  {use.device}"
+            for role, uses in self.prediction.items()
+            for use in uses
         ]
         return [self.line, *table, *self.lines[1:]]
 
@@ -321,13 +293,8 @@ class Judgement(NamedTuple):
         """The lines shown at the start of a run."""
         return [self.line, *(f"warning: {warning}" for warning in self.warnings)]
 
-    @property
-    def predicted_bytes(self) -> dict[str, int]:
-        """The most that each process takes, summed over devices; empty if it is not known."""
-        return {process.role: process.size for process in (self.prediction.processes if self.prediction else ())}
 
-
-def check_memory(config: RunConfig) -> Judgement:
+def check_memory(config: RunConfig) -> MemoryCheck:
     """Read the model's sizes, predict and judge.
 
     A run on several machines is only predicted: each machine is judged when it is known.
@@ -336,16 +303,16 @@ def check_memory(config: RunConfig) -> Judgement:
     """
     shape = shape_of(config)
     if shape is None:
-        return Judgement(f"memory: not predicted (the sizes of model {config.model.path!r} are not known here)")
+        return MemoryCheck(f"memory: not predicted (the sizes of model {config.model.path!r} are not known here)")
     prediction = predict(config, shape)
     if config.launch.kind == "ray":
-        most = gigabytes(sum(process.size for process in prediction.processes))
-        return Judgement(f"memory: up to {most} on all machines", prediction=prediction)
+        most = gigabytes(sum(prediction.sizes.values()))
+        return MemoryCheck(f"memory: up to {most} on all machines", prediction=prediction)
     if config.launch.kind == "processes" and on_gpus(config):
         from pipelinerl.resources.placement import place_here  # noqa: PLC0415 - only on GPUs
 
         prediction = prediction.on({BETWEEN: ()} | {place.role: place.gpus for place in place_here(config)[0]})
-    return judge(prediction, this_machine)
+    return judge(prediction)
 
 
 def on_gpus(config: RunConfig) -> bool:
@@ -370,7 +337,7 @@ def shape_of(config: RunConfig) -> ModelShape | None:
         return None
 
 
-def judge(prediction: Prediction, machine: Machine) -> Judgement:
+def judge(prediction: Prediction, memory_of: MemoryOf = memory_of) -> MemoryCheck:
     """Compare the prediction with the memory of the machine.
 
     Raises UserError only for a run that can't fit: if it exceeds the total memory of a device while all sequences are short.
@@ -378,7 +345,7 @@ def judge(prediction: Prediction, machine: Machine) -> Judgement:
     """
     lines, warnings = [], []
     for device in prediction.devices:
-        memory, on = machine(device), "" if device == HOST else f" on {device}"
+        memory, on = memory_of(device), "" if device == HOST else f" on {device}"
         most, least = prediction.bytes_on(device), prediction.bytes_on(device, least=True)
         if memory is None:
             lines.append(f"up to {gigabytes(most)}{on}")
@@ -388,7 +355,7 @@ def judge(prediction: Prediction, machine: Machine) -> Judgement:
         free = memory.total if memory.available is None else memory.available
         if most <= min(free, memory.total):
             continue
-        details, needs = _details(prediction.parts_on(device)), f"the run may need {gigabytes(most)} of memory{on}"
+        details, needs = _details(prediction.uses_on(device)), f"the run may need {gigabytes(most)} of memory{on}"
         if least > memory.total:
             raise UserError(f"the run needs at least {gigabytes(least)} of memory{on}, and there are {total} {details}")
         if most > memory.total:
@@ -396,46 +363,38 @@ def judge(prediction: Prediction, machine: Machine) -> Judgement:
         else:
             only = f"only {gigabytes(free)} are free now: other processes use the rest"
             warnings.append(f"{needs}, and {only} {details}")
-    parts = ", ".join(f"{process.role} {gigabytes(process.size)}" for process in prediction.processes)
-    return Judgement(f"memory: {' and '.join(lines)} ({parts})", warnings, prediction)
+    by_role = ", ".join(f"{role} {gigabytes(size)}" for role, size in prediction.sizes.items())
+    return MemoryCheck(f"memory: {' and '.join(lines)} ({by_role})", warnings, prediction)
 
 
-def share_for_vllm(config: RunConfig, machine: Machine = device_memory) -> float | None:
+def share_for_vllm(config: RunConfig, memory_of: MemoryOf = memory_of) -> float | None:
     """The share of a GPU's memory, from 0 to 1, that the rest of the run leaves to each vLLM server on it.
 
     For a server process, which sees only its GPUs. None if nothing else is there, or if not all sizes are known.
     """
-    shape, memory, numbered = shape_of(config), machine("cuda:0"), ":" in config.engine.device
+    shape, memory, numbered = shape_of(config), memory_of("cuda:0"), ":" in config.engine.device
     if shape is None or memory is None:
         return None
     servers = server_roles(config)[: None if numbered else 1]  # without a number, each process has GPUs of its own
-    both = numbered and ":" in config.trainer.device
-    processes = [process for process in predict(config, shape).processes if both or process.role in servers]
-    parts = [part for process in processes for part in process.parts]
-    gpus = {part.device for part in parts if part.name == VLLM}
-    others = max(sum(part.size for part in parts if part.device == gpu and part.name != VLLM) for gpu in gpus)
-    left = memory.total - others, sum(part.size for part in parts if part.name == VLLM and not part.varies) // len(gpus)
-    return None if others <= CUDA_CONTEXT else min(VLLM_SHARE, max(left) / memory.total / len(servers))
-
-
-def this_machine(device: str) -> Memory | None:
-    return host_memory() if device == HOST else device_memory(device)
+    predicted, both = predict(config, shape), numbered and ":" in config.trainer.device
+    sharing = Prediction((role, uses) for role, uses in predicted.items() if both or role in servers)
+    gpus = [device for device in sharing.devices if any(use.name == VLLM for use in sharing.uses_on(device))]
+    others = max(sum(use.size for use in sharing.uses_on(gpu) if use.name != VLLM) for gpu in gpus)
+    weights = sum(use.size for use in sharing.uses_on(gpus[0]) if use.name == VLLM and not use.varies)
+    left = max(memory.total - others, weights)
+    return None if others <= CUDA_CONTEXT else min(VLLM_SHARE, left / memory.total / len(servers))
 
 
 def gigabytes(size: int) -> str:
     return f"{size / 1e9:.1f} GB"
 
 
-def megabytes(size: int) -> str:
-    return f"{size / 1e6:.0f} MB"
-
-
-def _details(parts: Sequence[Part]) -> str:
-    """The largest uses of memory, and what to change."""
-    uses: Counter[str] = Counter()
-    for part in parts:
-        uses[part.name] += part.size
-    largest = uses.most_common(SHOWN_USES)
+def _details(uses: Uses) -> str:
+    """The largest sizes of memory, and what to change."""
+    sizes: Counter[str] = Counter()
+    for use in uses:
+        sizes[use.name] += use.size
+    largest = sizes.most_common(SHOWN_USES)
     advice = dict.fromkeys(ADVICE[name] for name, _ in largest if name in ADVICE)
     table = ", ".join(f"{name} {gigabytes(size)}" for name, size in largest)
     return f"({table}); {'; '.join([*advice, 'set model.dtype to bfloat16'])}; or take a smaller model"

@@ -15,12 +15,20 @@ from pipelinerl.config.checks import vllm_workers
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import UserError
 from pipelinerl.interfaces import Schedule
-from pipelinerl.resources.machine import usable_gpus
-from pipelinerl.resources.roles import PREPROCESSING, TRAINING, generation_roles, rank_roles, server_roles
-from pipelinerl.resources.share import PREPROCESSING_THREADS, Share, shares_of, usable_cores
+from pipelinerl.resources.machine import usable_cores, usable_gpus
+from pipelinerl.resources.roles import (
+    PREPROCESSING,
+    PREPROCESSING_THREADS,
+    TRAINING,
+    Share,
+    generation_roles,
+    rank_roles,
+    server_roles,
+    shares_of,
+)
 
 
-class Machine(NamedTuple):
+class Node(NamedTuple):
     """A machine of the cluster, with the CPUs and GPUs that the run may use. `address`: where the others reach it."""
 
     name: str
@@ -43,7 +51,7 @@ class Role(NamedTuple):
     at: int | None = None
 
 
-class Place(NamedTuple):
+class Placement(NamedTuple):
     """Where a process runs: the machine's name, and the GPUs of that machine that it has, counted from 0."""
 
     role: str
@@ -69,18 +77,24 @@ def roles_of(config: RunConfig) -> list[Role]:
     return roles + [Role(name, gpus, cpus, at=at) for name in generation_roles(config)]
 
 
-def place(roles: Sequence[Role], machines: Sequence[Machine], pins: Mapping[str, str]) -> list[Place]:
+def place(roles: Sequence[Role], machines: Sequence[Node], pins: Mapping[str, str]) -> list[Placement]:
     """A place for each role, in the order of `roles`.
 
     `pins`: role -> name or address of its machine, from the run file. Raises UserError, with numbers, if it is impossible.
     """
-    pinned = {role: _named(machines, role, wanted) for role, wanted in pins.items()}
+    pinned: dict[str, Node] = {}
+    for role_name, wanted_name in pins.items():
+        named = [machine for machine in machines if wanted_name in (machine.name, machine.address)]
+        if not named:
+            names = ", ".join(machine.name for machine in machines)
+            raise UserError(f"launch.place: there is no machine {wanted_name} for {role_name}; the cluster has {names}")
+        pinned[role_name] = named[0]
     if unknown := pinned.keys() - {role.name for role in roles}:
         names = ", ".join(role.name for role in roles)
         raise UserError(f"launch.place: this run has no process {min(unknown)}; it has {names}")
     free_gpus = {machine.name: list(range(machine.gpus)) for machine in machines}
     free_cpus = {machine.name: float(machine.cpus) for machine in machines}
-    places: dict[str, Place] = {}
+    places: dict[str, Placement] = {}
     for role in sorted(roles, key=lambda role: (role.name not in pinned, role.at is None, -role.gpus)):
         wanted = [pinned[role.name]] if role.name in pinned else machines
         if role.at is not None:
@@ -88,21 +102,26 @@ def place(roles: Sequence[Role], machines: Sequence[Machine], pins: Mapping[str,
         else:
             fitting = [machine for machine in wanted if len(free_gpus[machine.name]) >= role.gpus]
         if not fitting:
-            raise _impossible(role, roles, wanted, free_gpus)
+            rooms = ", ".join(f"{len(free_gpus[machine.name])} of {machine.gpus} on {machine.name}" for machine in wanted)
+            raise UserError(
+                f"no machine has {role.gpus} free GPUs for {role.name}: the run's {len(roles)} processes need "
+                f"{sum(one.gpus for one in roles)} GPUs in all; when it is placed, {rooms} are free; add machines, or use "
+                "fewer engines"
+            )
         near = places[role.beside].machine if role.beside in places else None
 
-        def rank(machine: Machine, near: str | None = near) -> tuple[bool, int, float]:
+        def rank(machine: Node, near: str | None = near) -> tuple[bool, int, float]:
             return machine.name == near, len(free_gpus[machine.name]), free_cpus[machine.name]
 
         best = max(fitting, key=rank)
         taken = free_gpus[best.name][: role.gpus] if role.at is None else range(role.at, role.at + role.gpus)
         free_gpus[best.name] = [gpu for gpu in free_gpus[best.name] if gpu not in taken]
         free_cpus[best.name] -= best.cpus / 2 if role.cpus is None else role.cpus
-        places[role.name] = Place(role.name, best.name, tuple(taken))
+        places[role.name] = Placement(role.name, best.name, tuple(taken))
     return [places[role.name] for role in roles]
 
 
-def place_here(config: RunConfig) -> tuple[list[Place], Machine]:
+def place_here(config: RunConfig) -> tuple[list[Placement], Node]:
     """A place on this machine for each process of a run, and the machine.
 
     Raises UserError, with numbers and what to do, if there are too few GPUs.
@@ -112,7 +131,7 @@ def place_here(config: RunConfig) -> tuple[list[Place], Machine]:
         import torch  # noqa: PLC0415 - takes seconds
 
         gpus = torch.cuda.device_count()
-    machine, roles = Machine("this machine", "this machine", usable_cores(), gpus), roles_of(config)
+    machine, roles = Node("this machine", "this machine", usable_cores(), gpus), roles_of(config)
     named = {gpu for role in roles if role.at is not None for gpu in range(role.at, role.at + role.gpus)}
     if missing := [at for at in sorted(named) if at >= gpus]:
         raise UserError(f"the run file names the GPU cuda:{missing[0]}, and this machine has {gpus}, from cuda:0 on")
@@ -128,7 +147,7 @@ def place_here(config: RunConfig) -> tuple[list[Place], Machine]:
     return place(roles, [machine], {}), machine
 
 
-def visible_gpus(config: RunConfig, places: Sequence[Place], outer: str | None) -> dict[str, str]:
+def visible_gpus(config: RunConfig, places: Sequence[Placement], outer: str | None) -> dict[str, str]:
     """CUDA_VISIBLE_DEVICES for the processes that see only their own GPU; `outer` is that of the launcher.
 
     They are those that `place` has chosen a GPU for, and vLLM's, which takes the first one that it sees. The others find
@@ -146,7 +165,7 @@ def visible_gpus(config: RunConfig, places: Sequence[Place], outer: str | None) 
 
 
 def shares_on(
-    config: RunConfig, schedule: Schedule, places: Sequence[Place], machines: Sequence[Machine]
+    config: RunConfig, schedule: Schedule, places: Sequence[Placement], machines: Sequence[Node]
 ) -> dict[str, Share]:
     """The share that each process has of the CPUs of its machine."""
     shares: dict[str, Share] = {}
@@ -156,7 +175,7 @@ def shares_on(
     return shares
 
 
-def placement_lines(places: Sequence[Place], machines: Sequence[Machine]) -> list[str]:
+def placement_lines(places: Sequence[Placement], machines: Sequence[Node]) -> list[str]:
     """The placement as text, one machine a line."""
     lines = ["placement:"]
     for machine in machines:
@@ -175,22 +194,3 @@ def _gpu(device: str) -> tuple[int, int | None]:
     """The number of GPUs of a process on `device`, and the GPU that it names."""
     kind, _, number = device.partition(":")
     return int(kind == "cuda"), int(number) if number else None
-
-
-def _named(machines: Sequence[Machine], role: str, wanted: str) -> Machine:
-    found = [machine for machine in machines if wanted in (machine.name, machine.address)]
-    if not found:
-        names = ", ".join(machine.name for machine in machines)
-        raise UserError(f"launch.place: there is no machine {wanted} for {role}; the cluster has {names}")
-    return found[0]
-
-
-def _impossible(
-    role: Role, roles: Sequence[Role], wanted: Sequence[Machine], free_gpus: Mapping[str, Sequence[int]]
-) -> UserError:
-    needed = sum(role.gpus for role in roles)
-    rooms = ", ".join(f"{len(free_gpus[machine.name])} of {machine.gpus} on {machine.name}" for machine in wanted)
-    return UserError(
-        f"no machine has {role.gpus} free GPUs for {role.name}: the run's {len(roles)} processes need {needed} GPUs in all; "
-        f"when it is placed, {rooms} are free; add machines, or use fewer engines"
-    )

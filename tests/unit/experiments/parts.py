@@ -14,7 +14,7 @@ from pipelinerl.experiments.planner.calibration import (
     TrainingCost,
 )
 from pipelinerl.files import JsonLines
-from pipelinerl.resources.hardware import Machine
+from pipelinerl.resources.machine import Machine
 from pipelinerl.types import Completion, FinishReason, Group, Problem, Rollout, Turn, spans_from_versions
 
 CALIBRATION = Calibration(

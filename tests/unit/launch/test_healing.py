@@ -16,7 +16,6 @@ import pytest
 from pipelinerl import load_config
 from pipelinerl.errors import PipelineRLError, StageDiedError
 from pipelinerl.files import shared_memory, write_atomically
-from pipelinerl.hub.admission import ProcessTotals
 from pipelinerl.hub.client import HubClient
 from pipelinerl.hub.server import HubServer, WorkerKind
 from pipelinerl.launch.hosts.host import LocalWorker, worker_kind
@@ -80,9 +79,6 @@ class Host:
         self.started.append(role)
         self.connect(role)
         return Worker(role, pid=1000 + len(self.started))
-
-    def parts(self) -> dict[int, ProcessTotals]:
-        return self.hub.admission.parts
 
 
 class Said(RunView):

@@ -24,13 +24,20 @@ from pipelinerl.errors import PipelineRLError, RankLostError, StageDiedError, St
 from pipelinerl.launch.hosts import host as host_module
 from pipelinerl.launch.hosts.host import LocalHost
 from pipelinerl.launch.hosts.processes import Processes
-from pipelinerl.launch.run import write_session
-from pipelinerl.launch.session import KeptGroup, Session, StartPlan, WorkerSpec, read_session
+from pipelinerl.launch.session import KeptGroup, Session, StartPlan, WorkerSpec, read_session, write_session
 from pipelinerl.launch.stages import training
 from pipelinerl.launch.stages.generation import make_engine
 from pipelinerl.launch.stages.servers import _api_key, run_server
-from pipelinerl.resources.roles import rank_roles, server_roles, worker_roles, worker_stages
-from pipelinerl.resources.share import Threads, plan_threads, process_environment, shares_of, trainer_goes_first
+from pipelinerl.resources.roles import (
+    Threads,
+    plan_threads,
+    process_environment,
+    rank_roles,
+    server_roles,
+    shares_of,
+    worker_roles,
+    worker_stages,
+)
 from pipelinerl.run_directory import RunDirectory
 from pipelinerl.schedule import make_schedule
 from pipelinerl.serving.client.adapter import EngineUnavailableError
@@ -121,7 +128,8 @@ def test_processes_that_generate_allocate_huge_pages(monkeypatch: pytest.MonkeyP
     ],
 )
 def test_engines_yield_to_the_trainer_only_where_they_share_its_cores(config: RunConfig, cores: int, first: bool) -> None:
-    assert trainer_goes_first(config, make_schedule(config), cores) == first
+    shares = shares_of(config, make_schedule(config), [*server_roles(config), *worker_roles(config)], cores)
+    assert any(share.yields for share in shares.values()) == first
 
 
 def test_a_process_that_yields_has_a_low_priority_also_among_sessions() -> None:
@@ -166,7 +174,7 @@ def test_a_host_that_can_not_be_opened_leaves_no_stream_open(tmp_path: Path, mon
     host = LocalHost(session_of(LOCAL, tmp_path), 0)
     with pytest.raises(OSError, match="no file can be opened"), host:
         pass
-    assert host.waiting() == 0
+    assert host.hub.waiting == 0
     FileStream(tmp_path / "streams" / "rollouts").close()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -15,11 +14,11 @@ from pipelinerl.files import JsonLines
 from pipelinerl.launch.hosts.host import Host
 from pipelinerl.launch.hosts.processes import Processes
 from pipelinerl.launch.restarts import Losses
-from pipelinerl.launch.session import KeptGroup, Session, StartPlan
+from pipelinerl.launch.session import Session, StartPlan
 from pipelinerl.launch.summary import Outcome
 from pipelinerl.run_directory import RunDirectory
 from pipelinerl.schedule import make_schedule
-from pipelinerl.types import ActorProgress, StageStatus, TrainerProgress
+from pipelinerl.types import StageStatus, TrainerProgress
 
 
 def session(root: Path, version: int) -> Session:
@@ -41,13 +40,13 @@ def test_sessions_follow_until_too_many_made_no_checkpoint(tmp_path: Path, recor
     losses = Losses(first)
     pauses_s = []
     for number in (1, 2):
-        assert losses.allow(session(tmp_path, 0), ended(f"death {number}", version=3))
-        assert f"death {number}; the run starts again from the beginning in" in losses.message
-        assert f"(restart {number} of 2)" in losses.message
+        message = losses.follow(session(tmp_path, 0), ended(f"death {number}", version=3)) or ""
+        assert f"death {number}; the run starts again from the beginning in" in message
+        assert f"(restart {number} of 2)" in message
         pauses_s.append(losses.pause_s)
     assert pauses_s[1] == 2 * pauses_s[0]
     last = ended("death 3", version=3)
-    assert not losses.allow(session(tmp_path, 0), last)
+    assert losses.follow(session(tmp_path, 0), last) is None
     assert losses.error is None
     if records is not None:  # no session came so far that it wrote any
         first.run.metrics.write_text(records)
@@ -62,41 +61,20 @@ def test_a_new_checkpoint_begins_the_count_again(tmp_path: Path) -> None:
     steps_lost = 0
     for number in range(5):
         (first.run.checkpoints / f"step_{10 * number + 4:08d}").mkdir(parents=True)
-        assert losses.allow(session(tmp_path, max(0, 10 * number - 6)), ended("death", version=10 * number + 7))
+        message = losses.follow(session(tmp_path, max(0, 10 * number - 6)), ended("death", version=10 * number + 7)) or ""
         steps_lost += 3
-        assert "the run goes on from its latest checkpoint" in losses.message
-        assert "(restart 1 of 2)" in losses.message
+        assert "the run goes on from its latest checkpoint" in message
+        assert "(restart 1 of 2)" in message
     JsonLines(first.run.metrics).close()
     found = losses.counted(first, ended("", version=50, lost=False)).restarts["run"]
-    assert found == {
-        "count": 5,
-        "steps_lost": steps_lost,
-        "rollouts_abandoned": 0,
-        "recovery_s": [],
-    }
-
-
-def test_rollouts_are_abandoned_that_were_started_and_are_not_in_the_next_plan(tmp_path: Path) -> None:
-    """Failed attempts are not among them: the next session starts their groups again, or the trainer had counted them."""
-    first = session(tmp_path, 0)
-    first = replace(first, plan=StartPlan(settled=10, kept=(KeptGroup(3, 4),)))
-    losses = Losses(first)
-    progress = ActorProgress(rollouts_started=50, rollouts_dropped={"timeout": 2})
-    actor = StageStatus(stage="actor", pid=1, state="done", detail="", since_s=0, written_s=0, progress=progress)
-    outcome = ended("death", version=3)
-    outcome = replace(outcome, statuses={**outcome.statuses, "actor": actor})
-    assert losses.allow(first, outcome)
-    losses.begin(StartPlan(settled=20, kept=(KeptGroup(5, 4), KeptGroup(6, 1))))
-    JsonLines(first.run.metrics).close()
-    restarts = losses.counted(first, ended("", version=9, lost=False)).restarts["run"]
-    assert restarts["rollouts_abandoned"] == 10 + 4 + 50 - 2 - 20 - 5
+    assert found == {"count": 5, "steps_lost": steps_lost, "recovery_s": []}
 
 
 @pytest.mark.parametrize("lost", [False, True])
 def test_an_error_that_would_happen_again_ends_the_run(tmp_path: Path, lost: bool) -> None:
     first = session(tmp_path, 0)
     losses = Losses(first)
-    assert losses.allow(first, ended("a mistake", version=1, lost=lost)) is lost
+    assert bool(losses.follow(first, ended("a mistake", version=1, lost=lost))) is lost
     assert (losses.error is not None) is lost
 
 

@@ -13,10 +13,9 @@ from pipelinerl import __version__
 from pipelinerl.config.load import load_config
 from pipelinerl.errors import UserError
 from pipelinerl.launch.hosts.agent import Agent
-from pipelinerl.launch.run import write_session
-from pipelinerl.launch.session import Session, StartPlan, WorkerReport, WorkerSpec
+from pipelinerl.launch.session import Session, StartPlan, WorkerReport, WorkerSpec, write_session
 from pipelinerl.resources.machine import Memory
-from pipelinerl.resources.memory import HOST, Part, Prediction, Process, judge
+from pipelinerl.resources.memory import HOST, Prediction, Use, judge
 from pipelinerl.run_directory import RunDirectory
 from pipelinerl.schedule import make_schedule
 
@@ -65,8 +64,8 @@ def test_an_agent_tells_how_its_process_ended(tmp_path: Path) -> None:
 
 def test_memory_is_judged_by_machine() -> None:
     roles = ("training", "training-rank-1", "generation")
-    on_gpu, on_host = Part("weights", 6, "cuda:0"), Part("weights", 4)
-    prediction = Prediction(tuple(Process(role, (on_gpu, on_host)) for role in roles))
+    on_gpu, on_host = Use("weights", 6, "cuda:0"), Use("weights", 4)
+    prediction = Prediction((role, [on_gpu, on_host]) for role in roles)
     asked: list[str] = []
 
     def machine(device: str) -> Memory:
@@ -76,6 +75,6 @@ def test_memory_is_judged_by_machine() -> None:
     both = {"training": (0,), "training-rank-1": (1,)}
     judged = judge(prediction.on(both), machine)
     assert asked == [HOST, "cuda:0", "cuda:1"], "each process has a GPU of its own"
-    assert judged.predicted_bytes == dict.fromkeys(both, 10)
+    assert judged.prediction.sizes == dict.fromkeys(both, 10)
     with pytest.raises(UserError, match="needs at least"):
         judge(prediction.on(both | {"generation": (0,)}), machine)

@@ -86,11 +86,6 @@ def statuses() -> dict[str, StageStatus]:
     return found | {"trainer": status("trainer", TRAINER)}
 
 
-def test_names_have_numbers_only_if_there_are_several() -> None:
-    assert [tuple(stages) for stages in generation_stages(1)] == [("engine", "actor")]
-    assert [tuple(stages) for stages in generation_stages(2)] == [("engine-0", "actor-0"), ("engine-1", "actor-1")]
-
-
 def test_engines_add_up() -> None:
     assert engine_total(statuses()) == EngineProgress(
         version=4,

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from subprocess import run
 from typing import Any
@@ -18,7 +16,6 @@ from pipelinerl.config.load import load_config
 from pipelinerl.engine import LocalEngine, flat
 from pipelinerl.engine.runner import ModelRunner
 from pipelinerl.errors import ModelLoadError, UserError
-from pipelinerl.models import device
 from pipelinerl.models.folder import resolve_path
 from pipelinerl.models.packed import PackedRow, sampled_logits, use_packed_attention
 from pipelinerl.models.shape import ModelShape, read_shape
@@ -27,7 +24,6 @@ from pipelinerl.resources import memory
 from pipelinerl.resources.machine import Memory, device_memory, host_memory, usable_gpus
 from pipelinerl.resources.memory import (
     BETWEEN,
-    Part,
     Prediction,
     activation_bytes,
     check_memory,
@@ -81,16 +77,14 @@ def elements(model: Any) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _sums(parts: Sequence[Part]) -> dict[str, int]:
-    uses: Counter[str] = Counter()
-    for part in parts:
-        uses[part.name] += part.size
-    return uses
-
-
 def predicted(*flags: str, shape: ModelShape = BILLION) -> dict[str, dict[str, int]]:
-    prediction = predict(load_config(None, flags), shape)
-    return {process.role: _sums(process.parts) for process in prediction.processes}
+    """The sum of each use, by process."""
+    found: dict[str, dict[str, int]] = {}
+    for role, parts in predict(load_config(None, flags), shape).items():
+        uses = found[role] = Counter[str]()
+        for part in parts:
+            uses[part.name] += part.size
+    return found
 
 
 # ------------------------------------------------------------------------------------------------ sizes of models
@@ -122,7 +116,7 @@ def test_a_tied_head_that_is_stored_as_well_counts_once(tmp_path: Path) -> None:
 def test_a_model_that_does_not_say_its_sizes_is_not_guessed_at(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     assert read_shape(tmp_path) is None
-    assert check_memory(load_config(None, ["--model.path", str(tmp_path)])).prediction is None
+    assert not check_memory(load_config(None, ["--model.path", str(tmp_path)])).prediction
 
 
 @pytest.mark.parametrize(
@@ -155,7 +149,6 @@ def test_constants_are_those_of_the_code_they_stand_for() -> None:
     assert memory.LOGIT_CHUNKS == 3 * 4 * logprobs.CHUNK_ELEMENTS
     assert memory.LOGITS_AT_ONCE == logprobs.LOGITS_AT_ONCE
     assert memory.HEAD_CHUNK == logprobs.HEAD_CHUNK
-    assert memory.WRITTEN_AT_ONCE == 3 * device.PART, "one is copied, one waits, one is written"
 
 
 def test_the_engines_memory_is_what_the_engine_allocates(tmp_path: Path) -> None:
@@ -240,9 +233,6 @@ def test_each_choice_costs_or_saves_what_it_should() -> None:
     kl = ("--trainer.kl_coefficient=0.1", "--preprocess.zero_advantage=keep")
     assert predicted(*kl)["training"]["reference model"] == 4 * 10**9
     assert "reference model" not in predicted(*kl, "--model.lora", "{}")["training"]
-    apart = predicted(*kl, "--launch.preprocessor=process")
-    assert "reference model" in apart["preprocessing"]
-    assert "reference model" not in apart["training"]
 
 
 def test_every_process_of_a_run_is_there() -> None:
@@ -250,16 +240,18 @@ def test_every_process_of_a_run_is_there() -> None:
     servers = predicted("--engine.kind=http", "--engine.servers=2", "--weights.kind=collective")
     assert servers.keys() == {"generation", "server-0", "server-1", "training"}
     assert servers["generation"].keys() == {"the process itself"}
-    assert servers["training"]["staged weights"] == servers["server-0"]["an incoming weight update"] == 4 * 10**9
+    assert servers["training"]["staged weights"] == servers["server-0"]["staged weights"] == 4 * 10**9
+    assert predicted("--engine.kind=http")["server-0"]["staged weights"] == 4 * 10**9
     assert predicted("--launch.kind=embedded").keys() == {"embedded"}
-
-
-def test_deltas_need_a_second_copy_in_the_trainer_and_up_to_one_more_at_both_ends() -> None:
     delta = ("--weights.kind=collective", "--weights.encoding=delta")
     local, servers = predicted(*delta), predicted("--engine.kind=http", *delta)
-    assert local["training"]["staged weights"] == servers["training"]["staged weights"] == 8 * 10**9
-    assert local["generation"]["staged weights"] == servers["server-0"]["an incoming weight update"] == 4 * 10**9
-    assert all(parts["a delta"] == 4 * 10**9 for parts in (local["training"], local["generation"], servers["server-0"]))
+    ends = [local["training"], servers["training"], local["generation"], servers["server-0"]]
+    assert [(parts["staged weights"], parts["a delta"]) for parts in ends] == [
+        (8 * 10**9, 4 * 10**9),
+        (8 * 10**9, 4 * 10**9),
+        (4 * 10**9, 4 * 10**9),
+        (4 * 10**9, 4 * 10**9),
+    ]
 
 
 VLLM = ("--engine.kind=vllm", "--engine.python=python", "--model.dtype=bfloat16")
@@ -275,7 +267,7 @@ def test_a_vllm_server_takes_what_its_slots_need_on_each_of_its_gpus() -> None:
     parallel = predict(load_config(None, flags), BILLION)
     for prediction, gpus in ((parallel, ("cuda:1", "cuda:2")), (parallel.on({"server-0": (5, 3)}), ("cuda:5", "cuda:3"))):
         for gpu in gpus:
-            halves = [part for part in prediction.parts_on(gpu) if part.name == "vLLM"]
+            halves = [part for part in prediction.uses_on(gpu) if part.name == "vLLM"]
             assert (sum(part.size for part in halves), halves[0].size) == (needed // 2, 10**9)
 
 
@@ -307,19 +299,15 @@ def test_vllm_leaves_a_gpu_to_the_rest_of_the_run(
     if not sharers:
         assert share is None
         return
-    trainer = next(process for process in predict(config, BILLION).processes if process.role == "training")
+    trainer = Prediction(training=predict(config, BILLION)["training"])
     shared = ":" in config.engine.device and ":" in config.trainer.device
-    others = Prediction((trainer,)).bytes_on("cuda:0") * shared + sharers * (update + memory.CUDA_CONTEXT)
+    others = trainer.bytes_on("cuda:0") * shared + sharers * (update + memory.CUDA_CONTEXT)
     assert share == pytest.approx(min(0.92, (1 - others / 80e9) / sharers))
     assert share_for_vllm(config, lambda _: None) is None
-
-
-def test_vllm_has_room_for_its_weights_beside_a_trainer_that_may_need_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "shape_of", lambda _: BILLION)
-    config = load_config(None, SHARED)
-    assert share_for_vllm(config, lambda _: Memory(20 * 10**9, None)) == pytest.approx(0.1)
-    with pytest.raises(UserError, match=r"the run needs at least .* of memory on cuda:0, and there are 20\.0 GB .*vLLM"):
-        judge(predict(config, BILLION), lambda _: Memory(20 * 10**9, None))
+    if flags == SHARED:  # its weights have room beside a trainer that may need all
+        assert share_for_vllm(config, lambda _: Memory(20 * 10**9, None)) == pytest.approx(0.1)
+        with pytest.raises(UserError, match=r"at least .* of memory on cuda:0, and there are 20\.0 GB .*vLLM"):
+            judge(predict(config, BILLION), lambda _: Memory(20 * 10**9, None))
 
 
 def test_what_is_on_a_gpu_is_not_in_the_machines_memory() -> None:
@@ -327,11 +315,7 @@ def test_what_is_on_a_gpu_is_not_in_the_machines_memory() -> None:
     assert prediction.devices == ["cpu", "cuda:0", "cuda:1"]
     assert prediction.bytes_on("cuda:0") > 16 * 10**9
     assert 4 * 10**9 < prediction.bytes_on("cuda:1") < 16 * 10**9
-    training = next(process for process in prediction.processes if process.role == "training")
-    assert {part.name for part in training.parts if part.device == "cpu"} == {
-        "the process itself",
-        "a checkpoint as it is written",
-    }
+    assert [part.name for part in prediction["training"] if part.device == "cpu"] == ["the process itself"]
 
 
 def test_ranks_share_the_weights_the_gradients_and_the_optimizers_state() -> None:
@@ -347,17 +331,11 @@ def test_ranks_share_the_weights_the_gradients_and_the_optimizers_state() -> Non
     narrow = predicted("--trainer.ranks=4", "--model.dtype=bfloat16")["training"]
     assert narrow["weights"] == ranks[0]["weights"], "they are the master copy, in float32"
     assert narrow["gathered weights"] == ranks[0]["gathered weights"] / 2
-
-
-def test_a_checkpoint_takes_the_same_host_memory_whatever_its_size() -> None:
-    flags = ("--trainer.device=cuda", "--engine.device=cuda:7", "--model.dtype=bfloat16")
-    for ranks in (1, 4):
-        small, large = (
-            predict(load_config(None, [*flags, f"--trainer.ranks={ranks}"]), replace(BILLION, parameters=size * 10**9))
-            for size in (1, 7)
-        )
-        more = large.bytes_on("cpu") - small.bytes_on("cpu")
-        assert more == 6 * 10**9 * 2 * (1 + (ranks > 1)), "only a buffer between processes, and the weights to be published"
+    kl = ("--trainer.ranks=4", "--trainer.kl_coefficient=0.1", "--preprocess.zero_advantage=keep")
+    assert [predicted(*kl)[role]["reference model"] for role in ("training", "training-rank-3")] == [10**9] * 2
+    apart = predicted(*kl, "--launch.preprocessor=process")
+    assert [role for role, parts in apart.items() if "reference model" in parts] == ["preprocessing"]
+    assert apart["preprocessing"]["reference model"] == 4 * 10**9
 
 
 def test_logits_take_at_most_the_limit_or_those_of_a_chunk() -> None:
@@ -374,19 +352,6 @@ def test_logits_take_at_most_the_limit_or_those_of_a_chunk() -> None:
     assert logits(*narrow, "--model.lora={}") == 100 * vocabulary * 10
     few = logits("--trainer.micro_batch_tokens=2000")
     assert few == 2000 * vocabulary * 4 == logits("--trainer.micro_batch_tokens=2000", "--trainer.head_chunk=0")
-
-
-KL = ("--trainer.kl_coefficient=0.1", "--preprocess.zero_advantage=keep")
-
-
-def test_ranks_share_the_reference_model_unless_another_process_has_it() -> None:
-    shared, apart = (
-        predicted("--trainer.ranks=4", *KL, f"--launch.preprocessor={preprocessor}")
-        for preprocessor in ("with_trainer", "process")
-    )
-    assert shared["training"]["reference model"] == shared["training-rank-3"]["reference model"] == 10**9
-    assert apart["preprocessing"]["reference model"] == 4 * 10**9
-    assert not any("reference model" in apart[role] for role in ("training", "training-rank-3"))
 
 
 class Driver:
@@ -442,8 +407,6 @@ def test_what_each_process_needs_is_compared_with_its_own_gpu(monkeypatch: pytes
     apart = load_config(None, ["--engine.device=cuda", "--trainer.device=cuda"])
     both = load_config(None, ["--engine.device=cuda:0", "--trainer.device=cuda:0"])
     ours, shared = (check_memory(config).prediction for config in (apart, both))
-    assert ours is not None
-    assert shared is not None
     assert ours.devices == ["cpu", "cuda:0", "cuda:1"]
     assert ours.bytes_on("cuda:0") + ours.bytes_on("cuda:1") == shared.bytes_on("cuda:0")
     assert ours.bytes_on("cpu") == shared.bytes_on("cpu"), "with the weights between them"

@@ -18,8 +18,8 @@ from pipelinerl.launch.hosts import host as host_module
 from pipelinerl.launch.session import Session, StartPlan
 from pipelinerl.resources import placement
 from pipelinerl.resources.placement import (
-    Machine,
-    Place,
+    Node,
+    Placement,
     Role,
     place,
     place_here,
@@ -28,15 +28,15 @@ from pipelinerl.resources.placement import (
     shares_on,
     visible_gpus,
 )
-from pipelinerl.resources.share import Share
+from pipelinerl.resources.roles import Share
 from pipelinerl.run_directory import RunDirectory
 from pipelinerl.schedule import make_schedule
 
 RAY = ["--launch.kind=ray", "--weights.kind=collective"]
 
 
-def cluster(*gpus: int, cpus: int = 8) -> list[Machine]:
-    return [Machine(f"m{index}", f"10.0.0.{index}", cpus, count) for index, count in enumerate(gpus)]
+def cluster(*gpus: int, cpus: int = 8) -> list[Node]:
+    return [Node(f"m{index}", f"10.0.0.{index}", cpus, count) for index, count in enumerate(gpus)]
 
 
 def possible(sizes: Sequence[int], gpus: Sequence[int]) -> bool:
@@ -85,7 +85,7 @@ def test_on_cpus_engines_keep_off_the_trainers_machine_while_others_have_room() 
 
 
 def test_ranks_on_gpus_are_beside_each_other_while_there_is_room() -> None:
-    def machines_of_ranks(machines: list[Machine], *flags: str) -> str:
+    def machines_of_ranks(machines: list[Node], *flags: str) -> str:
         roles = roles_of(load_config(None, [*RAY, "--trainer.ranks=4", *flags]))
         on = {found.role: found.machine for found in place(roles, machines, {})}
         return " ".join(on[role.name] for role in roles if role.name.startswith("training"))
@@ -98,7 +98,11 @@ def test_ranks_on_gpus_are_beside_each_other_while_there_is_room() -> None:
 def test_a_pinned_process_gets_its_machine_before_the_others_are_placed() -> None:
     roles = [Role("training", 2), Role("server-0", 1), Role("server-1", 1)]
     places = place(roles, cluster(2, 2), {"server-0": "10.0.0.0"})
-    assert places == [Place("training", "m1", (0, 1)), Place("server-0", "m0", (0,)), Place("server-1", "m0", (1,))]
+    assert places == [
+        Placement("training", "m1", (0, 1)),
+        Placement("server-0", "m0", (0,)),
+        Placement("server-1", "m0", (1,)),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -132,16 +136,19 @@ def test_the_processes_of_a_run_and_what_they_need() -> None:
 
 def test_cpus_are_shares_of_the_machine_that_a_process_is_on() -> None:
     config = load_config(None, [*RAY, "--engine.processes=3"])
-    places = [Place("training", "m0"), *(Place(f"generation-{i}", name) for i, name in enumerate(("m0", "m1", "m1")))]
+    places = [
+        Placement("training", "m0"),
+        *(Placement(f"generation-{i}", name) for i, name in enumerate(("m0", "m1", "m1"))),
+    ]
     shares = shares_on(config, make_schedule(config), places, cluster(0, 0))
     assert shares == {role: Share(4, False) for role in ("training", "generation-0", "generation-1", "generation-2")}
     sharded = load_config(None, [*RAY, "--trainer.ranks=3"])
-    two = [Place("training", "m0"), Place("training-rank-1", "m0"), Place("training-rank-2", "m1"), places[-1]]
-    ranks = shares_on(sharded, make_schedule(sharded), [*two[:3], Place("generation", "m1")], cluster(0, 0))
+    two = [Placement("training", "m0"), Placement("training-rank-1", "m0"), Placement("training-rank-2", "m1"), places[-1]]
+    ranks = shares_on(sharded, make_schedule(sharded), [*two[:3], Placement("generation", "m1")], cluster(0, 0))
     assert [ranks[role].threads for role in ("training", "training-rank-1", "training-rank-2")] == [4, 4, 4]
     small = shares_on(config, make_schedule(config), places, cluster(0, 0, cpus=1))
     assert [share.yields for share in small.values()] == [False, True, False, False], "only where the trainer is"
-    alone = shares_on(config, make_schedule(config), [Place("training", "m0")], cluster(0))
+    alone = shares_on(config, make_schedule(config), [Placement("training", "m0")], cluster(0))
     assert alone == {"training": Share(8, False)}
 
 

@@ -19,7 +19,7 @@ from pipelinerl.errors import INVALID_DATA, ConfigError, RunDirectoryError
 from pipelinerl.experiments.compare.request import ComparisonRequest
 from pipelinerl.experiments.runs import Command, run_commands
 from pipelinerl.models.loading import load_tokenizer
-from pipelinerl.resources.share import process_environment
+from pipelinerl.resources.roles import process_environment
 
 HELD_OUT_FILE = "held_out.json"
 WORTH_A_PROCESS = 100

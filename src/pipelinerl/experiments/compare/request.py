@@ -12,7 +12,7 @@ from pipelinerl.config.load import validate
 from pipelinerl.config.schema import EvaluationConfig, RunConfig, ScheduleConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.experiments.compare.tuning import Settings
-from pipelinerl.resources.hardware import Machine
+from pipelinerl.resources.machine import Machine
 
 PIPELINE, CONVENTIONAL = "pipeline", "conventional"
 

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.experiments.statistics import powers_of_two
-from pipelinerl.resources.share import plan_threads
+from pipelinerl.resources.roles import plan_threads
 from pipelinerl.schedule import make_schedule
 
 MARGIN = 0.02

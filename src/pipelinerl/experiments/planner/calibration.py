@@ -20,7 +20,7 @@ import numpy.typing as npt
 from pipelinerl.errors import INVALID_DATA, UserError
 from pipelinerl.report import count, new_table, rendered, write_file
 from pipelinerl.report.series import RecordedGroup
-from pipelinerl.resources.hardware import Machine
+from pipelinerl.resources.machine import Machine
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]

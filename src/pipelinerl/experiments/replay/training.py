@@ -41,15 +41,13 @@ from pipelinerl.files import JsonLines
 from pipelinerl.interfaces import Board, Schedule, Verdict
 from pipelinerl.launch.hosts.embedded import torch_threads
 from pipelinerl.launch.hosts.host import LocalWorker
-from pipelinerl.launch.run import write_session
-from pipelinerl.launch.session import Session, StartPlan, WorkerSpec
+from pipelinerl.launch.session import Session, StartPlan, WorkerSpec, write_session
 from pipelinerl.launch.stages.preprocessing import make_preprocessor
 from pipelinerl.launch.stages.training import Policy, TrainingLogs, build_trainer, lead_ranks, load_policy
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.sinks import JsonlSink, Record
 from pipelinerl.models.state import checksum, digests_of
-from pipelinerl.resources.roles import rank_roles
-from pipelinerl.resources.share import PREPROCESSING_THREADS
+from pipelinerl.resources.roles import PREPROCESSING_THREADS, rank_roles
 from pipelinerl.run_directory import RunDirectory
 from pipelinerl.schedule import make_schedule
 from pipelinerl.status.board import MemoryBoard

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -24,9 +23,7 @@ POLL_S = 0.02
 
 
 class Agent:
-    """Starts the process of one role, and starts it again on request. `gpus`: what CUDA_VISIBLE_DEVICES is for it."""
-
-    gpus: Sequence[str] = ()
+    """Starts the process of one role, and starts it again on request. The process sees the GPUs that this one sees."""
 
     def __init__(self) -> None:
         self._worker: LocalWorker | None = None
@@ -66,8 +63,7 @@ class Agent:
         """Start the process of a role; returns its id. `spec`: a `WorkerSpec`. `elapsed_s`: the time of the records, now."""
         given = msgspec.json.decode(spec, type=WorkerSpec)
         given = msgspec.structs.replace(given, records_from_s=time.monotonic() - elapsed_s, ranks=self._ranks)
-        environment = {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)} if self.gpus else {}
-        self._worker = LocalWorker(RunDirectory(Path(run_dir)), role, given, environment=environment)
+        self._worker = LocalWorker(RunDirectory(Path(run_dir)), role, given)
         return self._worker.pid
 
     def wait(self) -> bytes:

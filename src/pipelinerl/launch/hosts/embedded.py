@@ -19,21 +19,22 @@ import torch
 from pipelinerl.environments.user.code import run_to_end
 from pipelinerl.errors import PipelineRLError, StalledError
 from pipelinerl.hub.hub import Direct, DirectReader, Hub
-from pipelinerl.interfaces import Board, WeightSender
-from pipelinerl.launch.run_lock import RunLock, errors_explained, keep_settings
+from pipelinerl.interfaces import WeightSender
+from pipelinerl.launch.run_lock import RunLock, keep_settings
 from pipelinerl.launch.session import Session
-from pipelinerl.launch.stages.generation import Generation, build_generation, generate
-from pipelinerl.launch.stages.preprocessing import preparing
+from pipelinerl.launch.stages.generation import Generation
+from pipelinerl.launch.stages.preprocessing import make_preprocessor
 from pipelinerl.launch.stages.training import build_trainer, failures_on_board, load_policy, open_logs
 from pipelinerl.launch.streams import make_hub
 from pipelinerl.launch.summary import Outcome, interruption
+from pipelinerl.preprocess import PreparingReader
 from pipelinerl.process import LOG_FORMAT, Interrupts, counted_interrupts, peak_memory
-from pipelinerl.resources.share import plan_threads, usable_cores
+from pipelinerl.resources.machine import usable_cores
+from pipelinerl.resources.roles import plan_threads
 from pipelinerl.run_directory import RunDirectory
 from pipelinerl.status.board import MemoryBoard, last_statuses, starting, write_statuses
 from pipelinerl.status.screen import RunView
 from pipelinerl.status.watchdog import Watchdog
-from pipelinerl.trainer import Trainer
 from pipelinerl.types import TRAINER, StageStatus
 from pipelinerl.weights.memory import MemoryWeightSender
 
@@ -55,7 +56,7 @@ def run_embedded(session: Session, view: RunView, lock: RunLock) -> Outcome:
         interrupts = stack.enter_context(counted_interrupts(raises_at=2))
         hub = stack.enter_context(closing(make_hub(session, board)))
         try:
-            generation = build_generation(session, board, Direct(hub), sender.receiver)
+            generation = Generation(session, board, Direct(hub), sender.receiver)
             goal_reached = _run(generation, hub, sender, interrupts, view=view, lock=lock)
             error = None if goal_reached else interruption(session)
         except PipelineRLError as raised:
@@ -81,49 +82,39 @@ def _run(
     view: RunView,
     lock: RunLock,
 ) -> bool:
-    """Alternate generation and training to the end. Returns whether the goal was reached."""
-    session = generation.session
+    """Alternate generation and training to the end. Returns whether the goal was reached.
+
+    Every `LOOK_EVERY_S`, the view is updated, the statuses are written for other processes, and the watchdog looks at them.
+    """
+    session, looked_s = generation.session, 0.0
+    watchdog = Watchdog(session.config.launch.watchdog_s)
     starting(hub.board, [TRAINER], "loads the model")
     policy = load_policy(session)
     with open_logs(session) as logs:
-        prepared = preparing(session.config, DirectReader(hub), policy.lora)
+        prepared = PreparingReader(DirectReader(hub), make_preprocessor(session.config, policy.lora))
         trainer = build_trainer(session, hub.board, policy, reader=prepared, sender=sender, logs=logs)
+
+        def after_iteration() -> None:
+            nonlocal looked_s
+            if not looked_s:
+                keep_settings(session.config, session.run)
+            trainer.pump()
+            now = time.monotonic()
+            if now - looked_s < LOOK_EVERY_S:
+                return
+            looked_s = now
+            lock.require_directory()
+            statuses = last_statuses(hub.board)
+            view.update(statuses, now)
+            write_statuses(session.run.statuses, statuses)
+            if (stall := watchdog.observe(statuses, now)) is not None:
+                raise StalledError(stall.message)
+
         with failures_on_board(trainer):
             trainer.start()
-            after_iteration = _AfterIteration(session, trainer, hub.board, view, lock)
-            run_to_end(generate(generation, stop=lambda: interrupts.count > 0, between=after_iteration))
+            run_to_end(generation.run(stop=lambda: interrupts.count > 0, between=after_iteration))
             trainer.finish()
         return trainer.goal_reached
-
-
-class _AfterIteration:
-    """Called between two iterations of the actor: runs the trainer and, every `LOOK_EVERY_S`, the view and the watchdog.
-
-    Then it also writes the statuses to a file for other processes.
-    """
-
-    def __init__(self, session: Session, trainer: Trainer, board: Board, view: RunView, lock: RunLock) -> None:
-        self._session, self._lock = session, lock
-        self._trainer, self._board, self._view = trainer, board, view
-        self._watchdog = Watchdog(session.config.launch.watchdog_s)
-        self._looked_s = 0.0
-
-    def __call__(self) -> None:
-        if not self._looked_s:
-            with errors_explained():
-                keep_settings(self._session.config, self._session.run)
-        self._trainer.pump()
-        now = time.monotonic()
-        if now - self._looked_s < LOOK_EVERY_S:
-            return
-        self._looked_s = now
-        self._lock.require_directory()
-        statuses = last_statuses(self._board)
-        self._view.update(statuses, now)
-        write_statuses(self._session.run.statuses, statuses)
-        stall = self._watchdog.observe(statuses, now)
-        if stall is not None:
-            raise StalledError(stall.message)
 
 
 class _GuardedBoard(MemoryBoard):

@@ -19,18 +19,25 @@ from typing import Self
 import msgspec
 
 import pipelinerl.errors
-from pipelinerl.child import KILL_TIMEOUT_S, ChildProcess
+from pipelinerl.child import KILL_TIMEOUT_S, ChildProcess, Stoppable
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import INVALID_DATA, PipelineRLError, StageDiedError
 from pipelinerl.files import shared_memory
-from pipelinerl.hub.admission import ProcessTotals
 from pipelinerl.hub.server import HubServer, WorkerKind
 from pipelinerl.interfaces import Board
 from pipelinerl.launch.session import Session, WorkerError, WorkerReport, WorkerSpec
 from pipelinerl.launch.streams import make_hub
+from pipelinerl.resources.machine import usable_cores
 from pipelinerl.resources.memory import on_gpus
-from pipelinerl.resources.roles import PREPROCESSING, TRAINING, generation_roles, server_roles, worker_roles
-from pipelinerl.resources.share import process_environment, shares_of, usable_cores
+from pipelinerl.resources.roles import (
+    PREPROCESSING,
+    TRAINING,
+    generation_roles,
+    process_environment,
+    server_roles,
+    shares_of,
+    worker_roles,
+)
 from pipelinerl.run_directory import RunDirectory
 from pipelinerl.status.board import MemoryBoard
 
@@ -41,8 +48,8 @@ def remove_weights_of(pid: int) -> None:
         shutil.rmtree(left, ignore_errors=True)
 
 
-class Worker(ABC):
-    """A process of the run, as the launcher sees it. `machine` is "" on this machine."""
+class Worker(Stoppable):
+    """A process of the run, as the launcher sees it. `machine` is "" on this one; with its machine, it has ended."""
 
     role: str
     machine: str
@@ -53,28 +60,13 @@ class Worker(ABC):
     @abstractmethod
     def pid(self) -> int: ...
 
-    @property
-    @abstractmethod
-    def running(self) -> bool: ...
-
     @abstractmethod
     def report(self) -> WorkerReport | None:
         """How it ended. None if it runs, or is lost with its machine."""
 
     @abstractmethod
-    def ask_to_stop(self) -> None: ...
-
-    @abstractmethod
     def dump_stacks(self) -> None:
         """Have it write the stacks of all its threads to its log (see faulthandler)."""
-
-    @abstractmethod
-    def kill(self) -> None:
-        """Kill it with all processes that it started. Does not wait."""
-
-    @abstractmethod
-    def wait(self, timeout_s: float) -> bool:
-        """Wait until it has ended, for at most `timeout_s`. Returns whether it has."""
 
     def failure(self) -> PipelineRLError | None:
         """The error that it ended with. None if it still runs, ended with status 0, or was stopped on request."""
@@ -133,22 +125,21 @@ class LocalWorker(ChildProcess, Worker):
         self.send_signal(signal.SIGUSR1)
 
     def report(self) -> WorkerReport | None:
-        if self._ended is None and (status := self.status) is not None:
-            self._ended = self._report_of(status)
-        return self._ended
-
-    def _report_of(self, status: int) -> WorkerReport:
+        if self._ended is not None or (status := self.status) is None:
+            return self._ended
         try:
-            written = msgspec.json.decode(self.report_file.read_bytes(), type=WorkerReport)
+            written, reported = msgspec.json.decode(self.report_file.read_bytes(), type=WorkerReport), True
         except (OSError, *INVALID_DATA):
-            written = None
+            written, reported = WorkerReport(), False
         if not status or (self.asked_to_stop and status == -signal.SIGTERM):
-            return WorkerReport(written.peak if written else None)
-        if written is not None and written.error is not None:
-            return written
-        message = f"{named(self)} {self.how_it_ended()}{self.log_excerpt()}"
-        error = WorkerError(StageDiedError.__name__, message, "")
-        return WorkerReport(written.peak if written else None, error, died=written is None)
+            self._ended = WorkerReport(written.peak)
+        elif written.error is not None:
+            self._ended = written
+        else:
+            message = f"{named(self)} {self.how_it_ended()}{self.log_excerpt()}"
+            error = WorkerError(StageDiedError.__name__, message, "")
+            self._ended = WorkerReport(written.peak, error, died=not reported)
+        return self._ended
 
 
 def worker_kind(config: RunConfig, role: str) -> WorkerKind | None:
@@ -170,12 +161,17 @@ def named(worker: Worker) -> str:
 
 
 class Host(ABC):
-    """Starts processes while inside it as a context; they have ended at its end. It has the session's hub."""
+    """Starts processes while inside it as a context; they have ended at its end. It has the session's hub.
+
+    `placement`: lines on which process is on which machine and GPU, unless all are on this machine's CPUs.
+    """
+
+    placement: Sequence[str] = ()
 
     def __init__(self, session: Session) -> None:
         """Raises StreamError."""
-        self._session, self._hub = session, make_hub(session, MemoryBoard())
-        self._server = HubServer(self._hub)
+        self._session, self.hub = session, make_hub(session, MemoryBoard())
+        self._server = HubServer(self.hub)
         self.board: Board = self._server
         self._stack = ExitStack()
 
@@ -202,14 +198,6 @@ class Host(ABC):
         """What caused the failure of a process, which may be known only a little later; or the failure itself."""
         return failure
 
-    def waiting(self) -> int:
-        """Rollouts in the streams."""
-        return self._hub.waiting
-
-    def parts(self) -> dict[int, ProcessTotals]:
-        """What generation processes have done, by number."""
-        return self._hub.admission.parts
-
     @abstractmethod
     def open(self, stack: ExitStack) -> None:
         """Open the rest of the host. `stack` closes it at the end, or if this raises an error."""
@@ -226,17 +214,13 @@ class Host(ABC):
 
 
 class LocalHost(Host):
-    """This machine. All processes inherit `lock_fd`: it stays open until they have ended, also if the launcher is killed.
-
-    `placement`: lines on which process is on which GPU, if any is.
-    """
+    """This machine. All processes inherit `lock_fd`: it stays open until they have ended, also if the launcher is killed."""
 
     def __init__(self, session: Session, lock_fd: int) -> None:
         self._lock_fd, self._ranks, self._weights = lock_fd, -1, -1
         self._workers: list[LocalWorker] = []
         roles = [*server_roles(session.config), *worker_roles(session.config)]
         self._shares = shares_of(session.config, session.schedule, roles, usable_cores())
-        self.placement: Sequence[str] = ()
         self._gpus: Mapping[str, str] = {}
         if on_gpus(session.config):
             from pipelinerl.resources.placement import place_here, placement_lines, visible_gpus  # noqa: PLC0415

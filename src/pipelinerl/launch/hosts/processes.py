@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -34,7 +34,7 @@ from pipelinerl.errors import (
 )
 from pipelinerl.files import UNWRITABLE
 from pipelinerl.launch.hosts.host import Host, Worker, named
-from pipelinerl.launch.run_lock import RunLock, errors_explained, keep_settings
+from pipelinerl.launch.run_lock import RunLock, keep_settings
 from pipelinerl.launch.session import Session
 from pipelinerl.launch.summary import Outcome, interruption
 from pipelinerl.process import Interrupts, counted_interrupts
@@ -58,31 +58,19 @@ SERVER_PATIENCE_S = 20.0
 
 @dataclass
 class Processes:
-    """The processes of a session. `servers` serve the `workers` until the workers have ended."""
+    """The processes of a session. `servers` serve the `workers` until the workers have ended.
+
+    `replaceable`: the roles whose processes are started again.
+    """
 
     host: Host
     workers: list[Worker] = field(default_factory=list)
     servers: list[Worker] = field(default_factory=list)
-    replaceable: Sequence[str] = ()  # roles
-    healing: Healing | None = None
+    replaceable: Sequence[str] = ()
 
     def dead(self) -> list[Worker]:
         """The processes to start again."""
         return [worker for worker in (*self.servers, *self.workers) if worker.role in self.replaceable and worker.died]
-
-    def replace(self, make: Callable[[], Healing], now: float) -> PipelineRLError | None:
-        """Replace dead processes. Returns why the run must end instead, if so."""
-        try:
-            if dead := self.dead():
-                self.healing = self.healing or make()
-                self.healing.heal(dead, now)
-                for living in (self.servers, self.workers):
-                    living[:] = [worker for worker in living if worker not in dead]
-            for worker in self.healing.begin(now) if self.healing else ():
-                (self.servers if worker.role.startswith("server-") else self.workers).append(worker)
-        except PipelineRLError as error:
-            return error
-        return None
 
     def failure(self) -> PipelineRLError | None:
         """Why a process ended that should not have. What others depend on comes first: its end may end the others."""
@@ -134,26 +122,22 @@ def premature_exit(worker: Worker) -> PipelineRLError:
 def run_processes(session: Session, view: RunView, host: Host, lock: RunLock) -> Outcome:
     """Run the session to its end on `host`. Errors of the run are in the outcome, not raised."""
     begin_s = time.monotonic()
-    processes = Processes(host)
+    processes = Processes(host, replaceable=replaceable_roles(session.config))
+    watch = _Watch(session, lock, processes, view)
+    for line in host.placement:
+        view.say(line)
     error: PipelineRLError | None = None
     lost = False
-
-    def healing() -> Healing:
-        from pipelinerl.launch.restarts import Healing  # noqa: PLC0415 - few runs need it
-
-        return Healing(session, host, view)
-
     statuses, waiting = dict[str, StageStatus](), 0
     with ExitStack() as stack:
         interrupts = stack.enter_context(counted_interrupts())
         try:
             stack.enter_context(host)
-            processes.replaceable = replaceable_roles(session.config)
             for role in server_roles(session.config):
                 processes.servers.append(host.start(role))
             for role in worker_roles(session.config):
                 processes.workers.append(host.start(role))
-            error = _Watch(session, lock, processes, healing, view).run(interrupts)
+            error = watch.run(interrupts)
             lost = processes.lost(error)
         except PipelineRLError as raised:
             error, lost = raised, processes.lost(raised)
@@ -162,7 +146,7 @@ def run_processes(session: Session, view: RunView, host: Host, lock: RunLock) ->
             asked = interrupts.count
             stop_all(processes.servers, SERVER_PATIENCE_S, lambda: interrupts.count > asked)
             host.settle(processes.workers)
-            statuses, waiting = last_statuses(host.board), host.waiting()
+            statuses, waiting = last_statuses(host.board), host.hub.waiting
     view.update(statuses, time.monotonic())
     started = [*processes.servers, *processes.workers]
     return Outcome(
@@ -171,7 +155,7 @@ def run_processes(session: Session, view: RunView, host: Host, lock: RunLock) ->
         wall_s=time.monotonic() - begin_s,
         stream_rollouts=waiting,
         peak_memory={one.role: report.peak for one in started if (report := one.report()) and report.peak},
-        restarts=processes.healing.summary() if processes.healing else {},
+        restarts=watch.healing.summary() if watch.healing else {},
         lost=lost and not isinstance(error, RunInterruptedError),
     )
 
@@ -188,35 +172,55 @@ def replaceable_roles(config: RunConfig) -> list[str]:
 class _Watch:
     """Watches processes, statuses and interrupts until the run is over."""
 
-    def __init__(
-        self, session: Session, lock: RunLock, processes: Processes, healing: Callable[[], Healing], view: RunView
-    ) -> None:
-        self._session, self._lock, self._processes = session, lock, processes
-        self._healing, self._view = healing, view
+    def __init__(self, session: Session, lock: RunLock, processes: Processes, view: RunView) -> None:
+        self._session, self._lock, self._processes, self._view = session, lock, processes, view
         self._stages, self._followers = worker_stages(session.config), rank_roles(session.config)  # which end with rank 0
         self._watchdog = Watchdog(session.config.launch.watchdog_s)
-        self._loaded, self._begin_s = False, time.monotonic()
+        self._loaded, self._begin_s = False, 0.0
+        self.healing: Healing | None = None
 
     def run(self, interrupts: Interrupts) -> PipelineRLError | None:
         """Returns why the run ended; None if it reached its goal."""
-        processes = self._processes
+        processes, self._begin_s = self._processes, time.monotonic()
         while True:
             self._lock.require_directory()
             ended = [worker for worker in processes.workers if not worker.running and worker not in processes.dead()]
-            if failure := processes.replace(self._healing, time.monotonic()) or processes.failure():
+            try:
+                self._replace(time.monotonic())
+                failure = processes.failure()
+            except PipelineRLError as error:
+                failure = error
+            if failure is not None:
                 return self._cause(failure)
             processes.host.settle(ended)
             statuses = self._look()
             early = [worker for worker in ended if worker.role not in self._followers]
             if early and not goal_reached(statuses.get(TRAINER)):
                 return premature_exit(early[0])
-            if len(ended) == len(processes.workers) and not (processes.healing and processes.healing.pending):
+            if len(ended) == len(processes.workers) and not (self.healing and self.healing.pending):
                 return None
             if interrupts.count:
                 return RunInterruptedError("stopping")
             if stalled := self._stalled(statuses, time.monotonic()):
                 return stalled
             time.sleep(LOOK_EVERY_S)
+
+    def _replace(self, now: float) -> None:
+        """Replace dead processes. Raises PipelineRLError if the run must end instead."""
+        processes = self._processes
+        if dead := processes.dead():
+            self._heal().heal(dead, now)
+            for living in (processes.servers, processes.workers):
+                living[:] = [worker for worker in living if worker not in dead]
+        for worker in self.healing.begin(now) if self.healing else ():
+            (processes.servers if worker.role.startswith("server-") else processes.workers).append(worker)
+
+    def _heal(self) -> Healing:
+        if self.healing is None:
+            from pipelinerl.launch.restarts import Healing  # noqa: PLC0415 - few runs need it
+
+            self.healing = Healing(self._session, self._processes.host, self._view)
+        return self.healing
 
     def _cause(self, failure: PipelineRLError) -> PipelineRLError:
         processes = self._processes
@@ -235,24 +239,21 @@ class _Watch:
         write_statuses(self._session.run.statuses, statuses)
         if not self._loaded and not any(_not_ready(stage, statuses.get(stage)) for stage in self._stages):
             self._loaded = True
-            with errors_explained():
-                keep_settings(self._session.config, self._session.run)
-        if processes.healing is not None:
-            processes.healing.observe(statuses, now)
+            keep_settings(self._session.config, self._session.run)
+        if self.healing is not None:
+            self.healing.observe(statuses, now)
         return statuses
 
     def _stalled(self, statuses: Mapping[str, StageStatus], now: float) -> StalledError | None:
         """Why nothing moves, or is not ready in time. Silent processes that can be replaced are killed instead."""
         launch, processes = self._session.config.launch, self._processes
-        absent, begin_s = list[str](), self._begin_s
-        if processes.healing is not None:
-            begin_s, absent = max(begin_s, processes.healing.changed_s), processes.healing.absent_servers
+        begin_s, absent = self._begin_s, list[str]()
+        if self.healing is not None:
+            begin_s, absent = max(begin_s, self.healing.changed_s), self.healing.absent_servers
         # A stage without a status is still starting, as is an absent server, and the others may wait for it.
         stall = None if absent or set(self._stages) - statuses.keys() else self._watchdog.observe(statuses, now)
         if stall is not None:
-            processes.healing = processes.healing or (self._healing() if processes.replaceable else None)
-            replaceable = processes.replaceable
-            if not (processes.healing and processes.healing.kill(stall.suspects, processes.workers, replaceable)):
+            if not self._heal().kill(stall.suspects, processes.workers, processes.replaceable):
                 return StalledError(stall.message)
             self._watchdog = Watchdog(launch.watchdog_s)  # those that waited for them have time to go on
         late = [*absent, *(text for stage in self._stages if (text := _not_ready(stage, statuses.get(stage))))]

@@ -11,7 +11,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -27,9 +27,8 @@ from pipelinerl.hub.network import Listener
 from pipelinerl.launch.hosts.agent import Agent
 from pipelinerl.launch.hosts.host import Host, Worker, worker_kind
 from pipelinerl.launch.session import Session, WorkerReport, WorkerSpec
-from pipelinerl.resources.placement import Machine, Place, place, roles_of, shares_on
-from pipelinerl.resources.roles import TRAINING, rank_roles
-from pipelinerl.resources.share import Share
+from pipelinerl.resources.placement import Node, Placement, place, placement_lines, roles_of, shares_on
+from pipelinerl.resources.roles import TRAINING, Share, rank_roles
 from pipelinerl.run_directory import ORPHAN_PATIENCE_S
 
 require("ray", "launch.kind ray")  # before the import, which fails without
@@ -54,17 +53,9 @@ QUIET_S = 1.5
 class Cluster(NamedTuple):
     """The machines of the cluster, with Ray's ids of them, and the address of this one."""
 
-    machines: tuple[Machine, ...]
+    machines: tuple[Node, ...]
     ids: dict[str, str]
     address: str
-
-
-class RayAgent(Agent):
-    """The agent as a Ray actor: its GPUs are those that Ray gave the actor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gpus = [str(gpu) for gpu in ray.get_gpu_ids()]
 
 
 @contextmanager
@@ -118,7 +109,7 @@ def _launcher() -> str:
     return str(ray.get_runtime_context().get_job_id())
 
 
-def placement_of(config: RunConfig, cluster: Cluster) -> list[Place]:
+def placement_of(config: RunConfig, cluster: Cluster) -> list[Placement]:
     """Where the run's processes go. Raises UserError if that is impossible."""
     return place(roles_of(config), cluster.machines, config.launch.place)
 
@@ -171,7 +162,7 @@ class RemoteWorker(Worker):
 class Handle:
     """The agent of a role, as the launcher sees it. `lost` says why it is lost, if it is."""
 
-    def __init__(self, role: str, machine: Machine, actor: Any) -> None:
+    def __init__(self, role: str, machine: Node, actor: Any) -> None:
         self.role, self.machine, self.actor = role, machine, actor
         self.lost: str | None = None
 
@@ -203,9 +194,10 @@ class Handle:
 class RayHost(Host):
     """The machines of a cluster. Each process of the run has an agent, which is an actor on the process's machine."""
 
-    def __init__(self, session: Session, cluster: Cluster, places: Sequence[Place]) -> None:
+    def __init__(self, session: Session, cluster: Cluster) -> None:
+        places = placement_of(session.config, cluster)
         super().__init__(session)
-        self._cluster = cluster
+        self._cluster, self.placement = cluster, placement_lines(places, cluster.machines)
         self._places = {place.role: place for place in places}
         self._shares: dict[str, Share] = shares_on(session.config, session.schedule, places, cluster.machines)
         self._handles: dict[str, Handle] = {}
@@ -222,18 +214,37 @@ class RayHost(Host):
         stack.callback(lambda: end_agents(self._handles.values()))
         machines = {machine.name: machine for machine in self._cluster.machines}
         for role, where in self._places.items():
-            machine = machines[where.machine]
-            self._handles[role] = Handle(role, machine, self._make_agent(where, machine))
+            node = self._cluster.ids[where.machine]
+            # `wait_until_unused` finds the name. It is of this session only: Ray keeps it until the launcher has ended.
+            options = {
+                "name": f"{session.run.root}:{role}:{session.plan.id}:{_launcher()}",
+                "num_cpus": 0,
+                "num_gpus": len(where.gpus),
+                "max_restarts": 0,
+                "max_concurrency": 4,  # one call waits for the end of the process
+                "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
+            }
+            actor = cast(Any, ray.remote(Agent)).options(**options).remote()
+            self._handles[role] = Handle(role, machines[where.machine], actor)
         self._prepare()
         trainer = self._handles[TRAINING]
         address = trainer.machine.address
         self._ranks_at = (address, trainer.call("listen", address))
 
     def start(self, role: str) -> RemoteWorker:
-        handle = self._handles[role]
-        elapsed_s = time.monotonic() - self._session.records_from_s
-        pid = handle.call("start", str(self._session.run.root), role, elapsed_s, msgspec.json.encode(self._spec(role)))
-        worker = RemoteWorker(handle, pid, self._session.run.log(role))
+        handle, share, session = self._handles[role], self._shares[role], self._session
+        spec = WorkerSpec(
+            session=session.plan.id,
+            threads=share.threads,
+            yields=share.yields,
+            machine=handle.machine.name,
+            address=handle.machine.address,
+            hub_at=self._hub_at,
+            ranks_at=self._ranks_at,
+        )
+        elapsed_s = time.monotonic() - session.records_from_s
+        pid = handle.call("start", str(session.run.root), role, elapsed_s, msgspec.json.encode(spec))
+        worker = RemoteWorker(handle, pid, session.run.log(role))
         self._workers.append(worker)
         return worker
 
@@ -263,35 +274,6 @@ class RayHost(Host):
             time.sleep(POLL_S)
         return lost or failure
 
-    def _make_agent(self, place: Place, machine: Machine) -> Any:
-        """An actor of this run. `wait_until_unused` finds its name.
-
-        The name is of this session only: Ray keeps that of an agent which has ended until its launcher has, too.
-        """
-        where = NodeAffinitySchedulingStrategy(self._cluster.ids[machine.name], soft=False)
-        name = f"{self._session.run.root}:{place.role}:{self._session.plan.id}:{_launcher()}"
-        options = {
-            "name": name,
-            "num_cpus": 0,
-            "num_gpus": len(place.gpus),
-            "max_restarts": 0,
-            "max_concurrency": 4,  # one call waits for the end of the process
-            "scheduling_strategy": where,
-        }
-        return cast(Any, ray.remote(RayAgent)).options(**options).remote()
-
-    def _spec(self, role: str) -> WorkerSpec:
-        share, machine = self._shares[role], self._handles[role].machine
-        return WorkerSpec(
-            session=self._session.plan.id,
-            threads=share.threads,
-            yields=share.yields,
-            machine=machine.name,
-            address=machine.address,
-            hub_at=self._hub_at,
-            ranks_at=self._ranks_at,
-        )
-
     def _prepare(self) -> None:
         """Have all agents look at their machines. Raises UserError for what is wrong there."""
         session, run = self._session, self._session.run
@@ -305,22 +287,19 @@ class RayHost(Host):
         try:
             for role, handle in self._handles.items():
                 left_s = max(1.0, bound_s - (time.monotonic() - begin_s))
-                if problem := self._prepared(handle, calls[role], left_s):
+                try:
+                    problem = handle.result(calls[role], left_s)
+                except StageDiedError as error:
+                    if isinstance(error.__cause__, exceptions.ActorDiedError):  # with its machine: Ray has just noticed
+                        raise
+                    problem = (
+                        f"no agent could be started in {left_s:.0f} s ({error}); it needs {len(self._places[role].gpus)} of "
+                        f"the machine's {handle.machine.gpus} GPUs, which others may use"
+                    )
+                if problem:
                     raise UserError(f"{handle.name}: {problem}")
         finally:
             note.unlink(missing_ok=True)
-
-    def _prepared(self, handle: Handle, call: Any, bound_s: float) -> str:
-        try:
-            return str(handle.result(call, bound_s))
-        except StageDiedError as error:
-            if isinstance(error.__cause__, exceptions.ActorDiedError):  # with its machine: Ray has just noticed
-                raise
-            gpus = len(self._places[handle.role].gpus)
-            raise UserError(
-                f"{handle.name}: no agent could be started in {bound_s:.0f} s ({error}); it needs {gpus} of the machine's "
-                f"{handle.machine.gpus} GPUs, which others may use"
-            ) from error
 
 
 def end_agents(handles: Collection[Handle]) -> None:
@@ -343,7 +322,7 @@ def _cluster() -> Cluster:
         name = node["NodeName"] if unique else f"{node['NodeName']}-{node['NodeID'][:6]}"
         resources = node["Resources"]
         address = node["NodeManagerAddress"]
-        machines.append(Machine(name, address, max(1, int(resources.get("CPU", 0))), int(resources.get("GPU", 0))))
+        machines.append(Node(name, address, max(1, int(resources.get("CPU", 0))), int(resources.get("GPU", 0))))
         ids[name] = node["NodeID"]
     return Cluster(tuple(machines), ids, ray.util.get_node_ip_address())
 

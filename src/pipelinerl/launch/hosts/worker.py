@@ -18,17 +18,18 @@ import os
 import signal
 import socket
 import sys
+import traceback
 from contextlib import closing
 from pathlib import Path
 
 import msgspec
 
 from pipelinerl.errors import PipelineRLError, RunDirectoryError, StageDiedError
-from pipelinerl.files import UNWRITABLE, remedy
+from pipelinerl.files import UNWRITABLE, remedy, write_atomically
 from pipelinerl.hub.client import HubClient
 from pipelinerl.launch import GARBAGE_THRESHOLD
-from pipelinerl.launch.session import Session, WorkerSpec, read_session, write_error, write_report
-from pipelinerl.process import LOG_FORMAT, take_stdin, when_closed
+from pipelinerl.launch.session import Session, WorkerError, WorkerReport, WorkerSpec, read_session
+from pipelinerl.process import LOG_FORMAT, peak_memory, take_stdin, when_closed
 from pipelinerl.resources.roles import PREPROCESSING, TRAINING, generation_roles, rank_roles, server_roles
 from pipelinerl.run_directory import ORPHAN_PATIENCE_S, RunDirectory
 
@@ -44,21 +45,28 @@ def main(arguments: list[str]) -> int:
         logging.getLogger(client).setLevel(logging.WARNING)  # at INFO it logs every request
     parent_pipe = take_stdin()
     when_closed(parent_pipe, lambda: os.kill(os.getpid(), signal.SIGTERM), ORPHAN_PATIENCE_S)
+    failed, status = None, 0
     try:
         _run(read_session(run, here), role, parent_pipe)
-    except PipelineRLError as error:
-        write_error(run.report(role), type(error).__name__, str(error))
-        return error.exit_status
     except Exception as error:  # noqa: BLE001 - the launcher reports whatever ends this process
-        kind = StageDiedError.__name__
-        message = f"the {role} process (pid {os.getpid()}) failed: {type(error).__name__}: {error} (log: {run.log(role)})"
-        if isinstance(error, OSError) and error.errno in UNWRITABLE:
-            kind = RunDirectoryError.__name__
+        traceback.print_exc()
+        if isinstance(error, PipelineRLError):
+            kind, message, status = type(error).__name__, str(error), error.exit_status
+        elif isinstance(error, OSError) and error.errno in UNWRITABLE:
+            kind, status = RunDirectoryError.__name__, 1
             message = f"the {role} process can't write to {error.filename or run.root}: {error.strerror}; {remedy(error)}"
-        write_error(run.report(role), kind, message)
-        return 1
-    write_report(run.report(role))
-    return 0
+        else:
+            kind, status, pid = StageDiedError.__name__, 1, os.getpid()
+            message = f"the {role} process (pid {pid}) failed: {type(error).__name__}: {error} (log: {run.log(role)})"
+        failed = WorkerError(kind, message, traceback.format_exc())
+    try:
+        write_atomically(run.report(role), msgspec.json.encode(WorkerReport(peak_memory(), failed)))
+    except OSError as error:
+        if failed is None:
+            raise
+        # On a full disk the log may still have room; the launcher shows its last lines.
+        print(f"{failed.message}\n(can't write {run.report(role)}: {error})", file=sys.stderr)
+    return status
 
 
 def _run(session: Session, role: str, parent_pipe: int) -> None:

@@ -7,8 +7,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipelinerl.config.schema import RunConfig
-from pipelinerl.interfaces import AsyncEngine, Tokenizer
-from pipelinerl.models.contract import Contract, read_contract
+from pipelinerl.interfaces import AsyncEngine
+from pipelinerl.models.contract import Contract
 from pipelinerl.types import ENGINE
 
 if TYPE_CHECKING:
@@ -43,11 +43,3 @@ def load_local_engine(config: RunConfig, name: str = ENGINE) -> tuple[Any, Local
         name=name,
     )
     return model, engine
-
-
-def local_engine(config: RunConfig, name: str, tokenizer: Tokenizer) -> EngineHandle:
-    from pipelinerl.actor.client import EngineClient  # noqa: PLC0415 - as above
-
-    model, engine = load_local_engine(config, name)
-    contract = read_contract(model, tokenizer, config.engine.max_length)
-    return EngineHandle(EngineClient(engine), config.engine.slots, contract)

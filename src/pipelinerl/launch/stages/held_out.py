@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from pathlib import Path
 
 import msgspec
 
@@ -12,13 +11,16 @@ from pipelinerl.actor.evaluation import held_out_problems
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.environments.data import ProblemSet, by_payload
 from pipelinerl.environments.registry import make_inner
-from pipelinerl.errors import INVALID_DATA, ConfigError, EnvironmentSetupError, RunDirectoryError
+from pipelinerl.errors import ConfigError, EnvironmentSetupError
 from pipelinerl.interfaces import Environment, Tokenizer
 from pipelinerl.launch.session import Session
+from pipelinerl.metrics.reading import read_lines
 from pipelinerl.types import Problem
 
 
-class _Group(msgspec.Struct):
+class _Sampled(msgspec.Struct):
+    """Of a group in `rollouts.jsonl`."""
+
     index: int
     problem: Problem
 
@@ -54,7 +56,8 @@ def evaluation_sets(config: RunConfig, environment: Environment, tokenizer: Toke
 def refuse_trained(environment: Environment, sets: Iterable[Environment], session: Session) -> None:
     """Raise EnvironmentSetupError if the run has sampled training rollouts of a problem that is held out now.
 
-    All held-out rows of data are checked; of other environments, those that this run evaluates.
+    All held-out rows of data are checked; of other environments, those that this run evaluates. Raises RunDirectoryError for
+    damaged records.
     """
     rows = isinstance(environment, ProblemSet) and getattr(type(environment), "held_out", None) is ProblemSet.held_out
     wanted = session.config.evaluation.problems
@@ -62,18 +65,11 @@ def refuse_trained(environment: Environment, sets: Iterable[Environment], sessio
     held_out += [problem for one in sets for problem in held_out_problems(one, wanted)]
     key = environment.key if isinstance(environment, ProblemSet) else by_payload
     taken, records = session.plan.taken, session.run.recorded
-    trained = {key(group.problem) for group in _groups(records) if group.index in taken}
+    sampled = read_lines(records, _Sampled) if records.exists() else []
+    trained = {key(group.problem) for group in sampled if group.index in taken}
     found = [problem.id for problem in held_out if key(problem) in trained]
     if found:
         raise EnvironmentSetupError(
             f"{len(found)} of the {len(held_out)} problems that are held out now were trained on before ({found[0]}): hold "
             "out the same as before, or accept it with --evaluation.accept_trained"
         )
-
-
-def _groups(path: Path) -> list[_Group]:
-    try:
-        with path.open("rb") as file:
-            return [msgspec.json.decode(line, type=_Group) for line in file]
-    except (OSError, *INVALID_DATA) as error:
-        raise RunDirectoryError(f"can't read {path}: {error}") from error

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING
 
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.hub.client import HubClient, HubReader, PreparedWriter
-from pipelinerl.interfaces import StreamReader
 from pipelinerl.launch.session import Session
-from pipelinerl.preprocess import PreparingReader, Preprocessor, PreprocessorStage, ReferenceScorer
+from pipelinerl.preprocess import PreparingReader, Preprocessor, PreprocessorStage
 from pipelinerl.process import stop_on_sigterm
 from pipelinerl.status.board import starting
-from pipelinerl.types import PREPROCESSOR, TRAINER, Group, Prepared, goal_reached
+from pipelinerl.types import PREPROCESSOR, TRAINER, Group, goal_reached
 
 if TYPE_CHECKING:
     from pipelinerl.models.lora import LoraModel
@@ -21,34 +20,10 @@ if TYPE_CHECKING:
 def run_preprocessing(session: Session, hub: HubClient) -> None:
     """The preprocessing process, until the trainer has reached its goal or SIGTERM asks it to stop."""
     starting(hub, [PREPROCESSOR], "loads the reference model, if there is one")
-    reader = HubReader[Group](hub, Group, ahead=1)
-    stage = PreprocessorStage(preparing(session.config, reader), PreparedWriter(hub), board=hub, name=PREPROCESSOR)
+    reader = PreparingReader(HubReader[Group](hub, Group, ahead=1), make_preprocessor(session.config))
+    stage = PreprocessorStage(reader, PreparedWriter(hub), board=hub, name=PREPROCESSOR)
     stop = stop_on_sigterm(threading.Event())
     stage.run(lambda: stop() or goal_reached(hub.read(TRAINER)))
-
-
-def preparing(config: RunConfig, reader: StreamReader[Group], lora: LoraModel | None = None) -> PreparingReader:
-    """A reader that prepares the groups of `reader` as they are read (see `make_preprocessor`)."""
-    return PreparingReader(reader, make_preprocessor(config, lora))
-
-
-def make_preprocessor(config: RunConfig, lora: LoraModel | None = None) -> Preprocessor:
-    """The preprocessor of a run.
-
-    The reference model of a KL penalty is the base model under the adapters of `lora`; without them it is loaded. It
-    is None if ranks of a sharded trainer compute with it in the step.
-    """
-    return Preprocessor(config.preprocess, _reference(config, lora))
-
-
-def prepared_groups(session: Session, hub: HubClient, lora: LoraModel | None) -> StreamReader[Prepared]:
-    """The trainer's reader: the prepared stream, or `preparing` if groups are prepared in this process.
-
-    `lora` are the adapters of the trainer's model, if it has any.
-    """
-    if session.config.launch.preprocessor == "process":
-        return HubReader(hub, Prepared)
-    return preparing(session.config, HubReader(hub, Group), lora)
 
 
 def scores_in_the_step(config: RunConfig) -> bool:
@@ -57,17 +32,22 @@ def scores_in_the_step(config: RunConfig) -> bool:
     return trainer.kl_coefficient > 0 and trainer.ranks > 1 and config.launch.preprocessor == "with_trainer"
 
 
-def _reference(config: RunConfig, lora: LoraModel | None) -> ReferenceScorer | None:
-    """The scorer with the initial model, if a KL penalty is configured."""
+def make_preprocessor(config: RunConfig, lora: LoraModel | None = None) -> Preprocessor:
+    """The preprocessor of a run.
+
+    The reference model of a KL penalty is the base model under the adapters of `lora`; without them it is loaded. It
+    is None if ranks of a sharded trainer compute with it in the step.
+    """
     if config.trainer.kl_coefficient == 0 or scores_in_the_step(config):
-        return None
+        return Preprocessor(config.preprocess, None)
     from pipelinerl.models.loading import load_model  # noqa: PLC0415 - with torch, which nothing else here needs
     from pipelinerl.trainer import FrozenModelScorer  # noqa: PLC0415 - as above
 
-    return FrozenModelScorer(
+    reference = FrozenModelScorer(
         lora.model if lora else load_model(config.model, config.trainer.device),
         temperature=config.actor.temperature,
         micro_batch_tokens=config.trainer.micro_batch_tokens,
         lora=lora,
         head_chunk=config.trainer.head_chunk,
     )
+    return Preprocessor(config.preprocess, reference)

@@ -32,12 +32,11 @@ from pipelinerl.models.contract import Contract
 from pipelinerl.ports import free_port
 from pipelinerl.process import lower_priority
 from pipelinerl.resources.roles import server_roles
-from pipelinerl.run_directory import RunDirectory
+from pipelinerl.run_directory import ReadyFile, RunDirectory
 
 if TYPE_CHECKING:
     from pipelinerl.serving.client.adapter import EngineServer
     from pipelinerl.serving.vllm.adapter import ModelFacts
-    from pipelinerl.serving.vllm.start import VllmSettings
 
 DRAIN_S = 5.0
 """Time for requests in progress once the server is told to stop. Short: their clients have ended by then."""
@@ -48,44 +47,36 @@ START_SHARE = 0.8
 """Share of `launch.startup_timeout_s` to wait for servers: the error that names them must precede the launcher's timeout."""
 
 
-class ReadyFile(msgspec.Struct, frozen=True):
-    """The part of an engine server's ready file that the run reads. With vLLM, `pid` is the process that runs it."""
-
-    url: str
-    pid: int
-
-    def answers(self, key: str) -> bool:
-        """Whether the server answers. One that still loads its model, or hangs, does not."""
-        url = urlsplit(self.url)
-        connect = HTTPConnection if url.scheme == "http" else HTTPSConnection
-        try:
-            with closing(connect(url.netloc, timeout=HEALTH_S)) as connection:
-                connection.request("GET", "/health", headers={"Authorization": f"Bearer {key}"})
-                return bool(connection.getresponse().status == HTTPStatus.OK)
-        except (OSError, HTTPException):
-            return False
+def answers(url: str, key: str) -> bool:
+    """Whether the server answers. One that still loads its model, or hangs, does not."""
+    parts = urlsplit(url)
+    connect = HTTPConnection if parts.scheme == "http" else HTTPSConnection
+    try:
+        with closing(connect(parts.netloc, timeout=HEALTH_S)) as connection:
+            connection.request("GET", "/health", headers={"Authorization": f"Bearer {key}"})
+            return bool(connection.getresponse().status == HTTPStatus.OK)
+    except (OSError, HTTPException):
+        return False
 
 
 # ---- a server that the run starts
 
 
 def run_server(session: Session, role: str, parent_pipe: int) -> None:
-    """The server process, to its end. vLLM replaces it."""
-    if session.config.engine.kind == "vllm":
+    """Run a server until it is told to stop. vLLM replaces this process.
+
+    Raises MissingDependencyError and the errors of loading the model.
+    """
+    config, engine = session.config, session.config.engine
+    if engine.kind == "vllm":
         if session.here.yields:
             lower_priority()
         _become_vllm(session, role, parent_pipe)
-    _serve_engine(session, role)
-
-
-def _serve_engine(session: Session, role: str) -> None:
-    """Run our own server until it is told to stop. Raises MissingDependencyError and the errors of loading the model."""
-    from pipelinerl.serving.server.options import Address, ServeOptions  # noqa: PLC0415 - only servers need it
+    from pipelinerl.serving.server.options import Address, ServeOptions  # noqa: PLC0415 - only our own servers need it
 
     require("serve", "engine servers")
     from pipelinerl.serving.server.run import serve  # noqa: PLC0415 - needs an extra
 
-    config, engine = session.config, session.config.engine
     serve(
         ServeOptions(
             model=config.model,
@@ -112,30 +103,20 @@ def _port_before(ready_file: Path) -> int:
 
 def _become_vllm(session: Session, role: str, parent_pipe: int) -> None:
     """Replace this process with a small one that runs vLLM. Does not return. Raises ModelLoadError."""
-    from pipelinerl.serving.vllm.start import command_line, environment  # noqa: PLC0415 - as above
-
-    settings = _vllm_settings(session)
-    address, key = session.here.address, session.plan.servers_key
-    scheme = "http" if settings.tls is None else "https"
-    port = _port_before(session.run.ready_file(role)) or free_port(address)
-    ready = ReadyFile(f"{scheme}://{address}:{port}", os.getpid())
-    write_atomically(session.run.ready_file(role), msgspec.json.encode(ready))
-    os.dup2(parent_pipe, 0)  # `start` watches it there
-    command = [sys.executable, "-m", "pipelinerl.serving.vllm.start", *command_line(settings, port, address, guarded=True)]
-    os.execve(sys.executable, command, environment(settings, os.environ, key))  # noqa: S606 - our own module
-
-
-def _vllm_settings(session: Session) -> VllmSettings:
     from pipelinerl.models.folder import resolve_path  # noqa: PLC0415 - with torch
     from pipelinerl.models.loading import load_config, slot_length  # noqa: PLC0415 - as above
     from pipelinerl.resources.memory import share_for_vllm  # noqa: PLC0415 - as above
-    from pipelinerl.serving.vllm.start import VllmSettings, kv_cache_bytes  # noqa: PLC0415 - as above
+    from pipelinerl.serving.vllm.start import (  # noqa: PLC0415 - as above
+        VllmSettings,
+        command_line,
+        environment,
+        kv_cache_bytes,
+    )
 
-    model, engine = session.config.model, session.config.engine
-    max_length = engine.max_length or slot_length(load_config(model), None)
-    on_cpu, sizes = engine.device == "cpu", {"slots": engine.slots, "max_length": max_length}
-    item_bytes = 4 if model.dtype == "float32" else 2
-    return VllmSettings(
+    model, engine, here = session.config.model, session.config.engine, session.here
+    on_cpu, item_bytes = engine.device == "cpu", 4 if model.dtype == "float32" else 2
+    sizes = {"slots": engine.slots, "max_length": engine.max_length or slot_length(load_config(model), None)}
+    settings = VllmSettings(
         python=engine.python or sys.executable,
         model=resolve_path(model.path),
         **sizes,
@@ -143,10 +124,17 @@ def _vllm_settings(session: Session) -> VllmSettings:
         kv_cache_bytes=kv_cache_bytes(model.path, **sizes, item_bytes=item_bytes) if on_cpu else None,
         memory_share=None if on_cpu else share_for_vllm(session.config),
         device=engine.device,
-        threads=session.here.threads,
+        threads=here.threads,
         tls=_tls(engine),
         arguments=engine.vllm_args,
     )
+    scheme, ready = "http" if settings.tls is None else "https", session.run.ready_file(role)
+    port = _port_before(ready) or free_port(here.address)
+    write_atomically(ready, msgspec.json.encode(ReadyFile(f"{scheme}://{here.address}:{port}", os.getpid())))
+    os.dup2(parent_pipe, 0)  # `start` watches it there
+    options = command_line(settings, port, here.address, guarded=True)
+    command = [sys.executable, "-m", "pipelinerl.serving.vllm.start", *options]
+    os.execve(sys.executable, command, environment(settings, os.environ, session.plan.servers_key))  # noqa: S606 - our own module
 
 
 def _tls(engine: EngineConfig) -> tuple[Path, Path] | None:

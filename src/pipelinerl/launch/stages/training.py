@@ -21,25 +21,26 @@ from pipelinerl.config.schema import RunConfig
 from pipelinerl.config.secrets import without_secrets
 from pipelinerl.errors import UserError
 from pipelinerl.files import SHARED_MEMORY, JsonLines, Lines, OpenLines
-from pipelinerl.hub.client import HubClient
+from pipelinerl.hub.client import HubClient, HubReader
 from pipelinerl.interfaces import Board, StreamReader, WeightSender
 from pipelinerl.launch.session import Session
-from pipelinerl.launch.stages.preprocessing import prepared_groups, scores_in_the_step
+from pipelinerl.launch.stages.preprocessing import make_preprocessor, scores_in_the_step
 from pipelinerl.metrics.sessions import Computer, SessionRecord
 from pipelinerl.metrics.sinks import JsonlSink, Sink
 from pipelinerl.metrics.totals import ENDED_ACTORS, ENDED_ENGINES
 from pipelinerl.models.loading import load_model, load_tokenizer, refuse_adapter
 from pipelinerl.ports import LOOPBACK, source_address
+from pipelinerl.preprocess import PreparingReader
 from pipelinerl.process import stop_on_sigterm
-from pipelinerl.resources.hardware import installed, processor
+from pipelinerl.resources.machine import installed, processor
 from pipelinerl.resources.roles import rank_roles
 from pipelinerl.status.board import generation_stages, starting
 from pipelinerl.trainer import CheckpointPlan, Learner, SampleQueue, Trainer, TrainerOutput, TrainerState
-from pipelinerl.types import TRAINER, Prepared
+from pipelinerl.types import TRAINER, Group, Prepared
 
 if TYPE_CHECKING:
     from pipelinerl.models.lora import LoraModel
-    from pipelinerl.trainer.sharding.learner import ShardedLearner, ShardedPolicy
+    from pipelinerl.trainer.sharding.learner import ShardedPolicy
     from pipelinerl.trainer.sharding.ranks import Team
 
 ANSWER_S = 120.0
@@ -56,13 +57,22 @@ def run_training(session: Session, hub: HubClient) -> None:
     With several `trainer.ranks`, this is rank 0, at which the others arrive.
     """
     torch.set_num_threads(session.here.threads)
-    stopping = threading.Event()
+    stopping, team = threading.Event(), None
     with ExitStack() as stack:
-        team = (
-            stack.enter_context(lead_ranks(session, hub, session.here.ranks)) if session.config.trainer.ranks > 1 else None
-        )
+        if session.config.trainer.ranks > 1:
+            team = stack.enter_context(lead_ranks(session, hub, session.here.ranks))
         starting(hub, [TRAINER], "loads the model")
-        _train(session, hub, load_policy(session, team), stopping)
+        policy = load_policy(session, team)
+        if session.config.launch.preprocessor == "process":
+            reader: StreamReader[Prepared] = HubReader(hub, Prepared)
+        else:
+            reader = PreparingReader(HubReader(hub, Group), make_preprocessor(session.config, policy.lora))
+        sender = stack.enter_context(closing(_sender(session, hub, stopping.is_set)))
+        logs = stack.enter_context(open_logs(session, hub.opener(session.run.root), hub.require_sync))
+        trainer = build_trainer(session, hub, policy, reader=reader, sender=sender, logs=logs)
+        stop = stop_on_sigterm(stopping)
+        with failures_on_board(trainer):
+            trainer.run(stop)
 
 
 def run_rank(session: Session, role: str) -> None:
@@ -73,7 +83,8 @@ def run_rank(session: Session, role: str) -> None:
             address = listening.getsockname()[:2]
     with _joined(session, 1 + rank_roles(session.config).index(role), address) as team:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        load_policy(session, team).sharded_learner(session.config).follow()
+        learner: Any = load_policy(session, team).learner(session.config)
+        learner.follow()
 
 
 @contextmanager
@@ -98,18 +109,6 @@ def _joined(session: Session, rank: int, meeting: socket.socket | tuple[str, int
         stall_s=launch.watchdog_s / 2,  # before the watchdog, which can't say which rank it is
         one_gpu=":" not in trainer.device,  # see `placement.visible_gpus`
     )
-
-
-def _train(session: Session, hub: HubClient, policy: Policy, stopping: threading.Event) -> None:
-    reader = prepared_groups(session, hub, policy.lora)
-    with (
-        closing(_sender(session, hub, stopping.is_set)) as sender,
-        open_logs(session, hub.opener(session.run.root), hub.require_sync) as logs,
-    ):
-        trainer = build_trainer(session, hub, policy, reader=reader, sender=sender, logs=logs)
-        stop = stop_on_sigterm(stopping)
-        with failures_on_board(trainer):
-            trainer.run(stop)
 
 
 def _sender(session: Session, hub: HubClient, give_up: Callable[[], bool]) -> WeightSender:
@@ -187,24 +186,17 @@ class Policy:
     sharded: ShardedPolicy | None = None
 
     def learner(self, config: RunConfig) -> Learner:
-        if self.sharded is not None:
-            return self.sharded_learner(config)
-        return Learner(self.model, config.trainer, lora=self.lora, **_learner_options(config))
-
-    def sharded_learner(self, config: RunConfig) -> ShardedLearner:
+        options: dict[str, Any] = {
+            "temperature": config.actor.temperature,
+            "correction": config.correction,
+            "skip_zero_advantage": config.preprocess.zero_advantage == "skip",
+        }
+        if self.sharded is None:
+            return Learner(self.model, config.trainer, lora=self.lora, **options)
         from pipelinerl.trainer.sharding.learner import ShardedLearner  # noqa: PLC0415 - as above
 
-        assert self.sharded is not None  # noqa: S101 - see `load_policy`
         reference = config.model if scores_in_the_step(config) else None
-        return ShardedLearner(self.sharded, config.trainer, reference=reference, **_learner_options(config))
-
-
-def _learner_options(config: RunConfig) -> dict[str, Any]:
-    return {
-        "temperature": config.actor.temperature,
-        "correction": config.correction,
-        "skip_zero_advantage": config.preprocess.zero_advantage == "skip",
-    }
+        return ShardedLearner(self.sharded, config.trainer, reference=reference, **options)
 
 
 def load_policy(session: Session, team: Team | None = None) -> Policy:

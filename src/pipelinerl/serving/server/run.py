@@ -22,6 +22,7 @@ import msgspec
 
 from pipelinerl.errors import UserError
 from pipelinerl.files import write_atomically
+from pipelinerl.run_directory import ReadyFile
 from pipelinerl.serving.server.app import make_app
 from pipelinerl.serving.server.http import QuietServer, listen, url_of, uvicorn_config
 from pipelinerl.serving.server.options import ServeOptions
@@ -31,13 +32,6 @@ from pipelinerl.serving.server.service import LoadedModel, Service, ServiceHolde
 CLOSE_S = 5
 """Time for connections to close after their requests have ended."""
 POLL_EVERY_S = 0.02
-
-
-class Ready(msgspec.Struct, frozen=True, kw_only=True):
-    """Contents of the ready file."""
-
-    url: str
-    pid: int
 
 
 def serve(options: ServeOptions, *, began: Callable[[], None] = lambda: None) -> int:
@@ -97,7 +91,7 @@ class _Process:
         gc.freeze()
         holder.open(service)
         self._began()
-        ready = Ready(url=url_of(self._listening, encrypted=self._options.tls is not None), pid=os.getpid())
+        ready = ReadyFile(url=url_of(self._listening, encrypted=self._options.tls is not None), pid=os.getpid())
         slots = f"{self._options.engine.slots} slots of {service.loaded.max_length} tokens"
         print(f"{service.name} is served at {ready.url}, {slots}", file=sys.stderr, flush=True)
         if (path := self._options.ready_file) is not None:

@@ -133,7 +133,7 @@ def _form(
     config: TrainerConfig, rank: int, rendezvous: Rendezvous, key: str, *, start_s: float, stall_s: float, one_gpu: bool
 ) -> Team:
     """Form the default group of torch.distributed, and prove to its members that this one has `key`, as they have."""
-    device = device_of(config, 0 if one_gpu else rank)
+    device = torch.device(config.rank_device(0 if one_gpu else rank))
     backend = ("nccl" if device.type == "cuda" else "gloo") if config.backend == "auto" else config.backend
     if not distributed.is_available() or not distributed.is_backend_available(backend):
         raise UserError(f"trainer.backend: this PyTorch ({torch.__version__}) has no {backend}")
@@ -176,9 +176,3 @@ def _broken_operations_explained() -> Iterator[None]:
             raise
         why = re.sub(r"^\[\S+\] ", "", str(error)).partition("\n")[0].partition(". ")[0]
         raise RankLostError(f"the ranks of the trainer can't exchange tensors any more: {why}") from error
-
-
-def device_of(config: TrainerConfig, rank: int) -> torch.device:
-    """GPUs are counted from the configured one on."""
-    device = torch.device(config.device)
-    return torch.device("cuda", (device.index or 0) + rank) if device.type == "cuda" else device

@@ -20,7 +20,7 @@ from pipelinerl.experiments.compare.request import ComparisonRequest, make_reque
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.sinks import JsonlSink
 from pipelinerl.metrics.summary import summarize
-from pipelinerl.resources.hardware import Machine
+from pipelinerl.resources.machine import Machine
 from tests.unit.experiments.watch.test_watch_report import data_of
 
 MACHINE = Machine(cpu="a processor", cores=2, memory_gib=4.0, system="Linux", versions={"torch": "0"})

@@ -19,7 +19,7 @@ from pipelinerl.experiments.compare.request import (
     whole_rounds,
 )
 from pipelinerl.experiments.compare.tuning import Settings, axes, tune
-from pipelinerl.resources.hardware import Machine
+from pipelinerl.resources.machine import Machine
 
 MACHINE = Machine(cpu="a processor", cores=2, memory_gib=4.0, system="Linux", versions={})
 START = Settings(processes=1, engine_threads=1, slots=8, trainer_threads=1)

@@ -14,7 +14,7 @@ from pipelinerl.channel import listen
 from pipelinerl.config.schema import TrainerConfig
 from pipelinerl.errors import RankLostError
 from pipelinerl.trainer.sharding import ranks
-from pipelinerl.trainer.sharding.ranks import device_of, join
+from pipelinerl.trainer.sharding.ranks import join
 
 KEY, LONG_S = "key", 60.0
 
@@ -99,5 +99,5 @@ def raise_after_leaving(message: str) -> None:
 
 
 def test_gpus_are_counted_from_the_configured_one_on() -> None:
-    assert [str(device_of(TrainerConfig(ranks=2, device="cuda:2"), rank)) for rank in (0, 1)] == ["cuda:2", "cuda:3"]
-    assert str(device_of(TrainerConfig(ranks=2), 1)) == "cpu"
+    assert [TrainerConfig(ranks=2, device="cuda:2").rank_device(rank) for rank in (0, 1)] == ["cuda:2", "cuda:3"]
+    assert TrainerConfig(ranks=2).rank_device(1) == "cpu"
