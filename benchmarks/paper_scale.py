@@ -32,8 +32,7 @@ from pipelinerl.experiments.planner.paper import TAU, case_study, compare, h100
 from pipelinerl.experiments.planner.scenario import Costs, DrawnWorkload, Scenario
 from pipelinerl.experiments.planner.simulate import RunPrediction, simulate
 from pipelinerl.report.curves import png_of
-from pipelinerl.rounds import ConventionalSchedule
-from pipelinerl.schedule import PipelineSchedule
+from pipelinerl.schedule import ConventionalSchedule, PipelineSchedule
 
 N = 128
 FLASH_S = 2 * 7.6e9 / 989.4e12

@@ -26,7 +26,9 @@ class Optimizer:
 
     def __init__(self, model: nn.Module, *, betas: tuple[float, float], weight_decay: float) -> None:
         self._weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._masters = {name: _master(p) for name, p in self._weights.items()}
+        self._masters = {
+            name: nn.Parameter(p.detach().float()) if is_narrow(p.dtype) else p for name, p in self._weights.items()
+        }
         self._saved_masters = {name for name, master in self._masters.items() if master is not self._weights[name]}
         matrices = [p for p in self._masters.values() if p.ndim >= 2]
         others = [p for p in self._masters.values() if p.ndim < 2]
@@ -132,10 +134,6 @@ class Optimizer:
     def _fill(self, target: Tensor, saved: Tensor | None) -> None:
         if saved is not None:
             target.copy_(saved)
-
-
-def _master(weight: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(weight.detach().float()) if is_narrow(weight.dtype) else weight
 
 
 # ---- the learning rate of a step

@@ -161,7 +161,9 @@ class Learner:
         if not samples:
             raise ValueError("an optimizer step needs samples")
         used = [s for s in samples if s.advantage != 0.0 or not self._skip_zero_advantage]
-        micro_batches, sums = self._differentiate(used, version, self._normalizer(samples), on_micro_batch)
+        by_tokens = self._config.loss_normalization == "tokens"
+        normalizer = max(1, sum(s.sampled_count for s in samples)) if by_tokens else len(samples)
+        micro_batches, sums = self._differentiate(used, version, normalizer, on_micro_batch)
         loss = float(sums.loss)
         metrics, rate, stepped = self._decide(sums.stats, loss, version)
         norm = self._update(rate) if stepped else None
@@ -256,11 +258,6 @@ class Learner:
     def _reference_logprobs(self, batch: MicroBatch) -> Tensor | None:
         """Of the reference model of a KL penalty (P,)."""
         return batch.reference_logprobs_P
-
-    def _normalizer(self, samples: Sequence[TrainingSample]) -> int:
-        if self._config.loss_normalization == "sequences":
-            return len(samples)
-        return max(1, sum(sample.sampled_count for sample in samples))
 
     def _learning_rate(self, version: int, metrics: OnPolicyMetrics | None) -> float:
         """The schedule's rate; with `trainer.ess_lr: sqrt`, times the root of the batch's effective sample size.

@@ -30,8 +30,7 @@ from pipelinerl.errors import PromptTooLongError, RequestError, RolloutError, To
 from pipelinerl.hub.admission import AdmissionState
 from pipelinerl.hub.hub import ROLLOUTS_FILE, Direct, DirectReader, Hub
 from pipelinerl.interfaces import Verdict, WeightUpdate
-from pipelinerl.rounds import AsyncSchedule, ConventionalSchedule
-from pipelinerl.schedule import PipelineSchedule
+from pipelinerl.schedule import AsyncSchedule, ConventionalSchedule, PipelineSchedule
 from pipelinerl.status.board import MemoryBoard
 from pipelinerl.status.watchdog import find_cycle
 from pipelinerl.stream.memory import MemoryStream

@@ -30,8 +30,7 @@ from pipelinerl.hub.client import Claims, HubClient, HubReader, PreparedWriter
 from pipelinerl.hub.hub import ROLLOUTS_FILE, Direct
 from pipelinerl.hub.server import HubServer, WorkerKind
 from pipelinerl.interfaces import ALLOWED, Admitted, PipelineState, Schedule, Verdict
-from pipelinerl.rounds import AsyncSchedule, ConventionalSchedule
-from pipelinerl.schedule import PipelineSchedule
+from pipelinerl.schedule import AsyncSchedule, ConventionalSchedule, PipelineSchedule
 from pipelinerl.stream.files import FileStream
 from pipelinerl.stream.memory import MemoryStream
 from pipelinerl.types import Group, Prepared, UpdateReceipt

@@ -172,11 +172,6 @@ def test_a_model_without_a_tokenizer_says_what_is_missing(folder: Path, left: tu
     assert "it has no tokenizer (tokenizer.json)" in refusal(load_tokenizer, folder)
 
 
-def test_an_architecture_that_is_not_known_yet(folder: Path) -> None:
-    change_config(folder, model_type="of_next_year")
-    assert "upgrade transformers" in refusal(load_model, folder)
-
-
 @pytest.mark.parametrize(
     ("path", "said"),
     [("./nowhere", "'./nowhere' does not exist"), ("{folder}/config.json", "is a file"), ("{folder}/..", "no config.json")],
@@ -276,34 +271,66 @@ def test_without_the_hub_a_model_that_was_downloaded_before_is_used(
     assert model_max_length(load_model(ModelConfig(path="own/mine"))) == 64
 
 
-@pytest.mark.parametrize("damage", ["truncated", "garbage", "missing"])
-def test_unreadable_weights_are_refused_in_one_line(folder: Path, damage: str) -> None:
-    weights = folder / "model.safetensors"
-    if damage == "truncated":
-        weights.write_bytes(weights.read_bytes()[:-100])
-    elif damage == "garbage":
-        weights.write_bytes(b"not safetensors at all")
-    else:
-        weights.unlink()
-    assert "can't load the model" in refusal(load_model, folder)
-
-
-def test_absent_weights_are_not_replaced_by_random_ones(folder: Path) -> None:
-    change_config(folder, num_hidden_layers=3)
-    assert re.search(r"layers\.2.* and \d+ more missing or of another shape", refusal(load_model, folder))
-
-
 def change_weights(folder: Path, **changes: torch.Tensor) -> None:
     weights = load_file(folder / "model.safetensors")
     save_file(weights | {name.replace("__", "."): weight for name, weight in changes.items()}, folder / "model.safetensors")
 
 
-@pytest.mark.parametrize(
-    "name", ["model.layers.0.self_attn.q_proj.lora_A.weight", "v_head.summary.weight", "score.weight", "model.layers.2.x"]
-)
-def test_weights_that_the_model_has_not_are_not_left_out(folder: Path, name: str) -> None:
-    change_weights(folder, **{name: torch.ones(2, 2)})
-    assert f"has not: {name}; merge adapters" in refusal(load_model, folder)
+def cut_weights(folder: Path, content: Callable[[bytes], bytes]) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(content(path.read_bytes()))
+
+
+def make_adapter(folder: Path, *, with_model: bool) -> None:
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": "x/y"}))
+    if not with_model:
+        (folder / "config.json").unlink()
+
+
+def quantize(folder: Path, method: str, *, inner: bool = False) -> None:
+    settings = {"quantization_config": {"quant_method": method, "bits": 4}}
+    change_config(folder, **({"text_config": settings} if inner else settings))
+    (folder / "model.safetensors").unlink()  # it is refused before they are read
+
+
+LORA, VALUE_HEAD = "model.layers.0.self_attn.q_proj.lora_A.weight", "v_head.summary.weight"
+DAMAGES: list[tuple[Callable[[Path], object], str]] = [
+    (lambda folder: change_config(folder, model_type="of_next_year"), "upgrade transformers"),
+    (lambda folder: change_config(folder, num_hidden_layers=3), r"layers\.2.* and \d+ more missing or of another shape"),
+    (lambda folder: cut_weights(folder, lambda whole: whole[:-100]), "can't load the model"),
+    (lambda folder: cut_weights(folder, lambda _: b"not safetensors at all"), "can't load the model"),
+    (lambda folder: (folder / "model.safetensors").unlink(), "can't load the model"),
+    (lambda folder: change_weights(folder, **{LORA: torch.ones(2, 2)}), f"has not: {LORA}; merge adapters"),
+    (lambda folder: change_weights(folder, **{VALUE_HEAD: torch.ones(2, 2)}), f"has not: {VALUE_HEAD}; merge adapters"),
+    (lambda folder: change_weights(folder, **{"model.layers.2.x": torch.ones(2)}), "has not: model.layers.2.x"),
+    (
+        lambda folder: change_weights(folder, model__norm__weight=torch.ones(16).log().sub(1).log()),
+        r"weights are not finite \(NaN or infinity\): model.norm.weight; give another",
+    ),
+    (
+        lambda folder: change_weights(folder, model__norm__weight=torch.ones(16) / torch.arange(16)),
+        r"weights are not finite \(NaN or infinity\): model.norm.weight; give another",
+    ),
+    (lambda folder: quantize(folder, "gptq"), r"is quantized \(gptq\): quantized weights can't be trained; give the unquan"),
+    (lambda folder: quantize(folder, "fp8", inner=True), r"is quantized \(fp8\)"),
+    (lambda folder: make_adapter(folder, with_model=True), "has an adapter of 'x/y': merge it into its model"),
+    (lambda folder: make_adapter(folder, with_model=False), "has an adapter of 'x/y': merge it into its model"),
+    # transformers would go on without its stop tokens
+    (lambda folder: (folder / "generation_config.json").write_text("{"), "generation_config.json"),
+    (lambda folder: (folder / "generation_config.json").write_text("[1]"), "generation_config.json"),
+]
+
+
+@pytest.mark.parametrize(("damage", "said"), DAMAGES)
+def test_what_can_not_be_loaded_as_it_is_is_refused_by_one_line(
+    folder: Path, damage: Callable[[Path], object], said: str
+) -> None:
+    damage(folder)
+    assert re.search(said, refusal(load_model, folder))
+    if "quantized" in said:
+        assert re.search(said, refusal(load_tokenizer, folder))
+    if "generation_config" in said:
+        assert re.search(said, refusal(load_config, folder))
 
 
 def test_known_leftovers_in_a_file_are_no_error(folder: Path) -> None:
@@ -311,40 +338,6 @@ def test_known_leftovers_in_a_file_are_no_error(folder: Path) -> None:
     harmless = ("model.layers.0.self_attn.rotary_emb.inv_freq", "transformer.h.0.attn.masked_bias", "mtp.layers.0.x")
     change_weights(folder, **{name: torch.ones(2) for name in (*harmless, "vision_tower.patches.weight")})
     load_model(ModelConfig(path=str(folder)))
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_weights_that_are_not_finite_are_named(folder: Path, value: float) -> None:
-    broken = torch.ones(16)
-    broken[3] = value
-    change_weights(folder, model__norm__weight=broken)
-    assert "weights are not finite (NaN or infinity): model.norm.weight; give another" in refusal(load_model, folder)
-
-
-@pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes", "fp8", "compressed-tensors"])
-@pytest.mark.parametrize("inner", [False, True])
-def test_quantized_weights_are_refused_before_they_are_read(folder: Path, method: str, inner: bool) -> None:
-    settings = {"quantization_config": {"quant_method": method, "bits": 4}}
-    change_config(folder, **({"text_config": settings} if inner else settings))
-    (folder / "model.safetensors").unlink()
-    for load in (load_model, load_tokenizer):
-        assert f"is quantized ({method}): quantized weights can't be trained; give the unquan" in refusal(load, folder)
-
-
-@pytest.mark.parametrize("with_model", [False, True])
-def test_an_adapter_is_not_taken_for_a_model(folder: Path, with_model: bool) -> None:
-    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": "x/y"}))
-    if not with_model:
-        (folder / "config.json").unlink()
-    assert "has an adapter of 'x/y': merge it into its model" in refusal(load_model, folder)
-
-
-@pytest.mark.parametrize("text", ["{", "[1]", ""])
-def test_a_generation_config_that_can_not_be_read_is_an_error(folder: Path, text: str) -> None:
-    """transformers would go on without its stop tokens."""
-    (folder / "generation_config.json").write_text(text)
-    for load in (load_model, load_config):
-        assert "generation_config.json" in refusal(load, folder)
 
 
 SMALL = {"n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 64}

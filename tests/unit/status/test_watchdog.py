@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelinerl.interfaces import PipelineState, Schedule
-from pipelinerl.rounds import AsyncSchedule, ConventionalSchedule
-from pipelinerl.schedule import PipelineSchedule
+from pipelinerl.schedule import AsyncSchedule, ConventionalSchedule, PipelineSchedule
 from pipelinerl.status.watchdog import Stall, Watchdog, find_cycle, waits_on
 from pipelinerl.types import ActorProgress, EngineProgress, StageState, StageStatus, TrainerProgress
 

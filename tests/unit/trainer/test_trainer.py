@@ -29,8 +29,7 @@ from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.sinks import JsonlSink
 from pipelinerl.models.state import checksum, digests_of, named_weights
 from pipelinerl.preprocess import PreparingReader, Preprocessor
-from pipelinerl.rounds import ConventionalSchedule
-from pipelinerl.schedule import PipelineSchedule
+from pipelinerl.schedule import ConventionalSchedule, PipelineSchedule
 from pipelinerl.status.board import MemoryBoard
 from pipelinerl.trainer import CheckpointPlan, Learner, SampleQueue, Trainer, TrainerOutput, TrainerState
 from pipelinerl.trainer.records import PublishedRecord, TrainedRecord, TrainedSample
@@ -162,6 +161,10 @@ class Setup:
         while self.trainer.pump():
             pass
 
+    def train_to(self, version: int) -> None:
+        while self.trainer.version < version:
+            self.trainer.pump()
+
     def drive(self) -> None:
         """One group between two turns of the trainer, to the end."""
         index = 0
@@ -284,11 +287,9 @@ def test_records_tell_how_length_goes_with_lag_and_what_the_actor_dropped(tmp_pa
     setup.trainer.start()
     setup.feed([0])
     setup.feed([1])
-    while setup.trainer.version < 1:
-        setup.trainer.pump()
+    setup.train_to(1)
     setup.feed([2])
-    while not setup.trainer.goal_reached:
-        setup.trainer.pump()
+    setup.train_to(2)
     first, second = setup.records()
     assert first.length_lag_correlation is None  # all of version 0
     # 4 and 5 tokens of group 1, which lag by one, and 2 to 5 of group 2, which do not.
@@ -427,8 +428,7 @@ def test_steps_go_on_while_a_checkpoint_is_on_its_way_to_the_disk(tmp_path: Path
     setup.queue.commit = commit  # type: ignore[method-assign]
     setup.trainer.start()
     setup.feed(range(4))
-    while setup.trainer.version < 3:
-        setup.trainer.pump()
+    setup.train_to(3)
     assert latest_checkpoint(tmp_path) is None
     assert commit.call_count == 0
     disk.written.set()
@@ -444,13 +444,8 @@ def test_a_disk_that_is_full_is_noticed_before_the_next_checkpoint(tmp_path: Pat
     setup = Setup(tmp_path, steps=4, checkpoint_every=2)
     setup.trainer.start()
     setup.feed(range(4))
-
-    def train() -> None:
-        while not setup.trainer.goal_reached:
-            setup.trainer.pump()
-
     with pytest.raises(CheckpointError, match="No space left on device"):
-        train()
+        setup.train_to(4)
     assert not list((tmp_path / "checkpoints").iterdir())
 
 
@@ -462,14 +457,12 @@ def test_a_resumed_trainer_takes_the_same_next_steps(tmp_path: Path) -> None:
     straight = Setup(tmp_path / "a", **config)
     straight.trainer.start()
     straight.feed([0, 1, 2])
-    while not straight.trainer.goal_reached:
-        straight.trainer.pump()
+    straight.train_to(4)
 
     first = Setup(tmp_path / "b", **config)
     first.trainer.start()
     first.feed([0, 1, 2])
-    while first.trainer.version < 2:
-        first.trainer.pump()
+    first.train_to(2)
     while latest_checkpoint(tmp_path / "b") is None:  # another thread gives it its name
         time.sleep(0.001)
     resumed = Setup(tmp_path / "b", resume=True, **config)
@@ -479,8 +472,7 @@ def test_a_resumed_trainer_takes_the_same_next_steps(tmp_path: Path) -> None:
     for index in range(3):  # the stream as it was kept: offset 0 is read and skipped
         resumed.writer.write(first.engine.group(index))
     resumed.trainer.start()
-    while not resumed.trainer.goal_reached:
-        resumed.trainer.pump()
+    resumed.train_to(4)
     for a, b in zip(weights(straight), weights(resumed), strict=True):
         assert torch.equal(a, b)
     assert resumed.progress.trained == straight.progress.trained == 12

@@ -18,7 +18,7 @@ from typing import assert_never
 
 from pipelinerl.config.correction import Correction, clip_range, resolve
 from pipelinerl.config.schema import CorrectionConfig, TrainerConfig
-from pipelinerl.trainer.losses.corrections import drift_penalty, kept_tokens, masked
+from pipelinerl.trainer.losses.corrections import kept_tokens, masked
 from pipelinerl.trainer.losses.inputs import Loss, LossInputs, LossOutput
 from pipelinerl.trainer.losses.objectives import cispo, decoupled, gspo, kl_penalty, ppo, reinforce
 
@@ -41,8 +41,8 @@ def _loss(inputs: LossInputs, *, objective: Loss, correction: Correction, kl_coe
     kept_N = kept_tokens(inputs, correction)
     if kept_N is not None:
         output = masked(output, kept_N)
-    if correction.drift > 0:
-        output = dataclasses.replace(output, loss_N=output.loss_N + correction.drift * drift_penalty(inputs))
+    if correction.drift > 0:  # the gradient, 2 log r * grad log pi, pulls pi back to mu
+        output = dataclasses.replace(output, loss_N=output.loss_N + correction.drift * inputs.log_ratio_N.square())
     if kl_coefficient > 0:
         if inputs.reference_logprobs_N is None:
             raise ValueError(

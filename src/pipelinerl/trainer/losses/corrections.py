@@ -48,12 +48,13 @@ def importance_weights(
 
 def kept_tokens(inputs: LossInputs, correction: Correction) -> torch.Tensor | None:
     """bool (N,): tokens that keep their gradient under the masks of `correction`; None if it has no masks."""
-    kept = [
-        mask_N
-        for mask_N in (_kept_by_token(inputs, correction), _kept_by_sequence(inputs, correction))
-        if mask_N is not None
-    ]
-    return torch.stack(kept).all(0) if kept else None
+    kept_N = _kept_by_token(inputs, correction)
+    if correction.sequence == "geo_mask":
+        means_S = inputs.means_by_sequence(inputs.log_ratio_N.detach()).exp()
+        kept_S = (means_S >= correction.sequence_low) & (means_S <= correction.sequence_high)
+        by_sequence_N = kept_S[inputs.sequence_N]
+        kept_N = by_sequence_N if kept_N is None else kept_N & by_sequence_N
+    return kept_N
 
 
 def masked(output: LossOutput, kept_N: torch.Tensor) -> LossOutput:
@@ -65,11 +66,6 @@ def masked(output: LossOutput, kept_N: torch.Tensor) -> LossOutput:
         masked_N=output.masked_N | ~kept_N,
         truncated_N=output.truncated_N & kept_N,
     )
-
-
-def drift_penalty(inputs: LossInputs) -> torch.Tensor:
-    """(log r)^2 of each token, shape (N,). Its gradient, 2 log r * grad log pi, pulls pi back to mu."""
-    return inputs.log_ratio_N.square()
 
 
 def _kept_by_token(inputs: LossInputs, correction: Correction) -> torch.Tensor | None:
@@ -87,11 +83,3 @@ def _kept_by_token(inputs: LossInputs, correction: Correction) -> torch.Tensor |
             too_high_N = (inputs.advantages_N > 0) & (rise_N > correction.token_high)
             too_low_N = (inputs.advantages_N < 0) & (-rise_N > correction.token_low)
             return ~(too_high_N | too_low_N)
-
-
-def _kept_by_sequence(inputs: LossInputs, correction: Correction) -> torch.Tensor | None:
-    if correction.sequence != "geo_mask":
-        return None
-    means_S = inputs.means_by_sequence(inputs.log_ratio_N.detach()).exp()
-    kept_S = (means_S >= correction.sequence_low) & (means_S <= correction.sequence_high)
-    return kept_S[inputs.sequence_N]

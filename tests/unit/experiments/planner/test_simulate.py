@@ -19,8 +19,7 @@ from pipelinerl.experiments.planner.scenario import (
 )
 from pipelinerl.experiments.planner.simulate import simulate
 from pipelinerl.interfaces import Verdict
-from pipelinerl.rounds import AsyncSchedule, ConventionalSchedule
-from pipelinerl.schedule import PipelineSchedule
+from pipelinerl.schedule import AsyncSchedule, ConventionalSchedule, PipelineSchedule
 from tests.unit.experiments.planner.slow_simulation import SlowSimulation
 
 TICK = 2.0**-10
