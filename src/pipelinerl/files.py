@@ -11,11 +11,9 @@ import secrets
 import tempfile
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Protocol, Self
 
 import msgspec
-
-T = TypeVar("T")
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - files here have unique names, or none
 

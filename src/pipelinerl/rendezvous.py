@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import distributed
@@ -33,19 +33,18 @@ _distributed: Any = distributed  # Its type declarations are incomplete.
 Ends = tuple[socket.socket, socket.socket]
 
 
-class Rendezvous:
-    """A group's `store`, as one member uses it. `host`: its own address, as the others see it.
+class Rendezvous(NamedTuple):
+    """A group's `store`, as one member uses it.
 
-    `port`: where the others reach the store, if it is served here.
+    host    its own address, as the others see it
+    port    where the others reach the store, if it is served here
+    close   stops forwarding: the store can't be used afterwards, and what was set just before may be lost
     """
 
-    def __init__(self, store: Any, forward: _Forwarder, host: str) -> None:
-        self.store, self.port, self.host = store, forward.port, host
-        self._forward = forward
-
-    def close(self) -> None:
-        """Stop forwarding. The store can't be used afterwards, and what was set just before may be lost."""
-        self._forward.close()
+    store: Any
+    host: str
+    port: int
+    close: Callable[[], None]
 
 
 def serve_store(listener: socket.socket, key: str, bound_s: float) -> Rendezvous:
@@ -59,7 +58,8 @@ def serve_store(listener: socket.socket, key: str, bound_s: float) -> Rendezvous
         there.settimeout(None)  # a member may wait for longer until a key is set
         return proven, there
 
-    return Rendezvous(store, _Forwarder(listener, admit), listener.getsockname()[0])
+    host, port = listener.getsockname()[:2]
+    return Rendezvous(store, host, port, _Forwarder(listener, admit).close)
 
 
 def join_store(host: str, port: int, key: str, bound_s: float) -> Rendezvous:
@@ -80,7 +80,15 @@ def join_store(host: str, port: int, key: str, bound_s: float) -> Rendezvous:
     except RuntimeError as error:
         forward.close()
         raise ConnectionError(str(error).partition("\n")[0]) from error
-    return Rendezvous(store, forward, own_host)
+    return Rendezvous(store, own_host, forward.port, forward.close)
+
+
+def gloo_group(store: Any, rank: int, size: int, *, host: str, bound: timedelta, threads: int = 2) -> Any:
+    """A group of gloo that listens at `host`. PyTorch's constructor listens at the address of the machine's name."""
+    gloo = _distributed.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices, options._timeout, options._threads = [gloo.create_device(hostname=host)], bound, threads
+    return gloo(store, rank, size, options)
 
 
 def prove_members(group: Any, key: str, *, rank: int, size: int, bound_s: float) -> None:

@@ -159,5 +159,5 @@ def test_ctrl_c_while_the_ranks_load(tmp_path: Path) -> None:
 
 
 def test_the_embedded_launcher_refuses_ranks(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"launch\.kind embedded can't start 2 training processes"):
+    with pytest.raises(ConfigError, match=r"trainer\.ranks: `embedded` is one process"):
         train(small_run(tmp_path / "r", trainer__ranks=2))

@@ -15,7 +15,7 @@ import torch
 from torch import distributed
 
 from pipelinerl.channel import ProtocolError, listen
-from pipelinerl.rendezvous import Rendezvous, join_store, prove_members, serve_store
+from pipelinerl.rendezvous import Rendezvous, gloo_group, join_store, prove_members, serve_store
 
 KEY, BOUND_S = "the key of the run", 10.0
 _distributed: Any = distributed
@@ -36,10 +36,7 @@ def in_a_group(*proofs: Proof) -> list[ProtocolError | None]:
     """Form a gloo group of as many members and have each do its proof. Returns what each raised."""
 
     def member(rank: int, rendezvous: Rendezvous) -> ProtocolError | None:
-        gloo = _distributed.ProcessGroupGloo
-        options = gloo._Options()
-        options._devices, options._timeout = [gloo.create_device(hostname="127.0.0.1")], timedelta(seconds=BOUND_S)
-        group = gloo(rendezvous.store, rank, len(proofs), options)
+        group = gloo_group(rendezvous.store, rank, len(proofs), host="127.0.0.1", bound=timedelta(seconds=BOUND_S))
         try:
             proofs[rank](group, rank)
         except ProtocolError as error:

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from pipelinerl.channel import POLL_S, ProtocolError
 from pipelinerl.config.schema import TrainerConfig
 from pipelinerl.errors import RankLostError, UserError
-from pipelinerl.rendezvous import Rendezvous, join_store, prove_members, serve_store
+from pipelinerl.rendezvous import Rendezvous, gloo_group, join_store, prove_members, serve_store
 from pipelinerl.types import Segment, TrainingSample
 
 _ANY_TIME = timedelta(days=1000)
@@ -156,13 +156,10 @@ def _form(
 
 
 def _register_gloo(host: str) -> None:
-    """Have the backend `_GLOO` listen at the address `host`. PyTorch's own listens at the address of the machine's name."""
-    gloo = _distributed.ProcessGroupGloo
+    """Have the backend `_GLOO` listen at the address `host`."""
 
     def make(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-        options = gloo._Options()
-        options._devices, options._timeout = [gloo.create_device(hostname=host)], timeout
-        return gloo(store, rank, size, options)
+        return gloo_group(store, rank, size, host=host, bound=timeout)
 
     distributed.Backend.register_backend(_GLOO, make, devices=["cpu", "cuda"])
 

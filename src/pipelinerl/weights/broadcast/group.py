@@ -19,7 +19,7 @@ from torch import Tensor, distributed
 
 from pipelinerl.channel import ProtocolError
 from pipelinerl.errors import BroadcastEndedError, WeightUpdateError
-from pipelinerl.rendezvous import Rendezvous, prove_members
+from pipelinerl.rendezvous import Rendezvous, gloo_group, prove_members
 from pipelinerl.weights.layout import Layout
 
 PROTOCOL = "pipelinerl-weights-9"
@@ -98,13 +98,8 @@ class BroadcastGroup:
         try:
             rendezvous.store.set_timeout(bound)
             if form.backend == "gloo":
-                gloo = _distributed.ProcessGroupGloo
-                # The public constructor takes no address: it listens at the address of the machine's name.
-                options = gloo._Options()
-                options._devices = [gloo.create_device(hostname=rendezvous.host)]
-                options._timeout = bound
-                options._threads = 1  # one broadcast at a time, in order
-                self._group = gloo(rendezvous.store, rank, form.size, options)
+                ends: Any = {"host": rendezvous.host, "bound": bound, "threads": 1}  # one broadcast at a time, in order
+                self._group = gloo_group(rendezvous.store, rank, form.size, **ends)
                 prove_members(self._group, key, rank=rank, size=form.size, bound_s=form.bound_s)
             else:
                 torch.cuda.set_device(device if device.index is not None else torch.cuda.current_device())  # of this thread

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
@@ -35,7 +34,6 @@ from pipelinerl.weights.delta import apply
 from pipelinerl.weights.receiving import Receiver, require_intact
 
 _LONGEST_ERROR = 500
-_POLL_S = 0.01
 _ENDING_S = 5.0
 _ANY_TIME = timedelta(days=1000)
 _CPU = torch.device("cpu")
@@ -76,12 +74,10 @@ class BroadcastReceiver:
 
     def wait_joined(self, timeout_s: float) -> None:
         """Wait until the group is formed. Raises WeightUpdateError if that fails or takes longer than `timeout_s`."""
-        deadline_s = time.monotonic() + timeout_s
-        while not self._joined.wait(_POLL_S):
-            if self.problem is not None:
-                raise self.problem
-            if time.monotonic() > deadline_s:
-                raise self._no_group(timeout_s)
+        if not self._joined.wait(timeout_s):
+            raise self._no_group(timeout_s)
+        if self.problem is not None:
+            raise self.problem
 
     def newest(self) -> WeightUpdate | None:
         """The update that was staged last, with views of the receive buffer; None while another one is received.
@@ -121,6 +117,7 @@ class BroadcastReceiver:
             self._fail(WeightUpdateError(f"{type(error).__name__}: {error}"))
             raise
         finally:
+            self._joined.set()  # or never
             self._closed.wait()  # PyTorch can't destroy a group safely during interpreter shutdown
             if group is not None:
                 group.end()
