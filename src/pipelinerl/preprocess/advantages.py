@@ -25,32 +25,16 @@ def advantages(
 
     Raises ValueError for a reward that is not finite or beyond `MAX_REWARD`.
     """
-    exact = _exact(rewards)
-    result = [float(value) for value in (_minus_mean(exact) if baseline == "group_mean" else _minus_mean_of_others(exact))]
-    if not normalize_std:
-        return result
-    deviations = [float(value) for value in _minus_mean(exact)]
-    scale = STD_EPSILON + (math.hypot(*deviations) / math.sqrt(len(deviations)) if deviations else 0.0)
-    return [value / scale for value in result]
-
-
-def _exact(rewards: Sequence[float]) -> list[Fraction]:
     for reward in rewards:
         if not abs(reward) <= MAX_REWARD:  # true for NaN too
             raise ValueError(f"reward {reward} is not a finite number between -{MAX_REWARD:g} and {MAX_REWARD:g}")
-    return [Fraction(reward) for reward in rewards]
-
-
-def _minus_mean(rewards: Sequence[Fraction]) -> list[Fraction]:
-    if not rewards:
-        return []
-    mean = sum(rewards) / Fraction(len(rewards))
-    return [reward - mean for reward in rewards]
-
-
-def _minus_mean_of_others(rewards: Sequence[Fraction]) -> list[Fraction]:
-    """R_i - (sum - R_i) / (K - 1) = K / (K - 1) * (R_i - mean)."""
-    size = len(rewards)
-    if size == 1:
-        return [Fraction(0)]
-    return [value * size / (size - 1) for value in _minus_mean(rewards)]
+    exact, size = [Fraction(reward) for reward in rewards], len(rewards)
+    mean = sum(exact, Fraction()) / max(1, size)
+    deviations = [reward - mean for reward in exact]
+    # R_i - (sum - R_i) / (K - 1) = K / (K - 1) * (R_i - mean)
+    factor = Fraction(size, size - 1) if baseline == "leave_one_out" and size > 1 else 1
+    result = [float(deviation * factor) for deviation in deviations]
+    if not normalize_std:
+        return result
+    scale = STD_EPSILON + math.hypot(*map(float, deviations)) / math.sqrt(max(1, size))
+    return [value / scale for value in result]
