@@ -109,7 +109,7 @@ def test_the_pages_of_the_site_are_written(monkeypatch: pytest.MonkeyPatch, tmp_
     assert {page_name(page) for page in pages()} | {"run_file.md", "commands.md", "python_reference.md"} == written
     assert "trainer.learning_rate" in (tmp_path / "run_file.md").read_text()
     overview, _, help_of_each = (tmp_path / "commands.md").read_text().partition("## ")
-    assert all(f"\n  {name} " in overview for name in COMMANDS.by_name if " " not in name)
+    assert all(f"\n  {name} " in overview for name in COMMANDS.parsers if " " not in name)
     assert "--dry-run" in help_of_each
     assert "::: pipelinerl.train" in (tmp_path / "python_reference.md").read_text()
     assert (tmp_path / "files/examples/agent.py.md").read_text().startswith("# `examples/agent.py`\n\n````python\n")
@@ -135,7 +135,7 @@ def test_commands_are_accepted(name: str) -> None:
             for words in simple_commands(line):
                 check_command(words)
     for inline in re.findall(r"`pipelinerl ([a-z][\w-]*)[^`]*`", (ROOT / name).read_text(encoding="utf-8")):
-        assert inline in COMMANDS.by_name, f"pipelinerl {inline}"
+        assert inline in COMMANDS.parsers, f"pipelinerl {inline}"
 
 
 def simple_commands(line: str) -> Iterator[list[str]]:
@@ -175,7 +175,7 @@ def check_command(words: list[str]) -> None:
 
 def check_pipelinerl(arguments: list[str]) -> None:
     if "--help" in arguments:
-        assert arguments[0] in {*COMMANDS.by_name, "--help"}
+        assert arguments[0] in {*COMMANDS.parsers, "--help"}
         return
     if arguments == ["--version"]:
         return

@@ -22,8 +22,7 @@ from pipelinerl.config.schema import ModelConfig
 from pipelinerl.config.secrets import REMOVED
 from pipelinerl.errors import RunDirectoryError, UserError
 from pipelinerl.experiments.replay.export import export_run
-from pipelinerl.experiments.replay.replay import replay
-from pipelinerl.experiments.replay.results import ReplayResult
+from pipelinerl.experiments.replay.replay import ReplayResult, replay
 from pipelinerl.models.folder import resolve_path
 from tests.integration.runs import (
     in_training,
@@ -83,12 +82,6 @@ def test_a_resumed_run_is_repeated_with_the_batches_that_the_guard_rejected(pipe
     assert result.generation.drawn == result.generation.tokens
 
 
-@pytest.mark.exhaustive
-def test_a_run_in_processes_is_repeated(tmp_path: Path) -> None:
-    run_processes(tmp_path / "r", trainer__steps=6, engine__slots=32)
-    assert_repeated(tmp_path / "r", 7)
-
-
 DELTAS = {"weights__kind": "collective", "weights__encoding": "delta"}
 
 
@@ -97,12 +90,13 @@ DELTAS = {"weights__kind": "collective", "weights__encoding": "delta"}
     [
         (run, {"schedule__kind": "conventional", "schedule__steps_per_round": 3, "trainer__steps": 5}, 3),
         (run, {"schedule__kind": "async", "schedule__steps_per_round": 2}, 3),
+        pytest.param(run_processes, {"engine__slots": 32}, 5, marks=pytest.mark.exhaustive),
         pytest.param(run_processes, DELTAS, 5, marks=pytest.mark.exhaustive),
         pytest.param(run_processes, {"launch__preprocessor": "process", **KL}, 5, marks=pytest.mark.exhaustive),
         pytest.param(run_processes, {"trainer__ranks": 2, **KL}, 5, marks=pytest.mark.exhaustive),
         pytest.param(run_processes, {"engine__kind": "http", "engine__servers": 2}, 5, marks=pytest.mark.exhaustive),
     ],
-    ids=["conventional, in the middle of a round", "async", "deltas", "preprocessor apart", "ranks", "servers"],
+    ids=["conventional, in the middle of a round", "async", "processes", "deltas", "preprocessor apart", "ranks", "servers"],
 )
 def test_every_kind_of_run_is_repeated(start: Any, settings: dict[str, Any], versions: int, tmp_path: Path) -> None:
     start(tmp_path / "r", **{"trainer__steps": 4, **settings})

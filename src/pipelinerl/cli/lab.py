@@ -187,8 +187,7 @@ def _experiment_folder(options: argparse.Namespace, kind: str) -> Path:
 def run_replay(options: argparse.Namespace, settings: Sequence[str]) -> int:
     """Raises ReplayDifferenceError, after printing the results, if the run was not repeated."""
     config_of_run(options.run_dir)
-    from pipelinerl.experiments.replay.replay import replay  # noqa: PLC0415 (loads torch)
-    from pipelinerl.experiments.replay.results import difference_text, result_text  # noqa: PLC0415
+    from pipelinerl.experiments.replay.replay import difference_text, replay, result_text  # noqa: PLC0415 (loads torch)
     from pipelinerl.process import counted_interrupts  # noqa: PLC0415 - as above
 
     with counted_interrupts(raises_at=2) as interrupts:

@@ -34,6 +34,7 @@ KV = Literal["keep", "recompute"]
 Tensors = Callable[[int], Mapping[str, Tensor]]
 """Function from a version to its weights by name."""
 
+CACHED_BYTES = 2 << 30
 LONGEST_PIECE = 256
 FED_TOKENS = 8192
 DISTRIBUTIONS = 1 << 23
@@ -42,7 +43,7 @@ A piece of one sequence, of up to `LONGEST_PIECE` sampled tokens, is never split
 
 
 class SavedWeights:
-    """Weights of a run by version, loaded on demand. The latest are cached, up to `cached_bytes` (at least two).
+    """Weights of a run by version, loaded on demand. The latest are cached, up to `CACHED_BYTES` (at least two).
 
     Version 0 is the model that the run started from; the others are its checkpoints and saved weights, and those that `save`
     wrote to `folder`. `published` has the checksums of the run's weights, by version.
@@ -55,9 +56,8 @@ class SavedWeights:
         *,
         published: Mapping[int, str] | None = None,
         folder: Path = Path(),
-        cached_bytes: int = 2 << 30,
     ) -> None:
-        self._model, self._folder, self._cached_bytes = model, folder, cached_bytes
+        self._model, self._folder = model, folder
         self._published = published or {}
         self._kept = saved_versions(run_dir)
         self._aliases: dict[int, dict[str, str]] = {}
@@ -91,7 +91,7 @@ class SavedWeights:
         if version not in self._loaded:
             self._loaded[version] = self._load(version)
             size = sum(tensor.numel() * tensor.element_size() for tensor in self._loaded[version].values())
-            while len(self._loaded) > max(2, self._cached_bytes // size):
+            while len(self._loaded) > max(2, CACHED_BYTES // size):
                 self._loaded.popitem(last=False)
         self._loaded.move_to_end(version)
         return self._loaded[version]

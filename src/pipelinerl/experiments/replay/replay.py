@@ -6,12 +6,14 @@ counterfactual    other settings of the loss, the correction, the advantages or 
 
 from __future__ import annotations
 
+import math
 import random
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import msgspec
@@ -21,15 +23,15 @@ from pipelinerl.config.load import config_to_yaml, with_flags
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import CheckpointError, ModelLoadError, ReplayDifferenceError, RunDirectoryError, UserError
 from pipelinerl.experiments.recompute import SavedWeights
-from pipelinerl.experiments.replay.generation import TOLERANCE, repeat_groups, versions_of
+from pipelinerl.experiments.replay.generation import TOLERANCE, GenerationResult, repeat_groups, versions_of
 from pipelinerl.experiments.replay.records import RecordedRun
-from pipelinerl.experiments.replay.results import ReplayResult
-from pipelinerl.experiments.replay.training import TrainingReplay
+from pipelinerl.experiments.replay.training import COLUMNS, NAMED, StepComparison, TrainingReplay
 from pipelinerl.launch.stages.training import this_computer
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.reading import read_records
 from pipelinerl.metrics.summary import summarize
-from pipelinerl.report import count, write_file, write_json, writing_to
+from pipelinerl.report import count, number, write_file, write_json, writing_to
+from pipelinerl.report.sections import in_terminal, table
 from pipelinerl.report.series import read_summary
 from pipelinerl.run_directory import RunDirectory
 from pipelinerl.types import Group
@@ -49,6 +51,36 @@ _OF_RECORDS = (  # numbers of the summary
     *("samples_trained", "tokens_trained", "reward_first", "reward_last", "metrics_first", "metrics_last", "ess_mean"),
     *("ess_min", "lag_mean", "lag_max", "trained_length_mean", "eval_reward_before", "eval_reward_after", "eval_online"),
 )
+
+ROWS = 10
+"""Steps that the table of a counterfactual shows."""
+
+
+class ReplayResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The results, as written to `replay.json`.
+
+    exact          the run was repeated as it was; otherwise `settings` are those that were changed
+    compared       numbers of steps, and of published versions whose checksum the run recorded and the replay has, too
+    kept           number of checkpoints and copies of weights that have the recorded checksum of their version
+    unrecorded     published versions whose checksum the run did not record: it was ending when it published them
+    differences    empty if everything was repeated; the first one is the first in the run
+    warnings       what is other here than where the run trained
+    metrics        counterfactuals: the metrics of every step
+    """
+
+    run: str
+    exact: bool
+    settings: dict[str, Any] = {}
+    steps: int
+    compared: int = 0
+    kept: int = 0
+    unrecorded: tuple[int, ...] = ()
+    time_s: float = 0.0
+    differences: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    metrics: tuple[StepComparison, ...] = ()
+    generation: GenerationResult | None = None
+    tolerance: float | None = None
 
 
 def replay(
@@ -230,3 +262,56 @@ def _groups_to_verify(run: RecordedRun, weights: SavedWeights, config: RunConfig
 def _generation(config: RunConfig) -> tuple[object, ...]:
     """The settings that completions depend on, besides weights."""
     return config.seed, config.model, config.engine.kv_on_update, config.actor.temperature
+
+
+# ---- what the command prints
+
+
+def result_text(result: ReplayResult) -> str:
+    """Everything but differences."""
+    parts = []
+    if not result.exact:
+        parts.append(_metrics_table(result))
+    elif result.steps and not result.differences:
+        parts.append(
+            f"{count(result.steps, 'step')} of {result.run} repeated in {result.time_s:.0f} s: {result.compared} published "
+            f"versions, and {count(result.kept, 'folder')} of kept weights, have the checksums of the run\n"
+        )
+    if result.unrecorded:
+        parts.append(f"not compared, because the run recorded no checksum: {', '.join(map(str, result.unrecorded))}\n")
+    if (made := result.generation) is not None and result.tolerance is not None and not result.differences:
+        drawn = f"; its random numbers draw {made.drawn} of these tokens again" if made.drawn is not None else ""
+        largest = max((gap.difference for gap in made.gaps), default=0.0)
+        parts.append(
+            f"{count(made.groups, 'group')} repeated with {count(made.completions, 'completion')}, "
+            f"{count(made.tokens, 'token')} and {count(made.switches, 'weight update')} within completions: log-probs "
+            f"differ by at most {largest:.2g} (tolerance {result.tolerance:g}){drawn}\n"
+        )
+    return "".join(parts)
+
+
+def difference_text(result: ReplayResult) -> str:
+    """One line that names the first differences."""
+    shown = "; ".join(result.differences[:NAMED])
+    more = len(result.differences) - NAMED
+    return f"{result.run} is not repeated: {shown}{f'; and {more} more' if more > 0 else ''}"
+
+
+def _metrics_table(result: ReplayResult) -> str:
+    """Some of the steps, and the means of all."""
+    changes = ", ".join(f"{key} {value}" for key, value in result.settings.items()) or "the run's own settings"
+
+    def cells(step: str, some: Sequence[StepComparison]) -> dict[str, str]:
+        """The means over some steps."""
+        row = {"step": step}
+        for column, name in COLUMNS.items():
+            known = [
+                [value for one in some if (value := getattr(one, side)[name]) is not None] for side in ("run", "replay")
+            ]
+            row[column] = " → ".join(number(fmean(values) if values else None, ".3g") for values in known)
+        return row
+
+    every = max(1, math.ceil(len(result.metrics) / ROWS))
+    rows = [cells(str(one.version), [one]) for one in result.metrics[every - 1 :: every]]
+    rows.append(cells("mean", result.metrics))
+    return in_terminal(table(f"{result.run} with {changes}: run → replay", rows))

@@ -36,7 +36,6 @@ from pipelinerl.errors import (
 )
 from pipelinerl.experiments.recompute import SavedWeights
 from pipelinerl.experiments.replay.records import Batch, RecordedRun, SessionSegment, recorded_samples
-from pipelinerl.experiments.replay.results import METRICS, StepComparison, changed_text
 from pipelinerl.files import JsonLines
 from pipelinerl.interfaces import Board, Schedule, Verdict
 from pipelinerl.launch.hosts.embedded import torch_threads
@@ -64,6 +63,20 @@ OF_THE_COURSE = {
     *("actor_dropped_tokens", "sampled_length_mean", "started_length_mean", "reward_read_mean"),
 }
 """The metrics of a step that do not follow from its batch. All others must be the run's to the bit."""
+
+COLUMNS = {"gradient norm": "grad_norm", "ESS": "ess", "clipped": "masked_fraction", "truncated": "truncated_fraction"}
+"""Column of the table -> metric of a step. `clipped` includes tokens that the correction masks."""
+METRICS = (*COLUMNS.values(), "kl_behaviour_policy", "loss", "learning_rate")
+NAMED = 3
+"""Number of differences, and of rollouts in one, that a message names."""
+
+
+class StepComparison(msgspec.Struct, frozen=True, kw_only=True):
+    """Metrics of the step to `version` in the run and in the replay."""
+
+    version: int
+    run: dict[str, float | None]
+    replay: dict[str, float | None]
 
 
 @dataclass(kw_only=True)
@@ -118,7 +131,11 @@ class TrainingReplay:
             if not self.exact:
                 raise
             found = [f"training ended, which the run's did not: {error}"]
-        return [*found, *(changed_text(rollouts, version, what) for (version, what), rollouts in self._changed.items())]
+        for (version, what), rollouts in self._changed.items():
+            more = f" and {len(rollouts) - NAMED} more" if len(rollouts) > NAMED else ""
+            names = ", ".join(rollouts[:NAMED]) + more
+            found.append(f"the batch of step {version} has other {what} than were trained on, in {names}")
+        return found
 
     def _replay(self, segment: SessionSegment, checkpoint: Path | None, *, save: bool) -> Path | None:
         """Repeat one session, from a checkpoint of the one before. Returns its last checkpoint if it is to `save` one."""
