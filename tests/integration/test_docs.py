@@ -28,7 +28,6 @@ from pipelinerl.config.load import config_from_yaml, load_config, with_flags
 from pipelinerl.environments.registry import BUILT_IN, find_class
 from pipelinerl.experiments.sweep import make_grid
 from tests.chaos.__main__ import add_to
-from tests.contract.__main__ import make_parser
 from tests.integration.runs import command, flags
 
 DOCS = ROOT / "docs"
@@ -202,8 +201,6 @@ def check_python(arguments: list[str]) -> None:
             parser = Commands()
             add_to(parser)
             parser.root.parse_args(parser.split(["chaos", *rest])[0])
-        case ["-m", "tests.contract", *rest]:
-            make_parser().parse_args(rest)
         case ["-m", "venv" | "pydoc", *_]:
             pass
         case ["-c", code]:

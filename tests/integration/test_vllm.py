@@ -34,8 +34,8 @@ from pipelinerl.types import Completion, GenerationRequest, SamplingParams, vers
 from pipelinerl.weights.broadcast.sender import CollectiveWeightSender
 from pipelinerl.weights.receiving import Receiver
 from tests.chaos.invariants import check
-from tests.contract.__main__ import main as check_contract
 from tests.integration.runs import alive, assert_gone_on, process_ids, wait
+from tests.integration.test_remote import contract_of
 from tests.integration.test_restart import GOAL, going, kill
 from tests.unit.weights.relay import Relay
 
@@ -112,10 +112,10 @@ def test_all_weights_change_in_flight_at_the_token_that_it_says(vllm: VllmProces
     assert all(0 < pause_s < 60 for pause_s in found["pauses_s"])
 
 
-def test_it_keeps_the_contract(vllm: VllmProcess, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_keeps_the_contract(vllm: VllmProcess) -> None:
     """Exact tokens, stop tokens, cancellation, clients that leave, and refused requests."""
-    status = check_contract([vllm.url, "--kind", "vllm"])
-    assert status == 0, capsys.readouterr().out
+    done = contract_of(vllm.url, KIND="vllm")
+    assert done.returncode == 0, done.stdout
 
 
 def test_only_the_stop_tokens_that_a_request_names_end_it(vllm: VllmProcess) -> None:

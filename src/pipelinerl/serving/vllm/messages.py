@@ -243,16 +243,8 @@ class ModelSection(msgspec.Struct, frozen=True):
     logprobs_mode: str
 
 
-class CacheSection(msgspec.Struct, frozen=True):
-    enable_prefix_caching: bool | None = None
-
-
 class SchedulerSection(msgspec.Struct, frozen=True):
     max_num_seqs: int
-
-
-class WeightTransferSection(msgspec.Struct, frozen=True):
-    backend: str
 
 
 class VllmConfig(msgspec.Struct, frozen=True):
@@ -260,18 +252,18 @@ class VllmConfig(msgspec.Struct, frozen=True):
 
     instance_id: str
     model_config: ModelSection
-    cache_config: CacheSection
+    cache_config: dict[str, Any]
     scheduler_config: SchedulerSection
-    weight_transfer_config: WeightTransferSection | None = None
+    weight_transfer_config: dict[str, Any] | None = None
 
     def problems(self) -> list[str]:
         """Settings that must be changed before the server can be used, each with the flag for it."""
-        transfer, found = self.weight_transfer_config, []
+        found = []
         if self.model_config.logprobs_mode != "processed_logprobs":
             found.append("its log-probs are not of the sampled distribution (--logprobs-mode processed_logprobs)")
-        if self.cache_config.enable_prefix_caching:
+        if self.cache_config.get("enable_prefix_caching"):
             found.append("it would reuse KV entries of older weights for prompts (--no-enable-prefix-caching)")
-        if transfer is None or transfer.backend != BACKEND:
+        if (self.weight_transfer_config or {}).get("backend") != BACKEND:
             found.append(f'it uses another weight transfer (--weight-transfer-config \'{{"backend":"{BACKEND}"}}\')')
         return found
 

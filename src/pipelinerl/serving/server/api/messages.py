@@ -87,28 +87,17 @@ def _messages(asked: MessagesBody) -> list[Json]:
 
 
 def _question(message: _Turn, where: str) -> Iterable[Json]:
-    """The results of tools in a message are messages of their own."""
-    if isinstance(message.content, str):
-        yield {"role": message.role, "content": message.content}
-        return
-    text: Json = {}
-    for block in message.content:
-        if block.get("type") != "tool_result":
-            said = only_text(where, [block], ("text",))
-            if text:
-                text["content"] += said
-            else:
-                text = {"role": message.role, "content": said}
-            continue
-        if text:
-            yield text
-            text = {}
-        result = converted(where, block, _ToolResult)
-        content = only_text(where, result.content or "", ("text",))
-        shown = f"Error: {content}" if result.is_error else content  # as `use_tools` shows errors to the model
-        yield {"role": "tool", "tool_call_id": result.tool_use_id, "content": shown}
-    if text:
-        yield text
+    """The results of tools in a message are messages of their own, before its text."""
+    blocks = [{"type": "text", "text": message.content}] if isinstance(message.content, str) else message.content
+    texts = [block for block in blocks if block.get("type") != "tool_result"]
+    for block in blocks:
+        if block.get("type") == "tool_result":
+            result = converted(where, block, _ToolResult)
+            content = only_text(where, result.content or "", ("text",))
+            shown = f"Error: {content}" if result.is_error else content  # as `use_tools` shows errors to the model
+            yield {"role": "tool", "tool_call_id": result.tool_use_id, "content": shown}
+    if texts:
+        yield {"role": message.role, "content": only_text(where, texts, ("text",))}
 
 
 def _answer(content: str | list[dict[str, Any]], where: str) -> Json:
