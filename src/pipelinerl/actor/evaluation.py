@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, Protocol
+from dataclasses import replace
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -19,11 +19,9 @@ from pipelinerl.actor.client import derive_seed
 from pipelinerl.actor.failures import Failure
 from pipelinerl.actor.rollouts import RolloutContext, advance, attempt
 from pipelinerl.config.schema import EvaluationConfig
-from pipelinerl.errors import EnvironmentSetupError, RunDirectoryError
-from pipelinerl.files import remedy
+from pipelinerl.errors import EnvironmentSetupError
 from pipelinerl.interfaces import Environment, Tokenizer
-from pipelinerl.metrics.evaluations import EvaluatedProblem, When
-from pipelinerl.metrics.statistics import REWARD
+from pipelinerl.metrics.evaluations import EvaluatedProblem, EvaluationRecord, When
 from pipelinerl.types import Problem, Rollout, spans_from_versions, versions_from_spans
 
 logger = logging.getLogger(__name__)
@@ -35,56 +33,6 @@ class Question(NamedTuple):
     environment: Environment
     problem: Problem
     of: str = ""
-
-
-class RecordSink(Protocol):
-    """Writes readable records, one per line (`files.JsonLines`)."""
-
-    def write(self, record: Any) -> None: ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class Evaluation:
-    """One evaluation, with the answers in the order of the problems.
-
-    `name` is `before`, `after`, or for the online one that began with the weights of version 20 `v20`. `skipped` counts the
-    evaluations that were skipped since the previous one. `problems` are followed by those of further sets.
-    """
-
-    name: str
-    when: When
-    version: int
-    problems: tuple[EvaluatedProblem, ...]
-    skipped: int = 0
-
-    @property
-    def own(self) -> list[EvaluatedProblem]:
-        """The problems that belong to no further set."""
-        return [record for record in self.problems if not record.evaluation_set]
-
-    @property
-    def reward(self) -> float | None:
-        """The mean over the `own` problems, failed attempts as 0; None without problems."""
-        return sum(record.reward for record in self.own) / len(self.own) if self.own else None
-
-    @property
-    def failed(self) -> dict[str, int]:
-        """Number of failed attempts at the `own` problems, by reason."""
-        return dict(Counter(record.failure.partition(":")[0] for record in self.own if record.failure is not None))
-
-    @property
-    def rewards_of_sets(self) -> list[dict[str, float]]:
-        """The reward of each problem of a further set, as a metric `NAME/reward`; failed attempts as 0."""
-        return [{f"{one.evaluation_set}{REWARD}": one.reward} for one in self.problems if one.evaluation_set]
-
-    @property
-    def tokens_by_version(self) -> dict[int, int]:
-        """Number of sampled tokens by weight version."""
-        tokens: Counter[int] = Counter()
-        for problem in self.problems:
-            for span in problem.weight_versions:
-                tokens[span.version] += span.end - span.start
-        return dict(sorted(tokens.items()))
 
 
 class Evaluations:
@@ -107,12 +55,14 @@ class Evaluations:
         config: EvaluationConfig,
         *,
         sets: Mapping[str, Environment] | None = None,
-        on_done: Callable[[Evaluation], object] = lambda _: None,
+        on_done: Callable[[EvaluationRecord, Sequence[EvaluatedProblem]], object] = lambda *_: None,
+        elapsed_s: Callable[[], float] = lambda: 0.0,
         until: int = 0,
         reached: int = 0,
     ) -> None:
-        """`on_done` records an evaluation that has ended. Those due up to version `reached` have already taken place. `sets`
-        has the environments of further sets of problems, by name.
+        """`on_done` records an evaluation that has ended, at the time `elapsed_s`, with the answers in the order of the
+        problems; those of further `sets`, whose environments are given by name, come last. Evaluations that are due up to
+        version `reached` have already taken place.
 
         Raises EnvironmentSetupError if an environment fails to return its held-out problems.
         """
@@ -127,7 +77,7 @@ class Evaluations:
         self._context = replace(context, sampling=sampling)
         self._config = config
         self._online_slots = max(1, int(context.slots * config.share))
-        self._on_done = on_done
+        self._on_done, self._elapsed_s = on_done, elapsed_s
         self._until = until
         self._due = reached // config.every if config.every else 0
         self._current: tuple[When, int] | None = None  # and the version at which it began
@@ -206,10 +156,14 @@ class Evaluations:
 
         Returns whether any was started.
         """
+        if self._current is None:
+            return False
+        when, version = self._current
+        name = f"v{version}" if when == "online" else when
         context, before = self._context, self.running
         while self._waiting and self.running < slots:
             number = self._waiting.popleft()
-            client = context.rollout_client(f"evaluation-{self._name}.{number}", derive_seed("evaluation", number))
+            client = context.rollout_client(f"evaluation-{name}.{number}", derive_seed("evaluation", number))
             question = self._questions[number]
             attempted = attempt(question.environment, question.problem, client, context.limits)
             self._running[asyncio.create_task(attempted)] = number
@@ -227,23 +181,18 @@ class Evaluations:
         if len(self._answers) < len(self._questions):
             return False
         when, version = self._current
-        problems = tuple(self._answers[number] for number in range(len(self._questions)))
-        evaluation = Evaluation(name=self._name, when=when, version=version, problems=problems, skipped=self._skipped)
+        answers = [self._answers[number] for number in range(len(self._questions))]
+        record = EvaluationRecord.of(answers, when=when, version=version, time_s=self._elapsed_s(), skipped=self._skipped)
         self._current, self._answers = None, {}
         self._skipped = 0
-        self._ended += len(problems)
+        self._ended += len(answers)
         if when == "online":
             self.rewards.pop(self._latest_online, None)
-            self._latest_online = evaluation.name
-        if evaluation.reward is not None:
-            self.rewards[evaluation.name] = evaluation.reward
-        self._on_done(evaluation)
+            self._latest_online = record.name
+        if record.reward_mean is not None:
+            self.rewards[record.name] = record.reward_mean
+        self._on_done(record, answers)
         return True
-
-    @property
-    def _name(self) -> str:
-        when, version = self._current or ("", 0)
-        return f"v{version}" if when == "online" else when
 
     def _cancel(self) -> None:
         """Cancel the attempts of an evaluation that has not ended."""
@@ -256,16 +205,6 @@ class Evaluations:
     def _skip(self, why: str) -> None:
         self._skipped += 1
         logger.warning("%s", why)
-
-
-def write_record(records: RecordSink, record: object) -> None:
-    """Write one record. Raises RunDirectoryError if that fails (full disk)."""
-    try:
-        records.write(record)
-    except OSError as error:
-        raise RunDirectoryError(
-            f"can't write a record of a rollout: {error.strerror or error}; {remedy(error)} and resume"
-        ) from error
 
 
 def held_out_problems(environment: Environment, count: int) -> Sequence[Problem]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from statistics import fmean, stdev
 from typing import Literal
 
 import msgspec
 
-from pipelinerl.metrics.statistics import flat_numbers, mean_metrics, quantile
+from pipelinerl.metrics.statistics import REWARD, flat_numbers, mean_metrics, quantile
 from pipelinerl.types import FinishReason, VersionSpan
 
 When = Literal["before", "online", "after"]
@@ -47,43 +48,43 @@ class EvaluationRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(
-        cls,
-        rewards: Sequence[float],
-        completion_lengths: Sequence[int],
-        *,
-        when: When,
-        version: int,
-        time_s: float,
-        tokens_by_version: Mapping[int, int] | None = None,
-        failed: Mapping[str, int] | None = None,
-        skipped: int = 0,
-        metrics: Iterable[Mapping[str, float]] = (),
+        cls, problems: Sequence[EvaluatedProblem], *, when: When, version: int, time_s: float, skipped: int = 0
     ) -> EvaluationRecord:
-        """Statistics of one evaluation: one reward for each problem, one number of sampled tokens for each success.
+        """Statistics of one evaluation, over the problems that belong to no further set; those of a set have a metric.
 
         The standard error is s / sqrt(n) with the sample standard deviation s; None for fewer than two problems.
         """
-        count = len(rewards)
-        tokens = tokens_by_version or {}
-        averaged = mean_metrics(metrics)
+        own = [one for one in problems if not one.evaluation_set]
+        answered = [one for one in own if one.failure is None]
+        rewards, lengths = [one.reward for one in own], [one.length for one in answered]
+        tokens: Counter[int] = Counter()
+        for span in (span for one in problems for span in one.weight_versions):
+            tokens[span.version] += span.end - span.start
+        of_sets = [{f"{one.evaluation_set}{REWARD}": one.reward} for one in problems if one.evaluation_set]
+        averaged = mean_metrics([*(one.metrics for one in answered), *of_sets])
         return cls(
             when=when,
             version=version,
             time_s=time_s,
-            problems=count,
-            reward_mean=fmean(rewards) if count else None,
-            reward_standard_error=stdev(rewards) / math.sqrt(count) if count > 1 else None,
-            completion_length_mean=fmean(completion_lengths) if completion_lengths else None,
-            completion_length_p50=quantile(completion_lengths, 0.5),
-            completion_length_p99=quantile(completion_lengths, 0.99),
+            problems=len(own),
+            reward_mean=fmean(rewards) if rewards else None,
+            reward_standard_error=stdev(rewards) / math.sqrt(len(rewards)) if len(rewards) > 1 else None,
+            completion_length_mean=fmean(lengths) if lengths else None,
+            completion_length_p50=quantile(lengths, 0.5),
+            completion_length_p99=quantile(lengths, 0.99),
             version_min=min(tokens, default=None),
             version_max=max(tokens, default=None),
             version_mean=fmean(tokens, tokens.values()) if tokens else None,
-            failed=dict(failed or {}),
+            failed=dict(Counter(one.failure.partition(":")[0] for one in own if one.failure is not None)),
             skipped=skipped,
             metrics=averaged.means,
             metric_counts=averaged.counts,
         )
+
+    @property
+    def name(self) -> str:
+        """`before`, `after`, or for the online one that began with the weights of version 20 `v20`."""
+        return f"v{self.version}" if self.when == "online" else self.when
 
     @property
     def newest_version(self) -> int:

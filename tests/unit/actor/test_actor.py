@@ -563,7 +563,7 @@ class Harness:
         self.groups = GroupRunner(context, config)
         self.evaluated = []
         self.evaluations = Evaluations(
-            context, evaluation or EvaluationConfig(), on_done=self.evaluated.append, until=until, reached=reached
+            context, evaluation or EvaluationConfig(), on_done=self.ended, until=until, reached=reached
         )
         self.actor = Actor(
             groups=self.groups,
@@ -574,6 +574,9 @@ class Harness:
             clock=Clock(),
         )
         self.actor.idle_s = 0.0
+
+    def ended(self, record, answers):
+        self.evaluated.append((record, answers))
 
     @property
     def records(self):
@@ -899,7 +902,7 @@ def test_the_answer_to_a_held_out_problem_has_what_the_environment_added(second_
 
     harness = Harness(Task(two_turns), evaluation=EvaluationConfig(problems=1, temperature=0.0))
     asyncio.run(harness.actor.evaluate("before"))
-    ((record,),) = [result.problems for result in harness.evaluated]
+    ((_, (record,)),) = harness.evaluated
     assert (record.prompt, record.completion, record.length) == ("h0", completion, 12)
 
 
@@ -914,16 +917,15 @@ def test_evaluation_answers_every_held_out_problem_once():
         config = EvaluationConfig(problems=10, temperature=0.0)
         harness = Harness(Task(code), version=version, evaluation=config)
         asyncio.run(harness.actor.evaluate("before"))
-        (result,) = harness.evaluated
+        ((result, answers),) = harness.evaluated
         assert (result.name, result.when, result.version) == ("before", "before", version)
-        return harness, result
+        return harness, result, answers
 
-    harness, result = evaluated(version=3)
-    assert [record.problem_id for record in result.problems] == [f"h{n}" for n in range(6)]
-    assert [record.reward for record in result.problems] == [0, 1, 0, 1, 0, 1]
-    assert result.reward == 0.5
-    assert result.failed == {"raised": 1}
-    first, failed = result.problems[0], result.problems[4]
+    harness, result, answers = evaluated(version=3)
+    assert [record.problem_id for record in answers] == [f"h{n}" for n in range(6)]
+    assert [record.reward for record in answers] == [0, 1, 0, 1, 0, 1]
+    assert (result.reward_mean, result.failed) == (0.5, {"raised": 1})
+    first, failed = answers[0], answers[4]
     assert (first.prompt, first.completion, first.length) == ("h0", "hello\0", 6)
     assert first.weight_versions == (VersionSpan(3, 0, 6),)
     assert first.finish_reason == "stop"
@@ -932,7 +934,7 @@ def test_evaluation_answers_every_held_out_problem_once():
     assert max(harness.engine.batch_sizes) == 4
     assert harness.progress().evaluations == {"before": 0.5}
     assert harness.progress().rollouts_started == 0
-    other, _ = evaluated(version=8)
+    other, *_ = evaluated(version=8)
     assert [r.sampling.seed for r in other.engine.requests] == [r.sampling.seed for r in harness.engine.requests]
 
 

@@ -8,8 +8,8 @@ import logging
 import msgspec
 import pytest
 
-from pipelinerl.actor.evaluation import Evaluation
 from pipelinerl.config.schema import EvaluationConfig
+from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.types import VersionSpan
 from tests.unit.actor.test_actor import Harness, Task, single_turn
 
@@ -24,8 +24,8 @@ class Watched:
         self.most = 0
 
     @property
-    def done(self) -> list[Evaluation]:
-        return self.harness.evaluated
+    def done(self) -> list[EvaluationRecord]:
+        return [record for record, _ in self.harness.evaluated]
 
     def at(self, version: int) -> None:
         self.harness.engine.version = version
@@ -48,14 +48,13 @@ async def test_it_goes_on_between_rollouts_in_its_share_of_the_slots():
     watched.at(3)
     assert "evaluates since version 2" in watched.evaluations.status
     await watched.iterate(60)
-    (evaluation,) = watched.done
+    ((evaluation, answers),) = watched.harness.evaluated
     assert (evaluation.name, evaluation.when, evaluation.version) == ("v2", "online", 2)
-    assert (evaluation.reward, evaluation.failed, evaluation.skipped) == (1.0, {}, 0)
-    assert [problem.problem_id for problem in evaluation.problems] == [f"h{n}" for n in range(6)]
+    assert (evaluation.reward_mean, evaluation.failed, evaluation.skipped) == (1.0, {}, 0)
+    assert [problem.problem_id for problem in answers] == [f"h{n}" for n in range(6)]
     assert watched.most == 2
-    assert evaluation.tokens_by_version.keys() == {2, 3}
-    assert sum(evaluation.tokens_by_version.values()) == 36
-    spanning = [problem for problem in evaluation.problems if len(problem.weight_versions) == 2]
+    assert (evaluation.version_min, evaluation.version_max, evaluation.completion_length_mean) == (2, 3, 6)
+    spanning = [problem for problem in answers if len(problem.weight_versions) == 2]
     assert spanning, "weights are not held back by it"
     assert watched.harness.progress().evaluations == {"v2": 1.0}
     progress = watched.harness.progress()
@@ -109,10 +108,10 @@ async def test_one_that_fails_costs_its_problem_and_no_rollout():
     watched = Watched(Task(unlucky), groups=4)
     watched.at(2)
     await watched.iterate(60)
-    (evaluation,) = watched.done
+    ((evaluation, answers),) = watched.harness.evaluated
     assert evaluation.failed == {"raised": 1}
-    assert evaluation.reward == pytest.approx(5 / 6)
-    assert [problem.metrics for problem in evaluation.problems[:2]] == [{"even": 1.0}, {}]
+    assert evaluation.reward_mean == pytest.approx(5 / 6)
+    assert [problem.metrics for problem in answers[:2]] == [{"even": 1.0}, {}]
     assert watched.harness.progress().rollouts_dropped == {}
 
 
@@ -157,12 +156,10 @@ async def test_one_that_ends_with_training_is_not_given_up():
 
 
 async def test_tokens_are_counted_by_the_weights_that_sampled_them():
-    evaluation = Evaluation(name="v2", when="online", version=2, problems=())
-    assert (evaluation.reward, evaluation.tokens_by_version) == (None, {})
     watched = Watched(groups=0, share=1.0)
     for version in range(2, 30):
         watched.at(version)
         await watched.iterate(1)
-    first = watched.done[0]
-    assert first.problems[0].weight_versions == tuple(VersionSpan(2 + i, i, i + 1) for i in range(6))
-    assert first.tokens_by_version == dict.fromkeys(range(2, 8), 6)
+    first, answers = watched.harness.evaluated[0]
+    assert answers[0].weight_versions == tuple(VersionSpan(2 + i, i, i + 1) for i in range(6))
+    assert (first.version_min, first.version_max, first.version_mean) == (2, 7, 4.5)

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from pipelinerl.errors import RunDirectoryError
-from pipelinerl.metrics.evaluations import EvaluationRecord
+from pipelinerl.metrics.evaluations import EvaluatedProblem, EvaluationRecord
 from pipelinerl.metrics.reading import read_records
 from pipelinerl.metrics.records import EngineRecord, StepRecord
 from pipelinerl.metrics.sinks import JsonlSink
 from pipelinerl.metrics.statistics import mean_metrics
 from pipelinerl.status.screen import Rate
-from pipelinerl.types import EngineProgress
+from pipelinerl.types import EngineProgress, VersionSpan
 
 
 def step(version: int, **fields: object) -> StepRecord:
@@ -96,22 +97,24 @@ def test_metrics_are_averaged_over_those_rollouts_that_have_them() -> None:
     assert mean_metrics([]) == ({}, {})
 
 
+def answered(reward: float, length: int, **fields: Any) -> EvaluatedProblem:
+    return EvaluatedProblem(problem_id="p", reward=reward, length=length, **fields)
+
+
 def test_an_online_evaluation_says_which_weights_answered() -> None:
-    record = EvaluationRecord.of(
-        [1.0, 0.0],
-        [30],
-        when="online",
-        version=4,
-        time_s=9.0,
-        tokens_by_version={4: 10, 6: 30},
-        failed={"timeout": 1},
-        skipped=2,
-        metrics=[{"words/reward": 1.0}],
-    )
+    spans = (VersionSpan(version=4, start=0, end=10), VersionSpan(version=6, start=10, end=40))
+    problems = [
+        answered(1.0, 40, weight_versions=spans, metrics={"words": 1.0}),
+        answered(0.0, 0, failure="timeout: slow"),
+        answered(0.5, 0, evaluation_set="hard"),
+    ]
+    record = EvaluationRecord.of(problems, when="online", version=4, time_s=9.0, skipped=2)
+    assert (record.name, record.problems, record.reward_mean) == ("v4", 2, 0.5)
+    assert (record.completion_length_mean, record.metrics) == (40, {"hard/reward": 0.5, "words": 1.0})
     assert (record.version, record.version_min, record.version_max, record.version_mean) == (4, 4, 6, 5.5)
-    assert (record.failed, record.skipped, record.metric_counts) == ({"timeout": 1}, 2, {"words/reward": 1})
+    assert (record.failed, record.skipped, record.metric_counts) == ({"timeout": 1}, 2, {"hard/reward": 1, "words": 1})
     numbers = record.numbers()
-    assert (numbers["evaluation/metrics/words/reward"], numbers["evaluation/failed/timeout"]) == (1.0, 1)
+    assert (numbers["evaluation/metrics/words"], numbers["evaluation/failed/timeout"]) == (1.0, 1)
     assert not any("version" in name for name in numbers), "that is the axis"
 
 
@@ -133,7 +136,8 @@ def test_numbers_are_flat_and_finite() -> None:
 
 
 def test_evaluation_statistics_by_hand() -> None:
-    record = EvaluationRecord.of([1.0, 0.0, 0.0, 1.0], [10, 20, 30, 100], when="after", version=7, time_s=60.0)
+    problems = [answered(*one) for one in ((1.0, 10), (0.0, 20), (0.0, 30), (1.0, 100))]
+    record = EvaluationRecord.of(problems, when="after", version=7, time_s=60.0)
     assert record.reward_mean == 0.5
     assert record.reward_standard_error == pytest.approx(math.sqrt(1 / 3) / 2)
     assert record.completion_length_mean == 40

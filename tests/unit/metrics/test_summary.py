@@ -96,7 +96,9 @@ def steps(count: int) -> list[StepRecord]:
 
 
 def evaluation(when: Any, version: int, reward: float) -> EvaluationRecord:
-    return EvaluationRecord.of([reward, reward + 0.1], [10, 30], when=when, version=version, time_s=0.0)
+    outcomes = ((reward, 10), (reward + 0.1, 30))
+    problems = [EvaluatedProblem(problem_id="p", reward=one, length=length) for one, length in outcomes]
+    return EvaluationRecord.of(problems, when=when, version=version, time_s=0.0)
 
 
 def whole_run(**changes: Any) -> dict[str, Any]:

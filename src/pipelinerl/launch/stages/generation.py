@@ -13,7 +13,7 @@ import asyncio
 import gc
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, closing, nullcontext
 from math import inf
 from typing import Any, TypeVar
@@ -22,18 +22,18 @@ import torch
 
 from pipelinerl.actor.actor import Actor
 from pipelinerl.actor.client import EngineClient
-from pipelinerl.actor.evaluation import Evaluation, Evaluations, held_out_problems, write_record
+from pipelinerl.actor.evaluation import Evaluations, held_out_problems
 from pipelinerl.actor.groups import GroupRunner
 from pipelinerl.actor.rollouts import RolloutContext
 from pipelinerl.config.schema import EvaluationConfig
 from pipelinerl.environments.registry import make_environment, notes_of
-from pipelinerl.errors import StalledError
-from pipelinerl.files import JsonLines, OpenLines
+from pipelinerl.errors import RunDirectoryError, StalledError
+from pipelinerl.files import JsonLines, OpenLines, remedy
 from pipelinerl.hub.client import Claims, HubClient
 from pipelinerl.interfaces import Admission, AsyncEngine, Board, Environment, Tokenizer, WeightReceiver
 from pipelinerl.launch.session import Session
 from pipelinerl.launch.stages.engines import EngineHandle, load_local_engine
-from pipelinerl.metrics.evaluations import EvaluationRecord
+from pipelinerl.metrics.evaluations import EvaluatedProblem, EvaluationRecord
 from pipelinerl.metrics.sinks import JsonlSink
 from pipelinerl.metrics.timeline import TimelineWriter
 from pipelinerl.models.contract import read_contract
@@ -179,6 +179,7 @@ class Generation:
             self._evaluation,
             sets=self._sets,
             on_done=self._record,
+            elapsed_s=lambda: time.monotonic() - session.records_from_s,
             until=config.trainer.steps,
             reached=session.plan.evaluated,
         )
@@ -197,24 +198,16 @@ class Generation:
         """What the trainer published last."""
         return trainer_progress(self._board.read(TRAINER)) or TrainerProgress()
 
-    def _record(self, evaluation: Evaluation) -> None:
-        """Write the answers of an evaluation, and append its record."""
+    def _record(self, record: EvaluationRecord, answers: Sequence[EvaluatedProblem]) -> None:
+        """Write the answers of an evaluation, and append its record. Raises RunDirectoryError."""
         run = self.session.run
-        with self._lines(run.evaluation(evaluation.name), empty=True) as answers:  # it may be left from before a resume
-            for problem in evaluation.problems:
-                write_record(answers, problem)
-        answered = [problem for problem in evaluation.own if problem.failure is None]
-        record = EvaluationRecord.of(
-            [problem.reward for problem in evaluation.own],
-            [problem.length for problem in answered],
-            when=evaluation.when,
-            version=evaluation.version,
-            time_s=time.monotonic() - self.session.records_from_s,
-            tokens_by_version=evaluation.tokens_by_version,
-            failed=evaluation.failed,
-            skipped=evaluation.skipped,
-            metrics=[*(problem.metrics for problem in answered), *evaluation.rewards_of_sets],
-        )
+        try:
+            with self._lines(run.evaluation(record.name), empty=True) as file:  # it may be left from before a resume
+                for answer in answers:
+                    file.write(answer)
+        except OSError as error:
+            why = f"{error.strerror or error}; {remedy(error)} and resume"
+            raise RunDirectoryError(f"can't write the answers of an evaluation: {why}") from error
         with closing(JsonlSink(run.root, self._lines)) as sink:
             sink.write(record)
 
