@@ -690,16 +690,6 @@ def test_a_ring_stream_counts_what_it_drops():
     assert harness.state.outstanding == 4
 
 
-async def test_it_stops_starting_when_the_goal_is_reached():
-    harness = Harness()
-    await harness.iterate(3)
-    harness.train(goal_reached=True)
-    await harness.iterate(20)
-    assert harness.progress().groups_started == 2
-    assert len(harness.read()) == 2
-    assert "reached its goal" in harness.board.read("actor").detail
-
-
 def some_fail(which):
     async def code(problem, client):
         rollout = await single_turn(problem, client)
@@ -936,22 +926,6 @@ def test_evaluation_answers_every_held_out_problem_once():
     assert harness.progress().rollouts_started == 0
     other, *_ = evaluated(version=8)
     assert [r.sampling.seed for r in other.engine.requests] == [r.sampling.seed for r in harness.engine.requests]
-
-
-def test_max_lag_bounds_what_is_outstanding_and_the_trainers_counts_free_it():
-    harness = Harness(k=2, slots=64, schedule=PipelineSchedule(batch_size=4, max_lag=1))
-    run(harness, 30)
-    assert sum(len(group.rollouts) for group in harness.read()) == 8  # 2 steps of 4: the last one would have lag 1
-    assert "max_lag 1" in harness.board.read("actor").detail
-    harness.train(version=1, trained=2, dropped={"stale": 2})
-    harness.receiver.updates.append(WeightUpdate(1, "", {}))
-    run(harness, 30)
-    # The rest of version 0 is in the stream: nothing overtakes it, so its lag will be 1.
-    assert sum(len(group.rollouts) for group in harness.read()) == 4
-    harness.train(version=2, trained=6, dropped={"stale": 2})
-    harness.receiver.updates.append(WeightUpdate(2, "", {}))
-    run(harness, 30)
-    assert sum(len(group.rollouts) for group in harness.read()) == 4
 
 
 @settings(max_examples=25)

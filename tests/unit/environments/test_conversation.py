@@ -6,6 +6,7 @@ import asyncio
 from itertools import pairwise
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -193,14 +194,11 @@ def test_another_stop_token_than_the_templates_is_not_taken_for_it() -> None:
     conversation = Conversation(SamplingClient(tokenizer, lambda _: [5]))
     prompt = conversation.prompt([user("a")])
     made = asyncio.run(SamplingClient(tokenizer, lambda _: [70, tokenizer.eos_token_id]).generate(prompt.ids))
-    answer = conversation.record(prompt, type(made)(**{**_fields(made), "token_ids": (70, other)}))
+    answer = conversation.answer_of(prompt, msgspec.structs.replace(made, token_ids=(70, other)))
+    conversation.add(answer)
     second = conversation.prompt([user("a"), answer.message, user("b")])
     assert second.rewritten
     assert second.before is None
-
-
-def _fields(record: Any) -> dict[str, Any]:
-    return {name: getattr(record, name) for name in record.__struct_fields__}
 
 
 # ------------------------------------------------------------------------------------------------ tools
@@ -341,10 +339,10 @@ def test_without_a_template_there_is_text() -> None:
     conversation = Conversation(SamplingClient.saying(tokenizer, "five", "six"))
     with pytest.raises(RequestError, match="no chat template"):
         asyncio.run(conversation.ask([user("?")]))
-    answer = asyncio.run(conversation.continue_text("2 + 3 ="))
+    answer = asyncio.run(conversation.continue_from("2 + 3 ="))
     assert list(answer.prompt.ids) == tokenizer.encode("2 + 3 =")
     assert answer.text == "five"
-    asyncio.run(conversation.continue_ids([5, 6]))
+    asyncio.run(conversation.continue_from([5, 6]))
     assert [turn.prompt_ids for turn in conversation.turns] == [answer.prompt.ids, (5, 6)]
 
 

@@ -36,11 +36,7 @@ def write(folder, split, rows):
     ],
 )
 def test_a_data_set_has_an_owner_a_name_perhaps_a_config_and_a_split(source, name):
-    if name is None:
-        with pytest.raises(EnvironmentSetupError, match="write dataset:OWNER"):
-            parse_name(source)
-    else:
-        assert parse_name(source) == name
+    assert parse_name(source) == name
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import re
 import signal
 import socket
 import textwrap
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -185,18 +184,6 @@ def test_the_environment_sees_ids_and_log_probabilities(load) -> None:
     """)
     rollout, _ = play(environment, "It is 4.")
     assert rollout.reward == len(rollout.turns[0].completion.token_ids) / 2  # each has a log-probability of -0.5
-
-
-def test_the_example_works() -> None:
-    spec = f"{Path(__file__).parents[3] / 'examples' / 'verifiers_env.py'}:load_environment"
-    environment = make_environment("verifiers", {"load": spec, "args": {"problems": 10}}, TOKENIZER, 0)
-    problem = environment.held_out(100)[99]
-    a, b, c, d = map(int, re.findall(r"\d+", problem.payload["question"]))
-    said = [call("multiply", a=a, b=b) + call("multiply", a=c, b=d), call("add", a=a * b, b=c * d)]
-    rollout, prompts = play(environment, *said, f"<answer>{a * b + c * d}</answer>", problem=problem)
-    assert f"tool\n{a * b + c * d}<|im_end|>" in prompts[2]
-    assert rollout.metrics["right"] == 1.0
-    assert rollout.metrics["total_tool_calls"] == 3.0
 
 
 def test_a_group_of_environments(load) -> None:

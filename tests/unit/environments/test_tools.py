@@ -225,7 +225,7 @@ def test_tools_that_hang_or_die_are_told_to_the_model(project: dict[str, Any]) -
     for what, told in (
         ("hang", "Error: it took longer than 1 s"),
         ("die", "Error: its process ended with status 3"),
-        ("object", "Error: TypeError: Encoding objects of type object is unsupported"),
+        ("object", "Error: returned a object, which is not JSON"),
         ("x", "Error: mine.py, line 26: KeyError: 'x'"),
     ):
         rollout, text = play(environment, environment.problem(0), calling("fails", what=what), "It is 3.")

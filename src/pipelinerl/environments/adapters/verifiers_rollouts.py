@@ -197,7 +197,7 @@ class PolicyClient(Client):  # type: ignore[misc]  # verifiers is not typed for 
             return await self.conversation.ask(prompt, tools)
         if len(prompt) > 1 or tools or not isinstance(prompt[0]["content"], str):
             raise RequestError("the model's tokenizer has no chat template, so it can only be given one plain text")
-        return await self.conversation.continue_text(prompt[0]["content"])
+        return await self.conversation.continue_from(prompt[0]["content"])
 
 
 def _openai_message(message: Any) -> dict[str, Any]:

@@ -122,13 +122,10 @@ class Conversation:
         """One call of the model. Raises RequestError for messages that can't be rendered, and PromptTooLongError."""
         return await self._generate(self.prompt(messages, tools), max_tokens)
 
-    async def continue_text(self, text: str, *, max_tokens: int | None = None) -> ChatAnswer:
-        """One call that continues a plain text. Each such call is a separate chat."""
-        return await self._generate(self.text_prompt(text), max_tokens)
-
-    async def continue_ids(self, ids: Sequence[int], *, max_tokens: int | None = None) -> ChatAnswer:
-        """One call that continues token ids, for callers that keep track of the ids themselves."""
-        return await self._generate(Prompt(tuple(ids), ""), max_tokens)
+    async def continue_from(self, start: str | Sequence[int], *, max_tokens: int | None = None) -> ChatAnswer:
+        """One call that continues a plain text, or token ids that the caller keeps track of. Each is a separate chat."""
+        prompt = self.text_prompt(start) if isinstance(start, str) else Prompt(tuple(start), "")
+        return await self._generate(prompt, max_tokens)
 
     def text_prompt(self, text: str) -> Prompt:
         """The ids of a plain text to continue. Raises RequestError."""
@@ -150,14 +147,6 @@ class Conversation:
                 return prompt
         text = self._render(given, tools)
         return Prompt(encode_text(self._tokenizer, text), text, given, given, bool(tools), rewritten=before is not None)
-
-    def record(
-        self, prompt: Prompt, completion: Completion, *, text: str | None = None, stop: str | None = None
-    ) -> ChatAnswer:
-        """Record the completion of a prompt, as `answer_of` and `add`. `ask` calls this."""
-        answer = self.answer_of(prompt, completion, text=text, stop=stop)
-        self.add(answer)
-        return answer
 
     def answer_of(
         self, prompt: Prompt, completion: Completion, *, text: str | None = None, stop: str | None = None
@@ -216,7 +205,9 @@ class Conversation:
         }
 
     async def _generate(self, prompt: Prompt, max_tokens: int | None) -> ChatAnswer:
-        return self.record(prompt, await self._client.generate(prompt.ids, max_tokens=max_tokens))
+        answer = self.answer_of(prompt, await self._client.generate(prompt.ids, max_tokens=max_tokens))
+        self.add(answer)
+        return answer
 
     def _find_previous(self, given: Sequence[PlainMessage]) -> ChatAnswer | None:
         """The answer with the longest history that `given` starts with; the history includes the answer. Latest on ties."""

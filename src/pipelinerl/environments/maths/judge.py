@@ -15,26 +15,15 @@ from collections import OrderedDict
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from pipelinerl.environments.maths.numbers import exact
+from pipelinerl.environments.maths.numbers import NUMBER, exact
 from pipelinerl.environments.user.pool import CALL_ENDED, FunctionPool, Limits
 from pipelinerl.extras import require
 
 CACHED_VERDICTS = 4096
 MAX_ANSWER = 300
 """Longest final answer in characters, in a data set or from a model."""
-_DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d{1,3}(?:\\,\d{3})+(?!\d)|\d+)"
-_PLAIN_NUMBER = re.compile(
-    rf"""
-    (?P<sign>-?)\s*\\?\$?\s*
-    (?:
-        (?P<whole>{_DIGITS})\s+(?P<top>\d+)\s*/\s*(?P<bottom>\d+)      # 2 1/2
-      | (?P<numerator>{_DIGITS})\s*/\s*(?P<denominator>{_DIGITS})      # 3/4
-      | (?P<decimal>(?:{_DIGITS}(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d{{1,3}})?)
-    )
-    \s*\.?
-    """,
-    re.VERBOSE,
-)
+_PLAIN_NUMBER = re.compile(rf"(?P<sign>-?)\s*\\?\$?\s*{NUMBER}\s*\.?", re.VERBOSE)
+_THOUSANDS = re.compile(r"(?<=\d)\\,(?=\d{3}(?!\d))")
 _FRACTION = re.compile(r"\\[dt]?frac\s*(?:\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}|\s(\d)\s*(\d)|(\d)\s*(\d))")
 _LEAD = re.compile(
     r"\s*\\(?:text|textbf|textrm|mathrm)\s*\{\s*"
@@ -126,10 +115,11 @@ def _read(text: str) -> str:
 def _plain_number(text: str) -> Fraction | None:
     """The exact value of a text that is one number and nothing else; else None."""
     text = _FRACTION.sub(lambda found: " " + "/".join(part for part in found.groups() if part), text)
-    match = _PLAIN_NUMBER.fullmatch(text.strip().strip("$").strip())
+    text = re.sub(r"\s*/\s*", "/", " ".join(text.strip().strip("$").split()))
+    match = _PLAIN_NUMBER.fullmatch(_THOUSANDS.sub(",", text))
     if match is None:
         return None
-    parts = {name: re.sub(r",|\\,", "", part) for name, part in match.groupdict().items() if part}
+    parts = {name: part.replace(",", "") for name, part in match.groupdict().items() if part}
     return exact(parts, -1 if "sign" in parts else 1)
 
 

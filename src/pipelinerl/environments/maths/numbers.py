@@ -18,17 +18,15 @@ MAX_DIGITS = 40
 """Numbers with more digits are ignored."""
 
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
-_NUMBER = re.compile(
-    rf"""
-    (?<![\w.])  # not within a word or a number
+NUMBER = rf"""
     (?:
         (?P<whole>{_DIGITS})[ ](?P<top>\d+)/(?P<bottom>\d+)   # 2 1/2
       | (?P<numerator>{_DIGITS})/(?P<denominator>{_DIGITS})   # 3/4
       | (?P<decimal>(?:{_DIGITS}(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d{{1,3}}(?!\w))?)
     )
-    """,
-    re.VERBOSE,
-)
+"""
+"""A number without its sign, as a verbose pattern."""
+_NUMBER = re.compile(rf"(?<![\w.]){NUMBER}", re.VERBOSE)  # not within a word or a number
 _MINUS = re.compile(r"-(?P<gap>[ $]*)\Z")
 _MARKED = re.compile(r"####\s*(?P<answer>[^\n]*)")
 _CLOSING = ")]}%"

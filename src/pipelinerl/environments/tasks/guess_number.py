@@ -67,7 +67,7 @@ class GuessNumber:
             if self._chat:
                 answer = await conversation.ask(messages, max_tokens=limit)
             else:
-                answer = await conversation.continue_ids(prompt_ids, max_tokens=limit)
+                answer = await conversation.continue_from(prompt_ids, max_tokens=limit)
             guess = guess_in(answer.text)
             if guess == number:
                 return Rollout(turns=conversation.turns, reward=1 / guesses, metrics={"guesses": guesses})

@@ -318,6 +318,7 @@ class FunctionCall(msgspec.Struct, frozen=True, kw_only=True):
     number: int
     name: str
     arguments: tuple[Any, ...]
+    named: dict[str, Any] = {}
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):

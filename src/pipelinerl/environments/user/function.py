@@ -285,34 +285,15 @@ def read_tools(specs: Sequence[str], options: FunctionOptions) -> list[Tool]:
         raise EnvironmentSetupError(f"environment.args.functions has two tools called {repeated[0]!r}: rename one")
     if not options.isolate:
         return tools
-    # The specs are registered so that a process imports their files when it starts. The pool passes positional arguments
-    # only, so the workers run `call`, which takes the arguments by name.
-    pool = options.pool({**{spec: spec for spec in specs}, "call": f"{__name__}:call"})
+    pool = options.pool(dict(zip(names, specs, strict=True)))
 
-    async def call_in_pool(spec: str, arguments: dict[str, Any]) -> Any:
+    async def call_in_pool(name: str, arguments: dict[str, Any]) -> Any:
         try:
-            outcome = await retried(functools.partial(pool.call, "call", spec, arguments), options.retries)
-        except (*CALL_ENDED, ConnectionError, RolloutError) as error:
-            raise ToolError(re.sub(r"^call( \(\S*\))?:? ", "", str(error))) from None
-        if "error" in outcome:
-            raise ToolError(outcome["error"])
-        return outcome["result"]
+            return await retried(functools.partial(pool.call, name, **arguments), options.retries)
+        except (*CALL_ENDED, ConnectionError, RuntimeError, RolloutError) as error:
+            raise ToolError(re.sub(rf"^{name}( \(\S*\))?:? ", "", str(error))) from None
 
-    return [tool._replace(call=functools.partial(call_in_pool, spec)) for spec, tool in zip(specs, tools, strict=True)]
-
-
-def call(spec: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Runs in a process of the pool. Returns the function's `result`, or the `error` that it raised."""
-    try:
-        result = find_function(spec)(**arguments)
-        msgspec.json.encode(result)
-        return {"result": result}
-    except MemoryError:
-        raise  # the state of the process is unknown: the worker exits
-    except Exception as error:  # user code may raise anything; the model sees the error
-        if is_away(error):
-            raise ConnectionError(describe(error, spec)) from error
-        return {"error": describe(error, spec)}
+    return [tool._replace(call=functools.partial(call_in_pool, tool.name)) for tool in tools]
 
 
 class ToolsOptions(FunctionOptions, frozen=True):

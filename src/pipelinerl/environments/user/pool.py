@@ -86,7 +86,7 @@ class FunctionPool:
         """The ids of the processes that are running now."""
         return sorted(worker.pid for worker in self._all if worker.running)
 
-    async def call(self, name: str, *arguments: Any) -> Any:
+    async def call(self, name: str, /, *arguments: Any, **named: Any) -> Any:
         """What the function returns for these arguments. The wait for a free process has no time limit.
 
         Raises RuntimeError with one line if the function raised, ConnectionError if that `is_away`, RolloutError if it
@@ -97,7 +97,7 @@ class FunctionPool:
         async with self._slots.setdefault(loop, asyncio.Semaphore(self._workers)):
             worker = self._take_idle() or await self._start_worker()
             try:
-                call = FunctionCall(number=next(self._numbers), name=name, arguments=arguments)
+                call = FunctionCall(number=next(self._numbers), name=name, arguments=arguments, named=named)
                 reply = await worker.ask(call, self._start.limits.timeout_s)
             except BaseException as error:
                 ended = ""

@@ -88,7 +88,7 @@ def _tell_line(connection: socket.socket, spec: str, _: int, frame: FrameType | 
 def answer(call: FunctionCall, function: UserFunction, spec: str) -> bytes:
     """The encoded reply to a call. Exits the process on MemoryError: its state is unreliable afterwards."""
     try:
-        value = plain(function(*call.arguments))
+        value = plain(function(*call.arguments, **call.named))
         if isinstance(value, float) and not math.isfinite(value):  # JSON has no such number
             return _encode(
                 Reply(number=call.number, outcome="bad_value", error=f"{call.name} returned {value}, not a finite number")
