@@ -245,11 +245,17 @@ class ProblemSet:
         return order
 
 
-def read_problems(files: Files, read: Callable[[Path], list[Problem]]) -> list[Problem]:
-    """What `read` returns for each of the files. Raises EnvironmentSetupError for a file without problems."""
+def read_problems(files: Files, payload: Callable[[Any, str], dict[str, Any]]) -> list[Problem]:
+    """The rows of the files as problems. `payload` makes that of a problem, from a row and its place, `FILE:NUMBER`.
+
+    Raises EnvironmentSetupError for a file without problems.
+    """
     problems = []
     for name in listed(files):
-        found = read(Path(name).expanduser())
+        path = Path(name).expanduser()
+        found = [
+            Problem(id=f"{path.stem}/{number}", payload=payload(row, f"{path}:{number}")) for number, row in read_rows(path)
+        ]
         if not found:
             raise EnvironmentSetupError(f"{name} has no problems: it is empty")
         problems += found
@@ -262,11 +268,19 @@ def read_split(data: Files, held_out: float | Files, check: Check, key: Callable
     `held_out` is a share of them to hold out, or files with the held-out problems. Raises EnvironmentSetupError for unusable
     files, and if no problem is left to train on.
     """
-    read = partial(_read_rows, check=check)
-    problems = read_problems(data, read)
+
+    def payload(row: Any, place: str) -> dict[str, Any]:
+        if not isinstance(row, dict):
+            hint = ", but a list: write one object a line, or one array into a file with the suffix .json"
+            raise EnvironmentSetupError(f"{place} is not a JSON object{hint if isinstance(row, list) else ''}")
+        if wrong := check(row):
+            raise EnvironmentSetupError(f"{place} {wrong}")
+        return row
+
+    problems = read_problems(data, payload)
     if isinstance(held_out, float):
         return split(problems, held_out, key)
-    return without(problems, read_problems(held_out, read), key, data)
+    return without(problems, read_problems(held_out, payload), key, data)
 
 
 def without(problems: list[Problem], held_out: list[Problem], key: Callable[[Problem], str], data: Files) -> Split:
@@ -291,17 +305,3 @@ def split(problems: list[Problem], held_out: float, key: Callable[[Problem], str
 
 def _digest(content: bytes) -> bytes:
     return blake2b(content).digest()
-
-
-def _read_rows(path: Path, check: Check) -> list[Problem]:
-    problems = []
-    for number, example in read_rows(path):
-        wrong = check(example) if isinstance(example, dict) else "is not a JSON object"
-        if isinstance(example, list):
-            wrong = (
-                "is not a JSON object, but a list: write one object a line, or one array into a file with the suffix .json"
-            )
-        if wrong:
-            raise EnvironmentSetupError(f"{path}:{number} {wrong}")
-        problems.append(Problem(id=f"{path.stem}/{number}", payload=example))
-    return problems

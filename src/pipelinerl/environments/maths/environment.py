@@ -9,11 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 from pipelinerl.config.schema import Natural, NotNegative
-from pipelinerl.environments.data import ProblemSet, Split, field_of, fields_of, read_problems, read_rows, without
+from pipelinerl.environments.data import ProblemSet, Split, field_of, fields_of, read_problems, without
 from pipelinerl.environments.maths.judge import MAX_ANSWER, Judge, JudgeVerdict
 from pipelinerl.environments.maths.numbers import answer_in, last_boxed, marks_answer, number_of
 from pipelinerl.environments.options import (
@@ -150,12 +149,12 @@ def length_penalty(length: int, *, limit: int, soft_tokens: int) -> float:
 
 def _read(options: MathsOptions) -> Split:
     """Raises EnvironmentSetupError if no problem is left to train on."""
-    read = partial(_read_file, options=options)
-    problems = read_problems(options.path, read)
+    payload = partial(_payload, options=options)
+    problems = read_problems(options.path, payload)
     if options.held_out_path is None:
         held_out = [problem for problem in problems if is_held_out(_question(problem))]
     else:
-        held_out = read_problems(options.held_out_path, read)
+        held_out = read_problems(options.held_out_path, payload)
     return without(problems, held_out, _question, options.path)
 
 
@@ -163,28 +162,21 @@ def _question(problem: Problem) -> str:
     return str(problem.payload["question"])
 
 
-def _read_file(path: Path, options: MathsOptions) -> list[Problem]:
-    """The problems of one file; the payload has `question` and the final `answer` as texts.
-
-    Raises EnvironmentSetupError, naming file and line, for a row without a question or final answer.
-    """
-    problems = []
-    for number, row in read_rows(path):
-        place = f"{path}:{number}"
-        _, question = _find_field(row, place, "question_field", options.question_field, QUESTION_FIELDS)
-        answer_name, answer = _find_field(row, place, "answer_field", options.answer_field, ANSWER_FIELDS)
-        if not isinstance(question, str) or not question.strip():
-            raise EnvironmentSetupError(f"{place}: the question must be a text, not {_short(question)}")
-        final = final_answer(answer)
-        if not final:
-            raise EnvironmentSetupError(
-                f"{place}: `{answer_name}` has no final answer: it must be a number or a short text, end with "
-                f"`#### answer`, or have a \\boxed{{answer}}; it is {_short(answer)}"
-            )
-        if options.judge == "numbers" and number_of(final) is None:
-            raise EnvironmentSetupError(f"{place}: {final[:60]!r} is not a number, but `judge` is `numbers`")
-        problems.append(Problem(id=f"{path.stem}/{number}", payload={"question": question, "answer": final}))
-    return problems
+def _payload(row: Any, place: str, options: MathsOptions) -> dict[str, Any]:
+    """The `question` and the final `answer` of a row, as texts. Raises EnvironmentSetupError if there is none."""
+    _, question = _find_field(row, place, "question_field", options.question_field, QUESTION_FIELDS)
+    answer_name, answer = _find_field(row, place, "answer_field", options.answer_field, ANSWER_FIELDS)
+    if not isinstance(question, str) or not question.strip():
+        raise EnvironmentSetupError(f"{place}: the question must be a text, not {_short(question)}")
+    final = final_answer(answer)
+    if not final:
+        raise EnvironmentSetupError(
+            f"{place}: `{answer_name}` has no final answer: it must be a number or a short text, end with "
+            f"`#### answer`, or have a \\boxed{{answer}}; it is {_short(answer)}"
+        )
+    if options.judge == "numbers" and number_of(final) is None:
+        raise EnvironmentSetupError(f"{place}: {final[:60]!r} is not a number, but `judge` is `numbers`")
+    return {"question": question, "answer": final}
 
 
 def final_answer(answer: Any) -> str | None:
