@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from pipelinerl.types import Completion, SamplingParams, TokenEvent, spans_from_versions
 from tests.parity.models import tiny_llama
+from tests.unit.scripted_engine import STOP
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
 CORPUS = [
@@ -94,31 +95,34 @@ def make_tokenizer(family: str = "byte level", template: str | None = CHATML) ->
 
 
 class SamplingClient:
-    """Answers with the ids that `script` gives for a prompt; a last id that is `<|im_end|>` ended it."""
+    """Answers with the ids that `script` gives for a prompt; a last id that is the end-of-text token ended it."""
 
     def __init__(self, tokenizer: Any, script: Callable[[Sequence[int]], Sequence[int]]) -> None:
         self.tokenizer = tokenizer
-        self.sampling = SamplingParams(max_tokens=200, stop_token_ids=(tokenizer.eos_token_id,))
+        self._end_id = getattr(tokenizer, "eos_token_id", STOP)
+        self.sampling = SamplingParams(max_tokens=200, stop_token_ids=(self._end_id,))
         self.prompts: list[tuple[int, ...]] = []
+        self.limits: list[int | None] = []
         self.completions: list[Completion] = []
         self.script = script
 
     @classmethod
-    def saying(cls, tokenizer: Any, *texts: str) -> SamplingClient:
-        """These texts, one after the other, each with `<|im_end|>`."""
+    def saying(cls, tokenizer: Any, *texts: str, end: str = "<|im_end|>") -> SamplingClient:
+        """These texts, one after the other, each with `end`."""
         left = list(texts)
-        return cls(tokenizer, lambda _: tokenizer.encode(left.pop(0) + "<|im_end|>", add_special_tokens=False))
+        return cls(tokenizer, lambda _: tokenizer.encode(left.pop(0) + end, add_special_tokens=False))
 
     async def generate(self, prompt_ids: Sequence[int], *, max_tokens: int | None = None) -> Completion:
         await asyncio.sleep(0)
         ids = tuple(self.script(prompt_ids))[: max_tokens or self.sampling.max_tokens]
         self.prompts.append(tuple(prompt_ids))
+        self.limits.append(max_tokens)
         completion = Completion(
             request_id=f"t{len(self.completions)}",
             token_ids=ids,
             logprobs=(-0.5,) * len(ids),
             weight_versions=spans_from_versions([0] * len(ids)),
-            finish_reason="stop" if ids[-1] == self.tokenizer.eos_token_id else "length",
+            finish_reason="stop" if ids[-1:] == (self._end_id,) else "length",
         )
         self.completions.append(completion)
         return completion

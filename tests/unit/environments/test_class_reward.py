@@ -17,7 +17,7 @@ from pipelinerl.environments import make_environment
 from pipelinerl.errors import EnvironmentSetupError
 from pipelinerl.interfaces import Environment, Tokenizer
 from pipelinerl.types import Problem, Rollout
-from tests.unit.environments.env_client import TOKENIZER, SayingClient, one_line, rollout
+from tests.unit.environments.env_client import TOKENIZER, one_line, rollout, saying
 
 TASK = """
 import os, re
@@ -97,7 +97,7 @@ def test_what_a_reward_does_wrong_costs_one_rollout(file: Path) -> None:
 
     async def play(what: str) -> Rollout | Failure:
         problem = Problem(id=what, payload={"what": what, "index": 1})
-        return await guarded(lambda: environment.rollout(problem, SayingClient("HEY")), limits, "the rollout")
+        return await guarded(lambda: environment.rollout(problem, saying("HEY")), limits, "the rollout")
 
     async def main() -> list[Rollout | Failure]:
         return [await play(what) for what in ("right", "exit", "loop", "memory", "nan", "state", "right")]

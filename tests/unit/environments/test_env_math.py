@@ -17,7 +17,7 @@ from pipelinerl.environments.maths.judge import Judge, JudgeVerdict, quick_verdi
 from pipelinerl.environments.user.pool import FunctionPool
 from pipelinerl.errors import EnvironmentSetupError, MissingDependencyError
 from pipelinerl.types import Rollout, SamplingParams
-from tests.unit.environments.env_client import TOKENIZER, SayingClient, one_line, rollout
+from tests.unit.environments.env_client import TOKENIZER, one_line, rollout, saying
 from tests.unit.scripted_engine import STOP, ScriptedEngine
 
 needs_math_verify = pytest.mark.skipif(
@@ -181,7 +181,7 @@ def test_rewards_and_metrics_of_a_rollout(tmp_path):
 
 def test_the_length_counts_in_tokens_and_a_text_cut_anywhere_pays_all(tmp_path):
     environment, problem = one_problem(tmp_path, max_tokens=20, length_penalty_tokens=10, length_penalty=0.5)
-    client = SayingClient("4 of 42")
+    client = saying("4 of 42")
     asyncio.run(environment.rollout(problem, client))
     assert client.limits == [20]
     assert rollout(environment, problem, "42").reward == 1
