@@ -601,16 +601,6 @@ def test_the_printed_run_file_documents_every_key() -> None:
     assert lines[at - 2 : at] == ["# Optimizer steps to take.", "# Takes a whole number >= 1. Default: 100"]
 
 
-def test_editors_get_the_schema_of_the_run_file() -> None:
-    schema = json.loads(json_schema())
-    trainer = schema["$defs"]["TrainerConfig"]
-    assert schema["additionalProperties"] is trainer["additionalProperties"] is False
-    steps = trainer["properties"]["steps"]
-    assert (steps["type"], steps["minimum"], steps["default"]) == ("integer", 1, 100)
-    assert steps["description"] == "Optimizer steps to take."
-    assert schema["$defs"]["ScheduleConfig"]["properties"]["kind"]["enum"] == ["pipeline", "conventional", "async"]
-
-
 def test_flags_of_some_keys_only() -> None:
     before = RunConfig(environment=EnvironmentConfig(args={"a": 1}))
     keys = ("engine.slots", "environment.args", "evaluation.temperature")

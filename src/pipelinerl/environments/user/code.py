@@ -169,18 +169,6 @@ def is_away(error: BaseException | None) -> bool:
     return False
 
 
-async def retried(call: Callable[[], Coroutine[Any, Any, T]], retries: int) -> T:
-    """The result of `call`, which is made again, after 1, 4, 16, ... s, if it raises ConnectionError."""
-    import asyncio  # noqa: PLC0415
-
-    for number in range(retries):
-        try:
-            return await call()
-        except ConnectionError:
-            await asyncio.sleep(4**number)
-    return await call()
-
-
 def plain(value: object) -> object:
     """Scalars of NumPy, torch and similar libraries as floats, also within a dict or list; other values unchanged."""
     if type(value) is dict:

@@ -32,7 +32,7 @@ from pipelinerl.environments.options import (
     listed,
 )
 from pipelinerl.environments.prompts import Message, with_system, wrong_chat
-from pipelinerl.environments.single_turn import CACHED_PROMPTS, Judgement
+from pipelinerl.environments.single_turn import Judgement
 from pipelinerl.environments.user.code import (
     TOTAL,
     describe,
@@ -41,10 +41,9 @@ from pipelinerl.environments.user.code import (
     finite_number,
     is_away,
     names_a_function,
-    retried,
     score_of,
 )
-from pipelinerl.environments.user.pool import CALL_ENDED, FunctionPool, Limits
+from pipelinerl.environments.user.pool import CALL_ENDED, FunctionPool, Limits, retried
 from pipelinerl.errors import EnvironmentSetupError, RolloutError
 from pipelinerl.interfaces import GenerationClient, Tokenizer
 from pipelinerl.types import Problem, Rollout, Turn
@@ -145,7 +144,6 @@ class Function(ProblemSet, QuestionTask):
         """Raises EnvironmentSetupError for unusable data or functions."""
         self._options = options = self.Options.read(args)
         QuestionTask.__init__(self, tokenizer, seed, options)
-        self._made_prompts: dict[str, Prompt] = {}
         self._field = None if names_a_function(options.prompt) else options.prompt
         ProblemSet.__init__(self, read_split(options.data, options.held_out, self._check, self._key), f"function/{seed}")
         rewards, self._weights = _named_rewards(options.reward)
@@ -212,17 +210,11 @@ class Function(ProblemSet, QuestionTask):
         return Judgement(sum(self._weights[name] * reward for name, (reward, _) in scores.items()), metrics)
 
     async def _made_prompt(self, problem: Problem) -> Prompt:
-        """The prompt that the user's function makes, from a cache: the attempts of a group share it."""
-        key = self._key(problem)
-        if (known := self._made_prompts.get(key)) is not None:
-            return known
+        """The prompt that the user's function makes."""
         made = await self._functions.call(PROMPT, problem.payload)
         if wrong := self._wrong_prompt(made):
             raise RolloutError(f"prompt returned {wrong}")
-        while len(self._made_prompts) >= CACHED_PROMPTS:
-            del self._made_prompts[next(iter(self._made_prompts))]
-        prompt = self._made_prompts[key] = self._asked(made)
-        return prompt
+        return self._asked(made)
 
     def _asked(self, value: Any) -> Prompt:
         return self.ask(value) if isinstance(value, str) else with_system(self._options.system, value)

@@ -8,11 +8,11 @@ import socket
 import sys
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import msgspec
@@ -29,7 +29,6 @@ from pipelinerl.environments.user.code import (
     Reply,
     Start,
     TaskSource,
-    retried,
 )
 from pipelinerl.errors import INVALID_DATA, EnvironmentSetupError, RolloutError
 from pipelinerl.interfaces import Tokenizer
@@ -39,6 +38,8 @@ if TYPE_CHECKING:
     from pipelinerl.environments.single_turn import Task
 
 __all__ = ["CALL_ENDED", "FunctionPool", "Limits"]
+
+T = TypeVar("T")
 
 REWARD = "reward"
 START_TIMEOUT_S = 600.0
@@ -150,6 +151,16 @@ class FunctionPool:
             worker.kill()
             raise EnvironmentSetupError(reply.error)
         return worker
+
+
+async def retried(call: Callable[[], Coroutine[Any, Any, T]], retries: int) -> T:
+    """The result of `call`, which is made again, after 1, 4, 16, ... s, if it raises ConnectionError."""
+    for number in range(retries):
+        try:
+            return await call()
+        except ConnectionError:
+            await asyncio.sleep(4**number)
+    return await call()
 
 
 class RewardLimits(BaseModel, from_attributes=True):
