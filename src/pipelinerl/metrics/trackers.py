@@ -238,9 +238,8 @@ def _cell(value: object) -> str:
 def samples(run: RunDirectory, record: Record) -> list[Row]:
     """Answers of the evaluation, or those of the newest group when a step was taken. Raises OSError."""
     if isinstance(record, EvaluationRecord):
-        name = f"v{record.version}" if record.when == "online" else record.when
         decoder = msgspec.json.Decoder(EvaluatedProblem)
-        with run.evaluation(name).open("rb") as file:
+        with run.evaluation(record.name).open("rb") as file:
             problems = [decoder.decode(line) for line, _ in zip(file, range(SAMPLES), strict=False)]
         return [(record.version, one.prompt, one.completion, one.reward, one.length) for one in problems]
     groups = Tail(run.recorded, Group, newest=True).look()
