@@ -8,7 +8,8 @@ import pytest
 
 from pipelinerl.config.load import load_config
 from pipelinerl.experiments.planner.calibrate import calibrate
-from pipelinerl.experiments.planner.calibration import read_calibration, write_calibration
+from pipelinerl.experiments.planner.calibration import read_calibration
+from pipelinerl.report import write_json
 
 SMALL = ["--engine.slots", "6", "--actor.group_size", "2", "--trainer.batch_size", "8", "--actor.max_tokens", "20"]
 
@@ -34,5 +35,5 @@ def test_a_whole_calibration(tmp_path: Path, settings: list[str], monkeypatch: p
     assert (found.training.ranks, found.training.token_s > 0) == (config.trainer.ranks, True)
     assert found.generation.tokens_per_s > 0
     assert said
-    write_calibration(tmp_path / "calibration.json", found)
+    write_json(tmp_path / "calibration.json", found)
     assert read_calibration(tmp_path / "calibration.json") == found

@@ -273,10 +273,11 @@ def run_plan(_options: argparse.Namespace, _settings: Sequence[str]) -> int:
 def run_calibrate(options: argparse.Namespace, settings: Sequence[str]) -> int:
     config = load_config(options.run_file, settings)
     from pipelinerl.experiments.planner.calibrate import calibrate  # noqa: PLC0415 (loads torch)
-    from pipelinerl.experiments.planner.calibration import calibration_text, write_calibration  # noqa: PLC0415 (as above)
+    from pipelinerl.experiments.planner.calibration import calibration_text  # noqa: PLC0415 (as above)
+    from pipelinerl.report import write_json  # noqa: PLC0415 (as above)
 
     calibration = calibrate(config, report=lambda text: say(f"{text} ..."), steps=options.steps)
-    write_calibration(options.out, calibration)
+    write_json(options.out, calibration)
     return write(calibration_text(calibration) + f"written to {options.out}\n")
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipelinerl.errors import INVALID_DATA, UserError
-from pipelinerl.report import count, new_table, rendered, write_file
+from pipelinerl.report import count, new_table, rendered
 from pipelinerl.report.series import RecordedGroup
 from pipelinerl.resources.machine import Machine
 
@@ -211,11 +211,6 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
 
     def length_distribution(self) -> LengthDistribution:
         return LengthDistribution.of_histogram(self.lengths)
-
-
-def write_calibration(path: Path, calibration: Calibration) -> None:
-    """Write atomically. Raises RunDirectoryError if the file can't be written."""
-    write_file(path, msgspec.json.format(msgspec.json.encode(calibration), indent=1) + b"\n")
 
 
 def read_calibration(path: Path) -> Calibration:

@@ -1,7 +1,10 @@
-"""Measuring: that records and measurements become the right costs. No time is asserted."""
+"""Measuring: that records and measurements become the right costs, and calibrations are read back. No time is asserted."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import msgspec
 import numpy as np
 import pytest
 
@@ -19,11 +22,12 @@ from pipelinerl.experiments.planner.calibrate import (
     short_run,
     training_cost,
 )
-from pipelinerl.experiments.planner.calibration import DecodeCost, LengthDistribution
+from pipelinerl.experiments.planner.calibration import DecodeCost, LengthDistribution, calibration_text, read_calibration
 from pipelinerl.launch.stages.engines import load_local_engine
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.timeline import TimelineRecord
-from tests.unit.experiments.parts import group, turn
+from pipelinerl.report import write_json
+from tests.unit.experiments.parts import CALIBRATION, group, turn
 
 SLOTS = 6
 SMALL = ["--engine.slots", str(SLOTS), "--actor.group_size", "2", "--trainer.batch_size", "8", "--actor.max_tokens", "20"]
@@ -123,3 +127,36 @@ def test_a_slot_too_short_to_measure_in() -> None:
     _, engine = load_local_engine(run)
     with pytest.raises(UserError, match=r"engine\.max_length 18"):
         decode_round(engine, run, [6], 32, np.random.default_rng(0))
+
+
+# ------------------------------------------------------------------------------------------------ calibrations
+
+
+def test_a_calibration_is_read_back_as_written(tmp_path: Path) -> None:
+    path = tmp_path / "calibration.json"
+    write_json(path, CALIBRATION)
+    assert read_calibration(path) == CALIBRATION
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"format": 99},
+        {"lengths": {}},
+        {"generation": msgspec.structs.replace(CALIBRATION.generation, decode=CALIBRATION.generation.decode[::-1])},
+        {"slots": "many"},
+    ],
+)
+def test_calibrations_that_can_not_be_used(tmp_path: Path, change: dict[str, object]) -> None:
+    path = tmp_path / "calibration.json"
+    path.write_bytes(msgspec.json.encode(msgspec.to_builtins(CALIBRATION) | msgspec.to_builtins(change)))
+    with pytest.raises(UserError, match="pipelinerl lab calibrate"):
+        read_calibration(path)
+    with pytest.raises(UserError, match="can't read"):
+        read_calibration(tmp_path / "none.json")
+
+
+def test_a_busy_machine_is_said_to_have_been_busy() -> None:
+    assert "was busy" in calibration_text(msgspec.structs.replace(CALIBRATION, load_average=4.5))
+    assert "was busy" not in calibration_text(CALIBRATION)

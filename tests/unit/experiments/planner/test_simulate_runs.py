@@ -9,7 +9,6 @@ from pipelinerl.cli import lab as command
 from pipelinerl.config.help import render
 from pipelinerl.config.load import load_config
 from pipelinerl.errors import RunDirectoryError, UserError
-from pipelinerl.experiments.planner.calibration import write_calibration
 from pipelinerl.experiments.planner.scenario import (
     calibrated_workload,
     doubts,
@@ -21,6 +20,7 @@ from pipelinerl.experiments.planner.simulate import simulate
 from pipelinerl.files import JsonLines
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.records import StepRecord
+from pipelinerl.report import write_json
 from tests.unit.experiments.parts import CALIBRATION, group, invoke, turn, write_rollouts
 
 SETTINGS = ["--engine.slots", "8", "--actor.group_size", "2", "--trainer.batch_size", "8", "--trainer.steps", "5"]
@@ -154,7 +154,7 @@ def test_doubts():
 
 @pytest.fixture
 def calibration_file(tmp_path):
-    write_calibration(tmp_path / "cal.json", CALIBRATION)
+    write_json(tmp_path / "cal.json", CALIBRATION)
     return ["--calibration", str(tmp_path / "cal.json")]
 
 
