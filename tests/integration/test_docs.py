@@ -57,7 +57,7 @@ OTHER_PROGRAMS = {
     "scontrol",
     "sqlite3",
 }
-OTHER_PROGRAMS |= {"srun", "tar"}
+OTHER_PROGRAMS |= {"jq", "srun", "tar"}
 DATA = {"question": "2 + 2?", "answer": "#### 4", "prompt": "12,18:"}
 
 
