@@ -24,8 +24,8 @@ class ProtocolError(Exception):
 def prove(connected: socket.socket, key: str, *, dialled: bool, bound_s: float) -> socket.socket:
     """Have both ends prove that they have the key, within `bound_s`. Any bytes may follow.
 
-    Takes the socket over and returns it. Raises EOFError or OSError if the other side breaks off, ProtocolError if it has
-    another key.
+    Takes the socket over and returns it. Raises EOFError or OSError if the other side breaks off, TimeoutError if it is
+    silent, ProtocolError if it has another key.
     """
     connected.setblocking(True)
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -37,6 +37,8 @@ def prove(connected: socket.socket, key: str, *, dialled: bool, bound_s: float) 
                 challenge(connection, key.encode())
         except (EOFError, ConnectionError):
             raise
+        except BlockingIOError as error:
+            raise TimeoutError(f"it did not answer in {bound_s:g} s") from error
         except (AuthenticationError, AssertionError, OSError) as error:  # AssertionError: Python 3.11, for other protocols
             raise ProtocolError(f"it does not have the key of this run ({error})") from error
         proven = socket.socket(fileno=os.dup(connection.fileno()))

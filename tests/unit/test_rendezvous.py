@@ -111,6 +111,11 @@ def test_a_member_may_wait_for_a_key_longer_than_connecting_may_take() -> None:
         assert found.result(BOUND_S) == b"here"
 
 
+def test_a_store_that_accepts_and_is_silent_is_not_said_to_have_another_key() -> None:
+    with closing(listen()) as silent, pytest.raises(TimeoutError, match=r"in 0\.2 s"):
+        join_store("127.0.0.1", silent.getsockname()[1], KEY, 0.2)
+
+
 def test_a_closed_store_can_not_be_reached() -> None:
     with closing(serve_store(listen(), KEY, BOUND_S)) as served, socket.socket() as waiting:
         waiting.connect(("127.0.0.1", served.port))
