@@ -119,7 +119,7 @@ def plan_of(words: Sequence[str]) -> EvaluationPlan:
 def _plan(options: argparse.Namespace, settings: Sequence[str]) -> EvaluationPlan:
     config = with_flags(RunConfig(), settings, KEYS)
     find_class(config.environment.kind)  # mistakes in flags first: the imports take seconds
-    from pipelinerl.experiments.evaluate.evaluate import LEVEL, RESAMPLES, EvaluationPlan  # noqa: PLC0415 (loads torch)
+    from pipelinerl.experiments.evaluate.evaluate import EvaluationPlan  # noqa: PLC0415 (loads torch)
     from pipelinerl.experiments.evaluate.models import find_targets, run_config_of  # noqa: PLC0415
     from pipelinerl.experiments.evaluate.results import EvaluationSettings  # noqa: PLC0415
 
@@ -139,6 +139,7 @@ def _plan(options: argparse.Namespace, settings: Sequence[str]) -> EvaluationPla
     engine, actor = config.engine, config.actor
     for mistake in engine_mistakes(engine):
         raise UserError(f"--{mistake}")
+    api_key_from(engine.api_key_env, "--engine.api_key_env")
     names = [key.partition(".")[2] for key in KEYS if key.startswith("model.") and f"--{key}" in given]
     changes = {name: getattr(config.model, name) for name in names}
     targets = [target._replace(model=target.model.model_copy(update=changes)) for target in find_targets(options.models)]
@@ -162,13 +163,8 @@ def _plan(options: argparse.Namespace, settings: Sequence[str]) -> EvaluationPla
             max_tokens=actor.max_tokens,
             pass_at=options.pass_at,
             seed=options.seed,
-            resamples=RESAMPLES,
-            level=LEVEL,
         ),
-        engine=engine,
-        api_key=api_key_from(engine.api_key_env, "--engine.api_key_env"),
-        rollout_timeout_s=actor.rollout_timeout_s,
-        code_timeout_s=actor.code_timeout_s,
+        config=config,
         out=options.out or Path("evaluations") / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}",
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -83,8 +82,8 @@ async def _play(config: RunConfig, problem: int, environment: Environment, token
         length = slot_length(load_config(config.model), settings.max_length)
         slots = min(settings.slots, config.actor.group_size)
         settings = settings.model_copy(update={"kind": "local", "slots": slots, "max_length": length})
-    key, target = os.environ.get(settings.api_key_env or ""), Target(config.model.path, "", config.model)
-    async with engine_for(target, settings, tokenizer, config.actor.max_tokens, key) as ready:
+    target = Target(config.model.path, "", config.model)
+    async with engine_for(target, settings, tokenizer, config.actor.max_tokens) as ready:
         engine, stop, of = ready.engine, ready.stop_token_ids, RolloutContext.of
         context = of(config.actor, environment, engine, tokenizer, seed=config.seed, slots=ready.slots, stop_token_ids=stop)
         groups = GroupRunner(context, config.actor, failures=FailureLog(1.0, 1, shown=0))  # the result has all of them

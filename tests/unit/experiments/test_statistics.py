@@ -29,9 +29,6 @@ def test_pass_at_k_of_what_can_not_be(attempts: int, passes: int, k: int) -> Non
         pass_at_k(attempts, passes, k)
 
 
-# ------------------------------------------------------------------------------------------------ intervals
-
-
 def slow_interval(values: list[float], resamples: int, seed: int, level: float) -> Interval:
     generator = np.random.default_rng(seed)
     means = []

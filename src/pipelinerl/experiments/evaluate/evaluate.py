@@ -25,7 +25,7 @@ from pipelinerl.actor.deadline import CodeAlarm
 from pipelinerl.actor.evaluation import evaluated, held_out_problems
 from pipelinerl.actor.failures import Failure
 from pipelinerl.actor.rollouts import TimeLimits, advance, attempt, problem_for
-from pipelinerl.config.schema import EngineConfig
+from pipelinerl.config.schema import RunConfig
 from pipelinerl.environments.registry import make_environment
 from pipelinerl.environments.user.code import run_to_end
 from pipelinerl.errors import EnvironmentSetupError, RunDirectoryError, TooManyFailuresError
@@ -47,8 +47,6 @@ from pipelinerl.models.loading import load_tokenizer
 from pipelinerl.report import only_shown, write_file, write_json, writing_to
 from pipelinerl.types import Problem, Rollout, SamplingParams
 
-RESAMPLES = 2000
-LEVEL = 0.95
 REPORT_EVERY_S = 10.0
 END_S = 2.0
 """Time that cancelled attempts get to end."""
@@ -60,10 +58,7 @@ class EvaluationPlan:
 
     targets: Sequence[Target]
     settings: EvaluationSettings
-    engine: EngineConfig
-    api_key: str | None
-    rollout_timeout_s: float
-    code_timeout_s: float
+    config: RunConfig
     out: Path
 
 
@@ -74,9 +69,9 @@ def evaluate(plan: EvaluationPlan, stop: Callable[[], bool], say: Callable[[str]
     EnvironmentSetupError, before any model is loaded, if the environment has no such problems; TooManyFailuresError if
     all attempts of a model failed.
     """
-    if plan.engine.threads is not None:
-        torch.set_num_threads(plan.engine.threads)
-    limits = TimeLimits(plan.rollout_timeout_s, CodeAlarm(plan.code_timeout_s))
+    if plan.config.engine.threads is not None:
+        torch.set_num_threads(plan.config.engine.threads)
+    limits = TimeLimits(plan.config.actor.rollout_timeout_s, CodeAlarm(plan.config.actor.code_timeout_s))
     return _Evaluation(plan, limits, stop, say).run()
 
 
@@ -146,9 +141,8 @@ class _Evaluation:
             self.say(f"{target.name}: {tally.attempts} of {len(self.problems) * settings.attempts} attempts{mean}")
 
         async with AsyncExitStack() as stack:
-            ready = await stack.enter_async_context(
-                engine_for(target, plan.engine, tokenizer, settings.max_tokens, plan.api_key)
-            )
+            engine = engine_for(target, plan.config.engine, tokenizer, settings.max_tokens)
+            ready = await stack.enter_async_context(engine)
             with writing_to(plan.out):
                 folder.mkdir(exist_ok=True)
                 lines = stack.enter_context(JsonLines(folder / "attempts.jsonl"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import re
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
@@ -127,7 +128,7 @@ class EvaluationEngine(NamedTuple):
 
 @asynccontextmanager
 async def engine_for(
-    target: Target, config: EngineConfig, tokenizer: Tokenizer, max_tokens: int, api_key: str | None
+    target: Target, config: EngineConfig, tokenizer: Tokenizer, max_tokens: int
 ) -> AsyncIterator[EvaluationEngine]:
     """The engine that `config` describes; its memory is freed on exit.
 
@@ -136,7 +137,7 @@ async def engine_for(
     """
     try:
         if config.kind != "local":
-            async with _remote(target, config, api_key) as ready:
+            async with _remote(target, config) as ready:
                 yield ready
             return
         model = target.load(config.device)
@@ -155,13 +156,14 @@ async def engine_for(
 
 
 @asynccontextmanager
-async def _remote(target: Target, config: EngineConfig, api_key: str | None) -> AsyncIterator[EvaluationEngine]:
+async def _remote(target: Target, config: EngineConfig) -> AsyncIterator[EvaluationEngine]:
     from pipelinerl.serving.client.adapter import Bounds  # noqa: PLC0415 - as above
     from pipelinerl.serving.client.engine import RemoteEngine  # noqa: PLC0415 - HTTP client, only needed here
     from pipelinerl.serving.vllm.adapter import model_facts  # noqa: PLC0415 - as above
 
     facts = model_facts(target.model.path)
-    servers = server_clients(config.kind, config.urls, facts, api_key)
+    key = os.environ.get(config.api_key_env or "")
+    servers = server_clients(config.kind, config.urls, facts, key)
     async with RemoteEngine.connect(servers, bounds=Bounds(startup_s=STARTUP_S)) as engine:
         if engine.vocabulary != facts.vocabulary:
             raise UserError(

@@ -51,8 +51,8 @@ class EvaluationSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int
     pass_at: float
     seed: int
-    resamples: int
-    level: float
+    resamples: int = 2000
+    level: float = 0.95
 
 
 class Estimates(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 from pipelinerl.experiments.statistics import difference_interval, draw_counts, mean_interval
 from pipelinerl.experiments.study.policies import Tokens, equivalent_lag, exact_kl, interval_edges, mixed_policy, sums
 
-# ------------------------------------------------------------------------------------------------ switching
-
 
 def slow_versions(first: int, lag: int, length: int) -> list[int]:
     """A clock: a token takes g/L of an optimizer step; the update of a step arrives one step after it began to be made."""
@@ -40,9 +38,6 @@ def test_intervals_cover_all_tokens() -> None:
     assert interval_edges(4, 10) == (0, 3, 5, 8, 10)
     with pytest.raises(ValueError, match="at least one token"):
         mixed_policy(0, 5, 4)
-
-
-# ------------------------------------------------------------------------------------------------ divergences
 
 
 def distributions(count: int, vocabulary: int, seed: int) -> torch.Tensor:
@@ -79,9 +74,6 @@ def test_equivalent_lag() -> None:
     assert equivalent_lag(9.0, by_lag) is None
     assert equivalent_lag(0.0, by_lag) == 0.0
     assert equivalent_lag(0.0, [0.0, 0.0]) == 0.0
-
-
-# ------------------------------------------------------------------------------------------------ intervals
 
 
 def slow_means(sums: list[float], counts: list[float], draws: np.ndarray) -> list[float]:
