@@ -41,12 +41,12 @@ from pipelinerl.report.series import RecordedGroup, read_groups
 from pipelinerl.types import GenerationRequest, SamplingParams
 
 FORMAT = 2
+Kind = Literal["stale", "recomputed", "lagged"]
 RESAMPLES = 2000
 LEVEL = 0.95
 LENGTH_QUANTILE = 0.9
 NAMED_STARTS = ("early", "middle", "late")
-_KV: tuple[KV, ...] = ("keep", "recompute")
-Kind = Literal["stale", "recomputed", "lagged"]
+KV_OF: Mapping[Kind, KV] = {"stale": "keep", "recomputed": "recompute", "lagged": "keep"}
 
 
 # ---- the results, as written to JSON. KL is KL(mu || pi) in nats per token.
@@ -269,9 +269,10 @@ class _Experiment:
                 f"prompt and completion of {longest} tokens do not fit into {limit}; choose a smaller --max-tokens"
             )
         slots = min(config.engine.slots, len(self._requests))
+        kinds: tuple[KV, ...] = ("keep", "recompute")
         self._samplers = {
             kv: MixedSampler(model, weights, slots=slots, prompt_tokens=prompt_tokens, max_tokens=settings.max_tokens, kv=kv)
-            for kv, model in zip(_KV, models[:2], strict=True)
+            for kv, model in zip(kinds, models[:2], strict=True)
         }
         self._behaviour, self._target = (
             Recompute(model, slots=slots, max_length=longest, temperature=settings.temperature) for model in models[2:]
@@ -285,13 +286,13 @@ class _Experiment:
         mixed = mixed_policy(version, lag, length)
         where = f"{name}: " if name != str(version) else ""
         on_progress(f"{where}weights {version} to {target}, mixed policy with stale and with recomputed KV")
-        stale, stale_tokens = self._measure("stale", mixed, target, kv="keep")
-        recomputed, recomputed_tokens = self._measure("recomputed", mixed, target, kv="recompute")
+        stale, stale_tokens = self._measure("stale", mixed, target)
+        recomputed, recomputed_tokens = self._measure("recomputed", mixed, target)
         lagged = []
         oldest_tokens = stale_tokens
         for behind in range(lag + 1):
             on_progress(f"{where}weights {version} to {target}, conventional lag {behind} of {lag}")
-            record, oldest_tokens = self._measure("lagged", [target - behind] * length, target, kv="keep")
+            record, oldest_tokens = self._measure("lagged", [target - behind] * length, target)
             lagged.append(record)
         by_lag = [record.kl.mean for record in lagged]
         return StartRecord(
@@ -312,9 +313,9 @@ class _Experiment:
         both = sums(one, "exact", problems), sums(other, "exact", problems)
         return _required(difference_interval(*both, self._counts_RU, LEVEL))
 
-    def _measure(self, kind: Kind, policy: Sequence[int], target: int, *, kv: KV) -> tuple[PolicyRecord, Tokens]:
+    def _measure(self, kind: Kind, policy: Sequence[int], target: int) -> tuple[PolicyRecord, Tokens]:
         """Sample from a behaviour policy and compare it with the weights of version `target`."""
-        settings = self._settings
+        settings, kv = self._settings, KV_OF[kind]
         samples = self._samplers[kv].sample(self._requests, policy)
         tokens, gap = divergences(self._behaviour, self._target, samples, self._weights, kv)
 

@@ -268,7 +268,6 @@ def test_the_table_has_a_row_for_every_model() -> None:
         "pass@1 - first",
         "95% intervals",
         "stopped[/b]",
-        "raised",
         "INTERRUPTED: short answers end first",
     ):
         assert text in table
