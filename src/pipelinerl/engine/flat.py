@@ -225,10 +225,18 @@ class Attention:
 def _use_python_functions(graph: fx.Graph) -> None:
     """Replace ATen operators by the functions of torch's Python API, which have less call overhead."""
     for node in graph.nodes:
-        if node.target is torch.ops.aten.slice.Tensor:
-            _bind_slice(node)
-        elif node.op == "call_function":
-            node.target = _PYTHON_FUNCTIONS.get(node.target, node.target)
+        if node.target is not torch.ops.aten.slice.Tensor:
+            if node.op == "call_function":
+                node.target = _PYTHON_FUNCTIONS.get(node.target, node.target)
+            continue
+        arguments: list[Any] = [*node.args, *(None, 0, None, None, 1)[len(node.args) :]]
+        source, dim, start, end, step = arguments
+        dims = source.meta["val"].dim()
+        if isinstance(end, int) and end >= _TO_THE_END:
+            end = None
+        part = slice(start or None, end, None if step == 1 else step)
+        node.target = operator.getitem
+        node.args = (source, (Ellipsis, part, *[slice(None)] * (dims - 1 - dim % dims)))
 
 
 def _simplify_rms(graph: fx.Graph, _: list[Tensor]) -> None:
@@ -240,17 +248,15 @@ def _simplify_rms(graph: fx.Graph, _: list[Tensor]) -> None:
             argument = chain[-1].args[0]
             if isinstance(argument, fx.Node) and argument.target is target and len(argument.users) == 1:
                 chain.append(argument)
-        if len(chain) == 4 and _is_rms(*chain[1:]):
-            _, add, _, power = chain
+        if len(chain) < 4:
+            continue
+        _, add, mean, power = chain
+        over_last = list(mean.args[1]) == [-1] and mean.args[2:] == (True,) and not (add.kwargs or mean.kwargs)
+        if isinstance(add.args[1], float) and over_last and power.args[1] == 2:
             x, like = power.args[0], rsqrt.meta["val"]
             key = (add.args[1], x.meta["val"].shape[-1], like.dtype, like.device)
             rsqrt.target, rsqrt.args = made.setdefault(key, InverseRms(*key)), (x,)
     graph.eliminate_dead_code()
-
-
-def _is_rms(add: Any, mean: Any, power: Any) -> bool:
-    over_last = list(mean.args[1]) == [-1] and mean.args[2:] == (True,)
-    return isinstance(add.args[1], float) and over_last and power.args[1] == 2 and not (add.kwargs or mean.kwargs)
 
 
 class InverseRms:
@@ -266,17 +272,6 @@ class InverseRms:
     def __call__(self, x: Tensor) -> Tensor:
         norm = torch.linalg.vector_norm(x, 2, -1, True)
         return torch.addcmul(self._epsilon, norm, norm, value=self._share).rsqrt_()
-
-
-def _bind_slice(node: Any) -> None:
-    arguments: list[Any] = [*node.args, *(None, 0, None, None, 1)[len(node.args) :]]
-    source, dim, start, end, step = arguments
-    dims = source.meta["val"].dim()
-    if isinstance(end, int) and end >= _TO_THE_END:
-        end = None
-    part = slice(start or None, end, None if step == 1 else step)
-    node.target = operator.getitem
-    node.args = (source, (Ellipsis, part, *[slice(None)] * (dims - 1 - dim % dims)))
 
 
 _PYTHON_FUNCTIONS: dict[object, Callable[..., Any]] = {

@@ -136,8 +136,7 @@ def attend(
     A boolean mask is True where a query may attend to a key; a mask of another type is added to the scores. Key and value
     may have fewer heads than the query: then neighbouring query heads share one. `softcap` (Gemma 2) is the cap's limit.
     `sinks` (gpt-oss) [h, 1] or [h, L] are the learned scores of a further key per query, whose value is 0. No fused kernel
-    knows either, so scores are computed as a tensor. Raises ValueError for causal attention with a soft cap or sinks, but
-    without a mask.
+    knows either, so scores are computed as a tensor: causal attention then needs its mask.
     """
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
@@ -145,8 +144,6 @@ def attend(
     if softcap is None and sinks is None:
         is_causal = causal and mask is None
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=is_causal, scale=scale)
-    if causal and mask is None:
-        raise ValueError("causal attention with a soft cap or sinks needs its mask")
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill_(~mask, float("-inf"))
     scores = query @ key.transpose(-1, -2)

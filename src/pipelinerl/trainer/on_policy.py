@@ -14,10 +14,8 @@ COLUMNS = 7
 def effective_sample_size(log_ratios_N: torch.Tensor) -> float:
     """(sum w)^2 / (N * sum w^2) of the weights w = pi / mu, given log w. In (0, 1]; 1 if all weights are equal.
 
-    Computed in log space and float64, so that large weights do not overflow. Raises ValueError for no tokens.
+    Computed in log space and float64, so that large weights do not overflow.
     """
-    if log_ratios_N.numel() == 0:
-        raise ValueError("the effective sample size of no tokens is undefined")
     logs_N = log_ratios_N.detach().double()
     # Scaling all weights by one factor does not change the result; with the largest at 1, the sums are between 1 and N.
     weights_N = (logs_N - logs_N.max()).exp()

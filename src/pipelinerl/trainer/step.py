@@ -158,8 +158,6 @@ class Learner:
         log-probability or the gradient is not finite (the weights are then unchanged), or if a weight is not finite after
         the step.
         """
-        if not samples:
-            raise ValueError("an optimizer step needs samples")
         used = [s for s in samples if s.advantage != 0.0 or not self._skip_zero_advantage]
         by_tokens = self._config.loss_normalization == "tokens"
         normalizer = max(1, sum(s.sampled_count for s in samples)) if by_tokens else len(samples)
