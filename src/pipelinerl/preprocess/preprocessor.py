@@ -39,9 +39,14 @@ class Preprocessor:
 
     def process(self, group: Group) -> Prepared:
         """Prepare one group. Raises RolloutError, naming the group and rollout, for an inconsistent rollout."""
+        config, rewards = self._config, [rollout.reward for rollout in group.rollouts]
+        try:
+            found = advantages(rewards, baseline=config.advantage, normalize_std=config.normalize_std)
+        except ValueError as error:
+            raise RolloutError(f"group {group.index}: {error}") from error
         samples: list[TrainingSample] = []
         dropped: dict[str, list[TrainingSample]] = {}
-        for rollout, advantage in zip(group.rollouts, self._advantages(group), strict=True):
+        for rollout, advantage in zip(group.rollouts, found, strict=True):
             sample = _sample(group, rollout, advantage)
             reason = self._reason_to_drop(sample)
             if reason is None:
@@ -59,13 +64,6 @@ class Preprocessor:
             dropped_ids={reason: tuple(out.id for out in left_out) for reason, left_out in dropped.items()},
             dropped_rewards={reason: tuple(out.reward for out in left_out) for reason, left_out in dropped.items()},
         )
-
-    def _advantages(self, group: Group) -> list[float]:
-        rewards = [rollout.reward for rollout in group.rollouts]
-        try:
-            return advantages(rewards, baseline=self._config.advantage, normalize_std=self._config.normalize_std)
-        except ValueError as error:
-            raise RolloutError(f"group {group.index}: {error}") from error
 
     def _reason_to_drop(self, sample: TrainingSample) -> str | None:
         if sample.sampled_count == 0:

@@ -140,7 +140,11 @@ def _form(
     if device.type == "cuda":
         torch.cuda.init()  # type: ignore[no-untyped-call]  # otherwise the mesh chooses another GPU
         torch.cuda.set_device(device)
-    _register_gloo(rendezvous.host)
+
+    def gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+        return gloo_group(store, rank, size, host=rendezvous.host, bound=timeout)
+
+    distributed.Backend.register_backend(_GLOO, gloo, devices=["cpu", "cuda"])
     distributed.init_process_group(
         _GLOO if backend == "gloo" else f"cpu:{_GLOO},cuda:{backend}",
         store=rendezvous.store,
@@ -153,15 +157,6 @@ def _form(
     except ProtocolError as error:
         raise RankLostError(f"the ranks of the trainer can't exchange tensors: {error}") from error
     return Team(rank, config.ranks, init_device_mesh(device.type, (config.ranks,)), device, start_s)
-
-
-def _register_gloo(host: str) -> None:
-    """Have the backend `_GLOO` listen at the address `host`."""
-
-    def make(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-        return gloo_group(store, rank, size, host=host, bound=timeout)
-
-    distributed.Backend.register_backend(_GLOO, make, devices=["cpu", "cuda"])
 
 
 @contextmanager

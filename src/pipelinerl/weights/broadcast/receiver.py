@@ -108,7 +108,9 @@ class BroadcastReceiver:
                 self._receive(group, number)
                 number += 1
         except (BroadcastEndedError, distributed.DistError) as error:
-            self._leave()
+            with suppress(RuntimeError):
+                if self._store is not None:
+                    self._store.set(store_key("left", self._index), "")
             own = isinstance(error, BroadcastEndedError)
             self.problem = BroadcastEndedError(str(error) if own else f"{self._where} is gone")
         except PipelineRLError as error:
@@ -185,11 +187,6 @@ class BroadcastReceiver:
             if self._store is not None:
                 name = f"number {self._index} ({self._engine})"
                 self._store.set(FAILED, f"{name} can't receive weights: {error}"[:_LONGEST_ERROR])
-
-    def _leave(self) -> None:
-        with suppress(RuntimeError):
-            if self._store is not None:
-                self._store.set(store_key("left", self._index), "")
 
     def _require_open(self) -> None:
         if self._closed.is_set():

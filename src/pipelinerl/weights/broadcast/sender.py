@@ -202,8 +202,13 @@ class CollectiveWeightSender(Sender):
         return group
 
     def _broadcast(self, group: BroadcastGroup, offer: wire.Offer) -> None:
-        """Broadcast the update, and offer it to the engines once all receivers have staged it."""
-        number, delta_U8 = offer.number, self._delta(offer)
+        """Broadcast the update, and offer it to the engines once all receivers have staged it.
+
+        A delta is from the previous update, which all receivers hold.
+        """
+        number, delta_U8 = offer.number, None
+        if self._encoding == "delta" and (number - 1) % self._full_every:
+            delta_U8 = encode(self._staging_U8, self._base_U8, below=self._staging_U8.numel())
         sent_U8 = self._staging_U8 if delta_U8 is None else delta_U8
         incoming = Incoming(
             version=offer.version,
@@ -246,12 +251,6 @@ class CollectiveWeightSender(Sender):
         deadline_s = time.monotonic() + _GOODBYE_S
         while self._formed and not self._store.check(keys) and time.monotonic() < deadline_s:
             time.sleep(_POLL_S)
-
-    def _delta(self, offer: wire.Offer) -> Tensor | None:
-        """The delta from the previous update, which all receivers hold; None if all weights are due or not longer."""
-        if self._encoding == "full" or (offer.number - 1) % self._full_every == 0:
-            return None
-        return encode(self._staging_U8, self._base_U8, below=self._staging_U8.numel())
 
     def _await(
         self, keys: Sequence[str], bound_s: float, verb: str, late: type[WeightUpdateError] = BroadcastEndedError
