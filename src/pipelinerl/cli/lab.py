@@ -292,7 +292,7 @@ def run_simulate(options: argparse.Namespace, settings: Sequence[str]) -> int:
         read_workload,
         run_scenario,
     )
-    from pipelinerl.experiments.planner.simulate import comparison_text, prediction_text, simulate  # noqa: PLC0415 (as above)
+    from pipelinerl.experiments.planner.simulate import prediction_text, simulate  # noqa: PLC0415 (as above)
     from pipelinerl.report import write_file  # noqa: PLC0415 (as above)
 
     calibration = read_calibration(options.calibration)
@@ -312,7 +312,7 @@ def run_simulate(options: argparse.Namespace, settings: Sequence[str]) -> int:
     if options.json:
         found = {"prediction": prediction, "measured": measured, "lengths": source, "doubts": doubtful}
         write_file(options.json, msgspec.json.encode(found) + b"\n")
-    text = comparison_text(prediction, measured, str(options.compare)) if measured else prediction_text(prediction)
+    text = prediction_text(prediction, measured)
     notes = [f"lengths: {source}", *(f"doubtful: {doubt}" for doubt in doubtful)]
     return write(text + "".join(f"{note}\n" for note in notes))
 

@@ -259,23 +259,15 @@ _ROWS = (
 )
 
 
-def comparison_text(prediction: RunPrediction, measured: MeasuredRun, run_dir: str) -> str:
-    """Predicted and measured side by side."""
-    table = new_table(f"{count(prediction.steps, 'step')} of {run_dir}", "", "predicted", "measured", "off by")
-    for name, field, pattern in _ROWS:
-        predicted, found = getattr(prediction, field), getattr(measured, field)
-        off = f"{predicted / found - 1:+.1%}" if predicted is not None and found else "-"
-        table.add_row(name, number(predicted, pattern), number(found, pattern), off)
-    return rendered(table)
-
-
-def prediction_text(prediction: RunPrediction) -> str:
-    """The prediction of a run as a table."""
+def prediction_text(prediction: RunPrediction, measured: MeasuredRun | None = None) -> str:
+    """The prediction of a run as a table, next to what the run measured if it is known."""
     engines = count(prediction.engines, "engine")
     title = f"{prediction.schedule}, {engines} of {prediction.slots} slots, {count(prediction.steps, 'step')}"
-    table = new_table(title, "", "predicted")
+    table = new_table(title, "", "predicted", *(("measured", "off by") if measured else ()))
     for name, field, pattern in _ROWS:
-        table.add_row(name, number(getattr(prediction, field), pattern))
+        predicted, found = getattr(prediction, field), getattr(measured, field, None)
+        off = f"{predicted / found - 1:+.1%}" if predicted is not None and found else "-"
+        table.add_row(name, number(predicted, pattern), *((number(found, pattern), off) if measured else ()))
     table.add_row("lag, median and 99%", f"{prediction.lag_p50} and {prediction.lag_p99}")
     table.add_row("slots in use while decoding", f"{prediction.slots_used:.1%}")
     waits = f"mean {prediction.wait_s_mean:.3g} s, longest {prediction.wait_s_max:.3g} s"
