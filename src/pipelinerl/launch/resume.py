@@ -213,7 +213,7 @@ class _Trained(msgspec.Struct):
     samples: list[_Sample]
 
 
-class _Recorded(msgspec.Struct):
+class _GroupLine(msgspec.Struct):
     index: int
 
 
@@ -234,7 +234,7 @@ def _checked_records(run: RunDirectory, checkpoint: Path, state: CheckpointState
                 f"checkpoint with --model.path {checkpoint}"
             )
 
-    groups = {group.index for group in _lines(run.recorded, _Recorded)}
+    groups = {group.index for group in _lines(run.recorded, _GroupLine)}
     sessions = _lines(run.sessions, SessionRecord)
     require(bool(sessions) and sessions[0].version == 0, run.sessions, "the first session")
     require(state.session in ("", *(session.id for session in sessions)), run.sessions, f"session {state.session}")

@@ -1,8 +1,9 @@
-"""The run directory while a run uses it."""
+"""The run directory while a run uses it, and what is written there."""
 
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import shutil
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import pytest
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import RunDirectoryError
 from pipelinerl.launch import run as run_module
+from pipelinerl.launch.hosts.embedded import logging_to
 from pipelinerl.launch.run_lock import RunLock, errors_explained
 from pipelinerl.run_directory import RunDirectory
 
@@ -59,3 +61,12 @@ def test_any_file_that_can_not_be_used_ends_a_session_in_one_line(
 def test_a_lack_of_memory_is_no_fault_of_the_file(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="Cannot allocate"), errors_explained():
         raise OSError(errno.ENOMEM, "Cannot allocate memory", str(tmp_path))
+
+
+def test_a_log_on_a_full_disk_says_nothing_on_the_terminal(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run = RunDirectory(tmp_path)
+    run.make_folders()
+    run.log("embedded").symlink_to("/dev/full")
+    with logging_to(run):
+        logging.getLogger("pipelinerl.actor").warning("a rollout is dropped")
+    assert capfd.readouterr() == ("", "")
