@@ -18,7 +18,7 @@ REFUSED = {
     "deepseek_v4": "DeepseekV4",
     "minimax": "MiniMaxCache",
     "openai-gpt": "returns no cache",
-    "prophetnet": "off by",
+    "prophetnet": "fails on the probe",
     "recurrent_gemma": "returns no cache",
     "reformer": "returns no cache",
     "rwkv": "returns no cache",
