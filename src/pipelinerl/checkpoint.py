@@ -10,21 +10,21 @@ A checkpoint is written into a hidden folder, synced to disk, and renamed; a fol
 folder with a version's name is always whole, and a failure before the rename (a full disk, a kill) leaves the existing
 checkpoints unchanged. Nothing is pickled.
 
-`weights/step_00000010/` (`save_weights`) omits what only a resume needs: no optimizer, no RNG, no fsync. It is cheap enough
-to be written often, for evaluations after the run.
+`weights/step_00000010/` omits what only a resume needs: no optimizer, no RNG, no fsync. It is cheap enough to be written
+often, for evaluations after the run.
 
-Only what touches tensors imports torch: the launcher plans a resume by `state.json`.
+`trainer.saving` writes both.
+
+Does not import torch: the launcher plans a resume by `state.json`.
 """
 
 from __future__ import annotations
 
-import base64
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,8 +45,8 @@ FORMAT = 1
 STATE_FILE = "state.json"
 OPTIMIZER_FILE = "optimizer.safetensors"
 WEIGHTS_FOLDER = "weights"
-"""Folder in a run directory that `save_weights` writes to."""
-_HIDDEN = ".unfinished-"
+"""Folder in a run directory that `trainer.saving.save_weights` writes to."""
+HIDDEN = ".unfinished-"
 # A checkpoint that is replaced by one of the same version is named `.old` between the two renames.
 _NAME = re.compile(r"step_(\d{8,})(\.old)?")
 _ADVICE = "; delete this checkpoint to resume from the one before"
@@ -125,7 +125,7 @@ class Checkpoint(msgspec.Struct, frozen=True):
         try:
             found: dict[str, Tensor] = load_file(self.path / OPTIMIZER_FILE)
         except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"can't read the optimizer's state in {self.path}: {_first_line(error)}") from error
+            raise CheckpointError(f"can't read the optimizer's state in {self.path}: {first_line(error)}") from error
         return found
 
 
@@ -172,82 +172,7 @@ def _read_state(path: Path) -> CheckpointState:
         raise CheckpointError(f"checkpoint file {path} is damaged: {error}{_ADVICE}") from error
 
 
-def rng_state() -> dict[str, str]:
-    """The states of torch's generators, for `write_checkpoint`: the CPU's and, if CUDA is in use, each GPU's."""
-    import torch  # noqa: PLC0415 - see above
-
-    states = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        states |= {f"cuda:{i}": torch.cuda.get_rng_state(i) for i in range(torch.cuda.device_count())}
-    return {device: base64.b64encode(bytes(state.tolist())).decode() for device, state in states.items()}
-
-
-def restore_rng(states: Mapping[str, str]) -> None:
-    """Restore what `rng_state` returned. Generators of GPUs that this machine does not have are skipped."""
-    import torch  # noqa: PLC0415 - see above
-
-    for device, encoded in states.items():
-        state = torch.frombuffer(bytearray(base64.b64decode(encoded)), dtype=torch.uint8)
-        if device == "cpu":
-            torch.set_rng_state(state)
-        elif torch.cuda.is_available() and torch.device(device).index < torch.cuda.device_count():
-            torch.cuda.set_rng_state(state, device)
-
-
-# ---- writing
-
-
-def write_checkpoint(
-    directory: Path,
-    state: CheckpointState,
-    *,
-    model: Any,
-    tokenizer: Any,
-    optimizer: Callable[[Path], object],
-    keep: int = 2,
-    check: Callable[[], object] = lambda: None,
-) -> Callable[[], Path]:
-    """Write the files of `directory/step_XXXXXXXX`. What is returned does the rest, and may be called in another thread.
-
-    The rest is what takes long without computing: it waits until the files, and the records of the run, are on the disk.
-    Then it gives the folder its name, deletes all but the last `keep` checkpoints, and returns the folder. It must end
-    before the next checkpoint.
-
-    `model` and `tokenizer` are written with their `save_pretrained(folder)`. `optimizer` writes its state to the folder
-    as `OPTIMIZER_FILE`. `check`: see `_model_written`.
-
-    Both raise CheckpointError if it can't be written (full disk, no permission); existing checkpoints are then unchanged.
-    """
-    hidden, target = _model_written(directory, state.version, model, tokenizer, check)
-    with _removed_on_failure(hidden, target):
-        optimizer(hidden)
-
-    def finish() -> Path:
-        with _removed_on_failure(hidden, target):
-            write_state(hidden, state)
-            records = (*directory.parent.glob("*.jsonl"), *directory.parent.glob("rollouts/*.jsonl"))
-            for path in (*records, *directory.parent.glob("rollouts"), directory.parent):
-                sync(path)  # a checkpoint must not survive without the records that led to it
-            sync_tree(hidden)
-            _install(hidden, target)
-        keep_latest(directory, None, keep)
-        return target
-
-    return finish
-
-
-def save_weights(
-    directory: Path, *, version: int, model: Any, tokenizer: Any, check: Callable[[], object] = lambda: None
-) -> Path:
-    """Write `directory/step_XXXXXXXX` with only model and tokenizer, for evaluation. A machine crash may lose it.
-
-    `load_checkpoint` verifies it like a checkpoint. Raises CheckpointError if it can't be written.
-    """
-    hidden, target = _model_written(directory, version, model, tokenizer, check)
-    with _removed_on_failure(hidden, target):
-        write_state(hidden, CheckpointState(version=version))
-        _install(hidden, target)
-    return target
+# ---- writing: see `trainer.saving`
 
 
 def write_state(folder: Path, state: CheckpointState) -> None:
@@ -259,52 +184,7 @@ def write_state(folder: Path, state: CheckpointState) -> None:
     (folder / STATE_FILE).write_bytes(msgspec.json.encode(envelope))
 
 
-def _model_written(
-    directory: Path, version: int, model: Any, tokenizer: Any, check: Callable[[], object]
-) -> tuple[Path, Path]:
-    """A new hidden folder with model and tokenizer, and the name that it will have. Unfinished folders are removed.
-
-    `check` raises PipelineRLError if nothing may be written. It comes after the folder was made: a later session removes the
-    folder, so what is then written in it can't be installed.
-    """
-    from transformers import modeling_utils  # noqa: PLC0415 - takes seconds
-
-    from pipelinerl.models.loading import quiet  # noqa: PLC0415 - loads torch
-    from pipelinerl.models.state import write_safetensors  # noqa: PLC0415 - loads torch
-
-    target = directory / f"step_{version:08d}"
-    hidden = directory / f"{_HIDDEN}{target.name}-{secrets.token_hex(4)}"
-    with _removed_on_failure(hidden, target), quiet(), ExitStack() as stack:
-        directory.mkdir(exist_ok=True)  # a run directory that was removed stays so
-        remove_unfinished(directory)
-        hidden.mkdir()
-        check()
-        stack.callback(setattr, modeling_utils, "safe_save_file", modeling_utils.safe_save_file)
-        modeling_utils.safe_save_file = write_safetensors
-        model.save_pretrained(hidden)
-        tokenizer.save_pretrained(hidden)
-    return hidden, target
-
-
-@contextmanager
-def _removed_on_failure(hidden: Path, target: Path) -> Iterator[None]:
-    """Delete the hidden folder if what is inside fails. Raises CheckpointError."""
-    try:
-        yield
-    except (OSError, SafetensorError, ValueError) as error:  # ValueError: a config that save_pretrained refuses
-        shutil.rmtree(hidden, ignore_errors=True)
-        raise CheckpointError(f"can't write checkpoint {target}: {_first_line(error)}") from error
-    except BaseException:
-        shutil.rmtree(hidden, ignore_errors=True)
-        raise
-
-
-def sync_tree(directory: Path) -> None:
-    for path in (*directory.rglob("*"), directory):
-        sync(path)
-
-
-def _install(hidden: Path, target: Path) -> None:
+def install(hidden: Path, target: Path) -> None:
     """Give a folder its name; it may replace one of the same version."""
     replaced = target.with_name(target.name + ".old")
     if target.exists():
@@ -321,7 +201,7 @@ def _install(hidden: Path, target: Path) -> None:
     remove_unfinished(target.parent)
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
@@ -394,14 +274,14 @@ def keep_latest(directory: Path, version: int | None, count: int, *, spared_ever
 
 def _remove(path: Path) -> None:
     """Delete a checkpoint. It is renamed first, so that a partly deleted one is never read as a checkpoint."""
-    hidden = path.with_name(f"{_HIDDEN}{path.name}-{secrets.token_hex(4)}")
+    hidden = path.with_name(f"{HIDDEN}{path.name}-{secrets.token_hex(4)}")
     os.rename(path, hidden)
     shutil.rmtree(hidden, ignore_errors=True)
 
 
 def remove_unfinished(directory: Path) -> None:
     """Delete the remains of interrupted writes and deletions in `directory`."""
-    for path in directory.glob(_HIDDEN + "*"):
+    for path in directory.glob(HIDDEN + "*"):
         shutil.rmtree(path, ignore_errors=True)
     for path in directory.glob("step_*.old"):
         if path.with_suffix("").exists():

@@ -26,12 +26,13 @@ from msgspec.structs import replace
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from pipelinerl.checkpoint import CheckpointState, load_checkpoint, rng_state, write_checkpoint
+from pipelinerl.checkpoint import CheckpointState, load_checkpoint
 from pipelinerl.config.schema import CorrectionConfig, LoraConfig, ModelConfig, TrainerConfig
 from pipelinerl.models.loading import load_model
 from pipelinerl.models.lora import LoraModel
 from pipelinerl.models.state import checksum
 from pipelinerl.trainer import FrozenModelScorer, Learner, StepResult, logprobs
+from pipelinerl.trainer.saving import rng_state, write_checkpoint
 from pipelinerl.trainer.sharding import ranks
 from pipelinerl.trainer.sharding.learner import ShardedLearner, ShardedPolicy
 from pipelinerl.types import Segment, TrainingSample

@@ -328,7 +328,7 @@ def dies(owner, name, number, after):
     setattr(owner, name, call)
 
 if "training" in sys.orig_argv:
-    from pipelinerl import checkpoint
+    from pipelinerl.trainer import saving
     from pipelinerl.weights.broadcast.group import BroadcastGroup
     from pipelinerl.weights.broadcast.sender import CollectiveWeightSender
     from pipelinerl.launch.stages import training
@@ -344,8 +344,8 @@ MOMENTS = {
     "after a step": ["Learner, 'step', 8, True"],
     "weights are not published": ["Sender, '_offer', 7, False"],
     "weights are published": ["Sender, '_offer', 7, True"],
-    "a checkpoint has no name": ["checkpoint, '_install', 2, False"],
-    "a checkpoint is there": ["checkpoint, '_install', 2, True"],
+    "a checkpoint has no name": ["saving, 'install', 2, False"],
+    "a checkpoint is there": ["saving, 'install', 2, True"],
     "all steps are taken": ["Trainer, 'finish', 1, False"],
     "no weights are published": ["Sender, '_offer', 1, False"],
     "the first weights are published": ["Sender, '_offer', 1, True"],

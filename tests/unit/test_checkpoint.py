@@ -28,14 +28,12 @@ from pipelinerl.checkpoint import (
     keep_latest,
     latest_checkpoint,
     load_checkpoint,
-    restore_rng,
-    rng_state,
-    write_checkpoint,
 )
 from pipelinerl.config.schema import TrainerConfig
 from pipelinerl.errors import CheckpointError
 from pipelinerl.ledger import GroupLedger
 from pipelinerl.trainer import Learner
+from pipelinerl.trainer.saving import restore_rng, rng_state, write_checkpoint
 from pipelinerl.types import Segment, TrainingSample
 from tests.limits import small_files
 from tests.parity.models import tiny_llama

@@ -28,16 +28,13 @@ from pipelinerl.checkpoint import (
     QueuePosition,
     TrainerCounters,
     keep_latest,
-    restore_rng,
-    rng_state,
-    save_weights,
-    write_checkpoint,
 )
 from pipelinerl.config.schema import TrainerConfig
 from pipelinerl.errors import CheckpointError, PolicyMismatchError
 from pipelinerl.interfaces import Schedule, Verdict, WeightSender
 from pipelinerl.trainer.probe import ProbeCheck
 from pipelinerl.trainer.queue import SampleQueue
+from pipelinerl.trainer.saving import restore_rng, rng_state, save_weights, write_checkpoint
 from pipelinerl.trainer.status import TrainerOutput, TrainerStatus
 from pipelinerl.trainer.step import Learner, StepResult
 from pipelinerl.types import ENGINE, TrainerProgress, TrainingSample

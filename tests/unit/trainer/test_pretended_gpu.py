@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pipelinerl.checkpoint import CheckpointState, write_checkpoint
+from pipelinerl.checkpoint import CheckpointState
 from pipelinerl.config.schema import LoraConfig, TrainerConfig
 from pipelinerl.engine.static import StaticEngine
 from pipelinerl.files import shared_memory
@@ -21,6 +21,7 @@ from pipelinerl.models.loading import use_float32_head
 from pipelinerl.models.lora import LoraModel
 from pipelinerl.models.state import checksum, named_weights
 from pipelinerl.trainer import Learner
+from pipelinerl.trainer.saving import write_checkpoint
 from pipelinerl.weights.memory import DirectMessages
 from pipelinerl.weights.receiving import SharedWeightReceiver
 from pipelinerl.weights.sending import SharedWeightSender

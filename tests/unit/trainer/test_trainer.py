@@ -18,7 +18,6 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from pipelinerl import checkpoint
 from pipelinerl.checkpoint import by_version, latest_checkpoint, load_checkpoint, saved_versions
 from pipelinerl.config.schema import PreprocessConfig, TrainerConfig
 from pipelinerl.errors import CheckpointError, PolicyMismatchError
@@ -31,7 +30,7 @@ from pipelinerl.models.state import checksum, digests_of, named_weights
 from pipelinerl.preprocess import PreparingReader, Preprocessor
 from pipelinerl.schedule import ConventionalSchedule, PipelineSchedule
 from pipelinerl.status.board import MemoryBoard
-from pipelinerl.trainer import CheckpointPlan, Learner, SampleQueue, Trainer, TrainerOutput, TrainerState
+from pipelinerl.trainer import CheckpointPlan, Learner, SampleQueue, Trainer, TrainerOutput, TrainerState, saving
 from pipelinerl.trainer.records import PublishedRecord, TrainedRecord, TrainedSample
 from pipelinerl.types import (
     ActorProgress,
@@ -412,7 +411,7 @@ class SlowDisk:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, full: bool = False) -> None:
         self.written, self.full = threading.Event(), full
-        monkeypatch.setattr(checkpoint, "sync_tree", self.sync_tree)
+        monkeypatch.setattr(saving, "sync_tree", self.sync_tree)
 
     def sync_tree(self, directory: Path) -> None:
         assert self.written.wait(60)

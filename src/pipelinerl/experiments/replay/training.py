@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from pipelinerl.channel import listen
-from pipelinerl.checkpoint import restore_rng
 from pipelinerl.child import stop_all
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import (
@@ -51,6 +50,7 @@ from pipelinerl.run_directory import RunDirectory
 from pipelinerl.schedule import make_schedule
 from pipelinerl.status.board import MemoryBoard
 from pipelinerl.trainer import Trainer
+from pipelinerl.trainer.saving import restore_rng
 from pipelinerl.types import Group, Prepared, UpdateReceipt
 
 if TYPE_CHECKING:

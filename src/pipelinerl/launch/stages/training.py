@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
-from pipelinerl.checkpoint import Checkpoint, load_checkpoint, rng_state
+from pipelinerl.checkpoint import Checkpoint, load_checkpoint
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.config.secrets import without_secrets
 from pipelinerl.errors import UserError
@@ -36,6 +36,7 @@ from pipelinerl.resources.machine import installed, processor
 from pipelinerl.resources.roles import rank_roles
 from pipelinerl.status.board import generation_stages, starting
 from pipelinerl.trainer import CheckpointPlan, Learner, SampleQueue, Trainer, TrainerOutput, TrainerState
+from pipelinerl.trainer.saving import rng_state
 from pipelinerl.types import TRAINER, Group, Prepared
 
 if TYPE_CHECKING:
