@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
+import time
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -26,7 +29,7 @@ from pipelinerl.launch.hosts.host import LocalHost
 from pipelinerl.launch.hosts.processes import Processes
 from pipelinerl.launch.session import KeptGroup, Session, StartPlan, WorkerSpec, read_session, write_session
 from pipelinerl.launch.stages import training
-from pipelinerl.launch.stages.generation import make_engine
+from pipelinerl.launch.stages.generation import Generation, make_engine
 from pipelinerl.launch.stages.servers import _api_key, run_server
 from pipelinerl.resources.roles import (
     Threads,
@@ -313,3 +316,38 @@ def test_a_rank_that_the_others_have_ended_for_want_of_is_named(
     if error is not None:
         assert isinstance(error, RankLostError)
         assert str(error).startswith(named or "")
+
+
+class SlowUpdates:
+    """An engine whose updates take `seconds`, as those of a server that is started again; and the trainer's last offers."""
+
+    def __init__(self, seconds: float, *versions: int) -> None:
+        self.version, self._seconds, self._versions = 0, seconds, list(versions)
+        self._offer_s = 0.0
+
+    async def update_weights(self, version: int) -> int:
+        await asyncio.sleep(self._seconds)
+        self._offer_s = time.monotonic() + 0.1
+        self.version = version
+        return version
+
+    def poll(self) -> int | None:
+        return self._versions.pop(0) if self._versions and time.monotonic() >= self._offer_s else None
+
+    def acknowledge(self, version: int) -> None:
+        assert version == self.version
+
+
+@pytest.mark.parametrize("offered", [(1, 2), (1,)])
+def test_the_wait_for_the_last_weights_begins_again_with_each_that_arrived(offered: tuple[int, ...]) -> None:
+    engine = SlowUpdates(0.4, *offered)
+    stage = SimpleNamespace(_receiver=engine, _trainer=SimpleNamespace(version=2))
+    work = Generation._take_weights(
+        cast(Generation, stage), cast(Any, engine), lambda: False, until=lambda: engine.version == 2, timeout_s=0.3
+    )
+    if offered == (1, 2):
+        asyncio.run(work)
+        assert engine.version == 2
+    else:
+        with pytest.raises(StalledError, match=r"reached version 2 .* has version 1"):
+            asyncio.run(work)

@@ -224,6 +224,7 @@ class Generation:
             update = self._receiver.poll()
             if update is not None:
                 self._receiver.acknowledge(await engine.update_weights(update))
+                deadline_s = time.monotonic() + timeout_s  # servers that are started again may take longer than that
             elif time.monotonic() > deadline_s:
                 raise StalledError(
                     f"the trainer reached version {self._trainer.version} but its weights have not arrived; the engine has "
