@@ -231,7 +231,7 @@ def test_a_broadcast_that_never_begins_leaves_it_as_it_was(vllm: VllmProcess) ->
         with listen() as nobody:
             host, port = nobody.getsockname()
             group = ProcessGroupRequest(host=host, port=port, key="secret", index=0, timeout_s=0.5)
-            with pytest.raises(WeightUpdateError, match=r"did not answer in 0\.5 s"):
+            with pytest.raises(WeightUpdateError, match=r" in 0\.5 s"):
                 await client.join_broadcast(group)
         with pytest.raises(WeightUpdateError, match="no broadcast was joined"):
             await client.update_weights(WeightUpdateRequest(version=held + 1, checksum="0" * 32))
