@@ -11,6 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from pipelinerl.errors import WeightUpdateError
+from pipelinerl.errors import ReplacedError, WeightUpdateError
 from pipelinerl.files import remedy
 from pipelinerl.hub import wire
 from pipelinerl.interfaces import Messages
@@ -166,7 +167,10 @@ class SharedWeightSender(Sender):
         self._unpin: list[Callable[[], object]] = []
 
     def close(self) -> None:
-        """Release the buffers. Embedded engines can still take the last update."""
+        """Release the buffers. Embedded engines can still take the last update. Servers are waited for: they read a file."""
+        if isinstance(self._file, WeightFolder):
+            with suppress(WeightUpdateError, ReplacedError):  # `receipts` reports failures; `close` does not
+                self._wait_for_answers()
         for unpin in self._unpin:
             unpin()
         self._copies.clear()

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -569,6 +571,27 @@ def test_files_are_written_in_turn_and_are_what_safetensors_reads(tmp_path: Path
             receiver.acknowledge(receipt(version, digest))
         assert [path for path, _ in sent[:2]] == [path for path, _ in sent[2:]] == files(tmp_path)[::-1]
     assert not list(tmp_path.iterdir())
+
+
+def test_the_last_file_stays_until_it_is_acknowledged_or_the_run_is_ending(tmp_path: Path) -> None:
+    ending = threading.Event()
+    for answers in (True, False):
+        relay = Relay()
+        sender = SharedWeightSender(WeightFolder(tmp_path), relay.trainer, 1, give_up=ending.is_set)
+        receiver = Receiver(relay.engine())
+        assert receiver.poll() is None
+        digest = sender.send(1, named_weights(Tied()))
+        assert (update := receiver.poll()) is not None
+        with ThreadPoolExecutor(1) as pool:
+            closing_sender = pool.submit(sender.close)
+            time.sleep(0.1)
+            assert Path(update.path).is_file()
+            if answers:
+                receiver.acknowledge(receipt(1, digest))
+            else:
+                ending.set()
+            closing_sender.result(10)
+        assert not list(tmp_path.iterdir())
 
 
 def test_the_first_directory_with_room_is_taken_and_the_error_names_all(

@@ -69,6 +69,7 @@ def run_training(session: Session, hub: HubClient) -> None:
         else:
             reader = PreparingReader(HubReader(hub, Group), make_preprocessor(session.config, policy.lora))
         sender = stack.enter_context(closing(_sender(session, hub, stopping.is_set)))
+        stack.push(lambda error, *_: stopping.set() if error else None)  # then the sender does not wait for engines
         logs = stack.enter_context(open_logs(session, hub.opener(session.run.root), hub.require_sync))
         trainer = build_trainer(session, hub, policy, reader=reader, sender=sender, logs=logs)
         stop = stop_on_sigterm(stopping)
