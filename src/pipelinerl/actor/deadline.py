@@ -35,7 +35,7 @@ TICK_S = 0.25
 GRACE_S = 1.0
 """Time that cancelled code has to end."""
 PATIENCE = 4
-"""After this many interruptions without a successful rollout, code has `TICK_S` to yield."""
+"""After interruptions in this many rollouts without a successful one, code has `TICK_S` to yield."""
 
 
 def deadlines_work() -> bool:
@@ -64,7 +64,8 @@ class CodeAlarm:
     def __init__(self, code_timeout_s: float) -> None:
         self.worked = False
         self._seconds = code_timeout_s
-        self._interruptions = 0
+        self._interrupted: object = None  # the last rollout whose code was interrupted
+        self._interruptions = 0  # of different rollouts: code that swallows the error gets it at every tick
         self._open = 0
         self._outer: tuple[Any, tuple[float, float]] | None = None
         self._holder: object = None  # rollout and task that have held the thread since `_since_s`
@@ -162,7 +163,8 @@ class CodeAlarm:
             if loop is not None:
                 loop.call_soon(self._yielded)
         elif now_s - self._since_s >= seconds:
-            self._interruptions += 1
+            self._interruptions += rollout is not self._interrupted
+            self._interrupted = rollout
             raise CodeDeadlineError(f"the code ran for {seconds:g} s without yielding, {place_of(frame, __file__)}")
 
     def _yielded(self) -> None:

@@ -264,6 +264,22 @@ def test_code_that_is_stuck_every_time_soon_costs_little(monkeypatch):
     assert min(interruptions(worked=True)) >= ENOUGH_S
 
 
+def test_code_that_swallows_the_error_leaves_the_others_their_time(monkeypatch):
+    monkeypatch.setattr(deadline, "TICK_S", 0.01)
+    alarm = CodeAlarm(ENOUGH_S)
+
+    def swallow():
+        for _ in range(2 * deadline.PATIENCE):
+            with contextlib.suppress(CodeDeadlineError):
+                time.sleep(60)
+
+    alarm.call(swallow)
+    began_s = time.monotonic()
+    with pytest.raises(CodeDeadlineError):
+        alarm.call(lambda: time.sleep(60))
+    assert time.monotonic() - began_s >= ENOUGH_S
+
+
 def test_problems_that_take_too_long_do_not_end_the_others():
     """The first prompts of a run may be of the long problems, before any rollout has ended: the other rollouts go on."""
     ended = []
