@@ -113,7 +113,8 @@ class Gateway:
         if reply.stop is not None:
             choice["stop_reason"] = reply.stop
         usage = usage_of(len(reply.prompt.ids), len(reply.completion.token_ids))
-        response = asked.answered(reply.completion.request_id, asked.body.model or MODEL, [choice], usage)
+        writer = asked.writer(reply.completion.request_id, asked.body.model or MODEL)
+        response = asked.answered(writer, [choice], usage)
         with _while_open():  # before the response is written: so the turn is recorded before the agent can go on or return
             session.loop.call_soon_threadsafe(session.delivered, reply, data)
         return response

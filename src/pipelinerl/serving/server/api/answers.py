@@ -30,9 +30,8 @@ class ReadRequest(NamedTuple):
     body: ChatBody | CompletionBody
     writer: Callable[[str, str], Writer]
 
-    def answered(self, answer_id: str, model: str, choices: Sequence[Json], usage: Json) -> Response:
-        """The response with these choices."""
-        writer = self.writer(answer_id, model)
+    def answered(self, writer: Writer, choices: Sequence[Json], usage: Json) -> Response:
+        """The response with these choices, as the request's `writer` has it."""
         if self.body.stream:
             return Response(writer.stream(choices, usage), media_type="text/event-stream")
         return answer(writer.whole(choices, usage))

@@ -86,7 +86,7 @@ class Endpoints:
                 return StreamedResponse(chunks, stack.pop_all(), server_sent_event, "text/event-stream")
             written = await unless_gone(request, asyncio.gather(*(choice.whole() for choice in choices)))
             usage = usage_of(prompt_tokens, sum(len(choice.tokens) for choice in choices))
-            return asked.answered(answer_id, service.name, written, usage)
+            return asked.answered(writer, written, usage)
 
 
 def _model(service: Service) -> Json:
