@@ -77,7 +77,10 @@ def anchors(page: Path) -> set[str]:
 @pytest.mark.parametrize("name", NAMES)
 def test_links_lead_somewhere(name: str) -> None:
     page = ROOT / name
-    for target in links(page.read_text(encoding="utf-8")):
+    text = page.read_text(encoding="utf-8")
+    for test in re.findall(r"`(tests/[\w/]+\.py)`", text):
+        assert (ROOT / test).exists(), test
+    for target in links(text):
         path, _, anchor = target.partition("#")
         found = (page.parent / path).resolve() if path else page
         assert found.exists(), target
