@@ -52,7 +52,6 @@ COMMANDS: dict[str, list[str]] = {
     **{name: [*TRAIN, f"--metrics.trackers=[{name}]"] for name in ("tensorboard", "wandb", "trackio", "mlflow")},
     "pandas": ["python", "-c", "import pipelinerl; run = pipelinerl.Run('base'); assert len(run.metrics) == 2"],
     "serve": ["python", "-c", SERVED, "pipelinerl"],
-    "structured": ["python", "-c", "import llguidance.hf, pipelinerl.serving.server.constrained"],
     "http": [*TRAIN, "--launch.kind=processes", "--engine.kind=http", "--engine.servers=1"],
     "redis": ["python", "-c", "import pipelinerl.stream.redis"],
     "parquet": ["python", "-c", "import pyarrow.parquet"],

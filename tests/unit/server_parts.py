@@ -15,9 +15,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from pipelinerl.config.schema import EngineConfig, ModelConfig
-from pipelinerl.serving.server.app import make_app
+from pipelinerl.serving.server.app import ServerApp, app_of
 from pipelinerl.serving.server.options import Address, ServeOptions
-from pipelinerl.serving.server.service import Service, ServiceHolder, loaded_from
+from pipelinerl.serving.server.service import Service, loaded_from
 from tests.parity.models import CONFIGS
 
 EOS = 2
@@ -63,10 +63,10 @@ async def running(directory: Path, *, tokenizer: Any = None, **changes: Any) -> 
     """A service with its engine's thread, and the application over it."""
     options = options_of(directory, **changes)
     service = Service(loaded_from(byte_model(), tokenizer or byte_tokenizer(), options, flatten=False), options)
-    holder = ServiceHolder()
-    holder.open(service)
+    app = ServerApp(options.api_key)
+    app.open(app_of(service))
     try:
-        yield service, make_app(holder, api_key=options.api_key)
+        yield service, app
     finally:
         assert service.engine.close()
 

@@ -86,7 +86,7 @@ class AgentEnvironment:
         return self._source.held_out(count)
 
     async def rollout(self, problem: Problem, client: GenerationClient) -> Rollout:
-        from pipelinerl.serving.agents.session import AgentSession  # noqa: PLC0415 - as in `__init__`
+        from pipelinerl.serving.agents.gateway import AgentSession  # noqa: PLC0415 - as in `__init__`
 
         session = AgentSession(client, self._template_options, ignore_sampling=self._ignore_sampling)
         with self._gateway.serving(session) as base_url:
@@ -106,9 +106,9 @@ class AgentEnvironment:
 class AgentThreads:
     """Calls `function`, at most `limit` times at once; further calls wait.
 
-    A plain function is called in a thread of its own. Threads can't be killed: one that never returns counts towards `limit`
-    until the process ends (threads are daemons, so it can end). All calls of an `async def` function run in one event loop,
-    because the clients that they share belong to a loop. They can be cancelled.
+    A plain function is called in a thread of its own. Threads can't be killed: one that never returns remains until the
+    process ends (threads are daemons, so it can end). All calls of an `async def` function run in one event loop, because
+    the clients that they share belong to a loop. They can be cancelled.
     """
 
     def __init__(self, function: Callable[..., Any], spec: str, limit: int) -> None:
@@ -127,35 +127,26 @@ class AgentThreads:
 
         Cancelling this cancels an async function. A plain one runs on, but its calls of the model are refused.
         """
-        loop = asyncio.get_running_loop()
-        semaphore = self._semaphores.setdefault(loop, asyncio.Semaphore(self._limit))
+        async with self._semaphores.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._limit)):
+            result: Future[Any] = Future()
+            if self._agents_loop is not None:
+                result = asyncio.run_coroutine_threadsafe(self._awaited(arguments), self._agents_loop)
+            else:
+                result.set_running_or_notify_cancel()  # can't be cancelled from now on
+                threading.Thread(target=self._run, args=(arguments, result), name="agent", daemon=True).start()
+            try:
+                return await asyncio.wrap_future(result)
+            except Exception as error:
+                raise RuntimeError(f"{self._spec}: {describe(error, self._spec)}") from error
 
-        def ended() -> None:
-            with suppress(RuntimeError):  # the loop is closed, so no task waits
-                loop.call_soon_threadsafe(semaphore.release)
-
-        await semaphore.acquire()
-        result: Future[Any] = Future()
-        if self._agents_loop is not None:
-            result = asyncio.run_coroutine_threadsafe(self._awaited(arguments, ended), self._agents_loop)
-        else:
-            result.set_running_or_notify_cancel()  # can't be cancelled from now on
-            threading.Thread(target=self._run, args=(arguments, result, ended), name="agent", daemon=True).start()
-        try:
-            return await asyncio.wrap_future(result)
-        except Exception as error:
-            raise RuntimeError(f"{self._spec}: {describe(error, self._spec)}") from error
-
-    def _run(self, arguments: tuple[Any, ...], result: Future[Any], ended: Callable[[], None]) -> None:
+    def _run(self, arguments: tuple[Any, ...], result: Future[Any]) -> None:
         """In a thread of its own."""
         try:
             result.set_result(self._function(*arguments))
         except BaseException as raised:  # noqa: BLE001 - user code: raised where the result is awaited
             result.set_exception(_of_one_call(raised))
-        finally:
-            ended()
 
-    async def _awaited(self, arguments: tuple[Any, ...], ended: Callable[[], None]) -> Any:
+    async def _awaited(self, arguments: tuple[Any, ...]) -> Any:
         """In the loop of all agents."""
         try:
             return await self._function(*arguments)
@@ -164,8 +155,6 @@ class AgentThreads:
             if isinstance(raised, Exception) or (task is not None and task.cancelling()):
                 raise
             raise _of_one_call(raised) from raised
-        finally:
-            ended()
 
 
 def _of_one_call(raised: BaseException) -> Exception:

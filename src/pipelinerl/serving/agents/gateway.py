@@ -1,4 +1,4 @@
-"""The APIs of OpenAI and Anthropic on the loopback interface, with an address per rollout.
+"""The APIs of OpenAI and Anthropic on the loopback interface, with an address per rollout, and what its agent asks there.
 
     /rollouts/<secret>/v1/chat/completions, /completions, /responses, /messages, /models
 
@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import secrets
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import Counter, defaultdict
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
+from typing import Any, cast
 
 import uvicorn
 from starlette.applications import Starlette
@@ -19,20 +21,25 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from pipelinerl.environments.chat.conversation import ChatAnswer
-from pipelinerl.errors import EnvironmentSetupError
-from pipelinerl.serving.agents.session import AgentSession, rollout_ended
+from pipelinerl.environments.chat.conversation import ChatAnswer, Conversation, Prompt
+from pipelinerl.environments.prompts import TextStream, plain_decoder
+from pipelinerl.errors import EnvironmentSetupError, RequestError, RolloutError
+from pipelinerl.interfaces import GenerationClient
 from pipelinerl.serving.server.api import Read, api_routes
-from pipelinerl.serving.server.api.answers import Json, choice_of, usage_of
-from pipelinerl.serving.server.api.bodies import ChatBody
+from pipelinerl.serving.server.api.answers import Answer, StopStrings
+from pipelinerl.serving.server.api.bodies import OTHER_SAMPLING, AnyBody, ChatBody
 from pipelinerl.serving.server.http import (
+    RefusedError,
     answer,
     application,
     body_of,
+    check_stops,
     listening_for_http,
+    retrieve,
     unless_gone,
     uvicorn_config,
 )
+from pipelinerl.types import Completion, SamplingParams, TokenEvent
 
 HOST = "127.0.0.1"
 CLOSE_S = 5.0
@@ -40,6 +47,148 @@ MODEL = "policy"
 """The model's name in responses. Requests may use any name."""
 RETRY_HEADER = "x-stainless-retry-count"
 """The clients of OpenAI and Anthropic send in it how often they have sent the request before."""
+_REFUSED = "stop_token_ids ignore_eos logprobs return_token_ids return_weight_versions chat_template_kwargs"
+"""What only the server supports."""
+
+
+def check(request: AnyBody, sampling: SamplingParams, *, ignore: bool = False) -> list[str]:
+    """The parameters of a request that differ from this rollout's sampling, which the run file sets, and are ignored.
+
+    Raises RequestError for those that can't be ignored, and for all of them unless `ignore`.
+    """
+    of_run = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+    neutral = of_run | OTHER_SAMPLING | {"seed": None}
+    given = {name: getattr(request, name) for name in neutral} | ({"top_k": None} if request.top_k == -1 else {})
+    differing = [name for name, value in given.items() if value not in (None, neutral[name])]
+    if differing and not ignore:
+        name = differing[0]
+        why = (
+            f"this rollout is sampled with {of_run[name]:g}, as set in the run file"
+            if name in of_run
+            else "an agent in training can't set it"
+        )
+        raise RequestError(f"{name} {given[name]:g}: {why}; leave it out, or set environment.args.sampling: ignore")
+    for name in _REFUSED.split():
+        if getattr(request, name, None):
+            raise RequestError(f"{name}: an agent in training can't set it; leave it out")
+    if request.most_tokens is not None and request.most_tokens < 1:
+        raise RequestError(f"max_tokens {request.most_tokens}: ask for at least 1")
+    check_stops(request.stops)
+    return differing
+
+
+def rollout_ended() -> RefusedError:
+    """`not_found`, because clients retry after `unavailable`."""
+    return RefusedError("not_found", "this rollout has ended: its address is no longer served")
+
+
+class AgentSession:
+    """One rollout's conversation with its agent.
+
+    It is made, called and closed in the event loop of the rollout; the gateway's thread submits calls to that loop.
+    """
+
+    def __init__(
+        self, client: GenerationClient, template_options: Mapping[str, Any] | None = None, *, ignore_sampling: bool = False
+    ) -> None:
+        """`ignore_sampling`: answer requests with other sampling parameters than the run's, with the run's."""
+        self.loop = asyncio.get_running_loop()
+        self.conversation = Conversation(client, template_options=template_options)
+        self.ignored = 0
+        """The requests of which a sampling parameter was ignored."""
+        self._client = client
+        self._ignore_sampling = ignore_sampling
+        self._made = 0
+        self._calls: set[asyncio.Task[Any]] = set()
+        self._tries: Counter[bytes] = Counter()  # by body: the requests that were no retries
+        self._sent: defaultdict[bytes, list[ChatAnswer]] = defaultdict(list)  # by body: those of the conversation
+        self._closed = False
+
+    @property
+    def cancelled(self) -> int:
+        """The answers that the agent never got, because it gave up its request. They are no turns."""
+        return self._made - len(self.conversation.turns)
+
+    def delivered(self, answer: ChatAnswer, body: bytes) -> None:
+        """Add an answer to the conversation that is being sent to the agent."""
+        if not self._closed:
+            self._withdraw_lost(body)
+            self.conversation.add(answer)
+            self._sent[body].append(answer)
+
+    def _withdraw_lost(self, body: bytes) -> None:
+        """Drop the last answer to this request if it was sent, but lost: as many answers were sent as were asked for."""
+        sent = self._sent[body]
+        if sent and len(sent) >= self._tries[body] and not sent[-1].next:
+            self.conversation.withdraw(sent.pop())
+
+    async def answer(self, request: AnyBody, body: bytes, *, retried: bool = False) -> ChatAnswer:
+        """One call of the model. `delivered` adds it to the conversation.
+
+        `body` identifies the request, in case a client sends it again. Raises RequestError for invalid requests, and
+        RefusedError (`not_found`) if the rollout has ended or ends meanwhile.
+        """
+        task = asyncio.current_task()
+        if self._closed or task is None:
+            raise rollout_ended()
+        self._calls.add(task)
+        task.add_done_callback(retrieve)
+        if retried:
+            self._withdraw_lost(body)
+        else:
+            self._tries[body] += 1
+        try:
+            ignored = check(request, self._client.sampling, ignore=self._ignore_sampling)
+            answered = await self._ask(request)
+            self._made += 1
+            self.ignored += bool(ignored)
+            return answered
+        except RolloutError as error:  # the rollout's client is closed
+            raise rollout_ended() from error
+        except asyncio.CancelledError:
+            if not self._closed:
+                self._made += 1
+                raise  # the agent closed the connection
+            raise rollout_ended() from None
+        finally:
+            self._calls.discard(task)
+
+    def close(self) -> None:
+        """End the session with its rollout. Calls in progress are cancelled, also in the engine, and not added."""
+        self._closed = True
+        for task in self._calls:
+            task.cancel()
+
+    async def _ask(self, request: AnyBody) -> ChatAnswer:
+        most = request.most_tokens
+        if isinstance(request, ChatBody):
+            prompt = self.conversation.prompt(request.messages, request.offered_tools)
+        elif isinstance(request.prompt, str):
+            prompt = self.conversation.text_prompt(request.prompt)
+        else:
+            prompt = Prompt(tuple(request.prompt), "")
+        if not request.stops:
+            return self.conversation.answer_of(prompt, await self._client.generate(prompt.ids, max_tokens=most))
+        completion, text, stop = await self._generate_until(request.stops, prompt.ids, most)
+        return self.conversation.answer_of(prompt, completion, text=text, stop=stop)
+
+    async def _generate_until(
+        self, stops: Sequence[str], prompt_ids: Sequence[int], max_tokens: int | None
+    ) -> tuple[Completion, str | None, str | None]:
+        """A completion that ends with the token that completes a stop string, the text before that string, and the string.
+
+        Without one, both are None. All tokens are trained on: they were sampled.
+        """
+        text, stop, shown = TextStream(plain_decoder(self._client.tokenizer)), StopStrings(stops), ""
+        events = self._client.stream(prompt_ids, max_tokens=max_tokens)
+        async with aclosing(cast("AsyncGenerator[TokenEvent]", events)):
+            async for event in events:
+                if event.token_id not in self._client.sampling.stop_token_ids:
+                    shown += stop.feed(text.feed([event.token_id]))
+                if stop.found is not None:
+                    break
+        (completion,) = (one for one in self._client.completions if one.request_id == event.request_id)
+        return completion, None if stop.found is None else shown, stop.found
 
 
 class Gateway:
@@ -105,16 +254,16 @@ class Gateway:
         retried = request.headers.get(RETRY_HEADER, "0") != "0"
         with _while_open():
             call = asyncio.run_coroutine_threadsafe(session.answer(asked.body, data, retried=retried), session.loop)
-        reply: ChatAnswer = await unless_gone(request, asyncio.wrap_future(call))
-        content: Json = {"text": reply.text}
-        if isinstance(asked.body, ChatBody):
-            content = {"message": {**reply.message, "refusal": None}}
-        choice = choice_of(content, reply.finish_reason)
-        if reply.stop is not None:
-            choice["stop_reason"] = reply.stop
-        usage = usage_of(len(reply.prompt.ids), len(reply.completion.token_ids))
+        reply = await unless_gone(request, asyncio.wrap_future(call))
+        answered = Answer(
+            message=reply.message,
+            finish_reason=reply.finish_reason,
+            stop=reply.stop,
+            prompt_tokens=len(reply.prompt.ids),
+            completion_tokens=len(reply.completion.token_ids),
+        )
         writer = asked.writer(reply.completion.request_id, asked.body.model or MODEL)
-        response = asked.answered(writer, [choice], usage)
+        response = asked.answered(writer, answered)
         with _while_open():  # before the response is written: so the turn is recorded before the agent can go on or return
             session.loop.call_soon_threadsafe(session.delivered, reply, data)
         return response

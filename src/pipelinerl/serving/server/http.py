@@ -32,7 +32,7 @@ from pipelinerl.errors import (
 )
 from pipelinerl.serving.server.options import Address
 from pipelinerl.serving.wire import ErrorBody, ErrorCode, ErrorDetail
-from pipelinerl.types import GenerationRequest, SamplingParams
+from pipelinerl.types import GenerationRequest
 
 # ---- limits on requests, beyond what the engine checks
 # The engine computes many requests in one batch, so a number that it can't compute with would end all of them.
@@ -47,26 +47,23 @@ _MAX_INTEGER = 2**31 - 1
 
 
 def check_request(request: GenerationRequest) -> None:
-    """Raises RequestError."""
+    """Raises RequestError that names the parameter and its valid values."""
+    sampling, (lowest, highest) = request.sampling, _TEMPERATURES
     if not 0 < len(request.id) <= MAX_ID_LENGTH:
         raise RequestError(f"a request id has 1 to {MAX_ID_LENGTH} characters, not {len(request.id)}")
-    check_sampling(request.sampling)
-
-
-def check_sampling(sampling: SamplingParams) -> None:
-    """Raises RequestError that names the parameter and its valid values."""
-    lowest, highest = _TEMPERATURES
     if sampling.temperature != 0 and not lowest <= sampling.temperature <= highest:
         raise RequestError(f"temperature {sampling.temperature:g}: give 0 (greedy), or {lowest:g} to {highest:g}")
-    if not 0 < sampling.top_p <= 1:
-        raise RequestError(f"top_p {sampling.top_p:g}: give a number above 0 and at most 1")
-    if not 0 <= sampling.top_k <= _MAX_INTEGER:
+    if sampling.top_k > _MAX_INTEGER:
         raise RequestError(f"top_k {sampling.top_k}: give 0 (off), or how many of the likeliest tokens to keep")
-    if sampling.max_tokens < 1:
-        raise RequestError(f"max_tokens {sampling.max_tokens}: ask for at least 1")
     stops = sampling.stop_token_ids
     if len(stops) > MAX_STOPS or any(not 0 <= stop <= _MAX_INTEGER for stop in stops):
         raise RequestError(f"stop_token_ids: give at most {MAX_STOPS} token ids")
+
+
+def check_stops(stops: Sequence[str]) -> None:
+    """Raises RequestError for too many stop strings, or for one of the wrong length."""
+    if len(stops) > MAX_STOPS or any(not 0 < len(stop) <= MAX_STOP_STRING for stop in stops):
+        raise RequestError(f"stop: give at most {MAX_STOPS} strings of 1 to {MAX_STOP_STRING} characters")
 
 
 # ---- errors and answers
@@ -75,9 +72,9 @@ def check_sampling(sampling: SamplingParams) -> None:
 class RefusedError(PipelineRLError):
     """One request is refused, with an `ErrorCode`. `retry_after_s`: when to retry; None: a retry would not help."""
 
-    def __init__(self, code: ErrorCode, message: str, *, retry_after_s: int | None = None, param: str | None = None) -> None:
+    def __init__(self, code: ErrorCode, message: str, *, retry_after_s: int | None = None) -> None:
         super().__init__(message)
-        self.code, self.retry_after_s, self.param = code, retry_after_s, param
+        self.code, self.retry_after_s = code, retry_after_s
 
 
 def unavailable(reason: str) -> RefusedError:
@@ -128,18 +125,17 @@ def answer(message: object) -> Response:
 def error_body(error: PipelineRLError) -> ErrorBody:
     code = _code(error)
     kind = "invalid_request_error" if STATUS[code] < 429 else "server_error"
-    param = error.param if isinstance(error, RefusedError) else None
     message = str(error).replace("engine.max_length", "the model's max_model_len")  # clients don't see the run file
-    return ErrorBody(error=ErrorDetail(message=message, type=kind, code=code, param=param))
+    return ErrorBody(error=ErrorDetail(message=message, type=kind, code=code))
 
 
-def error_answer(error: PipelineRLError, shaped: Callable[[ErrorBody], object] = lambda body: body) -> Response:
-    """The answer to a request that failed. `shaped` puts the error into the shape of another API than OpenAI's."""
+def error_answer(error: PipelineRLError) -> Response:
+    """The answer to a request that failed."""
     retry_after_s = error.retry_after_s if isinstance(error, RefusedError) else None
     headers = {} if retry_after_s is None else {"Retry-After": str(retry_after_s)}
     body = error_body(error)
     status = STATUS[body.error.code]
-    return Response(msgspec.json.encode(shaped(body)), status, headers, media_type="application/json")
+    return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
 
 
 def _code(error: PipelineRLError) -> ErrorCode:

@@ -12,10 +12,8 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any
 
 import msgspec
@@ -23,11 +21,11 @@ import msgspec
 from pipelinerl.errors import UserError
 from pipelinerl.files import write_atomically
 from pipelinerl.run_directory import ReadyFile
-from pipelinerl.serving.server.app import make_app
+from pipelinerl.serving.server.app import ServerApp, app_of
 from pipelinerl.serving.server.http import QuietServer, listen, url_of, uvicorn_config
 from pipelinerl.serving.server.options import ServeOptions
 from pipelinerl.serving.server.served import ServedEngine
-from pipelinerl.serving.server.service import LoadedModel, Service, ServiceHolder, load
+from pipelinerl.serving.server.service import Service, load
 
 CLOSE_S = 5
 """Time for connections to close after their requests have ended."""
@@ -42,54 +40,50 @@ def serve(options: ServeOptions, *, began: Callable[[], None] = lambda: None) ->
     """
     options.check()
     with contextlib.closing(listen(options.listen)) as listening:
-        loading = _load_in_background(options)
-        asyncio.run(_Process(options, listening, loading, began).run())
-    sys.stderr.flush()
-    if not loading.done():
-        os._exit(0)  # stopped during loading: the loading thread can't be ended
+        asyncio.run(_Process(options, listening, began).run())
     return 0
 
 
 class _Process:
-    def __init__(
-        self, options: ServeOptions, listening: socket.socket, loading: Future[LoadedModel], began: Callable[[], None]
-    ) -> None:
-        self._options, self._began, self._listening, self._loading = options, began, listening, loading
+    def __init__(self, options: ServeOptions, listening: socket.socket, began: Callable[[], None]) -> None:
+        self._options, self._began, self._listening = options, began, listening
         self._stop = asyncio.Event()
         self._stop_now = False
 
     async def run(self) -> None:
-        holder = ServiceHolder()
-        app = make_app(holder, api_key=self._options.api_key)
+        app = ServerApp(self._options.api_key)
         server = QuietServer(uvicorn_config(app, close_s=CLOSE_S, tls=self._options.tls))
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._request_stop)
         serving = asyncio.create_task(server.serve([self._listening]))
         stopping = asyncio.create_task(self._stop.wait())
+        loading = asyncio.create_task(asyncio.to_thread(load, self._options))
         try:
-            loading = asyncio.wrap_future(self._loading)
             first: list[asyncio.Future[Any]] = [loading, stopping, serving]
             await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
             if loading.done():
                 service = Service(loading.result(), self._options)
-                self._begin(holder, service)
+                self._begin(app, service)
                 await asyncio.wait(first[1:], return_when=asyncio.FIRST_COMPLETED)
                 await self._drain(service)
         finally:
             stopping.cancel()
             server.should_exit = True
             await serving
+            if not loading.done():
+                sys.stderr.flush()
+                os._exit(0)  # stopped during loading: the thread can't be ended
 
     def _request_stop(self) -> None:
         """First call: finish the requests in progress, then stop. Second call: stop now."""
         self._stop_now = self._stop.is_set()
         self._stop.set()
 
-    def _begin(self, holder: ServiceHolder, service: Service) -> None:
+    def _begin(self, app: ServerApp, service: Service) -> None:
         # Exclude all loaded objects from garbage collection: they stay, and every full collection would visit them.
         gc.collect()
         gc.freeze()
-        holder.open(service)
+        app.open(app_of(service))
         self._began()
         ready = ReadyFile(url=url_of(self._listening, encrypted=self._options.tls is not None), pid=os.getpid())
         slots = f"{self._options.engine.slots} slots of {service.loaded.max_length} tokens"
@@ -115,17 +109,3 @@ class _Process:
         until_s = time.monotonic() + timeout_s
         while engine.open_requests and time.monotonic() < until_s and not self._stop_now:
             await asyncio.sleep(POLL_EVERY_S)
-
-
-def _load_in_background(options: ServeOptions) -> Future[LoadedModel]:
-    """Load in a daemon thread, so that the process can exit meanwhile."""
-    future: Future[LoadedModel] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(load(options))
-        except BaseException as error:  # noqa: BLE001 - raised again where the future is awaited
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="loading", daemon=True).start()
-    return future

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from pipelinerl.errors import PipelineRLError, RequestError, WeightUpdateError
 from pipelinerl.interfaces import Engine, WeightUpdate
-from pipelinerl.serving.server.http import RefusedError, unavailable
+from pipelinerl.serving.server.http import RefusedError, check_request, unavailable
 from pipelinerl.serving.wire import token_events
 from pipelinerl.types import Completion, GenerationRequest, TokenEvent, UpdateReceipt
 
@@ -31,12 +31,12 @@ class ServedRequest:
     def __init__(self, request: GenerationRequest) -> None:
         self.request = request
         self.outcome: Completion | PipelineRLError | None = None
-        self._tokens: list[TokenEvent] = []
+        self.tokens: list[TokenEvent] = []
         self._changed = asyncio.Event()
 
     async def begun(self) -> None:
         """Wait for the first token or the end. Raises the request's error, if it failed."""
-        while not self._tokens and self.outcome is None:
+        while not self.tokens and self.outcome is None:
             await self._changed.wait()
         if isinstance(self.outcome, PipelineRLError):
             raise self.outcome
@@ -53,7 +53,7 @@ class ServedRequest:
         """Yield all tokens in order, in one batch per engine step. If the request does not stream: one batch at the end."""
         sent = 0
         while True:
-            tokens = self._tokens if self.outcome is None else token_events(await self.completion())
+            tokens = self.tokens if self.outcome is None else token_events(await self.completion())
             if len(tokens) > sent:
                 batch, sent = tokens[sent:], len(tokens)
                 yield batch
@@ -61,13 +61,6 @@ class ServedRequest:
                 return
             else:
                 await self._changed.wait()
-
-    def add(self, event: TokenEvent) -> None:
-        self._tokens.append(event)
-
-    def end(self, outcome: Completion | PipelineRLError) -> None:
-        self.outcome = outcome
-        self._tokens = []
 
     def wake(self) -> None:
         """Wake all waiting coroutines; each checks its condition again."""
@@ -85,17 +78,16 @@ class Holding(NamedTuple):
 class ServedEngine:
     """Owns `engine`, and starts its thread. Used only in the event loop that it was created in.
 
-    At most `most_open` requests, `slots` + `max_queue`, are open; more are refused. `held` computes the checksum of the
-    weights that the engine holds now. If the engine raises an exception, it has failed: all open and all later requests fail
-    with that reason.
+    At most `slots` + `max_queue` requests are open; more are refused. `held` computes the checksum of the weights that the
+    engine holds now. If the engine raises an exception, it has failed: all open and all later requests fail for that reason.
 
     `holding`: the weights that the next token is sampled with. `progress`: the engine's counts after its last step.
     `refusing`: why requests are refused, or None if they are accepted.
     """
 
     def __init__(self, engine: Engine, *, name: str, slots: int, max_queue: int, held: Callable[[], str]) -> None:
-        self.name, self._engine, self._held, self._slots = name, engine, held, slots
-        self.most_open = slots + max_queue
+        self.name, self._engine, self._held = name, engine, held
+        self._slots, self._max_queue = slots, max_queue
         self.holding = Holding(engine.version, held())
         self.progress = engine.progress()
         self.refusing: str | None = None
@@ -117,17 +109,18 @@ class ServedEngine:
     def submit(self, request: GenerationRequest) -> ServedRequest:
         """Submit a request with a new id.
 
-        Raises RefusedError (`unavailable`, `overloaded`), and RequestError for an id that is in use.
+        Raises RefusedError (`unavailable`, `overloaded`), and RequestError for an id in use, or numbers out of range.
         """
+        check_request(request)
         if self.refusing is not None:
             raise unavailable(self.refusing)
         if request.id in self._open:
             raise RequestError(f"request {request.id!r} is already in the engine; give each request a unique id")
-        if len(self._open) >= self.most_open:
+        if len(self._open) >= self._slots + self._max_queue:
             raise RefusedError(
                 "overloaded",
-                f"{self._slots} requests are in progress and {self.most_open - self._slots} wait, the most that this server "
-                "accepts (--engine.slots, --max-queue): try again later",
+                f"{self._slots} requests are in progress and {self._max_queue} wait, the most that this server accepts "
+                "(--engine.slots, --max-queue): try again later",
                 retry_after_s=1,
             )
         served = self._open[request.id] = ServedRequest(request)
@@ -165,11 +158,9 @@ class ServedEngine:
             self.cancel_all()
         answer: asyncio.Future[UpdateReceipt] = self._loop.create_future()
         self._updates.add(answer)
+        answer.add_done_callback(self._updates.discard)
         self._commands.put(lambda: self._update(update, answer, anew))
-        try:
-            return await answer
-        finally:
-            self._updates.discard(answer)
+        return await answer
 
     def refuse(self, reason: str) -> None:
         """Refuse all requests from now on, with `reason`. Requests in progress continue."""
@@ -187,15 +178,17 @@ class ServedEngine:
     def _deliver(
         self, tokens: Sequence[TokenEvent], finished: Sequence[Completion], failed: Sequence[tuple[str, PipelineRLError]]
     ) -> None:
-        changed: dict[str, ServedRequest] = {}
+        changed: set[ServedRequest] = set()
         for event in tokens:
-            served = changed[event.request_id] = self._open[event.request_id]
-            served.add(event)
+            served = self._open[event.request_id]
+            served.tokens.append(event)
+            changed.add(served)
         ended: list[tuple[str, Completion | PipelineRLError]] = [(one.request_id, one) for one in finished]
         for request_id, outcome in (*ended, *failed):
-            served = changed[request_id] = self._open.pop(request_id)
-            served.end(outcome)
-        for served in changed.values():
+            served = self._open.pop(request_id)
+            served.outcome, served.tokens = outcome, []
+            changed.add(served)
+        for served in changed:
             served.wake()
 
     def _answer(self, answer: asyncio.Future[UpdateReceipt], receipt: UpdateReceipt | PipelineRLError) -> None:

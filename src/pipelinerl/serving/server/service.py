@@ -1,35 +1,41 @@
-"""The loaded model and the objects that the endpoints use: engine, grammars and weight updates."""
+"""The loaded model and the objects that the endpoints use: the engine, and weight updates, one at a time.
+
+An update is verified while the engine runs, then applied between two tokens.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from pipelinerl.interfaces import Tokenizer
+from pipelinerl.engine import LocalEngine
+from pipelinerl.errors import WeightUpdateError
+from pipelinerl.interfaces import Tokenizer, WeightUpdate
 from pipelinerl.models.loading import load_model, load_tokenizer, slot_length, stop_token_ids
-from pipelinerl.models.state import checksum, named_weights
-from pipelinerl.serving.server.constrained import Grammars, ServerEngine
-from pipelinerl.serving.server.http import unavailable
+from pipelinerl.models.state import checksum, first_names, named_weights
+from pipelinerl.serving.incoming import IncomingWeights
+from pipelinerl.serving.server.http import RefusedError
 from pipelinerl.serving.server.options import ServeOptions
 from pipelinerl.serving.server.served import ServedEngine
-from pipelinerl.serving.server.weights import WeightUpdates
-from pipelinerl.serving.wire import ServerInfo
+from pipelinerl.serving.wire import ProcessGroupRequest, ServerInfo, WeightUpdateRequest
+from pipelinerl.types import UpdateReceipt
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel:
-    """A model in an engine. `weights`: the engine's own tensors by name."""
+    """A model in an engine. `weights`: the engine's own tensors by name. `max_length`: of prompt + completion, in tokens."""
 
-    engine: ServerEngine
+    engine: LocalEngine
     tokenizer: Tokenizer
-    weights: Mapping[str, torch.Tensor]
-    slots: int
+    weights: Mapping[str, Tensor]
     max_length: int
     vocabulary: int
     stop_token_ids: tuple[int, ...]
@@ -46,7 +52,7 @@ def load(options: ServeOptions) -> LoadedModel:
 def loaded_from(model: Any, tokenizer: Any, options: ServeOptions, *, flatten: bool = True) -> LoadedModel:
     """The second half of `load`, for a model and tokenizer in memory. `flatten`: see `LocalEngine`."""
     max_length = slot_length(model, options.engine.max_length)
-    engine = ServerEngine(
+    engine = LocalEngine(
         model,
         slots=options.engine.slots,
         max_length=max_length,
@@ -59,11 +65,83 @@ def loaded_from(model: Any, tokenizer: Any, options: ServeOptions, *, flatten: b
         engine=engine,
         tokenizer=tokenizer,
         weights=named_weights(model),
-        slots=options.engine.slots,
         max_length=max_length,
         vocabulary=model.get_input_embeddings().weight.shape[0],
         stop_token_ids=stop_token_ids(model, tokenizer, options.engine.max_length),
     )
+
+
+class WeightUpdates:
+    """Applies weight updates from files or the trainer's broadcast.
+
+    `held`: the engine's own tensors. Files are read only from `directories`.
+    """
+
+    def __init__(self, engine: ServedEngine, held: Mapping[str, Tensor], directories: Sequence[Path]) -> None:
+        self._engine, self._held = engine, held
+        self._incoming = IncomingWeights(next(iter(held.values())).device, directories)
+        self._lock = asyncio.Lock()
+        version, digest = engine.holding
+        self._last = UpdateReceipt(engine=engine.name, version=version, checksum=digest, pause_s=0.0, sequences_in_flight=0)
+        self._anew = False  # no weights of this epoch have been applied yet
+
+    async def join(self, request: ProcessGroupRequest) -> None:
+        """Join the trainer's broadcast as a receiver; leaves a group that was joined before.
+
+        Raises WeightUpdateError if the group is not formed in time, or for an epoch that was replaced; both leave the group
+        as it was.
+        """
+        async with self._lock:
+            begins = self._incoming.begins(request)
+            group = self._incoming.connect(request, self._engine.name)
+            try:
+                await asyncio.to_thread(group.wait_joined, request.timeout_s)
+            except BaseException:  # also if the client has gone
+                await asyncio.to_thread(group.close)
+                raise
+            await asyncio.to_thread(self._incoming.join, request, group)
+            self._anew = self._anew or begins
+
+    async def close(self) -> None:
+        """Leave the process group, if there is one."""
+        async with self._lock:
+            await asyncio.to_thread(self._incoming.close)
+
+    async def take(self, request: WeightUpdateRequest) -> UpdateReceipt:
+        """Read the update, or take what was received, and apply it; returns the engine's receipt.
+
+        If the engine already holds these weights, returns their receipt again: a client may repeat a request whose answer
+        was lost. Versions must increase; only the first update may repeat the loaded model's version. The first weights of
+        an epoch may have any version, and end all requests. Raises RefusedError (version, no engine) and WeightUpdateError
+        (epoch, invalid weights).
+        """
+        async with self._lock:
+            anew = self._incoming.begins(request) or self._anew
+            holding = self._engine.holding
+            if (request.version, request.checksum) != holding or (anew and self._engine.open_requests):
+                newest, loaded = holding.version, not self._engine.progress.weight_updates
+                if not anew and (request.version < newest or (request.version == newest and not loaded)):
+                    raise RefusedError(
+                        "stale_version",
+                        f"version {request.version} is not newer than version {newest}, which this server holds; another "
+                        "session has an `epoch` of its own",
+                    )
+                update = await asyncio.to_thread(self._fetch, request)
+                self._last = await self._engine.update(update, anew=anew)
+            await asyncio.to_thread(self._incoming.applied, request)
+            self._anew = False
+            return self._last
+
+    def _fetch(self, request: WeightUpdateRequest) -> WeightUpdate:
+        """The verified update. Its names and shapes are checked when it is loaded; the engine would convert its types."""
+        update = self._incoming.fetch(request, first_names(self._held))
+        for name, tensor in update.tensors.items():
+            if name in self._held and tensor.dtype != self._held[name].dtype:
+                raise WeightUpdateError(
+                    f"{name} is {tensor.dtype}, in the engine it is {self._held[name].dtype}: nothing was changed (types: "
+                    "see --model.dtype)"
+                )
+        return update
 
 
 class Service:
@@ -75,7 +153,7 @@ class Service:
         self.engine = ServedEngine(
             loaded.engine,
             name=options.name,
-            slots=loaded.slots,
+            slots=loaded.engine.slots,
             max_queue=options.max_queue,
             held=lambda: checksum(loaded.weights),
         )
@@ -90,7 +168,7 @@ class Service:
             instance=self._instance,
             name=self.name,
             model=self._model,
-            slots=self.loaded.slots,
+            slots=self.loaded.engine.slots,
             max_length=self.loaded.max_length,
             vocabulary=self.loaded.vocabulary,
             stop_token_ids=self.loaded.stop_token_ids,
@@ -100,25 +178,3 @@ class Service:
             queued=max(0, self.engine.open_requests - progress.in_progress),
             decode_steps=progress.decode_steps,
         )
-
-    @cached_property
-    def grammars(self) -> Grammars:
-        """For constrained answers. Raises RequestError."""
-        return Grammars(self.loaded.tokenizer, self.loaded.vocabulary, self.loaded.stop_token_ids)
-
-
-class ServiceHolder:
-    """Holds the service once the model is loaded."""
-
-    def __init__(self) -> None:
-        self._service: Service | None = None
-
-    def open(self, service: Service) -> None:
-        self._service = service
-
-    @property
-    def service(self) -> Service:
-        """Raises RefusedError while the model is being loaded."""
-        if self._service is None:
-            raise unavailable("the server is starting: the model is being loaded")
-        return self._service

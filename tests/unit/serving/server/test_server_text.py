@@ -14,10 +14,10 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from pipelinerl.environments.chat.messages import answer_message, parse_tool_calls
+from pipelinerl.environments.chat.messages import parse_tool_calls
 from pipelinerl.environments.prompts import MOST_HELD, TextStream, plain_decoder, text_decoder
 from pipelinerl.interfaces import PART
-from pipelinerl.serving.server.api.answers import StopStrings, TextBeforeCalls
+from pipelinerl.serving.server.api.answers import StopStrings
 from tests.unit.server_parts import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
@@ -117,32 +117,3 @@ def test_nothing_is_held_back_longer_than_needed() -> None:
         "\n\nUser!",
     ]
     assert not stop.found
-
-
-CALL = '<tool_call>\n{"name": "add", "arguments": {"a": {"b": "}\\\\\\" {"}}}\n</tool_call>'
-WHOLE_CALL = '<tool_call>{"arguments": {"c": 1}, "name": "sub"}</tool_call>'
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        f"Well. <b>{CALL}",
-        f"One.\n{CALL}\n{WHOLE_CALL}\n",
-        f" {CALL} and {CALL[: -len('</tool_call>')]}",
-        "No call: <tool_call>{}</tool_call> <tool_",
-        " <tool_call>not closed ",
-        "Space at the end \n",
-    ],
-)
-def test_a_streamed_answer_is_the_whole_one_and_its_text_comes_before_its_calls(text: str) -> None:
-    message = answer_message(parse_tool_calls(text), "x")
-    for seed in range(20):
-        before = TextBeforeCalls()
-        shown = "".join(before.feed(text[start:end]) for start, end in pairwise(cuts(len(text), seed)))
-        assert "<tool_call>" not in shown
-        rest = before.rest(message)
-        calls = [{key: value for key, value in call.items() if key != "index"} for call in rest.get("tool_calls", ())]
-        assert (shown + rest.get("content", "")).strip() == (message["content"] or "").strip()
-        assert calls == message.get("tool_calls", [])
-    before = TextBeforeCalls()
-    assert [before.feed(part) for part in ("Well. ", "So <to", "ol> ", "x")] == ["Well.", " So", " <tool>", " x"]

@@ -1,116 +1,169 @@
-"""Answers of OpenAI's API: text that grows, choices, and the body of a response, whole or as a stream."""
+"""Answers: their common form, that of Chat Completions and Completions, whole or as a stream, and text that grows."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from starlette.responses import Response
 
-from pipelinerl.serving.server.api.bodies import ChatBody, CompletionBody, read_body
+from pipelinerl.serving.server.api.bodies import AnyBody, ChatBody, CompletionBody, Json, read_body
 from pipelinerl.serving.server.http import answer, server_sent_event
 
-Json = dict[str, Any]
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """An answer to a request of any API. `message`: as in Chat Completions; a text is its `content`.
+
+    `finish_reason`: as in Chat Completions. `stop`: the stop string of the request that ended the text. `beyond`: more
+    fields of the choice, in the APIs of OpenAI that have one.
+    """
+
+    message: Json
+    finish_reason: str
+    stop: str | None = None
+    prompt_tokens: int
+    completion_tokens: int
+    beyond: Json = field(default_factory=dict)
+
+    @property
+    def text(self) -> str:
+        return self.message["content"] or ""
+
+    @property
+    def calls(self) -> Sequence[Json]:
+        """Of tools, as in Chat Completions."""
+        calls: Sequence[Json] = self.message.get("tool_calls", ())
+        return calls
 
 
 class Writer(Protocol):
-    """Builds the answer to one request from choices of OpenAI's API (see `choice_of`), as the request's API has it."""
+    """Writes the answer to one request, as the request's API has it."""
 
-    def whole(self, choices: Sequence[Json], usage: Json) -> Json: ...
+    def whole(self, answer: Answer) -> Json: ...
 
-    def stream(self, choices: Sequence[Json], usage: Json) -> bytes:
+    def stream(self, answer: Answer) -> bytes:
         """The answer as a stream, in one piece."""
 
 
 class ReadRequest(NamedTuple):
     """A request, perhaps translated. `writer` makes the writer of its answer, from the answer's id and the model's name."""
 
-    body: ChatBody | CompletionBody
+    body: AnyBody
     writer: Callable[[str, str], Writer]
 
-    def answered(self, writer: Writer, choices: Sequence[Json], usage: Json) -> Response:
-        """The response with these choices, as the request's `writer` has it."""
+    def answered(self, writer: Writer, found: Answer) -> Response:
         if self.body.stream:
-            return Response(writer.stream(choices, usage), media_type="text/event-stream")
-        return answer(writer.whole(choices, usage))
+            return Response(writer.stream(found), media_type="text/event-stream")
+        return answer(writer.whole(found))
 
 
-class AnswerWriter:
+class ChoiceWriter:
     """The writer of chats and text completions."""
 
-    def __init__(self, body: ChatBody | CompletionBody, answer_id: str, model: str) -> None:
-        self._include_usage = body.include_usage
-        chat = isinstance(body, ChatBody)
-        self._kind, self._chunk_kind = ("chat.completion", "chat.completion.chunk") if chat else ("text_completion",) * 2
+    def __init__(self, body: AnyBody, answer_id: str, model: str) -> None:
+        self._include_usage = body.stream_options is not None and body.stream_options.include_usage
+        self._chat = isinstance(body, ChatBody)
+        self._kind = "chat.completion" if self._chat else "text_completion"
         self._fields = {"id": answer_id, "model": model, "created": int(time.time())}
 
-    def whole(self, choices: Sequence[Json], usage: Json) -> Json:
-        return self._fields | {"object": self._kind, "choices": choices, "usage": usage}
+    def whole(self, answer: Answer) -> Json:
+        content = {"message": answer.message | {"refusal": None}} if self._chat else {"text": answer.text}
+        choices = [self._choice(content, answer.beyond, answer)]
+        return self._fields | {"object": self._kind, "choices": choices, "usage": _usage(answer)}
 
-    def stream(self, choices: Sequence[Json], usage: Json) -> bytes:
-        chunks = []
-        for choice in choices:
-            said: Json = {"text": choice.get("text")}
-            last: Json = {"text": ""}
-            if "message" in choice:
-                said, last = {"delta": delta_of(choice["message"])}, {"delta": {}}
-            chunks.append(self.chunk(choice_of(said, None, index=choice["index"])))
-            chunks.append(self.chunk({key: value for key, value in choice.items() if key not in ("message", "text")} | last))
-        return b"".join([*chunks, self.end(usage)])
+    def stream(self, answer: Answer) -> bytes:
+        delta = {key: value for key, value in answer.message.items() if value is not None}
+        if answer.calls:
+            delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(answer.calls)]
+        return self.chunk(delta if self._chat else answer.text, {}) + self.end(answer)
 
-    def chunk(self, choice: Json) -> bytes:
-        """A part of a stream. If the stream ends with a usage chunk, all other chunks have usage null."""
-        usage = {"usage": None} if self._include_usage else {}
-        return server_sent_event(self._fields | {"object": self._chunk_kind, "choices": [choice]} | usage)
+    def chunk(self, content: Json | str, beyond: Json) -> bytes:
+        """A part of a stream. `content`: a delta of the message, or text."""
+        shown = {"delta": {"content": content} if isinstance(content, str) else content} if self._chat else {"text": content}
+        return self._event([self._choice(shown, beyond)])
 
-    def end(self, usage: Json) -> bytes:
-        last = self._fields | {"object": self._chunk_kind, "choices": [], "usage": usage}
-        return (server_sent_event(last) if self._include_usage else b"") + b"data: [DONE]\n\n"
+    def end(self, answer: Answer) -> bytes:
+        """The end of a stream whose parts had all text. With `include_usage`, all other chunks have usage null."""
+        content: Json = {"delta": {}} if self._chat else {"text": ""}
+        last = self._event([self._choice(content, answer.beyond, answer)])
+        usage = self._event([], _usage(answer)) if self._include_usage else b""
+        return last + usage + b"data: [DONE]\n\n"
+
+    def _choice(self, content: Json, beyond: Json, ended: Answer | None = None) -> Json:
+        """The choice, or a part of it. `ended`: the answer, in the last part."""
+        reason = {"finish_reason": ended.finish_reason if ended else None}
+        if ended and ended.stop is not None:
+            reason["stop_reason"] = ended.stop
+        return {"index": 0, **content, "logprobs": None, **reason, **beyond}
+
+    def _event(self, choices: Sequence[Json], usage: Json | None = None) -> bytes:
+        kind = "chat.completion.chunk" if self._chat else self._kind
+        chunk = self._fields | {"object": kind, "choices": choices}
+        return server_sent_event(chunk | {"usage": usage} if self._include_usage else chunk)
+
+
+def _usage(answer: Answer) -> Json:
+    return {
+        "prompt_tokens": answer.prompt_tokens,
+        "completion_tokens": answer.completion_tokens,
+        "total_tokens": answer.prompt_tokens + answer.completion_tokens,
+    }
 
 
 def read_chat(data: bytes) -> ReadRequest:
     body = read_body(data, ChatBody)
-    return ReadRequest(body, partial(AnswerWriter, body))
+    return ReadRequest(body, partial(ChoiceWriter, body))
 
 
 def read_completion(data: bytes) -> ReadRequest:
     body = read_body(data, CompletionBody)
-    return ReadRequest(body, partial(AnswerWriter, body))
+    return ReadRequest(body, partial(ChoiceWriter, body))
 
 
-def choice_of(content: Json, finish_reason: str | None, logprobs: Json | None = None, *, index: int = 0) -> Json:
-    """A choice, or the part of it in one chunk. `content`: its `message`, `delta` or `text`."""
-    return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
+# ---- the translated APIs
 
 
-def delta_of(message: Json) -> Json:
-    """A message as the delta of one chunk."""
-    calls = [{"index": number, **call} for number, call in enumerate(message.get("tool_calls", ()))]
-    return {key: value for key, value in message.items() if value is not None} | ({"tool_calls": calls} if calls else {})
+class Part(Protocol):
+    @property
+    def text(self) -> str: ...
 
 
-def usage_of(prompt_tokens: int, completion_tokens: int) -> Json:
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-    }
+def text_of(content: str | Sequence[Part]) -> str:
+    """A text, or parts of one."""
+    return content if isinstance(content, str) else "".join([part.text for part in content])
 
 
-# ---- text that grows; `TextStream` makes it from tokens
+def function_call(call_id: str, name: str, arguments: object) -> Json:
+    """A call in a message of Chat Completions."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def function_tool(name: str, description: str | None, parameters: Json | None) -> Json:
+    """A tool of Chat Completions."""
+    optional = {"description": description, "parameters": parameters}
+    return {"type": "function", "function": {"name": name} | {key: value for key, value in optional.items() if value}}
+
+
+def named_events(events: Iterable[Json]) -> bytes:
+    """Events, which have a `type`, as server-sent events of that name."""
+    return b"".join(b"event: %s\n" % event["type"].encode() + server_sent_event(event) for event in events)
+
+
+# ---- stop strings
 
 
 class StopStrings:
-    """Cuts a text before the first occurrence of any of `stops`, or after it with `include`.
+    """Cuts a text before the first occurrence of any of `stops`. A possible beginning of one is held back.
 
-    A possible beginning of one is held back. `found`: the stop string that was found.
+    `found`: the stop string that was found.
     """
 
-    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
+    def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops
-        self._include = include
         self._held = ""
         self.found: str | None = None
 
@@ -121,9 +174,8 @@ class StopStrings:
         self._held += text
         places = [(place, stop) for stop in self._stops if (place := self._held.find(stop)) >= 0]
         if places:
-            place, self.found = min(places)
-            shown, self._held = self._held[: place + (len(self.found) if self._include else 0)], ""
-            return shown
+            cut, self.found = min(places)
+            return self._held[:cut]
         keep = 0
         for stop in self._stops:
             longest = min(len(stop) - 1, len(self._held))
@@ -134,29 +186,4 @@ class StopStrings:
 
     def rest(self) -> str:
         """The text that was held back; call it at the end."""
-        shown, self._held = self._held, ""
-        return shown
-
-
-class TextBeforeCalls:
-    """Shows the text of an answer up to its first tool call. White space is shown when it is known not to end the text."""
-
-    def __init__(self) -> None:
-        self._before = StopStrings(["<tool_call>"])
-        self._space = self._shown = ""
-
-    def feed(self, text: str) -> str:
-        """Add text; return what can be shown of it."""
-        text = self._space + self._before.feed(text)
-        shown = text.rstrip()
-        self._space = text[len(shown) :]
-        self._shown += shown
-        return shown
-
-    def rest(self, message: Json) -> Json:
-        """What is left of the complete message, as a delta: its calls, and the rest of its text."""
-        calls = "tool_calls" in message
-        shown = self._shown.lstrip() if calls else self._shown  # a text with calls is stripped
-        rest = (message["content"] or "")[len(shown) :]
-        delta = delta_of({"tool_calls": message["tool_calls"]}) if calls else {}
-        return delta | ({"content": rest} if rest else {})
+        return self._held if self.found is None else ""

@@ -2,122 +2,103 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Iterable
+from typing import Literal
 
 import msgspec
 
 from pipelinerl.errors import RequestError
-from pipelinerl.serving.server.api.answers import Json, ReadRequest
-from pipelinerl.serving.server.api.bodies import ChatBody, choice_of_function, read_body
-from pipelinerl.serving.server.api.translation import chat_tools, converted, function_call, named_events, only_text
-from pipelinerl.serving.wire import ErrorBody, ErrorCode
+from pipelinerl.serving.server.api.answers import Answer, ReadRequest, function_call, function_tool, named_events, text_of
+from pipelinerl.serving.server.api.bodies import ChatBody, Json, read_body
 
 # ---- requests
 
 
-class _ToolChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    type: Literal["auto", "any", "tool", "none"]
-    name: str = ""
-    disable_parallel_tool_use: bool = False
+class _Text(msgspec.Struct, frozen=True, tag="text"):
+    text: str
+
+
+class _ToolUse(msgspec.Struct, frozen=True, tag="tool_use"):
+    id: str
+    name: str
+    input: Json
+
+
+class _ToolResult(msgspec.Struct, frozen=True, tag="tool_result"):
+    tool_use_id: str
+    content: str | list[_Text] | None = None
+    is_error: bool | None = None
 
 
 class _Turn(msgspec.Struct, frozen=True):
     role: Literal["user", "assistant", "system"]
-    content: str | list[dict[str, Any]]
+    content: str | list[_Text | _ToolUse | _ToolResult]
 
 
-class _ToolUse(msgspec.Struct, frozen=True):
-    id: str
+class _Tool(msgspec.Struct, frozen=True):
     name: str
-    input: dict[str, Any]
+    type: Literal["custom"] | None = None
+    description: str | None = None
+    input_schema: Json | None = None
 
 
-class _ToolResult(msgspec.Struct, frozen=True):
-    tool_use_id: str
-    content: str | list[Any] | None = None
-    is_error: bool | None = None
+class _ToolChoice(msgspec.Struct, frozen=True):
+    type: Literal["auto", "none"]
+    disable_parallel_tool_use: bool = False
 
 
 class MessagesBody(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None = None
     messages: list[_Turn]
     max_tokens: int
-    system: str | list[Any] | None = None
+    system: str | list[_Text] | None = None
     stop_sequences: list[str] | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: list[_Tool] | None = None
     tool_choice: _ToolChoice | None = None
     stream: bool | None = None
 
 
 def read(data: bytes) -> ReadRequest:
     """Raises RequestError for a request that is malformed, or asks for what is not supported."""
-    asked = read_body(data, MessagesBody, strict=True)
+    asked = read_body(data, MessagesBody)
+    choice = asked.tool_choice
+    if choice is not None and choice.disable_parallel_tool_use and choice.type == "auto":
+        raise RequestError("tool_choice: the model may call several tools; leave out disable_parallel_tool_use")
+    messages: list[Json] = [] if asked.system is None else [{"role": "system", "content": text_of(asked.system)}]
+    for turn in asked.messages:
+        messages += _translated(turn)
+    if messages and messages[-1]["role"] == "assistant":
+        raise RequestError("messages: this server does not continue an answer; end with a message of the user")
     body = ChatBody(
         model=asked.model,
-        messages=_messages(asked),
+        messages=messages,
         max_tokens=asked.max_tokens,
         temperature=asked.temperature,
         top_p=asked.top_p,
         top_k=asked.top_k,
         stop=asked.stop_sequences,
-        tools=chat_tools(asked.tools, None, "custom"),
-        tool_choice=None if asked.tool_choice is None else _tool_choice(asked.tool_choice),
+        tools=[function_tool(tool.name, tool.description, tool.input_schema) for tool in asked.tools or []],
+        tool_choice=None if choice is None else choice.type,
         stream=asked.stream,
     )
     return ReadRequest(body, MessagesWriter)
 
 
-def _messages(asked: MessagesBody) -> list[Json]:
-    messages: list[Json] = []
-    if asked.system is not None:
-        messages.append({"role": "system", "content": only_text("system", asked.system, ("text",))})
-    for number, message in enumerate(asked.messages):
-        where = f"messages[{number}].content"
-        if message.role == "assistant":
-            messages.append(_answer(message.content, where))
-        else:
-            messages += _question(message, where)
-    if messages and messages[-1]["role"] == "assistant":
-        raise RequestError("messages: this server does not continue an answer; end with a message of the user")
-    return messages
-
-
-def _question(message: _Turn, where: str) -> Iterable[Json]:
-    """The results of tools in a message are messages of their own, before its text."""
-    blocks = [{"type": "text", "text": message.content}] if isinstance(message.content, str) else message.content
-    texts = [block for block in blocks if block.get("type") != "tool_result"]
+def _translated(turn: _Turn) -> Iterable[Json]:
+    """Messages of Chat Completions. The results of tools in a message are messages of their own, before its text."""
+    blocks = [_Text(turn.content)] if isinstance(turn.content, str) else turn.content
+    texts = [block for block in blocks if isinstance(block, _Text)]
+    calls = [function_call(block.id, block.name, block.input) for block in blocks if isinstance(block, _ToolUse)]
     for block in blocks:
-        if block.get("type") == "tool_result":
-            result = converted(where, block, _ToolResult)
-            content = only_text(where, result.content or "", ("text",))
-            shown = f"Error: {content}" if result.is_error else content  # as `use_tools` shows errors to the model
-            yield {"role": "tool", "tool_call_id": result.tool_use_id, "content": shown}
-    if texts:
-        yield {"role": message.role, "content": only_text(where, texts, ("text",))}
-
-
-def _answer(content: str | list[dict[str, Any]], where: str) -> Json:
-    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    texts = [block for block in blocks if block.get("type") != "tool_use"]
-    calls = [converted(where, block, _ToolUse) for block in blocks if block.get("type") == "tool_use"]
-    message: Json = {"role": "assistant", "content": only_text(where, texts, ("text",))}
-    if calls:
-        message["tool_calls"] = [function_call(call.id, call.name, call.input) for call in calls]
-    return message
-
-
-def _tool_choice(choice: _ToolChoice) -> Any:
-    if choice.disable_parallel_tool_use and choice.type == "auto":
-        raise RequestError(
-            "tool_choice: the model may call several tools in one answer; leave out disable_parallel_tool_use"
-        )
-    if choice.type == "tool":
-        return choice_of_function(choice.name)
-    return {"auto": "auto", "none": "none", "any": "required"}[choice.type]
+        if isinstance(block, _ToolResult):
+            content = text_of(block.content or "")
+            shown = f"Error: {content}" if block.is_error else content  # as `use_tools` shows errors to the model
+            yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": shown}
+    if texts or calls or not blocks:
+        yield {"role": turn.role, "content": text_of(texts)} | ({"tool_calls": calls} if calls else {})
 
 
 # ---- answers
@@ -132,25 +113,19 @@ class MessagesWriter:
         message_id = f"msg_{answer_id.removeprefix('chatcmpl-')}"
         self._about = {"id": message_id, "type": "message", "role": "assistant", "model": model}
 
-    def whole(self, choices: Sequence[Json], usage: Json) -> Json:
-        (choice,) = choices
-        text, calls = choice["message"]["content"], choice["message"].get("tool_calls", ())
-        blocks: list[Json] = [{"type": "text", "text": text or ""}] if text or not calls else []
-        for call in calls:
+    def whole(self, answer: Answer) -> Json:
+        blocks: list[Json] = [{"type": "text", "text": answer.text}] if answer.text or not answer.calls else []
+        for call in answer.calls:
             function = call["function"]
             arguments = msgspec.Raw(function["arguments"].encode())
             blocks.append({"type": "tool_use", "id": call["id"], "name": function["name"], "input": arguments})
-        stop = choice.get("stop_reason")
-        reason = _STOP_REASONS.get(choice["finish_reason"])
-        if reason == "end_turn" and calls:
-            reason = "tool_use"  # a call that the request required
-        elif reason == "end_turn" and stop is not None:
-            reason = "stop_sequence"
-        counts = {"input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"]}
-        return {**self._about, "content": blocks, "stop_reason": reason, "stop_sequence": stop, "usage": counts}
+        stopped = answer.finish_reason == "stop" and answer.stop is not None
+        reason = "stop_sequence" if stopped else _STOP_REASONS[answer.finish_reason]
+        counts = {"input_tokens": answer.prompt_tokens, "output_tokens": answer.completion_tokens}
+        return {**self._about, "content": blocks, "stop_reason": reason, "stop_sequence": answer.stop, "usage": counts}
 
-    def stream(self, choices: Sequence[Json], usage: Json) -> bytes:
-        return named_events(_events(self.whole(choices, usage)))
+    def stream(self, answer: Answer) -> bytes:
+        return named_events(_events(self.whole(answer)))
 
 
 def _events(message: Json) -> Iterable[Json]:
@@ -168,19 +143,3 @@ def _events(message: Json) -> Iterable[Json]:
         yield {"type": "content_block_stop", "index": index}
     yield {"type": "message_delta", "delta": ended, "usage": {"output_tokens": message["usage"]["output_tokens"]}}
     yield {"type": "message_stop"}
-
-
-# ---- errors
-
-_ERROR_TYPES: Mapping[ErrorCode, str] = {
-    "unauthorized": "authentication_error",
-    "not_found": "not_found_error",
-    "overloaded": "rate_limit_error",
-    "unavailable": "api_error",
-}
-
-
-def error_of_messages(body: ErrorBody) -> Json:
-    """An error in the shape of this API."""
-    kind = _ERROR_TYPES.get(body.error.code, "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": body.error.message}}

@@ -5,21 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
 from pipelinerl.errors import RequestError
-from pipelinerl.serving.server.api.answers import Json, ReadRequest
-from pipelinerl.serving.server.api.bodies import (
-    WHOLE_INPUT,
-    ChatBody,
-    JsonSchema,
-    ResponseFormat,
-    choice_of_function,
-    read_body,
-)
-from pipelinerl.serving.server.api.translation import chat_tools, converted, function_call, named_events, only_text
+from pipelinerl.serving.server.api.answers import Answer, ReadRequest, function_call, function_tool, named_events, text_of
+from pipelinerl.serving.server.api.bodies import WHOLE_INPUT, ChatBody, Json, read_body
 
 # ---- requests
 
@@ -27,104 +19,93 @@ _ROLES = {"developer": "system"}
 """The roles that models' chat templates lack, and what they become."""
 
 
-class _Format(msgspec.Struct, frozen=True):
-    type: Literal["text", "json_object", "json_schema"] = "text"
-    schema: dict[str, Any] | None = None
+class _Part(msgspec.Struct, frozen=True):
+    type: Literal["input_text", "output_text"]
+    text: str
 
 
-class _Text(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    format: _Format = _Format()
-    verbosity: Literal["medium"] | None = None
-
-
-class _FunctionChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    type: Literal["function"]
-    name: str
-
-
-class _MessageItem(msgspec.Struct, frozen=True):
+class _Message(msgspec.Struct, frozen=True, tag="message"):
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[Any]
+    content: str | list[_Part]
 
 
-class _CallItem(msgspec.Struct, frozen=True):
+class _Call(msgspec.Struct, frozen=True, tag="function_call"):
     call_id: str
     name: str
     arguments: str
 
 
-class _OutputItem(msgspec.Struct, frozen=True):
+class _Output(msgspec.Struct, frozen=True, tag="function_call_output"):
     call_id: str
-    output: str | list[Any]
+    output: str | list[_Part]
+
+
+_Item = _Message | _Call | _Output
+
+
+class _Tool(msgspec.Struct, frozen=True):
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: Json | None = None
+    strict: bool | None = None  # not enforced
 
 
 class ResponsesBody(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None = None
-    input: str | list[dict[str, Any]]
+    input: str | list[Json]
     instructions: str | None = None
     max_output_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    text: dict[str, Any] | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | _FunctionChoice | None = None
-    metadata: dict[str, str] | None = None
+    tools: list[_Tool] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
     stream: bool | None = None
 
 
 def read(data: bytes) -> ReadRequest:
     """Raises RequestError for a request that is malformed, or asks for what is not supported."""
-    asked = read_body(data, ResponsesBody, strict=True)
+    asked = read_body(data, ResponsesBody)
+    messages: list[Json] = [] if asked.instructions is None else [{"role": "system", "content": asked.instructions}]
+    if isinstance(asked.input, str):
+        messages.append({"role": "user", "content": asked.input})
+    else:
+        for number, item in enumerate(asked.input):
+            _add_item(messages, item, f"input[{number}]")
     body = ChatBody(
         model=asked.model,
-        messages=_messages(asked),
+        messages=messages,
         max_tokens=asked.max_output_tokens,
         temperature=asked.temperature,
         top_p=asked.top_p,
-        response_format=_response_format(asked.text or {}),
-        tools=chat_tools(asked.tools, "function"),
-        tool_choice=choice_of_function(choice.name) if isinstance(choice := asked.tool_choice, _FunctionChoice) else choice,
+        tools=[function_tool(tool.name, tool.description, tool.parameters) for tool in asked.tools or []],
+        tool_choice=asked.tool_choice,
         stream=asked.stream,
     )
     return ReadRequest(body, partial(ResponsesWriter, asked))
 
 
-def _messages(asked: ResponsesBody) -> list[Json]:
-    given: Sequence[Json] = asked.input if isinstance(asked.input, list) else [{"role": "user", "content": asked.input}]
-    messages: list[Json] = [] if asked.instructions is None else [{"role": "system", "content": asked.instructions}]
-    for number, item in enumerate(given):
-        _add_item(messages, item, f"input[{number}]")
-    return messages
-
-
-def _add_item(messages: list[Json], item: Json, where: str) -> None:
+def _add_item(messages: list[Json], given: Json, where: str) -> None:
     """Add an item to the messages. The text and the calls of one answer, which are several items, are one message."""
-    kind = item.get("type", "message")
+    if given.get("type") == "item_reference":
+        raise RequestError(f"{where}: {WHOLE_INPUT}")
+    try:
+        item: _Item = msgspec.convert({"type": "message", **given}, _Item)
+    except msgspec.ValidationError as error:
+        raise RequestError(f"{where}: {error}") from error
     last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
-    if kind == "message":
-        message = converted(where, item, _MessageItem)
-        content = only_text(f"{where}.content", message.content, ("input_text", "output_text"))
-        if message.role == "assistant" and last and "tool_calls" in last:
+    if isinstance(item, _Message):
+        content = text_of(item.content)
+        if item.role == "assistant" and last and "tool_calls" in last:
             last["content"] += content
         else:
-            messages.append({"role": _ROLES.get(message.role, message.role), "content": content})
-    elif kind == "function_call":
-        call = converted(where, item, _CallItem)
+            messages.append({"role": _ROLES.get(item.role, item.role), "content": content})
+    elif isinstance(item, _Call):
         if last is None:
             messages.append(last := {"role": "assistant", "content": ""})
-        last.setdefault("tool_calls", []).append(function_call(call.call_id, call.name, call.arguments))
-    elif kind == "function_call_output":
-        result = converted(where, item, _OutputItem)
-        content = only_text(f"{where}.output", result.output, ("input_text",))
-        messages.append({"role": "tool", "tool_call_id": result.call_id, "content": content})
+        last.setdefault("tool_calls", []).append(function_call(item.call_id, item.name, item.arguments))
     else:
-        hint = WHOLE_INPUT if kind == "item_reference" else "leave it out"
-        raise RequestError(f"{where}: this server does not support items of type {str(kind)[:40]!r}; {hint}")
-
-
-def _response_format(text: Json) -> ResponseFormat | None:
-    given = converted("text", text, _Text).format
-    return None if given.type == "text" else ResponseFormat(type=given.type, json_schema=JsonSchema(schema=given.schema))
+        messages.append({"role": "tool", "tool_call_id": item.call_id, "content": text_of(item.output)})
 
 
 # ---- answers
@@ -138,55 +119,42 @@ class ResponsesWriter:
         self._id = answer_id.removeprefix("chatcmpl-")
         self._created = int(time.time())
 
-    def whole(self, choices: Sequence[Json], usage: Json) -> Json:
-        (choice,) = choices
-        status = "incomplete" if choice["finish_reason"] == "length" else "completed"
-        text, calls = choice["message"]["content"], choice["message"].get("tool_calls", ())
+    def whole(self, answer: Answer) -> Json:
+        status = "incomplete" if answer.finish_reason == "length" else "completed"
         items: list[Json] = []
-        if text or not calls:
-            content: Json = {"type": "output_text", "text": text or "", "annotations": [], "logprobs": []}
+        if answer.text or not answer.calls:
+            content: Json = {"type": "output_text", "text": answer.text, "annotations": [], "logprobs": []}
             items.append({"type": "message", "id": f"msg_{self._id}_0", "role": "assistant", "content": [content]})
-        for number, call in enumerate(calls, len(items)):
+        for number, call in enumerate(answer.calls, len(items)):
             about = {"type": "function_call", "id": f"fc_{self._id}_{number}", "call_id": call["id"]}
             items.append(about | call["function"])
         for item in items:
             item["status"] = status if item is items[-1] else "completed"
         counts = {
-            "input_tokens": usage["prompt_tokens"],
+            "input_tokens": answer.prompt_tokens,
             "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-            "output_tokens": usage["completion_tokens"],
+            "output_tokens": answer.completion_tokens,
             "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": usage["total_tokens"],
+            "total_tokens": answer.prompt_tokens + answer.completion_tokens,
         }
         return self._response(status, items, counts)
 
-    def stream(self, choices: Sequence[Json], usage: Json) -> bytes:
-        events = enumerate(self._events(self.whole(choices, usage)))
+    def stream(self, answer: Answer) -> bytes:
+        events = enumerate(self._events(self.whole(answer)))
         return named_events(event | {"sequence_number": number} for number, event in events)
 
     def _response(self, status: str, items: Sequence[Json], usage: Json | None) -> Json:
-        asked = self._asked
         return {
             "id": f"resp_{self._id}",
             "object": "response",
             "created_at": self._created,
             "status": status,
-            "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "instructions": asked.instructions,
-            "max_output_tokens": asked.max_output_tokens,
-            "metadata": asked.metadata or {},
             "model": self._model,
             "output": items,
             "parallel_tool_calls": True,
-            "previous_response_id": None,
-            "store": False,
-            "temperature": asked.temperature,
-            "text": {"format": {"type": "text"}} | (asked.text or {}),
-            "tool_choice": asked.tool_choice or "auto",
-            "tools": asked.tools or [],
-            "top_p": asked.top_p,
-            "truncation": "disabled",
+            "tool_choice": self._asked.tool_choice or "auto",
+            "tools": self._asked.tools or [],
             "usage": usage,
         }
 
