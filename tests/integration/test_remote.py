@@ -24,7 +24,6 @@ from pipelinerl.serving.client.engine import RemoteEngine
 from pipelinerl.serving.client.http import PipelineServer
 from pipelinerl.types import Completion, GenerationRequest, SamplingParams
 from tests.integration.runs import start, until
-from tests.parity.test_engine import mixed_cache_logprobs
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
@@ -174,7 +173,7 @@ def test_a_killed_server_loses_nothing_and_has_the_weights_before_it_has_request
 def test_our_own_server_keeps_the_contract(servers: list[Server], tmp_path: Path) -> None:
     done = contract_of(servers[0].url, MODEL="demo", WEIGHTS=str(tmp_path))
     assert done.returncode == 0, done.stdout
-    assert "13 passed" in done.stdout
+    assert "12 passed" in done.stdout
 
 
 def contract_of(url: str, **settings: str) -> subprocess.CompletedProcess[str]:
@@ -182,42 +181,3 @@ def contract_of(url: str, **settings: str) -> subprocess.CompletedProcess[str]:
     variables = {f"PIPELINERL_ENGINE_{name}": value for name, value in {"URL": url, **settings}.items()}
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/contract"]
     return subprocess.run(command, env={**os.environ, **variables}, cwd=ROOT, capture_output=True, text=True, check=False)
-
-
-@pytest.mark.exhaustive
-def test_updates_in_flight_on_two_servers_are_exact(servers: list[Server], tmp_path: Path) -> None:
-    models = {0: demo(), 1: changed(1), 2: changed(2)}
-    wanted = requests(4 * SLOTS, 200)
-    probes = [
-        GenerationRequest(id=f"p{copy}", prompt_ids=(4,), sampling=SamplingParams(max_tokens=5), copy=copy)
-        for copy in range(len(servers))
-    ]
-
-    async def main() -> dict[str, Completion]:
-        async with engine_over(servers) as engine:
-
-            async def update(done: int) -> None:
-                if done >= (SLOTS, 2 * SLOTS, 10**9)[engine.version]:
-                    version = engine.version + 1
-                    receipt = await engine.update_weights(update_of(models[version], version, tmp_path))
-                    assert receipt.error is None
-                    assert receipt.version == engine.version == version
-
-            done = await serve(engine, wanted, update)
-            assert engine.version == 2
-            assert engine.copies == len(probes)
-            return done | await serve(engine, probes)
-
-    done = asyncio.run(main())
-    switched = 0
-    for request in (*wanted, *probes):
-        completion = done[request.id]
-        assert completion.finish_reason == "length"
-        if len(completion.weight_versions) == 1 and request in wanted[1:]:
-            continue  # compared are those that saw an update, and a few others
-        switched += len(completion.weight_versions) > 1
-        expected = mixed_cache_logprobs(models, request, completion)
-        assert max(abs(a - b) for a, b in zip(expected, completion.logprobs, strict=True)) < TOLERANCE
-    assert switched >= SLOTS
-    assert {span.version for probe in probes for span in done[probe.id].weight_versions} == {2}
-    assert not list(tmp_path.glob("pipelinerl-weights-*"))

@@ -159,7 +159,7 @@ def test_a_run_that_loses_a_process_reaches_its_goal(
 
 def assert_asks_for_its_key(url: str) -> None:
     """Other users of this machine reach its port, and so does the code of rewards."""
-    for path in ("/generate", "/cancel", "/request_weight_update", "/init_process_group"):
+    for path in ("/generate", "/request_weight_update", "/init_process_group"):
         with closing(HTTPConnection(urlsplit(url).netloc, timeout=20)) as connection:
             connection.request("POST", path, body=b"{}", headers={"Content-Type": "application/json"})
             assert connection.getresponse().status == 401, path

@@ -51,7 +51,7 @@ def completion_of(request: GenerationRequest, version: int = 0, offset: int = 0)
     )
 
 
-FAST = Bounds(startup_s=0.2, health_every_s=0.01, refused_s=0.05, silent_s=0.2, update_s=0.3, cancel_s=0.1, tries=8)
+FAST = Bounds(startup_s=0.2, health_every_s=0.01, refused_s=0.05, silent_s=0.2, update_s=0.3, tries=8)
 
 
 @asynccontextmanager
@@ -80,7 +80,6 @@ class FakeServer:
         self.answer: Callable[[GenerationRequest], Completion] = lambda request: completion_of(request, self.version)
         self.held = False
         self.calls: list[GenerationRequest] = []
-        self.cancelled: list[str] = []
         self.updates: list[WeightUpdateRequest] = []
         self.joined: ProcessGroupRequest | None = None
         self.join_problem: Exception | None = None
@@ -135,9 +134,6 @@ class FakeServer:
             return completion
         finally:
             self.running -= 1
-
-    async def cancel(self, request_id: str) -> None:
-        self.cancelled.append(request_id)
 
     async def join_broadcast(self, group: ProcessGroupRequest) -> None:
         await asyncio.sleep(0)

@@ -2,7 +2,6 @@
 
     GET  /info                    ServerInfo
     POST /generate                GenerationRequest -> Completion; with `stream`, lines: TokenLine ... CompletionLine
-    POST /cancel                  CancelRequest -> {}; the cancelled request ends with reason "cancelled"
     POST /init_process_group      ProcessGroupRequest -> {}, once the group is formed
     POST /request_weight_update   WeightUpdateRequest -> UpdateReceipt
     any error                     ErrorBody, with the HTTP status given at `ErrorCode`
@@ -52,10 +51,6 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     decode_steps: int = 0
 
 
-class CancelRequest(msgspec.Struct, frozen=True, kw_only=True):
-    request_id: str
-
-
 class ProcessGroupRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Join the trainer's broadcast at `host`:`port` as receiver number `index` (see `weights.broadcast`).
 
@@ -103,7 +98,6 @@ class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
     message: str
     type: str
     code: ErrorCode
-    param: str | None = None
 
 
 class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):

@@ -43,9 +43,6 @@ class EngineServer(Protocol):
         Cancelling the awaiting task closes the connection, which ends the request. One that is sent again has a new id.
         """
 
-    async def cancel(self, request_id: str) -> None:
-        """End a request early: its `generate` returns what exists, with reason "cancelled". Unknown ids are ignored."""
-
     async def join_broadcast(self, group: ProcessGroupRequest) -> None:
         """Join the trainer's broadcast as a receiver. Returns when all receivers have joined; raises after its timeout."""
 
@@ -116,8 +113,6 @@ class Bounds(NamedTuple):
     """For all servers and the trainer to form a group, if weights are broadcast."""
     update_s: float = 120.0
     """For a server to apply new weights."""
-    cancel_s: float = 5.0
-    """For a server to end a cancelled request; then the connection is closed."""
     tries: int = 300
     """How often servers may fail to serve one request, which takes about 10 minutes; then the engine fails."""
 

@@ -1,34 +1,33 @@
 """`RemoteEngine`: several engine servers as one `AsyncEngine`, in the event loop of the actor.
 
-    generate, stream ─▶ a task for each request ─▶ servers
+    generate, stream ─▶ servers
     advance ◀─ something arrived ◀─ tokens, completions ◀─┘
     update_weights ─▶ all servers at once: the trainer's file or broadcast ─▶ one receipt
 
-A request's task waits for a slot and ends with exactly one completion:
+A request waits for a slot and gets exactly one completion:
 
     waiting for a slot ─▶ sent ─▶ completion ─▶ checked ─▶ answer
           ▲                │
           └────────────────┘ the connection broke, or the server is busy, was restarted or is gone:
                              send it under a new id to any server with room
 
-Nothing from an abandoned attempt is passed on: its task has ended, and its id is not used again.
+Nothing from an abandoned attempt is passed on: its connection is closed, and its id is not used again.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import msgspec
 
 from pipelinerl.errors import BroadcastEndedError, PromptTooLongError, RequestError, UserError, WeightUpdateError
-from pipelinerl.interfaces import CANCELLED_KEPT, WeightUpdate
+from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.serving.client.adapter import (
     Bounds,
     EngineServer,
@@ -40,8 +39,8 @@ from pipelinerl.serving.client.adapter import (
     back_off_s,
     find_fault,
 )
-from pipelinerl.serving.client.fleet import Replica, ReplicaPool
-from pipelinerl.serving.wire import ServerInfo, WeightUpdateRequest, token_events
+from pipelinerl.serving.client.fleet import Fleet, Replica
+from pipelinerl.serving.wire import ProcessGroupRequest, WeightUpdateRequest, token_events
 from pipelinerl.types import (
     Completion,
     EngineProgress,
@@ -51,42 +50,30 @@ from pipelinerl.types import (
     cancelled_completion,
 )
 
-logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+STEP_S = 0.005
+"""How long `advance` waits for results."""
 
 
 class RemoteEngine:
     """One or more engine servers behind `interfaces.AsyncEngine`. Made by `connect`, and used in the same event loop."""
 
-    def __init__(
-        self,
-        pool: ReplicaPool,
-        infos: Sequence[ServerInfo],
-        *,
-        name: str,
-        first: int | None,
-        bounds: Bounds,
-        step_s: float,
-        clock: Callable[[], float],
-    ) -> None:
+    def __init__(self, replicas: Sequence[Replica], *, name: str, bounds: Bounds) -> None:
         self.name = name
-        self.max_length, self.vocabulary = min(info.max_length for info in infos), infos[0].vocabulary
-        held = [info.version for info in infos]
-        self._version = min(held if first is None else [first, *held])
-        self._pool, self._bounds = pool, bounds
-        self._step_s, self._clock = step_s, clock
+        self.max_length = self.vocabulary = self._version = 0
+        self._fleet, self._bounds = Fleet(replicas, bounds.alone_s), bounds
         self._joined = False
         self._error: BaseException | None = None  # the first that ended the engine: open requests then get no answer
         self._arrived = asyncio.Event()  # a token, an answer or an error
         self._prefix, self._started = secrets.token_hex(4), 0
         self._open: set[str] = set()
-        self._cancelled: deque[Completion] = deque(maxlen=CANCELLED_KEPT)
         self._tasks: set[asyncio.Task[None]] = set()
         self._tokens_received = 0
         self._busy_s = 0.0
         self._busy_since_s = 0.0
         self._updates = 0
         self._pauses_s: deque[float] = deque(maxlen=512)
-        pool.on_change = self._servers_changed
 
     @classmethod
     @asynccontextmanager
@@ -97,32 +84,48 @@ class RemoteEngine:
         name: str = "engine",
         first: int | None = None,
         bounds: Bounds = Bounds(),  # noqa: B008 - immutable
-        step_s: float = 0.005,
-        clock: Callable[[], float] = time.monotonic,
     ) -> AsyncIterator[Self]:
         """An engine over `servers`, once all of them answer. At the end, its requests are cancelled.
 
-        `first`: the version of the first weights, if these may replace later ones of another session. `step_s`: how long
-        `advance` waits for results.
+        `first`: the version of the first weights, if these may replace later ones of another session.
 
         Raises UserError, EngineUnavailableError naming the servers that do not answer, or the servers' errors.
         """
         urls = [server.url for server in servers]
         if not urls or len(set(urls)) < len(urls):
             raise UserError(f"give each engine server once, and at least one: {urls}")
-        pool = ReplicaPool(servers, bounds, clock)
+        replicas = [Replica(server, bounds) for server in servers]
+        engine = cls(replicas, name=name, bounds=bounds)
         try:
-            infos = await pool.start()
-            engine = cls(pool, infos, name=name, first=first, bounds=bounds, step_s=step_s, clock=clock)
-            watch = asyncio.create_task(pool.watch())
-            watch.add_done_callback(engine._task_ended)
+            await engine._begin(first)
             try:
                 yield engine
             finally:
-                watch.cancel()
                 await engine._cancel_all()
         finally:
             await asyncio.gather(*(server.close() for server in servers), return_exceptions=True)
+
+    async def _begin(self, first: int | None) -> None:
+        """Wait until every server has answered, then watch them."""
+        infos = await _gather_or_cancel(replica.first_answer() for replica in self._fleet.replicas)
+        vocabularies = {replica.url: info.vocabulary for replica, info in zip(self._fleet.replicas, infos, strict=True)}
+        if len(set(vocabularies.values())) > 1:
+            raise UserError(f"the engine servers have different models: vocabularies of {vocabularies}")
+        self.max_length, self.vocabulary = min(info.max_length for info in infos), infos[0].vocabulary
+        held = [info.version for info in infos]
+        self._version = min(held if first is None else [first, *held])
+        for replica in self._fleet.replicas:
+            self._start(self._watch(replica))
+
+    async def _watch(self, replica: Replica) -> None:
+        """Check the health of a server periodically, until cancelled."""
+        try:
+            while True:
+                await asyncio.sleep(self._bounds.health_every_s)
+                await replica.look()
+                self._servers_changed()
+        except Exception as error:  # noqa: BLE001 - it ends the engine
+            self._fail(error)
 
     @property
     def version(self) -> int:
@@ -132,7 +135,7 @@ class RemoteEngine:
     @property
     def slots(self) -> int:
         """Total slots of the servers that accept requests now."""
-        return self._pool.slots
+        return self._fleet.slots
 
     @property
     def in_progress(self) -> int:
@@ -145,7 +148,7 @@ class RemoteEngine:
     @property
     def copies(self) -> int:
         """Number of model replicas: one per server, in the order of `servers`, including those that are gone."""
-        return len(self._pool.replicas)
+        return len(self._fleet.replicas)
 
     def progress(self) -> EngineProgress:
         """Counts since the engine was created.
@@ -153,14 +156,14 @@ class RemoteEngine:
         `tokens_generated`: tokens of received completions. `busy_s`: time with a request in progress. `decode_steps`: steps
         of the servers, also for other clients, as of the last health checks; 0 if the servers do not count them.
         """
-        since_s = self._clock() - self._busy_since_s if self._open else 0.0
+        since_s = time.monotonic() - self._busy_since_s if self._open else 0.0
         return EngineProgress(
             version=self._version,
             slots=self.slots,
             in_progress=self.in_progress,
             queued=self.queued,
             tokens_generated=self._tokens_received,
-            decode_steps=sum(replica.decode_steps for replica in self._pool.replicas),
+            decode_steps=sum(replica.decode_steps for replica in self._fleet.replicas),
             busy_s=self._busy_s + since_s,
             weight_updates=self._updates,
             pauses_s=tuple(self._pauses_s),
@@ -172,29 +175,33 @@ class RemoteEngine:
         """One completion. Raises PromptTooLongError or RequestError if this request can't be served.
 
         If the engine has failed, raises the error that ended it. If it fails meanwhile, `advance` raises the error, and this
-        does not return: the error is not the rollout's.
+        does not return: the error is not the rollout's. Cancelling this ends the request at its server.
         """
-        with self._serving(request) as answer:
-            return await answer
+        with self._admitted(request):
+            return await self._answer(Ticket(request, self._name(), lambda _: None))
 
     async def stream(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent | Completion, None]:
         """The same, with every token as it arrives."""
         tokens: asyncio.Queue[TokenEvent | None] = asyncio.Queue()
-        with self._serving(msgspec.structs.replace(request, stream=True), tokens.put_nowait) as answer:
-            answer.add_done_callback(lambda _: tokens.put_nowait(None))
-            while (event := await tokens.get()) is not None:
-                yield event
-            yield answer.result()
+
+        def forward(event: TokenEvent) -> None:
+            tokens.put_nowait(event)
+            self._arrived.set()
+
+        with self._admitted(request):
+            ticket = Ticket(msgspec.structs.replace(request, stream=True), self._name(), forward)
+            task = asyncio.create_task(self._answer(ticket))
+            task.add_done_callback(lambda _: tokens.put_nowait(None))
+            try:
+                while (event := await tokens.get()) is not None:
+                    yield event
+                yield await task
+            finally:
+                task.cancel()
 
     @contextmanager
-    def _serving(
-        self, request: GenerationRequest, on_token: TokenListener = lambda _: None
-    ) -> Iterator[asyncio.Future[Completion]]:
-        """Serve the request while inside: `on_token` gets the tokens of a stream, then the future gets the completion.
-
-        The future raises RequestError if no server can serve the request. Leaving before the answer cancels the request, at
-        its server in the background.
-        """
+    def _admitted(self, request: GenerationRequest) -> Iterator[None]:
+        """Count the request as open inside. Raises RequestError if it can never be served."""
         self._check()
         if request.id in self._open:
             raise RequestError(f"request {request.id!r} is already in the engine; give each request a unique id")
@@ -206,35 +213,27 @@ class RemoteEngine:
                 f"request {request.id!r} can't fit: {prompt_tokens} prompt tokens + {new_tokens} new tokens > "
                 f"{self.max_length} (the engine servers' longest sequence)"
             )
-
-        def forward(event: TokenEvent) -> None:
-            on_token(event)
-            self._arrived.set()
-
         if not self._open:
-            self._busy_since_s = self._clock()
+            self._busy_since_s = time.monotonic()
         self._open.add(request.id)
-        self._started += 1
-        ticket = Ticket(f"{self._prefix}.{self._started}", request, forward)
-        task = self._start(self._run(ticket))
         try:
-            yield ticket.answer
+            yield
         finally:
-            ticket.answer.cancel()
-            if not task.done():
-                self._start(self._cancel(ticket, task))
             self._open.discard(request.id)
             if not self._open:
-                self._busy_s += self._clock() - self._busy_since_s
+                self._busy_s += time.monotonic() - self._busy_since_s
+
+    def _name(self) -> str:
+        """A name for a request that is unique also among those of the servers' other clients."""
+        self._started += 1
+        return f"{self._prefix}.{self._started}"
 
     def take_cancelled(self) -> list[Completion]:
-        """The completions of cancelled requests that have arrived since the last call."""
-        taken = list(self._cancelled)
-        self._cancelled.clear()
-        return taken
+        """None: a cancelled request ends with its connection, so nothing is known of its tokens."""
+        return []
 
     async def advance(self) -> bool:
-        """Wait until something arrives, at most `step_s`.
+        """Wait until something arrives, at most `STEP_S`.
 
         Raises EngineUnavailableError when no server is left, ServerError when a server can't be used as it is.
         """
@@ -242,7 +241,7 @@ class RemoteEngine:
         if not self._open:
             return False
         with suppress(TimeoutError):
-            async with asyncio.timeout(self._step_s):
+            async with asyncio.timeout(STEP_S):
                 await self._arrived.wait()
         self._arrived.clear()
         self._check()
@@ -260,10 +259,11 @@ class RemoteEngine:
         self._arrived.set()
 
     def _servers_changed(self) -> None:
-        if (error := self._pool.unavailable()) is not None:
+        if (error := self._fleet.unavailable()) is not None:
             self._fail(error)
-        if self._joined and (gone := next((one for one in self._pool.replicas if one.gone), None)):
+        if self._joined and (gone := next((one for one in self._fleet.replicas if one.gone), None)):
             self._fail(BroadcastEndedError(f"engine server {gone.url} is gone, and all receive weights: {gone.last_error}"))
+        self._fleet.place()
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -279,137 +279,142 @@ class RemoteEngine:
 
     # ---- one request
 
-    async def _run(self, ticket: Ticket) -> None:
+    async def _answer(self, ticket: Ticket) -> Completion:
         try:
             completion = msgspec.structs.replace(await self._serve(ticket), request_id=ticket.request.id)
-            self._tokens_received += len(completion.token_ids)
-            if ticket.cancelled:
-                self._cancelled.append(completion)
-            else:
-                ticket.answer.set_result(completion)
-        except RequestError as error:
-            if not ticket.cancelled:
-                ticket.answer.set_exception(error)
-        except Exception as error:  # noqa: BLE001 - any error that is not the request's own ends the engine
-            if not ticket.cancelled:
-                self._fail(error)
+        except RequestError:
+            raise
+        except Exception as error:
+            self._fail(error)
+            await asyncio.Event().wait()  # for ever
+            raise
         finally:
             self._arrived.set()
+        self._tokens_received += len(completion.token_ids)
+        return completion
 
     async def _serve(self, ticket: Ticket) -> Completion:
         """Send the request until a server answers it. Raises RequestError, or an error that ends the engine."""
+        failures = 0
         while True:
-            async with self._pool.slot(ticket.request) as replica:
-                ticket.asked, request = replica, ticket.wire_request
+            async with self._fleet.slot(ticket.request) as replica:
+                request = msgspec.structs.replace(ticket.request, id=f"{ticket.name}.{failures}", copy=None)
                 try:
-                    work = replica.server.generate(request, ticket.take)
-                    completion = self._checked(ticket, replica, request, await replica.call(work))
-                    if completion.finish_reason != "cancelled" or ticket.cancelled:
+                    completion = await replica.call(replica.server.generate(request, ticket.take))
+                    if fault := find_fault(completion, request, self.vocabulary) or ticket.fault_of(completion):
+                        why = f"returned an invalid completion for request {request.id!r}: {fault}"
+                        raise ServerError(replica.url, why)
+                    if completion.finish_reason != "cancelled":
                         return completion
                     error: ServerError = ServerBusyError(replica.url, "cancelled a request without being asked to")
                 except (ServerUnreachableError, ServerBusyError) as failure:
                     error = failure
-                finally:
-                    ticket.asked = None
-                ticket.failures += 1
-                if ticket.tokens or ticket.cancelled:  # another attempt might produce other tokens
+                if ticket.tokens:  # another attempt might produce other tokens
                     return cancelled_completion(ticket.request.id, ticket.tokens)
-                if ticket.failures >= self._bounds.tries:
+                failures += 1
+                if failures >= self._bounds.tries:
                     raise EngineUnavailableError(
-                        f"request {ticket.request.id!r} failed {ticket.failures} times; the last time: {error}"
+                        f"request {ticket.request.id!r} failed {failures} times; the last time: {error}"
                     ) from error
-                await asyncio.sleep(back_off_s(ticket.failures))
-
-    def _checked(self, ticket: Ticket, replica: Replica, request: GenerationRequest, completion: Completion) -> Completion:
-        fault = find_fault(completion, request, self.vocabulary)
-        if fault is None and request.stream and not ticket.complete(completion):
-            fault = "its tokens differ from those streamed before"
-        if fault is not None:
-            raise ServerError(replica.url, f"returned an invalid completion for request {request.id!r}: {fault}")
-        return completion
-
-    async def _cancel(self, ticket: Ticket, task: asyncio.Task[None]) -> None:
-        if ticket.asked is not None:
-            with suppress(ServerError, RequestError, TimeoutError):  # closing the connection then ends it
-                async with asyncio.timeout(self._bounds.cancel_s):
-                    await ticket.asked.server.cancel(ticket.wire_request.id)
-                    await asyncio.wait({task})
-        task.cancel()
+                await asyncio.sleep(back_off_s(failures))
 
     # ---- weights
 
     async def join_broadcast(self, host: str, port: int, key: str) -> None:
         """Have all servers join the trainer's broadcast, and receive weights by it instead of reading files.
 
-        Raises WeightUpdateError or ServerError, naming the server that does not join within `bounds.join_s`.
+        Their indices follow the order of `servers`. Raises WeightUpdateError or ServerError, naming the server that does not
+        join within `bounds.join_s`.
         """
-        await self._pool.join(host, port, key)
+        timeout_s = self._bounds.join_s
+        await _gather_or_cancel(
+            replica.server.join_broadcast(
+                ProcessGroupRequest(host=host, port=port, key=key, index=index, timeout_s=timeout_s, name=replica.url)
+            )
+            for index, replica in enumerate(self._fleet.replicas)
+        )
         self._joined = True
 
     async def update_weights(self, update: WeightUpdate) -> UpdateReceipt:
-        """Have all servers apply the weights in flight. Servers and coroutines continue.
+        """Have all servers that are not gone apply the weights in flight. Servers and coroutines continue.
 
         They read the file at `update.path`. After `join_broadcast`, they have already received the weights.
 
-        Each server applies all weights or none. The receipt has the longest pause, and the checksum that every server
-        reported. If some servers refuse, the receipt's error names them. Raises WeightUpdateError if the version decreases
-        or a server does not answer within `bounds.update_s`; EngineUnavailableError if no server is left.
+        Each server applies all weights or none. The receipt has the longest pause, the sum of the sequences in flight, and
+        the checksum that every server reported. If some servers refuse, or give no answer within `bounds.update_s`, its
+        error names them. Raises WeightUpdateError if the version decreases; EngineUnavailableError if no server is left.
         """
         self._check()
         if update.version < self._version:
             raise WeightUpdateError(
                 f"version {update.version} is older than the engine's {self._version}; nothing was changed"
             )
-        receipt = await self._pool.update(
-            WeightUpdateRequest(version=update.version, checksum=update.checksum, path=update.path or None)
+        weights = WeightUpdateRequest(version=update.version, checksum=update.checksum, path=update.path or None)
+        receipts: list[UpdateReceipt] = []
+        problems: list[str] = []
+        while True:
+            work = (replica.update(weights) for replica in self._fleet.replicas)
+            for answer in await asyncio.gather(*work, return_exceptions=True):
+                if isinstance(answer, UpdateReceipt):
+                    receipts.append(answer)
+                elif isinstance(answer, WeightUpdateError):
+                    problems.append(str(answer))
+                elif answer is not None:
+                    raise answer
+            if receipts or problems:
+                break
+            if (error := self._fleet.unavailable()) is not None:
+                raise error
+            await asyncio.sleep(self._bounds.health_every_s)
+        pause_s = max((receipt.pause_s for receipt in receipts), default=0.0)
+        if not problems:
+            for replica in self._fleet.replicas:
+                replica.wanted = weights
+            self._version = update.version
+            self._updates += 1
+            self._pauses_s.append(pause_s)
+        self._servers_changed()
+        return UpdateReceipt(
+            engine=self.name,
+            version=weights.version,
+            checksum="" if problems else weights.checksum,
+            pause_s=pause_s,
+            sequences_in_flight=sum(receipt.sequences_in_flight for receipt in receipts),
+            error="; ".join(problems) or None,
         )
-        if receipt.error is not None:
-            return receipt
-        self._version = update.version
-        self._updates += 1
-        self._pauses_s.append(receipt.pause_s)
-        return msgspec.structs.replace(receipt, engine=self.name)
-
-    def _task_ended(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._fail(error)
 
 
 class Ticket:
-    """A request that is being served. `name` is its id at the servers, unique also among their other clients.
+    """A request that is being served: `name`, and a number for each attempt, is its id at the servers.
 
-    `asked`: the server that may be serving it now. `failures`: how often a server did not serve it. `tokens`: those of a
-    stream, which were forwarded in order.
+    `tokens`: those of a stream, which were forwarded in order.
     """
 
-    def __init__(self, name: str, request: GenerationRequest, forward: TokenListener) -> None:
-        self.name, self.request, self._forward = name, request, forward
-        self.answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self.asked: Replica | None = None
-        self.failures = 0
+    def __init__(self, request: GenerationRequest, name: str, forward: TokenListener) -> None:
+        self.request, self.name, self._forward = request, name, forward
         self.tokens: list[TokenEvent] = []
 
-    @property
-    def cancelled(self) -> bool:
-        return self.answer.cancelled()
-
-    @property
-    def wire_request(self) -> GenerationRequest:
-        """The request under an id of its own for each attempt."""
-        return msgspec.structs.replace(self.request, id=f"{self.name}.{self.failures}", copy=None)
-
     def take(self, event: TokenEvent) -> None:
-        """Forward the token if it is the next one. Tokens after a gap are left to `complete`."""
-        if event.index == len(self.tokens):
-            event = msgspec.structs.replace(event, request_id=self.request.id)
-            self.tokens.append(event)
-            self._forward(event)
+        """Forward the next token."""
+        self.tokens.append(msgspec.structs.replace(event, request_id=self.request.id))
+        self._forward(self.tokens[-1])
 
-    def complete(self, completion: Completion) -> bool:
-        """Forward the remaining tokens. Returns False and forwards nothing if the completion contradicts those forwarded."""
-        events = token_events(msgspec.structs.replace(completion, request_id=self.request.id))
-        if self.tokens != events[: len(self.tokens)]:
-            return False
-        for event in events[len(self.tokens) :]:
-            self.take(event)
-        return True
+    def fault_of(self, completion: Completion) -> str | None:
+        """Forward the remaining tokens of a stream. Returns why the completion contradicts those forwarded, or None."""
+        if self.request.stream:
+            events = token_events(msgspec.structs.replace(completion, request_id=self.request.id))
+            if self.tokens != events[: len(self.tokens)]:
+                return "its tokens differ from those streamed before"
+            for event in events[len(self.tokens) :]:
+                self.take(event)
+        return None
+
+
+async def _gather_or_cancel(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run all concurrently and return their results. The first failure cancels the others."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()

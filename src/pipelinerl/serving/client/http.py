@@ -17,9 +17,7 @@ from pipelinerl.errors import INVALID_DATA, PromptTooLongError, RequestError, Us
 from pipelinerl.extras import require
 from pipelinerl.serving.client.adapter import ServerBusyError, ServerError, ServerUnreachableError, TokenListener
 from pipelinerl.serving.wire import (
-    CancelRequest,
     CompletionLine,
-    ErrorBody,
     ProcessGroupRequest,
     ServerInfo,
     TokenLine,
@@ -32,7 +30,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-CONNECT_S, WRITE_S = 5.0, 30.0
+CONNECT_S, WRITE_S, UPDATE_S = 5.0, 30.0, 120.0
 _KEEP_ALIVE_S = 4.0
 """Shorter than servers keep idle connections (often 5 s), so that no request uses a connection that is being closed."""
 _PROBES = [
@@ -47,6 +45,17 @@ _PROBES = [
 ]
 """The kernel asks a silent peer whether it is there, so that a request that takes long does not wait for a dead one."""
 _LONGEST_MESSAGE = 500
+
+
+class _ErrorDetail(msgspec.Struct, frozen=True):
+    message: str
+    code: str | int = ""
+
+
+class _ErrorAnswer(msgspec.Struct, frozen=True):
+    """The error body of OpenAI's API, of our server and of others."""
+
+    error: _ErrorDetail
 
 
 class RefusalError(ServerError):
@@ -112,7 +121,7 @@ class HttpClient:
     def error_of(self, status: int, body: bytes) -> ServerError:
         """The error for an answer with this status and body, or for an error line in a stream."""
         try:
-            error = msgspec.json.decode(body, type=ErrorBody).error
+            error = msgspec.json.decode(body, type=_ErrorAnswer).error
             detail, code = error.message[:_LONGEST_MESSAGE], str(error.code)
         except INVALID_DATA:  # a body of an unknown form is the message
             detail = " ".join(body[:_LONGEST_MESSAGE].decode(errors="replace").split()) or "no explanation"
@@ -182,23 +191,16 @@ _STATUS_IN_A_STREAM = {"overloaded": 429, "unavailable": 503}
 class PipelineServer:
     """One `pipelinerl serve`; implements `EngineServer`.
 
-    `run` and `epoch`: see `WeightUpdateRequest`. `timeout_s` limits short calls, `update_timeout_s` an update.
+    `run` and `epoch`: see `WeightUpdateRequest`. `timeout_s` limits short calls.
     """
 
     def __init__(
-        self,
-        url: str,
-        *,
-        api_key: str | None = None,
-        run: str = "",
-        epoch: int = 0,
-        timeout_s: float = 10.0,
-        update_timeout_s: float = 120.0,
+        self, url: str, *, api_key: str | None = None, run: str = "", epoch: int = 0, timeout_s: float = 10.0
     ) -> None:
         self._http = HttpClient(url, api_key=api_key)
         self.url = self._http.url
         self._run, self._epoch = run, epoch
-        self._timeout_s, self._update_timeout_s = timeout_s, update_timeout_s
+        self._timeout_s = timeout_s
         self._decoder: msgspec.json.Decoder[TokenLine | CompletionLine] = msgspec.json.Decoder(TokenLine | CompletionLine)
 
     async def info(self) -> ServerInfo:
@@ -231,19 +233,16 @@ class PipelineServer:
 
     def _error_of_line(self, data: bytes, error: Exception) -> ServerError:
         try:
-            code = msgspec.json.decode(data, type=ErrorBody).error.code
+            code = msgspec.json.decode(data, type=_ErrorAnswer).error.code
         except INVALID_DATA:
             return self._http.malformed(str(error), data)
-        return self._http.error_of(_STATUS_IN_A_STREAM.get(code, 400), data)
-
-    async def cancel(self, request_id: str) -> None:
-        await self._http.post("/cancel", CancelRequest(request_id=request_id), dict, timeout_s=self._timeout_s)
+        return self._http.error_of(_STATUS_IN_A_STREAM.get(str(code), 400), data)
 
     async def join_broadcast(self, group: ProcessGroupRequest) -> None:
         await self._for_weights("/init_process_group", group, dict, group.timeout_s + self._timeout_s)
 
     async def update_weights(self, update: WeightUpdateRequest) -> UpdateReceipt:
-        return await self._for_weights("/request_weight_update", update, UpdateReceipt, self._update_timeout_s)
+        return await self._for_weights("/request_weight_update", update, UpdateReceipt, UPDATE_S)
 
     async def _for_weights(
         self, path: str, request: ProcessGroupRequest | WeightUpdateRequest, answer: type[T], timeout_s: float

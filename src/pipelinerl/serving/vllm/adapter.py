@@ -1,6 +1,6 @@
 """One vLLM server as an engine: generation through its token API, weight updates in flight through its RL API.
 
-    generate, cancel    /inference/v1/generate, /inference/v1/abort_requests
+    generate            /inference/v1/generate
     update_weights      /pause, /start_weight_update, /update_weights, /finish_weight_update, /resume
                         vLLM then loads the file, or the received broadcast, through our backend (`plugin`)
     info                /server_info, /weight_info
@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import aclosing, suppress
-from dataclasses import dataclass, field
-from pathlib import Path
+from contextlib import aclosing
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -32,31 +30,24 @@ from pipelinerl.serving.vllm.messages import (
     Choices,
     InvalidAnswerError,
     Label,
-    PauseState,
     ServerDescription,
+    ServerState,
     TokenLogprob,
     VllmConfig,
-    WeightLabel,
     completion_of,
     generate_body,
     same_versions,
     worker_error,
 )
 from pipelinerl.serving.wire import ProcessGroupRequest, ServerInfo, WeightUpdateRequest
-from pipelinerl.types import Completion, GenerationRequest, TokenEvent, UpdateReceipt, cancelled_completion
+from pipelinerl.types import Completion, GenerationRequest, TokenEvent, UpdateReceipt
 
 GENERATE = "/inference/v1/generate"
-ABORT = "/inference/v1/abort_requests"
-ABORT_TRIES = 3
-ABORT_TIMEOUT_S = 1.0
-"""How long to wait for an abort to take effect before it is sent again."""
 RESUME_TRIES = 3
 TIMEOUT_S = 10.0
 """For each short call."""
 UPDATE_TIMEOUT_S = 300.0
 """For reading the file, if there is one, and loading."""
-ENDING_S = 10.0
-"""How long vLLM may take to end when one of its processes has."""
 
 
 class ModelFacts(NamedTuple):
@@ -76,17 +67,6 @@ def model_facts(path: str) -> ModelFacts:
     return ModelFacts(int(model.config.get_text_config().vocab_size), *read_contract(model, load_tokenizer(named)))
 
 
-@dataclass(slots=True, eq=False)
-class _InFlight:
-    """The state of one request in progress."""
-
-    request: GenerationRequest
-    on_token: TokenListener | None
-    task: asyncio.Task[Completion] | None = None
-    cancelled: bool = False
-    streamed: list[TokenEvent] = field(default_factory=list)
-
-
 class VllmServer:
     """One vLLM server; implements `EngineServer`. No other client may update its weights.
 
@@ -104,11 +84,9 @@ class VllmServer:
         self._attaching = asyncio.Lock()
         self._updating = asyncio.Lock()
         self._known: ServerInfo | None = None  # of the current server process
-        self._told = ("", Path())  # the instance that was told the directory of weight files, and the directory
         self._may_have_restarted = False  # whether another process may answer now
         self._broken = ""  # why the current process can't be used any more
-        self._ends_by_s = 0.0  # until then it may still end by itself
-        self._in_flight: dict[str, _InFlight] = {}
+        self._in_flight: set[asyncio.Task[Completion]] = set()
 
     async def info(self) -> ServerInfo:
         """See `EngineServer`. `in_progress` and `queued` count only this client's requests.
@@ -128,19 +106,15 @@ class VllmServer:
     # ---- requests
 
     async def generate(self, request: GenerationRequest, on_token: TokenListener | None = None) -> Completion:
-        if request.id in self._in_flight:
-            raise RequestError(f"request {request.id!r} is already at {self.url}; give each request a unique id")
-        flight = self._in_flight[request.id] = _InFlight(request, on_token)
-        flight.task = asyncio.ensure_future(self._exchange(flight))
+        task = asyncio.ensure_future(self._exchange(request, on_token))
+        self._in_flight.add(task)
         try:
-            return await flight.task
+            return await task
         except asyncio.CancelledError:
             waiting = asyncio.current_task()
             if waiting is not None and waiting.cancelling():
                 raise  # the caller was cancelled, which has also closed the connection
-            if not flight.cancelled:
-                raise ServerUnreachableError(self.url, self._broken) from None
-            return cancelled_completion(request.id, ())
+            raise ServerUnreachableError(self.url, self._broken) from None
         except ServerUnreachableError:
             self._may_have_restarted = True
             raise
@@ -151,51 +125,36 @@ class VllmServer:
                 raise
             raise RequestError(f"vLLM refused request {request.id!r}: {worker_error(error.detail)}") from error
         finally:
-            del self._in_flight[request.id]
+            self._in_flight.discard(task)
 
-    async def cancel(self, request_id: str) -> None:
-        """Have vLLM end the request, which then completes with its tokens so far. Otherwise close its connection."""
-        flight = self._in_flight.get(request_id)
-        if flight is None or flight.task is None:
-            return
-        flight.cancelled = True
-        body = {"request_ids": [f"generate-tokens-{request_id}"]}  # vLLM derives its request ids from ours
-        for _ in range(ABORT_TRIES):  # an abort that overtakes its request is ignored
-            with suppress(ServerError):
-                await self._post(ABORT, body, timeout_s=ABORT_TIMEOUT_S)
-            await asyncio.wait([flight.task], timeout=ABORT_TIMEOUT_S)
-            if flight.task.done():
-                return
-        flight.task.cancel()
-
-    async def _exchange(self, flight: _InFlight) -> Completion:
-        request, info = flight.request, self._known
+    async def _exchange(self, request: GenerationRequest, on_token: TokenListener | None) -> Completion:
+        info = self._known
         if info is None or self._may_have_restarted:
             info = await self._attach(again=False)
         self._refuse_if_broken()
         body = generate_body(request, info.max_length)
-        if flight.cancelled:
-            return cancelled_completion(request.id, ())
+        streamed: list[TokenEvent] = []
         if request.stream:
-            tokens, end = await self._stream(flight, body)
+            tokens, end = await self._stream(body, streamed, on_token)
         else:
             end = (await self._http.post(GENERATE, body, Choices, timeout_s=None)).only
             tokens = end.tokens
         if end.unlabelled:
             raise ServerUnreachableError(self.url, "was restarted: its weights have no version label")
-        if end.finish_reason == "abort" and not flight.cancelled:
+        if end.finish_reason == "abort":
             raise ServerBusyError(self.url, f"aborted request {request.id!r} (is it shutting down?)")
         completion = completion_of(request, tokens, end, self._session)
-        same_versions(completion, flight.streamed)
+        same_versions(completion, streamed)
         return completion
 
-    async def _stream(self, flight: _InFlight, body: dict[str, Any]) -> tuple[list[TokenLogprob], Choice]:
+    async def _stream(
+        self, body: dict[str, Any], streamed: list[TokenEvent], on_token: TokenListener | None
+    ) -> tuple[list[TokenLogprob], Choice]:
         """Return all tokens and the last choice. Each token is reported on arrival, with the version that vLLM then holds.
 
         vLLM itself reports versions only at the end. An update pauses it for much longer than a token takes to arrive, so
         the versions reported here are right; `same_versions` verifies that.
         """
-        request_id = flight.request.id
         tokens: list[TokenLogprob] = []
         async with aclosing(self._http.post_lines(GENERATE, body, timeout_s=None)) as lines:
             async for line in lines:
@@ -204,11 +163,11 @@ class VllmServer:
                 choice = self._choice(data)
                 for token in choice.tokens:
                     version = self._known.version if self._known else 0
-                    event = TokenEvent(request_id, len(tokens), token.token_id, token.logprob, version)
-                    flight.streamed.append(event)
+                    event = TokenEvent(body["request_id"], len(tokens), token.token_id, token.logprob, version)
+                    streamed.append(event)
                     tokens.append(token)
-                    if flight.on_token is not None:
-                        flight.on_token(event)
+                    if on_token is not None:
+                        on_token(event)
                 if choice.finish_reason is not None:
                     return tokens, choice
         raise ServerUnreachableError(self.url, "broke off a stream before its completion")
@@ -218,8 +177,7 @@ class VllmServer:
             return msgspec.json.decode(data, type=Choices).only
         except INVALID_DATA as error:
             if b'"error"' in data:
-                why = worker_error(data.decode(errors="replace"))
-                raise ServerBusyError(self.url, f"failed in a stream: {why}") from error
+                raise self._http.error_of(500, data) from error
             raise self._http.malformed(str(error), data) from error
 
     # ---- weights
@@ -229,9 +187,12 @@ class VllmServer:
             await self._attach()
             self._refuse_if_broken()
             run, epoch = self._session or ("", 0)
-            info = {"source": "broadcast", **msgspec.structs.asdict(group), "run": run, "epoch": epoch}
-            # vLLM's worker generates nothing until all receivers have joined.
-            await self._init_transfer(info, "did not join the trainer's broadcast", group.timeout_s)
+            info = msgspec.structs.replace(group, run=run, epoch=epoch)
+            bound_s = TIMEOUT_S + group.timeout_s  # vLLM's worker generates nothing until all receivers have joined
+            try:
+                await self._post("/init_weight_transfer_engine", {"init_info": info}, timeout_s=bound_s)
+            except ServerError as error:
+                raise self._refusal("did not join the trainer's broadcast", error) from error
 
     async def update_weights(self, update: WeightUpdateRequest) -> UpdateReceipt:
         """See `EngineServer`. After a refused update the old weights are in place and generation continues.
@@ -259,12 +220,6 @@ class VllmServer:
                 sequences_in_flight=in_flight,
             )
 
-    async def _init_transfer(self, info: dict[str, Any], failed: str, longer_s: float = 0.0) -> None:
-        try:
-            await self._post("/init_weight_transfer_engine", {"init_info": info}, timeout_s=TIMEOUT_S + longer_s)
-        except ServerError as error:
-            raise self._refusal(failed, error) from error
-
     async def _replace(self, info: ServerInfo, update: WeightUpdateRequest, anew: bool) -> float:
         """Replace all weights between two tokens. Returns the seconds from the pause until generation has resumed.
 
@@ -274,12 +229,6 @@ class VllmServer:
         """
         run, epoch = self._session or ("", 0)
         update = msgspec.structs.replace(update, run=run, epoch=epoch)
-        if update.path is not None:
-            told = info.instance, Path(update.path).resolve().parent
-            if self._told != told:
-                files = {"source": "files", "directory": str(told[1])}
-                await self._init_transfer(files, "did not accept the directory of weights")
-                self._told = told
         started_s = time.perf_counter()
         try:
             await self._pause("abort" if anew else "keep")
@@ -344,12 +293,9 @@ class VllmServer:
     def _break(self, update: WeightUpdateRequest, why: str) -> None:
         """Use this process no more, and fail all requests. They may be sent again: to another server, or a new process."""
         self._broken = f"may hold half of version {update.version}, whose update was interrupted ({why}); restart it"
-        self._ends_by_s = time.monotonic() + ENDING_S
         self._may_have_restarted = True
-        for flight in self._in_flight.values():
-            flight.cancelled = False
-            if flight.task is not None:
-                flight.task.cancel()
+        for task in self._in_flight:
+            task.cancel()
 
     # ---- which process answers
 
@@ -363,7 +309,7 @@ class VllmServer:
                 return self._known
             path = "/server_info?config_format=json"
             config = (await self._http.get(path, ServerDescription, timeout_s=3 * TIMEOUT_S)).vllm_config
-            label = (await self._http.get("/weight_info", WeightLabel, timeout_s=TIMEOUT_S)).weight_version
+            label = (await self._http.get("/weight_info", ServerState, timeout_s=TIMEOUT_S)).weight_version
             if self._known is None or self._known.instance != config.instance_id:
                 self._known = await self._attach_new(config, label)
             self._may_have_restarted = False
@@ -376,7 +322,7 @@ class VllmServer:
         """
         if found := config.problems():
             raise ServerError(self.url, f"can't be used as an engine: {'; '.join(found)}")
-        if (await self._http.get("/is_paused", PauseState, timeout_s=TIMEOUT_S)).is_paused:
+        if (await self._http.get("/is_paused", ServerState, timeout_s=TIMEOUT_S)).is_paused:
             raise ServerError(self.url, "is paused: an update of its weights may have been interrupted; restart it")
         try:
             held = Label(0) if label == UNLABELLED else Label.of(label)
@@ -384,15 +330,15 @@ class VllmServer:
             raise ServerError(self.url, f"is used by something else: its {error}") from error
         if label == UNLABELLED and self._session is None:
             await self._post("/update_weight_version", {"new_version": str(held)})
-        model = config.model_config
-        facts = await asyncio.to_thread(model_facts, model.model) if self._facts is None else self._facts
+        model = config.model_config["model"]
+        facts = await asyncio.to_thread(model_facts, model) if self._facts is None else self._facts
         self._broken, self._holds_of = "", held.session
         return ServerInfo(
             instance=config.instance_id,
             name="vllm",
-            model=model.model,
-            slots=config.scheduler_config.max_num_seqs,
-            max_length=model.max_model_len,
+            model=model,
+            slots=config.scheduler_config["max_num_seqs"],
+            max_length=config.model_config["max_model_len"],
             vocabulary=facts.vocabulary,
             stop_token_ids=facts.stop_token_ids,
             version=held.version,
@@ -403,5 +349,4 @@ class VllmServer:
 
     def _refuse_if_broken(self) -> None:
         if self._broken:
-            kind = ServerUnreachableError if time.monotonic() < self._ends_by_s else ServerError
-            raise kind(self.url, self._broken)
+            raise ServerUnreachableError(self.url, self._broken)

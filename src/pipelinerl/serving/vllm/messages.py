@@ -5,15 +5,13 @@ Nothing is filled in: an answer without a log-probability and a weight version f
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
-from pipelinerl.errors import INVALID_DATA, PromptTooLongError, RequestError
-from pipelinerl.serving.wire import ProcessGroupRequest, WeightUpdateRequest
+from pipelinerl.errors import PromptTooLongError, RequestError
 from pipelinerl.types import Completion, FinishReason, GenerationRequest, TokenEvent, VersionSpan, versions_from_spans
 
 BACKEND = "pipelinerl"
@@ -26,7 +24,7 @@ LOWEST_TEMPERATURE = 0.01
 """vLLM silently raises temperatures between 0 and this value."""
 MISSING_LOGPROB = -9999.0
 """vLLM's value for -inf, NaN, and missing log-probabilities."""
-_FINISH_REASONS: dict[str, FinishReason] = {"abort": "cancelled", "stop": "stop", "length": "length"}
+_FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 
 
 class InvalidAnswerError(ValueError):
@@ -183,41 +181,11 @@ def same_versions(completion: Completion, streamed: Sequence[TokenEvent]) -> Non
             )
 
 
-# ---- weights
-
-
-class FilesInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="source", tag="files"):
-    """Weight files must be below `directory`."""
-
-    directory: str
-
-
-class BroadcastInfo(ProcessGroupRequest, frozen=True, forbid_unknown_fields=True, tag_field="source", tag="broadcast"):
-    """Weights are broadcast by the trainer."""
-
-
-InitInfo = FilesInfo | BroadcastInfo
-
-
-class UpdateInfo(WeightUpdateRequest, frozen=True, forbid_unknown_fields=True):
-    """The weights to load, under Hugging Face names."""
-
-
 # ---- errors
 
 
-class _ErrorText(msgspec.Struct, frozen=True):
-    message: str
-
-
-class _ErrorAnswer(msgspec.Struct, frozen=True):
-    error: _ErrorText
-
-
 def worker_error(text: str) -> str:
-    """Extract the worker's message from vLLM's error text, which is JSON around the message of a worker process."""
-    with contextlib.suppress(*INVALID_DATA):
-        text = msgspec.json.decode(text, type=_ErrorAnswer).error.message
+    """Extract the message of a worker process from vLLM's error message around it."""
     _, found, rest = text.partition("Worker failed with error '")
     return rest.rpartition("', please check")[0] or rest if found else text
 
@@ -225,41 +193,26 @@ def worker_error(text: str) -> str:
 # ---- the server's configuration
 
 
-class WeightLabel(msgspec.Struct, frozen=True):
-    """GET /weight_info."""
+class ServerState(msgspec.Struct, frozen=True):
+    """GET /weight_info, and GET /is_paused."""
 
-    weight_version: str
-
-
-class PauseState(msgspec.Struct, frozen=True):
-    """GET /is_paused."""
-
-    is_paused: bool
-
-
-class ModelSection(msgspec.Struct, frozen=True):
-    model: str
-    max_model_len: int
-    logprobs_mode: str
-
-
-class SchedulerSection(msgspec.Struct, frozen=True):
-    max_num_seqs: int
+    weight_version: str = UNLABELLED
+    is_paused: bool = False
 
 
 class VllmConfig(msgspec.Struct, frozen=True):
     """The part of vLLM's configuration that is used here."""
 
     instance_id: str
-    model_config: ModelSection
+    model_config: dict[str, Any]
     cache_config: dict[str, Any]
-    scheduler_config: SchedulerSection
+    scheduler_config: dict[str, Any]
     weight_transfer_config: dict[str, Any] | None = None
 
     def problems(self) -> list[str]:
         """Settings that must be changed before the server can be used, each with the flag for it."""
         found = []
-        if self.model_config.logprobs_mode != "processed_logprobs":
+        if self.model_config.get("logprobs_mode") != "processed_logprobs":
             found.append("its log-probs are not of the sampled distribution (--logprobs-mode processed_logprobs)")
         if self.cache_config.get("enable_prefix_caching"):
             found.append("it would reuse KV entries of older weights for prompts (--no-enable-prefix-caching)")

@@ -3,7 +3,7 @@
 vLLM's own backends need CUDA, but others can be registered. vLLM finds `register` through this package's entry point
 `vllm.general_plugins`, in each of its processes. vLLM's RL routes then call, in this order:
 
-    init_transfer_engine     once: sets the directory for files, or joins a broadcast
+    init_transfer_engine     joins a broadcast, if there is one
     start_weight_update      does nothing: the model is not changed before the weights are verified
     update_weights           reads and verifies the file, or uses the received broadcast; loads it, checks completeness
     finish_weight_update     does nothing
@@ -32,7 +32,8 @@ from torch import Tensor, nn
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.models.state import not_finite
 from pipelinerl.serving.incoming import IncomingWeights
-from pipelinerl.serving.vllm.messages import BACKEND, REFUSED, BroadcastInfo, InitInfo, UpdateInfo
+from pipelinerl.serving.vllm.messages import BACKEND, REFUSED
+from pipelinerl.serving.wire import ProcessGroupRequest, WeightUpdateRequest
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -58,40 +59,31 @@ class TransferBackend:
     model_config: Any
     parallel_config: Any
     device: torch.device
-    init_info_cls = InitInfo
-    update_info_cls = UpdateInfo
+    init_info_cls = ProcessGroupRequest
+    update_info_cls = WeightUpdateRequest
     supports_draft_weight_update = False
 
     @cached_property
     def _incoming(self) -> IncomingWeights:
-        return IncomingWeights(self.device)
+        return IncomingWeights(self.device, [Path("/")])  # whoever has the key may name any file
 
-    def parse_init_info(self, init_dict: dict[str, Any]) -> InitInfo:
-        info: InitInfo = msgspec.convert(init_dict, InitInfo)
-        return info
+    def parse_init_info(self, init_dict: dict[str, Any]) -> ProcessGroupRequest:
+        return msgspec.convert(init_dict, ProcessGroupRequest)
 
-    def init_transfer_engine(self, init_info: InitInfo) -> None:
-        with _refusing():
-            if isinstance(init_info, BroadcastInfo):
-                self._join(init_info)
-            elif not (directory := Path(init_info.directory)).is_dir():
-                raise WeightUpdateError(f"{directory} is not a directory here; share it with vLLM's machine")
-            else:
-                self._incoming.directories = [directory]
-
-    def _join(self, info: BroadcastInfo) -> None:
+    def init_transfer_engine(self, init_info: ProcessGroupRequest) -> None:
         """Join the trainer's broadcast as a receiver; then leaves a group that was joined before."""
-        if (workers := self.parallel_config.world_size) > 1:
-            raise WeightUpdateError(
-                f"a broadcast reaches one worker, and this vLLM has {workers}: set weights.kind to shared"
-            )
-        group = self._incoming.connect(info)
-        try:
-            group.wait_joined(info.timeout_s)
-        except WeightUpdateError:
-            group.close()
-            raise
-        self._incoming.join(info, group)
+        with _refusing():
+            if (workers := self.parallel_config.world_size) > 1:
+                raise WeightUpdateError(
+                    f"a broadcast reaches one worker, and this vLLM has {workers}: set weights.kind to shared"
+                )
+            group = self._incoming.connect(init_info)
+            try:
+                group.wait_joined(init_info.timeout_s)
+            except WeightUpdateError:
+                group.close()
+                raise
+            self._incoming.join(init_info, group)
 
     def start_weight_update(self) -> None:
         """Does nothing; see the module."""
@@ -99,7 +91,7 @@ class TransferBackend:
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Load all weights. Raises WeightUpdateError; the module says which errors leave the model unchanged."""
         with _refusing():
-            info = msgspec.convert(update_info, UpdateInfo)
+            info = msgspec.convert(update_info, WeightUpdateRequest)
             tensors = self._incoming.fetch(info).tensors
             refuse_layout(checkpoint_shapes(str(self.model_config.model)), tensors)
             if broken := not_finite(tensors):

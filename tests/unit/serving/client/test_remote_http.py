@@ -136,6 +136,7 @@ def test_an_error_within_a_stream() -> None:
         ("404 Not Found", b"<html>nothing   here</html>", ServerError, "nothing here"),
         ("501 Not Implemented", error_body("not_supported"), ServerError, "because"),
         ("429 Too Many Requests", error_body("overloaded"), ServerBusyError, "429"),
+        ("400 Bad Request", b'{"error": {"message": "of vLLM", "code": 400}}', RequestError, "400\\): of vLLM"),
         ("503 Service Unavailable", error_body("unavailable"), ServerBusyError, "because"),
         ("500 Internal Server Error", b"", ServerBusyError, "no explanation"),
         ("302 Found", b"", ServerError, "302"),

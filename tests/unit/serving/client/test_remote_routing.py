@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelinerl.serving.client.adapter import Bounds, ServerBusyError, ServerUnreachableError
-from pipelinerl.serving.client.fleet import ReplicaPool
+from pipelinerl.serving.client.fleet import Fleet, Replica
 from tests.unit.fake_engine_servers import FAST, FakeServer
 
 PROMPTS = [(1,), (2,), (3, 4), (5,)]
@@ -22,19 +22,20 @@ class Clock:
         return self.now_s
 
 
-def pool_of(*slots: int, bounds: Bounds = FAST, clock: Clock | None = None) -> ReplicaPool:
+def pool_of(*slots: int, bounds: Bounds = FAST, clock: Clock | None = None) -> Fleet:
     """A pool whose servers have answered once."""
     servers = [FakeServer(f"s{index}", slots=count) for index, count in enumerate(slots)]
+    replicas = [Replica(server, bounds, clock or Clock()) for server in servers]
 
-    async def started() -> ReplicaPool:
-        pool = ReplicaPool(servers, bounds, clock or Clock())
-        await pool.start()
-        return pool
+    async def start() -> None:
+        for replica in replicas:
+            await replica.first_answer()
 
-    return asyncio.run(started())
+    asyncio.run(start())
+    return Fleet(replicas, bounds.alone_s)
 
 
-def place(pool: ReplicaPool, prompt: tuple[int, ...], *only: int) -> int | None:
+def place(pool: Fleet, prompt: tuple[int, ...], *only: int) -> int | None:
     """The index of the server that gets the request."""
     allowed = [pool.replicas[index] for index in only] or pool.replicas
     chosen = pool.choose(prompt, allowed)
@@ -67,7 +68,7 @@ def test_whatever_happens_slots_are_respected_and_room_is_used(slots: list[int],
                 placed.append((server, PROMPTS[number]))
         elif action == "release" and placed:
             server, prompt = placed.pop(number % len(placed))
-            pool.replicas[server].release(prompt)
+            pool.release(pool.replicas[server], prompt)
         elif action == "toggle":
             index = number % len(slots)
             open_[index] = not open_[index]
@@ -102,32 +103,6 @@ def test_one_prompt_alone_can_not_overload_its_server(servers: int, count: int) 
     for _ in range(count):
         place(pool, (7,))
     assert max(replica.load for replica in pool.replicas) <= max(slots // 2, -(-count // servers))
-
-
-def test_a_prompt_has_a_home_while_one_of_its_requests_is_in_progress() -> None:
-    pool = pool_of(8, 8)
-    home = place(pool, (1,))
-    assert home is not None
-    assert place(pool, (2,)) != home
-    place(pool, (3,))  # home is now the fuller one
-    assert place(pool, (1,)) == home
-    pool.replicas[home].release((1,))
-    assert place(pool, (1,)) == home
-    for _ in range(2):
-        pool.replicas[home].release((1,))
-    assert place(pool, (4,)) == home
-    assert place(pool, (1,)) != home
-
-
-def test_a_request_for_one_server_goes_there_or_waits() -> None:
-    pool = pool_of(2, 2)
-    home = place(pool, (1,))
-    assert home is not None
-    other = 1 - home
-    assert place(pool, (1,), other) == other
-    assert place(pool, (9,), other) == other
-    assert place(pool, (9,), other) is None
-    assert place(pool, (1,)) == home
 
 
 @pytest.mark.parametrize(("refused", "bound_s"), [(True, 3.0), (False, 30.0)])

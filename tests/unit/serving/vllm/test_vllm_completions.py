@@ -52,11 +52,6 @@ def test_everything_that_an_answer_says_is_in_the_completion() -> None:
     )
 
 
-def test_an_aborted_request_is_cancelled_with_what_it_has() -> None:
-    assert completed(choice([5, 6], reason="abort")).token_ids == (5, 6)
-    assert completed(choice([], reason="abort", spans=[])).finish_reason == "cancelled"
-
-
 @pytest.mark.parametrize(
     "end",
     [
@@ -141,7 +136,5 @@ def test_tokens_reported_with_another_version_are_not_used() -> None:
 def test_the_message_of_a_worker_is_found_in_whatever_is_around_it() -> None:
     inner = "weights refused: it isn't there"
     message = f"Call to collective_rpc method failed: Worker failed with error '{inner}', please check the stack trace"
-    body = msgspec.json.encode({"error": {"message": message, "type": "InternalServerError", "code": 500}}).decode()
-    assert worker_error(body) == worker_error(f"answered 500: {body}") == inner
-    assert worker_error('{"error":{"message":"too long","code":400}}') == "too long"
+    assert worker_error(message) == worker_error(f"answered 500: {message}") == inner
     assert worker_error("plain") == "plain"

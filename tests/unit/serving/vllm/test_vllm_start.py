@@ -136,12 +136,6 @@ def test_the_command_line_asks_for_what_the_client_requires() -> None:
     )
 
 
-def test_only_on_a_cpu_vllm_compiles_nothing() -> None:
-    assert "--enforce-eager" in command_line(SETTINGS, 1)
-    assert "--enforce-eager" not in command_line(dataclasses.replace(SETTINGS, device="cuda"), 1)
-    assert environment(SETTINGS, {"CUDA_VISIBLE_DEVICES": "4"})["CUDA_VISIBLE_DEVICES"] == "4"
-
-
 def test_what_the_run_file_adds_comes_last_and_replaces_nothing_of_the_run_but_its_memory() -> None:
     settings = dataclasses.replace(
         SETTINGS, tls=(Path("c"), Path("k")), kv_cache_bytes=5, memory_share=0.337, arguments=("--seed", "1")
