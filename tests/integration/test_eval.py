@@ -7,8 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from pipelinerl.environments.combine import PassRate
 from pipelinerl.errors import EnvironmentSetupError, RunInterruptedError, TooManyFailuresError
-from pipelinerl.experiments.evaluate.results import AttemptRecord, EvaluationSummary, ProblemPassRate
+from pipelinerl.experiments.evaluate.results import AttemptRecord, EvaluationSummary
 from pipelinerl.metrics.reading import read_json_lines
 from tests.integration.runs import run, write_environment
 from tests.integration.test_serve import serving
@@ -45,7 +46,7 @@ def test_a_model_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert result.estimates.reward.mean == result.estimates.passes[1].mean == pytest.approx(mean)
     assert result.estimates.reward.low <= mean <= result.estimates.reward.high
     assert (summary.status, result.problems, result.attempts, result.failed) == ("finished", 12, 48, {})
-    rates = read_json_lines(out / "demo" / "pass_rates.jsonl", ProblemPassRate)
+    rates = read_json_lines(out / "demo" / "pass_rates.jsonl", PassRate)
     assert [rate.id for rate in rates] == [attempts[number, 0].problem_id for number in range(12)]
     assert sum(rate.passes for rate in rates) == sum(record.passed for record in attempts.values())
 
@@ -99,7 +100,7 @@ def test_ctrl_c_leaves_what_was_done(tmp_path: Path) -> None:
     assert summary.status == "interrupted"
     assert 20 <= result.attempts == len(attempts_of(out / "demo")) < 48
     assert 0 < result.problems < 12
-    rates = read_json_lines(out / "demo" / "pass_rates.jsonl", ProblemPassRate)
+    rates = read_json_lines(out / "demo" / "pass_rates.jsonl", PassRate)
     assert sum(rate.attempts for rate in rates) == result.attempts
     assert sum(rate.attempts == 4 for rate in rates) == result.problems
 

@@ -399,6 +399,6 @@ def assert_exact_after_deaths(deaths: list[str], tmp_path: Path, monkeypatch: py
     assert counts["restarts"]["run"]["count"] == len(deaths)
     assert check(run_dir) == []
     result = replay(run_dir, verify=1000)
-    assert result.differences == ()
+    assert result.differences == []
     assert result.generation is not None
     assert result.generation.drawn == result.generation.tokens

@@ -1,4 +1,4 @@
-"""The stale-KV study on a real run, and what the command says about runs that it can't study."""
+"""The stale-KV study on a real run: numbers, table and page."""
 
 from __future__ import annotations
 
@@ -9,53 +9,50 @@ import msgspec
 import pytest
 
 from pipelinerl.cli import main
-from pipelinerl.experiments.study.kv_cache import PolicyRecord, StudyRecord
+from pipelinerl.experiments.study.kv_cache import RECOMPUTED, STALE, StudyRecord
 from tests.integration.runs import run
+from tests.unit.experiments.watch.test_watch_report import data_of
 
-pytestmark = pytest.mark.slow
-
-SAVED = {"trainer__checkpoint_every": 1, "trainer__keep_checkpoints": 100}
 SHORT = ("--lag", "3", "--problems", "8", "--attempts", "4", "--max-tokens", "30")
 
 
-@pytest.fixture(scope="module")
-def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("study") / "r"
-    run(path, trainer__steps=6, **SAVED)
-    return path
-
-
-def study(run_dir: Path, out: Path, *flags: str) -> StudyRecord:
-    assert main(["lab", "study", "kv-cache", str(run_dir), *SHORT, "--out", str(out), *flags]) == 0
-    assert "mixed, stale KV" in (out / "kv-cache.html").read_text()
-    return msgspec.json.decode((out / "kv-cache.json").read_bytes(), type=StudyRecord)
-
-
-def by_position(policy: PolicyRecord) -> list[float | None]:
-    return [record.kl and record.kl.mean for record in policy.by_position]
-
-
-def test_a_study_of_a_run(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = study(run_dir, tmp_path / "a")
+@pytest.mark.slow
+def test_a_study_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "118")
+    run_dir, out = tmp_path / "r", tmp_path / "out"
+    run(run_dir, trainer__steps=6, trainer__checkpoint_every=1, trainer__keep_checkpoints=100)
+    capsys.readouterr()
+    assert main(["lab", "study", "kv-cache", str(run_dir), *SHORT, "--out", str(out)]) == 0
+    found = msgspec.json.decode((out / "kv-cache.json").read_bytes(), type=StudyRecord)
     printed = capsys.readouterr()
-    assert "mixed, stale KV" in printed.out
     assert "conventional lag 3 of 3" in printed.err
     assert [(start.version, start.target) for start in found.starts] == [(0, 3), (1, 4), (3, 6)]
-    assert found.settings.switches == (20,)
+    assert found.switches == (20,)
     for start in found.starts:
-        for policy in (start.stale, start.recomputed, *start.lagged):
+        for policy in start.policies.values():
             assert policy.engine_gap < 1e-4
-            assert policy.tokens == sum(record.tokens for record in policy.by_position)
             assert policy.kl.low <= policy.kl.mean <= policy.kl.high
-        means = [policy.kl.mean for policy in start.lagged]
-        assert [policy.lag for policy in start.lagged] == [0, 1, 2, 3]
-        assert means[0] == 0.0
-        assert all(older > newer for newer, older in pairwise(means)), means
+        lagged = [start.policies[f"lag {lag}"] for lag in range(4)]
+        assert [policy.lag_mean for policy in lagged] == [0, 1, 2, 3]
+        assert lagged[0].kl.mean == 0.0
+        assert all(older.kl.mean > newer.kl.mean for newer, older in pairwise(lagged))
         # Until the first switch a mixed policy is the oldest weights: with the same random numbers, the same tokens.
-        oldest = by_position(start.lagged[-1])
-        for mixed in (start.stale, start.recomputed):
-            assert by_position(mixed)[:2] == pytest.approx(oldest[:2], rel=1e-3)
-            assert by_position(mixed)[2] != pytest.approx(oldest[2], rel=1e-2)
-        assert by_position(start.stale)[2] != pytest.approx(by_position(start.recomputed)[2], rel=1e-3)
-        difference = start.stale.kl.mean - start.recomputed.kl.mean
-        assert start.stale_minus_recomputed.mean == pytest.approx(difference, abs=1e-12)
+        oldest, stale, recomputed = (
+            [kl.mean for kl in policy.by_position]
+            for policy in (lagged[-1], start.policies[STALE], start.policies[RECOMPUTED])
+        )
+        for mixed in (stale, recomputed):
+            assert mixed[:2] == pytest.approx(oldest[:2], rel=1e-3)
+            assert mixed[2] != pytest.approx(oldest[2], rel=1e-2)
+        assert stale[2] != pytest.approx(recomputed[2], rel=1e-3)
+        difference = start.policies[STALE].kl.mean - start.policies[RECOMPUTED].kl.mean
+        assert start.differences["stale - recomputed"].mean == pytest.approx(difference, abs=1e-12)
+
+    first = found.starts[0].policies[STALE]
+    along, by_lag = data_of((out / "kv-cache.html").read_text())["sections"][0]["charts"]
+    assert along["lines"][STALE] == [kl.mean for kl in first.by_position]
+    assert by_lag["lines"]["conventional, lag k"][0] == 0.0
+    row = next(line for line in printed.out.splitlines() if STALE in line)
+    for shown in (first.lag_mean, first.equivalent_lag, first.kl.mean, first.kl.low, first.kl_k1.mean, first.kl_k3.mean):
+        assert f"{shown:.2e}" in row or f"{shown:.2f}" in row or f"{shown:.1f}" in row
+    assert sum("stale - lag 3" in line for line in printed.out.splitlines()) == 3

@@ -79,10 +79,8 @@ def _add_commands_on_runs(commands: Commands) -> None:
     flag = commands.add("lab export", text, run=run_export, keys=False).add_argument
     flag("run_dir", type=Path, metavar="RUN_DIR", help="a run directory")
     flag("out", type=Path, metavar="OUT.tar", help="the new file")
-    flag(
-        "--no-weights", action="store_true", help="leave out checkpoints and copies of weights; a replay computes them again"
-    )
-    flag("--no-model", action="store_true", help="leave out the folder of the initial model")
+    text = "leave out checkpoints and copies of weights; a replay computes them again"
+    flag("--no-weights", action="store_true", help=text)
 
 
 def _add_laboratory(commands: Commands) -> None:
@@ -220,9 +218,8 @@ def run_compare(options: argparse.Namespace, settings: Sequence[str]) -> int:
     config, chosen = settled(load_config(options.run_file, settings))
     for line in chosen:
         say(line)
-    from pipelinerl.experiments.compare.compare import compare  # noqa: PLC0415 (and others)
-    from pipelinerl.experiments.compare.held_out import answer_held_out, check_held_out  # noqa: PLC0415
-    from pipelinerl.experiments.compare.request import make_request  # noqa: PLC0415
+    from pipelinerl.experiments.compare.compare import answer_held_out, compare  # noqa: PLC0415 (and others)
+    from pipelinerl.experiments.compare.settings import make_request  # noqa: PLC0415
     from pipelinerl.experiments.runs import train_in_child  # noqa: PLC0415
     from pipelinerl.resources.machine import this_machine  # noqa: PLC0415
 
@@ -237,10 +234,9 @@ def run_compare(options: argparse.Namespace, settings: Sequence[str]) -> int:
         evaluate_every=options.evaluate_every,
         held_out_args=keyed_values("--held-out-arg", options.held_out_arg),
     )
-    check_held_out(request)
     out = _experiment_folder(options, "compare")
-    found = compare(request, out, train=train_in_child, evaluate=answer_held_out, target=target, say=say)
-    return write("\n".join([*found.findings, f"{out / 'report.html'}", ""]))
+    findings = compare(request, out, train=train_in_child, answer=answer_held_out, target=target, say=say)
+    return write("\n".join([*findings, f"{out / 'report.html'}", ""]))
 
 
 def run_study(options: argparse.Namespace, settings: Sequence[str]) -> int:
@@ -321,7 +317,6 @@ def run_export(options: argparse.Namespace, _settings: Sequence[str]) -> int:
     config_of_run(options.run_dir)
     from pipelinerl.experiments.replay.export import export_run  # noqa: PLC0415 (loads torch)
 
-    done = export_run(options.run_dir, options.out, weights=not options.no_weights, model=not options.no_model)
-    for notice in done.notices:
-        say(notice)
-    return write(f"{options.out}: {done.files} files, {done.size / 1e6:.1f} MB\n")
+    for link in export_run(options.run_dir, options.out, weights=not options.no_weights):
+        say(f"{link} is a symbolic link, and is not in the export")
+    return write(f"{options.out}: {options.out.stat().st_size / 1e6:.1f} MB\n")

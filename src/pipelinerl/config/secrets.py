@@ -1,8 +1,10 @@
-"""A configuration that may be shown to others."""
+"""Values that may be shown to others."""
 
 from __future__ import annotations
 
+import os
 import re
+from pathlib import Path
 from typing import Any
 
 from pipelinerl.config.schema import RunConfig
@@ -23,6 +25,15 @@ def without_secrets(config: RunConfig) -> dict[str, Any]:
     cleaned: dict[str, Any] = _clean(config.model_dump(mode="json"), by_name=False)
     cleaned["environment"] = _clean(cleaned["environment"], by_name=True)
     return cleaned
+
+
+def without_paths(value: Any) -> Any:
+    """JSON-like values with the last part of each absolute path: the folders of this machine mean nothing elsewhere."""
+    if isinstance(value, dict):
+        return {key: without_paths(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [without_paths(item) for item in value]
+    return Path(value).name if isinstance(value, str) and os.path.isabs(value) else value
 
 
 def _clean(value: Any, *, by_name: bool) -> Any:

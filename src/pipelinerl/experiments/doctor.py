@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import platform
 import resource
 import shutil
 import subprocess
@@ -40,7 +41,7 @@ class Finding(NamedTuple):
 
 
 def examine(vllm_python: Path | None = None) -> list[Finding]:
-    return [*_machine(Path.cwd()), *_gpus(), *packages(), vllm(vllm_python)]
+    return [*_machine(), *_gpus(), *packages(), vllm(vllm_python)]
 
 
 def shown(findings: Sequence[Finding]) -> str:
@@ -58,38 +59,33 @@ def _judged(what: str, found: str, fine: bool, fix: str, otherwise: Level = WRON
     return Finding("ok", what, found) if fine else Finding(otherwise, what, found, fix)
 
 
-def _machine(folder: Path) -> Iterator[Finding]:
-    version = ".".join(map(str, sys.version_info[:3]))
-    yield Finding("ok", "Python", f"{version}, {sys.executable}")
-    cores, load = usable_cores(), load_average()
-    found = f"{count(cores, 'core')}, {processor()}" + ("" if load is None else f", load {load}")
-    idle = load is None or load <= cores
-    yield _judged("processor", found, idle, "other programs compute: times will be longer", "note")
+def _machine() -> Iterator[Finding]:
+    yield Finding("ok", "Python", f"{platform.python_version()}, {sys.executable}")
+    cores, load = usable_cores(), load_average() or 0.0
+    fix = "other programs compute: times will be longer"
+    yield _judged("processor", f"{count(cores, 'core')}, {processor()}, load {load}", load <= cores, fix, "note")
     memory = host_memory()
     free = (memory.total if memory.available is None else memory.available) / GIB
-    found, fix = f"{free:.1f} of {memory.total / GIB:.1f} GiB free", f"free {LEAST_MEMORY_GIB:g} GiB for the demo"
-    yield _judged("memory", found, free >= LEAST_MEMORY_GIB, fix)
-    for what, path, least, fix in (
-        (
-            "disk",
-            folder,
-            LEAST_DISK_GIB,
-            "make room: checkpoints and records go below this folder, or to --run_dir",
-        ),
-        ("shared memory", SHARED_MEMORY, 1.0, "weights go through it: in a container, start it with --shm-size 2g"),
-    ):
-        if path.is_dir():
-            left, writable = shutil.disk_usage(path).free / GIB, os.access(path, os.W_OK)
-            found = f"{left:.1f} GiB free at {path}" + ("" if writable else ", not writable")
-            yield _judged(what, found, writable and left >= least, fix, "note" if writable else WRONG)
+    fix = f"free {LEAST_MEMORY_GIB:g} GiB for the demo"
+    yield _judged("memory", f"{free:.1f} of {memory.total / GIB:.1f} GiB free", free >= LEAST_MEMORY_GIB, fix)
+    fix = "make room: checkpoints and records go below this folder, or to --run_dir"
+    yield _room("disk", Path.cwd(), LEAST_DISK_GIB, fix)
+    if SHARED_MEMORY.is_dir():
+        fix = "weights go through it: in a container, start it with --shm-size 2g"
+        yield _room("shared memory", SHARED_MEMORY, 1.0, fix)
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     yield _judged("open files", f"at most {files}", files < 0 or files >= LEAST_FILES, "raise it: ulimit -n 4096")
+
+
+def _room(what: str, folder: Path, least_gib: float, fix: str) -> Finding:
+    left, writable = shutil.disk_usage(folder).free / GIB, os.access(folder, os.W_OK)
+    found = f"{left:.1f} GiB free at {folder}" + ("" if writable else ", not writable")
+    return _judged(what, found, writable and left >= least_gib, fix, "note" if writable else WRONG)
 
 
 def _gpus() -> Iterator[Finding]:
     import torch  # noqa: PLC0415 - takes a second
 
-    listed = _output(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"])
     if torch.cuda.is_available():
         for number in range(torch.cuda.device_count()):
             of = torch.cuda.get_device_properties(number)
@@ -97,10 +93,8 @@ def _gpus() -> Iterator[Finding]:
             found = f"{of.name}, {free:.1f} of {of.total_memory / GIB:.1f} GiB free"
             yield Finding("ok", f"GPU {number}", found, "a run of your model uses it: pipelinerl train --model.path MODEL")
         yield from _gpu_checks()
-    elif listed is not None:
-        built = f"torch {torch.__version__} is built " + (
-            f"for CUDA {torch.version.cuda}" if torch.version.cuda else "for CPUs"
-        )
+    elif (listed := _output(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"])) is not None:
+        built = f"torch {torch.__version__} is built for " + (f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs")
         fix = "install a torch for this driver: https://pytorch.org/get-started/locally"
         yield Finding(WRONG, "GPU", f"{listed.splitlines()[0]} can't be used: {built}", fix)
     else:
@@ -117,11 +111,9 @@ def _gpu_checks() -> Iterator[Finding]:
     yield from (Finding(*json.loads(line)) for line in lines.splitlines() if line.startswith(b'["'))  # not what nccl prints
     if end:
         yield Finding(WRONG, "GPU checks", f"the program {end}", f"see its errors: {' '.join(command)}")
-    if _output(["nvidia-cuda-mps-control"], "get_default_active_thread_percentage\n"):
-        yield Finding("ok", "MPS", "running")
-    else:
-        fix = "a trainer and an engine that share a GPU are faster with it: nvidia-cuda-mps-control -d"
-        yield Finding("note", "MPS", "not running", fix)
+    runs = _output(["nvidia-cuda-mps-control"], "get_default_active_thread_percentage\n") is not None
+    fix = "a trainer and an engine that share a GPU are faster with it: nvidia-cuda-mps-control -d"
+    yield _judged("MPS", "running" if runs else "not running", runs, fix, "note")
 
 
 def packages() -> Iterator[Finding]:

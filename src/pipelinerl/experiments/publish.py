@@ -12,7 +12,7 @@ from typing import Any
 
 from pipelinerl.checkpoint import OPTIMIZER_FILE, STATE_FILE, load_checkpoint
 from pipelinerl.config import yaml_text
-from pipelinerl.config.secrets import without_secrets
+from pipelinerl.config.secrets import without_paths, without_secrets
 from pipelinerl.errors import UserError
 from pipelinerl.experiments.evaluate.models import Target, find_targets
 from pipelinerl.metrics.reading import read_lines
@@ -60,8 +60,8 @@ def model_card(run_dir: Path, repo: str, target: Target) -> str:
     """The README of the repository, as Markdown."""
     config = read_config(run_dir)
     summary = read_summary(run_dir) or {}
-    shown = _without_paths(without_secrets(config))
-    base = config.model.path
+    shown = without_paths(without_secrets(config)) | {"run_dir": None}
+    base, task = config.model.path, without_paths(config.environment.kind)
     front = {
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
@@ -74,8 +74,8 @@ def model_card(run_dir: Path, repo: str, target: Target) -> str:
 
 # {repo.rpartition("/")[2]}
 
-{_name(base)}, trained by reinforcement learning with [pipelinerl](https://arxiv.org/abs/2509.19128) (in-flight weight
-updates) on the environment `{_name(config.environment.kind)}`. These are the weights after {target.version} optimizer steps.
+{without_paths(base)}, trained by reinforcement learning with [pipelinerl](https://arxiv.org/abs/2509.19128) (in-flight
+weight updates) on the environment `{task}`. These are the weights after {target.version} optimizer steps.
 
 {_table(summary)}
 {figure}
@@ -112,19 +112,6 @@ def _provenance(run_dir: Path) -> str:
     machine = sessions[-1].machine
     packages = ", ".join(f"{name} {version}" for name, version in machine.packages.items())
     return f"On {machine.processor} ({machine.instructions}), in {len(sessions)} session(s), with {packages}.\n"
-
-
-def _without_paths(value: Any) -> Any:
-    """The same with the last part of each absolute path."""
-    if isinstance(value, dict):
-        return {key: _without_paths(item) for key, item in value.items()} | ({"run_dir": None} if "run_dir" in value else {})
-    if isinstance(value, list):
-        return [_without_paths(item) for item in value]
-    return _name(value) if isinstance(value, str) else value
-
-
-def _name(text: str) -> str:
-    return Path(text).name if os.path.isabs(text) else text
 
 
 def _link(source: str, target: str) -> None:

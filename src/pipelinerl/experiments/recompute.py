@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import pairwise, zip_longest
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -111,10 +111,11 @@ class SavedWeights:
 
 
 class Sampled(NamedTuple):
-    """A prompt and its completion."""
+    """A prompt and its completion. `of`: what they are to the caller."""
 
     prompt_ids: tuple[int, ...]
     completion: Completion
+    of: Any = None
 
 
 class SequencePiece(NamedTuple):
@@ -146,8 +147,9 @@ def pieces_of(sequence: Sampled, kv: KV) -> list[SequencePiece]:
 
 
 class Feed(NamedTuple):
-    """Positions `start <= p < end` of the sequence in row `row`; the last `kept` of them predict tokens from `token` on."""
+    """Positions `start <= p < end` of a sequence in row `row`; the last `kept` of them predict tokens from `token` on."""
 
+    sequence: Sampled
     row: int
     start: int
     end: int
@@ -162,74 +164,76 @@ class Recompute:
         """Takes ownership of the model: its weights are replaced."""
         self._runner = make_runner(model, slots, max_length)
         self._temperature = temperature
-        self.slots = slots
+        self._slots = slots
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         load_weights(self._runner.model, tensors)
         self._runner.weights_changed()
 
     @torch.inference_mode()
-    def run(self, wave: Sequence[Sampled], tensors: Tensors, kv: KV) -> Iterator[tuple[int, Sequence[Feed], Tensor]]:
-        """For all tokens of up to `slots` sequences: version, feeds, and log-probabilities [N, V] of the feeds in order."""
-        rows: dict[int, dict[int, list[Feed]]] = defaultdict(dict)
-        for row, sequence in enumerate(wave):
-            for piece in pieces_of(sequence, kv):
-                rows[piece.version][row] = list(_split(piece, row, len(sequence.prompt_ids)))
-        for version in sorted(rows):
-            self.load(tensors(version))
-            for together in zip_longest(*rows[version].values()):  # a row's feeds come one after the other
-                feeds = [feed for feed in together if feed is not None]
-                for batch in _batches(feeds, self._runner.vocabulary):
-                    yield version, feeds[batch], self.log_probabilities(wave, feeds[batch])
+    def run(self, sequences: Sequence[Sampled], tensors: Tensors, kv: KV) -> Iterator[tuple[int, list[Feed], Tensor]]:
+        """For all tokens of the sequences: version, feeds, and log-probabilities [N, V] of the feeds in order."""
+        # Neighbours with equal prompt length share one attention call.
+        ordered = sorted(sequences, key=lambda one: (len(one.prompt_ids), -len(one.completion.token_ids)))
+        for begin in range(0, len(ordered), self._slots):
+            by_version: dict[int, list[list[Feed]]] = defaultdict(list)
+            for row, sequence in enumerate(ordered[begin : begin + self._slots]):
+                for piece in pieces_of(sequence, kv):
+                    by_version[piece.version].append(list(_split(piece, row, sequence)))
+            for version, rows in sorted(by_version.items()):
+                self.load(tensors(version))
+                for together in zip_longest(*rows):  # a row's feeds come one after the other
+                    for feeds in _batches([feed for feed in together if feed is not None], self._runner.vocabulary):
+                        yield version, feeds, self.log_probabilities(feeds)
 
     @torch.inference_mode()
-    def log_probabilities(self, wave: Sequence[Sampled], feeds: Sequence[Feed]) -> Tensor:
-        """Feed these positions. Returns the log-probabilities [N, V] in float64 at those that predict tokens."""
+    def log_probabilities(self, feeds: Sequence[Feed]) -> Tensor:
+        """Feed these positions. Returns the log-probabilities [N, V] in float64 at those that predict tokens.
+
+        In float64, because divergences can be as small as float32 rounding errors.
+        """
         ids: list[int] = []
         positions: list[int] = []
         keep: list[int] = []
         chunks = []
         for feed in feeds:
             chunks.append(Chunk(begin=len(ids), count=feed.end - feed.start, row=feed.row, offset=feed.start))
-            prompt_ids, completion = wave[feed.row]
+            prompt_ids, completion, _ = feed.sequence
             ids += (*prompt_ids, *completion.token_ids)[feed.start : feed.end]
             positions += range(feed.start, feed.end)
             keep += range(len(ids) - feed.kept, len(ids))
         logits_NV = self._runner.forward(PackedTokens(ids, positions, keep, chunks=tuple(chunks)))
-        return log_probabilities(logits_NV, self._temperature)
+        return (logits_NV.double() / self._temperature).log_softmax(-1)
 
 
-def log_probabilities(logits_NV: Tensor, temperature: float) -> Tensor:
-    """log softmax(logits / temperature), in float64: divergences can be as small as float32 rounding errors."""
-    return (logits_NV.double() / temperature).log_softmax(-1)
-
-
-def values_of(wave: Sequence[Sampled], feeds: Sequence[Feed]) -> tuple[list[int], list[float]]:
+def values_of(feeds: Sequence[Feed]) -> tuple[list[int], list[float]]:
     """The token ids and the recorded log-probs that the feeds predict, in order."""
-    parts = [(wave[feed.row].completion, slice(feed.token, feed.token + feed.kept)) for feed in feeds]
+    parts = [(feed.sequence.completion, slice(feed.token, feed.token + feed.kept)) for feed in feeds]
     ids = [token_id for completion, part in parts for token_id in completion.token_ids[part]]
     return ids, [logprob for completion, part in parts for logprob in completion.logprobs[part]]
 
 
-def _split(piece: SequencePiece, row: int, prompt: int) -> Iterator[Feed]:
+def _split(piece: SequencePiece, row: int, sequence: Sampled) -> Iterator[Feed]:
     """The piece in parts of at most `LONGEST_PIECE` sampled tokens, which changes no result."""
     start, kept = piece.start, min(piece.kept, LONGEST_PIECE)
     end = piece.end - piece.kept + kept
     while True:
-        yield Feed(row, start, end, kept, end - prompt + 1 - kept)
+        yield Feed(sequence, row, start, end, kept, end - len(sequence.prompt_ids) + 1 - kept)
         if end == piece.end:
             return
         start, kept = end, min(piece.end - end, LONGEST_PIECE)
         end = start + kept
 
 
-def _batches(feeds: Sequence[Feed], vocabulary: int) -> list[slice]:
+def _batches(feeds: Sequence[Feed], vocabulary: int) -> Iterator[list[Feed]]:
     """Consecutive feeds that fit into one forward, by `FED_TOKENS` and `DISTRIBUTIONS`."""
-    edges = [0]
+    batch: list[Feed] = []
     fed = kept = 0
-    for index, feed in enumerate(feeds):
+    for feed in feeds:
         fed, kept = fed + feed.end - feed.start, kept + feed.kept
-        if index > edges[-1] and (fed > FED_TOKENS or kept * vocabulary > DISTRIBUTIONS):
-            edges.append(index)
-            fed, kept = feed.end - feed.start, feed.kept
-    return [slice(start, end) for start, end in pairwise([*edges, len(feeds)]) if start < end]
+        if batch and (fed > FED_TOKENS or kept * vocabulary > DISTRIBUTIONS):
+            yield batch
+            batch, fed, kept = [], feed.end - feed.start, feed.kept
+        batch.append(feed)
+    if batch:
+        yield batch

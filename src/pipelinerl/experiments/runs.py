@@ -30,7 +30,7 @@ from pipelinerl.experiments.watch.page import page, shown_run
 from pipelinerl.files import JsonLines
 from pipelinerl.launch.run_lock import RunLock
 from pipelinerl.launch.summary import FINISHED
-from pipelinerl.metrics.reading import read_json_lines
+from pipelinerl.metrics.reading import read_lines
 from pipelinerl.process import counted_interrupts
 from pipelinerl.report import only_shown, write_file, write_json, writing_to
 from pipelinerl.report.sections import PageSection
@@ -107,12 +107,8 @@ class Folder:
         self.root = root
         self._train = train
         self._log = root / "executions.jsonl"
-        try:
-            self._done = {execution.run: execution for execution in read_json_lines(self._log, Execution)}
-        except FileNotFoundError:
-            self._done = {}
-        except (OSError, ValueError) as error:
-            raise RunDirectoryError(f"can't read {self._log}: {error}; choose another --out") from error
+        executions = read_lines(self._log, Execution) if self._log.exists() else []
+        self._done = {execution.run: execution for execution in executions}
 
     @contextlib.contextmanager
     def claimed(self, request: Mapping[str, Any], what: str) -> Iterator[None]:
@@ -158,9 +154,10 @@ class Folder:
         """
         if (done := self.done(run.name)) is not None:
             return done
-        config = run.config(self.root)
-        if not resume or config.stream.kind == "memory":  # such a stream can't go on
-            _clear_run(self.root / run.name)
+        config, path = run.config(self.root), self.root / run.name
+        if path.is_dir() and (not resume or config.stream.kind == "memory"):  # such a stream can't go on
+            with contextlib.closing(RunLock(RunDirectory(path))), writing_to(path):  # its last processes have ended
+                shutil.rmtree(path)
         began, load = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), load_average()
         status = FINISHED
         try:
@@ -216,16 +213,10 @@ class Folder:
             f"{failed[0].run} {failed[0].status}"
         )
 
-    def write_page(
-        self,
-        title: str,
-        sections: Sequence[PageSection],
-        runs: Sequence[PlannedRun],
-        changes: Mapping[str, Mapping[str, Any]] | None = None,
-    ) -> None:
-        """Write `report.html`. `changes`: by name of a run, what is shown of it instead of what its directory has."""
+    def write_page(self, title: str, sections: Sequence[PageSection], runs: Sequence[PlannedRun]) -> None:
+        """Write `report.html`."""
         with only_shown("report.html"):
-            shown = {run.label: {**shown_run(self.root / run.name), **(changes or {}).get(run.name, {})} for run in runs}
+            shown = {run.label: shown_run(self.root / run.name) for run in runs}
             colours = {run.label: run.setting.label for run in runs}
             write_file(self.root / "report.html", page(title, sections, shown, colours).encode())
 
@@ -286,16 +277,3 @@ def train_in_child(config: RunConfig) -> None:
             run_file.write_text(config_to_yaml(config, only_given=True), encoding="utf-8")
         arguments = [str(run_file)]
     run_commands([Command(["train", *arguments], path.with_name(f"{path.name}.log"))])
-
-
-def _clear_run(path: Path) -> None:
-    """Remove an incomplete run. Waits for its last processes to exit; raises RunDirectoryError if it is still running."""
-    if not path.is_dir():
-        return
-    lock = RunLock(RunDirectory(path))
-    try:
-        shutil.rmtree(path)
-    except OSError as error:
-        raise RunDirectoryError(f"can't remove the unfinished run {path}: {error.strerror}") from error
-    finally:
-        lock.close()

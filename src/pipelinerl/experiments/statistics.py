@@ -34,9 +34,7 @@ class Interval(msgspec.Struct, frozen=True):
 
 
 def pass_at_k(attempts: int, passes: int, k: int) -> float:
-    """The estimator above. Raises ValueError unless 0 <= passes <= attempts and 1 <= k <= attempts."""
-    if not 0 <= passes <= attempts or not 1 <= k <= attempts:
-        raise ValueError(f"no pass@{k} of {passes} passes in {attempts} attempts")
+    """The estimator above, for 0 <= passes <= attempts and 1 <= k <= attempts."""
     subsets = math.comb(attempts, k)
     return (subsets - math.comb(attempts - passes, k)) / subsets
 
@@ -47,9 +45,7 @@ def powers_of_two(most: int) -> tuple[int, ...]:
 
 
 def mean_intervals(values_UQ: Floats, *, resamples: int, seed: int, level: float) -> tuple[Interval, ...]:
-    """The mean over problems of each quantity, with its interval. Raises ValueError if there are no problems."""
-    if not len(values_UQ):
-        raise ValueError("no problems to take a mean over")
+    """The mean over problems of each quantity, with its interval. There is at least one problem."""
     generator = np.random.default_rng(seed)
     draws = range(resamples)
     # One resample at a time: all R x U indices at once would take too much memory for a large data set.
@@ -58,15 +54,16 @@ def mean_intervals(values_UQ: Floats, *, resamples: int, seed: int, level: float
     return tuple(_interval(float(point), means_R, level) for point, means_R in zip(points_Q, means_RQ.T, strict=True))
 
 
-def mean_interval_of_runs(values: Sequence[float], level: float = 0.95) -> Interval:
-    """The mean over independent runs, with Student's interval. Raises ValueError for fewer than two runs.
+def mean_of_runs(values: Sequence[float], level: float = 0.95) -> Interval | None:
+    """The mean over independent runs, with Student's interval, whose limits are NaN for a single run. None without runs.
 
     Of a handful of values resampling finds too little spread: three have an interval from the lowest to the highest, which
     contains the mean of a normal distribution in three cases of four only.
     """
-    count = len(values)
-    point, error = fmean(values), stdev(values) / math.sqrt(count)
-    half = student_quantile(level, count - 1) * error
+    if len(values) < 2:
+        return Interval(values[0], math.nan, math.nan) if values else None
+    point, error = fmean(values), stdev(values) / math.sqrt(len(values))
+    half = student_quantile(level, len(values) - 1) * error
     return Interval(point, point - half, point + half)
 
 
@@ -92,43 +89,36 @@ def student_quantile(level: float, freedom: int) -> float:
 
 
 def draw_counts(units: int, resamples: int, seed: int) -> Ints:
-    """How often each problem is in each resample, [R, U]. Every row sums to U. Raises ValueError if U or R is 0."""
-    if units < 1 or resamples < 1:
-        raise ValueError(f"can't draw {resamples} resamples of {units} units")
-    generator = np.random.default_rng(seed)
-    counts: Ints = generator.multinomial(units, np.full(units, 1 / units), size=resamples)
+    """How often each problem is in each resample, [R, U]. Every row sums to U."""
+    counts: Ints = np.random.default_rng(seed).multinomial(units, np.full(units, 1 / units), size=resamples)
     return counts
 
 
-def mean_interval(sums_U: Floats, tokens_U: Floats, counts_RU: Ints, level: float = 0.95) -> Interval | None:
-    """The mean over tokens, given each problem's sum and number of tokens. None if there are no tokens.
+def mean_interval(sums_U: Floats, tokens_U: Floats, counts_RU: Ints, level: float = 0.95) -> Interval:
+    """The mean over tokens, given each problem's sum and number of tokens. NaN if there are no tokens.
 
     Resamples without tokens are ignored.
     """
-    if not tokens_U.sum():
-        return None
-    return _interval(float(sums_U.sum() / tokens_U.sum()), _resampled(sums_U, tokens_U, counts_RU), level)
+    once_RU = np.ones((1, len(sums_U)), dtype=np.int64)
+    return _interval(float(_means(sums_U, tokens_U, once_RU)[0]), _means(sums_U, tokens_U, counts_RU), level)
 
 
 def difference_interval(
     one: tuple[Floats, Floats], other: tuple[Floats, Floats], counts_RU: Ints, level: float = 0.95
-) -> Interval | None:
+) -> Interval:
     """Mean of `one` minus mean of `other`; each is (sums_U, tokens_U) over the same problems, resampled together."""
-    if not one[1].sum() or not other[1].sum():
-        return None
     point = float(one[0].sum() / one[1].sum() - other[0].sum() / other[1].sum())
-    return _interval(point, _resampled(*one, counts_RU) - _resampled(*other, counts_RU), level)
+    return _interval(point, _means(*one, counts_RU) - _means(*other, counts_RU), level)
 
 
-def _resampled(sums_U: Floats, tokens_U: Floats, counts_RU: Ints) -> Floats:
+def _means(sums_U: Floats, tokens_U: Floats, counts_RU: Ints) -> Floats:
     """The mean over tokens in each resample, [R]; NaN for a resample without tokens."""
-    tokens_R = counts_RU @ tokens_U
-    means_R: Floats = np.full(len(tokens_R), math.nan)
-    np.divide(counts_RU @ sums_U, tokens_R, out=means_R, where=tokens_R > 0)
+    with np.errstate(invalid="ignore"):
+        means_R: Floats = (counts_RU @ sums_U) / (counts_RU @ tokens_U)
     return means_R
 
 
 def _interval(point: float, values_R: Floats, level: float) -> Interval:
     tail = (1 - level) / 2
-    low, high = np.nanquantile(values_R, [tail, 1 - tail])
+    low, high = (math.nan, math.nan) if math.isnan(point) else np.nanquantile(values_R, [tail, 1 - tail])
     return Interval(point, float(low), float(high))

@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+import yaml
 
 from pipelinerl.config.load import load_config
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import ConfigError, PipelineRLError, UserError
 from pipelinerl.experiments.runs import Execution, Folder, PlannedRun, Setting, planned_runs, train_in_child
-from pipelinerl.experiments.statistics import mean_interval_of_runs
+from pipelinerl.experiments.statistics import Interval, mean_of_runs
 from pipelinerl.launch.checks import check_without_running
 from pipelinerl.launch.summary import FINISHED
 from pipelinerl.launch.trial import try_environment
@@ -92,15 +93,13 @@ def split_flags(flags: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
         flag, equals, text = rest.pop(0).partition("=")
         if not equals and rest and not rest[0].startswith("--"):
             text, equals = rest.pop(0), "="
-        key, values = flag.removeprefix("--"), split_values(text) if equals else []
+        key, values = flag.removeprefix("--"), split_values(text)
         if key == "run_dir":
             raise ConfigError("--run_dir: every run of a sweep has its own; name the folder of all with --out")
         if key == "seed" and len(values) > 1:
             raise ConfigError("--seed: give the first seed here, and their number as `--seeds K`")
         if len(values) < 2:
             fixed.append(f"{flag}{equals}{text}")
-        elif not all(values):
-            raise ConfigError(f"{flag}: a value is missing in {text!r}; give them as in `{flag} A,B`")
         elif key in axes:
             raise ConfigError(f"{flag}: several values are given twice; give all of them in one flag")
         else:
@@ -109,47 +108,26 @@ def split_flags(flags: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
 
 
 def split_values(text: str) -> list[str]:
-    """The parts between commas, except commas in brackets and in parts that begin with a quote."""
-    parts, depth, quote = [""], 0, ""
-    for letter in text:
-        if quote:
-            quote = "" if letter == quote else quote
-        elif letter in "\"'" and not parts[-1].strip():
-            quote = letter
-        elif letter in "[{":
-            depth += 1
-        elif letter in "]}":
-            depth -= 1
-        elif letter == "," and depth == 0:
-            parts.append("")
-            continue
-        parts[-1] += letter
-    return [part.strip() for part in parts]
+    """The parts between commas, read as YAML: commas in brackets and quotes separate nothing."""
+    try:
+        node = yaml.compose(f"[{text}]", Loader=yaml.SafeLoader)
+    except yaml.YAMLError:
+        return [text]  # the mistake is named where the value is read
+    return [text[part.start_mark.index - 1 : part.end_mark.index - 1] for part in node.value] if node else []
 
 
 # ---- the results, as in `sweep.json`: settings, the best first
 
 
 class SweepRunResult(msgspec.Struct, frozen=True, kw_only=True):
-    """One run. `status` is "finished", "not run yet", "diverged: WHY" or "failed: WHY". Rewards are of finished runs.
-
-    reward            held-out reward after training, or the training reward if runs have no evaluation
-    training_reward   mean over the last steps, as `reward_last` of the run's summary
+    """One run. `status` is "finished", "not run yet", "diverged: WHY" or "failed: WHY". `reward` is that of a finished run:
+    the held-out reward after training, or the training reward if runs have no evaluation.
     """
 
     folder: str
     seed: int
     status: str = WAITING
     reward: float | None = None
-    training_reward: float | None = None
-
-
-class Mean(msgspec.Struct, frozen=True):
-    """A mean over seeds, and its 95% interval; None for less than two seeds."""
-
-    mean: float
-    low: float | None = None
-    high: float | None = None
 
 
 class SettingResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -159,9 +137,8 @@ class SettingResult(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     setting: dict[str, str]
-    reward: Mean | None
-    training_reward: Mean | None
-    minus_best: Mean | None = None
+    reward: Interval | None
+    minus_best: Interval | None = None
     runs: list[SweepRunResult]
 
 
@@ -179,24 +156,16 @@ def results(grid: Grid, runs: Mapping[str, Sequence[SweepRunResult]]) -> SweepRe
     for setting in grid.settings:
         own = runs[setting.folder]
         counted = own if all(run.status in (FINISHED, WAITING) for run in own) else []
-        reward, training = _mean([run.reward for run in counted]), _mean([run.training_reward for run in counted])
-        values = dict(setting.values)
-        found.append(SettingResult(setting=values, reward=reward, training_reward=training, runs=list(own)))
+        reward = mean_of_runs([run.reward for run in counted if run.reward is not None])
+        found.append(SettingResult(setting=dict(setting.values), reward=reward, runs=list(own)))
     found.sort(key=lambda one: -one.reward.mean if one.reward else math.inf)
     best = found[0]
     for place, one in enumerate(found):
         pairs = [(run.reward, top.reward) for run, top in zip(one.runs, best.runs, strict=True)]
         known = [reward - top for reward, top in pairs if reward is not None and top is not None]
         if place and one.reward and best.reward:
-            found[place] = msgspec.structs.replace(one, minus_best=_mean(known))
+            found[place] = msgspec.structs.replace(one, minus_best=mean_of_runs(known))
     return SweepResults(ranked_by=grid.reward, seeds=list(grid.seeds), settings=found)
-
-
-def _mean(values: Sequence[float | None]) -> Mean | None:
-    known = [value for value in values if value is not None]
-    if len(known) < 2:
-        return Mean(known[0]) if known else None
-    return Mean(*msgspec.structs.astuple(mean_interval_of_runs(known)))
 
 
 def section(found: SweepResults) -> PageSection:
@@ -208,21 +177,23 @@ def section(found: SweepResults) -> PageSection:
     for one in found.settings:
         statuses = [run.status.partition(":")[0] for run in one.runs]
         others = [f"{statuses.count(status)} {status}" for status in dict.fromkeys(statuses) if status != FINISHED]
-        row = dict(zip(names, one.setting.values(), strict=True)) | {
-            "runs": "\n".join([str(statuses.count(FINISHED)), *others]),
-            f"{found.ranked_by} reward": _cell(one.reward, ".3f"),
-            "minus the best": _cell(one.minus_best, "+.3f"),
-        }
-        rows.append(row | ({} if found.ranked_by == "training" else {"training reward": _cell(one.training_reward, ".3f")}))
+        rows.append(
+            dict(zip(names, one.setting.values(), strict=True))
+            | {
+                "runs": "\n".join([str(statuses.count(FINISHED)), *others]),
+                f"{found.ranked_by} reward": _cell(one.reward, ".3f"),
+                "minus the best": _cell(one.minus_best, "+.3f"),
+            }
+        )
     title = f"{count(len(found.settings), 'setting')}, {count(seeds, 'seed')} each"
     note = "below: 95% intervals over seeds (Student's t)" if seeds > 1 else "one seed: nothing says how far it varies"
     return table(title, rows, note)
 
 
-def _cell(one: Mean | None, pattern: str) -> str:
+def _cell(one: Interval | None, pattern: str) -> str:
     if one is None:
         return "-"
-    brackets = "" if one.low is None else f"\n{number(one.low, pattern)}..{number(one.high, pattern)}"
+    brackets = "" if math.isnan(one.low) else f"\n{one.low:{pattern}}..{one.high:{pattern}}"
     return f"{one.mean:{pattern}}{brackets}"
 
 
@@ -264,8 +235,7 @@ def _result(run: PlannedRun, execution: Execution | None, grid: Grid, out: Path)
         return SweepRunResult(folder=run.name, seed=run.seed, status=execution.status if execution else WAITING)
     summary = read_summary(out / run.name) or {}
     reward = summary.get("eval_reward_after" if grid.reward == "held-out" else "reward_last")
-    training = summary.get("reward_last")
-    return SweepRunResult(folder=run.name, seed=run.seed, status=FINISHED, reward=reward, training_reward=training)
+    return SweepRunResult(folder=run.name, seed=run.seed, status=FINISHED, reward=reward)
 
 
 def _check(settings: Sequence[Setting], out: Path) -> None:

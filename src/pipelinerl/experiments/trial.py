@@ -82,7 +82,7 @@ async def _play(config: RunConfig, problem: int, environment: Environment, token
         length = slot_length(load_config(config.model), settings.max_length)
         slots = min(settings.slots, config.actor.group_size)
         settings = settings.model_copy(update={"kind": "local", "slots": slots, "max_length": length})
-    target = Target(config.model.path, "", config.model)
+    target = Target(config.model.path, config.model)
     async with engine_for(target, settings, tokenizer, config.actor.max_tokens) as ready:
         engine, stop, of = ready.engine, ready.stop_token_ids, RolloutContext.of
         context = of(config.actor, environment, engine, tokenizer, seed=config.seed, slots=ready.slots, stop_token_ids=stop)

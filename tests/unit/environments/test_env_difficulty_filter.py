@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 
-import msgspec
 import pytest
 
 from pipelinerl.environments import make_environment
-from pipelinerl.environments.combine import read_pass_rates
 from pipelinerl.errors import EnvironmentSetupError
-from pipelinerl.experiments.evaluate.results import ProblemPassRate
 from tests.unit.environments.env_client import TOKENIZER, one_line, rollout
 
 INNER = {"kind": "math", "args": {"path": "p.jsonl", "held_out_path": "h.jsonl", "judge": "numbers"}}
@@ -121,10 +118,3 @@ def test_pass_rates_that_can_not_be_used(rates, complaint):
 def test_arguments_that_can_not_be_used(arguments, complaint):
     with pytest.raises(EnvironmentSetupError, match=complaint):
         filtered([rate(1, 4)], **arguments)
-
-
-def test_what_eval_writes_is_what_is_read(tmp_path):
-    rates = [ProblemPassRate(id="p/1", attempts=4, passes=1), ProblemPassRate(id="p/2", attempts=4, passes=4)]
-    (tmp_path / "r.jsonl").write_bytes(b"".join(msgspec.json.encode(rate) + b"\n" for rate in rates))
-    found = read_pass_rates([tmp_path / "r.jsonl"])
-    assert [(it.id, it.attempts, it.passes) for it in found.values()] == [("p/1", 4, 1), ("p/2", 4, 4)]

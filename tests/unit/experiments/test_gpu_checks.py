@@ -124,5 +124,9 @@ def test_the_doctor_sees_a_daemon_of_mps(tmp_path: Path, monkeypatch: Patch) -> 
     assert list(doctor._gpu_checks())[-1] == doctor.Finding("ok", "MPS", "running")
 
 
-def test_without_a_gpu_nothing_is_tried() -> None:
+def test_only_a_gpu_is_tried() -> None:
     assert [one.what for one in doctor._gpus()] == ["GPU"]
+    with pretended_cuda():
+        found = next(doctor._gpus())
+    assert (found.level, found.what, found.found) == ("ok", "GPU 0", "pretended, 78.0 of 80.0 GiB free")
+    assert found.fix.endswith("pipelinerl train --model.path MODEL")

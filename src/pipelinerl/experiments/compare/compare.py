@@ -2,42 +2,52 @@
 
 trials of each schedule ─▶ seed 0: a, b, c ─▶ seed 1: b, c, a ─▶ ... ─▶ compare.json, report.html
 (the fastest settings)     (one run at a time, then its weights answer held-out problems; finished runs are not repeated)
+
+A training reward belongs to the weights that sampled the rollout, which are older by the schedule's lag. So schedules are
+compared by held-out rewards of a run's versions, measured after the run, with the same versions, problems and random numbers
+for every schedule. They are records in the run's `evaluations.jsonl`.
 """
 
 from __future__ import annotations
 
-import math
+import re
 import shutil
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
 from pipelinerl.checkpoint import WEIGHTS_FOLDER
 from pipelinerl.config.schema import RunConfig
+from pipelinerl.environments.registry import make_environment
 from pipelinerl.errors import ConfigError
-from pipelinerl.experiments.compare.held_out import HELD_OUT_FILE, Answered, read_answers
-from pipelinerl.experiments.compare.page import findings, sections
-from pipelinerl.experiments.compare.request import CONVENTIONAL, PIPELINE, ComparisonRequest, Contender, trial_length
-from pipelinerl.experiments.compare.results import RunResult, row, run_result, target_reward
-from pipelinerl.experiments.compare.tuning import Settings, TuningResult, axes, tune
-from pipelinerl.experiments.runs import Execution, Folder, PlannedRun, Setting, planned_runs
-from pipelinerl.metrics.reading import read_records
+from pipelinerl.experiments.compare.results import RunResult, findings, row, run_result, sections, target_reward
+from pipelinerl.experiments.compare.settings import (
+    PIPELINE,
+    ComparisonRequest,
+    Contender,
+    Settings,
+    TuningResult,
+    axes,
+    tune,
+)
+from pipelinerl.experiments.runs import Command, Execution, Folder, PlannedRun, Setting, planned_runs, run_commands
+from pipelinerl.metrics.evaluations import EvaluatedProblem, EvaluationRecord
+from pipelinerl.metrics.reading import read_json_lines, read_records
 from pipelinerl.metrics.records import StepRecord
-from pipelinerl.report import number, write_json
-from pipelinerl.report.series import RunRecords, read_run, tokens_rate_after
+from pipelinerl.models.loading import load_tokenizer
+from pipelinerl.report import number, write_file, write_json
+from pipelinerl.report.series import read_run, tokens_rate_after
+from pipelinerl.resources.roles import process_environment
 from pipelinerl.run_directory import RunDirectory
 
-Say = Callable[[str], object]
-Evaluate = Callable[[Path, ComparisonRequest], Sequence[Answered]]
+WORTH_A_PROCESS = 100
+"""Attempts that take as long as a process takes to load the model."""
 
-
-class Compared(NamedTuple):
-    """The contents of `compare.json`, and what they show, in sentences."""
-
-    contents: dict[str, Any]
-    findings: list[str]
+Answers = Mapping[int, Sequence[EvaluatedProblem]]
+"""The answers of each version of a run's weights to the held-out problems."""
 
 
 def compare(
@@ -45,17 +55,19 @@ def compare(
     out: Path,
     *,
     train: Callable[[RunConfig], object],
-    evaluate: Evaluate,
+    answer: Callable[[Path, ComparisonRequest], Answers],
     target: float | None = None,
-    say: Say = print,
-) -> Compared:
-    """Make the runs of `request` that `out` lacks, and write the results there.
+    say: Callable[[str], object] = print,
+) -> list[str]:
+    """Make the runs of `request` that `out` lacks, write the results there, and return what they show, in sentences.
 
-    `train` executes one run. `evaluate` then has its weights answer the held-out problems. `target` None: it is chosen from
-    the runs. `say` receives lines on the progress. Raises ConfigError if a schedule is incompatible with the run file,
+    `train` executes one run. `answer` then has its weights answer the held-out problems. `target` None: it is chosen from
+    the runs. `say` receives lines on the progress. Raises ConfigError if a schedule does not go with the run file,
     RunDirectoryError if `out` belongs to another comparison or can't be used, RunInterruptedError, and PipelineRLError if a
     trial or, once all others have ended, a run failed. A run that diverges is a result.
     """
+    if request.held_out:
+        _check_held_out(request)
     for contender in request.schedules:  # before anything is run
         try:
             request.run_config(contender, request.start_settings(contender), steps=request.steps)
@@ -65,44 +77,47 @@ def compare(
 
     def ended(run: PlannedRun, execution: Execution) -> str:
         """Have the weights of a run answer the held-out problems, unless they have."""
-        path = out / run.name
-        steps = read_records(RunDirectory(path).metrics, StepRecord)
-        text = f", {sum(step.samples for step in steps)} rollouts, {steps[-1].time_s:.0f} s with start-up" if steps else ""
+        path, text = out / run.name, ""
         if request.held_out and execution.finished:
-            if not read_answers(path):
-                write_json(path / HELD_OUT_FILE, evaluate(path, request), indent=2)
-            last = read_answers(path)[-1]
-            text += f", held-out reward of version {last.version}: {last.reward:.3f} ({last.low:.3f} to {last.high:.3f})"
+            if not read_records(RunDirectory(path).evaluations, EvaluationRecord):
+                _record(path, answer(path, request))
+            last = read_records(RunDirectory(path).evaluations, EvaluationRecord)[-1]
+            text = f", held-out reward {number(last.reward_mean, '.3f')} of version {last.version}"
         shutil.rmtree(path / WEIGHTS_FOLDER, ignore_errors=True)
         return text
 
     with folder.claimed(request.to_json(), "comparison"):
         tuning = {one.label: _tuned(request, one, folder, say) for one in request.schedules}
         every = request.evaluate_every if request.held_out else 0
-        settings = []
-        for one in request.schedules:
-            config = request.run_config(one, tuning[one.label].used, steps=request.steps, weights_every=every)
-            settings.append(Setting(one.label, one.folder, config))
+        settings = [
+            Setting(
+                one.label,
+                one.label.replace(":", "-"),
+                request.run_config(one, tuning[one.label].used, steps=request.steps, weights_every=every),
+            )
+            for one in request.schedules
+        ]
         runs = planned_runs(settings, request.seed_numbers)
         executions = folder.execute_all(runs, say, ended)
     if (failure := folder.failure(executions)) is not None:
         raise failure
-    return _write_results(request, folder, settings, tuning, executions=executions, target=target)
+    runs.sort(key=lambda run: (settings.index(run.setting), run.seed))
+    return _write_results(request, folder, runs, tuning, executions=executions, target=target)
 
 
-def _tuned(request: ComparisonRequest, contender: Contender, folder: Folder, say: Say) -> TuningResult:
+def _tuned(request: ComparisonRequest, contender: Contender, folder: Folder, say: Callable[[str], object]) -> TuningResult:
     """The fastest settings of one schedule, found by trials; without tuning, the run file's settings."""
     start = request.start_settings(contender)
     if not request.tune:
         return TuningResult(start)
-    short, fill = trial_length(request.trial_steps, contender)
+    short, fill = request.trial_length(contender)
 
     def measure(settings: Settings, full: bool) -> float | None:
         """Sampled tokens/s after the first steps."""
         steps, uncounted = (request.steps, request.steps // 5) if full else (short, fill)
+        name = re.sub(r"\W+", "-", f"{contender.label}, {settings.label}, {steps} steps")
         config = request.run_config(contender, settings, steps=steps)
-        name = f"trials/{contender.folder}/{'full-' if full else ''}{settings.folder}"
-        run = PlannedRun(Setting(contender.label, name, config), config.seed)
+        run = PlannedRun(Setting(contender.label, f"trials/{name}", config), config.seed)
         folder.execute(run)
         path = folder.root / run.name
         for part in ("rollouts", "checkpoints", "streams"):  # the rate needs only the steps
@@ -112,42 +127,37 @@ def _tuned(request: ComparisonRequest, contender: Contender, folder: Folder, say
         say(f"tried {contender.label}: {settings.label}, {steps} steps: {number(rate, '.0f')} tokens/s")
         return rate
 
-    bound = None if contender.kind == PIPELINE else request.config.trainer.batch_size * contender.steps_per_round
-    in_turn = contender.kind == CONVENTIONAL
-    ways = axes(request.config, request.machine.cores, most_in_progress=bound, in_turn=in_turn)
-    return tune(start, ways, measure, finals=request.finals)
-
-
-# ---- the results: `compare.json`, and the report
+    return tune(start, axes(request, contender), measure, finals=not request.quick)
 
 
 def _write_results(
     request: ComparisonRequest,
     folder: Folder,
-    settings: Sequence[Setting],
+    runs: Sequence[PlannedRun],
     tuning: Mapping[str, TuningResult],
     *,
     executions: Mapping[str, Execution],
     target: float | None,
-) -> Compared:
-    """Read the runs and write all results. Raises RunDirectoryError if a run's records can't be read."""
-    planned = [PlannedRun(setting, seed) for setting in settings for seed in request.seed_numbers]
-    records = {run.name: read_run(folder.root / run.name) for run in planned}
-    answers = {run.name: read_answers(folder.root / run.name) if request.held_out else None for run in planned}
-    contenders = {one.label: one for one in request.schedules}
+) -> list[str]:
+    """Read the runs and write all results. Returns the findings. Raises RunDirectoryError for records that can't be read."""
+    records = {run.name: read_run(folder.root / run.name) for run in runs}
 
     def results(goal: float | None) -> list[RunResult]:
-        found = []
-        for name, label in ((run.name, run.setting.label) for run in planned):
-            used, answered = tuning[label].used, answers[name]
-            found.append(
-                run_result(records[name], contenders[label], used, executions[name], target=goal, answered=answered)
+        return [
+            run_result(
+                records[run.name],
+                run.setting.label,
+                tuning[run.setting.label].used,
+                executions[run.name],
+                held_out=bool(request.held_out),
+                target=goal,
             )
-        return found
+            for run in runs
+        ]
 
     target = target_reward(results(None)) if target is None else target
-    runs = results(target)
-    rows = [row(runs, label) for label in contenders]
+    found = results(target)
+    rows = [row(found, one.label) for one in request.schedules]
     pipeline = next((one for one in rows if one.schedule == PIPELINE), None)
     contents: dict[str, Any] = {
         "ratio_time_to_reward": pipeline.ratio_time_to_reward if pipeline else None,
@@ -156,52 +166,68 @@ def _write_results(
         "reward": request.reward,
         "schedules": rows,
         "trials": tuning,
-        "request": {**request.to_json(), "schedules": list(contenders)},
-        "runs": runs,
+        "request": request.to_json(),
+        "runs": found,
     }
-    contents = dict(rounded(msgspec.to_builtins(contents)))
-    contents["schedules"] = [{**one, **one.pop("quantities")} for one in contents["schedules"]]
     write_json(folder.root / "compare.json", contents)
-    shown = {name: {"evaluations": _shown(one, records[name], request)} for name, one in answers.items() if one is not None}
-    folder.write_page(
-        f"Schedules compared: {request.config.environment.kind}",
-        sections(request, target, rows, runs, tuning),
-        planned,
-        shown,
-    )
-    return Compared(contents, findings(rows, target, request.reward))
+    title = f"Schedules compared: {request.config.environment.kind}"
+    folder.write_page(title, sections(request, target, rows, tuning), runs)
+    return findings(rows, target, request.reward)
 
 
-def _shown(answered: Sequence[Answered], records: RunRecords, request: ComparisonRequest) -> list[dict[str, Any]]:
-    """The answers in place of a run's evaluations on a page, at the time at which the trainer finished each version."""
-    done = {0: (0.0, 0)}
-    rollouts = 0
-    for step in records.steps:
-        rollouts += step.samples
-        done[step.version] = (step.time_s - records.begin_s) / 60, rollouts
-    return [
-        {
-            "when": "after",
-            "version": one.version,
-            "minutes": done[one.version][0],
-            "rollouts": done[one.version][1],
-            "problems": request.held_out,
-            "reward": one.reward,
-            "error": (one.high - one.low) / (2 * 1.96),  # standard error from a 95% interval
-            "length": None,
-            "failed": {"attempts": one.failed} if one.failed else {},
-        }
-        for one in answered
+# ---- held-out problems
+
+
+def _check_held_out(request: ComparisonRequest) -> None:
+    """Raise ConfigError if there are no held-out problems. Errors of the environment are raised."""
+    config = request.config
+    args = config.environment.args | request.held_out_args
+    environment = make_environment(config.environment.kind, args, load_tokenizer(config.model), config.seed)
+    if not environment.held_out(1):
+        raise ConfigError(
+            f"environment {config.environment.kind} has no held-out problems: define `held_out`, or give --held-out 0 to "
+            "compare by training rewards, which depend on each schedule's lag"
+        )
+
+
+def answer_held_out(run_dir: Path, request: ComparisonRequest) -> Answers:
+    """Have every version of `request.evaluated_versions` answer the held-out problems, by `pipelinerl eval`.
+
+    The temperature is the run file's `evaluation.temperature`. On CPUs the versions are distributed over one process per
+    core, each with at least `WORTH_A_PROCESS` attempts. Raises PipelineRLError if an evaluation fails, RunInterruptedError.
+    """
+    versions, config = request.evaluated_versions, request.config
+    flags = ["--problems", str(request.held_out), "--attempts", "1"]
+    if request.held_out_args:
+        args = config.environment.args | request.held_out_args
+        flags.append(f"--environment.args={msgspec.json.encode(args).decode()}")
+    processes, environment = 1, {}
+    if config.engine.device == "cpu":
+        flags += ["--engine.threads", "1"]
+        environment = process_environment("generation", 1)
+        processes = min(len(versions), request.machine.cores, 1 + len(versions) * request.held_out // WORTH_A_PROCESS)
+    answers: dict[int, list[EvaluatedProblem]] = {}
+    with tempfile.TemporaryDirectory(dir=run_dir, prefix=".held-out-") as scratch:
+        outs = [Path(scratch) / str(number) for number in range(processes)]
+        commands = []
+        for place, out in enumerate(outs):
+            models = [f"{run_dir}@{version}" for version in versions[place::processes]]
+            arguments = ["eval", *models, *flags, "--out", str(out)]
+            commands.append(Command(arguments, out.with_suffix(".log"), environment))
+        run_commands(commands)
+        for out in outs:
+            for model in msgspec.json.decode((out / "summary.json").read_bytes())["models"]:
+                answers[model["version"]] = read_json_lines(out / model["folder"] / "attempts.jsonl", EvaluatedProblem)
+    return answers
+
+
+def _record(run_dir: Path, answers: Answers) -> None:
+    """Write the run's evaluations, each at the time at which the trainer finished its version."""
+    run = read_run(run_dir)
+    times = {0: run.begin_s} | {step.version: step.time_s for step in run.steps}
+    evaluations = [
+        EvaluationRecord.of(problems, when="online", version=version, time_s=times[version])
+        for version, problems in sorted(answers.items())
     ]
-
-
-def rounded(value: Any) -> Any:
-    """A JSON-like document with floats rounded to six significant digits; NaN and infinities become None."""
-    match value:
-        case float():
-            return float(f"{value:.6g}") if math.isfinite(value) else None
-        case dict():
-            return {key: rounded(item) for key, item in value.items()}
-        case list() | tuple():
-            return [rounded(item) for item in value]
-    return value
+    lines = b"".join(msgspec.json.encode(one) + b"\n" for one in evaluations)
+    write_file(RunDirectory(run_dir).evaluations, lines)

@@ -1,27 +1,25 @@
-"""The numbers of a comparison: of each run from its records, then the target, medians, ratios and their spread over seeds.
+"""The numbers of a comparison, and what its page says of them.
 
-A run that did not reach the target, or did not finish, has None for a quantity. When the best conventional schedule is
-chosen, None counts as worse than any value. A spread or ratio over seeds is None if one seed lacks it, so that failed runs
-never improve a result. All functions are pure.
+Of each run from its records, then the target, medians, ratios and their spread over seeds. A run that did not reach the
+target, or did not finish, has None for a quantity. When the best conventional schedule is chosen, None counts as worse than
+any value. A spread or ratio over seeds is None if one seed lacks it, so that failed runs never improve a result. Pure.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
-from typing import NamedTuple
 
 import msgspec
 
-from pipelinerl.experiments.compare.held_out import Answered
-from pipelinerl.experiments.compare.request import CONVENTIONAL, Contender
-from pipelinerl.experiments.compare.tuning import Settings
+from pipelinerl.experiments.compare.settings import CONVENTIONAL, PIPELINE, ComparisonRequest, Settings, TuningResult
 from pipelinerl.experiments.runs import Execution
-from pipelinerl.launch.summary import FINISHED
+from pipelinerl.metrics.evaluations import EvaluationRecord
+from pipelinerl.report import count, number
+from pipelinerl.report.sections import PageSection, table
 from pipelinerl.report.series import (
-    Measured,
-    Reached,
+    WINDOW,
     RunRecords,
     measure,
     reached,
@@ -30,85 +28,83 @@ from pipelinerl.report.series import (
     windowed,
 )
 
+QUANTITIES = {
+    "time_to_reward_s": ("time to target, s", ".1f"),
+    "samples_to_reward": ("samples to target", ".0f"),
+    "samples_per_s": ("samples/s", ".1f"),
+    "samples_per_s_later": ("in the last 4/5", ".1f"),
+    "tokens_per_s": ("tokens/s", ".0f"),
+    "length_mean": ("mean length", ".1f"),
+    "ess_mean": ("ESS mean", ".4f"),
+    "ess_min": ("ESS min", ".3f"),
+    "lag_mean": ("lag mean", ".2f"),
+    "lag_max": ("lag max", ".0f"),
+    "engine_busy_fraction": ("engine busy", ".0%"),
+    "trainer_busy_fraction": ("trainer busy", ".0%"),
+    "slots_used_fraction": ("slots in use", ".0%"),
+    "reward_last": ("last reward", ".3f"),
+}
+"""What is measured of a run: the heading of its column, and the format of its values. `RunResult.quantities` has them."""
+
 
 class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     """One run.
 
-    rewards    the rewards that the target refers to: held-out rewards by version; or, in a comparison without them,
-               means of training rewards over a window of steps, starting with the first full window
-    reached    when these reached the target; None for a run that did not, or did not finish
-    saving_s   the part of the measured time that was spent writing weights
-    summary    numbers of the run's summary; None: not recorded
+    rewards      the rewards that the target refers to: held-out rewards by version; or, in a comparison without them,
+                 means of training rewards over a window of steps, starting with the first full window
+    held_out     the evaluations by held-out problems, if there are any
+    quantities   those in `QUANTITIES`, and `saving_s`, the part of the measured time that was spent writing weights
     """
 
     schedule: str
-    kind: str
     seed: int
     settings: Settings
-    status: str
-    began: str
-    load_before: float | None
-    run_dir: str
-    measured: Measured
-    reached: Reached | None
+    execution: Execution
     rewards: list[float]
-    held_out: list[Answered] = []
-    saving_s: float = 0.0
-    slots_used_fraction: float | None
-    summary: dict[str, float | None] = {}
+    held_out: list[EvaluationRecord]
+    quantities: dict[str, float | None]
 
     @property
-    def finished(self) -> bool:
-        return self.status == FINISHED
+    def kind(self) -> str:
+        return self.schedule.partition(":")[0]
 
 
-class Quantity(NamedTuple):
-    """What is measured of a run: the heading of its column, the format of its value, and its value in a run."""
+def run_result(
+    records: RunRecords, schedule: str, settings: Settings, execution: Execution, *, held_out: bool, target: float | None
+) -> RunResult:
+    """The results of one run; without a target, it is not reached.
 
-    heading: str
-    pattern: str
-    of: Callable[[RunResult], float | None]
-
-
-QUANTITIES: Mapping[str, Quantity] = {
-    "time_to_reward_s": Quantity("time to target, s", ".1f", lambda run: run.reached.time_s if run.reached else None),
-    "samples_to_reward": Quantity("samples to target", ".0f", lambda run: run.reached.samples if run.reached else None),
-    "samples_per_s": Quantity("samples/s", ".1f", lambda run: run.measured.samples_per_s if run.finished else None),
-    "samples_per_s_later": Quantity("in the last 4/5", ".1f", lambda run: run.measured.samples_per_s_later),
-    "tokens_per_s": Quantity("tokens/s", ".0f", lambda run: run.measured.tokens_per_s),
-    "length_mean": Quantity("mean length", ".1f", lambda run: run.measured.length_mean),
-    "ess_mean": Quantity("ESS mean", ".4f", lambda run: run.summary.get("ess_mean")),
-    "ess_min": Quantity("ESS min", ".3f", lambda run: run.summary.get("ess_min")),
-    "lag_mean": Quantity("lag mean", ".2f", lambda run: run.summary.get("lag_mean")),
-    "lag_max": Quantity("lag max", ".0f", lambda run: run.summary.get("lag_max")),
-    "engine_busy_fraction": Quantity("engine busy", ".0%", lambda run: run.summary.get("engine_busy_fraction")),
-    "trainer_busy_fraction": Quantity("trainer busy", ".0%", lambda run: run.summary.get("trainer_busy_fraction")),
-    "slots_used_fraction": Quantity("slots in use", ".0%", lambda run: run.slots_used_fraction),
-    "reward_last": Quantity("last reward", ".3f", lambda run: run.rewards[-1] if run.rewards else None),
-}
-"""By name. `reached` is None, and samples/s count for nothing, in a run that did not finish."""
-
-
-class Spread(msgspec.Struct, frozen=True, kw_only=True):
-    """A quantity over seeds. The statistics are None if one seed lacks it. `per_seed` is in the order of the seeds."""
-
-    median: float | None
-    min: float | None
-    max: float | None
-    per_seed: list[float | None]
-
-
-def spread(values: Sequence[float | None]) -> Spread:
-    known = [value for value in values if value is not None]
-    if not known or len(known) < len(values):
-        return Spread(median=None, min=None, max=None, per_seed=list(values))
-    return Spread(median=median(known), min=min(known), max=max(known), per_seed=list(values))
-
-
-class Ratio(Spread, frozen=True, kw_only=True):
-    """Ratio to `baseline`, the best conventional schedule for this quantity. Above 1: better than the baseline."""
-
-    baseline: str | None
+    With `held_out`, the run's evaluations decide when the target is reached, otherwise the training rewards.
+    """
+    steps, begin, summary = records.steps, records.begin_s, records.summary or {}
+    measured, when = measure(steps, begin), None
+    points = [(one.version, one.reward_mean or 0.0) for one in records.evaluations] if held_out else []
+    if held_out:
+        rewards = [reward for _, reward in points]
+    else:
+        rewards = [reward for reward in windowed([step.reward for step in steps]) if not math.isnan(reward)]
+    if target is not None and execution.finished:
+        when = reached_held_out(points, steps, begin, target) if held_out else reached(steps, begin, target)
+    found = {name: summary.get(name) for name in QUANTITIES} | {
+        "time_to_reward_s": when.time_s if when else None,
+        "samples_to_reward": when.samples if when else None,
+        "samples_per_s": measured.samples_per_s if execution.finished else None,
+        "samples_per_s_later": measured.samples_per_s_later,
+        "tokens_per_s": measured.tokens_per_s,
+        "length_mean": measured.length_mean,
+        "slots_used_fraction": slots_in_use(records.timeline, begin, measured.training_s, records.slots),
+        "reward_last": rewards[-1] if rewards else None,
+        "saving_s": math.fsum(step.saving_s for step in steps),
+    }
+    return RunResult(
+        schedule=schedule,
+        seed=records.config.seed,
+        settings=settings,
+        execution=execution,
+        rewards=rewards,
+        held_out=records.evaluations if held_out else [],
+        quantities=found,
+    )
 
 
 def target_reward(runs: Iterable[RunResult]) -> float | None:
@@ -135,13 +131,36 @@ def target_reward(runs: Iterable[RunResult]) -> float | None:
     return round(math.floor((start + 0.9 * (end - start)) / digit + 1e-9) * digit, 12)
 
 
+# ---- over seeds
+
+
+class Spread(msgspec.Struct, frozen=True, kw_only=True):
+    """A quantity over seeds. The statistics are None if one seed lacks it. `per_seed` is in the order of the seeds.
+
+    baseline   of a ratio: the best conventional schedule for this quantity. Above 1: better than the baseline
+    """
+
+    median: float | None = None
+    min: float | None = None
+    max: float | None = None
+    per_seed: list[float | None]
+    baseline: str | None = None
+
+
+def spread(values: Sequence[float | None], baseline: str | None = None) -> Spread:
+    known = [value for value in values if value is not None]
+    if not known or len(known) < len(values):
+        return Spread(per_seed=list(values), baseline=baseline)
+    return Spread(median=median(known), min=min(known), max=max(known), per_seed=list(values), baseline=baseline)
+
+
 def over_seeds(runs: Sequence[RunResult], schedule: str, quantity: str) -> list[float | None]:
     """The quantity of one schedule's runs, in the order of their seeds."""
     chosen = sorted((run for run in runs if run.schedule == schedule), key=lambda run: run.seed)
-    return [QUANTITIES[quantity].of(run) for run in chosen]
+    return [run.quantities[quantity] for run in chosen]
 
 
-def ratio(runs: Sequence[RunResult], schedule: str, quantity: str, *, low_is_good: bool) -> Ratio:
+def ratio(runs: Sequence[RunResult], schedule: str, quantity: str, *, low_is_good: bool) -> Spread:
     """How many times better `schedule` is than the best conventional schedule, seed by seed.
 
     The best has the best median over seeds; there is none if no conventional schedule has a finite median.
@@ -155,8 +174,7 @@ def ratio(runs: Sequence[RunResult], schedule: str, quantity: str, *, low_is_goo
     own = over_seeds(runs, schedule, quantity)
     others: Sequence[float | None] = [None] * len(own) if baseline is None else over_seeds(runs, baseline, quantity)
     pairs = zip(others, own, strict=True) if low_is_good else zip(own, others, strict=True)
-    found = spread([above / below if above is not None and below else None for above, below in pairs])
-    return Ratio(baseline=baseline, **msgspec.structs.asdict(found))
+    return spread([above / below if above is not None and below else None for above, below in pairs], baseline)
 
 
 class ScheduleRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -168,8 +186,8 @@ class ScheduleRow(msgspec.Struct, frozen=True, kw_only=True):
     reached: int
     diverged: int
     quantities: dict[str, Spread]
-    ratio_time_to_reward: Ratio
-    ratio_samples_per_s: Ratio
+    ratio_time_to_reward: Spread
+    ratio_samples_per_s: Spread
 
 
 def row(runs: Sequence[RunResult], schedule: str) -> ScheduleRow:
@@ -179,51 +197,109 @@ def row(runs: Sequence[RunResult], schedule: str) -> ScheduleRow:
         schedule=schedule,
         settings=own[0].settings,
         runs=len(own),
-        reached=sum(run.reached is not None for run in own),
-        diverged=sum(not run.finished for run in own),
+        reached=sum(run.quantities["time_to_reward_s"] is not None for run in own),
+        diverged=sum(not run.execution.finished for run in own),
         quantities={name: spread(over_seeds(runs, schedule, name)) for name in QUANTITIES},
         ratio_time_to_reward=ratio(runs, schedule, "time_to_reward_s", low_is_good=True),
         ratio_samples_per_s=ratio(runs, schedule, "samples_per_s", low_is_good=False),
     )
 
 
-def run_result(
-    records: RunRecords,
-    contender: Contender,
-    settings: Settings,
-    execution: Execution,
-    *,
-    target: float | None,
-    answered: Sequence[Answered] | None,
-) -> RunResult:
-    """The results of one run. Without a target, `reached` is None.
+# ---- in words and tables
 
-    `answered` are the run's held-out rewards, which decide when the target is reached. None: the training rewards decide.
-    """
-    steps, begin = records.steps, records.begin_s
-    measured, summary = measure(steps, begin), records.summary or {}
-    when = None
-    if answered is None:
-        rewards = [reward for reward in windowed([step.reward for step in steps]) if not math.isnan(reward)]
-    else:
-        rewards = [one.reward for one in answered]
-    if target is not None and execution.finished:
-        points = [(one.version, one.reward) for one in answered or ()]
-        when = reached(steps, begin, target) if answered is None else reached_held_out(points, steps, begin, target)
-    return RunResult(
-        schedule=contender.label,
-        kind=contender.kind,
-        seed=records.config.seed,
-        settings=settings,
-        status=execution.status,
-        began=execution.began,
-        load_before=execution.load_before,
-        run_dir=execution.run,
-        measured=measured,
-        reached=when,
-        rewards=rewards,
-        held_out=list(answered or ()),
-        saving_s=math.fsum(step.saving_s for step in steps),
-        slots_used_fraction=slots_in_use(records.timeline, begin, measured.training_s, records.slots),
-        summary={key: summary.get(key) for key in QUANTITIES if key in summary},
+
+def findings(rows: Sequence[ScheduleRow], target: float | None, reward: str) -> list[str]:
+    """Sentences that compare pipeline with the best conventional schedule and count failed runs, about `reward` rewards."""
+    pipeline = next((row for row in rows if row.schedule == PIPELINE), None)
+    sentences: list[str] = []
+    if pipeline is not None:
+        if target is None:
+            sentences.append(f"No schedule's {reward} reward rose, so there is no target to compare times to.")
+        elif pipeline.quantities["samples_to_reward"].median == 0:
+            sentences.append(
+                f"The initial weights already have a {reward} reward of {target:g}, so there is no time to compare."
+            )
+        else:
+            did = f"reached a {reward} reward of {target:g}"
+            sentences.append(_in_words(pipeline.ratio_time_to_reward, did, "sooner", "later"))
+        sentences.append(_in_words(pipeline.ratio_samples_per_s, "made samples", "faster", "slower"))
+    for row in rows:
+        if row.diverged:
+            sentences.append(f"{row.schedule}: {row.diverged} of {row.runs} runs diverged.")
+        missed = row.runs - row.reached - row.diverged
+        if target is not None and missed:
+            sentences.append(f"{row.schedule}: {missed} of {row.runs} runs did not reach {target:g}.")
+    return sentences
+
+
+def _in_words(ratio: Spread, did: str, better: str, worse: str) -> str:
+    if ratio.baseline is None:
+        return f"There is no conventional run that {did}, so there is no ratio."
+    if ratio.median is None or ratio.min is None or ratio.max is None:
+        return f"There is no ratio to {ratio.baseline}: at least one run of the two schedules never {did}."
+    seeds = len(ratio.per_seed)
+    over = f"between {ratio.min:.2f} and {ratio.max:.2f} over {seeds} seeds" if seeds > 1 else "one seed, so no spread"
+    comparison, times = (better, ratio.median) if ratio.median >= 1 else (worse, 1 / ratio.median)
+    other = f"the best conventional schedule, {ratio.baseline}"
+    sentence = f"pipeline {did} {times:.2f} times {comparison} than {other} (ratio {over})."
+    if ratio.median < 1:
+        return sentence + " Here it does not help."
+    if ratio.min <= 1 and seeds > 1:
+        return sentence + " Not in every seed: the difference is within the variation between seeds."
+    return sentence
+
+
+def sections(
+    request: ComparisonRequest, target: float | None, rows: Sequence[ScheduleRow], tuning: Mapping[str, TuningResult]
+) -> list[PageSection]:
+    """What the report says, above the runs themselves. `tuning`: the trials of each schedule, by its label."""
+    config, machine = request.config, request.machine
+    best = {ratio.baseline for row in rows for ratio in (row.ratio_time_to_reward, row.ratio_samples_per_s)}
+    lead = (
+        f"{config.environment.kind} with model {config.model.path}: {request.steps} optimizer steps of "
+        f"{config.trainer.batch_size} rollouts per run, {count(request.seeds, 'seed')}. Runs were made one at a time, "
+        f"each from the same weights and with the whole machine: {machine.cpu}, {count(machine.cores, 'core')}, "
+        f"{machine.system}, {', '.join(f'{name} {version}' for name, version in machine.versions.items())}."
     )
+    how = "linear between evaluated versions" if request.held_out else f"mean over {WINDOW} steps"
+    legend = (
+        f"Target: a {request.reward} reward of {number(target, 'g')} ({how}). "
+        "Values are medians over seeds, with the smallest and largest if they differ. Times sooner and times faster are "
+        "ratios, seed by seed, to the schedule that is the best conventional one by its median; above 1 is better."
+    )
+    tried = [
+        {
+            "schedule": schedule,
+            "settings": trial.settings.label,
+            "run": "full length" if trial.full else "short",
+            "tokens/s": number(trial.tokens_per_s, ".0f"),
+            "": "used" if trial.settings == tuned.used else "",
+        }
+        for schedule, tuned in tuning.items()
+        for trial in tuned.trials
+    ]
+    trials = "tokens/s excludes the first third of a short run, and the first fifth of a full-length run."
+    return [
+        PageSection(title="Findings", texts=[lead, *findings(rows, target, request.reward)]),
+        table("Schedules", list(map(_cells, rows)), legend, strong=[PIPELINE, *(one for one in best if one)]),
+        *([table("Trials of settings", tried, trials)] if request.tune else []),
+    ]
+
+
+def _cells(row: ScheduleRow) -> dict[str, str]:
+    quantities = {heading: _spread(row.quantities[name], pattern) for name, (heading, pattern) in QUANTITIES.items()}
+    return {
+        "schedule": row.schedule,
+        "times sooner": _spread(row.ratio_time_to_reward, ".2f"),
+        "times faster": _spread(row.ratio_samples_per_s, ".2f"),
+        "runs": f"{row.runs}, of which {row.reached} reached it" + (f", {row.diverged} diverged" if row.diverged else ""),
+        **quantities,
+        "settings": row.settings.label,
+    }
+
+
+def _spread(found: Spread, pattern: str) -> str:
+    if found.median is None or found.min is None or found.max is None:
+        return "-"
+    middle, low, high = (format(value, pattern) for value in (found.median, found.min, found.max))
+    return middle if low == high else f"{middle} ({low} to {high})"

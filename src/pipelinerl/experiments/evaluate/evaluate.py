@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -39,7 +40,6 @@ from pipelinerl.experiments.evaluate.results import (
     Tally,
     evaluation_sections,
 )
-from pipelinerl.experiments.statistics import Floats
 from pipelinerl.experiments.watch.page import page
 from pipelinerl.files import JsonLines
 from pipelinerl.interfaces import Environment, Tokenizer
@@ -71,116 +71,114 @@ def evaluate(plan: EvaluationPlan, stop: Callable[[], bool], say: Callable[[str]
     """
     if plan.config.engine.threads is not None:
         torch.set_num_threads(plan.config.engine.threads)
-    limits = TimeLimits(plan.config.actor.rollout_timeout_s, CodeAlarm(plan.config.actor.code_timeout_s))
-    return _Evaluation(plan, limits, stop, say).run()
-
-
-@dataclass
-class _Evaluation:
-    plan: EvaluationPlan
-    limits: TimeLimits
-    stop: Callable[[], bool]
-    say: Callable[[str], None]
-    problems: list[Problem] = field(default_factory=list)
-    results: list[ModelResult] = field(default_factory=list)
-    first_values: Mapping[int, Floats] | None = None
-
-    def run(self) -> EvaluationSummary:
-        out, first = self.plan.out, self._load_environment(self.plan.targets[0])
-        with writing_to(out):
-            if out.exists() and (not out.is_dir() or any(out.iterdir())):
-                raise RunDirectoryError(f"{out} exists and is not empty; choose another --out")
-            out.mkdir(parents=True, exist_ok=True)
-        self._write_summary("unfinished")
-        done = True
-        for number, target in enumerate(self.plan.targets):
-            done = not self.stop() and run_to_end(
-                self._evaluate(target, *(self._load_environment(target) if number else first))
-            )
-            if not done:
-                break
-        summary = self._write_summary("finished" if done else "interrupted")
-        with only_shown("report.html"):
-            write_file(out / "report.html", page("Evaluation", evaluation_sections(summary)).encode())
-        return summary
-
-    def _write_summary(self, status: Status) -> EvaluationSummary:
-        summary = EvaluationSummary(status=status, settings=self.plan.settings, models=tuple(self.results))
-        write_json(self.plan.out / "summary.json", summary)
-        return summary
-
-    def _load_environment(self, target: Target) -> tuple[Environment, Tokenizer]:
-        """The environment for this model's tokenizer. Its problems must be the same as for the first model."""
-        settings = self.plan.settings
-        kind = settings.environment
-        tokenizer = load_tokenizer(target.model)
-        environment = make_environment(kind, settings.environment_args, tokenizer, settings.environment_seed)
-        problems = problems_of(environment, settings, self.limits)
-        if not problems:
+    out, settings, actor = plan.out, plan.settings, plan.config.actor
+    limits = TimeLimits(actor.rollout_timeout_s, CodeAlarm(actor.code_timeout_s))
+    asked = _load(plan.targets[0], settings, limits)
+    if not asked.problems:
+        raise EnvironmentSetupError(
+            f"environment {settings.environment} has no held-out problems: define `held_out`, or give --training"
+        )
+    if len(asked.problems) < settings.problems:
+        say(f"{settings.environment} has {len(asked.problems)} problems, not {settings.problems}")
+    with writing_to(out):
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise RunDirectoryError(f"{out} exists and is not empty; choose another --out")
+        out.mkdir(parents=True, exist_ok=True)
+    models: list[ModelResult] = []
+    first: Tally | None = None
+    status: Status = "finished"
+    _write_summary(plan, "unfinished", models)
+    for number, target in enumerate(plan.targets):
+        own = _load(target, settings, limits) if number else asked
+        if [problem.id for problem in own.problems] != [problem.id for problem in asked.problems]:
             raise EnvironmentSetupError(
-                f"environment {kind} has no held-out problems: define `held_out`, or give --training"
+                f"environment {settings.environment} gives different problems for {target.name} and "
+                f"{plan.targets[0].name}; evaluate them separately"
             )
-        if self.problems and [problem.id for problem in problems] != [problem.id for problem in self.problems]:
-            raise EnvironmentSetupError(
-                f"environment {kind} gives different problems for {target.name} and "
-                f"{self.plan.targets[0].name}; evaluate them separately"
-            )
-        if not self.problems and len(problems) < settings.problems:
-            self.say(f"{kind} has {len(problems)} problems, not {settings.problems}")
-        self.problems = problems
-        return environment, tokenizer
-
-    async def _evaluate(self, target: Target, environment: Environment, tokenizer: Tokenizer) -> bool:
-        """Evaluate one model; False if it was stopped. Results so far are written even if it is stopped or fails."""
-        plan, settings, folder = self.plan, self.plan.settings, self.plan.out / target.folder
-        tally = Tally(self.problems, settings)
-        reported_s = time.monotonic()
-
-        def report() -> None:
-            mean = "" if tally.reward is None else f", mean reward {tally.reward:.3f}"
-            self.say(f"{target.name}: {tally.attempts} of {len(self.problems) * settings.attempts} attempts{mean}")
-
-        async with AsyncExitStack() as stack:
-            engine = engine_for(target, plan.config.engine, tokenizer, settings.max_tokens)
-            ready = await stack.enter_async_context(engine)
-            with writing_to(plan.out):
-                folder.mkdir(exist_ok=True)
-                lines = stack.enter_context(JsonLines(folder / "attempts.jsonl"))
-
-            def on_attempt(record: AttemptRecord) -> None:
-                nonlocal reported_s
-                with writing_to(plan.out):
-                    lines.write(record)
-                tally.add(record)
-                if time.monotonic() >= reported_s + REPORT_EVERY_S:
-                    reported_s = time.monotonic()
-                    report()
-
-            try:
-                done = await answer(
-                    self.problems,
-                    environment,
-                    tokenizer,
-                    ready,
-                    settings,
-                    limits=self.limits,
-                    stop=self.stop,
-                    on_attempt=on_attempt,
-                )
-            finally:
-                report()
-                self.results.append(tally.result(target, ready.version, self.first_values))
-                rates = b"".join(msgspec.json.encode(rate) + b"\n" for rate in tally.pass_rates())
-                write_file(folder / "pass_rates.jsonl", rates)
-                self._write_summary("unfinished")
-        if self.first_values is None:
-            self.first_values = tally.values()
-        if tally.all_failed and done:
+        tally = Tally(own.problems, settings)
+        if not run_to_end(_measure(plan, target, own, tally, models, limits=limits, first=first, stop=stop, say=say)):
+            status = "interrupted"
+            break
+        first = first or tally
+        if all(one.failure is not None for one in tally.attempts):
             raise TooManyFailuresError(
-                f"{target.name}: all {tally.attempts} attempts failed, the last with {tally.last_failure} (see "
-                f"{folder}/attempts.jsonl)"
+                f"{target.name}: all {len(tally.attempts)} attempts failed, the last with {tally.attempts[-1].failure} (see "
+                f"{out / target.folder}/attempts.jsonl)"
             )
-        return done
+    summary = _write_summary(plan, status, models)
+    with only_shown("report.html"):
+        write_file(out / "report.html", page("Evaluation", evaluation_sections(summary)).encode())
+    return summary
+
+
+class Asked(NamedTuple):
+    """The environment for a model's tokenizer, and its problems."""
+
+    environment: Environment
+    tokenizer: Tokenizer
+    problems: list[Problem]
+
+
+def _load(target: Target, settings: EvaluationSettings, limits: TimeLimits) -> Asked:
+    tokenizer = load_tokenizer(target.model)
+    kind, args = settings.environment, settings.environment_args
+    environment = make_environment(kind, args, tokenizer, settings.environment_seed)
+    return Asked(environment, tokenizer, problems_of(environment, settings, limits))
+
+
+def _write_summary(plan: EvaluationPlan, status: Status, models: Sequence[ModelResult]) -> EvaluationSummary:
+    summary = EvaluationSummary(status=status, settings=plan.settings, models=tuple(models))
+    write_json(plan.out / "summary.json", summary)
+    return summary
+
+
+async def _measure(
+    plan: EvaluationPlan,
+    target: Target,
+    asked: Asked,
+    tally: Tally,
+    models: list[ModelResult],
+    *,
+    limits: TimeLimits,
+    first: Tally | None,
+    stop: Callable[[], bool],
+    say: Callable[[str], None],
+) -> bool:
+    """Evaluate one model; False if it was stopped. Adds its result to `models` also if it is stopped or fails.
+
+    `first`: the attempts of the first model; None for that model itself.
+    """
+    settings, folder, reported_s = plan.settings, plan.out / target.folder, time.monotonic()
+
+    def report() -> None:
+        rewards = [one.reward for one in tally.attempts]
+        mean = f", mean reward {fmean(rewards):.3f}" if rewards else ""
+        say(f"{target.name}: {len(rewards)} of {len(asked.problems) * settings.attempts} attempts{mean}")
+
+    def on_attempt(record: AttemptRecord) -> None:
+        nonlocal reported_s
+        with writing_to(plan.out):
+            lines.write(record)
+        tally.add(record)
+        if time.monotonic() >= reported_s + REPORT_EVERY_S:
+            reported_s = time.monotonic()
+            report()
+
+    if stop():
+        return False
+    async with engine_for(target, plan.config.engine, asked.tokenizer, settings.max_tokens) as ready:
+        with writing_to(plan.out):
+            folder.mkdir(exist_ok=True)
+            lines = JsonLines(folder / "attempts.jsonl")
+        try:
+            with lines:
+                return await answer(asked, ready, settings, limits=limits, stop=stop, on_attempt=on_attempt)
+        finally:
+            report()
+            models.append(tally.result(target, ready.version, first))
+            rates = b"".join(msgspec.json.encode(rate) + b"\n" for rate in tally.pass_rates())
+            write_file(folder / "pass_rates.jsonl", rates)
+            _write_summary(plan, "unfinished", models)
 
 
 def problems_of(environment: Environment, settings: EvaluationSettings, limits: TimeLimits) -> list[Problem]:
@@ -203,9 +201,7 @@ def problems_of(environment: Environment, settings: EvaluationSettings, limits: 
 
 
 async def answer(
-    problems: Sequence[Problem],
-    environment: Environment,
-    tokenizer: Tokenizer,
+    asked: Asked,
     ready: EvaluationEngine,
     settings: EvaluationSettings,
     *,
@@ -219,6 +215,7 @@ async def answer(
     `settings.seed`, the problem's position and the attempt, so different weights get the same random numbers.
     `on_attempt` is called for each attempt in order of completion, failed ones included. Raises what the engine raises.
     """
+    environment, tokenizer, problems = asked
     sampling = SamplingParams(
         max_tokens=settings.max_tokens,
         temperature=settings.temperature,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -25,15 +26,17 @@ from pipelinerl.report.series import read_config
 class Target(NamedTuple):
     """A model to evaluate. `checkpoint`: its folder was written by a run and has checksums to verify.
 
-    `name` is for human readers and `folder` is derived from it; each is unique. `version` is only known for models of a
-    run.
+    `name` is unique, and for human readers. `version` is only known for models of a run.
     """
 
     name: str
-    folder: str
     model: ModelConfig
     version: int | None = None
     checkpoint: bool = False
+
+    @property
+    def folder(self) -> str:
+        return re.sub(r"[^\w.@#-]", "-", self.name)
 
     def load(self, device: str = "cpu") -> Any:
         """Load the model. Raises ModelLoadError, UnsupportedModelError, and CheckpointError for a damaged file."""
@@ -51,16 +54,13 @@ def find_targets(texts: Sequence[str]) -> list[Target]:
 
     Raises RunDirectoryError or ModelLoadError for any other text.
     """
-    names: set[str] = set()
+    seen: Counter[str] = Counter()
     found = []
     for target in (target for text in texts for target in _targets_of(text)):
         resolve_path(target.model.path)
-        name, number = target.name, 1
-        while name in names:
-            number += 1
-            name = f"{target.name}#{number}"
-        names.add(name)
-        found.append(target._replace(name=name, folder=re.sub(r"[^\w.@#-]", "-", name)))
+        seen[target.name] += 1
+        times = seen[target.name]
+        found.append(target if times == 1 else target._replace(name=f"{target.name}#{times}"))
     return found
 
 
@@ -88,11 +88,11 @@ def _targets_of(text: str) -> Iterator[Target]:
     run_dir, wanted = _split(text)
     if run_dir is None:
         path = Path(text).expanduser()
-        yield Target(path.resolve().name if path.is_dir() else text, "", ModelConfig(path=text))
+        yield Target(path.resolve().name if path.is_dir() else text, ModelConfig(path=text))
         return
     name, config, saved = run_dir.resolve().name, read_config(run_dir), saved_versions(run_dir)
     if wanted == "0" and 0 not in saved:
-        yield Target(f"{name}@0", "", config.model, 0)
+        yield Target(f"{name}@0", config.model, 0)
         return
     if not saved:
         raise RunDirectoryError(f"{run_dir} has no checkpoints; {run_dir}@0 is the model that it started from")
@@ -107,7 +107,7 @@ def _targets_of(text: str) -> Iterator[Target]:
         )
     for version in saved if wanted == "all" else [int(wanted) if wanted else max(saved)]:
         model = config.model.model_copy(update={"path": str(saved[version])})
-        yield Target(f"{name}@{version}", "", model, version, checkpoint=True)
+        yield Target(f"{name}@{version}", model, version, checkpoint=True)
 
 
 # ---- engines
@@ -135,11 +135,7 @@ async def engine_for(
     Raises ModelLoadError, UnsupportedModelError or CheckpointError; for servers what `RemoteEngine.connect` raises, and
     UserError if they serve another model.
     """
-    try:
-        if config.kind != "local":
-            async with _remote(target, config) as ready:
-                yield ready
-            return
+    if config.kind == "local":
         model = target.load(config.device)
         most = model_max_length(model) or LONGEST_SLOT + max_tokens
         engine = LocalEngine(
@@ -149,25 +145,20 @@ async def engine_for(
             prefill_tokens=config.prefill_tokens,
             version=target.version or 0,
         )
-        stop = stop_token_ids(model, tokenizer)
-        yield EvaluationEngine(EngineClient(engine), config.slots, stop, target.version)
-    finally:
+        yield EvaluationEngine(EngineClient(engine), config.slots, stop_token_ids(model, tokenizer), target.version)
+        del engine, model
         gc.collect()
-
-
-@asynccontextmanager
-async def _remote(target: Target, config: EngineConfig) -> AsyncIterator[EvaluationEngine]:
-    from pipelinerl.serving.client.adapter import Bounds  # noqa: PLC0415 - as above
-    from pipelinerl.serving.client.engine import RemoteEngine  # noqa: PLC0415 - HTTP client, only needed here
+        return
+    from pipelinerl.serving.client.adapter import Bounds  # noqa: PLC0415 - HTTP client, only needed here
+    from pipelinerl.serving.client.engine import RemoteEngine  # noqa: PLC0415 - as above
     from pipelinerl.serving.vllm.adapter import model_facts  # noqa: PLC0415 - as above
 
     facts = model_facts(target.model.path)
-    key = os.environ.get(config.api_key_env or "")
-    servers = server_clients(config.kind, config.urls, facts, key)
-    async with RemoteEngine.connect(servers, bounds=Bounds(startup_s=STARTUP_S)) as engine:
-        if engine.vocabulary != facts.vocabulary:
+    servers = server_clients(config.kind, config.urls, facts, os.environ.get(config.api_key_env or ""))
+    async with RemoteEngine.connect(servers, bounds=Bounds(startup_s=STARTUP_S)) as remote:
+        if remote.vocabulary != facts.vocabulary:
             raise UserError(
-                f"{config.urls[0]} serves a model with a vocabulary of {engine.vocabulary} tokens, but "
+                f"{config.urls[0]} serves a model with a vocabulary of {remote.vocabulary} tokens, but "
                 f"{target.model.path} has {facts.vocabulary}: give the MODEL that it serves, for its tokenizer"
             )
-        yield EvaluationEngine(engine, engine.slots, facts.stop_token_ids, engine.version)
+        yield EvaluationEngine(remote, remote.slots, facts.stop_token_ids, remote.version)

@@ -7,7 +7,8 @@ one, except where rounding moves a boundary of the distribution across the rando
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -29,27 +30,28 @@ otherwise.
 """
 
 
-class Recorded(NamedTuple):
-    """One recorded completion: turn number `turn` of attempt number `attempt` of group `group`."""
+class Origin(NamedTuple):
+    """Where a completion is recorded: turn number `turn` of attempt number `attempt` of group `group`."""
 
     group: int
     rollout: str
     attempt: int
     turn: int
-    sampled: Sampled
 
 
-def recorded_completions(group: Group) -> Iterator[Recorded]:
-    """The completions of a group that have tokens."""
-    for rollout in group.rollouts:
-        for number, turn in enumerate(rollout.turns):
-            if turn.completion.token_ids:
-                yield Recorded(group.index, rollout.id, rollout.attempt, number, Sampled(turn.prompt_ids, turn.completion))
+def recorded_completions(group: Group) -> list[Sampled]:
+    """The completions of a group that have tokens, each of its `Origin`."""
+    return [
+        Sampled(turn.prompt_ids, turn.completion, Origin(group.index, rollout.id, rollout.attempt, number))
+        for rollout in group.rollouts
+        for number, turn in enumerate(rollout.turns)
+        if turn.completion.token_ids
+    ]
 
 
 def versions_of(group: Group, kv: KV) -> set[int]:
     """The versions of weights that are needed to repeat the group."""
-    return {piece.version for recorded in recorded_completions(group) for piece in pieces_of(recorded.sampled, kv)}
+    return {piece.version for sampled in recorded_completions(group) for piece in pieces_of(sampled, kv)}
 
 
 class Gap(NamedTuple):
@@ -89,57 +91,51 @@ def repeat_groups(
     groups: Sequence[Group], config: RunConfig, weights: SavedWeights, *, stop: Callable[[], bool] = lambda: False
 ) -> GenerationResult:
     """Repeat the completions of these groups. Raises UserError if there are none, RunInterruptedError."""
-    completions = [one for group in groups for one in recorded_completions(group)]
-    if not completions:
+    sequences = [one for group in groups for one in recorded_completions(group)]
+    if not sequences:
         raise UserError("the chosen groups have no completion to repeat")
-    completions.sort(key=lambda one: len(one.sampled.prompt_ids))  # equal lengths share one attention call
-    slots, kv = min(config.engine.slots, len(completions)), config.engine.kv_on_update
-    longest = max(len(one.sampled.prompt_ids) + len(one.sampled.completion.token_ids) for one in completions)
-    model = weights.new_model(0, config.engine.device)
+    longest = max(len(one.prompt_ids) + len(one.completion.token_ids) for one in sequences)
+    model, slots = weights.new_model(0, config.engine.device), min(config.engine.slots, len(sequences))
     recompute = Recompute(model, slots=slots, max_length=longest, temperature=config.actor.temperature)
-    gaps, drawn = [], 0
-    for begin in range(0, len(completions), slots):
+    found: dict[Origin, list[float]] = defaultdict(list)
+    drawn = 0
+    for _, feeds, logprobs_NV in recompute.run(sequences, weights, config.engine.kv_on_update):
         if stop():
             raise RunInterruptedError("the replay was stopped while it repeated generation")
-        wave = completions[begin : begin + slots]
-        sequences = [one.sampled for one in wave]
-        found: list[list[float]] = [[] for _ in wave]
-        for _, feeds, logprobs_NV in recompute.run(sequences, weights, kv):
-            ids, _ = values_of(sequences, feeds)
-            drawn += _drawn_again(wave, feeds, ids, logprobs_NV, config.seed)
-            logprobs = iter(logprobs_NV.gather(1, torch.tensor(ids, device=logprobs_NV.device)[:, None])[:, 0].tolist())
-            for feed in feeds:
-                found[feed.row] += islice(logprobs, feed.kept)
-        gaps += [_gap(one, again) for one, again in zip(wave, found, strict=True)]
+        ids, _ = values_of(feeds)
+        drawn += _drawn_again(feeds, ids, logprobs_NV, config.seed)
+        logprobs = iter(logprobs_NV.gather(1, torch.tensor(ids, device=logprobs_NV.device)[:, None])[:, 0].tolist())
+        for feed in feeds:
+            found[feed.sequence.of] += islice(logprobs, feed.kept)
+    gaps = [_gap(one, found[one.of]) for one in sequences]
     return GenerationResult(
         groups=len(groups),
-        completions=len(completions),
-        tokens=sum(len(one.sampled.completion.token_ids) for one in completions),
-        switches=sum(len(one.sampled.completion.weight_versions) - 1 for one in completions),
+        completions=len(sequences),
+        tokens=sum(len(one.completion.token_ids) for one in sequences),
+        switches=sum(len(one.completion.weight_versions) - 1 for one in sequences),
         drawn=None if config.engine.kind == "vllm" else drawn,
         gaps=tuple(sorted(gaps, reverse=True)),
     )
 
 
-def _drawn_again(wave: Sequence[Recorded], feeds: Sequence[Feed], ids: Sequence[int], logprobs_NV: Tensor, seed: int) -> int:
+def _drawn_again(feeds: Sequence[Feed], ids: Sequence[int], logprobs_NV: Tensor, seed: int) -> int:
     """How many of the tokens `ids` the run's random numbers draw again. `seed`: the run's."""
-    keys = []
+    keys: list[int] = []
+    tokens: list[int] = []
     for feed in feeds:
-        one = wave[feed.row]
+        one: Origin = feed.sequence.of
         of_request = derive_seed(derive_seed(seed, one.group, one.attempt), one.turn)
         keys += [request_key("", of_request)] * feed.kept
-    tokens = [token for feed in feeds for token in range(feed.token, feed.token + feed.kept)]
+        tokens += range(feed.token, feed.token + feed.kept)
     drawn_N = torch.from_numpy(uniforms(np.array(keys, dtype=np.uint64), np.array(tokens, dtype=np.int64)))
     again_N, _ = sample(logprobs_NV, None, drawn_N.to(logprobs_NV.device))
     return sum(one == other for one, other in zip(again_N.tolist(), ids, strict=True))
 
 
-def _gap(recorded: Recorded, again: Sequence[float]) -> Gap:
-    completion = recorded.sampled.completion
+def _gap(sampled: Sampled, again: Sequence[float]) -> Gap:
+    completion, (group, rollout, _, turn) = sampled.completion, sampled.of
     before = completion.logprobs
     differences = [abs(a - b) if math.isfinite(a - b) else math.inf for a, b in zip(before, again, strict=True)]
     token = max(range(len(differences)), key=differences.__getitem__)
     version = next(span.version for span in completion.weight_versions if span.start <= token < span.end)
-    return Gap(
-        differences[token], recorded.group, recorded.rollout, recorded.turn, token, version, before[token], again[token]
-    )
+    return Gap(differences[token], group, rollout, turn, token, version, before[token], again[token])

@@ -55,20 +55,29 @@ class RecordedRun:
         self.run = RunDirectory(run_dir)
         if not self.run.config.is_file():
             raise RunDirectoryError(f"{run_dir} is not a run directory (there is no {self.run.config})")
-        sessions = _read_sessions(self.run)
         try:
+            formats = {session.get("format", 0) for session in read_lines(self.run.sessions, dict[str, Any])}
+            if other := sorted(formats - {FORMAT}):
+                named = ", ".join(map(str, other))
+                raise RunDirectoryError(
+                    f"{run_dir} has records of format {named}; this version of pipelinerl replays {FORMAT}"
+                )
+            sessions = read_lines(self.run.sessions, SessionRecord)
             trained = read_lines(self.run.trained, TrainedRecord, lambda old, new: old.version >= new.version)
             published = read_lines(self.run.published, PublishedRecord, lambda old, new: old.version >= new.version)
         except FileNotFoundError as error:
             raise RunDirectoryError(
-                f"{run_dir} has no {Path(error.filename).name}: it took no step, or parts of it are missing"
+                f"{run_dir} can't be replayed: it has no {Path(error.filename).name}, so it took no step, an earlier "
+                "version of pipelinerl made it, or parts of it are missing"
             ) from error
+        if not sessions or sessions[0].version != 0:
+            raise RunDirectoryError(f"{self.run.sessions} lacks the first session of the run")
         if [record.version for record in trained] != list(range(1, len(trained) + 1)):
             raise RunDirectoryError(f"{self.run.trained} lacks steps: its versions are not 1, 2, 3, ...")
         self.published = {record.version: record for record in published}
         self.metrics = {record.version: record for record in read_records(self.run.metrics, StepRecord)}
         self.segments = tuple(_segments(self.run, sessions, trained))
-        self.groups = Groups(self.run.rollouts / "rollouts.jsonl")
+        self.groups = Groups(self.run.recorded)
 
     @property
     def steps(self) -> int:
@@ -78,23 +87,6 @@ class RecordedRun:
         """Indices of the groups with a rollout that was trained on, ascending."""
         batches = (batch for segment in self.segments for batch in segment.batches)
         return sorted({sample.group_index for batch in batches for sample in batch.samples})
-
-
-def _read_sessions(run: RunDirectory) -> list[SessionRecord]:
-    try:
-        formats = {session.get("format", 0) for session in read_lines(run.sessions, dict[str, Any])}
-    except FileNotFoundError as error:
-        raise RunDirectoryError(
-            f"{run.root} can't be replayed: it has no {run.sessions.name}, so it did not begin, or an earlier version of "
-            "pipelinerl made it, which did not record what a replay needs"
-        ) from error
-    if other := sorted(formats - {FORMAT}):
-        named = ", ".join(map(str, other))
-        raise RunDirectoryError(f"{run.root} has records of format {named}; this version of pipelinerl replays {FORMAT}")
-    sessions = read_lines(run.sessions, SessionRecord)
-    if not sessions or sessions[0].version != 0:
-        raise RunDirectoryError(f"{run.sessions} lacks the first session of the run")
-    return sessions
 
 
 def _segments(

@@ -14,18 +14,18 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import msgspec
 
 from pipelinerl.config.checks import mistakes
+from pipelinerl.config.keys import differences
 from pipelinerl.config.load import config_to_yaml, with_flags
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import CheckpointError, ModelLoadError, ReplayDifferenceError, RunDirectoryError, UserError
 from pipelinerl.experiments.recompute import SavedWeights
-from pipelinerl.experiments.replay.generation import TOLERANCE, GenerationResult, repeat_groups, versions_of
+from pipelinerl.experiments.replay.generation import TOLERANCE, repeat_groups, versions_of
 from pipelinerl.experiments.replay.records import RecordedRun
-from pipelinerl.experiments.replay.training import COLUMNS, NAMED, StepComparison, TrainingReplay
+from pipelinerl.experiments.replay.training import COLUMNS, NAMED, ReplayResult, StepComparison, TrainingReplay
 from pipelinerl.launch.stages.training import this_computer
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.reading import read_records
@@ -54,33 +54,6 @@ _OF_RECORDS = (  # numbers of the summary
 
 ROWS = 10
 """Steps that the table of a counterfactual shows."""
-
-
-class ReplayResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The results, as written to `replay.json`.
-
-    exact          the run was repeated as it was; otherwise `settings` are those that were changed
-    compared       numbers of steps, and of published versions whose checksum the run recorded and the replay has, too
-    kept           number of checkpoints and copies of weights that have the recorded checksum of their version
-    unrecorded     published versions whose checksum the run did not record: it was ending when it published them
-    differences    empty if everything was repeated; the first one is the first in the run
-    warnings       what is other here than where the run trained
-    metrics        counterfactuals: the metrics of every step
-    """
-
-    run: str
-    exact: bool
-    settings: dict[str, Any] = {}
-    steps: int
-    compared: int = 0
-    kept: int = 0
-    unrecorded: tuple[int, ...] = ()
-    time_s: float = 0.0
-    differences: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
-    metrics: tuple[StepComparison, ...] = ()
-    generation: GenerationResult | None = None
-    tolerance: float | None = None
 
 
 def replay(
@@ -113,12 +86,14 @@ def replay(
         raise RunDirectoryError(f"{run_dir} took no step, so there is nothing to replay")
     if steps is not None and steps > run.steps:
         raise UserError(f"--steps {steps}: {run_dir} took {run.steps}")
-    steps = run.steps if steps is None else steps
     given = {setting.partition("=")[0].removeprefix("--") for setting in settings if setting.startswith("--")}
-    exact = given <= set(DEVICE_KEYS)
-    if not exact and (verify or not steps):
+    result = ReplayResult(run=str(run_dir), exact=given <= set(DEVICE_KEYS), steps=run.steps if steps is None else steps)
+    if not result.exact and (verify or not result.steps):
         raise UserError("with other settings the replay trains: --steps 0 and --verify do not apply")
     config = [_changed(segment.config, settings) for segment in run.segments][-1]  # all mistakes before the work
+    before = run.segments[-1].config.model_dump(mode="json")
+    changes = {key: now for key, _, now in differences(before, config.model_dump(mode="json"))}
+    result.settings = {key: changes[key] for key in COUNTERFACTUAL_KEYS if key in changes}
     if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"--out {out} exists; choose a new folder")
     with tempfile.TemporaryDirectory(prefix="pipelinerl-replay-") as temporary:
@@ -127,58 +102,40 @@ def replay(
             folder.make_folders()
         published = {version: record.checksum for version, record in run.published.items()}
         weights = SavedWeights(run_dir, config.model, published=published, folder=folder.root / "versions")
+        if result.exact:
+            result.warnings = list(dict.fromkeys(_warnings(run)))
+        for warning in result.warnings:
+            say(f"warning: {warning}")
+        chosen = _groups_to_verify(run, weights, config, result.steps, number=verify, seed=seed) if verify else []
+        needed = {version for group in chosen for version in versions_of(group, config.engine.kv_on_update)}
         training = TrainingReplay(
             run=run,
-            steps=steps,
+            result=result,
             folder=folder,
             weights=weights,
             stop=stop,
             say=say,
             change=lambda config: _changed(config, settings),
-            exact=exact,
             keep_last=out is not None,
+            needed=needed - set(weights.kept),
         )
-        warnings = list(dict.fromkeys(_warnings(run))) if exact else []
-        for warning in warnings:
-            say(f"warning: {warning}")
-        groups = _groups_to_verify(run, weights, config, steps) if verify else {}
-        if verify and not groups:
-            raise UserError(
-                "--verify: no group has weights for all its tokens; replay more steps, or keep weights during the run with "
-                "trainer.keep_versions"
-            )
-        chosen = sorted(random.Random(seed).sample(sorted(groups), min(verify, len(groups))))
-        kv = config.engine.kv_on_update
-        training.needed = {version for index in chosen for version in versions_of(groups[index], kv)} - set(weights.kept)
-        kept = sorted(set(weights.kept) & run.published.keys() - {0}) if exact else []
-        differences = list(_damaged(weights, kept))
-        differences += training.differences() if steps else []
-        differences += _odd_summary(run, config) if exact and not differences else ()
-        generation = None
-        tolerance = tolerance or TOLERANCE[config.model.dtype]
-        if chosen and not differences:
+        kept = sorted(set(weights.kept) & run.published.keys() - {0}) if result.exact else []
+        result.kept, result.differences = len(kept), list(_damaged(weights, kept))
+        if result.steps:
+            training.repeat()
+        result.unrecorded -= result.compared
+        if result.exact and not result.differences:
+            result.differences += _odd_summary(run, config)
+        if chosen and not result.differences:
             say(f"repeating {count(len(chosen), 'group')}")
+            bound = result.tolerance = tolerance or TOLERANCE[config.model.dtype]
             try:
-                generation = repeat_groups([groups[index] for index in chosen], config, weights, stop=stop)
-                beyond = [gap for gap in generation.gaps if not gap.difference <= tolerance]
-                differences += [f"{gap} (tolerance {tolerance:g})" for gap in beyond]
+                result.generation = repeat_groups(chosen, config, weights, stop=stop)
+                beyond = [gap for gap in result.generation.gaps if not gap.difference <= bound]
+                result.differences += [f"{gap} (tolerance {bound:g})" for gap in beyond]
             except ReplayDifferenceError as error:
-                differences.append(str(error))
-        result = ReplayResult(
-            run=str(run_dir),
-            exact=exact,
-            settings=_changes(run.segments[-1].config, config),
-            steps=steps,
-            compared=len(training.compared),
-            kept=len(kept),
-            unrecorded=tuple(sorted(training.unrecorded - training.compared)),
-            time_s=time.monotonic() - began_s,
-            differences=tuple(differences),
-            warnings=tuple(warnings),
-            metrics=tuple(training.metrics),
-            generation=generation,
-            tolerance=tolerance if generation else None,
-        )
+                result.differences.append(str(error))
+        result.time_s = time.monotonic() - began_s
         if out is not None:
             write_file(folder.config, config_to_yaml(config).encode())
             write_json(out / "replay.json", result)
@@ -197,24 +154,14 @@ def _changed(config: RunConfig, settings: Sequence[str]) -> RunConfig:
     return changed
 
 
-def _changes(config: RunConfig, changed: RunConfig) -> dict[str, Any]:
-    """The settings that differ, by key."""
-    before, after = config.model_dump(mode="json"), changed.model_dump(mode="json")
-    keys = [key.split(".") for key in COUNTERFACTUAL_KEYS]
-    return {f"{section}.{key}": after[section][key] for section, key in keys if after[section][key] != before[section][key]}
-
-
 def _warnings(run: RecordedRun) -> Iterator[str]:
     """What is other here than where the run trained, so that bits may differ."""
-    here = this_computer()
+    here = msgspec.to_builtins(this_computer())
     for segment in run.segments:
-        there, threads, device = segment.record.machine, segment.record.threads, segment.config.trainer.device
-        if there.instructions != here.instructions:
-            yield f"the run computed with {there.instructions} instructions, this machine does with {here.instructions}"
-        for package in sorted(there.packages.keys() | here.packages.keys()):
-            before, now = there.packages.get(package, "none"), here.packages.get(package, "none")
-            if before != now:
-                yield f"the run had {package} {before}, this machine has {now}"
+        threads, device = segment.record.threads, segment.config.trainer.device
+        for key, before, now in differences(msgspec.to_builtins(segment.record.machine), here):
+            if key != "processor":  # what counts are its instructions
+                yield f"the run had {key.removeprefix('packages.')} {before}, this machine has {now}"
         if device != "cpu":
             yield f"the run trained on {device}, where the order of sums may vary"
         elif threads > 1:
@@ -240,23 +187,30 @@ def _odd_summary(run: RecordedRun, config: RunConfig) -> Iterator[str]:
     yield from (f"summary.json has {key} {found[key]}, the records give {again[key]}" for key in odd[:1])
 
 
-def _groups_to_verify(run: RecordedRun, weights: SavedWeights, config: RunConfig, steps: int) -> dict[int, Group]:
-    """The groups, by index, that were trained on, and whose weights the run kept or this replay will compute.
+def _groups_to_verify(
+    run: RecordedRun, weights: SavedWeights, config: RunConfig, steps: int, *, number: int, seed: int
+) -> list[Group]:
+    """A random choice of groups that were trained on, and whose weights the run kept or this replay will compute.
 
-    Only of sessions that generated like the last one.
+    Only of sessions that generated like the last one. Raises UserError if there are none.
     """
     since = 0
     for before, after in pairwise(run.segments):
         if _generation(before.config) != _generation(after.config):
             since = after.start + 1  # a group of version `start` may be from before
     available = {version for version in run.published if steps and version <= steps}.union(weights.kept)
-    found = {}
+    found = []
     for index in run.trained_groups():
         for group in run.groups.read(index)[:1]:
             versions = versions_of(group, config.engine.kv_on_update)
             if versions <= available and min(versions, default=-1) >= since:
-                found[index] = group
-    return found
+                found.append(group)
+    if not found:
+        raise UserError(
+            "--verify: no group has weights for all its tokens; replay more steps, or keep weights during the run with "
+            "trainer.keep_versions"
+        )
+    return sorted(random.Random(seed).sample(found, min(number, len(found))), key=lambda group: group.index)
 
 
 def _generation(config: RunConfig) -> tuple[object, ...]:
@@ -274,18 +228,18 @@ def result_text(result: ReplayResult) -> str:
         parts.append(_metrics_table(result))
     elif result.steps and not result.differences:
         parts.append(
-            f"{count(result.steps, 'step')} of {result.run} repeated in {result.time_s:.0f} s: {result.compared} published "
-            f"versions, and {count(result.kept, 'folder')} of kept weights, have the checksums of the run\n"
+            f"{count(result.steps, 'step')} of {result.run} repeated in {result.time_s:.0f} s: {len(result.compared)} "
+            f"published versions, and {count(result.kept, 'folder')} of kept weights, have the checksums of the run\n"
         )
     if result.unrecorded:
-        parts.append(f"not compared, because the run recorded no checksum: {', '.join(map(str, result.unrecorded))}\n")
-    if (made := result.generation) is not None and result.tolerance is not None and not result.differences:
+        versions = ", ".join(map(str, sorted(result.unrecorded)))
+        parts.append(f"not compared, because the run recorded no checksum: {versions}\n")
+    if (made := result.generation) is not None and not result.differences:
         drawn = f"; its random numbers draw {made.drawn} of these tokens again" if made.drawn is not None else ""
-        largest = max((gap.difference for gap in made.gaps), default=0.0)
         parts.append(
             f"{count(made.groups, 'group')} repeated with {count(made.completions, 'completion')}, "
             f"{count(made.tokens, 'token')} and {count(made.switches, 'weight update')} within completions: log-probs "
-            f"differ by at most {largest:.2g} (tolerance {result.tolerance:g}){drawn}\n"
+            f"differ by at most {made.gaps[0].difference:.2g} (tolerance {result.tolerance:g}){drawn}\n"
         )
     return "".join(parts)
 
@@ -299,18 +253,16 @@ def difference_text(result: ReplayResult) -> str:
 
 def _metrics_table(result: ReplayResult) -> str:
     """Some of the steps, and the means of all."""
-    changes = ", ".join(f"{key} {value}" for key, value in result.settings.items()) or "the run's own settings"
 
     def cells(step: str, some: Sequence[StepComparison]) -> dict[str, str]:
-        """The means over some steps."""
         row = {"step": step}
         for column, name in COLUMNS.items():
-            known = [
-                [value for one in some if (value := getattr(one, side)[name]) is not None] for side in ("run", "replay")
-            ]
+            sides = ([getattr(one, side)[name] for one in some] for side in ("run", "replay"))
+            known = [[value for value in side if value is not None] for side in sides]
             row[column] = " → ".join(number(fmean(values) if values else None, ".3g") for values in known)
         return row
 
+    changes = ", ".join(f"{key} {value}" for key, value in result.settings.items()) or "the run's own settings"
     every = max(1, math.ceil(len(result.metrics) / ROWS))
     rows = [cells(str(one.version), [one]) for one in result.metrics[every - 1 :: every]]
     rows.append(cells("mean", result.metrics))

@@ -34,6 +34,7 @@ from pipelinerl.errors import (
     TrainingDivergedError,
 )
 from pipelinerl.experiments.recompute import SavedWeights
+from pipelinerl.experiments.replay.generation import GenerationResult
 from pipelinerl.experiments.replay.records import Batch, RecordedRun, SessionSegment, recorded_samples
 from pipelinerl.files import JsonLines
 from pipelinerl.interfaces import Board, Schedule, Verdict
@@ -79,34 +80,54 @@ class StepComparison(msgspec.Struct, frozen=True, kw_only=True):
     replay: dict[str, float | None]
 
 
+class ReplayResult(msgspec.Struct, kw_only=True):
+    """The results, as written to `replay.json`. The parts of a replay fill them in.
+
+    exact          the run was repeated as it was; otherwise `settings` are those that were changed
+    compared       published versions whose checksum the run recorded and the replay has, too
+    kept           number of checkpoints and copies of weights that have the recorded checksum of their version
+    unrecorded     published versions whose checksum the run did not record: it was ending when it published them
+    differences    empty if everything was repeated; the first one is the first in the run
+    warnings       what is other here than where the run trained
+    metrics        counterfactuals: the metrics of every step
+    tolerance      of the log-probs of `generation`
+    """
+
+    run: str
+    exact: bool
+    steps: int
+    settings: dict[str, Any] = {}
+    compared: set[int] = set()
+    kept: int = 0
+    unrecorded: set[int] = set()
+    time_s: float = 0.0
+    differences: list[str] = []
+    warnings: list[str] = []
+    metrics: list[StepComparison] = []
+    generation: GenerationResult | None = None
+    tolerance: float | None = None
+
+
 @dataclass(kw_only=True)
 class TrainingReplay:
-    """A replay of the first `steps` steps of `run`. It is the stream, the weight sender and the sink of the trainer.
+    """A replay of the first `result.steps` steps of `run`. It is the stream, the weight sender and the sink of the trainer.
 
-    run, steps    what is repeated
     folder        gets the checkpoints and records of the replay; with `keep_last` also a checkpoint at the end
-    change        changes a session's configuration
-    exact         the results should be those of the run. Otherwise the ESS guard is off, batches that it rejected are left
-                  out, and advantages may differ
+    change        changes a session's configuration. If the replay is not `exact`, the ESS guard is off, batches that it
+                  rejected are left out, and advantages may differ
     weights       gets the published weights of the versions in `needed`
+    result        gets what was compared, and the differences
     """
 
     run: RecordedRun
-    steps: int
+    result: ReplayResult
     folder: RunDirectory
     weights: SavedWeights
     stop: Callable[[], bool]
     say: Callable[[str], None]
-    change: Callable[[RunConfig], RunConfig] = lambda config: config
-    exact: bool = True
-    keep_last: bool = False
-    needed: set[int] = field(default_factory=set)
-    compared: set[int] = field(default_factory=set)
-    """Published versions whose checksum the run recorded and the replay has, too."""
-    unrecorded: set[int] = field(default_factory=set)
-    """Published versions whose checksum the run did not record."""
-    metrics: list[StepComparison] = field(default_factory=list)
-    """Of a counterfactual, the metrics of every step."""
+    change: Callable[[RunConfig], RunConfig]
+    keep_last: bool
+    needed: set[int]
     _first_step: str = ""
     _changed: dict[tuple[int, str], list[str]] = field(default_factory=dict)
     _numbers: Iterator[int] = field(default_factory=itertools.count)
@@ -114,28 +135,27 @@ class TrainingReplay:
     _said_s: float = field(default_factory=time.monotonic)
     _sink: JsonlSink = field(init=False)
 
-    def differences(self) -> list[str]:
-        """Repeat training. Returns the first difference from the run, and all rollouts that were changed.
+    def repeat(self) -> None:
+        """Repeat training. The differences are the first one from the run, and all rollouts that were changed.
 
         Raises RunInterruptedError once `stop` returns True and, in a counterfactual, errors of training.
         """
-        checkpoint: Path | None = None
-        segments = [segment for segment in self.run.segments if segment.start < self.steps]
+        found, checkpoint = self.result.differences, None
+        segments = [segment for segment in self.run.segments if segment.start < self.result.steps]
         try:
             for segment in segments:
                 checkpoint = self._replay(segment, checkpoint, save=self.keep_last or segment is not segments[-1])
-            found = [self._first_step] if self._first_step else []
+            found += [self._first_step] if self._first_step else []
         except ReplayDifferenceError as error:
-            found = [str(error)]
+            found.append(str(error))
         except (PolicyMismatchError, TrainingDivergedError) as error:
-            if not self.exact:
+            if not self.result.exact:
                 raise
-            found = [f"training ended, which the run's did not: {error}"]
+            found.append(f"training ended, which the run's did not: {error}")
         for (version, what), rollouts in self._changed.items():
             more = f" and {len(rollouts) - NAMED} more" if len(rollouts) > NAMED else ""
             names = ", ".join(rollouts[:NAMED]) + more
             found.append(f"the batch of step {version} has other {what} than were trained on, in {names}")
-        return found
 
     def _replay(self, segment: SessionSegment, checkpoint: Path | None, *, save: bool) -> Path | None:
         """Repeat one session, from a checkpoint of the one before. Returns its last checkpoint if it is to `save` one."""
@@ -169,7 +189,7 @@ class TrainingReplay:
             "keep_checkpoints": 1,
             "threads": config.trainer.threads or segment.record.threads,
         }
-        if not self.exact:
+        if not self.result.exact:
             changes["ess_threshold"] = 0.0
         launch = config.launch.model_copy(update={"kind": "processes"})  # all ranks are on this machine
         config = config.model_copy(update={"trainer": config.trainer.model_copy(update=changes), "launch": launch})
@@ -181,12 +201,13 @@ class TrainingReplay:
 
     def _feed(self, trainer: Trainer, segment: SessionSegment, prepare: Callable[[Group], Prepared]) -> None:
         """Give the trainer one recorded batch after another. Each is one group, so that batches stay as they are."""
-        wanted = [one for one in segment.batches if one.version <= self.steps and (self.exact or not one.refused)]
+        exact, steps = self.result.exact, self.result.steps
+        wanted = [one for one in segment.batches if one.version <= steps and (exact or not one.refused)]
 
         def changed(rollout: str, version: int, what: str) -> None:
             self._changed.setdefault((version, what), []).append(rollout)
 
-        for batch, samples in recorded_samples(self.run.groups, wanted, prepare, changed if self.exact else None):
+        for batch, samples in recorded_samples(self.run.groups, wanted, prepare, changed if exact else None):
             if self.stop():
                 raise RunInterruptedError(f"the replay was stopped at version {trainer.version}")
             number = next(self._numbers)  # which the replay has not used before
@@ -201,7 +222,7 @@ class TrainingReplay:
             self._check_guard(batch, refused=trainer.version < batch.version)
 
     def _check_guard(self, batch: Batch, *, refused: bool) -> None:
-        if refused != batch.refused and self.exact:
+        if refused != batch.refused and self.result.exact:
             did = {True: "rejected", False: "accepted"}
             raise ReplayDifferenceError(
                 f"the ESS guard {did[refused]} a batch of step {batch.version}, which the run's {did[batch.refused]}"
@@ -228,16 +249,16 @@ class TrainingReplay:
         if version in self.needed:
             self.weights.save(version, tensors)
         recorded = self.run.published.get(version)
-        if self.exact and recorded is None:
-            self.unrecorded.add(version)
-        elif self.exact and recorded is not None:
+        if self.result.exact and recorded is None:
+            self.result.unrecorded.add(version)
+        elif self.result.exact and recorded is not None:
             if recorded.checksum != whole:
                 found = {name: digest[:16] for name, digest in self.digests.items()}
                 odd = [name for name in {**recorded.digests, **found} if recorded.digests.get(name) != found.get(name)]
                 first = f"{self._first_step}; " if self._first_step else ""
                 what = f"first in parameter {odd[0]} ({len(odd)} of {len(found)} differ)" if odd else "but in no parameter"
                 raise ReplayDifferenceError(f"{first}the weights of version {version} differ from the run's, {what}")
-            self.compared.add(version)
+            self.result.compared.add(version)
         return whole
 
     def unanswered(self) -> Sequence[str]:
@@ -256,9 +277,9 @@ class TrainingReplay:
         recorded = self.run.metrics.get(record.version)
         if recorded is None:
             raise RunDirectoryError(f"{self.run.run.metrics} lacks step {record.version}")
-        if not self.exact:
+        if not self.result.exact:
             run, own = ({name: getattr(side, name) for name in METRICS} for side in (recorded, record))
-            self.metrics.append(StepComparison(version=record.version, run=run, replay=own))
+            self.result.metrics.append(StepComparison(version=record.version, run=run, replay=own))
         elif not self._first_step:
             written = msgspec.json.decode(msgspec.json.encode(record), type=StepRecord)  # what is not finite is null there
             names = [name for name in recorded.__struct_fields__ if name not in OF_THE_COURSE]
@@ -268,7 +289,7 @@ class TrainingReplay:
                 self._first_step = f"step {record.version} has {odd} {now}, the run's had {before}"
         if time.monotonic() - self._said_s > SAY_EVERY_S:
             self._said_s = time.monotonic()
-            self.say(f"step {record.version} of {self.steps}")
+            self.say(f"step {record.version} of {self.result.steps}")
 
     def close(self) -> None:
         """Nothing is open."""

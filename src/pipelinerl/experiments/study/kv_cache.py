@@ -2,9 +2,9 @@
 
 Behaviour policies compared with the policy pi = C+g, starting from a checkpoint C:
 
-    mixed policy, stale KV       C, C+1, ... C+g-2 sample one sequence in turn; the KV cache keeps older weights' entries
-    mixed policy, recomputed KV  the same, but at each switch the new weights recompute all keys and values
-    lag k = 0, 1, ..., g         conventional RL: C+g-k samples the whole sequence
+    mixed, stale KV          C, C+1, ... C+g-2 sample one sequence in turn; the KV cache keeps older weights' entries
+    mixed, recomputed KV     the same, but at each switch the new weights recompute all keys and values
+    lag k = 0, 1, ..., g     conventional RL: C+g-k samples the whole sequence
 
 All policies get the same problems and random numbers, so two policies sample the same tokens until they first disagree.
 Source: PipelineRL, arXiv 2509.19128, section 5.1 and Figure 7.
@@ -12,11 +12,10 @@ Source: PipelineRL, arXiv 2509.19128, section 5.1 and Figure 7.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import median_low
-from typing import Literal
 
 import msgspec
 import numpy as np
@@ -40,93 +39,72 @@ from pipelinerl.models.loading import load_tokenizer, model_max_length, stop_tok
 from pipelinerl.report.series import RecordedGroup, read_groups
 from pipelinerl.types import GenerationRequest, SamplingParams
 
-FORMAT = 2
-Kind = Literal["stale", "recomputed", "lagged"]
 RESAMPLES = 2000
 LEVEL = 0.95
 LENGTH_QUANTILE = 0.9
 NAMED_STARTS = ("early", "middle", "late")
-KV_OF: Mapping[Kind, KV] = {"stale": "keep", "recomputed": "recompute", "lagged": "keep"}
+STALE, RECOMPUTED = "mixed, stale KV", "mixed, recomputed KV"
 
 
 # ---- the results, as written to JSON. KL is KL(mu || pi) in nats per token.
 
 
-class PositionRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens at positions `start <= t < end`. `kl` (exact) is None if no completion is that long."""
-
-    start: int
-    end: int
-    tokens: int
-    kl: Interval | None
-
-
 class PolicyRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One behaviour policy compared with the on-policy one.
 
-    kind           `stale` or `recomputed`: a mixed policy whose KV entries were kept or recomputed at each switch;
-                   `lagged`: one version for all tokens, `lag` steps behind
-    lag_mean       mean lag of the sampled tokens
-    kl             exact at each position over the vocabulary, averaged over the sampled prefixes
-    kl_k1, kl_k3   the same, estimated from the sampled tokens' log-probabilities alone
-    engine_gap     largest difference between the engine's log-probabilities and those of the replay that computes `kl`
+    lag_mean         mean lag of the sampled tokens
+    kl               exact at each position over the vocabulary, averaged over the sampled prefixes
+    kl_k1, kl_k3     the same, estimated from the sampled tokens' log-probabilities alone
+    engine_gap       largest difference between the engine's log-probabilities and those of the replay that computes `kl`
+    by_position      `kl` between the study's `edges`; null where no completion is that long
+    equivalent_lag   the lag at which conventional RL is equally off-policy, interpolated; None if it never is
     """
 
-    kind: Kind
-    lag: int | None
     tokens: int
     lag_mean: float
     kl: Interval
     kl_k1: Interval
     kl_k3: Interval
     engine_gap: float
-    by_position: tuple[PositionRecord, ...]
+    by_position: tuple[Interval, ...]
+    equivalent_lag: float | None = None
 
 
 class StartRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The study from one checkpoint C = `version`; the on-policy policy is `target` = C + g.
 
-    `lagged` holds lags 0, 1, ..., g; lag 0 is the target itself and shows the numerical error. The differences of mean KL
-    (`stale_minus_oldest` is stale minus lag g) are paired by problem. `equivalent_lag_*` is the lag at which conventional
-    RL is equally off-policy, interpolated; None if it never is.
+    `policies` by name: lag 0 is the target itself and shows the numerical error. The `differences` of mean KL are paired by
+    problem.
     """
 
     name: str
     version: int
     target: int
-    stale: PolicyRecord
-    recomputed: PolicyRecord
-    lagged: tuple[PolicyRecord, ...]
-    stale_minus_recomputed: Interval
-    stale_minus_oldest: Interval
-    equivalent_lag_stale: float | None
-    equivalent_lag_recomputed: float | None
-
-
-class StudySettings(msgspec.Struct, frozen=True, kw_only=True):
-    """`lag` is g_max, `max_tokens` is L; `switches` are the first tokens sampled by C+1, C+2, ..."""
-
-    lag: int
-    max_tokens: int
-    switches: tuple[int, ...]
-    problems: int
-    attempts: int
-    temperature: float
-    seed: int
-    resamples: int
-    level: float
+    policies: dict[str, PolicyRecord]
+    differences: dict[str, Interval]
 
 
 class StudyRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The complete results."""
+    """The complete results.
+
+    `lag` is g, `max_tokens` is L; `switches` are the first tokens sampled by C+1, C+2, ...; `edges` divide the tokens into
+    intervals of one optimizer step, within which a mixed policy has one version.
+    """
 
     model: str
     environment: str
     run_seed: int
-    settings: StudySettings
-    starts: tuple[StartRecord, ...]
-    study: Literal["kv-cache"] = "kv-cache"
-    format: int = FORMAT
+    lag: int
+    max_tokens: int
+    switches: tuple[int, ...]
+    edges: tuple[int, ...]
+    problems: int
+    attempts: int
+    temperature: float
+    seed: int
+    resamples: int = RESAMPLES
+    level: float = LEVEL
+    starts: tuple[StartRecord, ...] = ()
 
 
 # ---- what the study takes from a run
@@ -179,14 +157,14 @@ def read_history(run_dir: Path) -> tuple[list[RecordedGroup], int]:
 
 
 def make_requests(
-    groups: Sequence[RecordedGroup], sampling: SamplingParams, settings: StudySettings
+    groups: Sequence[RecordedGroup], sampling: SamplingParams, attempts: int, seed: int
 ) -> list[tuple[int, GenerationRequest]]:
-    """Problem number and request for each attempt at the first problems, with the recorded prompts, each with a seed."""
+    """Problem number and request for each attempt at the problems, with the recorded prompts, each with a seed."""
     found = []
-    for problem, group in enumerate(groups[: settings.problems]):
+    for problem, group in enumerate(groups):
         prompts = [turn.prompt_ids for rollout in group.rollouts for turn in rollout.turns]
-        for number in range(settings.attempts):
-            own = msgspec.structs.replace(sampling, seed=derive_seed(settings.seed, "study", problem, number))
+        for number in range(attempts):
+            own = msgspec.structs.replace(sampling, seed=derive_seed(seed, "study", problem, number))
             name, ids = f"p{problem}.a{number}", prompts[number % len(prompts)]
             found.append((problem, GenerationRequest(id=name, prompt_ids=ids, sampling=own)))
     return found
@@ -221,127 +199,107 @@ def study_kv_cache(
             f"{length} tokens can't be divided among {lag} steps; choose a --lag of at most {length}, or a larger "
             "--max-tokens"
         )
-    settings = StudySettings(
+    study = StudyRecord(
+        model=Path(config.model.path).name,
+        environment=Path(config.environment.kind).name,
+        run_seed=config.seed,
         lag=lag,
         max_tokens=length,
         switches=tuple(token for token, (a, b) in enumerate(pairwise(mixed_policy(0, lag, length)), start=1) if a != b),
+        edges=interval_edges(lag, length),
         problems=min(problems, len(groups)),
         attempts=attempts,
         temperature=config.actor.temperature,
         seed=seed,
-        resamples=RESAMPLES,
-        level=LEVEL,
     )
-    experiment = _Experiment(config, weights, settings, groups)
-    return StudyRecord(
-        model=Path(config.model.path).name,
-        environment=Path(config.environment.kind).name,
-        run_seed=config.seed,
-        settings=settings,
-        starts=tuple(experiment.study(name, version, on_progress) for name, version in versions.items()),
+    found = _studied(study, config, weights, groups[:problems], versions, on_progress=on_progress)
+    return msgspec.structs.replace(study, starts=tuple(found))
+
+
+def _studied(
+    study: StudyRecord,
+    config: RunConfig,
+    weights: SavedWeights,
+    groups: Sequence[RecordedGroup],
+    versions: Mapping[str, int],
+    *,
+    on_progress: Callable[[str], object],
+) -> Iterator[StartRecord]:
+    """The study from each of these versions, by name, with the problems of `groups`."""
+    if config.engine.threads is not None:
+        torch.set_num_threads(config.engine.threads)
+    lag, length = study.lag, study.max_tokens
+    models = [weights.new_model(0, config.engine.device) for _ in range(4)]
+    sampling = SamplingParams(
+        max_tokens=length,
+        temperature=study.temperature,
+        top_p=config.actor.top_p,
+        top_k=config.actor.top_k,
+        stop_token_ids=stop_token_ids(models[0], load_tokenizer(config.model)),
     )
+    requests = make_requests(groups, sampling, study.attempts, study.seed)
+    prompt_tokens = max(len(request.prompt_ids) for _, request in requests)
+    longest = prompt_tokens + length
+    limit = config.engine.max_length or model_max_length(models[0])
+    if limit is not None and longest > limit:
+        raise UserError(f"prompt and completion of {longest} tokens do not fit into {limit}; choose a smaller --max-tokens")
+    slots = min(config.engine.slots, len(requests))
+    kinds: tuple[KV, ...] = ("keep", "recompute")
+    samplers = {
+        kv: MixedSampler(model, weights, slots=slots, prompt_tokens=prompt_tokens, max_tokens=length, kv=kv)
+        for kv, model in zip(kinds, models[:2], strict=True)
+    }
+    behaviour, target_model = (
+        Recompute(model, slots=slots, max_length=longest, temperature=study.temperature) for model in models[2:]
+    )
+    counts_RU = draw_counts(study.problems, RESAMPLES, study.seed)
 
-
-class _Experiment:
-    """The requests, models and resamples that all measurements share."""
-
-    def __init__(
-        self, config: RunConfig, weights: SavedWeights, settings: StudySettings, groups: Sequence[RecordedGroup]
-    ) -> None:
-        if config.engine.threads is not None:
-            torch.set_num_threads(config.engine.threads)
-        self._weights = weights
-        self._settings = settings
-        models = [weights.new_model(0, config.engine.device) for _ in range(4)]
-        sampling = SamplingParams(
-            max_tokens=settings.max_tokens,
-            temperature=config.actor.temperature,
-            top_p=config.actor.top_p,
-            top_k=config.actor.top_k,
-            stop_token_ids=stop_token_ids(models[0], load_tokenizer(config.model)),
-        )
-        self._requests = make_requests(groups, sampling, settings)
-        prompt_tokens = max(len(request.prompt_ids) for _, request in self._requests)
-        longest = prompt_tokens + settings.max_tokens
-        limit = config.engine.max_length or model_max_length(models[0])
-        if limit is not None and longest > limit:
-            raise UserError(
-                f"prompt and completion of {longest} tokens do not fit into {limit}; choose a smaller --max-tokens"
-            )
-        slots = min(config.engine.slots, len(self._requests))
-        kinds: tuple[KV, ...] = ("keep", "recompute")
-        self._samplers = {
-            kv: MixedSampler(model, weights, slots=slots, prompt_tokens=prompt_tokens, max_tokens=settings.max_tokens, kv=kv)
-            for kv, model in zip(kinds, models[:2], strict=True)
-        }
-        self._behaviour, self._target = (
-            Recompute(model, slots=slots, max_length=longest, temperature=settings.temperature) for model in models[2:]
-        )
-        self._counts_RU = draw_counts(settings.problems, settings.resamples, settings.seed)
-
-    def study(self, name: str, version: int, on_progress: Callable[[str], object]) -> StartRecord:
-        lag, length = self._settings.lag, self._settings.max_tokens
-        target = version + lag
-        self._target.load(self._weights(target))
-        mixed = mixed_policy(version, lag, length)
-        where = f"{name}: " if name != str(version) else ""
-        on_progress(f"{where}weights {version} to {target}, mixed policy with stale and with recomputed KV")
-        stale, stale_tokens = self._measure("stale", mixed, target)
-        recomputed, recomputed_tokens = self._measure("recomputed", mixed, target)
-        lagged = []
-        oldest_tokens = stale_tokens
-        for behind in range(lag + 1):
-            on_progress(f"{where}weights {version} to {target}, conventional lag {behind} of {lag}")
-            record, oldest_tokens = self._measure("lagged", [target - behind] * length, target)
-            lagged.append(record)
-        by_lag = [record.kl.mean for record in lagged]
-        return StartRecord(
-            name=name,
-            version=version,
-            target=target,
-            stale=stale,
-            recomputed=recomputed,
-            lagged=tuple(lagged),
-            stale_minus_recomputed=self._difference(stale_tokens, recomputed_tokens),
-            stale_minus_oldest=self._difference(stale_tokens, oldest_tokens),
-            equivalent_lag_stale=equivalent_lag(stale.kl.mean, by_lag),
-            equivalent_lag_recomputed=equivalent_lag(recomputed.kl.mean, by_lag),
-        )
-
-    def _difference(self, one: Tokens, other: Tokens) -> Interval:
-        problems = self._settings.problems
-        both = sums(one, "exact", problems), sums(other, "exact", problems)
-        return _required(difference_interval(*both, self._counts_RU, LEVEL))
-
-    def _measure(self, kind: Kind, policy: Sequence[int], target: int) -> tuple[PolicyRecord, Tokens]:
+    def measure(policy: Sequence[int], target: int, kv: KV) -> tuple[PolicyRecord, Tokens]:
         """Sample from a behaviour policy and compare it with the weights of version `target`."""
-        settings, kv = self._settings, KV_OF[kind]
-        samples = self._samplers[kv].sample(self._requests, policy)
-        tokens, gap = divergences(self._behaviour, self._target, samples, self._weights, kv)
+        tokens, gap = divergences(behaviour, target_model, samplers[kv].sample(requests, policy), weights, kv)
 
-        def mean(name: str, start: int = 0, end: float = np.inf) -> Interval | None:
-            return mean_interval(*sums(tokens, name, settings.problems, start, end), self._counts_RU, LEVEL)
+        def mean(name: str, start: int = 0, end: float = np.inf) -> Interval:
+            return mean_interval(*sums(tokens, name, study.problems, start, end), counts_RU, LEVEL)
 
-        # By position in intervals of one optimizer step: within an interval a mixed policy has one version.
-        by_position = []
-        for start, end in pairwise(interval_edges(settings.lag, settings.max_tokens)):
-            inside = int(((tokens["position"] >= start) & (tokens["position"] < end)).sum())
-            by_position.append(PositionRecord(start=start, end=end, tokens=inside, kl=mean("exact", start, end)))
         record = PolicyRecord(
-            kind=kind,
-            lag=target - policy[0] if kind == "lagged" else None,
             tokens=len(tokens["position"]),
             lag_mean=float((target - tokens["version"]).mean()),
-            kl=_required(mean("exact")),
-            kl_k1=_required(mean("k1")),
-            kl_k3=_required(mean("k3")),
+            kl=mean("exact"),
+            kl_k1=mean("k1"),
+            kl_k3=mean("k3"),
             engine_gap=gap,
-            by_position=tuple(by_position),
+            by_position=tuple(mean("exact", start, end) for start, end in pairwise(study.edges)),
         )
         return record, tokens
 
+    def difference(one: Tokens, other: Tokens) -> Interval:
+        both = sums(one, "exact", study.problems), sums(other, "exact", study.problems)
+        return difference_interval(*both, counts_RU, LEVEL)
 
-def _required(interval: Interval | None) -> Interval:
-    if interval is None:  # can't happen: every completion has at least one token, the stop token
-        raise RuntimeError("a policy sampled no tokens")
-    return interval
+    for name, version in versions.items():
+        target, mixed = version + lag, mixed_policy(version, lag, length)
+        target_model.load(weights(target))
+        where = f"{name}: weights {version} to {target}" if name != str(version) else f"weights {version} to {target}"
+        on_progress(f"{where}, mixed policy with stale and with recomputed KV")
+        stale, stale_tokens = measure(mixed, target, "keep")
+        recomputed, recomputed_tokens = measure(mixed, target, "recompute")
+        lagged, oldest_tokens = [], stale_tokens
+        for behind in range(lag + 1):
+            on_progress(f"{where}, conventional lag {behind} of {lag}")
+            record, oldest_tokens = measure([target - behind] * length, target, "keep")
+            lagged.append(msgspec.structs.replace(record, equivalent_lag=float(behind)))
+        by_lag = [record.kl.mean for record in lagged]
+        policies = {
+            kind: msgspec.structs.replace(record, equivalent_lag=equivalent_lag(record.kl.mean, by_lag))
+            for kind, record in ((STALE, stale), (RECOMPUTED, recomputed))
+        }
+        yield StartRecord(
+            name=name,
+            version=version,
+            target=target,
+            policies=policies | {f"lag {behind}": record for behind, record in enumerate(lagged)},
+            differences={
+                "stale - recomputed": difference(stale_tokens, recomputed_tokens),
+                f"stale - lag {lag}": difference(stale_tokens, oldest_tokens),
+            },
+        )

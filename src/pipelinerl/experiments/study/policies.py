@@ -9,9 +9,10 @@ Shapes: N tokens, V vocabulary, U problems.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -55,14 +56,6 @@ def interval_edges(lag: int, length: int) -> tuple[int, ...]:
     return tuple(-(-i * length // lag) for i in range(lag + 1))
 
 
-class StudySample(NamedTuple):
-    """A request for problem number `problem` of the study (0, 1, ...), and its completion."""
-
-    problem: int
-    request: GenerationRequest
-    completion: Completion
-
-
 class MixedSampler:
     """Samples from one policy after another with one engine.
 
@@ -84,26 +77,27 @@ class MixedSampler:
             kv_on_update=kv,
         )
 
-    def sample(self, requests: Sequence[tuple[int, GenerationRequest]], policy: Sequence[int]) -> list[StudySample]:
+    def sample(self, requests: Sequence[tuple[int, GenerationRequest]], policy: Sequence[int]) -> list[Sampled]:
         """Complete requests, given with their problems; token t is sampled by `policy[t]`. Stop tokens end a sequence.
 
         Raises RuntimeError if a token was sampled by another version.
         """
         found = []
         for begin in range(0, len(requests), self._slots):
-            wave = requests[begin : begin + self._slots]
-            for _, request in wave:
+            wave = {request.id: (problem, request) for problem, request in requests[begin : begin + self._slots]}
+            for _, request in wave.values():
                 self._engine.submit(request)
-            done: dict[str, Completion] = {}
-            token = 0
-            while len(done) < len(wave):
+            token, done = 0, 0
+            while done < len(wave):
                 if token < len(policy) and (token == 0 or policy[token] != policy[token - 1]):
                     weights = self._tensors(policy[token])
                     self._engine.update_weights(WeightUpdate(len(self._versions), checksum(weights), weights))
                     self._versions.append(policy[token])
-                done |= {completion.request_id: completion for completion in self._engine.step().finished}
+                for completion in self._engine.step().finished:
+                    problem, request = wave[completion.request_id]
+                    found.append(Sampled(request.prompt_ids, self._checked(completion, policy), problem))
+                    done += 1
                 token += 1
-            found += [StudySample(problem, request, self._checked(done[request.id], policy)) for problem, request in wave]
         return found
 
     def _checked(self, completion: Completion, policy: Sequence[int]) -> Completion:
@@ -143,40 +137,34 @@ def sums(tokens: Tokens, name: str, problems: int, start: int = 0, end: float = 
 
 
 def divergences(
-    behaviour: Recompute, target: Recompute, samples: Sequence[StudySample], tensors: Tensors, kv: KV
+    behaviour: Recompute, target: Recompute, samples: Sequence[Sampled], tensors: Tensors, kv: KV
 ) -> tuple[Tokens, float]:
     """Divergence of the behaviour policy from the weights that `target` has, at every sampled token. `kv` as in sampling.
 
     Also returns the largest |log mu here - log mu of the engine| over sampled tokens. It should be rounding error.
     """
-    # Sorted, because neighbouring sequences with equal prompt length share one attention call.
-    ordered = sorted(samples, key=lambda one: (len(one.request.prompt_ids), -len(one.completion.token_ids)))
     parts: list[Tokens] = []
+    fed: dict[str, int] = defaultdict(int)
     gap = 0.0
-    for begin in range(0, len(ordered), behaviour.slots):
-        wave = ordered[begin : begin + behaviour.slots]
-        sequences = [Sampled(one.request.prompt_ids, one.completion) for one in wave]
-        fed = [0] * len(wave)
-        for version, feeds, mu_NV in behaviour.run(sequences, tensors, kv):
-            pi_NV = target.log_probabilities(sequences, [feed._replace(start=fed[feed.row]) for feed in feeds])
-            for feed in feeds:
-                fed[feed.row] = feed.end
-            ids, engine = values_of(sequences, feeds)
-            column_N1 = torch.tensor(ids, device=mu_NV.device)[:, None]
-            mu_N, pi_N = (log_NV.gather(1, column_N1)[:, 0].cpu().numpy() for log_NV in (mu_NV, pi_NV))
-            behaviour_N = np.array(engine, dtype=np.float64)
-            gap = max(gap, float(np.abs(mu_N - behaviour_N).max()))
-            log_ratio_N = pi_N - behaviour_N
-            parts.append(
-                {
-                    "problem": np.repeat([wave[feed.row].problem for feed in feeds], [feed.kept for feed in feeds]),
-                    "position": np.concatenate([np.arange(feed.token, feed.token + feed.kept) for feed in feeds]),
-                    "version": np.full(len(ids), version),
-                    "exact": exact_kl(mu_NV, pi_NV).cpu().numpy(),
-                    "k1": -log_ratio_N,
-                    "k3": np.expm1(log_ratio_N) - log_ratio_N,
-                }
-            )
+    for version, feeds, mu_NV in behaviour.run(samples, tensors, kv):
+        pi_NV = target.log_probabilities([feed._replace(start=fed[feed.sequence.completion.request_id]) for feed in feeds])
+        fed |= {feed.sequence.completion.request_id: feed.end for feed in feeds}
+        ids, engine = values_of(feeds)
+        column_N1 = torch.tensor(ids, device=mu_NV.device)[:, None]
+        mu_N, pi_N = (log_NV.gather(1, column_N1)[:, 0].cpu().numpy() for log_NV in (mu_NV, pi_NV))
+        behaviour_N = np.array(engine, dtype=np.float64)
+        gap = max(gap, float(np.abs(mu_N - behaviour_N).max()))
+        log_ratio_N = pi_N - behaviour_N
+        parts.append(
+            {
+                "problem": np.repeat([feed.sequence.of for feed in feeds], [feed.kept for feed in feeds]),
+                "position": np.concatenate([np.arange(feed.token, feed.token + feed.kept) for feed in feeds]),
+                "version": np.full(len(ids), version),
+                "exact": exact_kl(mu_NV, pi_NV).cpu().numpy(),
+                "k1": -log_ratio_N,
+                "k3": np.expm1(log_ratio_N) - log_ratio_N,
+            }
+        )
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}, gap
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -10,43 +9,38 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelinerl.experiments.compare.compare import rounded
-from pipelinerl.experiments.compare.page import findings
-from pipelinerl.experiments.compare.results import Ratio, RunResult, ratio, row, target_reward
-from pipelinerl.experiments.compare.tuning import Settings
-from pipelinerl.report.series import Measured, Reached
+from pipelinerl.experiments.compare.results import QUANTITIES, RunResult, Spread, findings, ratio, row, target_reward
+from pipelinerl.experiments.compare.settings import Settings
+from pipelinerl.experiments.runs import Execution
 
 
-def result(schedule: str, seed: int = 0, *, time_s: float | None = 10.0, rate: float = 100.0, **changed: Any) -> RunResult:
-    measured = Measured(
-        begin_s=1.0,
-        training_s=20.0,
-        steps=8,
-        samples=2000,
-        samples_per_s=rate,
-        samples_per_s_later=rate,
-        tokens_per_s=10 * rate,
-        length_mean=10.0,
-        trainer_busy_s=5.0,
-    )
+def result(
+    schedule: str,
+    seed: int = 0,
+    *,
+    time_s: float | None = 10.0,
+    rate: float = 100.0,
+    status: str = "finished",
+    **changed: Any,
+) -> RunResult:
+    quantities = {
+        "time_to_reward_s": time_s,
+        "samples_to_reward": 1000.0,
+        "samples_per_s": rate if status == "finished" else None,
+    }
     values: dict[str, Any] = {
         "schedule": schedule,
-        "kind": schedule.partition(":")[0],
         "seed": seed,
         "settings": Settings(1, 1, 8, 1),
-        "status": "finished",
-        "began": "2026-01-01T00:00:00+00:00",
-        "load_before": 0.1,
-        "run_dir": str(Path("runs")),
-        "measured": measured,
-        "reached": None if time_s is None else Reached(version=5, time_s=time_s, samples=1000),
+        "execution": Execution(run=f"{schedule}/seed-{seed}", status=status, began="", load_before=0.1),
         "rewards": [0.2, 0.9],
-        "slots_used_fraction": 0.7,
+        "held_out": [],
+        "quantities": dict.fromkeys(QUANTITIES) | quantities,
     }
     return RunResult(**values | changed)
 
 
-def times_sooner(runs: list[RunResult], schedule: str = "pipeline") -> Ratio:
+def times_sooner(runs: list[RunResult], schedule: str = "pipeline") -> Spread:
     return ratio(runs, schedule, "time_to_reward_s", low_is_good=True)
 
 
@@ -74,14 +68,6 @@ def test_ratios_are_seed_by_seed_to_the_conventional_with_the_best_median() -> N
     rate = ratio(RUNS, "pipeline", "samples_per_s", low_is_good=False)
     assert rate.baseline == "conventional:4"
     assert rate.per_seed == [pytest.approx(200 / 120), pytest.approx(180 / 125), pytest.approx(220 / 130)]
-
-
-def test_schedules_that_mostly_do_not_get_there_are_not_the_best() -> None:
-    runs = [result("conventional:1", seed, time_s=1.0 if seed == 0 else None) for seed in range(3)]
-    assert times_sooner(runs, "conventional:1").baseline is None
-    runs += [result("conventional:8", seed, time_s=99.0) for seed in range(3)]
-    assert times_sooner(runs, "conventional:1").baseline == "conventional:8"
-    assert times_sooner([result("pipeline")]).baseline is None
 
 
 def test_a_run_that_diverged_counts_for_nothing() -> None:
@@ -149,11 +135,7 @@ MIXED = [
 @pytest.mark.parametrize(
     ("runs", "target", "said"),
     [
-        (
-            RUNS,
-            0.9,
-            "reached a held-out reward of 0.9 1.40 times sooner than the best conventional schedule, conv",
-        ),
+        (RUNS, 0.9, "reached a held-out reward of 0.9 1.40 times sooner than the best conventional schedule, conv"),
         (RUNS, 0.9, "made samples 1.67 times faster than the best conventional schedule, conventional:4"),
         (RUNS, 0.9, "conventional:4: 1 of 3 runs did not reach 0.9."),
         ([result("pipeline", time_s=20.0), RUNS[4]], 0.5, "1.43 times later than the best conventional schedule"),
@@ -161,16 +143,10 @@ MIXED = [
         ([result("pipeline", rate=80.0), RUNS[4]], 0.5, "Here it does not help."),
         (MIXED, 0.5, "Not in every seed"),
         ([result("pipeline", time_s=None)], 0.5, "There is no conventional run that reached"),
-        ([result("pipeline", time_s=None)], 0.5, "pipeline: 1 of 1 runs did not reach 0.5."),
         ([result("pipeline", time_s=None)], None, "there is no target"),
         ([result("conventional:4", time_s=None, status="diverged: nan")], 0.5, "conventional:4: 1 of 1 runs diverged."),
     ],
 )
 def test_findings_say_whether_it_helps(runs: list[RunResult], target: float | None, said: str) -> None:
     rows = [row(runs, name) for name in dict.fromkeys(run.schedule for run in runs)]
-    text = " ".join(findings(rows, target, "held-out"))
-    assert said in text
-
-
-def test_numbers_are_rounded_for_the_file() -> None:
-    assert rounded({"a": [1.23456789, float("nan"), 7, True, None, "x"]}) == {"a": [1.23457, None, 7, True, None, "x"]}
+    assert said in " ".join(findings(rows, target, "held-out"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,10 @@ from pipelinerl.checkpoint import WEIGHTS_FOLDER
 from pipelinerl.config.load import config_to_yaml, load_config
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import ConfigError, PipelineRLError, RunDirectoryError, RunInterruptedError, TrainingDivergedError
-from pipelinerl.experiments.compare.compare import compare
-from pipelinerl.experiments.compare.held_out import Answered
-from pipelinerl.experiments.compare.request import ComparisonRequest, make_request
+from pipelinerl.experiments.compare.compare import answer_held_out, compare
+from pipelinerl.experiments.compare.settings import ComparisonRequest, make_request
+from pipelinerl.experiments.runs import Command
+from pipelinerl.metrics.evaluations import EvaluatedProblem
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.sinks import JsonlSink
 from pipelinerl.metrics.summary import summarize
@@ -78,10 +79,11 @@ class Evaluations:
     def __init__(self) -> None:
         self.made: list[str] = []
 
-    def __call__(self, run_dir: Path, asked: ComparisonRequest) -> list[Answered]:
+    def __call__(self, run_dir: Path, asked: ComparisonRequest) -> dict[int, list[EvaluatedProblem]]:
         self.made.append("/".join(run_dir.parts[-2:]))
-        rewards = {version: 0.1 + 0.04 * version for version in asked.evaluated_versions}
-        return [Answered(version=n, reward=reward, low=reward - 0.02, high=reward + 0.02) for n, reward in rewards.items()]
+        return {
+            version: [EvaluatedProblem(problem_id="p", reward=0.1 + 0.04 * version)] for version in asked.evaluated_versions
+        }
 
 
 def run(
@@ -89,19 +91,17 @@ def run(
     asked: ComparisonRequest | None = None,
     runs: Runs | None = None,
     evaluations: Evaluations | None = None,
-    **options: Any,
+    target: float | None = None,
 ) -> dict[str, Any]:
-    made = evaluations or Evaluations()
-    return compare(asked or request(), out, train=runs or Runs(), evaluate=made, say=print, **options).contents
+    compare(asked or request(), out, train=runs or Runs(), answer=evaluations or Evaluations(), target=target)
+    return json.loads((out / "compare.json").read_text())  # type: ignore[no-any-return]
 
 
 def test_the_results(tmp_path: Path) -> None:
-    contents = run(tmp_path / "out", target=0.5)
-    written = json.loads((tmp_path / "out" / "compare.json").read_text())
-    assert written == contents
+    written = run(tmp_path / "out", target=0.5)
     # A conventional step takes twice as long here, and learning per step is the same.
     for key in ("ratio_time_to_reward", "ratio_samples_per_s"):
-        assert (written[key]["median"], written[key]["min"], written[key]["max"]) == (2.0, 2.0, 2.0)
+        assert [written[key][name] for name in ("median", "min", "max")] == pytest.approx([2.0, 2.0, 2.0])
         assert written[key]["baseline"] == "conventional:2"
     assert written["target_reward"] == 0.5
     assert [(one["schedule"], one["seed"]) for one in written["runs"]] == [
@@ -109,11 +109,10 @@ def test_the_results(tmp_path: Path) -> None:
         *(("conventional:2", 0), ("conventional:2", 1)),
         *(("conventional:4", 0), ("conventional:4", 1)),
     ]
-    first = written["runs"][0]
-    assert first["reached"] == {"version": 10, "time_s": 10.0, "samples": 320}  # mean of 0.1 + 0.05 n over 6..10
-    assert first["measured"]["samples_per_s"] == 32.0
+    found = written["runs"][0]["quantities"]  # the mean of 0.1 + 0.05 n over 6..10 is 0.5
+    assert [found[name] for name in ("time_to_reward_s", "samples_to_reward", "samples_per_s")] == [10.0, 320, 32.0]
     data = data_of((tmp_path / "out" / "report.html").read_text())
-    assert [one["title"] for one in data["sections"]][:3] == ["Findings", "Schedules", "Every run"]
+    assert [one["title"] for one in data["sections"]] == ["Findings", "Schedules"]
     assert any("2.00 times sooner" in text for text in data["sections"][0]["texts"])
     assert {(one["label"], one["colour"]) for one in data["runs"]} >= {("pipeline, seed 0", 0), ("pipeline, seed 1", 0)}
     # Without a target: from 0.25 (mean of steps 1..5) to 0.8 (12..16), of which nine tenths are 0.745.
@@ -140,10 +139,9 @@ def test_held_out_rewards_decide_and_lag_does_not(tmp_path: Path) -> None:
     assert contents["reward"] == "held-out"
     assert len(evaluations.made) == 6
     # 0.5 is reached by version 10, between those evaluated; a step of pipeline takes half as long.
-    assert {(one["reached"]["version"], one["reached"]["samples"]) for one in contents["runs"]} == {(10, 320)}
-    assert contents["ratio_time_to_reward"]["median"] == 2.0
-    first = contents["runs"][0]
-    assert [one["version"] for one in first["held_out"]] == asked.evaluated_versions
+    assert {one["quantities"]["samples_to_reward"] for one in contents["runs"]} == {320}
+    assert contents["ratio_time_to_reward"]["median"] == pytest.approx(2.0)
+    assert [one["version"] for one in contents["runs"][0]["held_out"]] == asked.evaluated_versions
     assert not (tmp_path / "out" / "pipeline" / "seed-0" / WEIGHTS_FOLDER).exists()
     page = (tmp_path / "out" / "report.html").read_text()
     shown = data_of(page)["news"]["pipeline, seed 0"]["evaluations"]
@@ -152,13 +150,39 @@ def test_held_out_rewards_decide_and_lag_does_not(tmp_path: Path) -> None:
     again = Evaluations()
     assert run(tmp_path / "out", asked, evaluations=again, target=0.5) == contents
     assert again.made == []
-    unasked = run(tmp_path / "out", asked)
-    assert unasked["target_reward"] == 0.67  # nine tenths of the way from 0.1 to 0.74
+    assert run(tmp_path / "out", asked)["target_reward"] == 0.67  # nine tenths of the way from 0.1 to 0.74
+
+
+@pytest.mark.parametrize(("problems", "cores", "processes"), [(8, 4, 1), (50, 4, 3), (1000, 3, 3), (1000, 64, 4)])
+def test_every_version_is_answered_once_by_as_many_processes_as_are_worth_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, problems: int, cores: int, processes: int
+) -> None:
+    started: list[list[int]] = []
+
+    def answer(commands: Sequence[Command]) -> None:
+        for command in commands:
+            words = command.arguments
+            started.append([int(word.partition("@")[2]) for word in words if word.startswith(f"{tmp_path}@")])
+            out = Path(words[-1])
+            for version in started[-1]:
+                (out / f"r@{version}").mkdir(parents=True)
+                line = {"problem_id": "p", "reward": version / 10, "number": 0, "attempt": 0, "passed": False}
+                (out / f"r@{version}" / "attempts.jsonl").write_text(json.dumps(line) + "\n")
+            models = [{"version": version, "folder": f"r@{version}"} for version in started[-1]]
+            (out / "summary.json").write_text(json.dumps({"models": models}))
+
+    monkeypatch.setattr("pipelinerl.experiments.compare.compare.run_commands", answer)
+    machine = msgspec.structs.replace(MACHINE, cores=cores)
+    asked = request(held_out=problems, evaluate_every=6)
+    answered = answer_held_out(tmp_path, msgspec.structs.replace(asked, machine=machine))
+    assert len(started) == processes
+    assert sorted(version for versions in started for version in versions) == asked.evaluated_versions == [0, 6, 12, 16]
+    assert {version: one.reward for version, (one,) in answered.items()} == {0: 0.0, 6: 0.6, 12: 1.2, 16: 1.6}
 
 
 def test_an_evaluation_that_was_stopped_is_made_without_its_run(tmp_path: Path) -> None:
     class Stopped(Evaluations):
-        def __call__(self, run_dir: Path, asked: ComparisonRequest) -> list[Answered]:
+        def __call__(self, run_dir: Path, asked: ComparisonRequest) -> dict[int, list[EvaluatedProblem]]:
             raise RunInterruptedError("stopped")
 
     with pytest.raises(RunInterruptedError, match=r"run the same command with --out .*"):
@@ -180,17 +204,6 @@ def test_settings_are_tried_and_the_fastest_is_used(tmp_path: Path) -> None:
         assert tuned["used"]["processes"] == 2
     assert all(one["settings"]["processes"] == 2 for one in contents["runs"])
     assert "processes: 2" in (tmp_path / "out" / "pipeline" / "seed-1" / "config.yaml").read_text()
-    assert not list(tmp_path.glob("out/trials/*/*/*/rollouts"))
-
-
-def test_a_page_that_cannot_be_written_leaves_the_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run(tmp_path / "out", target=0.5)
-    for name in ("report.html", "compare.json"):
-        (tmp_path / "out" / name).unlink()
-    (tmp_path / "out" / "report.html").mkdir()
-    contents = run(tmp_path / "out", target=0.5)
-    assert json.loads((tmp_path / "out" / "compare.json").read_text()) == contents
-    assert capsys.readouterr().out.count("warning: report.html is missing: ") == 1
 
 
 def test_it_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
@@ -207,33 +220,27 @@ def test_it_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
     contents = run(tmp_path / "out", runs=second)
     assert second.made[0] == "conventional-4/seed-0"  # once more, from the start
     assert len(second.made) == 4
-    assert contents == run(tmp_path / "out", runs=third)
+    assert run(tmp_path / "out", runs=third) == contents
     assert third.made == []
 
 
-def test_changed_arguments_are_named(tmp_path: Path) -> None:
+def test_changed_arguments_and_damaged_files_are_named(tmp_path: Path) -> None:
     run(tmp_path / "out")
     with pytest.raises(RunDirectoryError) as error:
         run(tmp_path / "out", request("--trainer.learning_rate", "0.1", seeds=3, tune=True))
     for difference in ("seeds was 2, now 3", "tune was false, now true", "config.trainer.learning_rate was 0.0003, now 0.1"):
         assert difference in str(error.value)
     assert "\n" not in str(error.value)
-
-
-def test_a_damaged_folder(tmp_path: Path) -> None:
-    run(tmp_path / "out")
-    (tmp_path / "out" / "executions.jsonl").write_text("{}\n")
-    with pytest.raises(RunDirectoryError, match=r"executions\.jsonl, line 1"):
-        run(tmp_path / "out")
-    (tmp_path / "out" / "request.json").write_text("{")
-    with pytest.raises(RunDirectoryError, match="damaged"):
-        run(tmp_path / "out")
+    for name, message in (("executions.jsonl", r"executions\.jsonl, line 1"), ("request.json", "damaged")):
+        (tmp_path / "out" / name).write_text("{\n")
+        with pytest.raises(RunDirectoryError, match=message):
+            run(tmp_path / "out")
 
 
 def test_a_run_that_diverges_is_a_result_that_reaches_nothing(tmp_path: Path) -> None:
     def diverge(config: RunConfig) -> Exception | None:
         here = config.schedule.steps_per_round == 4 and config.seed == 1
-        return TrainingDivergedError("the loss is <nan>") if here else None
+        return TrainingDivergedError("the loss is nan") if here else None
 
     evaluations = Evaluations()
     contents = run(tmp_path / "out", request(held_out=8), Runs(diverge), evaluations, target=0.5)
@@ -241,10 +248,8 @@ def test_a_run_that_diverges_is_a_result_that_reaches_nothing(tmp_path: Path) ->
     row = next(one for one in contents["schedules"] if one["schedule"] == "conventional:4")
     assert (row["runs"], row["reached"], row["diverged"]) == (2, 1, 1)
     assert row["ratio_samples_per_s"]["median"] is None
-    assert contents["ratio_samples_per_s"]["median"] == 2.0
-    page = (tmp_path / "out" / "report.html").read_text()
-    assert "conventional:4: 1 of 2 runs diverged." in page
-    assert "the loss is \\u003cnan>" in page
+    assert contents["runs"][-1]["execution"]["status"] == "diverged: the loss is nan"
+    assert "conventional:4: 1 of 2 runs diverged." in (tmp_path / "out" / "report.html").read_text()
     again = Runs()
     run(tmp_path / "out", request(held_out=8), again, target=0.5)
     assert again.made == []

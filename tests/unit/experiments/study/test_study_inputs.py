@@ -8,14 +8,11 @@ import msgspec
 import pytest
 
 from pipelinerl.errors import RunDirectoryError, UserError
-from pipelinerl.experiments.study.kv_cache import StudySettings, choose_starts, make_requests, read_history
+from pipelinerl.experiments.study.kv_cache import choose_starts, make_requests, read_history
 from pipelinerl.types import SamplingParams, Turn
 from tests.unit.experiments.parts import group, turn, write_rollouts
 
 RUN = Path("r")
-SETTINGS = StudySettings(
-    lag=2, max_tokens=9, switches=(), problems=2, attempts=3, temperature=0.7, seed=4, resamples=9, level=0.95
-)
 
 
 @pytest.mark.parametrize(
@@ -68,10 +65,9 @@ def test_prompts_are_those_of_the_latest_problems_with_a_seed_for_each_attempt(t
     write_rollouts(tmp_path, [group(n, *([turn(3, prompt=n + 1)] for _ in range(2))) for n in (2, 0, 1)])
     groups, _ = read_history(tmp_path)
     sampling = SamplingParams(max_tokens=33, temperature=0.7, stop_token_ids=(1,))
-    found = make_requests(groups, sampling, SETTINGS)
+    found = make_requests(groups[:2], sampling, 3, 4)
     assert [(problem, len(request.prompt_ids)) for problem, request in found] == [(0, 3)] * 3 + [(1, 2)] * 3
     requests = [request for _, request in found]
     assert all(msgspec.structs.replace(request.sampling, seed=None) == sampling for request in requests)
     assert len({request.id for request in requests}) == len({request.sampling.seed for request in requests}) == 6
-    assert found == make_requests(groups, sampling, SETTINGS)
-    assert found != make_requests(groups, sampling, msgspec.structs.replace(SETTINGS, seed=5))
+    assert found == make_requests(groups[:2], sampling, 3, 4) != make_requests(groups[:2], sampling, 3, 5)

@@ -1,4 +1,4 @@
-"""The study's arithmetic: who samples which token, divergences, and intervals, against slow references."""
+"""The study's arithmetic: who samples which token, and divergences, against slow references."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelinerl.experiments.statistics import difference_interval, draw_counts, mean_interval
 from pipelinerl.experiments.study.policies import Tokens, equivalent_lag, exact_kl, interval_edges, mixed_policy, sums
 
 
@@ -74,47 +73,3 @@ def test_equivalent_lag() -> None:
     assert equivalent_lag(9.0, by_lag) is None
     assert equivalent_lag(0.0, by_lag) == 0.0
     assert equivalent_lag(0.0, [0.0, 0.0]) == 0.0
-
-
-def slow_means(sums: list[float], counts: list[float], draws: np.ndarray) -> list[float]:
-    """Write every resample out, problem by problem."""
-    means = []
-    for row in draws.tolist():
-        drawn = [unit for unit, times in enumerate(row) for _ in range(times)]
-        total = sum(counts[unit] for unit in drawn)
-        means.append(sum(sums[unit] for unit in drawn) / total if total else math.nan)
-    return means
-
-
-def test_intervals_are_quantiles_of_resampled_means() -> None:
-    rng = np.random.default_rng(0)
-    sums, counts = rng.normal(3, 2, 12), rng.integers(0, 4, 12).astype(float)
-    other = rng.normal(1, 2, 12)
-    draws = draw_counts(12, 300, seed=5)
-    assert draws.shape == (300, 12)
-    assert (draws.sum(1) == 12).all()
-    found = mean_interval(sums, counts, draws, level=0.9)
-    slow = slow_means(sums.tolist(), counts.tolist(), draws)
-    assert found is not None
-    assert found.mean == pytest.approx(sums.sum() / counts.sum())
-    assert [found.low, found.high] == pytest.approx(list(np.nanquantile(slow, [0.05, 0.95])))
-    paired = difference_interval((sums, counts), (other, counts), draws, level=0.9)
-    gaps = np.array(slow) - np.array(slow_means(other.tolist(), counts.tolist(), draws))
-    assert paired is not None
-    assert [paired.low, paired.high] == pytest.approx(list(np.nanquantile(gaps, [0.05, 0.95])))
-
-
-def test_resamples_without_tokens_are_left_out() -> None:
-    draws = np.array([[2, 0], [1, 1], [0, 2]])
-    found = mean_interval(np.array([4.0, 0.0]), np.array([2.0, 0.0]), draws)
-    assert found is not None
-    assert (found.mean, found.low, found.high) == (2.0, 2.0, 2.0)
-    assert mean_interval(np.zeros(2), np.zeros(2), draws) is None
-    assert difference_interval((np.ones(2), np.ones(2)), (np.zeros(2), np.zeros(2)), draws) is None
-
-
-def test_draws_are_seeded_and_need_units() -> None:
-    assert (draw_counts(5, 7, 3) == draw_counts(5, 7, 3)).all()
-    assert (draw_counts(5, 7, 3) != draw_counts(5, 7, 4)).any()
-    with pytest.raises(ValueError, match="0 units"):
-        draw_counts(0, 10, 0)

@@ -11,8 +11,8 @@ import torch
 from transformers import DynamicCache
 
 from pipelinerl.experiments import recompute
-from pipelinerl.experiments.recompute import KV, Recompute
-from pipelinerl.experiments.study.policies import MixedSampler, StudySample, Tokens, divergences, mixed_policy
+from pipelinerl.experiments.recompute import KV, Recompute, Sampled
+from pipelinerl.experiments.study.policies import MixedSampler, Tokens, divergences, mixed_policy
 from pipelinerl.models.state import named_weights
 from pipelinerl.types import GenerationRequest, SamplingParams, versions_from_spans
 from tests.parity.models import VOCABULARY, make_model
@@ -58,10 +58,10 @@ class Bench:
         )
         self.target.load(self.tensors(TARGET))
 
-    def sample(self, policy: Sequence[int], *, kv: KV = "keep") -> list[StudySample]:
+    def sample(self, policy: Sequence[int], *, kv: KV = "keep") -> list[Sampled]:
         return self.samplers[kv].sample(requests(), policy)
 
-    def compare(self, samples: Sequence[StudySample], *, kv: KV = "keep") -> tuple[Tokens, float]:
+    def compare(self, samples: Sequence[Sampled], *, kv: KV = "keep") -> tuple[Tokens, float]:
         return divergences(self.behaviour, self.target, samples, self.tensors, kv)
 
 
@@ -71,9 +71,9 @@ def bench() -> Bench:
 
 
 @torch.no_grad()
-def slow_distributions(models: Mapping[int, Any], sampled: StudySample, versions: Sequence[int], kv: KV) -> torch.Tensor:
+def slow_distributions(models: Mapping[int, Any], sampled: Sampled, versions: Sequence[int], kv: KV) -> torch.Tensor:
     """Log-probabilities [tokens, V], token by token: a cache that is kept, or no cache at all."""
-    prompt, completion = sampled.request.prompt_ids, sampled.completion.token_ids
+    prompt, completion = sampled.prompt_ids, sampled.completion.token_ids
     rows = []
     cache = DynamicCache(config=models[0].config)
     for i, version in enumerate(versions):
@@ -106,7 +106,7 @@ def test_divergences_are_those_of_token_by_token_forwards(kv: KV, bench: Bench, 
         mu = slow_distributions(bench.models, sampled, versions, kv)
         pi = slow_distributions(bench.models, sampled, [TARGET] * len(ids), kv)
         for i, token in enumerate(ids):
-            exact, k1, k3, version = found[sampled.problem, i]
+            exact, k1, k3, version = found[sampled.of, i]
             assert version == versions[i]
             assert exact == pytest.approx(float((mu[i].exp() * (mu[i] - pi[i])).sum()), abs=1e-5)
             ratio = float(pi[i, token] - mu[i, token])
