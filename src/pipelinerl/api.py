@@ -26,10 +26,9 @@ from pipelinerl.extras import require
 from pipelinerl.files import write_atomically
 from pipelinerl.launch.run_lock import errors_explained, fresh_directory
 from pipelinerl.metrics.evaluations import EvaluationRecord
-from pipelinerl.metrics.reading import read_records
+from pipelinerl.metrics.reading import Records, read_records
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.sinks import Record
-from pipelinerl.metrics.tail import Records
 from pipelinerl.run_directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -102,11 +101,11 @@ class Run:
 
     @property
     def rollouts(self) -> Any:
-        """A data frame with a row for each rollout, as `pipelinerl browse --export` writes them."""
-        from pipelinerl.experiments.browse.records import RunRollouts  # noqa: PLC0415 - few need it
-        from pipelinerl.experiments.browse.rows import load_token_text, read_rows  # noqa: PLC0415 - as above
+        """A data frame with a row for each rollout; columns are the fields of `RolloutRow` (`experiments/browse.py`)."""
+        from pipelinerl.experiments.browse import RunRollouts, read_rows  # noqa: PLC0415 - few need it
+        from pipelinerl.experiments.token_text import load_token_text  # noqa: PLC0415 - as above
 
-        rows = read_rows(RunRollouts(self.path), load_token_text(self.config.model), warnings.warn)
+        rows = read_rows(RunRollouts(self.path), load_token_text(self.path), warnings.warn)
         return _frame([msgspec.structs.asdict(row) for row in rows])
 
     @_explained

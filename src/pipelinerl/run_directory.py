@@ -23,7 +23,7 @@ class RunDirectory:
     config, settings   the configuration, for people and as the processes of the session read it
     sessions           a record of each session, and
     published          the checksums of all published weights, for a replay
-    trackers           the ids of the tracked runs, and what they have been sent
+    trackers           a file for each tracker: the id of the tracked run, and what it has been sent
     plan               the `StartPlan` of the current or latest session; only this package writes it
     stop_request       why a callback ends the run after the step in progress
     statuses           the latest statuses of all stages, for other programs (see `status.board`)
@@ -39,7 +39,7 @@ class RunDirectory:
         self.published = root / "published.jsonl"
         self.summary = root / "summary.json"
         self.curves = root / "curves.png"
-        self.trackers = root / "trackers.json"
+        self.trackers = root / "trackers"
         self.rollouts = root / "rollouts"
         self.recorded = self.rollouts / "rollouts.jsonl"
         self.trained = self.rollouts / "trained.jsonl"

@@ -18,8 +18,7 @@ import msgspec
 from pipelinerl.errors import PipelineRLError
 from pipelinerl.experiments.replay.records import RecordedRun, recorded_samples
 from pipelinerl.metrics.reading import read_json_lines, read_records, without_repeated
-from pipelinerl.metrics.records import StepRecord
-from pipelinerl.metrics.sessions import SessionRecord
+from pipelinerl.metrics.records import SessionRecord, StepRecord
 from pipelinerl.preprocess import Preprocessor, newest_version
 from pipelinerl.run_directory import RunDirectory
 from pipelinerl.trainer.records import PublishedRecord, TrainedRecord, TrainedSample

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from pipelinerl.types import Group
-from tests.unit.experiments.browse.browse_parts import group, rollout, turn
+from tests.unit.experiments.browse_parts import group, rollout, turn
 from tests.unit.experiments.watch.watch_parts import HOSTILE, append, evaluation, make_run, step
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed: pip install 'pipelinerl[pages]'")

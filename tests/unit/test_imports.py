@@ -34,7 +34,7 @@ PROCESSES = {
         "environments.chat environments.data environments.user.function environments.user.pool torch",
     ),
     "launcher, after a loss": ("launch.restarts launch.resume", "models.loading trainer torch"),
-    "launcher, after a run": ("report.curves report.terminal", "report.sections report.series experiments torch"),
+    "launcher, after a run": ("report.curves report.terminal", "experiments torch"),
     "worker": (
         "launch.hosts.worker",
         f"actor engine environments models preprocess serving trainer weights launch.stages.generation torch {LAUNCHER}",

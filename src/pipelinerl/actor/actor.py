@@ -26,7 +26,7 @@ from pipelinerl.actor.probe import WeightProbe
 from pipelinerl.actor.rollouts import IDLE_S
 from pipelinerl.actor.status import GenerationStatus
 from pipelinerl.interfaces import ALLOWED, Admission, Board, Verdict, WeightReceiver
-from pipelinerl.metrics.timeline import TimelineWriter
+from pipelinerl.metrics.sinks import TimelineWriter
 from pipelinerl.status.board import ALONE, GenerationStages
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from pipelinerl.actor.evaluation import Evaluations
 from pipelinerl.actor.groups import GroupRunner
 from pipelinerl.actor.probe import WeightProbe
 from pipelinerl.interfaces import ALLOWED, Board, Verdict
-from pipelinerl.metrics.timeline import TimelineWriter
+from pipelinerl.metrics.sinks import TimelineWriter
 from pipelinerl.status.board import ALONE, GenerationStages, StatusReporter
 from pipelinerl.types import ActorProgress, EngineProgress, StageState
 

@@ -98,7 +98,7 @@ def run_eval(options: argparse.Namespace, settings: Sequence[str]) -> int:
     from pipelinerl.experiments.evaluate.evaluate import evaluate  # noqa: PLC0415 (loads torch)
     from pipelinerl.experiments.evaluate.results import evaluation_sections  # noqa: PLC0415
     from pipelinerl.process import counted_interrupts  # noqa: PLC0415
-    from pipelinerl.report.sections import in_terminal  # noqa: PLC0415
+    from pipelinerl.report import in_terminal  # noqa: PLC0415
 
     with counted_interrupts(raises_at=2) as interrupts:
         summary = evaluate(plan, lambda: interrupts.count > 0, say)

@@ -160,7 +160,7 @@ def run_sweep(options: argparse.Namespace, settings: Sequence[str]) -> int:
 
         return write("".join("\n".join([f"{one.label}:", *dry_run(one.config), "\n"]) for one in grid.settings))
     from pipelinerl.experiments.sweep import RESULTS_FILE, section, sweep  # noqa: PLC0415
-    from pipelinerl.report.sections import in_terminal  # noqa: PLC0415
+    from pipelinerl.report import in_terminal  # noqa: PLC0415
 
     out = _experiment_folder(options, "sweep")
     found, failure = sweep(grid, out, say)

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import secrets
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipelinerl.cli.parser import PORTS, Commands, api_key_from, say, write
-from pipelinerl.config.load import config_of_file, with_own_model
-from pipelinerl.errors import RunDirectoryError, UserError
+from pipelinerl.cli.parser import PORTS, Commands, say, write
+from pipelinerl.errors import UserError
 from pipelinerl.extras import require
 
 if TYPE_CHECKING:
-    from pipelinerl.experiments.browse.records import RunRollouts
-    from pipelinerl.experiments.browse.rows import TokenText
-    from pipelinerl.experiments.watch.beside import Beside
+    from pipelinerl.experiments.watch.server import Beside
 
 PORT = 7117
 _QUERY = (
@@ -31,7 +27,7 @@ def add_to(commands: Commands) -> None:
     text = "Watch runs in a browser: a page on this machine, also for finished runs and several side by side."
     flag = commands.add("watch", text, run=run_watch, keys=False).add_argument
     flag("run_dir", type=Path, nargs="+", metavar="RUN_DIR", help="a run directory, or a folder of them")
-    flag("--host", default="127.0.0.1", metavar="HOST", help="address to listen on (default: 127.0.0.1)")
+    flag("--host", "--api-key-env", help=argparse.SUPPRESS)  # options of earlier versions
     flag(
         "--port",
         type=PORTS,
@@ -39,8 +35,6 @@ def add_to(commands: Commands) -> None:
         metavar="PORT",
         help=f"port to listen on, 0: any free port (default: {PORT})",
     )
-    text = "environment variable with a key that readers must send; other hosts than this machine need one (default: random)"
-    flag("--api-key-env", metavar="NAME", help=text)
     flag("--listen-fd", type=int, metavar="FD", help=argparse.SUPPRESS)  # of `train --watch`, with its end as that of stdin
 
     text = "Write the page of `pipelinerl watch` for one or more runs to one HTML file that works offline."
@@ -55,34 +49,33 @@ def add_to(commands: Commands) -> None:
     text = "print a group (12) or a rollout (g12.a3) instead of the table of all groups"
     flag("--show", metavar="ID", help=text)
     flag("--find", metavar="QUERY", default="", help="only groups and rollouts that match")
-    flag("--evaluations", action="store_true", help=argparse.SUPPRESS)  # an option of earlier versions
-    flag("--export", type=Path, metavar="FILE", help="write one row per rollout to a .jsonl file")
+    flag("--evaluations", action="store_true", help=argparse.SUPPRESS)  # options of earlier versions
+    flag("--export", help=argparse.SUPPRESS)
 
 
 def run_watch(options: argparse.Namespace, _settings: Sequence[str]) -> int:
     require("serve", "pipelinerl watch")
-    from pipelinerl.experiments.watch import beside, server  # noqa: PLC0415 - need the extra `serve`
+    from pipelinerl.experiments.watch import server  # noqa: PLC0415 - needs the extra `serve`
     from pipelinerl.serving.server.http import listen, url_of  # noqa: PLC0415
-    from pipelinerl.serving.server.options import Address, is_loopback  # noqa: PLC0415
+    from pipelinerl.serving.server.options import Address  # noqa: PLC0415
 
+    if options.host is not None:
+        raise UserError(
+            "--host, --api-key-env: the page is only for this machine; from another one: "
+            f"`ssh -L {PORT}:127.0.0.1:{options.port} MACHINE`, and http://127.0.0.1:{PORT}"
+        )
     if options.listen_fd is not None:
-        return beside.serve_beside(options.run_dir[0], socket.socket(fileno=options.listen_fd))
+        return server.serve_beside(options.run_dir[0], socket.socket(fileno=options.listen_fd))
     runs = server.Runs(options.run_dir)
-    key = api_key_from(options.api_key_env)
-    if key is None and not is_loopback(options.host):
-        key = secrets.token_urlsafe(24)
-    with closing(listen(Address(options.host, options.port))) as listening:
-        address = url_of(listening)
-        asked = f"/?key={key}" if key is not None and options.api_key_env is None else ""
-        note = f"; its key is in {options.api_key_env}: {address}/?key=KEY" if options.api_key_env else ""
-        say(f"watching at {address}{asked}{note} (Ctrl-C ends it)")
-        return server.serve(runs, listening, key=key, end_note="The page's server was stopped.")
+    with closing(listen(Address("127.0.0.1", options.port))) as listening:
+        say(f"watching at {url_of(listening)} (Ctrl-C ends it)")
+        return server.serve(runs, listening, end_note="The page's server was stopped.")
 
 
 def page_beside(port: int) -> Beside:
     """The page of `train --watch`. Raises UserError, before anything of the run exists, if there can be none."""
     require("serve", "pipelinerl train --watch")
-    from pipelinerl.experiments.watch.beside import Beside  # noqa: PLC0415 - needs the extra `serve`
+    from pipelinerl.experiments.watch.server import Beside  # noqa: PLC0415 - needs the extra `serve`
 
     return Beside(port)
 
@@ -101,64 +94,27 @@ def run_browse(options: argparse.Namespace, _settings: Sequence[str]) -> int:
     """Returns exit status 1 if nothing matches, as grep does."""
     if options.evaluations:
         raise UserError("--evaluations: read rollouts/evaluation-*.jsonl of the run, which have one row per answer")
-    if options.export and options.show:
-        raise UserError("--export writes all rollouts, or those that match --find; leave out --show")
-    from pipelinerl.experiments.browse.records import RunRollouts  # noqa: PLC0415 (and others)
-    from pipelinerl.experiments.browse.rows import export, parse  # noqa: PLC0415
-    from pipelinerl.experiments.browse.tables import attempts_of_group, table_of_groups  # noqa: PLC0415
-
-    query, run, find, status = parse(options.find), RunRollouts(options.run_dir), options.find, 0
     if options.export:
-        texts = _texts(options.run_dir)
-        if texts.missing:
-            say(f"prompts, and completions without recorded text, are left out: {texts.missing}")
-        found = export(run, texts, options.export, query, say)
-        status = write(f"{found} rollouts: {options.export}\n")
+        raise UserError("--export: `pipelinerl.Run(RUN_DIR).rollouts`, in Python, is a data frame with a row per rollout")
+    from pipelinerl.experiments import browse  # noqa: PLC0415 (with the others)
+    from pipelinerl.experiments.token_text import load_token_text  # noqa: PLC0415
+
+    query, run, find = browse.parse(options.find), browse.RunRollouts(options.run_dir), options.find
+    if options.show is None:
+        lines = browse.table_of_groups(run, query, say)
+    elif (place := run.find(options.show)) is None:
+        groups = f"the {len(run.groups.indices)} groups of {run.path}"
+        raise UserError(f"{options.show!r} is not among {groups}; `pipelinerl browse` lists them")
+    elif options.show.isdecimal():
+        lines = browse.attempts_of_group(run, place, query)
     else:
-        lines: Iterable[str]
-        if options.show is None:
-            lines = table_of_groups(run, query, say)
-        elif (place := run.find(options.show)) is None:
-            raise UserError(
-                f"{options.show!r} is not among the {len(run)} groups of {run.path}; `pipelinerl browse` lists them"
-            )
-        elif options.show.isdecimal():
-            lines = attempts_of_group(run, place, query)
-        else:
-            lines, find = _rollout(options, run, place), ""
-        found = -1  # without the heading
-        for line in lines:
-            found += 1
-            if status := write(line):
-                break
+        lines, find = browse.tokens_of_rollout(run, place, options.show, load_token_text(options.run_dir)), ""
+    found, status = -1, 0  # without the heading
+    for line in lines:
+        found += 1
+        if status := write(line):
+            break
     if find and not found:
         say(f"nothing matches --find {find!r}")
         return 1
     return status
-
-
-def _rollout(options: argparse.Namespace, run: RunRollouts, place: int) -> list[str]:
-    from pipelinerl.experiments.browse.rows import row_of  # noqa: PLC0415
-    from pipelinerl.experiments.browse.tables import rollout_text  # noqa: PLC0415
-
-    group = run.group(place)
-    rollout = next((one for one in group.rollouts if one.id == options.show), None)
-    if rollout is None:
-        raise UserError(
-            f"group {group.index} has no rollout {options.show!r}: {', '.join(one.id for one in group.rollouts)}"
-        )
-    texts = _texts(options.run_dir)
-    try:
-        return list(rollout_text(rollout, row_of(group, rollout, run.fate(place, rollout.id), texts), texts))
-    except ValueError as error:
-        raise RunDirectoryError(f"{run.path}: {rollout.id} is damaged: {error}") from error
-
-
-def _texts(run_dir: Path) -> TokenText:
-    """The run's tokenizer, or why there is none, as rollouts can be browsed without it."""
-    from pipelinerl.experiments.browse.rows import TokenText, load_token_text  # noqa: PLC0415
-
-    try:
-        return load_token_text(with_own_model(config_of_file(run_dir / "config.yaml"), run_dir).model)
-    except UserError as error:
-        return TokenText(missing=str(error))

@@ -16,7 +16,7 @@ from pipelinerl.config.secrets import without_paths, without_secrets
 from pipelinerl.errors import UserError
 from pipelinerl.experiments.evaluate.models import Target, find_targets
 from pipelinerl.metrics.reading import read_lines
-from pipelinerl.metrics.sessions import SessionRecord
+from pipelinerl.metrics.records import SessionRecord
 from pipelinerl.report.series import read_config, read_summary
 from pipelinerl.report.terminal import summary_sections
 from pipelinerl.run_directory import RunDirectory

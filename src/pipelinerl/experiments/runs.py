@@ -32,8 +32,7 @@ from pipelinerl.launch.run_lock import RunLock
 from pipelinerl.launch.summary import FINISHED
 from pipelinerl.metrics.reading import read_lines
 from pipelinerl.process import counted_interrupts
-from pipelinerl.report import only_shown, write_file, write_json, writing_to
-from pipelinerl.report.sections import PageSection
+from pipelinerl.report import PageSection, only_shown, write_file, write_json, writing_to
 from pipelinerl.resources.machine import load_average
 from pipelinerl.run_directory import RunDirectory
 

@@ -25,8 +25,7 @@ from pipelinerl.experiments.statistics import Interval, mean_of_runs
 from pipelinerl.launch.checks import check_without_running
 from pipelinerl.launch.summary import FINISHED
 from pipelinerl.launch.trial import try_environment
-from pipelinerl.report import count, number, write_json
-from pipelinerl.report.sections import PageSection, table
+from pipelinerl.report import PageSection, count, number, table, write_json
 from pipelinerl.report.series import read_summary
 
 RESULTS_FILE = "sweep.json"

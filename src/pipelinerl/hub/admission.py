@@ -85,12 +85,13 @@ class AdmissionState:
         self.first_version: int | None = None
         self.latency: float | None = None
         self._own: Counter[int] = Counter()  # attempts in progress, by process
+        self._attempts = 0  # the total of `in_progress`, which is asked for often
         self._taken = taken or GroupLedger()
         self._processes = processes
 
     @property
     def outstanding(self) -> int:
-        return self.in_progress.total() + self.handed_over
+        return self._attempts + self.handed_over
 
     def in_progress_before(self, version: int) -> int:
         """Rollouts in progress that were started with weights older than `version`."""
@@ -110,7 +111,8 @@ class AdmissionState:
         self.next_index = max(self.next_index, index + 1)
         self.claims[index] = Claim(process, engine_version, rollouts)
         self.in_progress[engine_version] += rollouts
-        self.most_in_progress = max(self.most_in_progress, self.in_progress.total())
+        self._attempts += rollouts
+        self.most_in_progress = max(self.most_in_progress, self._attempts)
         if self.first_version is None:
             self.first_version = engine_version
         self._own[process] += rollouts
@@ -123,6 +125,7 @@ class AdmissionState:
             if claim is not None and claim.process == process and claim.version < engine_version:
                 self._remove(claim)
                 self.in_progress[engine_version] += claim.attempts
+                self._attempts += claim.attempts
                 self.claims[index] = claim._replace(version=engine_version)
 
     def hand_over(
@@ -180,6 +183,7 @@ class AdmissionState:
         return verdict
 
     def _remove(self, claim: Claim) -> None:
+        self._attempts -= claim.attempts
         self.in_progress[claim.version] -= claim.attempts
         if not self.in_progress[claim.version]:
             del self.in_progress[claim.version]

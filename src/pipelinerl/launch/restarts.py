@@ -38,7 +38,7 @@ from pipelinerl.launch.summary import Outcome
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.reading import read_lines, read_records
 from pipelinerl.metrics.records import StepRecord
-from pipelinerl.metrics.totals import ENDED_ACTORS, ENDED_ENGINES, actor_total, engine_total
+from pipelinerl.metrics.statistics import ENDED_ACTORS, ENDED_ENGINES, actor_total, engine_total
 from pipelinerl.resources.roles import generation_roles, server_roles, stages_of
 from pipelinerl.run_directory import ReadyFile
 from pipelinerl.status.board import starting

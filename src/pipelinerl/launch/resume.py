@@ -29,8 +29,7 @@ from pipelinerl.launch.streams import PREPARED, ROLLOUTS, open_stream
 from pipelinerl.ledger import GroupLedger
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.reading import read_lines, read_records
-from pipelinerl.metrics.records import StepRecord
-from pipelinerl.metrics.sessions import SessionRecord
+from pipelinerl.metrics.records import SessionRecord, StepRecord
 from pipelinerl.preprocess import newest_version
 from pipelinerl.run_directory import RunDirectory
 from pipelinerl.stream import GroupStream

@@ -121,7 +121,7 @@ def _train_session(
         if config.metrics.trackers or config.metrics.callback:  # they also get the summary
             from pipelinerl.report.following import followed  # noqa: PLC0415 - few runs have trackers
 
-            stack.enter_context(followed(run, view.say))
+            stack.enter_context(followed(run, config.metrics, view.say))
         outcome = _run_stages(session, cluster, view, lock)
         if losses is None and outcome.lost:
             from pipelinerl.launch.restarts import Losses  # noqa: PLC0415 - few runs need it

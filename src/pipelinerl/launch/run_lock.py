@@ -153,11 +153,12 @@ def _remove_failed_start(run: RunDirectory) -> None:
         raise RunDirectoryError(
             f"{run.root} already has a run; continue it with --resume {run.root} or choose a --run_dir elsewhere"
         )
-    shutil.rmtree(run.streams, ignore_errors=True)
+    for folder in (run.streams, run.trackers):
+        shutil.rmtree(folder, ignore_errors=True)
     for path in run.checkpoints.glob("step_*"):
         shutil.rmtree(path)
     records = (*run.root.glob("timeline-*.jsonl"), *run.rollouts.glob("*.jsonl"))
-    files = (run.evaluations, run.sessions, run.published, run.summary, run.config, run.trackers)
+    files = (run.evaluations, run.sessions, run.published, run.summary, run.config)
     for path in (*files, *records, *run.control.iterdir()):
         path.unlink(missing_ok=True)
 

@@ -1,10 +1,11 @@
-"""Reads the records of a run directory, also of a run that was killed or resumed."""
+"""Reads the records of a run directory, also of a run that was killed or resumed, or that is still writing them."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import msgspec
 
@@ -12,6 +13,7 @@ from pipelinerl.errors import INVALID_DATA, RunDirectoryError
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.sinks import Record
+from pipelinerl.run_directory import RunDirectory
 
 T = TypeVar("T")
 RecordT = TypeVar("RecordT", StepRecord, EvaluationRecord)
@@ -82,3 +84,101 @@ def superseded(old: Record, new: Record) -> bool:
     if isinstance(old, StepRecord) or isinstance(new, StepRecord):
         return old.version >= new.version
     return old.when == new.when and (old.version >= new.version or old.newest_version > new.version)
+
+
+# ---- files that grow, read from where the last look ended
+
+LOOK_BYTES = 1 << 22
+"""Bytes that one look reads of a file: some ten milliseconds of decoding."""
+MAX_LINE_BYTES = 1 << 26
+HEAD_BYTES = 256
+"""A file that begins otherwise is another one. Its number does not tell: file systems reuse those of deleted files."""
+
+
+class Tail(Generic[T]):
+    """The records that are added to a file of JSON lines. The file need not exist yet, or may be replaced by another one.
+
+    place       how many bytes were read; the next look begins there
+    restarted   the last look began at the start of another file, or of one that was cut
+    more        the last look did not reach the end of the file
+    damaged     lines that are not such records; they are skipped
+    """
+
+    def __init__(self, path: Path, kind: type[T], *, newest: bool = False) -> None:
+        """`newest`: of what was added since the last look, only the last `LOOK_BYTES` are read."""
+        self.path = path
+        self.place = 0
+        self.restarted = self.more = False
+        self.damaged = 0
+        self._decoder = msgspec.json.Decoder(kind)
+        self._newest = newest
+        self._head = b""
+
+    def look(self) -> list[T]:
+        """The next records, from at most about `LOOK_BYTES`. A last line without a newline is left for a later look."""
+        self.restarted = self.more = False
+        try:
+            data = self._next()
+        except OSError:  # not there yet, or gone
+            return []
+        found = []
+        for line in data.splitlines():
+            try:
+                found.append(self._decoder.decode(line))
+            except INVALID_DATA:
+                self.damaged += 1
+        return found
+
+    def _next(self) -> bytes:
+        with open(self.path, "rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            head = file.read(HEAD_BYTES)
+            if size < self.place or not head.startswith(self._head):
+                self.restarted = True
+                self.place = self.damaged = 0
+            self._head = head
+            cut = self._newest and size - self.place > LOOK_BYTES
+            if cut:
+                self.place = size - LOOK_BYTES
+            file.seek(self.place)
+            data = file.read(min(LOOK_BYTES, size - self.place))
+            while not (end := data.rfind(b"\n") + 1) and len(data) < min(size - self.place, MAX_LINE_BYTES):
+                data += file.read(LOOK_BYTES)
+        self.place += end or (len(data) if len(data) >= MAX_LINE_BYTES else 0)
+        self.more = self.place < size and end > 0
+        return data[data.find(b"\n") + 1 if cut else 0 : end]
+
+
+class RecordPlace(msgspec.Struct, frozen=True):
+    """The bytes that were read of the files of steps and of evaluations."""
+
+    steps: int = 0
+    evaluations: int = 0
+
+
+class Records:
+    """The records of a run from `place` on, in the order of their times. A run that is resumed repeats some versions."""
+
+    def __init__(self, run_dir: Path, place: RecordPlace | None = None) -> None:
+        run = RunDirectory(run_dir)
+        self._steps = Tail(run.metrics, StepRecord)
+        self._evaluations = Tail(run.evaluations, EvaluationRecord)
+        self.place = place or RecordPlace()
+
+    @property
+    def place(self) -> RecordPlace:
+        return RecordPlace(self._steps.place, self._evaluations.place)
+
+    @place.setter
+    def place(self, place: RecordPlace) -> None:
+        self._steps.place, self._evaluations.place = place.steps, place.evaluations
+
+    def read(self) -> list[Record]:
+        """The complete records that were written since the last call. Damaged lines are left out."""
+        found: list[Record] = []
+        tails: tuple[Tail[StepRecord] | Tail[EvaluationRecord], ...] = (self._steps, self._evaluations)
+        for tail in tails:
+            found += tail.look()
+            while tail.more:
+                found += tail.look()
+        return sorted(found, key=lambda record: record.time_s)

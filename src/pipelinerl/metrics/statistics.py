@@ -1,20 +1,31 @@
-"""Statistics of a record: means, quantiles, and its finite numbers by name."""
+"""Means and sums: of rollouts' metrics, of the finite numbers of a record, and over processes that are shown as one.
+
+Without `engine.processes`, there is one engine and one actor, and nothing to add up.
+"""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+
+from pipelinerl.types import ActorProgress, EngineProgress, StageStatus, TrainerProgress
 
 REWARD = "/reward"
 """Suffix of an environment's reward among the metrics of a mixture's rollouts: `NAME/reward`."""
 
 LOW_ESS = 0.5
 """Views mark a step whose effective sample size is lower: it learns no more than from half of its batch."""
+
+ENDED_ENGINES, ENDED_ACTORS = "ended-engines", "ended-actors"
+"""Stages under which the launcher publishes the totals of processes that died and were replaced."""
+
+ProgressT = TypeVar("ProgressT", EngineProgress, ActorProgress, TrainerProgress)
 
 
 class MetricMeans(NamedTuple):
@@ -51,3 +62,67 @@ def flat_numbers(values: Mapping[str, object], prefix: str = "") -> dict[str, fl
         elif isinstance(value, (int, float)) and math.isfinite(value):
             found[prefix + key] = value
     return found
+
+
+# ---- the progress of all engines, and of all actors
+
+
+def engine_total(statuses: Mapping[str, StageStatus]) -> EngineProgress | None:
+    """The total over all engines; None if there is none.
+
+    Counts and times are summed, so that `busy_s / ready_s` is the mean over the engines. `version` is the oldest version
+    that any engine holds, and `weight_updates` the largest count of one engine. The last of `pauses_s` is the longest of
+    the engines' latest pauses.
+    """
+    engines = _all(statuses, EngineProgress)
+    if len(engines) < 2:
+        return engines[0] if engines else None
+    by_latest_pause = sorted(engines, key=lambda engine: engine.pauses_s[-1:])
+    return _summed(
+        engines,
+        version=min((engine.version for engine in engines if engine.slots), default=0),  # one that has ended has no slots
+        weight_updates=max(engine.weight_updates for engine in engines),
+        pauses_s=tuple(pause_s for engine in by_latest_pause for pause_s in engine.pauses_s),
+    )
+
+
+def actor_total(statuses: Mapping[str, StageStatus]) -> ActorProgress | None:
+    """The total over all actors; None if there is none. Counts are summed; `recent_reward` and `started_length_mean` are
+    means over the actors that have one, the latter weighted by `started_lengths`.
+    """
+    actors = _all(statuses, ActorProgress)
+    if len(actors) < 2:
+        return actors[0] if actors else None
+    lengths = [(actor.started_length_mean, actor.started_lengths) for actor in actors]
+    known = [(mean, count) for mean, count in lengths if mean is not None]
+    rewards = [actor.recent_reward for actor in actors if actor.recent_reward is not None]
+    return _summed(
+        actors,
+        recent_reward=fmean(rewards) if rewards else None,
+        started_length_mean=fmean([mean for mean, _ in known], [count for _, count in known]) if known else None,
+        started_lengths=sum(count for _, count in known),
+        evaluations={when: reward for actor in actors for when, reward in actor.evaluations.items()},
+    )
+
+
+def trainer_progress(statuses: Mapping[str, StageStatus]) -> TrainerProgress | None:
+    return next(iter(_all(statuses, TrainerProgress)), None)
+
+
+def _all(statuses: Mapping[str, StageStatus], kind: type[ProgressT]) -> list[ProgressT]:
+    return [status.progress for status in statuses.values() if isinstance(status.progress, kind)]
+
+
+def _summed(parts: Sequence[ProgressT], **other: object) -> ProgressT:
+    """Numbers, and counts by name, are summed. Everything else is as in the first part, unless it is among `other`."""
+    total: dict[str, Any] = {}
+    for name in parts[0].__struct_fields__:
+        first, *_ = values = [getattr(part, name) for part in parts]
+        if isinstance(first, Mapping):
+            counts: Counter[object] = Counter()
+            for value in values:
+                counts.update(value)
+            total[name] = dict(counts)
+        else:
+            total[name] = sum(values) if isinstance(first, (int, float)) and name not in other else first
+    return type(parts[0])(**total | other)

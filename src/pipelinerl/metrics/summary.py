@@ -8,11 +8,9 @@ from statistics import fmean
 from typing import Any
 
 from pipelinerl.config.schema import RunConfig
-from pipelinerl.metrics.collapse import collapse_of
 from pipelinerl.metrics.evaluations import EvaluationRecord
-from pipelinerl.metrics.records import StepRecord
-from pipelinerl.metrics.statistics import LOW_ESS, quantile
-from pipelinerl.metrics.totals import actor_total, engine_total, trainer_progress
+from pipelinerl.metrics.records import StepRecord, collapse_of
+from pipelinerl.metrics.statistics import LOW_ESS, actor_total, engine_total, quantile, trainer_progress
 from pipelinerl.types import ActorProgress, StageStatus, TrainerProgress
 
 MANY_CUT = 0.5

@@ -12,14 +12,14 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 
 from pipelinerl.metrics.evaluations import EvaluatedProblem, EvaluationRecord
+from pipelinerl.metrics.reading import Tail
 from pipelinerl.metrics.sinks import Record
 from pipelinerl.metrics.statistics import flat_numbers
-from pipelinerl.metrics.tail import Tail
 from pipelinerl.run_directory import RunDirectory
 from pipelinerl.types import Group
 
@@ -51,17 +51,23 @@ class Tracked(NamedTuple):
         }
 
 
-class Tracker(Protocol):
+class Tracker:
     """`id` names the tracked run, for a later session; None if the tracker needs no name."""
 
-    id: str | None
+    id: str | None = None
 
     def write(self, record: Record) -> None:
         """Add a point to each curve, at the version of the weights."""
+        self._log({name: value for name, value in record.numbers().items() if name != "version"}, record.version)
 
-    def table(self, name: str, version: int, rows: Sequence[Row]) -> None: ...
+    def table(self, name: str, version: int, rows: Sequence[Row]) -> None:
+        raise NotImplementedError
 
-    def close(self, summary: Mapping[str, Any]) -> None: ...
+    def close(self, summary: Mapping[str, Any]) -> None:
+        raise NotImplementedError
+
+    def _log(self, values: Mapping[str, Any], version: int) -> None:
+        raise NotImplementedError
 
 
 def open_tracker(name: str, run: Tracked) -> Tracker:
@@ -71,10 +77,8 @@ def open_tracker(name: str, run: Tracked) -> Tracker:
     return kinds[name](run)
 
 
-class Tensorboard:
+class Tensorboard(Tracker):
     """Writes event files to `RUN_DIR/tensorboard`, with TensorBoard's own writer: charts, and texts as Markdown."""
-
-    id: str | None = None
 
     def __init__(self, run: Tracked) -> None:
         from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2  # noqa: PLC0415 - costs a second
@@ -87,18 +91,21 @@ class Tensorboard:
         self._version = 0
         self._text("config", 0, _code(run.config))
 
-    def write(self, record: Record) -> None:
-        self._version = record.version
-        numbers = [self._summary.Value(tag=tag, simple_value=value) for tag, value in _curves(record).items()]
-        self._add(record.version, numbers)
-
     def table(self, name: str, version: int, rows: Sequence[Row]) -> None:
-        lines = [COLUMNS, ["---"] * len(COLUMNS), *([_cell(value) for value in row] for row in rows)]
+        lines = [
+            COLUMNS,
+            ["---"] * len(COLUMNS),
+            *([str(value).replace("|", "\\|").replace("\n", "<br>") for value in row] for row in rows),
+        ]
         self._text(f"samples/{name}", version, "\n".join(f"| {' | '.join(line)} |" for line in lines))
 
     def close(self, summary: Mapping[str, Any]) -> None:
         self._text("summary", self._version, _code(summary))
         self._writer.close()
+
+    def _log(self, values: Mapping[str, Any], version: int) -> None:
+        self._version = version
+        self._add(version, [self._summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
 
     def _text(self, tag: str, version: int, text: str) -> None:
         tensor = self._tensor(dtype="DT_STRING", string_val=[text.encode()])
@@ -108,32 +115,15 @@ class Tensorboard:
         self._writer.add_event(self._event(wall_time=time.time(), step=version, summary=self._summary(value=values)))
 
 
-class _Client:
-    """A tracker with the interface of `wandb`: a run that logs numbers and tables."""
-
-    id: str | None
-    _run: Any
-    _table: Any
-
-    def write(self, record: Record) -> None:
-        self._log(_curves(record), record.version)
-
-    def table(self, name: str, version: int, rows: Sequence[Row]) -> None:
-        self._log({f"samples/{name}": self._table(columns=list(COLUMNS), data=[list(row) for row in rows])}, version)
-
-    def _log(self, values: Mapping[str, Any], version: int) -> None:
-        raise NotImplementedError
-
-
-class Wandb(_Client):
+class Wandb(Tracker):
     """Weights & Biases. Its environment variables apply (WANDB_MODE, WANDB_PROJECT, ...); files are in `RUN_DIR/wandb`."""
 
     def __init__(self, run: Tracked) -> None:
         import wandb  # noqa: PLC0415 - costs a second
 
         self.id = run.id or secrets.token_hex(4)
-        self._table = wandb.Table
-        self._run = wandb.init(
+        self._table: Any = wandb.Table
+        self._run: Any = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "pipelinerl"),
             name=os.environ.get("WANDB_NAME", run.name),
             dir=os.environ.get("WANDB_DIR", str(run.folder)),
@@ -146,6 +136,9 @@ class Wandb(_Client):
         self._run.define_metric("version")
         self._run.define_metric("*", step_metric="version")
 
+    def table(self, name: str, version: int, rows: Sequence[Row]) -> None:
+        self._log({f"samples/{name}": self._table(columns=list(COLUMNS), data=[list(row) for row in rows])}, version)
+
     def close(self, summary: Mapping[str, Any]) -> None:
         self._run.summary.update({f"summary/{key}": value for key, value in summary.items()})
         self._run.finish()
@@ -154,7 +147,7 @@ class Wandb(_Client):
         self._run.log({**values, "version": version})
 
 
-class Trackio(_Client):
+class Trackio(Wandb):
     """Trackio: a local database, or a Space if TRACKIO_SPACE_ID names one. The name of a tracked run is its id."""
 
     def __init__(self, run: Tracked) -> None:
@@ -183,7 +176,7 @@ class Trackio(_Client):
         self._run.log(dict(values), step=version)
 
 
-class Mlflow:
+class Mlflow(Tracker):
     """MLflow, at MLFLOW_TRACKING_URI (its default: a database in the working directory)."""
 
     def __init__(self, run: Tracked) -> None:
@@ -191,7 +184,7 @@ class Mlflow:
         from mlflow.entities import Metric, Param  # noqa: PLC0415 - as above
 
         self._client, self._metric = MlflowClient(), Metric
-        self.id: str | None = run.id
+        self.id = run.id
         if run.id is not None:
             self._client.update_run(self.id, "RUNNING")
             return
@@ -203,9 +196,6 @@ class Mlflow:
         for start in range(0, len(parameters), 100):  # the most that a server takes at once
             self._client.log_batch(self.id, params=parameters[start : start + 100])
 
-    def write(self, record: Record) -> None:
-        self._log(_curves(record), record.version)
-
     def table(self, name: str, version: int, rows: Sequence[Row]) -> None:
         contents = {"columns": list(COLUMNS), "data": [list(row) for row in rows]}
         self._client.log_dict(self.id, contents, f"samples/{name}-{version:06d}.json")
@@ -215,24 +205,16 @@ class Mlflow:
         self._log(flat_numbers(summary, "summary/"), 0)
         self._client.set_terminated(self.id, "FINISHED" if summary.get("status") == "finished" else "FAILED")
 
-    def _log(self, numbers: Mapping[str, float], version: int) -> None:
+    def _log(self, values: Mapping[str, Any], version: int) -> None:
         now = int(1000 * time.time())
-        metrics = [self._metric(re.sub(r"[^\w./ -]", "_", key), value, now, version) for key, value in numbers.items()]
+        metrics = [self._metric(re.sub(r"[^\w./ -]", "_", key), value, now, version) for key, value in values.items()]
         for start in range(0, len(metrics), 500):
             self._client.log_batch(self.id, metrics=metrics[start : start + 500])
-
-
-def _curves(record: Record) -> dict[str, float]:
-    return {name: value for name, value in record.numbers().items() if name != "version"}
 
 
 def _code(values: Mapping[str, Any]) -> str:
     """A mapping as Markdown: an indented block of JSON."""
     return "".join(f"    {line}\n" for line in json.dumps(values, indent=2, default=str).splitlines())
-
-
-def _cell(value: object) -> str:
-    return str(value).replace("|", "\\|").replace("\n", "<br>")
 
 
 def samples(run: RunDirectory, record: Record) -> list[Row]:

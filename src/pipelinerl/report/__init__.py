@@ -1,11 +1,9 @@
-"""Reports on runs and experiments. This module writes files and tables for the terminal.
+"""Reports on runs and experiments. This module writes files, tables for the terminal, and sections of pages.
 
-columns.py    the numbers of a run's steps, for figures and pages
-series.py     the records of a run, and the measures for comparing runs
+series.py     the steps of a run as columns, the measures for comparing runs, and the records of a run directory
 curves.py     the figure of one run
 terminal.py   the table and the sample at the end of a run
-sections.py   tables and charts of experiments
-following.py  trackers and the callback, in a process of their own
+following.py  trackers and the callback, in processes of their own
 
 The page of a report is `experiments/watch/page.py`.
 """
@@ -13,7 +11,7 @@ The page of a report is `experiments/watch/page.py`.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -88,3 +86,64 @@ def number(value: float | None, pattern: str) -> str:
 
 def count(amount: int, noun: str) -> str:
     return f"{amount} {noun}" + ("" if amount == 1 else "s")
+
+
+# ---- tables and charts of experiments, for a page and for the terminal
+
+
+class Chart(msgspec.Struct, frozen=True, kw_only=True):
+    """Lines over the same `x`, by name; None leaves a gap. `log`: y has a logarithmic scale.
+
+    intervals   for each line, its lower and upper limits; empty: there are none
+    """
+
+    title: str
+    x_label: str
+    x: Sequence[float]
+    lines: Mapping[str, Sequence[float | None]]
+    log: bool = False
+    intervals: Sequence[Sequence[Sequence[float]]] = ()
+
+
+class PageSection(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of a page above its runs: paragraphs, a table and charts. Rows whose first cell is in `strong` stand out."""
+
+    title: str
+    texts: Sequence[str] = ()
+    header: Sequence[str] = ()
+    rows: Sequence[Sequence[str]] = ()
+    strong: Sequence[str] = ()
+    charts: Sequence[Chart] = ()
+
+
+def table(title: str, rows: Sequence[Mapping[str, str]], *texts: str, strong: Sequence[str] = ()) -> PageSection:
+    """A section with a table of rows that all have the same columns, given as cells by column name."""
+    cells = [list(row.values()) for row in rows]
+    return PageSection(title=title, texts=texts, header=list(rows[0]) if rows else [], rows=cells, strong=strong)
+
+
+def in_terminal(section: PageSection) -> str:
+    """Its table, with the texts below: the first column to the left, all others to the right.
+
+    A table that would be wider than the terminal (or COLUMNS) is continued below, with its first column again.
+    """
+    columns = [[name, *(row[place] for row in section.rows)] for place, name in enumerate(section.header)]
+    widths = [max(len(line) for text in cells for line in text.split("\n")) + 3 for cells in columns]  # with a border
+    tables: list[list[int]] = []
+    left = 0
+    for place in range(1, len(columns)):
+        left -= widths[place]
+        if left < 0 or not tables:
+            tables.append([])
+            left = Console().width - 1 - widths[0] - widths[place]
+        tables[-1].append(place)
+    parts: list[RenderableType] = [Text(section.title, "bold")]
+    for places in tables:
+        shown = new_table("", show_header=True)
+        shown.title = None
+        for place in (0, *places):
+            shown.add_column(section.header[place], justify="right" if place else "left", no_wrap=place > 0, overflow="fold")
+        for row in section.rows:
+            shown.add_row(*(Text(row[place]) for place in (0, *places)))
+        parts.append(shown)
+    return rendered(*parts, *(Text(text, "dim") for text in section.texts))

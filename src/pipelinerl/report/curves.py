@@ -1,11 +1,11 @@
-"""The figure of one run, `curves.png`: six plots, and more for evaluations during training and metrics of the rollouts."""
+"""The figure of one run, `curves.png`: six plots. The page of a report has more."""
 
 from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Sequence
-from itertools import cycle, zip_longest
+from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -17,18 +17,14 @@ from pipelinerl.errors import RunDirectoryError
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.reading import read_records
 from pipelinerl.metrics.records import StepRecord
-from pipelinerl.metrics.statistics import REWARD
 from pipelinerl.report import write_file
-from pipelinerl.report.columns import StepColumns
+from pipelinerl.report.series import StepColumns
 from pipelinerl.run_directory import RunDirectory
 
 MANY_POINTS = 40
 """Lines with more points than this are drawn without markers."""
 
 SMOOTHED = 5
-MOST_METRICS = 8
-"""Metrics in one panel."""
-_METRICS = "metrics/"
 
 
 def draw_curves(run_dir: Path, path: Path) -> None:
@@ -41,7 +37,7 @@ def draw_curves(run_dir: Path, path: Path) -> None:
     if not steps:
         raise RunDirectoryError(f"nothing to draw: {run.metrics} holds no optimizer step")
     found = read_records(run.evaluations, EvaluationRecord)
-    evaluations = sorted((one for one in found if one.reward_mean is not None), key=_version)
+    evaluations = [one for one in found if one.reward_mean is not None]
     columns = StepColumns()
     for step in steps:
         columns.add(step, evaluations)
@@ -57,28 +53,18 @@ def png_of(figure: Figure) -> bytes:
 
 
 def _draw(columns: StepColumns, evaluations: Sequence[EvaluationRecord]) -> Figure:
-    online = [one for one in evaluations if one.when == "online"]
-    metrics = [name for name in columns.names if name.startswith(_METRICS)]
-    extras: list[Callable[[Any], None]] = []
-    if online:
-        extras.append(lambda axes: _draw_held_out(axes, columns, evaluations))
-    if metrics:
-        extras.append(lambda axes: _draw_metrics(axes, columns, evaluations, metrics))
-    width = 4 if extras else 3
-    figure = Figure(figsize=(5 * width, 8), dpi=110, layout="constrained")
-    panels: Any = figure.subplots(2, width)
-    (by_time, by_samples, ess), (lag, tokens, length) = panels[:, :3]
-    for axes, draw in zip_longest(panels[:, 3:].flat, extras):
-        draw(axes) if draw else axes.set_visible(False)
+    figure = Figure(figsize=(15, 8), dpi=110, layout="constrained")
+    panels: Any = figure.subplots(2, 3)
+    (by_time, by_samples, ess), (lag, tokens, length) = panels
     steps, seconds = columns["version"], [60 * minutes for minutes in columns["minutes"]]
-
-    reward = _rewards(columns)
+    # Of all rollouts read, or in records of older versions of those trained on.
+    reward = columns["reward_read_mean" if "reward_read_mean" in columns.names else "reward_mean"]
     _line(by_time, seconds, reward, "training, all rollouts read")
-    _points(by_time, [_seconds(one, columns) for one in online], online, "held out, during training", color="0.45")
+    online = [one for one in evaluations if one.when == "online"]
+    _points(by_time, columns, online, "held out, during training", color="0.45")
     for one, face in zip((one for one in evaluations if one.when != "online"), cycle(("white", "black"))):
         label = f"held out, {one.when} training: {one.reward_mean:.3f}"
-        style = {"fmt": "D", "color": "black", "markerfacecolor": face, "capsize": 4}
-        _points(by_time, [_seconds(one, columns)], [one], label, **style)
+        _points(by_time, columns, [one], label, fmt="D", color="black", markerfacecolor=face, capsize=4)
     _finish(by_time, "Reward over time", "seconds of training", "mean reward")
     _line(by_samples, columns["rollouts"], reward, "training, all rollouts read")
     _finish(by_samples, "Reward over samples", "rollouts trained", "mean reward")
@@ -99,71 +85,26 @@ def _draw(columns: StepColumns, evaluations: Sequence[EvaluationRecord]) -> Figu
     return figure
 
 
-def _draw_held_out(axes: Any, columns: StepColumns, evaluations: Sequence[EvaluationRecord]) -> None:
-    """Held-out reward over versions, with version ranges and standard errors, drawn over the training reward."""
-    _line(axes, columns["version"], _rewards(columns), "training", alpha=0.35)
-    versions = [_version(one) for one in evaluations]
-    below = [version - (one.version_min or one.version) for version, one in zip(versions, evaluations, strict=True)]
-    above = [(one.version_max or one.version) - version for version, one in zip(versions, evaluations, strict=True)]
-    _points(axes, versions, evaluations, "held out", xerr=[below, above], color="black")
-    trained = {name.removeprefix(_METRICS) for name in columns.names}
-    sets = {name for one in evaluations for name in one.metrics if name.endswith(REWARD)} - trained
-    for number, name in enumerate(sorted(sets), start=1):
-        known = [(_version(one), one.metrics[name]) for one in evaluations if name in one.metrics]
-        axes.plot(*zip(*known, strict=True), "D--", color=f"C{number}", markersize=4, linewidth=1, label=name)
-    _finish(axes, "Held-out reward", "optimizer step", "mean reward")
-
-
-def _draw_metrics(axes: Any, columns: StepColumns, evaluations: Sequence[EvaluationRecord], metrics: Sequence[str]) -> None:
-    """The metrics of the rollouts, first rewards of environments and functions; diamonds: of held-out problems."""
-    chosen = sorted(metrics, key=lambda name: not name.endswith(REWARD))[:MOST_METRICS]
-    for number, name in enumerate(chosen):
-        key, colour = name.removeprefix(_METRICS), f"C{number}"
-        _line(axes, columns["version"], columns[name], key, color=colour)
-        known = [one for one in evaluations if key in one.metrics]
-        axes.plot([_version(one) for one in known], [one.metrics[key] for one in known], "D", color=colour, markersize=4)
-    left = len(metrics) - len(chosen)
-    more = f" ({left} more: report)" if left else ""
-    _finish(axes, f"Metrics of the rollouts, diamonds: held out{more}", "optimizer step", "mean")
-
-
-# ---- lines, points and axes
-
-
-def _version(one: EvaluationRecord) -> float:
-    """The mean version of its tokens."""
-    return one.version if one.version_mean is None else one.version_mean
-
-
-def _rewards(columns: StepColumns) -> Sequence[float]:
-    """Of all rollouts read, or in records of older versions of those trained on."""
-    return columns["reward_read_mean" if "reward_read_mean" in columns.names else "reward_mean"]
-
-
-def _seconds(one: EvaluationRecord, columns: StepColumns) -> float:
-    return one.time_s - columns.begin_s
-
-
 def smoothed(values: Sequence[float]) -> list[float]:
     """The mean of each value and the `SMOOTHED` - 1 before it, without NaN; NaN where all of these are."""
     windows = [[y for y in values[max(0, i + 1 - SMOOTHED) : i + 1] if not math.isnan(y)] for i in range(len(values))]
     return [fmean(window) if window else math.nan for window in windows]
 
 
-def _line(axes: Any, x: Sequence[float], y: Sequence[float], label: str, **style: Any) -> None:
+def _line(axes: Any, x: Sequence[float], y: Sequence[float], label: str) -> None:
     """Draw a line; NaN leaves a gap. Draws nothing if all values are NaN."""
     if not all(math.isnan(value) for value in y):
-        marker = "o" if len(x) <= MANY_POINTS else None
-        axes.plot(x, y, **{"label": label, "linewidth": 1.5, "marker": marker, "markersize": 3} | style)
+        axes.plot(x, y, label=label, linewidth=1.5, marker="o" if len(x) <= MANY_POINTS else None, markersize=3)
 
 
-def _points(axes: Any, x: Sequence[float], evaluations: Sequence[EvaluationRecord], label: str, **style: Any) -> None:
-    """Draw the rewards of evaluations with their standard errors."""
+def _points(axes: Any, columns: StepColumns, evaluations: Sequence[EvaluationRecord], label: str, **style: Any) -> None:
+    """Draw the rewards of evaluations over time, with their standard errors."""
     if evaluations:
+        seconds = [one.time_s - columns.begin_s for one in evaluations]
         rewards = [one.reward_mean for one in evaluations]
         errors = [one.reward_standard_error or 0.0 for one in evaluations]
         defaults = {"label": label, "fmt": "D--", "markersize": 4, "linewidth": 1, "capsize": 3, "zorder": 3}
-        axes.errorbar(x, rewards, yerr=errors, **defaults | style)
+        axes.errorbar(seconds, rewards, yerr=errors, **defaults | style)
 
 
 def _finish(axes: Any, title: str, x_label: str, y_label: str) -> None:

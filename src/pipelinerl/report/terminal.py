@@ -20,7 +20,7 @@ from pipelinerl.status.screen import duration, pause, short
 
 Row = tuple[str, str]
 _STYLES = {"held-out reward": "bold"} | dict.fromkeys(("NOT ACCOUNTED FOR", "NOTHING LEARNED", "COLLAPSED"), "bold red")
-VERBOSE = ("lag", "longest quarter", "weight updates", "generated")
+VERBOSE = ("lag", "weight updates", "generated")
 """Rows that the table has only on demand."""
 
 
@@ -166,15 +166,11 @@ def _on_policyness(summary: Mapping[str, Any], see: _Shown) -> list[Row]:
         lengths += f"; {see.started_length_mean:.1f} of the latest groups in order of start"
     if summary.get("cut_fraction") is not None:
         lengths += f", {see.cut_fraction:.1%} cut at their limit"
-    rows = [
+    return [
         ("ESS", f"mean {see.ess_mean:.3f}, min {see.ess_min:.3f}{below}"),
         ("lag", f"mean {see.lag_mean:.2f}, max {see.lag_max:.0f} optimizer steps"),
         ("completion length", lengths),
     ]
-    if summary.get("longest_lag_mean") is not None:
-        limited = f"lag mean {see.longest_lag_mean:.2f}, {see.longest_limited_fraction:.2%} of weights limited"
-        rows.append(("longest quarter", f"{limited}; correlation of length and lag {see.length_lag_correlation:.2f}"))
-    return rows
 
 
 def _resources(summary: Mapping[str, Any], see: _Shown) -> list[Row]:
@@ -216,8 +212,6 @@ def _rollouts(summary: Mapping[str, Any], see: _Shown) -> list[Row]:
         )
     if summary.get("groups_skipped"):
         rows.append(("skipped", f"{see.groups_skipped:d} problems ({see.skipped_fraction:.1%}) by the online filter"))
-    if lengths := summary.get("actor_dropped_length_mean"):
-        rows.append(("dropped by actor", ", ".join(f"{why}: {mean:.1f} tokens each" for why, mean in lengths.items())))
     if "conservation_error" in summary:
         rows.append(("NOT ACCOUNTED FOR", f"{summary['conservation_error']['missing']} rollouts: see summary.json"))
     return rows

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from itertools import pairwise
+from collections.abc import Mapping
 from typing import TextIO
 
-import msgspec
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
@@ -15,27 +13,23 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from pipelinerl.metrics.totals import actor_total, engine_total, trainer_progress
+from pipelinerl.metrics.statistics import actor_total, trainer_progress
 from pipelinerl.status.screen import (
     NO_STAGE,
     REDRAW_S,
-    SILENT_S,
     RunView,
     Trends,
-    dropped_by_reason,
     duration,
+    facts,
     headline,
-    pause,
     printable,
-    reasons,
-    throughput,
+    shown_stages,
 )
 from pipelinerl.types import ActorProgress, StageStatus, TrainerProgress
 
 NARROW = 92
 """Columns of a terminal below which the rates of stages are left out."""
 
-_BARS = "▁▂▃▄▅▆▇█"
 _MARKS = {
     "starting": ("◌", "cyan"),
     "working": ("●", "green"),
@@ -61,8 +55,7 @@ class LiveView(RunView):
     def update(self, statuses: Mapping[str, StageStatus], now: float) -> None:
         super().update(statuses, now)
         first = self._last is None
-        shown = {stage: msgspec.structs.replace(one, detail=printable(one.detail)) for stage, one in statuses.items()}
-        self._last = (shown, now)
+        self._last = (dict(statuses), now)
         if first:
             self._first_s = now
             self._live.start()
@@ -94,40 +87,28 @@ def render(
     bar = Table.grid(expand=True)
     bar.add_row(ProgressBar(max(1, target), version))
     times = f"   {share:.0%}   {duration(elapsed_s)} elapsed, {duration(left)} left"
+    counts = Table.grid(padding=(0, 2))
+    counts.add_column(style="dim", no_wrap=True)
+    counts.add_column()
+    for name, text in facts(statuses).items():
+        counts.add_row(name, Text(text))
     return Group(
         Text(f"step {version}/{target}", "bold").append(times, "not bold"),
         bar,
-        _learning_line(statuses, trends),
+        _learning_line(statuses),
         Text(),
         _stages(statuses, trends, now, rates=width >= NARROW),
         Text(),
-        _facts(statuses),
+        counts,
     )
 
 
-def sparkline(values: Iterable[float], width: int) -> str:
-    """The values as bars, scaled to their minimum and maximum; more than `width` values are averaged to `width` bars."""
-    points = list(values)
-    count = min(width, len(points))
-    edges = [len(points) * i // count for i in range(count + 1)] if count else []
-    means = [sum(points[a:b]) / (b - a) for a, b in pairwise(edges)]
-    if not means:
-        return ""
-    low, spread = min(means), max(means) - min(means)
-    return "".join(_BARS[int((mean - low) / spread * (len(_BARS) - 1) + 0.5) if spread else 0] for mean in means)
-
-
-def _learning_line(statuses: Mapping[str, StageStatus], trends: Trends) -> RenderableType:
-    actor = actor_total(statuses) or ActorProgress()
-    trainer = trainer_progress(statuses) or TrainerProgress()
-    known = headline(trainer.latest)
+def _learning_line(statuses: Mapping[str, StageStatus]) -> RenderableType:
+    known = headline((trainer_progress(statuses) or TrainerProgress()).latest)
     line = Text() if known else Text("no optimizer step yet   ", "dim")
-    for name, shown in known:
-        line.append(f"{name} ", "dim").append(shown, "bold")
-        if name == "reward" and len(trends.rewards) > 1:
-            line.append(f" {sparkline(trends.rewards, 16)}", "green")
-        line.append("   ")
-    for when, reward in actor.evaluations.items():
+    for name, shown in known.items():
+        line.append(f"{name} ", "dim").append(f"{shown}   ", "bold")
+    for when, reward in (actor_total(statuses) or ActorProgress()).evaluations.items():
         line.append(f"held-out {when} ", "dim").append(f"{reward:.3f}   ", "bold")
     return line
 
@@ -140,37 +121,13 @@ def _stages(statuses: Mapping[str, StageStatus], trends: Trends, now: float, *, 
     if rates:
         table.add_column("busy", no_wrap=True, justify="right")
         table.add_column("throughput", no_wrap=True)
-    for status in statuses.values():
-        mark, style = _MARKS[status.state]
-        state = Text(f"{mark} {status.state} {duration(now - status.since_s)}", style)
-        silent_s = now - status.written_s
-        detail = Text(status.detail, "" if status.state == "working" else style)
-        if status.state in ("working", "waiting") and silent_s > SILENT_S:
-            detail = Text(f"no report for {duration(silent_s)}; {status.detail}", "bold red")
-        table.add_row(status.stage, state, detail, *(throughput(status, trends) if rates else ()))
+    for one in shown_stages(statuses, trends, now):
+        mark, style = _MARKS[one.state]
+        detail = Text(one.detail, "" if one.state == "working" else style)
+        if one.silent_s is not None:
+            detail = Text(f"no report for {duration(one.silent_s)}; {one.detail}", "bold red")
+        state = Text(f"{mark} {one.state} {duration(one.for_s)}", style)
+        table.add_row(one.stage, state, detail, *((one.busy, one.rate) if rates else ()))
     if not statuses:
         table.add_row("-", Text("◌ starting", "cyan"), NO_STAGE)
-    return table
-
-
-def _facts(statuses: Mapping[str, StageStatus]) -> RenderableType:
-    """Weights, slots and rollouts, as the stages have counted them."""
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column()
-    engine, actor = engine_total(statuses), actor_total(statuses)
-    trainer = trainer_progress(statuses) or TrainerProgress()
-    if engine is not None:
-        last = f", last pause {pause(engine.pauses_s[-1])}" if engine.pauses_s else ""
-        published = f"trainer at version {trainer.version}, engine at {engine.version}"
-        table.add_row("weights", f"{published}; {engine.weight_updates} updates applied{last}")
-        table.add_row("engine", f"{engine.in_progress} of {engine.slots} slots in progress, {engine.queued} queued")
-    if actor is not None:
-        counts = (
-            f"{actor.rollouts_started} started, {trainer.trained} trained, {trainer.queued} queued, "
-            f"{actor.rollouts_in_progress} in progress"
-        )
-        dropped = dropped_by_reason(statuses)
-        text = Text(f"{counts}, ").append(f"{dropped.total()} dropped", "bold yellow" if dropped else "")
-        table.add_row("rollouts", text.append(f" ({reasons(dropped)})" if dropped else ""))
     return table

@@ -1,4 +1,7 @@
-"""What terminal views show: rates, and lines of text, as functions of stage statuses and the time; and the simplest view."""
+"""What is shown of a run while it goes: stages, rates and counts, as functions of stage statuses; and the simplest view.
+
+The views of the terminal (`view.py`, `live.py`) and the page of `pipelinerl watch` show the same.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,22 @@ from collections import Counter, deque
 from collections.abc import Mapping
 from typing import TextIO
 
-from pipelinerl.metrics.statistics import LOW_ESS
-from pipelinerl.metrics.totals import actor_total, engine_total, trainer_progress
-from pipelinerl.types import ActorProgress, EngineProgress, StageStatus, TrainerProgress
+import msgspec
+
+from pipelinerl.metrics.statistics import LOW_ESS, actor_total, engine_total, trainer_progress
+from pipelinerl.status.watchdog import waits_on
+from pipelinerl.types import EngineProgress, StageState, StageStatus, TrainerProgress
 
 REDRAW_S = 0.5
+SILENT_S = 15.0
+"""A stage that has not reported for longer than this is shown as silent."""
+NO_STAGE = "no stage has reported yet"
 _PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) != "\n"} | {0x7F: 0x2421}
 _INVISIBLE = [*range(0x80, 0xA0), 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x2028, 0x2029, 0xFEFF]
 _SHOWN = _PICTURES | {code: f"<U+{code:04X}>" for code in (*_INVISIBLE, *range(0xD800, 0xE000))}
+
+
+# ---- text
 
 
 def printable(text: str) -> str:
@@ -22,6 +33,36 @@ def printable(text: str) -> str:
     Control characters become pictures (`␛`), except newlines, and bidirectional or invisible ones `<U+XXXX>`.
     """
     return text.translate(_SHOWN)
+
+
+def one_line(text: str) -> str:
+    return printable(" ".join(text.split()))
+
+
+def duration(seconds: float | None) -> str:
+    """`42s`, `3:07`, `2:05:00`; `-` for None."""
+    if seconds is None:
+        return "-"
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole}s"
+    hours, rest = divmod(whole, 3600)
+    return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"
+
+
+def short(value: float) -> str:
+    """Three significant digits with a unit: 7.81k, 52, 1.2M."""
+    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= limit * 0.9995:
+            return f"{value / limit:.3g}{unit}"
+    return f"{value:.3g}"
+
+
+def pause(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+# ---- what changes from look to look
 
 
 class Rate:
@@ -57,16 +98,14 @@ class Rate:
         (start, first), (end, last) = self._points[0], self._points[-1]
         return (last - first) / (end - start) if end > start else None
 
-
-SILENT_S = 15.0
-"""A stage that has not reported for longer than this is shown as silent."""
-NO_STAGE = "no stage has reported yet"
+    def text(self, unit: str) -> str:
+        return f"{'-' if self.per_s is None else short(self.per_s)} {unit}/s"
 
 
 class Trends:
-    """Values computed from many statuses: throughputs and the history of the reward.
+    """Throughputs, computed from many statuses.
 
-    Throughputs are over the last 30 s; the time left is estimated from the optimizer steps of the last 30 minutes.
+    They are over the last 30 s; the time left is estimated from the optimizer steps of the last 30 minutes.
     """
 
     def __init__(self) -> None:
@@ -75,8 +114,6 @@ class Trends:
         self.trained_tokens = Rate(30.0)
         self.samples = Rate(30.0)
         self.steps = Rate(1800.0)
-        self.rewards: deque[float] = deque(maxlen=400)
-        self._rewards_version = 0
 
     def observe(self, statuses: Mapping[str, StageStatus], now: float) -> None:
         engine, trainer = engine_total(statuses), trainer_progress(statuses)
@@ -89,96 +126,90 @@ class Trends:
             self.trained_tokens.observe(now, trainer.tokens_trained)
             self.samples.observe(now, trainer.trained)
             self.steps.observe(now, trainer.version)
-            if trainer.version > self._rewards_version and "reward_read_mean" in trainer.latest:
-                self._rewards_version = trainer.version
-                self.rewards.append(trainer.latest["reward_read_mean"])
 
     def remaining_s(self, steps_left: int) -> float | None:
         rate = self.steps.per_s
         return steps_left / rate if rate else None
 
 
-def model_lines(statuses: Mapping[str, StageStatus]) -> list[str]:
-    """What does not agree between model and tokenizer; how engine and trainer run the model, once both are ready; collapses.
+# ---- what is shown
 
-    An engine behind HTTP says the latter in its own log.
+
+class ShownStage(msgspec.Struct, frozen=True, kw_only=True):
+    """What is shown of a stage; its texts are safe to print.
+
+    for_s        time in its state. `silent_s`: time since its last report, if that is too long
+    busy, rate   share of its time in which it works, and what it does in a second; empty where that has no meaning
     """
-    engine, trainer = engine_total(statuses), trainer_progress(statuses)
-    lines = list(engine.notes) if engine else []
-    if engine and trainer and trainer.runner:
-        generates = f"generates {engine.runner}; " if engine.runner else ""
-        lines.append(f"model: {generates}is trained {trainer.runner}")
-    return lines + list(trainer.notes if trainer else ())
+
+    stage: str
+    state: StageState
+    detail: str
+    for_s: float
+    silent_s: float | None
+    waits_on: tuple[str, ...]
+    machine: str
+    busy: str = ""
+    rate: str = ""
 
 
-def plain_line(statuses: Mapping[str, StageStatus], target: int, trends: Trends, elapsed_s: float) -> str:
-    """A summary in one line, for logs."""
+def shown_stages(statuses: Mapping[str, StageStatus], trends: Trends, now: float) -> list[ShownStage]:
+    """The stages at `now` (`time.monotonic`)."""
+    shown = []
+    for stage, status in statuses.items():
+        progress, rate, silent_s = status.progress, "", now - status.written_s
+        if isinstance(progress, EngineProgress):
+            rate = trends.generated_by.get(stage, Rate(30.0)).text("tok")
+        elif isinstance(progress, TrainerProgress):
+            rate = f"{trends.samples.text('samples')}, {trends.trained_tokens.text('tok')}"
+        busy = ""
+        if isinstance(progress, EngineProgress | TrainerProgress):
+            busy = f"{progress.busy_s / progress.ready_s:.0%}" if progress.ready_s > 0 else "-"
+        one = ShownStage(
+            stage=stage,
+            state=status.state,
+            detail=printable(status.detail),
+            for_s=max(0.0, now - status.since_s),
+            silent_s=silent_s if status.state in ("working", "waiting") and silent_s > SILENT_S else None,
+            waits_on=waits_on(status, statuses),
+            machine=printable(status.machine),
+            busy=busy,
+            rate=rate,
+        )
+        shown.append(one)
+    return shown
+
+
+def facts(statuses: Mapping[str, StageStatus]) -> dict[str, str]:
+    """Weights, slots and rollouts, as the stages have counted them."""
+    engine, actor = engine_total(statuses), actor_total(statuses)
     trainer = trainer_progress(statuses) or TrainerProgress()
-    parts = [f"[{duration(elapsed_s):>7}]", f"step {trainer.version}/{target}"]
-    parts += [f"{name} {shown}" for name, shown in headline(trainer.latest)]
-    rates = {"tok": trends.generated, "samples": trends.samples}
-    parts += [per_second(rate, unit) for unit, rate in rates.items() if rate.per_s is not None]
-    parts.append(f"queued {trainer.queued}")
-    if dropped := dropped_by_reason(statuses):
-        parts.append(f"dropped {dropped.total()} ({reasons(dropped)})")
-    left_s = trends.remaining_s(max(0, target - trainer.version))
-    return "  ".join(parts if left_s is None else [*parts, f"left {duration(left_s)}"])
+    found = {}
+    if engine is not None:
+        last = f", last pause {pause(engine.pauses_s[-1])}" if engine.pauses_s else ""
+        published = f"trainer at version {trainer.version}, engine at {engine.version}"
+        found["weights"] = f"{published}; {engine.weight_updates} updates applied{last}"
+        found["engine"] = f"{engine.in_progress} of {engine.slots} slots in progress, {engine.queued} queued"
+    if actor is not None:
+        skipped = f"; {actor.groups_skipped} problems skipped" if actor.groups_skipped else ""
+        found["rollouts"] = (
+            f"{actor.rollouts_started} started, {trainer.trained} trained, {trainer.queued} queued, "
+            f"{actor.rollouts_in_progress} in progress, {dropped_rollouts(statuses) or '0 dropped'}{skipped}"
+        )
+    return found
 
 
-def stage_lines(statuses: Mapping[str, StageStatus], now: float, longer_than_s: float) -> list[str]:
-    """A line for each evaluation, and for each stage that has been waiting, starting, failed or silent for longer than
-    `longer_than_s`.
-    """
-    lines = [] if statuses else [NO_STAGE]
-    for status in statuses.values():
-        running = status.state in ("working", "waiting")
-        if running and isinstance(status.progress, ActorProgress) and status.progress.evaluating:
-            lines.append(f"{status.stage} {status.progress.evaluating}")
-        since_s = now - status.since_s
-        if status.state in ("waiting", "starting", "failed") and since_s > longer_than_s:
-            lines.append(f"{status.stage} {status.state} for {duration(since_s)}: {status.detail}")
-        elif status.state == "working" and now - status.written_s > max(SILENT_S, longer_than_s):
-            lines.append(f"{status.stage} has not reported for {duration(now - status.written_s)}: {status.detail}")
-    return lines
-
-
-def dropped_by_reason(statuses: Mapping[str, StageStatus]) -> Counter[str]:
+def dropped_rollouts(statuses: Mapping[str, StageStatus]) -> str:
+    """How many rollouts were dropped, by reason; empty if none was."""
     actor, trainer = actor_total(statuses), trainer_progress(statuses)
     dropped = Counter(actor.rollouts_dropped if actor else {})
     dropped.update(trainer.dropped if trainer else {})
-    return +dropped
+    reasons = ", ".join(f"{printable(reason)} {count}" for reason, count in (+dropped).most_common())
+    return f"{dropped.total()} dropped ({reasons})" if reasons else ""
 
 
-def duration(seconds: float | None) -> str:
-    """`42s`, `3:07`, `2:05:00`; `-` for None."""
-    if seconds is None:
-        return "-"
-    whole = max(0, round(seconds))
-    if whole < 60:
-        return f"{whole}s"
-    hours, rest = divmod(whole, 3600)
-    return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"
-
-
-def short(value: float) -> str:
-    """Three significant digits with a unit: 7.81k, 52, 1.2M."""
-    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= limit * 0.9995:
-            return f"{value / limit:.3g}{unit}"
-    return f"{value:.3g}"
-
-
-def pause(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
-
-
-def per_second(rate: Rate, unit: str) -> str:
-    value = rate.per_s
-    return f"{'-' if value is None else short(value)} {unit}/s"
-
-
-def headline(latest: Mapping[str, float]) -> list[tuple[str, str]]:
-    """What is known of the latest step's most important numbers, as (name, text)."""
+def headline(latest: Mapping[str, float]) -> dict[str, str]:
+    """What is known of the latest step's most important numbers, as text by name."""
     patterns = {
         "reward": ("reward_read_mean", ".3f"),
         "ess": ("ess", ".3f"),
@@ -191,27 +222,10 @@ def headline(latest: Mapping[str, float]) -> list[tuple[str, str]]:
         found["lag"] += f" (max {latest['lag_max']:.0f})"
     if latest.get("ess", 1.0) < LOW_ESS:
         found["ess"] += " (low)"
-    return list(found.items())
+    return found
 
 
-def throughput(status: StageStatus, trends: Trends) -> tuple[str, str]:
-    """How much of its time a stage is busy, and what it does in a second; empty where that has no meaning."""
-    progress = status.progress
-    if isinstance(progress, EngineProgress):
-        generated = trends.generated_by.get(status.stage, Rate(30.0))
-        return _share(progress.busy_s, progress.ready_s), per_second(generated, "tok")
-    if isinstance(progress, TrainerProgress):
-        rates = f"{per_second(trends.samples, 'samples')}, {per_second(trends.trained_tokens, 'tok')}"
-        return _share(progress.busy_s, progress.ready_s), rates
-    return "", ""
-
-
-def _share(busy_s: float, ready_s: float) -> str:
-    return f"{busy_s / ready_s:.0%}" if ready_s > 0 else "-"
-
-
-def reasons(dropped: Counter[str]) -> str:
-    return ", ".join(f"{reason} {count}" for reason, count in dropped.most_common())
+# ---- the view
 
 
 class RunView:
@@ -222,8 +236,17 @@ class RunView:
         self._said: set[str] = set()
 
     def update(self, statuses: Mapping[str, StageStatus], now: float) -> None:  # noqa: ARG002 - for the other views
-        """Show the statuses of all stages at `now` (`time.monotonic`)."""
-        for line in model_lines(statuses):
+        """Show the statuses of all stages at `now` (`time.monotonic`). May be called as often as the caller likes.
+
+        Notes of the model's loading and of training are messages: what does not agree between model and tokenizer, how
+        engine and trainer run the model, a collapse.
+        """
+        engine, trainer = engine_total(statuses), trainer_progress(statuses)
+        lines = list(engine.notes) if engine else []
+        if engine and trainer and trainer.runner:
+            generates = f"generates {engine.runner}; " if engine.runner else ""
+            lines.append(f"model: {generates}is trained {trainer.runner}")
+        for line in (*lines, *(trainer.notes if trainer else ())):
             if line not in self._said:
                 self._said.add(line)
                 self.say(line)

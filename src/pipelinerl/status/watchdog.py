@@ -7,7 +7,8 @@ never waits for a hung trainer). A waiting stage reports too, so one that does n
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from graphlib import CycleError, TopologicalSorter
 from typing import NamedTuple
 
 import msgspec
@@ -46,60 +47,38 @@ class Watchdog:
         """One observation at `now`, in seconds of the clock that the statuses were written with (`time.monotonic`)."""
         elapsed_s = 0.0 if self._observed_s is None else min(now - self._observed_s, self._timeout_s / 4)
         self._observed_s = now
-        self._count_silence(statuses, elapsed_s)
+        for stage, status in statuses.items():
+            silent = self._written_s.get(stage) == status.written_s
+            self._silent_s[stage] = self._silent_s[stage] + elapsed_s if silent else 0.0
+            self._written_s[stage] = status.written_s
         counters = {stage: _counters(status) for stage, status in statuses.items()}
-        if counters != self._counters or any(status.state == "starting" for status in statuses.values()):
-            self._counters = counters
-            self._quiet_s = 0.0
-        else:
-            self._quiet_s += elapsed_s
+        moved = counters != self._counters or any(status.state == "starting" for status in statuses.values())
+        self._counters, self._quiet_s = counters, 0.0 if moved else self._quiet_s + elapsed_s
         if not statuses or all(status.state == "done" for status in statuses.values()):
             return None
-        reporting = ("working", "waiting") if self._quiet_s >= self._timeout_s else ("working",)
+        quiet = self._quiet_s >= self._timeout_s
+        reporting = ("working", "waiting") if quiet else ("working",)
         suspects = tuple(
             stage
             for stage, status in statuses.items()
             if status.state in reporting and self._silent_s[stage] >= self._timeout_s
         )
-        if self._quiet_s < self._timeout_s and not suspects:
+        if not quiet and not suspects:
             return None
-        return Stall(self._quiet_s, suspects, self._explain(statuses, suspects, now))
-
-    def _count_silence(self, statuses: Mapping[str, StageStatus], elapsed_s: float) -> None:
+        what = f"nothing has moved for {self._quiet_s:.0f} s" if quiet else f"{' and '.join(suspects)} hung"
+        lines = [f"{what} (launch.watchdog_s is {self._timeout_s:g}):"]
         for stage, status in statuses.items():
-            if self._written_s.get(stage) == status.written_s:
-                self._silent_s[stage] += elapsed_s
-            else:
-                self._written_s[stage] = status.written_s
-                self._silent_s[stage] = 0.0
-
-    def _explain(self, statuses: Mapping[str, StageStatus], suspects: Sequence[str], now: float) -> str:
-        if self._quiet_s >= self._timeout_s:
-            lines = [f"nothing has moved for {self._quiet_s:.0f} s (launch.watchdog_s is {self._timeout_s:g}):"]
-        else:
-            lines = [f"{' and '.join(suspects)} hung (launch.watchdog_s is {self._timeout_s:g}):"]
-        for stage, status in statuses.items():
-            line = f"  {describe(status, now)}"
+            place = f"pid {status.pid} on {status.machine}" if status.machine else f"pid {status.pid}"
+            detail = f": {status.detail}" if status.detail else ""
             others = waits_on(status, statuses)
-            if others:
-                line += f" [waits on: {', '.join(others)}]"
-            if stage in suspects:
-                line += f" [SUSPECT: it has not reported since, {self._silent_s[stage]:.0f} s ago]"
-            elif status.state in ("waiting", "working") and self._silent_s[stage] >= self._timeout_s / 2:
-                line += f" [it has not reported for {self._silent_s[stage]:.0f} s]"
-            lines.append(line)
-        cycle = find_cycle(statuses)
-        if cycle:
+            waits = f" [waits on: {', '.join(others)}]" if others else ""
+            silent_s = f"{self._silent_s[stage]:.0f} s"
+            suspect = f" [SUSPECT: it has not reported since, {silent_s} ago]" if stage in suspects else ""
+            since_s = max(0.0, now - status.since_s)
+            lines.append(f"  {stage} ({place}): {status.state} for {since_s:.0f} s{detail}{waits}{suspect}")
+        if cycle := find_cycle(statuses):
             lines.append(f"  circular wait: {' waits on '.join([*cycle, cycle[0]])}")
-        return "\n".join(lines)
-
-
-def describe(status: StageStatus, now: float) -> str:
-    """One stage in a line of text: `trainer (pid 7): waiting for 12 s: samples from the actor: 3 of 64 are here`."""
-    since_s = max(0.0, now - status.since_s)
-    detail = f": {status.detail}" if status.detail else ""
-    place = f"pid {status.pid} on {status.machine}" if status.machine else f"pid {status.pid}"
-    return f"{status.stage} ({place}): {status.state} for {since_s:.0f} s{detail}"
+        return Stall(self._quiet_s, suspects, "\n".join(lines))
 
 
 def waits_on(status: StageStatus, stages: Mapping[str, object]) -> tuple[str, ...]:
@@ -111,18 +90,12 @@ def waits_on(status: StageStatus, stages: Mapping[str, object]) -> tuple[str, ..
 
 
 def find_cycle(statuses: Mapping[str, StageStatus]) -> tuple[str, ...]:
-    """Stages that wait on one another in a cycle, starting with the first of them; empty if there is no cycle."""
-    edges = {stage: waits_on(status, statuses) for stage, status in statuses.items()}
-
-    def follow(path: tuple[str, ...]) -> tuple[str, ...]:
-        for stage in edges[path[-1]]:
-            if stage == path[0]:
-                return path
-            if stage not in path and (found := follow((*path, stage))):
-                return found
-        return ()
-
-    return next((cycle for stage in edges if (cycle := follow((stage,)))), ())
+    """Stages of which each waits on the next one, and the last on the first; empty if there is no such cycle."""
+    try:
+        TopologicalSorter({stage: waits_on(status, statuses) for stage, status in statuses.items()}).prepare()
+    except CycleError as error:
+        return tuple(reversed(error.args[1][1:]))
+    return ()
 
 
 def _counters(status: StageStatus) -> tuple[object, ...]:

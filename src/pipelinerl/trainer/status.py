@@ -11,10 +11,9 @@ import msgspec
 
 from pipelinerl.files import Lines
 from pipelinerl.interfaces import Board, Verdict
-from pipelinerl.metrics.collapse import CollapseWatch
-from pipelinerl.metrics.records import EngineRecord, StepRecord
+from pipelinerl.metrics.records import CollapseWatch, EngineRecord, StepRecord
 from pipelinerl.metrics.sinks import Sink
-from pipelinerl.metrics.totals import actor_total, engine_total
+from pipelinerl.metrics.statistics import actor_total, engine_total
 from pipelinerl.status.board import ALONE, StatusReporter
 from pipelinerl.trainer.queue import SampleQueue
 from pipelinerl.trainer.records import PublishedRecord, TrainedRecord, batch_statistics

@@ -6,13 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from pipelinerl.cli.parser import Commands
-from pipelinerl.experiments.planner.calibration import (
-    Calibration,
-    DecodeCost,
-    GenerationCost,
-    LengthDistribution,
-    TrainingCost,
-)
+from pipelinerl.experiments.planner.calibration import Calibration, LengthDistribution
 from pipelinerl.files import JsonLines
 from pipelinerl.resources.machine import Machine
 from pipelinerl.types import Completion, FinishReason, Group, Problem, Rollout, Turn, spans_from_versions
@@ -24,17 +18,16 @@ CALIBRATION = Calibration(
     model="demo",
     schedule="pipeline",
     slots=16,
-    batch_size=32,
-    group_size=4,
     processes=1,
-    generation=GenerationCost(
-        decode=tuple(DecodeCost(active=active, step_s=step_s) for active, step_s in ((1, 0.001), (4, 0.0013), (16, 0.0025))),
-        prompt_tokens_mean=6.0,
-        rollout_overhead_s=0.0004,
-        tokens_per_s=5000.0,
-        update_pause_s=0.002,
-    ),
-    training=TrainingCost(step_s=0.064, token_s=0.0001, used_share=0.5, rollout_s=0.001),
+    decode_s={1: 0.001, 4: 0.0013, 16: 0.0025},
+    prompt_tokens_mean=6.0,
+    rollout_s=0.0004,
+    tokens_per_s=5000.0,
+    update_pause_s=0.002,
+    train_step_s=0.064,
+    train_token_s=0.0001,
+    prepare_s=0.001,
+    used_share=0.5,
     lengths={10: 3, 30: 1},
 )
 

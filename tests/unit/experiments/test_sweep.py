@@ -21,7 +21,7 @@ from pipelinerl.experiments.sweep import (
     split_flags,
     split_values,
 )
-from pipelinerl.report.sections import in_terminal
+from pipelinerl.report import in_terminal
 
 RATES = ["--trainer.learning_rate", "1e-4,3e-4", "--actor.group_size=8"]
 

@@ -24,7 +24,7 @@ from pipelinerl.launch.restarts import Healing
 from pipelinerl.launch.session import Session, StartPlan, WorkerSpec
 from pipelinerl.launch.stages import training
 from pipelinerl.launch.streams import make_hub
-from pipelinerl.metrics.totals import actor_total
+from pipelinerl.metrics.statistics import actor_total
 from pipelinerl.run_directory import RunDirectory
 from pipelinerl.schedule import make_schedule
 from pipelinerl.status.board import MemoryBoard, last_statuses

@@ -27,11 +27,6 @@ def an_evaluation_is_damaged(run: RunDirectory) -> None:
     (run.rollouts / "evaluation-before.jsonl").write_text("noise\n")
 
 
-def a_metric_is_a_formula_that_cannot_be_drawn(run: RunDirectory) -> None:
-    metrics = {r"$\nothing$": 1.0, "b": 1.0}
-    run.metrics.write_bytes(msgspec.json.encode(STEP | {"metrics": metrics}) + b"\n")
-
-
 STEP = {"version": 1, "time_s": 1.0, "samples": 8, "tokens_trained": 10, "reward_mean": 0.5}
 
 
@@ -40,7 +35,6 @@ STEP = {"version": 1, "time_s": 1.0, "samples": 8, "tokens_trained": 10, "reward
     [
         (a_folder_is_there, "run", "warning: curves.png is missing: can't write "),
         (an_evaluation_is_damaged, "run", "warning: the sample of the evaluations is missing: "),
-        (a_metric_is_a_formula_that_cannot_be_drawn, "run", "warning: curves.png is missing: "),
         (lambda _: None, "[/run] :smile:", ""),
     ],
 )

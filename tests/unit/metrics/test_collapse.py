@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from pipelinerl.metrics.collapse import PATIENCE, CollapseWatch, collapse_of
-from pipelinerl.metrics.records import StepRecord
+from pipelinerl.metrics.records import PATIENCE, CollapseWatch, StepRecord, collapse_of
 
 
 def steps(rewards: Sequence[float]) -> list[StepRecord]:

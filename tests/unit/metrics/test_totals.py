@@ -1,4 +1,4 @@
-"""What is known of several generation processes as if they were one: names, sums, the timeline."""
+"""What is known of several generation processes as if they were one: sums, the timeline."""
 
 from __future__ import annotations
 
@@ -6,62 +6,31 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import RunDirectoryError
-from pipelinerl.metrics.summary import summarize
-from pipelinerl.metrics.timeline import EVERY_S, TimelineRecord, TimelineWriter
-from pipelinerl.metrics.totals import actor_total, engine_total, trainer_progress
+from pipelinerl.metrics.sinks import EVERY_S, TimelineRecord, TimelineWriter
+from pipelinerl.metrics.statistics import actor_total, engine_total, trainer_progress
 from pipelinerl.report.series import read_timeline
 from pipelinerl.status.board import generation_stages
-from pipelinerl.types import (
-    ActorProgress,
-    EngineProgress,
-    Progress,
-    StageState,
-    StageStatus,
-    TrainerProgress,
-)
+from pipelinerl.types import ActorProgress, EngineProgress, Progress, StageStatus, TrainerProgress
 
 ENGINES = [
     EngineProgress(
-        version=5,
-        slots=8,
-        in_progress=3,
-        queued=1,
-        tokens_generated=100,
-        decode_steps=30,
-        busy_s=9.0,
-        ready_s=10.0,
-        weight_updates=5,
-        pauses_s=(0.1, 0.4),
+        version=5, slots=8, in_progress=3, queued=1, busy_s=9.0, ready_s=10.0, weight_updates=5, pauses_s=(0.1, 0.4)
     ),
-    EngineProgress(
-        version=4,
-        slots=8,
-        in_progress=8,
-        tokens_generated=50,
-        decode_steps=20,
-        busy_s=3.0,
-        ready_s=30.0,
-        weight_updates=4,
-        pauses_s=(0.2, 0.3),
-    ),
+    EngineProgress(version=4, slots=8, in_progress=8, busy_s=3.0, ready_s=30.0, weight_updates=4, pauses_s=(0.2, 0.3)),
 ]
 ACTORS = [
     ActorProgress(
-        groups_started=5,
         rollouts_started=20,
         rollouts_handed_over=11,
         rollouts_dropped={"timeout": 2, "raised": 1},
         rollouts_in_progress=6,
-        evaluations={"before": 0.5},
-        evaluated=9,
-        dropped_tokens={"timeout": 80, "raised": 3},
+        evaluations={"before": -0.5},
+        dropped_tokens={"timeout": 80, "raised": 0},
         started_length_mean=10.0,
         started_lengths=30,
     ),
     ActorProgress(
-        groups_started=2,
         rollouts_started=8,
         rollouts_handed_over=3,
         rollouts_dropped={"timeout": 1},
@@ -75,8 +44,8 @@ ACTORS = [
 TRAINER = TrainerProgress(version=6, trained=10, queued=1, steps_target=9)
 
 
-def status(stage: str, progress: Progress, detail: str = "", state: StageState = "working") -> StageStatus:
-    return StageStatus(stage=stage, pid=1, state=state, detail=detail, since_s=0, written_s=0, progress=progress)
+def status(stage: str, progress: Progress) -> StageStatus:
+    return StageStatus(stage=stage, pid=1, state="working", detail="", since_s=0, written_s=0, progress=progress)
 
 
 def statuses() -> dict[str, StageStatus]:
@@ -92,8 +61,6 @@ def test_engines_add_up() -> None:
         slots=16,
         in_progress=11,
         queued=1,
-        tokens_generated=150,
-        decode_steps=50,
         busy_s=12.0,
         ready_s=40.0,
         weight_updates=5,
@@ -104,37 +71,19 @@ def test_engines_add_up() -> None:
 
 
 def test_actors_add_up() -> None:
-    total = actor_total(statuses())
-    assert total == ActorProgress(
-        groups_started=7,
+    assert actor_total(statuses()) == ActorProgress(
         rollouts_started=28,
         rollouts_handed_over=14,
         rollouts_dropped={"timeout": 3, "raised": 1},
         rollouts_in_progress=10,
         recent_reward=0.25,
-        evaluations={"before": 0.5},
-        evaluated=9,
-        dropped_tokens={"timeout": 100, "raised": 3},
+        evaluations={"before": -0.5},
+        dropped_tokens={"timeout": 100, "raised": 0},
         started_length_mean=12.5,
         started_lengths=40,
     )
-    assert total is not None
-    parts = total.rollouts_handed_over + sum(total.rollouts_dropped.values()) + total.rollouts_in_progress
-    assert total.rollouts_started == parts
     assert actor_total({}) is None
     assert trainer_progress(statuses()) is TRAINER
-
-
-def test_the_summary_is_over_all_of_them() -> None:
-    summary = summarize(RunConfig(), [], [], statuses(), wall_s=50.0, status="finished", stream_rollouts=3)
-    assert summary["tokens_generated"] == 150
-    assert summary["tokens_per_s"] == 3.0
-    assert summary["engine_busy_fraction"] == 0.3
-    assert summary["weight_updates"] == 5
-    assert summary["update_pause_s_p50"] == pytest.approx(0.25)
-    assert summary["rollouts_started"] == 28
-    assert summary["rollouts_in_progress"] == 10
-    assert "conservation_error" not in summary
 
 
 # ------------------------------------------------------------------------------------------------- the timeline
@@ -158,7 +107,7 @@ def test_a_timeline_has_a_few_looks_a_second(tmp_path: Path) -> None:
     assert len(asked) == len(records) == 2 * 4
     assert [record.worker for record in records] == [0, 1] * 4
     assert [record.time_s for record in records[::2]] == pytest.approx([10 + EVERY_S * look for look in range(4)], abs=0.02)
-    assert records[0] == TimelineRecord(worker=0, time_s=10.0, in_progress=8, queued=0, tokens_generated=50, version=4)
+    assert records[0] == TimelineRecord(worker=0, time_s=10.0, in_progress=8, queued=0, tokens_generated=0, version=4)
 
 
 def test_a_resumed_timeline_goes_on_where_the_run_does(tmp_path: Path) -> None:

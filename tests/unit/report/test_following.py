@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +11,15 @@ import msgspec
 import pytest
 
 from pipelinerl.config.load import load_config
-from pipelinerl.config.schema import RunConfig
+from pipelinerl.config.schema import MetricsConfig, RunConfig
 from pipelinerl.errors import MissingDependencyError
 from pipelinerl.launch.checks import check_before_the_start
 from pipelinerl.metrics.evaluations import EvaluatedProblem, EvaluationRecord
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.sinks import JsonlSink, Record
-from pipelinerl.metrics.trackers import Row
+from pipelinerl.metrics.trackers import Tracked, Tracker
 from pipelinerl.report import following
-from pipelinerl.report.following import Follower, Notes, Sent, follow_all, followed
+from pipelinerl.report.following import CALLBACK, Follower, followed
 from pipelinerl.run_directory import RunDirectory
 
 
@@ -45,7 +45,7 @@ def ended() -> threading.Event:
     return stopping
 
 
-class Kept:
+class Kept(Tracker):
     """A tracker that keeps what it gets, and fails for the versions in `broken`, once each."""
 
     def __init__(self, known: str | None, broken: set[int]) -> None:
@@ -60,8 +60,6 @@ class Kept:
             raise ConnectionError("no network")
         self.got.append(record.version)
 
-    def table(self, name: str, version: int, rows: Sequence[Row]) -> None: ...
-
     def close(self, summary: Mapping[str, Any]) -> None:
         self.summaries.append(summary)
 
@@ -71,35 +69,30 @@ def test_a_failing_tracker_is_tried_again_from_where_it_was(tmp_path: Path, monk
     run, said, made = a_run(tmp_path), [], []
     run.summary.write_text('{"status":"finished"}')
 
-    def make(known: str | None, _failed: object) -> Kept:
-        made.append(Kept(known, {2}))
+    def make(_name: str, tracked: Tracked) -> Kept:
+        made.append(Kept(tracked.id, {2}))
         if len(made) < 3:
             raise PermissionError("no key")
         return made[-1]
 
-    notes = Notes(run.trackers)
-    follower = Follower("kept", make, run, notes, steps=3, say=said.append)
-    stopping = threading.Event()
-    thread = threading.Thread(target=follower.follow, args=(stopping,))
+    monkeypatch.setattr(following, "open_tracker", make)
+    stopping, sent = threading.Event(), run.trackers / "kept.json"
+    thread = threading.Thread(target=Follower(run, "kept", said.append).follow, args=(stopping,))
     thread.start()
-    while notes["kept"].place.steps == 0 and thread.is_alive():
+    while not (sent.exists() and b'"steps":0' not in sent.read_bytes()) and thread.is_alive():
         stopping.wait(0.001)
     stopping.set()
     thread.join()
     assert made[-1].got == [1, 1, 2, 3], "the records from the last place on, again"
     assert made[-1].summaries == [{"status": "finished"}]
-    assert follower.errors == 3
-    assert [line.partition(";")[0] for line in said] == ["kept: PermissionError: no key"], "shown once"
+    assert [line.partition(";")[0] for line in said] == ["kept: PermissionError: no key", "kept: 3 errors"]
 
-    again: list[Kept] = []
     JsonlSink(run.root).write(step(4))
-
-    def make_again(known: str | None, _failed: object) -> Kept:
-        again.append(Kept(known, set()))
-        return again[-1]
-
-    Follower("kept", make_again, run, Notes(run.trackers), steps=3, say=said.append).follow(ended())
-    assert (again[0].id, again[0].got) == ("new", [4])
+    Follower(run, "kept", said.append).follow(ended())
+    assert (made[-1].id, made[-1].got) == ("new", [4]), "a later session continues"
+    sent.write_text("{")
+    Follower(run, "kept", said.append).follow(ended())
+    assert made[-1].got == [1], "damaged notes are none"
 
 
 def test_a_callback_gets_each_record_and_its_errors_end_nothing(tmp_path: Path) -> None:
@@ -115,10 +108,10 @@ def test_a_callback_gets_each_record_and_its_errors_end_nothing(tmp_path: Path) 
     file.write_text("\n".join(line[4:] for line in code.format(out=str(out)).splitlines()))
     run, said = a_run(tmp_path / "run", callback=f"{file}:note"), []
     JsonlSink(run.root).write(EvaluationRecord(when="after", version=3, time_s=9.0, problems=1))
-    follow_all(run, ended(), said.append)
+    Follower(run, CALLBACK, said.append).follow(ended())
     assert out.read_text().split() == ["StepRecord", "1", "StepRecord", "2", "StepRecord", "3", "EvaluationRecord", "3"]
-    assert [line.partition(";")[0] for line in said] == [f"{file}:note: SystemExit: enough", f"{file}:note: 3 errors"]
-    follow_all(run, ended(), said.append)
+    assert [line.partition(";")[0] for line in said] == ["callback: SystemExit: enough", "callback: 3 errors"]
+    Follower(run, CALLBACK, said.append).follow(ended())
     assert len(out.read_text().splitlines()) == 4, "the place is kept"
 
 
@@ -126,7 +119,7 @@ def test_a_run_that_ends_while_the_process_starts_is_followed_to_its_end(tmp_pat
     file, out = tmp_path / "mine.py", tmp_path / "out"
     file.write_text(f"def note(record):\n    open({str(out)!r}, 'a').write(f'{{record.version}} ')\n")
     run, said = a_run(tmp_path / "run", callback=f"{file}:note"), []
-    with followed(run, said.append):
+    with followed(run, MetricsConfig(callback=f"{file}:note"), said.append):
         pass
     assert (out.read_text(), said) == ("1 2 3 ", [])
 
@@ -140,7 +133,7 @@ def test_tensorboard_gets_curves_texts_and_samples(tmp_path: Path) -> None:
     answer = EvaluatedProblem(problem_id="1", reward=0.5, prompt="1|1", completion="two\nlines")
     run.evaluation("after").write_bytes(msgspec.json.encode(answer) + b"\n")
     run.summary.write_text('{"status":"finished","reward_last":0.75}')
-    follow_all(run, ended(), said.append)
+    Follower(run, "tensorboard", said.append).follow(ended())
     assert said == []
     events = EventAccumulator(str(run.root / "tensorboard"))
     events.Reload()
@@ -161,8 +154,3 @@ def test_a_tracker_that_is_not_there_is_refused_before_the_start(not_installed: 
     not_installed("wandb")
     with pytest.raises(MissingDependencyError, match=r"metrics.trackers: .*pip install 'wandb>="):
         check_before_the_start(load_config(None, ["--metrics.trackers", "[wandb]"]))
-
-
-def test_damaged_notes_are_none(tmp_path: Path) -> None:
-    (tmp_path / "trackers.json").write_text("{")
-    assert Notes(tmp_path / "trackers.json")["wandb"] == Sent()

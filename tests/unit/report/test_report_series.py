@@ -16,19 +16,21 @@ from hypothesis import strategies as st
 from pipelinerl.config.schema import RunConfig, ScheduleConfig
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.records import StepRecord
-from pipelinerl.metrics.timeline import TimelineRecord
-from pipelinerl.report import columns as module
-from pipelinerl.report.columns import Columns, Seen, StepColumns, begin_s
+from pipelinerl.metrics.sinks import TimelineRecord
+from pipelinerl.report import series as module
 from pipelinerl.report.series import (
     WINDOW,
+    Columns,
     Reached,
+    Seen,
+    StepColumns,
+    begin_s,
     measure,
     name_of,
-    rate_after,
+    rates_after,
     reached,
     reached_held_out,
     slots_in_use,
-    tokens_rate_after,
     windowed,
 )
 
@@ -84,18 +86,11 @@ def test_rates_are_over_all_of_training() -> None:
     assert measure(uneven, 5.0).samples_per_s_later == pytest.approx(80 / (45.0 - 9.0))
 
 
-def test_a_rate_after_the_fill() -> None:
-    assert rate_after(STEPS, 4) == pytest.approx(60 / 12.0)
-    assert rate_after(STEPS, 10) is None
-    assert rate_after(STEPS[:1], 1) is None
-    assert rate_after(STEPS, 0) is None
-
-
-def test_tokens_after_the_fill_count_every_sample_by_its_length() -> None:
+def test_rates_after_the_fill_count_every_sample_and_every_token() -> None:
     uneven = [msgspec.structs.replace(one, completion_length_mean=float(number)) for number, one in enumerate(STEPS)]
     tokens = sum(one.samples * number for number, one in enumerate(uneven) if number >= 4)
-    assert tokens_rate_after(uneven, 4) == pytest.approx(tokens / 12.0)
-    assert tokens_rate_after(uneven, 10) is None
+    assert rates_after(uneven, 4) == pytest.approx((60 / 12.0, tokens / 12.0))
+    assert [rates_after(STEPS[:steps], fill) for steps, fill in ((10, 10), (1, 1), (10, 0))] == [None] * 3
 
 
 def test_rewards_are_averaged_over_whole_windows() -> None:

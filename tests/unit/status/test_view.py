@@ -13,8 +13,8 @@ import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
-from pipelinerl.status.live import LiveView, render, sparkline
-from pipelinerl.status.screen import Trends, duration, headline, short
+from pipelinerl.status.live import LiveView, render
+from pipelinerl.status.screen import Rate, Trends, duration, headline, printable, short
 from pipelinerl.status.view import PlainView, make_view, output_that_never_fails
 from pipelinerl.types import ActorProgress, EngineProgress, StageStatus, TrainerProgress
 
@@ -91,13 +91,14 @@ def test_a_silent_stage_stands_out() -> None:
     assert "no report" not in drawn(statuses(100), 110)
 
 
-@pytest.mark.parametrize("width", [20, 60, 100, 200])
+@pytest.mark.parametrize("width", [20, 60, 200])
 def test_an_early_or_narrow_screen_is_drawn_all_the_same(width: int) -> None:
     bare = StageStatus(stage="engine", pid=1, state="starting", detail="loading", since_s=0, written_s=0)
     for given_statuses in ({}, {"engine": bare}, statuses(5)):
         lines = drawn(given_statuses, 5.0, width=width).splitlines()
         assert lines
         assert all(len(line) <= width for line in lines)
+    assert ("tok/s" in drawn(statuses(119), 119, width=width)) == (width == 200)
 
 
 def test_the_live_view_draws_twice_a_second_and_leaves_the_last_state() -> None:
@@ -134,7 +135,7 @@ def test_a_collapse_is_said_once(kind: Any) -> None:
 
 
 def test_a_low_ess_is_marked() -> None:
-    assert [dict(headline({"ess": ess}))["ess"] for ess in (0.499, 0.5)] == ["0.499 (low)", "0.500"]
+    assert [headline({"ess": ess})["ess"] for ess in (0.499, 0.5)] == ["0.499 (low)", "0.500"]
 
 
 def test_plain_lines_come_every_few_steps_or_ten_seconds() -> None:
@@ -151,7 +152,7 @@ def test_plain_lines_come_every_few_steps_or_ten_seconds() -> None:
     # after 10 s, then every 100 / 20 steps, and what there is at the end
     assert steps == ["step 0/100", "step 5/100", "step 10/100", "step 15/100", "step 17/100"]
     assert "reward 0.625" in lines[0]
-    assert "dropped 12 (stale 10, timeout 2)" in lines[0]
+    assert "12 dropped (stale 10, timeout 2)" in lines[0]
     assert "62.1 samples/s" in lines[-2]  # 16 steps of 64 in 16.5 s
     assert lines[1].strip() == "actor waiting for 12s: the trainer (version 37): [64] rollouts are outstanding"
 
@@ -163,13 +164,35 @@ def test_numbers_as_text() -> None:
     assert {value: short(value) for value in numbers} == numbers
 
 
-def test_sparkline_rises() -> None:
-    assert sparkline(range(8), 8) == "▁▂▃▄▅▆▇█"
-    assert sparkline([1, 1, 5, 5], 2) == "▁█"
-    assert sparkline([3, 3], 5) == "▁▁"
+def test_rate_starts_with_the_first_movement() -> None:
+    rate = Rate(100.0)
+    for now in range(50):
+        rate.observe(now, 0)
+        assert rate.per_s is None
+    rate.observe(50, 10)  # the first movement: from here on
+    assert rate.per_s is None
+    rate.observe(52, 14)
+    assert rate.per_s == 2.0
+    rate.observe(54, 14)
+    assert rate.per_s == 1.0
+
+
+def test_rate_forgets_what_is_older_than_its_window_and_starts_afresh_when_a_counter_goes_back() -> None:
+    rate = Rate(10.0)
+    rate.observe(0, 0)
+    for now in range(1, 100):
+        rate.observe(now, 1000 if now < 50 else 1000 + 3 * (now - 50))
+    assert rate.per_s == 3.0
+    rate.observe(101, 5)
+    assert rate.per_s is None
 
 
 HOSTILE = "\x1b]0;title\x07 \x1b[2J [red]markup[/red]\u202e\x9b31m"
+
+
+def test_nothing_reaches_the_terminal_as_a_control_code() -> None:
+    shown = printable("\x1b[2J\a\r\x9b\u202e\ud800 fine\n")
+    assert shown == "␛[2J␇␍<U+009B><U+202E><U+D800> fine\n"
 
 
 @pytest.mark.parametrize("kind", ["live", "plain", "none"])
@@ -186,13 +209,6 @@ def test_text_of_data_and_models_never_controls_the_terminal(kind: Any) -> None:
     assert "\x1b" not in said
     assert "[red]markup[/red]" in said
     assert not [code for code in ("\x07", "\x9b", "\u202e", "\x1b[2J", "\x1b]") if code in stream.getvalue()]
-
-
-def test_a_narrow_screen_has_room_for_what_a_stage_waits_for() -> None:
-    text = drawn(statuses(119), 119, width=60)
-    assert "actor    ◦ waiting 12s  the trainer (version 37): [64]" in text
-    assert "rollouts are outstanding" in text
-    assert "tok/s" not in text
 
 
 def test_a_plain_log_says_what_the_first_step_waits_for() -> None:

@@ -268,40 +268,32 @@ function drawStages(run) {
     const silent = known(one.silent_s) ? el("span", { class: "bad" }, `no report for ${duration(one.silent_s)}; `) : null;
     const waits = one.waits_on.length ? ` (waits for ${one.waits_on.join(", ")})` : "";
     const place = one.machine ? ` on ${one.machine}` : "";
-    const since = known(one.for_s) ? ` ${duration(one.for_s)}` : "";
     return el("li", {}, el("strong", {}, one.stage + place),
-      el("span", { class: one.state }, `${MARKS[one.state] ?? ""} ${one.state}${since}`),
+      el("span", { class: one.state }, `${MARKS[one.state] ?? ""} ${one.state} ${duration(one.for_s)}`),
       el("span", { class: "detail" }, silent, one.detail, el("span", { class: "dim" }, waits)),
       el("span", { class: "rates" }, [one.busy && `${one.busy} busy`, one.rate].filter(Boolean).join(" · ")));
   }));
 }
 
 function drawSlots(run) {
-  const now = run?.now, engine = now?.engine, counts = now?.rollouts;
-  $("#slots").hidden = !engine || !engine.slots || now.state !== "running";
+  const now = run?.now, engine = now?.engine, facts = Object.entries(now?.facts ?? {});
+  $("#slots").hidden = !engine || !engine.slots;
   if ($("#slots").hidden) return;
+  const begun = now.begun, first = begun.reduce((sum, [, count]) => sum + count, 0);
   const total = Math.max(engine.slots, engine.in_progress);
-  const begun = engine.begun, first = begun.reduce((sum, [, count]) => sum + count, 0);
-  const parts = first ? begun.map(([version, count]) => [version, count]) : [[null, engine.in_progress]];
+  const parts = first ? begun : [[null, engine.in_progress]];
   const across = begun.reduce((sum, [version, count]) => sum + (version < engine.version ? count : 0), 0);
-  const use = `${engine.in_progress} of ${engine.slots} slots in use, ${engine.queued} requests queued`;
   fill($("#slots .bar"), [parts, total], () => parts.map(([version, count]) => {
     const part = el("span", { class: version === null ? "v0" : `v${version % COLOURS}`, title: version === null ? "" : `${count} began with version ${version}` },
       version !== null && count / total > 0.06 ? `v${version}` : "");
     part.style.width = `${(100 * count) / total}%`;
     return part;
   }));
-  $("#slots .bar").setAttribute("aria-label", use);
+  $("#slots .bar").setAttribute("aria-label", `${engine.in_progress} of ${engine.slots} slots in use`);
   const began = begun.map(([version, count]) => `v${version}: ${count}`).join(", ");
   $("#slots .legend").textContent = first
-    ? `${use}. ${across} of ${first} sequences cross weight versions: they began before the engine took version ${engine.version} (began at ${began}).`
-    : `${use}. `;
-  const pause = known(engine.pause_s) ? `, the last pause ${engine.pause_s < 1 ? `${short(engine.pause_s * 1e3)} ms` : `${short(engine.pause_s)} s`}` : "";
-  $("#slots .weights").textContent = `Weights: version ${engine.published} is published, the engine has ${engine.version}; ${engine.updates} updates${pause}.`;
-  const dropped = counts ? Object.entries(counts.dropped) : [];
-  const lost = dropped.length ? `, dropped ${dropped.map(([reason, count]) => `${reason} ${count}`).join(", ")}` : ", none dropped";
-  $("#slots .counts").textContent = counts
-    ? `Rollouts: ${counts.started} started, ${counts.trained} trained on, ${counts.queued} queued, ${counts.in_progress} in progress${lost}${counts.skipped ? `; ${counts.skipped} problems skipped` : ""}.` : "";
+    ? `${across} of ${first} sequences cross weight versions: they began before the engine took version ${engine.version} (began at ${began}).` : "";
+  fill($("#slots .facts"), facts, () => facts.map(([name, text]) => el("p", {}, `${name}: ${text}`)));
 }
 
 function drawEvaluations(run) {
@@ -310,8 +302,9 @@ function drawEvaluations(run) {
   fill($("#evaluations tbody"), found, () => [...found].reverse().map((one) => {
     const weights = known(one.version_max) && one.version_max !== one.version_min ? `v${one.version_min}–v${one.version_max}` : `v${one.version}`;
     const failed = Object.entries(one.failed).map(([reason, count]) => `${reason} ${count}`).join(", ");
+    const sets = Object.entries(one.sets).map(([name, value]) => `; ${name} ${reward(value)}`).join("");
     const cells = [one.when === "online" ? "during training" : `${one.when} training`, weights,
-      `${reward(one.reward)}${known(one.error) ? ` ± ${one.error.toFixed(3)}` : ""}`, String(one.problems), short(one.length), failed || "–"];
+      `${reward(one.reward)}${known(one.error) ? ` ± ${one.error.toFixed(3)}` : ""}${sets}`, String(one.problems), short(one.length), failed || "–"];
     return el("tr", {}, ...cells.map((text) => el("td", {}, text)));
   }));
 }

@@ -39,7 +39,7 @@ from pipelinerl.metrics.reading import read_json_lines, read_records
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.models.loading import load_tokenizer
 from pipelinerl.report import number, write_file, write_json
-from pipelinerl.report.series import read_run, tokens_rate_after
+from pipelinerl.report.series import rates_after, read_run
 from pipelinerl.resources.roles import process_environment
 from pipelinerl.run_directory import RunDirectory
 
@@ -123,7 +123,8 @@ def _tuned(request: ComparisonRequest, contender: Contender, folder: Folder, say
         for part in ("rollouts", "checkpoints", "streams"):  # the rate needs only the steps
             shutil.rmtree(path / part, ignore_errors=True)
         records = read_records(RunDirectory(path).metrics, StepRecord)
-        rate = tokens_rate_after(records, uncounted) if records else None
+        rates = rates_after(records, uncounted) if records else None
+        rate = rates[1] if rates else None
         say(f"tried {contender.label}: {settings.label}, {steps} steps: {number(rate, '.0f')} tokens/s")
         return rate
 

@@ -16,8 +16,7 @@ import msgspec
 from pipelinerl.experiments.compare.settings import CONVENTIONAL, PIPELINE, ComparisonRequest, Settings, TuningResult
 from pipelinerl.experiments.runs import Execution
 from pipelinerl.metrics.evaluations import EvaluationRecord
-from pipelinerl.report import count, number
-from pipelinerl.report.sections import PageSection, table
+from pipelinerl.report import PageSection, count, number, table
 from pipelinerl.report.series import (
     WINDOW,
     RunRecords,

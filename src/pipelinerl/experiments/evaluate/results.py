@@ -14,8 +14,7 @@ from pipelinerl.experiments.evaluate.models import Target
 from pipelinerl.experiments.statistics import Floats, Interval, mean_intervals, pass_at_k, powers_of_two
 from pipelinerl.metrics.evaluations import EvaluatedProblem
 from pipelinerl.metrics.statistics import mean_metrics
-from pipelinerl.report import number
-from pipelinerl.report.sections import PageSection, table
+from pipelinerl.report import PageSection, number, table
 from pipelinerl.types import Problem
 
 Status = Literal["unfinished", "interrupted", "finished"]

@@ -5,7 +5,7 @@
     2. an engine in this process decodes at 1, 2, 4, ... H sequences: a run that keeps its engines full does not show these
 
 Decode steps are timed with the KV cache as full as in a batch that is kept full: with random tokens, and the distribution of
-ages at a random moment. `rollout_overhead_s` is what a rollout costs an engine of the run beyond its share of these steps.
+ages at a random moment. `rollout_s` is what a rollout costs an engine of the run beyond its share of these steps.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import datetime
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
@@ -29,10 +29,7 @@ from pipelinerl.engine import LocalEngine
 from pipelinerl.errors import PipelineRLError, UserError
 from pipelinerl.experiments.planner.calibration import (
     Calibration,
-    DecodeCost,
-    GenerationCost,
     LengthDistribution,
-    TrainingCost,
     Utilisation,
     prompt_tokens_mean,
 )
@@ -41,7 +38,7 @@ from pipelinerl.experiments.statistics import powers_of_two
 from pipelinerl.launch.stages.engines import load_local_engine
 from pipelinerl.metrics.reading import read_records
 from pipelinerl.metrics.records import StepRecord
-from pipelinerl.metrics.timeline import TimelineRecord
+from pipelinerl.metrics.sinks import TimelineRecord
 from pipelinerl.report.series import RecordedGroup, name_of, read_groups, read_timeline
 from pipelinerl.resources.machine import load_average, this_machine, usable_cores
 from pipelinerl.resources.roles import plan_threads
@@ -78,7 +75,7 @@ def calibrate(config: RunConfig, report: Callable[[str], None] = lambda _: None,
         raise PipelineRLError("the run that was to be measured finished no group of rollouts, or took less than two steps")
     prompt = prompt_tokens_mean(groups)
     report("measuring decode steps")
-    decode = decode_costs(config, LengthDistribution.of_lengths(lengths), max(1, round(prompt)), DECODE_SECONDS)
+    decode_s = decode_times(config, LengthDistribution.of_lengths(lengths), max(1, round(prompt)), DECODE_SECONDS)
     in_progress, rate = full_rate(timeline)
     pauses_s = [step.engine.update_pause_s for step in records if step.engine and step.engine.update_pause_s is not None]
     return Calibration(
@@ -88,18 +85,15 @@ def calibrate(config: RunConfig, report: Callable[[str], None] = lambda _: None,
         model=config.model.path,
         schedule=name_of(config),
         slots=config.engine.slots,
-        batch_size=config.trainer.batch_size,
-        group_size=config.actor.group_size,
         processes=config.engine.processes,
-        generation=GenerationCost(
-            decode=tuple(decode),
-            prompt_tokens_mean=prompt,
-            rollout_overhead_s=rollout_overhead_s(decode, fmean(lengths), in_progress, rate),
-            tokens_per_s=rate,
-            update_pause_s=median(pauses_s) if pauses_s else 0.0,
-        ),
-        training=training_cost(records, config.trainer.ranks),
+        ranks=config.trainer.ranks,
+        decode_s=decode_s,
+        prompt_tokens_mean=prompt,
+        rollout_s=rollout_overhead_s(decode_s, fmean(lengths), in_progress, rate),
+        tokens_per_s=rate,
+        update_pause_s=median(pauses_s) if pauses_s else 0.0,
         lengths=dict(sorted(Counter(lengths).items())),
+        **training_costs(records),
     )
 
 
@@ -154,27 +148,26 @@ def full_rate(timeline: Sequence[TimelineRecord]) -> tuple[float, float]:
     return fmean((before.in_progress + after.in_progress) / 2 for before, after in full), rate
 
 
-def rollout_overhead_s(decode: Sequence[DecodeCost], length: float, in_progress: float, rate: float) -> float:
+def rollout_overhead_s(decode_s: Mapping[int, float], length: float, in_progress: float, rate: float) -> float:
     """The time of a rollout of mean `length` in a full engine, less its share of the decode steps. Not below 0."""
-    table = Utilisation(tuple(float(cost.active) for cost in decode), tuple(cost.step_s for cost in decode))
+    table = Utilisation(tuple(map(float, decode_s)), tuple(decode_s.values()))
     return max(0.0, length * (1 / rate - float(table.step_time(in_progress)) / in_progress))
 
 
-def training_cost(steps: Sequence[StepRecord], ranks: int) -> TrainingCost:
-    """From the steps of a run; the first one warms up."""
+def training_costs(steps: Sequence[StepRecord]) -> dict[str, float]:
+    """The costs of training in a `Calibration`, from the steps of a run; the first one warms up."""
     step_s, token_s = fit_steps([(step.tokens_trained + step.tokens_context, step.train_s) for step in steps[1:]])
     between_s = [
         max(0.0, after.time_s - before.time_s - after.train_s - after.wait_s - after.saving_s)
         for before, after in pairwise(steps)
     ]
     sampled = sum(step.samples * (step.completion_length_mean or 0.0) for step in steps)
-    return TrainingCost(
-        step_s=step_s,
-        token_s=token_s,
-        used_share=sum(step.tokens_trained for step in steps) / sampled if sampled else 0.0,
-        rollout_s=median(between_s) / steps[0].samples,
-        ranks=ranks,
-    )
+    return {
+        "train_step_s": step_s,
+        "train_token_s": token_s,
+        "prepare_s": median(between_s) / steps[0].samples,
+        "used_share": sum(step.tokens_trained for step in steps) / sampled if sampled else 0.0,
+    }
 
 
 def fit_steps(steps: Sequence[tuple[int, float]]) -> tuple[float, float]:
@@ -200,13 +193,13 @@ def fit_steps(steps: Sequence[tuple[int, float]]) -> tuple[float, float]:
 # ---- decode steps
 
 
-def decode_costs(config: RunConfig, lengths: LengthDistribution, prompt_tokens: int, seconds: float) -> list[DecodeCost]:
-    """Times of decode steps at 1, 2, 4, ... H sequences, about `seconds` at each size (at least MIN_ROUNDS rounds)."""
+def decode_times(config: RunConfig, lengths: LengthDistribution, prompt_tokens: int, seconds: float) -> dict[int, float]:
+    """Median times of decode steps at 1, 2, 4, ... H sequences, for about `seconds` each (at least MIN_ROUNDS rounds)."""
     torch.set_num_threads(plan_threads(config, make_schedule(config), usable_cores()).generation)
     model, engine = load_local_engine(config)
     vocabulary = model.get_input_embeddings().weight.shape[0]
     rng = np.random.default_rng(config.seed)
-    costs = []
+    found: dict[int, float] = {}
     for active in (*powers_of_two(engine.slots - 1), engine.slots):
         ages = rng.choice(lengths.longest, size=active, p=lengths.ages())
         times_s: list[float] = []
@@ -215,8 +208,8 @@ def decode_costs(config: RunConfig, lengths: LengthDistribution, prompt_tokens: 
             contexts = (prompt_tokens + ages - DECODE_STEPS // 2).tolist()
             times_s += decode_round(engine, config, contexts, vocabulary, rng)
             rounds += 1
-        costs.append(DecodeCost(active=active, step_s=median(times_s)))
-    return costs
+        found[active] = median(times_s)
+    return found
 
 
 def decode_round(

@@ -67,11 +67,6 @@ class LengthDistribution:
         """Lbar, the mean number of tokens of a completion."""
         return float(self.survival().sum())
 
-    @property
-    def tail(self) -> float:
-        """L / Lbar: 1 if all lengths are equal, 2L/(L+1) if they are uniform."""
-        return self.longest / self.mean
-
     def survival(self) -> Floats:
         """[L]: entry l - 1 is the share of sequences that decode an l-th token, h(l) / S. Sums to Lbar."""
         survival: Floats = np.minimum(np.cumsum(self.probabilities[::-1])[::-1], 1.0)
@@ -133,61 +128,23 @@ class Utilisation:
         return np.asarray(np.asarray(active, dtype=np.float64) / self.step_time(active), dtype=np.float64)
 
 
-FORMAT = 3
-
-
-class DecodeCost(msgspec.Struct, frozen=True, kw_only=True):
-    """The median time of a decode step of the engine with `active` sequences."""
-
-    active: int
-    step_s: float
-
-
-class GenerationCost(msgspec.Struct, frozen=True, kw_only=True):
-    """The costs of one generation process.
-
-    decode              decode steps by number of sequences, ascending, of an engine that has the machine to itself; contexts
-                        are as long as in a batch that is kept full
-    prompt_tokens_mean  mean prompt length of the run's problems
-    rollout_overhead_s  process time per rollout in the run beyond its share of decode steps: prefill, admission, environment
-                        and reward code, records, and what other processes of the run take away
-    tokens_per_s        rate of the whole process in the run, with all slots in use
-    update_pause_s      the engine's pause for new weights
-    """
-
-    decode: tuple[DecodeCost, ...]
-    prompt_tokens_mean: float
-    rollout_overhead_s: float
-    tokens_per_s: float
-    update_pause_s: float
-
-    def utilisation(self) -> Utilisation:
-        """U(h) of the decode steps alone, in seconds. Raises ValueError for an invalid table."""
-        active = tuple(float(cost.active) for cost in self.decode)
-        return Utilisation(active, tuple(cost.step_s for cost in self.decode))
-
-
-class TrainingCost(msgspec.Struct, frozen=True, kw_only=True):
-    """A step of `ranks` takes `step_s + token_s * tokens`; all these tokens go through the model, prompts included.
-
-    `used_share` is the share of the sampled tokens that have a gradient, in the first steps of a run. It is 0 if its model
-    solves no problem or every problem; a prediction then underestimates the cost of training.
-    """
-
-    step_s: float
-    token_s: float
-    used_share: float
-    rollout_s: float
-    """Seconds to prepare a rollout for training: reading it from the stream, computing advantages, joining turns."""
-    ranks: int = 1
-
-
 class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     """Costs for one machine and one run file, measured on `date` with `load_average` (1 minute, at the start).
 
-    schedule       that of the run, as `compare` names it: it decides whether generation and training share the machine
-    processes      number of generation processes in the run; `generation` has the costs of one of them
-    lengths        sampled tokens -> number of rollouts, in the first steps of the run (training changes lengths)
+    schedule            that of the run, as `compare` names it: it decides whether generation and training share the machine
+    decode_s            median time of a decode step by number of sequences, of an engine that has the machine to itself;
+                        contexts are as long as in a batch that is kept full
+    prompt_tokens_mean  mean prompt length of the run's problems
+    rollout_s           time of a generation process per rollout in the run beyond its share of decode steps: prefill,
+                        admission, environment and reward code, records, and what other processes of the run take away
+    tokens_per_s        rate of a generation process in the run, with all slots in use
+    update_pause_s      the engine's pause for new weights
+    train_*_s           a step of `ranks` takes `train_step_s + train_token_s * tokens`; all these tokens go through the
+                        model, prompts included
+    prepare_s           to prepare a rollout for training: reading it from the stream, computing advantages, joining turns
+    used_share          share of the sampled tokens that have a gradient, in the first steps of a run. It is 0 if its model
+                        solves no problem or every problem; a prediction then underestimates the cost of training
+    lengths             sampled tokens -> number of rollouts, in the first steps of the run (training changes lengths)
     """
 
     machine: Machine
@@ -196,54 +153,59 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     schedule: str
     slots: int
-    batch_size: int
-    group_size: int
     processes: int
-    generation: GenerationCost
-    training: TrainingCost
+    ranks: int = 1
+    decode_s: dict[int, float]
+    prompt_tokens_mean: float
+    rollout_s: float
+    tokens_per_s: float
+    update_pause_s: float
+    train_step_s: float
+    train_token_s: float
+    prepare_s: float
+    used_share: float
     lengths: dict[int, int]
-    format: int = FORMAT
 
     @property
     def disturbed(self) -> bool:
         """Whether the load suggests that other programs disturbed the measurements."""
         return self.load_average is not None and self.load_average > self.machine.cores / 2
 
-    def length_distribution(self) -> LengthDistribution:
-        return LengthDistribution.of_histogram(self.lengths)
+    def utilisation(self) -> Utilisation:
+        """U(h) of the decode steps alone, in seconds. Raises ValueError for an invalid table."""
+        return Utilisation(tuple(map(float, self.decode_s)), tuple(self.decode_s.values()))
 
 
 def read_calibration(path: Path) -> Calibration:
-    """Raises UserError for a file that can't be read or is not a calibration of this format."""
+    """Raises UserError for a file that can't be read or is not a calibration of this version."""
     try:
         calibration = msgspec.json.decode(path.read_bytes(), type=Calibration)
-        calibration.generation.utilisation()
-        calibration.length_distribution()
+        calibration.utilisation()
+        LengthDistribution.of_histogram(calibration.lengths)
     except OSError as error:
         raise UserError(f"can't read {path}: {error.strerror}; `pipelinerl lab calibrate` writes such a file") from error
     except (*INVALID_DATA, ValueError) as error:
         raise UserError(f"{path} is not a calibration ({error}); write one with `pipelinerl lab calibrate`") from error
-    if calibration.format != FORMAT:
-        raise UserError(f"{path} has format {calibration.format}, not {FORMAT}; repeat `pipelinerl lab calibrate`")
     return calibration
 
 
 def calibration_text(calibration: Calibration) -> str:
     """The measured costs, with a warning if other programs kept the machine busy."""
-    generation, training, machine = calibration.generation, calibration.training, calibration.machine
+    machine, lengths = calibration.machine, LengthDistribution.of_histogram(calibration.lengths)
+    rows = {
+        f"decode step, {count(active, 'sequence')}": f"{1e3 * step_s:.3g} ms, {active / step_s:.0f} tokens/s"
+        for active, step_s in calibration.decode_s.items()
+    } | {
+        "rollout, besides its decode steps": f"{1e3 * calibration.rollout_s:.3g} ms",
+        "weight update": f"{1e3 * calibration.update_pause_s:.3g} ms",
+        "generation, all slots in use": f"{calibration.tokens_per_s:.0f} tokens/s",
+        "optimizer step": f"{1e3 * calibration.train_step_s:.3g} ms + {1e6 * calibration.train_token_s:.3g} us a token",
+        "tokens that have a gradient": f"{calibration.used_share:.0%} in the first steps",
+        "lengths in the first steps": f"mean {lengths.mean:.1f}, longest {lengths.longest} tokens",
+        "measured": f"in a {calibration.schedule} run with {count(calibration.processes, 'engine')}",
+    }
     table = new_table(f"{machine.cpu}, {machine.cores} cores, model {calibration.model}", "", "")
-    for cost in generation.decode:
-        rate = f"{cost.active / cost.step_s:.0f} tokens/s"
-        table.add_row(f"decode step, {count(cost.active, 'sequence')}", f"{1e3 * cost.step_s:.3g} ms, {rate}")
-    table.add_row("rollout, besides its decode steps", f"{1e3 * generation.rollout_overhead_s:.3g} ms")
-    table.add_row("weight update", f"{1e3 * generation.update_pause_s:.3g} ms")
-    table.add_row("generation, all slots in use", f"{generation.tokens_per_s:.0f} tokens/s")
-    table.add_row("optimizer step", f"{1e3 * training.step_s:.3g} ms + {1e6 * training.token_s:.3g} us a token")
-    lengths = calibration.length_distribution()
-    table.add_row("tokens that have a gradient", f"{training.used_share:.0%} in the first steps")
-    table.add_row("lengths in the first steps", f"mean {lengths.mean:.1f}, longest {lengths.longest} tokens")
-    table.add_row("measured", f"in a {calibration.schedule} run with {count(calibration.processes, 'engine')}")
-    text = rendered(table)
-    if calibration.disturbed:
-        text += f"the machine was busy (load average {calibration.load_average:g}): measure again when it is not\n"
-    return text
+    for row in rows.items():
+        table.add_row(*row)
+    busy = f"the machine was busy (load average {calibration.load_average:g}): measure again when it is not\n"
+    return rendered(table) + (busy if calibration.disturbed else "")

@@ -89,7 +89,6 @@ class SimulatedEngine:
         self.version = publications[0].version
         self.active = 0
         self.steps_done = 0
-        self.tokens = 0
         self.decode_s = self.slot_s = 0.0
         self.finished: deque[SimulatedGroup] = deque()
         self.segment: DecodeSegment | None = None
@@ -250,7 +249,6 @@ class SimulatedEngine:
             return
         decode_s = steps * segment.step_s
         self.steps_done += steps
-        self.tokens += steps * self.active
         self.decode_s += decode_s
         self.slot_s += decode_s * self.active
 

@@ -56,9 +56,12 @@ def case_study() -> PaperWorkload:
     return PaperWorkload(ACCELERATORS, BATCH, LengthDistribution.uniform(LONGEST), h100(), TAU)
 
 
-@dataclass(frozen=True)
-class Conventional:
-    """Conventional RL with G = `steps_per_round`: all accelerators generate B*G sequences, then all train."""
+class Conventional(NamedTuple):
+    """Conventional RL with G = `steps_per_round`: all accelerators generate B*G sequences, then all train.
+
+    The phases alternate, so their times per token add up: r = 1 / (1/r_gen + 1/r_train). The last step of a round trains on
+    tokens sampled by the weights from before its first step: the lag is at most G - 1.
+    """
 
     steps_per_round: int
     generation_rate: float
@@ -66,18 +69,14 @@ class Conventional:
 
     @property
     def rate(self) -> float:
-        """r = 1 / (1/r_gen + 1/r_train): the phases alternate, so their times per token add up."""
         return 1 / (1 / self.generation_rate + 1 / self.training_rate)
 
-    @property
-    def max_lag(self) -> int:
-        """G - 1: the last step of a round trains on tokens sampled by the weights from before its first step."""
-        return self.steps_per_round - 1
 
+class Pipeline(NamedTuple):
+    """PipelineRL with I = `generating` accelerators of H = `slots` sequences each. The others train.
 
-@dataclass(frozen=True)
-class Pipeline:
-    """PipelineRL with I = `generating` accelerators of H = `slots` sequences each. The others train."""
+    The faster phase waits for the slower: r = min(r_gen, r_train).
+    """
 
     slots: int
     generating: int
@@ -87,7 +86,6 @@ class Pipeline:
 
     @property
     def rate(self) -> float:
-        """r = min(r_gen, r_train): the faster phase waits for the slower."""
         return min(self.generation_rate, self.training_rate)
 
 
@@ -100,11 +98,7 @@ def conventional(workload: PaperWorkload, steps_per_round: int) -> Conventional:
     accelerators, sequences = workload.accelerators, workload.batch_size * steps_per_round
     running = workload.lengths.survival() * (sequences / accelerators)
     time = float(workload.utilisation.step_time(running).sum())
-    return Conventional(
-        steps_per_round=steps_per_round,
-        generation_rate=sequences * workload.lengths.mean / time,
-        training_rate=accelerators / workload.tau,
-    )
+    return Conventional(steps_per_round, sequences * workload.lengths.mean / time, accelerators / workload.tau)
 
 
 def pipeline(workload: PaperWorkload, slots: int, generating: int) -> Pipeline:
@@ -124,7 +118,8 @@ def pipeline_max_lag(workload: PaperWorkload, in_progress: npt.ArrayLike) -> npt
     This is the number of optimizer steps while the longest sequence is generated, if neither phase waits: L decode steps
     finish H I L / Lbar sequences, and a step takes B of them.
     """
-    steps = np.asarray(in_progress, dtype=np.float64) * (workload.lengths.tail / workload.batch_size)
+    tail = workload.lengths.longest / workload.lengths.mean
+    steps = np.asarray(in_progress, dtype=np.float64) * (tail / workload.batch_size)
     return np.ceil(steps * (1 - 1e-12))  # do not round up a whole number that is off by floating-point error
 
 

@@ -16,16 +16,7 @@ from pipelinerl.errors import RunDirectoryError
 from pipelinerl.experiments.planner.calibration import Calibration, LengthDistribution, prompt_tokens_mean
 from pipelinerl.interfaces import Schedule
 from pipelinerl.preprocess.advantages import advantages
-from pipelinerl.report.columns import begin_s
-from pipelinerl.report.series import (
-    RecordedGroup,
-    measure,
-    name_of,
-    rate_after,
-    read_groups,
-    read_run,
-    tokens_rate_after,
-)
+from pipelinerl.report.series import RecordedGroup, begin_s, measure, name_of, rates_after, read_groups, read_run
 from pipelinerl.schedule import make_schedule, stream_capacity
 
 
@@ -173,25 +164,24 @@ def calibrated_costs(calibration: Calibration, config: RunConfig) -> Costs:
     With another number of ranks than in the calibration, the cost per token changes in proportion. The fixed cost of a step
     stays, and so does that of a rollout, which rank 0 alone prepares.
     """
-    generation, training = calibration.generation, calibration.training
     return Costs(
-        decode_step_s=tuple(generation.utilisation().step_time(np.arange(config.engine.slots + 1)).tolist()),
-        rollout_s=generation.rollout_overhead_s,
-        update_pause_s=generation.update_pause_s,
-        train_step_s=training.step_s,
-        train_token_s=training.token_s * training.ranks / config.trainer.ranks,
-        prepare_s=training.rollout_s,
+        decode_step_s=tuple(calibration.utilisation().step_time(np.arange(config.engine.slots + 1)).tolist()),
+        rollout_s=calibration.rollout_s,
+        update_pause_s=calibration.update_pause_s,
+        train_step_s=calibration.train_step_s,
+        train_token_s=calibration.train_token_s * calibration.ranks / config.trainer.ranks,
+        prepare_s=calibration.prepare_s,
     )
 
 
 def calibrated_workload(calibration: Calibration, config: RunConfig) -> DrawnWorkload:
     """Lengths and the share of groups with a gradient as they were in the calibration."""
     return DrawnWorkload(
-        calibration.length_distribution(),
+        LengthDistribution.of_histogram(calibration.lengths),
         config.actor.group_size,
         seed=config.seed,
-        used_share=calibration.training.used_share,
-        prompt_tokens=calibration.generation.prompt_tokens_mean,
+        used_share=calibration.used_share,
+        prompt_tokens=calibration.prompt_tokens_mean,
     )
 
 
@@ -214,25 +204,18 @@ def run_scenario(config: RunConfig, calibration: Calibration, workload: Workload
 
 def doubts(config: RunConfig, calibration: Calibration) -> list[str]:
     """Reasons why this calibration may not fit this run, one sentence each."""
-    found = []
-    if calibration.model != config.model.path:
-        found.append(f"the calibration is of model {calibration.model}, the run's is {config.model.path}")
-    if calibration.slots < config.engine.slots:
-        found.append(f"it was made with {calibration.slots} slots, fewer than the run's {config.engine.slots}")
-    if (measured := calibration.training.ranks) != (ranks := config.trainer.ranks):
-        found.append(f"it was made with trainer.ranks {measured}, the run has {ranks}: what ranks exchange is not known")
-    if config.engine.device == "cpu" and calibration.processes != (processes := config.engine.processes):
-        found.append(
-            f"it was made with engine.processes {calibration.processes}, the run has {processes}: processes that share "
-            "cores slow each other down"
-        )
-    if (made := calibration.schedule) != (now := name_of(config)) and "pipeline" in (made, now):
-        found.append(
-            f"it was made with schedule {made}, the run has {now}: generation and training share the machine otherwise"
-        )
-    if calibration.disturbed:
-        cores = calibration.machine.cores
-        found.append(f"the machine was busy when it was made (load average {calibration.load_average:g}, {cores} cores)")
+    made = calibration
+    pairs = {"model": (made.model, config.model.path), "trainer.ranks": (made.ranks, config.trainer.ranks)}
+    if made.slots < config.engine.slots:
+        pairs["engine.slots"] = (made.slots, config.engine.slots)
+    if config.engine.device == "cpu":  # processes that share cores slow each other down
+        pairs["engine.processes"] = (made.processes, config.engine.processes)
+    if "pipeline" in (made.schedule, name_of(config)):  # it decides whether generation and training share the machine
+        pairs["schedule"] = (made.schedule, name_of(config))
+    found = [f"it was made with {what} {then}, the run has {now}" for what, (then, now) in pairs.items() if then != now]
+    if made.disturbed:
+        load = f"load average {made.load_average:g}, {made.machine.cores} cores"
+        found.append(f"the machine was busy when it was made ({load})")
     return found
 
 
@@ -291,15 +274,18 @@ def read_measured(run_dir: Path, config: RunConfig) -> MeasuredRun:
     steps, summary = run.steps, run.summary or {}
     begin = begin_s(steps, (), run.evaluations)
     found = measure(steps, begin)
-    later = first_fifth(found.steps, make_schedule(config))
+    fill = first_fifth(found.steps, make_schedule(config))
+    samples_per_s, tokens_per_s = (
+        (rates_after(steps, fill) or (None, None)) if fill else (found.samples_per_s, found.tokens_per_s)
+    )
     ready_s = steps[0].time_s - steps[0].train_s - steps[0].wait_s
     waited_s = sum(step.wait_s for step in steps) - (begin - ready_s)
     return MeasuredRun(
         steps=found.steps,
         time_s=found.training_s,
         samples_per_s=found.samples_per_s,
-        samples_per_s_later=rate_after(steps, later) if later else found.samples_per_s,
-        trained_tokens_per_s_later=tokens_rate_after(steps, later) if later else found.tokens_per_s,
+        samples_per_s_later=samples_per_s,
+        trained_tokens_per_s_later=tokens_per_s,
         lag_mean=summary.get("lag_mean"),
         lag_max=summary.get("lag_max"),
         engine_busy_fraction=summary.get("engine_busy_fraction"),

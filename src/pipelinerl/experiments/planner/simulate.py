@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import heapq
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Sequence
 from statistics import fmean
 
 import msgspec
 import numpy as np
 
-from pipelinerl.experiments.planner.engine import Publication, SimulatedEngine, SimulatedGroup
+from pipelinerl.experiments.planner.calibration import Ints
+from pipelinerl.experiments.planner.engine import Publication, SimulatedEngine, SimulatedGroup, SimulatedRollout
 from pipelinerl.experiments.planner.scenario import MeasuredRun, Scenario, first_fifth
-from pipelinerl.experiments.planner.trainer import Ints, SimulatedTrainer
 from pipelinerl.hub.admission import AdmissionState
 from pipelinerl.report import count, new_table, number, rendered
+from pipelinerl.types import TrainerProgress
 
 
 class RunPrediction(msgspec.Struct, frozen=True, kw_only=True):
     """A simulated run. Times are in the unit of the costs and start when engines and trainer are ready.
 
     *_later               rates after the first fifth of the steps, when the pipeline has filled (see `first_fifth`)
-    tokens_per_s          all generated tokens, trained on or not; `trained_tokens` are of rollouts in optimizer steps
+    trained_tokens_*      of the rollouts in optimizer steps
     lag_*                 over all tokens with a gradient, equally weighted; `lag_tokens[k]` of them had lag k
     engine_busy_fraction  share of time in decode steps; the actor's own work, prefill and pauses are excluded
     slots_used            sequences in progress over H, averaged over the time of decode steps
-    wait_s_*              time the trainer waited for data before a step
-    step_*                one entry per optimizer step; a lag is None if no token in the step had a gradient
+    step_*                one entry per optimizer step: its end, how long the trainer waited for data before it, and its
+                          largest lag, which is None if no token in the step had a gradient
     rollouts_*            every started rollout is trained, dropped, queued or in progress
     """
 
@@ -36,19 +38,14 @@ class RunPrediction(msgspec.Struct, frozen=True, kw_only=True):
     time_s: float
     samples_per_s: float
     samples_per_s_later: float
-    tokens_per_s: float
     trained_tokens_per_s_later: float
     lag_mean: float | None
     lag_max: int | None
-    lag_p50: int | None
     lag_p99: int | None
     lag_tokens: list[int]
     engine_busy_fraction: float
     slots_used: float
     trainer_busy_fraction: float
-    wait_s_mean: float
-    wait_s_max: float
-    tokens_generated: int
     rollouts_started: int
     rollouts_trained: int
     rollouts_dropped: dict[str, int]
@@ -59,10 +56,156 @@ class RunPrediction(msgspec.Struct, frozen=True, kw_only=True):
     step_lag_max: list[int | None]
 
 
-def _nearest_rank(counts: Ints, fraction: float) -> int | None:
-    """The smallest value k such that at least `fraction` of the values are <= k; `counts[k]` values equal k."""
-    total = counts.sum()
-    return int(np.searchsorted(np.cumsum(counts), fraction * total)) if total else None
+# ---- stream and trainer: groups in order, batches of B, one optimizer step after another, lag of every token
+
+
+def tokens_by_lag(rollouts: Sequence[SimulatedRollout], version: int) -> Ints:
+    """The number of tokens of each lag 0, 1, ... that weights `version` are trained on. All rollouts have ended.
+
+    Lag is constant along a version span, so tokens are not visited.
+    """
+    if not rollouts:
+        return np.zeros(0, dtype=np.int64)
+    steps: list[int] = []
+    versions: list[int] = []
+    for rollout in rollouts:
+        first, end = rollout.first_update, rollout.last_update + 1
+        steps += rollout.engine.update_steps[first:end]
+        versions += rollout.engine.update_versions[first:end]
+    starts_R = np.array([rollout.start_step for rollout in rollouts], dtype=np.int64)
+    lengths_R = np.array([rollout.length for rollout in rollouts], dtype=np.int64)
+    counts_R = np.array([rollout.last_update - rollout.first_update + 1 for rollout in rollouts], dtype=np.int64)
+    start_S = np.maximum(np.array(steps, dtype=np.int64) - np.repeat(starts_R, counts_R), 0)
+    end_S = np.empty_like(start_S)
+    end_S[:-1] = start_S[1:]
+    end_S[np.cumsum(counts_R) - 1] = lengths_R
+    lag_S = version - np.array(versions, dtype=np.int64)
+    return np.bincount(lag_S, weights=end_S - start_S).astype(np.int64)  # sums are exact up to 2**53
+
+
+class SimulatedTrainer:
+    """Takes groups from the stream only when it needs them, like the real trainer, and publishes as the schedule says.
+
+    end_s, wait_s, sampled_tokens, lag_max   one entry per optimizer step; a lag is None if no token had a gradient
+    lag_tokens                               number of tokens of each lag that were trained on, with a gradient
+    dropped, replaced                        dropped rollouts by reason, and those that the stream replaced by newer ones
+    finish_s                                 when the step in progress will be done; None: no step is in progress
+    """
+
+    def __init__(self, scenario: Scenario, admission: AdmissionState, publications: list[Publication]) -> None:
+        self.version = 0
+        self.trained = 0
+        self.busy_s = 0.0
+        self.dropped: Counter[str] = Counter()
+        self.replaced = 0
+        self.end_s: list[float] = []
+        self.wait_s: list[float] = []
+        self.sampled_tokens: list[int] = []
+        self.lag_max: list[int | None] = []
+        self.lag_tokens = np.zeros(0, dtype=np.int64)
+        self.finish_s: float | None = None
+        self._scenario, self._admission, self._publications = scenario, admission, publications
+        self._stream: deque[SimulatedGroup] = deque()
+        self._queue: deque[SimulatedRollout] = deque()
+        self._batch: list[SimulatedRollout] = []
+        self._free_s = 0.0
+        self._counted_busy_s = 0.0
+
+    @property
+    def queued(self) -> int:
+        """Rollouts in the stream, in the trainer's queue or in the step in progress."""
+        return sum(len(group.rollouts) for group in self._stream) + len(self._queue) + len(self._batch)
+
+    @property
+    def goal_reached(self) -> bool:
+        return self.version >= self._scenario.steps
+
+    def progress(self) -> TrainerProgress:
+        """As of the last optimizer step, except that `dropped` is what it is at any time."""
+        return TrainerProgress(version=self.version, trained=self.trained, dropped=self.dropped)
+
+    def try_write(self, group: SimulatedGroup) -> bool:
+        """Write a finished group to the stream. False if the stream is full and set to block."""
+        if self._scenario.capacity is not None and len(self._stream) >= self._scenario.capacity:
+            if self._scenario.when_full == "block":
+                return False
+            oldest = self._stream.popleft()
+            self.replaced += len(oldest.rollouts)
+            self._admission.replace(0, len(oldest.rollouts))
+            oldest.rollouts = []
+        self._stream.append(group)
+        self._admission.hand_over(group.index, rollouts=len(group.rollouts))
+        return True
+
+    def pump(self, now_s: float) -> bool:
+        """Begin the next step if there is none and the schedule allows it. True if groups were taken from the stream."""
+        took = False
+        while self.finish_s is None and not self.goal_reached:
+            if self._scenario.schedule.may_train(self.version, len(self._queue)).allowed:
+                self._begin(now_s)
+            elif self._stream:
+                self._pull(now_s)
+                took = True
+            else:
+                break
+        return took
+
+    def finish(self) -> None:
+        """Complete the step in progress, which increments the version."""
+        assert self.finish_s is not None  # noqa: S101 - called only when a step ends
+        now_s, batch = self.finish_s, self._batch
+        found = tokens_by_lag([rollout for rollout in batch if rollout.used], self.version)
+        self.lag_max.append(len(found) - 1 if len(found) else None)
+        longer, shorter = sorted((self.lag_tokens, found), key=len, reverse=True)
+        self.lag_tokens = longer.copy()
+        self.lag_tokens[: len(shorter)] += shorter
+        self.version += 1
+        self.trained += len(batch)
+        self._queue = deque(self._fresh(self._queue))
+        if self._scenario.schedule.publishes(self.version) or self.goal_reached:
+            self._publications.append(Publication(now_s, self.version))
+        before_s = self.end_s[-1] if self.end_s else 0.0
+        self.wait_s.append(max(0.0, now_s - before_s - (self.busy_s - self._counted_busy_s)))
+        self._counted_busy_s = self.busy_s
+        self.end_s.append(now_s)
+        self.sampled_tokens.append(sum(rollout.length for rollout in batch))
+        self._batch, self.finish_s = [], None
+
+    def _pull(self, now_s: float) -> None:
+        group = self._stream.popleft()
+        dropped = group.work.dropped or (False,) * len(group.rollouts)
+        kept = [rollout for rollout, out in zip(group.rollouts, dropped, strict=True) if not out]
+        if len(kept) < len(group.rollouts):
+            self.dropped["preprocess"] += len(group.rollouts) - len(kept)
+        self._queue.extend(self._fresh(kept))
+        group.rollouts = []  # break the reference cycle, which would keep every group in memory
+        self._work(now_s, len(group.work.lengths) * self._scenario.costs.prepare_s)
+
+    def _fresh(self, rollouts: Sequence[SimulatedRollout]) -> Sequence[SimulatedRollout]:
+        """Those that may be trained on; the others are too old, and counted as dropped."""
+        schedule = self._scenario.schedule
+        if (oldest := schedule.oldest_trained(self.version)) <= 0:
+            return rollouts
+        kept = [rollout for rollout in rollouts if rollout.oldest_version >= oldest]
+        if too_old := len(rollouts) - len(kept):
+            self.dropped[schedule.too_old_reason] += too_old
+        return kept
+
+    def _begin(self, now_s: float) -> None:
+        """Begin a step on the first B rollouts of the queue, in the order of the real trainer."""
+        scenario, costs = self._scenario, self._scenario.costs
+        if scenario.schedule.trains_in_rounds():
+            self._queue = deque(sorted(self._queue, key=lambda rollout: rollout.group.index))
+        self._batch = [self._queue.popleft() for _ in range(scenario.batch_size)]
+        used = [rollout.length for rollout in self._batch if rollout.used]
+        tokens = sum(used) + len(used) * scenario.workload.prompt_tokens
+        self.finish_s = self._work(now_s, costs.train_step_s + tokens * costs.train_token_s)
+
+    def _work(self, now_s: float, busy_s: float) -> float:
+        """Work for `busy_s` when all earlier work is done; returns the end."""
+        self.busy_s += busy_s
+        self._free_s = max(self._free_s, now_s) + busy_s
+        return self._free_s
 
 
 # ---- run
@@ -125,9 +268,9 @@ class _Run:
         scenario, trainer, engines = self._scenario, self._trainer, self._engines
         later = first_fifth(trainer.version, scenario.schedule)
         later_s = time_s - (trainer.end_s[later - 1] if later else 0.0)
-        tokens = sum(engine.tokens for engine in engines)
         decode_s = sum(engine.decode_s for engine in engines)
         lags = trainer.lag_tokens
+        p99 = int(np.searchsorted(np.cumsum(lags), 0.99 * lags.sum())) if lags.sum() else None
         return RunPrediction(
             schedule=scenario.schedule.name,
             engines=scenario.engines,
@@ -136,19 +279,14 @@ class _Run:
             time_s=time_s,
             samples_per_s=trainer.trained / time_s,
             samples_per_s_later=(trainer.version - later) * scenario.batch_size / later_s,
-            tokens_per_s=tokens / time_s,
             trained_tokens_per_s_later=sum(trainer.sampled_tokens[later:]) / later_s,
             lag_mean=float(np.average(np.arange(len(lags)), weights=lags)) if len(lags) else None,
             lag_max=len(lags) - 1 if len(lags) else None,
-            lag_p50=_nearest_rank(lags, 0.50),
-            lag_p99=_nearest_rank(lags, 0.99),
+            lag_p99=p99,
             lag_tokens=lags.tolist(),
             engine_busy_fraction=decode_s / (time_s * len(engines)),
             slots_used=sum(engine.slot_s for engine in engines) / (decode_s * scenario.slots),
             trainer_busy_fraction=trainer.busy_s / time_s,
-            wait_s_mean=fmean(trainer.wait_s),
-            wait_s_max=max(trainer.wait_s),
-            tokens_generated=tokens,
             rollouts_started=self._admission.next_index * scenario.group_size,
             rollouts_trained=trainer.trained,
             rollouts_dropped=dict(+(trainer.dropped + Counter(stream_full=trainer.replaced))),
@@ -163,6 +301,7 @@ class _Run:
 
     def _step_ends(self, now_s: float) -> None:
         self._trainer.finish()
+        self._admission.trainer = self._trainer.progress()
         self._groups_at_step = self._admission.next_index
         self._pump(now_s)
         for index in sorted(self._denied | self._blocked):
@@ -228,7 +367,6 @@ class _Run:
     def _pump(self, now_s: float) -> bool:
         idle = self._trainer.finish_s is None
         took = self._trainer.pump(now_s)
-        self._admission.trainer = self._trainer.progress()
         if idle and self._trainer.finish_s is not None:
             heapq.heappush(self._events, (self._trainer.finish_s, TRAINER, 0, 0))
         return took
@@ -268,10 +406,10 @@ def prediction_text(prediction: RunPrediction, measured: MeasuredRun | None = No
         predicted, found = getattr(prediction, field), getattr(measured, field, None)
         off = f"{predicted / found - 1:+.1%}" if predicted is not None and found else "-"
         table.add_row(name, number(predicted, pattern), *((number(found, pattern), off) if measured else ()))
-    table.add_row("lag, median and 99%", f"{prediction.lag_p50} and {prediction.lag_p99}")
+    table.add_row("lag, 99% of the tokens at most", str(prediction.lag_p99))
     table.add_row("slots in use while decoding", f"{prediction.slots_used:.1%}")
-    waits = f"mean {prediction.wait_s_mean:.3g} s, longest {prediction.wait_s_max:.3g} s"
-    table.add_row("trainer waits before a step", waits)
+    waits_s = prediction.step_wait_s
+    table.add_row("trainer waits before a step", f"mean {fmean(waits_s):.3g} s, longest {max(waits_s):.3g} s")
     table.add_row("duration", f"{prediction.time_s:.4g} s")
     if prediction.rollouts_dropped:
         dropped = ", ".join(f"{reason} {rollouts}" for reason, rollouts in prediction.rollouts_dropped.items())

@@ -20,10 +20,9 @@ from pydantic import ValidationError
 from pipelinerl.config.load import with_own_model
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import RolloutError, RunDirectoryError
-from pipelinerl.experiments.browse.records import IndexedLines, group_indices
+from pipelinerl.experiments.browse import RecordedGroups
 from pipelinerl.metrics.reading import read_lines, read_records
-from pipelinerl.metrics.records import StepRecord
-from pipelinerl.metrics.sessions import FORMAT, SessionRecord
+from pipelinerl.metrics.records import FORMAT, SessionRecord, StepRecord
 from pipelinerl.run_directory import RunDirectory
 from pipelinerl.trainer.records import PublishedRecord, TrainedRecord, TrainedSample
 from pipelinerl.types import Group, Prepared, TrainingSample
@@ -128,17 +127,16 @@ class Groups:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._lines = IndexedLines(path)
-        self._decoder = msgspec.json.Decoder(Group)
+        self._groups = RecordedGroups(path)
         self._places: dict[int, list[int]] = {}
-        for place, index in enumerate(group_indices(self._lines)):
+        for place, index in enumerate(self._groups.indices):
             if index is None:
                 raise RunDirectoryError(f"damaged records: {path}, line {place + 1}")
             self._places.setdefault(index, []).append(place)
 
     def read(self, index: int) -> list[Group]:
         """The groups of this index, the latest first. Raises RunDirectoryError if a line is not a group."""
-        return [self._lines.decoded(place, self._decoder) for place in reversed(self._places.get(index, []))]
+        return [self._groups.read(place) for place in reversed(self._places.get(index, []))]
 
 
 def recorded_samples(

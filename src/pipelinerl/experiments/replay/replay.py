@@ -30,8 +30,7 @@ from pipelinerl.launch.stages.training import this_computer
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.reading import read_records
 from pipelinerl.metrics.summary import summarize
-from pipelinerl.report import count, number, write_file, write_json, writing_to
-from pipelinerl.report.sections import in_terminal, table
+from pipelinerl.report import count, in_terminal, number, table, write_file, write_json, writing_to
 from pipelinerl.report.series import read_summary
 from pipelinerl.run_directory import RunDirectory
 from pipelinerl.types import Group

@@ -10,8 +10,7 @@ from msgspec.structs import replace
 from pipelinerl.experiments.statistics import Interval
 from pipelinerl.experiments.study.kv_cache import RECOMPUTED, STALE, StartRecord, StudyRecord
 from pipelinerl.experiments.watch.page import page
-from pipelinerl.report import only_shown, write_file, write_json, writing_to
-from pipelinerl.report.sections import Chart, PageSection, in_terminal, table
+from pipelinerl.report import Chart, PageSection, in_terminal, only_shown, table, write_file, write_json, writing_to
 
 KL = "KL(mu || pi), nats per token"
 

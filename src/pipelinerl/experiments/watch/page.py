@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import importlib.resources
+import math
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -15,14 +16,9 @@ import msgspec
 
 from pipelinerl.errors import RunDirectoryError
 from pipelinerl.experiments.watch.run import WatchedRun
-from pipelinerl.metrics.evaluations import EvaluationRecord
-from pipelinerl.metrics.reading import read_records
-from pipelinerl.metrics.records import StepRecord
-from pipelinerl.report.columns import begin_s
-from pipelinerl.report.sections import PageSection
-from pipelinerl.report.series import labels_of, measure, read_config, read_summary, read_timeline
+from pipelinerl.report import PageSection, count
+from pipelinerl.report.series import labels_of, read_config, read_summary
 from pipelinerl.report.terminal import largest_gain, summary_sections
-from pipelinerl.run_directory import RunDirectory
 
 
 def page(
@@ -46,20 +42,16 @@ def page(
 
 def shown_run(run_dir: Path) -> dict[str, Any]:
     """What a page shows of a run. Raises ConfigError, and RunDirectoryError for a folder that is not a run or is damaged."""
-    config, summary = read_config(run_dir), read_summary(run_dir)
-    shown = WatchedRun(run_dir).everything()
+    config, summary, run = read_config(run_dir), read_summary(run_dir), WatchedRun(run_dir)
+    shown, steps = run.everything(), run.steps
     result: list[tuple[str, str]] = [("model", config.model.path)]
-    run = RunDirectory(run_dir)
-    if steps := read_records(run.metrics, StepRecord):
-        evaluations = read_records(run.evaluations, EvaluationRecord)
-        found = measure(steps, begin_s(steps, read_timeline(run_dir), evaluations))
-        result.append(
-            (
-                "training, without start-up",
-                f"{found.steps} steps, {found.samples} rollouts in {found.training_s:.1f} s: {found.samples_per_s:.1f} "
-                f"samples/s, {found.tokens_per_s:.0f} tokens/s",
-            )
-        )
+    if steps.rows and (training_s := 60 * steps["minutes"][-1]) > 0:
+        samples = steps["rollouts"][-1]
+        lengths = zip(steps["samples"], steps["completion_length_mean"], strict=True)
+        tokens = sum(rollouts * mean for rollouts, mean in lengths if not math.isnan(mean))
+        rates = f"{samples / training_s:.1f} samples/s, {tokens / training_s:.0f} tokens/s"
+        took = f"{count(steps.rows, 'step')}, {samples:.0f} rollouts in {training_s:.1f} s: {rates}"
+        result.append(("training, without start-up", took))
     try:
         result += [row for section in summary_sections(summary) for row in section] if summary is not None else []
     except (AttributeError, KeyError, TypeError, ValueError) as error:

@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import importlib.resources
 import signal
 import socket
+import sys
 from collections.abc import AsyncGenerator, Sequence
-from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
-from urllib.parse import parse_qs
 
 from starlette.applications import Starlette
-from starlette.datastructures import MutableHeaders
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from pipelinerl.child import ChildProcess
 from pipelinerl.errors import RunDirectoryError
 from pipelinerl.experiments.watch.run import LOOK_EVERY_S, PageState, WatchedRun
 from pipelinerl.ports import is_this_machine
-from pipelinerl.process import when_closed
+from pipelinerl.process import lower_priority, take_stdin, when_closed
 from pipelinerl.report.series import labels_of
-from pipelinerl.serving.server.http import QuietServer, server_sent_event, uvicorn_config
+from pipelinerl.serving.server.http import QuietServer, listen, server_sent_event, url_of, uvicorn_config
+from pipelinerl.serving.server.options import Address
 
 CLOSE_S = 3
 SHOWN_FIRST = 6
@@ -83,11 +83,8 @@ def _runs_in(path: Path) -> list[Path]:
     return [run for _, run in sorted(configs, reverse=True)]
 
 
-def make_app(runs: Runs, *, key: str | None, stopping: asyncio.Event, end_note: str = "") -> ASGIApp:
-    """The application. `key`: what a reader must send; None: only readers on this machine are answered.
-
-    `end_note`: what pages show once the server has been told to stop.
-    """
+def make_app(runs: Runs, *, stopping: asyncio.Event, end_note: str = "") -> ASGIApp:
+    """The application. `end_note`: what pages show once the server has been told to stop."""
 
     async def list_runs(_: Request) -> Response:
         first = runs.first()
@@ -105,7 +102,7 @@ def make_app(runs: Runs, *, key: str | None, stopping: asyncio.Event, end_note: 
     assets = importlib.resources.files("pipelinerl").joinpath("assets", "watch").iterdir()
     sent = [(file, kind) for file in assets if (kind := _TYPES.get(Path(file.name).suffix)) is not None]
     routes += [_file("/" if file.name == "index.html" else f"/{file.name}", file.read_bytes(), kind) for file, kind in sent]
-    return ReaderGuard(Starlette(routes=routes), key)
+    return ReaderGuard(Starlette(routes=routes))
 
 
 def _file(path: str, content: bytes, kind: str) -> Route:
@@ -133,15 +130,13 @@ async def _events(chosen: dict[str, WatchedRun], stopping: asyncio.Event, end_no
 
 
 class ReaderGuard:
-    """Answers only readers who may read.
+    """Answers only requests to a name of this machine itself.
 
-    With a key, a reader must send it: as `?key=` of the page's address, which sets a cookie, or as a bearer token. Without
-    one, only requests to a name of this machine itself are answered. Otherwise a web page could read the runs through a
-    name of its own that resolves to this machine (DNS rebinding).
+    Otherwise a web page could read the runs through a name of its own that resolves to this machine (DNS rebinding).
     """
 
-    def __init__(self, app: ASGIApp, key: str | None) -> None:
-        self._app, self._key = app, key
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -152,44 +147,17 @@ class ReaderGuard:
                 MutableHeaders(scope=message).update(_HEADERS)
             await send(message)
 
-        await self._answer(scope)(scope, receive, send_guarded)
-
-    def _answer(self, scope: Scope) -> ASGIApp:
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        host = headers.get("host", "")
-        if self._key is None:
-            here = is_this_machine(host)
-            return self._app if here else PlainTextResponse("use the address that `pipelinerl watch` printed", 403)
-        cookie = f"pipelinerl-watch-{scope['server'][1] if scope.get('server') else 0}"  # cookies are shared by all ports
-        given = parse_qs(scope["query_string"].decode("latin-1")).get("key", [])
-        if scope["path"] == "/" and given and self._is_key(given[0]):
-            answer = RedirectResponse("/", 303)
-            answer.set_cookie(cookie, given[0], httponly=True, samesite="strict")
-            return answer
-        bearer = headers.get("authorization", "").removeprefix("Bearer ")
-        if self._is_key(_cookies(headers.get("cookie", "")).get(cookie, "")) or self._is_key(bearer):
-            return self._app
-        return PlainTextResponse("this page needs its key: use the address that `pipelinerl watch` printed", 401)
-
-    def _is_key(self, given: str) -> bool:
-        return self._key is not None and hmac.compare_digest(given.encode(), self._key.encode())
+        refusal = PlainTextResponse("use the address that `pipelinerl watch` printed", 403)
+        here = is_this_machine(Headers(scope=scope).get("host", ""))
+        await (self._app if here else refusal)(scope, receive, send_guarded)
 
 
-def _cookies(header: str) -> dict[str, str]:
-    try:
-        return {name: morsel.value for name, morsel in SimpleCookie(header).items()}
-    except CookieError:
-        return {}
-
-
-def serve(
-    runs: Runs, listening: socket.socket, *, key: str | None = None, lifeline_fd: int | None = None, end_note: str = ""
-) -> int:
+def serve(runs: Runs, listening: socket.socket, *, lifeline_fd: int | None = None, end_note: str = "") -> int:
     """Serve until Ctrl-C, SIGTERM or the end of the parent process (`lifeline_fd`). Returns the exit status."""
 
     async def run() -> None:
         stopping, loop = asyncio.Event(), asyncio.get_running_loop()
-        server = QuietServer(uvicorn_config(make_app(runs, key=key, stopping=stopping, end_note=end_note), close_s=CLOSE_S))
+        server = QuietServer(uvicorn_config(make_app(runs, stopping=stopping, end_note=end_note), close_s=CLOSE_S))
 
         def stop() -> None:
             stopping.set()
@@ -208,3 +176,48 @@ def serve(
 
     asyncio.run(run())
     return 0
+
+
+# ---- `pipelinerl train --watch`: the page in a process beside the run, which ends with the run
+
+PATIENCE_S = 5.0
+
+
+class Beside:
+    """The page of a run that is about to begin: it listens already, so that a taken port is an error before the run."""
+
+    def __init__(self, port: int) -> None:
+        """Raises UserError if the port is taken."""
+        self._listening = listen(Address("127.0.0.1", port))
+        self._child: ChildProcess | None = None
+
+    def begin(self, run_dir: Path) -> str | None:
+        """Start the page's process once the run has its directory. Returns what to tell the user, once.
+
+        The run goes on without a page if the process can't be started.
+        """
+        if self._child is not None:
+            return None
+        fd = self._listening.fileno()
+        command = [sys.executable, "-m", "pipelinerl", "watch", str(run_dir), "--listen-fd", str(fd)]
+        log = run_dir / "logs" / "watch.log"
+        try:
+            self._child = ChildProcess(command, log=log, fds=[fd], watches_parent=True, patience_s=PATIENCE_S)
+        except OSError as error:
+            return f"no page: its process can't be started: {error.strerror}"
+        return f"watch it at {url_of(self._listening)}"
+
+    def close(self) -> None:
+        """Stop the process, which shows open pages how the run has ended."""
+        self._listening.close()
+        if self._child is not None:
+            self._child.stop()
+
+
+def serve_beside(run_dir: Path, listening: socket.socket) -> int:
+    """In the page's process: serve the run until its launcher ends, at a lower priority than the run."""
+    lifeline = take_stdin()
+    with contextlib.suppress(OSError):
+        lower_priority()
+    note = f"The run has ended, and the server of this page with it. `pipelinerl watch {run_dir}` shows it again."
+    return serve(Runs([run_dir]), listening, lifeline_fd=lifeline, end_note=note)

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from pipelinerl.checkpoint import latest_checkpoint
-from pipelinerl.config.schema import RunConfig
-from pipelinerl.errors import ModelLoadError
-from pipelinerl.experiments.browse.records import one_line, skip_text
-from pipelinerl.experiments.browse.rows import TokenText, load_token_text
-from pipelinerl.models.folder import resolve_path
-from pipelinerl.status.screen import printable
-from pipelinerl.types import Group, Rollout, Turn, versions_from_spans
+from pipelinerl.experiments.browse import skip_text
+from pipelinerl.experiments.token_text import TokenText, load_token_text
+from pipelinerl.status.screen import one_line, printable
+from pipelinerl.types import Group, Rollout, versions_from_spans
 
 GROUPS = 3
 """The newest one whose rewards differ, and the newest others."""
@@ -32,8 +27,8 @@ MOST_CHARACTERS = 2000
 class Texts:
     """The tokenizer of a run, loaded in a thread of its own at the first use."""
 
-    def __init__(self, run_dir: Path, config: RunConfig) -> None:
-        self._run_dir, self._config = run_dir, config
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
         self._found: TokenText | None = None
         self._thread: threading.Thread | None = None
 
@@ -50,23 +45,7 @@ class Texts:
             self._thread.join()
 
     def _load(self) -> None:
-        try:
-            self._found = _from_file(self._run_dir, self._config) or load_token_text(self._config.model)
-        except Exception as error:  # noqa: BLE001 - a tokenizer is other people's code; the page shows ids and the reason
-            self._found = TokenText(missing=one_line(str(error)))
-
-
-def _from_file(run_dir: Path, config: RunConfig) -> TokenText | None:
-    """The tokenizer in a `tokenizer.json`, which takes a moment; transformers takes seconds and some 300 MB to import."""
-    from tokenizers import Tokenizer  # noqa: PLC0415 - only for runs with rollouts
-
-    folders = [latest_checkpoint(run_dir)]
-    with suppress(ModelLoadError):  # the model was moved; a checkpoint has the same tokenizer
-        folders.append(Path(resolve_path(config.model.path)))
-    for folder in folders:
-        if folder is not None and (folder / "tokenizer.json").is_file():
-            return TokenText(Tokenizer.from_file(str(folder / "tokenizer.json")))
-    return None
+        self._found = load_token_text(self._run_dir)
 
 
 def newest_of(groups: Sequence[Group]) -> list[Group]:
@@ -77,53 +56,44 @@ def newest_of(groups: Sequence[Group]) -> list[Group]:
 
 
 def shown_group(group: Group, texts: TokenText) -> dict[str, Any]:
-    """The group as JSON-like data."""
-    chosen = _chosen(group.rollouts)
-    rest = [rollout for rollout in group.rollouts if rollout not in chosen]
+    """The group as JSON-like data: first the attempts of the lowest and of the highest rewards, the others shorter."""
+    places = sorted(range(len(group.rollouts)), key=lambda place: group.rollouts[place].reward)
+    chosen = {*places[: ATTEMPTS // 2], *places[-ATTEMPTS // 2 :]}
     payload = one_line(msgspec.json.encode(group.problem.payload).decode())
+    attempts = enumerate(group.rollouts)
+    shown = [
+        (place in chosen, _attempt(one, texts, MOST_TOKENS if place in chosen else MOST_FOLDED)) for place, one in attempts
+    ]
     return {
         "index": group.index,
         "problem": f"{one_line(group.problem.id)} {payload}"[:MOST_CHARACTERS],
-        "attempts": [_attempt(rollout, texts) for rollout in chosen],
-        "rest": [_attempt(rollout, texts, MOST_FOLDED) for rollout in rest],
+        "attempts": [attempt for first, attempt in shown if first],
+        "rest": [attempt for first, attempt in shown if not first],
         "dropped": {one_line(reason): count for reason, count in group.dropped.items()},
         "skipped": None if group.skipped is None else skip_text(group.skipped),
     }
 
 
-def _chosen(rollouts: Sequence[Rollout]) -> list[Rollout]:
-    """At most `ATTEMPTS`, in order: those of the lowest and of the highest rewards."""
-    places = sorted(range(len(rollouts)), key=lambda place: rollouts[place].reward)
-    low = ATTEMPTS // 2
-    kept = places if len(places) <= ATTEMPTS else [*places[:low], *places[low - ATTEMPTS :]]
-    return [rollouts[place] for place in sorted(kept)]
-
-
-def _attempt(rollout: Rollout, texts: TokenText, left: int = MOST_TOKENS) -> dict[str, Any]:
+def _attempt(rollout: Rollout, texts: TokenText, left: int) -> dict[str, Any]:
     turns = []
     for turn in rollout.turns:
-        turns.append(_turn(turn, texts, left))
-        left = max(0, left - len(turn.completion.token_ids))
+        completion, count = turn.completion, len(turn.completion.token_ids)
+        try:
+            versions = versions_from_spans(completion.weight_versions, count)[:left]
+        except ValueError:
+            versions = [-1] * min(count, left)  # damaged
+        pieces = zip(versions, texts.pieces(completion.token_ids[:left]), strict=True)
+        spans = [(version, [text for _, text in some]) for version, some in groupby(pieces, key=lambda piece: piece[0])]
+        prompt = printable(texts.text(turn.prompt_ids[-left:] if left else ()))
+        shown = {
+            "prompt": prompt[-MOST_CHARACTERS:],
+            "spans": [
+                {"version": version, "tokens": len(some), "text": printable("".join(some))} for version, some in spans
+            ],
+            "tokens": count,
+            "hidden": max(0, count - left),
+            "finish": completion.finish_reason,
+        }
+        turns.append(shown)
+        left = max(0, left - count)
     return {"id": one_line(rollout.id), "reward": rollout.reward, "turns": turns}
-
-
-def _turn(turn: Turn, texts: TokenText, most: int) -> dict[str, Any]:
-    completion = turn.completion
-    count = len(completion.token_ids)
-    try:
-        versions = versions_from_spans(completion.weight_versions, count)[:most]
-    except ValueError:
-        versions = [-1] * min(count, most)  # damaged
-    pieces = zip(versions, texts.pieces(completion.token_ids[:most]), strict=True)
-    spans = [(version, list(of_version)) for version, of_version in groupby(pieces, key=lambda piece: piece[0])]
-    prompt = printable(texts.text(turn.prompt_ids[-most:] if most else ()))
-    return {
-        "prompt": prompt[-MOST_CHARACTERS:],
-        "spans": [
-            {"version": version, "tokens": len(of_version), "text": printable("".join(text for _, text in of_version))}
-            for version, of_version in spans
-        ],
-        "tokens": count,
-        "hidden": max(0, count - most),
-        "finish": completion.finish_reason,
-    }

@@ -34,8 +34,7 @@ from pipelinerl.interfaces import Admission, AsyncEngine, Board, Environment, To
 from pipelinerl.launch.session import Session
 from pipelinerl.launch.stages.engines import EngineHandle, load_local_engine
 from pipelinerl.metrics.evaluations import EvaluatedProblem, EvaluationRecord
-from pipelinerl.metrics.sinks import JsonlSink
-from pipelinerl.metrics.timeline import TimelineWriter
+from pipelinerl.metrics.sinks import JsonlSink, TimelineWriter
 from pipelinerl.models.contract import read_contract
 from pipelinerl.models.loading import load_tokenizer
 from pipelinerl.process import lower_priority, stop_on_sigterm

@@ -25,9 +25,9 @@ from pipelinerl.hub.client import HubClient, HubReader
 from pipelinerl.interfaces import Board, StreamReader, WeightSender
 from pipelinerl.launch.session import Session
 from pipelinerl.launch.stages.preprocessing import make_preprocessor, scores_in_the_step
-from pipelinerl.metrics.sessions import Computer, SessionRecord
+from pipelinerl.metrics.records import Computer, SessionRecord
 from pipelinerl.metrics.sinks import JsonlSink, Sink
-from pipelinerl.metrics.totals import ENDED_ACTORS, ENDED_ENGINES
+from pipelinerl.metrics.statistics import ENDED_ACTORS, ENDED_ENGINES
 from pipelinerl.models.loading import load_model, load_tokenizer, refuse_adapter
 from pipelinerl.ports import LOOPBACK, source_address
 from pipelinerl.preprocess import PreparingReader

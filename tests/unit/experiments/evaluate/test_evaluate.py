@@ -31,7 +31,7 @@ from pipelinerl.experiments.evaluate.results import (
 from pipelinerl.experiments.statistics import Interval, pass_at_k
 from pipelinerl.files import JsonLines
 from pipelinerl.metrics.evaluations import EvaluationRecord
-from pipelinerl.report.sections import in_terminal
+from pipelinerl.report import in_terminal
 from pipelinerl.types import GenerationRequest, Problem
 from tests.unit.experiments.parts import invoke
 from tests.unit.scripted_engine import STOP, CharTokenizer, ScriptedEngine

@@ -84,15 +84,8 @@ class Waiting:
 
 
 CASES = {
-    "pipeline": scenario(PipelineSchedule(16)),
     "lag bound, more slots than it admits": scenario(PipelineSchedule(16, 1), slots=64, seed=3),
     "stale": scenario(AdmitsAll(16, 1), slots=40, longest=90, seed=4),
-    "training bound, stream blocks": scenario(
-        PipelineSchedule(16), costs=ticks(train_step_s=3000, update_pause_s=9), engines=3, capacity=4, seed=5
-    ),
-    "training bound, stream drops": scenario(
-        PipelineSchedule(16), costs=ticks(train_step_s=3000, rollout_s=1), when_full="drop_oldest", capacity=5, seed=6
-    ),
     "updates faster than tokens": scenario(
         PipelineSchedule(4), batch_size=4, costs=ticks(train_step_s=1, update_pause_s=1), engines=5, longest=60, seed=7
     ),
@@ -102,8 +95,6 @@ CASES = {
         PipelineSchedule(16), workload=Waiting(40), slots=4, engines=1
     ),
     "rewards take time, conventional": scenario(ConventionalSchedule(16, 2), workload=Waiting(5), capacity=16, engines=3),
-    "conventional": scenario(ConventionalSchedule(16, 4), capacity=32, seed=10),
-    "async": scenario(AsyncSchedule(16, 2), capacity=16, seed=12),
 }
 
 
@@ -116,21 +107,18 @@ def assert_equal_to_the_slow_one(case):
     # The slow one counts the steps that the end of the run cuts off.
     longest_s = max(case.costs.decode_step_s)
     assert fast.engine_busy_fraction * fast.engines * fast.time_s == pytest.approx(slow.busy_s, abs=case.engines * longest_s)
-    return fast
+    dropped = sum(fast.rollouts_dropped.values())
+    left = fast.rollouts_queued + fast.rollouts_in_progress
+    assert fast.rollouts_started == fast.rollouts_trained + dropped + left, "every rollout is somewhere"
+    assert fast.rollouts_trained == fast.steps * case.batch_size
+    assert min(fast.rollouts_queued, fast.rollouts_in_progress) >= 0
+    assert min(fast.engine_busy_fraction, fast.slots_used, fast.trainer_busy_fraction) > 0
+    assert max(fast.engine_busy_fraction, fast.slots_used, fast.trainer_busy_fraction) <= 1
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_token_by_token_and_every_rollout_is_somewhere(name):
-    predicted = assert_equal_to_the_slow_one(CASES[name])
-    dropped = sum(predicted.rollouts_dropped.values())
-    assert predicted.rollouts_started == (
-        predicted.rollouts_trained + dropped + predicted.rollouts_queued + predicted.rollouts_in_progress
-    )
-    assert predicted.rollouts_trained == predicted.steps * CASES[name].batch_size
-    assert min(predicted.rollouts_queued, predicted.rollouts_in_progress) >= 0
-    assert 0 < predicted.engine_busy_fraction <= 1
-    assert 0 < predicted.slots_used <= 1
-    assert 0 < predicted.trainer_busy_fraction <= 1
+def test_token_by_token(name):
+    assert_equal_to_the_slow_one(CASES[name])
 
 
 @settings(max_examples=25, derandomize=True)
@@ -198,7 +186,7 @@ def steady(schedule, *, engines, slots, batch_size, tau, lengths, steps=200, uti
 
 
 @pytest.mark.parametrize("lengths", [LengthDistribution.of_lengths([40]), LengthDistribution.uniform(79)])
-@pytest.mark.parametrize("tau", [0.0, 0.005, 0.02])
+@pytest.mark.parametrize("tau", [0.0, 0.02])
 def test_pipeline_is_as_fast_as_its_slower_side(lengths, tau):
     predicted = steady(PipelineSchedule(32), engines=3, slots=64, batch_size=32, tau=tau, lengths=lengths)
     workload = paper.PaperWorkload(accelerators=4, batch_size=32, lengths=lengths, utilisation=U, tau=max(tau, 1e-9))
@@ -236,7 +224,7 @@ def test_conventional_takes_generation_and_training_in_turn(G):
     workload = paper.PaperWorkload(accelerators=engines, batch_size=256, lengths=lengths, utilisation=U, tau=tau)
     expected = paper.conventional(workload, G)
     assert predicted.trained_tokens_per_s_later == pytest.approx(expected.rate, rel=0.03)
-    assert predicted.lag_max == expected.max_lag
+    assert predicted.lag_max == G - 1
     # The mean of 0 .. G - 1, nearly: the longest are in a round's last steps.
     assert predicted.lag_mean >= (G - 1) / 2
     generating = expected.rate / expected.generation_rate
@@ -352,7 +340,7 @@ def test_a_run_that_never_ends_is_an_error():
 # ------------------------------------------------------------------------------------------------ parts
 
 
-def test_drawn_work_does_not_depend_on_the_order():
+def test_drawn_work_does_not_depend_on_the_order_nor_its_lengths_on_waits():
     lengths = LengthDistribution.uniform(50)
     one, two = (DrawnWorkload(lengths, 4, seed=5, used_share=0.5) for _ in range(2))
     indices = [3000, 0, 5, 1023, 1024, 5]
@@ -360,20 +348,10 @@ def test_drawn_work_does_not_depend_on_the_order():
     used = [one.group(i).used for i in range(2000)]
     assert set(used) == {(True,) * 4, (False,) * 4}
     assert sum(all(group) for group in used) / 2000 == pytest.approx(0.5, abs=0.05)
-
-
-def test_drawn_waits_change_no_lengths():
-    lengths = LengthDistribution.uniform(50)
-    plain, waiting = (DrawnWorkload(lengths, 4, seed=5, wait_median_s=wait_s) for wait_s in (0.0, 2.0))
-    assert all(plain.group(i).waits_s == () for i in range(500))
-    assert [plain.group(i).lengths for i in range(500)] == [waiting.group(i).lengths for i in range(500)]
+    waiting = DrawnWorkload(lengths, 4, seed=5, wait_median_s=2.0, wait_most_s=10.0)
+    assert [one.group(i).lengths for i in range(500)] == [waiting.group(i).lengths for i in range(500)]
     waits_s = sorted(wait_s for i in range(2000) for wait_s in waiting.group(i).waits_s)
-    assert waits_s[4000] == pytest.approx(2.0, rel=0.1)
-    assert waits_s[7920] == pytest.approx(20.4, rel=0.2)  # exp(2.33) times the median
-    bounded = DrawnWorkload(lengths, 4, seed=5, wait_median_s=2.0, wait_most_s=10.0)
-    assert [wait_s for i in range(9) for wait_s in bounded.group(i).waits_s] == [
-        min(10.0, wait_s) for i in range(9) for wait_s in waiting.group(i).waits_s
-    ]
+    assert (waits_s[4000], waits_s[-1]) == (pytest.approx(2.0, rel=0.1), 10.0)
 
 
 def test_replayed_work():

@@ -90,19 +90,14 @@ def test_what_a_run_generated(run_dir):
 
 def test_damaged_runs(run_dir, tmp_path_factory):
     config, empty = load_config(run_dir / "config.yaml", []), tmp_path_factory.mktemp("empty")
-    with pytest.raises(RunDirectoryError, match="is not a run directory"):
-        read_measured(empty, config)
-    with pytest.raises(RunDirectoryError, match="is not a run directory"):
-        read_workload(empty, config)
-    (run_dir / "rollouts" / "rollouts.jsonl").write_text('{"index": "one"}\n')
-    with pytest.raises(RunDirectoryError, match="line 1"):
-        read_workload(run_dir, config)
-    (run_dir / "rollouts" / "rollouts.jsonl").write_text("")
-    with pytest.raises(RunDirectoryError, match="no finished group of 2 attempts"):
-        read_workload(run_dir, config)
-    (run_dir / "summary.json").write_text("{")
-    with pytest.raises(RunDirectoryError, match=r"summary\.json"):
-        read_measured(run_dir, config)
+    for read in (read_measured, read_workload):
+        with pytest.raises(RunDirectoryError, match="is not a run directory"):
+            read(empty, config)
+    recorded = run_dir / "rollouts" / "rollouts.jsonl"
+    for content, message in (('{"index": "one"}\n', "line 1"), ("", "no finished group of 2 attempts")):
+        recorded.write_text(content)
+        with pytest.raises(RunDirectoryError, match=message):
+            read_workload(run_dir, config)
     (run_dir / "summary.json").unlink()
     assert read_measured(run_dir, config).engine_busy_fraction is None
 
@@ -139,14 +134,15 @@ def test_doubts():
     config = load_config(None, SETTINGS)
     assert doubts(config, CALIBRATION) == []
     other = load_config(None, ["--model.path", "m", "--engine.slots", "17", "--schedule.kind", "conventional"])
-    busy = msgspec.structs.replace(
-        CALIBRATION, machine=msgspec.structs.replace(CALIBRATION.machine, cores=2), load_average=3.5
+    machine = msgspec.structs.replace(CALIBRATION.machine, cores=2)
+    found = doubts(other, msgspec.structs.replace(CALIBRATION, machine=machine, load_average=3.5))
+    keys = (
+        "model demo, the run has m",
+        "slots 16, the run has 17",
+        "pipeline, the run has conventional:1",
+        "average 3.5, 2",
     )
-    model, slots, turns, load = doubts(other, busy)
-    assert "model demo, the run's is m" in model
-    assert "16 slots, fewer than the run's 17" in slots
-    assert "schedule pipeline, the run has conventional:1" in turns
-    assert "load average 3.5, 2 cores" in load
+    assert [key in doubt for key, doubt in zip(keys, found, strict=True)] == [True] * 4
 
 
 # ------------------------------------------------------------------------------------------------ the command
@@ -200,8 +196,6 @@ def test_user_errors(arguments, message, calibration_file):
 
 
 def test_a_run_that_would_never_end(calibration_file, run_dir):
-    with JsonLines(run_dir / "rollouts" / "rollouts.jsonl") as lines:
-        lines.write(GROUPS[1])
     (run_dir / "rollouts" / "rollouts.jsonl").write_bytes(msgspec.json.encode(GROUPS[1]) + b"\n")
     with pytest.raises(UserError, match="this run would never end"):
         simulate_command("--compare", run_dir, *calibration_file, "--preprocess.zero_advantage", "drop")

@@ -18,7 +18,7 @@ from pipelinerl.errors import RunDirectoryError
 from pipelinerl.experiments.watch.page import page, report_page
 from pipelinerl.metrics.evaluations import EvaluatedProblem
 from pipelinerl.metrics.summary import summarize
-from pipelinerl.report.sections import Chart, PageSection, table
+from pipelinerl.report import Chart, PageSection, table
 from pipelinerl.report.series import labels_of
 from tests.unit.experiments.watch.watch_parts import append, make_run, step
 
@@ -94,13 +94,12 @@ def test_a_folder_without_a_run(tmp_path: Path, made: Callable[[Path], object], 
         report_page([tmp_path / "run"])
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [("summary.json", b"{"), ("summary.json", b'{"status": "finished"}'), ("metrics.jsonl", b"{}\n")],
-)
-def test_damage_is_named(tmp_path: Path, name: str, content: bytes) -> None:
-    run = make_run(tmp_path / "run")
-    (run / name).write_bytes(content)
-    with pytest.raises(RunDirectoryError, match=name) as error:
+@pytest.mark.parametrize("content", [b"{", b'{"status": "finished"}'])
+def test_damage_is_named_or_counted(tmp_path: Path, content: bytes) -> None:
+    run = make_run(tmp_path / "run", status=None)
+    append(run / "metrics.jsonl", {})
+    assert data_of(report_page([run]))["news"]["run"]["now"]["damaged"] == 1
+    (run / "summary.json").write_bytes(content)
+    with pytest.raises(RunDirectoryError, match=r"summary\.json") as error:
         report_page([run])
     assert "\n" not in str(error.value)

@@ -16,7 +16,7 @@ from pipelinerl.launch.run_lock import RunLock
 from pipelinerl.run_directory import RunDirectory
 from pipelinerl.status.board import read_statuses, write_statuses
 from pipelinerl.types import EngineProgress, StageStatus, TrainerProgress
-from tests.unit.experiments.browse.browse_parts import group, rollout, turn
+from tests.unit.experiments.browse_parts import group, rollout, turn
 from tests.unit.experiments.watch.watch_parts import HOSTILE, append, evaluation, load, make_run, step
 
 
@@ -112,7 +112,8 @@ def test_stages_slots_and_sequences_that_cross_versions_come_from_the_board(tmp_
             "engine": ("working", [], "90%"),
             "trainer": ("waiting", ["actor"], "-"),
         }
-        assert (now["engine"]["slots"], now["engine"]["begun"]) == (8, [[5, 1], [6, 3], [7, 2]])
+        assert (now["engine"]["slots"], now["begun"]) == (8, [[5, 1], [6, 3], [7, 2]])
+        assert now["facts"]["engine"] == "6 of 8 slots in progress, 2 queued"
         write_statuses(RunDirectory(root).statuses, {"engine": status("engine", "starting", "loads the model")})
         assert [one["state"] for one in watcher.look()["now"]["stages"]] == ["starting"]
         RunDirectory(root).statuses.write_bytes(b'{"engine": {')  # a full disk, or another program

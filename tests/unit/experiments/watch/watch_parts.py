@@ -12,7 +12,7 @@ import msgspec
 from pipelinerl.config.load import config_to_yaml, load_config
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.types import Group
-from tests.unit.experiments.browse.browse_parts import group, lines, rollout, turn
+from tests.unit.experiments.browse_parts import group, lines, rollout, turn
 
 HOSTILE = "<script>document.title = 'owned'</script><img src=x onerror=\"document.title = 'owned'\">\x1b[31m\u202e"
 

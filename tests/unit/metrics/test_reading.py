@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from pipelinerl.metrics import tail as tail_module
+from pipelinerl.metrics import reading
 from pipelinerl.metrics.evaluations import EvaluatedProblem, EvaluationRecord
+from pipelinerl.metrics.reading import Records, Tail
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.sinks import JsonlSink
-from pipelinerl.metrics.tail import Records, Tail
 from pipelinerl.metrics.trackers import SAMPLES, samples
 from pipelinerl.run_directory import RunDirectory
 from pipelinerl.types import Completion, Group, Problem, Rollout, Turn
@@ -63,7 +63,7 @@ def test_a_file_that_was_replaced_or_cut_is_read_from_its_start(tmp_path: Path) 
 
 
 def test_a_large_file_is_read_in_parts_and_of_the_newest_only_the_end(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(tail_module, "LOOK_BYTES", 40)
+    monkeypatch.setattr(reading, "LOOK_BYTES", 40)
     path = tmp_path / "lines"
     write(path, *range(10, 30))
     tail, newest = Tail(path, Numbered), Tail(path, Numbered, newest=True)
@@ -92,7 +92,7 @@ def evaluation(version: int, time_s: float) -> EvaluationRecord:
 def test_records_are_read_once_and_in_the_order_of_their_times(
     look_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tail_module, "LOOK_BYTES", look_bytes)
+    monkeypatch.setattr(reading, "LOOK_BYTES", look_bytes)
     records = Records(tmp_path)
     assert records.read() == []
     sink = JsonlSink(tmp_path)

@@ -1,1 +1,0 @@
-"""Browse, search and export the rollouts of a run."""
