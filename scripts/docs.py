@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from pipelinerl.cli.main import GROUPS, MODULES
+from pipelinerl.cli.main import COMMANDS
 from pipelinerl.cli.parser import Commands
 from pipelinerl.config import yaml_text
 from pipelinerl.config.help import in_words
@@ -246,9 +246,9 @@ class AllCommands(Commands):
 
     def __init__(self) -> None:
         super().__init__()
-        for module in MODULES:
+        for module in dict.fromkeys(COMMANDS.values()):
             importlib.import_module(f"pipelinerl.cli.{module}").add_to(self)
-        self.describe(GROUPS)
+        self.describe(COMMANDS)
 
 
 def run_file_page() -> str:

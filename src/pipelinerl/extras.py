@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-import shutil
 import sys
 from importlib import metadata
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipelinerl.errors import MissingDependencyError
@@ -70,8 +68,6 @@ def version(package: str) -> str | None:
 def install_command(needed: list[Requirement]) -> str:
     """For the environment of this process, however this package was installed: it names the packages themselves."""
     names = " ".join(f"'{one.name}{one.specifier}'" for one in needed)
-    if (pip := shutil.which("pip")) and Path(pip).parent == Path(sys.executable).parent:
-        return f"pip install {names}"
     if importlib.util.find_spec("pip"):
         return f"{sys.executable} -m pip install {names}"
     return f"uv pip install {names} --python {sys.executable}"

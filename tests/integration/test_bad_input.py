@@ -22,7 +22,6 @@ from tests.integration.runs import (
     run,
     start,
     summary,
-    try_in_this_process,
     wait,
     write_environment,
 )
@@ -68,12 +67,9 @@ USER_ERRORS: dict[str, tuple[Callable[[Path], Settings], str]] = {
         lambda _: {"trainer__device": "cuda:99"},
         "trainer.device: device 'cuda:99' can't be used: ",
     ),
-    "no such device": (lambda _: {"engine__device": "gpu"}, "'gpu' is not allowed here; this takes one of cpu, cuda"),
     "memory": (lambda _: {"engine__slots": 10**9}, "KV cache"),
     "model without weights": (model_without_weights, "model"),
-    "environment module missing": (lambda _: {"environment__kind": "no_such.module:Task"}, "no_such.module"),
     "environment class missing": (class_missing, "has no class 'Tusk'; it has Task"),
-    "environment is not Python": (environment("def problem(self index): pass"), "task.py can't be imported: "),
     "held_out raises": (environment("def held_out(self, count):\n    raise KeyError('answers')"), "held_out(1)"),
     "malformed JSONL": (malformed_jsonl, "train.jsonl:2 is not JSON"),
     "run_dir below a file": (lambda folder: {"run_dir": folder / "file" / "r"}, "choose a --run_dir"),
@@ -108,17 +104,6 @@ def test_a_mistake_is_one_line_and_status_2(name: str, tmp_path: Path, refusal: 
     if name in NEXT_TRY:  # the corrected command works in the same folder
         assert main(["train", *flags(run_dir, trainer__steps=1)]) == 0
         assert summary(run_dir)["status"] == "finished"
-
-
-def test_a_dry_run_says_what_memory_it_takes_and_starts_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    try_in_this_process(monkeypatch)
-    assert main(["train", "--dry-run", *flags(tmp_path / "r")]) == 0
-    said = capsys.readouterr().out
-    assert said.startswith("memory: up to ")
-    assert "Adam's moments" in said
-    assert not (tmp_path / "r").exists()
 
 
 @pytest.mark.slow

@@ -43,7 +43,7 @@ def test_a_comparison_is_made_and_made_only_once(tmp_path: Path, capsys: pytest.
     assert "Schedules" in (out / "report.html").read_text()
 
     before = {path: path.stat().st_mtime_ns for path in out.rglob("metrics.jsonl")}
-    assert main([*arguments, "--target-reward", "0.1"]) == 0
+    assert main([*arguments, "--target", "0.1"]) == 0
     assert {path: path.stat().st_mtime_ns for path in out.rglob("metrics.jsonl")} == before
     capsys.readouterr()
     assert main([*arguments, "--trainer.learning_rate", "0.5"]) == 2

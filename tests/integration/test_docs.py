@@ -304,12 +304,3 @@ def test_snippets_run(name: str, place: Path, monkeypatch: pytest.MonkeyPatch, c
             printed, last = capsys.readouterr().out.strip(), block.code.strip().splitlines()[-1]
             if last.startswith("# "):
                 assert printed == last.removeprefix("# ")
-
-
-def test_the_picture_of_a_sequence_shows_what_the_snippet_prints() -> None:
-    (snippet,) = code_of("docs/how_it_works.md", "python")
-    spans = ast.literal_eval(snippet.code.strip().splitlines()[-1].removeprefix("# "))
-    picture = (DOCS / "sequence.svg").read_text(encoding="utf-8")
-    for version, start, end in spans:
-        assert f"Tokens {start} to {end - 1} were sampled by version {version}." in picture
-        assert f"({version}, {start}, {end})" in picture

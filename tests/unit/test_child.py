@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from pipelinerl import child
-from pipelinerl.child import ChildProcess, exit_words
+from pipelinerl.child import ChildProcess
 from pipelinerl.serving.vllm.start import members
 
 STUBBORN = "trap '' TERM; sleep 100 & echo ready; while :; do sleep 0.1; done"
@@ -82,16 +82,13 @@ def test_one_that_watches_its_parents_ends_with_the_last_of_them(tmp_path: Path)
 
 
 def test_readiness_is_not_awaited_from_a_process_that_has_ended(tmp_path: Path) -> None:
+    with shell("sleep 100", tmp_path / "log") as process:
+        assert not process.wait_until(lambda: False, 0.1)
+        assert process.running
     with shell("exit 3", tmp_path / "log") as process:
         assert not process.wait_until(lambda: False, 60.0)
         assert process.how_it_ended() == "ended with status 3"
         assert process.log_excerpt() == f"; its log, {tmp_path / 'log'}, is empty"
-
-
-def test_readiness_is_not_awaited_for_ever(tmp_path: Path) -> None:
-    with shell("sleep 100", tmp_path / "log") as process:
-        assert not process.wait_until(lambda: False, 0.1)
-        assert process.running
 
 
 def test_an_error_has_the_end_of_the_log(tmp_path: Path) -> None:
@@ -102,12 +99,6 @@ def test_an_error_has_the_end_of_the_log(tmp_path: Path) -> None:
     assert process.how_it_ended() == "was killed by SIGKILL"
     assert process.log_excerpt(2) == f"; the end of its log:\nline 3\nwrong\n(log: {log})"
     assert process.log_lines()[0] == "of an earlier session"
-
-
-def test_signals_have_names() -> None:
-    assert exit_words(0) == "ended with status 0"
-    assert exit_words(-signal.SIGSEGV) == "was killed by SIGSEGV"
-    assert exit_words(-(signal.SIGRTMIN + 3)) == f"was killed by signal {signal.SIGRTMIN + 3}"
 
 
 def test_a_program_that_does_not_exist_leaves_no_file_open(tmp_path: Path) -> None:

@@ -37,11 +37,6 @@ def test_a_failed_replacement_keeps_the_old_file(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["state"]
 
 
-def test_a_replacement_into_a_missing_folder_fails(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        write_atomically(tmp_path / "missing" / "state", b"x")
-
-
 def test_json_lines_come_back_and_continue(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     points = [Point(i, "äöü\n" * i) for i in range(5)]
@@ -60,13 +55,6 @@ def test_a_torn_last_line_is_not_read_and_cut_off_on_opening(tmp_path: Path, tor
     with JsonLines(path) as lines:
         lines.write(Point(2))
     assert path.read_bytes() == b'{"x":1}\n{"x":2,"note":""}\n'
-
-
-def test_a_file_with_no_whole_line_starts_anew(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'{"x"')
-    JsonLines(path).close()
-    assert path.read_bytes() == b""
 
 
 def test_a_bad_line_is_named(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from pipelinerl.cli.parser import (
     say,
     write,
 )
-from pipelinerl.config.checks import engine_mistakes
+from pipelinerl.config.checks import mistakes
 from pipelinerl.config.load import load_config, with_flags
 from pipelinerl.config.schema import EngineConfig, EnvironmentConfig, ModelConfig, RunConfig
 from pipelinerl.environments.registry import find_class
@@ -137,8 +137,9 @@ def _plan(options: argparse.Namespace, settings: Sequence[str]) -> EvaluationPla
         config = with_flags(of_run.model_copy(update=changes), settings, KEYS)
         find_class(config.environment.kind)
     engine, actor = config.engine, config.actor
-    for mistake in engine_mistakes(engine):
-        raise UserError(f"--{mistake}")
+    for mistake in mistakes(RunConfig(engine=engine)):
+        if mistake.startswith("engine."):
+            raise UserError(f"--{mistake}")
     api_key_from(engine.api_key_env, "--engine.api_key_env")
     names = [key.partition(".")[2] for key in KEYS if key.startswith("model.") and f"--{key}" in given]
     changes = {name: getattr(config.model, name) for name in names}

@@ -43,11 +43,11 @@ _REPLAY = (
 
 
 def add_to(commands: Commands) -> None:
+    _add_commands_on_runs(commands)
     text = (
         "Comparisons and predictions of runs: compare, study, plan, calibrate, simulate; export. "
         "`pipelinerl lab NAME --help` has the flags of each."
     )
-    _add_commands_on_runs(commands)
     commands.add("lab", text, run=run_lab)
     _add_laboratory(commands)
 
@@ -87,14 +87,13 @@ def _add_laboratory(commands: Commands) -> None:
     text = "Compare schedules on this machine, each at its best settings. Without a run file: the demo."
     flag = commands.add("lab compare", text, SETTINGS_HELP, run=run_compare).add_argument
     flag("run_file", nargs="?", type=Path, metavar="RUN.yaml", help="the run file")
-    flag("others", nargs="*", type=Path, help=argparse.SUPPRESS)
     flag("--schedules", metavar="LIST", help="e.g. pipeline,conventional:1,conventional:4,async:2 (G after the colon)")
     flag(
         "--seeds", type=at_least(1), metavar="K", help="repetitions, each with a different seed (default: 2; with --quick 1)"
     )
     flag("--quick", action="store_true", help="fewer schedules, seeds, steps and settings; takes a few minutes")
     flag("--no-tune", action="store_true", help="use only the run file's settings, without tuning")
-    flag("--target", "--target-reward", type=float, metavar="R", help="the reward to reach (default: chosen from the runs)")
+    flag("--target", type=float, metavar="R", help="the reward to reach (default: chosen from the runs)")
     text = (
         "number of held-out problems that copies of a run's weights answer after it, to find when it reached the target "
         "(default: 512; with --quick 256); 0: use training rewards, which depend on each schedule's lag"
@@ -156,7 +155,7 @@ def run_sweep(options: argparse.Namespace, settings: Sequence[str]) -> int:
 
     grid = make_grid(options.run_file, settings, options.seeds)
     if options.dry_run:
-        from pipelinerl.launch.dry_run import dry_run  # noqa: PLC0415
+        from pipelinerl.launch.checks import dry_run  # noqa: PLC0415
 
         return write("".join("\n".join([f"{one.label}:", *dry_run(one.config), "\n"]) for one in grid.settings))
     from pipelinerl.experiments.sweep import RESULTS_FILE, section, sweep  # noqa: PLC0415
@@ -210,9 +209,6 @@ def run_compare(options: argparse.Namespace, settings: Sequence[str]) -> int:
     target: float | None = options.target
     if target is not None and not math.isfinite(target):
         raise UserError(f"--target: {target} is not a reward")
-    if options.others or (options.run_file is not None and options.run_file.is_dir()):
-        named = " ".join(map(str, [options.run_file, *options.others]))
-        raise UserError(f"compare trains, with several schedules, from one run file; for runs: `pipelinerl report {named}`")
     from pipelinerl.launch.checks import settled  # noqa: PLC0415 - not needed for --help
 
     config, chosen = settled(load_config(options.run_file, settings))

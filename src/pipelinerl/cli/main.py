@@ -23,23 +23,12 @@ from pipelinerl.files import UNWRITABLE, remedy
 from pipelinerl.launch import GARBAGE_THRESHOLD
 from pipelinerl.process import counted_interrupts
 
-MODULES = {
-    "train": ("train",),
-    "project": ("init", "config", "doctor"),
-    "watch": ("watch", "report", "browse"),
-    "eval": ("eval", "push", "chat", "try"),
-    "serve": ("serve",),
-    "lab": ("sweep", "replay", "lab"),
+COMMANDS = {
+    **{"init": "project", "try": "eval", "train": "train", "sweep": "lab", "config": "project"},
+    **{"watch": "watch", "browse": "watch", "report": "watch", "eval": "eval", "chat": "eval", "push": "eval"},
+    **{"replay": "lab", "serve": "serve", "doctor": "project", "lab": "lab"},
 }
-"""The modules of this package that add subcommands, and the names of theirs."""
-GROUPS = {
-    "your runs": (
-        *("init", "try", "train", "sweep", "config", "watch", "browse"),
-        *("report", "eval", "chat", "push", "replay"),
-    ),
-    "more": ("serve", "doctor", "lab"),
-}
-"""The commands as `pipelinerl --help` lists them."""
+"""The commands in the order of `pipelinerl --help`, and the module of this package that adds each."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -80,11 +69,11 @@ def _status(arguments: list[str]) -> int:
 
 def _run(arguments: list[str]) -> int:
     commands = Commands()
-    given = [module for module, names in MODULES.items() if arguments and arguments[0] in names]
-    for module in given or MODULES:  # help and spelling need all commands
+    given = [name for name in arguments[:1] if name in COMMANDS]
+    for module in {COMMANDS[name]: None for name in given or COMMANDS}:  # help and spelling need all commands
         importlib.import_module(f"pipelinerl.cli.{module}").add_to(commands)
     if not given:
-        commands.describe(GROUPS)
+        commands.describe(COMMANDS)
     options, settings = commands.parse(arguments)
     if options.command is None:
         commands.root.print_help(sys.stderr)

@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,15 +25,6 @@ SETTINGS_HELP = (
 
 
 _USAGE = "pipelinerl COMMAND ...          (pipelinerl COMMAND --help has the flags of each)"
-GUESSES = {
-    "resume": "train --resume RUN_DIR",
-    "run": "train RUN.yaml",
-    "start": "train RUN.yaml",
-    "continue": "train --resume RUN_DIR",
-    "convert-gguf": "python scripts/convert_gguf.py",
-    **{name: f"lab {name}" for name in ("compare", "study", "plan", "calibrate", "simulate", "export")},
-}
-"""Commands that users try first, and former names -> what to write."""
 Run = Callable[[argparse.Namespace, Sequence[str]], int]
 """Runs a subcommand with its options and the flags of the run file. Returns the exit status."""
 
@@ -55,7 +46,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class Commands:
-    """The command's parser, and one for each subcommand."""
+    """The command's parser, and those of its subcommands by name."""
 
     def __init__(self) -> None:
         text = "Reinforcement learning for language models, with in-flight weight updates."
@@ -67,26 +58,19 @@ class Commands:
         self._subparsers = self.root.add_subparsers(
             dest="command", prog="pipelinerl", help=argparse.SUPPRESS, parser_class=Parser
         )
-        self._parsers: dict[str, Parser] = {}
-
-    @property
-    def parsers(self) -> Mapping[str, Parser]:
-        """Those of the subcommands, by name."""
-        return self._parsers
+        self.parsers: dict[str, Parser] = {}
 
     def add(self, name: str, text: str, epilog: str | None = None, *, run: Run, keys: bool = True) -> Parser:
         """Add the parser of a subcommand, which `run` executes. `keys`: it takes keys of the run file as flags."""
-        parser = self._parsers[name] = self._subparsers.add_parser(name, description=text, epilog=epilog, help=text)
+        parser = self.parsers[name] = self._subparsers.add_parser(name, description=text, epilog=epilog, help=text)
         parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
         parser.set_defaults(run=run, keys=keys)
         return parser
 
-    def describe(self, groups: Mapping[str, Sequence[str]]) -> None:
-        """Have the help list these commands, by group."""
+    def describe(self, names: Iterable[str]) -> None:
+        """Have the help list these commands."""
         wrap = textwrap.TextWrapper(min(100, shutil.get_terminal_size().columns - 2), subsequent_indent=" " * 16)
-        for title, names in groups.items():
-            lines = (wrap.fill(f"  {name:12}  {self._parsers[name].description}") for name in names)
-            self.root.epilog = "\n".join([*([self.root.epilog, ""] if self.root.epilog else []), f"{title}:", *lines])
+        self.root.epilog = "\n".join(wrap.fill(f"  {name:12}  {self.parsers[name].description}") for name in names)
 
     def parse(self, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         """The options of the command, and the run-file settings. Raises UserError."""
@@ -105,8 +89,8 @@ class Commands:
         """
         if len(arguments) > 1 and arguments[0] == "lab" and not arguments[1].startswith("-"):
             arguments = [f"lab {arguments[1]}", *arguments[2:]]
-        command = next((argument for argument in arguments if argument in self._parsers), None)
-        flags = self.root.flags + (self._parsers[command].flags if command else [])
+        command = next((argument for argument in arguments if argument in self.parsers), None)
+        flags = self.root.flags + (self.parsers[command].flags if command else [])
         own: list[str] = []
         settings: list[str] = []
         takes_value = False
@@ -124,23 +108,23 @@ class Commands:
 
     def _check_command(self, own: Sequence[str]) -> None:
         command = next((argument for argument in own if not argument.startswith("-")), None)
-        if command is not None and command not in self._parsers:
-            folder = GUESSES.get(command, "").startswith("train") and any(Path(argument).is_dir() for argument in own)
-            near = GUESSES.get("continue" if folder else command)
-            near = near or next(iter(difflib.get_close_matches(command, self._parsers, n=1)), None)
-            hint = f"did you mean `{near}`?" if near else f"there are {', '.join(self._parsers)}"
+        if command is not None and command not in self.parsers:
+            from pipelinerl.config.help import OLD_NAMES  # noqa: PLC0415 - only for a mistake
+
+            near = OLD_NAMES.get(command) or next(iter(difflib.get_close_matches(command, self.parsers, n=1)), None)
+            hint = f"did you mean `{near}`?" if near else f"there are {', '.join(self.parsers)}"
             raise UserError(f"unknown command {command!r}; {hint} (see `pipelinerl --help`)")
 
 
 def _check_spelling(settings: Sequence[str], flags: Sequence[str]) -> None:
+    """Raise UserError for what is more like one of the command's flags than like a key."""
     for flag in (setting.partition("=")[0] for setting in settings if setting.startswith("--")):
-        if "." not in flag and flag[2:] not in RunConfig.model_fields:
-            for near in difflib.get_close_matches(flag, flags, n=1, cutoff=0.75):
-                from pipelinerl.config.help import counterpart  # noqa: PLC0415 - only for a mistake
+        near = difflib.get_close_matches(flag, flags, n=1, cutoff=0.75)
+        if near and "." not in flag and flag[2:] not in RunConfig.model_fields:
+            from pipelinerl.config.help import counterpart  # noqa: PLC0415 - only for a mistake
 
-                if counterpart(flag[2:]):
-                    continue
-                raise UserError(f"unknown flag {flag}; did you mean `{near}`?")
+            if not counterpart(flag[2:]):
+                raise UserError(f"unknown flag {flag}; did you mean `{near[0]}`?")
 
 
 def at_least(least: float, kind: Callable[[str], float] = int, most: float = sys.float_info.max) -> Callable[[str], float]:

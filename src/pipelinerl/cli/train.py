@@ -43,7 +43,7 @@ def run_train(options: argparse.Namespace, settings: Sequence[str]) -> int:
 
         config = resumed_config(options.resume, settings)
     if options.dry_run:
-        from pipelinerl.launch.dry_run import dry_run  # noqa: PLC0415 - as below
+        from pipelinerl.launch.checks import dry_run  # noqa: PLC0415 - as below
 
         return write("\n".join(dry_run(config)) + "\n")
     from pipelinerl.launch.run import train  # noqa: PLC0415 - it is not needed for --help

@@ -1,4 +1,4 @@
-"""Checks for combinations of settings that are invalid or could never finish. Each error names the key and the fix.
+"""Combinations of settings that are invalid or could never finish. Each error names the key and the fix.
 
 They are not validators of the schema: run directories stay readable when a rule is added, and changed copies are checked.
 """
@@ -6,11 +6,10 @@ They are not validators of the schema: run directories stay readable when a rule
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from math import prod
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from pipelinerl.config import correction
+from pipelinerl.config.correction import SEQUENCE_WEIGHTS, THRESHOLDS, WEIGHTED_LOSSES, resolve
 from pipelinerl.config.keys import spell
 from pipelinerl.config.schema import EngineConfig, RunConfig
 
@@ -47,36 +46,6 @@ NEEDS = (
     Need("launch.ray_without_token", "launch.kind", _RAY, "the run is on this machine only"),
     Need("launch.place", "launch.kind", _RAY, "the run is on this machine only"),
 )
-
-
-def mistakes(config: RunConfig) -> Iterator[str]:
-    """Every invalid combination of settings, as `key: what is wrong; how to fix it`."""
-    yield from _unmet(config, NEEDS)
-    yield from _engine(config.engine)
-    for checks in (_schedule, _stream, _sampling, _trainer, correction.mistakes, _processes, _machines):
-        yield from checks(config)
-
-
-def engine_mistakes(engine: EngineConfig) -> Iterator[str]:
-    """Those within the section `engine`."""
-    yield from _unmet(RunConfig(engine=engine), [need for need in NEEDS if need.other == "engine.kind"])
-    yield from _engine(engine)
-
-
-def _unmet(config: RunConfig, needs: Sequence[Need]) -> Iterator[str]:
-    for key, other, values, why in needs:
-        value, default = _value(config, key)
-        if value != default and _value(config, other)[0] not in values:
-            yield f"{key}: {why}; set it to {spell(default)}, or {other} to {' or '.join(values)}"
-
-
-def _value(config: RunConfig, key: str) -> tuple[Any, Any]:
-    """The value of a key in a section, and its default."""
-    section, _, name = key.partition(".")
-    values = getattr(config, section)
-    return getattr(values, name), type(values).model_fields[name].default
-
-
 VLLM_OWN = {
     "--model": ", and set model.path",
     "--dtype": ", and set model.dtype",
@@ -92,44 +61,43 @@ VLLM_OWN = {
 """Options that would replace the run's own, and what to do instead, if that is possible."""
 
 
-def vllm_options(engine: EngineConfig) -> dict[str, str]:
-    """Options of `engine.vllm_args` with their values, in all ways of vLLM: `--a-b=1`, `--a_b 1`, `--a.key 1`, `--no-a`."""
-    found = {}
-    for argument, after in zip(engine.vllm_args, [*engine.vllm_args[1:], ""], strict=False):
-        option, joined, value = argument.partition("=")
-        if option.startswith("-"):
-            found[option.partition(".")[0].replace("_", "-").replace("--no-", "--")] = value if joined else after
-    return found
+def mistakes(config: RunConfig) -> Iterator[str]:
+    """Every invalid combination of settings, as `key: what is wrong; how to fix it`."""
+    for key, other, values, why in NEEDS:
+        value, default = _value(config, key)
+        if value != default and _value(config, other)[0] not in values:
+            yield f"{key}: {why}; set it to {spell(default)}, or {other} to {' or '.join(values)}"
+    yield from _engine(config.engine)
+    for rules in (_schedule, _stream, _sampling, _trainer, _correction, _processes):
+        yield from rules(config)
 
 
-def vllm_workers(engine: EngineConfig) -> int:
-    """On how many GPUs each vLLM server that the run starts computes."""
-    options = vllm_options(engine)
-    sizes = ("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp")
-    return prod(int(options[name]) for name in sizes if options.get(name, "").isdecimal())
+def _value(config: RunConfig, key: str) -> tuple[Any, Any]:
+    """The value of a key in a section, and its default."""
+    section, _, name = key.partition(".")
+    values = getattr(config, section)
+    return getattr(values, name), type(values).model_fields[name].default
 
 
 def _engine(engine: EngineConfig) -> Iterator[str]:
-    if engine.urls and engine.servers > 1:
-        yield (
-            f"engine.servers: with engine.urls the run can't start {engine.servers} servers of its own; set it to 1, or "
-            "engine.urls to []"
-        )
+    urls = engine.urls
+    if urls and engine.servers > 1:
+        yield "engine.servers: with engine.urls the run starts no servers of its own; set it to 1, or engine.urls to []"
     for name in ("api_key_env", "weights_dir"):
-        if getattr(engine, name) is not None and not engine.urls:
+        if getattr(engine, name) is not None and not urls:
             yield f"engine.{name}: servers that the run starts itself do not need it; remove it, or set engine.urls"
-    for url in engine.urls:
+    for url in urls:
         if not re.fullmatch(r"https?://[^/\s]+/?", url):
             yield f"engine.urls: {url!r} is not a server's address; write http://HOST:PORT"
-    if len({url.rstrip("/") for url in engine.urls}) < len(engine.urls):
+    if len({url.rstrip("/") for url in urls}) < len(urls):
         yield "engine.urls: a server is named twice; name each once"
     if (engine.tls_certificate is None) != (engine.tls_key is None):
         yield "engine.tls_key: engine.tls_certificate and engine.tls_key belong together; set both, or none"
-    if engine.vllm_args and engine.urls:
+    if engine.vllm_args and urls:
         yield "engine.vllm_args: servers that run already have their own; remove it, or set engine.urls to []"
-    for option in sorted(VLLM_OWN.keys() & vllm_options(engine).keys()):
+    for option in sorted(VLLM_OWN.keys() & engine.vllm_options.keys()):
         yield f"engine.vllm_args: the run sets {option} itself; remove it{VLLM_OWN[option]}"
-    if engine.kind == "vllm" and not engine.urls and engine.python is None:
+    if engine.kind == "vllm" and not urls and engine.python is None:
         yield (
             "engine.python: to start vLLM, give the interpreter that has it installed (/path/to/its/bin/python); or set "
             "engine.urls to servers that run already"
@@ -139,19 +107,12 @@ def _engine(engine: EngineConfig) -> Iterator[str]:
 
 
 def _schedule(config: RunConfig) -> Iterator[str]:
-    kind, steps = config.schedule.kind, config.schedule.steps_per_round
-    samples, group = config.trainer.batch_size * steps, config.actor.group_size
+    kind, steps, group = config.schedule.kind, config.schedule.steps_per_round, config.actor.group_size
+    samples, whole = config.trainer.batch_size * steps, f"groups of actor.group_size {group}; make it a multiple of {group}"
     if kind != "pipeline" and samples % group:
-        yield (
-            f"trainer.batch_size: a round of `{kind}` is batch_size * steps_per_round = {samples} rollouts, which is not a "
-            f"whole number of groups of actor.group_size {group}; make it a multiple of {group}"
-        )
+        yield f"trainer.batch_size: the {samples} rollouts of a round (batch_size * steps_per_round) are not whole {whole}"
     if kind == "pipeline" and config.schedule.max_lag == 0 and samples % group:
-        yield (
-            f"trainer.batch_size: {samples} rollouts are not a whole number of groups of actor.group_size {group}, and with "
-            f"schedule.max_lag 0 the rest of a group would be too old for the next step; make it a multiple of {group}, or "
-            "set schedule.max_lag to 1 or more"
-        )
+        yield f"trainer.batch_size: with schedule.max_lag 0 each step takes whole {whole}, or raise schedule.max_lag"
     if kind != "pipeline" and steps > 1 and config.trainer.ess_threshold > 0:
         yield (
             f"trainer.ess_threshold: within a round of `{kind}` no newer data arrive, so the trainer would wait forever; "
@@ -160,78 +121,59 @@ def _schedule(config: RunConfig) -> Iterator[str]:
 
 
 def _stream(config: RunConfig) -> Iterator[str]:
-    stream, needed = config.stream, config.groups_needed
+    stream, needed, embedded = config.stream, config.groups_needed, config.launch.kind == "embedded"
     if stream.kind == "redis" and stream.url is None:
         yield "stream.kind: which Redis? Set stream.url, like redis://HOST:PORT/DB, or stream.kind to files"
     if stream.url is not None and not stream.url.startswith(("redis://", "rediss://", "unix://")):
         yield "stream.url: a Redis server is redis://HOST:PORT/DB, rediss://... (encrypted) or unix:///PATH"
-    embedded = config.launch.kind == "embedded"
     if stream.kind == "redis" and embedded:
         yield "stream.kind: `redis` is for several processes; set it to files, or launch.kind to processes"
     if stream.kind == "memory" and not embedded:
         yield "stream.kind: a `memory` stream works within one process only; set it to files, or launch.kind to embedded"
     if stream.capacity is not None and stream.capacity < needed:
-        unit = "a step" if config.schedule.kind == "pipeline" else "a round"
         yield (
-            f"stream.capacity: {unit} takes {needed} groups, but the stream holds only {stream.capacity}, so the "
-            f"trainer and the actor would wait for each other forever; set it to {needed} or more, or to null"
+            f"stream.capacity: the trainer needs {needed} groups at once and the stream holds only {stream.capacity}, so "
+            f"they would wait for each other forever; set it to {needed} or more, or to null"
         )
 
 
 def _sampling(config: RunConfig) -> Iterator[str]:
     actor, longest = config.actor, config.engine.max_length
-    why = "truncates the distribution that rollouts are sampled from, but the trainer's ratio uses the whole distribution"
+    why = "truncates the distribution that rollouts are sampled from, but the trainer's ratio uses all of it; set it to"
     if actor.top_p < 1:
-        yield f"actor.top_p: {actor.top_p} {why}; set it to 1 for training"
+        yield f"actor.top_p: {actor.top_p} {why} 1"
     if actor.top_k > 0:
-        yield f"actor.top_k: {actor.top_k} {why}; set it to 0 (off) for training"
+        yield f"actor.top_k: {actor.top_k} {why} 0"
     if actor.group_size == 1:
-        yield (
-            f"actor.group_size: with one attempt at a problem the baseline `{config.preprocess.advantage}` "
-            "(preprocess.advantage) leaves no signal; set it to 2 or more"
-        )
+        yield f"actor.group_size: with one attempt `{config.preprocess.advantage}` leaves no signal; set it to 2 or more"
     if longest is not None and actor.max_tokens >= longest:
         yield (
             f"actor.max_tokens: a completion of {actor.max_tokens} tokens leaves no room for a prompt in engine.max_length "
             f"{longest}; set actor.max_tokens below {longest}, or engine.max_length above {actor.max_tokens}"
         )
-    if actor.online_filter is None:
-        return
-    if config.engine.processes > 1 or config.launch.kind == "ray":
+    if actor.online_filter and (config.engine.processes > 1 or config.launch.kind == "ray"):
         yield (
             "actor.online_filter: a generation process must know all groups, but several would know only their own; set "
             "engine.processes to 1 and launch.kind to processes, or actor.online_filter to null"
         )
-    if config.stream.when_full == "drop_oldest":
+    if actor.online_filter and config.stream.when_full == "drop_oldest":
         yield "actor.online_filter: skipped problems would replace groups in the stream; set stream.when_full to block"
 
 
 def _trainer(config: RunConfig) -> Iterator[str]:
-    if config.trainer.kl_coefficient > 0 and config.preprocess.zero_advantage == "skip":
+    evaluation, trainer = config.evaluation, config.trainer
+    penalties = {"trainer.kl_coefficient": trainer.kl_coefficient, "correction.drift": config.correction.drift}
+    for key in [key for key, weight in penalties.items() if weight > 0 and config.preprocess.zero_advantage == "skip"]:
         yield (
-            "preprocess.zero_advantage: with trainer.kl_coefficient above 0, samples of zero advantage have a gradient too, "
-            "which `skip` would ignore; set it to keep (or to drop, to leave such samples out)"
+            f"preprocess.zero_advantage: with {key} above 0, samples of zero advantage have a gradient too, which `skip` "
+            "would ignore; set it to keep (or to drop, to leave such samples out)"
         )
-    if config.evaluation.every and not config.evaluation.problems:
+    if evaluation.every and not evaluation.problems:
         yield "evaluation.every: there are no problems to evaluate with; set evaluation.problems, or evaluation.every to 0"
-    if config.evaluation.sets and not config.evaluation.problems:
+    if evaluation.sets and not evaluation.problems:
         yield "evaluation.sets: evaluation.problems says how many problems of each set are evaluated; set it"
-    if wrong := [name for name in config.evaluation.sets if not name or "/" in name]:
+    if wrong := [name for name in evaluation.sets if not name or "/" in name]:
         yield f"evaluation.sets: {wrong[0]!r} is no name for a set; use letters, digits, - and _"
-
-
-def _processes(config: RunConfig) -> Iterator[str]:
-    """What engines and trainers that are processes of their own can't have, and what compiled layers can't."""
-    engine, trainer = config.engine, config.trainer
-    if config.model.head_dtype is not None and engine.kind == "vllm":
-        yield (
-            "model.head_dtype: vLLM computes its output head in model.dtype, and the trainer should do the same; set it "
-            "to null, or engine.kind to local or http"
-        )
-    if config.weights.kind == "collective" and (workers := vllm_workers(engine)) > 1:
-        yield f"weights.kind: a broadcast reaches one worker, and engine.vllm_args asks for {workers}; set it to shared"
-    if engine.weights_dir is not None and config.weights.kind == "collective":
-        yield "engine.weights_dir: with weights.kind collective no file is written; remove one of the two"
     if trainer.compile and (trainer.ranks > 1 or trainer.gradient_checkpointing):
         yield "trainer.compile: not with several ranks or gradient_checkpointing; set it to false"
     on_gpu = trainer.device.startswith("cuda")
@@ -241,12 +183,41 @@ def _processes(config: RunConfig) -> Iterator[str]:
         yield "trainer.backend: gloo trains on CPUs only; set it to auto, or trainer.device to cpu"
 
 
-def _machines(config: RunConfig) -> Iterator[str]:
-    """Settings that need one machine, while `ray` has several."""
-    if config.launch.kind != "ray":
-        return
-    if config.weights.kind != "collective":
-        yield f"weights.kind: `{config.weights.kind}` does not reach other machines; set it to collective"
-    for key, device in (("engine.device", config.engine.device), ("trainer.device", config.trainer.device)):
-        if ":" in device:
+def _correction(config: RunConfig) -> Iterator[str]:
+    correction, loss, found = config.correction, config.trainer.loss, resolve(config.trainer, config.correction)
+    for part in ("token", "sequence"):
+        kind, low, high = (getattr(found, name) for name in (part, f"{part}_low", f"{part}_high"))
+        if kind in SEQUENCE_WEIGHTS and loss not in WEIGHTED_LOSSES:
+            yield (
+                f"correction.{part}: `{kind}` limits the importance weight of reinforce and decoupled; `{loss}` has none: "
+                "it bounds the ratio itself (trainer.clip_low, clip_high). Remove this key, or set it to a mask"
+            )
+        if kind in ("mask", "band", "geo_mask") and not low < 1 < high:
+            yield (
+                f"correction.{part}: `{kind}` from {low:g} to {high:g} masks what is exactly on-policy (ratio 1); set "
+                f"{part}_low below 1 and {part}_high above 1"
+            )
+        for name, default in zip((f"{part}_low", f"{part}_high"), THRESHOLDS[part][kind], strict=True):
+            if default is None and getattr(correction, name) is not None:
+                yield f"correction.{name}: `{kind}` (correction.{part}) has no such threshold; remove it"
+    if found.sequence in SEQUENCE_WEIGHTS and correction.token == "truncate":
+        yield f"correction.sequence: with `{found.sequence}` there is no token weight to truncate; remove one of the two"
+
+
+def _processes(config: RunConfig) -> Iterator[str]:
+    """What engines and trainers that are processes of their own, or on several machines, can't have."""
+    engine, weights = config.engine, config.weights.kind
+    if config.model.head_dtype is not None and engine.kind == "vllm":
+        yield (
+            "model.head_dtype: vLLM computes its output head in model.dtype, and the trainer should do the same; set it "
+            "to null, or engine.kind to local or http"
+        )
+    if weights == "collective" and (workers := engine.vllm_workers) > 1:
+        yield f"weights.kind: a broadcast reaches one worker, and engine.vllm_args asks for {workers}; set it to shared"
+    if weights == "collective" and engine.weights_dir is not None:
+        yield "engine.weights_dir: with weights.kind collective no file is written; remove one of the two"
+    if config.launch.kind == "ray" and weights != "collective":
+        yield f"weights.kind: `{weights}` does not reach other machines; set it to collective"
+    for key, device in (("engine.device", engine.device), ("trainer.device", config.trainer.device)):
+        if config.launch.kind == "ray" and ":" in device:
             yield f"{key}: with launch.kind ray each process sees only its own GPU; write cuda instead of {device}"

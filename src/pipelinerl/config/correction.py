@@ -1,4 +1,4 @@
-"""Defaults for null in `correction` and in the clipping keys of `trainer`, and checks of their combinations.
+"""Defaults for null in `correction` and in the clipping keys of `trainer`.
 
 `trainer.loss` is the objective. `correction` is the treatment of tokens sampled by another policy than the trained one. The
 formulas are in `trainer/losses/corrections.py`, their sources in `docs/corrections.md`.
@@ -7,10 +7,9 @@ formulas are in `trainer/losses/corrections.py`, their sources in `docs/correcti
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pipelinerl.config.schema import CorrectionConfig, RunConfig, SequenceCorrection, TokenCorrection, TrainerConfig
+from pipelinerl.config.schema import CorrectionConfig, SequenceCorrection, TokenCorrection, TrainerConfig
 
 WEIGHTED_LOSSES = ("reinforce", "decoupled")
 """Losses that multiply each token by an importance weight without a gradient. The others bound the ratio themselves."""
@@ -51,30 +50,25 @@ class Correction:
     drift: float
 
 
-def token_correction(trainer: TrainerConfig, correction: CorrectionConfig) -> TokenCorrection:
-    """`correction.token`, with null resolved: `truncate` if the loss has an importance weight, else `none`.
-
-    A weight of the sequence (`SEQUENCE_WEIGHTS`) replaces the tokens' weights, so null is `none` then, too.
-    """
-    if correction.token is not None:
-        return correction.token
-    return "truncate" if trainer.loss in WEIGHTED_LOSSES and correction.sequence not in SEQUENCE_WEIGHTS else "none"
-
-
 def resolve(trainer: TrainerConfig, correction: CorrectionConfig) -> Correction:
-    """The correction that a run uses, with all defaults filled in."""
-    token, sequence = token_correction(trainer, correction), correction.sequence
-    (token_low, token_high), (sequence_low, sequence_high) = (
-        (
-            low if low is not None else THRESHOLDS[part][kind][0] or 0.0,
-            high if high is not None else THRESHOLDS[part][kind][1] or math.inf,
-        )
-        for part, kind, low, high in (
-            ("token", token, correction.token_low, correction.token_high),
-            ("sequence", sequence, correction.sequence_low, correction.sequence_high),
-        )
+    """The correction that a run uses, with all defaults filled in.
+
+    `token` null is `truncate` if the loss has an importance weight, else `none`. A weight of the sequence
+    (`SEQUENCE_WEIGHTS`) replaces the tokens' weights, so null is `none` then, too.
+    """
+    sequence, weighted = correction.sequence, trainer.loss in WEIGHTED_LOSSES
+    token = correction.token or ("truncate" if weighted and correction.sequence not in SEQUENCE_WEIGHTS else "none")
+    low, high = THRESHOLDS["token"][token]
+    sequence_low, sequence_high = THRESHOLDS["sequence"][sequence]
+    return Correction(
+        token=token,
+        token_low=correction.token_low or low or 0.0,
+        token_high=correction.token_high or high or math.inf,
+        sequence=sequence,
+        sequence_low=correction.sequence_low or sequence_low or 0.0,
+        sequence_high=correction.sequence_high or sequence_high or math.inf,
+        drift=correction.drift,
     )
-    return Correction(token, token_low, token_high, sequence, sequence_low, sequence_high, correction.drift)
 
 
 def clip_range(trainer: TrainerConfig) -> tuple[float, float]:
@@ -87,35 +81,3 @@ def clip_range(trainer: TrainerConfig) -> tuple[float, float]:
         low if trainer.clip_low is None else trainer.clip_low,
         high if trainer.clip_high is None else trainer.clip_high,
     )
-
-
-def mistakes(config: RunConfig) -> Iterator[str]:
-    """Error messages for invalid combinations, each with the key and the fix."""
-    trainer, correction = config.trainer, config.correction
-    loss, token, sequence = trainer.loss, token_correction(trainer, correction), correction.sequence
-    resolved = resolve(trainer, correction)
-    for part, kind in (("token", token), ("sequence", sequence)):
-        low, high = getattr(resolved, f"{part}_low"), getattr(resolved, f"{part}_high")
-        if kind in SEQUENCE_WEIGHTS and loss not in WEIGHTED_LOSSES:
-            yield (
-                f"correction.{part}: `{kind}` limits the importance weight of reinforce and decoupled; `{loss}` has none: "
-                "it bounds the ratio itself (trainer.clip_low, clip_high). Remove this key, or set it to a mask"
-            )
-        if kind in ("mask", "band", "geo_mask") and not low < 1 < high:
-            yield (
-                f"correction.{part}: `{kind}` from {low:g} to {high:g} masks what is exactly on-policy (ratio 1); set "
-                f"{part}_low below 1 and {part}_high above 1"
-            )
-        for name, default in zip((f"{part}_low", f"{part}_high"), THRESHOLDS[part][kind], strict=True):
-            if default is None and getattr(correction, name) is not None:
-                yield f"correction.{name}: `{kind}` (correction.{part}) has no such threshold; remove it"
-    if sequence in SEQUENCE_WEIGHTS and correction.token == "truncate":
-        yield (
-            f"correction.sequence: `{sequence}` replaces the tokens' weights with one weight of the whole rollout, so no "
-            "token weight is left to truncate; remove one of the two"
-        )
-    if correction.drift > 0 and config.preprocess.zero_advantage == "skip":
-        yield (
-            "preprocess.zero_advantage: with correction.drift above 0, samples of zero advantage have a gradient too, "
-            "which `skip` would ignore; set it to keep (or to drop, to leave such samples out)"
-        )

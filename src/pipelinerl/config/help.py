@@ -18,7 +18,6 @@ from pydantic_core import ErrorDetails
 from pipelinerl.config import yaml_text
 from pipelinerl.config.keys import EXTENDS, Key, fields_of, key_of, run_keys, run_sections, settable, show, spell
 from pipelinerl.config.schema import RunConfig
-from pipelinerl.config.variables import escaped
 
 WIDTH = 100
 LIKE = 0.75
@@ -33,12 +32,16 @@ _WORDS = {
 }
 _BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
 
-MOVED = {
-    "trainer.clamp": "`{prefix}correction.token_high` (with `correction.token: truncate`, the default of reinforce)",
-    "launch.lost_s": "decided by Ray's health checks: remove it",
-    "metrics.tensorboard": "`{prefix}metrics.trackers`, as `[tensorboard]`",
+OLD_NAMES = {
+    "trainer.clamp": "it is now `{prefix}correction.token_high`, with `correction.token: truncate`",
+    "launch.lost_s": "Ray's health checks decide this now: remove it",
+    "metrics.tensorboard": "it is now `{prefix}metrics.trackers`, as `[tensorboard]`",
+    **dict.fromkeys(("resume", "continue"), "train --resume RUN_DIR"),
+    **dict.fromkeys(("run", "start"), "train RUN.yaml` or `train --resume RUN_DIR"),
+    "convert-gguf": "python scripts/convert_gguf.py",
+    **{name: f"lab {name}" for name in ("compare", "study", "plan", "calibrate", "simulate", "export")},
 }
-"""Keys of earlier versions and where to set the same thing now."""
+"""Keys and commands of earlier versions, and commands that users try first -> what to write now."""
 
 
 # ---- a wrong key or value
@@ -128,8 +131,8 @@ def counterpart(key: str) -> Counterpart | None:
 
 def unknown_key(key: str, prefix: str = "", *, sections: bool = False, keys: Collection[str] | None = None) -> str:
     """What is wrong with a key that does not exist. `keys`: the only ones that may be meant."""
-    if key in MOVED:
-        return f"unknown key; it is now {MOVED[key].format(prefix=prefix)}"
+    if "." in key and key in OLD_NAMES:
+        return f"unknown key; {OLD_NAMES[key].format(prefix=prefix)}"
     if (other := counterpart(key)) and (other.key is None or keys is None or other.key in keys):
         note = f" ({other.note})" if other.note else ""
         return f"unknown key; did you mean `{prefix}{other.key}`?{note}" if other.key else f"unknown key; {other.note}"
@@ -185,7 +188,7 @@ def _documented(key: Key, value: Any) -> str:
     lines = [*wrap.wrap(key.description), *wrap.wrap(_values(key))]
     wrap.subsequent_indent = "#   "
     lines += [line for inner in key.inner for line in wrap.wrap(f"- {inner.name}: {inner.description} {_values(inner)}")]
-    return "\n".join(lines) + "\n" + yaml_text.dump(escaped({key.name: value}))
+    return "\n".join(lines) + "\n" + yaml_text.dump(yaml_text.escaped({key.name: value}))
 
 
 def _values(key: Key) -> str:

@@ -7,7 +7,7 @@ anywhere. In flags only the working directory counts. Nothing else is touched: n
 `environment.args`.
 
 `extends: base.yaml`, relative to the run file, takes the keys that the run file does not set from another one. A file that
-sets `environment.kind` takes nothing of `environment.args`. `${NAME}` stands for an environment variable (see `variables`).
+sets `environment.kind` takes nothing of `environment.args`. `${NAME}` stands for an environment variable (see `yaml_text`).
 """
 
 from __future__ import annotations
@@ -72,13 +72,7 @@ def config_from_yaml(text: str, source: str = "config.yaml") -> RunConfig:
 
 def config_to_yaml(config: RunConfig, *, only_given: bool = False) -> str:
     """Every key, or those that were set, and its value. `config_from_yaml` reads back an equal configuration."""
-    values = config.model_dump(mode="json", exclude_unset=only_given)
-    text = yaml_text.dump(values)
-    if "${" in text:
-        from pipelinerl.config.variables import escaped  # noqa: PLC0415 - few run files have such texts
-
-        text = yaml_text.dump(escaped(values))
-    return text
+    return yaml_text.dump(yaml_text.escaped(config.model_dump(mode="json", exclude_unset=only_given)))
 
 
 def config_of_values(values: Mapping[str, Any], base: RunConfig | None = None) -> RunConfig:
@@ -122,19 +116,11 @@ class _RunFile:
 
     @classmethod
     def of_text(cls, text: str, source: str) -> _RunFile:
-        parsed = yaml_text.parse(text, source)
-        origins = {key: f"{source}:{line}: {key}" for key, line in parsed.lines.items()}
-        values = parsed.value
-        if "${" in text:
-            from pipelinerl.config.variables import resolved  # noqa: PLC0415 - few run files have variables
-
-            values = resolved(values, origins)
+        values, lines = yaml_text.parse(text, source, variables=True, is_text=_takes_only_text)
         if not isinstance(values, dict | None):
             raise ConfigError(f"{source}: a run file is a mapping of keys to values, this is {show(values)}")
         draft = cls(values or {}, source)
-        if draft.get("metrics.tensorboard") is False:  # runs of earlier versions have recorded their default
-            del draft.values["metrics"]["tensorboard"]
-        draft.origins = origins
+        draft.origins = {key: f"{source}:{line}: {key}" for key, line in lines.items()}
         return draft
 
     @classmethod
@@ -275,7 +261,7 @@ def _values_of_flags(arguments: Sequence[str], keys: Collection[str] | None) -> 
             text, equals = rest.pop(0), "="
         if equals:
             # `--run_dir 2024` and `--model.path ~` are text, whatever YAML makes of them.
-            plain = str(key) == name and key.types <= {"string", "null"} and not ("null" in key.types and text == "null")
+            plain = _takes_only_text(name) and not ("null" in key.types and text == "null")
             yield name, text if plain else yaml_text.parse(text, flag).value
         elif "boolean" in key.types:
             yield name, True
@@ -283,6 +269,11 @@ def _values_of_flags(arguments: Sequence[str], keys: Collection[str] | None) -> 
             from pipelinerl.config.help import in_words  # noqa: PLC0415 - only for a mistake
 
             raise ConfigError(f"{flag}: needs a value: {in_words(key.schema)}")
+
+
+def _takes_only_text(place: str) -> bool:
+    key = settable(place)
+    return key is not None and str(key) == place and key.types <= {"string", "null"}
 
 
 def _unknown(key: str, prefix: str = "", *, keys: Collection[str] | None = None) -> str:

@@ -6,6 +6,7 @@ imports neither torch nor transformers, so that mistakes in a run file are repor
 
 from __future__ import annotations
 
+from math import prod
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field, JsonValue, Strict
@@ -172,6 +173,22 @@ class EngineConfig(Section, frozen=True):
     """torch device of the engine. `cuda`: a GPU of its own for each process. `cuda:0`: this one, which others may share."""
     threads: Count | None = None
     """CPU threads of an engine. null: half the cores, or 1 each for several processes or servers; `conventional`: all."""
+
+    @property
+    def vllm_options(self) -> dict[str, str]:
+        """The options in `vllm_args` with their values, in all ways of vLLM: `--a-b=1`, `--a_b 1`, `--a.key 1`, `--no-a`."""
+        found = {}
+        for argument, after in zip(self.vllm_args, [*self.vllm_args[1:], ""], strict=False):
+            option, joined, value = argument.partition("=")
+            if option.startswith("-"):
+                found[option.partition(".")[0].replace("_", "-").replace("--no-", "--")] = value if joined else after
+        return found
+
+    @property
+    def vllm_workers(self) -> int:
+        """On how many GPUs each vLLM server that the run starts computes."""
+        sizes = map(self.vllm_options.get, ("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp"))
+        return prod(int(size) for size in sizes if size and size.isdecimal())
 
 
 class StreamConfig(Section, frozen=True):

@@ -1,14 +1,19 @@
-"""The dialect of YAML that run files are written in: YAML 1.2's plain values, unique keys, and lines for messages.
+"""The dialect of YAML that run files are written in: YAML 1.2's plain values, unique keys, environment variables, and lines
+for messages.
 
 PyYAML follows YAML 1.1, where `1e-6` is text, `no` is false, `010` is eight and `12:30` is 750. Here a plain value is
 null, true/false, a whole number or a number exactly as in YAML 1.2 (and JSON), and text otherwise.
+
+In a text `${NAME}` stands for an environment variable, `${NAME:-TEXT}` for TEXT if the variable is not set, or empty, and
+`$${NAME}` for `${NAME}`. A value that is one reference has the type that the variable's text would have in the file.
 """
 
 from __future__ import annotations
 
+import os
 import re
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -28,22 +33,17 @@ _PLAIN_VALUES = (
     ),
     (_TAG + "merge", re.compile(r"^<<$"), ("<",)),
 )
-
-
 MOST_VALUES = 100_000
-"""In a run file, each counted as often as aliases name it."""
-LONGEST_NUMBER = 1000
+"""In a run file, each counted as often as aliases name it: with aliases of aliases, a few lines can stand for billions."""
+REFERENCE = re.compile(r"(\$?)\$\{([A-Za-z_]\w*)(?::-([^}]*))?\}")
 
 
 class _Loader(yaml.SafeLoader):
     """Plain values as in YAML 1.2."""
 
     def whole_number(self, node: yaml.ScalarNode) -> int:
-        text = node.value
-        base = {"0o": 8, "0x": 16}.get(text[:2], 10)
-        if len(text) > LONGEST_NUMBER:
-            raise ValueError(f"line {node.start_mark.line + 1}: a number of {len(text)} characters")
-        return int(text if base == 10 else text[2:], base)
+        base = {"0o": 8, "0x": 16}.get(node.value[:2], 10)
+        return int(node.value if base == 10 else node.value[2:], base)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -70,23 +70,25 @@ _Dumper.add_representer(list, _Dumper.sequence)
 _Dumper.add_representer(tuple, _Dumper.sequence)
 
 
-@dataclass(frozen=True)
-class YamlText:
+class YamlText(NamedTuple):
     """A parsed text: its value, and the line (from 1) of every key and item of a list, by dotted place."""
 
     value: Any
     lines: dict[str, int]
 
 
-def parse(text: str, source: str) -> YamlText:
-    """Parse one YAML document. Raises ConfigError, one line with `source` and the line number, if it is not valid."""
+def parse(text: str, source: str, *, variables: bool = False, is_text: Callable[[str], bool] = lambda _: False) -> YamlText:
+    """Parse one YAML document. Raises ConfigError, one line with `source` and the line number, if it is not valid.
+
+    `variables`: references to environment variables are replaced. `is_text`: whether the value at a place is always text.
+    """
     try:
         loader = _Loader(text)
         try:
+            visit = _Visit(source, is_text if variables and "${" in text else None)
             node = loader.get_single_node()
-            lines: dict[str, int] = {}
-            _collect_lines(node, "", lines)
-            value = None if node is None else loader.construct_document(node)
+            node = None if node is None else visit.node(node, "")
+            return YamlText(None if node is None else loader.construct_document(node), visit.lines)
         finally:
             loader.dispose()
     except yaml.MarkedYAMLError as error:
@@ -102,7 +104,6 @@ def parse(text: str, source: str) -> YamlText:
         raise ConfigError(f"{source}: not usable as YAML: nested too deeply, or a value contains itself") from error
     except ValueError as error:
         raise ConfigError(f"{source}: not usable as YAML: {error}") from error
-    return YamlText(value, lines)
 
 
 def dump(value: Any) -> str:
@@ -113,22 +114,73 @@ def dump(value: Any) -> str:
     return text
 
 
-def _collect_lines(node: yaml.Node | None, prefix: str, lines: dict[str, int]) -> None:
-    """Add the line of every key and of every item of a list. Raises MarkedYAMLError for a key that is in a mapping twice.
+def escaped(value: Any) -> Any:
+    """The same values with `$${NAME}` for `${NAME}`, as a run file has to have them."""
+    if isinstance(value, dict):
+        return {key: escaped(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [escaped(item) for item in value]
+    return REFERENCE.sub(r"$\g<0>", value) if isinstance(value, str) else value
 
-    Raises ValueError for more than MOST_VALUES. With aliases of aliases, a few lines can stand for billions.
-    """
-    if len(lines) > MOST_VALUES:
-        raise ValueError(f"aliases (`*name`) make it more than {MOST_VALUES} values")
-    if isinstance(node, yaml.SequenceNode):
-        for number, item in enumerate(node.value):
-            lines[f"{prefix}{number}"] = item.start_mark.line + 1
-            _collect_lines(item, f"{prefix}{number}.", lines)
-    seen = set()
-    for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
-        name = key.value if isinstance(key, yaml.ScalarNode) else None
-        if name is not None and name in seen:
-            raise yaml.MarkedYAMLError(problem=f"the key `{name}` is here twice", problem_mark=key.start_mark)
-        seen.add(name)
-        lines[f"{prefix}{name}"] = key.start_mark.line + 1
-        _collect_lines(value, f"{prefix}{name}.", lines)
+
+class _Visit:
+    """Collects the line of every key and of every item of a list, and with `is_text` replaces references to variables."""
+
+    def __init__(self, source: str, is_text: Callable[[str], bool] | None) -> None:
+        self.lines: dict[str, int] = {}
+        self._source = source
+        self._is_text = is_text
+        self._resolved: dict[int, yaml.Node] = {}  # aliases lead to them again
+
+    def node(self, node: yaml.Node, place: str) -> yaml.Node:
+        """The node to construct in place of this one.
+
+        Raises MarkedYAMLError for a key that is in a mapping twice, ConfigError for a variable that is not set, and
+        ValueError for more than MOST_VALUES.
+        """
+        if len(self.lines) > MOST_VALUES:
+            raise ValueError(f"aliases (`*name`) make it more than {MOST_VALUES} values")
+        prefix = f"{place}." if place else ""
+        if isinstance(node, yaml.SequenceNode):
+            for number, item in enumerate(node.value):
+                self.lines[f"{prefix}{number}"] = item.start_mark.line + 1
+                node.value[number] = self.node(item, f"{prefix}{number}")
+        elif isinstance(node, yaml.MappingNode):
+            seen = set()
+            for number, (key, value) in enumerate(node.value):
+                name = key.value if isinstance(key, yaml.ScalarNode) else None
+                if name is not None and name in seen:
+                    raise yaml.MarkedYAMLError(problem=f"the key `{name}` is here twice", problem_mark=key.start_mark)
+                seen.add(name)
+                self.lines[f"{prefix}{name}"] = key.start_mark.line + 1
+                node.value[number] = (key, self.node(value, f"{prefix}{name}"))
+        elif isinstance(node, yaml.ScalarNode) and self._is_text is not None and id(node) not in self._resolved:
+            node = self.resolved(node, f"{self._source}:{node.start_mark.line + 1}: {place}", self._is_text(place))
+            self._resolved[id(node)] = node
+        return node
+
+    def resolved(self, node: yaml.ScalarNode, origin: str, is_text: bool) -> yaml.Node:
+        """The same, or a node with the values of variables."""
+
+        def replacement(reference: re.Match[str]) -> str:
+            escape, name, default = reference.groups()
+            if escape:
+                return reference[0].removeprefix("$")
+            if default is not None:
+                return os.environ.get(name) or str(default)
+            if name not in os.environ:
+                raise ConfigError(
+                    f"{origin}: the environment variable {name} is not set; set it, or write $${{{name}}} if the text "
+                    f"${{{name}}} is meant"
+                )
+            return os.environ[name]
+
+        if not REFERENCE.search(node.value):
+            return node
+        text, whole = REFERENCE.sub(replacement, node.value), REFERENCE.fullmatch(node.value)
+        if is_text or not whole or whole[1]:
+            return yaml.ScalarNode(_TAG + "str", text, node.start_mark, node.end_mark, style='"')
+        try:
+            return yaml.compose(text, _Loader) or yaml.ScalarNode(_TAG + "null", "")
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{origin}: {text!r}, the value of a variable, is not valid YAML") from error

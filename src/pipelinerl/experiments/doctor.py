@@ -65,7 +65,7 @@ def _machine() -> Iterator[Finding]:
     fix = "other programs compute: times will be longer"
     yield _judged("processor", f"{count(cores, 'core')}, {processor()}, load {load}", load <= cores, fix, "note")
     memory = host_memory()
-    free = (memory.total if memory.available is None else memory.available) / GIB
+    free = memory.free / GIB
     fix = f"free {LEAST_MEMORY_GIB:g} GiB for the demo"
     yield _judged("memory", f"{free:.1f} of {memory.total / GIB:.1f} GiB free", free >= LEAST_MEMORY_GIB, fix)
     fix = "make room: checkpoints and records go below this folder, or to --run_dir"

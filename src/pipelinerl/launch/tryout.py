@@ -2,7 +2,7 @@
 
     python -m pipelinerl.launch.tryout CONFIG.yaml MESSAGES [build]
 
-Messages (`trial.TryoutMessage`) are appended to the file MESSAGES, one per line. `build`: without any attempt.
+Messages (`checks.TryoutMessage`) are appended to the file MESSAGES, one per line. `build`: without any attempt.
 Attempts have the time limits of a run, `actor.code_timeout_s` and `actor.rollout_timeout_s`.
 """
 
@@ -31,8 +31,8 @@ from pipelinerl.environments.user.code import find_function
 from pipelinerl.errors import EnvironmentSetupError, PipelineRLError
 from pipelinerl.interfaces import Environment, ScoresGroups, Tokenizer
 from pipelinerl.launch import GARBAGE_THRESHOLD
+from pipelinerl.launch.checks import TryoutMessage, TryoutReport
 from pipelinerl.launch.stages.held_out import evaluation_sets, no_held_out
-from pipelinerl.launch.trial import TryoutMessage, TryoutReport
 from pipelinerl.models.contract import read_contract
 from pipelinerl.types import Completion, GenerationRequest, Problem, Rollout, SamplingParams, TokenEvent, Turn, VersionSpan
 
@@ -128,39 +128,34 @@ class Tryout:
                 raise self._refused("a group of two empty answers", scored)
         return played
 
-    async def doubts(self) -> list[str]:
-        """What is doubtful about the rewards of wrong answers, and of each problem's own texts, one of which may be right.
+    async def credited(self) -> str | None:
+        """A wrong answer that gets as much as any answer that was tried, if most wrong ones do.
 
-        Raises EnvironmentSetupError if a reward fails.
+        Each problem is also answered with its own texts, one of which may be right. Raises EnvironmentSetupError if a reward
+        fails.
         """
         best = 0.0
-        wrong: dict[str, list[float | None]] = {text: [] for text in WRONG}
-        made = [problem_for(self._environment, index, self._limits) for index in range(ANSWERED)]
-        problems = [one[0] for one in made if not isinstance(one, Failure)]
+        wrong: dict[str, list[float]] = {text: [] for text in WRONG}
         until_s = time.monotonic() + ANSWERS_S
-        for index, problem in enumerate(problems):
-            own = [str(value) for value in problem.payload.values() if isinstance(value, str | int | float) and str(value)]
-            for text in (*WRONG, *own):
+        for index in range(ANSWERED):
+            if isinstance(made := problem_for(self._environment, index, self._limits), Failure):
+                continue
+            own = [str(value) for value in made[0].payload.values() if isinstance(value, str | int | float)]
+            for text in (*WRONG, *filter(None, own)):
                 if time.monotonic() > until_s:
                     break
-                reward = await self._reward_of(problem, index, text)
-                best = max(best, reward or 0.0)
+                reward = await self._reward_of(made[0], index, text)
+                best = max(best, reward)
                 if text in wrong and text not in own:
                     wrong[text].append(reward)
-        credited = [text for text, given in wrong.items() if given and all((reward or 0.0) >= best > 0 for reward in given)]
-        late = [text for text, given in wrong.items() if None in given]
-        doubts = []
-        if 2 * len(credited) > len(WRONG):
-            doubts.append(
-                f"wrong answers, such as {credited[0]!r}, get the reward {best:g}, and no answer that was tried gets more"
-            )
-        if late:
-            doubts.append(f"the reward of the answer {late[0][:20]!r} took longer than its limit: such rollouts are dropped")
-        return doubts
+        credited = [text for text, given in wrong.items() if given and min(given) >= best > 0]
+        if 2 * len(credited) <= len(WRONG):
+            return None
+        return f"wrong answers, such as {credited[0]!r}, get the reward {best:g}, and no answer that was tried gets more"
 
-    async def _reward_of(self, problem: Problem, index: int, text: str) -> float | None:
-        """The highest reward in any form; None if one takes too long."""
-        rewards: list[float] = []
+    async def _reward_of(self, problem: Problem, index: int, text: str) -> float:
+        """The highest reward in any form; 0 for one that takes too long, whose rollout would be dropped."""
+        best = 0.0
         for said in [form.format(text) for form in FORMS]:
             if isinstance(scorer := self._environment, JudgedTurn):
                 turn = Turn(prompt_ids=(), completion=NOTHING, text=said)
@@ -170,10 +165,10 @@ class Tryout:
                 played = await self.play(index, said)
                 outcome = played if isinstance(played, Failure) else played.reward
             if not isinstance(outcome, Failure):
-                rewards.append(outcome)
+                best = max(best, outcome)
             elif outcome.reason != "timeout":
                 raise self._refused(f"the answer {said[:40]!r} to problem {index}", outcome)
-        return max(rewards) if len(rewards) == len(FORMS) else None
+        return best
 
     def _refused(self, what: str, failure: Failure) -> EnvironmentSetupError:
         return EnvironmentSetupError(f"environment {self._name}, tried with {what}: {failure.line}")
@@ -218,7 +213,11 @@ async def try_environment(
             if time.monotonic() < until_s:
                 await tryout.play(index)
         asked = len(tryout.client.prompts) if single_turn else 1
-        prompts, lengths = tryout.client.prompts[:asked], tryout.client.lengths[:asked]
+        prompts, longest = tryout.client.prompts[:asked], slot_length(model, config.engine.max_length)
+        long = sum(length > longest for length in tryout.client.lengths[:asked])
+        if config.engine.urls:  # such servers have slots of their own
+            long = 0
+        fit = f"do not fit engine.max_length ({longest}) with actor.max_tokens ({config.actor.max_tokens})"
         report = msgspec.structs.replace(
             report,
             prompt=tokenizer.decode(prompts[0]),
@@ -226,22 +225,15 @@ async def try_environment(
             reward=played.reward,
             metrics=dict(played.metrics),
             notes=(*(f"model: {note}" for note in contract.notes), *notes_of(environment, config)),
-            warnings=_too_long(lengths, slot_length(model, config.engine.max_length), config),
+            warnings=(f"{long} of {asked} prompts {fit}: their rollouts are dropped",) if long else (),
         )
     send("tries answers that are texts")
     doubts = []
     for name, part in parts_of(environment):
         if not getattr(part, "untried", Task.untried):
-            found = await Tryout(config, part, tokenizer, end_id, name).doubts()
-            doubts += [f"{name}: {doubt}".removeprefix(": ") for doubt in found]
+            doubt = await Tryout(config, part, tokenizer, end_id, name).credited()
+            doubts += [f"{name}: {doubt}".removeprefix(": ")] if doubt else []
     return msgspec.structs.replace(report, warnings=(*doubts, *report.warnings))
-
-
-def _too_long(lengths: Sequence[int], longest: int, config: RunConfig) -> tuple[str, ...]:
-    """A warning if some of the prompts, with their longest completions, are longer than a slot of `longest` tokens."""
-    count = 0 if config.engine.urls else sum(length > longest for length in lengths)  # such servers have slots of their own
-    fit = f"do not fit engine.max_length ({longest}) with actor.max_tokens ({config.actor.max_tokens})"
-    return (f"{count} of {len(lengths)} prompts {fit}: their rollouts are dropped",) if count else ()
 
 
 if __name__ == "__main__":

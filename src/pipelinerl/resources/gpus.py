@@ -11,7 +11,6 @@ from contextlib import suppress
 from itertools import product
 from typing import Any, NamedTuple
 
-from pipelinerl.config.checks import vllm_workers
 from pipelinerl.config.keys import spell
 from pipelinerl.config.load import config_of_values
 from pipelinerl.config.schema import PACKAGED_MODELS, RunConfig, Section
@@ -19,7 +18,7 @@ from pipelinerl.errors import ConfigError, UserError
 from pipelinerl.models.shape import ModelShape
 from pipelinerl.resources.machine import device_memory
 from pipelinerl.resources.memory import predict, shape_of
-from pipelinerl.resources.placement import Node, place, roles_of
+from pipelinerl.resources.roles import Node, place, roles_of
 from pipelinerl.types import MAX_RECEIVERS
 
 FILLED = 0.9
@@ -60,7 +59,7 @@ def with_gpus(config: RunConfig, count: int) -> tuple[RunConfig, list[str]]:
     import torch  # noqa: PLC0415 - takes seconds
 
     found = [memory for number in range(count) if (memory := device_memory(f"cuda:{number}")) is not None]
-    gpus = [memory.total if memory.available is None else memory.available for memory in found]
+    gpus = [memory.free for memory in found]
     if not gpus or torch.cuda.device_count() < len(gpus):
         return config, []
     chosen = choose(config, given, gpus, shape_of(config), vllm=importlib.util.find_spec("vllm") is not None)
@@ -165,7 +164,7 @@ def _spread(config: RunConfig, given: Collection[str], gpus: int) -> Iterator[di
     count, on_gpu = f"engine.{_engines(config)}", config.trainer.device.startswith("cuda")
     shared = config.trainer.device != "cuda" or "trainer.ranks" in given
     for ranks in [config.trainer.ranks] if shared else range(1, max(2, gpus)):
-        engines = max(1, min((gpus - ranks * on_gpu) // vllm_workers(config.engine), MAX_RECEIVERS))
+        engines = max(1, min((gpus - ranks * on_gpu) // config.engine.vllm_workers, MAX_RECEIVERS))
         found = {} if shared else {"trainer.ranks": ranks}
         yield found | ({count: engines} if config.engine.device == "cuda" and count not in given else {})
 

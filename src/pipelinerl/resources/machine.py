@@ -7,14 +7,12 @@ import os
 import platform
 from collections.abc import Iterator
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
-_UNLIMITED = 1 << 60
-"""A limit from here on means none. Control groups also write `max` for that."""
+from pipelinerl.extras import version
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,7 +39,7 @@ def this_machine(device: str = "cpu") -> Machine:
         system=f"{platform.system()} {platform.machine()}",
         versions={
             "python": platform.python_version(),
-            **{name: installed(name) or "not installed" for name in ("pipelinerl", "torch", "transformers", "numpy")},
+            **{name: version(name) or "not installed" for name in ("pipelinerl", "torch", "transformers", "numpy")},
         },
     )
 
@@ -66,14 +64,6 @@ def processor() -> str:
     return next(found, platform.processor() or "unknown")
 
 
-def installed(package: str) -> str | None:
-    """The version of a package; None without it."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
 # ---- memory and GPUs
 
 
@@ -82,6 +72,11 @@ class Memory(NamedTuple):
 
     total: int
     available: int | None
+
+    @property
+    def free(self) -> int:
+        """What can be allocated now, as far as it is known."""
+        return self.total if self.available is None else min(self.available, self.total)
 
 
 def host_memory(root: Path = Path("/")) -> Memory:
@@ -153,7 +148,7 @@ def _limits(root: Path) -> Iterator[tuple[int, int]]:
         own = folder / path.strip("/")
         for group in [group for group in (own, *own.parents) if group.is_relative_to(folder)]:
             most = "".join(_lines(group / limit)).strip()
-            if most.isdecimal() and int(most) < _UNLIMITED:
+            if most.isdecimal():  # else `max`, which is none, as are numbers beyond the memory
                 fields = dict(line.split() for line in _lines(group / "memory.stat"))
                 reclaimable = int(fields.get("total_inactive_file", fields.get("inactive_file", 0)))
                 yield int(most), int("".join(_lines(group / used)) or 0) - reclaimable

@@ -17,7 +17,7 @@ import torch
 import pipelinerl.cli.project
 from pipelinerl import __version__
 from pipelinerl.cli import main
-from pipelinerl.cli.main import MODULES
+from pipelinerl.cli.main import COMMANDS
 from pipelinerl.config.load import config_from_yaml, config_to_yaml, load_config
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import RunInterruptedError, StalledError
@@ -56,9 +56,9 @@ def test_version_and_help(capsys: Capture) -> None:
         assert main(arguments) == 0
         assert capsys.readouterr().out.startswith("usage: pipelinerl")
     assert main(["--help"]) == 0
-    listed = re.findall(r"^  ([\w-]+)  ", capsys.readouterr().out.partition("your runs:")[2], re.MULTILINE)
-    assert sorted(listed) == sorted(name for names in MODULES.values() for name in names), "each command once"
-    assert len(listed) == 15
+    listed = re.findall(r"^  ([\w-]+)  ", capsys.readouterr().out.partition("options:")[2], re.MULTILINE)
+    assert [name for name in listed if not name.startswith("-")] == [*COMMANDS], "each command once"
+    assert len(COMMANDS) == 15
     assert main([]) == 2
     assert "usage: pipelinerl" in capsys.readouterr().err
 
@@ -67,25 +67,16 @@ def test_version_and_help(capsys: Capture) -> None:
     ("arguments", "message"),
     [
         (["trian"], "unknown command 'trian'; did you mean `train`?"),
-        (["resume", "runs/x"], "unknown command 'resume'; did you mean `train --resume RUN_DIR`?"),
-        (["run", "x.yaml"], "unknown command 'run'; did you mean `train RUN.yaml`?"),
-        (["run", "."], "unknown command 'run'; did you mean `train --resume RUN_DIR`?"),
-        (["lab", "compare", "runs/a", "runs/b"], "from one run file; for runs: `pipelinerl report runs/a runs/b`"),
-        (["lab", "compare", "."], "for runs: `pipelinerl report .`"),
+        (["run", "x.yaml"], "unknown command 'run'; did you mean `train RUN.yaml` or `train --resume RUN_DIR`?"),
         (["compare", "run.yaml"], "unknown command 'compare'; did you mean `lab compare`?"),
-        (["export", "."], "unknown command 'export'; did you mean `lab export`?"),
         (["lab", "comprae"], "unknown command 'lab comprae'; did you mean `lab compare`?"),
         (["lab"], "name a command: lab compare, study,"),
         (["train", "."], ". is a folder, not a run file; `pipelinerl train --resume .` continues a run"),
-        (["frobnicate", "x"], "unknown command 'frobnicate'; there are train, init,"),
+        (["frobnicate", "x"], "unknown command 'frobnicate'; there are init, config,"),
         (["--foo"], "pipelinerl without a command has no flag --foo (see `pipelinerl --help`)"),
-        (["train", "-x"], "unrecognized arguments: -x"),
         (["train", "trainer.steps=3"], "a key of the run file is set by a flag: `--trainer.steps=3`"),
-        (["train", "run.toml"], "a run file is YAML"),
         (["train", "a.yaml", "b.yaml"], "unrecognized arguments: b.yaml"),
         (["train", "absent.yaml"], "can't read the run file absent.yaml"),
-        (["train", "--trainer.stepz", "3"], "--trainer.stepz: unknown key; did you mean `--trainer.steps`?"),
-        (["train", "--trainer.steps", "x"], "--trainer.steps: 'x' is not allowed here; this takes a whole number >= 1"),
         (["train", "--actor.top_p", "0.9"], "actor.top_p: 0.9 truncates"),
         (
             ["train", "--metrics.plot", "run.yaml"],
@@ -93,7 +84,6 @@ def test_version_and_help(capsys: Capture) -> None:
         ),
         (["train", "--resum", "x"], "unknown flag --resum; did you mean `--resume`?"),
         (["train", "--epsilon", "1"], "--epsilon: unknown key; did you mean `--trainer.clip_low`?"),
-        (["train", "--debgu"], "unknown flag --debgu; did you mean `--debug`?"),
         (["train", "--resume"], "argument --resume: expected one argument"),
         (["config", "--resume", "x"], "--resume: unknown key; `pipelinerl config` prints all keys"),
     ],

@@ -74,7 +74,7 @@ def test_a_dry_run_checks_every_setting_and_trains_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "pipelinerl.launch.dry_run.dry_run", lambda config: [f"learning rate {config.trainer.learning_rate:g} is fine"]
+        "pipelinerl.launch.checks.dry_run", lambda config: [f"learning rate {config.trainer.learning_rate:g} is fine"]
     )
     assert main(["sweep", "--dry-run", *RATES, "--out", str(tmp_path / "out")]) == 0
     lines = capsys.readouterr().out.splitlines()

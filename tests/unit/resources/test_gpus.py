@@ -13,12 +13,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from pipelinerl.config.load import config_from_yaml, config_of_values, config_to_yaml, load_config, validate
-from pipelinerl.config.schema import RunConfig, TrainerConfig
+from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.launch import checks, run
-from pipelinerl.launch import dry_run as dry_run_module
-from pipelinerl.launch.dry_run import dry_run
-from pipelinerl.launch.trial import TryoutReport
+from pipelinerl.launch.checks import TryoutReport, dry_run
 from pipelinerl.models.folder import resolve_path
 from pipelinerl.models.shape import ModelShape
 from pipelinerl.resources import gpus
@@ -184,18 +182,9 @@ def test_runs_that_stay_as_they_are(flags: list[str], expected: bool) -> None:
     assert may_choose(config, keys_given(config)) == expected
 
 
-def test_which_keys_are_set_outlives_copies_and_files_of_a_configuration() -> None:
-    config = RunConfig(trainer=TrainerConfig(steps=3))
-    assert keys_given(config) == keys_given(validate(config)) == {"trainer.steps"}
-    changed = config_of_values({"engine.slots": 64}, config)
-    assert keys_given(changed) == {"trainer.steps", "engine.slots"}, "also if the value is the default"
-    assert keys_given(config_from_yaml(config_to_yaml(changed, only_given=True))) == keys_given(changed)
-    assert config_from_yaml(config_to_yaml(changed, only_given=True)) == config_from_yaml(config_to_yaml(changed)) == changed
-
-
 def with_two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "usable_gpus", lambda: 2)
-    monkeypatch.setattr("pipelinerl.resources.placement.usable_gpus", lambda: 2)
+    monkeypatch.setattr("pipelinerl.resources.roles.usable_gpus", lambda: 2)
     monkeypatch.setattr(gpus, "device_memory", lambda _: Memory(H100, None))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr("pipelinerl.models.device.require_device", lambda _: None)
@@ -210,12 +199,6 @@ def test_memory_that_other_processes_use_is_not_planned_for(monkeypatch: pytest.
     beside, lines = gpus.with_gpus(config, 2)
     assert lines[0].startswith("chosen for 2 GPUs with 48 GB free: ")
     assert (alone.trainer.gradient_checkpointing, beside.trainer.gradient_checkpointing) == (False, True)
-
-
-def test_without_a_gpu_nothing_changes() -> None:
-    config = load_config(os.devnull, REAL)
-    assert checks.settled(config) == (config, [])
-    assert checks.settled(config)[0] is config
 
 
 def test_a_run_begins_with_what_was_chosen_and_records_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,10 +218,11 @@ def test_a_run_begins_with_what_was_chosen_and_records_it(monkeypatch: pytest.Mo
     assert lines[0].startswith("chosen for 2 GPUs with 85 GB free: engine.device cuda, trainer.device cuda, model.dtype ")
     assert (first.model.dtype, first.model.head_dtype, first.engine.device) == ("bfloat16", "float32", "cuda")
     assert (second, nothing) == (first, [])
-    monkeypatch.setattr(dry_run_module, "try_environment", lambda _: TryoutReport(built_s=0, held_out=0, prompt_tokens=(6,)))
+    monkeypatch.setattr(checks, "try_environment", lambda _: TryoutReport(built_s=0, held_out=0, prompt_tokens=(6,)))
     report = dry_run(config)
     assert report[0] == lines[0]
     assert "  this machine, " in report[2]
     assert "training (GPU 0), generation (GPU 1)" in report[2]
+    assert keys_given(config_from_yaml(config_to_yaml(config, only_given=True))) == keys_given(validate(config))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert checks.settled(config) == (config, []), "PyTorch can't use them"

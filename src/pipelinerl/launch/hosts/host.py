@@ -28,14 +28,17 @@ from pipelinerl.interfaces import Board
 from pipelinerl.launch.session import Session, WorkerError, WorkerReport, WorkerSpec
 from pipelinerl.launch.streams import make_hub
 from pipelinerl.resources.machine import usable_cores
-from pipelinerl.resources.memory import on_gpus
 from pipelinerl.resources.roles import (
     PREPROCESSING,
     TRAINING,
     generation_roles,
+    on_gpus,
+    place_here,
+    placement_lines,
     process_environment,
     server_roles,
     shares_of,
+    visible_gpus,
     worker_roles,
 )
 from pipelinerl.run_directory import RunDirectory
@@ -223,8 +226,6 @@ class LocalHost(Host):
         self._shares = shares_of(session.config, session.schedule, roles, usable_cores())
         self._gpus: Mapping[str, str] = {}
         if on_gpus(session.config):
-            from pipelinerl.resources.placement import place_here, placement_lines, visible_gpus  # noqa: PLC0415
-
             places, machine = place_here(session.config)
             self.placement = placement_lines(places, [machine])
             self._gpus = visible_gpus(session.config, places, os.environ.get("CUDA_VISIBLE_DEVICES"))

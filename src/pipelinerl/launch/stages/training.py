@@ -20,6 +20,7 @@ from pipelinerl.checkpoint import Checkpoint, load_checkpoint
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.config.secrets import without_secrets
 from pipelinerl.errors import UserError
+from pipelinerl.extras import version
 from pipelinerl.files import SHARED_MEMORY, JsonLines, Lines, OpenLines
 from pipelinerl.hub.client import HubClient, HubReader
 from pipelinerl.interfaces import Board, StreamReader, WeightSender
@@ -32,7 +33,7 @@ from pipelinerl.models.loading import load_model, load_tokenizer, refuse_adapter
 from pipelinerl.ports import LOOPBACK, source_address
 from pipelinerl.preprocess import PreparingReader
 from pipelinerl.process import stop_on_sigterm
-from pipelinerl.resources.machine import installed, processor
+from pipelinerl.resources.machine import processor
 from pipelinerl.resources.roles import rank_roles
 from pipelinerl.status.board import generation_stages, starting
 from pipelinerl.trainer import CheckpointPlan, Learner, SampleQueue, Trainer, TrainerOutput, TrainerState
@@ -300,7 +301,7 @@ def session_record(session: Session) -> SessionRecord:
 
 
 def this_computer() -> Computer:
-    packages = {"python": platform.python_version()} | {name: found for name in PACKAGES if (found := installed(name))}
+    packages = {"python": platform.python_version()} | {name: found for name in PACKAGES if (found := version(name))}
     return Computer(processor=processor(), instructions=torch.backends.cpu.get_cpu_capability(), packages=packages)
 
 

@@ -17,7 +17,7 @@ import msgspec
 import pytest
 
 from pipelinerl.child import ChildProcess, exit_words
-from pipelinerl.config.checks import VLLM_OWN, vllm_workers
+from pipelinerl.config.checks import VLLM_OWN
 from pipelinerl.config.schema import EngineConfig
 from pipelinerl.serving.vllm.adapter import model_facts
 from pipelinerl.serving.vllm.messages import ServerDescription
@@ -159,7 +159,7 @@ def test_what_the_run_file_adds_comes_last_and_replaces_nothing_of_the_run_but_i
     ],
 )
 def test_a_server_has_as_many_gpus_as_its_arguments_ask_for(arguments: str, workers: int) -> None:
-    assert vllm_workers(EngineConfig(kind="vllm", vllm_args=tuple(arguments.split()))) == workers
+    assert EngineConfig(kind="vllm", vllm_args=tuple(arguments.split())).vllm_workers == workers
 
 
 def description(**changes: str) -> bytes:
