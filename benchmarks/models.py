@@ -225,8 +225,6 @@ def measure(family: str, *, speed: bool = True) -> Found:
     way = "packed" if engine.progress().runner.startswith("over packed batches") else "own cache"
     if way == "own cache" and not runner._continues:
         way += ", prompts in one chunk or token by token"
-    if way == "own cache" and not runner._ragged:
-        way += ", one batch per length"
     return Found(trainer, trainer_error, way, runner.error, _speed(family, engine) if speed else None)
 
 

@@ -15,7 +15,7 @@ import torch
 
 import pipelinerl
 from pipelinerl.engine import LocalEngine, local
-from pipelinerl.engine.device_sampler import device_uniforms
+from pipelinerl.engine.sampler import device_uniforms
 from pipelinerl.engine.static import StaticEngine
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.files import shared_memory

@@ -9,18 +9,15 @@ import pytest
 import torch
 import transformers
 from benchmarks import models as families
-from packaging.version import Version
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
     BloomConfig,
     DeepseekV3Config,
-    DeepseekV32Config,
     FalconH1Config,
     FalconMambaConfig,
     Gemma2Config,
     Gemma3TextConfig,
-    GPTNeoConfig,
     GPTNeoXConfig,
     GptOssConfig,
     Lfm2Config,
@@ -102,10 +99,6 @@ CONFIGS: dict[str, Any] = {
 }
 THROUGH_CACHE: dict[str, Any] = {
     "bloom-alibi": BloomConfig(vocab_size=VOCABULARY, hidden_size=48, n_layer=2, n_head=4, initializer_range=0.15),
-    # The indexer's scores of a padding token, whose embedding is 0, are all 0, and which are chosen depends on the length.
-    "deepseek-v32-indexer": DeepseekV32Config(
-        **_LATENTS | {"pad_token_id": None}, index_n_heads=16, index_head_dim=16, index_topk=8
-    ),
     "falcon-h1-both-in-one-layer": FalconH1Config(
         **_GQA,
         head_dim=12,
@@ -117,16 +110,6 @@ THROUGH_CACHE: dict[str, Any] = {
         mamba_chunk_size=16,
     ),
     "falcon-mamba-token-by-token": FalconMambaConfig(**_MAMBA),
-    "gpt-neo-old-class": GPTNeoConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=48,
-        num_layers=2,
-        num_heads=4,
-        attention_types=[[["global", "local"], 1]],
-        window_size=16,
-        max_position_embeddings=256,
-        initializer_range=0.15,
-    ),
     "lfm2-conv": Lfm2Config(**_GQA, layer_types=["conv", "full_attention"]),
     "mamba2": Mamba2Config(**_MAMBA, num_heads=6, head_dim=16, n_groups=1),
     "nemotron-h": NemotronHConfig(
@@ -166,15 +149,10 @@ def make_model(name: str, seed: int = 0) -> Any:
     return model
 
 
-SINCE_5_18 = ("deepseek-v32-indexer", "qwen4_exp_text", "rembert")
-"""In earlier releases of transformers, families of these names compute or keep something else."""
-
-
 def make_family(name: str) -> Any:
     """A model of `CONFIGS` or of `benchmarks.models`. Skips the test if the installed transformers does not have it."""
-    here = Version(transformers.__version__)
-    if (name in SINCE_5_18 and here < Version("5.18")) or (name not in CONFIGS and name not in CONFIG_MAPPING):
-        pytest.skip(f"transformers {here} does not have {name} as it is in later releases")
+    if name not in CONFIGS and name not in CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} does not have {name}")
     return make_model(name) if name in CONFIGS else families.make_model(name)
 
 

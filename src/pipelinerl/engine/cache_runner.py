@@ -5,8 +5,8 @@ by position, recurrent and convolution states as a whole. For each forward, the 
 its sequences. Decoding rows are adjacent, so they are views, and nothing is copied.
 
 Sequences of different lengths share a decoding batch: the model asks for its masks by a function that knows each row's
-positions. A model that doesn't ask for them runs one batch for each length. If a model can't continue a sequence by several
-tokens at once, all tokens of a prompt except its first chunk run one by one. The check at load time finds what is needed.
+positions. If a model can't continue a sequence by several tokens at once, all tokens of a prompt except its first chunk run
+one by one. The check at load time finds out.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, EncoderDecoderCache
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 from transformers.cache_utils import CacheLayerMixin
 
-from pipelinerl.engine.attention import Chunk, ChunkBatch, LengthBucket, Move, PackedTokens, batch_chunks
-from pipelinerl.engine.rounding import in_float32, require_same
+from pipelinerl.engine.attention import ChunkBatch, Move, PackedTokens, batch_chunks
+from pipelinerl.engine.rounding import in_float32
+from pipelinerl.engine.runner import Runner
 from pipelinerl.errors import UnsupportedModelError
 from pipelinerl.models.attention import choose_attention, returned_cache, unsupported
 from pipelinerl.models.own_forward import accepts, logits_at, recurrence_chunk, use_configured_time_steps
@@ -32,14 +33,8 @@ from pipelinerl.models.state import is_narrow
 
 ATTENTION_NAME = "pipelinerl_cache"
 
-_INDEXER = "indexer_keys"
 _PROBE_TOKENS = 5
 _PROBE_ROWS = 3
-_TOLERANCE = 1e-5
-"""Log-probabilities in float32 may be off by this much, or by rounding. That is strict: the two forms of a recurrence (one
-token, several) may differ by what matters little while weights are small."""
-_DECODED = 12
-"""Tokens of each row that the check decodes one by one."""
 _STATEFUL = frozenset(
     {
         "LinearAttentionLayer",
@@ -47,11 +42,10 @@ _STATEFUL = frozenset(
         "LinearAttentionAndSlidingWindowAttentionLayer",
         "DynamicLayer",
         "DynamicSlidingWindowLayer",
-        "DynamicIndexedLayer",
         "DummyLayer",
     }
 )
-"""Classes of cache layers whose whole state is tensors by position, and tensors of a fixed size per sequence."""
+"""Classes of cache layers whose whole state is keys and values by position, and tensors of a fixed size per sequence."""
 
 
 # ---- the slots
@@ -75,47 +69,27 @@ class SlotView:
     fresh: bool
 
 
-class KeyValueSlots:
-    """Keys [H, heads, max_length, dim] and values likewise of one layer."""
-
-    def __init__(self, keys: Tensor, values: Tensor, rows: int, max_length: int) -> None:
-        self.keys, self.values = (x.new_zeros(rows, x.shape[1], max_length, x.shape[3]) for x in (keys, values))
-
-    def update(self, view: SlotView, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Write the new tokens' keys and values [n, heads, c, dim]. Returns both at all positions that attention sees."""
-        if view.offset is not None:
-            place = slice(view.offset, view.offset + key.shape[2])
-            self.keys[view.rows, :, place], self.values[view.rows, :, place] = key, value
-        else:
-            rows, positions = torch.arange(len(key), device=key.device), view.positions[:, 0]
-            self.keys[rows, :, positions], self.values[rows, :, positions] = key[:, :, 0], value[:, :, 0]
-        return self.keys[view.rows, :, : view.end], self.values[view.rows, :, : view.end]
-
-
 class _KeyValueLayer:
-    """The part of a cache layer that holds keys and values. Mixed into the model's own class of cache layers."""
+    """The part of a cache layer that holds keys and values. Mixed into the model's own class of cache layers.
+
+    It has all slots of the layer: keys [H, heads, max_length, dim] and values likewise.
+    """
 
     is_sliding = False
-    slots: KeyValueSlots
-    indexed: KeyValueSlots
+    slot_keys: Tensor
+    slot_values: Tensor
     view: SlotView
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        return self.slots.update(self.view, key_states, value_states)
-
-    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
-        """The keys [n, L, dim] by which a sparse indexer chooses the positions that attention sees."""
-        keys = indexer_key_states[:, None]
-        return self.indexed.update(self.view, keys, keys[..., :0])[0][:, 0]
-
-    @property
-    def indexer_position_ids(self) -> Tensor:
-        """Positions [3, n, L] of earlier tokens, which Qwen4 Exp's indexer reads; it sets them to what they are anyway."""
-        rows, device = len(self.view.positions), self.view.positions.device
-        return torch.arange(self.get_seq_length(), device=device).expand(3, rows, -1)
-
-    @indexer_position_ids.setter
-    def indexer_position_ids(self, _: Tensor) -> None: ...
+        """Write the new tokens' keys and values [n, heads, c, dim]. Returns both at all positions that attention sees."""
+        view, keys, values = self.view, self.slot_keys, self.slot_values
+        if view.offset is not None:
+            place = slice(view.offset, view.offset + key_states.shape[2])
+            keys[view.rows, :, place], values[view.rows, :, place] = key_states, value_states
+        else:
+            rows, positions = torch.arange(len(key_states), device=keys.device), view.positions[:, 0]
+            keys[rows, :, positions], values[rows, :, positions] = key_states[:, :, 0], value_states[:, :, 0]
+        return keys[view.rows, :, : view.end], values[view.rows, :, : view.end]
 
     def get_seq_length(self) -> int:
         return self.view.end - self.view.positions.shape[1]
@@ -136,24 +110,17 @@ class LayerSlots:
 
     def __init__(self, new: Any, used: Any, rows: int, max_length: int) -> None:
         self._new, self._used = dict(vars(new)), dict(vars(used))
-        self.states: dict[StatePath, Tensor] = {}
         self.by_position: list[Tensor] = []
+        kind = type(new)
         if isinstance(used, CacheLayerMixin) and used.is_initialized and isinstance(used.keys, Tensor):
-            slots = KeyValueSlots(used.keys, used.values, rows, max_length)
-            self.by_position += [slots.keys, slots.values]
-            kept = {"keys": None, "values": None, "slots": slots, "is_initialized": True}
-            if isinstance(keys := getattr(used, _INDEXER, None), Tensor):
-                indexed = KeyValueSlots(keys[:, None], keys[:, None, :, :0], rows, max_length)
-                self.by_position.append(indexed.keys)
-                kept |= {_INDEXER: None, "indexed": indexed}
+            self.by_position = [x.new_zeros(rows, x.shape[1], max_length, x.shape[3]) for x in (used.keys, used.values)]
+            keys, values = self.by_position
+            kept = {"keys": None, "values": None, "slot_keys": keys, "slot_values": values, "is_initialized": True}
             self._new |= kept
             self._used |= kept
-            kind: type = type(f"Slots{type(new).__name__}", (_KeyValueLayer, type(new)), {})
-        else:
-            kind = type(new)
+            kind = type(f"Slots{type(new).__name__}", (_KeyValueLayer, type(new)), {})
         self.layer: Any = object.__new__(kind)
-        for path, state in _states(used):
-            self.states[path] = state.new_zeros(rows, *state.shape[1:])
+        self.states = {path: state.new_zeros(rows, *state.shape[1:]) for path, state in _states(used)}
 
     def enter(self, view: SlotView) -> None:
         """Prepare the cache layer for a forward over `view`."""
@@ -182,7 +149,7 @@ class LayerSlots:
 
 def _states(layer: Any) -> Iterator[tuple[StatePath, Tensor]]:
     for name, value in vars(layer).items():
-        if name in ("keys", "values", _INDEXER, "indexer_position_ids"):
+        if name in ("keys", "values"):
             continue
         found = [((name, key), state) for key, state in value.items()] if isinstance(value, dict) else [((name,), value)]
         yield from ((path, state) for path, state in found if isinstance(state, Tensor) and state.ndim > 1)
@@ -243,71 +210,59 @@ def _own_attention(module: nn.Module, *arguments: Any, **options: Any) -> Any:
 # ---- the runner
 
 
-class CacheRunner:
+class CacheRunner(Runner):
     """Runs a Hugging Face causal LM over slots, like `ModelRunner`, through its own forward and cache.
 
     Raises UnsupportedModelError if log-probabilities computed over slots differ from the model's own forward.
     """
 
-    flat = False
+    kv: SlotCache
+    tolerance = 1e-5
+    """Strict: the two forms of a recurrence (one token, several) may differ by what is small while weights are small."""
 
     def __init__(self, model: Any, rows: int, max_length: int) -> None:
-        self.model = model.eval()
-        parameter = next(model.parameters())
-        self.device, self.dtype = parameter.device, parameter.dtype
-        self.vocabulary: int = self.model.get_input_embeddings().weight.shape[0]
-        self._max_length = max_length
+        super().__init__(model, max_length)
         self._has_positions = accepts(model, "position_ids")
-        self._ragged = self._continues = True
+        self._continues = True
         use_configured_time_steps(model)
         AttentionInterface.register(ATTENTION_NAME, _own_attention)
         AttentionMaskInterface.register(ATTENTION_NAME, _row_masks)
         name = type(model).__name__
         with unsupported(f"{name} fails on the probe that the embedded engine checks models with"), torch.inference_mode():
+            own = self.dtype
             with in_float32(model):
+                self.dtype = torch.float32
                 self._new, self._used = self._probe(name)
-                self.error = self._check()
-            if is_narrow(self.dtype):
+                self._check()
+            self.dtype = own
+            if is_narrow(own):
                 self._new, self._used = self._probe(name)
-                ids_T, reference_TV = self._own_logits()
-                self.error = self._error(ids_T, reference_TV, self.dtype)
-        self.kv = SlotCache(self._new, self._used, rows, max_length)
-        slow = [] if self._ragged else ["sequences of different lengths can't share a batch"]
-        slow += [] if self._continues else ["prompts longer than engine.prefill_tokens are processed token by token"]
-        self.description = "; ".join(["through its own cache, at about half the speed of packed batches", *slow])
+                self._compare(*self._own_logits())
+        self._make_kv(rows, max_length)
+        self.description = "through its own cache, at about half the speed of packed batches"
+        if not self._continues:
+            self.description += "; prompts longer than engine.prefill_tokens are processed token by token"
 
-    def weights_changed(self) -> None:
-        """The model computes with its own parameters only."""
+    def _make_kv(self, rows: int, max_length: int) -> None:
+        self.kv = SlotCache(self._new, self._used, rows, max_length)
 
     def forward(self, tokens: PackedTokens) -> Tensor:
         """As in `ModelRunner`; `keep` is in ascending order."""
         decoding = tokens.decoding
         ids_T = torch.as_tensor(tokens.ids, device=self.device)
-        positions_R = torch.as_tensor(tokens.positions, device=self.device)[:decoding]
+        positions_R1 = torch.as_tensor(tokens.positions, device=self.device)[:decoding, None]
         keep = range(len(ids_T)) if tokens.keep is None else tokens.keep
         keep_P = torch.as_tensor(keep, dtype=torch.long, device=self.device)
         parts = []
         if decoding:
             longest = max(bucket.length for bucket in tokens.buckets)
-            parts.append(self._decode(ids_T[:decoding], positions_R, longest)[keep_P[keep_P < decoding]])
+            view = SlotView(slice(0, decoding), positions_R1, None, longest, fresh=False)
+            parts.append(self._run(ids_T[:decoding, None], view, keep_P[keep_P < decoding]))
         for chunk in batch_chunks(tokens.chunks, self.device):
             own = slice(chunk.begin, chunk.begin + chunk.count * len(chunk.rows_N))
             inside = (keep_P >= own.start) & (keep_P < own.stop)
             parts.append(self._prefill(ids_T[own], chunk, keep_P[inside] - own.start))
         return torch.cat(parts)
-
-    def _decode(self, ids_R: Tensor, positions_R: Tensor, longest: int) -> Tensor:
-        if self._ragged:
-            view = SlotView(slice(0, len(ids_R)), positions_R[:, None], None, longest, fresh=False)
-            return self._run(ids_R[:, None], view, torch.arange(len(ids_R), device=self.device))
-        logits: list[Tensor] = [ids_R] * len(ids_R)
-        for position in sorted(set(positions_R.tolist())):
-            rows = (positions_R == position).nonzero()[:, 0]
-            view = SlotView(rows, positions_R[rows, None], position, position + 1, fresh=False)
-            found = self._run(ids_R[rows, None], view, torch.arange(len(rows), device=self.device))
-            for row, line in zip(rows.tolist(), found, strict=True):
-                logits[row] = line
-        return torch.stack(logits)
 
     def _prefill(self, ids_T: Tensor, chunk: ChunkBatch, cells_P: Tensor) -> Tensor:
         """Logits at `cells_P` of the chunk's tokens."""
@@ -356,7 +311,7 @@ class CacheRunner:
             if (named := returned_cache(out)) is None:
                 raise UnsupportedModelError(f"{name} returns no cache, so the embedded engine can't run it")
             self._cache_argument, cache = named
-            found.append(cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache)
+            found.append(cache)
         used, longer = found
         if type(used) is not DynamicCache:
             raise UnsupportedModelError(f"{name} has a cache of its own ({type(used).__name__})")
@@ -372,63 +327,19 @@ class CacheRunner:
                     raise UnsupportedModelError(f"{name} has a state ({path[0]}) whose size is not fixed")
         return new, used
 
-    def _check(self) -> float:
-        """The largest difference of log-probabilities. Sets how batches are formed: the fastest way that is exact."""
+    def _check(self) -> None:
+        """Compare with the model's own forward. Sets whether sequences are continued by several tokens at once."""
         ids_T, reference_TV = self._own_logits()
-        refusals: list[Exception] = []
-        given = self._has_positions
-        ways = [(True, True, given), (True, False, given), (False, True, given), (False, False, given)]
-        if given:  # a model may count its positions itself, from another number than 0 (RoBERTa)
-            ways += [(False, True, False), (False, False, False)]
-        for way in ways:
-            self._ragged, self._continues, self._has_positions = way
-            try:
-                return self._error(ids_T, reference_TV, torch.float32)
-            except Exception as error:  # noqa: BLE001 - a way that the model's code does not allow, or that is not exact
-                refusals.append(error)
-        raise next((error for error in refusals if isinstance(error, UnsupportedModelError)), refusals[-1])
+        try:
+            self._compare(ids_T, reference_TV)
+        except Exception:  # noqa: BLE001 - what the model's code does not allow, or what is not exact
+            self._continues = False
+            self._compare(ids_T, reference_TV)
 
     def _own_logits(self) -> tuple[Tensor, Tensor]:
-        """The ids [T] of the probe, and logits [T, V] of the model's own forward."""
-        ids_T = self._probe_ids()
+        """The ids [T] of the probe, which cross a chunk of a recurrence, and logits [T, V] of the model's own forward."""
+        ids_T = self._probe_ids(2 * recurrence_chunk(self.model) + 36)
         choose_attention(self.model, "eager")
-        return ids_T, self.model(input_ids=ids_T[None], use_cache=False).logits[0]
-
-    def _error(self, ids_T: Tensor, reference_TV: Tensor, dtype: torch.dtype) -> float:
-        """The difference in `dtype` between the way that was chosen and the model's own forward."""
-        choose_attention(self.model, ATTENTION_NAME if self._ragged else "eager")
-        logits_NV, order_N = self._slot_logits(ids_T)
-        return require_same(logits_NV, reference_TV[order_N], self.model, ids_T, dtype, least=_TOLERANCE)
-
-    def _probe_ids(self) -> Tensor:
-        length = min(2 * recurrence_chunk(self.model) + 3 * _DECODED, self._max_length)
-        ids_T = torch.randint(self.vocabulary, (length,), generator=torch.Generator().manual_seed(0)).to(self.device)
-        # Padding may have an embedding of zeros, for which a sparse indexer's scores are all equal and its choice arbitrary.
-        if (padding := getattr(self.model.get_input_embeddings(), "padding_idx", None)) is not None:
-            ids_T[ids_T == padding] = (padding + 1) % self.vocabulary
-        return ids_T
-
-    def _slot_logits(self, ids_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits [N, V] of two sequences, and the position [N] in `ids_T` of each.
-
-        One runs in two chunks, is moved, and is decoded together with the other.
-        """
-        length = len(ids_T)
-        self.kv = SlotCache(self._new, self._used, 2, length)
-        decoded = max(1, min(_DECODED, length // 4))
-        longer = length - decoded
-        shorter, split = max(1, longer // 3), max(1, longer * 5 // 8)
-        found: list[tuple[int, Tensor]] = []
-        for begin, end in ((0, split), (split, longer), (0, shorter)):
-            if begin == 0 and found:
-                self.kv.move([Move([1], [0], longer)])
-            chunk = Chunk(begin=0, count=end - begin, row=1, offset=begin)
-            part = PackedTokens(ids_T[begin:end], range(begin, end), range(end - begin), chunks=(chunk,))
-            found.append((begin, self.forward(part)))
-        for i in range(decoded):
-            positions = [longer + i, shorter + i]
-            buckets = (LengthBucket(0, 2, min(length, longer + i + 3)),)
-            logits = self.forward(PackedTokens(ids_T[positions], positions, keep=None, decoding=2, buckets=buckets))
-            found += [(longer + i, logits[:1]), (shorter + i, logits[1:])]
-        order_N = torch.cat([torch.arange(start, start + len(logits), device=self.device) for start, logits in found])
-        return torch.cat([logits for _, logits in found]), order_N
+        reference_TV: Tensor = self.model(input_ids=ids_T[None], use_cache=False).logits[0]
+        choose_attention(self.model, ATTENTION_NAME)
+        return ids_T, reference_TV

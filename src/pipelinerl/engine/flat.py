@@ -49,9 +49,8 @@ class FlatForward:
         self._inputs = _graph_tensors(program, model)
         for change in (_simplify_rms, *passes):
             change(graph, self._inputs)
-        # Copies of weights in the dtype or layout in which the graph uses them. Small models in float32 need none.
-        self._copies: list[Any] = [*hoist_conversions(graph, self._inputs), *pack_linears(graph, self._inputs)]
-        self._unpacked: list[Any] = []
+        self._packed = pack_linears(graph, self._inputs)
+        self._unpacked: list[PackedLinear] = []
         _use_python_functions(graph)
         graph.eliminate_dead_code()
         graph.lint()
@@ -61,10 +60,10 @@ class FlatForward:
         self.compiled: Callable[..., tuple[Tensor]] | None = None  # see `fused.in_pieces`
 
     def weights_changed(self) -> None:
-        """Must be called after every write to the model's parameters, to refresh copies in another dtype or layout."""
-        for copied in self._copies:
-            copied.refresh()
-        self._unpacked = [copied for copied in self._copies if hasattr(copied, "pack")]
+        """Must be called after every write to the model's parameters, to drop copies in another layout."""
+        for linear in self._packed:
+            linear.drop()
+        self._unpacked = list(self._packed)
 
     def __call__(self, ids_1T: Tensor, positions_1T: Tensor, keep_P: Tensor, batch: AttentionSite) -> Tensor:
         room = PACKED_AT_ONCE if self._unpacked else 0
@@ -301,46 +300,16 @@ _PYTHON_FUNCTIONS: dict[object, Callable[..., Any]] = {
 }
 
 
-# ---- Copies of weights in the dtype or layout in which the operations of an exported graph (`flat.py`) use them
+# ---- Copies of weights in the layout of the CPU's kernels
 
 
 _PACK_FOR_ROWS = 16
 
 
-class ConvertedWeight:
-    """A copy of a weight in another dtype, so that it is not converted at every step (as for a float32 head)."""
-
-    def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
-        self._weight = weight
-        with torch.inference_mode(False):  # because it is later written to outside of inference mode
-            self.copy = torch.empty_like(weight, dtype=dtype, requires_grad=False)
-        self.refresh()
-
-    @torch.no_grad()
-    def refresh(self) -> None:
-        self.copy.copy_(self._weight)
-
-
-def hoist_conversions(graph: fx.Graph, inputs: list[Tensor]) -> list[ConvertedWeight]:
-    """Convert the graph's own tensors once: the converted copies are appended to `inputs` as further inputs of the graph."""
-    own = dict(zip([node for node in graph.nodes if node.op == "placeholder"], inputs, strict=False))
-    found: list[ConvertedWeight] = []
-    last = list(own)[-1]
-    for node in [node for node in graph.nodes if node.target is _ATEN.to.dtype and node.args[0] in own]:
-        found.append(ConvertedWeight(own[node.args[0]], node.meta["val"].dtype))
-        inputs.append(found[-1].copy)
-        with graph.inserting_after(last):
-            last = graph.placeholder(f"converted_{len(found)}")
-        last.meta = node.meta
-        node.replace_all_uses_with(last)
-        graph.erase_node(node)
-    return found
-
-
 class PackedLinear:
     """`F.linear` with a copy of the weight packed for the CPU's kernels: 1.2 to 2.3 times as fast for 1 to 64 rows.
 
-    Packing takes longer than an update: `refresh` only drops the copy, and the plain weight is used until `pack`.
+    Packing takes longer than an update, which only drops the copy; the plain weight is used until `pack`.
     """
 
     def __init__(self, weight: Tensor) -> None:
@@ -350,7 +319,7 @@ class PackedLinear:
         self.__module__ = __name__
         self.pack()
 
-    def refresh(self) -> None:
+    def drop(self) -> None:
         self._copy: Tensor | None = None
 
     @torch.no_grad()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections import Counter, deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -15,10 +16,17 @@ from torch import nn
 
 from pipelinerl.engine.attention import Chunk, Move, PackedTokens
 from pipelinerl.engine.rows import Ints, Prefill, RowTable, Sequence, VersionMarks, recompute
-from pipelinerl.engine.runner import make_runner
+from pipelinerl.engine.runner import ModelRunner, Runner, refuse_longer
 from pipelinerl.engine.sampler import SamplingRows, StepsAhead, request_key, sample, uniforms
-from pipelinerl.errors import LogitsError, PromptTooLongError, RequestError, WeightUpdateError
+from pipelinerl.errors import (
+    LogitsError,
+    PromptTooLongError,
+    RequestError,
+    UnsupportedModelError,
+    WeightUpdateError,
+)
 from pipelinerl.interfaces import StepOutput, WeightUpdate
+from pipelinerl.models.attention import choose_attention
 from pipelinerl.models.state import checksum, load_weights, named_weights, on_gpu
 from pipelinerl.types import (
     Completion,
@@ -30,10 +38,31 @@ from pipelinerl.types import (
     VersionSpan,
 )
 
-if TYPE_CHECKING:
-    from pipelinerl.engine.runner import Runner
-
 NOTHING = StepOutput((), ())
+
+_log = logging.getLogger(__name__)
+
+
+def make_runner(model: nn.Module, rows: int, max_length: int, *, flatten: bool = True) -> Runner:
+    """The fastest runner that is exact for `model`. Takes ownership of the model and changes its attention.
+
+    Raises UnsupportedModelError if there is none, or if the model's positions can't be right up to `max_length`.
+    """
+    refuse_longer(model, max_length)
+    config: Any = model.config
+    own = config._attn_implementation
+    try:
+        return ModelRunner(model, rows, max_length, flatten=flatten)
+    except UnsupportedModelError as reason:
+        from pipelinerl.engine.cache_runner import CacheRunner  # noqa: PLC0415 - most models don't need it
+
+        choose_attention(model, own)
+        try:
+            runner = CacheRunner(model, rows, max_length)
+        except UnsupportedModelError as error:
+            raise UnsupportedModelError(f"{error}; and not over packed batches: {reason}") from error
+        _log.warning("%s runs %s: %s", type(model).__name__, runner.description, reason)
+        return runner
 
 
 class LocalEngine:
@@ -76,7 +105,7 @@ class LocalEngine:
         self._waiting: deque[Sequence] = deque()
         self._prefills: list[Prefill] = []
         self._requests: dict[str, Sequence] = {}
-        self._streaming: set[str] = set()
+        self._streamed: dict[str, int] = {}
         self._cancelled: set[str] = set()
         self._rows_changed = False
         self._steps_ahead: StepsAhead | None = None
@@ -163,7 +192,7 @@ class LocalEngine:
         self._requests[request.id] = sequence
         self._waiting.append(sequence)
         if request.stream:
-            self._streaming.add(request.id)
+            self._streamed[request.id] = 0
 
     def cancel(self, request_id: str) -> None:
         """End a request at the next token boundary, keeping its tokens so far. Unknown ids (already ended) are ignored."""
@@ -210,14 +239,14 @@ class LocalEngine:
                 self._steps_ahead = None
             self._rows_changed = False
         chunks = self._next_chunks() if self._prefills else []
-        tokens: list[TokenEvent] = []
+        events: list[TokenEvent] = []
         if self._table.decoding or chunks:
             self._decode_steps += 1
             if chunks:
                 self._table.flush()
             logits_PV = self._runner.forward(self._packed_inputs(chunks) if chunks else self._decode_inputs())
-            tokens = self._sample(logits_PV, [prefill for prefill, _ in chunks], finished)
-        return StepOutput(tokens, finished) if tokens or finished else NOTHING
+            self._sample(logits_PV, [prefill for prefill, _ in chunks], events, finished)
+        return StepOutput(events, finished) if events or finished else NOTHING
 
     def _logits_error(self) -> LogitsError:
         return LogitsError(
@@ -276,17 +305,12 @@ class LocalEngine:
     def _decode_inputs(self) -> PackedTokens:
         """The decoding rows' tokens, for a step without prefill."""
         table, rows = self._table, slice(0, self._table.decoding)
-        if self._streaming:
+        if self._steps_ahead is None:
             table.flush()
-            ids_R, positions_R = torch.from_numpy(table.last[rows]), torch.from_numpy(table.positions[rows])
-        else:
-            if self._steps_ahead is None:
-                table.flush()
-                self._steps_ahead = StepsAhead(table.keys[rows], table.counts[rows], table.positions[rows])
-                self._last_R = torch.from_numpy(table.last[rows])
-            positions_R, self._uniforms_R = self._steps_ahead.next()
-            ids_R = self._last_R
-        return PackedTokens(ids_R, positions_R, None, table.decoding, table.buckets())
+            self._steps_ahead = StepsAhead(table.keys[rows], table.counts[rows], table.positions[rows])
+            self._last_R = torch.from_numpy(table.last[rows])
+        positions_R, self._uniforms_R = self._steps_ahead.next()
+        return PackedTokens(self._last_R, positions_R, None, table.decoding, table.buckets())
 
     def _packed_inputs(self, chunks: Seq[tuple[Prefill, int]]) -> PackedTokens:
         """The tokens of decoding rows and chunks. Logits are kept of the rows, and of prompts that are now complete."""
@@ -308,16 +332,19 @@ class LocalEngine:
         ids_T, positions_T = torch.from_numpy(np.concatenate(ids)), torch.from_numpy(np.concatenate(positions))
         return PackedTokens(ids_T, positions_T, keep, rows, table.buckets(), tuple(packed))
 
-    def _sample(self, logits_PV: torch.Tensor, advanced: Seq[Prefill], finished: list[Completion]) -> list[TokenEvent]:
-        """Sample a token for every row with logits. Returns events for streams; appends ended requests to `finished`."""
+    def _sample(
+        self, logits_PV: torch.Tensor, advanced: Seq[Prefill], events: list[TokenEvent], finished: list[Completion]
+    ) -> None:
+        """Sample a token for every row with logits. Appends what follows from them, as `_pass_on` does."""
         table, rows = self._table, self._table.decoding
-        if not advanced and not self._streaming:
+        if not advanced:
             ids_R, logprobs_R = self._draw(logits_PV, slice(0, rows), self._uniforms_R)
             self._last_R = ids_R
             self._tokens_generated += rows
-            if table.buffer(ids_R, logprobs_R):
-                self._end_rows(np.arange(rows), finished)
-            return []
+            if table.buffer(ids_R, logprobs_R) or self._streamed:
+                table.flush()
+                self._pass_on(np.arange(rows), events, finished)
+            return
         row_n: list[int] = list(range(rows))
         source_n = list(row_n)
         for i, prefill in enumerate(prefill for prefill in advanced if prefill.done == len(prefill.prompt_ids)):
@@ -325,7 +352,7 @@ class LocalEngine:
             row_n += [sequence.row for sequence in prefill.members]
             source_n += [rows + i] * len(prefill.members)
         if not row_n:
-            return []
+            return
         if len(source_n) > logits_PV.shape[0]:
             logits_PV = logits_PV[source_n]
         table.flush()
@@ -335,16 +362,27 @@ class LocalEngine:
         table.record(rows_n, ids_n, logprobs_n)
         self._steps_ahead = None
         self._tokens_generated += len(row_n)
-        events = []
-        for row, token_id, logprob in zip(row_n, ids_n.tolist(), logprobs_n.tolist(), strict=True):
-            if self._streaming and (request_id := table.owner(row).request.id) in self._streaming:
-                events.append(self._event(self._requests[request_id], int(table.counts[row]) - 1, token_id, logprob))
-        self._end_rows(rows_n, finished)
-        return events
+        self._pass_on(rows_n, events, finished)
 
-    def _event(self, sequence: Sequence, index: int, token_id: int, logprob: float) -> TokenEvent:
+    def _pass_on(self, rows_n: Ints, events: list[TokenEvent], finished: list[Completion]) -> None:
+        """Append the new tokens of streams, and the completions of the sequences in `rows_n` that have ended.
+
+        These tokens must be in the row table (`flush`).
+        """
+        table = self._table
+        for request_id, passed_on in self._streamed.items():
+            sequence = self._requests[request_id]
+            count = int(table.counts[sequence.row]) if sequence.row >= 0 else 0
+            events += [self._event(sequence, index) for index in range(passed_on, count)]
+            self._streamed[request_id] = count
+        for row, by_stop_token in table.ended(rows_n):
+            finished.append(self._end(table.owner(row), "stop" if by_stop_token else "length"))
+
+    def _event(self, sequence: Sequence, index: int) -> TokenEvent:
+        table, row = self._table, sequence.row
         span = sequence.versions.spans(index + 1)[-1]
         read = self._prompt_versions(sequence, span.version) if span.start == index else ()
+        token_id, logprob = int(table.tokens[row, index]), float(table.logprobs[row, index])
         return TokenEvent(sequence.request.id, index, token_id, logprob, span.version, read)
 
     def _prompt_versions(self, sequence: Sequence, version: int) -> tuple[VersionSpan, ...]:
@@ -379,12 +417,6 @@ class LocalEngine:
         )
         return sample(logits_nV, parameters, uniforms_n.to(device))
 
-    def _end_rows(self, rows_n: Ints, finished: list[Completion]) -> None:
-        """End the sequences in `rows_n` whose last token was a stop token or used up their budget."""
-        self._table.flush()
-        for row, by_stop_token in self._table.ended(rows_n):
-            finished.append(self._end(self._table.owner(row), "stop" if by_stop_token else "length"))
-
     def _end(self, sequence: Sequence, reason: FinishReason) -> Completion:
         """Remove the request, free its row and return its completion. The table has been flushed."""
         table, row = self._table, sequence.row
@@ -393,7 +425,7 @@ class LocalEngine:
             table.release(sequence)
             self._rows_changed = True
         del self._requests[sequence.request.id]
-        self._streaming.discard(sequence.request.id)
+        self._streamed.pop(sequence.request.id, None)
         versions = sequence.versions.spans(count)
         return Completion(
             request_id=sequence.request.id,

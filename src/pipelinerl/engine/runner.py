@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +26,6 @@ from pipelinerl.engine.attention import (
 from pipelinerl.engine.flat import FlatForward
 from pipelinerl.errors import UnsupportedModelError
 from pipelinerl.models.attention import (
-    choose_attention,
     deviations,
     refuse_states,
     replace_attention,
@@ -37,37 +36,11 @@ from pipelinerl.models.attention import (
 from pipelinerl.models.loading import learned_positions
 from pipelinerl.models.state import is_narrow
 
-if TYPE_CHECKING:
-    from pipelinerl.engine.cache_runner import CacheRunner
-
-    Runner: TypeAlias = "ModelRunner | CacheRunner"
-
 _CHECK_TOKENS = 24
-TOLERANCE = 1e-4
-"""Log-probabilities may be off by this much on the probe, or by `rounding.rounding_limit`."""
+_DECODED = 12
+"""Tokens of each row that the check decodes one by one."""
 
 _log = logging.getLogger(__name__)
-
-
-def make_runner(model: Any, rows: int, max_length: int, *, flatten: bool = True) -> Runner:
-    """The fastest runner that is exact for `model`. Takes ownership of the model and changes its attention.
-
-    Raises UnsupportedModelError if there is none, or if the model's positions can't be right up to `max_length`.
-    """
-    refuse_longer(model, max_length)
-    own = model.config._attn_implementation
-    try:
-        return ModelRunner(model, rows, max_length, flatten=flatten)
-    except UnsupportedModelError as reason:
-        from pipelinerl.engine.cache_runner import CacheRunner  # noqa: PLC0415 - most models don't need it
-
-        choose_attention(model, own)
-        try:
-            runner = CacheRunner(model, rows, max_length)
-        except UnsupportedModelError as error:
-            raise UnsupportedModelError(f"{error}; and not over packed batches: {reason}") from error
-        _log.warning("%s runs %s: %s", type(model).__name__, runner.description, reason)
-        return runner
 
 
 def refuse_longer(model: Any, max_length: int) -> None:
@@ -83,7 +56,73 @@ def refuse_longer(model: Any, max_length: int) -> None:
         )
 
 
-class ModelRunner:
+class Runner:
+    """Runs a model over slots, and compares itself with the model's own forward at load time."""
+
+    kv: Any
+    description: str
+    error: float
+    flat: bool = False
+    tolerance = 1e-4
+    """Log-probabilities may be off by this much on the probe, or by `rounding.rounding_limit`."""
+
+    def __init__(self, model: Any, max_length: int) -> None:
+        self.model = model.eval()
+        parameter = next(model.parameters())
+        self.device, self.dtype = parameter.device, parameter.dtype
+        self.vocabulary: int = self.model.get_input_embeddings().weight.shape[0]
+        self._max_length = max_length
+
+    def weights_changed(self) -> None:
+        """Must be called after every write to the model's parameters."""
+
+    def forward(self, tokens: PackedTokens) -> Tensor:
+        """Logits [len(keep), V]. Must be called in inference mode."""
+        raise NotImplementedError
+
+    def _make_kv(self, rows: int, max_length: int) -> None:
+        raise NotImplementedError
+
+    def _probe_ids(self, length: int) -> Tensor:
+        length = min(length, self._max_length)
+        return torch.randint(self.vocabulary, (length,), generator=torch.Generator().manual_seed(0)).to(self.device)
+
+    def _compare(self, ids_T: Tensor, reference_TV: Tensor) -> None:
+        """Raise UnsupportedModelError if logits computed over slots differ from the model's own."""
+        self._make_kv(2, len(ids_T))
+        logits_NV, order_N = self._slot_logits(ids_T)
+        self.error = float(deviations(logits_NV, reference_TV[order_N]).max())
+        if not self.error <= self.tolerance:
+            from pipelinerl.engine.rounding import require_same  # noqa: PLC0415 - few models round so much
+
+            self.error = require_same(logits_NV, reference_TV[order_N], self.model, ids_T, self.dtype, least=self.tolerance)
+
+    def _slot_logits(self, ids_T: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits [N, V] of two sequences, and the position [N] in `ids_T` of each.
+
+        One runs in two chunks, is moved, and is decoded together with the other, as in a busy engine.
+        """
+        length = len(ids_T)
+        decoded = max(1, min(_DECODED, length // 4))
+        longer = length - decoded
+        shorter, split = max(1, longer // 3), max(1, longer * 5 // 8)
+        found: list[tuple[int, Tensor]] = []
+        for begin, end in ((0, split), (split, longer), (0, shorter)):
+            if begin == 0 and found:
+                self.kv.move([Move([1], [0], longer)])
+            chunk = Chunk(begin=0, count=end - begin, row=1, offset=begin)
+            part = PackedTokens(ids_T[begin:end], range(begin, end), range(end - begin), chunks=(chunk,))
+            found.append((begin, self.forward(part)))
+        for i in range(decoded):
+            positions = [longer + i, shorter + i]
+            buckets = (LengthBucket(0, 2, min(length, longer + i + 3)),)
+            logits = self.forward(PackedTokens(ids_T[positions], positions, keep=None, decoding=2, buckets=buckets))
+            found += [(longer + i, logits[:1]), (shorter + i, logits[1:])]
+        order_N = torch.cat([torch.arange(start, start + len(logits), device=self.device) for start, logits in found])
+        return torch.cat([logits for _, logits in found]), order_N
+
+
+class ModelRunner(Runner):
     """Runs a Hugging Face causal LM over slots. Takes ownership of the model and replaces its attention.
 
     Raises UnsupportedModelError if the architecture does not fit, or if log-probabilities computed over slots differ from
@@ -98,11 +137,7 @@ class ModelRunner:
     _how = ""
 
     def __init__(self, model: Any, rows: int, max_length: int, *, flatten: bool = True) -> None:
-        self.model = model.eval()
-        parameter = next(model.parameters())
-        self.device, self.dtype = parameter.device, parameter.dtype
-        self.vocabulary: int = self.model.get_input_embeddings().weight.shape[0]
-        self._max_length = max_length
+        super().__init__(model, max_length)
         self._rows = torch.arange(max(rows, 2), device=self.device)
         # None during the check, so that the model builds its masks and our attention can check them. Afterwards a dummy
         # mask, which our attention ignores, keeps transformers from spending time on building masks.
@@ -114,10 +149,6 @@ class ModelRunner:
         self.description = "over packed batches" + (f", as an exported graph{self._how}" if self.flat else "")
 
     @property
-    def flat(self) -> bool:
-        return self._flat is not None
-
-    @property
     def checked(self) -> bool:
         """Whether the model's attention features have been checked."""
         return self._mask is not None
@@ -126,12 +157,10 @@ class ModelRunner:
         self.kv = self._kv_class(self._shapes, rows, max_length, self.dtype, self.device)
 
     def weights_changed(self) -> None:
-        """Must be called after every write to the model's parameters."""
         if self._flat is not None:
             self._flat.weights_changed()
 
     def forward(self, tokens: PackedTokens) -> Tensor:
-        """Logits [len(keep), V]. Must be called in inference mode."""
         ids_T = torch.as_tensor(tokens.ids, device=self.device)
         positions_T = torch.as_tensor(tokens.positions, device=self.device)
         batch = StepBatch(
@@ -167,8 +196,7 @@ class ModelRunner:
     def _check(self, flatten: bool) -> None:
         """Compare logits with the model's own attention, without and, if possible, with the exported graph."""
         window = _sliding_window(self.model)
-        length = min(_CHECK_TOKENS + (window if window and window <= 512 else 0), self._max_length)
-        ids_T = torch.randint(self.vocabulary, (length,), generator=torch.Generator().manual_seed(0)).to(self.device)
+        ids_T = self._probe_ids(_CHECK_TOKENS + (window if window and window <= 512 else 0))
         replace_attention(self.model, ATTENTION_NAME, slot_attention)
         reference_TV = self._own_logits(ids_T)
         self._shapes = self._received_shapes(ids_T)
@@ -184,6 +212,7 @@ class ModelRunner:
         if flatten:
             try:
                 self._flat = FlatForward(self.model, *self._passes)
+                self.flat = True
             except Exception as error:  # noqa: BLE001 - torch.export raises whatever the model's code does to it
                 name, reason = type(self.model).__name__, str(error).partition("\n")[0]
                 _log.warning("%s can't be exported as a graph, which costs some speed: %s", name, reason)
@@ -211,33 +240,6 @@ class ModelRunner:
         inputs = {"input_ids": ids_T[None], "position_ids": positions_1T, "logits_to_keep": positions_1T[0]}
         self.model(**inputs, use_cache=False, slot_batch=probe)
         return probe.shapes
-
-    def _compare(self, ids_T: Tensor, reference_TV: Tensor) -> None:
-        """Raise UnsupportedModelError if logits computed over slots differ from the model's own."""
-        self._make_kv(2, len(ids_T))
-        logits_TV = self._slot_logits(ids_T)
-        self.error = float(deviations(logits_TV, reference_TV).max())
-        if not self.error <= TOLERANCE:
-            from pipelinerl.engine.rounding import require_same  # noqa: PLC0415 - few models round so much
-
-            self.error = require_same(logits_TV, reference_TV, self.model, ids_T, self.dtype, least=TOLERANCE)
-
-    def _slot_logits(self, ids_T: Tensor) -> Tensor:
-        """Logits [T, V] of `ids_T`, processed as two prompt chunks and then token by token, over two rows."""
-        length = int(ids_T.shape[0])
-        split, prompt = length // 3, 2 * length // 3
-        parts = []
-        for begin, end in ((0, split), (split, prompt)):
-            # The prompt is processed in row 1 and moved to row 0 for decoding, as in a busy engine.
-            chunk = Chunk(begin=0, count=end - begin, row=1, offset=begin)
-            keep = range(end - begin)
-            parts.append(self.forward(PackedTokens(ids_T[begin:end], range(begin, end), keep, chunks=(chunk,))))
-        self.kv.move([Move([1], [0], prompt)])
-        for position in range(prompt, length):
-            buckets = (LengthBucket(0, 1, position + 1),)
-            token = ids_T[position : position + 1]
-            parts.append(self.forward(PackedTokens(token, [position], keep=[0], decoding=1, buckets=buckets)))
-        return torch.cat(parts)
 
 
 def _sliding_window(model: Any) -> int | None:

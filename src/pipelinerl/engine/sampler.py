@@ -1,4 +1,8 @@
-"""Samples tokens from logits. Log-probs are those under the exact distribution that a token was drawn from."""
+"""Samples tokens from logits. Log-probs are those under the exact distribution that a token was drawn from.
+
+`advance` is a program of tensors with fixed shapes: it never waits for the device, so that a CUDA graph can record it.
+Random numbers are the same on every device, to the bit.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,8 @@ import numpy.typing as npt
 import torch
 import xxhash
 from torch import Tensor
+
+from pipelinerl.models.state import splitmix64
 
 _BLOCK = 256
 # Block search is used from these sizes on: elements in all rows, and vocabulary. Smaller inputs would be slower with it
@@ -26,8 +32,10 @@ class SamplingRows:
     top_k_n: Tensor
 
 
-def sample(logits_nV: Tensor, rows: SamplingRows | None, uniforms_n: Tensor) -> tuple[Tensor, Tensor]:
+def sample(logits_nV: Tensor, rows: SamplingRows | None, uniforms_n: Tensor, *, waits: bool = True) -> tuple[Tensor, Tensor]:
     """Sample one token per row: ids [n] and float32 log-probs [n]. `rows` None means temperature 1 without truncation.
+
+    If not `waits`, nothing waits for the device, which costs a sort of all rows if there are parameters.
 
     The token is the inverse of the cumulative distribution at the row's uniform number in [0, 1), which costs one pass over
     the vocabulary. Temperature 0 takes the likeliest token, with its log-prob at temperature 1. With top-k or top-p,
@@ -41,8 +49,8 @@ def sample(logits_nV: Tensor, rows: SamplingRows | None, uniforms_n: Tensor) -> 
     best_n1, best_ids_n1 = logits_nV.max(-1, keepdim=True)
     logits_nV = logits_nV - best_n1  # at most 0, so that no temperature causes an overflow
     greedy_n = rows.temperature_n <= 0
-    ids_n, picked_n = _draw(distribution(logits_nV, rows), uniforms_n)
-    if bool(greedy_n.any()):
+    ids_n, picked_n = _draw(distribution(logits_nV, rows, waits=waits), uniforms_n)
+    if not waits or bool(greedy_n.any()):
         ids_n = torch.where(greedy_n, best_ids_n1[:, 0], ids_n)
         picked_n = torch.where(greedy_n, -logits_nV.exp().sum(-1, dtype=torch.float64).log().float(), picked_n)
     return ids_n, picked_n
@@ -99,6 +107,8 @@ def invert(weights_nV: Tensor, uniforms_nm: Tensor) -> tuple[Tensor, Tensor]:
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
+_OF_INT64 = (int(_GOLDEN) - 2**64, int(_MIX_1) - 2**64)
+"""The same as int64: products and sums of int64 wrap, so their bits are the same as with uint64."""
 _MOST_AHEAD = 1024
 
 
@@ -117,6 +127,14 @@ def uniforms(keys_n: npt.NDArray[np.uint64], positions_n: npt.NDArray[np.int64])
     mixed = _finalize(keys_n + _GOLDEN * (positions_n.astype(np.uint64) + np.uint64(1)))  # modulo 2^64
     mixed = _finalize(mixed ^ (keys_n * _MIX_1))
     return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def device_uniforms(keys_n: Tensor, positions_n: Tensor) -> Tensor:
+    """`uniforms` of int64 tensors; `keys_n` holds the bits of the 64-bit keys."""
+    golden, mix_1 = _OF_INT64
+    mixed_n = splitmix64(keys_n + golden * (positions_n + 1))
+    mixed_n = splitmix64(mixed_n ^ (keys_n * mix_1))
+    return ((mixed_n >> 11) & (2**53 - 1)).double().mul_(2.0**-53)
 
 
 class StepsAhead:
@@ -161,15 +179,17 @@ def _finalize(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 # ---- The distribution that tokens are drawn from with a temperature, top-k and top-p
 
 
-def distribution(logits_nV: Tensor, rows: SamplingRows) -> Tensor:
+def distribution(logits_nV: Tensor, rows: SamplingRows, *, waits: bool = True) -> Tensor:
     """The log-probs [n, V] that tokens are drawn with, of float32 logits of at most 0. Temperature 0 counts as 1."""
     scale_n = torch.where(rows.temperature_n <= 0, torch.ones_like(rows.temperature_n), rows.temperature_n)
-    return truncate((logits_nV / scale_n[:, None]).log_softmax(-1), rows.top_p_n, rows.top_k_n)
+    return truncate((logits_nV / scale_n[:, None]).log_softmax(-1), rows.top_p_n, rows.top_k_n, waits=waits)
 
 
-def truncate(logprobs_nV: Tensor, top_p_n: Tensor, top_k_n: Tensor) -> Tensor:
+def truncate(logprobs_nV: Tensor, top_p_n: Tensor, top_k_n: Tensor, *, waits: bool = True) -> Tensor:
     """Keep the k likeliest tokens (0: all), and of these the fewest that reach mass top_p; renormalise. Others get -inf."""
     cut_n = (top_p_n < 1) | (top_k_n > 0)
+    if not waits:
+        return torch.where(cut_n[:, None], keep_likeliest(logprobs_nV, top_p_n, top_k_n), logprobs_nV)
     if not bool(cut_n.any()):
         return logprobs_nV
     rows_m = cut_n.nonzero()[:, 0]
@@ -191,3 +211,21 @@ def keep_likeliest(logprobs_mV: Tensor, top_p_m: Tensor, top_k_m: Tensor) -> Ten
     beyond_mV = (mass_before_mV >= top_p_m[:, None]) & (rank_V > 0)
     sorted_mV = sorted_mV.masked_fill(beyond_mV, float("-inf")).log_softmax(-1)
     return torch.empty_like(sorted_mV).scatter_(1, order_mV, sorted_mV)
+
+
+# ---- A token for each row of a static decode step
+
+
+def advance(logits_RV: Tensor, stops_RS: Tensor, reals_2R: Tensor | None, *state: Tensor) -> tuple[Tensor, Tensor]:
+    """One token for each active row: the rows' next state [7, R] and the results [R, 2], as in `static.DeviceRows`.
+
+    `state`: the integers of `DeviceRows`. Without `reals_2R`, all sample at temperature 1, without truncation.
+    """
+    positions, ids, counts, budgets, top_k, keys, active = state
+    rows = None if reals_2R is None else SamplingRows(reals_2R[0], reals_2R[1], top_k)
+    new, logprobs = sample(logits_RV, rows, device_uniforms(keys, counts), waits=False)
+    decodes, counts = active.bool(), counts + active
+    ended = (new[:, None] == stops_RS).any(1) | (counts >= budgets)
+    ids = torch.where(decodes, new, ids)
+    next_7R = torch.stack([positions + active, ids, counts, budgets, top_k, keys, active * ~ended])
+    return next_7R, torch.stack([torch.where(decodes, new, -1).double(), logprobs.double()], 1)

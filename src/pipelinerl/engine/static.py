@@ -26,16 +26,16 @@ import torch
 from torch import Tensor, nn
 
 from pipelinerl.engine.attention import Move
-from pipelinerl.engine.device_sampler import advance
 from pipelinerl.engine.fused import compiled
 from pipelinerl.engine.local import NOTHING, LocalEngine
 from pipelinerl.engine.rows import DECODING, FREE, Ints, Prefill, Reals, RowTable, Sequence, require_finite
 from pipelinerl.engine.runner import refuse_longer
+from pipelinerl.engine.sampler import advance
 from pipelinerl.engine.varlen import COMPILERS, VarlenBatch, VarlenRunner, row_buckets
 from pipelinerl.errors import UnsupportedModelError
 from pipelinerl.interfaces import StepOutput
 from pipelinerl.models.device import to_device, to_host, try_compiler
-from pipelinerl.types import Completion, FinishReason, TokenEvent
+from pipelinerl.types import Completion, TokenEvent
 
 _log = logging.getLogger(__name__)
 
@@ -242,10 +242,9 @@ class SlotTable(RowTable):
         while self.pending:
             self.read_oldest()
 
-    def ended_rows(self) -> list[tuple[int, bool]]:
-        """All rows that have ended, as `ended` gives them."""
-        rows_n = self.decoding_rows()
-        return self.ended(rows_n[self.counts[rows_n] > 0])
+    def sampled_rows(self) -> Ints:
+        """The decoding rows with a token that has been read."""
+        return np.flatnonzero((self._kinds == DECODING) & (self.counts > 0))
 
     def gather_below(self, rows: int) -> list[Move]:
         """Move sequences from rows >= `rows` to free rows below. The table has been flushed and no row has ended."""
@@ -271,7 +270,6 @@ class StaticEngine(LocalEngine):
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         super().__init__(model, **options)
-        self._streamed: dict[str, int] = {}
         self._admitted_at = -_HELD_STEPS
         self._buckets = row_buckets(self.slots)
         self._rows = DeviceRows(self._runner, self.slots, self.max_length)
@@ -307,7 +305,7 @@ class StaticEngine(LocalEngine):
         if self._cancelled or sparse:
             table.flush()
             finished += self._take_cancelled()
-            self._pass_on(events, finished)
+            self._pass_on(table.sampled_rows(), events, finished)
             self._runner.kv.move(table.gather_below(self._bucket(table.used)))
         if self._waiting and self._may_admit():
             table.admit(self._admit())
@@ -323,7 +321,7 @@ class StaticEngine(LocalEngine):
             self._decode_steps += 1
         while len(table.pending) > launched:
             table.read_oldest()
-        self._pass_on(events, finished)
+        self._pass_on(table.sampled_rows(), events, finished)
         self._tokens_generated = table.sampled
         return StepOutput(events, finished) if events or finished else NOTHING
 
@@ -362,23 +360,6 @@ class StaticEngine(LocalEngine):
             self._launch.clear()
         device = self._runner.device
         self._rows.write(*(to_device(part, device) for part in (rows_n, integers, reals, stops)))
-
-    def _pass_on(self, events: list[TokenEvent], finished: list[Completion]) -> None:
-        """Append the read results: new tokens of streams, and the requests that ended."""
-        table = self._table
-        for request_id in self._streaming:
-            sequence = self._requests[request_id]
-            count = int(table.counts[sequence.row]) if sequence.row >= 0 else 0
-            for i in range(self._streamed.get(request_id, 0), count):
-                token_id, logprob = int(table.tokens[sequence.row, i]), float(table.logprobs[sequence.row, i])
-                events.append(self._event(sequence, i, token_id, logprob))
-            self._streamed[request_id] = count
-        for row, by_stop_token in table.ended_rows():
-            finished.append(self._end(table.owner(row), "stop" if by_stop_token else "length"))
-
-    def _end(self, sequence: Sequence, reason: FinishReason) -> Completion:
-        self._streamed.pop(sequence.request.id, None)
-        return super()._end(sequence, reason)
 
 
 def engine_for(model: nn.Module, *, decoding: Literal["auto", "packed", "static"] = "auto", **options: Any) -> LocalEngine:

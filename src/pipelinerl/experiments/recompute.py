@@ -24,7 +24,7 @@ from torch import Tensor
 from pipelinerl.checkpoint import load_checkpoint, saved_versions
 from pipelinerl.config.schema import ModelConfig
 from pipelinerl.engine.attention import Chunk, PackedTokens
-from pipelinerl.engine.runner import make_runner
+from pipelinerl.engine.local import make_runner
 from pipelinerl.errors import ReplayDifferenceError
 from pipelinerl.models.loading import load_model
 from pipelinerl.models.state import checksum, first_names, load_weights, named_weights, write_safetensors

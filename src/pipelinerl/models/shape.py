@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -20,8 +19,6 @@ _SINGLE = "model.safetensors"
 _HEADS = ("lm_head.weight", "embed_out.weight")
 _LOOKUPS = ("embed", "wte", "wpe")
 """Parts of the names of lookup tables (embeddings), which are not multiplied with."""
-_PLAIN = ("llama", "mistral", "qwen2", "qwen3")
-"""Families whose layers all keep keys and values, of the same heads."""
 
 
 class Config(dict[str, Any]):
@@ -94,10 +91,9 @@ def read_shape(folder: Path) -> ModelShape | None:
         if len(shape) == 2 and (name == head or not any(part in name for part in _LOOKUPS))
     }
     tied = head is None
-    if text.get("model_type") in _PLAIN:
-        kv_width, state = 2 * layers * (text.first_int("num_key_value_heads") or heads) * head_dim, 0
-    else:
-        kv_width, state = past(text, tensors, layers=layers, hidden=hidden, heads=heads, head_dim=head_dim)
+    kinds = _kinds(text, layers)
+    recurrent = sum(kind in ("linear_attention", "mamba", "hybrid") for kind in kinds)
+    with_keys = sum(kind not in ("linear_attention", "mamba", "conv", "moe", "mlp") for kind in kinds)
     if head is None:
         head = _HEADS[0]
         linears[head] = (vocabulary, hidden)
@@ -109,8 +105,8 @@ def read_shape(folder: Path) -> ModelShape | None:
         layers=layers,
         hidden=hidden,
         query_width=heads * head_dim,
-        kv_width=kv_width,
-        state=state,
+        kv_width=with_keys * _kv_width(text, heads, head_dim),
+        state=recurrent * _linear_state(text, hidden) + kinds.count("conv") * hidden * (text.first_int("conv_L_cache") or 0),
         feed_forward=inner * (text.first_int("num_experts_per_tok") or 1),
         vocabulary=vocabulary,
         max_length=text.first_int("max_position_embeddings", "n_positions"),
@@ -160,55 +156,9 @@ def _json(path: Path) -> dict[str, Any]:
         raise ModelLoadError(f"{path} is not a JSON object: {error}; get a complete copy of the model") from error
 
 
-# ---- What a model's layers keep of past tokens, from its configuration and the shapes of its tensors, without torch
-# Exact for decoders with keys and values, latents (MLA), and Mamba, delta-rule and convolution layers. Not counted are the
-# states of Inkling, Zaya and n-gram embeddings, and half of the keys and values of LongCat and JetMoE.
-
-
-_LATENT = re.compile(r"\.(\d+)\.\D*\b(?:kv_a_proj_with_mqa|indexer\.wk)\.weight$")
-_PROJECTION = re.compile(r"\.(\d+)\.\D*\b(?:([kv])_proj|w([kv])_dv)\.weight$")
-_OUTSIDE = ("vision", "visual", "image", "audio", "mtp")
-"""Parts of the names of what is not in the decoder's layers."""
-
-
-def past(
-    text: Config, tensors: Mapping[str, tuple[int, ...]], *, layers: int, hidden: int, heads: int, head_dim: int
-) -> tuple[int, int]:
-    """What all layers keep of past tokens: the width of keys and values, and the elements of states."""
-    kinds = _kinds(text, layers)
-    recurrent = {"linear_attention", "mamba"}
-    with_keys = [i for i, kind in enumerate(kinds) if kind not in recurrent | {"conv", "moe", "mlp"}]
-    own_cache = len(with_keys) < layers or "index_topk" in text  # which keeps latents as they are
-    found = _latents(tensors) if own_cache and "kv_lora_rank" in text else _projected(tensors, hidden)
-    usual = _kv_width(text, heads, head_dim)
-    indexed = text.first_int("indexer_head_dim") or 0  # Qwen4 Exp
-    widths = {i: found.get(i, usual) + (indexed if kinds[i] == "indexed_attention" else 0) for i in with_keys}
-    first_shared = layers - (text.first_int("num_kv_shared_layers") or 0)
-    for i in with_keys:
-        if i >= first_shared:  # it has no projections, and uses the keys and values of the last layer of its kind that has
-            widths[i] = next((widths[j] for j in reversed(range(first_shared)) if kinds[j] == kinds[i]), usual)
-    state = sum(kind in recurrent | {"hybrid"} for kind in kinds) * _linear_state(text, hidden)
-    state += kinds.count("conv") * hidden * (text.first_int("conv_L_cache") or 0)
-    return sum(widths.values()), state
-
-
-def _projected(tensors: Mapping[str, tuple[int, ...]], hidden: int) -> dict[int, int]:
-    """The width of each layer's keys and values, if two matrices project hidden states to them. They may share one."""
-    widths: dict[int, dict[str, int]] = {}
-    for name, shape in tensors.items():
-        found = _PROJECTION.search(name)
-        if found and len(shape) == 2 and shape[1] == hidden and not any(part in name for part in _OUTSIDE):
-            widths.setdefault(int(found[1]), {})[found[2] or found[3]] = shape[0]
-    return {layer: width["k"] + width.get("v", width["k"]) for layer, width in widths.items() if "k" in width}
-
-
-def _latents(tensors: Mapping[str, tuple[int, ...]]) -> dict[int, int]:
-    """The width of each layer's latents (MLA) and keys of its indexer, if it has one."""
-    widths: dict[int, int] = {}
-    for name, shape in tensors.items():
-        if (found := _LATENT.search(name)) and not any(part in name for part in _OUTSIDE):
-            widths[int(found[1])] = widths.get(int(found[1]), 0) + shape[0]
-    return widths
+# ---- What a model's layers keep of past tokens, from its configuration, without torch
+# Exact where all layers have the configuration's heads and keep keys and values, or Mamba's, the delta rule's or a
+# convolution's states.
 
 
 def _kinds(text: Config, layers: int) -> list[str]:

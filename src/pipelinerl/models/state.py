@@ -258,7 +258,11 @@ def _words(piece_U8: Tensor) -> Tensor:
 
 def _constants(device: torch.device) -> Tensor:
     """The tables of both sums [2, _BLOCK]: SplitMix64's first numbers of seed 0, made odd."""
-    mixed = torch.arange(1, 2 * _BLOCK + 1, device=device) * _GOLDEN
+    return (splitmix64(torch.arange(1, 2 * _BLOCK + 1, device=device) * _GOLDEN) | 1).view(2, _BLOCK)
+
+
+def splitmix64(z: Tensor) -> Tensor:
+    """SplitMix64's output function (Steele, Lea and Flood, OOPSLA 2014) of unsigned numbers, whose bits int64 holds."""
     for bits, factor in ((30, _MIX_1), (27, _MIX_2), (31, 1)):
-        mixed = (mixed ^ ((mixed >> bits) & (2 ** (64 - bits) - 1))) * factor  # a shift of an int64 copies its sign
-    return (mixed | 1).view(2, _BLOCK)
+        z = (z ^ ((z >> bits) & (2 ** (64 - bits) - 1))) * factor  # a shift of an int64 copies its sign
+    return z

@@ -19,7 +19,6 @@ from pipelinerl.types import (
     Completion,
     GenerationRequest,
     SamplingParams,
-    TokenEvent,
     cancelled_completion,
 )
 from tests.parity.models import VOCABULARY, make_family, make_model
@@ -79,23 +78,6 @@ def test_same_prompt_is_prefilled_once_and_sampled_apart() -> None:
         alone = engine().generate([member])[0]
         assert done[member.id].token_ids == alone.token_ids
         assert done[member.id].logprobs == pytest.approx(alone.logprobs, abs=1e-5)
-
-
-def test_streamed_tokens_are_the_completion() -> None:
-    served = engine()
-    served.submit(request("s", max_tokens=6, stream=True))
-    served.submit(request("quiet", max_tokens=6))
-    events: list[TokenEvent] = []
-    done: list[Completion] = []
-    while len(done) < 2:
-        output = served.step()
-        events += output.tokens
-        done += output.finished
-    completion = next(completion for completion in done if completion.request_id == "s")
-    assert [event.index for event in events] == list(range(6))
-    assert tuple(event.token_id for event in events) == completion.token_ids
-    assert tuple(event.logprob for event in events) == completion.logprobs
-    assert {event.request_id for event in events} == {"s"}
 
 
 def test_cancel_frees_the_slot_wherever_the_request_is() -> None:
@@ -293,16 +275,6 @@ def test_a_parameter_that_changes_after_the_copy_is_found_out(sums: bool) -> Non
     assert served.version == 0
 
 
-@pytest.mark.parametrize("sums", [True, False])
-@pytest.mark.usefixtures("on_device")
-def test_an_engine_of_another_type_than_the_update_is_found_out(sums: bool) -> None:
-    """Its weights are rounded, so they are not what the trainer has."""
-    served = LocalEngine(make_model("llama").bfloat16(), slots=4, max_length=96, flatten=False)
-    update = update_of(1, version=1)
-    with pytest.raises(WeightUpdateError, match="holds weights of checksum"):
-        served.update_weights(with_sums(update) if sums else update)
-
-
 @pytest.mark.usefixtures("on_device")
 def test_weights_that_were_damaged_before_they_were_hashed_are_found_out_by_their_sums() -> None:
     sent, damaged = update_of(1, version=1), update_of(2, version=1)
@@ -378,19 +350,6 @@ def test_a_model_whose_past_can_not_be_held_in_slots_is_refused_by_what_it_keeps
         LocalEngine(make_family(family), slots=1, max_length=32)
 
 
-@pytest.mark.parametrize("family", ["hy_v4", "qwen4_exp_text", "rembert", "roberta"])
-def test_the_cache_holds_what_an_indexer_a_decoder_or_positions_of_a_models_own_need(family: str) -> None:
-    engine = LocalEngine(make_family(family), slots=2, max_length=256)
-    assert engine.progress().runner.startswith("through its own cache")
-    assert engine._runner.error < 1e-5
-
-
-def test_no_sequence_gets_longer_than_a_models_own_positions_allow() -> None:
-    """RoBERTa's first position is its padding's id plus one: here 1, of 512."""
-    with pytest.raises(UnsupportedModelError, match=r"has 511 positions; set engine.max_length to 511"):
-        LocalEngine(make_family("roberta"), slots=1, max_length=512)
-
-
 def test_a_model_that_raises_on_the_probe_is_refused() -> None:
     model = make_model("llama")
     model.model.layers[0].mlp = nn.Linear(3, 3)
@@ -443,7 +402,7 @@ def test_packed_weights_are_those_of_the_last_update(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(flat, "PACK_FROM", 1)
     packed, plain = engine(flatten=True), engine(flatten=False)
     assert packed._runner._flat is not None
-    assert packed._runner._flat._copies
+    assert packed._runner._flat._packed
     wanted = [request(f"r{i}", tuple(range(3, 6 + i)), 20) for i in range(6)]
     completions = []
     for served in (packed, plain):

@@ -70,8 +70,8 @@ def test_products_of_one_input_are_joint_and_follow_what_is_written_to_their_par
     runner.weights_changed()
     ids_T = torch.arange(3, 23)
     with torch.inference_mode():
-        expected_TV = other(input_ids=ids_T[None]).logits[0]
-        torch.testing.assert_close(runner._slot_logits(ids_T), expected_TV, atol=1e-4, rtol=1e-4)
+        found_NV, order_N = runner._slot_logits(ids_T)
+        torch.testing.assert_close(found_NV, other(input_ids=ids_T[None]).logits[0][order_N], atol=1e-4, rtol=1e-4)
 
 
 class _Shared(nn.Module):
@@ -141,22 +141,6 @@ def test_what_can_not_be_compiled_exactly_runs_as_it_is_and_says_why(
     assert reason in described
     assert reason in caplog.text
     assert "and more" not in described
-    assert generated(engine) == plain
-
-
-@pytest.mark.slow
-def test_sampling_that_can_not_be_compiled_exactly_runs_as_it_is_and_says_why(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def faulty(graph: Any, _: object) -> Callable[..., Any]:
-        samples = "cumsum" in graph.code
-        return lambda *given: tuple(out + samples for out in graph.forward(*given))
-
-    plain = expected_of(make_model("llama"), slots=8)
-    monkeypatch.setitem(varlen.COMPILERS, "cpu", faulty)
-    engine = StaticEngine(make_model("llama"), slots=8, max_length=64)
-    assert "(plain calls, not compiled: AssertionError: " in engine.progress().runner
-    assert "sampling can't be compiled" in caplog.text
     assert generated(engine) == plain
 
 

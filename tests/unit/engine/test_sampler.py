@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelinerl.engine.sampler import SamplingRows, invert, request_key, sample, truncate, uniforms
+from pipelinerl.engine.sampler import SamplingRows, device_uniforms, invert, request_key, sample, truncate, uniforms
 
 
 def rows(n: int, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0) -> SamplingRows | None:
@@ -145,12 +145,29 @@ def test_an_id_is_always_in_the_vocabulary(
             assert flipped.gather(1, ids[:, None]).isfinite().all()
 
 
-def test_temperature_zero_takes_the_likeliest_token() -> None:
-    logits = torch.tensor([[0.0, 2.0, 1.0], [5.0, 0.0, 1.0]])
-    ids, logprobs = sample(logits, rows(2, temperature=0.0), torch.tensor([0.99, 0.99]))
-    assert ids.tolist() == [1, 0]
-    exact = logits.double().log_softmax(-1)
-    assert logprobs.tolist() == pytest.approx([exact[0, 1].item(), exact[1, 0].item()])
+def test_random_numbers_of_a_device_are_those_of_the_host_to_the_bit() -> None:
+    generator = np.random.default_rng(0)
+    keys = generator.integers(0, 2**64, 100_000, dtype=np.uint64)
+    keys[:3] = 0, 2**63, 2**64 - 1
+    positions = generator.integers(0, 40_000, 100_000)
+    found = device_uniforms(torch.from_numpy(keys.view(np.int64)), torch.from_numpy(positions))
+    assert np.array_equal(found.numpy(), uniforms(keys, positions))
+
+
+def test_what_never_waits_draws_the_same_tokens() -> None:
+    generator = torch.Generator().manual_seed(1)
+    n, vocabulary = 400, 50
+    logits = torch.randn(n, vocabulary, generator=generator) * 2
+    mixed = SamplingRows(
+        temperature_n=torch.tensor([0.0, 0.5, 1.0, 1.7]).repeat(n // 4),
+        top_p_n=torch.tensor([1.0, 0.3, 0.9]).repeat_interleave(4).repeat(n // 12 + 1)[:n],
+        top_k_n=torch.tensor([0, 3, 0, 0, 7]).repeat(n // 5),
+    )
+    numbers = torch.rand(n, generator=generator, dtype=torch.double)
+    ids, logprobs = sample(logits, mixed, numbers, waits=False)
+    expected_ids, expected = sample(logits, mixed, numbers)
+    assert torch.equal(ids, expected_ids)
+    assert (logprobs - expected).abs().max() < 1e-5
 
 
 def test_uniform_numbers_are_uniform_and_unrelated() -> None:
