@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from pipelinerl._version import __version__
 from pipelinerl.config.schema import RunConfig
+from pipelinerl.errors import StopRun
 
 if TYPE_CHECKING:
     from pipelinerl.api import Run, StartedRun, start, train, try_run
-    from pipelinerl.errors import StopRun
 
 __all__ = ["Run", "RunConfig", "StartedRun", "StopRun", "__version__", "load_config", "start", "train", "try_run"]
 

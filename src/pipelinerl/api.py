@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import sys
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from functools import partial, wraps
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import msgspec
 
@@ -21,7 +20,7 @@ from pipelinerl.child import ChildProcess
 from pipelinerl.config.load import config_of_values, config_to_yaml, load_config, validate
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.environments.user.source import name_by_file
-from pipelinerl.errors import INVALID_DATA, PipelineRLError, RunDirectoryError, StopRun, UserError
+from pipelinerl.errors import INVALID_DATA, PipelineRLError, RunDirectoryError, UserError
 from pipelinerl.extras import require
 from pipelinerl.files import write_atomically
 from pipelinerl.launch.run_lock import errors_explained, fresh_directory
@@ -32,11 +31,7 @@ from pipelinerl.metrics.sinks import Record
 from pipelinerl.run_directory import RunDirectory
 
 if TYPE_CHECKING:
-    from pipelinerl.experiments.evaluate.results import EvaluationSummary
     from pipelinerl.experiments.trial import Trial
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 LOOK_EVERY_S = 0.2
 STOP_PATIENCE_S = 180.0
@@ -45,20 +40,6 @@ Config = RunConfig | Mapping[str, Any] | str | Path | None
 Environment = type | partial[Any] | str
 Reward = Callable[..., Any] | str
 Rewards = Reward | Mapping[Any, float] | Sequence[Reward | tuple[Reward, float]]
-Callback = Callable[[Record], object]
-
-
-def _explained(call: Callable[P, T]) -> Callable[P, T]:
-    """`call`, whose errors of this package have the traceback of the caller only: their messages name the cause."""
-
-    @wraps(call)
-    def explained(*args: P.args, **options: P.kwargs) -> T:
-        try:
-            return call(*args, **options)
-        except PipelineRLError as error:
-            raise error.with_traceback(None) from None
-
-    return explained
 
 
 class Run:
@@ -107,23 +88,6 @@ class Run:
 
         rows = read_rows(RunRollouts(self.path), load_token_text(self.path), warnings.warn)
         return _frame([msgspec.structs.asdict(row) for row in rows])
-
-    @_explained
-    def evaluate(self, *, problems: int = 100, attempts: int = 4, before: bool = False, **flags: Any) -> EvaluationSummary:
-        """Measure the last checkpoint on held-out problems, like `pipelinerl eval`; with `before`, also the initial model.
-
-        flags: the command's flags, with `_` for `-`, as in `training=True`. Results are in `RUN_DIR/evaluations`.
-        """
-        from pipelinerl.cli.eval import plan_of  # noqa: PLC0415 - loads torch
-        from pipelinerl.experiments.evaluate.evaluate import evaluate  # noqa: PLC0415 - as above
-
-        out = self.path / "evaluations" / time.strftime("%Y%m%d-%H%M%S")
-        given = {"problems": problems, "attempts": attempts, "out": out, **flags}
-        words = [f"{self.path}@0"] * before + [str(self.path)]
-        for key, value in given.items():
-            flag = f"--{key.replace('_', '-')}"
-            words += [flag] if value is True else [] if value is False else [flag, str(value)]
-        return evaluate(plan_of(words), lambda: False, print)
 
     def load_model(self, version: int | Literal["best"] | None = None) -> tuple[Any, Any]:
         """The model and tokenizer of the last checkpoint, or of `version`, as transformers objects.
@@ -206,7 +170,6 @@ class StartedRun:
         raise kinds.get(status, PipelineRLError)(message)
 
 
-@_explained
 def train(
     config: Config = None,
     *,
@@ -214,15 +177,12 @@ def train(
     environment: Environment | None = None,
     reward: Rewards | None = None,
     data: str | Path | Sequence[Mapping[str, Any]] | None = None,
-    callbacks: Callback | Sequence[Callback] = (),
     resume: str | Path | None = None,
 ) -> Run:
     """Train, and return the run. See `start` for the arguments.
 
-    callbacks   a function, or several, called with every record in a thread of this process. Their errors do not end the
-                run; `raise pipelinerl.StopRun("why")` ends it after the current step, as if that were its last one
-    resume      the directory of a run to continue. What `config` sets is changed; all else stays as it was. Each change is
-                printed. A run file is refused, as on the command line
+    resume   the directory of a run to continue. What `config` sets is changed; all else stays as it was. Each change is
+             printed. A run file is refused, as on the command line
 
     Raises the error that ended the run (see `errors`) if it did not reach its goal.
     """
@@ -230,22 +190,15 @@ def train(
     from pipelinerl.launch.resume import resumed_config  # noqa: PLC0415 - as above
 
     _refuse_imported_scripts()
-    called = [callbacks] if callable(callbacks) else list(callbacks)
-    for callback in called:
-        if not callable(callback):
-            raise UserError(f"callbacks: {callback!r} is no function")
     if resume is not None:
         if any(value is not None for value in (model, environment, reward, data)):
             raise UserError("a resumed run keeps its model, environment, reward and data; leave them out")
         path = Path(resume)
-        resumed = resumed_config(path, _changes(config, path))
-        with _calling(called, path, new=False):
-            run.train(resumed, resume=path)
+        run.train(resumed_config(path, _changes(config, path)), resume=path)
         return Run(path)
     prepared, inputs = _prepare(config, model, environment, reward, data)
     try:
-        with _calling(called, inputs.parent, new=True):
-            run.train(prepared)
+        run.train(prepared)
     except PipelineRLError:
         with suppress(OSError):
             inputs.parent.rmdir()  # only if nothing was written
@@ -253,7 +206,6 @@ def train(
     return Run(inputs.parent)
 
 
-@_explained
 def start(
     config: Config = None,
     *,
@@ -279,7 +231,6 @@ def start(
     return StartedRun(*_prepare(config, model, environment, reward, data))
 
 
-@_explained
 def try_run(config: Config = None, *, problem: int = 0, **inputs: Any) -> Trial:
     """Let the model answer problem number `problem` of the training data, `actor.group_size` times, and train nothing.
 
@@ -391,47 +342,9 @@ def _written(examples: Any, inputs: Path) -> str:
 
 def _refuse_imported_scripts() -> None:
     """Raise UserError if the user's file that calls is imported by a process of a run, which would then start a run, too."""
-    name = sys._getframe(3).f_globals.get("__name__", "")
+    name = sys._getframe(2).f_globals.get("__name__", "")
     if name.startswith("pipelinerl_file_"):
         raise UserError("this file starts a run when it is imported: put that below `if __name__ == '__main__':`")
-
-
-@contextmanager
-def _calling(callbacks: Sequence[Callback], run_dir: Path, *, new: bool) -> Iterator[None]:
-    """Call the callbacks with the records that are written while inside, in a thread."""
-    if not callbacks:
-        yield
-        return
-    records, stopping = Records(run_dir), threading.Event()
-    if not new:
-        records.read()  # earlier sessions' are left out
-    failed: set[int] = set()
-
-    def call() -> None:
-        while True:
-            last = stopping.wait(LOOK_EVERY_S)
-            for record in records.read():
-                for number, callback in enumerate(callbacks):
-                    try:
-                        callback(record)
-                    except StopRun as why:
-                        print(RunDirectory(run_dir).request_stop(why), file=sys.stderr)
-                    except Exception as error:  # noqa: BLE001 - user code may raise anything
-                        if number not in failed:
-                            failed.add(number)
-                            print(
-                                f"callback {callback!r}: {type(error).__name__}: {error}; training goes on", file=sys.stderr
-                            )
-            if last:
-                return
-
-    thread = threading.Thread(target=call, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        stopping.set()
-        thread.join()
 
 
 def _frame(rows: list[dict[str, Any]]) -> Any:
