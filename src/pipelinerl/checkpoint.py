@@ -255,16 +255,10 @@ def best_version(run_dir: Path, saved: Iterable[int]) -> int | None:
     return max(saved, key=merit, default=None) if points else None
 
 
-def keep_latest(directory: Path, version: int | None, count: int, *, spared_every: int = 0) -> None:
-    """Delete folders, except the last `count` (up to `version`), the best one by held-out reward, and versions that
-    `spared_every` divides (0: none).
-
-    Raises CheckpointError if that fails.
-    """
+def keep_latest(directory: Path, count: int) -> None:
+    """Delete all checkpoints but the last `count` and the best one by held-out reward. Raises CheckpointError."""
     found = by_version(directory)
-    known = [number for number in found if version is None or number <= version]
-    kept = {*known[-count:], best_version(directory.parent, known)}
-    kept.update(number for number in found if spared_every and number % spared_every == 0)
+    kept = {*list(found)[-count:], best_version(directory.parent, found)}
     for path in [path for number, path in found.items() if number not in kept]:
         try:
             _remove(path)

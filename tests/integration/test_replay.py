@@ -138,7 +138,7 @@ def test_generation_is_repeated_from_the_versions_that_were_kept(kv: str, tmp_pa
     """Without training. A switch that is recorded one token too early is noticed."""
     run_dir = tmp_path / "r"
     settings = {"engine__kv_on_update": kv, "engine__slots": 32, "trainer__learning_rate": 5e-3}
-    run(run_dir, trainer__keep_versions="all", **settings)
+    run(run_dir, trainer__weights_every=1, **settings)
     assert len(list((run_dir / "weights").iterdir())) == 5
     result = replayed(run_dir, steps=0, verify=1000)
     assert result.differences == []
@@ -167,7 +167,7 @@ def test_versions_that_are_not_there_are_said(copied: Path) -> None:
     later = [group for group in read(copied / ROLLOUTS) if _versions(group) != {0}]
     assert later
     write(copied / ROLLOUTS, later)
-    with pytest.raises(UserError, match=r"no group has weights for all its tokens; .* trainer\.keep_versions"):
+    with pytest.raises(UserError, match=r"no group has weights for all its tokens; .* trainer\.weights_every"):
         replayed(copied, steps=0, verify=1)
 
 
@@ -260,7 +260,7 @@ def test_a_decision_of_the_guard_that_differs_is_named(copied: Path) -> None:
 
 def test_kept_weights_that_the_run_did_not_publish_are_named(tmp_path: Path) -> None:
     run_dir = tmp_path / "r"
-    run(run_dir, trainer__keep_versions="all", trainer__steps=3, engine__slots=32)
+    run(run_dir, trainer__weights_every=1, trainer__steps=3, engine__slots=32)
     shutil.rmtree(run_dir / "weights" / "step_00000002")
     (run_dir / "weights" / "step_00000001").rename(run_dir / "weights" / "step_00000002")
     (difference,) = replayed(run_dir, steps=0, verify=1000).differences

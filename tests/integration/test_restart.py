@@ -391,7 +391,7 @@ def assert_exact_after_deaths(deaths: list[str], tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(Path(pipelinerl.__file__).parents[1])]))
     monkeypatch.setenv("DIED", str(tmp_path / "died"))
     run_dir, goal = tmp_path / "r", 12
-    defaults = {"trainer__steps": goal, "trainer__keep_versions": "all", "schedule__max_lag": 4}
+    defaults = {"trainer__steps": goal, "trainer__weights_every": 1, "schedule__max_lag": 4}
     ended = wait(start_processes(run_dir, **(defaults | settings)))
     assert (ended.status, ended.error) == (0, "")
     counts = assert_gone_on(run_dir, goal)

@@ -25,7 +25,6 @@ from pipelinerl.checkpoint import (
     TrainerCounters,
     best_version,
     by_version,
-    keep_latest,
     latest_checkpoint,
     load_checkpoint,
 )
@@ -135,16 +134,6 @@ def test_only_the_last_ones_are_kept(tmp_path: Path) -> None:
         save(tmp_path, version, keep=2)
     assert list(by_version(tmp_path)) == [2, 3]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000002", "step_00000003"]
-
-
-def test_the_last_copies_of_weights_are_kept_and_those_that_are_spared(tmp_path: Path) -> None:
-    """Version 9 is of a past that was abandoned by a resume."""
-    for version in (1, 2, 3, 4, 5, 6, 9):
-        (tmp_path / f"step_{version:08d}").mkdir()
-    keep_latest(tmp_path, 6, 2, spared_every=3)
-    assert sorted(path.name[-1] for path in tmp_path.iterdir()) == ["3", "5", "6", "9"]
-    keep_latest(tmp_path, 6, 2, spared_every=0)
-    assert sorted(path.name[-1] for path in tmp_path.iterdir()) == ["5", "6"]
 
 
 def evaluated(run_dir: Path, *points: tuple[int, float | None]) -> None:
@@ -299,11 +288,3 @@ def test_a_folder_that_was_half_deleted_is_not_a_checkpoint(tmp_path: Path, monk
     monkeypatch.setattr(shutil, "rmtree", lambda path, ignore_errors=False: (Path(path) / "state.json").unlink())
     save(tmp_path, 3, keep=1)
     assert list(by_version(tmp_path)) == [3]
-
-
-def test_what_was_saved_comes_back(tmp_path: Path) -> None:
-    path = save(tmp_path, 10)
-    assert path == tmp_path / "step_00000010"
-    state = load_checkpoint(path).state
-    assert (state.version, state.session, state.counters.queue.dropped) == (10, "abc", {"stale": 2})
-    assert state.positions == QueuePosition(offset=7, settled_ids=("1/0",), ledger=GroupLedger(2, {4}))

@@ -35,6 +35,7 @@ _BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "m
 OLD_NAMES = {
     "trainer.clamp": "it is now `{prefix}correction.token_high`, with `correction.token: truncate`",
     "launch.lost_s": "Ray's health checks decide this now: remove it",
+    "trainer.keep_versions": "it is now `{prefix}trainer.weights_every`: 1 keeps every version",
     "metrics.tensorboard": "it is now `{prefix}metrics.trackers`, as `[tensorboard]`",
     **dict.fromkeys(("resume", "continue"), "train --resume RUN_DIR"),
     **dict.fromkeys(("run", "start"), "train RUN.yaml` or `train --resume RUN_DIR"),

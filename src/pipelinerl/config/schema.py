@@ -319,12 +319,8 @@ class TrainerConfig(Section, frozen=True):
     keep_checkpoints: Count = 2
     """How many of the latest checkpoints to keep. The best one by held-out reward, `RUN_DIR@best`, is kept besides."""
     weights_every: Natural = 0
-    """Optimizer steps between copies of the weights in `weights/`, for `pipelinerl eval RUN_DIR@all`. All copies are kept;
-    they are cheaper than checkpoints. 0: none.
-    """
-    keep_versions: Count | Literal["all"] | None = None
-    """Also copy the weights of every published version to `weights/`, and keep the last N of them, or `all`. `pipelinerl
-    replay --verify` then repeats generation without training. Each takes as much disk as the model. null: none.
+    """Optimizer steps between copies of the weights in `weights/`, for `pipelinerl eval RUN_DIR@all`, and with 1 for
+    `pipelinerl replay --verify` without training. All are kept; each takes as much disk as the model. 0: none.
     """
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass, to save memory."""
@@ -376,7 +372,7 @@ class MetricsConfig(Section, frozen=True):
     view: Literal["auto", "live", "plain", "none"] = "auto"
     """The view in the terminal; `auto`: live in a terminal, plain lines otherwise."""
     verbose: bool = False
-    """The table at the end also has the rows on lag, the longest quarter, weight updates, and what was generated in vain."""
+    """The table at the end also has the rows on lag, weight updates, and what was generated in vain."""
     trackers: Annotated[tuple[Literal["tensorboard", "wandb", "trackio", "mlflow"], ...], Strict(False)] = ()
     """Also send curves, evaluations and samples to these trackers, like `[wandb]` (extras of the same names)."""
     callback: str | None = None

@@ -59,15 +59,17 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
                             dropped
     length_lag_correlation  correlation, over the rollouts of the batch, of sampled tokens and lag of the oldest token
     ess                     effective sample size (sum w)^2 / (N sum w^2), in (0, 1]
-    kl_behaviour_policy     KL(mu || pi) per token in nats: mean of log mu - log pi (the k1 estimate; `_k3` is the k3 one)
+    kl_behaviour_policy     KL(mu || pi) per token in nats: mean of log mu - log pi (the k1 estimate, unbiased, which can be
+                            negative); `_k3`: mean of w - 1 - log w (k3, unbiased, of lower variance, never negative)
     lag_*                   optimizer steps between the weights that sampled a token and the weights being trained
     versions_in_batch       number of weight versions that sampled the batch; 1 if weights change between rounds only
     crossing_fraction       share of the rollouts whose tokens were sampled by more than one version
     masked_fraction         share of tokens that get no gradient from their advantage because of a mask or the loss's clip
     truncated_fraction      share of tokens whose importance weight was replaced by a limit
-    longest_*               over the tokens of the longest quarter of the rollouts: lag_mean, and share masked or truncated
     weight_*                importance weights pi/mu before any limit
-    log_product_sd          standard deviation over rollouts of log(product of pi/mu), the weight of `sequence: truncate`
+    log_product_sd          standard deviation over rollouts of log(product of pi/mu), the weight of `sequence: truncate`. It
+                            grows with the root of the length, at lag 0 too; above 1, a few rollouts have most of the weight
+    entropy_mean            mean entropy in nats of pi's distributions at the sampled tokens' positions
     on_policy_gap           largest |log pi - log mu| over tokens of lag 0. Zero up to numerics if engine and trainer agree,
                             except in sequences that span an update with kept KV entries
     train_s, wait_s         time in the step, and time that the trainer waited for its data before the step
@@ -111,8 +113,6 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     crossing_fraction: float | None = None
     masked_fraction: float | None = None
     truncated_fraction: float | None = None
-    longest_lag_mean: float | None = None
-    longest_limited_fraction: float | None = None
     log_product_sd: float | None = None
     entropy_mean: float | None = None
     weight_mean: float | None = None

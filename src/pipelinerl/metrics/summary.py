@@ -210,8 +210,6 @@ def _quality(steps: Sequence[StepRecord]) -> dict[str, Any]:
         "ess_low_steps": len(low),
         "ess_low_first": low[0] if low else None,
         "lag_mean": _weighted((step.lag_mean, step.tokens_trained) for step in steps),
-        "longest_lag_mean": _mean(step.longest_lag_mean for step in steps),
-        "longest_limited_fraction": _mean(step.longest_limited_fraction for step in steps),
         "lag_max": max((step.lag_max for step in steps if step.lag_max is not None), default=None),
     }
 

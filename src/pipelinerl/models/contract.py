@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -35,23 +35,29 @@ def read_contract(model: Any, tokenizer: Any, max_length: int | None = None) -> 
     sources = {token: where for where, ids in reversed(eos.items()) for token in ids}
     notes, size, unmarked = list[str](), int(text_config.vocab_size), ""
     if getattr(tokenizer, "chat_template", None):
-        end, unmarked, found = read_turn(tokenizer, added)
-        notes += found
-        if end is not None and end not in sources:
-            name = named(tokenizer, [end])
-            notes.append(
-                f"the chat template ends an answer with {name}, which no eos_token_id names: it ends completions, too"
-            )
-            sources[end] = "the chat template"
+        try:
+            end, unmarked = read_turn(tokenizer, added)
+        except ValueError as error:
+            notes.append(f"the chat template can't show an answer, so what ends a turn is not known: {error}")
+        else:
+            if end is not None and end not in sources:
+                name = named(tokenizer, [end])
+                notes.append(
+                    f"the chat template ends an answer with {name}, which no eos_token_id names: it ends completions, too"
+                )
+                sources[end] = "the chat template"
     inside = tuple(sorted(token for token in sources if 0 <= token < size))
     special = {*added, *tokenizer.all_special_ids} if added else sources
-    odd = {token: where for token, where in sorted(sources.items()) if token not in inside or token not in special}
-    more = [token for token in sorted(added) if token >= size]
-    notes += _odd_stop_tokens(tokenizer, odd, inside, size)
+    if odd := [token for token in sorted(sources) if token not in inside or token not in special]:
+        where = ", ".join(dict.fromkeys(sources[token] for token in odd))
+        notes.append(
+            f"stop tokens are not special tokens of model and tokenizer: {named(tokenizer, odd)} (of {where}); does one of "
+            "these belong to another model?"
+        )
     if unmarked:
         ends, shown = named(tokenizer, inside) or "nothing", repr(unmarked[:_SHOWN_CHARACTERS])
         notes.append(f"the chat template has no token at the end of an answer, only {shown}: completions end with {ends}")
-    if more:
+    if more := [token for token in sorted(added) if token >= size]:
         which = f"tokens beyond the model's vocabulary of {size}: {named(tokenizer, more)}"
         notes.append(f"the tokenizer has {which}; prompts with them are refused")
     if not inside:
@@ -76,82 +82,38 @@ def _ids(where: str, given: object) -> list[int]:
     return [ids] if isinstance(ids, int) else ids
 
 
-# ---- How a chat template ends an answer of the model
-
-
 ANSWER = "@@"
 """Stands for an answer of the model where a chat template is tried."""
 _SHOWN_CHARACTERS = 20
 
 
-class TurnEnd(NamedTuple):
-    """How the chat template ends an answer: with the token `end`, or with `text`. `notes`: what is wrong with it."""
+def read_turn(tokenizer: Any, added: dict[int, Any]) -> tuple[int | None, str]:
+    """How the chat template ends an answer: with a token, or else with this text.
 
-    end: int | None = None
-    text: str = ""
-    notes: tuple[str, ...] = ()
-
-
-def read_turn(tokenizer: Any, added: dict[int, Any]) -> TurnEnd:
-    """Render an answer, also with a message after it: some templates end only one of the two."""
-
-    def render(*messages: tuple[str, str], prompt: bool = False) -> str:
-        chat = [{"role": role, "content": content} for role, content in messages]
-        return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=prompt))
-
-    question = ("user", "?")
-    found, problem = list[tuple[str, str]](), "it leaves the answer out"
-    with_prompt = without = ""
-    for chat in ([question, ("assistant", ANSWER)], [question, ("assistant", ANSWER), question]):
+    Renders an answer, also with a message after it: some templates end only one of the two. Raises ValueError, with the
+    problem, if it can't.
+    """
+    question, answer = {"role": "user", "content": "?"}, {"role": "assistant", "content": ANSWER}
+    found, problem = list[str](), "it leaves the answer out"
+    for chat in ([question, answer], [question, answer, question]):
         try:
-            before, shown, after = render(*chat).rpartition(ANSWER)
-            with_prompt, without = render(question, prompt=True), render(question)
+            _, shown, after = str(tokenizer.apply_chat_template(chat, tokenize=False)).rpartition(ANSWER)
         except Exception as error:  # noqa: BLE001 - a template is code and may raise anything
             problem = " ".join(str(error).split())
             continue
-        if shown:
-            found.append((before, after.lstrip()))
+        found += [after.lstrip()] if shown else []
     if not found:
-        return TurnEnd(notes=(f"the chat template can't show an answer, so what ends a turn is not known: {problem}",))
-    notes = []
-    opening = found[0][0].removeprefix(without).strip()
-    if with_prompt == without and opening and found[0][0].startswith(without):
-        notes.append(
-            f"the chat template has no generation prompt: a prompt ends before {opening!r}, which the model has to write"
-        )
-    text = next((after for _, after in found if after), "")
+        raise ValueError(problem)
+    text = next(filter(None, found), "")
     ends = {token.content: number for number, token in added.items() if token.content and text.startswith(token.content)}
-    return TurnEnd(ends[max(ends, key=len)] if ends else None, "" if ends else text, tuple(notes))
-
-
-def _odd_stop_tokens(tokenizer: Any, odd: Mapping[int, str], inside: Sequence[int], size: int) -> list[str]:
-    """Notes on stop tokens that model or tokenizer lack, or that are not special, with what names them.
-
-    `inside`: the stop tokens in the model's vocabulary, which has `size` tokens.
-    """
-    notes = []
-    for where in dict.fromkeys(odd.values()):
-        own = [token for token, source in odd.items() if source == where]
-        outside = [token for token in own if token not in inside]
-        unknown = [token for token in own if token in inside and _text(tokenizer, token) is None]
-        plain = [token for token in own if token not in {*outside, *unknown}]
-        for tokens, what in (
-            (outside, f"beyond the model's vocabulary of {size}, so without effect"),
-            (unknown, "unknown to the tokenizer: does it belong to another model?"),
-            (plain, "not special: does the tokenizer belong to another model?"),
-        ):
-            several, verb = ("", "is") if len(tokens) == 1 else ("s", "are")
-            notes += [f"the stop token{several} {named(tokenizer, tokens)} of {where} {verb} {what}"] if tokens else []
-    return notes
+    return (ends[max(ends, key=len)], "") if ends else (None, text)
 
 
 def named(tokenizer: Any, tokens: Sequence[int]) -> str:
     """The first tokens with their ids, and how many more there are; of a token that the tokenizer lacks, the id alone."""
-    texts = [_text(tokenizer, token) for token in tokens[:2]]
-    shown = [str(token) if text is None else f"{text!r} ({token})" for token, text in zip(tokens, texts, strict=False)]
-    shown += [f"{len(tokens) - 2} more"] if len(tokens) > 2 else []
-    return " and ".join(part for part in (", ".join(shown[:-1]), *shown[-1:]) if part)
-
-
-def _text(tokenizer: Any, token: int) -> Any:
-    return tokenizer.convert_ids_to_tokens(token) if token >= 0 and hasattr(tokenizer, "convert_ids_to_tokens") else None
+    shown = []
+    for token in tokens[:2]:
+        known = token >= 0 and hasattr(tokenizer, "convert_ids_to_tokens")
+        text = tokenizer.convert_ids_to_tokens(token) if known else None
+        shown.append(str(token) if text is None else f"{text!r} ({token})")
+    return ", ".join(shown) + (f" and {len(tokens) - 2} more" if len(tokens) > 2 else "")

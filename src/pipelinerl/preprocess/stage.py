@@ -43,18 +43,10 @@ class PreprocessorStage:
     If the stage is killed, the group that it had is prepared again.
     """
 
-    def __init__(
-        self,
-        reader: StreamReader[Prepared],
-        writer: PreparedWriter,
-        *,
-        board: Board,
-        name: str = PREPROCESSOR,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, reader: StreamReader[Prepared], writer: PreparedWriter, *, board: Board) -> None:
         self._reader = reader
         self._writer = writer
-        self._status = StatusReporter(board, name, clock)
+        self._status = StatusReporter(board, PREPROCESSOR, time.monotonic)
         self._pending: tuple[int, Prepared] | None = None
 
     def run(self, stop: Callable[[], bool]) -> None:

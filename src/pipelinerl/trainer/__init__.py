@@ -6,7 +6,7 @@ from pipelinerl.trainer.logprobs import FrozenModelScorer
 from pipelinerl.trainer.queue import SampleQueue
 from pipelinerl.trainer.status import TrainerOutput
 from pipelinerl.trainer.step import Learner, StepResult
-from pipelinerl.trainer.trainer import CheckpointPlan, Trainer, TrainerState
+from pipelinerl.trainer.trainer import CheckpointPlan, Trainer
 
 __all__ = [
     "CheckpointPlan",
@@ -16,5 +16,4 @@ __all__ = [
     "StepResult",
     "Trainer",
     "TrainerOutput",
-    "TrainerState",
 ]

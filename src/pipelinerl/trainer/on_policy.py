@@ -24,37 +24,25 @@ def effective_sample_size(log_ratios_N: torch.Tensor) -> float:
 
 @dataclass(frozen=True)
 class OnPolicyMetrics:
-    """Distance between the trained policy and the behaviour policies, over all tokens of one optimizer step."""
+    """Distance between the trained policy and the behaviour policies, over all tokens of one optimizer step.
+
+    `metrics.records.StepRecord` has the same fields and says what they are.
+    """
 
     ess: float
-    """Normalised effective sample size of the weights pi / mu, without any limit."""
     kl_behaviour_policy: float
-    """KL(mu || pi) per token in nats, k1 estimate: mean of log(mu / pi). Unbiased; can be negative."""
     kl_behaviour_policy_k3: float
-    """The same, k3 estimate: mean of w - 1 - log w. Unbiased, of lower variance, never negative."""
     lag_mean: float
     lag_max: int
     lag_p50: int
     lag_p99: int
     masked_fraction: float
-    """Share of tokens without a gradient from their advantage, because of a mask or the objective's clip."""
     truncated_fraction: float
-    """Share of tokens whose gradient has a limit in place of their own weight."""
     entropy_mean: float
-    """Mean entropy in nats of pi's distributions at the tokens' positions."""
     weight_mean: float
-    """Mean of pi / mu, without any limit. Near 1 at any lag, unless something is wrong."""
     weight_max: float
     on_policy_gap: float | None
-    """Largest |log pi - log mu| over tokens of lag 0, which pi itself sampled: the numerical gap between engine and
-    trainer. None if there are no such tokens."""
-    longest_lag_mean: float
-    """Mean lag of the tokens of the longest quarter of the rollouts."""
-    longest_limited_fraction: float
-    """Share of these tokens that was masked or truncated."""
     log_product_sd: float
-    """Standard deviation over rollouts of the log of the product of a rollout's weights pi / mu. It grows with the square
-    root of the length, at lag 0 too; above 1, a few rollouts have most of the weight under `sequence: truncate`."""
 
 
 class OnPolicyStats:
@@ -96,7 +84,6 @@ class OnPolicyStats:
         lags_N = lags_N.long()
         sorted_lags_N = lags_N.sort().values
         on_policy_N = logs_N[lags_N == 0]
-        longest_N = in_longest_quarter(lengths_N.long())
         return OnPolicyMetrics(
             ess=effective_sample_size(logs_N),
             kl_behaviour_policy=float(-logs_N.mean()),
@@ -111,24 +98,8 @@ class OnPolicyStats:
             weight_mean=float(weights_N.mean()),
             weight_max=float(weights_N.max()),
             on_policy_gap=float(on_policy_N.abs().max()) if on_policy_N.numel() else None,
-            longest_lag_mean=float(lags_N[longest_N].double().mean()),
-            longest_limited_fraction=float(torch.maximum(masked_N, truncated_N)[longest_N].mean()),
             log_product_sd=_sd_by_rollout(products_N, lengths_N),
         )
-
-
-def in_longest_quarter(lengths_N: torch.Tensor) -> torch.Tensor:
-    """bool (N,): tokens in the longest quarter of the rollouts. Rollouts as long as the shortest of these are included.
-
-    `lengths_N` is the length of each token's rollout. All tokens of a rollout must be present: n tokens of length L are
-    n / L rollouts.
-    """
-    tokens_L = lengths_N.bincount()
-    rollouts_L = tokens_L // torch.arange(len(tokens_L)).clamp(min=1)
-    longer_L = rollouts_L.flip(0).cumsum(0).flip(0)  # rollouts of at least L tokens
-    quarter = math.ceil(int(longer_L[0]) / 4)
-    shortest = int((longer_L >= quarter).sum()) - 1
-    return lengths_N.ge(shortest)
 
 
 def _sd_by_rollout(values_N: torch.Tensor, lengths_N: torch.Tensor) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import correlation, fmean, pstdev
 from typing import Any
 
@@ -84,16 +84,6 @@ class TrainedRecord(msgspec.Struct, frozen=True, kw_only=True):
     dropped_lengths: dict[str, list[int]] = {}
     dropped_ids: dict[str, list[str]] = {}
 
-    @classmethod
-    def of(
-        cls, samples: Sequence[TrainingSample], version: int, refused: Sequence[Sequence[TrainingSample]], drops: Drops
-    ) -> TrainedRecord:
-        """`version`: the weights before the step."""
-        batch, *others = [tuple(TrainedSample.of(sample, version) for sample in batch) for batch in (samples, *refused)]
-        return cls(
-            version=version + 1, samples=batch, refused=tuple(others), dropped_lengths=drops.lengths, dropped_ids=drops.ids
-        )
-
 
 class PublishedRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One line of `published.jsonl`: weights that the engines got. `digests`: the first 16 hex digits of each tensor's.
@@ -104,7 +94,3 @@ class PublishedRecord(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     checksum: str
     digests: dict[str, str]
-
-    @classmethod
-    def of(cls, version: int, checksum: str, digests: Mapping[str, str]) -> PublishedRecord:
-        return cls(version=version, checksum=checksum, digests={name: digest[:16] for name, digest in digests.items()})

@@ -79,7 +79,7 @@ def write_checkpoint(
                 sync(path)  # a checkpoint must not survive without the records that led to it
             sync_tree(hidden)
             install(hidden, target)
-        keep_latest(directory, None, keep)
+        keep_latest(directory, keep)
         return target
 
     return finish

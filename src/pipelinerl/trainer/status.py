@@ -16,7 +16,7 @@ from pipelinerl.metrics.sinks import Sink
 from pipelinerl.metrics.statistics import actor_total, engine_total
 from pipelinerl.status.board import ALONE, StatusReporter
 from pipelinerl.trainer.queue import SampleQueue
-from pipelinerl.trainer.records import PublishedRecord, TrainedRecord, batch_statistics
+from pipelinerl.trainer.records import PublishedRecord, TrainedRecord, TrainedSample, batch_statistics
 from pipelinerl.trainer.step import StepResult
 from pipelinerl.types import (
     TRAINER,
@@ -38,8 +38,8 @@ PRODUCTS = (
 class TrainerOutput:
     """Where the trainer publishes its status and writes its records.
 
-    Records contain the time since `started_s` (by default the trainer's start), on the scale of `clock`, and the progress of
-    the stages `engines` and `actors`. `on_begin` is called before the first step, when all else has loaded.
+    Records contain the time since `started_s` (of `time.monotonic`; by default the trainer's start), and the progress of the
+    stages `engines` and `actors`. `on_begin` is called before the first step, when all else has loaded.
     `weighs_products`: the weight of a rollout is the product of its ratios, and the user is warned when that is unreliable.
     """
 
@@ -50,7 +50,6 @@ class TrainerOutput:
     on_begin: Callable[[], None] = lambda: None
     engines: Sequence[str] = (ALONE.engine,)
     actors: Sequence[str] = (ALONE.actor,)
-    clock: Callable[[], float] = time.monotonic
     started_s: float | None = None
     weighs_products: bool = False
 
@@ -65,16 +64,15 @@ class TrainerStatus:
         self._output = output
         self._counts = progress
         self._begun = False
-        self._clock = output.clock
-        self._ready_s = self._step_end_s = self._begin_s = output.clock()
+        self._ready_s = self._step_end_s = self._begin_s = time.monotonic()
         self._started_s = self._ready_s if output.started_s is None else output.started_s
-        self._reporter = StatusReporter(output.board, TRAINER, output.clock)
+        self._reporter = StatusReporter(output.board, TRAINER, time.monotonic)
         self._engine_before: tuple[float, int] | None = None
         self._busy_s = self._step_end_busy_s = self._saving_s = self._publish_s = 0.0
         self._latest: dict[str, float] = {}
         self._collapse = CollapseWatch()
-        self._spread: tuple[str, ...] = ()
         self._refused: list[Sequence[TrainingSample]] = []
+        self._warnings: tuple[str, ...] = ()
 
     def report(self, state: StageState, detail: str, *, now: bool = False) -> None:
         self._reporter.report(state, detail, self._progress, now=now)
@@ -90,16 +88,17 @@ class TrainerStatus:
 
     def begin(self) -> None:
         """Start to measure the time of an iteration."""
-        self._begin_s, self._publish_s = self._clock(), 0.0
+        self._begin_s, self._publish_s = time.monotonic(), 0.0
 
     def count_as_busy(self) -> None:
         """Count the iteration as work. Without this, it counts as waiting."""
-        self._busy_s += self._clock() - self._begin_s
+        self._busy_s += time.monotonic() - self._begin_s
 
     def published(self, version: int, checksum: str, digests: Mapping[str, str]) -> None:
         """Record weights that the engines get."""
         if self._output.published_log is not None:
-            self._output.published_log.write(PublishedRecord.of(version, checksum, digests))
+            short = {name: digest[:16] for name, digest in digests.items()}
+            self._output.published_log.write(PublishedRecord(version=version, checksum=checksum, digests=short))
 
     def refused(self, samples: Sequence[TrainingSample]) -> None:
         """A batch that the ESS guard rejected; it is in the record of the next step."""
@@ -108,16 +107,16 @@ class TrainerStatus:
     @contextmanager
     def publishing(self) -> Iterator[None]:
         """The time inside is in the record of this step."""
-        begin_s = self._clock()
+        begin_s = time.monotonic()
         yield
-        self._publish_s = self._clock() - begin_s
+        self._publish_s = time.monotonic() - begin_s
 
     @contextmanager
     def saving(self) -> Iterator[None]:
         """The time inside is in the record of the next step."""
-        begin_s = self._clock()
+        begin_s = time.monotonic()
         yield
-        self._saving_s = self._clock() - begin_s
+        self._saving_s = time.monotonic() - begin_s
         self._busy_s += self._saving_s
 
     def record(
@@ -131,7 +130,7 @@ class TrainerStatus:
         ess_guard_trips: int,
     ) -> None:
         """Write the records of the step to `version`, and count the iteration as work."""
-        now_s = self._clock()
+        now_s = time.monotonic()
         self._busy_s += now_s - self._begin_s
         wait_s = (now_s - self._step_end_s) - (self._busy_s - self._step_end_busy_s)
         self._step_end_s, self._step_end_busy_s = now_s, self._busy_s
@@ -161,11 +160,22 @@ class TrainerStatus:
         self._saving_s = 0.0
         output.sink.write(record)
         self._collapse.observe(record)
-        if self._output.weighs_products and not self._spread and (record.log_product_sd or 0.0) > 1:
-            self._spread = (PRODUCTS.format(record.version),)
+        if output.weighs_products and not self._warnings and (record.log_product_sd or 0.0) > 1:
+            self._warnings = (PRODUCTS.format(version),)
         self._latest = record.headline()
         if output.trained_log is not None:
-            output.trained_log.write(TrainedRecord.of(samples, version - 1, self._refused, drops))
+            batch, *refused = [
+                tuple(TrainedSample.of(sample, version - 1) for sample in one) for one in (samples, *self._refused)
+            ]
+            output.trained_log.write(
+                TrainedRecord(
+                    version=version,
+                    samples=batch,
+                    refused=tuple(refused),
+                    dropped_lengths=drops.lengths,
+                    dropped_ids=drops.ids,
+                )
+            )
         self._refused = []
 
     def _engine_record(self, engine: EngineProgress, now_s: float) -> EngineRecord:
@@ -184,7 +194,8 @@ class TrainerStatus:
                 yield from status.progress.probes
 
     def _progress(self) -> TrainerProgress:
-        ready_s = self._clock() - self._ready_s
-        notes = (*(f"COLLAPSED: {note}" for note in [self._collapse.now] if note), *self._spread)
-        counts, latest = self._counts(), self._latest
-        return msgspec.structs.replace(counts, busy_s=self._busy_s, ready_s=ready_s, latest=latest, notes=notes)
+        ready_s = time.monotonic() - self._ready_s
+        notes = (*(f"COLLAPSED: {note}" for note in [self._collapse.now] if note), *self._warnings)
+        return msgspec.structs.replace(
+            self._counts(), busy_s=self._busy_s, ready_s=ready_s, latest=self._latest, notes=notes
+        )

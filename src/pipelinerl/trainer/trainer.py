@@ -19,51 +19,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from pipelinerl.checkpoint import (
     WEIGHTS_FOLDER,
-    Checkpoint,
     CheckpointState,
     QueuePosition,
     TrainerCounters,
-    keep_latest,
 )
 from pipelinerl.config.schema import TrainerConfig
 from pipelinerl.errors import CheckpointError, PolicyMismatchError
 from pipelinerl.interfaces import Schedule, Verdict, WeightSender
 from pipelinerl.trainer.probe import ProbeCheck
 from pipelinerl.trainer.queue import SampleQueue
-from pipelinerl.trainer.saving import restore_rng, rng_state, save_weights, write_checkpoint
+from pipelinerl.trainer.saving import rng_state, save_weights, write_checkpoint
 from pipelinerl.trainer.status import TrainerOutput, TrainerStatus
 from pipelinerl.trainer.step import Learner, StepResult
 from pipelinerl.types import ENGINE, TrainerProgress, TrainingSample
 
 POLL_S = 0.002
-
-
-class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
-    """The state that training continues from. The default is a fresh run.
-
-    `checksum`: of these weights, if the run has published them before.
-    """
-
-    version: int = 0
-    position: QueuePosition = msgspec.field(default_factory=QueuePosition)
-    counters: TrainerCounters = TrainerCounters()
-    checksum: str | None = None
-
-    @classmethod
-    def resume(cls, checkpoint: Checkpoint, learner: Learner) -> TrainerState:
-        """Restore the optimizer and random number generators from `checkpoint`.
-
-        The model, or its adapters, must already be loaded from it. Raises CheckpointError if the optimizer's state can't be
-        read or does not fit the model.
-        """
-        learner.load_optimizer(checkpoint)
-        state = checkpoint.state
-        restore_rng(state.rng)
-        return cls(version=state.version, position=state.positions, counters=state.counters)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +56,9 @@ class Trainer:
 
     If `stopped()` is true at the end of a step, that step is the last one.
 
-    `queue` must continue from `state.position` and `state.counters.queue`. Without `checkpoints`, none are written.
+    `state` is of a checkpoint whose weights, optimizer and random numbers have been restored; by default it is a fresh
+    run's. `queue` must continue from its positions and counters. `checksum`: of these weights, if the run has published
+    them before. Without `checkpoints`, none are written.
     """
 
     def __init__(
@@ -97,17 +71,18 @@ class Trainer:
         *,
         output: TrainerOutput,
         checkpoints: CheckpointPlan | None = None,
-        state: TrainerState | None = None,
+        state: CheckpointState | None = None,
+        checksum: str | None = None,
         stopped: Callable[[], bool] = lambda: False,
     ) -> None:
-        state = state or TrainerState()
+        state = state or CheckpointState(version=0)
         self._config, self._learner, self._queue, self._schedule = config, learner, queue, schedule
         self._sender = sender
         self._probe = ProbeCheck(learner.model, learner.logits)
         self._checkpoints = checkpoints
         self._status = TrainerStatus(output, self._progress)
         self._version, self._stopped, self._last_step = state.version, stopped, False
-        self._published_before = {state.version: state.checksum} if state.checksum else {}
+        self._published_before = {state.version: checksum} if checksum else {}
         self._saved_version = state.version if state.version else -1
         self._published_version = -1
         self._micro_batches = state.counters.micro_batches
@@ -255,18 +230,19 @@ class Trainer:
         copy, checkpoint = (
             every and self._version % every == 0 for every in (self._config.weights_every, self._config.checkpoint_every)
         )
-        kept = self._config.keep_versions if self._published_version == self._version else None
-        copy = copy or kept is not None
         if self._checkpoints is None or not (copy or checkpoint):
             return
         with self._status.saving():
             if copy:
                 self._status.report("working", f"writing the weights of version {self._version}", now=True)
-                plan, every, version = self._checkpoints, self._config.weights_every, self._version
-                folder = plan.directory.parent / WEIGHTS_FOLDER
-                save_weights(folder, version=version, model=self._learner, tokenizer=plan.tokenizer, check=plan.check)
-                if isinstance(kept, int):
-                    keep_latest(folder, self._version, kept, spared_every=every)
+                plan = self._checkpoints
+                save_weights(
+                    plan.directory.parent / WEIGHTS_FOLDER,
+                    version=self._version,
+                    model=self._learner,
+                    tokenizer=plan.tokenizer,
+                    check=plan.check,
+                )
             if checkpoint:
                 self.checkpoint()
 

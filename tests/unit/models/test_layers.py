@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,14 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from pipelinerl.config.schema import LoraConfig, TrainerConfig
 from pipelinerl.models.layers import compile_layers
-from pipelinerl.models.lora import LoraModel
 from pipelinerl.models.packed import PackedRow, training_forward
-from pipelinerl.trainer import Learner
 from pipelinerl.types import Segment
 from tests.parity.models import CONFIGS, THROUGH_CACHE, make_model, tiny_llama
-from tests.unit.trainer.test_trainer_step import make_samples
 
 
 @pytest.fixture(autouse=True)
@@ -96,27 +91,3 @@ def test_the_real_compiler_gives_the_gradients_of_every_family(family: str) -> N
     plain = training_forward(make_model(family))
     for lengths in ((3,), (30, 30, 7)):
         assert_same(gradients_of(forward, lengths), gradients_of(plain, lengths))
-
-
-@pytest.mark.slow
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("way", ["plain", "lora", "chunks"])
-def test_steps_of_all_kinds_are_those_without_a_compiler(way: str) -> None:
-    base = tiny_llama(0, vocab_size=23, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, initializer_range=0.2)
-    samples = make_samples(base)
-    results = []
-    for compiled in (False, True):
-        model = copy.deepcopy(base)
-        lora = LoraModel(model, LoraConfig(rank=4), seed=0) if way == "lora" else None
-        config = TrainerConfig(
-            learning_rate=1e-3,
-            compile=compiled,
-            micro_batch_tokens=100,
-            head_chunk=5 if way == "chunks" else "auto",
-        )
-        learner = Learner(model, config, temperature=1.0, lora=lora)
-        assert learner._forward.compiled == compiled
-        results.append([learner.step(samples, version) for version in (3, 4)])
-    for plain, other in zip(*results, strict=True):
-        assert other.loss == pytest.approx(plain.loss, rel=1e-4, abs=1e-6)
-        assert other.grad_norm == pytest.approx(plain.grad_norm, rel=1e-4)

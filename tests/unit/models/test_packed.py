@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from transformers import (
     AutoModelForCausalLM,
     BertConfig,
     BertLMHeadModel,
-    FalconConfig,
     GPTNeoXConfig,
     Llama4ForCausalLM,
     Llama4TextConfig,
@@ -126,23 +124,6 @@ def test_one_call_for_all_sequences_gives_the_logits_and_gradients_of_buckets(
         torch.testing.assert_close(found[1][parameter], expected, atol=1e-9, rtol=1e-6, msg=parameter)
 
 
-@pytest.mark.parametrize("name", ["gpt-oss-sinks", "deepseek-v3-latents"])
-def test_the_router_gets_its_gradient_from_the_objective(name: str) -> None:
-    """Also through the grouped products of experts, which are the default, and in float32."""
-    found = []
-    for experts in ("eager", None):
-        torch.manual_seed(0)
-        config = copy.deepcopy(CONFIGS[name])
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation=experts).eval()
-        weighted_sum(training_forward(model)(PackedRow.of(make_segments(LENGTHS)))).backward()
-        found.append(gradients(model))
-    routers = [part for part in found[0] if part.endswith(("router.weight", "gate.weight"))]
-    assert routers
-    for parameter, gradient in found[0].items():
-        assert gradient.any() or parameter not in routers
-        torch.testing.assert_close(found[1][parameter], gradient, atol=1e-5, rtol=1e-4, msg=parameter)
-
-
 def test_an_auxiliary_loss_of_the_router_is_refused() -> None:
     model = make_model("gpt-oss-sinks")
     model.config.output_router_logits = True
@@ -161,18 +142,6 @@ def test_rounding_in_bfloat16_may_change_the_experts_of_some_tokens(name: str, m
     monkeypatch.setattr(packed, "packed_attention", mistaken)
     with pytest.raises(UnsupportedModelError, match="its logits differ"):
         use_packed_attention(make_model(name).bfloat16())
-
-
-def test_tokens_of_one_sequence_do_not_reach_another() -> None:
-    model = make_model("llama")
-    use_packed_attention(model)
-    first, second = make_segments((12, 10))
-    changed = Segment(token_ids=tuple((t + 1) % VOCABULARY for t in second.token_ids), sampled=second.sampled)
-    count = len(first.sampled_positions)
-    before = sampled_logits(model, PackedRow.of([first, second]))
-    after = sampled_logits(model, PackedRow.of([first, changed]))
-    assert torch.equal(before[:count], after[:count])
-    assert not torch.allclose(before[count:], after[count:])
 
 
 @given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=40))
@@ -236,36 +205,6 @@ def test_the_head_computes_only_the_logits_that_are_asked_for() -> None:
     padded_logits(model, row)
     assert sum(seen) == len(row.sampled_ids_P)
     assert len(seen) == len(row.buckets)
-
-
-def test_attention_with_sinks_is_that_of_the_formula() -> None:
-    generator = torch.Generator().manual_seed(3)
-    sizes = {"query": (2, 4, 9, 8), "key": (2, 2, 9, 8), "value": (2, 2, 9, 6), "sinks": (4, 1)}
-    inputs = {
-        name: torch.randn(*size, generator=generator, dtype=torch.float64, requires_grad=True)
-        for name, size in sizes.items()
-    }
-    query, key, value, sinks = inputs.values()
-    mask = torch.ones(9, 9, dtype=torch.bool).tril() & torch.ones(9, 9, dtype=torch.bool).triu(-4)
-    scores = (query @ key.repeat_interleave(2, 1).transpose(-1, -2) * 0.3).masked_fill(~mask, float("-inf"))
-    weights = scores.exp() / (scores.exp().sum(-1, keepdim=True) + sinks.exp()[None, :, :, None])
-    expected = weights @ value.repeat_interleave(2, 1)
-    actual = attend(query, key, value, mask, scale=0.3, softcap=None, sinks=sinks)
-    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
-    gradient = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
-    for ours, theirs in zip(
-        torch.autograd.grad(actual, list(inputs.values()), gradient),
-        torch.autograd.grad(expected, list(inputs.values()), gradient),
-        strict=True,
-    ):
-        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
-
-
-def test_a_model_without_pluggable_attention_is_refused() -> None:
-    config = FalconConfig(vocab_size=61, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    with pytest.raises(UnsupportedModelError, match="FalconForCausalLM"):
-        use_packed_attention(model)
 
 
 def test_a_model_with_dropout_in_training_mode_is_refused() -> None:

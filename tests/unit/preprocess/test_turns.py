@@ -27,13 +27,6 @@ def turn(
     )
 
 
-def test_one_turn() -> None:
-    joined = join_turns([turn([1, 2, 3], [4, 5], [-0.1, -0.2], [6, 7])])
-    assert joined.segments == (Segment(token_ids=(1, 2, 3, 4, 5), sampled=((3, 5),)),)
-    assert joined.behaviour_logprobs == (-0.1, -0.2)
-    assert joined.versions == (6, 7)
-
-
 def test_a_turn_that_continues_extends_the_segment_with_context_and_completion() -> None:
     joined = join_turns([turn([1, 2], [3, 4]), turn([1, 2, 3, 4, 50, 51], [6]), turn([1, 2, 3, 4, 50, 51, 6], [7])])
     assert joined.segments == (Segment(token_ids=(1, 2, 3, 4, 50, 51, 6, 7), sampled=((2, 4), (6, 7), (7, 8))),)
@@ -56,12 +49,6 @@ def test_a_prompt_that_does_not_continue_starts_a_new_segment(second_prompt: lis
 def test_empty_completions_leave_context_only_where_something_is_sampled_after_it() -> None:
     joined = join_turns([turn([1], []), turn([1, 2], [3]), turn([1, 2, 3, 4], []), turn([9], [])])
     assert joined.segments == (Segment(token_ids=(1, 2, 3), sampled=((2, 3),)),)
-
-
-def test_nothing_sampled_gives_nothing() -> None:
-    for turns in ([], [turn([1, 2], [])]):
-        joined = join_turns(turns)
-        assert (joined.segments, joined.behaviour_logprobs, joined.versions) == ((), (), ())
 
 
 IDS = st.lists(st.integers(0, 5), max_size=5)  # few different ids, so that chance continuations happen

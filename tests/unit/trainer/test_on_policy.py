@@ -35,11 +35,7 @@ def test_ess_at_known_points() -> None:
     assert effective_sample_size(torch.full((7,), -3.0)) == pytest.approx(1.0)
     # Two equal weights that dwarf two others: half of the samples count.
     assert effective_sample_size(torch.tensor([40.0, 40.0, -40.0, -40.0])) == pytest.approx(0.5)
-
-
-def test_ess_does_not_overflow() -> None:
     assert effective_sample_size(torch.tensor([1000.0, 0.0])) == pytest.approx(0.5)
-    assert effective_sample_size(torch.tensor([-1000.0, -1000.0])) == 1.0
 
 
 Tokens = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -57,7 +53,7 @@ def make_tokens(count: int, seed: int, highest_lag: int = 5) -> Tokens:
 
 
 def metrics_of(tokens: Tokens, chunks: list[np.ndarray]) -> OnPolicyMetrics:
-    """Every token is a rollout, so that all are as long as the longest quarter."""
+    """Every token is a rollout."""
     stats = OnPolicyStats()
     for chunk in chunks:
         ones_N = torch.ones(len(chunk), dtype=torch.long)
@@ -87,8 +83,6 @@ def test_metrics_equal_numpy() -> None:
         weight_mean=weights.mean(),
         weight_max=weights.max(),
         on_policy_gap=np.abs(logs[lags == 0]).max(),
-        longest_lag_mean=lags.mean(),
-        longest_limited_fraction=(tokens[1] | tokens[2]).numpy().mean(),
         log_product_sd=logs.std(),
     )
     assert dataclasses.asdict(metrics) == pytest.approx(dataclasses.asdict(expected), rel=1e-10)
@@ -106,28 +100,6 @@ def test_metrics_do_not_depend_on_packing(count: int, seed: int, data: st.DataOb
     assert [packed[name] for name in exact] == [once[name] for name in exact]
     sums = [name for name in once if name not in exact]
     assert [packed[name] for name in sums] == pytest.approx([once[name] for name in sums], rel=1e-12, abs=1e-14)
-
-
-@given(st.lists(st.integers(0, 1000), min_size=1, max_size=300))
-def test_lag_percentiles_are_lags_that_occurred(lags: list[int]) -> None:
-    zeros = torch.zeros(len(lags))
-    metrics = metrics_of((zeros, zeros > 0, zeros > 0, zeros, torch.tensor(lags)), [np.arange(len(lags))])
-    assert metrics.lag_p50 == np.percentile(lags, 50, method="inverted_cdf")
-    assert metrics.lag_p99 == np.percentile(lags, 99, method="inverted_cdf")
-    assert metrics.lag_p50 <= metrics.lag_p99 <= metrics.lag_max == max(lags)
-
-
-def test_both_kl_estimates_converge_to_the_divergence() -> None:
-    rng = np.random.default_rng(0)
-    mu, pi = rng.dirichlet(np.full(30, 5.0)), rng.dirichlet(np.full(30, 5.0))
-    sampled = rng.choice(30, size=200_000, p=mu)
-    logs = torch.tensor(np.log(pi / mu)[sampled])
-    zeros = torch.zeros(len(sampled))
-    metrics = metrics_of((logs, zeros > 0, zeros > 0, zeros, zeros.long()), [np.arange(len(sampled))])
-    divergence = float((mu * np.log(mu / pi)).sum())
-    assert metrics.kl_behaviour_policy == pytest.approx(divergence, rel=0.03)
-    assert metrics.kl_behaviour_policy_k3 == pytest.approx(divergence, rel=0.03)
-    assert metrics.weight_mean == pytest.approx(1.0, abs=0.01)
 
 
 def test_on_policy_gap_looks_at_tokens_of_lag_0_alone() -> None:
@@ -182,21 +154,3 @@ def test_statistics_hold_no_graph() -> None:
     stats = OnPolicyStats()
     stats.add(*plain(torch.zeros(2, requires_grad=True) * 2))
     copy.deepcopy(stats)  # PyTorch copies no tensor that is part of a graph
-
-
-@given(st.lists(st.integers(1, 12), min_size=1, max_size=40), st.integers(0, 1000))
-@settings(max_examples=50)
-def test_the_longest_quarter_of_the_rollouts(lengths: list[int], seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    shortest = sorted(lengths, reverse=True)[math.ceil(len(lengths) / 4) - 1]
-    rollouts = [(length, rng.integers(0, 6, length), rng.random(length) < 0.3) for length in lengths]
-    longest = [rollout for rollout in rollouts if rollout[0] >= shortest]
-    stats = OnPolicyStats()
-    for number, (length, lags, limited) in enumerate(rollouts):
-        zeros, limited_N, nothing_N = torch.zeros(length), torch.tensor(limited), torch.zeros(length) > 0
-        kinds = (limited_N, nothing_N) if number % 2 else (nothing_N, limited_N)
-        stats.add(zeros, *kinds, zeros, torch.tensor(lags), torch.full((length,), length), zeros)
-    metrics = stats.result()
-    assert metrics is not None
-    assert metrics.longest_lag_mean == pytest.approx(np.concatenate([lags for _, lags, _ in longest]).mean())
-    assert metrics.longest_limited_fraction == pytest.approx(np.concatenate([limited for *_, limited in longest]).mean())

@@ -88,14 +88,6 @@ def test_by_index_the_order_of_completion_does_not_matter() -> None:
     assert ids(queue.take(8)) == ["1/0", "1/1", "1/2", "2/1", "2/2", "3/0", "3/1", "3/2"]
 
 
-def test_it_reads_no_more_than_asked() -> None:
-    setup = Setup([make_group(i) for i in range(5)])
-    queue = setup.queue()
-    queue.pull()
-    queue.pull()
-    assert setup.reader.waiting == 3
-
-
 def test_a_sample_with_a_token_that_is_too_old_is_dropped_at_hand_or_when_it_comes() -> None:
     groups = [make_group(0, versions=(0, 3)), make_group(1, versions=(1, 3)), make_group(2, versions=(0, 3))]
     queue = Setup(groups).queue()
@@ -138,21 +130,6 @@ def test_what_the_preprocessor_drops_is_counted_with_its_length() -> None:
     assert queue.sampled_length_mean == 3.0, "the mean is over all that came in, dropped or not"
 
 
-def test_the_position_holds_at_the_first_group_that_is_not_dealt_with() -> None:
-    queue = Setup([make_group(i) for i in range(4)]).queue()
-    pull_all(queue)
-    assert queue.position().offset == 0
-    queue.mark_trained(queue.take(4))
-    position = queue.position()
-    assert (position.offset, position.settled_ids, position.ledger.below) == (1, ("1/0",), 1)
-    taken = queue.take(5)
-    assert queue.position() == position, "what is taken and not settled is not dealt with"
-    queue.drop(taken, "ess_guard")
-    position = queue.position()
-    assert (position.offset, position.settled_ids, position.ledger.below) == (3, (), 3)
-    assert queue.counts == QueueCounts(trained=4, dropped={"ess_guard": 5}, dropped_tokens={"ess_guard": 16})
-
-
 def test_a_group_that_is_delivered_twice_is_trained_on_once() -> None:
     queue = Setup([make_group(0), make_group(0), make_group(1), make_group(0)]).queue()
     queue.pull()
@@ -171,23 +148,6 @@ def test_two_groups_of_one_index_are_an_error() -> None:
     queue.pull()
     with pytest.raises(StreamError, match="two groups of index 0 came"):
         queue.pull()
-
-
-def test_a_group_that_was_dealt_with_before_a_resume_is_not_trained_on_again() -> None:
-    queue = Setup([make_group(0), make_group(1)]).queue()
-    pull_all(queue)
-    trained = queue.take(6)
-    queue.mark_trained(trained[3:])  # group 1 is dealt with, group 0 is not
-    again = Setup([make_group(0), make_group(1)]).queue(queue.position(), queue.counts)
-    pull_all(again)
-    assert ids(again.take(3)) == ["0/0", "0/1", "0/2"]
-    assert again.queued == 0
-
-
-def test_a_group_of_nothing_is_dealt_with_at_once() -> None:
-    queue = Setup([make_group(0, size=0), make_group(1)]).queue()
-    pull_all(queue)
-    assert (queue.position().offset, queue.position().ledger.below) == (1, 1)
 
 
 Action = st.one_of(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Sequence
 
@@ -11,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load, save
 from transformers import PreTrainedModel
 
 from pipelinerl.config.schema import CorrectionConfig, TrainerConfig
@@ -26,10 +24,10 @@ from tests.parity.models import tiny_llama
 TEMPERATURE = 0.8
 
 
-def make_model(seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def make_model(seed: int = 0, dtype: torch.dtype = torch.float32, **changes: object) -> PreTrainedModel:
     sizes = {"vocab_size": 23, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     sizes["num_key_value_heads"] = 2
-    return tiny_llama(seed, **sizes, initializer_range=0.2, tie_word_embeddings=True).to(dtype)
+    return tiny_llama(seed, **sizes, initializer_range=0.2, tie_word_embeddings=True, **changes).to(dtype)
 
 
 def own_logprobs(model: PreTrainedModel, sample: TrainingSample) -> torch.Tensor:
@@ -128,8 +126,8 @@ def test_a_step_equals_the_sum_over_single_sequences_for_any_micro_batch(budget:
         torch.testing.assert_close(gradient, expected[name], atol=1e-5 * gradient.abs().max().item(), rtol=1e-5, msg=name)
 
 
-def test_recomputing_activations_changes_nothing() -> None:
-    plain, recomputing = make_model(), make_model()
+def test_recomputing_activations_changes_nothing_and_drops_nothing_out() -> None:
+    plain, recomputing = make_model(), make_model(attention_dropout=0.5)
     samples = make_samples(plain)
     learner(plain).step(samples, version=3)
     learner(recomputing, gradient_checkpointing=True).step(samples, version=3)
@@ -269,15 +267,6 @@ def test_broken_numbers_stop_training_and_leave_the_weights_alone(what: str) -> 
         assert torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
 
 
-def test_a_gradient_that_overflows_stops_training() -> None:
-    model = make_model()
-    samples = [msgspec.structs.replace(s, advantage=1e38 * (1 if s.advantage >= 0 else -1)) for s in make_samples(model)]
-    before = weights(model)
-    with pytest.raises(TrainingDivergedError, match=r"not finite|the loss is"):
-        learner(model, loss_normalization="sequences").step(samples, version=3)
-    assert torch.equal(before[0], weights(model)[0])
-
-
 def test_weights_that_overflow_stop_training() -> None:
     model = make_model()
     samples = make_samples(model)
@@ -315,21 +304,6 @@ def test_the_learning_rate_is_scaled_by_the_root_of_the_effective_sample_size() 
     # The rate that is recorded is the rate of the step.
     learner(slower, learning_rate=result.learning_rate).step(samples, version=3)
     for a, b in zip(weights(scaled), weights(slower), strict=True):
-        assert torch.equal(a, b)
-
-
-def test_the_optimizer_continues_bitwise_from_its_saved_state() -> None:
-    model = make_model()
-    samples = make_samples(model)
-    taught = learner(model, weight_decay=0.1)
-    for version in range(3):
-        taught.step(samples, version=version)
-    copied = copy.deepcopy(model)
-    resumed = learner(copied, weight_decay=0.1)
-    resumed.optimizer.load_state(load(save(taught.optimizer.state())))
-    taught.step(samples, version=3)
-    resumed.step(samples, version=3)
-    for a, b in zip(weights(model), weights(copied), strict=True):
         assert torch.equal(a, b)
 
 

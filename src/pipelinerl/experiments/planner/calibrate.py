@@ -104,7 +104,7 @@ def short_run(config: RunConfig, run_dir: Path, steps: int) -> RunConfig:
     """The run of `config` for `steps`, in whole rounds (at least two), in processes, without what only costs time."""
     rounds = config.schedule.steps_per_round if config.schedule.kind != "pipeline" else 1
     steps = max(2, -(-steps // rounds)) * rounds
-    trainer = {"steps": steps, "checkpoint_every": 0, "weights_every": 0, "keep_versions": None}
+    trainer = {"steps": steps, "checkpoint_every": 0, "weights_every": 0}
     changes: dict[str, Any] = {
         "run_dir": str(run_dir),
         "evaluation": EvaluationConfig(problems=0),

@@ -207,7 +207,7 @@ def _groups_to_verify(
     if not found:
         raise UserError(
             "--verify: no group has weights for all its tokens; replay more steps, or keep weights during the run with "
-            "trainer.keep_versions"
+            "trainer.weights_every: 1"
         )
     return sorted(random.Random(seed).sample(found, min(number, len(found))), key=lambda group: group.index)
 

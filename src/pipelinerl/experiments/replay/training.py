@@ -185,7 +185,6 @@ class TrainingReplay:
         changes: dict[str, Any] = {
             "checkpoint_every": 0,
             "weights_every": 0,
-            "keep_versions": None,
             "keep_checkpoints": 1,
             "threads": config.trainer.threads or segment.record.threads,
         }

@@ -21,7 +21,7 @@ def run_preprocessing(session: Session, hub: HubClient) -> None:
     """The preprocessing process, until the trainer has reached its goal or SIGTERM asks it to stop."""
     starting(hub, [PREPROCESSOR], "loads the reference model, if there is one")
     reader = PreparingReader(HubReader[Group](hub, Group, ahead=1), make_preprocessor(session.config))
-    stage = PreprocessorStage(reader, PreparedWriter(hub), board=hub, name=PREPROCESSOR)
+    stage = PreprocessorStage(reader, PreparedWriter(hub), board=hub)
     stop = stop_on_sigterm(threading.Event())
     stage.run(lambda: stop() or goal_reached(hub.read(TRAINER)))
 

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import torch
 
-from pipelinerl.checkpoint import Checkpoint, load_checkpoint
+from pipelinerl.checkpoint import Checkpoint, CheckpointState, load_checkpoint
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.config.secrets import without_secrets
 from pipelinerl.errors import UserError
@@ -36,8 +35,8 @@ from pipelinerl.process import stop_on_sigterm
 from pipelinerl.resources.machine import processor
 from pipelinerl.resources.roles import rank_roles
 from pipelinerl.status.board import generation_stages, starting
-from pipelinerl.trainer import CheckpointPlan, Learner, SampleQueue, Trainer, TrainerOutput, TrainerState
-from pipelinerl.trainer.saving import rng_state
+from pipelinerl.trainer import CheckpointPlan, Learner, SampleQueue, Trainer, TrainerOutput
+from pipelinerl.trainer.saving import restore_rng, rng_state
 from pipelinerl.types import TRAINER, Group, Prepared
 
 if TYPE_CHECKING:
@@ -242,8 +241,10 @@ def build_trainer(
     """Make the trainer of `policy`, with the state of its checkpoint, and record the session. Nothing is trained yet."""
     config = session.config
     learner = policy.learner(config)
-    state = TrainerState.resume(policy.checkpoint, learner) if policy.checkpoint else TrainerState()
-    state = msgspec.structs.replace(state, checksum=session.plan.checksum)
+    state = policy.checkpoint.state if policy.checkpoint else CheckpointState(version=0)
+    if policy.checkpoint:
+        learner.load_optimizer(policy.checkpoint)
+        restore_rng(state.rng)
     begun = session_record(session)
 
     def record() -> None:
@@ -253,7 +254,7 @@ def build_trainer(
     if policy.checkpoint is None:  # a resume is recorded with its first step: one that fails before changes nothing
         record()
     queue = SampleQueue(
-        reader, by_index=session.schedule.trains_in_rounds(), position=state.position, counts=state.counters.queue
+        reader, by_index=session.schedule.trains_in_rounds(), position=state.positions, counts=state.counters.queue
     )
     generation = generation_stages(config.engine.processes)
     return Trainer(
@@ -281,6 +282,7 @@ def build_trainer(
             check=logs.settle,
         ),
         state=state,
+        checksum=session.plan.checksum,
     )
 
 

@@ -49,7 +49,7 @@ def _loss(inputs: LossInputs, *, objective: Loss, correction: Correction, kl_coe
                 f"a KL coefficient of {kl_coefficient} needs reference log-probabilities, and the samples have none"
             )
         kl_N = kl_penalty(inputs.logprobs_N, inputs.reference_logprobs_N)
-        output = dataclasses.replace(output, loss_N=output.loss_N + kl_coefficient * kl_N, kl_N=kl_N.detach())
+        output = dataclasses.replace(output, loss_N=output.loss_N + kl_coefficient * kl_N)
     return output
 
 

@@ -62,7 +62,6 @@ def masked(output: LossOutput, kept_N: torch.Tensor) -> LossOutput:
     return dataclasses.replace(
         output,
         loss_N=torch.where(kept_N, output.loss_N, 0.0),
-        weight_N=torch.where(kept_N, output.weight_N, 0.0),
         masked_N=output.masked_N | ~kept_N,
         truncated_N=output.truncated_N & kept_N,
     )

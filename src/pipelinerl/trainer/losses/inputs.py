@@ -61,14 +61,10 @@ class LossOutput:
 
     loss_N: torch.Tensor
     """One term per token, to be summed and divided by the caller. Carries the gradient."""
-    weight_N: torch.Tensor
-    """The factor on each token's advantage, after all limits; 0 for a masked token. No gradient."""
     masked_N: torch.Tensor
     """bool: the token has no gradient from its advantage, because of a mask or the objective's clip."""
     truncated_N: torch.Tensor
     """bool: the token has such a gradient, but a limit replaced its weight."""
-    kl_N: torch.Tensor | None = None
-    """The KL estimate of each token, without the coefficient, if the loss has a KL penalty. No gradient."""
 
 
 Loss = Callable[[LossInputs], LossOutput]

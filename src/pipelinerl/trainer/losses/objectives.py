@@ -23,7 +23,7 @@ def reinforce(inputs: LossInputs, *, correction: Correction) -> LossOutput:
     """
     weight_N, truncated_N = importance_weights(inputs.log_ratio_N, inputs, correction)
     loss_N = -weight_N * inputs.advantages_N * inputs.logprobs_N
-    return LossOutput(loss_N, weight_N, torch.zeros_like(truncated_N), truncated_N)
+    return LossOutput(loss_N, torch.zeros_like(truncated_N), truncated_N)
 
 
 def ppo(inputs: LossInputs, *, clip_low: float, clip_high: float, dual_clip: float | None) -> LossOutput:
@@ -58,7 +58,6 @@ def decoupled(
     return dataclasses.replace(
         surrogate,
         loss_N=weight_N * surrogate.loss_N,
-        weight_N=weight_N * surrogate.weight_N,
         truncated_N=truncated_N & ~surrogate.masked_N,
     )
 
@@ -94,7 +93,7 @@ def cispo(inputs: LossInputs, *, clip_low: float, clip_high: float) -> LossOutpu
     weight_N = ratio_N.clamp(1 - clip_low, 1 + clip_high)
     loss_N = -weight_N * inputs.advantages_N * inputs.logprobs_N
     truncated_N = weight_N != ratio_N
-    return LossOutput(loss_N, weight_N, torch.zeros_like(truncated_N), truncated_N)
+    return LossOutput(loss_N, torch.zeros_like(truncated_N), truncated_N)
 
 
 def clipped_surrogate(
@@ -121,7 +120,7 @@ def clipped_surrogate(
         weight_N = torch.where(bounded_N, dual_clip, weight_N)
         masked_N = masked_N | bounded_N
     masked_N = masked_N | (log_ratio_N > MAX_LOG_RATIO)
-    return LossOutput(-weight_N * advantages_N, weight_N.detach(), masked_N, torch.zeros_like(masked_N))
+    return LossOutput(-weight_N * advantages_N, masked_N, torch.zeros_like(masked_N))
 
 
 def kl_penalty(logprobs_N: torch.Tensor, reference_logprobs_N: torch.Tensor) -> torch.Tensor:
