@@ -75,14 +75,12 @@ class FakeServer:
         self.version = 0
         self.checksum = "start"
         self.problem: Exception | None = None
-        self.update_problem: Exception | None = None
         self.before_answer: Callable[[GenerationRequest, int], Awaitable[None]] | None = None
         self.answer: Callable[[GenerationRequest], Completion] = lambda request: completion_of(request, self.version)
         self.held = False
         self.calls: list[GenerationRequest] = []
         self.updates: list[WeightUpdateRequest] = []
         self.joined: ProcessGroupRequest | None = None
-        self.join_problem: Exception | None = None
         self.running = self.most_running = 0
         self.closed = False
 
@@ -137,16 +135,12 @@ class FakeServer:
 
     async def join_broadcast(self, group: ProcessGroupRequest) -> None:
         await asyncio.sleep(0)
-        if self.join_problem is not None:
-            raise self.join_problem
         self.joined = group
 
     async def update_weights(self, update: WeightUpdateRequest) -> UpdateReceipt:
         await asyncio.sleep(0)
         if self.problem is not None:
             raise self.problem
-        if self.update_problem is not None:
-            raise self.update_problem
         if update.path is None and self.joined is None:
             raise WeightUpdateError("no process group to receive from")
         self.updates.append(update)

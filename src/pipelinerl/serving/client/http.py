@@ -100,11 +100,9 @@ class HttpClient:
         async with self._open("GET", path, None, timeout_s) as response:
             return self._decode(await response.aread(), answer)
 
-    async def post(
-        self, path: str, body: object, answer: type[T], *, timeout_s: float | None, params: dict[str, str] | None = None
-    ) -> T:
+    async def post(self, path: str, body: object, answer: type[T], *, timeout_s: float | None) -> T:
         """POST `body` as JSON (None: no body). `timeout_s` limits each wait for bytes; None: the caller limits the call."""
-        async with self._open("POST", path, body, timeout_s, params) as response:
+        async with self._open("POST", path, body, timeout_s) as response:
             return self._decode(await response.aread(), answer)
 
     async def post_lines(self, path: str, body: object, *, timeout_s: float | None) -> AsyncGenerator[bytes, None]:
@@ -142,17 +140,13 @@ class HttpClient:
         await self._client.aclose()
 
     @asynccontextmanager
-    async def _open(
-        self, method: str, path: str, body: object, timeout_s: float | None, params: dict[str, str] | None = None
-    ) -> AsyncIterator[httpx2.Response]:
+    async def _open(self, method: str, path: str, body: object, timeout_s: float | None) -> AsyncIterator[httpx2.Response]:
         """Send a request and yield the response, unread, if its status is a success."""
         content = None if body is None else msgspec.json.encode(body)
         headers = {} if body is None else {"content-type": "application/json"}
         timeout = self._library.Timeout(connect=CONNECT_S, write=WRITE_S, pool=None, read=timeout_s)
         try:
-            async with self._client.stream(
-                method, path, content=content, headers=headers, timeout=timeout, params=params
-            ) as response:
+            async with self._client.stream(method, path, content=content, headers=headers, timeout=timeout) as response:
                 if not response.is_success:
                     raise self.error_of(response.status_code, await response.aread())
                 yield response

@@ -43,7 +43,6 @@ from pipelinerl.serving.wire import ProcessGroupRequest, ServerInfo, WeightUpdat
 from pipelinerl.types import Completion, GenerationRequest, TokenEvent, UpdateReceipt
 
 GENERATE = "/inference/v1/generate"
-RESUME_TRIES = 3
 TIMEOUT_S = 10.0
 """For each short call."""
 UPDATE_TIMEOUT_S = 300.0
@@ -235,11 +234,11 @@ class VllmServer:
             try:
                 await self._load(update)
             except WeightUpdateError:
-                await self._resume()
+                await self._post("/resume")
                 raise
             self._known = msgspec.structs.replace(info, version=update.version, checksum=update.checksum)
             self._holds_of = run, epoch
-            await self._resume()
+            await self._post("/resume")
         except ServerError as error:
             self._break(update, worker_error(error.problem))
             raise ServerUnreachableError(self.url, self._broken) from error
@@ -254,9 +253,9 @@ class VllmServer:
         Raises WeightUpdateError if generation goes on, ServerError if it may be paused for good.
         """
         try:
-            await self._post("/pause", params={"mode": mode, "clear_cache": "false"})
+            await self._post(f"/pause?mode={mode}&clear_cache=false")
         except ServerError as error:
-            await self._resume()
+            await self._post("/resume")
             raise self._refusal("did not pause", error) from error
 
     async def _load(self, update: WeightUpdateRequest) -> None:
@@ -273,19 +272,8 @@ class VllmServer:
             raise
         await self._post("/finish_weight_update", {"weight_version": str(Label(update.version, update.run, update.epoch))})
 
-    async def _resume(self) -> None:
-        for retries_left in reversed(range(RESUME_TRIES)):
-            try:
-                await self._post("/resume")
-                break
-            except ServerError:
-                if not retries_left:
-                    raise
-
-    async def _post(
-        self, path: str, body: object = None, *, params: dict[str, str] | None = None, timeout_s: float = TIMEOUT_S
-    ) -> None:
-        await self._http.post(path, body, msgspec.Raw, timeout_s=timeout_s, params=params)
+    async def _post(self, path: str, body: object = None, *, timeout_s: float = TIMEOUT_S) -> None:
+        await self._http.post(path, body, msgspec.Raw, timeout_s=timeout_s)
 
     def _refusal(self, what: str, error: ServerError) -> WeightUpdateError:
         return WeightUpdateError(f"engine server {self.url} {what}: {worker_error(error.problem)}")

@@ -88,59 +88,38 @@ def test_every_api_gives_the_same_turns(said: str, tmp_path: Path) -> None:
     assert "Add.<|im_end|>" in text
 
 
-def test_a_stream_of_the_responses_api(gateway: Gateway) -> None:
+def test_streams_of_both_apis(gateway: Gateway) -> None:
     def stream(base_url: str) -> Any:
-        with at(base_url).responses.stream(model="mine", input="?", tools=[FUNCTION]) as events:
+        responses, messages = at(base_url).responses, of_anthropic(base_url).messages
+        with responses.stream(model="mine", input="?", tools=[FUNCTION]) as events:
             seen = list(events)
-            return seen, events.get_final_response(), at(base_url).responses.create(input="?", tools=[FUNCTION])
+            response = events.get_final_response()
+        wants: Any = {"model": "mine", "messages": [user("?")], "tools": [TOOL], "max_tokens": 90}
+        with messages.stream(**wants) as events:
+            message = events.get_final_message()
+        return seen, response, message, list(messages.create(**wants, stream=True))
 
-    seen, final, whole = ask(gateway, stream, "Well. " + CALL, "Well. " + CALL)
+    seen, response, message, raw = ask(gateway, stream, *["Well. " + CALL] * 3)
     assert [event.type.removeprefix("response.") for event in seen] == [
-        "created",
-        "in_progress",
-        "output_item.added",
-        "content_part.added",
-        "output_text.delta",
-        "output_text.done",
-        "content_part.done",
-        "output_item.done",
-        "output_item.added",
-        "function_call_arguments.delta",
-        "function_call_arguments.done",
-        "output_item.done",
-        "completed",
+        *("created", "in_progress"),
+        *("output_item.added", "content_part.added", "output_text.delta", "output_text.done", "content_part.done"),
+        *("output_item.done", "output_item.added", "function_call_arguments.delta", "function_call_arguments.done"),
+        *("output_item.done", "completed"),
     ]
     assert [event.sequence_number for event in seen] == list(range(13))
-    assert (final.model, final.status, final.output_text) == ("mine", "completed", "Well.")
-    assert final.usage.total_tokens == final.usage.input_tokens + final.usage.output_tokens > 0
-    call = final.output[1]
-    assert (call.name, json.loads(call.arguments)) == ("add", {"a": 2, "b": 3})
-    assert [item.type for item in whole.output] == ["message", "function_call"]
-    assert [item.type for item in final.output] == ["message", "function_call"]
     for event in seen:
         if event.type in ("response.created", "response.completed"):
             openai.types.responses.Response.model_validate(event.response.model_dump(by_alias=True))
-
-
-def test_a_stream_of_the_messages_api(gateway: Gateway) -> None:
-    def stream(base_url: str) -> Any:
-        with of_anthropic(base_url).messages.stream(
-            model="mine", messages=[user("?")], tools=[TOOL], max_tokens=90
-        ) as events:
-            final = events.get_final_message()
-        ask_again = of_anthropic(base_url).messages.create
-        raw = list(ask_again(model="mine", messages=[user("?")], tools=[TOOL], max_tokens=90, stream=True))
-        return final, raw
-
-    final, raw = ask(gateway, stream, "Well. " + CALL, "Well. " + CALL)
-    text, call = final.content
-    assert (final.model, final.stop_reason, text.text) == ("mine", "tool_use", "Well.")
+    assert (response.model, response.status, response.output_text) == ("mine", "completed", "Well.")
+    assert response.usage.total_tokens == response.usage.input_tokens + response.usage.output_tokens > 0
+    assert (response.output[1].name, json.loads(response.output[1].arguments)) == ("add", {"a": 2, "b": 3})
+    text, call = message.content
+    assert (message.model, message.stop_reason, text.text) == ("mine", "tool_use", "Well.")
     assert (call.name, call.input) == ("add", {"a": 2, "b": 3})
-    assert final.usage.input_tokens > 0
-    assert final.usage.output_tokens == len(TOKENIZER.encode("Well. " + CALL)) + 1
+    assert message.usage.output_tokens == len(TOKENIZER.encode("Well. " + CALL)) + 1
     block = ["content_block_start", "content_block_delta", "content_block_stop"]
     assert [event.type for event in raw] == ["message_start", *block, *block, "message_delta", "message_stop"]
-    assert raw[0].message.usage.input_tokens == final.usage.input_tokens
+    assert raw[0].message.usage.input_tokens == message.usage.input_tokens > 0
 
 
 def test_why_an_answer_ended(gateway: Gateway) -> None:

@@ -108,23 +108,27 @@ def test_a_stream_in_any_pieces() -> None:
         assert outcome(handler, stream=True) == (COMPLETION, EVENTS)
 
 
-def test_a_stream_that_breaks_off_may_be_asked_for_again() -> None:
-    data = msgspec.json.encode(TokenLine(token=EVENTS[0])) + b"\n"
-    for length in ("", "content-length: 9999\r\n"):
-
-        async def handler(writer: asyncio.StreamWriter, head: str, _: bytes, length: str = length) -> None:
-            writer.write(f"HTTP/1.1 200 OK\r\n{length}connection: close\r\n\r\n".encode() + data)
-
-        error, tokens = outcome(handler, stream=True)
-        assert isinstance(error, ServerUnreachableError)
-        assert tokens == EVENTS[:1]
+FIRST = msgspec.json.encode(TokenLine(token=EVENTS[0])) + b"\n"
 
 
-def test_an_error_within_a_stream() -> None:
-    data = msgspec.json.encode(TokenLine(token=EVENTS[0])) + b"\n" + error_body("unavailable", "the engine failed") + b"\n"
-    error, _ = outcome(answering("200 OK", data), stream=True)
-    assert isinstance(error, ServerBusyError)
-    assert "the engine failed" in str(error)
+@pytest.mark.parametrize(
+    ("data", "length", "kind"),
+    [
+        (FIRST, len(FIRST), ServerUnreachableError),  # it may be asked for again
+        (FIRST, 9999, ServerUnreachableError),
+        (FIRST + error_body("unavailable", "the engine failed") + b"\n", None, ServerBusyError),
+        (FIRST + error_body("bad_request", "the engine failed") + b"\n", None, RequestError),
+        (FIRST + b"garbage\n", None, ServerError),
+    ],
+)
+def test_a_stream_that_breaks_off_or_ends_with_an_error(data: bytes, length: int | None, kind: type[Exception]) -> None:
+    async def handler(writer: asyncio.StreamWriter, head: str, _: bytes) -> None:
+        said = "" if length is None else f"content-length: {length}\r\n"
+        writer.write(f"HTTP/1.1 200 OK\r\n{said}connection: close\r\n\r\n".encode() + data)
+
+    error, tokens = outcome(handler, stream=True)
+    assert isinstance(error, kind)
+    assert tokens == EVENTS[:1]
 
 
 @pytest.mark.parametrize(

@@ -122,28 +122,24 @@ def test_the_command_line_asks_for_what_the_client_requires() -> None:
         "--max-model-len 300",
         "--logprobs-mode processed_logprobs",
         "--no-enable-prefix-caching",
+        "--enforce-eager",
         '--weight-transfer-config {"backend":"pipelinerl"}',
     ):
         assert part in command
-    assert "--kv-cache-memory-bytes" not in command
-    assert (
-        environment(SETTINGS, {"PATH": "/bin", "OMP_NUM_THREADS": "9"}).items()
-        >= {
-            "PATH": "/bin",
-            "OMP_NUM_THREADS": "1",
-            "VLLM_SERVER_DEV_MODE": "1",
-        }.items()
-    )
+    outer = {"CUDA_VISIBLE_DEVICES": "4", "OMP_NUM_THREADS": "9"}
+    changed = outer | {"OMP_NUM_THREADS": "1", "VLLM_SERVER_DEV_MODE": "1"}
+    assert environment(SETTINGS, outer).items() >= changed.items()
 
 
 def test_what_the_run_file_adds_comes_last_and_replaces_nothing_of_the_run_but_its_memory() -> None:
+    tls = (Path("c"), Path("k"))
     settings = dataclasses.replace(
-        SETTINGS, tls=(Path("c"), Path("k")), kv_cache_bytes=5, memory_share=0.337, arguments=("--seed", "1")
+        SETTINGS, device="cuda", tls=tls, kv_cache_bytes=5, memory_share=0.337, arguments=("--seed", "1")
     )
     command = command_line(settings, 1, guarded=True)
     assert command[-6:] == ["--kv-cache-memory-bytes", "5", "--gpu-memory-utilization", "0.337", "--seed", "1"]
     own = {option.replace("--no-", "--") for option in command[2:-2] if option.startswith("--")}
-    assert own - VLLM_OWN.keys() == {"--enforce-eager", "--kv-cache-memory-bytes", "--gpu-memory-utilization"}
+    assert own - VLLM_OWN.keys() == {"--kv-cache-memory-bytes", "--gpu-memory-utilization"}
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,7 @@ class CompletionBody(Body, frozen=True, kw_only=True):
         return self.logprobs is not None
 
 
-class Function(msgspec.Struct, frozen=True):
+class ToolFunction(msgspec.Struct, frozen=True):
     name: str
 
 
@@ -151,7 +151,7 @@ class ChatTool(msgspec.Struct, frozen=True):
     """What a tool must have; the chat template gets all that the client sent."""
 
     type: Literal["function"]
-    function: Function
+    function: ToolFunction
 
 
 class ChatBody(Body, frozen=True, kw_only=True):

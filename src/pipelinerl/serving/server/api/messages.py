@@ -35,7 +35,7 @@ class _Turn(msgspec.Struct, frozen=True):
     content: str | list[_Text | _ToolUse | _ToolResult]
 
 
-class _Tool(msgspec.Struct, frozen=True):
+class _CustomTool(msgspec.Struct, frozen=True):
     name: str
     type: Literal["custom"] | None = None
     description: str | None = None
@@ -56,7 +56,7 @@ class MessagesBody(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
-    tools: list[_Tool] | None = None
+    tools: list[_CustomTool] | None = None
     tool_choice: _ToolChoice | None = None
     stream: bool | None = None
 

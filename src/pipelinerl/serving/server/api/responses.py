@@ -43,7 +43,7 @@ class _Output(msgspec.Struct, frozen=True, tag="function_call_output"):
 _Item = _Message | _Call | _Output
 
 
-class _Tool(msgspec.Struct, frozen=True):
+class _FunctionTool(msgspec.Struct, frozen=True):
     type: Literal["function"]
     name: str
     description: str | None = None
@@ -58,7 +58,7 @@ class ResponsesBody(msgspec.Struct, frozen=True, kw_only=True):
     max_output_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    tools: list[_Tool] | None = None
+    tools: list[_FunctionTool] | None = None
     tool_choice: Literal["auto", "none"] | None = None
     stream: bool | None = None
 
