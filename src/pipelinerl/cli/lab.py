@@ -96,7 +96,7 @@ def _add_laboratory(commands: Commands) -> None:
     flag("--target", type=float, metavar="R", help="the reward to reach (default: chosen from the runs)")
     text = (
         "number of held-out problems that copies of a run's weights answer after it, to find when it reached the target "
-        "(default: 512; with --quick 256); 0: use training rewards, which depend on each schedule's lag"
+        "(default: 512; with --quick 256); 0: compare rates only"
     )
     flag("--held-out", type=at_least(0), metavar="N", help=text)
     text = "optimizer steps between copies of the weights (default: a sixteenth of all steps)"
@@ -209,6 +209,8 @@ def run_compare(options: argparse.Namespace, settings: Sequence[str]) -> int:
     target: float | None = options.target
     if target is not None and not math.isfinite(target):
         raise UserError(f"--target: {target} is not a reward")
+    if target is not None and options.held_out == 0:
+        raise UserError("--target: without held-out problems (--held-out 0) no reward is measured")
     from pipelinerl.launch.checks import settled  # noqa: PLC0415 - not needed for --help
 
     config, chosen = settled(load_config(options.run_file, settings))

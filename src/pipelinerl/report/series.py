@@ -143,10 +143,6 @@ class StepColumns(Columns):
 # ---- measures
 
 
-WINDOW = 5
-"""Number of steps over which a reward is averaged before it is compared with a target or drawn."""
-
-
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
     """Rates over a whole run: `training_s` is the time from `begin_s` (on the records' axis) to the end of the last step.
 
@@ -200,22 +196,6 @@ def rates_after(steps: Sequence[StepRecord], fill: int) -> tuple[float, float] |
     if later_s <= 0:
         return None
     return sum(step.samples for step in steps[fill:]) / later_s, _tokens(steps[fill:]) / later_s
-
-
-def windowed(rewards: Sequence[float | None]) -> list[float]:
-    """The mean of the last WINDOW rewards at each step; NaN if there are fewer, or one of them is None."""
-    known = [math.nan if reward is None else reward for reward in rewards]
-    return [math.fsum(known[end - WINDOW : end]) / WINDOW if end >= WINDOW else math.nan for end in range(1, len(known) + 1)]
-
-
-def reached(steps: Sequence[StepRecord], begin: float, target: float) -> Reached | None:
-    """The first step at which the mean reward of the last WINDOW steps is at least `target`, or None."""
-    samples = 0
-    for step, reward in zip(steps, windowed([step.reward for step in steps]), strict=True):
-        samples += step.samples
-        if reward >= target:
-            return Reached(version=step.version, time_s=step.time_s - begin, samples=samples)
-    return None
 
 
 def reached_held_out(

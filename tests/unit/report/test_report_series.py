@@ -19,7 +19,6 @@ from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.sinks import TimelineRecord
 from pipelinerl.report import series as module
 from pipelinerl.report.series import (
-    WINDOW,
     Columns,
     Reached,
     Seen,
@@ -28,10 +27,8 @@ from pipelinerl.report.series import (
     measure,
     name_of,
     rates_after,
-    reached,
     reached_held_out,
     slots_in_use,
-    windowed,
 )
 
 
@@ -91,31 +88,6 @@ def test_rates_after_the_fill_count_every_sample_and_every_token() -> None:
     tokens = sum(one.samples * number for number, one in enumerate(uneven) if number >= 4)
     assert rates_after(uneven, 4) == pytest.approx((60 / 12.0, tokens / 12.0))
     assert [rates_after(STEPS[:steps], fill) for steps, fill in ((10, 10), (1, 1), (10, 0))] == [None] * 3
-
-
-def test_rewards_are_averaged_over_whole_windows() -> None:
-    rewards = [0.1 * n for n in range(8)]
-    found = windowed(rewards)
-    assert all(math.isnan(value) for value in found[: WINDOW - 1])
-    assert found[WINDOW - 1 :] == pytest.approx([fmean(rewards[end - WINDOW : end]) for end in range(WINDOW, 9)])
-    assert math.isnan(windowed([1.0, 1.0, None, 1.0, 1.0])[-1])
-
-
-@given(st.lists(st.one_of(st.none(), st.floats(0, 1)), min_size=1, max_size=30), st.floats(0, 1))
-def test_reaching_a_target(rewards: list[float | None], target: float) -> None:
-    steps = [step(n, 5.0 + 2.0 * n, reward) for n, reward in enumerate(rewards, start=1)]
-    found = reached(steps, 5.0, target)
-    expected = None
-    for end in range(WINDOW, len(rewards) + 1):
-        window = rewards[end - WINDOW : end]
-        if None not in window and math.fsum(window) / WINDOW >= target:  # type: ignore[arg-type]
-            expected = end
-            break
-    if expected is None:
-        assert found is None
-    else:
-        assert found is not None
-        assert (found.version, found.time_s, found.samples) == (expected, 2.0 * expected, 10 * expected)
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -10,6 +10,7 @@ for every schedule. They are records in the run's `evaluations.jsonl`.
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 import tempfile
@@ -30,10 +31,10 @@ from pipelinerl.experiments.compare.settings import (
     Contender,
     Settings,
     TuningResult,
-    axes,
     tune,
 )
 from pipelinerl.experiments.runs import Command, Execution, Folder, PlannedRun, Setting, planned_runs, run_commands
+from pipelinerl.experiments.statistics import powers_of_two
 from pipelinerl.metrics.evaluations import EvaluatedProblem, EvaluationRecord
 from pipelinerl.metrics.reading import read_json_lines, read_records
 from pipelinerl.metrics.records import StepRecord
@@ -68,9 +69,10 @@ def compare(
     """
     if request.held_out:
         _check_held_out(request)
+    start = Settings(request.config.engine.processes, request.config.engine.slots)
     for contender in request.schedules:  # before anything is run
         try:
-            request.run_config(contender, request.start_settings(contender), steps=request.steps)
+            request.run_config(contender, start, steps=request.steps)
         except ConfigError as error:
             raise ConfigError(f"{contender.label}: {error}") from error
     folder = Folder(out, train)
@@ -87,7 +89,7 @@ def compare(
         return text
 
     with folder.claimed(request.to_json(), "comparison"):
-        tuning = {one.label: _tuned(request, one, folder, say) for one in request.schedules}
+        tuning = {one.label: _tuned(request, one, start, folder, say) for one in request.schedules}
         every = request.evaluate_every if request.held_out else 0
         settings = [
             Setting(
@@ -105,9 +107,10 @@ def compare(
     return _write_results(request, folder, runs, tuning, executions=executions, target=target)
 
 
-def _tuned(request: ComparisonRequest, contender: Contender, folder: Folder, say: Callable[[str], object]) -> TuningResult:
+def _tuned(
+    request: ComparisonRequest, contender: Contender, start: Settings, folder: Folder, say: Callable[[str], object]
+) -> TuningResult:
     """The fastest settings of one schedule, found by trials; without tuning, the run file's settings."""
-    start = request.start_settings(contender)
     if not request.tune:
         return TuningResult(start)
     short, fill = request.trial_length(contender)
@@ -128,7 +131,10 @@ def _tuned(request: ComparisonRequest, contender: Contender, folder: Folder, say
         say(f"tried {contender.label}: {settings.label}, {steps} steps: {number(rate, '.0f')} tokens/s")
         return rate
 
-    return tune(start, axes(request, contender), measure, finals=not request.quick)
+    config, cores = request.config, request.machine.cores
+    processes = (*powers_of_two(cores - 1), cores) if config.engine.device == "cpu" else ()
+    in_a_round = math.inf if contender.kind == PIPELINE else config.trainer.batch_size * contender.steps_per_round
+    return tune(start, measure, processes=processes, most_slots=in_a_round, finals=not request.quick)
 
 
 def _write_results(
@@ -150,8 +156,7 @@ def _write_results(
                 run.setting.label,
                 tuning[run.setting.label].used,
                 executions[run.name],
-                held_out=bool(request.held_out),
-                target=goal,
+                goal,
             )
             for run in runs
         ]
@@ -164,7 +169,6 @@ def _write_results(
         "ratio_time_to_reward": pipeline.ratio_time_to_reward if pipeline else None,
         "ratio_samples_per_s": pipeline.ratio_samples_per_s if pipeline else None,
         "target_reward": target,
-        "reward": request.reward,
         "schedules": rows,
         "trials": tuning,
         "request": request.to_json(),
@@ -173,7 +177,7 @@ def _write_results(
     write_json(folder.root / "compare.json", contents)
     title = f"Schedules compared: {request.config.environment.kind}"
     folder.write_page(title, sections(request, target, rows, tuning), runs)
-    return findings(rows, target, request.reward)
+    return findings(rows, target)
 
 
 # ---- held-out problems
@@ -187,7 +191,7 @@ def _check_held_out(request: ComparisonRequest) -> None:
     if not environment.held_out(1):
         raise ConfigError(
             f"environment {config.environment.kind} has no held-out problems: define `held_out`, or give --held-out 0 to "
-            "compare by training rewards, which depend on each schedule's lag"
+            "compare rates only"
         )
 
 

@@ -17,15 +17,7 @@ from pipelinerl.experiments.compare.settings import CONVENTIONAL, PIPELINE, Comp
 from pipelinerl.experiments.runs import Execution
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.report import PageSection, count, number, table
-from pipelinerl.report.series import (
-    WINDOW,
-    RunRecords,
-    measure,
-    reached,
-    reached_held_out,
-    slots_in_use,
-    windowed,
-)
+from pipelinerl.report.series import RunRecords, measure, reached_held_out, slots_in_use
 
 QUANTITIES = {
     "time_to_reward_s": ("time to target, s", ".1f"),
@@ -47,19 +39,15 @@ QUANTITIES = {
 
 
 class RunResult(msgspec.Struct, frozen=True, kw_only=True):
-    """One run.
+    """One run. `held_out` are its evaluations by held-out problems, if there are any.
 
-    rewards      the rewards that the target refers to: held-out rewards by version; or, in a comparison without them,
-                 means of training rewards over a window of steps, starting with the first full window
-    held_out     the evaluations by held-out problems, if there are any
-    quantities   those in `QUANTITIES`, and `saving_s`, the part of the measured time that was spent writing weights
+    `quantities`: those in `QUANTITIES`, and `saving_s`, the part of the measured time that was spent writing weights.
     """
 
     schedule: str
     seed: int
     settings: Settings
     execution: Execution
-    rewards: list[float]
     held_out: list[EvaluationRecord]
     quantities: dict[str, float | None]
 
@@ -67,23 +55,21 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     def kind(self) -> str:
         return self.schedule.partition(":")[0]
 
+    @property
+    def rewards(self) -> list[float]:
+        """Held-out rewards by version."""
+        return [one.reward_mean or 0.0 for one in self.held_out]
+
 
 def run_result(
-    records: RunRecords, schedule: str, settings: Settings, execution: Execution, *, held_out: bool, target: float | None
+    records: RunRecords, schedule: str, settings: Settings, execution: Execution, target: float | None
 ) -> RunResult:
-    """The results of one run; without a target, it is not reached.
-
-    With `held_out`, the run's evaluations decide when the target is reached, otherwise the training rewards.
-    """
+    """The results of one run; without a target, it is not reached."""
     steps, begin, summary = records.steps, records.begin_s, records.summary or {}
     measured, when = measure(steps, begin), None
-    points = [(one.version, one.reward_mean or 0.0) for one in records.evaluations] if held_out else []
-    if held_out:
-        rewards = [reward for _, reward in points]
-    else:
-        rewards = [reward for reward in windowed([step.reward for step in steps]) if not math.isnan(reward)]
+    points = [(one.version, one.reward_mean or 0.0) for one in records.evaluations]
     if target is not None and execution.finished:
-        when = reached_held_out(points, steps, begin, target) if held_out else reached(steps, begin, target)
+        when = reached_held_out(points, steps, begin, target)
     found = {name: summary.get(name) for name in QUANTITIES} | {
         "time_to_reward_s": when.time_s if when else None,
         "samples_to_reward": when.samples if when else None,
@@ -92,7 +78,7 @@ def run_result(
         "tokens_per_s": measured.tokens_per_s,
         "length_mean": measured.length_mean,
         "slots_used_fraction": slots_in_use(records.timeline, begin, measured.training_s, records.slots),
-        "reward_last": rewards[-1] if rewards else None,
+        "reward_last": points[-1][1] if points else None,
         "saving_s": math.fsum(step.saving_s for step in steps),
     }
     return RunResult(
@@ -100,8 +86,7 @@ def run_result(
         seed=records.config.seed,
         settings=settings,
         execution=execution,
-        rewards=rewards,
-        held_out=records.evaluations if held_out else [],
+        held_out=records.evaluations,
         quantities=found,
     )
 
@@ -207,19 +192,17 @@ def row(runs: Sequence[RunResult], schedule: str) -> ScheduleRow:
 # ---- in words and tables
 
 
-def findings(rows: Sequence[ScheduleRow], target: float | None, reward: str) -> list[str]:
-    """Sentences that compare pipeline with the best conventional schedule and count failed runs, about `reward` rewards."""
+def findings(rows: Sequence[ScheduleRow], target: float | None) -> list[str]:
+    """Sentences that compare pipeline with the best conventional schedule, and count failed runs."""
     pipeline = next((row for row in rows if row.schedule == PIPELINE), None)
     sentences: list[str] = []
     if pipeline is not None:
         if target is None:
-            sentences.append(f"No schedule's {reward} reward rose, so there is no target to compare times to.")
+            sentences.append("No schedule's held-out reward rose, or none was measured: there is no target.")
         elif pipeline.quantities["samples_to_reward"].median == 0:
-            sentences.append(
-                f"The initial weights already have a {reward} reward of {target:g}, so there is no time to compare."
-            )
+            sentences.append(f"The initial weights already have a held-out reward of {target:g}: no time to compare.")
         else:
-            did = f"reached a {reward} reward of {target:g}"
+            did = f"reached a held-out reward of {target:g}"
             sentences.append(_in_words(pipeline.ratio_time_to_reward, did, "sooner", "later"))
         sentences.append(_in_words(pipeline.ratio_samples_per_s, "made samples", "faster", "slower"))
     for row in rows:
@@ -260,9 +243,8 @@ def sections(
         f"each from the same weights and with the whole machine: {machine.cpu}, {count(machine.cores, 'core')}, "
         f"{machine.system}, {', '.join(f'{name} {version}' for name, version in machine.versions.items())}."
     )
-    how = "linear between evaluated versions" if request.held_out else f"mean over {WINDOW} steps"
     legend = (
-        f"Target: a {request.reward} reward of {number(target, 'g')} ({how}). "
+        f"Target: a held-out reward of {number(target, 'g')} (linear between evaluated versions). "
         "Values are medians over seeds, with the smallest and largest if they differ. Times sooner and times faster are "
         "ratios, seed by seed, to the schedule that is the best conventional one by its median; above 1 is better."
     )
@@ -279,7 +261,7 @@ def sections(
     ]
     trials = "tokens/s excludes the first third of a short run, and the first fifth of a full-length run."
     return [
-        PageSection(title="Findings", texts=[lead, *findings(rows, target, request.reward)]),
+        PageSection(title="Findings", texts=[lead, *findings(rows, target)]),
         table("Schedules", list(map(_cells, rows)), legend, strong=[PIPELINE, *(one for one in best if one)]),
         *([table("Trials of settings", tried, trials)] if request.tune else []),
     ]

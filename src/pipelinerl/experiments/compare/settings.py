@@ -1,6 +1,6 @@
 """What a user sets of a comparison, and the search for each schedule's fastest settings on a machine. Pure.
 
-engines on the cores ─▶ slots ─▶ the trainer's threads ─▶ one engine process or several, by runs of full length
+engine processes on the cores ─▶ slots ─▶ one engine process or several, by runs of full length
 """
 
 from __future__ import annotations
@@ -8,18 +8,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
-from msgspec.structs import replace
 
 from pipelinerl.config.load import validate
 from pipelinerl.config.schema import EvaluationConfig, RunConfig
 from pipelinerl.errors import ConfigError
-from pipelinerl.experiments.statistics import powers_of_two
 from pipelinerl.resources.machine import Machine
-from pipelinerl.resources.roles import plan_threads
-from pipelinerl.schedule import make_schedule
 
 PIPELINE, CONVENTIONAL = "pipeline", "conventional"
 EVALUATIONS = 16
@@ -60,23 +56,18 @@ def parse_contenders(text: str) -> tuple[Contender, ...]:
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """`processes` engines of `slots` slots and `engine_threads` threads each; the trainer's ranks and their threads."""
+    """`processes` engines of `slots` slots each. The machine's cores are divided as in any run (`plan_threads`)."""
 
     processes: int
-    engine_threads: int
     slots: int
-    trainer_threads: int
-    trainer_ranks: int = 1
 
     @property
     def label(self) -> str:
-        engines, trainer = f"{self.processes} x H {self.slots}", f"{self.trainer_ranks} x {self.trainer_threads}"
-        return f"{engines}, engine threads {self.engine_threads}, trainer threads {trainer}"
+        return f"{self.processes} x H {self.slots}"
 
-    def with_layout(self, processes: int, threads: int) -> Settings:
+    def over(self, processes: int) -> Settings:
         """The same total number of slots, spread over `processes` engines."""
-        slots = -(-self.processes * self.slots // processes)
-        return replace(self, processes=processes, engine_threads=threads, slots=slots)
+        return Settings(processes, -(-self.processes * self.slots // processes))
 
 
 class ComparisonRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,7 +75,7 @@ class ComparisonRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     config             the run file, resolved and without its run_dir
     steps              optimizer steps of every run: whole rounds of every schedule
-    held_out           held-out problems that decide when a reward is reached; 0: training rewards decide
+    held_out           held-out problems that decide when a reward is reached; 0: only rates are compared
     evaluate_every     optimizer steps between the versions that answer them
     held_out_args      overrides of environment arguments while they are answered
     """
@@ -99,11 +90,6 @@ class ComparisonRequest(msgspec.Struct, frozen=True, kw_only=True):
     held_out: int
     evaluate_every: int
     held_out_args: dict[str, Any]
-
-    @property
-    def reward(self) -> Literal["held-out", "training"]:
-        """The kind of reward that the target refers to."""
-        return "held-out" if self.held_out else "training"
 
     @property
     def evaluated_versions(self) -> list[int]:
@@ -124,14 +110,6 @@ class ComparisonRequest(msgspec.Struct, frozen=True, kw_only=True):
         fill = -(-steps // (3 * rounds)) * rounds
         return max(-(-steps // rounds) * rounds, fill + rounds), fill
 
-    def start_settings(self, contender: Contender) -> Settings:
-        """The run file's settings, with defaults resolved for this schedule."""
-        schedule = self.config.schedule.model_copy(update={"kind": contender.kind})
-        config = self.config.model_copy(update={"schedule": schedule})
-        threads = plan_threads(config, make_schedule(config), self.machine.cores)
-        engine, ranks = config.engine, config.trainer.ranks
-        return Settings(engine.processes, threads.generation, engine.slots, threads.training, ranks)
-
     def run_config(self, contender: Contender, settings: Settings, *, steps: int, weights_every: int = 0) -> RunConfig:
         """The run file of one run: `config` with the schedule, its settings, and nothing else that takes time.
 
@@ -146,18 +124,8 @@ class ComparisonRequest(msgspec.Struct, frozen=True, kw_only=True):
                 "steps_per_round": contender.steps_per_round,
                 "max_lag": base.schedule.max_lag if contender.kind == PIPELINE else None,
             },
-            "engine": {
-                "processes": settings.processes,
-                "slots": settings.slots,
-                "threads": settings.engine_threads,
-            },
-            "trainer": {
-                "threads": settings.trainer_threads,
-                "ranks": settings.trainer_ranks,
-                "steps": steps,
-                "checkpoint_every": 0,
-                "weights_every": weights_every,
-            },
+            "engine": {"processes": settings.processes, "slots": settings.slots},
+            "trainer": {"steps": steps, "checkpoint_every": 0, "weights_every": weights_every},
             "metrics": {"view": "none", "plot": False, "trackers": (), "callback": None},
         }
         sections: dict[str, Any] = {name: getattr(base, name).model_copy(update=new) for name, new in changes.items()}
@@ -225,41 +193,17 @@ class TuningResult(msgspec.Struct, frozen=True):
     trials: Sequence[TuningTrial] = ()
 
 
-Axis = Callable[[Settings], Sequence[Settings]]
-"""Returns alternatives to some settings, which differ from them in one respect."""
-
-
-def axes(request: ComparisonRequest, contender: Contender) -> list[Axis]:
-    """The axes in order: layout of engines on cores, number of slots, the trainer's threads. On a GPU only the slots."""
-    config, cores, in_turn = request.config, request.machine.cores, contender.kind == CONVENTIONAL
-    in_a_round = math.inf if contender.kind == PIPELINE else config.trainer.batch_size * contender.steps_per_round
-    sharded_reference = config.model.lora is not None and config.trainer.kl_coefficient > 0
-
-    def layouts(now: Settings) -> list[Settings]:
-        """From one core to all: one thread for each engine, or as many threads as the cores allow."""
-        counts = (*powers_of_two(cores - 1), cores)
-        both = [(count, threads) for count in counts for threads in dict.fromkeys((1, max(1, cores // count)))]
-        return [now.with_layout(count, threads) for count, threads in both]
-
-    def slots(now: Settings) -> list[Settings]:
-        """Twice as many, unless some would always be empty."""
-        return [replace(now, slots=2 * now.slots)] if 2 * now.processes * now.slots <= in_a_round else []
-
-    def trainers(now: Settings) -> list[Settings]:
-        """The run file's ranks with one thread or their share of the cores; a trainer in turn also with a rank per core."""
-        ranks = now.trainer_ranks
-        found = [(ranks, 1), (ranks, max(1, cores // ranks)), *([(cores, 1)] if in_turn and not sharded_reference else [])]
-        return [replace(now, trainer_ranks=ranks, trainer_threads=threads) for ranks, threads in found]
-
-    on_cpu = [layouts] if config.engine.device == "cpu" else []
-    return [*on_cpu, slots, *([trainers] if config.trainer.device == "cpu" else [])]
-
-
 def tune(
-    start: Settings, axes: Sequence[Axis], measure: Callable[[Settings, bool], float | None], *, finals: bool
+    start: Settings,
+    measure: Callable[[Settings, bool], float | None],
+    *,
+    processes: Sequence[int],
+    most_slots: float,
+    finals: bool,
 ) -> TuningResult:
     """The fastest settings, and all trials in order. Nothing is measured twice; a rate of None counts as the slowest.
 
+    Tries these numbers of engine `processes`, and then twice as many slots, unless these are more than `most_slots` in all.
     `measure` returns the rate of some settings in a run: a short one, or one of full length if its second argument is True.
     With `finals`, runs of full length decide between one engine process and several with as many slots in all: short runs
     can't, because the trainer's share of the work shrinks as the model learns and more groups are solved by all attempts.
@@ -276,11 +220,11 @@ def tune(
         best = max(candidates, key=lambda settings: tried[settings] or 0.0)
         return best if (tried[best] or 0.0) > (1 + MARGIN) * (tried[candidates[0]] or 0.0) else candidates[0]
 
-    best = fastest([start])
-    for alternatives in axes:
-        best = fastest([best, *alternatives(best)])
+    best = fastest([start, *map(start.over, processes)])
+    if 2 * best.processes * best.slots <= most_slots:
+        best = fastest([best, Settings(best.processes, 2 * best.slots)])
     others = [trial for trial in trials if trial.settings.processes != best.processes]
     if finals and others:
         other = max(others, key=lambda trial: trial.tokens_per_s or 0.0).settings
-        best = fastest([best, best.with_layout(other.processes, other.engine_threads)], full=True)
+        best = fastest([best, best.over(other.processes)], full=True)
     return TuningResult(best, trials)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from statistics import median
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from pipelinerl.experiments.compare.results import QUANTITIES, RunResult, Spread, findings, ratio, row, target_reward
 from pipelinerl.experiments.compare.settings import Settings
 from pipelinerl.experiments.runs import Execution
+from pipelinerl.metrics.evaluations import EvaluationRecord
 
 
 def result(
@@ -21,23 +22,24 @@ def result(
     time_s: float | None = 10.0,
     rate: float = 100.0,
     status: str = "finished",
-    **changed: Any,
+    rewards: Sequence[float] = (),
 ) -> RunResult:
     quantities = {
         "time_to_reward_s": time_s,
         "samples_to_reward": 1000.0,
         "samples_per_s": rate if status == "finished" else None,
     }
-    values: dict[str, Any] = {
-        "schedule": schedule,
-        "seed": seed,
-        "settings": Settings(1, 1, 8, 1),
-        "execution": Execution(run=f"{schedule}/seed-{seed}", status=status, began="", load_before=0.1),
-        "rewards": [0.2, 0.9],
-        "held_out": [],
-        "quantities": dict.fromkeys(QUANTITIES) | quantities,
-    }
-    return RunResult(**values | changed)
+    answered = (
+        EvaluationRecord(when="online", version=n, time_s=n, problems=1, reward_mean=r) for n, r in enumerate(rewards)
+    )
+    return RunResult(
+        schedule=schedule,
+        seed=seed,
+        settings=Settings(1, 8),
+        execution=Execution(run=f"{schedule}/seed-{seed}", status=status, began="", load_before=0.1),
+        held_out=answered,
+        quantities=dict.fromkeys(QUANTITIES) | quantities,
+    )
 
 
 def times_sooner(runs: list[RunResult], schedule: str = "pipeline") -> Spread:
@@ -149,4 +151,4 @@ MIXED = [
 )
 def test_findings_say_whether_it_helps(runs: list[RunResult], target: float | None, said: str) -> None:
     rows = [row(runs, name) for name in dict.fromkeys(run.schedule for run in runs)]
-    assert said in " ".join(findings(rows, target, "held-out"))
+    assert said in " ".join(findings(rows, target))

@@ -29,7 +29,7 @@ SECONDS = {"pipeline": 1.0, "conventional": 2.0, "async": 1.5}
 
 
 def request(*flags: str, **changed: Any) -> ComparisonRequest:
-    arguments = {"schedules": "pipeline,conventional:2,conventional:4", "seeds": 2, "tune": False, "held_out": 0} | changed
+    arguments = {"schedules": "pipeline,conventional:2,conventional:4", "seeds": 2, "tune": False, "held_out": 8} | changed
     config = load_config(None, ["--trainer.steps", "16", "--trainer.batch_size", "32", *flags])
     return make_request(config, MACHINE, **arguments)
 
@@ -98,29 +98,7 @@ def run(
 
 
 def test_the_results(tmp_path: Path) -> None:
-    written = run(tmp_path / "out", target=0.5)
-    # A conventional step takes twice as long here, and learning per step is the same.
-    for key in ("ratio_time_to_reward", "ratio_samples_per_s"):
-        assert [written[key][name] for name in ("median", "min", "max")] == pytest.approx([2.0, 2.0, 2.0])
-        assert written[key]["baseline"] == "conventional:2"
-    assert written["target_reward"] == 0.5
-    assert [(one["schedule"], one["seed"]) for one in written["runs"]] == [
-        *(("pipeline", 0), ("pipeline", 1)),
-        *(("conventional:2", 0), ("conventional:2", 1)),
-        *(("conventional:4", 0), ("conventional:4", 1)),
-    ]
-    found = written["runs"][0]["quantities"]  # the mean of 0.1 + 0.05 n over 6..10 is 0.5
-    assert [found[name] for name in ("time_to_reward_s", "samples_to_reward", "samples_per_s")] == [10.0, 320, 32.0]
-    data = data_of((tmp_path / "out" / "report.html").read_text())
-    assert [one["title"] for one in data["sections"]] == ["Findings", "Schedules"]
-    assert any("2.00 times sooner" in text for text in data["sections"][0]["texts"])
-    assert {(one["label"], one["colour"]) for one in data["runs"]} >= {("pipeline, seed 0", 0), ("pipeline, seed 1", 0)}
-    # Without a target: from 0.25 (mean of steps 1..5) to 0.8 (12..16), of which nine tenths are 0.745.
-    assert run(tmp_path / "out")["target_reward"] == 0.74
-
-
-def test_held_out_rewards_decide_and_lag_does_not(tmp_path: Path) -> None:
-    """Training rewards of the schedules are shifted by their lag; their versions are equally good."""
+    """Training rewards of the schedules are shifted by their lag, and decide nothing; their versions are equally good."""
 
     class Lagging(Runs):
         def __call__(self, config: RunConfig) -> None:
@@ -133,24 +111,42 @@ def test_held_out_rewards_decide_and_lag_does_not(tmp_path: Path) -> None:
             path.write_text("".join(json.dumps(record) + "\n" for record in records))
             (path.parent / WEIGHTS_FOLDER).mkdir()
 
-    asked, evaluations = request(held_out=8, evaluate_every=3), Evaluations()
+    out, asked, evaluations = tmp_path / "out", request(evaluate_every=3), Evaluations()
     assert asked.evaluated_versions == [0, 3, 6, 9, 12, 15, 16]
-    contents = run(tmp_path / "out", asked, Lagging(), evaluations, target=0.5)
-    assert contents["reward"] == "held-out"
-    assert len(evaluations.made) == 6
-    # 0.5 is reached by version 10, between those evaluated; a step of pipeline takes half as long.
-    assert {one["quantities"]["samples_to_reward"] for one in contents["runs"]} == {320}
-    assert contents["ratio_time_to_reward"]["median"] == pytest.approx(2.0)
-    assert [one["version"] for one in contents["runs"][0]["held_out"]] == asked.evaluated_versions
-    assert not (tmp_path / "out" / "pipeline" / "seed-0" / WEIGHTS_FOLDER).exists()
-    page = (tmp_path / "out" / "report.html").read_text()
-    shown = data_of(page)["news"]["pipeline, seed 0"]["evaluations"]
+    written = run(out, asked, Lagging(), evaluations, target=0.5)
+    # A conventional step takes twice as long here, and learning per step is the same.
+    for key in ("ratio_time_to_reward", "ratio_samples_per_s"):
+        assert [written[key][name] for name in ("median", "min", "max")] == pytest.approx([2.0, 2.0, 2.0])
+        assert written[key]["baseline"] == "conventional:2"
+    assert written["target_reward"] == 0.5
+    assert [(one["schedule"], one["seed"]) for one in written["runs"]] == [
+        *(("pipeline", 0), ("pipeline", 1)),
+        *(("conventional:2", 0), ("conventional:2", 1)),
+        *(("conventional:4", 0), ("conventional:4", 1)),
+    ]
+    first = written["runs"][0]
+    names = ("time_to_reward_s", "samples_to_reward", "samples_per_s")  # version 10, between those evaluated
+    assert [first["quantities"][name] for name in names] == [10.0, 320, 32.0]
+    assert [one["version"] for one in first["held_out"]] == asked.evaluated_versions
+    assert not (out / "pipeline" / "seed-0" / WEIGHTS_FOLDER).exists()
+    data = data_of((out / "report.html").read_text())
+    assert [one["title"] for one in data["sections"]] == ["Findings", "Schedules"]
+    assert any("reached a held-out reward of 0.5 2.00 times sooner" in text for text in data["sections"][0]["texts"])
+    assert {(one["label"], one["colour"]) for one in data["runs"]} >= {("pipeline, seed 0", 0), ("pipeline, seed 1", 0)}
+    shown = data["news"]["pipeline, seed 0"]["evaluations"]
     assert [(one["version"], one["minutes"]) for one in shown] == [(n, n / 60) for n in asked.evaluated_versions]
-    assert "reached a held-out reward of 0.5 2.00 times sooner" in page
     again = Evaluations()
-    assert run(tmp_path / "out", asked, evaluations=again, target=0.5) == contents
-    assert again.made == []
-    assert run(tmp_path / "out", asked)["target_reward"] == 0.67  # nine tenths of the way from 0.1 to 0.74
+    assert run(out, asked, evaluations=again, target=0.5) == written
+    assert (len(evaluations.made), again.made) == (6, [])
+    assert run(out, asked)["target_reward"] == 0.67  # nine tenths of the way from 0.1 to 0.74
+
+
+def test_without_held_out_problems_rates_are_compared(tmp_path: Path) -> None:
+    evaluations = Evaluations()
+    written = run(tmp_path / "out", request(held_out=0), evaluations=evaluations)
+    assert evaluations.made == []
+    assert (written["target_reward"], written["ratio_time_to_reward"]["median"]) == (None, None)
+    assert written["ratio_samples_per_s"]["median"] == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize(("problems", "cores", "processes"), [(8, 4, 1), (50, 4, 3), (1000, 3, 3), (1000, 64, 4)])
@@ -186,9 +182,9 @@ def test_an_evaluation_that_was_stopped_is_made_without_its_run(tmp_path: Path) 
             raise RunInterruptedError("stopped")
 
     with pytest.raises(RunInterruptedError, match=r"run the same command with --out .*"):
-        run(tmp_path / "out", request(held_out=8), evaluations=Stopped())
+        run(tmp_path / "out", request(), evaluations=Stopped())
     runs, evaluations = Runs(), Evaluations()
-    run(tmp_path / "out", request(held_out=8), runs, evaluations)
+    run(tmp_path / "out", request(), runs, evaluations)
     assert len(runs.made) == 5
     assert "pipeline/seed-0" not in runs.made
     assert evaluations.made[0] == "pipeline/seed-0"
@@ -243,7 +239,7 @@ def test_a_run_that_diverges_is_a_result_that_reaches_nothing(tmp_path: Path) ->
         return TrainingDivergedError("the loss is nan") if here else None
 
     evaluations = Evaluations()
-    contents = run(tmp_path / "out", request(held_out=8), Runs(diverge), evaluations, target=0.5)
+    contents = run(tmp_path / "out", request(), Runs(diverge), evaluations, target=0.5)
     assert len(evaluations.made) == 5
     row = next(one for one in contents["schedules"] if one["schedule"] == "conventional:4")
     assert (row["runs"], row["reached"], row["diverged"]) == (2, 1, 1)
@@ -251,7 +247,7 @@ def test_a_run_that_diverges_is_a_result_that_reaches_nothing(tmp_path: Path) ->
     assert contents["runs"][-1]["execution"]["status"] == "diverged: the loss is nan"
     assert "conventional:4: 1 of 2 runs diverged." in (tmp_path / "out" / "report.html").read_text()
     again = Runs()
-    run(tmp_path / "out", request(held_out=8), again, target=0.5)
+    run(tmp_path / "out", request(), again, target=0.5)
     assert again.made == []
 
 

@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
-from msgspec.structs import replace
 
 from pipelinerl.config.load import load_config
-from pipelinerl.config.schema import EngineConfig, RunConfig, ScheduleConfig, TrainerConfig
+from pipelinerl.config.schema import RunConfig, ScheduleConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.experiments.compare.settings import (
     ComparisonRequest,
     Contender,
     Settings,
-    axes,
+    TuningResult,
     make_request,
     parse_contenders,
     tune,
 )
 from pipelinerl.resources.machine import Machine
 
-START = Settings(processes=1, engine_threads=1, slots=8, trainer_threads=1)
-TWO = Settings(processes=2, engine_threads=1, slots=4, trainer_threads=1)
+START, TWO = Settings(processes=1, slots=8), Settings(processes=2, slots=4)
 PIPELINE = Contender("pipeline")
 
 
-def request(config: RunConfig | None = None, *, cores: int = 2, **changed: object) -> ComparisonRequest:
-    machine = Machine(cpu="a processor", cores=cores, memory_gib=4.0, system="Linux", versions={})
+def request(config: RunConfig | None = None, **changed: object) -> ComparisonRequest:
+    machine = Machine(cpu="a processor", cores=2, memory_gib=4.0, system="Linux", versions={})
     return make_request(config or load_config(None), machine, **changed)  # type: ignore[arg-type]
 
 
@@ -58,48 +57,20 @@ def test_budgets_are_whole_rounds_for_everyone_and_the_same_versions_are_evaluat
 
 def test_a_run_has_its_schedule_and_settings_and_nothing_that_takes_time() -> None:
     base = load_config(None, ["--schedule.max_lag", "4", "--trainer.checkpoint_every", "5"])
-    settings = Settings(processes=2, engine_threads=1, slots=32, trainer_threads=2, trainer_ranks=2)
+    settings = Settings(processes=2, slots=32)
     config = request(base).run_config(Contender("conventional", 4), settings, steps=8)
     assert config.schedule == ScheduleConfig(kind="conventional", steps_per_round=4, max_lag=None)
-    assert (config.engine.processes, config.engine.threads, config.engine.slots) == (2, 1, 32)
-    trainer = config.trainer
-    assert (trainer.threads, trainer.ranks, trainer.steps, trainer.checkpoint_every) == (2, 2, 8, 0)
-    assert config.evaluation.problems == 0
-    assert trainer.learning_rate == base.trainer.learning_rate
+    assert (config.engine.processes, config.engine.slots) == (2, 32)
+    assert (config.trainer.steps, config.trainer.checkpoint_every, config.evaluation.problems) == (8, 0, 0)
+    assert config.trainer.learning_rate == base.trainer.learning_rate
     assert request(base).run_config(PIPELINE, settings, steps=8).schedule.max_lag == 4
 
 
-def test_what_a_run_file_leaves_open_is_decided_for_each_schedule() -> None:
-    asked = request(RunConfig(engine=EngineConfig(slots=8)), cores=4)
-    assert asked.start_settings(Contender("conventional")) == Settings(1, 4, 8, 4)
-    assert asked.start_settings(PIPELINE) == Settings(1, 2, 8, 2)
+Rate = Callable[[Settings, bool], float | None]
 
 
-@pytest.mark.parametrize("cores", [1, 2, 3, 6])
-def test_layouts_use_at_most_all_cores(cores: int) -> None:
-    layouts = [(one.processes, one.engine_threads) for one in axes(request(cores=cores), PIPELINE)[0](START)]
-    assert len(set(layouts)) == len(layouts)
-    assert {(1, 1), (1, cores), (cores, 1)} <= set(layouts)
-    assert all(1 <= processes * threads <= cores for processes, threads in layouts)
-
-
-def test_what_is_tried_on_two_cores() -> None:
-    asked = request(RunConfig(engine=EngineConfig(slots=8), trainer=TrainerConfig(batch_size=16)))
-    layout, slots, trainer = axes(asked, Contender("async", 1))
-    assert set(layout(START)) == {START, replace(START, engine_threads=2), TWO}
-    assert [one.slots for one in slots(START)] == [16]
-    assert [one.slots for one in slots(replace(START, slots=16))] == []
-    assert [one.trainer_threads for one in trainer(START)] == [1, 2]
-    in_turn = axes(asked, Contender("conventional", 1))[2]
-    assert [(one.trainer_ranks, one.trainer_threads) for one in in_turn(START)] == [(1, 1), (1, 2), (2, 1)]
-    assert {one.trainer_threads for one in trainer(replace(START, trainer_ranks=2))} == {1}
-    gpu = asked.config.model_copy(
-        update={"engine": EngineConfig(device="cuda:0"), "trainer": TrainerConfig(device="cuda:0")}
-    )
-    assert len(axes(replace(asked, config=gpu), PIPELINE)) == 1
-
-
-WAYS = axes(request(RunConfig()), PIPELINE)
+def tuned(rate: Rate, *, most_slots: float = math.inf, finals: bool = False) -> TuningResult:
+    return tune(START, rate, processes=(1, 2), most_slots=most_slots, finals=finals)
 
 
 def test_the_search_follows_what_is_faster_and_measures_nothing_twice() -> None:
@@ -108,14 +79,14 @@ def test_the_search_follows_what_is_faster_and_measures_nothing_twice() -> None:
     def rate(settings: Settings, full: bool) -> float:
         assert not full
         asked.append(settings)
-        return 100 * settings.processes + 2 * settings.slots + 0.5 * settings.trainer_threads
+        return 100 * settings.processes + 2 * settings.slots
 
-    found = tune(START, WAYS, rate, finals=False)
-    # Two processes halve the slots of each and pay; twice the slots pay; a trainer's thread is within the margin.
-    assert found.used == replace(TWO, slots=8)
-    assert len(asked) == len(set(asked)) == len(found.trials)
-    assert found.trials[0].settings == START
-    assert [trial.tokens_per_s for trial in found.trials if trial.settings == found.used] == [216.5]
+    found = tuned(rate)
+    # Two processes halve the slots of each and pay; twice the slots pay.
+    assert found.used == Settings(2, 8)
+    assert asked == [START, TWO, Settings(2, 8)]
+    assert [trial.tokens_per_s for trial in found.trials] == [116, 208, 216]
+    assert tuned(rate, most_slots=15).used == TWO, "more slots than rollouts of a round would stay empty"
 
 
 @pytest.mark.parametrize(
@@ -123,11 +94,11 @@ def test_the_search_follows_what_is_faster_and_measures_nothing_twice() -> None:
     [
         (lambda settings: 100.0 + (settings != START), START),  # within the margin
         (lambda settings: None if settings.slots == 16 else 1.0, START),
-        (lambda settings: None if settings == START else 1.0, replace(START, slots=8, engine_threads=2)),
+        (lambda settings: None if settings == START else 1.0, TWO),
     ],
 )
 def test_equal_rates_change_nothing_and_failures_lose(rates: Callable[[Settings], float | None], best: Settings) -> None:
-    assert tune(START, WAYS, lambda settings, full: rates(settings), finals=False).used == best
+    assert tuned(lambda settings, full: rates(settings)).used == best
 
 
 @pytest.mark.parametrize(("one", "two", "best"), [(100.0, 101.0, 1), (100.0, 103.0, 2), (None, 1.0, 2), (1.0, None, 1)])
@@ -143,9 +114,8 @@ def test_runs_of_full_length_decide_between_one_engine_process_and_several(
             return one if settings.processes == 1 else two
         return 10.0 * settings.slots / settings.processes
 
-    found = tune(START, WAYS, rate, finals=True)
-    assert finals == [replace(START, slots=16), replace(TWO, slots=8)]
-    assert found.used.processes == best
+    assert tuned(rate, finals=True).used.processes == best
+    assert finals == [Settings(1, 16), Settings(2, 8)]
 
 
 @pytest.mark.parametrize("rounds", [1, 3, 5, 8, 40])
