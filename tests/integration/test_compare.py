@@ -10,7 +10,7 @@ import pytest
 from pipelinerl import load_config
 from pipelinerl.cli import main
 from pipelinerl.launch.run import train
-from tests.integration.runs import command, flags, run, trained
+from tests.integration.runs import command, flags, trained
 from tests.unit.experiments.watch.test_watch_report import data_of
 
 SMALL = [
@@ -40,7 +40,10 @@ def test_a_comparison_is_made_and_made_only_once(tmp_path: Path, capsys: pytest.
     assert [{**points[0], "time_s": 0} for points in answers[1:]] == [{**answers[0][0], "time_s": 0}]
     assert not list(out.glob("*/seed-0/weights"))
     assert all(one["quantities"]["saving_s"] > 0 for one in contents["runs"])
-    assert "Schedules" in (out / "report.html").read_text()
+    runs = [str(out / one["execution"]["run"]) for one in contents["runs"]]
+    assert main(["report", *runs, "--out", str(tmp_path / "page.html")]) == 0
+    news = data_of((tmp_path / "page.html").read_text())["news"]
+    assert [one["now"]["schedule"] for one in news.values()] == ["pipeline", "conventional:2"]
 
     before = {path: path.stat().st_mtime_ns for path in out.rglob("metrics.jsonl")}
     assert main([*arguments, "--target", "0.1"]) == 0
@@ -59,17 +62,6 @@ def test_the_example_of_equal_lengths_has_equal_lengths(tmp_path: Path) -> None:
     train(load_config(example, flags(tmp_path / "run", **settings)))
     lengths = {sample.tokens for record in trained(tmp_path / "run") for sample in record.samples}
     assert lengths == {9}
-
-
-@pytest.mark.slow
-def test_a_report_of_runs(tmp_path: Path) -> None:
-    run(tmp_path / "one", trainer__steps=3)
-    run(tmp_path / "two", trainer__steps=4, schedule__kind="conventional", schedule__steps_per_round=2)
-    assert main(["report", str(tmp_path / "one"), str(tmp_path / "two"), "--out", str(tmp_path / "page.html")]) == 0
-    data = data_of((tmp_path / "page.html").read_text())
-    assert [data["news"][label]["now"]["schedule"] for label in ("one", "two")] == ["pipeline", "conventional:2"]
-    assert main(["report", str(tmp_path / "one")]) == 0
-    assert (tmp_path / "one" / "report.html").is_file()
 
 
 def test_a_report_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

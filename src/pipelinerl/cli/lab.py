@@ -313,7 +313,7 @@ def run_simulate(options: argparse.Namespace, settings: Sequence[str]) -> int:
 
 def run_export(options: argparse.Namespace, _settings: Sequence[str]) -> int:
     config_of_run(options.run_dir)
-    from pipelinerl.experiments.replay.export import export_run  # noqa: PLC0415 (loads torch)
+    from pipelinerl.experiments.publish import export_run  # noqa: PLC0415 (loads torch)
 
     for link in export_run(options.run_dir, options.out, weights=not options.no_weights):
         say(f"{link} is a symbolic link, and is not in the export")

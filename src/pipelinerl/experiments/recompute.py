@@ -118,34 +118,6 @@ class Sampled(NamedTuple):
     of: Any = None
 
 
-class SequencePiece(NamedTuple):
-    """Positions `start <= p < end` of a sequence, fed with the weights of `version`; the last `kept` predict tokens."""
-
-    version: int
-    start: int
-    end: int
-    kept: int
-
-
-def pieces_of(sequence: Sampled, kv: KV) -> list[SequencePiece]:
-    """The pieces of a sequence, in order; versions ascend.
-
-    If entries are kept, a prompt that several versions processed is processed by them. If they are recomputed, all entries
-    are of the version that samples.
-    """
-    prompt, spans = len(sequence.prompt_ids), sequence.completion.weight_versions
-    read = sequence.completion.prompt_versions
-    if kv == "recompute" or not read or read[-1].version != spans[0].version:  # not every server says what processed it
-        before, begin = [], 0
-    else:
-        before, begin = [SequencePiece(span.version, span.start, span.end, 0) for span in read[:-1]], read[-1].start
-    starts = [begin, *((0 if kv == "recompute" else prompt + span.start - 1) for span in spans[1:])]
-    sampled = zip(spans, starts, strict=True)
-    return before + [
-        SequencePiece(span.version, start, prompt + span.end - 1, span.end - span.start) for span, start in sampled
-    ]
-
-
 class Feed(NamedTuple):
     """Positions `start <= p < end` of a sequence in row `row`; the last `kept` of them predict tokens from `token` on."""
 
@@ -155,6 +127,29 @@ class Feed(NamedTuple):
     end: int
     kept: int
     token: int
+
+
+def feeds_of(sequence: Sampled, kv: KV, row: int = 0) -> dict[int, list[Feed]]:
+    """What is fed of a sequence, by the version of the weights that it is fed to; versions ascend.
+
+    If entries are kept, a prompt that several versions processed is processed by them. If they are recomputed, all entries
+    are of the version that samples. Each feed has at most `LONGEST_PIECE` sampled tokens, which changes no result.
+    """
+    prompt, spans = len(sequence.prompt_ids), sequence.completion.weight_versions
+    read, start = sequence.completion.prompt_versions, 0
+    found: dict[int, list[Feed]] = {}
+    if kv == "keep" and read and read[-1].version == spans[0].version:  # not every server says what processed it
+        found = {span.version: [Feed(sequence, row, span.start, span.end, 0, 0)] for span in read[:-1]}
+        start = read[-1].start
+    for span in spans:
+        feeds = found[span.version] = []
+        start = 0 if kv == "recompute" else start
+        for token in range(span.start, span.end, LONGEST_PIECE):
+            kept = min(LONGEST_PIECE, span.end - token)
+            end = prompt + token + kept - 1
+            feeds.append(Feed(sequence, row, start, end, kept, token))
+            start = end
+    return found
 
 
 class Recompute:
@@ -178,8 +173,8 @@ class Recompute:
         for begin in range(0, len(ordered), self._slots):
             by_version: dict[int, list[list[Feed]]] = defaultdict(list)
             for row, sequence in enumerate(ordered[begin : begin + self._slots]):
-                for piece in pieces_of(sequence, kv):
-                    by_version[piece.version].append(list(_split(piece, row, sequence)))
+                for version, feeds in feeds_of(sequence, kv, row).items():
+                    by_version[version].append(feeds)
             for version, rows in sorted(by_version.items()):
                 self.load(tensors(version))
                 for together in zip_longest(*rows):  # a row's feeds come one after the other
@@ -211,18 +206,6 @@ def values_of(feeds: Sequence[Feed]) -> tuple[list[int], list[float]]:
     parts = [(feed.sequence.completion, slice(feed.token, feed.token + feed.kept)) for feed in feeds]
     ids = [token_id for completion, part in parts for token_id in completion.token_ids[part]]
     return ids, [logprob for completion, part in parts for logprob in completion.logprobs[part]]
-
-
-def _split(piece: SequencePiece, row: int, sequence: Sampled) -> Iterator[Feed]:
-    """The piece in parts of at most `LONGEST_PIECE` sampled tokens, which changes no result."""
-    start, kept = piece.start, min(piece.kept, LONGEST_PIECE)
-    end = piece.end - piece.kept + kept
-    while True:
-        yield Feed(sequence, row, start, end, kept, end - len(sequence.prompt_ids) + 1 - kept)
-        if end == piece.end:
-            return
-        start, kept = end, min(piece.end - end, LONGEST_PIECE)
-        end = start + kept
 
 
 def _batches(feeds: Sequence[Feed], vocabulary: int) -> Iterator[list[Feed]]:

@@ -21,7 +21,7 @@ from pipelinerl.actor.client import derive_seed
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.engine.sampler import request_key, sample, uniforms
 from pipelinerl.errors import RunInterruptedError, UserError
-from pipelinerl.experiments.recompute import KV, Feed, Recompute, Sampled, SavedWeights, pieces_of, values_of
+from pipelinerl.experiments.recompute import KV, Feed, Recompute, Sampled, SavedWeights, feeds_of, values_of
 from pipelinerl.types import Group
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.3}
@@ -51,7 +51,7 @@ def recorded_completions(group: Group) -> list[Sampled]:
 
 def versions_of(group: Group, kv: KV) -> set[int]:
     """The versions of weights that are needed to repeat the group."""
-    return {piece.version for sampled in recorded_completions(group) for piece in pieces_of(sampled, kv)}
+    return {version for sampled in recorded_completions(group) for version in feeds_of(sampled, kv)}
 
 
 class Gap(NamedTuple):
