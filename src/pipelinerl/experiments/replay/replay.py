@@ -10,10 +10,11 @@ import math
 import random
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import msgspec
 
@@ -25,7 +26,7 @@ from pipelinerl.errors import CheckpointError, ModelLoadError, ReplayDifferenceE
 from pipelinerl.experiments.recompute import SavedWeights
 from pipelinerl.experiments.replay.generation import TOLERANCE, repeat_groups, versions_of
 from pipelinerl.experiments.replay.records import RecordedRun
-from pipelinerl.experiments.replay.training import COLUMNS, NAMED, ReplayResult, StepComparison, TrainingReplay
+from pipelinerl.experiments.replay.training import COLUMNS, NAMED, ReplayResult, TrainingReplay
 from pipelinerl.launch.stages.training import this_computer
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.reading import read_records
@@ -253,16 +254,16 @@ def difference_text(result: ReplayResult) -> str:
 def _metrics_table(result: ReplayResult) -> str:
     """Some of the steps, and the means of all."""
 
-    def cells(step: str, some: Sequence[StepComparison]) -> dict[str, str]:
+    def cells(step: str, some: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         row = {"step": step}
         for column, name in COLUMNS.items():
-            sides = ([getattr(one, side)[name] for one in some] for side in ("run", "replay"))
+            sides = zip(*(one[name] for one in some), strict=True)
             known = [[value for value in side if value is not None] for side in sides]
             row[column] = " → ".join(number(fmean(values) if values else None, ".3g") for values in known)
         return row
 
     changes = ", ".join(f"{key} {value}" for key, value in result.settings.items()) or "the run's own settings"
     every = max(1, math.ceil(len(result.metrics) / ROWS))
-    rows = [cells(str(one.version), [one]) for one in result.metrics[every - 1 :: every]]
+    rows = [cells(str(one["version"]), [one]) for one in result.metrics[every - 1 :: every]]
     rows.append(cells("mean", result.metrics))
     return in_terminal(table(f"{result.run} with {changes}: run → replay", rows))

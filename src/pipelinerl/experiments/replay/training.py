@@ -72,14 +72,6 @@ NAMED = 3
 """Number of differences, and of rollouts in one, that a message names."""
 
 
-class StepComparison(msgspec.Struct, frozen=True, kw_only=True):
-    """Metrics of the step to `version` in the run and in the replay."""
-
-    version: int
-    run: dict[str, float | None]
-    replay: dict[str, float | None]
-
-
 class ReplayResult(msgspec.Struct, kw_only=True):
     """The results, as written to `replay.json`. The parts of a replay fill them in.
 
@@ -89,7 +81,7 @@ class ReplayResult(msgspec.Struct, kw_only=True):
     unrecorded     published versions whose checksum the run did not record: it was ending when it published them
     differences    empty if everything was repeated; the first one is the first in the run
     warnings       what is other here than where the run trained
-    metrics        counterfactuals: the metrics of every step
+    metrics        counterfactuals: for the step to each version, pairs of metrics in the run and in the replay
     tolerance      of the log-probs of `generation`
     """
 
@@ -103,7 +95,7 @@ class ReplayResult(msgspec.Struct, kw_only=True):
     time_s: float = 0.0
     differences: list[str] = []
     warnings: list[str] = []
-    metrics: list[StepComparison] = []
+    metrics: list[dict[str, Any]] = []
     generation: GenerationResult | None = None
     tolerance: float | None = None
 
@@ -277,8 +269,8 @@ class TrainingReplay:
         if recorded is None:
             raise RunDirectoryError(f"{self.run.run.metrics} lacks step {record.version}")
         if not self.result.exact:
-            run, own = ({name: getattr(side, name) for name in METRICS} for side in (recorded, record))
-            self.result.metrics.append(StepComparison(version=record.version, run=run, replay=own))
+            pairs = {name: (getattr(recorded, name), getattr(record, name)) for name in METRICS}
+            self.result.metrics.append({"version": record.version} | pairs)
         elif not self._first_step:
             written = msgspec.json.decode(msgspec.json.encode(record), type=StepRecord)  # what is not finite is null there
             names = [name for name in recorded.__struct_fields__ if name not in OF_THE_COURSE]
