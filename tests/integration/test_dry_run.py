@@ -15,9 +15,10 @@ import pipelinerl
 from pipelinerl.cli import main
 from pipelinerl.environments.maths.judge import Judge, JudgeVerdict
 from pipelinerl.errors import EnvironmentSetupError, UserError
-from pipelinerl.launch import checks
-from pipelinerl.launch.checks import TryoutReport, check_before_the_start, dry_run
-from pipelinerl.launch.checks import try_environment as in_a_process
+from pipelinerl.launch import trial
+from pipelinerl.launch.checks import check_before_the_start, dry_run
+from pipelinerl.launch.trial import TryoutReport
+from pipelinerl.launch.trial import try_environment as in_a_process
 from pipelinerl.launch.tryout import try_environment
 from pipelinerl.models.folder import resolve_path
 from tests.integration.runs import flags, small_run, try_in_this_process, write_environment
@@ -237,7 +238,7 @@ def test_a_judge_of_maths_that_accepts_any_answer_is_doubted(
 def test_the_arguments_of_a_built_in_environment_are_checked_without_a_process(
     folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str, args: str, message: str
 ) -> None:
-    monkeypatch.setattr(checks, "try_environment", None)
+    monkeypatch.setattr(trial, "try_environment", None)
     with pytest.raises(EnvironmentSetupError) as caught:
         check_before_the_start(small_run(folder / "r", environment__kind=kind, environment__args=args))
     assert message in str(caught.value)
@@ -265,7 +266,7 @@ def test_user_code_and_files_are_tried_before_a_run_and_nothing_else(
         calls.append(attempts)
         return TryoutReport(built_s=0.0, held_out=0)
 
-    monkeypatch.setattr(checks, "try_environment", note)
+    monkeypatch.setattr(trial, "try_environment", note)
     check_before_the_start(small_run(folder / "r", **settings | {"launch__kind": "processes"}))
     assert calls == ([] if attempts is None else [attempts])
 

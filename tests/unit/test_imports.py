@@ -25,7 +25,7 @@ PROCESSES = {
         "cli.train launch.run",
         "actor.actor actor.rollouts channel engine environments.chat preprocess serving trainer weights "
         " config.help launch.tryout launch.restarts launch.resume launch.hosts.agent "
-        "launch.hosts.ray resources.gpus launch.stages.generation "
+        "launch.hosts.ray resources.gpus resources.placement launch.trial launch.stages.generation "
         "launch.stages.training "
         "hub.network stream.redis report experiments torch",
     ),

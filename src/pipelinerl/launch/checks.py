@@ -1,31 +1,20 @@
 """The checks before a run: the devices and the model exist, the run fits into memory, the user's code is right, and the
 trackers are installed. `dry_run` (`train --dry-run`) reports all of them.
-
-Environments are tried in a process of their own (`tryout`), which has a time limit and is killed with all processes that it
-started.
 """
 
 from __future__ import annotations
 
-import sys
-import tempfile
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-import pipelinerl.errors
-from pipelinerl.child import ChildProcess
-from pipelinerl.config.load import config_to_yaml
 from pipelinerl.config.schema import EnvironmentConfig, RunConfig
-from pipelinerl.errors import EnvironmentSetupError, UserError
+from pipelinerl.errors import UserError
 from pipelinerl.resources.machine import usable_gpus
 from pipelinerl.resources.memory import MemoryCheck, check_memory
-from pipelinerl.resources.roles import on_gpus, place_here, placement_lines
+from pipelinerl.resources.roles import on_gpus
 
 SHOWN_CHARACTERS = 80
-OUTPUT_LINES = 5
 
 
 def settled(config: RunConfig) -> tuple[RunConfig, list[str]]:
@@ -50,6 +39,8 @@ def check_before_the_start(config: RunConfig) -> MemoryCheck:
     named = (named or bool(config.evaluation.sets)) and config.launch.kind != "embedded"
     if not (functions or named or config.metrics.callback is not None):
         return memory
+    from pipelinerl.launch.trial import try_environment  # noqa: PLC0415 - not every run needs it
+
     report = try_environment(config, attempts=functions)
     return memory._replace(warnings=(*memory.warnings, *report.warnings))
 
@@ -111,80 +102,13 @@ def inputs_of(config: RunConfig) -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
-# ---- the environment
-
-
-class TryoutReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a successful trial.
-
-    built_s          how long it took to build the environment
-    held_out         the number of held-out problems
-    prompt           the prompt of the first problem
-    prompt_tokens    the lengths of the prompts of the first problems
-    reward, metrics  those of an empty answer to the first problem
-    warnings         what is doubtful
-    notes            what does not agree between model and tokenizer, and how many steps an epoch is
-    """
-
-    built_s: float
-    held_out: int
-    prompt: str = ""
-    prompt_tokens: tuple[int, ...] = ()
-    reward: float = 0.0
-    metrics: dict[str, float] = {}
-    warnings: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-
-
-TryoutMessage = str | tuple[str, str] | TryoutReport
-"""What the process does next, as a phrase that continues "it ..."; the class and the message of its error; its result."""
-
-
-def try_environment(config: RunConfig, *, attempts: bool = True) -> TryoutReport:
-    """Import the callback, build the environment and, with `attempts`, try an empty answer, in a separate process.
-
-    Raises the error that this ended with. Raises EnvironmentSetupError if it took longer than `launch.startup_timeout_s`
-    or crashed its process.
-    """
-    what, bound_s = f"environment {config.environment.kind}", config.launch.startup_timeout_s
-    with tempfile.TemporaryDirectory(prefix="pipelinerl-tryout-") as name:
-        settings, messages = Path(name, "config.yaml"), Path(name, "messages.jsonl")
-        settings.write_text(config_to_yaml(config), encoding="utf-8")
-        messages.touch()
-
-        def last() -> TryoutMessage:
-            """The last complete line that the process wrote."""
-            *_, line, _ = ["", *messages.read_text(encoding="utf-8").split("\n")]
-            return msgspec.json.decode(line, type=TryoutMessage) if line else "loads this package"
-
-        command = [sys.executable, "-m", "pipelinerl.launch.tryout", str(settings), str(messages)]
-        with ChildProcess([*command, *([] if attempts else ["build"])], log=Path(name, "output")) as process:
-            process.wait_until(lambda: not isinstance(last(), str), bound_s)
-            match last():
-                case TryoutReport() as report:
-                    return report
-                case (kind, message):
-                    raise getattr(pipelinerl.errors, kind, EnvironmentSetupError)(message)
-                case doing if process.running:
-                    raise EnvironmentSetupError(
-                        f"{what} was not ready after {bound_s:g} s (launch.startup_timeout_s): it {doing}"
-                    )
-                case doing:
-                    output = "\n".join(process.log_lines()[-OUTPUT_LINES:])
-                    raise EnvironmentSetupError(
-                        f"{what}: its process {process.how_it_ended()} while it {doing}"
-                        + (f"; the end of its output:\n{output}" if output else "")
-                    )
-
-
-# ---- all of them, as text
-
-
 def dry_run(config: RunConfig) -> list[str]:
     """Check everything that can be checked without the model's weights. Returns the report, as lines of text.
 
     Raises the error that the run would end with: UserError for settings, models and environments that can't be used.
     """
+    from pipelinerl.launch.trial import try_environment  # noqa: PLC0415 - not every run needs it
+
     config, chosen = settled(config)
     memory, placement, report = check_without_running(config), _placement(config), try_environment(config)
     uses = [
@@ -210,11 +134,13 @@ def dry_run(config: RunConfig) -> list[str]:
 
 def _placement(config: RunConfig) -> list[str]:
     """Where the processes of a run on several machines, or on GPUs of this one, would be started."""
-    if config.launch.kind == "processes" and on_gpus(config):
+    if config.launch.kind == "embedded" or (config.launch.kind == "processes" and not on_gpus(config)):
+        return []
+    from pipelinerl.resources.placement import place_here, placement_lines  # noqa: PLC0415 - few runs need it
+
+    if config.launch.kind == "processes":
         places, here = place_here(config)
         return placement_lines(places, [here])
-    if config.launch.kind != "ray":
-        return []
     from pipelinerl.launch.hosts.ray import connected, placement_of  # noqa: PLC0415 - an extra
 
     with connected(config.launch) as cluster:

@@ -2,7 +2,7 @@
 
     python -m pipelinerl.launch.tryout CONFIG.yaml MESSAGES [build]
 
-Messages (`checks.TryoutMessage`) are appended to the file MESSAGES, one per line. `build`: without any attempt.
+Messages (`trial.TryoutMessage`) are appended to the file MESSAGES, one per line. `build`: without any attempt.
 Attempts have the time limits of a run, `actor.code_timeout_s` and `actor.rollout_timeout_s`.
 """
 
@@ -31,8 +31,8 @@ from pipelinerl.environments.user.code import find_function
 from pipelinerl.errors import EnvironmentSetupError, PipelineRLError
 from pipelinerl.interfaces import Environment, ScoresGroups, Tokenizer
 from pipelinerl.launch import GARBAGE_THRESHOLD
-from pipelinerl.launch.checks import TryoutMessage, TryoutReport
 from pipelinerl.launch.stages.held_out import evaluation_sets, no_held_out
+from pipelinerl.launch.trial import TryoutMessage, TryoutReport
 from pipelinerl.models.contract import read_contract
 from pipelinerl.types import Completion, GenerationRequest, Problem, Rollout, SamplingParams, TokenEvent, Turn, VersionSpan
 

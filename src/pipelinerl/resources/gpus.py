@@ -18,7 +18,7 @@ from pipelinerl.errors import ConfigError, UserError
 from pipelinerl.models.shape import ModelShape
 from pipelinerl.resources.machine import device_memory
 from pipelinerl.resources.memory import predict, shape_of
-from pipelinerl.resources.roles import Node, place, roles_of
+from pipelinerl.resources.placement import Node, place, roles_of
 from pipelinerl.types import MAX_RECEIVERS
 
 FILLED = 0.9

@@ -12,8 +12,6 @@ from typing import NamedTuple
 
 import msgspec
 
-from pipelinerl.extras import version
-
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
     """The machine that an experiment runs on, and its software. `cores` are those that this process may use."""
@@ -27,6 +25,8 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 
 def this_machine(device: str = "cpu") -> Machine:
     """This machine. With a GPU as `device`, its name takes the place of the processor's."""
+    from pipelinerl.extras import version  # noqa: PLC0415 - few runs need it
+
     name = processor()
     if device != "cpu":
         import torch  # noqa: PLC0415 - takes seconds

@@ -21,7 +21,6 @@ from pipelinerl.resources.roles import (
     TRAINING,
     generation_roles,
     on_gpus,
-    place_here,
     rank_roles,
     server_roles,
 )
@@ -262,6 +261,8 @@ def check_memory(config: RunConfig) -> MemoryCheck:
         most = _gigabytes(sum(prediction.sizes.values()))
         return MemoryCheck(f"memory: up to {most} on all machines", prediction=prediction)
     if config.launch.kind == "processes" and on_gpus(config):
+        from pipelinerl.resources.placement import place_here  # noqa: PLC0415 - only on GPUs
+
         prediction = prediction.on({BETWEEN: ()} | {place.role: place.gpus for place in place_here(config)[0]})
     return judge(prediction)
 

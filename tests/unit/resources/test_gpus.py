@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from pipelinerl.config.load import config_from_yaml, config_of_values, config_to_yaml, load_config, validate
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import ConfigError
-from pipelinerl.launch import checks, run
-from pipelinerl.launch.checks import TryoutReport, dry_run
+from pipelinerl.launch import checks, run, trial
+from pipelinerl.launch.checks import dry_run
+from pipelinerl.launch.trial import TryoutReport
 from pipelinerl.models.folder import resolve_path
 from pipelinerl.models.shape import ModelShape
 from pipelinerl.resources import gpus
@@ -184,7 +185,7 @@ def test_runs_that_stay_as_they_are(flags: list[str], expected: bool) -> None:
 
 def with_two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "usable_gpus", lambda: 2)
-    monkeypatch.setattr("pipelinerl.resources.roles.usable_gpus", lambda: 2)
+    monkeypatch.setattr("pipelinerl.resources.placement.usable_gpus", lambda: 2)
     monkeypatch.setattr(gpus, "device_memory", lambda _: Memory(H100, None))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr("pipelinerl.models.device.require_device", lambda _: None)
@@ -218,7 +219,7 @@ def test_a_run_begins_with_what_was_chosen_and_records_it(monkeypatch: pytest.Mo
     assert lines[0].startswith("chosen for 2 GPUs with 85 GB free: engine.device cuda, trainer.device cuda, model.dtype ")
     assert (first.model.dtype, first.model.head_dtype, first.engine.device) == ("bfloat16", "float32", "cuda")
     assert (second, nothing) == (first, [])
-    monkeypatch.setattr(checks, "try_environment", lambda _: TryoutReport(built_s=0, held_out=0, prompt_tokens=(6,)))
+    monkeypatch.setattr(trial, "try_environment", lambda _: TryoutReport(built_s=0, held_out=0, prompt_tokens=(6,)))
     report = dry_run(config)
     assert report[0] == lines[0]
     assert "  this machine, " in report[2]

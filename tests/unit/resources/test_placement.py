@@ -16,12 +16,11 @@ from pipelinerl.config.load import load_config
 from pipelinerl.errors import UserError
 from pipelinerl.launch.hosts import host as host_module
 from pipelinerl.launch.session import Session, StartPlan
-from pipelinerl.resources import roles as roles_module
-from pipelinerl.resources.roles import (
+from pipelinerl.resources import placement
+from pipelinerl.resources.placement import (
     Node,
     Placement,
     Role,
-    Share,
     place,
     place_here,
     placement_lines,
@@ -29,6 +28,7 @@ from pipelinerl.resources.roles import (
     shares_on,
     visible_gpus,
 )
+from pipelinerl.resources.roles import Share
 from pipelinerl.run_directory import RunDirectory
 from pipelinerl.schedule import make_schedule
 
@@ -148,7 +148,7 @@ def test_cpus_are_shares_of_the_machine_that_a_process_is_on() -> None:
 
 def gpus_of(flags: str, gpus: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
     """Of the processes that have any, in a run on this machine with so many."""
-    monkeypatch.setattr(roles_module, "usable_gpus", lambda: gpus)
+    monkeypatch.setattr(placement, "usable_gpus", lambda: gpus)
     return {found.role: list(found.gpus) for found in place_here(load_config(None, flags.split()))[0] if found.gpus}
 
 
@@ -222,7 +222,7 @@ def test_more_processes_than_gpus_are_refused_with_numbers(
 def test_a_process_sees_only_the_gpu_that_was_chosen_for_it(
     flags: str, outer: str | None, expected: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(roles_module, "usable_gpus", lambda: 3)
+    monkeypatch.setattr(placement, "usable_gpus", lambda: 3)
     config = load_config(None, flags.split())
     assert visible_gpus(config, place_here(config)[0], outer) == expected
     started = {}

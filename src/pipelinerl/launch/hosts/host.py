@@ -33,12 +33,9 @@ from pipelinerl.resources.roles import (
     TRAINING,
     generation_roles,
     on_gpus,
-    place_here,
-    placement_lines,
     process_environment,
     server_roles,
     shares_of,
-    visible_gpus,
     worker_roles,
 )
 from pipelinerl.run_directory import RunDirectory
@@ -226,6 +223,8 @@ class LocalHost(Host):
         self._shares = shares_of(session.config, session.schedule, roles, usable_cores())
         self._gpus: Mapping[str, str] = {}
         if on_gpus(session.config):
+            from pipelinerl.resources.placement import place_here, placement_lines, visible_gpus  # noqa: PLC0415
+
             places, machine = place_here(session.config)
             self.placement = placement_lines(places, [machine])
             self._gpus = visible_gpus(session.config, places, os.environ.get("CUDA_VISIBLE_DEVICES"))

@@ -27,17 +27,8 @@ from pipelinerl.hub.network import Listener
 from pipelinerl.launch.hosts.agent import Agent
 from pipelinerl.launch.hosts.host import Host, Worker, worker_kind
 from pipelinerl.launch.session import Session, WorkerReport, WorkerSpec
-from pipelinerl.resources.roles import (
-    TRAINING,
-    Node,
-    Placement,
-    Share,
-    place,
-    placement_lines,
-    rank_roles,
-    roles_of,
-    shares_on,
-)
+from pipelinerl.resources.placement import Node, Placement, place, placement_lines, roles_of, shares_on
+from pipelinerl.resources.roles import TRAINING, Share, rank_roles
 from pipelinerl.run_directory import ORPHAN_PATIENCE_S
 
 require("ray", "launch.kind ray")  # before the import, which fails without
