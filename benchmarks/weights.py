@@ -41,7 +41,7 @@ from pipelinerl.interfaces import WeightReceiver
 from pipelinerl.models.state import first_names, named_weights
 from pipelinerl.schedule import PipelineSchedule
 from pipelinerl.status.board import MemoryBoard
-from pipelinerl.stream.memory import MemoryStream
+from pipelinerl.stream.files import FileStream
 from pipelinerl.weights.broadcast.receiver import CollectiveWeightReceiver
 from pipelinerl.weights.broadcast.sender import CollectiveWeightSender
 from pipelinerl.weights.receiving import SharedWeightReceiver
@@ -100,7 +100,7 @@ def hand_over(name: str, system: str, engines: int, repetitions: int, threads: i
     target = {key: torch.empty_like(tensors[key]) for key in dict.fromkeys(first_names(tensors).values())}
     copies_s, sends_s, answers_s = [], [], []
     state = AdmissionState(PipelineSchedule(8), processes=engines)
-    server = HubServer(Hub(state, MemoryStream(), Path(), MemoryBoard()))
+    server = HubServer(Hub(state, FileStream(), Path(), MemoryBoard()))
     server.__enter__()
     fd, processes = shared_memory(), []
     for index in range(engines):

@@ -1,4 +1,4 @@
-"""Authenticated connections between processes of a run. Does not import torch.
+"""Authenticated connections between processes of a run, and what listens for them. Does not import torch.
 
 Both ends prove by HMAC that they know the key of the run, as in `multiprocessing.connection`. Nothing is unpickled.
 """
@@ -46,6 +46,11 @@ def prove(connected: socket.socket, key: str, *, dialled: bool, bound_s: float) 
     return proven
 
 
+def connect(address: tuple[str, int], key: str, bound_s: float) -> socket.socket:
+    """A connection with a listener that has the key. Raises like `prove`, and OSError if it can't be reached."""
+    return prove(socket.create_connection(address, timeout=bound_s), key, dialled=True, bound_s=bound_s)
+
+
 def _bound(connected: socket.socket, seconds: float) -> None:
     """The longest time for one read or write; 0: any."""
     for direction in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
@@ -64,10 +69,16 @@ def listen(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
 
 
 class Acceptor:
-    """Accepts connections, and has each handled in a thread of its own. Takes the listening socket over."""
+    """Accepts connections at `address`, and has each that has proved within `bound_s` that it has the key handled in a
+    thread of its own. Takes the listening socket over.
+    """
 
-    def __init__(self, listening: socket.socket, handle: Callable[[socket.socket], object]) -> None:
-        self._listening, self._handle = listening, handle
+    def __init__(
+        self, listening: socket.socket, key: str | None, handle: Callable[[socket.socket], object], bound_s: float
+    ) -> None:
+        """`key`: None if nothing is proved here."""
+        self.address: tuple[str, int] = listening.getsockname()[:2]
+        self._listening, self._key, self._handle, self._bound_s = listening, key, handle, bound_s
         threading.Thread(target=self._accept, name="accept", daemon=True).start()
 
     def close(self) -> None:
@@ -81,4 +92,10 @@ class Acceptor:
                 connected, _ = self._listening.accept()
             except OSError:  # it is closed
                 return
-            threading.Thread(target=self._handle, args=(connected,), name="connection", daemon=True).start()
+            threading.Thread(target=self._admit, args=(connected,), name="connection", daemon=True).start()
+
+    def _admit(self, connected: socket.socket) -> None:
+        with suppress(OSError, EOFError, ProtocolError):  # a stranger, or a side that has ended
+            if self._key is not None:
+                connected = prove(connected, self._key, dialled=False, bound_s=self._bound_s)
+            self._handle(connected)

@@ -37,9 +37,6 @@ class GroupLedger(msgspec.Struct):
     def __contains__(self, index: int) -> bool:
         return 0 <= index < self.below or index in self.extras
 
-    def __len__(self) -> int:
-        return self.below + len(self.extras)
-
     def missing_from(self, start: int = 0) -> Iterator[int]:
         """Endless ascending indices >= start (and >= 0) that are not in the ledger at the time they are yielded."""
         index = max(start, 0)

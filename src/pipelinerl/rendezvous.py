@@ -24,13 +24,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import distributed
 
-from pipelinerl.channel import Acceptor, ProtocolError, listen, prove
+from pipelinerl.channel import Acceptor, ProtocolError, connect, listen
 
 _CHUNK_BYTES = 1 << 16
 _NONCE_BYTES = 32
 _distributed: Any = distributed  # Its type declarations are incomplete.
-
-Ends = tuple[socket.socket, socket.socket]
 
 
 class Rendezvous(NamedTuple):
@@ -53,13 +51,13 @@ def serve_store(listener: socket.socket, key: str, bound_s: float) -> Rendezvous
     address = inside.getsockname()[:2]
     store = _distributed.TCPStore(*address, is_master=True, wait_for_workers=False, master_listen_fd=inside.detach())
 
-    def admit(connected: socket.socket) -> Ends:
-        proven, there = prove(connected, key, dialled=False, bound_s=bound_s), socket.create_connection(address, bound_s)
+    def inward() -> socket.socket:
+        there = socket.create_connection(address, bound_s)
         there.settimeout(None)  # a member may wait for longer until a key is set
-        return proven, there
+        return there
 
-    host, port = listener.getsockname()[:2]
-    return Rendezvous(store, host, port, _Forwarder(listener, admit).close)
+    forwarder = _Forwarder(listener, key, inward, bound_s)
+    return Rendezvous(store, *forwarder.address, forwarder.close)
 
 
 def join_store(host: str, port: int, key: str, bound_s: float) -> Rendezvous:
@@ -67,20 +65,16 @@ def join_store(host: str, port: int, key: str, bound_s: float) -> Rendezvous:
 
     Raises OSError or EOFError if it can't be reached within `bound_s`, ProtocolError if it has another key.
     """
-
-    def dial() -> socket.socket:
-        return prove(socket.create_connection((host, port), timeout=bound_s), key, dialled=True, bound_s=bound_s)
-
-    ready = [dial()]
+    ready = [connect((host, port), key, bound_s)]
     own_host = ready[0].getsockname()[0]
-    forward = _Forwarder(listen(), lambda connected: (connected, ready.pop() if ready else dial()))
+    forwarder = _Forwarder(listen(), None, lambda: ready.pop() if ready else connect((host, port), key, bound_s), bound_s)
     try:
         timeout = timedelta(seconds=bound_s)
-        store = _distributed.TCPStore("127.0.0.1", forward.port, wait_for_workers=False, timeout=timeout)
+        store = _distributed.TCPStore(*forwarder.address, wait_for_workers=False, timeout=timeout)
     except RuntimeError as error:
-        forward.close()
+        forwarder.close()
         raise ConnectionError(str(error).partition("\n")[0]) from error
-    return Rendezvous(store, own_host, forward.port, forward.close)
+    return Rendezvous(store, own_host, forwarder.address[1], forwarder.close)
 
 
 def gloo_group(store: Any, rank: int, size: int, *, host: str, bound: timedelta, threads: int = 2) -> Any:
@@ -126,14 +120,15 @@ def prove_members(group: Any, key: str, *, rank: int, size: int, bound_s: float)
 
 
 class _Forwarder(Acceptor):
-    """Joins each connection that `listener` accepts with another one, as `join` decides."""
+    """Joins each connection that it accepts with another one, which `connect` makes."""
 
-    def __init__(self, listener: socket.socket, join: Callable[[socket.socket], Ends]) -> None:
-        self.port: int = listener.getsockname()[1]
-        self._join = join
+    def __init__(
+        self, listener: socket.socket, key: str | None, connect: Callable[[], socket.socket], bound_s: float
+    ) -> None:
+        self._connect = connect
         self._lock = threading.Lock()
         self._open: set[socket.socket] | None = set()  # None: closed
-        super().__init__(listener, self._forward)
+        super().__init__(listener, key, self._forward, bound_s)
 
     def close(self) -> None:
         with self._lock:
@@ -144,27 +139,21 @@ class _Forwarder(Acceptor):
                 end.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for it
 
     def _forward(self, connected: socket.socket) -> None:
-        try:
-            ends = self._join(connected)
-        except (OSError, EOFError, ProtocolError):  # a stranger, or a side that has ended
-            connected.close()
-            return
-        for end in ends:
-            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else each key takes some 40 ms
-        with self._lock:
-            closed = self._open is None
-            if self._open is not None:
+        with connected, self._connect() as other:
+            ends = (connected, other)
+            for end in ends:
+                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else each key takes some 40 ms
+            with self._lock:
+                if self._open is None:
+                    return
                 self._open.update(ends)
-        if not closed:
-            back = threading.Thread(target=_copy, args=(*ends[::-1],), name="rendezvous", daemon=True)
+            back = threading.Thread(target=_copy, args=(other, connected), name="rendezvous", daemon=True)
             back.start()
-            _copy(*ends)
+            _copy(connected, other)
             back.join()
-        with self._lock:
-            if self._open is not None:
-                self._open.difference_update(ends)
-        for end in ends:
-            end.close()
+            with self._lock:
+                if self._open is not None:
+                    self._open.difference_update(ends)
 
 
 def _copy(source: socket.socket, target: socket.socket) -> None:

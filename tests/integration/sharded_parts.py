@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -146,14 +147,6 @@ def of_reference(root: Path, config: ModelConfig) -> ModelConfig:
 
 def batch(scenario: Scenario, version: int, reference: FrozenModelScorer | None) -> list[TrainingSample]:
     """The samples of the step from `version`: of one or two turns, with lags, some without a gradient, unlike in length."""
-    samples = _batch(scenario, version)
-    if reference is None:
-        return samples
-    scores = iter(reference.score([segment for sample in samples for segment in sample.segments]))
-    return [replace(s, reference_logprobs=tuple(lp for _ in s.segments for lp in next(scores))) for s in samples]
-
-
-def _batch(scenario: Scenario, version: int) -> list[TrainingSample]:
     draw = random.Random(100 + version)
     found = []
     for number in range(max(1, scenario.samples)):
@@ -176,20 +169,17 @@ def _batch(scenario: Scenario, version: int) -> list[TrainingSample]:
             reward=0.0,
         )
         found.append(sample)
-    return found
+    if reference is None:
+        return found
+    scores = iter(reference.score([segment for sample in found for segment in sample.segments]))
+    return [replace(s, reference_logprobs=tuple(lp for _ in s.segments for lp in next(scores))) for s in found]
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What a scenario led to: a record for each step, and the checksum of all weights and some logits at the end."""
+    """What a scenario led to: a record for each step, and the checksum of all weights at the end."""
 
     steps: list[dict[str, Any]]
     checksum: str
-    logits: list[float]
-
-
-class Tokenizer:
-    def save_pretrained(self, folder: Path) -> None:
-        (folder / "tokenizer.json").write_text("{}")
 
 
 def train(
@@ -213,25 +203,18 @@ def train(
                 folder / "checkpoints",
                 CheckpointState(version=version, rng=rng_state()),
                 model=learner,
-                tokenizer=Tokenizer(),
+                tokenizer=SimpleNamespace(save_pretrained=lambda folder: (folder / "tokenizer.json").write_text("{}")),
                 optimizer=learner.save_optimizer,
             )()
-    probe = learner.logits([Segment(token_ids=(1, 2, 3), sampled=((1, 3),))])
     weights = {name: tensor.clone() for name, tensor in learner.weights().items()}
     save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "weights.safetensors")
+    wanted = ("loss", "grad_norm", "learning_rate", "tokens_trained")
     steps = [
-        {
-            "loss": result.loss,
-            "grad_norm": result.grad_norm,
-            "learning_rate": result.learning_rate,
-            "tokens": result.tokens_trained,
-            **(msgspec.to_builtins(result.metrics) if result.metrics else {}),
-        }
+        {name: getattr(result, name) for name in wanted if getattr(result, name) is not None}
+        | (msgspec.to_builtins(result.metrics) if result.metrics else {})
         for result in results
     ]
-    steps = [{name: value for name, value in step.items() if value is not None} for step in steps]
-    outcome = Outcome(steps, checksum(learner.weights()), probe.float().flatten()[:50].tolist())
-    (folder / "outcome.json").write_bytes(msgspec.json.encode(outcome))
+    (folder / "outcome.json").write_bytes(msgspec.json.encode(Outcome(steps, checksum(learner.weights()))))
 
 
 def train_alone(root: Path, name: str, folder: Path, checkpoint: Path | None = None, device: str = "cpu") -> None:
@@ -310,7 +293,6 @@ def _train_alone(root: Path, who: str, names: Sequence[str], saver: str = "") ->
 
 def _as_rank(root: Path, rank: int, size: int, listener: socket.socket, *, exhaustive: bool) -> None:
     """All scenarios, and a continuation of what each of `FROM` saved, as one rank of `size`."""
-
     meeting = listener if rank == 0 else listener.getsockname()[:2]
     entered = ranks.join(TrainerConfig(ranks=size), rank, meeting, KEY, start_s=120.0, stall_s=60.0)
     jobs: list[tuple[str, str, Path | None]] = [
@@ -347,22 +329,15 @@ def _fork(*jobs: Callable[[], None]) -> None:
         sys.exit(1)
 
 
-def _ranks(root: Path, size: int, *, exhaustive: bool) -> list[Callable[[], None]]:
-    listener = socket.create_server(("127.0.0.1", 0))
-    return [partial(_as_rank, root, rank, size, listener, exhaustive=exhaustive) for rank in range(size)]
-
-
 def main(root: Path, *, exhaustive: bool) -> None:
     names = scenarios_of(2, exhaustive=exhaustive)  # those of other numbers of ranks are among them
     _fork(partial(write_models, root))
     _fork(*(partial(_train_alone, root, "alone", names[start::2]) for start in range(2)))
-    if exhaustive:
-        _fork(*_ranks(root, 3, exhaustive=True))
-    _fork(*_ranks(root, 2, exhaustive=exhaustive))
-    last = [partial(_train_alone, root, "alone_from_by2", RESUMED, "by2")]
-    if exhaustive:
-        last.append(partial(_train_alone, root, "alone_from_by3", RESUMED, "by3"))
-    _fork(*last)
+    sizes = (3, 2) if exhaustive else (2,)
+    for size in sizes:
+        listener = socket.create_server(("127.0.0.1", 0))
+        _fork(*(partial(_as_rank, root, rank, size, listener, exhaustive=exhaustive) for rank in range(size)))
+    _fork(*(partial(_train_alone, root, f"alone_from_by{size}", RESUMED, f"by{size}") for size in sizes))
 
 
 if __name__ == "__main__":

@@ -69,7 +69,6 @@ def require_equal(results: Results, who: str, name: str, steps: slice = slice(No
         apart |= {key for key in step if coarse and key.endswith("fraction")}
         assert without(step, apart) == pytest.approx(without(expected, apart), rel=1e-3 if coarse else 2e-6, abs=1e-6)
         assert not apart or step["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.05 if coarse else 1e-3)
-    assert ours.logits == pytest.approx(theirs.logits, abs=1e-2 if coarse else 1e-5)
     weights, expected_weights = results.weights(who, name), results.weights("alone", name)
     start = load_file(results.root / ("untied" if SCENARIOS[name].untied else "tied") / "model.safetensors")
     assert weights.keys() == expected_weights.keys()
@@ -125,14 +124,11 @@ def test_the_scenarios_differ(results: Results, pytestconfig: pytest.Config) -> 
 
 
 @pytest.mark.parametrize("name", RESUMED)
-@pytest.mark.parametrize("who", ["by2_from_alone", *map(exhaustive, ("by3_from_alone", "by2_from_by3"))])
+@pytest.mark.parametrize(
+    "who",
+    ["by2_from_alone", "alone_from_by2", *map(exhaustive, ("by3_from_alone", "by2_from_by3", "alone_from_by3"))],
+)
 def test_a_checkpoint_continues_on_another_number_of_ranks(results: Results, who: str, name: str) -> None:
-    require_equal(results, who, name, slice(SAVED_AT, STEPS))
-
-
-@pytest.mark.parametrize("name", RESUMED)
-@pytest.mark.parametrize("who", ["alone_from_by2", exhaustive("alone_from_by3")])
-def test_one_process_continues_from_the_checkpoint_of_several_ranks(results: Results, who: str, name: str) -> None:
     require_equal(results, who, name, slice(SAVED_AT, STEPS))
 
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 
-from pipelinerl.stream.memory import MemoryStream
+from pipelinerl.stream.files import FileStream
 from pipelinerl.types import Group
 
 
 class GroupStream:
-    def __init__(self) -> None:
-        self._stream = MemoryStream()
+    def __init__(self, prepare: Callable[[Group], Any] = lambda group: group) -> None:
+        self._stream, self._prepare = FileStream(), prepare
 
     @property
     def waiting(self) -> int:
@@ -21,8 +22,9 @@ class GroupStream:
     def write(self, group: Group) -> None:
         self._stream.append(msgspec.json.encode(group))
 
-    def read(self, limit: int) -> Sequence[tuple[int, Group]]:
-        return [(offset, msgspec.json.decode(json, type=Group)) for offset, json in self._stream.read(limit)]
+    def read(self, limit: int) -> Sequence[tuple[int, Any]]:
+        items = self._stream.read(limit)
+        return [(offset, self._prepare(msgspec.json.decode(json, type=Group))) for offset, json in items]
 
     def commit(self, offset: int) -> None:
         self._stream.commit(offset)

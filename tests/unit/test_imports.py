@@ -27,7 +27,7 @@ PROCESSES = {
         " config.help launch.tryout launch.restarts launch.resume launch.hosts.agent "
         "launch.hosts.ray resources.gpus resources.placement launch.trial launch.stages.generation "
         "launch.stages.training "
-        "hub.network stream.redis report experiments torch",
+        "stream.redis report experiments torch",
     ),
     "launcher, before a run": (
         "launch.checks environments.tasks.gcd",

@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from pipelinerl.errors import ReplacedError, RunDirectoryError, StalledError
+from pipelinerl.errors import ReplacedError, RunDirectoryError, StageDiedError, StalledError
 from pipelinerl.files import Lines
 from pipelinerl.hub import wire
 from pipelinerl.interfaces import Admitted, Schedule, Verdict
@@ -26,6 +26,7 @@ T = TypeVar("T")
 ITEMS_AHEAD = 8
 """Items that a reader has at hand. A stream that drops the oldest can't drop them any more."""
 CHECKPOINT_S = 120.0
+DIAL_S = 30.0
 DRAIN_S = 10.0
 """Time for the hub to take what is left, when a worker ends."""
 
@@ -102,6 +103,19 @@ class HubClient:
         """Send what is left."""
         self._wire.drain(DRAIN_S)
         self._wire.close()
+
+
+def dial(address: tuple[str, int], key: str, role: str, machine: str) -> HubClient:
+    """The connection of the worker `role` on another machine. Raises StageDiedError if the hub can't be reached."""
+    from pipelinerl.channel import ProtocolError, connect  # noqa: PLC0415 - only on another machine
+
+    try:
+        client = HubClient(connect(address, key, DIAL_S))
+    except (OSError, EOFError, ProtocolError) as error:
+        where = f"{address[0]}:{address[1]}"
+        raise StageDiedError(f"the {role} process has no connection with the launcher at {where}: {error}") from error
+    client.send(wire.Hello(role, machine))
+    return client
 
 
 class RecordLines(Lines):
@@ -196,46 +210,30 @@ class Claims:
 class HubReader(Generic[T]):
     """The reading end of a stream. Some items are at hand before they are read. The next reader gets those not committed."""
 
-    def __init__(self, hub: HubClient, kind: Any, ahead: int = ITEMS_AHEAD) -> None:
-        """`kind` is the type of the items."""
-        self._hub, self._ahead = hub, ahead
-        self._decoder = msgspec.json.Decoder(kind)
+    def __init__(
+        self, hub: HubClient, kind: Any, ahead: int = ITEMS_AHEAD, prepare: Callable[[Any], T] = lambda item: item
+    ) -> None:
+        """`kind` is the type of the items, and `prepare` what is made of each when it is read."""
+        self._hub, self._ahead, self._prepare = hub, ahead, prepare
+        self._decoder, self._encoder = msgspec.json.Decoder(kind), msgspec.json.Encoder()
         self._items: deque[wire.Item] = deque()
         self._taken = 0
         hub.handle(wire.Item, self._items.append)
         hub.send(wire.Take(0, ahead))
 
     def read(self, limit: int) -> Sequence[tuple[int, T]]:
-        """See `interfaces.StreamReader`. Raises StreamError for an item of another type."""
+        """See `interfaces.StreamReader`. Raises StreamError for an item of another type, and what `prepare` raises."""
         if len(self._items) < limit:
             self._hub.take()
         items = [self._items.popleft() for _ in range(min(limit, len(self._items)))]
         self._taken += len(items)
         if items:
             self._hub.send(wire.Take(self._taken, self._ahead))
-        return [(item.offset, wire.decoded(self._decoder, item.offset, item.json)) for item in items]
+        return [(item.offset, self._prepare(wire.decoded(self._decoder, item.offset, item.json))) for item in items]
 
     def commit(self, offset: int) -> None:
         self._hub.send(wire.Commit(offset))
 
-
-class PreparedWriter:
-    """Where the preprocessor passes prepared groups on."""
-
-    def __init__(self, hub: HubClient) -> None:
-        self._hub = hub
-        self._room = self._written = 0
-        self._encoder = msgspec.json.Encoder()
-        hub.handle(wire.Room, self._on_room)
-
-    def try_pass_on(self, offset: int, prepared: Prepared) -> bool:
-        """Put what was made of the group at `offset` in its place. Returns False if the prepared stream is full."""
-        self._hub.take()
-        if self._written >= self._room:
-            return False
-        self._written += 1
+    def pass_on(self, offset: int, prepared: Prepared) -> None:
+        """Put what was made of the group at `offset` in the stream of prepared groups. The hub sends no more than fit."""
         self._hub.send(wire.PassOn(offset, self._encoder.encode(prepared)))
-        return True
-
-    def _on_room(self, message: wire.Room) -> None:
-        self._room = message.total

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import msgspec
 
@@ -18,6 +18,8 @@ from pipelinerl.types import TRAINER, Group, trainer_progress
 
 if TYPE_CHECKING:
     from pipelinerl.stream import GroupStream
+
+T = TypeVar("T")
 
 ROLLOUTS_FILE = "rollouts/rollouts.jsonl"
 MOST_OPEN = 16
@@ -120,15 +122,16 @@ class Hub:
                 stream.close()
 
 
-class DirectReader:
-    """The groups for a trainer in this process. See `interfaces.StreamReader`."""
+class DirectReader(Generic[T]):
+    """The groups for a trainer in this process, as `prepare` makes them. See `interfaces.StreamReader`."""
 
-    def __init__(self, hub: Hub) -> None:
-        self._hub, self._decoder = hub, msgspec.json.Decoder(Group)
+    def __init__(self, hub: Hub, prepare: Callable[[Group], T]) -> None:
+        self._hub, self._prepare, self._decoder = hub, prepare, msgspec.json.Decoder(Group)
 
-    def read(self, limit: int) -> Sequence[tuple[int, Group]]:
-        """Raises StreamError for an item that is not a group."""
-        return [(offset, decoded(self._decoder, offset, json)) for offset, json in self._hub.rollouts.read(limit)]
+    def read(self, limit: int) -> Sequence[tuple[int, T]]:
+        """Raises StreamError for an item that is not a group, and what `prepare` raises."""
+        items = self._hub.rollouts.read(limit)
+        return [(offset, self._prepare(decoded(self._decoder, offset, json))) for offset, json in items]
 
     def commit(self, offset: int) -> None:
         self._hub.rollouts.commit(offset)

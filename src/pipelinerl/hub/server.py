@@ -21,6 +21,7 @@ from pipelinerl.interfaces import Verdict
 from pipelinerl.types import TRAINER, StageStatus
 
 if TYPE_CHECKING:
+    from pipelinerl.channel import Acceptor
     from pipelinerl.stream import GroupStream
 
 PREPARED_AHEAD = 4
@@ -29,6 +30,8 @@ DENY_EVERY_S = 0.2
 """Interval at which a process that waits for a group learns why, while it waits for the same stages."""
 ENDING_S = 5.0
 """Time for what workers sent before they ended to be read."""
+PROOF_S = 10.0
+"""Time for a worker to prove that it belongs to the run."""
 
 
 class WorkerKind(NamedTuple):
@@ -55,7 +58,7 @@ class Connection:
         self.want: int | None = None
         self.taken = self.room = self.sent = 0  # items of the stream that it reads
         self.offsets: deque[int] = deque()  # of the items that were sent and not yet taken
-        self.passed_on = self.told_room = 0
+        self.passed_on = 0
         self.writing = False  # it waits for room in the connection
         self.asks_for_weights = False
         self.unsent: set[str] = set()  # stages whose latest status it has not been sent
@@ -91,13 +94,12 @@ class HubServer:
         self._add(Connection(kind, here))
         return there
 
-    def expect(self, kinds: Mapping[str, WorkerKind]) -> None:
-        """Workers of these roles may connect over the network (see `network`)."""
-        self._kinds = dict(kinds)
+    def listen(self, host: str, key: str, kinds: Mapping[str, WorkerKind]) -> Acceptor:
+        """Accept workers of these roles that have the key. Each says first which one it is (`client.dial`)."""
+        from pipelinerl.channel import Acceptor, listen  # noqa: PLC0415 - only for workers on other machines
 
-    def admit(self, connected: socket.socket) -> None:
-        """A worker that has proved that it belongs to the run. It says first which one it is."""
-        self._add(Connection(WorkerKind(), connected))
+        self._kinds = dict(kinds)
+        return Acceptor(listen(host), key, lambda connected: self._add(Connection(WorkerKind(), connected)), PROOF_S)
 
     def wait_ended(self, kind: WorkerKind | None = None) -> None:
         """Wait until all is read that processes of this kind (None: of any), which have ended, had sent.
@@ -270,9 +272,9 @@ class HubServer:
         if self.failure is None:
             with self._failing():
                 self._grant()
+                for reader in sorted((one for one in self._connections if one.kind.reads), key=lambda one: one.kind.reads):
+                    self._send_items(reader)  # the trainer first: it makes room for the preprocessor
                 for connection in self._connections:
-                    if connection.kind.reads:
-                        self._send_items(connection)
                     if connection.want is not None and self._hub.admission.may_take(connection.want).allowed:
                         connection.wire.send(wire.MayTake(connection.want))
                         connection.want = None
@@ -313,17 +315,15 @@ class HubServer:
                 self._connections.append(connection)
 
     def _send_items(self, connection: Connection) -> None:
-        hub, stream = self._hub, self._stream(connection)
-        if stream is not None and connection.sent < connection.room:
-            for offset, json in stream.read(connection.room - connection.sent):
+        """Send what the worker has room for, and a preprocessor no more than the prepared stream has."""
+        stream, prepared, room = self._stream(connection), self._hub.prepared, connection.room
+        if prepared is not None and stream is self._hub.rollouts:
+            room = min(room, connection.passed_on + PREPARED_AHEAD - prepared.waiting)
+        if stream is not None and connection.sent < room:
+            for offset, json in stream.read(room - connection.sent):
                 connection.sent += 1
                 connection.offsets.append(offset)
                 connection.wire.send(wire.Item(offset, json))
-        if connection.kind.reads == "rollouts" and hub.prepared is not None:
-            room = connection.passed_on + max(0, PREPARED_AHEAD - hub.prepared.waiting)
-            if room != connection.told_room:
-                connection.told_room = room
-                connection.wire.send(wire.Room(room))
 
     def __enter__(self) -> HubServer:
         self._thread.start()

@@ -171,13 +171,7 @@ class Item(msgspec.Struct, frozen=True, tag=True, array_like=True):
     json: bytes
 
 
-class Room(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The prepared stream has room for `total` items, including the items that it already has."""
-
-    total: int
-
-
-ToWorker = Grant | Denied | MayTake | Open | Dropped | Item | Room | Publish | Sync | Offer | Meeting | EngineAnswer
+ToWorker = Grant | Denied | MayTake | Open | Dropped | Item | Publish | Sync | Offer | Meeting | EngineAnswer
 
 
 def decoded(decoder: msgspec.json.Decoder[T], offset: int, json: bytes) -> T:

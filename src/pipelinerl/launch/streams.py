@@ -27,9 +27,7 @@ PREPARED = "prepared"
 def open_stream(config: RunConfig, run: RunDirectory, run_id: str, name: str) -> GroupStream:
     """A stream of the run. Raises StreamError, and ConfigError for a wrong address of Redis."""
     if config.stream.kind == "memory":
-        from pipelinerl.stream.memory import MemoryStream  # noqa: PLC0415 - only in one process
-
-        return MemoryStream()
+        return FileStream()
     if config.stream.url is None:
         return FileStream(run.streams / name, run.recorded if name == ROLLOUTS else None)
     from pipelinerl.stream.redis import RedisStream  # noqa: PLC0415 - needs the extra `redis`

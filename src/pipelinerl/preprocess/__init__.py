@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from pipelinerl.preprocess.preprocessor import Preprocessor, ReferenceScorer, newest_version
-from pipelinerl.preprocess.stage import PreparingReader, PreprocessorStage
+from pipelinerl.preprocess.stage import PreprocessorStage
 
 __all__ = [
-    "PreparingReader",
     "Preprocessor",
     "PreprocessorStage",
     "ReferenceScorer",

@@ -1,7 +1,6 @@
 """Streams: ordered queues of encoded groups between stages. The hub has both ends.
 
-memory    within the launcher's process
-files     in the run directory, so that a resumed run finds what was not trained on
+files     in the run directory, so that a resumed run finds what was not trained on, or in memory
 redis     the same in a Redis server
 """
 

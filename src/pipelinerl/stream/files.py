@@ -1,4 +1,4 @@
-"""A stream in a file that survives the launcher: an SQLite database, which only this process has open.
+"""A stream in a file that survives the launcher, or in memory: an SQLite database, which only this process has open.
 
 Groups are in `rollouts.jsonl` anyway, so their stream has only their places there. The journal is a write-ahead log: an
 append is one write without a sync. A process that is killed leaves the last complete transaction.
@@ -41,14 +41,15 @@ class FileStream(GroupStream):
 
     NAME = "stream.sqlite"
 
-    def __init__(self, directory: Path, records: Path | None = None) -> None:
-        """`records`: the file that has the items whose place is given."""
+    def __init__(self, directory: Path | None = None, records: Path | None = None) -> None:
+        """`directory`: None for a stream in memory. `records`: the file that has the items whose place is given."""
         super().__init__()
-        self._path, self._records = directory / self.NAME, records
+        self._path, self._records = directory / self.NAME if directory else Path(":memory:"), records
         self._cache: dict[int, bytes] = {}
         self._cached_bytes = 0
         with self._errors_explained():
-            directory.mkdir(parents=True, exist_ok=True)
+            if directory:
+                directory.mkdir(parents=True, exist_ok=True)
             self._database = sqlite3.connect(self._path, timeout=0, isolation_level=None, check_same_thread=False)
         try:
             with self._errors_explained():

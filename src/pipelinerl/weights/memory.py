@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from pipelinerl.errors import WeightUpdateError
-from pipelinerl.hub import wire
-from pipelinerl.interfaces import Messages
 from pipelinerl.weights.layout import Layout
 from pipelinerl.weights.receiving import Receiver
 from pipelinerl.weights.sending import Sender
@@ -40,18 +38,19 @@ class DirectMessages:
 
 
 class MemoryWeightSender(Sender):
-    """Sends to `receiver`. A new update replaces one that was not taken yet."""
+    """Sends to `receiver`, which takes the copies themselves. A new update replaces one that was not taken yet."""
 
     def __init__(self) -> None:
         here, there = DirectMessages.pair()
         super().__init__(here, 1)
         self._tensors: Mapping[str, Tensor] = {}
-        self.receiver = MemoryWeightReceiver(there, lambda: self._tensors)
+        self.receiver = Receiver(there, lambda _: self._tensors)
 
     def close(self) -> None:
         """Nothing to release."""
 
-    def _buffer(self, layout: Layout) -> Mapping[str, Tensor]:
+    def _buffer(self, layout: Layout, source: torch.device | None) -> Mapping[str, Tensor]:
+        del source
         self._tensors = self._tensors or layout.views(torch.empty(layout.buffer_bytes, dtype=torch.uint8))
         return self._tensors
 
@@ -60,14 +59,3 @@ class MemoryWeightSender(Sender):
         if (taken := self.receiver.taken) is not None:
             raise WeightUpdateError(f"the engine took weights of version {taken.version} without a receipt")
         return True
-
-
-class MemoryWeightReceiver(Receiver):
-    """Takes the sender's own copies."""
-
-    def __init__(self, hub: Messages, copies: Callable[[], Mapping[str, Tensor]]) -> None:
-        super().__init__(hub)
-        self._copies = copies
-
-    def _tensors(self, offer: wire.Offer) -> Mapping[str, Tensor]:  # noqa: ARG002 - others verify by it
-        return self._copies()

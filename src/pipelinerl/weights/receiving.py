@@ -16,16 +16,16 @@ from pipelinerl.weights.layout import mapped, pin_all
 
 
 class Receiver:
-    """A `WeightReceiver` whose updates have no tensors: of an engine that consists of servers, which read or receive them.
-
-    `taken`: an update that was not acknowledged yet. `meeting`: where receivers of a broadcast meet; None until the first
-    call of `offered` is answered.
+    """A `WeightReceiver`. `taken`: an update that was not acknowledged yet. `meeting`: where receivers of a broadcast meet;
+    None until the first call of `offered` is answered.
     """
 
-    def __init__(self, hub: Messages) -> None:
+    def __init__(self, hub: Messages, tensors: Callable[[wire.Offer], Mapping[str, Tensor]] = lambda _: {}) -> None:
+        """`tensors`: those of an update that is taken. None for an engine of servers, which read or receive them."""
         self.taken: wire.Offer | None = None
         self.meeting: wire.Meeting | None = None
-        self._hub, self._asked, self._seen = hub, False, 0
+        self._hub, self._tensors = hub, tensors
+        self._asked, self._seen = False, 0
         self._offer: wire.Offer | None = None
         hub.handle(wire.Offer, self._on_offer)
         hub.handle(wire.Meeting, self._on_meeting)
@@ -62,10 +62,6 @@ class Receiver:
     def close(self) -> None:
         """Release the memory; views returned by `poll` stay valid."""
 
-    def _tensors(self, offer: wire.Offer) -> Mapping[str, Tensor]:  # noqa: ARG002 - others verify by it
-        """The tensors of an update that is taken."""
-        return {}
-
     def _on_offer(self, offer: wire.Offer) -> None:
         if offer.number > self._seen:  # one that asked while it was offered gets it twice
             self._offer, self._seen = offer, offer.number
@@ -79,7 +75,7 @@ class SharedWeightReceiver(Receiver):
 
     def __init__(self, fd: int, hub: Messages, device: str = "cpu") -> None:
         """`device`: where the engine computes. A GPU reads the file directly: it is pinned until `close`."""
-        super().__init__(hub)
+        super().__init__(hub, self._mapped)
         self._fd, self._device = fd, device
         self._views: dict[str, Tensor] = {}
         self._unpin: Callable[[], object] = lambda: None
@@ -89,7 +85,7 @@ class SharedWeightReceiver(Receiver):
         self._unpin()
         self._views = {}
 
-    def _tensors(self, offer: wire.Offer) -> Mapping[str, Tensor]:
+    def _mapped(self, offer: wire.Offer) -> Mapping[str, Tensor]:
         if not self._views:
             self._views = mapped(self._fd)
             if self._device != "cpu":

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,9 @@ from pipelinerl.errors import ReplacedError, WeightUpdateError
 from pipelinerl.files import remedy
 from pipelinerl.hub import wire
 from pipelinerl.interfaces import Messages
-from pipelinerl.models.state import checksum, digests_of, first_names, not_finite, on_gpu
+from pipelinerl.models.state import checksum, device_checksum, digests_of, first_names, not_finite, on_gpu
 from pipelinerl.types import UpdateReceipt, WeightTransfer
-from pipelinerl.weights.layout import Layout, layout_of, make_buffer, pin_all, require_same
+from pipelinerl.weights.layout import Layout, layout_of, make_buffer, pin_all
 
 _POLL_S = 0.0005
 
@@ -53,7 +54,6 @@ class Sender(ABC):
         self._sent: wire.Offer | None = None
         self._offered = 0  # number of the update that engines may take
         self._begin_s = self._sent_s = 0.0  # time.monotonic
-        self._source: torch.device | None = None  # the GPU of the tensors, if they are on one
         self._path = ""  # of the file that the update is in, if it has a name
         self._inbox: list[UpdateReceipt] = []
         self._problem: str | None = None
@@ -67,27 +67,29 @@ class Sender(ABC):
         """
         if self._sent is not None and version <= self._sent.version:
             raise WeightUpdateError(f"weight versions must rise: {version} was sent after {self._sent.version}")
-        layout = layout_of(tensors)
-        if self._layout is not None:
-            require_same(self._layout, layout)
-        self._source = next(iter(tensors.values())).device if on_gpu(tensors) else None
-        copies = self._buffer(layout) if self._wait_for_answers() else None
+        layout, source = layout_of(tensors), next(iter(tensors.values())).device if on_gpu(tensors) else None
+        if self._layout not in (None, layout):
+            raise WeightUpdateError("the weights differ from those of earlier updates in names, types, shapes or tying")
+        copies = self._buffer(layout, source) if self._wait_for_answers() else None
         if copies is None:
             return ""
         self._begin_s = time.monotonic()
         with torch.no_grad():
-            for name, first in first_names(tensors).items():
-                if name == first:
-                    copies[name].copy_(tensors[name], non_blocking=tensors[name].is_cuda)
+            for name in dict.fromkeys(first_names(tensors).values()):
+                copies[name].copy_(tensors[name], non_blocking=tensors[name].is_cuda)
         for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
         self.digests = digests_of(copies)
-        digest, sums = checksum(copies, self.digests), source_checksum(tensors)
-        number = self._sent.number + 1 if self._sent else 1
         self._layout, self._sent_s = layout, time.monotonic()
-        self._sent = wire.Offer(number=number, version=version, checksum=digest, device_checksum=sums, path=self._path)
+        self._sent = wire.Offer(
+            number=self._sent.number + 1 if self._sent else 1,
+            version=version,
+            checksum=checksum(copies, self.digests),
+            device_checksum="" if source is None or not_finite(tensors) else device_checksum(tensors),
+            path=self._path,
+        )
         self._publish(self._sent)
-        return digest
+        return self._sent.checksum
 
     def unanswered(self) -> Sequence[str]:
         """The engines that have not acknowledged the last update. While there are any, `send` would wait."""
@@ -103,8 +105,11 @@ class Sender(ABC):
         return receipts
 
     @abstractmethod
-    def _buffer(self, layout: Layout) -> Mapping[str, Tensor] | None:
-        """Memory for the next update; nobody reads it any more. None if the run is ending."""
+    def _buffer(self, layout: Layout, source: torch.device | None) -> Mapping[str, Tensor] | None:
+        """Memory for the next update; nobody reads it any more. None if the run is ending.
+
+        `source`: the GPU of the tensors, if they are on one.
+        """
 
     def _publish(self, offer: wire.Offer) -> None:
         """Make the update available: by default it is, as soon as the copies are made."""
@@ -117,17 +122,24 @@ class Sender(ABC):
 
     def _wait_for_answers(self) -> bool:
         """Wait until all engines have acknowledged the previous update. False if `give_up` returned True meanwhile."""
-        deadline_s = time.monotonic() + self._timeout_s
-        while missing := self.unanswered():
+        if not self._wait_while(self.unanswered, self._timeout_s):
+            return False
+        if missing := self.unanswered():
+            assert self._sent is not None  # noqa: S101 - nothing can be missing before the first update
+            raise WeightUpdateError(
+                f"engine {', '.join(missing)} did not answer weights of version {self._sent.version} in the "
+                f"{time.monotonic() - self._sent_s:.1f} s since they were sent (bound: {self._timeout_s:g} s)"
+            )
+        return True
+
+    def _wait_while(self, pending: Callable[[], object], bound_s: float = inf) -> bool:
+        """Wait for at most `bound_s`. False if `give_up` returned True meanwhile. Raises the errors of engines."""
+        deadline_s = time.monotonic() + bound_s
+        while pending() and time.monotonic() < deadline_s:
+            self._hub.take()
             if self._give_up():
                 return False
             self._raise_problem()
-            if time.monotonic() > deadline_s:
-                assert self._sent is not None  # noqa: S101 - nothing can be missing before the first update
-                raise WeightUpdateError(
-                    f"engine {', '.join(missing)} did not answer weights of version {self._sent.version} in the "
-                    f"{time.monotonic() - self._sent_s:.1f} s since they were sent (bound: {self._timeout_s:g} s)"
-                )
             time.sleep(_POLL_S)
         self._raise_problem()
         return True
@@ -148,6 +160,18 @@ class Sender(ABC):
     def _raise_problem(self) -> None:
         if self._problem is not None:
             raise WeightUpdateError(self._problem)
+
+
+def complaint(receipt: UpdateReceipt, sent: wire.Offer) -> str | None:
+    """An error message if the receipt does not prove that the engine holds the update, or None."""
+    if receipt.error is not None:
+        return f"engine {receipt.engine!r} did not apply weights of version {sent.version}: {receipt.error}"
+    if receipt.checksum != sent.checksum:
+        return (
+            f"engine {receipt.engine!r} says it took weights of version {sent.version}, but holds others: checksum "
+            f"{receipt.checksum}, sent {sent.checksum} (are its parameters of the same type as those sent?)"
+        )
+    return None
 
 
 class SharedWeightSender(Sender):
@@ -171,13 +195,12 @@ class SharedWeightSender(Sender):
         if isinstance(self._file, WeightFolder):
             with suppress(WeightUpdateError, ReplacedError):  # `receipts` reports failures; `close` does not
                 self._wait_for_answers()
+            self._file.close()
         for unpin in self._unpin:
             unpin()
         self._copies.clear()
-        if isinstance(self._file, WeightFolder):
-            self._file.close()
 
-    def _buffer(self, layout: Layout) -> Mapping[str, Tensor]:
+    def _buffer(self, layout: Layout, source: torch.device | None) -> Mapping[str, Tensor]:
         if not self._copies:
             size = layout.buffer_bytes
             try:
@@ -187,8 +210,8 @@ class SharedWeightSender(Sender):
                 raise WeightUpdateError(
                     f"no room for a copy of the weights ({size / 1e6:.0f} MB): {error.strerror or error}; {remedy(error)}"
                 ) from error
-            if self._source is not None:
-                self._unpin = [pin_all(tensors, self._source) for _, tensors in self._copies]
+            if source is not None:
+                self._unpin = [pin_all(tensors, source) for _, tensors in self._copies]
         self._copies.rotate()
         self._path, tensors = self._copies[0]
         return tensors
@@ -230,12 +253,10 @@ class WeightFolder:
         name = f"{_PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
         unlocked = parent / f".{name}"  # until it is locked: a name that the glob of other processes does not match
         unlocked.mkdir(mode=0o700)
-        self._fds.append(_opened(unlocked / _LOCK))
-        fcntl.flock(self._fds[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(self._new_file(unlocked / _LOCK), fcntl.LOCK_EX | fcntl.LOCK_NB)
         self._directory = directory = unlocked.rename(parent / name)
-        files = {str(path): _opened(path) for path in (directory / f"{number}.safetensors" for number in range(COPIES))}
-        self._fds += files.values()
-        return files
+        paths = [directory / f"{number}.safetensors" for number in range(COPIES)]
+        return {str(path): self._new_file(path) for path in paths}
 
     def close(self) -> None:
         """Remove the directory and its files."""
@@ -244,9 +265,9 @@ class WeightFolder:
         while self._fds:
             os.close(self._fds.pop())
 
-
-def _opened(path: Path) -> int:
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    def _new_file(self, path: Path) -> int:
+        self._fds.append(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        return self._fds[-1]
 
 
 def _remove_if_abandoned(directory: Path) -> None:
@@ -262,26 +283,3 @@ def _remove_if_abandoned(directory: Path) -> None:
         pass
     finally:
         os.close(fd)
-
-
-def source_checksum(tensors: Mapping[str, Tensor]) -> str:
-    """The `device_checksum` of the tensors; "" if they are on the CPU, or have values that are not finite."""
-    if not on_gpu(tensors) or not_finite(tensors):
-        return ""
-    from pipelinerl.models.state import device_checksum  # noqa: PLC0415 - only on a GPU
-
-    return device_checksum(tensors)
-
-
-def complaint(receipt: UpdateReceipt, sent: wire.Offer) -> str | None:
-    """An error message if the receipt does not prove that the engine holds the update, or None."""
-    if receipt.error is not None:
-        return f"engine {receipt.engine!r} did not apply weights of version {sent.version}: {receipt.error}"
-    if receipt.version != sent.version:
-        return f"engine {receipt.engine!r} answered for version {receipt.version}, not {sent.version}"
-    if receipt.checksum != sent.checksum:
-        return (
-            f"engine {receipt.engine!r} says it took weights of version {sent.version}, but holds others: checksum "
-            f"{receipt.checksum}, sent {sent.checksum} (are its parameters of the same type as those sent?)"
-        )
-    return None

@@ -33,7 +33,7 @@ from pipelinerl.interfaces import Verdict, WeightUpdate
 from pipelinerl.schedule import AsyncSchedule, ConventionalSchedule, PipelineSchedule
 from pipelinerl.status.board import MemoryBoard
 from pipelinerl.status.watchdog import find_cycle
-from pipelinerl.stream.memory import MemoryStream
+from pipelinerl.stream.files import FileStream
 from pipelinerl.types import (
     GenerationRequest,
     Group,
@@ -544,7 +544,7 @@ class Harness:
         """`groups`: how many there are; after these, admission says no. `until`, `reached`: of `Evaluations`."""
         self.engine = ScriptedEngine(script, slots=slots, version=version)
         self.receiver = Receiver()
-        self.stream = MemoryStream()
+        self.stream = FileStream()
         self.folder = tempfile.TemporaryDirectory()
         root = Path(self.folder.name)
         self.recorded = root / ROLLOUTS_FILE
@@ -553,7 +553,7 @@ class Harness:
             Limited(schedule or PipelineSchedule(batch_size=4), groups, k), handed_over=in_stream, settled=settled_before
         )
         self.hub = Hub(self.state, self.stream, root, MemoryBoard(), capacity=capacity, drops=when_full == "drop_oldest")
-        self.reader = DirectReader(self.hub)
+        self.reader = DirectReader(self.hub, lambda group: group)
         self.board, admission = self.hub.board, Direct(self.hub)
         admission.open()
         config = ActorConfig(**{"group_size": k, "max_tokens": 20, **config})

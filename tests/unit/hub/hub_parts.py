@@ -18,7 +18,7 @@ from pipelinerl.ledger import GroupLedger
 from pipelinerl.schedule import PipelineSchedule
 from pipelinerl.status.board import MemoryBoard
 from pipelinerl.stream import GroupStream
-from pipelinerl.stream.memory import MemoryStream
+from pipelinerl.stream.files import FileStream
 from pipelinerl.types import Completion, Group, Problem, Rollout, StageStatus, TrainerProgress, Turn, VersionSpan
 
 K = 4
@@ -70,10 +70,10 @@ class Place:
         stream: GroupStream | None = None,
     ) -> None:
         (root / "rollouts").mkdir(parents=True, exist_ok=True)
-        self.records, self.board, self.stream = root / ROLLOUTS_FILE, MemoryBoard(), stream or MemoryStream()
+        self.records, self.board, self.stream = root / ROLLOUTS_FILE, MemoryBoard(), stream or FileStream()
         self.state = make_state(schedule, processes, taken=taken)
         self.state.opened = opened
-        self.prepared = MemoryStream()
+        self.prepared = FileStream()
         self.hub = Hub(
             self.state,
             self.stream,

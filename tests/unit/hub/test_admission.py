@@ -58,13 +58,9 @@ def claim(state: AdmissionState, process: int = 0, version: int = 0) -> int | No
     return state.claim(process, version, K).group
 
 
-def test_indices_are_used_once_and_those_that_are_taken_never() -> None:
+def test_indices_are_used_once_and_those_that_are_taken_never_until_the_trainer_has_reached_its_goal() -> None:
     state = make_state(processes=2, taken=GroupLedger(2, {3}))
     assert [claim(state, turn % 2) for turn in range(5)] == [2, 4, 5, 6, 7]
-
-
-def test_the_end_of_the_run_is_the_end_of_admission() -> None:
-    state = make_state()
     state.trainer = TrainerProgress(goal_reached=True)
     assert "reached its goal" in state.claim(0, 0, K).verdict.waiting_for
 
@@ -82,17 +78,6 @@ def test_the_groups_of_a_dead_process_are_started_again_by_whoever_is_first() ->
         "of both processes with this number"
     )
     assert state.next_index == 6
-
-
-def test_what_a_part_has_done_is_exact() -> None:
-    state = make_state(processes=2)
-    for process in (0, 1, 1, 1):
-        claim(state, process)
-    state.hand_over(1, rollouts=1)
-    state.hand_over(2, rollouts=0, skipped=True)
-    state.replace(1, 1)
-    assert state.parts == {1: ProcessTotals(groups=1, attempts=K, rollouts=1, replaced=1)}
-    assert (state.in_progress, state.handed_over) == ({0: 2 * K}, 0)
 
 
 def test_groups_that_have_not_begun_count_with_the_weights_that_they_will_start_with() -> None:
@@ -184,15 +169,11 @@ def test_a_session_begins_a_round_in_the_middle() -> None:
         assert schedule.may_train(7, 64).allowed
 
 
-def test_the_stock_is_limited_unless_the_run_file_limits_the_stream() -> None:
-    def limit(*flags: str) -> int | None:
-        schedule = make_schedule(load_config(None, ["--trainer.batch_size", "64", "--actor.group_size", "8", *flags]))
-        assert isinstance(schedule, PipelineSchedule)
-        return schedule.stock
-
-    assert limit() == 128
-    assert limit("--stream.capacity", "50") is None
-    assert limit("--stream.when_full", "drop_oldest") is None
+@pytest.mark.parametrize(("flag", "stock"), [("--seed=0", 128), ("--stream.capacity=50", None)])
+def test_the_stock_is_limited_unless_the_run_file_limits_the_stream(flag: str, stock: int | None) -> None:
+    schedule = make_schedule(load_config(None, ["--trainer.batch_size=64", "--actor.group_size=8", flag]))
+    assert isinstance(schedule, PipelineSchedule)
+    assert schedule.stock == stock
 
 
 @given(

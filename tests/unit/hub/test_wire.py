@@ -7,7 +7,7 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from typing import Any
 
 import msgspec
@@ -16,30 +16,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipelinerl.hub import wire
-from pipelinerl.hub.wire import ClosedError, HandOver, Line, Wire
-from pipelinerl.interfaces import Verdict
-from tests.unit.hub.hub_parts import status, trainer_status
+from pipelinerl.hub.wire import ClosedError, HandOver, Wire
+from tests.unit.hub.hub_parts import status
 
 
 @contextmanager
-def two_ends(incoming: Any = wire.ToHub) -> Iterator[tuple[Wire, Wire]]:
-    one, other = (Wire(end, incoming) for end in socket.socketpair())
-    try:
-        yield one, other
-    finally:
-        one.close()
-        other.close()
-
-
-@contextmanager
-def raw_end(incoming: Any = wire.ToHub) -> Iterator[tuple[socket.socket, Wire]]:
-    here, there = socket.socketpair()
-    end = Wire(there, incoming)
-    try:
-        yield here, end
-    finally:
+def two_ends() -> Iterator[tuple[Wire, Wire]]:
+    with raw_end() as (here, there), closing(Wire(here.dup(), wire.ToHub)) as end:
         here.close()
-        end.close()
+        yield end, there
+
+
+@contextmanager
+def raw_end() -> Iterator[tuple[socket.socket, Wire]]:
+    here, there = socket.socketpair()
+    with here, closing(Wire(there, wire.ToHub)) as end:
+        yield here, end
 
 
 def framed(message: msgspec.Struct) -> bytes:
@@ -58,33 +50,6 @@ def received(end: Wire, count: int) -> list[Any]:
             return found
         found += new
     return found
-
-
-MESSAGES: list[msgspec.Struct] = [
-    wire.Hello("training", "m1"),
-    wire.Ask(3, 8, 5, (4, 7)),
-    HandOver(1, 8, False, b"{}"),
-    wire.MayTake(2),
-    wire.Open(),
-    wire.Publish(trainer_status(3)),
-    wire.Take(3, 8),
-    wire.Commit(3),
-    wire.PassOn(2, b"[]"),
-    Line("a.jsonl", b"{}", True),
-    wire.Sync(),
-    wire.Grant(4),
-    wire.Denied(Verdict(False, "the trainer", ("trainer",))),
-    wire.Dropped(3),
-    wire.Item(9, b"{}"),
-    wire.Room(4),
-]
-
-
-@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
-def test_every_message_arrives_as_it_was_sent(message: msgspec.Struct) -> None:
-    with two_ends(wire.ToHub if isinstance(message, wire.ToHub) else wire.ToWorker) as (one, other):
-        one.send(message)
-        assert other.receive() == [message]
 
 
 @settings(max_examples=60)

@@ -23,7 +23,15 @@ from pipelinerl.config.schema import (
     TrainerConfig,
     WeightsConfig,
 )
-from pipelinerl.errors import PipelineRLError, RankLostError, StageDiedError, StalledError, StreamError, UserError
+from pipelinerl.errors import (
+    PipelineRLError,
+    RankLostError,
+    StageDiedError,
+    StalledError,
+    StreamError,
+    UserError,
+    WeightUpdateError,
+)
 from pipelinerl.launch.hosts import host as host_module
 from pipelinerl.launch.hosts.host import LocalHost
 from pipelinerl.launch.hosts.processes import Processes
@@ -318,6 +326,9 @@ def test_a_rank_that_the_others_have_ended_for_want_of_is_named(
         assert str(error).startswith(named or "")
 
 
+REFUSED = 9
+
+
 class SlowUpdates:
     """An engine whose updates take `seconds`, as those of a server that is started again; and the trainer's last offers."""
 
@@ -325,29 +336,39 @@ class SlowUpdates:
         self.version, self._seconds, self._versions = 0, seconds, list(versions)
         self._offer_s = 0.0
 
-    async def update_weights(self, version: int) -> int:
+    async def update_weights(self, update: Any) -> Any:
         await asyncio.sleep(self._seconds)
         self._offer_s = time.monotonic() + 0.1
-        self.version = version
-        return version
+        refused = update.version == REFUSED
+        self.version = self.version if refused else update.version
+        return SimpleNamespace(engine="e", version=update.version, error="out of memory" if refused else None)
 
-    def poll(self) -> int | None:
-        return self._versions.pop(0) if self._versions and time.monotonic() >= self._offer_s else None
+    def poll(self) -> Any:
+        there = self._versions and time.monotonic() >= self._offer_s
+        return SimpleNamespace(version=self._versions.pop(0)) if there else None
 
-    def acknowledge(self, version: int) -> None:
-        assert version == self.version
+    def acknowledge(self, receipt: Any) -> None:
+        assert receipt.version in {self.version, REFUSED}
 
 
-@pytest.mark.parametrize("offered", [(1, 2), (1,)])
-def test_the_wait_for_the_last_weights_begins_again_with_each_that_arrived(offered: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("offered", "error"),
+    [
+        ((1, 2), ""),
+        ((1,), r"reached version 2 .* has version 1"),
+        ((1, REFUSED), "engine 'e' did not apply weights of version 9: out of memory"),
+    ],
+)
+def test_the_wait_for_the_last_weights_begins_again_with_each_that_arrived(offered: tuple[int, ...], error: str) -> None:
+    """An engine that refuses the last ones says why: the trainer may have ended, and reads no receipt."""
     engine = SlowUpdates(0.4, *offered)
     stage = SimpleNamespace(_receiver=engine, _trainer=SimpleNamespace(version=2))
     work = Generation._take_weights(
         cast(Generation, stage), cast(Any, engine), lambda: False, until=lambda: engine.version == 2, timeout_s=0.3
     )
-    if offered == (1, 2):
+    if error:
+        with pytest.raises((StalledError, WeightUpdateError), match=error):
+            asyncio.run(work)
+    else:
         asyncio.run(work)
         assert engine.version == 2
-    else:
-        with pytest.raises(StalledError, match=r"reached version 2 .* has version 1"):
-            asyncio.run(work)

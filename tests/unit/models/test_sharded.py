@@ -74,14 +74,10 @@ def test_a_tied_head_is_in_one_unit_with_the_embedding(tmp_path: Path, tied: boo
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
 
 
-def test_a_model_has_no_memory_before_its_rows_come(tmp_path: Path) -> None:
-    model = empty_model(saved(tmp_path))
-    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-
-
 def test_a_model_that_has_other_tensors_than_its_code_is_refused(tmp_path: Path) -> None:
     config = saved(tmp_path)
     model, whole = empty_model(config), load_model(config)
+    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())), "it has no memory before its rows come"
     whole.register_buffer("extra", torch.zeros(1))
     with pytest.raises(
         UnsupportedModelError, match=r"LlamaForCausalLM can't be sharded: 1 only in .* \(extra\); set it to 1"

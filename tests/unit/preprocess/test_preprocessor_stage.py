@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any, cast
 from unittest import mock
 
 import msgspec
@@ -17,49 +19,45 @@ from pipelinerl.checkpoint import QueueCounts, QueuePosition
 from pipelinerl.config.schema import PreprocessConfig
 from pipelinerl.errors import RolloutError, StreamError
 from pipelinerl.hub import wire
-from pipelinerl.hub.client import HubReader, PreparedWriter
+from pipelinerl.hub.client import HubReader
 from pipelinerl.hub.hub import ROLLOUTS_FILE, Hub
 from pipelinerl.hub.server import HubServer, WorkerKind
 from pipelinerl.launch.resume import take_back
 from pipelinerl.launch.session import KeptGroup
 from pipelinerl.launch.streams import PREPARED, ROLLOUTS
 from pipelinerl.ledger import GroupLedger
-from pipelinerl.preprocess import PreparingReader, Preprocessor, PreprocessorStage, newest_version
+from pipelinerl.preprocess import Preprocessor, PreprocessorStage, newest_version
 from pipelinerl.schedule import PipelineSchedule
 from pipelinerl.status.board import MemoryBoard
 from pipelinerl.stream.files import FileStream
 from pipelinerl.trainer.queue import SampleQueue
 from pipelinerl.types import Group, Prepared
-from tests.unit.group_stream import GroupStream
 from tests.unit.hub.hub_parts import Asking, Worker, make_state
 from tests.unit.trainer.test_queue import ids, make_group, pull_all
 
+PREPROCESSOR = Preprocessor(PreprocessConfig())
 PREPROCESSING, TRAINING = WorkerKind(reads="rollouts"), WorkerKind(reads="prepared", follows=True)
 
 
-class Passed:
-    """Where a stage passes groups on: with room for so many that are not read."""
+class Ends:
+    """Both ends of a stage, which read no more groups than there is room for, as the hub's."""
 
-    def __init__(self, capacity: int) -> None:
-        self._capacity, self._items = capacity, list[Prepared]()
+    def __init__(self, groups: Sequence[Group], capacity: int) -> None:
+        self._groups, self._capacity = deque(enumerate(groups)), capacity
+        self.passed_on = list[Prepared]()
 
-    def try_pass_on(self, offset: int, prepared: Prepared) -> bool:
-        if len(self._items) >= self._capacity:
-            return False
-        self._items.append(prepared)
-        return True
+    def read(self, limit: int) -> list[tuple[int, Prepared]]:
+        room = min(limit, self._capacity - len(self.passed_on), len(self._groups))
+        read = [self._groups.popleft() for _ in range(room)]
+        return [(offset, PREPROCESSOR.process(group)) for offset, group in read]
 
-    def read(self) -> list[Prepared]:
-        items, self._items = self._items, []
-        return items
+    def pass_on(self, _: int, prepared: Prepared) -> None:
+        self.passed_on.append(prepared)
 
 
-def stage_over(groups: Sequence[Group], capacity: int = 2) -> tuple[PreprocessorStage, MemoryBoard, Passed]:
-    first, second, board = GroupStream(), Passed(capacity), MemoryBoard()
-    for group in groups:
-        first.write(group)
-    reader = PreparingReader(first, Preprocessor(PreprocessConfig()))
-    return PreprocessorStage(reader, second, board=board), board, second
+def stage_over(groups: Sequence[Group], capacity: int = 2) -> tuple[PreprocessorStage, MemoryBoard, Ends]:
+    ends, board = Ends(groups, capacity), MemoryBoard()
+    return PreprocessorStage(cast(Any, ends), board=board), board, ends
 
 
 def said(board: MemoryBoard) -> tuple[str, str]:
@@ -68,34 +66,18 @@ def said(board: MemoryBoard) -> tuple[str, str]:
     return status.state, status.detail
 
 
-def test_groups_pass_in_order_as_they_would_be_prepared_by_the_trainer() -> None:
+def test_groups_pass_in_order_as_they_would_be_prepared_by_the_trainer_while_there_is_room() -> None:
     groups = [make_group(2), make_group(0), make_group(1)]
-    stage, _, second = stage_over(groups, capacity=3)
-    assert [stage.pump() for _ in range(4)] == [True, True, True, False]
-    preprocessor = Preprocessor(PreprocessConfig())
-    assert second.read() == [preprocessor.process(group) for group in groups]
-
-
-def test_it_says_whom_it_waits_for_and_takes_no_more_than_one_group_ahead() -> None:
-    stage, board, second = stage_over([make_group(i) for i in range(5)])
-    while stage.pump():
-        pass
-    state, detail = said(board)
-    assert state == "waiting"
-    assert "the trainer" in detail
-    assert [item.index for item in second.read()] == [0, 1]
+    stage, board, ends = stage_over(groups)
+    assert [stage.pump() for _ in range(3)] == [True, True, False]
+    assert ends.passed_on == [PREPROCESSOR.process(group) for group in groups[:2]]
+    assert said(board) == ("waiting", "groups from the actor, or the trainer to read prepared groups")
+    ends.passed_on.clear()
     assert stage.pump()
-    assert stage.pump()
-    assert [item.index for item in second.read()] == [2, 3]
-    assert stage.pump()
-    assert not stage.pump()
-    assert said(board)[0] == "waiting"
-    assert "the actor" in said(board)[1]
 
 
 def test_an_error_is_on_the_board_and_raised() -> None:
-    board, reader = MemoryBoard(), mock.Mock(read=lambda limit: [(0, make_group(0, rewards=[float("nan")] * 3))])
-    stage = PreprocessorStage(PreparingReader(reader, Preprocessor(PreprocessConfig())), Passed(1), board=board)
+    stage, board, _ = stage_over([make_group(0, rewards=[float("nan")] * 3)])
     with pytest.raises(RolloutError, match="group 0: reward nan"):
         stage.run(lambda: False)
     assert said(board) == ("failed", "RolloutError")
@@ -144,8 +126,8 @@ class Run:
 
     def begin_preprocessor(self) -> None:
         self.preprocessor = Worker(self.server.connect(PREPROCESSING))
-        reader = PreparingReader(HubReader[Group](self.preprocessor, Group, ahead=1), Preprocessor(PreprocessConfig()))
-        self.stage = PreprocessorStage(reader, PreparedWriter(self.preprocessor), board=MemoryBoard())
+        reader = HubReader(self.preprocessor, Group, ahead=1, prepare=PREPROCESSOR.process)
+        self.stage = PreprocessorStage(reader, board=MemoryBoard())
 
     def act(self, action: str, count: int) -> None:
         match action:

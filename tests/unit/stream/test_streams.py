@@ -23,7 +23,6 @@ from pipelinerl.errors import ConfigError, StreamError
 from pipelinerl.files import JsonLines
 from pipelinerl.stream import GroupStream, files
 from pipelinerl.stream.files import FileStream
-from pipelinerl.stream.memory import MemoryStream
 from tests.limits import small_files
 from tests.redis_server import redis_for_tests
 
@@ -44,7 +43,7 @@ def make(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
     def new() -> Open:
         if request.param == "memory":
-            return MemoryStream
+            return FileStream
         if request.param == "files":
             folder = tmp_path_factory.mktemp("stream")
             return lambda: FileStream(folder / "s")
@@ -121,13 +120,13 @@ def test_any_history_is_that_of_a_list(make: Any, history: list[tuple[str, int]]
 # ------------------------------------------------------------------------------------------------------ in a file
 
 
-def test_a_file_is_open_once(tmp_path: Path) -> None:
-    with closing(FileStream(tmp_path)), pytest.raises(StreamError, match="open already: end the process"):
-        FileStream(tmp_path)
-    FileStream(tmp_path).close()
-
-
-def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+def test_a_file_is_open_once_and_needs_no_memory_shared_through_the_file_system(tmp_path: Path) -> None:
+    with closing(FileStream(tmp_path)) as stream:
+        with pytest.raises(StreamError, match="open already: end the process"):
+            FileStream(tmp_path)
+        stream.append(b"x")
+        assert not list(tmp_path.glob("*-shm")), "the file system may be one of a network"
+        assert sqlite3.threadsafety  # the hub's thread uses what the launcher's opened
     (tmp_path / FileStream.NAME).write_bytes(b"this is no database, and it is long enough to be read as one" * 40)
     with pytest.raises(StreamError, match=r"stream\.sqlite: file is not a database\. Restore it, or delete"):
         FileStream(tmp_path)
@@ -202,14 +201,6 @@ def test_a_killed_resume_changes_nothing(tmp_path: Path) -> None:
         assert stream.waiting == 10
 
 
-def test_a_file_of_a_network_needs_no_shared_memory(tmp_path: Path) -> None:
-    """SQLite's index of the journal is in this process: a file system may be one of a network."""
-    with closing(FileStream(tmp_path)) as stream:
-        stream.append(b"x")
-        assert not list(tmp_path.glob("*-shm"))
-        assert sqlite3.threadsafety  # the hub's thread uses what the launcher's opened
-
-
 @pytest.mark.parametrize("cached", [True, False])
 def test_items_of_a_file_of_records_are_not_written_again(
     cached: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -269,56 +260,33 @@ def test_lost_requests_and_answers_change_nothing(redis_url: str, seed: int) -> 
 
 
 @redis_only
-def test_a_redis_that_keeps_its_data_may_be_killed(tmp_path: Path) -> None:
+def test_a_redis_that_keeps_its_data_may_be_killed_or_full_and_is_named_after_a_bound(tmp_path: Path) -> None:
+    import redis
+
     from pipelinerl.stream.redis import RedisStream
 
     with redis_for_tests(tmp_path) as url:
-        stream = RedisStream(url, "s")
+        stream, impatient = RedisStream(url, "s"), RedisStream(url, "t", patience_s=0.2)
         stream.append(b"0")
-    with redis_for_tests(tmp_path):
+    with pytest.raises(StreamError, match=r"unix://.*: no connection, tried for 0\.\d s .*start Redis"):
+        impatient.append(b"0")
+    with redis_for_tests(tmp_path), redis.Redis.from_url(url) as administrator:
+        administrator.config_set("maxmemory", 1)
+        with pytest.raises(StreamError, match=r"Redis refuses: .*maxmemory"):
+            stream.append(b"1")
+        administrator.config_set("maxmemory", 0)
         assert stream.append(b"1") == 1
         assert [item for _, item in stream.read(9)] == [b"0", b"1"]
         stream.close()
 
 
 @redis_only
-def test_after_a_bound_the_url_and_the_time_are_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("wrong", ["redis://h:70000", "http://h", "redis://:secret@h:1/x?nonsense=1", ""])
+def test_wrong_urls_and_passwords(wrong: str, tmp_path: Path) -> None:
     from pipelinerl.stream.redis import RedisStream
 
-    with redis_for_tests(tmp_path) as url:
-        stream = RedisStream(url, "s", patience_s=0.2)
-    with pytest.raises(StreamError, match=r"unix://.*: no connection, tried for 0\.\d s .*start Redis"):
-        stream.append(b"0")
-
-
-@redis_only
-@pytest.mark.parametrize("wrong", ["redis://h:70000", "http://h", "redis://:secret@h:1/x?nonsense=1"])
-def test_wrong_urls(wrong: str) -> None:
-    from pipelinerl.stream.redis import RedisStream
-
-    with pytest.raises((ConfigError, StreamError), match=r"stream\.url|no connection") as raised, suppress(OverflowError):
-        RedisStream(wrong, "s", patience_s=0.1)
-    assert "secret" not in str(raised.value)
-
-
-@redis_only
-def test_a_wrong_password(tmp_path: Path) -> None:
-    from pipelinerl.stream.redis import RedisStream
-
-    with redis_for_tests(tmp_path, "--requirepass", "right") as url, pytest.raises(ConfigError, match="does not let us in"):
-        RedisStream(url.replace("unix://", "unix://:wrong@"), "s")
-
-
-@redis_only
-def test_a_full_redis_is_named_and_writing_may_be_tried_again(tmp_path: Path) -> None:
-    import redis
-
-    from pipelinerl.stream.redis import RedisStream
-
-    with redis_for_tests(tmp_path) as url, redis.Redis.from_url(url) as administrator:
-        stream = RedisStream(url, "s")
-        administrator.config_set("maxmemory", 1)
-        with pytest.raises(StreamError, match=r"Redis refuses: .*maxmemory"):
-            stream.append(b"0")
-        administrator.config_set("maxmemory", 0)
-        assert stream.append(b"0") == 0
+    expected = r"stream\.url|no connection" if wrong else "does not let us in"
+    with redis_for_tests(tmp_path, "--requirepass", "right") as url, suppress(OverflowError):
+        with pytest.raises((ConfigError, StreamError), match=expected) as raised:
+            RedisStream(wrong or url.replace("unix://", "unix://:secret@"), "s", patience_s=0.1)
+        assert "secret" not in str(raised.value)

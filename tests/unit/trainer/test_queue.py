@@ -14,7 +14,7 @@ from pipelinerl.checkpoint import QueueCounts, QueuePosition
 from pipelinerl.config.schema import PreprocessConfig
 from pipelinerl.errors import StreamError
 from pipelinerl.ledger import GroupLedger
-from pipelinerl.preprocess import PreparingReader, Preprocessor
+from pipelinerl.preprocess import Preprocessor
 from pipelinerl.trainer.queue import Drops, SampleQueue
 from pipelinerl.types import Completion, Group, Problem, Rollout, Turn, spans_from_versions
 from tests.unit.group_stream import GroupStream
@@ -48,11 +48,10 @@ class Setup:
     by_index: bool = False
 
     def queue(self, position: QueuePosition | None = None, counts: QueueCounts | None = None) -> SampleQueue:
-        self.reader = writer = GroupStream()
+        self.reader = GroupStream(Preprocessor(self.config).process)
         for group in self.groups:
-            writer.write(group)
-        reader = PreparingReader(self.reader, Preprocessor(self.config))
-        queue = SampleQueue(reader, by_index=self.by_index, position=position, counts=counts)
+            self.reader.write(group)
+        queue = SampleQueue(self.reader, by_index=self.by_index, position=position, counts=counts)
         if position is not None:
             self.reader.read(position.offset)  # a resumed stream starts at its committed offset
         return queue

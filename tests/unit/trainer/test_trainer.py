@@ -26,7 +26,7 @@ from pipelinerl.metrics.reading import read_json_lines, read_records
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.sinks import JsonlSink
 from pipelinerl.models.state import checksum, digests_of, named_weights
-from pipelinerl.preprocess import PreparingReader, Preprocessor
+from pipelinerl.preprocess import Preprocessor
 from pipelinerl.schedule import ConventionalSchedule, PipelineSchedule
 from pipelinerl.status.board import MemoryBoard
 from pipelinerl.trainer import CheckpointPlan, Learner, SampleQueue, Trainer, TrainerOutput, saving
@@ -115,7 +115,7 @@ class Setup:
         self.sender = MemoryWeightSender()
         self.engine = Engine(self.sender, noise)
         self.board = MemoryBoard()
-        self.writer = reader = GroupStream()
+        self.writer = GroupStream(Preprocessor(PreprocessConfig()).process)
         model, state = tiny_llama(), CheckpointState(version=0)
         path = latest_checkpoint(run_dir) if resume else None
         if path is not None:
@@ -125,8 +125,7 @@ class Setup:
             checkpoint = load_checkpoint(path)
             state = checkpoint.state
             self.learner.load_optimizer(checkpoint)
-        prepared = PreparingReader(reader, Preprocessor(PreprocessConfig()))
-        self.queue = SampleQueue(prepared, position=state.positions, counts=state.counters.queue)
+        self.queue = SampleQueue(self.writer, position=state.positions, counts=state.counters.queue)
         tokenizer = Tokenizer(models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
         (run_dir / "rollouts").mkdir(exist_ok=True)
         self.trainer = Trainer(

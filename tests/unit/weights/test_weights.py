@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.files import shared_memory
-from pipelinerl.hub.client import HubClient
-from pipelinerl.hub.server import HubServer, WorkerKind
 from pipelinerl.interfaces import WeightReceiver, WeightSender
 from pipelinerl.models.state import checksum, device_checksum, load_weights, named_weights, not_finite
 from pipelinerl.serving.incoming import read_file
@@ -33,10 +27,7 @@ from pipelinerl.weights.memory import MemoryWeightSender
 from pipelinerl.weights.receiving import Receiver, SharedWeightReceiver
 from pipelinerl.weights.sending import SharedWeightSender, WeightFolder
 from tests.limits import small_files
-from tests.unit.hub.hub_parts import Place
 from tests.unit.weights.relay import Relay
-
-ROOT = Path(__file__).parents[3]
 
 
 class Tied(nn.Module):
@@ -76,69 +67,54 @@ def test_every_name_of_every_parameter_and_persistent_buffer() -> None:
     assert not any(weight.requires_grad for weight in weights.values())
 
 
-def test_the_checksum_is_of_names_types_shapes_and_bytes() -> None:
+def test_the_checksum_is_of_names_types_shapes_and_bytes_in_any_order_and_memory_layout() -> None:
     weights = named_weights(Tied())
     digest = checksum(weights)
     assert len(digest) == 32
-    assert checksum(named_weights(Tied())) == digest
-    assert checksum(dict(reversed(weights.items()))) == digest
-    assert checksum({name: weight.clone() for name, weight in weights.items()}) == digest
-
-    def changed(name: str, weight: Tensor) -> str:
-        return checksum({**weights, name: weight})
-
-    others = {
-        checksum({**weights, "extra": torch.zeros(0)}),
-        checksum({("renamed" if name == "scale" else name): weight for name, weight in weights.items()}),
-        changed("embed.weight", weights["embed.weight"].reshape(6, 11)),
-        changed("embed.weight", weights["embed.weight"].view(torch.int32)),
-        changed("embed.weight", weights["embed.weight"] + 1e-6),
-        changed("scale", weights["scale"] + 1),
-        changed("middle.bias", weights["middle.bias"].float()),
+    strided = weights["embed.weight"].t().contiguous().t()
+    for equal in (named_weights(Tied()), dict(reversed(weights.items())), {**weights, "embed.weight": strided}):
+        assert checksum(equal) == digest
+    changes = {
+        "extra": torch.zeros(0),
+        "embed.weight": weights["embed.weight"].reshape(6, 11),
+        "head.weight": weights["head.weight"].view(torch.int32),
+        "scale": weights["scale"] + 1e-6,
+        "middle.bias": weights["middle.bias"].float(),
     }
-    assert len(others) == 7
-    assert digest not in others
-
-
-@given(st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool]), st.integers(0, 3))
-def test_the_checksum_sees_values_not_memory_layout(dtype: torch.dtype, rows: int) -> None:
-    tensor = torch.arange(rows * 5).reshape(rows, 5).to(dtype)
-    strided = torch.empty(5, rows, dtype=dtype).t().copy_(tensor)
-    assert checksum({"x": strided}) == checksum({"x": tensor})
-    assert checksum({"x": torch.cat([tensor, tensor])[:rows]}) == checksum({"x": tensor})
+    others = {checksum({**weights, name: changed}) for name, changed in changes.items()}
+    others.add(checksum({("renamed" if name == "scale" else name): weight for name, weight in weights.items()}))
+    assert len(others - {digest}) == 6
 
 
 def test_loading_copies_everything_in_place() -> None:
     source, target = Tied(seed=1), Tied(seed=2)
     places = {name: weight.data_ptr() for name, weight in named_weights(target).items()}
-    load_weights(target, named_weights(source))
+    load_weights(target, {name: weight.clone() for name, weight in named_weights(source).items()})
     assert same(named_weights(target), named_weights(source))
     assert {name: weight.data_ptr() for name, weight in named_weights(target).items()} == places
     assert target.embed.weight.requires_grad
-    load_weights(target, {name: weight.clone() for name, weight in named_weights(Tied(seed=3)).items()})
-    assert checksum(named_weights(target)) == checksum(named_weights(Tied(seed=3)))
 
 
-def test_loading_what_does_not_fit_lists_the_differences_and_changes_nothing() -> None:
+@pytest.mark.parametrize(
+    ("tied", "changes", "complaints"),
+    [
+        (
+            True,
+            {"middle.bias": None, "tail": torch.zeros(1), "scale": torch.zeros(2)},
+            ["1 missing (middle.bias)", "1 unknown (tail)", "scale (2,), the model has ()"],
+        ),
+        (False, {}, ["tied in the model but not equal (embed.weight and head.weight)"]),
+    ],
+)
+def test_loading_what_does_not_fit_lists_the_differences_and_changes_nothing(
+    tied: bool, changes: dict[str, Tensor | None], complaints: list[str]
+) -> None:
     target = Tied(seed=2)
     before = checksum(named_weights(target))
-    weights = named_weights(Tied(seed=1))
-    del weights["middle.bias"]
-    weights["tail"] = torch.zeros(1)
-    weights["scale"] = torch.zeros(2)
+    changed = {**named_weights(Tied(seed=1, tied=tied)), **changes}
     with pytest.raises(WeightUpdateError) as caught:
-        load_weights(target, weights)
-    assert "1 missing (middle.bias)" in str(caught.value)
-    assert "1 unknown (tail)" in str(caught.value)
-    assert "scale (2,), the model has ()" in str(caught.value)
-    assert checksum(named_weights(target)) == before
-
-
-def test_untied_weights_do_not_load_into_a_tied_model() -> None:
-    target = Tied(seed=2)
-    before = checksum(named_weights(target))
-    with pytest.raises(WeightUpdateError, match=r"tied in the model but not equal \(embed.weight and head.weight\)"):
-        load_weights(target, named_weights(Tied(seed=1, tied=False)))
+        load_weights(target, {name: weight for name, weight in changed.items() if weight is not None})
+    assert [text for text in complaints if text not in str(caught.value)] == []
     assert checksum(named_weights(target)) == before
 
 
@@ -194,8 +170,10 @@ def test_updates_arrive_exactly_and_once(ends: Ends) -> None:
     assert receiver.poll() is None
     assert list(sender.receipts()) == []
     for version in (0, 1, 5, 6):
-        weights = named_weights(Tied(seed=version))
-        digest = sender.send(version, weights)
+        model, weights = Tied(seed=version), named_weights(Tied(seed=version))
+        digest = sender.send(version, named_weights(model))
+        with torch.no_grad():
+            model.embed.weight.add_(1)  # what was sent is a copy
         assert digest == checksum(weights)
         assert receiver.offered() == receiver.offered() == version
         update = receiver.poll()
@@ -213,22 +191,19 @@ def test_updates_arrive_exactly_and_once(ends: Ends) -> None:
     receiver.close()
 
 
-def test_what_was_sent_is_a_copy(ends: Ends) -> None:
+def test_versions_rise_and_only_what_was_taken_is_acknowledged(ends: Ends) -> None:
     sender, receiver = ends
-    model = Tied()
-    digest = sender.send(0, named_weights(model))
-    with torch.no_grad():
-        model.embed.weight.add_(1)
-    update = receiver.poll()
-    assert update is not None
-    assert checksum(update.tensors) == digest != checksum(named_weights(model))
 
+    def refused() -> None:
+        with pytest.raises(ValueError, match="waiting for a receipt"):
+            receiver.acknowledge(receipt(3, ""))
 
-def test_versions_rise(ends: Ends) -> None:
-    sender, receiver = ends
+    refused()
     digest = sender.send(3, named_weights(Tied()))
+    refused()
     assert receiver.poll() is not None
     receiver.acknowledge(receipt(3, digest))
+    refused()
     for version in (3, 2):
         with pytest.raises(WeightUpdateError, match=f"must rise: {version} was sent after 3"):
             sender.send(version, named_weights(Tied()))
@@ -238,7 +213,6 @@ def test_versions_rise(ends: Ends) -> None:
     ("answer", "complaint"),
     [
         (receipt(0, "0" * 32), "'engine-0' says it took weights of version 0, but holds others: checksum 000"),
-        (receipt(1, ""), "answered for version 1, not 0"),
         (receipt(0, "", error="out of memory"), "did not apply weights of version 0: out of memory"),
     ],
 )
@@ -252,19 +226,6 @@ def test_a_receipt_for_anything_else_is_an_error_from_then_on(ends: Ends, answer
             sender.receipts()
         with pytest.raises(WeightUpdateError, match=complaint):
             sender.send(1, named_weights(Tied()))
-
-
-def test_only_what_was_taken_is_acknowledged(ends: Ends) -> None:
-    sender, receiver = ends
-    with pytest.raises(ValueError, match="waiting for a receipt"):
-        receiver.acknowledge(receipt(0, ""))
-    digest = sender.send(0, named_weights(Tied()))
-    with pytest.raises(ValueError, match="waiting for a receipt"):
-        receiver.acknowledge(receipt(0, digest))
-    receiver.poll()
-    receiver.acknowledge(receipt(0, digest))
-    with pytest.raises(ValueError, match="waiting for a receipt"):
-        receiver.acknowledge(receipt(0, digest))
 
 
 def test_an_update_that_was_taken_and_not_answered_stops_the_next(ends: Ends) -> None:
@@ -284,10 +245,9 @@ def test_bytes_and_time_of_the_last_transfer_are_known(ends: Ends) -> None:
         receiver.poll()
         receiver.acknowledge(receipt(version, digest))
         assert (transfer := sender.transfer) is not None
-        assert (transfer.version, transfer.encoding) == (version, "full")
-        assert 0 < transfer.time_s < time.monotonic() - begin_s
         size = sum(weight.nbytes for name, weight in named_weights(Tied()).items() if name != "head.weight")
-        assert size <= transfer.bytes < size + 5 * 64, "each of five tensors may be followed by a gap"
+        assert (transfer.version, transfer.encoding, transfer.bytes) == (version, "full", size)
+        assert 0 < transfer.time_s < time.monotonic() - begin_s
 
 
 def test_the_sums_of_the_trainers_gpu_come_with_an_update(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,19 +271,17 @@ def test_the_sums_of_the_trainers_gpu_come_with_an_update(ends: Ends, monkeypatc
 # Shared memory
 
 
-def test_changed_weights_are_refused_by_name(file: Shared) -> None:
-    sender = file.sender()
-    weights = named_weights(Tied())
+def test_changed_weights_are_refused(file: Shared) -> None:
+    sender, weights = file.sender(), named_weights(Tied())
     sender.send(0, weights)
-    changes = {
-        "tail": {**weights, "tail": torch.zeros(1)},
-        "embed.weight, head.weight": {**weights, **dict.fromkeys(["embed.weight", "head.weight"], torch.zeros(12, 6))},
-        "middle.bias": {name: weight for name, weight in weights.items() if name != "middle.bias"},
-        "scale": {**weights, "scale": weights["scale"].double()},
-        "head.weight": {**weights, "head.weight": weights["head.weight"].clone()},
-    }
-    for names, changed in changes.items():
-        with pytest.raises(WeightUpdateError, match=f"earlier updates in names, types, shapes or tying: {names}"):
+    for changed in (
+        {**weights, "tail": torch.zeros(1)},
+        {**weights, **dict.fromkeys(["embed.weight", "head.weight"], torch.zeros(12, 6))},
+        {name: weight for name, weight in weights.items() if name != "middle.bias"},
+        {**weights, "scale": weights["scale"].double()},
+        {**weights, "head.weight": weights["head.weight"].clone()},
+    ):
+        with pytest.raises(WeightUpdateError, match="differ from those of earlier updates"):
             sender.send(1, changed)
 
 
@@ -351,7 +309,6 @@ def test_on_gpus_both_ends_pin_the_buffers_until_they_close(file: Shared, monkey
 
     monkeypatch.setattr("pipelinerl.models.device.pin", pin)
     monkeypatch.setattr(sending, "on_gpu", lambda _: True)
-    monkeypatch.setattr(sending, "source_checksum", lambda *_: "")
     sender, receiver = file.sender(), file.receiver(device="cuda:1")
     for version in range(3):
         digest = sender.send(version, named_weights(Tied()))
@@ -368,7 +325,8 @@ def test_the_host_hashes_what_a_gpu_will_not_verify(on_gpu: bool, file: Shared, 
     hashed: list[str] = []
     monkeypatch.setattr("pipelinerl.models.device.pin", lambda *_: lambda: None)
     monkeypatch.setattr(receiving, "checksum", lambda tensors: hashed.append(checksum(tensors)) or hashed[-1])
-    monkeypatch.setattr(sending, "source_checksum", lambda *_: "of the device" if on_gpu else "")
+    monkeypatch.setattr(sending, "on_gpu", lambda _: on_gpu)
+    monkeypatch.setattr(sending, "device_checksum", lambda _: "of the device")
     sender, receiver = file.sender(), file.receiver(device="cuda:1")
     digest = sender.send(0, named_weights(Tied()))
     update = receiver.poll()
@@ -465,75 +423,6 @@ def test_no_room_is_said_with_numbers(file: Shared) -> None:
     sender = file.sender()
     with small_files(1 << 20), pytest.raises(WeightUpdateError, match=r"no room for a copy of the weights \(4 MB\)"):
         sender.send(0, {"x": torch.zeros(1 << 20)})
-
-
-# Shared memory between processes
-
-ENGINE = """
-import socket
-import sys
-import time
-import torch
-from pipelinerl.hub.client import HubClient
-from pipelinerl.models.state import checksum, first_names, load_weights, named_weights
-from pipelinerl.types import UpdateReceipt
-from pipelinerl.weights.receiving import SharedWeightReceiver
-from tests.unit.weights.test_weights import Tied
-
-fd, connected, index, last = map(int, sys.argv[1:])
-hub = HubClient(socket.socket(fileno=connected))
-receiver = SharedWeightReceiver(fd, hub)
-model = Tied(seed=1234)
-version = -1
-while version < last:
-    update = receiver.poll()
-    if update is None:
-        time.sleep(0.0002)
-        continue
-    assert update.version > version, (update.version, version)
-    version = update.version
-    load_weights(model, update.tensors)
-    # Every tensor of an update is filled with its version: a mix of two updates would show.
-    values = {float(value) for tensor in update.tensors.values() for value in tensor.unique()}
-    error = None if values == {float(version)} else f"a mix of {values}"
-    tied = model.head.weight.data_ptr() == model.embed.weight.data_ptr()
-    receiver.acknowledge(UpdateReceipt(engine=f"engine-{index}", version=version,
-        checksum=checksum(named_weights(model)), pause_s=0.0, sequences_in_flight=int(tied), error=error))
-hub.close()
-"""
-
-
-@pytest.mark.slow
-def test_two_engines_in_processes_of_their_own_never_see_a_mix(file: Shared, tmp_path: Path) -> None:
-    last = 100  # exact in bfloat16
-    with HubServer(Place(tmp_path, processes=2).hub) as server, ExitStack() as stack:
-        hub = stack.enter_context(closing(HubClient(server.connect(WorkerKind(follows=True)))))
-        engines = []
-        for index in range(2):
-            with server.connect(WorkerKind(process=index)) as connected:
-                fds = [file.fd, connected.fileno()]
-                command = [sys.executable, "-c", ENGINE, *map(str, fds), str(index), str(last)]
-                engines.append(subprocess.Popen(command, pass_fds=fds, cwd=ROOT))
-            stack.callback(engines[-1].wait)
-            stack.callback(engines[-1].kill)
-        sender = SharedWeightSender(file.fd, hub, 2, timeout_s=100)
-        model = Tied()
-        receipts: list[UpdateReceipt] = []
-        for version in range(last + 1):
-            with torch.no_grad():
-                for weight in named_weights(model).values():
-                    weight.fill_(version)
-            sender.send(version, named_weights(model))
-            receipts += sender.receipts()
-        for engine in engines:
-            assert engine.wait(timeout=60) == 0
-        while sender.unanswered():
-            time.sleep(0.001)
-        receipts += sender.receipts()
-    for index in range(2):
-        mine = [one for one in receipts if one.engine == f"engine-{index}"]
-        assert [one.version for one in mine] == list(range(last + 1))
-        assert all(one.sequences_in_flight == 1 for one in mine)
 
 
 # Files for engine servers

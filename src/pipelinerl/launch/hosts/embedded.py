@@ -27,7 +27,6 @@ from pipelinerl.launch.stages.preprocessing import make_preprocessor
 from pipelinerl.launch.stages.training import build_trainer, failures_on_board, load_policy, open_logs
 from pipelinerl.launch.streams import make_hub
 from pipelinerl.launch.summary import Outcome, interruption
-from pipelinerl.preprocess import PreparingReader
 from pipelinerl.process import LOG_FORMAT, Interrupts, counted_interrupts, peak_memory
 from pipelinerl.resources.machine import usable_cores
 from pipelinerl.resources.roles import plan_threads
@@ -91,7 +90,7 @@ def _run(
     starting(hub.board, [TRAINER], "loads the model")
     policy = load_policy(session)
     with open_logs(session) as logs:
-        prepared = PreparingReader(DirectReader(hub), make_preprocessor(session.config, policy.lora))
+        prepared = DirectReader(hub, make_preprocessor(session.config, policy.lora).process)
         trainer = build_trainer(session, hub.board, policy, reader=prepared, sender=sender, logs=logs)
 
         def after_iteration() -> None:

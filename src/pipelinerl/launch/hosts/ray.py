@@ -23,7 +23,6 @@ from pipelinerl.config.schema import LaunchConfig, RunConfig
 from pipelinerl.errors import PipelineRLError, RankLostError, RunDirectoryError, StageDiedError, UserError
 from pipelinerl.extras import require
 from pipelinerl.files import write_atomically
-from pipelinerl.hub.network import Listener
 from pipelinerl.launch.hosts.agent import Agent
 from pipelinerl.launch.hosts.host import Host, Worker, worker_kind
 from pipelinerl.launch.session import Session, WorkerReport, WorkerSpec
@@ -207,8 +206,7 @@ class RayHost(Host):
     def open(self, stack: ExitStack) -> None:
         session = self._session
         kinds = {role: kind for role in self._places if (kind := worker_kind(session.config, role)) is not None}
-        self._server.expect(kinds)
-        listener = Listener(self._cluster.address, session.plan.hub_key, self._server.admit)
+        listener = self._server.listen(self._cluster.address, session.plan.hub_key, kinds)
         stack.callback(listener.close)
         self._hub_at = listener.address
         stack.callback(lambda: end_agents(self._handles.values()))

@@ -26,7 +26,7 @@ import msgspec
 
 from pipelinerl.errors import PipelineRLError, RunDirectoryError, StageDiedError
 from pipelinerl.files import UNWRITABLE, remedy, write_atomically
-from pipelinerl.hub.client import HubClient
+from pipelinerl.hub.client import HubClient, dial
 from pipelinerl.launch import GARBAGE_THRESHOLD
 from pipelinerl.launch.session import Session, WorkerError, WorkerReport, WorkerSpec, read_session
 from pipelinerl.process import LOG_FORMAT, peak_memory, take_stdin, when_closed
@@ -100,8 +100,6 @@ def _hub(session: Session, role: str) -> HubClient:
     here = session.here
     if here.hub_at is None:
         return HubClient(socket.socket(fileno=here.hub))
-    from pipelinerl.hub.network import dial  # noqa: PLC0415 - only on another machine
-
     return dial(here.hub_at, session.plan.hub_key, role, here.machine)
 
 

@@ -27,7 +27,7 @@ from pipelinerl.actor.groups import GroupRunner
 from pipelinerl.actor.rollouts import RolloutContext
 from pipelinerl.config.schema import EvaluationConfig
 from pipelinerl.environments.registry import make_environment, notes_of
-from pipelinerl.errors import RunDirectoryError, StalledError
+from pipelinerl.errors import RunDirectoryError, StalledError, WeightUpdateError
 from pipelinerl.files import JsonLines, OpenLines, remedy
 from pipelinerl.hub.client import Claims, HubClient
 from pipelinerl.interfaces import Admission, AsyncEngine, Board, Environment, Tokenizer, WeightReceiver
@@ -216,13 +216,17 @@ class Generation:
         """Apply the trainer's weights as they arrive, outside training, until `until()` or `stop()`.
 
         The first weights are those of the checkpoint in a resumed run, else the model's own. Raises StalledError if nothing
-        arrives within `timeout_s`.
+        arrives within `timeout_s`, and WeightUpdateError if the engine refuses what arrives.
         """
         deadline_s = time.monotonic() + timeout_s
         while not until() and not stop():
             update = self._receiver.poll()
             if update is not None:
-                self._receiver.acknowledge(await engine.update_weights(update))
+                receipt = await engine.update_weights(update)
+                self._receiver.acknowledge(receipt)
+                if receipt.error is not None:  # the trainer may have ended, and reads no receipt of the last update
+                    refused = f"engine {receipt.engine!r} did not apply weights of version {update.version}"
+                    raise WeightUpdateError(f"{refused}: {receipt.error}")
                 deadline_s = time.monotonic() + timeout_s  # servers that are started again may take longer than that
             elif time.monotonic() > deadline_s:
                 raise StalledError(

@@ -6,9 +6,9 @@ import threading
 from typing import TYPE_CHECKING
 
 from pipelinerl.config.schema import RunConfig
-from pipelinerl.hub.client import HubClient, HubReader, PreparedWriter
+from pipelinerl.hub.client import HubClient, HubReader
 from pipelinerl.launch.session import Session
-from pipelinerl.preprocess import PreparingReader, Preprocessor, PreprocessorStage
+from pipelinerl.preprocess import Preprocessor, PreprocessorStage
 from pipelinerl.process import stop_on_sigterm
 from pipelinerl.status.board import starting
 from pipelinerl.types import PREPROCESSOR, TRAINER, Group, goal_reached
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 def run_preprocessing(session: Session, hub: HubClient) -> None:
     """The preprocessing process, until the trainer has reached its goal or SIGTERM asks it to stop."""
     starting(hub, [PREPROCESSOR], "loads the reference model, if there is one")
-    reader = PreparingReader(HubReader[Group](hub, Group, ahead=1), make_preprocessor(session.config))
-    stage = PreprocessorStage(reader, PreparedWriter(hub), board=hub)
+    reader = HubReader(hub, Group, ahead=1, prepare=make_preprocessor(session.config).process)
+    stage = PreprocessorStage(reader, board=hub)
     stop = stop_on_sigterm(threading.Event())
     stage.run(lambda: stop() or goal_reached(hub.read(TRAINER)))
 

@@ -30,7 +30,6 @@ from pipelinerl.metrics.sinks import JsonlSink, Sink
 from pipelinerl.metrics.statistics import ENDED_ACTORS, ENDED_ENGINES
 from pipelinerl.models.loading import load_model, load_tokenizer, refuse_adapter
 from pipelinerl.ports import LOOPBACK, source_address
-from pipelinerl.preprocess import PreparingReader
 from pipelinerl.process import stop_on_sigterm
 from pipelinerl.resources.machine import processor
 from pipelinerl.resources.roles import rank_roles
@@ -67,7 +66,7 @@ def run_training(session: Session, hub: HubClient) -> None:
         if session.config.launch.preprocessor == "process":
             reader: StreamReader[Prepared] = HubReader(hub, Prepared)
         else:
-            reader = PreparingReader(HubReader(hub, Group), make_preprocessor(session.config, policy.lora))
+            reader = HubReader(hub, Group, prepare=make_preprocessor(session.config, policy.lora).process)
         sender = stack.enter_context(closing(_sender(session, hub, stopping.is_set)))
         stack.push(lambda error, *_: stopping.set() if error else None)  # then the sender does not wait for engines
         logs = stack.enter_context(open_logs(session, hub.opener(session.run.root), hub.require_sync))

@@ -19,10 +19,11 @@ from torch import Tensor, distributed
 
 from pipelinerl.channel import ProtocolError
 from pipelinerl.errors import BroadcastEndedError, WeightUpdateError
+from pipelinerl.hub import wire
 from pipelinerl.rendezvous import Rendezvous, gloo_group, prove_members
 from pipelinerl.weights.layout import Layout
 
-PROTOCOL = "pipelinerl-weights-9"
+PROTOCOL = "pipelinerl-weights-10"
 WORD_BYTES = 8
 VERSION, FAILED = "version", "failed"
 """Keys of the group's store: the sender's `PROTOCOL`, and why the first receiver that failed can't go on."""
@@ -60,14 +61,12 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Incoming(msgspec.Struct, frozen=True, kw_only=True):
-    """An update that is broadcast next. Only the first one has a `layout`, which is valid for all.
+    """An update that is broadcast next, and offered once all have it. Only the first one has a `layout`: that of all.
 
     `delta_bytes`: what is broadcast is the delta from the previous update; None: all weights.
     """
 
-    version: int
-    checksum: str
-    device_checksum: str
+    offer: wire.Offer
     layout: Layout | None = None
     delta_bytes: Annotated[int, msgspec.Meta(ge=0)] | None = None
 

@@ -156,11 +156,12 @@ class BroadcastReceiver:
         if incoming.delta_bytes is None:
             group.broadcast(self._buffer_U8, self._require_open)
         else:
-            delta_U8 = staging_buffer(incoming.delta_bytes, self._device)
+            delta_U8 = staging_buffer(incoming.delta_bytes, self._device)[: incoming.delta_bytes]
             group.broadcast(delta_U8, self._require_open)
             apply(delta_U8, self._buffer_U8)
-        require_intact(self._tensors, incoming.version, incoming.checksum)
-        self._staged = WeightUpdate(incoming.version, incoming.checksum, self._tensors, incoming.device_checksum)
+        offer = incoming.offer
+        require_intact(self._tensors, offer.version, offer.checksum)
+        self._staged = WeightUpdate(offer.version, offer.checksum, self._tensors, offer.device_checksum)
         self._store.set(store_key("staged", self._index, number), "")
 
     def _wait_for(self, number: int, kind: Any, bound: timedelta = _ANY_TIME) -> Any:
@@ -205,7 +206,7 @@ class CollectiveWeightReceiver(Receiver):
 
     def __init__(self, hub: Messages, key: str, index: int, **options: Any) -> None:
         """`options`: see `BroadcastReceiver`."""
-        super().__init__(hub)
+        super().__init__(hub, self._received)
         self._key, self._index, self._options = key, index, options
         self._group: BroadcastReceiver | None = None
 
@@ -220,7 +221,7 @@ class CollectiveWeightReceiver(Receiver):
         if self._group is not None:
             self._group.close()
 
-    def _tensors(self, offer: wire.Offer) -> Mapping[str, Tensor]:
+    def _received(self, offer: wire.Offer) -> Mapping[str, Tensor]:
         update = self._group.newest() if self._group is not None else None
         if update is None or update.version != offer.version:
             raise WeightUpdateError(f"weights of version {offer.version} were offered before they were received")

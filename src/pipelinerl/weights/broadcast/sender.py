@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from queue import SimpleQueue
 from typing import Any
 
@@ -104,18 +104,19 @@ class CollectiveWeightSender(Sender):
         """End the transfer. The last update is still delivered, unless there was a failure."""
         with contextlib.suppress(WeightUpdateError):  # `receipts` reports failures; `close` does not.
             if self._formed:
-                self._wait_while(lambda: self._undelivered)
+                self._wait_while(self._is_due)
         self._closing.set()
         self._due.put(None)
         self._thread.join(_ENDING_S)
         self._staging_U8 = self._base_U8 = torch.empty(0, dtype=torch.uint8)
 
-    @property
-    def _undelivered(self) -> bool:
+    def _is_due(self) -> bool:
+        """Whether the thread has not broadcast the update yet. Its steps have bounds."""
         return self._sent is not None and self._offered < self._sent.number
 
-    def _buffer(self, layout: Layout) -> Mapping[str, Tensor] | None:
+    def _buffer(self, layout: Layout, source: torch.device | None) -> Mapping[str, Tensor] | None:
         """For a delta, the previous update becomes the base."""
+        del source
         if self._layout is None:
             self._wait_while(lambda: self._backend is None)
             if self._backend is None:  # the run is ending
@@ -133,17 +134,7 @@ class CollectiveWeightSender(Sender):
         self._due.put(offer)
 
     def _wait_for_answers(self) -> bool:
-        return not self._give_up() and self._wait_while(lambda: self._undelivered) and super()._wait_for_answers()
-
-    def _wait_while(self, pending: Callable[[], bool]) -> bool:
-        """Wait for the thread, whose steps have bounds. False if the run is ending."""
-        while pending():
-            self._hub.take()
-            if self._give_up():
-                return False
-            self._raise_problem()
-            time.sleep(_POLL_S)
-        return True
+        return not self._give_up() and self._wait_while(self._is_due) and super()._wait_for_answers()
 
     def _on_answer(self, answer: wire.EngineAnswer) -> None:
         if answer.number == wire.ASKS:
@@ -210,14 +201,8 @@ class CollectiveWeightSender(Sender):
         if self._encoding == "delta" and (number - 1) % self._full_every:
             delta_U8 = encode(self._staging_U8, self._base_U8, below=self._staging_U8.numel())
         sent_U8 = self._staging_U8 if delta_U8 is None else delta_U8
-        incoming = Incoming(
-            version=offer.version,
-            checksum=offer.checksum,
-            device_checksum=offer.device_checksum,
-            layout=self._layout if number == 1 else None,
-            delta_bytes=None if delta_U8 is None else delta_U8.numel(),
-        )
-        self._tell(number, incoming)
+        layout, delta_bytes = self._layout if number == 1 else None, None if delta_U8 is None else delta_U8.numel()
+        self._tell(number, Incoming(offer=offer, layout=layout, delta_bytes=delta_bytes))
         staged = [store_key("staged", index, number) for index in range(self._receivers)]
         try:
             group.broadcast(sent_U8, self._check)

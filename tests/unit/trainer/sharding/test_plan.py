@@ -19,30 +19,22 @@ def costs_of(lengths: list[int]) -> list[float]:
 
 
 @given(LENGTHS, st.integers(1, 9), st.integers(1, 400))
-def test_every_sample_has_one_place_and_every_rank_a_place_in_every_row(lengths: list[int], ranks: int, budget: int) -> None:
-    grid = plan(lengths, costs_of(lengths), ranks, budget)
+def test_every_sample_has_one_place_and_rows_are_full_few_and_descend_in_cost(
+    lengths: list[int], ranks: int, budget: int
+) -> None:
+    costs = costs_of(lengths)
+    grid = plan(lengths, costs, ranks, budget)
     assert all(len(row) == ranks for row in grid)
     assert sorted(index for row in grid for place in row for index in place) == list(range(len(lengths)))
     assert all(all(row) for row in grid[:-1]), "only the last row has empty places"
     assert all(any(row) for row in grid)
-    for row in grid:
-        for place in row:
-            assert len(place) <= 1 or sum(lengths[index] for index in place) <= budget
-
-
-@given(LENGTHS, st.integers(2, 9), st.integers(1, 400))
-def test_a_place_is_empty_only_if_every_other_has_one_sample(lengths: list[int], ranks: int, budget: int) -> None:
-    grid = plan(lengths, costs_of(lengths), ranks, budget)
-    if any(not place for row in grid for place in row):
-        assert all(len(place) <= 1 for row in grid for place in row)
-
-
-@given(LENGTHS, st.integers(1, 9), st.integers(1, 400))
-def test_rows_descend_in_cost(lengths: list[int], ranks: int, budget: int) -> None:
-    costs = costs_of(lengths)
-    rows = [[sum(costs[index] for index in place) for place in row] for row in plan(lengths, costs, ranks, budget)]
-    for above, below in pairwise(rows):
-        assert min(above) >= max(below)
+    places = [place for row in grid for place in row]
+    assert all(len(place) <= 1 or sum(lengths[index] for index in place) <= budget for place in places)
+    assert all(places) or all(len(place) <= 1 for place in places), "one is empty only if every other has one sample"
+    # Any two bins of `pack` exceed the budget; even bins waste at most about half of it, too.
+    assert len(grid) <= 2 * -(-len(pack(lengths, budget)) // ranks) + 1
+    rows = [[sum(costs[index] for index in place) for place in row] for row in grid]
+    assert all(min(above) >= max(below) for above, below in pairwise(rows))
 
 
 @given(LENGTHS.filter(bool), st.integers(2, 9))
@@ -54,20 +46,9 @@ def test_a_row_is_even(lengths: list[int], ranks: int) -> None:
     assert max(sums) - min(sums) <= max(costs) * (1 + 1e-9)
 
 
-@given(LENGTHS, st.integers(1, 9), st.integers(1, 400))
-def test_there_are_few_rows(lengths: list[int], ranks: int, budget: int) -> None:
-    """Any two bins of `pack` exceed the budget; even bins waste at most about half of it, too."""
-    grid = plan(lengths, costs_of(lengths), ranks, budget)
-    assert len(grid) <= 2 * -(-len(pack(lengths, budget)) // ranks) + 1
-
-
 def test_reversed_rows_even_out_the_ranks() -> None:
     grid = plan([8, 7, 6, 5], [8.0, 7.0, 6.0, 5.0], 2, 8)
     assert grid == [[[0], [1]], [[3], [2]]]
-
-
-def test_no_samples_no_rows() -> None:
-    assert plan([], [], 3, 100) == []
 
 
 def test_attention_makes_a_long_sequence_dearer_than_short_ones_with_as_many_tokens() -> None:
