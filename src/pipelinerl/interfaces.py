@@ -155,7 +155,7 @@ class AsyncEngine(EngineState, Protocol):
         """Every token as it arrives, then the completion."""
 
     def take_cancelled(self) -> Sequence[Completion]:
-        """The completions of cancelled requests that have ended since the last call."""
+        """The completions of cancelled requests that have ended since the last call. Engine servers send none."""
 
     async def advance(self) -> bool:
         """One decode step, or a short wait for servers. The coroutines that got a token or an answer then run.

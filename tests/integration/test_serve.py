@@ -62,17 +62,8 @@ class Server:
         finally:
             hold.unlink()
 
-    def get(self, path: str) -> httpx2.Response:
-        return httpx2.get(self.url + path, timeout=30)
-
     def info(self) -> ServerInfo:
-        return msgspec.json.decode(self.get("/info").content, type=ServerInfo)
-
-    def client(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="any", max_retries=0, timeout=60)
-
-    def async_client(self) -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="any", max_retries=0, timeout=60)
+        return msgspec.json.decode(httpx2.get(f"{self.url}/info", timeout=30).content, type=ServerInfo)
 
 
 HOLD = """
@@ -210,7 +201,7 @@ async def stream_one(server: Server, client: openai.AsyncOpenAI, number: int, be
 
 async def streams_with_an_update(server: Server, wanted: WeightUpdateRequest) -> tuple[list[Completion], UpdateReceipt]:
     """16 streams; when all have begun, an update."""
-    client = server.async_client()
+    client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=60)
     begun = [asyncio.Event() for _ in range(16)]
     async with httpx2.AsyncClient(base_url=server.url, timeout=60) as updates:
         await updates.get("/health")  # the connection is there when it is needed

@@ -339,23 +339,3 @@ async def test_a_request_for_one_copy_is_answered_by_it_however_full_it_is() -> 
         await collect(engine, asked)
     assert [call.prompt_ids for call in b.calls if call.prompt_ids[0] >= 45] == [(46,)]
     assert all(call.copy is None for call in (*a.calls, *b.calls))
-
-
-@in_event_loop
-async def test_decode_steps_are_those_since_the_engine_was_made() -> None:
-    class Counting(FakeServer):
-        steps = 1000
-
-        async def info(self) -> Any:
-            return msgspec.structs.replace(await super().info(), decode_steps=self.steps)
-
-    server = Counting("a")
-    async with engine_over(server) as engine:
-        assert engine.progress().decode_steps == 0
-        server.steps = 1007
-        await wait_until(lambda: engine.progress().decode_steps == 7)
-        server.restart()
-        server.steps = 5
-        await asyncio.sleep(10 * FAST.health_every_s)
-        server.steps = 8
-        await wait_until(lambda: engine.progress().decode_steps == 10)

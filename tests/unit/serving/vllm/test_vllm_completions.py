@@ -16,10 +16,9 @@ from pipelinerl.serving.vllm.messages import (
     Label,
     completion_of,
     generate_body,
-    same_versions,
     worker_error,
 )
-from pipelinerl.types import Completion, GenerationRequest, SamplingParams, TokenEvent, VersionSpan
+from pipelinerl.types import Completion, GenerationRequest, SamplingParams, VersionSpan
 
 REQUEST = GenerationRequest(
     id="a", prompt_ids=(3, 4), sampling=SamplingParams(max_tokens=4, temperature=0.7, stop_token_ids=(1, 9), seed=5)
@@ -122,15 +121,6 @@ def test_what_vllm_would_quietly_change_is_refused() -> None:
     sampling = SamplingParams(max_tokens=4, temperature=0.001)
     with pytest.raises(RequestError, match="temperature"):
         generate_body(GenerationRequest(id="a", prompt_ids=(3,), sampling=sampling), 64)
-
-
-def test_tokens_reported_with_another_version_are_not_used() -> None:
-    done = completed(choice([5, 6, 2, 8]))
-    events = [TokenEvent("a", i, token, -0.5 * token, 7) for i, token in enumerate(done.token_ids)]
-    same_versions(done, events)
-    same_versions(done, [])
-    with pytest.raises(RequestError, match="token 2"):
-        same_versions(done, [*events[:2], TokenEvent("a", 2, 2, -1.0, 6), events[3]])
 
 
 def test_the_message_of_a_worker_is_found_in_whatever_is_around_it() -> None:
