@@ -128,9 +128,5 @@ class RunInterruptedError(PipelineRLError):
     exit_status = 130
 
 
-class CodeDeadlineError(BaseException):
-    """Raised in code that blocks the thread for too long. Not an `Exception`, so `except Exception` does not catch it."""
-
-
 class StopRun(Exception):  # noqa: N818 - a request, not an error
     """A callback raises it to end the run after its current step: `raise StopRun("no gain in 5 evaluations")`."""

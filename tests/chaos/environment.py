@@ -5,32 +5,35 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from pipelinerl.environments.options import Inner, Options, Share
+from pipelinerl.config.schema import ShareBelowOne
+from pipelinerl.environments.options import Inner, Options
 from pipelinerl.environments.registry import make_inner
 from pipelinerl.interfaces import GenerationClient, Tokenizer
 from pipelinerl.types import Problem, Rollout
 
 TROUBLES = ("raise", "hang", "compute", "leak", "nonsense")
 LEAKED_BYTES = 1 << 20
+COMPUTES_S = 0.3
 
 
 class TroubledOptions(Options, frozen=True):
     inner: Inner
     """The environment."""
-    share: Share = 0.05
+    share: ShareBelowOne = 0.05
     """Share of the attempts that go wrong."""
     chaos_seed: int = 0
     """Which attempts, and how."""
 
 
 class Troubled:
-    """Attempts at the problems of another environment. Some raise, wait for ever, compute for ever, keep memory for good, or
-    return a reward that is no number. Which ones is a function of the seed and of the number of the attempt.
+    """Attempts at the problems of another environment. Some raise, wait for ever, hold up the engine, keep memory for
+    good, or return a reward that is no number. Which ones is a function of the seed and of the number of the attempt.
     """
 
     Options = TroubledOptions
@@ -59,8 +62,7 @@ class Troubled:
             case "hang":
                 await asyncio.Event().wait()
             case "compute":
-                while True:
-                    pass
+                time.sleep(COMPUTES_S)
             case "leak":
                 self._leaked.append(bytearray(LEAKED_BYTES))
             case "nonsense":

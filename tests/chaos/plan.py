@@ -62,7 +62,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
 the engine servers are not the run's own, and it reaches them through proxies, which can cut, silence and delay."""
 
 SMALL = (
-    *("--actor.group_size=4", "--actor.rollout_timeout_s=2", "--actor.code_timeout_s=0.3", "--actor.max_failure_fraction=1"),
+    *("--actor.group_size=4", "--actor.rollout_timeout_s=2", "--actor.max_failure_fraction=1"),
     *("--engine.slots=16", "--engine.threads=1", "--trainer.threads=1", "--trainer.batch_size=10"),
     *("--trainer.checkpoint_every=4", "--trainer.learning_rate=1e-3", "--schedule.max_lag=4", "--evaluation.problems=0"),
     *("--launch.watchdog_s=15",),

@@ -46,7 +46,7 @@ def model_without_weights(folder: Path) -> Settings:
 
 def model_with_a_strict_template(folder: Path) -> Settings:
     (demo_in(folder) / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
-    return {"model__path": folder / "model", "environment__kind": "guess_number"}
+    return {"model__path": folder / "model", "environment__kind": "countdown"}
 
 
 def malformed_jsonl(folder: Path) -> Settings:

@@ -119,6 +119,16 @@ def test_a_stopped_worker_is_noticed_by_the_watchdog(
     assert any("it has not reported" in line for line in lines), ended.error
 
 
+@pytest.mark.slow
+def test_code_of_an_environment_that_never_returns_ends_the_run_and_is_in_the_log(tmp_path: Path) -> None:
+    body = "isolate_reward = False\ndef reward(self, problem, text):\n    while True: pass"
+    settings = {"environment__kind": write_environment(tmp_path, body), "launch__watchdog_s": 4, "launch__restarts": 0}
+    ended = wait(start_processes(tmp_path / "r", **settings))
+    assert ended.status == 3
+    assert "SUSPECT" in ended.error
+    assert 'task.py", line 10 in reward' in (tmp_path / "r/logs/generation.log").read_text()
+
+
 def test_a_second_ctrl_c_ends_now(tmp_path: Path) -> None:
     """Also a worker that does not react: here the training process is stopped, so that a clean end is impossible."""
     with endless(tmp_path / "r", launch__watchdog_s=1000) as (process, pids):

@@ -7,9 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pipelinerl.environments.combine import PassRate
 from pipelinerl.errors import EnvironmentSetupError, RunInterruptedError, TooManyFailuresError
-from pipelinerl.experiments.evaluate.results import AttemptRecord, EvaluationSummary
+from pipelinerl.experiments.evaluate.results import AttemptRecord, EvaluationSummary, PassRate
 from pipelinerl.metrics.reading import read_json_lines
 from tests.integration.runs import run, write_environment
 from tests.integration.test_serve import serving

@@ -7,7 +7,6 @@ The world is a folder with `examples/`, a model of random weights in the place o
 from __future__ import annotations
 
 import importlib.util
-import json
 import re
 from pathlib import Path
 
@@ -41,7 +40,6 @@ OWN = {
 }
 NEEDS = {
     "agent.yaml": ["openai", "starlette"],
-    "difficulty_filter.yaml": ["datasets"],
     "mixture.yaml": ["datasets", "math_verify"],
     "smollm2_gsm8k.yaml": ["datasets"],
     "smollm2_long_tail.yaml": ["peft"],
@@ -62,10 +60,6 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("world")
     (folder / "examples").symlink_to(ROOT / "examples")
     write_model(folder / "models/smollm2-135m-instruct", positions=4096)
-    rates = folder / "rates/smollm2-135m-instruct"
-    rates.mkdir(parents=True)
-    lines = [{"id": f"main:train/{number}", "attempts": 8, "passes": number % 9} for number in range(1, 9)]
-    (rates / "pass_rates.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     if importlib.util.find_spec("datasets") is not None:
         download_gsm8k(folder / "cache")
     return folder

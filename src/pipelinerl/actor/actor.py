@@ -14,27 +14,25 @@ A run may have several generation processes with one actor each. They are coordi
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable
 from typing import Literal
 
-from pipelinerl.actor.deadline import deadlines_work
+import msgspec
+
 from pipelinerl.actor.evaluation import Evaluations
 from pipelinerl.actor.groups import GroupRunner
 from pipelinerl.actor.probe import WeightProbe
 from pipelinerl.actor.rollouts import IDLE_S
-from pipelinerl.actor.status import GenerationStatus
 from pipelinerl.interfaces import ALLOWED, Admission, Board, Verdict, WeightReceiver
 from pipelinerl.metrics.sinks import TimelineWriter
-from pipelinerl.status.board import ALONE, GenerationStages
+from pipelinerl.status.board import ALONE, GenerationStages, StatusReporter
+from pipelinerl.types import ActorProgress, EngineProgress, StageState
 
-logger = logging.getLogger(__name__)
-
+CANCELLING_PASSES = 2
+"""Passes of the event loop until a cancelled attempt has cancelled the task of its environment's code."""
 LONGEST_IDLE = 8
 """The sleep of an idle actor grows up to this multiple of `idle_s`, to leave the cores to other processes."""
-
-
 OPEN_ROLLOUTS_PER_SLOT = 4
 """Default of `actor.max_open_rollouts`, per slot."""
 
@@ -64,24 +62,23 @@ class Actor:
     ) -> None:
         """`admission` decides which groups to start and when. `stages` are the names of engine and actor on the `board`."""
         self._groups = groups
+        self._evaluations = evaluations
         self._engine = groups.context.engine
         self._awake = groups.context.awake
+        self._slots = groups.context.slots
         self._admission = admission
         self._receiver = receiver
         self._probe = WeightProbe(self._engine, board, stages.engine)
-        self._evaluations = evaluations
-        self._status = GenerationStatus(
-            board, groups, evaluations, self._probe, stages=stages, timeline=timeline, clock=clock
-        )
-        self._max_open = open_limit(groups.config.max_open_rollouts, groups.context.slots, in_rounds=admission.in_rounds)
+        self._max_open = open_limit(groups.config.max_open_rollouts, self._slots, in_rounds=admission.in_rounds)
         self.idle_s = IDLE_S
         self._stopping = False
         self._idle_iterations = 0
-        if not deadlines_work():
-            logger.warning(
-                "actor.code_timeout_s has no effect here: code that never yields can be interrupted in the main thread of a "
-                "POSIX process only"
-            )
+        self._actor_name = stages.actor
+        self._engine_status = StatusReporter(board, stages.engine, clock)
+        self._actor_status = StatusReporter(board, stages.actor, clock)
+        self._timeline = timeline
+        self._clock = clock
+        self._ready_since_s = clock()
 
     async def iterate(self) -> None:
         """Hand over finished groups, take new weights, start groups, and generate the next token of every sequence.
@@ -95,7 +92,7 @@ class Actor:
         await self._awake.settle()
         self._groups.check()
         self._hand_over()
-        self._status.report(verdict, stepped=stepped, ready=self._admission.opened)
+        self._report(verdict, stepped=stepped)
         await self._idle(stepped)
 
     def _hand_over(self) -> None:
@@ -124,7 +121,7 @@ class Actor:
 
     def _start_groups(self) -> Verdict:
         """Start groups while the engine has room. Returns why no more were started, or an allowing verdict if it is full."""
-        room = self._groups.context.slots - self._engine.in_progress - self._engine.queued
+        room = self._slots - self._engine.in_progress - self._engine.queued
         while room > 0:
             verdict = self._may_start()
             if not verdict.allowed:
@@ -156,8 +153,13 @@ class Actor:
 
     async def evaluate(self, when: Literal["before", "after"]) -> None:
         """Run the evaluation before or after training, if the run has one."""
-        if await self._evaluations.run(when, self._status.evaluating):
-            self._status.evaluated(done=self._stopping)
+
+        def on_step() -> None:
+            self._record_timeline()
+            self._publish(self._evaluations.status)
+
+        if await self._evaluations.run(when, on_step):
+            self._actor_status.report("done" if self._stopping else "waiting", "", self._actor_progress)
 
     async def stop(self) -> None:
         """Stop starting groups and cancel running rollouts, which stay counted as in progress."""
@@ -165,14 +167,73 @@ class Actor:
         self._groups.cancel()
         self._evaluations.end()
         await self._probe.cancel()
-        await asyncio.sleep(0)  # they wake up
-        await self._awake.settle()  # and cancel their requests
+        for _ in range(CANCELLING_PASSES):
+            await asyncio.sleep(0)  # their code wakes up
+        await self._awake.settle()  # and cancels its requests
         await self._engine.advance()  # the engine ends these requests
         self._hand_over()
         self._admission.settle()
         self._groups.stream_dropped(self._admission.take_dropped())
-        self._status.done()
+        self.close()
 
     def close(self) -> None:
         """Publish the final counts."""
-        self._status.done()
+        self._engine_status.report("done", "", self._engine_progress, now=True)
+        self._actor_status.report("done", "", self._actor_progress, now=True)
+
+    # ---- the status of engine and actor
+
+    def _report(self, verdict: Verdict, *, stepped: bool) -> None:
+        """Report an iteration: why no more groups were started, and whether the engine made a step."""
+        if not self._admission.opened:  # another process runs the evaluation before training: that time is not idle
+            self._ready_since_s = self._clock()
+        self._record_timeline()
+        if self._probe.unreported:  # publish at once, so that the trainer checks it soon
+            self._probe.unreported = False
+            self._engine_status.report(self._engine_state, "answered a weight probe", self._engine_progress, now=True)
+        if not (self._actor_status.due("working" if stepped else "waiting") or self._engine_status.due(self._engine_state)):
+            return
+        running = self._groups.running + self._evaluations.running
+        if stepped:
+            limit = "" if verdict.allowed else f"; starts no more, waiting for {verdict.waiting_for}"
+            evaluates = f"; {self._evaluations.status}" if self._evaluations.status else ""
+            self._publish(f"{self._groups.running} rollouts running{limit}{evaluates}")
+        elif running:
+            self._publish("", Verdict(False, f"the environment: {running} rollouts run environment code"))
+        else:
+            self._publish("", verdict if verdict.waiting_for else Verdict(False, "its next iteration"))
+
+    def _publish(self, activity: str, wait: Verdict = ALLOWED) -> None:
+        """Publish the status of the actor (`activity`, or what it waits for if `wait` is a denial) and of the engine."""
+        state: StageState = "working" if wait.allowed else "waiting"
+        self._actor_status.report(state, wait.waiting_for or activity, self._actor_progress, waits_for=wait.waits_for)
+        in_progress, actor = self._engine.in_progress, self._actor_name
+        detail = f"{in_progress} sequences in progress" if in_progress else f"requests from the {actor}"
+        self._engine_status.report(
+            self._engine_state, detail, self._engine_progress, waits_for=() if in_progress else (actor,)
+        )
+
+    def _record_timeline(self) -> None:
+        if self._timeline is not None:
+            self._timeline.note(self._engine.progress)
+
+    @property
+    def _engine_state(self) -> StageState:
+        return "working" if self._engine.in_progress else "waiting"
+
+    def _engine_progress(self) -> EngineProgress:
+        return msgspec.structs.replace(
+            self._engine.progress(),
+            ready_s=self._clock() - self._ready_since_s,
+            probes=tuple(self._probe.readings),
+            slots=self._slots,
+            notes=self._groups.context.notes,
+        )
+
+    def _actor_progress(self) -> ActorProgress:
+        return msgspec.structs.replace(
+            self._groups.progress(),
+            evaluations=dict(self._evaluations.rewards),
+            evaluated=self._evaluations.answered,
+            evaluating=self._evaluations.status,
+        )

@@ -9,13 +9,11 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextvars import Token
 from hashlib import blake2b
 from typing import NamedTuple
 
 import msgspec
 
-from pipelinerl.actor.deadline import IN_ROLLOUT, own_code
 from pipelinerl.errors import RequestError, RolloutError
 from pipelinerl.interfaces import CANCELLED_KEPT, AsyncEngine, Engine, StepOutput, Tokenizer, WeightUpdate
 from pipelinerl.types import (
@@ -201,11 +199,11 @@ class RolloutClient:
         Raises PromptTooLongError or RequestError at once if the engine can't serve the request.
         """
         request = self._request(prompt_ids, max_tokens)
-        code = self._start_waiting()
+        self._awake.discard(self)
         try:
             completion = await self._engine.generate(request)
         finally:
-            self._stop_waiting(code)
+            self._wake()
         self._produced[request.id] = Produced(request.prompt_ids, completion)
         return completion
 
@@ -217,28 +215,21 @@ class RolloutClient:
         events = self._engine.stream(request)
         try:
             while True:
-                code = self._start_waiting()
+                self._awake.discard(self)
                 try:
                     event = await anext(events)
                 finally:
-                    self._stop_waiting(code)
+                    self._wake()
                 if isinstance(event, Completion):
                     break
                 seen.append(event)
                 yield event
         finally:
-            with own_code():
-                await events.aclose()
+            await events.aclose()
         del self._streamed[request.id]
         self._produced[request.id] = Produced(request.prompt_ids, event)
 
-    def _start_waiting(self) -> Token[object | None]:
-        """Wait for tokens from now on. What runs until `_stop_waiting` is code of the engine, not of the user."""
-        self._awake.discard(self)
-        return IN_ROLLOUT.set(None)
-
-    def _stop_waiting(self, code: Token[object | None]) -> None:
-        IN_ROLLOUT.reset(code)
+    def _wake(self) -> None:
         if not self._closed:
             self._awake.add(self)
 

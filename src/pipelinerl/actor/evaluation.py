@@ -165,7 +165,7 @@ class Evaluations:
             number = self._waiting.popleft()
             client = context.rollout_client(f"evaluation-{name}.{number}", derive_seed("evaluation", number))
             question = self._questions[number]
-            attempted = attempt(question.environment, question.problem, client, context.limits)
+            attempted = attempt(question.environment, question.problem, client, context.rollout_timeout_s)
             self._running[asyncio.create_task(attempted)] = number
         return self.running > before
 

@@ -6,14 +6,12 @@ import logging
 import re
 import sysconfig
 import traceback
-from asyncio import events
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Literal, NamedTuple
 
-from pipelinerl.errors import CodeDeadlineError, PromptTooLongError, RolloutError, TooManyFailuresError
+from pipelinerl.errors import PromptTooLongError, RolloutError, TooManyFailuresError
 from pipelinerl.types import Turn
 
 logger = logging.getLogger(__name__)
@@ -53,13 +51,9 @@ class Failure(NamedTuple):
 
 
 def failure_of(error: BaseException) -> Failure:
-    """What an error of the environment means. In an exception group, a deadline takes precedence, then a too long prompt."""
+    """What an error of the environment means. A too long prompt takes precedence in an exception group."""
     trace = "".join(traceback.format_exception(error)).rstrip()
-    parts = list(_leaves(error))
-    for part in parts:
-        if isinstance(part, CodeDeadlineError):
-            return Failure("timeout", str(part), trace)
-    for part in parts:
+    for part in _leaves(error):
         if isinstance(part, PromptTooLongError):
             return Failure("prompt_too_long", str(part))
     if isinstance(error, RolloutError):
@@ -72,22 +66,6 @@ def failure_of(error: BaseException) -> Failure:
 def user_frames(trace: str) -> list[str]:
     """The frames of the user's files in a traceback, outermost first."""
     return [frame[0] for frame in FRAME.finditer(trace) if not frame[1].startswith(NOT_USER_CODE)]
-
-
-def place_of(frame: FrameType | None, caller: str) -> str:
-    """Where user code is, as `in Task.reward (task.py, line 9)`: its outermost frame, or without one the innermost frame.
-
-    Frames of the file `caller` or of asyncio, and outside them, are not looked at.
-    """
-    place = frame
-    while frame is not None and frame.f_code.co_filename not in (caller, events.__file__):
-        if not frame.f_code.co_filename.startswith(NOT_USER_CODE):
-            place = frame
-        frame = frame.f_back
-    if place is None:
-        return "in no Python code"
-    code = place.f_code
-    return f"in {code.co_qualname} ({Path(code.co_filename).name}, line {place.f_lineno})"
 
 
 def _leaves(error: BaseException) -> Iterator[BaseException]:

@@ -140,7 +140,7 @@ class GroupRunner:
 
         If the environment can't create the problem, all attempts count as failed. Returns False if the problem is skipped.
         """
-        made = problem_for(self.context.environment, index, self.context.limits)
+        made = problem_for(self.context.environment, index)
         recorded = Problem(id=f"problem {index}", payload={}) if isinstance(made, Failure) else made[1]
         if self._filter is not None and (skip := self._filter.decide(index, recorded.id)) is not None:
             self.groups_skipped += 1
@@ -185,7 +185,7 @@ class GroupRunner:
             task.cancel()
 
     async def _attempt(self, group: OpenGroup, number: int, problem: Problem, client: RolloutClient) -> None:
-        outcome = await attempt(self.context.environment, problem, client, self.context.limits)
+        outcome = await attempt(self.context.environment, problem, client, self.context.rollout_timeout_s)
         if isinstance(outcome, Failure):
             sampled = [one for one in client.produced().values() if one.completion.token_ids]
             outcome = outcome._replace(turns=tuple(Turn(prompt_ids=ids, completion=one) for ids, one in sampled))
@@ -211,7 +211,7 @@ class GroupRunner:
     async def _score(self, group: OpenGroup, environment: ScoresGroups) -> None:
         """Give the rollouts of a group their final rewards. If that fails, they count as failed attempts."""
         ended = {number: one for number, one in sorted(group.outcomes.items()) if isinstance(one, Rollout)}
-        scored = await score(environment, group.problem, list(ended.values()), self.context.limits)
+        scored = await score(environment, group.problem, list(ended.values()), self.context.rollout_timeout_s)
         self.running -= 1
         for place, (number, rollout) in enumerate(ended.items()):
             if isinstance(scored, Failure):

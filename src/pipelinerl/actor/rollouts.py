@@ -1,4 +1,4 @@
-"""Runs one attempt at one problem: the environment's code under deadlines, with everything it returns checked.
+"""Runs one attempt at one problem: the environment's code under a time limit, with everything it returns checked.
 
 `RolloutContext` is what all attempts of a generation process share.
 
@@ -13,29 +13,24 @@ import dataclasses
 import math
 import numbers
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 import msgspec
 
 from pipelinerl.actor.client import Awake, Produced, RolloutClient
-from pipelinerl.actor.deadline import CodeAlarm
 from pipelinerl.actor.failures import Failure, failure_of
 from pipelinerl.config.schema import ActorConfig
-from pipelinerl.errors import CodeDeadlineError, RolloutError
+from pipelinerl.errors import RolloutError
 from pipelinerl.interfaces import AsyncEngine, Environment, ScoresGroups, Tokenizer
 from pipelinerl.types import Completion, Problem, Rollout, SamplingParams, Turn
 
 T = TypeVar("T")
 
 IDLE_S = 0.002  # a pause after a step of an engine that had nothing to do
-
-
-class TimeLimits(NamedTuple):
-    """`rollout_s` limits the whole rollout, `alarm` the time that its code may run without yielding."""
-
-    rollout_s: float
-    alarm: CodeAlarm
+GRACE_S = 1.0
+"""Time that cancelled code has to end."""
 
 
 async def advance(engine: AsyncEngine, awake: Awake) -> None:
@@ -53,7 +48,7 @@ class RolloutContext:
     engine: AsyncEngine
     tokenizer: Tokenizer
     sampling: SamplingParams
-    limits: TimeLimits
+    rollout_timeout_s: float
     seed: int
     slots: int
     notes: tuple[str, ...] = ()
@@ -72,7 +67,7 @@ class RolloutContext:
         stop_token_ids: Sequence[int],
         notes: tuple[str, ...] = (),
     ) -> Self:
-        """The context of a run: sampling parameters and limits of `config`."""
+        """The context of a run: sampling parameters and time limit of `config`."""
         return cls(
             environment=environment,
             engine=engine,
@@ -84,7 +79,7 @@ class RolloutContext:
                 top_k=config.top_k,
                 stop_token_ids=tuple(stop_token_ids),
             ),
-            limits=TimeLimits(config.rollout_timeout_s, CodeAlarm(config.code_timeout_s)),
+            rollout_timeout_s=config.rollout_timeout_s,
             seed=seed,
             slots=slots,
             notes=notes,
@@ -95,64 +90,64 @@ class RolloutContext:
         return RolloutClient(self.engine, self.tokenizer, self.sampling, name=name, seed=seed, awake=self.awake)
 
 
-async def attempt(
-    environment: Environment, problem: Problem, client: RolloutClient, limits: TimeLimits
-) -> Rollout | Failure:
+async def attempt(environment: Environment, problem: Problem, client: RolloutClient, timeout_s: float) -> Rollout | Failure:
     """Run one rollout until it ends, fails or times out. Cancelling this cancels the rollout and raises CancelledError."""
 
     async def play() -> Rollout:
         return check_rollout(await environment.rollout(problem, client), client.produced())
 
     try:
-        return await guarded(play, limits, "the rollout")
+        return await guarded(play, timeout_s, "the rollout")
     finally:
         client.close()
 
 
-async def guarded(code: Callable[[], Coroutine[Any, Any, T]], limits: TimeLimits, what: str) -> T | Failure:
-    """The result of user code, which is stopped at its time limits. Cancelling this raises CancelledError."""
-    task: Any = asyncio.current_task()
-    expired = False
+async def guarded(code: Callable[[], Coroutine[Any, Any, T]], timeout_s: float, what: str) -> T | Failure:
+    """The result of user code, which is cancelled at its time limit. Cancelling this raises CancelledError.
 
-    def expire() -> None:
-        nonlocal expired
-        expired = True
-        task.cancel()
+    Code that refuses to be cancelled is closed after `GRACE_S`: no event loop could be closed otherwise. Code that computes
+    without yielding blocks the thread, so the run's watchdog ends the run.
+    """
 
-    async def run() -> T:  # also interrupts user code that is not `async def`
-        return await code()
-
-    timer = asyncio.get_running_loop().call_later(limits.rollout_s, expire)
-    outcome: T | Failure
-    try:
-        outcome = await limits.alarm.run(run())
-    except (KeyboardInterrupt, GeneratorExit):
-        raise
-    except asyncio.CancelledError as error:
-        if task.cancelling() and not expired:
+    async def contained() -> T | Failure:
+        try:
+            return await code()
+        except (KeyboardInterrupt, GeneratorExit):
             raise
-        outcome = failure_of(error)._replace(message="the environment awaited something that was cancelled")
-    except BaseException as error:  # noqa: BLE001 - user code may raise anything: it is a failure of this attempt
-        outcome = failure_of(error)
+        except asyncio.CancelledError as error:
+            return failure_of(error)._replace(message="the environment awaited something that was cancelled")
+        except BaseException as error:  # noqa: BLE001 - user code may raise anything: it is a failure of this attempt
+            return failure_of(error)
+
+    running = contained()
+    task = asyncio.create_task(running)
+    try:
+        await asyncio.wait({task}, timeout=timeout_s)
     finally:
-        timer.cancel()
-    while task.cancelling():  # cancelled by `expire` or by the environment: handled
-        task.uncancel()
-    if expired:
-        where = outcome.traceback if isinstance(outcome, Failure) else ""
-        return Failure("timeout", f"{what} took longer than {limits.rollout_s:g} s", where)
-    limits.alarm.worked |= not isinstance(outcome, Failure)
-    return outcome
+        expired = not task.done()
+        if expired:
+            task.cancel()
+            await asyncio.wait({task}, timeout=GRACE_S)
+        if not task.done():
+            with suppress(RuntimeError):  # if it refuses this, too, it is left suspended
+                running.close()
+            task.cancel()
+            await asyncio.wait({task}, timeout=GRACE_S)
+    if not expired:
+        return task.result()
+    ended = task.result() if task.done() and task.exception() is None else None
+    where = ended.traceback if isinstance(ended, Failure) else ""
+    return Failure("timeout", f"{what} took longer than {timeout_s:g} s", where)
 
 
-def problem_for(environment: Environment, index: int, limits: TimeLimits) -> tuple[Problem, Problem] | Failure:
+def problem_for(environment: Environment, index: int) -> tuple[Problem, Problem] | Failure:
     """Problem number `index`: the environment's object, and a copy that went through JSON, as it is recorded."""
     try:
-        problem = limits.alarm.call(lambda: environment.problem(index))
+        problem = environment.problem(index)
         if not isinstance(cast("object", problem), Problem):
             return Failure("raised", f"problem({index}) returned {type_name(problem)}, not a Problem")
         return problem, msgspec.json.decode(msgspec.json.encode(problem), type=Problem)
-    except (Exception, SystemExit, CodeDeadlineError) as error:  # noqa: BLE001 - user code may raise anything
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything
         failure = failure_of(error)
         return failure._replace(message=f"problem({index}): {failure.message}")
 
@@ -223,7 +218,7 @@ def type_name(value: object) -> str:
 
 
 async def score(
-    environment: ScoresGroups, problem: Problem, rollouts: Sequence[Rollout], limits: TimeLimits
+    environment: ScoresGroups, problem: Problem, rollouts: Sequence[Rollout], timeout_s: float
 ) -> list[Rollout] | Failure:
     """The rollouts of a group with the rewards and metrics that the environment gives them when all have ended."""
 
@@ -233,7 +228,7 @@ async def score(
             raise RolloutError(f"score_group returned {type_name(scored)}, not a list of {len(rollouts)} rollouts")
         return [_rescored(before, after) for before, after in zip(rollouts, scored, strict=True)]
 
-    return await guarded(compare, limits, "score_group")
+    return await guarded(compare, timeout_s, "score_group")
 
 
 def _rescored(before: Rollout, after: object) -> Rollout:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 KEYS = (
     *("environment.kind", "environment.args", "evaluation.temperature", "actor.top_p", "actor.top_k", "actor.max_tokens"),
-    *("actor.rollout_timeout_s", "actor.code_timeout_s", "model.dtype", "model.head_dtype", "model.trust_remote_code"),
+    *("actor.rollout_timeout_s", "model.dtype", "model.head_dtype", "model.trust_remote_code"),
     *("engine.kind", "engine.urls", "engine.api_key_env", "engine.slots", "engine.max_length", "engine.prefill_tokens"),
     *("engine.device", "engine.threads"),
 )

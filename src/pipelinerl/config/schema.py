@@ -65,10 +65,10 @@ class ModelConfig(Section, frozen=True):
 
 class EnvironmentConfig(Section, frozen=True):
     kind: str = "gcd"
-    """`gcd`, `math`, `countdown`, `guess_number`, `calculator`, `reasoning_gym`, `verifiers` (environments of
-    these packages), `function` (your reward function), `tools` (a reward function and functions that the model may call),
-    `agent` (your program, a client of OpenAI's or Anthropic's API), `mixture` (several environments), `difficulty_filter`
-    (problems selected by pass rate), or your class: `path/to/file.py:ClassName` or `package.module:ClassName`.
+    """`gcd`, `math`, `countdown`, `calculator`, `reasoning_gym`, `verifiers` (environments of these packages), `function`
+    (your reward function), `tools` (a reward function and functions that the model may call), `agent` (your program, a
+    client of OpenAI's or Anthropic's API), `mixture` (several environments), or your class:
+    `path/to/file.py:ClassName` or `package.module:ClassName`.
     """
     args: dict[str, JsonValue] = {}
     """Keyword arguments of the environment's constructor."""
@@ -118,8 +118,6 @@ class ActorConfig(Section, frozen=True):
     """Online difficulty filter (GRESO): skip problems whose latest groups taught nothing. `{}`: the defaults. null: off."""
     rollout_timeout_s: Positive = 600.0
     """A rollout that takes longer is dropped (reason `timeout`)."""
-    code_timeout_s: Positive = 20.0
-    """Environment or reward code that computes for longer without yielding is interrupted (reason `timeout`)."""
     max_failure_fraction: Share = 0.5
     """The run ends if more than this share of the last `failure_window` rollouts failed."""
     failure_window: Count = 64

@@ -1,15 +1,14 @@
-"""Reads examples from files (JSON, CSV, Parquet) or Hugging Face data sets, and splits off the held-out ones."""
+"""Reads examples from files (JSON, Parquet) or Hugging Face data sets, and splits off the held-out ones."""
 
 from __future__ import annotations
 
 import codecs
-import csv
 import math
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,30 +23,19 @@ from pipelinerl.types import Problem
 # ---- data sets of the Hugging Face hub, or folders in one of its formats (Parquet, CSV, JSON, Arrow, ...)
 # Read by the package `datasets`, which runs no code that comes with a data set.
 
-_NAME = re.compile(r"dataset:(?P<path>.+):(?P<split>\w[\w.+-]*(?:\[[^\]]*\])?)")  # a split may be a part of one: train[:10%]
-FORM = "dataset:OWNER/NAME:SPLIT, dataset:OWNER/NAME/CONFIG:SPLIT or dataset:path/to/folder:SPLIT"
+_NAME = re.compile(r"dataset:(?P<path>[^:]+):(?P<split>\w[\w.+-]*(?:\[[^\]]*\])?)")  # a split may be a part: train[:10%]
+_FORM = "dataset:OWNER/NAME:SPLIT, dataset:OWNER/NAME/CONFIG:SPLIT or dataset:path/to/folder:SPLIT"
 
 
-class DatasetName(NamedTuple):
-    path: str
-    config: str | None
-    split: str
-
-
-def parse_name(source: str) -> DatasetName:
-    """Raises EnvironmentSetupError if `source` does not have one of the forms in `FORM`."""
-    parts = _NAME.fullmatch(source)
-    if parts is None:
-        raise EnvironmentSetupError(f"{source!r} does not name a data set: write {FORM}")
-    path, split = parts["path"], parts["split"]
-    if Path(path).expanduser().is_file():
-        raise EnvironmentSetupError(f"{source!r}: {path} is a file, which has no splits: write {path}")
-    if Path(path).expanduser().is_dir():
-        return DatasetName(str(Path(path).expanduser()), None, split)
-    owner, name, *rest = [*path.split("/"), ""] if "/" in path else ["", ""]
-    if not owner or not name or len(rest) > 2:
-        raise EnvironmentSetupError(f"{source!r}: {path!r} is neither a folder here nor OWNER/NAME of the hub; write {FORM}")
-    return DatasetName(f"{owner}/{name}", rest[0] or None, split)
+def parse_name(source: str) -> tuple[str, str | None, str]:
+    """Path, config and split. Raises EnvironmentSetupError if `source` does not have one of the forms in `_FORM`."""
+    if parts := _NAME.fullmatch(source):
+        folder, names = Path(parts["path"]).expanduser(), parts["path"].split("/")
+        if folder.is_dir():
+            return str(folder), None, parts["split"]
+        if all(names) and len(names) in (2, 3) and not folder.is_file():
+            return "/".join(names[:2]), (*names, None)[2], parts["split"]
+    raise EnvironmentSetupError(f"{source!r} does not name a data set: write {_FORM}; a file has no splits")
 
 
 def read_dataset(source: str) -> Iterator[tuple[int, Any]]:
@@ -56,12 +44,12 @@ def read_dataset(source: str) -> Iterator[tuple[int, Any]]:
     Raises MissingDependencyError, and EnvironmentSetupError for a data set that can't be loaded or has values that JSON
     can't represent.
     """
-    name = parse_name(source)
+    path, config, split = parse_name(source)
     require("datasets", source)
     import datasets  # noqa: PLC0415 - takes seconds, and is an extra
 
     try:
-        rows = datasets.load_dataset(name.path, name.config, split=name.split)
+        rows = datasets.load_dataset(path, config, split=split)
     except Exception as error:  # the hub, its HTTP library and file formats raise many types
         why = " ".join(str(error).split())[:300] or type(error).__name__
         raise EnvironmentSetupError(f"{source}: the data set can't be loaded: {why}") from error
@@ -73,30 +61,23 @@ def read_dataset(source: str) -> Iterator[tuple[int, Any]]:
 
 MAX_LINE_BYTES = 16 << 20
 """A longer line means that the file is not JSON lines."""
-_READ = "files of JSON lines or of one JSON array, and .csv, .tsv and .parquet by their suffix"
+_READ = "files of JSON lines or of one JSON array, and .parquet; other forms with dataset:FOLDER:SPLIT"
 
 
 def read_rows(path: Path) -> Iterator[tuple[int, Any]]:
     """The number and the value of each row: of a file, by its suffix, or of `dataset:...`.
 
-    Rows of JSON lines and CSV have the number of their line, others are counted from 1. Raises EnvironmentSetupError for
+    Rows of JSON lines have the number of their line, others are counted from 1. Raises EnvironmentSetupError for
     unreadable files and rows, MissingDependencyError for Parquet without pyarrow.
     """
     if str(path).startswith("dataset:"):
         yield from read_dataset(str(path))
         return
-    readers: dict[str, Callable[[Path], Iterator[tuple[int, Any]]]] = {
-        ".parquet": _parquet_rows,
-        ".csv": partial(_csv_rows, ","),
-        ".tsv": partial(_csv_rows, "\t"),
-    }
     try:
-        yield from readers.get(path.suffix.lower(), _json_rows)(path)
+        yield from (_parquet_rows if path.suffix.lower() == ".parquet" else _json_rows)(path)
     except OSError as error:
         place = "" if path.is_absolute() else f" ({path.absolute()}: a path is relative to the working directory)"
         raise EnvironmentSetupError(f"can't read {path}: {error.strerror or error}{place}") from error
-    except UnicodeDecodeError as error:
-        raise EnvironmentSetupError(f"{path} is not UTF-8: {error}") from error
 
 
 def _json_rows(path: Path) -> Iterator[tuple[int, Any]]:
@@ -125,24 +106,6 @@ def _json_rows(path: Path) -> Iterator[tuple[int, Any]]:
                 raise EnvironmentSetupError(f"{path}:{number} is not JSON: {why}") from error
 
 
-def _csv_rows(delimiter: str, path: Path) -> Iterator[tuple[int, Any]]:
-    """The rows as objects of texts; the first line has the names of the fields."""
-    with open(path, encoding="utf-8-sig", newline="") as file:
-        reader = csv.DictReader(file, delimiter=delimiter, strict=True)
-        try:
-            names = list(reader.fieldnames or ())
-            if repeated := sorted({name for name in names if names.count(name) > 1}):
-                raise EnvironmentSetupError(f"{path}:1 has two columns called {repeated[0]!r}")
-            for row in reader:
-                if None in row or None in row.values():
-                    raise EnvironmentSetupError(
-                        f"{path}:{reader.line_num} does not have {len(names)} values, as the first line has"
-                    )
-                yield reader.line_num, row
-        except csv.Error as error:
-            raise EnvironmentSetupError(f"{path}:{reader.line_num} is not CSV: {error}") from error
-
-
 def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
     require("parquet", str(path))
     from pyarrow import ArrowException, parquet  # noqa: PLC0415 - an extra
@@ -163,26 +126,6 @@ def _json_value(row: Any, place: str) -> Any:
         return msgspec.json.decode(msgspec.json.encode(row))
     except (TypeError, ValueError) as error:
         raise EnvironmentSetupError(f"{place} has a field that is not a text, number or list: {error}") from error
-
-
-def field_of(row: Any, name: str) -> Any:
-    """`row[name]`, or the value at the path `name`, such as `extra.answer` or `0.value`. Raises KeyError."""
-    if isinstance(row, dict) and name in row:
-        return row[name]
-    value = row
-    for step in name.split("."):
-        if isinstance(value, dict) and step in value:
-            value = value[step]
-        elif isinstance(value, list) and step.isdecimal() and int(step) < len(value):
-            value = value[int(step)]
-        else:
-            raise KeyError(name)
-    return value
-
-
-def fields_of(row: Any) -> str:
-    """The names of a row's fields, for an error message."""
-    return (", ".join(map(str, row)) if isinstance(row, dict) else f"a list of {len(row)}") or "none"
 
 
 # ---- problems: read, split, and in an endless order

@@ -1,7 +1,7 @@
 """`environment.args`: each environment declares its arguments once, as a pydantic model, like the sections of a run file.
 
     class CoinsOptions(Options):
-        count: AtLeastOne = 3
+        count: Count = 3
         \"""How many coins are tossed.\"""
 
     class Coins(SingleTurn):
@@ -22,26 +22,14 @@ from typing import Annotated, Any, Self, TypeAlias
 
 from pydantic import Field, JsonValue, ValidationError
 
-from pipelinerl.config.schema import Count, Positive, Section, ShareBelowOne
-from pipelinerl.environments.prompts import (
-    Message,
-    chat_messages,
-    check_chat,
-    check_template_options,
-)
+from pipelinerl.config.schema import Count, Section
+from pipelinerl.environments.prompts import Message, chat_messages, check_chat, check_template_options
 from pipelinerl.environments.single_turn import JudgedTurn
 from pipelinerl.errors import EnvironmentSetupError
 from pipelinerl.interfaces import Tokenizer
 
 Files: TypeAlias = str | Annotated[list[str], Field(min_length=1)]
-"""A file (JSON lines, a JSON array, CSV or Parquet, by its suffix), a data set (`dataset:...`), or a list of them."""
-Share: TypeAlias = ShareBelowOne
-FunctionName: TypeAlias = str
-"""`path/to/file.py:function` or `package.module:function`."""
-AtLeastOne: TypeAlias = Count
-Seconds: TypeAlias = Positive
-FormatReward: TypeAlias = ShareBelowOne
-"""The reward of a wrong answer in the right format: less than that of a right answer, 1."""
+"""A file (JSON lines, a JSON array, or Parquet, by its suffix), a data set (`dataset:...`), or a list of them."""
 Arguments: TypeAlias = dict[str, JsonValue]
 
 
@@ -92,7 +80,7 @@ class QuestionOptions(Options, frozen=True):
     """Options of the model's chat template, such as `{enable_thinking: false}`."""
     text: str = "{question}"
     """The prompt if it is not a chat, with the question in place of `{question}`."""
-    max_tokens: AtLeastOne | None = None
+    max_tokens: Count | None = None
     """Longest completion, if `actor.max_tokens` is too long for this task."""
 
     def model_post_init(self, _: Any) -> None:

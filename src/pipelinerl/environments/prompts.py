@@ -104,23 +104,6 @@ def check_template_options(tokenizer: Tokenizer, options: Mapping[str, Any] | No
     return dict(options or {})
 
 
-def try_prompt(
-    tokenizer: Tokenizer, prompt: str | Sequence[Message], template_options: Mapping[str, Any] = NO_OPTIONS
-) -> None:
-    """Encode a prompt before the run starts, so that an error appears before the first rollout.
-
-    Raises EnvironmentSetupError if it can't be encoded, has no tokens, or if the chat template ignores the user's message.
-    """
-    ids = encode_or_refuse(tokenizer, prompt, template_options)
-    how = "" if ids else "makes an empty prompt"
-    if ids and not isinstance(prompt, str):
-        other = [*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] * 2}]
-        how = "ignores the user's message" if ids == encode_or_refuse(tokenizer, other, template_options) else ""
-    if how:
-        encoder, shown = _encoder_of(prompt)
-        raise EnvironmentSetupError(f"{encoder} {how} ({shown}): it belongs to another model, or is damaged")
-
-
 def encode_or_refuse(
     tokenizer: Tokenizer, prompt: str | Sequence[Message], template_options: Mapping[str, Any] = NO_OPTIONS
 ) -> tuple[int, ...]:
@@ -128,17 +111,13 @@ def encode_or_refuse(
     try:
         return encode_prompt(tokenizer, prompt, template_options)
     except Exception as error:  # third-party code, which may raise anything
-        what = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        encoder, text = ("tokenizer", prompt) if isinstance(prompt, str) else ("chat template", prompt[-1]["content"])
         system = not isinstance(prompt, str) and any(message["role"] == "system" for message in prompt)
         advice = '; if it takes no system message, set environment.args.system to ""' if system else ""
-        encoder, shown = _encoder_of(prompt)
-        raise EnvironmentSetupError(f"{encoder} can't make a prompt of {shown}: {what}{advice}") from error
-
-
-def _encoder_of(prompt: str | Sequence[Message]) -> tuple[str, str]:
-    """What encodes the prompt, and the beginning of its text, for an error."""
-    encoder, text = ("tokenizer", prompt) if isinstance(prompt, str) else ("chat template", prompt[-1]["content"])
-    return f"the model's {encoder}", repr(text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}...")
+        what = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise EnvironmentSetupError(
+            f"the model's {encoder} can't make a prompt of {text[:SHOWN_CHARACTERS]!r}: {what}{advice}"
+        ) from error
 
 
 # ---- text

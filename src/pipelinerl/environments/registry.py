@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Awaitable, Coroutine, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, cast
 
-from pipelinerl.environments.prompts import try_prompt, wrong_chat
+from pipelinerl.environments.prompts import encode_or_refuse, wrong_chat
 from pipelinerl.environments.single_turn import JudgedTurn, Task
 from pipelinerl.errors import EnvironmentSetupError, PipelineRLError
 from pipelinerl.interfaces import Environment, Tokenizer
@@ -20,12 +20,10 @@ if TYPE_CHECKING:
 BUILT_IN = {
     "gcd": "pipelinerl.environments.tasks.gcd:Gcd",
     "math": "pipelinerl.environments.maths.environment:Maths",
-    "guess_number": "pipelinerl.environments.tasks.guess_number:GuessNumber",
     "countdown": "pipelinerl.environments.tasks.countdown:Countdown",
     "reasoning_gym": "pipelinerl.environments.adapters.reasoning_gym:ReasoningGym",
     "verifiers": "pipelinerl.environments.adapters.verifiers:Verifiers",
-    "mixture": "pipelinerl.environments.combine:Mixture",
-    "difficulty_filter": "pipelinerl.environments.combine:DifficultyFilter",
+    "mixture": "pipelinerl.environments.mixture:Mixture",
     "function": "pipelinerl.environments.user.function:Function",
     "tools": "pipelinerl.environments.user.function:Tools",
     "calculator": "pipelinerl.environments.tasks.calculator:Calculator",
@@ -44,9 +42,9 @@ def make_environment(kind: str, args: Mapping[str, Any], tokenizer: Tokenizer, s
     # The rewards of this package are quick and safe.
     module = getattr(getattr(environment, "reward", None), "__module__", None) or "pipelinerl"
     if isinstance(environment, Task) and environment.isolate_reward and module.partition(".")[0] != "pipelinerl":
-        from pipelinerl.environments.user.pool import RewardPool  # noqa: PLC0415 - only for a class of the user
+        from pipelinerl.environments.user.pool import reward_pool  # noqa: PLC0415 - only for a class of the user
 
-        environment.reward_pool = RewardPool(environment, kind, args, tokenizer, seed)
+        environment.reward_pool = reward_pool(environment, kind, args, tokenizer, seed)
     return environment
 
 
@@ -72,10 +70,10 @@ def make_inner(where: str, kind: str, args: Mapping[str, Any], tokenizer: Tokeni
 
 
 def parts_of(environment: Environment, name: str = "") -> Iterator[tuple[str, Environment]]:
-    """The environments that give the rewards, by name: those in mixtures and filters, or else `environment` itself, ""."""
+    """The environments that give the rewards, by name: those in mixtures, or else `environment` itself, ""."""
     inner: Mapping[str, Environment] = getattr(environment, "inner", {})
     for key, part in inner.items():
-        yield from parts_of(part, "/".join(filter(None, (name, key))))
+        yield from parts_of(part, f"{name}/{key}".lstrip("/"))
     if not inner:
         yield name, environment
 
@@ -104,17 +102,17 @@ def _try_first_prompt(environment: JudgedTurn, tokenizer: Tokenizer) -> None:
         prompt = environment.prompt(environment.problem(0))
     except Exception:  # noqa: BLE001 - may affect this problem only; failed rollouts are counted and bounded
         return
-    if isinstance(prompt, Awaitable):  # a function of the user makes it
-        if isinstance(prompt, Coroutine):
-            prompt.close()
-        return
     if not isinstance(prompt, str) and (wrong := wrong_chat(prompt)):
         raise EnvironmentSetupError(f"the first problem's prompt has {wrong}")
-    try_prompt(tokenizer, prompt, environment.template_options)
+    encode_or_refuse(tokenizer, prompt, environment.template_options)
 
 
-RENAMED = {"curriculum": "`difficulty_filter`", "math_words": "`math` with `judge: numbers` in environment.args"}
-"""What former names of built-in kinds are called now."""
+RENAMED = {
+    "math_words": "It is now called `math` with `judge: numbers` in environment.args.",
+    "guess_number": "It is now an example, `examples/guess_number.py:GuessNumber`.",
+    "difficulty_filter": "Choose the lines of the data file by their pass rates, or set `actor.online_filter`.",
+}
+"""What to use instead of former kinds."""
 
 
 def find_class(kind: str) -> type:
@@ -127,7 +125,7 @@ def find_class(kind: str) -> type:
 
         return code.find_class(kind)
     close = get_close_matches(kind, BUILT_IN, n=1)
-    hint = f" It is now called {RENAMED[kind]}." if kind in RENAMED else f" Did you mean {close[0]!r}?" if close else ""
+    hint = f" {RENAMED[kind]}" if kind in RENAMED else f" Did you mean {close[0]!r}?" if close else ""
     raise EnvironmentSetupError(
         f"environment.kind {kind!r} is unknown.{hint} It is one of {', '.join(BUILT_IN)}, `path/to/file.py:ClassName` "
         "or `package.module:ClassName`"

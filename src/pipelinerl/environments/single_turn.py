@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipelinerl.environments.prompts import NO_OPTIONS, Message, encode_prompt, text_decoder
@@ -12,7 +12,7 @@ from pipelinerl.interfaces import GenerationClient, Tokenizer
 from pipelinerl.types import Problem, Rollout, Turn
 
 if TYPE_CHECKING:
-    from pipelinerl.environments.user.pool import RewardPool
+    from pipelinerl.environments.user.pool import FunctionPool
 
 CACHED_PROMPTS = 64
 HELD_OUT_IN = 10
@@ -50,7 +50,7 @@ class Task(ABC):
     reward_retries = 2
     reward_memory_mb = 1024
     reward_writes: tuple[str, ...] | None = None
-    reward_pool: RewardPool | None = None
+    reward_pool: FunctionPool | None = None
     """Set by `make_environment`."""
 
     def __init__(self, tokenizer: Tokenizer, seed: int) -> None:
@@ -72,7 +72,7 @@ class Task(ABC):
     async def call_reward(self, problem: Problem, *answer: Any) -> Any:
         """What `reward`, the method of a subclass, returns for an answer. It runs in the pool if there is one."""
         if self.reward_pool is not None:
-            return await self.reward_pool.call(problem, *answer)
+            return await self.reward_pool.call("reward", problem, *answer)
         reward = getattr(self, "reward")  # noqa: B009 - only some tasks have it
         return reward(problem, *answer)
 
@@ -91,16 +91,15 @@ class JudgedTurn(Task):
         self._prompt_ids: dict[str, tuple[int, ...]] = {}
 
     @abstractmethod
-    def prompt(self, problem: Problem) -> str | Sequence[Message] | Awaitable[str | Sequence[Message]]:
-        """The prompt: a text for the model to continue, or chat messages. It may be awaited."""
+    def prompt(self, problem: Problem) -> str | Sequence[Message]:
+        """The prompt: a text for the model to continue, or chat messages."""
 
     @abstractmethod
     async def judge(self, problem: Problem, turn: Turn) -> Judgement:
         """Judges the answer `turn.text`, which has no stop token."""
 
     async def rollout(self, problem: Problem, client: GenerationClient) -> Rollout:
-        prompt = self.prompt(problem)
-        prompt_ids = self._encode(await prompt if isinstance(prompt, Awaitable) else prompt)
+        prompt_ids = self._encode(self.prompt(problem))
         completion = await client.generate(prompt_ids, max_tokens=self.max_tokens)
         turn = Turn(prompt_ids=prompt_ids, completion=completion, text=self._decode(completion.answer_ids))
         reward, metrics = await self.judge(problem, turn)

@@ -87,7 +87,7 @@ async def _play(config: RunConfig, problem: int, environment: Environment, token
         engine, stop, of = ready.engine, ready.stop_token_ids, RolloutContext.of
         context = of(config.actor, environment, engine, tokenizer, seed=config.seed, slots=ready.slots, stop_token_ids=stop)
         groups = GroupRunner(context, config.actor, failures=FailureLog(1.0, 1, shown=0))  # the result has all of them
-        if isinstance(made := problem_for(environment, problem, context.limits), Failure):
+        if isinstance(made := problem_for(environment, problem), Failure):
             raise EnvironmentSetupError(f"environment {config.environment.kind}: {made.line}")
         groups.start(problem, engine.version)
         played = groups.open[problem]

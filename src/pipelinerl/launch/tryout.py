@@ -3,7 +3,7 @@
     python -m pipelinerl.launch.tryout CONFIG.yaml MESSAGES [build]
 
 Messages (`trial.TryoutMessage`) are appended to the file MESSAGES, one per line. `build`: without any attempt.
-Attempts have the time limits of a run, `actor.code_timeout_s` and `actor.rollout_timeout_s`.
+Attempts have the time limit of a run, `actor.rollout_timeout_s`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from pathlib import Path
 import msgspec
 
 from pipelinerl.actor.client import EngineClient, RolloutClient
-from pipelinerl.actor.deadline import CodeAlarm
 from pipelinerl.actor.evaluation import held_out_problems
 from pipelinerl.actor.failures import Failure
-from pipelinerl.actor.rollouts import TimeLimits, attempt, guarded, problem_for, score
+from pipelinerl.actor.rollouts import attempt, guarded, problem_for, score
 from pipelinerl.config.load import config_from_yaml
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.environments.registry import find_class, make_environment, notes_of, parts_of
@@ -105,16 +104,16 @@ class Tryout:
         self._environment = environment
         self._tokenizer = tokenizer
         self._name = f"{config.environment.kind} ({part})" if part else config.environment.kind
-        self._limits = TimeLimits(config.actor.rollout_timeout_s, CodeAlarm(config.actor.code_timeout_s))
+        self._timeout_s = config.actor.rollout_timeout_s
         self._sampling = SamplingParams(max_tokens=config.actor.max_tokens)
 
     async def play(self, index: int, says: str = "") -> Rollout | Failure:
-        made = problem_for(self._environment, index, self._limits)
+        made = problem_for(self._environment, index)
         if isinstance(made, Failure):
             return made
         self.client.says = self._tokenizer.encode(says, add_special_tokens=False)
         view = RolloutClient(self.client, self._tokenizer, self._sampling, name=f"g{index}.a0", seed=0)
-        return await attempt(self._environment, made[0], view, self._limits)
+        return await attempt(self._environment, made[0], view, self._timeout_s)
 
     async def play_first(self) -> Rollout:
         """Play the first problem with an empty answer. Raises EnvironmentSetupError if it, or its group, fails."""
@@ -122,8 +121,8 @@ class Tryout:
         if isinstance(played, Failure):
             raise self._refused("an empty answer to its first problem", played)
         if isinstance(environment := self._environment, ScoresGroups):
-            made = problem_for(environment, 0, self._limits)
-            scored = made if isinstance(made, Failure) else await score(environment, made[0], [played] * 2, self._limits)
+            made = problem_for(environment, 0)
+            scored = made if isinstance(made, Failure) else await score(environment, made[0], [played] * 2, self._timeout_s)
             if isinstance(scored, Failure):
                 raise self._refused("a group of two empty answers", scored)
         return played
@@ -138,7 +137,7 @@ class Tryout:
         wrong: dict[str, list[float]] = {text: [] for text in WRONG}
         until_s = time.monotonic() + ANSWERS_S
         for index in range(ANSWERED):
-            if isinstance(made := problem_for(self._environment, index, self._limits), Failure):
+            if isinstance(made := problem_for(self._environment, index), Failure):
                 continue
             own = [str(value) for value in made[0].payload.values() if isinstance(value, str | int | float)]
             for text in (*WRONG, *filter(None, own)):
@@ -159,7 +158,7 @@ class Tryout:
         for said in [form.format(text) for form in FORMS]:
             if isinstance(scorer := self._environment, JudgedTurn):
                 turn = Turn(prompt_ids=(), completion=NOTHING, text=said)
-                judged = await guarded(partial(scorer.judge, problem, turn), self._limits, "the reward")
+                judged = await guarded(partial(scorer.judge, problem, turn), self._timeout_s, "the reward")
                 outcome = judged if isinstance(judged, Failure) else judged.reward
             else:
                 played = await self.play(index, said)

@@ -5,13 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 
-import msgspec
-import pytest
-
 from pipelinerl.config.schema import EvaluationConfig
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.types import VersionSpan
-from tests.unit.actor.test_actor import Harness, Task, single_turn
+from tests.unit.actor.test_actor import Harness
 
 
 class Watched:
@@ -98,23 +95,6 @@ async def test_due_at_every_multiple_that_is_passed_and_never_two_at_once(caplog
     assert watched.harness.progress().evaluations == {"v26": 1.0}
 
 
-async def test_one_that_fails_costs_its_problem_and_no_rollout():
-    async def unlucky(problem, client):
-        rollout = await single_turn(problem, client)
-        if problem.id == "h3":
-            raise ValueError("unlucky")
-        return msgspec.structs.replace(rollout, metrics={"even": 1.0} if int(problem.id[1:]) % 2 == 0 else {})
-
-    watched = Watched(Task(unlucky), groups=4)
-    watched.at(2)
-    await watched.iterate(60)
-    ((evaluation, answers),) = watched.harness.evaluated
-    assert evaluation.failed == {"raised": 1}
-    assert evaluation.reward_mean == pytest.approx(5 / 6)
-    assert [problem.metrics for problem in answers[:2]] == [{"even": 1.0}, {}]
-    assert watched.harness.progress().rollouts_dropped == {}
-
-
 async def test_training_does_not_wait_for_one_at_its_end(caplog):
     caplog.set_level(logging.WARNING)
     watched = Watched(groups=2)
@@ -130,17 +110,6 @@ async def test_training_does_not_wait_for_one_at_its_end(caplog):
     await watched.harness.actor.evaluate("after")
     assert [(evaluation.name, evaluation.skipped) for evaluation in watched.done] == [("after", 1)]
     assert "cancelled because training is over" in caplog.text
-
-
-def test_an_environment_without_held_out_problems_evaluates_nothing():
-    class Nothing(Task):
-        def held_out(self, count):
-            return []
-
-    watched = Watched(Nothing(), groups=1)
-    watched.at(8)
-    asyncio.run(watched.harness.iterate(10))
-    assert (watched.asked(), watched.done) == ([], [])
 
 
 async def test_one_that_ends_with_training_is_not_given_up():

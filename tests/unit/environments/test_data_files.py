@@ -18,20 +18,10 @@ ROWS = [{"prompt": "a"}, {"prompt": "b"}]
 PRETTY = json.dumps(ROWS, indent=1)
 READ: dict[str, tuple[str, str, list[Any]]] = {
     "lines": ("d.jsonl", '{"prompt": "a"}\n\n{"prompt": "b"}', ROWS),
-    "lines in a .json": ("d.json", '{"prompt": "a"}\n{"prompt": "b"}', ROWS),
     "array": ("d.json", json.dumps(ROWS), ROWS),
     "array, several lines": ("d.json", PRETTY, ROWS),
-    "array, a row a line": ("d.json", '[{"prompt": "a"},\n{"prompt": "b"}]\n', ROWS),
-    "array without a suffix": ("d", json.dumps(ROWS), ROWS),
     "array after blanks and a mark": ("d.json", "\ufeff \n" + PRETTY, ROWS),
-    "one line of a list": ("d.jsonl", '[{"a": 3}]', [[{"a": 3}]]),
     "lines of lists": ("d.jsonl", '[1, 2]\n[{"a": 3}]', [[1, 2], [{"a": 3}]]),
-    "csv": (
-        "d.csv",
-        '\ufeffprompt,answer\n"a, ""b""\nc",1\nd,\n',
-        [{"prompt": 'a, "b"\nc', "answer": "1"}, {"prompt": "d", "answer": ""}],
-    ),
-    "tsv": ("D.TSV", "prompt\tanswer\na,b\t1\n", [{"prompt": "a,b", "answer": "1"}]),
 }
 WRONG = {
     "array without an end": (
@@ -47,12 +37,8 @@ WRONG = {
     "no JSON at all": (
         "d.txt",
         "hello",
-        r"d.txt:1 is not JSON: .* \(files of JSON lines or of one JSON array, and .csv, .tsv and",
+        r"d.txt:1 is not JSON: .* \(files of JSON lines or of one JSON array, and .parquet",
     ),
-    "csv, a value too many": ("d.csv", "a,b\n1,2,3", "d.csv:2 does not have 2 values"),
-    "csv, a value too few": ("d.csv", "a,b\n1,2\n3", "d.csv:3 does not have 2 values"),
-    "csv, a column twice": ("d.csv", "a,a\n1,2", "d.csv:1 has two columns called 'a'"),
-    "csv, an open quote": ("d.csv", 'a,b\n1,"2', "d.csv:1 is not CSV: unexpected end of data"),
 }
 
 
@@ -73,9 +59,6 @@ def test_what_is_wrong_with_a_file_is_one_line(tmp_path: Path, monkeypatch: pyte
 
 
 def test_bytes_that_are_no_text_are_named(tmp_path: Path) -> None:
-    (tmp_path / "d.csv").write_bytes(b"a\n\xff")
-    with one_line(EnvironmentSetupError, "d.csv is not UTF-8"):
-        list(read_rows(tmp_path / "d.csv"))
     (tmp_path / "d.jsonl").write_bytes('{"a": 1}'.encode("utf-16"))
     with one_line(EnvironmentSetupError, "d.jsonl:1 is not JSON: "):
         list(read_rows(tmp_path / "d.jsonl"))
@@ -121,9 +104,7 @@ class Task(SingleTurn):
     [
         ("math", {"path": "d.jsonl", "judge": "numbers", "system": "x"}, "system has no effect: there is no chat"),
         ("math", {"path": "d.jsonl", "judge": "numbers", "judge_processes": 2}, "judge_processes has no effect: it is for"),
-        ("math", {"path": "d.jsonl", "judge": "numbers", "length_penalty": 2}, "length_penalty has no effect"),
         ("countdown", {"system": "x"}, "environment.args.system has no effect"),
-        ("reasoning_gym", {"task": "chain_sum", "marked": False, "format_reward": 0.1}, "format_reward has no effect"),
         ("agent", {"run": "a.py:f", "problems": {"kind": "gcd"}, "held_out": 0.5}, "held_out has no effect"),
     ],
 )

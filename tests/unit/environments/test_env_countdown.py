@@ -11,28 +11,9 @@ from hypothesis import strategies as st
 
 from pipelinerl.environments import make_environment
 from pipelinerl.environments.maths.numbers import read_expression
-from pipelinerl.environments.tasks.countdown import CountdownTask, answer_in, score
+from pipelinerl.environments.tasks.countdown import score
 from pipelinerl.errors import EnvironmentSetupError
 from tests.unit.environments.env_client import TOKENIZER, rollout
-
-
-@pytest.mark.parametrize(
-    ("text", "value", "numbers"),
-    [
-        ("7", 7, (7,)),
-        ("1+2*3", 7, (1, 2, 3)),
-        ("(1+2)*3", 9, (1, 2, 3)),
-        ("10 - 4 - 3", 3, (10, 4, 3)),
-        ("24 / 4 / 3", 2, (24, 4, 3)),
-        ("1/3*3", 1, (1, 3, 3)),
-        (r"(1 + 2) \times 3 \div 9", 1, (1, 2, 3, 9)),
-        ("3 × 4 ÷ 6 − 2", 0, (3, 4, 6, 2)),  # noqa: RUF001
-        ("5/(3-3)", None, (5, 3, 3)),
-        ("1+5/(3-3)", None, (1, 5, 3, 3)),
-    ],
-)
-def test_expressions_have_their_exact_value(text, value, numbers):
-    assert read_expression(text) == (value, numbers)
 
 
 @pytest.mark.parametrize(
@@ -65,21 +46,6 @@ def test_the_value_is_the_one_that_python_finds(text):
 
 
 @pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        (r"first \boxed{1}; \boxed{(3 + 4) * 5}", "(3 + 4) * 5"),
-        (r"\boxed{3 + 4 = 7}", "3 + 4"),
-        ("<answer> 3 + 4 </answer> or so", "3 + 4"),
-        ("I think\n3 + 4 = 7.\n", "3 + 4"),
-        ("$3 + 4$.", "3 + 4"),
-        ("", ""),
-    ],
-)
-def test_the_expression_that_a_text_ends_with(text, answer):
-    assert answer_in(text) == answer
-
-
-@pytest.mark.parametrize(
     ("text", "reward"),
     [
         ("(3 + 4) * 5", 1.0),
@@ -92,15 +58,17 @@ def test_the_expression_that_a_text_ends_with(text, answer):
         ("hm", 0.0),
         ("5 / (3 - 3)", 0.0),
         ("5 / (4 - 4 + 0)", 0.0),
+        (r"first \boxed{1}; \boxed{(3 + 4) * 5}", 1.0),
+        (r"\boxed{(3 + 4) * 5 = 35}", 1.0),
+        ("<answer> (3 + 4) * 5 </answer> or so", 1.0),
+        ("I think\n(3 + 4) * 5 = 35.\n", 1.0),
+        (r"(3 + 4) \times 5", 1.0),
+        ("(3 + 4) × 5", 1.0),  # noqa: RUF001
+        ("", 0.0),
     ],
 )
 def test_rewards(text, reward):
-    assert score(CountdownTask((3, 4, 5), 35), text, 0.1) == reward
-
-
-def test_each_number_is_there_as_often_as_it_was_given():
-    assert score(CountdownTask((3, 3), 9), "3 * 3", 0.1) == 1
-    assert score(CountdownTask((3, 3), 27), "3 * 3 * 3", 0.1) == 0
+    assert score((3, 4, 5), 35, text, 0.1) == reward
 
 
 def test_every_problem_can_be_solved_and_none_is_trivial():
@@ -139,8 +107,7 @@ def test_a_rollout(tmp_path):
     ("arguments", "complaint"),
     [
         ({"numbers": [4, 3]}, r"numbers is \[4, 3\]: give the minimum first"),
-        ({"operations": "+^"}, "operations: '\\+\\^' is not allowed here; this takes text of "),
-        ({"operations": "*", "highest": 90, "numbers": 8}, "leave too few problems"),
+        ({"highest": 90, "numbers": 8, "highest_target": 2}, "leave too few problems"),
         ({"chat": True}, "no chat template"),
     ],
 )

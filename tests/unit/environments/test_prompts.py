@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tokenizers import processors
 
-from pipelinerl.environments.prompts import check_template_options, encode_prompt
+from pipelinerl.environments.prompts import encode_prompt
 from pipelinerl.environments.registry import make_environment
 from pipelinerl.errors import EnvironmentSetupError
 from tests.unit.chat_parts import CHATML, SamplingClient, make_tokenizer
@@ -44,7 +44,6 @@ def test_a_text_begins_as_the_model_expects_and_does_not_end(template: str, befo
 
 
 KINDS: dict[str, dict[str, Any]] = {
-    "guess_number": {"max_turns": 1},
     "calculator": {},
     "function": {"data": "data.jsonl", "reward": "r.py:reward"},
     "tools": {"data": "data.jsonl", "reward": "r.py:reward", "functions": "r.py:add"},
@@ -95,11 +94,5 @@ def test_an_option_without_effect_is_an_error(kind: str) -> None:
         made(kind, {"enable_thinking": False})
     with one_line(EnvironmentSetupError, "'brief' has no effect: the prompts are not chats"):
         made(kind, {"brief": True}, template=None)
-
-
-def test_options_of_chats_are_refused_where_there_is_none_or_they_are_set_here() -> None:
-    with one_line(EnvironmentSetupError, "'brief' has no effect: the prompts are not chats"):
-        made("math", {"brief": True}, chat=False)
     with one_line(EnvironmentSetupError, "'add_generation_prompt' is set here; leave it out"):
-        check_template_options(make_tokenizer(), {"add_generation_prompt": False})
-    assert check_template_options(make_tokenizer(), None) == {}
+        made(kind, {"add_generation_prompt": False})

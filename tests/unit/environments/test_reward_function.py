@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from pipelinerl.actor.client import EngineClient, RolloutClient
-from pipelinerl.actor.deadline import CodeAlarm
 from pipelinerl.actor.failures import Failure
-from pipelinerl.actor.rollouts import TimeLimits, attempt, score
+from pipelinerl.actor.rollouts import attempt, score
 from pipelinerl.api import _named_rewards
 from pipelinerl.environments import make_environment
 from pipelinerl.environments.user.code import finite_number, names_a_function, score_of
@@ -22,7 +21,7 @@ from tests.unit.environments.test_environments import ChatTokenizer
 from tests.unit.scripted_engine import STOP, CharTokenizer, ScriptedEngine
 
 TOKENIZER = CharTokenizer()
-LIMITS = TimeLimits(30.0, CodeAlarm(20.0))
+TIMEOUT_S = 30.0
 
 REWARDS = """
 import os, time
@@ -81,7 +80,7 @@ def play(environment, problem, answers, tokenizer=TOKENIZER, *, asked=True):
         for number in range(len(answers)):
             sampling = SamplingParams(max_tokens=500, stop_token_ids=(STOP,))
             view = RolloutClient(client, tokenizer, sampling, name=f"g0.a{number}", seed=0)
-            attempted = asyncio.create_task(attempt(environment, problem, view, LIMITS))
+            attempted = asyncio.create_task(attempt(environment, problem, view, TIMEOUT_S))
             while not attempted.done():
                 await client.advance()
                 await asyncio.sleep(0)
@@ -108,12 +107,14 @@ def test_an_answer_is_worth_what_the_function_says(task, isolate):
     ]
 
 
-def test_a_crash_costs_one_rollout_or_is_worth_what_the_user_says(task):
-    environment = task(isolate=True, workers=1)
+def test_a_call_that_is_ended_costs_one_rollout_or_is_worth_what_the_user_says(task):
+    environment = task(isolate=True, workers=1, timeout_s=0.5)
     problem = environment.problem(0)
-    (died, right), _ = play(environment, problem, ["die", problem.payload["answer"]])
+    (died, late, right), _ = play(environment, problem, ["die", "loop", problem.payload["answer"]])
     message = "ChildProcessError: reward (rewards.py:reward): its process ended with status 1"
     assert died == Failure("raised", message, died.traceback, died.turns)
+    message = "reward (rewards.py:reward): it took longer than 0.5 s, in line 14; its process was ended"
+    assert late == Failure("timeout", message, late.traceback, late.turns)
     assert right.reward == 1.0
 
     environment = task(isolate=True, workers=1, ended_reward=-0.5)
@@ -123,21 +124,12 @@ def test_a_crash_costs_one_rollout_or_is_worth_what_the_user_says(task):
     assert (right.reward, right.metrics) == (1.0, {"reward_ended": 0.0})
 
 
-def test_a_reward_that_takes_too_long_is_a_timeout(task):
-    environment = task(isolate=True, workers=1, timeout_s=0.5)
-    (late,), _ = play(environment, environment.problem(0), ["loop"])
-    message = "reward (rewards.py:reward): it took longer than 0.5 s, in line 14; its process was ended"
-    assert late == Failure("timeout", message, late.traceback, late.turns)
-
-
 @pytest.mark.parametrize(
     ("args", "prompt"),
     [
         ({}, "S<u:3 + 3?\0\n<a:"),
-        ({"system": "think"}, "S<s:think\0\n<u:3 + 3?\0\n<a:"),
         ({"chat": False}, "3 + 3?"),
         ({"prompt": "rewards.py:ask"}, "S<u:Q: 3 + 3? A:\0\n<a:"),
-        ({"prompt": "rewards.py:ask", "chat": False}, "Q: 3 + 3? A:"),
         ({"prompt": "rewards.py:chat"}, "S<s:be brief\0\n<u:3 + 3?\0\n<a:"),
         ({"prompt": "rewards.py:asked", "system": "think"}, "S<s:think\0\n<u:3 + 3?\0\n<a:"),
     ],
@@ -174,48 +166,47 @@ def test_a_file_of_held_out_examples(task, tmp_path):
 
 
 GOOD = {"question": "1?", "answer": "1"}
+
+
+USER, SYSTEM, ANSWER = ({"role": role, "content": "text"} for role in ("user", "system", "assistant"))
+CHAT = ChatTokenizer()
 MISTAKES = {
     "no file": ({"data": "no/such.jsonl"}, "can't read no/such.jsonl"),
-    "data is no path": (
-        {"data": 3},
-        "environment.args.data: 3 is not allowed here",
-    ),
     "empty": ({"lines": ["", ""]}, "data.jsonl has no problems: it is empty"),
     "malformed": ({"lines": [GOOD, '{"question": "2?", ']}, "data.jsonl:2 is not JSON"),
-    "no object": ({"lines": [GOOD, "[1]"]}, "data.jsonl:2 is not a JSON object"),
+    "no object": ({"lines": [GOOD, "[1]"]}, "data.jsonl:2 is not a JSON object, but a list: write one object a line"),
     "no field": ({"lines": [GOOD, {"q": "2?"}]}, "data.jsonl:2 has no field `question` for the prompt (it has: q)"),
     "empty prompt": ({"lines": [{"question": ""}]}, "data.jsonl:1 has an empty text as its `question`"),
     "prompt is a number": ({"lines": [{"question": 2}]}, "data.jsonl:1 has a int that is neither a text nor chat messages"),
     "odd messages": ({"lines": [{"question": [{"role": "user"}]}]}, "are not objects of `role` and `content`"),
-    "messages without a template": (
-        {"lines": [{"question": [{"role": "user", "content": "?"}]}]},
-        "the model's tokenizer has no chat template",
-    ),
+    "messages without a template": ({"lines": [{"question": [USER]}]}, "the model's tokenizer has no chat template"),
     "chat without a template": ({"chat": True}, "environment.args.chat is true"),
     "system without a template": ({"system": "think"}, "environment.args.system has no effect: there is no chat"),
     "workers without processes": ({"workers": 3}, "workers has no effect: no function is called in a process"),
-    "folders without processes": ({"writes": []}, "environment.args.writes has no effect"),
     "limits without processes": ({"timeout_s": 3}, "timeout_s has no effect: calls in this process have no limits"),
-    "an end that never comes": ({"ended_reward": 0.0}, "environment.args.ended_reward has no effect"),
     "calls that never wait": ({"concurrency": 8}, "concurrency has no effect: no function is `async def`"),
     "processes of functions that wait": (
         {"isolate": True, "memory_mb": 64, "rewards": "async def reward(text, example): return 0.0"},
         "memory_mb has no effect: no function is called in a process",
     ),
-    "list in a line": ({"lines": [GOOD, "[1]"]}, "is not a JSON object, but a list: write one object a line"),
-    "share": (
-        {"held_out": 1.0},
-        "environment.args.held_out: 1.0 is not allowed here; this takes a number >= 0 and < 1",
-    ),
-    "workers": ({"workers": 0}, "environment.args.workers: 0 is not allowed here; this takes a whole number >= 1"),
-    "timeout": ({"timeout_s": "long"}, "environment.args.timeout_s: 'long' is not allowed here; this takes a number > 0"),
-    "worth of a crash": ({"ended_reward": "none"}, "environment.args.ended_reward: 'none' is not allowed here"),
+    "share": ({"held_out": 1.0}, "environment.args.held_out: 1.0 is not allowed here; this takes a number >= 0 and < 1"),
     "reward missing": ({"rewards": "x = 1"}, "has no function 'reward'"),
     "reward not callable": ({"rewards": "reward = 1.0"}, "is a float, not a function"),
     "reward is no name": ({"reward": "rewards.py"}, "does not name a function; write"),
+    "two of one name": ({"reward": {"a.py:right": 1.0, "./b.py:right": 1.0}}, "two functions have the same name"),
     "argument": ({"dats": "x"}, "environment.args.dats: unknown; did you mean `data`?"),
-    "a reward for TRL": ({"rewards": "def reward(completions, **kwargs): ..."}, "reward takes what TRL gives a reward"),
-    "a reward for verl": ({"rewards": "def reward(data_source, solution_str): ..."}, "as docs/coming_from.md shows"),
+    "answer in the prompt": (
+        {"tokenizer": CHAT, "lines": [{"question": [USER]}, {"question": [USER, {**ANSWER, "role": "model"}]}]},
+        "data.jsonl:2 has chat messages that end with the model's (the answer is in the prompt",
+    ),
+    "two system messages": (
+        {"tokenizer": CHAT, "lines": [{"question": [SYSTEM, USER]}], "system": "x"},
+        "data.jsonl:1 has chat messages with a ",
+    ),
+    "messages, no chat": (
+        {"tokenizer": CHAT, "chat": False, "lines": [{"question": [USER]}]},
+        "chat messages, but environment.args.chat is",
+    ),
 }
 
 
@@ -224,29 +215,6 @@ def test_a_mistake_is_one_line(task, name):
     args, said = MISTAKES[name]
     with one_line(EnvironmentSetupError, said):
         task(**args)
-
-
-USER, SYSTEM, ANSWER = ({"role": role, "content": "text"} for role in ("user", "system", "assistant"))
-MISTAKES_IN_CHATS = {
-    "answer in the prompt": ({"lines": [{"question": [USER]}, {"question": [USER, ANSWER]}]}, "data.jsonl:2 has chat "),
-    "by another name": (
-        {"lines": [{"question": [USER, {**ANSWER, "role": "model"}]}]},
-        "end with the model's (the answer is in the prompt",
-    ),
-    "two system messages": (
-        {"lines": [{"question": [SYSTEM, USER]}], "system": "x"},
-        "data.jsonl:1 has chat messages with a ",
-    ),
-    "no chat": ({"chat": False, "system": "x"}, "environment.args.system has no effect"),
-    "messages, no chat": ({"chat": False, "lines": [{"question": [USER]}]}, "chat messages, but environment.args.chat is"),
-}
-
-
-@pytest.mark.parametrize("name", MISTAKES_IN_CHATS)
-def test_a_mistake_in_chats_is_one_line(task, name):
-    args, said = MISTAKES_IN_CHATS[name]
-    with one_line(EnvironmentSetupError, said):
-        task(ChatTokenizer(), **args)
 
 
 @pytest.mark.parametrize("made", ["answered", "chat"])
@@ -347,38 +315,11 @@ def test_calls_of_async_functions_wait_together_up_to_a_limit(task, tmp_path):
     assert max(asyncio.run(main())) == 3
 
 
-def test_an_async_function_from_another_file_or_in_a_partial_is_known_as_one(task, tmp_path):
-    (tmp_path / "verdicts_of_others.py").write_text(SEVERAL)
-    others = "import functools\nfrom verdicts_of_others import judge\npartly = functools.partial(judge)\n"
-    (tmp_path / "others.py").write_text(others)
-    for name in ("judge", "partly"):
-        environment = task(rewards=SEVERAL, reward=f"{tmp_path}/others.py:{name}", isolate=True)
-        assert environment._functions.any_async
-        assert not environment._functions.any_pooled, "no process is kept for it"
-
-
 def test_an_async_function_has_a_time_limit_and_its_errors_name_the_line(task, tmp_path):
     environment = task(rewards=SEVERAL, reward=f"{tmp_path}/rewards.py:judge", timeout_s=0.3, isolate=True)
     (late, raised), _ = play(environment, environment.problem(0), ["never", "raise"])
     assert (late.reason, late.message) == ("timeout", "reward (rewards.py:judge): it took longer than 0.3 s")
     assert raised.message == "RuntimeError: reward: rewards.py, line 19: ValueError: no verdict"
-
-
-@pytest.mark.parametrize(
-    ("reward", "message"),
-    [
-        ({}, "environment.args.reward"),
-        ({"missing": 1.0}, "has no function 'missing'"),
-    ],
-)
-def test_unusable_functions_are_refused_at_the_start(task, tmp_path, reward, message):
-    with one_line(EnvironmentSetupError, message):
-        task(rewards=SEVERAL, reward=weights(tmp_path, **reward))
-
-
-def test_two_functions_of_one_name_are_refused(task, tmp_path):
-    with pytest.raises(EnvironmentSetupError, match="two functions have the same name"):
-        task(rewards=SEVERAL, reward={f"{tmp_path}/rewards.py:right": 1.0, f"{tmp_path}/./rewards.py:right": 1.0})
 
 
 @pytest.mark.parametrize("isolate", [False, True])
@@ -387,13 +328,13 @@ def test_a_function_adds_to_the_rewards_of_a_group(task, tmp_path, isolate):
     environment = task(**files, group_reward="rewards.py:best")
     problem = environment.problem(0)
     rollouts, _ = play(environment, problem, ["2", "9", "10"])
-    scored = asyncio.run(score(environment, problem, rollouts, LIMITS))
+    scored = asyncio.run(score(environment, problem, rollouts, TIMEOUT_S))
     assert [rollout.reward for rollout in scored] == [-1.0, 0.0, -2.0]
     assert [rollout.metrics["group_reward"] for rollout in scored] == [0.0, 1.0, 0.0]
     assert [rollout.turns for rollout in scored] == [rollout.turns for rollout in rollouts]
 
     environment = task(**files, group_reward="rewards.py:too_few")
-    failed = asyncio.run(score(environment, problem, rollouts, LIMITS))
+    failed = asyncio.run(score(environment, problem, rollouts, TIMEOUT_S))
     assert (failed.reason, failed.message) == ("bad_rollout", "group_reward returned [0.0, 0.0], not a list of 3 numbers")
 
 

@@ -17,7 +17,6 @@ from pipelinerl.errors import EnvironmentSetupError, PromptTooLongError
 from pipelinerl.preprocess.turns import join_turns
 from pipelinerl.types import Completion, Problem, Rollout
 from tests.unit.chat_parts import SamplingClient, make_tokenizer
-from tests.unit.environments.env_client import one_line
 
 TOKENIZER = make_tokenizer()
 
@@ -82,11 +81,6 @@ def test_turns_are_bounded() -> None:
 def test_problems_have_the_value_of_their_expression(calculator: Calculator) -> None:
     for problem in (*map(calculator.problem, range(200)), *calculator.held_out(50)):
         assert eval(problem.payload["expression"]) == problem.payload["value"]  # noqa: S307 - digits and operators
-
-
-def test_a_model_without_a_template_is_no_use() -> None:
-    with pytest.raises(EnvironmentSetupError, match="chat template"):
-        make_environment("calculator", {}, make_tokenizer(template=None), 0)
 
 
 # ------------------------------------------------------------------------------------------------ a task of one's own
@@ -208,47 +202,27 @@ def project(tmp_path: Path) -> dict[str, Any]:
     }
 
 
-def test_functions_of_a_file_are_tools(project: dict[str, Any]) -> None:
-    environment = make_environment("tools", project, TOKENIZER, 0)
+@pytest.mark.slow
+@pytest.mark.parametrize("isolate", [False, True])
+def test_functions_of_a_file_are_tools_and_what_they_do_wrong_is_told_to_the_model(
+    project: dict[str, Any], isolate: bool
+) -> None:
+    limits = {"isolate": True, "timeout_s": 1.0} if isolate else {}
+    environment = make_environment("tools", {**project, **limits}, TOKENIZER, 0)
     rollout, text = play(environment, environment.problem(0), calling("look_up", name="Ada"), "It is 3 long.")
     assert rollout.reward == 1.0
     assert "Look up a name." in text
     assert "<|im_start|>tool\nAda is 3<|im_end|>" in text
-    rollout, text = play(environment, environment.problem(0), calling("fails", what="x"), "No.")
-    assert rollout.reward == 0.0
-    assert "Error: KeyError: 'x'" in text
-
-
-@pytest.mark.slow
-def test_tools_that_hang_or_die_are_told_to_the_model(project: dict[str, Any]) -> None:
-    environment = make_environment("tools", {**project, "isolate": True, "timeout_s": 1.0}, TOKENIZER, 0)
-    for what, told in (
+    ended = (
         ("hang", "Error: it took longer than 1 s"),
         ("die", "Error: its process ended with status 3"),
         ("object", "Error: returned a object, which is not JSON"),
         ("x", "Error: mine.py, line 26: KeyError: 'x'"),
-    ):
+    )
+    for what, told in ended if isolate else (("x", "Error: KeyError: 'x'"),):
         rollout, text = play(environment, environment.problem(0), calling("fails", what=what), "It is 3.")
         assert rollout.reward == 1.0
         assert f"<|im_start|>tool\n{told}" in text
-    rollout, text = play(environment, environment.problem(0), calling("look_up", name="Ada", times=2), "It is 3.")
-    assert "<|im_start|>tool\nAda is 3Ada is 3<|im_end|>" in text
-
-
-@pytest.mark.parametrize(
-    ("changes", "what"),
-    [
-        ({"functions": "mine.py"}, "does not name a function"),
-        ({"functions": []}, "functions"),
-        ({"functions": 3}, "functions"),
-        ({"max_turns": 0}, "max_turns"),
-        ({"data": None}, "data|None"),
-        ({"rewrad": 1}, "rewrad"),
-    ],
-)
-def test_mistakes_in_the_run_file_are_one_line(project: dict[str, Any], changes: dict[str, Any], what: str) -> None:
-    with one_line(EnvironmentSetupError, match=what):
-        make_environment("tools", project | changes, TOKENIZER, 0)
 
 
 def test_functions_that_cannot_be_described_or_told_apart(project: dict[str, Any]) -> None:

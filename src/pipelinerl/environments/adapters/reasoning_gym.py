@@ -12,7 +12,8 @@ from typing import Any
 
 import msgspec
 
-from pipelinerl.environments.options import Arguments, AtLeastOne, FormatReward, QuestionOptions, QuestionTask, Seconds
+from pipelinerl.config.schema import Count, Positive
+from pipelinerl.environments.options import Arguments, QuestionOptions, QuestionTask
 from pipelinerl.environments.prompts import Message
 from pipelinerl.environments.single_turn import Judgement, is_held_out
 from pipelinerl.environments.user.code import finite_number
@@ -42,22 +43,15 @@ class ReasoningGymOptions(QuestionOptions, frozen=True):
     """Arguments of the task, such as `{max_terms: 3}`."""
     marked: bool = True
     """false: the whole completion is the answer, for a custom prompt that asks for the answer alone."""
-    format_reward: FormatReward = 0.0
-    """Minimum reward of an answer between the tags."""
     runs_answers: bool = False
     """Some tasks pass the model's answer to Python's `eval`, directly or through sympy. They are refused unless this is
     true: the answer could then run any code with the permissions of your account."""
-    score_processes: AtLeastOne = 1
+    score_processes: Count = 1
     """How many answers are scored at once."""
-    score_timeout_s: Seconds = 5.0
+    score_timeout_s: Positive = 5.0
     """An answer that takes longer to score gets 0."""
     system: str = SYSTEM
     text: str = TEXT
-
-    def model_post_init(self, context: Any) -> None:
-        super().model_post_init(context)
-        if not self.marked:
-            self.refuse_without_effect("`marked` is false", "format_reward")
 
 
 class ReasoningGym(QuestionTask):
@@ -109,26 +103,20 @@ class ReasoningGym(QuestionTask):
         return self.ask(problem.payload["question"])
 
     async def judge(self, problem: Problem, turn: Turn) -> Judgement:
-        """Metrics: `score` is the task's own. `marked`, `score_failed` (a limit was exceeded, or a crash) and `score_raised`
-        (the task raised an error over the answer) are 1 or 0."""
-        answer = marked_answer(turn.text) if self._options.marked else turn.text.strip()
-        score, failed = 0.0, ""
-        if answer is not None:
-            score, failed = await self._outcome(problem, answer)
-        reward = max(score, self._options.format_reward) if self._options.marked and answer is not None else score
-        metrics = {"score": score, "marked": float(answer is not None)}
-        return Judgement(reward, metrics | {name: float(name == failed) for name in ("score_failed", "score_raised")})
-
-    async def _outcome(self, problem: Problem, answer: str) -> tuple[float, str]:
-        """The score, and the metric that counts why there is none. Raises if the task can't score its own answer either."""
+        """Metrics: `marked`, `score_failed` (a limit was exceeded, or a crash) and `score_raised` (the task raised an error
+        over the answer) are 1 or 0. Raises if the task can't score its own answer either."""
+        answers = _MARKED.findall(turn.text) if self._options.marked else [turn.text]
         task = {"name": self._options.task, "args": self._options.args or {}}
-        try:
-            score = await self._pool.call("score", task, problem.payload, answer)
-        except CALL_ENDED:
-            return 0.0, "score_failed"
-        if score is None:
-            return 0.0, "score_raised"
-        return finite_number(score, f"{self._options.task} of reasoning-gym"), ""
+        score, failed = 0.0, False
+        if answers:
+            try:
+                score = await self._pool.call("score", task, problem.payload, answers[-1].strip())
+            except CALL_ENDED:
+                failed = True
+        raised = score is None
+        reward = 0.0 if raised else finite_number(score, f"{self._options.task} of reasoning-gym")
+        metrics = {"marked": float(bool(answers)), "score_failed": float(failed), "score_raised": float(raised)}
+        return Judgement(reward, metrics)
 
     def _entry(self, name: str, place: int) -> Problem | None:
         """The entry at `place` of the chunk `name`; None if the task has fewer entries."""
@@ -139,12 +127,6 @@ class ReasoningGym(QuestionTask):
             return None
         payload = {"seed": seed, "index": place, "question": entry["question"], "answer": str(entry["answer"])}
         return Problem(id=f"{self._options.task}/{seed}/{place}", payload=payload)
-
-
-def marked_answer(text: str) -> str | None:
-    """The text between the last pair of tags, stripped of white space. None if there is no pair."""
-    found = _MARKED.findall(text)
-    return found[-1].strip() if found else None
 
 
 # ---- the package: its tasks, and their scores in another process
@@ -161,15 +143,8 @@ def make_tasks(name: str, arguments: Mapping[str, Any], seed: int) -> Any:
     from reasoning_gym.factory import DATASETS, create_dataset  # noqa: PLC0415 - takes a second, and is an extra
 
     if name not in DATASETS:
-        close = get_close_matches(name, DATASETS, n=3)
-        hint = f" Did you mean {' or '.join(close)}?" if close else f" It is one of {', '.join(sorted(DATASETS))}"
-        raise EnvironmentSetupError(f"environment.args.task {name!r} is not in reasoning-gym.{hint}")
-    config = DATASETS[name][1]
-    own = sorted(set(inspect.signature(config).parameters) - {"seed", "size"})
-    if unknown := sorted(set(arguments) - set(own)):
-        raise EnvironmentSetupError(
-            f"environment.args.args: {name} of reasoning-gym has no {unknown[0]}; it has {', '.join(own)}"
-        )
+        close = get_close_matches(name, DATASETS, n=3) or sorted(DATASETS)
+        raise EnvironmentSetupError(f"environment.args.task {name!r} is not in reasoning-gym; it has {', '.join(close)}")
     try:
         return create_dataset(name, seed=seed, size=CHUNK, **arguments)
     except Exception as error:

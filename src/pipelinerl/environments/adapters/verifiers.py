@@ -10,9 +10,11 @@ from typing import Any
 
 import msgspec
 
+from pipelinerl.config.schema import ShareBelowOne
+from pipelinerl.environments.chat.tool_use import require_chat
 from pipelinerl.environments.data import ProblemSet, split, without
-from pipelinerl.environments.options import Arguments, FunctionName, Options, Share
-from pipelinerl.environments.prompts import check_template_options, has_chat_template
+from pipelinerl.environments.options import Arguments, Options
+from pipelinerl.environments.prompts import check_template_options
 from pipelinerl.errors import EnvironmentSetupError
 from pipelinerl.extras import require
 from pipelinerl.interfaces import GenerationClient, Tokenizer
@@ -25,11 +27,11 @@ SAME_PROBLEM = ("prompt", "answer", "info")
 class VerifiersOptions(Options, frozen=True):
     environment: str = ""
     """Name of an installed environment, as for `verifiers.load_environment`."""
-    load: FunctionName = ""
+    load: str = ""
     """Instead of `environment`: a function that returns an environment, such as `path/to/file.py:load_environment`."""
     args: Arguments | None = None
     """Arguments of the function that loads the environment."""
-    held_out: Share = 0.1
+    held_out: ShareBelowOne = 0.1
     """Share of the rows (by a hash of the row) for evaluation, never used in training; only for environments without an
     `eval_dataset`."""
     template_options: Arguments | None = None
@@ -37,8 +39,6 @@ class VerifiersOptions(Options, frozen=True):
     threads: bool = True
     """Run reward functions that aren't `async` in threads, while generation continues. false: in the main thread, which
     blocks the engine."""
-    drop_raised: bool = False
-    """Drop a rollout if one of its reward functions raises an error. false: that function counts as 0, as in verifiers."""
 
     def model_post_init(self, _: Any) -> None:
         if bool(self.environment) == bool(self.load):
@@ -57,6 +57,7 @@ class Verifiers(ProblemSet):
         """Raises MissingDependencyError, and EnvironmentSetupError if the environment can't be loaded or trained on."""
         options = VerifiersOptions.read(args)
         require("verifiers", "environment.kind verifiers")
+        require_chat(tokenizer, "environment.kind verifiers")
         # Imported here because verifiers takes seconds to import and is an optional dependency.
         from pipelinerl.environments.adapters.verifiers_rollouts import Player, load_environment  # noqa: PLC0415
 
@@ -67,13 +68,8 @@ class Verifiers(ProblemSet):
             options.refuse_without_effect(f"environment {loaded.name} has an `eval_dataset`", "held_out")
             parts = without(loaded.training, loaded.evaluation, _key, f"the dataset of environment {loaded.name}")
         super().__init__(parts, f"verifiers/{seed}")
-        texts = isinstance(parts.training[0].payload["prompt"], str)
-        if not texts and not has_chat_template(tokenizer):
-            raise EnvironmentSetupError(
-                f"the prompts of environment {loaded.name} are chats, but the model's tokenizer has no chat template"
-            )
-        template_options = check_template_options(tokenizer, options.template_options, chat=not texts)
-        self._player = Player(loaded, template_options, threads=options.threads, drop_raised=options.drop_raised)
+        template_options = check_template_options(tokenizer, options.template_options)
+        self._player = Player(loaded, template_options, threads=options.threads)
         self.untried = self._player.untried
 
     async def rollout(self, problem: Problem, client: GenerationClient) -> Rollout:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import inspect
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,9 +25,8 @@ from verifiers.types import Response, ResponseMessage, ResponseTokens, ToolCall,
 from verifiers.utils.env_utils import env_module_name
 
 from pipelinerl.environments.chat.conversation import ChatAnswer, Conversation
-from pipelinerl.environments.prompts import has_chat_template
-from pipelinerl.environments.user.code import describe, find_function, in_daemon_thread
-from pipelinerl.errors import EnvironmentSetupError, PromptTooLongError, RequestError, RolloutError
+from pipelinerl.environments.user.code import describe, find_function, in_daemon_thread, is_away
+from pipelinerl.errors import EnvironmentSetupError, PromptTooLongError, RolloutError
 from pipelinerl.interfaces import GenerationClient
 from pipelinerl.types import Problem, Rollout
 
@@ -49,7 +47,7 @@ def load_environment(installed: str, load: str, arguments: Mapping[str, Any]) ->
 
     Raises EnvironmentSetupError, with one line, if it can't be loaded or has no data to train on.
     """
-    spec = load or f"{_module_of(installed)}:load_environment"
+    spec = load or f"{env_module_name(installed)}:load_environment"
     module = load.rpartition(":")[0]
     name = installed or (Path(module).stem if module.endswith(".py") else module)  # in problem ids
     with _signal_handlers_kept():
@@ -72,17 +70,6 @@ def load_environment(installed: str, load: str, arguments: Mapping[str, Any]) ->
         raise EnvironmentSetupError(f"environment {name} has no dataset to train on")
     evaluation = None if eval_dataset is None else _problems(f"{name}/held-out", eval_dataset)
     return LoadedEnvironment(name, environment, training, evaluation)
-
-
-def _module_of(installed: str) -> str:
-    """The module of an installed environment. Raises EnvironmentSetupError if there is none."""
-    module = str(env_module_name(installed))
-    if not module.isidentifier() or importlib.util.find_spec(module) is None:
-        raise EnvironmentSetupError(
-            f"environment.args.environment: {installed!r} is not installed (there is no module {module}); install the "
-            "environment's package, or name its file in environment.args.load"
-        )
-    return module
 
 
 @contextmanager
@@ -124,7 +111,6 @@ class PolicyClient(Client):  # type: ignore[misc]  # verifiers is not typed for 
         super().__init__(self.conversation)
         self.failure: Exception | None = None
         self.too_long: PromptTooLongError | None = None
-        self._has_template = has_chat_template(client.tokenizer)
 
     def setup_client(self, config: Any) -> Any:
         raise TypeError(f"a client of the policy can't be made from a {type(config).__name__}")
@@ -150,7 +136,7 @@ class PolicyClient(Client):  # type: ignore[misc]  # verifiers is not typed for 
     ) -> ChatAnswer:
         self.failure = None
         try:
-            return await self._ask(prompt, tools or ())
+            return await self.conversation.ask(prompt, tools or ())
         except PromptTooLongError as error:
             self.too_long = error
             raise OverlongPromptError(str(error)) from error
@@ -192,13 +178,6 @@ class PolicyClient(Client):  # type: ignore[misc]  # verifiers is not typed for 
             ),
         )
 
-    async def _ask(self, prompt: list[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> ChatAnswer:
-        if self._has_template:
-            return await self.conversation.ask(prompt, tools)
-        if len(prompt) > 1 or tools or not isinstance(prompt[0]["content"], str):
-            raise RequestError("the model's tokenizer has no chat template, so it can only be given one plain text")
-        return await self.conversation.continue_from(prompt[0]["content"])
-
 
 def _openai_message(message: Any) -> dict[str, Any]:
     plain: dict[str, Any] = message.model_dump(exclude_none=True)
@@ -216,8 +195,8 @@ def _openai_message(message: Any) -> dict[str, Any]:
 # verifiers logs a function that raises and counts it as 0. Recording the error as well makes it visible in the metrics.
 
 
-_errors: ContextVar[list[tuple[str, bool]] | None] = ContextVar("_errors", default=None)
-"""Receives the errors of the reward functions of a rollout: one line, and whether running in a thread probably caused it."""
+_errors: ContextVar[list[str] | None] = ContextVar("_errors", default=None)
+"""Receives the errors of the reward functions of a rollout: those that say nothing of the answer, and "" for the others."""
 
 
 def prepare_rubrics(environment: Environment, name: str, *, threads: bool) -> None:
@@ -267,10 +246,12 @@ def _recording_errors(function: Callable[..., Any], threads: bool) -> Callable[.
             value = await asyncio.wrap_future(in_daemon_thread(partial(copy_context().run, call))) if in_thread else call()
             return float(await value if inspect.isawaitable(value) else value)
         except Exception as error:
+            # Signals, SQLite and math-verify raise such errors in threads. The thread is at fault, not the answer.
+            of_thread = in_thread and "thread" in str(error)
+            line = f"{wrapper.__name__} raised {type(error).__name__}: {' '.join(str(error).split())}"
+            hint = " (set environment.args.threads to false)" if of_thread else ""
             if (errors := _errors.get()) is not None:
-                line = f"{wrapper.__name__} raised {type(error).__name__}: {' '.join(str(error).split())}"
-                # Signals, SQLite and math-verify raise such errors in threads. The thread is at fault, not the answer.
-                errors.append((line, in_thread and "thread" in str(error)))
+                errors.append(line + hint if of_thread or is_away(error) else "")
             raise
 
     return wrapper
@@ -282,9 +263,7 @@ def _recording_errors(function: Callable[..., Any], threads: bool) -> Callable[.
 class Player:
     """Runs rollouts of one environment, any number at a time."""
 
-    def __init__(
-        self, loaded: LoadedEnvironment, template_options: Mapping[str, Any], *, threads: bool, drop_raised: bool
-    ) -> None:
+    def __init__(self, loaded: LoadedEnvironment, template_options: Mapping[str, Any], *, threads: bool) -> None:
         """Raises EnvironmentSetupError for rubrics that can't score single rollouts."""
         self._name, self._environment = loaded.name, loaded.environment
         prepare_rubrics(self._environment, self._name, threads=threads)
@@ -293,16 +272,16 @@ class Player:
         judged = any(isinstance(one, JudgeRubric) for one in _rubrics(self._environment))
         self.untried = "its rubric asks another model" if judged else "" if single else "an attempt may have several turns"
         self._template_options = template_options
-        self._drop_raised = drop_raised
 
     async def play(self, row: Mapping[str, Any], client: GenerationClient) -> Rollout:
         """Run one rollout.
 
         Metrics are the rubric's, the conversation's, `reward_errors` (number of functions that raised) and `prompt_too_long`
         (1 if that ended the rollout). If an error ended the rollout, raises the error of the model call, else RolloutError.
+        It also does so if a server that a reward function asks can't be reached.
         """
         policy = PolicyClient(client, self._template_options)
-        raised = list[tuple[str, bool]]()
+        raised = list[str]()
         _errors.set(raised)
         output = await self._environment.run_rollout(dict(row), policy, MODEL, sampling_args={})
         turns = policy.conversation.turns
@@ -310,10 +289,8 @@ class Player:
             raise policy.failure or RolloutError(f"environment {self._name} ended with {error['error_chain_repr']}")
         if policy.too_long is not None and not turns:
             raise policy.too_long
-        for line, of_thread in raised:
-            if of_thread or self._drop_raised:
-                hint = " (set environment.args.threads to false)" if of_thread else ""
-                raise RolloutError(f"reward function {line}{hint}")
+        if line := next(filter(None, raised), ""):
+            raise RolloutError(f"reward function {line}")
         metrics = {
             **policy.conversation.metrics,
             "prompt_too_long": float(policy.too_long is not None),

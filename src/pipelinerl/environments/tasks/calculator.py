@@ -8,10 +8,11 @@ from typing import Annotated, Any, TypeAlias
 
 from pydantic import Field, Strict
 
+from pipelinerl.config.schema import Count
 from pipelinerl.environments.chat.messages import ChatMessage
 from pipelinerl.environments.chat.tool_use import Tool, ToolError, ToolTask, tool_of
 from pipelinerl.environments.maths.numbers import MAX_OPERAND_DIGITS, answer_in, read_expression
-from pipelinerl.environments.options import Arguments, AtLeastOne, Options, bounds_of
+from pipelinerl.environments.options import Arguments, Options, bounds_of
 from pipelinerl.environments.prompts import chat_messages, check_template_options
 from pipelinerl.environments.single_turn import is_held_out
 from pipelinerl.interfaces import Tokenizer
@@ -37,11 +38,11 @@ def calculate(expression: str) -> str:
     return str(found.value)
 
 
-Count: TypeAlias = Annotated[int, Field(ge=2, le=8)]
+Operands: TypeAlias = Annotated[int, Field(ge=2, le=8)]
 
 
 class CalculatorOptions(Options, frozen=True):
-    numbers: Annotated[tuple[Count, Count], Strict(False)] = (2, 4)
+    numbers: Annotated[tuple[Operands, Operands], Strict(False)] = (2, 4)
     """The minimum and maximum count of numbers."""
     highest: Annotated[int, Field(ge=10, le=999)] = 99
     """The numbers are from 2 to this."""
@@ -51,9 +52,9 @@ class CalculatorOptions(Options, frozen=True):
     """The system message; "" for none."""
     template_options: Arguments | None = None
     """Options of the model's chat template, such as `{enable_thinking: false}`."""
-    max_turns: AtLeastOne = 4
+    max_turns: Count = 4
     """Turns of the model, including the answer."""
-    max_tokens: AtLeastOne | None = None
+    max_tokens: Count | None = None
     """Longest turn, if `actor.max_tokens` is too long for this task."""
 
     def model_post_init(self, _: Any) -> None:

@@ -6,13 +6,13 @@ import random
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, TypeAlias
 
 from pydantic import Field, Strict
 
+from pipelinerl.config.schema import ShareBelowOne
 from pipelinerl.environments.maths.numbers import last_boxed, read_expression
-from pipelinerl.environments.options import FormatReward, QuestionOptions, QuestionTask, bounds_of
+from pipelinerl.environments.options import QuestionOptions, QuestionTask, bounds_of
 from pipelinerl.environments.prompts import Message
 from pipelinerl.environments.single_turn import SingleTurn, is_held_out
 from pipelinerl.errors import EnvironmentSetupError
@@ -42,9 +42,7 @@ class CountdownOptions(QuestionOptions, frozen=True):
     """The numbers are from 1 to this."""
     highest_target: Highest = 100
     """The targets are from 1 to this."""
-    operations: Annotated[str, Field(pattern=r"^[-+*/]+$")] = "+-*/"
-    """The operations of the generated solution, some of `+-*/`. An answer may use all four."""
-    format_reward: FormatReward = 0.1
+    format_reward: ShareBelowOne = 0.1
     """Reward of an expression with a wrong value that uses only the given numbers."""
     system: str = SYSTEM
     text: str = TEXT
@@ -52,71 +50,6 @@ class CountdownOptions(QuestionOptions, frozen=True):
     def model_post_init(self, context: Any) -> None:
         super().model_post_init(context)
         bounds_of("numbers", self.numbers)
-
-
-# ---- the task: pure functions
-
-
-@dataclass(frozen=True)
-class CountdownTask:
-    numbers: tuple[int, ...]
-    target: int
-
-    @property
-    def name(self) -> str:
-        """Identifies the problem: problems with the same name are the same."""
-        return ",".join(map(str, sorted(self.numbers))) + f"={self.target}"
-
-
-def draw_task(rng: random.Random, options: CountdownOptions, *, held_out: bool, tries: int) -> CountdownTask | None:
-    """A problem with a solution that uses all of its numbers. None if none was found in this many tries."""
-    for _ in range(tries):
-        count = rng.randint(*bounds_of("numbers", options.numbers))
-        numbers = tuple(rng.randint(1, options.highest) for _ in range(count))
-        target = _reachable(rng, numbers, options)
-        if target is not None and target not in numbers:
-            task = CountdownTask(numbers, target)
-            if is_held_out(task.name) == held_out:
-                return task
-    return None
-
-
-def _reachable(rng: random.Random, numbers: Sequence[int], options: CountdownOptions) -> int | None:
-    """Combine two of the numbers at random until one is left. Results are whole, positive and within the highest target.
-
-    None if no operation gives such a result.
-    """
-    left = list(numbers)
-    signs = sorted(set(options.operations))
-    while len(left) > 1:
-        rng.shuffle(left)
-        a, b = left.pop(), left.pop()
-        made = {"+": a + b, "-": abs(a - b), "*": a * b, "/": a // b if a % b == 0 else 0}
-        possible = [sign for sign in signs if 1 <= made[sign] <= options.highest_target]
-        if not possible:
-            return None
-        left.append(made[rng.choice(possible)])
-    return left[0]
-
-
-def answer_in(text: str) -> str:
-    r"""The expression in the last `<answer>`, else in the last `\boxed{}`, else in the last line; up to an `=`."""
-    tagged = _TAGGED.findall(text)
-    boxed = last_boxed(text)
-    lines = text.strip().splitlines()
-    answer = tagged[-1] if tagged else boxed if boxed is not None else lines[-1] if lines else ""
-    return answer.partition("=")[0].strip().strip("$.").strip()
-
-
-def score(task: CountdownTask, text: str, format_reward: float) -> float:
-    """1 if the expression has the target's value, `format_reward` if it only uses the given numbers, else 0."""
-    expression = read_expression(answer_in(text))
-    if expression is None or Counter(expression.numbers) - Counter(task.numbers):
-        return 0.0
-    return 1.0 if expression.value == task.target else format_reward
-
-
-# ---- the environment
 
 
 class Countdown(QuestionTask, SingleTurn):
@@ -130,35 +63,63 @@ class Countdown(QuestionTask, SingleTurn):
         super().__init__(tokenizer, seed, self._options)
         for held_out in (False, True):
             for index in range(CHECKED):
-                if self._draw(f"check/{index}", held_out, CHECKED_TRIES) is None:
-                    raise EnvironmentSetupError(
-                        "environment.args of countdown leave too few problems: raise highest, highest_target or numbers, or "
-                        "allow more operations"
-                    )
+                self._draw(f"check/{index}", held_out, CHECKED_TRIES)
 
     def problem(self, index: int) -> Problem:
-        task = self._draw(f"{self.seed}/{index}", False, TRIES)
-        if task is None:
-            raise EnvironmentSetupError(f"countdown found no problem {index}: raise highest, highest_target or numbers")
-        return _problem(task)
+        return self._draw(f"{self.seed}/{index}", False, TRIES)
 
     def held_out(self, count: int) -> Sequence[Problem]:
-        tasks = (self._draw(f"held-out/{index}", True, TRIES) for index in range(2 * count))
-        distinct = {task.name: task for task in tasks if task is not None}
-        return [_problem(task) for task in list(distinct.values())[:count]]
+        drawn = (self._draw(f"held-out/{index}", True, TRIES) for index in range(2 * count))
+        return list({problem.id: problem for problem in drawn}.values())[:count]
 
     def prompt(self, problem: Problem) -> str | Sequence[Message]:
         numbers = ", ".join(map(str, problem.payload["numbers"]))
         return self.ask(QUESTION.replace("{numbers}", numbers).replace("{target}", str(problem.payload["target"])))
 
     def reward(self, problem: Problem, text: str) -> float:
-        task = CountdownTask(tuple(problem.payload["numbers"]), int(problem.payload["target"]))
-        return score(task, text, self._options.format_reward)
+        return score(problem.payload["numbers"], problem.payload["target"], text, self._options.format_reward)
 
-    def _draw(self, name: str, held_out: bool, tries: int) -> CountdownTask | None:
-        rng = random.Random(f"countdown/{name}")
-        return draw_task(rng, self._options, held_out=held_out, tries=tries)
+    def _draw(self, name: str, held_out: bool, tries: int) -> Problem:
+        """A problem with a solution that uses all of its numbers. Equal problems have equal ids."""
+        rng, options = random.Random(f"countdown/{name}"), self._options
+        for _ in range(tries):
+            count = rng.randint(*bounds_of("numbers", options.numbers))
+            numbers = [rng.randint(1, options.highest) for _ in range(count)]
+            target = _reachable(rng, numbers, options.highest_target)
+            if target is not None and target not in numbers:
+                key = ",".join(map(str, sorted(numbers))) + f"={target}"
+                if is_held_out(key) == held_out:
+                    return Problem(id=f"countdown/{key}", payload={"numbers": numbers, "target": target})
+        raise EnvironmentSetupError(
+            "environment.args of countdown leave too few problems: raise highest, highest_target or numbers"
+        )
 
 
-def _problem(task: CountdownTask) -> Problem:
-    return Problem(id=f"countdown/{task.name}", payload={"numbers": list(task.numbers), "target": task.target})
+def _reachable(rng: random.Random, numbers: Sequence[int], highest: int) -> int | None:
+    """Combine two of the numbers at random until one is left. Results are whole, positive and at most `highest`.
+
+    None if no operation gives such a result.
+    """
+    left = list(numbers)
+    while len(left) > 1:
+        rng.shuffle(left)
+        a, b = left.pop(), left.pop()
+        made = {"*": a * b, "+": a + b, "-": abs(a - b), "/": a // b if a % b == 0 else 0}
+        possible = [sign for sign in made if 1 <= made[sign] <= highest]
+        if not possible:
+            return None
+        left.append(made[rng.choice(possible)])
+    return left[0]
+
+
+def score(numbers: Sequence[int], target: int, text: str, format_reward: float) -> float:
+    r"""1 if the answer has the target's value, `format_reward` if it only uses the given numbers, else 0.
+
+    The answer is the expression in the last `<answer>`, else in the last `\boxed{}`, else in the last line; up to an `=`.
+    """
+    tagged, boxed, lines = _TAGGED.findall(text), last_boxed(text), text.strip().splitlines()
+    answer = tagged[-1] if tagged else boxed if boxed is not None else lines[-1] if lines else ""
+    expression = read_expression(answer.partition("=")[0].strip().strip("$.").strip())
+    if expression is None or Counter(expression.numbers) - Counter(numbers):
+        return 0.0
+    return 1.0 if expression.value == target else format_reward

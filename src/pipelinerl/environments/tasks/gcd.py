@@ -9,13 +9,12 @@ steps is long-tailed (usually a few, sometimes more than thirty), and so is the 
 from __future__ import annotations
 
 import random
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import gcd
 
-from pipelinerl.environments.single_turn import SingleTurn
+from pipelinerl.environments.single_turn import SingleTurn, is_held_out
 from pipelinerl.types import Problem
 
 ALPHABET = "0123456789,;:>"
@@ -51,14 +50,6 @@ def count_steps(a: int, b: int) -> int:
     return steps
 
 
-def is_held_out(a: int, b: int) -> bool:
-    """Whether this pair is held out for evaluation; about one in ten is.
-
-    A hash of the text decides, so that no pattern in the digits separates training from evaluation.
-    """
-    return zlib.crc32(f"{a:02d},{b:02d}".encode()) % 10 == 0
-
-
 @cache
 def problem_pools(held_out: bool) -> Pools:
     """The pairs a problem may be drawn from: by number of steps, then by answer."""
@@ -66,7 +57,7 @@ def problem_pools(held_out: bool) -> Pools:
     for a in range(1, 100):
         for b in range(1, 100):
             answer = gcd(a, b)
-            if a == b or answer > MAX_ANSWER or is_held_out(a, b) != held_out:
+            if a == b or answer > MAX_ANSWER or is_held_out(f"{a:02d},{b:02d}") != held_out:
                 continue
             steps = count_steps(a, b)
             if steps <= MAX_STEPS:

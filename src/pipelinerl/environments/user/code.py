@@ -59,23 +59,6 @@ def find_function(spec: str, *, allow_async: bool = False) -> UserFunction:
     return found
 
 
-def find_reward(spec: str) -> UserFunction:
-    """The same for a function that computes a reward or a prompt, which may be `async def`.
-
-    Raises EnvironmentSetupError, also for the parameters of a reward for TRL or verl.
-    """
-    found = find_function(spec, allow_async=True)
-    code = getattr(found, "__code__", None)
-    taken = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount] if code else ()
-    if "solution_str" in taken or ("completions" in taken and "example" not in taken):
-        library = "verl" if "solution_str" in taken else "TRL"
-        raise EnvironmentSetupError(
-            f"{spec} takes what {library} gives a reward; call it from a function of (completion, example), as "
-            "docs/coming_from.md shows"
-        )
-    return found
-
-
 def _find(spec: str, what: str, is_one: Callable[[object], bool], where: str = "") -> Any:
     module_name, _, name = spec.rpartition(":")
     if not module_name or not name:
@@ -150,7 +133,8 @@ def describe(error: BaseException, spec: str) -> str:
             line = trace.tb_lineno
         trace = trace.tb_next
     text = error.msg if isinstance(error, SyntaxError) else " ".join(str(error).split())
-    return ("" if line is None else f"{name}, line {line}: ") + f"{type(error).__name__}: {text}"
+    notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+    return ("" if line is None else f"{name}, line {line}: ") + f"{type(error).__name__}: {text}{notes}"
 
 
 def is_away(error: BaseException | None) -> bool:
@@ -228,9 +212,8 @@ def in_daemon_thread(call: Callable[[], T]) -> Future[T]:
 
 
 def run_to_end(work: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run`, also where this thread runs an event loop, as in a notebook: then in another thread.
-
-    There, code that computes for too long is not interrupted. Ctrl-C cancels `work`.
+    """`asyncio.run`, also where this thread runs an event loop, as in a notebook: then in another thread, from which Ctrl-C
+    cancels `work`.
     """
     import asyncio  # noqa: PLC0415
 

@@ -10,34 +10,23 @@ import asyncio
 import functools
 import inspect
 import re
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
-from weakref import WeakKeyDictionary
 
 import msgspec
 from pydantic import Field
 
-from pipelinerl.config.schema import Natural
+from pipelinerl.config.schema import Count, Natural, Positive, ShareBelowOne
 from pipelinerl.environments.chat.tool_use import Tool, ToolError, require_chat, tool_of, use_tools
 from pipelinerl.environments.data import ProblemSet, read_split
-from pipelinerl.environments.options import (
-    AtLeastOne,
-    Files,
-    FunctionName,
-    QuestionOptions,
-    QuestionTask,
-    Seconds,
-    Share,
-    listed,
-)
+from pipelinerl.environments.options import Files, QuestionOptions, QuestionTask, listed
 from pipelinerl.environments.prompts import Message, with_system, wrong_chat
 from pipelinerl.environments.single_turn import Judgement
 from pipelinerl.environments.user.code import (
     TOTAL,
     describe,
     find_function,
-    find_reward,
     finite_number,
     is_away,
     names_a_function,
@@ -48,9 +37,8 @@ from pipelinerl.errors import EnvironmentSetupError, RolloutError
 from pipelinerl.interfaces import GenerationClient, Tokenizer
 from pipelinerl.types import Problem, Rollout, Turn
 
-PROMPT = "prompt"
 GROUP_REWARD = "group_reward"
-"""Names of functions, in errors; the second is also that of a metric."""
+"""The name of that function in errors, and of the metric."""
 
 Prompt = str | Sequence[Message]
 
@@ -58,31 +46,28 @@ Prompt = str | Sequence[Message]
 class FunctionOptions(QuestionOptions, frozen=True):
     data: Files
     """Files of examples, JSON objects, which are passed to the functions as dicts."""
-    reward: (
-        FunctionName
-        | Annotated[dict[FunctionName, float], Field(min_length=1)]
-        | Annotated[list[FunctionName], Field(min_length=1)]
-    )
+    reward: str | Annotated[dict[str, float], Field(min_length=1)] | Annotated[list[str], Field(min_length=1)]
     """(completion, example) -> a finite number, a dict of `reward` and metrics, or (reward, metrics). The completion has no
     stop token, but other special tokens such as `<think>`, and may be empty. Several functions with their weights:
     `{rewards.py:right: 1.0, rewards.py:brief: 0.2}`; in a list, each has the weight 1."""
-    group_reward: FunctionName = ""
+    group_reward: str = ""
     """(completions, example) -> a list of numbers, which are added to the rewards of a group's rollouts in training."""
-    prompt: FunctionName = "prompt"
-    """The field with the prompt, or a function: (example) -> a text, which is the question, or chat messages."""
-    held_out: Share | Files = 0.1
+    prompt: str = "prompt"
+    """The field with the prompt, or a function, which is called in this process: (example) -> a text, which is the question,
+    or chat messages."""
+    held_out: ShareBelowOne | Files = 0.1
     """Examples for evaluation, never used in training: a share of `data` (by a hash of the prompt), or files of examples."""
     isolate: bool = True
     """Call the functions in processes with limits. false: in this process, while the engine waits."""
-    workers: AtLeastOne = 2
+    workers: Count = 2
     """How many processes there may be."""
-    concurrency: AtLeastOne = 64
+    concurrency: Count = 64
     """How many calls of `async def` functions, which run in the generation process, may wait at the same time."""
-    timeout_s: Seconds = 10.0
+    timeout_s: Positive = 10.0
     """How long a call may take."""
     retries: Natural = 2
     """How often a call is made again, after 1, 4, 16, ... s, if it raised the error of a server that can't be reached."""
-    memory_mb: AtLeastOne = 1024
+    memory_mb: Count = 1024
     """How much memory a call may use beyond what its process uses after the imports."""
     writes: list[str] | None = None
     """The only folders below which a call, and what it starts, can write, make and remove files: [] for none. null: not
@@ -95,7 +80,7 @@ class FunctionOptions(QuestionOptions, frozen=True):
         """A pool for these functions (`file.py:function`), by name."""
         writes = None if self.writes is None else tuple(self.writes)
         limits = Limits(timeout_s=self.timeout_s, memory_mb=self.memory_mb, writes=writes)
-        return FunctionPool(functions, workers=self.workers, limits=limits)
+        return FunctionPool(functions, workers=self.workers, limits=limits, retries=self.retries)
 
 
 class Functions:
@@ -104,28 +89,27 @@ class Functions:
     def __init__(self, specs: Mapping[str, str], options: FunctionOptions) -> None:
         """Raises EnvironmentSetupError."""
         self._specs, self._options = dict(specs), options
-        self._found = {name: find_reward(spec) for name, spec in specs.items()}
+        self._found = {name: find_function(spec, allow_async=True) for name, spec in specs.items()}
         self._async = {name for name, function in self._found.items() if inspect.iscoroutinefunction(function)}
         self.any_async = bool(self._async)
         pooled = {name: spec for name, spec in specs.items() if options.isolate and name not in self._async}
         self.any_pooled = bool(pooled)
         self._pool = options.pool(pooled)  # starts a process at the first call
-        self._slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+        self._slots = asyncio.Semaphore(options.concurrency)
 
     async def call(self, name: str, *arguments: Any) -> Any:
         """What the function returns; called again if a server that it asks is away. Raises as `FunctionPool.call`."""
-        return await retried(functools.partial(self._call, name, *arguments), self._options.retries)
-
-    async def _call(self, name: str, *arguments: Any) -> Any:
         if self._options.isolate and name not in self._async:
             return await self._pool.call(name, *arguments)
+        return await retried(functools.partial(self._call_here, name, *arguments), self._options.retries)
+
+    async def _call_here(self, name: str, *arguments: Any) -> Any:
         function, timeout_s = self._found[name], self._options.timeout_s
         limit = asyncio.timeout(timeout_s)
         try:
             if name not in self._async:
                 return function(*arguments)
-            slots = self._slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._options.concurrency))
-            async with slots, limit:
+            async with self._slots, limit:
                 return await function(*arguments)
         except Exception as error:
             if limit.expired():
@@ -144,14 +128,14 @@ class Function(ProblemSet, QuestionTask):
         """Raises EnvironmentSetupError for unusable data or functions."""
         self._options = options = self.Options.read(args)
         QuestionTask.__init__(self, tokenizer, seed, options)
-        self._field = None if names_a_function(options.prompt) else options.prompt
+        named = names_a_function(options.prompt)
+        self._prompt_function: Callable[..., Any] | None = find_function(options.prompt) if named else None
+        self._field = "" if named else options.prompt
         ProblemSet.__init__(self, read_split(options.data, options.held_out, self._check, self._key), f"function/{seed}")
         rewards, self._weights = _named_rewards(options.reward)
-        others = {} if self._field else {PROMPT: options.prompt}
-        if options.group_reward:
-            others[GROUP_REWARD] = options.group_reward
-        if taken := others.keys() & rewards.keys():
-            raise EnvironmentSetupError(f"environment.args.reward: a function can't be called {min(taken)}; rename it")
+        if options.group_reward and GROUP_REWARD in rewards:
+            raise EnvironmentSetupError(f"environment.args.reward: a function can't be called {GROUP_REWARD}; rename it")
+        others = {GROUP_REWARD: options.group_reward} if options.group_reward else {}
         self._functions = Functions(rewards | others, options)
         any_async = self._functions.any_async
         self.untried = "a call of an `async def` function may cost money" if any_async else ""
@@ -163,8 +147,13 @@ class Function(ProblemSet, QuestionTask):
             if not pooled:
                 options.refuse_without_effect("calls in this process have no limits", "timeout_s", "ended_reward")
 
-    def prompt(self, problem: Problem) -> Prompt | Awaitable[Prompt]:
-        return self._asked(problem.payload[self._field]) if self._field else self._made_prompt(problem)
+    def prompt(self, problem: Problem) -> Prompt:
+        if self._prompt_function is None:
+            return self._asked(problem.payload[self._field])
+        made = self._prompt_function(problem.payload)
+        if wrong := self._wrong_prompt(made):
+            raise RolloutError(f"prompt returned {wrong}")
+        return self._asked(made)
 
     async def judge(self, problem: Problem, turn: Turn) -> Judgement:
         return await self._score(turn.text, problem.payload)
@@ -209,18 +198,11 @@ class Function(ProblemSet, QuestionTask):
             metrics |= own
         return Judgement(sum(self._weights[name] * reward for name, (reward, _) in scores.items()), metrics)
 
-    async def _made_prompt(self, problem: Problem) -> Prompt:
-        """The prompt that the user's function makes."""
-        made = await self._functions.call(PROMPT, problem.payload)
-        if wrong := self._wrong_prompt(made):
-            raise RolloutError(f"prompt returned {wrong}")
-        return self._asked(made)
-
     def _asked(self, value: Any) -> Prompt:
         return self.ask(value) if isinstance(value, str) else with_system(self._options.system, value)
 
     def _check(self, example: dict[str, Any]) -> str | None:
-        if self._field is None:
+        if self._prompt_function is not None:
             return None
         if self._field not in example:
             fields = ", ".join(example) or "none"
@@ -281,7 +263,7 @@ def read_tools(specs: Sequence[str], options: FunctionOptions) -> list[Tool]:
 
     async def call_in_pool(name: str, arguments: dict[str, Any]) -> Any:
         try:
-            return await retried(functools.partial(pool.call, name, **arguments), options.retries)
+            return await pool.call(name, **arguments)
         except (*CALL_ENDED, ConnectionError, RuntimeError, RolloutError) as error:
             raise ToolError(re.sub(rf"^{name}( \(\S*\))?:? ", "", str(error))) from None
 
@@ -289,9 +271,9 @@ def read_tools(specs: Sequence[str], options: FunctionOptions) -> list[Tool]:
 
 
 class ToolsOptions(FunctionOptions, frozen=True):
-    functions: FunctionName | Annotated[list[FunctionName], Field(min_length=1)]
+    functions: str | Annotated[list[str], Field(min_length=1)]
     """The tools, described to the model by their type hints and docstrings. The limits of calls also apply to them."""
-    max_turns: AtLeastOne = 6
+    max_turns: Count = 6
     """Turns of the model, including the answer."""
 
 
@@ -313,12 +295,9 @@ class Tools(Function):
 
     async def rollout(self, problem: Problem, client: GenerationClient) -> Rollout:
         prompt = self.prompt(problem)
-        messages = await prompt if isinstance(prompt, Awaitable) else prompt
-        if isinstance(messages, str):
-            messages = [{"role": "user", "content": messages}]
         used = await use_tools(
             client,
-            messages,
+            [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt,
             self._tools,
             max_turns=self._max_turns,
             max_tokens=self.max_tokens,

@@ -13,14 +13,12 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
-from weakref import WeakKeyDictionary
 
 import msgspec
 from pydantic import BaseModel, ValidationError
 
 from pipelinerl.child import ChildProcess
-from pipelinerl.config.schema import Natural
-from pipelinerl.environments.options import AtLeastOne, Seconds
+from pipelinerl.config.schema import Count, Natural, Positive
 from pipelinerl.environments.user.code import (
     LINE_SIGNAL,
     OUT_OF_MEMORY,
@@ -32,7 +30,6 @@ from pipelinerl.environments.user.code import (
 )
 from pipelinerl.errors import INVALID_DATA, EnvironmentSetupError, RolloutError
 from pipelinerl.interfaces import Tokenizer
-from pipelinerl.types import Problem
 
 if TYPE_CHECKING:
     from pipelinerl.environments.single_turn import Task
@@ -41,7 +38,6 @@ __all__ = ["CALL_ENDED", "FunctionPool", "Limits"]
 
 T = TypeVar("T")
 
-REWARD = "reward"
 START_TIMEOUT_S = 600.0
 """How long an instance of a user's class may take to construct. Rollouts that wait for it have their own limit."""
 CLOSE_TIMEOUT_S = 2.0
@@ -72,14 +68,16 @@ class FunctionPool:
         *,
         workers: int = 2,
         limits: Limits | None = None,
+        retries: int = 0,
         task: TaskSource | None = None,
     ) -> None:
+        """`retries`: how often a call is made again if a server that it asks is away. `task`: see `Start`."""
         self._start = Start(functions=dict(functions), limits=limits or Limits(), task=task)
-        self._workers = workers
+        self._retries = retries
         self._numbers = count(1)
         self._idle: list[_Worker] = []
         self._all: set[_Worker] = set()
-        self._slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+        self._slots = asyncio.Semaphore(workers)
         self._close = weakref.finalize(self, _kill_all, self._all)
 
     @property
@@ -94,8 +92,10 @@ class FunctionPool:
         returned something that isn't JSON (such as a number that isn't finite), TimeoutError, MemoryError, ChildProcessError
         if its process died, and EnvironmentSetupError if no process can be started.
         """
-        loop = asyncio.get_running_loop()
-        async with self._slots.setdefault(loop, asyncio.Semaphore(self._workers)):
+        return await retried(partial(self._call, name, arguments, named), self._retries)
+
+    async def _call(self, name: str, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        async with self._slots:
             worker = self._take_idle() or await self._start_worker()
             try:
                 call = FunctionCall(number=next(self._numbers), name=name, arguments=arguments, named=named)
@@ -166,67 +166,51 @@ async def retried(call: Callable[[], Coroutine[Any, Any, T]], retries: int) -> T
 class RewardLimits(BaseModel, from_attributes=True):
     """The attributes of a class that are the limits of its reward."""
 
-    reward_workers: AtLeastOne
-    reward_timeout_s: Seconds
+    reward_workers: Count
+    reward_timeout_s: Positive
     reward_retries: Natural
-    reward_memory_mb: AtLeastOne
+    reward_memory_mb: Count
     reward_writes: tuple[str, ...] | None
 
 
-class RewardPool:
-    """Calls the `reward` of a user's class in processes with limits. No process is started before the first call."""
+def reward_pool(task: Task, kind: str, args: Mapping[str, Any], tokenizer: Tokenizer, seed: int) -> FunctionPool:
+    """A pool with the function `reward`, which is that of an instance of the user's class.
 
-    def __init__(self, task: Task, kind: str, args: Mapping[str, Any], tokenizer: Tokenizer, seed: int) -> None:
-        """Raises EnvironmentSetupError for limits that are none, and for arguments that can't be sent to a process."""
-        try:
-            limits = RewardLimits.model_validate(task)
-        except ValidationError as error:
-            wrong = error.errors()[0]
-            raise EnvironmentSetupError(f"environment {kind}: its attribute {wrong['loc'][0]}: {wrong['msg']}") from error
-        source = TaskSource(
-            kind=kind,
-            args=dict(args),
-            seed=seed,
-            tokenizer=getattr(tokenizer, "name_or_path", ""),
-            chat_template=getattr(tokenizer, "chat_template", None),
-            remote_code=type(tokenizer).__module__.startswith("transformers_modules"),
-            search=[str(place) for place in sys.path],
-        )
-        try:
-            msgspec.json.encode(source)
-        except TypeError as error:
-            raise EnvironmentSetupError(
-                f"environment.args of {kind} are not JSON, so no other process can have them ({error}); use JSON, or set "
-                "`isolate_reward = False` in the class"
-            ) from error
-        self._retries = limits.reward_retries
-        self._pool = FunctionPool(
-            {REWARD: kind},
-            workers=limits.reward_workers,
-            limits=Limits(
-                timeout_s=limits.reward_timeout_s,
-                memory_mb=limits.reward_memory_mb,
-                start_timeout_s=START_TIMEOUT_S,
-                writes=limits.reward_writes,
-            ),
-            task=source,
-        )
-
-    async def call(self, problem: Problem, *answer: Any) -> Any:
-        """What `reward` returns. Raises as `FunctionPool.call`."""
-        try:
-            return await retried(partial(self._pool.call, REWARD, problem, *answer), self._retries)
-        except RuntimeError as error:
-            if not any(f": {name}: " in str(error) for name in ("AttributeError", "KeyError")):
-                raise
-            raise RuntimeError(
-                f"{error} (`reward` has another process and instance than the other methods; if it needs what they have "
-                "stored, set `isolate_reward = False` in the class)"
-            ) from None
-
-    def close(self) -> None:
-        """End the processes; they also end with this one."""
-        self._pool.close()
+    Raises EnvironmentSetupError for limits that are none, and for arguments that can't be sent to a process.
+    """
+    try:
+        limits = RewardLimits.model_validate(task)
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        raise EnvironmentSetupError(f"environment {kind}: its attribute {wrong['loc'][0]}: {wrong['msg']}") from error
+    source = TaskSource(
+        kind=kind,
+        args=dict(args),
+        seed=seed,
+        tokenizer=getattr(tokenizer, "name_or_path", ""),
+        chat_template=getattr(tokenizer, "chat_template", None),
+        remote_code=type(tokenizer).__module__.startswith("transformers_modules"),
+        search=[str(place) for place in sys.path],
+    )
+    try:
+        msgspec.json.encode(source)
+    except TypeError as error:
+        raise EnvironmentSetupError(
+            f"environment.args of {kind} are not JSON, so no other process can have them ({error}); use JSON, or set "
+            "`isolate_reward = False` in the class"
+        ) from error
+    return FunctionPool(
+        {"reward": kind},
+        workers=limits.reward_workers,
+        limits=Limits(
+            timeout_s=limits.reward_timeout_s,
+            memory_mb=limits.reward_memory_mb,
+            start_timeout_s=START_TIMEOUT_S,
+            writes=limits.reward_writes,
+        ),
+        retries=limits.reward_retries,
+        task=source,
+    )
 
 
 class _Worker(ChildProcess):

@@ -21,7 +21,7 @@ import struct
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, cast
@@ -38,7 +38,7 @@ from pipelinerl.environments.user.code import (
     TaskSource,
     UserFunction,
     describe,
-    find_reward,
+    find_function,
     is_away,
     plain,
 )
@@ -55,7 +55,7 @@ def main(argument: str) -> int:
     sys.stdout = sys.stderr  # which writes each line at once
     try:
         if start.task is None:
-            functions = {name: find_reward(spec) for name, spec in start.functions.items()}
+            functions = {name: find_function(spec, allow_async=True) for name, spec in start.functions.items()}
         else:
             functions = dict.fromkeys(start.functions, reward_of(start.task))
         if start.limits.writes is not None:
@@ -116,10 +116,17 @@ def reward_of(source: TaskSource) -> UserFunction:
     tokenizer = _LazyTokenizer(source)
     task: Any = build(source.kind, source.args, cast("Tokenizer", tokenizer), source.seed)
     if "tokenizer" in getattr(getattr(task.reward, "__code__", None), "co_names", ()):
-        tokenizer.load()  # a call has no time for it
+        _ = tokenizer.loaded  # a call has no time for it
 
     def reward(problem: object, *answer: Any) -> Any:
-        return task.reward(msgspec.convert(problem, Problem), *answer)
+        try:
+            return task.reward(msgspec.convert(problem, Problem), *answer)
+        except (AttributeError, KeyError) as error:
+            error.add_note(
+                "`reward` has another process and instance than the other methods; if it needs what they have stored, set "
+                "`isolate_reward = False` in the class"
+            )
+            raise
 
     return reward
 
@@ -130,29 +137,21 @@ class _LazyTokenizer:
     def __init__(self, source: TaskSource) -> None:
         self._source = source
         self.chat_template = source.chat_template
-        self._loaded: Any = None
 
-    def load(self) -> Any:
-        """The tokenizer itself."""
-        if not self._source.tokenizer:
-            raise EnvironmentSetupError(
-                f"where the tokenizer of {self._source.kind} comes from is not known, so the process of `reward` has none; "
-                "set `isolate_reward = False` in the class"
-            )
-        if self._loaded is None:
-            from transformers import AutoTokenizer  # noqa: PLC0415 - takes seconds
+    @cached_property
+    def loaded(self) -> Any:
+        from transformers import AutoTokenizer  # noqa: PLC0415 - takes seconds
 
-            self._loaded = AutoTokenizer.from_pretrained(self._source.tokenizer, trust_remote_code=self._source.remote_code)
-        return self._loaded
+        return AutoTokenizer.from_pretrained(self._source.tokenizer, trust_remote_code=self._source.remote_code)
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        return self.load()(*arguments, **options)
+        return self.loaded(*arguments, **options)
 
     def __len__(self) -> int:
-        return len(self.load())
+        return len(self.loaded)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.load(), name)
+        return getattr(self.loaded, name)
 
 
 # ---- limits

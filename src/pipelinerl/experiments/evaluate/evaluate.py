@@ -22,10 +22,9 @@ import msgspec
 import torch
 
 from pipelinerl.actor.client import Awake, RolloutClient, derive_seed
-from pipelinerl.actor.deadline import CodeAlarm
 from pipelinerl.actor.evaluation import evaluated, held_out_problems
 from pipelinerl.actor.failures import Failure
-from pipelinerl.actor.rollouts import TimeLimits, advance, attempt, problem_for
+from pipelinerl.actor.rollouts import advance, attempt, problem_for
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.environments.registry import make_environment
 from pipelinerl.environments.user.code import run_to_end
@@ -71,9 +70,8 @@ def evaluate(plan: EvaluationPlan, stop: Callable[[], bool], say: Callable[[str]
     """
     if plan.config.engine.threads is not None:
         torch.set_num_threads(plan.config.engine.threads)
-    out, settings, actor = plan.out, plan.settings, plan.config.actor
-    limits = TimeLimits(actor.rollout_timeout_s, CodeAlarm(actor.code_timeout_s))
-    asked = _load(plan.targets[0], settings, limits)
+    out, settings = plan.out, plan.settings
+    asked = _load(plan.targets[0], settings)
     if not asked.problems:
         raise EnvironmentSetupError(
             f"environment {settings.environment} has no held-out problems: define `held_out`, or give --training"
@@ -89,14 +87,14 @@ def evaluate(plan: EvaluationPlan, stop: Callable[[], bool], say: Callable[[str]
     status: Status = "finished"
     _write_summary(plan, "unfinished", models)
     for number, target in enumerate(plan.targets):
-        own = _load(target, settings, limits) if number else asked
+        own = _load(target, settings) if number else asked
         if [problem.id for problem in own.problems] != [problem.id for problem in asked.problems]:
             raise EnvironmentSetupError(
                 f"environment {settings.environment} gives different problems for {target.name} and "
                 f"{plan.targets[0].name}; evaluate them separately"
             )
         tally = Tally(own.problems, settings)
-        if not run_to_end(_measure(plan, target, own, tally, models, limits=limits, first=first, stop=stop, say=say)):
+        if not run_to_end(_measure(plan, target, own, tally, models, first=first, stop=stop, say=say)):
             status = "interrupted"
             break
         first = first or tally
@@ -119,11 +117,11 @@ class Asked(NamedTuple):
     problems: list[Problem]
 
 
-def _load(target: Target, settings: EvaluationSettings, limits: TimeLimits) -> Asked:
+def _load(target: Target, settings: EvaluationSettings) -> Asked:
     tokenizer = load_tokenizer(target.model)
     kind, args = settings.environment, settings.environment_args
     environment = make_environment(kind, args, tokenizer, settings.environment_seed)
-    return Asked(environment, tokenizer, problems_of(environment, settings, limits))
+    return Asked(environment, tokenizer, problems_of(environment, settings))
 
 
 def _write_summary(plan: EvaluationPlan, status: Status, models: Sequence[ModelResult]) -> EvaluationSummary:
@@ -139,7 +137,6 @@ async def _measure(
     tally: Tally,
     models: list[ModelResult],
     *,
-    limits: TimeLimits,
     first: Tally | None,
     stop: Callable[[], bool],
     say: Callable[[str], None],
@@ -149,6 +146,7 @@ async def _measure(
     `first`: the attempts of the first model; None for that model itself.
     """
     settings, folder, reported_s = plan.settings, plan.out / target.folder, time.monotonic()
+    timeout_s = plan.config.actor.rollout_timeout_s
 
     def report() -> None:
         rewards = [one.reward for one in tally.attempts]
@@ -172,7 +170,7 @@ async def _measure(
             lines = JsonLines(folder / "attempts.jsonl")
         try:
             with lines:
-                return await answer(asked, ready, settings, limits=limits, stop=stop, on_attempt=on_attempt)
+                return await answer(asked, ready, settings, timeout_s=timeout_s, stop=stop, on_attempt=on_attempt)
         finally:
             report()
             models.append(tally.result(target, ready.version, first))
@@ -181,7 +179,7 @@ async def _measure(
             _write_summary(plan, "unfinished", models)
 
 
-def problems_of(environment: Environment, settings: EvaluationSettings, limits: TimeLimits) -> list[Problem]:
+def problems_of(environment: Environment, settings: EvaluationSettings) -> list[Problem]:
     """The first `settings.problems` held-out or training problems, each once; fewer if there are fewer.
 
     Raises EnvironmentSetupError if the environment can't provide them.
@@ -190,7 +188,7 @@ def problems_of(environment: Environment, settings: EvaluationSettings, limits: 
         return list(held_out_problems(environment, settings.problems))
     found: dict[str, Problem] = {}
     for index in range(settings.problems):
-        made = problem_for(environment, index, limits)
+        made = problem_for(environment, index)
         if isinstance(made, Failure):
             raise EnvironmentSetupError(f"the environment can't give its training problems: {made.message}")
         found.setdefault(made[0].id, made[0])  # problems repeat after the end of a data set
@@ -205,7 +203,7 @@ async def answer(
     ready: EvaluationEngine,
     settings: EvaluationSettings,
     *,
-    limits: TimeLimits,
+    timeout_s: float,
     stop: Callable[[], bool],
     on_attempt: Callable[[AttemptRecord], None],
 ) -> bool:
@@ -234,7 +232,7 @@ async def answer(
                 seed = derive_seed("eval", settings.seed, number, k)
                 name = f"eval.{number}.{k}"
                 client = RolloutClient(ready.engine, tokenizer, sampling, name=name, seed=seed, awake=awake)
-                rollout = attempt(environment, problems[number], client, limits)
+                rollout = attempt(environment, problems[number], client, timeout_s)
                 running[asyncio.create_task(rollout)] = upcoming
                 upcoming = next(waiting, None)
             await advance(ready.engine, awake)

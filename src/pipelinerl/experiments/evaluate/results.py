@@ -9,7 +9,6 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from pipelinerl.environments.combine import PassRate
 from pipelinerl.experiments.evaluate.models import Target
 from pipelinerl.experiments.statistics import Floats, Interval, mean_intervals, pass_at_k, powers_of_two
 from pipelinerl.metrics.evaluations import EvaluatedProblem
@@ -87,6 +86,14 @@ class EvaluationSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 # ---- the estimates of one model
+
+
+class PassRate(msgspec.Struct, frozen=True):
+    """A line of `pass_rates.jsonl`. A failed attempt counts as one that did not pass."""
+
+    id: str
+    attempts: int
+    passes: int
 
 
 class Tally:

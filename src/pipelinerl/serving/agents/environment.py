@@ -11,8 +11,9 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Literal
 
+from pipelinerl.config.schema import Count, ShareBelowOne
 from pipelinerl.environments.data import ProblemSet, by_payload, read_split
-from pipelinerl.environments.options import Arguments, AtLeastOne, Files, FunctionName, Inner, Options, Share
+from pipelinerl.environments.options import Arguments, Files, Inner, Options
 from pipelinerl.environments.prompts import check_template_options
 from pipelinerl.environments.registry import make_inner
 from pipelinerl.environments.user.code import describe, find_function, score_of
@@ -26,16 +27,16 @@ API_KEY = "rollout"
 
 
 class AgentOptions(Options, frozen=True):
-    run: FunctionName
+    run: str
     """(problem, base_url, api_key) -> a finite number, a dict of `reward` and metrics, or (reward, metrics). Attempts run at
     once: of a plain function in threads, of `async def` in one event loop. All requests to `base_url` are trained on."""
     data: Files | None = None
     """Files of problems, one per line, passed to `run` as dicts."""
-    held_out: Share | Files = 0.1
+    held_out: ShareBelowOne | Files = 0.1
     """Problems for evaluations only, never trained on: a share of `data`, or files."""
     problems: Inner | None = None
     """Instead of `data`: another environment, `{kind: ..., args: {...}}`, whose problems are passed to `run`."""
-    threads: AtLeastOne = 256
+    threads: Count = 256
     """Largest number of concurrent attempts."""
     sampling: Literal["refuse", "ignore"] = "refuse"
     """What becomes of an agent's own `temperature`, `top_p`, `top_k`, `min_p`, `seed` and penalties: the run's sampling

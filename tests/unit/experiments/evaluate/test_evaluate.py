@@ -10,11 +10,8 @@ import msgspec
 import pytest
 
 from pipelinerl.actor.client import EngineClient
-from pipelinerl.actor.deadline import CodeAlarm
-from pipelinerl.actor.rollouts import TimeLimits
 from pipelinerl.cli import eval as command
 from pipelinerl.config.schema import ModelConfig
-from pipelinerl.environments.combine import PassRate
 from pipelinerl.environments.single_turn import SingleTurn
 from pipelinerl.errors import EnvironmentSetupError, PipelineRLError, RunDirectoryError, UserError
 from pipelinerl.experiments.evaluate.evaluate import Asked, answer, problems_of
@@ -24,6 +21,7 @@ from pipelinerl.experiments.evaluate.results import (
     EvaluationSettings,
     EvaluationSummary,
     ModelResult,
+    PassRate,
     Status,
     Tally,
     evaluation_sections,
@@ -37,7 +35,7 @@ from tests.unit.experiments.parts import invoke
 from tests.unit.scripted_engine import STOP, CharTokenizer, ScriptedEngine
 
 TARGET = Target("m", ModelConfig(path="somewhere"))
-LIMITS = TimeLimits(5.0, CodeAlarm(5.0))
+TIMEOUT_S = 5.0
 SETTINGS = EvaluationSettings(
     environment="letters",
     environment_args={},
@@ -89,7 +87,7 @@ def play(engine: ScriptedEngine, *, seed: int = 0, slots: int = 4) -> list[Attem
     settings = msgspec.structs.replace(SETTINGS, seed=seed)
     records: list[AttemptRecord] = []
     asked = Asked(environment, CharTokenizer(), environment.held_out(3))
-    work = answer(asked, ready, settings, limits=LIMITS, stop=lambda: False, on_attempt=records.append)
+    work = answer(asked, ready, settings, timeout_s=TIMEOUT_S, stop=lambda: False, on_attempt=records.append)
     assert asyncio.run(work)
     return records
 
@@ -190,12 +188,12 @@ def test_differences_are_paired() -> None:
 
 def test_held_out_and_training_problems() -> None:
     environment = Letters(CharTokenizer(), 0)
-    assert [problem.id for problem in problems_of(environment, SETTINGS, LIMITS)] == [f"held-out/{n}" for n in (1, 2, 3)]
+    assert [problem.id for problem in problems_of(environment, SETTINGS)] == [f"held-out/{n}" for n in (1, 2, 3)]
     training = msgspec.structs.replace(SETTINGS, training_problems=True, problems=12)
-    assert [problem.id for problem in problems_of(environment, training, LIMITS)] == [f"letters/{n}" for n in range(5)]
+    assert [problem.id for problem in problems_of(environment, training)] == [f"letters/{n}" for n in range(5)]
     environment.problem = lambda index: 1 // index  # type: ignore[method-assign,assignment,return-value]
     with pytest.raises(EnvironmentSetupError, match=r"problem\(0\).*ZeroDivisionError"):
-        problems_of(environment, training, LIMITS)
+        problems_of(environment, training)
 
 
 def run_dir_with(path: Path, *versions: int) -> Path:

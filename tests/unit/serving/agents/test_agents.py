@@ -15,9 +15,8 @@ import openai
 import pytest
 
 from pipelinerl.actor.client import EngineClient, RolloutClient
-from pipelinerl.actor.deadline import CodeAlarm
 from pipelinerl.actor.failures import Failure
-from pipelinerl.actor.rollouts import TimeLimits, attempt
+from pipelinerl.actor.rollouts import attempt
 from pipelinerl.environments.registry import make_environment
 from pipelinerl.errors import EnvironmentSetupError, MissingDependencyError
 from pipelinerl.preprocess.turns import join_turns
@@ -220,7 +219,6 @@ def outcomes(
 
     async def run() -> list[Rollout | Failure]:
         client = EngineClient(engine)
-        limits = TimeLimits(timeout_s, CodeAlarm(5.0))
         sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=(STOP,))
         tasks = [
             asyncio.create_task(
@@ -228,7 +226,7 @@ def outcomes(
                     environment,
                     PROBLEM,
                     RolloutClient(client, CharTokenizer(), sampling, name=f"r{number}", seed=number),
-                    limits,
+                    timeout_s,
                 )
             )
             for number in range(attempts)
