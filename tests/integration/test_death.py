@@ -121,12 +121,12 @@ def test_a_stopped_worker_is_noticed_by_the_watchdog(
 
 @pytest.mark.slow
 def test_code_of_an_environment_that_never_returns_ends_the_run_and_is_in_the_log(tmp_path: Path) -> None:
-    body = "isolate_reward = False\ndef reward(self, problem, text):\n    while True: pass"
+    body = "async def rollout(self, problem, client):\n    while True: pass"
     settings = {"environment__kind": write_environment(tmp_path, body), "launch__watchdog_s": 4, "launch__restarts": 0}
     ended = wait(start_processes(tmp_path / "r", **settings))
     assert ended.status == 3
     assert "SUSPECT" in ended.error
-    assert 'task.py", line 10 in reward' in (tmp_path / "r/logs/generation.log").read_text()
+    assert 'task.py", line 9 in rollout' in (tmp_path / "r/logs/generation.log").read_text()
 
 
 def test_a_second_ctrl_c_ends_now(tmp_path: Path) -> None:
