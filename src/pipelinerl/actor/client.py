@@ -22,6 +22,7 @@ from pipelinerl.types import (
     GenerationRequest,
     SamplingParams,
     TokenEvent,
+    Turn,
     UpdateReceipt,
     cancelled_completion,
 )
@@ -156,13 +157,6 @@ class Awake:
         self._rollouts.clear()
 
 
-class Produced(NamedTuple):
-    """Prompt and completion of one request of a rollout."""
-
-    prompt_ids: tuple[int, ...]
-    completion: Completion
-
-
 class RolloutClient:
     """One rollout's view of the engine; implements `interfaces.GenerationClient`.
 
@@ -190,7 +184,7 @@ class RolloutClient:
         self._seed = seed
         self._turns = 0
         self._closed = False
-        self._produced: dict[str, Produced] = {}
+        self._produced: dict[str, Turn] = {}
         self._streamed: dict[str, tuple[tuple[int, ...], list[TokenEvent]]] = {}
 
     async def generate(self, prompt_ids: Sequence[int], *, max_tokens: int | None = None) -> Completion:
@@ -204,7 +198,7 @@ class RolloutClient:
             completion = await self._engine.generate(request)
         finally:
             self._wake()
-        self._produced[request.id] = Produced(request.prompt_ids, completion)
+        self._produced[request.id] = Turn(prompt_ids=request.prompt_ids, completion=completion)
         return completion
 
     async def stream(self, prompt_ids: Sequence[int], *, max_tokens: int | None = None) -> AsyncIterator[TokenEvent]:
@@ -227,7 +221,7 @@ class RolloutClient:
         finally:
             await events.aclose()
         del self._streamed[request.id]
-        self._produced[request.id] = Produced(request.prompt_ids, event)
+        self._produced[request.id] = Turn(prompt_ids=request.prompt_ids, completion=event)
 
     def _wake(self) -> None:
         if not self._closed:
@@ -236,12 +230,12 @@ class RolloutClient:
     @property
     def completions(self) -> tuple[Completion, ...]:
         """All completions so far. Streams that were left early (reason `cancelled`) come last."""
-        return tuple(produced.completion for produced in self.produced().values())
+        return tuple(turn.completion for turn in self.produced().values())
 
-    def produced(self) -> dict[str, Produced]:
-        """Prompts and completions so far, by request id."""
+    def produced(self) -> dict[str, Turn]:
+        """Prompts and completions so far, by request id, as turns without a text."""
         unfinished = {
-            request_id: Produced(prompt_ids, cancelled_completion(request_id, events))
+            request_id: Turn(prompt_ids=prompt_ids, completion=cancelled_completion(request_id, events))
             for request_id, (prompt_ids, events) in self._streamed.items()
         }
         return self._produced | unfinished

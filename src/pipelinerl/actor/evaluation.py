@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from copy import copy
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -74,7 +74,8 @@ class Evaluations:
             for problem in held_out_problems(environment, config.problems)
         ]
         sampling = msgspec.structs.replace(context.sampling, temperature=config.temperature, top_p=1.0, top_k=0)
-        self._context = replace(context, sampling=sampling)
+        self._context = copy(context)
+        self._context.sampling = sampling
         self._config = config
         self._online_slots = max(1, int(context.slots * config.share))
         self._on_done, self._elapsed_s = on_done, elapsed_s

@@ -16,7 +16,7 @@ from pipelinerl.actor.failures import Failure, FailureLog
 from pipelinerl.actor.rollouts import RolloutContext, attempt, problem_for, score
 from pipelinerl.config.schema import ActorConfig
 from pipelinerl.interfaces import ScoresGroups
-from pipelinerl.types import STREAM_DROP, ActorProgress, Group, Problem, Rollout, Turn
+from pipelinerl.types import STREAM_DROP, ActorProgress, Group, Problem, Rollout
 
 if TYPE_CHECKING:
     from pipelinerl.actor.difficulty import OnlineFilter
@@ -187,8 +187,7 @@ class GroupRunner:
     async def _attempt(self, group: OpenGroup, number: int, problem: Problem, client: RolloutClient) -> None:
         outcome = await attempt(self.context.environment, problem, client, self.context.rollout_timeout_s)
         if isinstance(outcome, Failure):
-            sampled = [one for one in client.produced().values() if one.completion.token_ids]
-            outcome = outcome._replace(turns=tuple(Turn(prompt_ids=ids, completion=one) for ids, one in sampled))
+            outcome = outcome._replace(turns=tuple(one for one in client.produced().values() if one.completion.token_ids))
         self._ended(group, number, outcome, sum(len(one.token_ids) for one in client.completions))
 
     def _ended(self, group: OpenGroup, number: int, outcome: Rollout | Failure, length: int) -> None:

@@ -9,17 +9,15 @@ attempt costs only itself.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import math
 import numbers
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, Self, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import msgspec
 
-from pipelinerl.actor.client import Awake, Produced, RolloutClient
+from pipelinerl.actor.client import Awake, RolloutClient
 from pipelinerl.actor.failures import Failure, failure_of
 from pipelinerl.config.schema import ActorConfig
 from pipelinerl.errors import RolloutError
@@ -40,23 +38,13 @@ async def advance(engine: AsyncEngine, awake: Awake) -> None:
         await asyncio.sleep(IDLE_S)
 
 
-@dataclass(frozen=True, kw_only=True)
 class RolloutContext:
-    """What training rollouts and evaluations of a generation process share. `slots` is the engine's H."""
+    """What training rollouts and evaluations of a generation process share: `slots` is the engine's H, and `sampling` and
+    the time limit are those of `config`.
+    """
 
-    environment: Environment
-    engine: AsyncEngine
-    tokenizer: Tokenizer
-    sampling: SamplingParams
-    rollout_timeout_s: float
-    seed: int
-    slots: int
-    notes: tuple[str, ...] = ()
-    awake: Awake = dataclasses.field(default_factory=Awake)
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         config: ActorConfig,
         environment: Environment,
         engine: AsyncEngine,
@@ -66,24 +54,18 @@ class RolloutContext:
         slots: int,
         stop_token_ids: Sequence[int],
         notes: tuple[str, ...] = (),
-    ) -> Self:
-        """The context of a run: sampling parameters and time limit of `config`."""
-        return cls(
-            environment=environment,
-            engine=engine,
-            tokenizer=tokenizer,
-            sampling=SamplingParams(
-                max_tokens=config.max_tokens,
-                temperature=config.temperature,
-                top_p=config.top_p,
-                top_k=config.top_k,
-                stop_token_ids=tuple(stop_token_ids),
-            ),
-            rollout_timeout_s=config.rollout_timeout_s,
-            seed=seed,
-            slots=slots,
-            notes=notes,
+    ) -> None:
+        self.environment, self.engine, self.tokenizer = environment, engine, tokenizer
+        self.sampling = SamplingParams(
+            max_tokens=config.max_tokens,
+            temperature=config.temperature,
+            top_p=config.top_p,
+            top_k=config.top_k,
+            stop_token_ids=tuple(stop_token_ids),
         )
+        self.rollout_timeout_s = config.rollout_timeout_s
+        self.seed, self.slots, self.notes = seed, slots, notes
+        self.awake = Awake()
 
     def rollout_client(self, name: str, seed: int) -> RolloutClient:
         """The client of a rollout that is about to start."""
@@ -152,7 +134,7 @@ def problem_for(environment: Environment, index: int) -> tuple[Problem, Problem]
         return failure._replace(message=f"problem({index}): {failure.message}")
 
 
-def check_rollout(returned: object, produced: Mapping[str, Produced]) -> Rollout:
+def check_rollout(returned: object, produced: Mapping[str, Turn]) -> Rollout:
     """Check and normalise `returned`: turns must be exactly what the engine produced; reward and metrics must be finite.
 
     Raises RolloutError, saying what is wrong.
@@ -177,13 +159,13 @@ def metrics_of(metrics: object) -> dict[str, float]:
     return {str(name): finite(value, f"metric {name!r}") for name, value in metrics.items()}
 
 
-def _check_turn(turn: object, number: int, produced: Mapping[str, Produced]) -> Turn:
+def _check_turn(turn: object, number: int, produced: Mapping[str, Turn]) -> Turn:
     if not isinstance(turn, Turn) or not isinstance(turn.completion, Completion):
         raise RolloutError(f"turn {number} is {type_name(turn)}, not a Turn with a Completion")
     request_id = turn.completion.request_id
     if request_id not in produced:
         raise RolloutError(f"turn {number}: this rollout's client has produced no completion {request_id!r}")
-    prompt_ids, completion = produced[request_id]
+    prompt_ids, completion = produced[request_id].prompt_ids, produced[request_id].completion
     fields = () if turn.completion is completion else Completion.__struct_fields__
     for field in fields:
         if getattr(turn.completion, field) != getattr(completion, field):

@@ -84,8 +84,10 @@ async def _play(config: RunConfig, problem: int, environment: Environment, token
         settings = settings.model_copy(update={"kind": "local", "slots": slots, "max_length": length})
     target = Target(config.model.path, config.model)
     async with engine_for(target, settings, tokenizer, config.actor.max_tokens) as ready:
-        engine, stop, of = ready.engine, ready.stop_token_ids, RolloutContext.of
-        context = of(config.actor, environment, engine, tokenizer, seed=config.seed, slots=ready.slots, stop_token_ids=stop)
+        engine, stop = ready.engine, ready.stop_token_ids
+        context = RolloutContext(
+            config.actor, environment, engine, tokenizer, seed=config.seed, slots=ready.slots, stop_token_ids=stop
+        )
         groups = GroupRunner(context, config.actor, failures=FailureLog(1.0, 1, shown=0))  # the result has all of them
         if isinstance(made := problem_for(environment, problem), Failure):
             raise EnvironmentSetupError(f"environment {config.environment.kind}: {made.line}")

@@ -514,7 +514,7 @@ class Harness:
         self.board, admission = self.hub.board, Direct(self.hub)
         admission.open()
         config = ActorConfig(**{"group_size": k, "max_tokens": 20, **config})
-        context = RolloutContext.of(
+        context = RolloutContext(
             config, environment or Task(), EngineClient(self.engine), TOKENIZER, seed=5, slots=slots, stop_token_ids=[STOP]
         )
         self.groups = GroupRunner(context, config)

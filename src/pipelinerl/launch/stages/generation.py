@@ -157,7 +157,7 @@ class Generation:
 
     def _make_actor(self, handle: EngineHandle, timeline: TimelineWriter) -> Actor:
         session, config = self.session, self.session.config
-        context = RolloutContext.of(
+        context = RolloutContext(
             config.actor,
             self._environment,
             handle.engine,
