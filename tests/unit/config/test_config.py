@@ -524,6 +524,7 @@ def test_run_files_recorded_by_comparisons_load() -> None:
     assert recorded
     for values in recorded:
         values["trainer"].pop("clamp", None)  # keys of earlier versions; their own test is below
+        values["actor"].pop("code_timeout_s", None)
         values["launch"].pop("lost_s", None)
         values["metrics"].pop("tensorboard", None)
         assert config_from_yaml(json.dumps(values)).schedule.kind == values["schedule"]["kind"]
