@@ -239,7 +239,9 @@ def outcomes(
             await asyncio.sleep(0)
         return [task.result() for task in tasks]
 
-    return asyncio.run(run()), engine
+    ended = asyncio.run(run())
+    engine.environment = environment  # type: ignore[attr-defined]  # its API answers until nobody has it any more
+    return ended, engine
 
 
 @pytest.mark.parametrize(
