@@ -273,10 +273,11 @@ def _remove(path: Path) -> None:
     shutil.rmtree(hidden, ignore_errors=True)
 
 
-def remove_unfinished(directory: Path) -> None:
-    """Delete the remains of interrupted writes and deletions in `directory`."""
+def remove_unfinished(directory: Path, own: Path | None = None) -> None:
+    """Delete the remains of interrupted writes and deletions in `directory`, except for the folder that is `own`."""
     for path in directory.glob(HIDDEN + "*"):
-        shutil.rmtree(path, ignore_errors=True)
+        if path != own:
+            shutil.rmtree(path, ignore_errors=True)
     for path in directory.glob("step_*.old"):
         if path.with_suffix("").exists():
             _remove(path)

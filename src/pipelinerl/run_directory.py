@@ -61,6 +61,12 @@ class RunDirectory:
         for folder in (self.root, self.rollouts, self.checkpoints, self.streams, self.control, self.logs):
             folder.mkdir(parents=True, exist_ok=True)
 
+    def records(self) -> list[Path]:
+        """What sessions have left here, except for the settings, checkpoints and logs."""
+        files = (self.metrics, self.evaluations, self.sessions, self.published, self.summary, self.curves, self.trackers)
+        folders = (self.rollouts, self.streams, self.control, self.root / "tensorboard")
+        return [path for path in (*files, *folders, *self.root.glob("timeline-*.jsonl")) if path.exists()]
+
     def evaluation(self, name: str) -> Path:
         """The answers of the evaluation `before` or `after` training, or `v20`, which began at version 20."""
         return self.rollouts / f"evaluation-{name}.jsonl"

@@ -21,9 +21,8 @@ from typing import Protocol
 import torch
 
 from pipelinerl.weights.layout import mapped
-from tests.chaos.plan import AGENT, Fault
+from tests.chaos.plan import Fault
 
-WORKER = "pipelinerl.launch.hosts.worker"
 SLOW_S, STOPPED_S = 0.5, 0.4
 """A slow process is stopped for this part of every period."""
 OFFER_S, OFFER_TRIALS = 0.1, 20
@@ -31,18 +30,16 @@ OFFER_S, OFFER_TRIALS = 0.1, 20
 
 
 def processes_of(run_dir: Path) -> dict[str, int]:
-    """Process ids by role of all processes that run for this run directory, except the launcher."""
+    """Process ids by role of all processes that run for this run directory, except the launcher.
+
+    Each leads a process group, and what it has started later may have the same log.
+    """
     found: dict[str, int] = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
+    for pid in sorted(int(path.name) for path in Path("/proc").glob("[0-9]*")):
         with suppress(OSError):  # it has ended, or is somebody else's
-            command = (entry / "cmdline").read_bytes().split(b"\0")
-            if len(command) > 4 and command[2] == WORKER.encode() and command[4] == os.fsencode(run_dir):
-                found[command[3].decode()] = int(entry.name)
-                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-                if Path(f"/proc/{parent}/cmdline").read_bytes().startswith(b"ray::"):
-                    found[AGENT] = parent
+            log = Path(os.readlink(f"/proc/{pid}/fd/1"))
+            if log.parent == run_dir / "logs":
+                found.setdefault(log.stem, os.getpgid(pid))
     return found
 
 

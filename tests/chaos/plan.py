@@ -31,8 +31,6 @@ DESCRIPTIONS: dict[Kind, str] = {
 }
 
 LAUNCHER = "launcher"
-AGENT = "agent"
-"""Of a Ray cluster's machine: it starts and watches the run's processes there."""
 EVERYWHERE = "all processes"
 
 LAYOUTS: dict[str, tuple[str, ...]] = {
@@ -100,8 +98,7 @@ def places(config: RunConfig, links: Sequence[str] = ()) -> dict[Kind, list[str]
     """Where faults of each kind can be injected into a run of `config` from outside; `links` are its proxies."""
     embedded = config.launch.kind == "embedded"
     workers = [] if embedded else [*worker_roles(config), *server_roles(config)]
-    agent = [AGENT] if config.launch.kind == "ray" else []
-    processes = [LAUNCHER, *agent, *workers]
+    processes = [LAUNCHER, *workers]
     shared_weights = config.engine.kind == "local" and config.weights.kind == "shared" and not embedded
     found: dict[Kind, list[str]] = {
         "kill": processes,

@@ -27,22 +27,21 @@ import pytest
 
 from pipelinerl.launch.session import StartPlan
 from pipelinerl.run_directory import RunDirectory
-from pipelinerl.status.board import read_statuses
-from pipelinerl.types import StageStatus
+from tests.chaos.faults import processes_of
 from tests.chaos.invariants import check
 from tests.integration.runs import (
     Ended,
     alive,
-    assert_conserved,
-    assert_provenance,
-    assert_trained_once,
+    assert_finished,
+    assert_whole,
     command,
     flags,
     start,
     steps,
-    summary,
     until,
+    version_of,
     wait,
+    write_environment,
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.needs_ray]
@@ -128,62 +127,60 @@ def machines(cluster: Machines) -> Machines:
     return cluster
 
 
-SPREAD = {
-    "launch__kind": "ray",
-    "weights__kind": "collective",
-}
+SPREAD = {"launch__kind": "ray", "weights__kind": "collective"}
 APART = SPREAD | {"engine__kind": "http", "engine__servers": 2, "engine__slots": 8, "launch__preprocessor": "process"}
 TWO_ACTORS = SPREAD | {"engine__processes": 2}
+TWO_RANKS = SPREAD | {"trainer__ranks": 2}
 ENDLESS = {"trainer__steps": 100_000, "trainer__checkpoint_every": 2, "launch__restarts": 0}
 
 
-def checked(run_dir: Path, ended: Ended) -> dict[str, Any]:
-    """All that any run promises."""
-    assert ended.status == 0, ended.error
-    assert ended.error == ""
-    counts = summary(run_dir)
-    assert counts["status"] == "finished"
-    assert_conserved(counts)
-    assert_trained_once(run_dir)
-    assert_provenance(run_dir)
-    return counts
-
-
 def resume_to_the_end(run_dir: Path, *arguments: str) -> dict[str, Any]:
-    """Two steps further than the latest checkpoint. Checks what any run promises, over both sessions."""
+    """Two steps further than the latest checkpoint. Checks what any run promises, over all sessions."""
     version = max([0, *(int(path.name[5:]) for path in (run_dir / "checkpoints").glob("step_*"))])
-    goal = f"--trainer.steps={version + 2}"
-    counts = checked(run_dir, command("train", "--resume", str(run_dir), goal, *arguments))
-    assert counts["version"] == version + 2
+    counts = assert_finished(
+        run_dir, command("train", "--resume", str(run_dir), f"--trainer.steps={version + 2}", *arguments)
+    )
     assert [step.version for step in steps(run_dir)] == list(range(1, version + 3))
+    assert check(run_dir) == []
     return counts
-
-
-def statuses(run_dir: Path) -> dict[str, StageStatus]:
-    return read_statuses(RunDirectory(run_dir).statuses)
-
-
-def version_of(run_dir: Path) -> int:
-    status = statuses(run_dir).get("trainer")
-    return getattr(status.progress, "version", 0) if status is not None else 0
 
 
 class Running:
-    """A run without an end that is training. `pids` and `agents` by role and stage; all end with the run."""
+    """A run without an end that is training. `pids` and `machines` by role."""
 
-    def __init__(self, run_dir: Path, **settings: Any) -> None:
+    def __init__(self, run_dir: Path, on: dict[str, str] | None = None, **settings: Any) -> None:
+        """`on`: the machines of some roles."""
         self.run_dir = run_dir
-        self.process = start("train", *flags(run_dir, **{**ENDLESS, **settings}))
+        self.process = start("train", *flags(run_dir, **ENDLESS | {"launch__place": json.dumps(on or {})} | settings))
         until(lambda: version_of(run_dir) >= 3, self.process)
-        found = statuses(run_dir)
-        self.machines = {stage: status.machine for stage, status in found.items()}
-        self.pids = {stage: status.pid for stage, status in found.items()}
-        self.pids |= workers_of(run_dir, self.plan.id)
-        self.agents = {role: parent_of(pid) for role, pid in self.pids.items()}
+        self.pids = processes_of(run_dir)
+        self.machines = {role: machine_of(pid) for role, pid in self.pids.items()}
 
     @property
     def plan(self) -> StartPlan:
         return msgspec.json.decode(RunDirectory(self.run_dir).plan.read_bytes(), type=StartPlan)
+
+    @property
+    def unfinished(self) -> list[Path]:
+        """Checkpoints that are half written."""
+        return [path for path in (self.run_dir / "checkpoints").iterdir() if not re.fullmatch(r"step_\d+", path.name)]
+
+    def stop(self, role: str, moment: str) -> None:
+        """Stop this process, in a step or while a checkpoint is half written."""
+
+        def stopped() -> bool:
+            os.kill(self.pids[role], signal.SIGSTOP)
+            if moment == "a step" or self.unfinished:
+                return True
+            os.kill(self.pids[role], signal.SIGCONT)
+            return False
+
+        until(stopped, self.process)
+
+    def go_on(self, steps: int) -> None:
+        """Wait until it has taken so many more steps."""
+        version = version_of(self.run_dir)
+        until(lambda: version_of(self.run_dir) > version + steps, self.process)
 
     def end(self) -> Ended:
         """Wait for the end, which comes in time and leaves no process."""
@@ -191,310 +188,175 @@ class Running:
         ended = wait(self.process)
         assert time.monotonic() - begin_s < IN_TIME_S
         assert "Traceback" not in ended.out + ended.error
-        self.nothing_is_left()
+        until(lambda: not any(map(alive, self.pids.values())) and not processes_of(self.run_dir))
         return ended
 
-    def nothing_is_left(self) -> None:
-        until(lambda: not any(map(alive, [self.process.pid, *self.pids.values(), *self.agents.values()])))
+    def interrupt(self) -> dict[str, Any]:
+        self.process.send_signal(signal.SIGINT)
+        assert self.end().status == 130
+        return assert_whole(self.run_dir)
 
 
-def workers_of(run_dir: Path, *sessions: str) -> dict[str, int]:
-    """The process ids of the run's processes, by role, or of these sessions."""
-    found = {}
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with suppress(OSError):
-            _, *words = path.read_bytes().decode().split("\0")
-            if words[:2] == ["-m", "pipelinerl.launch.hosts.worker"] and (
-                words[3] == str(run_dir) or json.loads(words[4])["session"] in sessions
-            ):
-                found[words[2]] = int(path.parent.name)
-    return found
-
-
-def parent_of(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
-def opened_by(pid: int) -> set[str]:
-    """The files that a process has open or mapped."""
-    fds = {os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir() if path.exists()}
-    maps = {line.split(maxsplit=5)[5] for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if line.count("/")}
-    return fds | maps
-
-
-def scratch_folders(machines: Machines) -> set[Path]:
-    """Those of machines that were removed stay."""
-    return set(machines.folder.glob("*/pipelinerl-*/"))
-
-
-# ---------------------------------------------------------------------------------------------- runs to their end
+def machine_of(pid: int) -> str:
+    """Each machine has its own folder for temporary files."""
+    variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return next(Path(os.fsdecode(value)).name for value in variables if value.startswith(b"TMPDIR="))
 
 
 @pytest.mark.exhaustive
 def test_a_run_over_three_machines_and_on_from_its_checkpoint(machines: Machines, tmp_path: Path) -> None:
-    run_dir, before = tmp_path / "r", scratch_folders(machines)
+    run_dir = tmp_path / "r"
     dry = command("train", "--dry-run", *flags(run_dir, **APART))
     assert dry.status == 0, dry.error
     for line in ("machine-0 (", "training, preprocessing", "server-0", "server-1", "on all machines"):
         assert line in dry.out
-    counts = checked(run_dir, command("train", *flags(run_dir, **APART, trainer__steps=4, schedule__max_lag=4)))
+    ended = command("train", *flags(run_dir, **APART, trainer__steps=4, schedule__max_lag=4))
+    counts = assert_finished(run_dir, ended)
     assert counts["peak_memory_bytes"].keys() == {"generation", "preprocessing", "training", "server-0", "server-1"}
     assert counts["rollouts_trained"] == 4 * 16
     assert counts["lag_max"] <= 4
-    assert scratch_folders(machines) <= before
     resume_to_the_end(run_dir)
 
 
-def test_a_run_over_three_machines_loses_one_and_goes_on_with_two(machines: Machines, tmp_path: Path) -> None:
-    """Two actors on two machines. The removed machine ends the run and is named."""
-    run = Running(tmp_path / "r", **TWO_ACTORS)
-    assert run.machines["trainer"] == "machine-0"
-    assert {run.machines["actor-0"], run.machines["actor-1"]} == {"machine-1", "machine-2"}
-    for stage in ("actor-0", "actor-1"):  # everything goes over the connection with the hub
-        opened = [name for name in opened_by(run.pids[stage]) if name.startswith(str(run.run_dir))]
-        assert all(name.startswith(str(run.run_dir / "logs")) for name in opened)
-    machines.remove(run.machines["actor-1"])
-    ended = run.end()
-    assert ended.status == 4
-    assert f"machine {run.machines['actor-1']} " in ended.error
-    assert "which runs generation-1, is lost" in ended.error
-    counts = resume_to_the_end(run.run_dir)
-    assert counts["rollouts_trained"] == counts["optimizer_steps"] * 16
-    assert counts["peak_memory_bytes"].keys() == {"generation-0", "generation-1", "training"}
+APART_ON = dict.fromkeys(("training", "server-0", "server-1", "preprocessing", "generation"), "machine-0")
+RANKS_ON = {"training": "machine-1", "training-rank-1": "machine-2", "generation": "machine-0"}
 
 
-# ------------------------------------------------------------------------------------------------- the long form
-
-
-@pytest.mark.exhaustive
-def test_the_summary_is_that_of_a_run_on_one_machine(machines: Machines, tmp_path: Path) -> None:
-    far = checked(tmp_path / "far", command("train", *flags(tmp_path / "far", **TWO_ACTORS, trainer__steps=2)))
-    here = {"launch__kind": "processes", "engine__processes": 2, "trainer__steps": 2}
-    near = checked(tmp_path / "near", command("train", *flags(tmp_path / "near", **here)))
-    assert far.keys() == near.keys()
-    assert far["peak_memory_bytes"].keys() == near["peak_memory_bytes"].keys()
-
-
-@pytest.mark.exhaustive
-def test_servers_speak_https_and_ask_for_the_key(machines: Machines, tmp_path: Path) -> None:
-    files = {"engine__tls_certificate": machines.folder / CERTIFICATE, "engine__tls_key": machines.folder / KEY}
-    run = Running(tmp_path / "r", **APART, **files)
-    ready = msgspec.json.decode((run.run_dir / "control" / "server-0.ready.json").read_bytes())
-    assert ready["url"].startswith("https://")
-    for key, status in (("wrong", 401), (run.plan.servers_key, 200)):
-        answer = httpx2.get(f"{ready['url']}/v1/models", headers={"Authorization": f"Bearer {key}"})
-        assert answer.status_code == status
-    run.process.send_signal(signal.SIGINT)
-    assert run.end().status == 130
-    assert_conserved(summary(run.run_dir))
-
-
-ROLES_APART = ("training", "server-0", "server-1", "preprocessing", "generation")
-TWO_RANKS = {"training": "machine-1", "training-rank-1": "machine-2", "generation": "machine-0"}
-
-
-@pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("victim", "settings", "on"),
+    ("victim", "settings", "on", "moment"),
     [
+        ("generation-1", TWO_ACTORS, {"training": "machine-0"}, ""),
         *(
-            (one, APART, dict.fromkeys(ROLES_APART, "machine-0") | {one: "machine-1"})
-            for one in ROLES_APART
-            if one != "server-0"
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in (
+                *((one, APART, APART_ON | {one: "machine-1"}, "") for one in APART_ON if one != "server-0"),
+                ("training", TWO_RANKS, RANKS_ON, ""),
+                ("training-rank-1", TWO_RANKS, RANKS_ON, ""),
+                ("generation-1", TWO_ACTORS, {"training": "machine-0"}, "a step"),  # the trainer waits in a broadcast
+                ("training", SPREAD, {"training": "machine-1"}, "a checkpoint"),
+            )
         ),
-        *((one, SPREAD | {"trainer__ranks": 2}, TWO_RANKS) for one in ("training", "training-rank-1")),
     ],
 )
-def test_a_machine_that_is_removed_under_any_role(
-    victim: str, settings: dict[str, Any], on: dict[str, str], machines: Machines, tmp_path: Path
+def test_a_machine_that_is_removed_ends_the_run_and_is_named(
+    victim: str, settings: dict[str, Any], on: dict[str, str], moment: str, *, machines: Machines, tmp_path: Path
 ) -> None:
-    """Another rank notices it first, and the machine is named all the same. The run goes on with the others."""
-    run = Running(tmp_path / "r", **settings, launch__place=json.dumps(on))
-    machines.remove(on[victim])
+    """Another process may notice it first. The run goes on with the other machines."""
+    if moment == "a checkpoint":
+        settings = settings | {"trainer__checkpoint_every": 1}
+    run = Running(tmp_path / "r", on, **settings)
+    if victim == "generation-1":
+        assert {run.machines["generation-0"], run.machines["generation-1"]} == {"machine-1", "machine-2"}
+    if moment:
+        run.stop(victim, moment)
+        time.sleep(1.0)
+    machines.remove(run.machines[victim])
     ended = run.end()
     assert ended.status == 4
-    assert f"machine {on[victim]} " in ended.error
+    assert f"machine {run.machines[victim]} " in ended.error
     assert f"which runs {victim}, is lost" in ended.error
+    assert bool(run.unfinished) == (moment == "a checkpoint")
     counts = resume_to_the_end(run.run_dir, "--launch.place={}")
-    assert counts["peak_memory_bytes"].keys() == on.keys()
+    assert counts["peak_memory_bytes"].keys() == run.pids.keys()
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("victim", ["training", "generation", "machine of the trainer", "machine of the actor"])
+@pytest.mark.parametrize("victim", ["training", "generation", "machine of training", "machine of generation"])
 def test_a_run_that_loses_something_goes_on_by_itself(victim: str, machines: Machines, tmp_path: Path) -> None:
-    settings = SPREAD | {"trainer__steps": 30, "trainer__checkpoint_every": 2, "launch__restarts": 2}
-    if victim == "machine of the trainer":
-        settings |= {"launch__place": json.dumps({"generation": "machine-0"})}  # so the trainer has another one
-    run = Running(tmp_path / "r", **settings)
+    settings = SPREAD | {"trainer__steps": 30, "launch__restarts": 2}
+    run = Running(tmp_path / "r", {"generation": "machine-0"} if victim == "machine of training" else {}, **settings)
     if victim.startswith("machine"):
         machines.remove(run.machines[victim.rpartition(" ")[2]])
     else:
         os.kill(run.pids[victim], signal.SIGKILL)
-    counts = checked(run.run_dir, wait(run.process))
-    run.nothing_is_left()
-    assert counts["restarts"]["run"]["count"] == 1
+    counts = assert_finished(run.run_dir, wait(run.process))
+    until(lambda: not any(map(alive, run.pids.values())))
+    assert counts["restarts"] == {"run": 1}
     assert counts["optimizer_steps"] == 30
+
+
+STARTS_A_PROCESS = """
+def __init__(self, tokenizer, seed):
+    super().__init__(tokenizer, seed)
+    child = subprocess.Popen(["sleep", "600"])
+    open({path!r}, "w").write(str(child.pid))
+"""
+
+
+@pytest.mark.exhaustive
+def test_a_killed_process_is_named_and_what_it_has_started_ends_with_it(machines: Machines, tmp_path: Path) -> None:
+    body = STARTS_A_PROCESS.format(path=str(tmp_path / "child"))
+    kind = write_environment(tmp_path, body, imports=["import subprocess"])
+    run = Running(tmp_path / "r", **SPREAD, environment__kind=kind)
+    pid = run.pids["generation"]
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: not alive(int((tmp_path / "child").read_text())))
+    ended = run.end()
+    assert ended.status == 4
+    assert f"the generation process (pid {pid} on {run.machines['generation']}) was killed or crashed" in ended.error
+    resume_to_the_end(run.run_dir)
 
 
 @pytest.mark.exhaustive
 def test_a_rank_on_another_machine_that_is_stopped_is_named(machines: Machines, tmp_path: Path) -> None:
-    run = Running(tmp_path / "r", **SPREAD, trainer__ranks=2, launch__place=json.dumps(TWO_RANKS), launch__watchdog_s=20)
+    run = Running(tmp_path / "r", RANKS_ON, **TWO_RANKS, launch__watchdog_s=20)
     os.kill(run.pids["training-rank-1"], signal.SIGSTOP)
     ended = run.end()
     assert ended.status == 4
-    assert f"rank 1 of the trainer (pid {run.pids['training-rank-1']}) sent nothing for 10 s" in ended.error
+    named = f"the training-rank-1 process (pid {run.pids['training-rank-1']} on machine-2) no longer answers"
+    assert named in ended.error
     resume_to_the_end(run.run_dir, "--launch.watchdog_s=120")
-
-
-@pytest.mark.exhaustive
-def test_a_machine_that_is_removed_during_a_broadcast(machines: Machines, tmp_path: Path) -> None:
-    """The sender waits for a receiver that is stopped; then the receiver's machine is gone."""
-    run = Running(tmp_path / "r", **TWO_ACTORS)
-    os.kill(run.pids["actor-1"], signal.SIGSTOP)
-    until(lambda: stands_still(run.run_dir), run.process)
-    machines.remove(run.machines["actor-1"])
-    ended = run.end()
-    assert ended.status == 4
-    assert "which runs generation-1, is lost" in ended.error
-    resume_to_the_end(run.run_dir)
-
-
-def stands_still(run_dir: Path) -> bool:
-    """Whether the trainer takes no step for a while."""
-    before = version_of(run_dir)
-    time.sleep(1.0)
-    return version_of(run_dir) == before
-
-
-@pytest.mark.exhaustive
-def test_a_machine_that_is_removed_during_a_checkpoint(machines: Machines, tmp_path: Path) -> None:
-    """The trainer is stopped while a checkpoint is half written, and never goes on."""
-    settings = SPREAD | {"launch__place": json.dumps({"training": "machine-1"}), "trainer__checkpoint_every": 1}
-    run = Running(tmp_path / "r", **settings)
-    trainer = run.pids["trainer"]
-
-    def stopped_in_a_checkpoint() -> bool:
-        os.kill(trainer, signal.SIGSTOP)
-        if unfinished(run.run_dir):
-            return True
-        os.kill(trainer, signal.SIGCONT)
-        return False
-
-    until(stopped_in_a_checkpoint, run.process)
-    machines.remove("machine-1")
-    ended = run.end()
-    assert ended.status == 4
-    assert "which runs training, is lost" in ended.error
-    assert unfinished(run.run_dir)
-    resume_to_the_end(run.run_dir, "--launch.place={}")
-
-
-def unfinished(run_dir: Path) -> list[Path]:
-    return [path for path in (run_dir / "checkpoints").iterdir() if not re.fullmatch(r"step_\d+", path.name)]
-
-
-@pytest.mark.exhaustive
-def test_an_agent_that_is_killed(machines: Machines, tmp_path: Path) -> None:
-    """Nothing but the agent is wrong with its machine, and its process ends with it."""
-    run = Running(tmp_path / "r", **TWO_ACTORS)
-    os.kill(run.agents["generation-1"], signal.SIGKILL)
-    ended = run.end()
-    assert ended.status == 4
-    assert f"machine {run.machines['actor-1']} " in ended.error
-    assert "which runs generation-1, is lost" in ended.error
-    resume_to_the_end(run.run_dir)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("settings", [APART, TWO_ACTORS])
 def test_a_killed_launcher_takes_everything_with_it(settings: dict[str, Any], machines: Machines, tmp_path: Path) -> None:
-    """And another launcher may go on at once: it waits for the agents of the first."""
+    """And another launcher may go on at once: it waits for the processes of the first."""
     run = Running(tmp_path / "r", **settings)
     run.process.kill()
     assert run.end().status == -signal.SIGKILL
     resume_to_the_end(run.run_dir)
 
 
-# ---- an earlier session that goes on after a later one has begun
-
-
-class Frozen:
-    """All processes of a machine are stopped: its part of Ray, its agent and its workers."""
-
-    def __init__(self, machines: Machines, name: str) -> None:
-        marker = os.fsencode(f"TMPDIR={machines.folder / name}")
-        self._machines, self._name = machines, name
-        self._pids = []
-        for path in Path("/proc").glob("[0-9]*/environ"):
-            with suppress(OSError):
-                if marker in path.read_bytes().split(b"\0"):
-                    self._pids.append(int(path.parent.name))
-        for pid in self._pids:
-            os.kill(pid, signal.SIGSTOP)
-
-    def goes_on(self) -> None:
-        for pid in self._pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
-        self._machines.remove(self._name)
-        until(lambda: not any(map(alive, self._pids)))
-
-
-def next_session(run: Running, process: subprocess.Popen[str], earlier: str) -> None:
-    """Wait until it has trained, and written and deleted checkpoints."""
-    until(lambda: run.plan.id != earlier and version_of(run.run_dir) > run.plan.version + 6, process)
-
-
-def log_of(run: Running, name: str) -> str:
-    return (run.run_dir / "logs" / f"{name}.log").read_text()
-
-
-def ends_whole(run: Running, process: subprocess.Popen[str]) -> None:
-    """The later session goes on undisturbed, and so does the one after it."""
-    version = version_of(run.run_dir)
-    until(lambda: version_of(run.run_dir) > version + 4, process)
-    process.send_signal(signal.SIGINT)
-    assert wait(process).status == 130
-    assert_conserved(summary(run.run_dir))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("role", "settings", "moment"),
+    [
+        ("training", SPREAD | {"trainer__checkpoint_every": 1}, "a checkpoint"),
+        ("training", SPREAD | {"trainer__checkpoint_every": 1}, "a step"),
+        ("generation-1", TWO_ACTORS, "a step"),
+    ],
+)
+def test_a_process_on_a_machine_that_was_frozen_writes_no_more(
+    role: str, settings: dict[str, Any], moment: str, machines: Machines, tmp_path: Path
+) -> None:
+    """It goes on after a later session has begun, has trained, and has written and deleted checkpoints."""
+    on = {"generation": "machine-0"} if role == "training" else {}  # so the trainer has another machine
+    run = Running(tmp_path / "r", on, **settings, launch__restarts=2)
+    frozen, earlier, pid = run.machines[role], run.plan.id, run.pids[role]
+    run.stop(role, moment)
+    marker = os.fsencode(f"TMPDIR={machines.folder / frozen}")
+    pids = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            if marker in path.read_bytes().split(b"\0"):
+                pids.append(int(path.parent.name))
+    for one in pids:
+        os.kill(one, signal.SIGSTOP)
+    until(lambda: run.plan.id != earlier and version_of(run.run_dir) > run.plan.version + 6, run.process)
+    os.kill(pid, signal.SIGTERM)  # a trainer shall write a last checkpoint
+    os.kill(pid, signal.SIGCONT)
+    log = run.run_dir / "logs" / f"{role}.log"
+    until(lambda: "has ended this session of the run" in log.read_text(), run.process)
+    run.go_on(steps=4)
+    for one in pids:
+        with suppress(ProcessLookupError):
+            os.kill(one, signal.SIGCONT)
+    machines.remove(frozen)
+    until(lambda: not any(map(alive, pids)))
+    run.go_on(steps=4)
+    run.interrupt()
     resume_to_the_end(run.run_dir)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("moment", ["a checkpoint", "a step"])
-def test_a_trainer_on_a_machine_that_was_frozen_writes_no_more(moment: str, machines: Machines, tmp_path: Path) -> None:
-    place = {"generation": "machine-0"}  # so the trainer has another machine
-    settings = SPREAD | {"launch__restarts": 2, "launch__place": json.dumps(place), "trainer__checkpoint_every": 1}
-    run = Running(tmp_path / "r", **settings)
-    trainer, earlier = run.pids["training"], run.plan.id
-
-    def stopped() -> bool:
-        os.kill(trainer, signal.SIGSTOP)
-        if moment == "a step" or unfinished(run.run_dir):
-            return True
-        os.kill(trainer, signal.SIGCONT)
-        return False
-
-    until(stopped, run.process)
-    frozen = Frozen(machines, run.machines["trainer"])
-    next_session(run, run.process, earlier)
-    os.kill(trainer, signal.SIGTERM)  # as the end of its agent would: it shall write a last checkpoint
-    os.kill(trainer, signal.SIGCONT)
-    until(lambda: not alive(trainer), run.process)
-    frozen.goes_on()
-    ends_whole(run, run.process)
-
-
-@pytest.mark.exhaustive
-def test_actors_on_a_machine_that_was_frozen_write_no_more(machines: Machines, tmp_path: Path) -> None:
-    run = Running(tmp_path / "r", **TWO_ACTORS, launch__restarts=2)
-    machine, earlier, actor = run.machines["actor-1"], run.plan.id, run.pids["actor-1"]
-    frozen = Frozen(machines, machine)
-    next_session(run, run.process, earlier)
-    os.kill(actor, signal.SIGCONT)
-    until(lambda: not alive(actor), run.process)
-    assert "has ended this session of the run" in log_of(run, "generation-1")
-    frozen.goes_on()
-    ends_whole(run, run.process)
 
 
 @pytest.mark.exhaustive
@@ -508,45 +370,20 @@ def test_what_can_not_run_is_refused_in_one_line(machines: Machines, tmp_path: P
         assert ended.status == 2, ended.error
         assert re.search(message, ended.error), ended.error
         assert ended.error.count("\n") == 1
-    run = Running(tmp_path / "r", **SPREAD)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TMPDIR", str(tmp_path))  # as on another machine, which does not see the first one's lock
-        second = command("train", "--resume", str(tmp_path / "r"))
-        assert second.status == 2
-        assert "in use by another run on this cluster" in second.error
-    version = version_of(run.run_dir)
-    until(lambda: version_of(run.run_dir) > version, run.process)
-    run.process.send_signal(signal.SIGINT)
-    assert run.end().status == 130
-    assert_conserved(summary(run.run_dir))
 
 
 @pytest.mark.exhaustive
-def test_a_preprocessor_that_dies_is_started_again_on_its_machine(machines: Machines, tmp_path: Path) -> None:
-    """The run trains on with all that it had, and nothing is lost, doubled or miscounted."""
-    settings = {"launch__restarts": 2, "schedule__max_lag": 4, "actor__max_tokens": 64}
-    run = Running(tmp_path / "r", **APART | settings)
-    dead = run.pids["preprocessing"]
-    os.kill(dead, signal.SIGKILL)
-
-    def works() -> bool:
-        status = statuses(run.run_dir).get("preprocessor")
-        run.pids["preprocessing"] = workers_of(run.run_dir, run.plan.id).get("preprocessing", dead)
-        new = run.pids["preprocessing"] != dead and status is not None and status.pid == run.pids["preprocessing"]
-        return new and status is not None and status.state != "starting"
-
-    until(works, run.process)
-    assert not alive(dead)
-    assert statuses(run.run_dir)["preprocessor"].machine == run.machines["preprocessor"]
-    version = version_of(run.run_dir)
-    until(lambda: version_of(run.run_dir) > version + 4, run.process)
-    working = workers_of(run.run_dir, run.plan.id)
-    assert working == {role: run.pids[role] for role in ROLES_APART}, "all others are those before the kill"
-    run.process.send_signal(signal.SIGINT)
-    assert run.end().status == 130
-    counts = summary(run.run_dir)
-    assert_conserved(counts)
-    assert counts["restarts"].keys() == {"preprocessing"}
-    assert counts["restarts"]["preprocessing"]["count"] == len(counts["restarts"]["preprocessing"]["recovery_s"]) == 1
-    resume_to_the_end(run.run_dir)
-    assert check(run.run_dir) == []
+def test_servers_ask_for_the_key_over_https_and_no_other_launcher_gets_in(machines: Machines, tmp_path: Path) -> None:
+    files = {"engine__tls_certificate": machines.folder / CERTIFICATE, "engine__tls_key": machines.folder / KEY}
+    run = Running(tmp_path / "r", **APART, **files)
+    ready = msgspec.json.decode((run.run_dir / "control" / "server-0.ready.json").read_bytes())
+    assert ready["url"].startswith("https://")
+    for key, status in (("wrong", 401), (run.plan.servers_key, 200)):
+        answer = httpx2.get(f"{ready['url']}/v1/models", headers={"Authorization": f"Bearer {key}"})
+        assert answer.status_code == status
+    (run.run_dir / ".lock").unlink()  # as on another machine, whose file system has no locks
+    second = command("train", "--resume", str(run.run_dir))
+    assert second.status == 2
+    assert "in use by another run on this cluster" in second.error
+    run.go_on(steps=1)
+    run.interrupt()

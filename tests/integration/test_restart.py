@@ -10,7 +10,7 @@ import json
 import os
 import signal
 import subprocess
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ import pipelinerl
 from pipelinerl.experiments.replay.replay import replay
 from pipelinerl.files import SHARED_MEMORY
 from pipelinerl.report.series import read_timeline
+from tests.chaos.faults import processes_of
 from tests.chaos.invariants import check
 from tests.integration.runs import (
     alive,
@@ -69,20 +70,8 @@ def going(run_dir: Path, version: int, **settings: Any) -> subprocess.Popen[str]
 
 def kill(run_dir: Path, role: str, number: signal.Signals = signal.SIGKILL) -> int:
     """Send the signal to the process of this role. Returns its id."""
-    found = process_ids(run_dir)
-    pid = found[role] if role in found else rank_pid(run_dir, role)
+    pid = processes_of(run_dir)[role]
     os.kill(pid, number)
-    return pid
-
-
-def rank_pid(run_dir: Path, role: str) -> int:
-    """Ranks have no status on the board: the leader of the session that writes to the rank's log."""
-    found = set()
-    for path in Path("/proc").glob("[0-9]*/fd/1"):
-        with suppress(OSError):  # it has ended
-            if os.readlink(path) == str(run_dir / "logs" / f"{role}.log"):
-                found.add(os.getsid(int(path.parts[2])))
-    (pid,) = found
     return pid
 
 
@@ -91,8 +80,7 @@ def assert_went_on(run_dir: Path, process: subprocess.Popen[str], *, sessions: i
     ended = wait(process)
     assert (ended.status, ended.error) == (0, "")
     counts = assert_gone_on(run_dir, GOAL)
-    again = counts["restarts"].get("run", {"count": 0, "recovery_s": []})
-    assert again["count"] == len(again["recovery_s"]) == sessions == ended.out.count("; the run ")
+    assert counts["restarts"].get("run", 0) == sessions == ended.out.count("; the run ")
     assert check(run_dir) == []
     return counts
 
@@ -100,24 +88,18 @@ def assert_went_on(run_dir: Path, process: subprocess.Popen[str], *, sessions: i
 OF_THE_RUN = [
     ("training", {}),
     ("training", {"trainer__checkpoint_every": 0}),
-    ("training", PREPROCESSOR | TWO),
     ("training-rank-1", {"trainer__ranks": 2}),
     ("training", BROADCAST | TWO),
     ("training-rank-1", BROADCAST | {"trainer__ranks": 2}),
     ("generation-1", BROADCAST | TWO),
     ("generation", BROADCAST | SERVERS),
-    ("server-1", BROADCAST | SERVERS),
+    ("server-1", SERVERS),
 ]
 """Processes whose loss ends the session."""
 ALONE = [
-    ("generation", {}),
-    ("generation-0", TWO),
     ("generation-1", TWO | ROUNDS | {"schedule__kind": "conventional"}),
     ("generation-1", TWO | ROUNDS | {"schedule__kind": "async"}),
     ("generation", {"stream__capacity": 4, "stream__when_full": "drop_oldest"}),
-    ("preprocessing", PREPROCESSOR),
-    ("server-0", HTTP),
-    ("server-1", SERVERS),
     ("generation", HTTP),
     ("preprocessing", PREPROCESSOR | BROADCAST),
 ]
@@ -146,15 +128,12 @@ def test_a_run_that_loses_a_process_reaches_its_goal(
     assert counts["lag_max"] <= 4
     assert not any(alive(one) for one in (pid, *before.values()))
     if alone:
-        assert counts["restarts"].keys() == {victim}
-        assert counts["restarts"][victim]["count"] == len(counts["restarts"][victim]["recovery_s"]) == 1
+        assert counts["restarts"] == {victim: 1}
     elif settings.get("trainer__checkpoint_every") == 0:
         assert counts["resumed_from"] is None
-        assert counts["restarts"]["run"]["steps_lost"] >= 3
         assert (run_dir / "before-1" / "metrics.jsonl").exists()
     else:
         assert counts["resumed_from"] >= 4
-        assert counts["restarts"]["run"]["steps_lost"] <= 5
 
 
 def assert_asks_for_its_key(url: str) -> None:
@@ -165,21 +144,16 @@ def assert_asks_for_its_key(url: str) -> None:
             assert connection.getresponse().status == 401, path
 
 
-def assert_healed(run_dir: Path, process: subprocess.Popen[str]) -> dict[str, Any]:
+def assert_healed(run_dir: Path, process: subprocess.Popen[str], role: str) -> dict[str, Any]:
     """All that a run promises that reached its goal, and that no group was recorded twice. Returns its summary."""
     counts = assert_finished(run_dir, wait(process))
-    goal = len(steps(run_dir))
-    assert [record.version for record in trained(run_dir)] == list(range(1, goal + 1))
+    assert [record.version for record in trained(run_dir)] == list(range(1, len(steps(run_dir)) + 1))
     indices = [group.index for group in groups(run_dir)]
     assert len(indices) == len(set(indices))
     timeline = read_timeline(run_dir)
     assert [look.time_s for look in timeline] == sorted(look.time_s for look in timeline)
     assert counts["lag_max"] <= 4
-    assert all(record["count"] >= len(record["recovery_s"]) > 0 for record in counts["restarts"].values())
-    lost = sum(record["rollouts_lost"] for record in counts["restarts"].values())
-    assert counts["rollouts_dropped"].get("lost_in_crash", 0) == lost
-    for pid_left in Path("/dev/shm").glob("pipelinerl-weights-*"):  # noqa: S108 - looked at only
-        assert alive(int(pid_left.name.split("-")[2]))
+    assert counts["restarts"] == {role: 1}
     return counts
 
 
@@ -203,9 +177,8 @@ def test_a_process_that_dies_is_started_again_and_every_token_is_of_its_version(
     settings = {"environment__kind": kind, "engine__kv_on_update": "recompute"}
     settings |= TIMEOUTS | {"actor__rollout_timeout_s": 4.0}
     process = start_processes(run_dir, **settings, **EVERY_VERSION, schedule__max_lag=4)
-    counts = assert_healed(run_dir, process)
+    counts = assert_healed(run_dir, process, "generation")
     assert counts["rollouts_trained"] == 6 * 16
-    assert counts["restarts"]["generation"]["count"] == 1
     assert counts["rollouts_dropped"]["lost_in_crash"] >= 4
     assert 12 in {group.index for group in groups(run_dir)}
     assert {"raised", "bad_rollout", "timeout"} <= counts["rollouts_dropped"].keys()
@@ -223,7 +196,6 @@ def test_a_run_is_stopped_while_a_process_is_away(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         assert wait(process).status == 130
     counts = assert_whole(run_dir)
-    assert counts["restarts"]["generation"]["recovery_s"] == []
     goal = counts["version"] + 2
     assert wait(start("train", "--resume", str(run_dir), f"--trainer.steps={goal}")).status == 0
     assert_gone_on(run_dir, goal)
@@ -244,8 +216,7 @@ def test_an_evaluation_that_a_death_interrupts_is_repeated(when: str, tmp_path: 
 
     until(evaluates, process)
     kill(run_dir, "generation-0")
-    counts = assert_healed(run_dir, process)
-    assert counts["restarts"]["generation-0"]["count"] == 1
+    counts = assert_healed(run_dir, process, "generation-0")
     assert counts["eval_reward_before"] is not None
     assert counts["eval_reward_after"] is not None
     lines = (run_dir / "evaluations.jsonl").read_text().splitlines()
@@ -364,26 +335,18 @@ OF_A_BROADCAST = {
 }
 
 
+SERVED = {"engine__kind": "http", "engine__servers": 2}
+CASES = [
+    *((moment, MOMENTS[moment], TWO | {"trainer__checkpoint_every": every}) for moment in MOMENTS for every in (1, 3)),
+    *((moment, OF_A_BROADCAST[moment], engines | BROADCAST) for moment in OF_A_BROADCAST for engines in (TWO, SERVED)),
+]
+
+
 @exhaustive
-@pytest.mark.parametrize("every", [1, 3])
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(("deaths", "settings"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
 def test_a_version_is_one_set_of_weights_whenever_the_trainer_dies(
-    moment: str, every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    deaths: list[str], settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert_exact_after_deaths(MOMENTS[moment], tmp_path, monkeypatch, trainer__checkpoint_every=every, engine__processes=2)
-
-
-@exhaustive
-@pytest.mark.parametrize("engines", [{"engine__processes": 2}, {"engine__kind": "http", "engine__servers": 2}])
-@pytest.mark.parametrize("moment", OF_A_BROADCAST)
-def test_a_version_is_one_set_of_weights_whenever_its_broadcaster_dies(
-    moment: str, engines: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = engines | BROADCAST | {"trainer__checkpoint_every": 3}
-    assert_exact_after_deaths(OF_A_BROADCAST[moment], tmp_path, monkeypatch, **settings)
-
-
-def assert_exact_after_deaths(deaths: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
     """All that was trained on was sampled by the weights that its versions have at the end, and training is repeated."""
     listed = ", ".join(f"({death})" for death in deaths)
     (tmp_path / "sitecustomize.py").write_text(DIES.replace("MOMENTS", f"[{listed}]"))
@@ -391,12 +354,12 @@ def assert_exact_after_deaths(deaths: list[str], tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(Path(pipelinerl.__file__).parents[1])]))
     monkeypatch.setenv("DIED", str(tmp_path / "died"))
     run_dir, goal = tmp_path / "r", 12
-    defaults = {"trainer__steps": goal, "trainer__weights_every": 1, "schedule__max_lag": 4}
+    defaults = {"trainer__steps": goal, "trainer__checkpoint_every": 3, "trainer__weights_every": 1, "schedule__max_lag": 4}
     ended = wait(start_processes(run_dir, **(defaults | settings)))
     assert (ended.status, ended.error) == (0, "")
     counts = assert_gone_on(run_dir, goal)
     assert counts["lag_max"] <= 4
-    assert counts["restarts"]["run"]["count"] == len(deaths)
+    assert counts["restarts"] == {"run": len(deaths)}
     assert check(run_dir) == []
     result = replay(run_dir, verify=1000)
     assert result.differences == []

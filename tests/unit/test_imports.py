@@ -24,7 +24,7 @@ PROCESSES = {
     "launcher": (
         "cli.train launch.run",
         "actor.actor actor.rollouts channel engine environments.chat preprocess serving trainer weights "
-        " config.help launch.tryout launch.restarts launch.resume launch.hosts.agent "
+        " config.help launch.tryout launch.restarts launch.resume "
         "launch.hosts.ray resources.gpus resources.placement launch.trial launch.stages.generation "
         "launch.stages.training "
         "stream.redis report experiments torch",
@@ -57,7 +57,7 @@ PROCESSES = {
     "training": (
         "launch.hosts.worker launch.stages.training weights.sending",
         f"actor engine environments models.lora models.own_forward serving weights.broadcast "
-        f"launch.stages.generation launch.stages.engines models.sharded trainer.sharding {LAUNCHER}",
+        f"launch.stages.generation models.sharded trainer.sharding {LAUNCHER}",
     ),
     "server": (
         "launch.hosts.worker launch.stages.servers",

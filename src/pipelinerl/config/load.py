@@ -209,11 +209,6 @@ class _RunFile:
         return config
 
 
-def keys_set(overrides: Sequence[str] | Mapping[str, Any]) -> list[str]:
-    """The dotted keys that `overrides` of `load_config` set."""
-    return [key for key, _ in (_by_key(overrides) if isinstance(overrides, Mapping) else _values_of_flags(overrides, None))]
-
-
 def _by_key(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Dotted keys and values, also of sections that are mappings."""
     for key, value in values.items():

@@ -362,8 +362,6 @@ class EvaluationConfig(Section, frozen=True):
     """
     share: PositiveShare = 0.25
     """Share of the slots that an evaluation may take during training."""
-    accept_trained: bool = False
-    """Accept that a resume with other data holds out problems that the run has trained on."""
 
 
 class MetricsConfig(Section, frozen=True):

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import msgspec
-from pydantic import ValidationError
 
-from pipelinerl.checkpoint import CheckpointState, QueuePosition, latest_checkpoint, load_checkpoint
+from pipelinerl.checkpoint import QueuePosition, latest_checkpoint, load_checkpoint
 from pipelinerl.config.keys import differences, show
-from pipelinerl.config.load import keys_set, load_config, merged
+from pipelinerl.config.load import load_config, merged
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.config.secrets import without_secrets
 from pipelinerl.errors import RunDirectoryError
@@ -48,28 +47,18 @@ FIXED = {
     "launch.preprocessor": "its groups are there",
 }
 """The settings that a resume from a checkpoint can't change, and why."""
+OF_DATA = ("seed", "environment.", "evaluation.sets")
+"""How the names of settings begin that decide which problems are held out."""
 
 
 def resumed_config(root: Path, overrides: Overrides = ()) -> RunConfig:
     """The settings of a run's next session: those in its `config.yaml` with `overrides` (see `load_config`) on top.
 
-    Raises RunDirectoryError if this is no run directory, and if `config.yaml` is not as the run has left it: each setting
-    that differs from the last session's must be in `overrides`.
+    Raises RunDirectoryError if this is no run directory.
     """
     run = RunDirectory(root.absolute())
     if not run.config.is_file():
         raise RunDirectoryError(f"{root} is not a run directory (there is no {root / 'config.yaml'})")
-    found, last = without_secrets(load_config(run.config)), _last_settings(run)
-    left = [last, _begun_settings(run)]  # an interrupted resume may have written the second one
-    if last is not None and not any(before is not None and not list(differences(before, found)) for before in left):
-        given = [f"{key}." for key in keys_set(overrides)]
-        odd = [line for key, line in _changes(last, found) if not any(f"{key}.".startswith(name) for name in given)]
-        if odd:
-            raise RunDirectoryError(
-                "\n  ".join([f"{run.config} is not as the run left it; its last session had other settings:", *odd])
-                + "\nset these in the command (--KEY VALUE) if you have changed them, or restore the file, for example with "
-                f"cp {run.settings} {run.config}"
-            )
     return load_config(run.config, overrides)
 
 
@@ -78,9 +67,10 @@ def changed_settings(config: RunConfig, run: RunDirectory) -> list[str]:
 
     Raises RunDirectoryError for a setting that can't be changed.
     """
-    before, now = _last_settings(run), without_secrets(config)
-    if before is None:
+    sessions = _lines(run.sessions, SessionRecord)
+    if not sessions:
         return []
+    before, now = merged(RunConfig().model_dump(mode="json"), sessions[-1].config), without_secrets(config)
     for key, why in FIXED.items() if latest_checkpoint(run.root) is not None else ():
         was, wanted = (reduce(getitem, key.split("."), cast(Any, settings)) for settings in (before, now))
         own = key == "run_dir" and (wanted is None or Path(wanted).resolve() == run.root.resolve())
@@ -88,60 +78,24 @@ def changed_settings(config: RunConfig, run: RunDirectory) -> list[str]:
         if was != wanted and not own and not moved:
             shown = was if isinstance(was, str) else msgspec.json.encode(was).decode()
             raise RunDirectoryError(f"{run.root} was run with {key} {shown}, and {why}: set it to that again")
-    lines = [f"changed: {line}" for key, line in _changes(before, now) if key != "run_dir"]
-    recorded = next((session.inputs for session in reversed(_lines(run.sessions, SessionRecord))), {})
+    changes = [(key, f"{key} {show(was)} -> {show(value)}") for key, was, value in differences(before, now)]
+    lines = [f"changed: {line}" for key, line in changes if key != "run_dir"]
     from pipelinerl.launch.checks import inputs_of  # noqa: PLC0415 - not after a loss
 
-    found = inputs_of(config)
-    return lines + [f"changed: the content of {path}" for path in found if recorded.get(path, found[path]) != found[path]]
-
-
-def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[tuple[str, str]]:
-    """Each dotted key whose value differs, and a line on it."""
-    return [(key, f"{key} {show(was)} -> {show(value)}") for key, was, value in differences(before, now)]
-
-
-def _last_settings(run: RunDirectory) -> dict[str, Any] | None:
-    """The settings of the last session that trained, without secrets. Before the first one: of the start that failed."""
-    sessions = _lines(run.sessions, SessionRecord)
-    if not sessions:
-        return _begun_settings(run)
-    return cast("dict[str, Any]", merged(RunConfig().model_dump(mode="json"), sessions[-1].config))
-
-
-def _begun_settings(run: RunDirectory) -> dict[str, Any] | None:
-    """The settings of the last session that was begun, without secrets; None if they can't be read."""
-    try:
-        return without_secrets(RunConfig.model_validate_json(run.settings.read_bytes()))
-    except (OSError, ValidationError):
-        return None
+    found, recorded = inputs_of(config), sessions[-1].inputs
+    files = [f"changed: the content of {path}" for path in found if recorded.get(path, found[path]) != found[path]]
+    if files or any(key.startswith(OF_DATA) for key, _ in changes):
+        files.append("warning: problems that are held out now may have been trained on before")
+    return lines + files
 
 
 def _set_aside(run: RunDirectory) -> Path:
-    """Prepare the directory for a start from the beginning.
-
-    Records move into a new folder, which is returned; streams and control files are removed.
-    """
+    """Move the records into a new folder of the run directory, which is returned. They are not those of the next start."""
     kept = next(path for number in itertools.count(1) if not (path := run.root / f"before-{number}").exists())
     kept.mkdir()
-    records = (
-        run.metrics,
-        run.evaluations,
-        run.sessions,
-        run.published,
-        run.summary,
-        run.curves,
-        run.rollouts,
-        run.trackers,
-    )
-    for path in (*records, run.root / "tensorboard", *run.root.glob("timeline-*.jsonl")):
-        if path.exists():
-            path.rename(kept / path.name)
+    for path in run.records():
+        path.rename(kept / path.name)
     shutil.copy(run.config, kept)
-    shutil.rmtree(run.streams, ignore_errors=True)
-    for path in run.control.iterdir():
-        if not path.match("*.ready.json"):  # engine servers may have been kept: the session removes what others left
-            path.unlink()
     run.make_folders()
     return kept
 
@@ -172,18 +126,18 @@ def plan_resume(config: RunConfig, run: RunDirectory) -> tuple[StartPlan, str | 
             f"more than {state.version} to continue"
         )
     position, counts, ledger = state.positions, state.counters.queue, state.positions.ledger.copy()
-    checksum = _checked_records(run, path, state)
     names = [ROLLOUTS, *([PREPARED] if config.launch.preprocessor == "process" else [])]
     with ExitStack() as opened:
         run_id = before.run if (before := last_plan(run)) else ""
         streams = {name: opened.enter_context(closing(open_stream(config, run, run_id, name))) for name in names}
         kept = take_back(streams, position, ledger, state.version)
     steps = [step for step in read_records(run.metrics, StepRecord) if step.version <= state.version]
+    published = {record.version: record.checksum for record in _lines(run.published, _Published)}
     evaluated = [one for one in read_records(run.evaluations, EvaluationRecord) if one.newest_version <= state.version]
     plan = StartPlan(
         checkpoint=str(path),
         version=state.version,
-        checksum=checksum,
+        checksum=published.get(state.version),
         taken=ledger,
         kept=tuple(kept),
         settled=counts.trained + sum(counts.dropped.values()),
@@ -203,54 +157,8 @@ class _Published(msgspec.Struct):
     checksum: str = ""
 
 
-class _Sample(msgspec.Struct):
-    group_index: int
-
-
-class _Trained(msgspec.Struct):
-    version: int
-    samples: list[_Sample]
-
-
-class _GroupLine(msgspec.Struct):
-    index: int
-
-
 def _lines(path: Path, kind: type[T]) -> list[T]:
     return read_lines(path, kind) if path.exists() else []
-
-
-def _checked_records(run: RunDirectory, checkpoint: Path, state: CheckpointState) -> str | None:
-    """The published checksum of the checkpoint's version, if there is one.
-
-    Raises RunDirectoryError if the records lack a part of what led to the checkpoint, or are damaged.
-    """
-
-    def require(whole: bool, file: Path, what: str) -> None:
-        if not whole:
-            raise RunDirectoryError(
-                f"{file} lacks {what}, which led to {checkpoint.name}: restore it from a copy, or start a new run from the "
-                f"checkpoint with --model.path {checkpoint}"
-            )
-
-    groups = {group.index for group in _lines(run.recorded, _GroupLine)}
-    sessions = _lines(run.sessions, SessionRecord)
-    require(bool(sessions) and sessions[0].version == 0, run.sessions, "the first session")
-    require(state.session in ("", *(session.id for session in sessions)), run.sessions, f"session {state.session}")
-    metrics = {step.version for step in read_records(run.metrics, StepRecord)}
-    trained = {step.version: step for step in _lines(run.trained, _Trained)}
-    published = {record.version: record.checksum for record in _lines(run.published, _Published)}
-    for version in range(1, state.version + 1):
-        require(version in metrics, run.metrics, f"step {version}")
-        require(version in trained, run.trained, f"step {version}")
-        lost = next((sample.group_index for sample in trained[version].samples if sample.group_index not in groups), None)
-        require(lost is None, run.recorded, f"group {lost} of step {version}")
-        made = [session for session in sessions if session.version < version][-1].config
-        # The weights of the last version of a session are published again by the next one.
-        every = made.get("schedule", {}).get("kind") == "pipeline" and version < state.version
-        require(version in published or not every, run.published, f"version {version}")
-    require(0 in published, run.published, "version 0")
-    return published.get(state.version)
 
 
 def _unrecorded(run: RunDirectory) -> int | None:

@@ -34,12 +34,9 @@ from pipelinerl.status.screen import RunView
 from pipelinerl.status.view import make_view, output_that_never_fails
 
 if TYPE_CHECKING:
-    from pipelinerl.launch.hosts.ray import Cluster
     from pipelinerl.launch.restarts import Losses
     from pipelinerl.resources.memory import MemoryCheck
 
-OF_DATA = ("changed: seed ", "changed: environment.", "changed: evaluation.sets", "changed: the content of ")
-"""How the lines of changes begin that may change which problems are held out."""
 Began = Callable[[Path], str | None]
 
 
@@ -61,7 +58,7 @@ def train(config: RunConfig, *, resume: Path | None = None, began: Began = lambd
     memory = check_before_the_start(config)
     losses: Losses | None = None
     with output_that_never_fails(), errors_explained(), ExitStack() as stack:
-        lock = create_run_directory(config) if resume is None else open_run_directory(resume, config)
+        lock = create_run_directory(config) if resume is None else open_run_directory(resume)
         stack.enter_context(closing(lock))
         while True:
             try:
@@ -75,7 +72,7 @@ def train(config: RunConfig, *, resume: Path | None = None, began: Began = lambd
             if isinstance(ended, dict):
                 return ended
             losses, resume, notices = ended, lock.run.root, []
-            time.sleep(losses.pause_s)
+            time.sleep(losses.attempts.pause_s)
 
 
 def _train_session(
@@ -92,7 +89,7 @@ def _train_session(
     """One session, to its summary. Returns the losses if another one shall follow."""
     run = lock.run
     with ExitStack() as stack:
-        cluster = stack.enter_context(_cluster(config, run))
+        run_stages = stack.enter_context(_runner(config, lock))
         before, plan, begins_again = last_plan(run), StartPlan(), None
         if resumes:
             from pipelinerl.launch.resume import plan_resume  # noqa: PLC0415 - only a resumed run needs it
@@ -105,7 +102,6 @@ def _train_session(
             plan,
             run=before.run if before else plan.run,
             epoch=before.epoch + 1 if before else 1,
-            other_data=any(line.startswith(OF_DATA) for line in notices),
             inputs=inputs_of(config),
             predicted_memory_bytes=memory.prediction.sizes,
         )
@@ -122,7 +118,7 @@ def _train_session(
             from pipelinerl.report.following import followed  # noqa: PLC0415 - few runs have trackers
 
             stack.enter_context(followed(run, config.metrics, view.say))
-        outcome = _run_stages(session, cluster, view, lock)
+        outcome = run_stages(session, view)
         if losses is None and outcome.lost:
             from pipelinerl.launch.restarts import Losses  # noqa: PLC0415 - few runs need it
 
@@ -131,7 +127,24 @@ def _train_session(
             view.say(following)
             return losses
         view.close()
-        return _conclude(session, losses.counted(session, outcome) if losses else outcome)
+        return _conclude(session, losses.counted(outcome) if losses else outcome)
+
+
+@contextmanager
+def _runner(config: RunConfig, lock: RunLock) -> Iterator[Callable[[Session, RunView], Outcome]]:
+    """What runs the stages of a session. With a cluster: once no other launcher of it has the run directory."""
+    if config.launch.kind == "embedded":
+        from pipelinerl.launch.hosts.embedded import run_embedded  # noqa: PLC0415 - loads torch into this process
+
+        yield run_embedded
+    elif config.launch.kind == "processes":
+        yield lambda session, view: run_processes(session, view, LocalHost(session, lock.fd))
+    else:
+        from pipelinerl.launch.hosts.ray import RayHost, connected, wait_until_unused  # noqa: PLC0415 - needs an extra
+
+        with connected(config.launch) as cluster:
+            wait_until_unused(lock.run.root)
+            yield lambda session, view: run_processes(session, view, RayHost(session, cluster))
 
 
 def _write_start(session: Session) -> None:
@@ -147,37 +160,12 @@ def _write_start(session: Session) -> None:
         stale.unlink(missing_ok=True)
 
 
-@contextmanager
-def _cluster(config: RunConfig, run: RunDirectory) -> Iterator[Cluster | None]:
-    """The cluster of the run, if it has one, once no other launcher of it has the run directory."""
-    if config.launch.kind != "ray":
-        yield None
-        return
-    from pipelinerl.launch.hosts.ray import connected, wait_until_unused  # noqa: PLC0415 - needs the extra `ray`
-
-    with connected(config.launch) as cluster:
-        wait_until_unused(run.root)
-        yield cluster
-
-
 def _make_view(session: Session) -> RunView:
     config, root = session.config, session.run.root
     title = f"pipelinerl · {config.schedule.kind} · {Path(config.environment.kind).name} · {root}"
     view = make_view(config.metrics.view, sys.stdout, target=config.trainer.steps, title=title)
     view.say(f"run directory: {root}")
     return view
-
-
-def _run_stages(session: Session, cluster: Cluster | None, view: RunView, lock: RunLock) -> Outcome:
-    if session.config.launch.kind == "embedded":
-        from pipelinerl.launch.hosts.embedded import run_embedded  # noqa: PLC0415 - loads torch into this process
-
-        return run_embedded(session, view, lock)
-    if cluster is None:
-        return run_processes(session, view, LocalHost(session, lock.fd), lock)
-    from pipelinerl.launch.hosts.ray import RayHost  # noqa: PLC0415 - needs the extra `ray`
-
-    return run_processes(session, view, RayHost(session, cluster), lock)
 
 
 def _conclude(session: Session, outcome: Outcome) -> dict[str, Any]:

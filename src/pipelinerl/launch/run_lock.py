@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import hashlib
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -29,13 +27,10 @@ DYING_PATIENCE_S = 2.0
 class RunLock:
     """A lock on a run directory, held until `close`, or until this process and all that inherited `fd` have ended."""
 
-    def __init__(self, run: RunDirectory, file: Path | None = None) -> None:
-        """Waits for a killed launcher and its processes to end. Raises RunDirectoryError if another run holds the lock.
-
-        `file` is what is locked, by default one in the directory.
-        """
+    def __init__(self, run: RunDirectory) -> None:
+        """Waits for a killed launcher and its processes to end. Raises RunDirectoryError if another run holds the lock."""
         self.run = run
-        self.fd = os.open(file or run.root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        self.fd = os.open(run.root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         begin_s = time.monotonic()
         while not self._try_lock():
             if time.monotonic() > begin_s + (DYING_PATIENCE_S if self._holder_alive() else ORPHAN_PATIENCE_S + 5.0):
@@ -47,51 +42,25 @@ class RunLock:
             time.sleep(0.05)
         os.ftruncate(self.fd, 0)
         os.pwrite(self.fd, str(os.getpid()).encode(), 0)
-        # A folder that is used can be removed in part only: its lock is gone then.
-        self._held = {run.root: os.open(run.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)}
-        if file is None:
-            self._held[run.root / ".lock"] = self.fd
 
     def close(self) -> None:
-        for fd in {self.fd, *self._held.values()}:
-            os.close(fd)
-
-    def require_directory(self) -> None:
-        """Raise RunDirectoryError if the run directory was removed or renamed."""
-        with suppress(OSError):
-            if all(os.path.samestat(os.stat(path), os.fstat(fd)) for path, fd in self._held.items()):
-                return
-        raise RunDirectoryError(f"{self.run.root} was removed or renamed while the run used it: the run has ended")
+        os.close(self.fd)
 
     def _try_lock(self) -> bool:
         try:
             fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
+        except OSError as error:
+            return error.errno not in (errno.EAGAIN, errno.EACCES)  # some file systems have no locks
         return True
 
     def _holder_alive(self) -> bool:
-        """Whether another launcher holds the lock and still runs. An empty file means that it has just taken the lock."""
-        pid = os.pread(self.fd, 32, 0)
-        if not pid.isdigit():
-            return True
-        if int(pid) == os.getpid():  # processes of this launcher's previous session
-            return False
+        """Whether another launcher of this machine holds the lock, and not what a killed one, or this one, had started."""
+        written = os.pread(self.fd, 32, 0)  # nothing yet by one that has just taken it
         try:
-            os.kill(int(pid), 0)
-        except ProcessLookupError:
-            return False
-        except PermissionError:
-            pass
-        return True
-
-
-def _lock_file(run: RunDirectory, config: RunConfig) -> Path | None:
-    """With several machines, a file on this one: network file systems have no reliable locks. The host excludes others."""
-    if config.launch.kind != "ray":
-        return None
-    name = hashlib.sha256(os.fsencode(run.root)).hexdigest()[:16]
-    return Path(tempfile.gettempdir()) / f"pipelinerl-{os.getuid()}-{name}.lock"
+            os.kill(int(written or os.getpid()), 0)
+        except OSError as error:
+            return error.errno != errno.ESRCH
+        return int(written or 0) != os.getpid()
 
 
 def create_run_directory(config: RunConfig) -> RunLock:
@@ -102,7 +71,7 @@ def create_run_directory(config: RunConfig) -> RunLock:
     kind, schedule = config.environment.kind, config.schedule.kind
     run = RunDirectory(Path(config.run_dir).absolute() if config.run_dir else fresh_directory(kind, schedule))
     run.root.mkdir(parents=True, exist_ok=True)
-    lock = RunLock(run, _lock_file(run, config))
+    lock = RunLock(run)
     try:
         if run.config.exists():
             _remove_failed_start(run)
@@ -113,12 +82,12 @@ def create_run_directory(config: RunConfig) -> RunLock:
     return lock
 
 
-def open_run_directory(root: Path, config: RunConfig) -> RunLock:
+def open_run_directory(root: Path) -> RunLock:
     """Lock the directory of an existing run. Raises RunDirectoryError if it is not a run directory, or is in use."""
     run = RunDirectory(root.absolute())
     if not run.config.is_file():
         raise RunDirectoryError(f"{root} is not a run directory (it has no config.yaml)")
-    lock = RunLock(run, _lock_file(run, config))
+    lock = RunLock(run)
     run.make_folders()
     return lock
 
@@ -153,14 +122,11 @@ def _remove_failed_start(run: RunDirectory) -> None:
         raise RunDirectoryError(
             f"{run.root} already has a run; continue it with --resume {run.root} or choose a --run_dir elsewhere"
         )
-    for folder in (run.streams, run.trackers):
-        shutil.rmtree(folder, ignore_errors=True)
-    for path in run.checkpoints.glob("step_*"):
-        shutil.rmtree(path)
-    records = (*run.root.glob("timeline-*.jsonl"), *run.rollouts.glob("*.jsonl"))
-    files = (run.evaluations, run.sessions, run.published, run.summary, run.config)
-    for path in (*files, *records, *run.control.iterdir()):
-        path.unlink(missing_ok=True)
+    for path in (*run.records(), *run.checkpoints.glob("step_*"), run.config):
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 def fresh_directory(kind: str, schedule: str) -> Path:

@@ -39,7 +39,6 @@ class StartPlan(msgspec.Struct, frozen=True, kw_only=True):
     rollouts_bytes            size of `rollouts.jsonl` before the session
     trained_bytes             size of `trained.jsonl` before the session
     inputs                    checksums of the files that the environment is made of (see `checks.inputs_of`)
-    other_data                they, or the environment's settings, are not those of the session before
     predicted_memory_bytes    expected peak of each process; empty if it is not known
     weights_key               what the members of a weight broadcast prove to have; a new one for each session
     servers_key               what clients of the run's engine servers must send
@@ -60,7 +59,6 @@ class StartPlan(msgspec.Struct, frozen=True, kw_only=True):
     rollouts_bytes: int = 0
     trained_bytes: int = 0
     inputs: dict[str, str] = {}
-    other_data: bool = False
     predicted_memory_bytes: dict[str, int] = {}
     weights_key: str = msgspec.field(default_factory=partial(secrets.token_hex, 16))
     servers_key: str = msgspec.field(default_factory=partial(secrets.token_hex, 16))
@@ -80,7 +78,6 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     yields            it has a lower priority, since the trainer computes on the same cores
     machine, address  of a run on several machines: the machine's name, and where other machines reach it
     hub, hub_at       its connection with the hub: the file descriptor that it inherits, or where the hub listens
-    ranks, ranks_at   the same for the ranks of a sharded trainer, of which rank 0 listens
     weights           the file in memory by which weights get to the engines of this machine
     """
 
@@ -92,8 +89,6 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     address: str = "127.0.0.1"
     hub: int = -1
     hub_at: tuple[str, int] | None = None
-    ranks: int = -1
-    ranks_at: tuple[str, int] | None = None
     weights: int = -1
 
 

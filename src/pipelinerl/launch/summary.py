@@ -28,7 +28,8 @@ FINISHED = "finished"
 class Outcome:
     """`error` is None for a run that reached its goal. `stream_rollouts` are in a stream, not yet read by the trainer.
 
-    `lost`: the session ended because a process was lost, so that another session can go on.
+    `restarts`: how often each process was started again, and the `run` from its latest checkpoint. `lost`: the session ended
+    because a process was lost, so that another session can go on.
     """
 
     statuses: Mapping[str, StageStatus]
@@ -36,7 +37,7 @@ class Outcome:
     wall_s: float
     stream_rollouts: int = 0
     peak_memory: Mapping[str, PeakMemory] = field(default_factory=dict)
-    restarts: Mapping[str, Any] = field(default_factory=dict)
+    restarts: Mapping[str, int] = field(default_factory=dict)
     lost: bool = False
 
     @property

@@ -19,7 +19,6 @@ from pathlib import Path
 import msgspec
 
 from pipelinerl.actor.client import EngineClient, RolloutClient
-from pipelinerl.actor.evaluation import held_out_problems
 from pipelinerl.actor.failures import Failure
 from pipelinerl.actor.rollouts import attempt, guarded, problem_for, score
 from pipelinerl.config.load import config_from_yaml
@@ -30,7 +29,7 @@ from pipelinerl.environments.user.code import find_function
 from pipelinerl.errors import EnvironmentSetupError, PipelineRLError
 from pipelinerl.interfaces import Environment, ScoresGroups, Tokenizer
 from pipelinerl.launch import GARBAGE_THRESHOLD
-from pipelinerl.launch.stages.held_out import evaluation_sets, no_held_out
+from pipelinerl.launch.stages.held_out import evaluation_sets, require_held_out
 from pipelinerl.launch.trial import TryoutMessage, TryoutReport
 from pipelinerl.models.contract import read_contract
 from pipelinerl.types import Completion, GenerationRequest, Problem, Rollout, SamplingParams, TokenEvent, Turn, VersionSpan
@@ -177,7 +176,7 @@ async def try_environment(
     config: RunConfig, send: Callable[[TryoutMessage], None], *, attempts: bool = True
 ) -> TryoutReport:
     """Raises EnvironmentSetupError, ConfigError or ModelLoadError for what would end the run or fail every rollout."""
-    kind, wanted = config.environment.kind, config.evaluation.problems
+    kind = config.environment.kind
     if config.metrics.callback is not None:
         send("imports metrics.callback")
         try:
@@ -196,9 +195,7 @@ async def try_environment(
     environment = make_environment(kind, config.environment.args, tokenizer, config.seed)
     built_s = time.monotonic() - began_s
     send("asks for held-out problems")
-    held_out = len(held_out_problems(environment, wanted)) if wanted else 0
-    if wanted and not held_out:
-        raise no_held_out(kind, wanted)
+    held_out = require_held_out(config, environment)
     evaluation_sets(config, environment, tokenizer)
     end_id = min(contract.stop_token_ids, default=0)
     report = TryoutReport(built_s=built_s, held_out=held_out)

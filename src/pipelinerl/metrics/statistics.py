@@ -22,8 +22,6 @@ REWARD = "/reward"
 LOW_ESS = 0.5
 """Views mark a step whose effective sample size is lower: it learns no more than from half of its batch."""
 
-ENDED_ENGINES, ENDED_ACTORS = "ended-engines", "ended-actors"
-"""Stages under which the launcher publishes the totals of processes that died and were replaced."""
 
 ProgressT = TypeVar("ProgressT", EngineProgress, ActorProgress, TrainerProgress)
 

@@ -113,9 +113,9 @@ def _model_written(
     hidden = directory / f"{HIDDEN}{target.name}-{secrets.token_hex(4)}"
     with _removed_on_failure(hidden, target), quiet(), ExitStack() as stack:
         directory.mkdir(exist_ok=True)  # a run directory that was removed stays so
-        remove_unfinished(directory)
         hidden.mkdir()
         check()
+        remove_unfinished(directory, hidden)
         stack.callback(setattr, modeling_utils, "safe_save_file", modeling_utils.safe_save_file)
         modeling_utils.safe_save_file = write_safetensors
         model.save_pretrained(hidden)

@@ -14,7 +14,7 @@ from pipelinerl.interfaces import Board, Verdict
 from pipelinerl.metrics.records import CollapseWatch, EngineRecord, StepRecord
 from pipelinerl.metrics.sinks import Sink
 from pipelinerl.metrics.statistics import actor_total, engine_total
-from pipelinerl.status.board import ALONE, StatusReporter
+from pipelinerl.status.board import StatusReporter, last_statuses
 from pipelinerl.trainer.queue import SampleQueue
 from pipelinerl.trainer.records import PublishedRecord, TrainedRecord, TrainedSample, batch_statistics
 from pipelinerl.trainer.step import StepResult
@@ -38,9 +38,9 @@ PRODUCTS = (
 class TrainerOutput:
     """Where the trainer publishes its status and writes its records.
 
-    Records contain the time since `started_s` (of `time.monotonic`; by default the trainer's start), and the progress of the
-    stages `engines` and `actors`. `on_begin` is called before the first step, when all else has loaded.
-    `weighs_products`: the weight of a rollout is the product of its ratios, and the user is warned when that is unreliable.
+    Records contain the time since `started_s` (of `time.monotonic`; by default the trainer's start). `on_begin` is called
+    before the first step, when all else has loaded. `weighs_products`: the weight of a rollout is the product of its ratios,
+    and the user is warned when that is unreliable.
     """
 
     board: Board
@@ -48,8 +48,6 @@ class TrainerOutput:
     trained_log: Lines | None = None
     published_log: Lines | None = None
     on_begin: Callable[[], None] = lambda: None
-    engines: Sequence[str] = (ALONE.engine,)
-    actors: Sequence[str] = (ALONE.actor,)
     started_s: float | None = None
     weighs_products: bool = False
 
@@ -135,8 +133,7 @@ class TrainerStatus:
         wait_s = (now_s - self._step_end_s) - (self._busy_s - self._step_end_busy_s)
         self._step_end_s, self._step_end_busy_s = now_s, self._busy_s
         output = self._output
-        found = {stage: output.board.read(stage) for stage in (*output.engines, *output.actors)}
-        statuses = {stage: status for stage, status in found.items() if status is not None}
+        statuses = last_statuses(output.board)
         engine, actor, drops = engine_total(statuses), actor_total(statuses), queue.take_drops()
         record = StepRecord(
             version=version,
@@ -188,9 +185,8 @@ class TrainerStatus:
 
     def probe_readings(self) -> Iterator[ProbeReading]:
         """The weight probes that the engines have published."""
-        for stage in self._output.engines:
-            status = self._output.board.read(stage)
-            if status is not None and isinstance(status.progress, EngineProgress):
+        for status in last_statuses(self._output.board).values():
+            if isinstance(status.progress, EngineProgress):
                 yield from status.progress.probes
 
     def _progress(self) -> TrainerProgress:

@@ -525,8 +525,10 @@ def test_run_files_recorded_by_comparisons_load() -> None:
     for values in recorded:
         values["trainer"].pop("clamp", None)  # keys of earlier versions; their own test is below
         values["actor"].pop("code_timeout_s", None)
+        values["trainer"].pop("keep_versions", None)
         values["launch"].pop("lost_s", None)
         values["metrics"].pop("tensorboard", None)
+        values["evaluation"].pop("accept_trained", None)
         assert config_from_yaml(json.dumps(values)).schedule.kind == values["schedule"]["kind"]
 
 

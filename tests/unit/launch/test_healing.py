@@ -14,16 +14,17 @@ import msgspec
 import pytest
 
 from pipelinerl import load_config
-from pipelinerl.errors import PipelineRLError, StageDiedError
+from pipelinerl.errors import BroadcastEndedError, CrashLoopError, PipelineRLError, StageDiedError, WeightUpdateError
 from pipelinerl.files import shared_memory, write_atomically
 from pipelinerl.hub.client import HubClient
 from pipelinerl.hub.server import HubServer, WorkerKind
-from pipelinerl.launch.hosts.host import LocalWorker, worker_kind
-from pipelinerl.launch.hosts.processes import replaceable_roles
-from pipelinerl.launch.restarts import Healing
+from pipelinerl.launch.hosts.host import worker_kind
+from pipelinerl.launch.hosts.processes import Processes, replaceable_roles
+from pipelinerl.launch.restarts import Healing, Losses
 from pipelinerl.launch.session import Session, StartPlan, WorkerSpec
 from pipelinerl.launch.stages import training
 from pipelinerl.launch.streams import make_hub
+from pipelinerl.launch.summary import Outcome
 from pipelinerl.metrics.statistics import actor_total
 from pipelinerl.run_directory import RunDirectory
 from pipelinerl.schedule import make_schedule
@@ -47,9 +48,6 @@ class Worker:
 
     def wait(self, timeout_s: float) -> bool:
         return True
-
-    def dump_stacks(self) -> None:
-        pass
 
     def failure(self) -> PipelineRLError:
         return StageDiedError(f"the {self.role} process (pid {self.pid}) was killed; the end of its log:\nlast words")
@@ -127,7 +125,7 @@ class Run:
     def heal(self, *processes: int, now: float = 0.0) -> None:
         dead = [Worker(self.role(process)) for process in processes]
         try:
-            self.healing.heal(cast(list[LocalWorker], dead), now)
+            self.healing.heal(cast(Any, dead), now)
         finally:
             assert all(worker.killed for worker in dead)
 
@@ -141,10 +139,11 @@ class Run:
 
     @property
     def ended(self) -> ActorProgress:
-        found = self.host.board.read("ended-actors")
-        assert found is not None
-        assert isinstance(found.progress, ActorProgress)
-        return found.progress
+        """Of all processes that died."""
+        found = {name: one for name, one in last_statuses(self.host.board).items() if name.startswith("ended-")}
+        total = actor_total(found)
+        assert total is not None
+        return total
 
     def close(self) -> None:
         for end in self.host.ends.values():
@@ -192,14 +191,13 @@ def test_the_account_is_exact_though_the_last_status_is_old(run: Run) -> None:
     assert run.ended.rollouts_started == 4 * K
     assert run.ended.rollouts_handed_over == 1
     assert run.ended.rollouts_dropped == {"timeout": K - 1, "lost_in_crash": 3 * K}
-    engine = last_statuses(run.host.board)["ended-engines"].progress
+    engine = last_statuses(run.host.board)["ended-engine-1"].progress
     assert isinstance(engine, EngineProgress)
     assert (engine.tokens_generated, engine.busy_s, engine.slots) == (75, 3.0, 0)
     # The totals of the view do not count the dead twice.
     total = actor_total(last_statuses(run.host.board))
     assert total is not None
     assert total.rollouts_started == 4 * K
-    assert run.healing.summary()["generation-1"]["rollouts_lost"] == 3 * K
 
 
 def test_what_the_stream_dropped_for_the_dead_is_counted(tmp_path: Path) -> None:
@@ -216,34 +214,22 @@ def test_what_the_stream_dropped_for_the_dead_is_counted(tmp_path: Path) -> None
 
 
 def test_a_process_is_started_again_after_a_pause_that_doubles_and_not_for_ever(run: Run) -> None:
-    assert run.config.launch.restarts == 3
-    now, pauses = 100.0, [0.5, 1.0, 2.0]
-    for pause_s in pauses:
+    """After it has lived for long, its deaths count from zero again."""
+    now = 100.0
+    for pause_s in (0.5, 1.0, 2.0, 0.5, 1.0, 2.0):
         run.heal(1, now=now)
         assert run.healing.pending
         assert run.begin(now + pause_s - 0.01) == []
         now += pause_s
-        assert [worker.role for worker in run.begin(now)] == ["generation-1"]
+        (worker,) = run.begin(now)
+        assert worker.role == "generation-1"
         assert not run.healing.pending
-    with pytest.raises(
-        StageDiedError, match=r"the generation-1 process died 4 times \(launch.restarts: 3\):\n1. "
-    ) as raised:
+        if len(run.host.started) == 3:
+            now += 10_000.0
+    with pytest.raises(CrashLoopError, match=r"generation-1 process died 4 times \(launch.restarts: 3\):\n1. ") as raised:
         run.heal(1, now=now)
     assert str(raised.value).count("last words") == 4
-    assert run.host.started == ["generation-1"] * 3
-
-
-def test_the_time_of_an_absence_begins_with_the_first_death(run: Run) -> None:
-    """A process that dies, and again as it starts, was away once."""
-    run.heal(1, now=10.0)
-    run.begin(10.5)
-    run.heal(1, now=13.0)
-    (worker,) = run.begin(14.0)
-    assert run.healing.summary()["generation-1"] == {"count": 2, "rollouts_lost": 0, "recovery_s": []}
-    for stage in ("engine-1", "actor-1"):
-        run.publish(stage, None, pid=worker.pid)
-    run.healing.observe(last_statuses(run.host.board), 17.0)
-    assert run.healing.summary()["generation-1"] == {"count": 2, "rollouts_lost": 0, "recovery_s": [7.0]}
+    assert run.healing.counts == {"generation-1": 6}
 
 
 def test_a_process_that_can_not_be_started_again_ends_the_run(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,41 +242,12 @@ def test_a_process_that_can_not_be_started_again_ends_the_run(run: Run, monkeypa
         run.begin(1.0)
 
 
-def test_a_server_is_absent_until_it_is_ready(tmp_path: Path) -> None:
-    """It has no status: its ready file says which process it is."""
-    with closing(Run(tmp_path / "r", "--engine.kind=http", "--engine.processes=1")) as run:
-        run.directory.ready_file("server-0").write_bytes(b'{"pid": 1, "url": "http://127.0.0.1:1"}')
-        assert run.healing.absent_servers == []
-        run.healing.heal([cast(LocalWorker, Worker("server-0"))], 0.0)
-        (worker,) = run.begin(0.5)
-        run.healing.observe({}, 1.0)
-        assert run.healing.absent_servers == ["server-0"]
-        run.directory.ready_file("server-0").write_bytes(b'{"pid": %d, "url": "http://127.0.0.1:1"}' % worker.pid)
-        run.healing.observe({}, 2.0)
-        assert run.healing.absent_servers == []
-        assert run.healing.summary()["server-0"]["recovery_s"] == [2.0]
-
-
-def test_a_process_that_has_worked_for_long_is_as_good_as_new(run: Run) -> None:
-    for death in range(6):
-        now = 10_000.0 * death
-        run.heal(1, now=now)
-        (worker,) = run.begin(now + 0.5)
-        for stage in ("engine-1", "actor-1"):
-            run.publish(stage, None, pid=worker.pid)
-        run.healing.observe(last_statuses(run.host.board), now + 4.0)
-    assert run.healing.summary()["generation-1"] == {"count": 6, "rollouts_lost": 0, "recovery_s": [4.0] * 6}
-    assert any("works again after 4.0 s" in line for line in run.said.lines)
-    assert all("(restart 1 of 3)" in line for line in run.said.lines if "started again in" in line)
-
-
-@pytest.mark.parametrize(("restarts", "watchdog_s", "expected_s"), [(3, 300.0, 330.0), (3, 20.0, 120.0), (0, 300.0, 120.0)])
-def test_the_trainer_waits_for_an_engine_that_hangs_until_it_is_killed(
-    restarts: int, watchdog_s: float, expected_s: float, tmp_path: Path
+@pytest.mark.parametrize(("watchdog_s", "expected_s"), [(300.0, 330.0), (20.0, 120.0)])
+def test_the_trainer_waits_for_an_engine_that_hangs_until_it_is_noticed(
+    watchdog_s: float, expected_s: float, tmp_path: Path
 ) -> None:
-    settings = (f"--launch.restarts={restarts}", f"--launch.watchdog_s={watchdog_s}")
     with (
-        closing(Run(tmp_path / "r", *settings)) as run,
+        closing(Run(tmp_path / "r", f"--launch.watchdog_s={watchdog_s}")) as run,
         closing(HubClient(run.host.server.connect(WorkerKind(follows=True)))) as hub,
         closing(training._sender(replace(run.session, here=WorkerSpec(weights=run.host.fd)), hub, lambda: False)) as sender,
     ):
@@ -308,25 +265,54 @@ def test_the_new_process_learns_what_was_evaluated(run: Run) -> None:
     assert plan.weights_key == run.session.plan.weights_key
 
 
-def test_only_processes_that_can_be_replaced_are_killed_because_they_are_silent(run: Run) -> None:
-    workers = [Worker(role) for role in ("generation-0", "generation-1", "training")]
-    roles = ["generation-0", "generation-1"]
-    assert not run.healing.kill(("trainer",), workers, roles)  # type: ignore[arg-type]
-    assert not run.healing.kill((), workers, roles)  # type: ignore[arg-type]
-    assert not any(worker.killed for worker in workers)
-    assert run.healing.kill(("engine-1", "actor-1", "trainer"), workers, roles)  # type: ignore[arg-type]
-    assert [worker.killed for worker in workers] == [False, True, False]
-
-
 def test_what_can_be_replaced_is_a_rule() -> None:
     def roles(*settings: str) -> list[str]:
         return replaceable_roles(load_config(None, list(settings)))
 
     assert roles() == ["generation"]
     assert roles("--launch.preprocessor=process") == ["generation", "preprocessing"]
-    assert roles("--engine.kind=http", "--engine.servers=2") == ["server-0", "server-1", "generation"]
-    assert roles("--engine.kind=vllm", "--engine.python=python") == ["server-0", "generation"]
+    assert roles("--engine.kind=http", "--engine.servers=2") == ["generation"]
     broadcast = ("--launch.preprocessor=process", "--weights.kind=collective")
     assert roles(*broadcast) == roles(*broadcast, "--engine.kind=http") == ["preprocessing"], "a group is formed once"
-    assert roles("--launch.kind=ray", "--weights.kind=collective", "--engine.processes=2") == []
+    assert roles("--launch.kind=ray", "--weights.kind=collective", "--launch.preprocessor=process") == []
     assert roles("--launch.restarts=0") == []
+
+
+# ---- sessions
+
+
+def after(session: Session, version: int) -> Session:
+    return replace(session, plan=StartPlan(version=version))
+
+
+def ended(error: str, *, lost: bool = True) -> Outcome:
+    return Outcome({}, StageDiedError(error), 1.0, lost=lost)
+
+
+def test_sessions_follow_until_too_many_made_no_checkpoint(run: Run) -> None:
+    losses = Losses(run.session)
+    for number, pause_s in ((1, 0.5), (2, 1.0), (3, 2.0)):
+        message = losses.follow(run.session, ended(f"death {number}"))
+        assert message == f"death {number}; the run starts again in {pause_s:g} s (restart {number} of 3)"
+    last = ended("death 4")
+    assert losses.follow(run.session, last) is losses.error is None
+    error = losses.counted(last).error
+    assert isinstance(error, StageDiedError)
+    assert str(error).splitlines()[1:] == [f"{number}. death {number}" for number in (1, 2, 3, 4)]
+
+
+def test_a_new_checkpoint_begins_the_count_again(run: Run) -> None:
+    losses = Losses(run.session)
+    for number in range(5):
+        (run.directory.checkpoints / f"step_{10 * number + 4:08d}").mkdir(parents=True)
+        message = losses.follow(after(run.session, max(0, 10 * number - 6)), ended("death")) or ""
+        assert "the run goes on from its latest checkpoint in 0.5 s (restart 1 of 3)" in message
+    assert losses.follow(run.session, ended("a mistake", lost=False)) is losses.error is None
+    assert losses.counted(ended("a mistake", lost=False)).restarts == {"run": 5}
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"), [(BroadcastEndedError("engine 1 is gone"), True), (WeightUpdateError("damaged"), False)]
+)
+def test_a_lost_member_of_a_broadcast_is_a_loss_and_damaged_weights_are_an_error(error: PipelineRLError, lost: bool) -> None:
+    assert Processes(cast(Any, None)).lost(error) is lost

@@ -12,8 +12,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import pytest
 
+from pipelinerl import __version__
 from pipelinerl.config.load import load_config
 from pipelinerl.config.schema import (
     EngineConfig,
@@ -32,22 +34,20 @@ from pipelinerl.errors import (
     UserError,
     WeightUpdateError,
 )
-from pipelinerl.launch.hosts import host as host_module
 from pipelinerl.launch.hosts.host import LocalHost
 from pipelinerl.launch.hosts.processes import Processes
+from pipelinerl.launch.hosts.worker import WorkerActor
 from pipelinerl.launch.session import KeptGroup, Session, StartPlan, WorkerSpec, read_session, write_session
 from pipelinerl.launch.stages import training
 from pipelinerl.launch.stages.generation import Generation, make_engine
-from pipelinerl.launch.stages.servers import _api_key, run_server
+from pipelinerl.launch.stages.servers import _api_key
 from pipelinerl.resources.roles import (
     Threads,
     plan_threads,
     process_environment,
-    rank_roles,
     server_roles,
     shares_of,
     worker_roles,
-    worker_stages,
 )
 from pipelinerl.run_directory import RunDirectory
 from pipelinerl.schedule import make_schedule
@@ -66,14 +66,6 @@ TURNS = ScheduleConfig(kind="conventional")
 def generating(processes: int, threads: int | None = None, **sections: Any) -> RunConfig:
     engine = EngineConfig(processes=processes, threads=threads)
     return RunConfig(engine=engine, launch=LaunchConfig(kind="processes"), **sections)
-
-
-def test_roles_and_stages() -> None:
-    assert (worker_roles(LOCAL), server_roles(LOCAL)) == (["generation", "training"], [])
-    assert worker_roles(TWO_SERVERS) == ["generation", "preprocessing", "training"]
-    assert server_roles(TWO_SERVERS) == ["server-0", "server-1"]
-    assert worker_stages(TWO_SERVERS) == ["engine", "actor", "preprocessor", "trainer"]
-    assert server_roles(ATTACHED) == []
 
 
 @pytest.mark.parametrize(
@@ -106,23 +98,15 @@ def test_cores_go_to_what_computes(config: RunConfig, cores: int, expected: Thre
     assert all(shares[server].threads == expected.generation for server in servers)
 
 
-def test_processes_that_generate_allocate_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    roles = [
-        *server_roles(TWO_SERVERS),
-        *worker_roles(generating(2)),
-        *rank_roles(RunConfig(trainer=TrainerConfig(ranks=2))),
-    ]
-
-    def found() -> dict[str, str]:
-        environments = {role: process_environment(role, 3) for role in roles}
-        assert all(environment["OMP_NUM_THREADS"] == "3" for environment in environments.values())
-        return {role: one["GLIBC_TUNABLES"] for role, one in environments.items() if "GLIBC_TUNABLES" in one}
-
+@pytest.mark.parametrize("role", ["server-0", "generation-1", "training-rank-1", "preprocessing"])
+def test_processes_that_generate_allocate_huge_pages(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    generates = role.startswith(("server", "generation"))
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
-    generating_roles = ["server-0", "server-1", "generation-0", "generation-1"]
-    assert found() == dict.fromkeys(generating_roles, "glibc.malloc.hugetlb=1")
+    environment = process_environment(role, 3)
+    assert environment["OMP_NUM_THREADS"] == "3"
+    assert environment.get("GLIBC_TUNABLES") == ("glibc.malloc.hugetlb=1" if generates else None)
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.arena_max=2")
-    assert found() == dict.fromkeys(generating_roles, "glibc.malloc.arena_max=2")
+    assert process_environment(role, 3).get("GLIBC_TUNABLES") == ("glibc.malloc.arena_max=2" if generates else None)
 
 
 @pytest.mark.parametrize(
@@ -175,29 +159,6 @@ def test_a_stream_that_can_not_be_opened_ends_a_run_before_anything_starts(tmp_p
         LocalHost(session, 0)
 
 
-def test_a_host_that_can_not_be_opened_leaves_no_stream_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program that trains again in the same process can use the run directory."""
-
-    def full() -> int:
-        raise OSError("no file can be opened")
-
-    monkeypatch.setattr(host_module, "shared_memory", full)
-    host = LocalHost(session_of(LOCAL, tmp_path), 0)
-    with pytest.raises(OSError, match="no file can be opened"), host:
-        pass
-    assert host.hub.waiting == 0
-    FileStream(tmp_path / "streams" / "rollouts").close()
-
-
-def test_engine_servers_ask_for_the_key_of_the_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On one machine too: other users reach the ports of the loopback address, and so does the code of rewards."""
-    session, asked = session_of(TWO_SERVERS, tmp_path), []
-    monkeypatch.setattr("pipelinerl.serving.server.run.serve", lambda options, **_: asked.append(options))
-    run_server(session, "server-0", -1)
-    assert [options.api_key for options in asked] == [session.plan.servers_key]
-    assert session.plan.servers_key
-
-
 def test_processes_read_the_session_that_the_launcher_wrote(tmp_path: Path) -> None:
     config = load_config(None, {"environment.args": {"largest": 9}, "trainer.betas": [0.8, 0.9], "engine.max_length": 400})
     run = RunDirectory(tmp_path)
@@ -207,14 +168,21 @@ def test_processes_read_the_session_that_the_launcher_wrote(tmp_path: Path) -> N
     read = read_session(run, WorkerSpec(threads=3, records_from_s=5.5))
     assert read.here.threads == 3
     assert (read.config, read.plan, read.records_from_s) == (written.config, written.plan, 5.5)
-
-
-def test_each_session_has_a_key_of_its_own_that_only_its_user_can_read(tmp_path: Path) -> None:
+    assert run.plan.stat().st_mode & 0o777 == 0o600, "it has keys, of this session only"
     assert StartPlan().weights_key != StartPlan().weights_key
-    run = RunDirectory(tmp_path)
-    run.make_folders()
-    write_session(Session(RunConfig(), run, StartPlan(), make_schedule(RunConfig()), 0.0))
-    assert run.plan.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_machine_of_a_cluster_that_is_not_set_up_is_refused(tmp_path: Path) -> None:
+    def begin(version: str) -> str:
+        return WorkerActor().begin(str(tmp_path), "generation", msgspec.json.encode(WorkerSpec(session="s")), version, "/")[
+            1
+        ]
+
+    assert f"it has pipelinerl {__version__}, and the launcher 0.0.1: install the same version" in begin("0.0.1")
+    shared = f"it does not have {tmp_path}: put run_dir on a file system that all machines share"
+    assert begin(__version__) == shared
+    write_session(session_of(LOCAL, tmp_path))
+    assert begin(__version__) == shared, "another folder at the same path"
 
 
 def test_a_broadcast_comes_from_an_address_that_all_servers_reach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,65 +233,60 @@ class Ended:
 
     machine, log = "", Path("log")
 
-    def __init__(self, why: PipelineRLError | str | None, role: str = "server-0", pid: int = 7) -> None:
+    def __init__(self, why: PipelineRLError | str | None, role: str = "generation", pid: int = 7) -> None:
         self.why, self.role, self.pid, self.running = why, role, pid, False
 
     def failure(self) -> Any:
         return self.why
 
+    def cause(self, failure: Any) -> Any:
+        return failure
 
-def test_the_first_cause_is_told() -> None:
+
+LOST, BROKEN, GONE = RankLostError("no answer"), StageDiedError("a bug"), StageDiedError("the machine")
+
+
+@pytest.mark.parametrize(
+    ("machine", "ends", "told"),
+    [
+        (GONE, {"generation": BROKEN, "server-0": BROKEN}, "the machine"),
+        (None, {"generation": LOST, "server-0": BROKEN}, "a bug"),
+        (None, {"generation": BROKEN, "server-0": None}, "the server-0 process (pid 7) ended before the run did"),
+        (None, {"preprocessing": None, "generation": BROKEN}, "a bug"),
+        (None, {"generation": None}, None),
+        # Rank 0 ends because of another rank, and then engines; or rank 0 because of an engine, and then the other ranks.
+        (None, {"generation": BROKEN, "training": LOST}, "no answer"),
+        (None, {"generation": BROKEN, "training": LOST, "training-rank-1": GONE}, "the machine"),
+        (None, {"generation": BROKEN, "training": GONE, "training-rank-1": LOST}, "a bug"),
+    ],
+)
+def test_the_first_cause_is_told(machine: Any, ends: dict[str, PipelineRLError | None], told: str | None) -> None:
     """What others depend on is looked at before them; a server has no reason to end well."""
-    worker, server = Ended(StageDiedError("the worker lost its server")), Ended(StageDiedError("the server"))
-    here: Any = Ended(None)
-    elsewhere: Any = Ended(StageDiedError("the machine"))
-    assert str(Processes(elsewhere, [worker], [server]).failure()) == "the machine"  # type: ignore[list-item]
-    assert str(Processes(here, [worker], [server]).failure()) == "the server"  # type: ignore[list-item]
-    left = "the server-0 process (pid 7) ended before the run did (was it told to stop?)"
-    assert str(Processes(here, [worker], [Ended(None)]).failure()) == left  # type: ignore[list-item]
-    assert str(Processes(here, [Ended(None), worker]).failure()) == "the worker lost its server"  # type: ignore[list-item]
-    assert Processes(here, [Ended(None)]).failure() is None  # type: ignore[list-item]
-
-
-def test_the_cause_of_a_lost_rank_is_told() -> None:
-    """Rank 0 ends because of another rank, and then engines; or rank 0 because of an engine, and then the other ranks."""
-    here: Any = Ended(None)
-    engine = Ended(StageDiedError("the engine's sender is gone"), "generation")
-    noticed, killed = Ended(RankLostError("rank 1 is gone"), "training"), Ended(StageDiedError("killed"), "training-rank-1")
-    assert str(Processes(here, [engine, noticed]).failure()) == "rank 1 is gone"  # type: ignore[list-item]
-    assert str(Processes(here, [engine, noticed, killed]).failure()) == "killed"  # type: ignore[list-item]
-    lost = Ended(StageDiedError("the engine is gone"), "training")
-    follower = Ended(RankLostError("rank 0 ended"), "training-rank-1")
-    assert str(Processes(here, [engine, lost, follower]).failure()) == str(engine.why)  # type: ignore[list-item]
-
-
-RANKS = ["training", "training-rank-1", "training-rank-2"]
-LOST, BROKEN = RankLostError("no answer"), StageDiedError("a bug")
+    here: Any = Ended(machine)
+    found = Processes(here, [cast(Any, Ended(why, role)) for role, why in ends.items()]).failure()
+    assert (found is None) == (told is None)
+    assert str(found).startswith(told or "None")
 
 
 @pytest.mark.parametrize(
     ("ends", "named"),
     [
         ((LOST, None, LOST), "the training-rank-1 process (pid 1) no longer answers"),
-        ((None, LOST, LOST), "the training process (pid 0) no longer answers"),
         ((LOST, None, None), "the training-rank-1 process (pid 1) and the training-rank-2 process (pid 2) no longer"),
-        ((None, None, None), None),  # nobody has ended
-        ((LOST, LOST, LOST), None),  # nobody runs
-        ((BROKEN, None, LOST), None),  # one has a reason of its own
+        ((LOST, LOST, LOST), "no answer"),  # nobody runs
+        ((BROKEN, None, LOST), "a bug"),  # one has a reason of its own
     ],
 )
 def test_a_rank_that_the_others_have_ended_for_want_of_is_named(
-    ends: tuple[PipelineRLError | None, ...], named: str | None
+    ends: tuple[PipelineRLError | None, ...], named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    workers: list[Any] = [Ended(end, role, pid=rank) for rank, (role, end) in enumerate(zip(RANKS, ends, strict=True))]
+    monkeypatch.setattr("pipelinerl.launch.hosts.processes.CAUSE_PATIENCE_S", 0.0)
+    roles = ["training", "training-rank-1", "training-rank-2"]
+    workers: list[Any] = [Ended(end, role, pid=rank) for rank, (role, end) in enumerate(zip(roles, ends, strict=True))]
     for worker in workers:
         worker.running = worker.why is None
-    workers.append(Ended(BROKEN, "generation"))  # an engine's end says nothing of ranks
-    error = Processes(cast(Any, None), workers).silent_ranks(RANKS)
-    assert (error is None) == (named is None)
-    if error is not None:
-        assert isinstance(error, RankLostError)
-        assert str(error).startswith(named or "")
+    here: Any = Ended(None)
+    assert str(Processes(here, workers).cause(LOST)).startswith(named)
 
 
 REFUSED = 9

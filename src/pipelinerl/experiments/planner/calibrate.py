@@ -35,7 +35,7 @@ from pipelinerl.experiments.planner.calibration import (
 )
 from pipelinerl.experiments.runs import train_in_child
 from pipelinerl.experiments.statistics import powers_of_two
-from pipelinerl.launch.stages.engines import load_local_engine
+from pipelinerl.launch.stages.generation import load_local_engine
 from pipelinerl.metrics.reading import read_records
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.sinks import TimelineRecord

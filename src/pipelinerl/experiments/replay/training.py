@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -23,7 +22,6 @@ import msgspec
 import torch
 from torch import Tensor
 
-from pipelinerl.channel import listen
 from pipelinerl.child import stop_all
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import (
@@ -42,11 +40,11 @@ from pipelinerl.launch.hosts.embedded import torch_threads
 from pipelinerl.launch.hosts.host import LocalWorker
 from pipelinerl.launch.session import Session, StartPlan, WorkerSpec, write_session
 from pipelinerl.launch.stages.preprocessing import make_preprocessor
-from pipelinerl.launch.stages.training import Policy, TrainingLogs, build_trainer, lead_ranks, load_policy
+from pipelinerl.launch.stages.training import Policy, build_trainer, lead_ranks, load_policy
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.sinks import JsonlSink, Record
 from pipelinerl.models.state import checksum, digests_of
-from pipelinerl.resources.roles import PREPROCESSING_THREADS, rank_roles
+from pipelinerl.resources.roles import PREPROCESSING_THREADS, TRAINING, rank_roles
 from pipelinerl.run_directory import RunDirectory
 from pipelinerl.schedule import make_schedule
 from pipelinerl.status.board import MemoryBoard
@@ -161,8 +159,8 @@ class TrainingReplay:
             trained, published = (
                 stack.enter_context(JsonLines(path)) for path in (self.folder.trained, self.folder.published)
             )
-            logs = TrainingLogs(self, trained, published, JsonLines, lambda: None)
-            trainer = build_trainer(session, board, policy, reader=self, sender=self, logs=logs)
+            logs: dict[str, Any] = {"metrics": self, "trained": trained, "published": published}
+            trainer = build_trainer(session, board, policy, reader=self, sender=self, **logs)
             restore_rng(segment.record.rng)
             trainer.start()
             self._feed(trainer, segment, _prepare(config, policy))
@@ -319,16 +317,14 @@ def _prepare(config: RunConfig, policy: Policy) -> Callable[[Group], Prepared]:
 @contextlib.contextmanager
 def _rank_processes(session: Session, board: Board) -> Iterator[Team]:
     """The other ranks of a sharded trainer, as processes of their own; this process is rank 0."""
-    socket_fd = listen().detach()
+    session.run.ready_file(TRAINING).unlink(missing_ok=True)  # of the session before
+    spec = WorkerSpec(threads=session.config.trainer.threads or 1)
     workers: list[LocalWorker] = []
     try:
-        for role in rank_roles(session.config):
-            spec = WorkerSpec(threads=session.config.trainer.threads or 1, ranks=socket_fd)
-            workers.append(LocalWorker(session.run, role, spec))
-        with lead_ranks(session, board, socket_fd) as team:
+        workers += (LocalWorker(session.run, role, spec) for role in rank_roles(session.config))
+        with lead_ranks(session, board) as team:
             yield team
         for worker in workers:
             worker.wait(RANKS_PATIENCE_S)
     finally:
         stop_all(workers, RANKS_PATIENCE_S)
-        os.close(socket_fd)

@@ -7,9 +7,7 @@ and the order of all events is a function of the run file.
 
 from __future__ import annotations
 
-import faulthandler
 import logging
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -19,45 +17,38 @@ import torch
 from pipelinerl.environments.user.code import run_to_end
 from pipelinerl.errors import PipelineRLError, StalledError
 from pipelinerl.hub.hub import Direct, DirectReader, Hub
-from pipelinerl.interfaces import WeightSender
-from pipelinerl.launch.run_lock import RunLock, keep_settings
+from pipelinerl.launch.run_lock import keep_settings
 from pipelinerl.launch.session import Session
 from pipelinerl.launch.stages.generation import Generation
-from pipelinerl.launch.stages.preprocessing import make_preprocessor
-from pipelinerl.launch.stages.training import build_trainer, failures_on_board, load_policy, open_logs
+from pipelinerl.launch.stages.training import open_trainer
 from pipelinerl.launch.streams import make_hub
 from pipelinerl.launch.summary import Outcome, interruption
 from pipelinerl.process import LOG_FORMAT, Interrupts, counted_interrupts, peak_memory
 from pipelinerl.resources.machine import usable_cores
 from pipelinerl.resources.roles import plan_threads
 from pipelinerl.run_directory import RunDirectory
-from pipelinerl.status.board import MemoryBoard, last_statuses, starting, write_statuses
+from pipelinerl.status.board import MemoryBoard, last_statuses, write_statuses
 from pipelinerl.status.screen import RunView
 from pipelinerl.status.watchdog import Watchdog
-from pipelinerl.types import TRAINER, StageStatus
 from pipelinerl.weights.memory import MemoryWeightSender
 
 LOOK_EVERY_S = 0.5
 
 
-def run_embedded(session: Session, view: RunView, lock: RunLock) -> Outcome:
+def run_embedded(session: Session, view: RunView) -> Outcome:
     """Run the session to its end. Errors of the run are in the outcome, not raised."""
-    begin_s = time.monotonic()
+    begin_s, board = time.monotonic(), MemoryBoard()
     threads = plan_threads(session.config, session.schedule, usable_cores()).training
-    board, sender = _GuardedBoard(2 * session.config.launch.watchdog_s), MemoryWeightSender()
     error: PipelineRLError | None = None
     waiting = 0
-
     with ExitStack() as stack:
         stack.enter_context(logging_to(session.run))
         stack.enter_context(torch_threads(threads))
-        stack.enter_context(closing(board))
         interrupts = stack.enter_context(counted_interrupts(raises_at=2))
         hub = stack.enter_context(closing(make_hub(session, board)))
         try:
-            generation = Generation(session, board, Direct(hub), sender.receiver)
-            goal_reached = _run(generation, hub, sender, interrupts, view=view, lock=lock)
-            error = None if goal_reached else interruption(session)
+            if not _run(session, hub, interrupts, view=view):
+                error = interruption(session)
         except PipelineRLError as raised:
             error = raised
         waiting = hub.waiting
@@ -72,26 +63,14 @@ def run_embedded(session: Session, view: RunView, lock: RunLock) -> Outcome:
     )
 
 
-def _run(
-    generation: Generation,
-    hub: Hub,
-    sender: WeightSender,
-    interrupts: Interrupts,
-    *,
-    view: RunView,
-    lock: RunLock,
-) -> bool:
+def _run(session: Session, hub: Hub, interrupts: Interrupts, *, view: RunView) -> bool:
     """Alternate generation and training to the end. Returns whether the goal was reached.
 
     Every `LOOK_EVERY_S`, the view is updated, the statuses are written for other processes, and the watchdog looks at them.
     """
-    session, looked_s = generation.session, 0.0
-    watchdog = Watchdog(session.config.launch.watchdog_s)
-    starting(hub.board, [TRAINER], "loads the model")
-    policy = load_policy(session)
-    with open_logs(session) as logs:
-        prepared = DirectReader(hub, make_preprocessor(session.config, policy.lora).process)
-        trainer = build_trainer(session, hub.board, policy, reader=prepared, sender=sender, logs=logs)
+    watchdog, looked_s, sender = Watchdog(session.config.launch.watchdog_s), 0.0, MemoryWeightSender()
+    generation = Generation(session, hub.board, Direct(hub), sender.receiver)
+    with open_trainer(session, hub.board, lambda _, prepare: DirectReader(hub, prepare), lambda: sender) as trainer:
 
         def after_iteration() -> None:
             nonlocal looked_s
@@ -102,37 +81,16 @@ def _run(
             if now - looked_s < LOOK_EVERY_S:
                 return
             looked_s = now
-            lock.require_directory()
             statuses = last_statuses(hub.board)
             view.update(statuses, now)
             write_statuses(session.run.statuses, statuses)
             if (stall := watchdog.observe(statuses, now)) is not None:
                 raise StalledError(stall.message)
 
-        with failures_on_board(trainer):
-            trainer.start()
-            run_to_end(generation.run(stop=lambda: interrupts.count > 0, between=after_iteration))
-            trainer.finish()
+        trainer.start()
+        run_to_end(generation.run(stop=lambda: interrupts.count > 0, between=after_iteration))
+        trainer.finish()
         return trainer.goal_reached
-
-
-class _GuardedBoard(MemoryBoard):
-    """Ends the process with a stack dump when no stage has published a status for `patience_s`.
-
-    The watchdog runs only between two iterations. This covers code that blocks the only thread.
-    """
-
-    def __init__(self, patience_s: float) -> None:
-        super().__init__()
-        self._patience_s = patience_s
-
-    def publish(self, status: StageStatus) -> None:
-        super().publish(status)
-        if status.state != "starting":  # loading a model has no time limit
-            faulthandler.dump_traceback_later(self._patience_s, exit=True, file=sys.__stderr__ or 2)
-
-    def close(self) -> None:
-        faulthandler.cancel_dump_traceback_later()
 
 
 @contextmanager

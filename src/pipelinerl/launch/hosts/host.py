@@ -42,12 +42,6 @@ from pipelinerl.run_directory import RunDirectory
 from pipelinerl.status.board import MemoryBoard
 
 
-def remove_weights_of(pid: int) -> None:
-    """Remove the weight files for engine servers that a killed trainer left behind."""
-    for left in Path("/dev/shm").glob(f"pipelinerl-weights-{pid}-*"):  # noqa: S108 - see `weights.sending`
-        shutil.rmtree(left, ignore_errors=True)
-
-
 class Worker(Stoppable):
     """A process of the run, as the launcher sees it. `machine` is "" on this one; with its machine, it has ended."""
 
@@ -83,12 +77,6 @@ class Worker(Stoppable):
         report = self.report()
         return report is not None and report.died and not self.asked_to_stop
 
-    def end_with_children(self) -> None:
-        """Kill it and what it has started, wait for its end, and remove the weight files that it may have left."""
-        self.kill()
-        self.wait(KILL_TIMEOUT_S)
-        remove_weights_of(self.pid)
-
 
 class LocalWorker(ChildProcess, Worker):
     """A process on this machine."""
@@ -117,7 +105,7 @@ class LocalWorker(ChildProcess, Worker):
             [sys.executable, "-m", "pipelinerl.launch.hosts.worker", *arguments],
             log=run.log(role),
             environment={**process_environment(role, spec.threads), "PYTHONUNBUFFERED": "1", **(environment or {})},
-            fds=[*fds, *(fd for fd in (spec.hub, spec.ranks, spec.weights) if fd >= 0)],
+            fds=[*fds, *(fd for fd in (spec.hub, spec.weights) if fd >= 0)],
             watches_parent=True,
         )
 
@@ -177,11 +165,12 @@ class Host(ABC):
 
     @abstractmethod
     def start(self, role: str) -> Worker:
-        """Start a process. Servers come first: workers may hold what servers need."""
+        """Start a process. Raises OSError, UserError and StageDiedError."""
 
     def reap(self, worker: Worker) -> None:
-        """Kill what a process that died has started. Nothing that it has sent arrives after this. Raises StageDiedError."""
-        worker.end_with_children()
+        """Kill what a process that died has started. Nothing that it has sent arrives after this."""
+        worker.kill()
+        worker.wait(KILL_TIMEOUT_S)
         self.settle([worker])
 
     def settle(self, ended: Sequence[Worker]) -> None:
@@ -217,9 +206,10 @@ class LocalHost(Host):
     """This machine. All processes inherit `lock_fd`: it stays open until they have ended, also if the launcher is killed."""
 
     def __init__(self, session: Session, lock_fd: int) -> None:
-        self._lock_fd, self._ranks, self._weights = lock_fd, -1, -1
+        self._lock_fd, self._weights = lock_fd, -1
         self._workers: list[LocalWorker] = []
-        roles = [*server_roles(session.config), *worker_roles(session.config)]
+        self._servers = server_roles(session.config)
+        roles = [*self._servers, *worker_roles(session.config)]
         self._shares = shares_of(session.config, session.schedule, roles, usable_cores())
         self._gpus: Mapping[str, str] = {}
         if on_gpus(session.config):
@@ -231,39 +221,30 @@ class LocalHost(Host):
         super().__init__(session)
 
     def start(self, role: str) -> LocalWorker:
-        session, share, gpus = self._session, self._shares[role], self._gpus.get(role)
-        servers = server_roles(session.config)
+        session, share = self._session, self._shares[role]
         spec = WorkerSpec(
             session=session.plan.id,
             records_from_s=session.records_from_s,
             threads=share.threads,
             yields=share.yields,
-            ranks=-1 if role in servers else self._ranks,
-            weights=-1 if role in servers else self._weights,
+            weights=-1 if role in self._servers else self._weights,
         )
-        # The workers are parents of the servers too: if the launcher is killed, servers end after the last worker.
-        living = [] if role in servers else [one for one in self._workers if one.role in servers and one.running]
-        fds = [self._lock_fd, *(server.parent_fd for server in living)]
+        environment = {"CUDA_VISIBLE_DEVICES": self._gpus[role]} if role in self._gpus else {}
         with ExitStack() as stack:
             if kind := worker_kind(session.config, role):
                 connected = stack.enter_context(self._server.connect(kind))
                 spec = msgspec.structs.replace(spec, hub=connected.fileno())
-            environment = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
-            worker = LocalWorker(session.run, role, spec, fds=fds, environment=environment)
+            worker = LocalWorker(session.run, role, spec, fds=[self._lock_fd], environment=environment)
         self._workers.append(worker)
         return worker
 
     def open(self, stack: ExitStack) -> None:
-        if self._session.config.trainer.ranks > 1:
-            from pipelinerl.channel import listen  # noqa: PLC0415 - only several ranks need it
-
-            self._ranks = listen().detach()
-            stack.callback(os.close, self._ranks)
         if self._session.config.weights.kind == "shared":
             self._weights = shared_memory()
             stack.callback(os.close, self._weights)
 
     def __exit__(self, *exception: object) -> None:
         super().__exit__(*exception)
-        for worker in self._workers:
-            remove_weights_of(worker.pid)
+        for worker in self._workers:  # a killed trainer leaves weight files for engine servers: see `weights.sending`
+            for left in Path("/dev/shm").glob(f"pipelinerl-weights-{worker.pid}-*"):  # noqa: S108
+                shutil.rmtree(left, ignore_errors=True)

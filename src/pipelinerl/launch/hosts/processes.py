@@ -34,7 +34,7 @@ from pipelinerl.errors import (
 )
 from pipelinerl.files import UNWRITABLE
 from pipelinerl.launch.hosts.host import Host, Worker, named
-from pipelinerl.launch.run_lock import RunLock, keep_settings
+from pipelinerl.launch.run_lock import keep_settings
 from pipelinerl.launch.session import Session
 from pipelinerl.launch.summary import Outcome, interruption
 from pipelinerl.process import Interrupts, counted_interrupts
@@ -58,29 +58,40 @@ SERVER_PATIENCE_S = 20.0
 
 @dataclass
 class Processes:
-    """The processes of a session. `servers` serve the `workers` until the workers have ended.
+    """The processes of a session: its workers, and engine servers, which serve the workers until these have ended.
 
     `replaceable`: the roles whose processes are started again.
     """
 
     host: Host
-    workers: list[Worker] = field(default_factory=list)
-    servers: list[Worker] = field(default_factory=list)
+    started: list[Worker] = field(default_factory=list)
     replaceable: Sequence[str] = ()
+
+    @property
+    def servers(self) -> list[Worker]:
+        return [one for one in self.started if one.role.startswith("server-")]
+
+    @property
+    def workers(self) -> list[Worker]:
+        return [one for one in self.started if not one.role.startswith("server-")]
+
+    @property
+    def ranks(self) -> list[Worker]:
+        """Those of the trainer."""
+        return [one for one in self.started if one.role.startswith(TRAINING)]
 
     def dead(self) -> list[Worker]:
         """The processes to start again."""
-        return [worker for worker in (*self.servers, *self.workers) if worker.role in self.replaceable and worker.died]
+        return [one for one in self.started if one.role in self.replaceable and one.died]
 
     def failure(self) -> PipelineRLError | None:
         """Why a process ended that should not have. What others depend on comes first: its end may end the others."""
         if failure := self.host.failure():
             return failure
-        dead = self.dead()
         for server in self.servers:
-            if not server.running and server not in dead:
+            if not server.running:
                 return server.failure() or premature_exit(server)
-        others = [worker for worker in self.workers if worker not in dead]
+        others = [worker for worker in self.workers if worker not in self.dead()]
         failures = {worker.role: failure for worker in others if (failure := worker.failure()) is not None}
         if isinstance(failures.get(TRAINING), RankLostError):  # it ended because of another rank, and may have ended engines
             failures = {role: failure for role, failure in failures.items() if role.startswith(TRAINING)}
@@ -88,15 +99,18 @@ class Processes:
         noticed = (RankLostError, WeightUpdateError)
         return min(failures.values(), key=lambda failure: isinstance(failure, noticed), default=None)
 
-    def silent_ranks(self, roles: Sequence[str]) -> RankLostError | None:
-        """The error that names the ranks of the trainer that still run, if all others have ended for want of them."""
-        ranks = [worker for worker in self.workers if worker.role in roles]
-        silent = [worker for worker in ranks if worker.running]
-        ended = [worker.failure() for worker in ranks if worker not in silent]
-        if not silent or not ended or not all(isinstance(failure, RankLostError) for failure in ended):
-            return None
-        names = " and ".join(map(named, silent))
-        return RankLostError(f"{names} no longer answers the other ranks of the trainer: it is stopped, or hangs")
+    def cause(self, failure: PipelineRLError) -> PipelineRLError:
+        """What caused a failure, which may be known only a little later; or the failure itself."""
+        if len(self.ranks) > 1:
+            time.sleep(CAUSE_PATIENCE_S)
+            silent = [rank for rank in self.ranks if rank.running]
+            ended = [rank.failure() for rank in self.ranks if not rank.running]
+            if silent and ended and all(isinstance(one, RankLostError) for one in ended):  # for want of the silent ones
+                names = " and ".join(map(named, silent))
+                failure = RankLostError(f"{names} no longer answers the other ranks of the trainer: it is stopped, or hangs")
+            else:
+                failure = self.failure() or failure
+        return self.host.cause(failure)
 
     def lost(self, error: PipelineRLError | None) -> bool:
         """Whether the error is that a process or a machine was lost, and not one that would only happen again."""
@@ -111,7 +125,7 @@ class Processes:
             return trainer is not None and trainer.busy_s > 0  # it worked before
         if isinstance(error, RankLostError) or self.host.failure():
             return True
-        return any(worker.died for worker in (*self.servers, *self.workers))
+        return any(one.died for one in self.started)
 
 
 def premature_exit(worker: Worker) -> PipelineRLError:
@@ -119,11 +133,11 @@ def premature_exit(worker: Worker) -> PipelineRLError:
     return StageDiedError(f"{named(worker)} ended before the run did (was it told to stop?)")
 
 
-def run_processes(session: Session, view: RunView, host: Host, lock: RunLock) -> Outcome:
+def run_processes(session: Session, view: RunView, host: Host) -> Outcome:
     """Run the session to its end on `host`. Errors of the run are in the outcome, not raised."""
     begin_s = time.monotonic()
     processes = Processes(host, replaceable=replaceable_roles(session.config))
-    watch = _Watch(session, lock, processes, view)
+    watch = _Watch(session, processes, view)
     for line in host.placement:
         view.say(line)
     error: PipelineRLError | None = None
@@ -133,48 +147,47 @@ def run_processes(session: Session, view: RunView, host: Host, lock: RunLock) ->
         interrupts = stack.enter_context(counted_interrupts())
         try:
             stack.enter_context(host)
-            for role in server_roles(session.config):
-                processes.servers.append(host.start(role))
-            for role in worker_roles(session.config):
-                processes.workers.append(host.start(role))
+            for role in (*server_roles(session.config), *worker_roles(session.config)):
+                processes.started.append(host.start(role))
             error = watch.run(interrupts)
             lost = processes.lost(error)
         except PipelineRLError as raised:
             error, lost = raised, processes.lost(raised)
         finally:
-            error = _stop(session, processes.workers, view, interrupts, error)
+            error = _stop(session, processes, view, interrupts, error)
             asked = interrupts.count
             stop_all(processes.servers, SERVER_PATIENCE_S, lambda: interrupts.count > asked)
             host.settle(processes.workers)
             statuses, waiting = last_statuses(host.board), host.hub.waiting
     view.update(statuses, time.monotonic())
-    started = [*processes.servers, *processes.workers]
     return Outcome(
         statuses=statuses,
         error=error,
         wall_s=time.monotonic() - begin_s,
         stream_rollouts=waiting,
-        peak_memory={one.role: report.peak for one in started if (report := one.report()) and report.peak},
-        restarts=watch.healing.summary() if watch.healing else {},
+        peak_memory={one.role: report.peak for one in processes.started if (report := one.report()) and report.peak},
+        restarts=watch.healing.counts if watch.healing else {},
         lost=lost and not isinstance(error, RunInterruptedError),
     )
 
 
 def replaceable_roles(config: RunConfig) -> list[str]:
-    """The processes that are started again if they die. A member of a broadcast can't be: its group is formed once."""
-    if not config.launch.restarts:
+    """The processes that are started again if they die: of one machine, those with nothing that others can't do without.
+
+    An engine that is a member of a broadcast is not one: its group is formed once.
+    """
+    if not config.launch.restarts or config.launch.kind == "ray":
         return []
-    engines = [*server_roles(config), *generation_roles(config)]
-    lost = {TRAINING, *rank_roles(config), *(engines if config.weights.kind == "collective" else ())}
-    return [role for role in (*server_roles(config), *worker_roles(config)) if role not in lost]
+    lost = {TRAINING, *rank_roles(config), *(generation_roles(config) if config.weights.kind == "collective" else ())}
+    return [role for role in worker_roles(config) if role not in lost]
 
 
 class _Watch:
     """Watches processes, statuses and interrupts until the run is over."""
 
-    def __init__(self, session: Session, lock: RunLock, processes: Processes, view: RunView) -> None:
-        self._session, self._lock, self._processes, self._view = session, lock, processes, view
-        self._stages, self._followers = worker_stages(session.config), rank_roles(session.config)  # which end with rank 0
+    def __init__(self, session: Session, processes: Processes, view: RunView) -> None:
+        self._session, self._processes, self._view = session, processes, view
+        self._stages = worker_stages(session.config)
         self._watchdog = Watchdog(session.config.launch.watchdog_s)
         self._loaded, self._begin_s = False, 0.0
         self.healing: Healing | None = None
@@ -182,8 +195,8 @@ class _Watch:
     def run(self, interrupts: Interrupts) -> PipelineRLError | None:
         """Returns why the run ended; None if it reached its goal."""
         processes, self._begin_s = self._processes, time.monotonic()
+        followers = rank_roles(self._session.config)  # which end with rank 0
         while True:
-            self._lock.require_directory()
             ended = [worker for worker in processes.workers if not worker.running and worker not in processes.dead()]
             try:
                 self._replace(time.monotonic())
@@ -191,10 +204,10 @@ class _Watch:
             except PipelineRLError as error:
                 failure = error
             if failure is not None:
-                return self._cause(failure)
+                return processes.cause(failure)
             processes.host.settle(ended)
             statuses = self._look()
-            early = [worker for worker in ended if worker.role not in self._followers]
+            early = [worker for worker in ended if worker.role not in followers]
             if early and not goal_reached(statuses.get(TRAINER)):
                 return premature_exit(early[0])
             if len(ended) == len(processes.workers) and not (self.healing and self.healing.pending):
@@ -209,25 +222,14 @@ class _Watch:
         """Replace dead processes. Raises PipelineRLError if the run must end instead."""
         processes = self._processes
         if dead := processes.dead():
-            self._heal().heal(dead, now)
-            for living in (processes.servers, processes.workers):
-                living[:] = [worker for worker in living if worker not in dead]
-        for worker in self.healing.begin(now) if self.healing else ():
-            (processes.servers if worker.role.startswith("server-") else processes.workers).append(worker)
+            if self.healing is None:
+                from pipelinerl.launch.restarts import Healing  # noqa: PLC0415 - few runs need it
 
-    def _heal(self) -> Healing:
-        if self.healing is None:
-            from pipelinerl.launch.restarts import Healing  # noqa: PLC0415 - few runs need it
-
-            self.healing = Healing(self._session, self._processes.host, self._view)
-        return self.healing
-
-    def _cause(self, failure: PipelineRLError) -> PipelineRLError:
-        processes = self._processes
-        if self._followers:
-            time.sleep(CAUSE_PATIENCE_S)
-            failure = processes.silent_ranks([TRAINING, *self._followers]) or processes.failure() or failure
-        return processes.host.cause(failure)
+                self.healing = Healing(self._session, processes.host, self._view)
+            self.healing.heal(dead, now)
+            processes.started[:] = [one for one in processes.started if one not in dead]
+        if self.healing is not None:
+            processes.started += self.healing.begin(now)
 
     def _look(self) -> dict[str, StageStatus]:
         """The statuses of the processes that run now. Shows them, and notes when all parts have loaded."""
@@ -237,37 +239,37 @@ class _Watch:
         statuses = {stage: status for stage, status in found.items() if (status.machine, status.pid) in started}
         self._view.update(statuses, now)
         write_statuses(self._session.run.statuses, statuses)
-        if not self._loaded and not any(_not_ready(stage, statuses.get(stage)) for stage in self._stages):
+        if not self._loaded and not self._not_ready(statuses):
             self._loaded = True
             keep_settings(self._session.config, self._session.run)
-        if self.healing is not None:
-            self.healing.observe(statuses, now)
         return statuses
 
+    def _not_ready(self, statuses: Mapping[str, StageStatus]) -> list[str]:
+        """The stages that have not loaded yet, each with what it is doing."""
+        found = {stage: statuses.get(stage) for stage in self._stages}
+        return [
+            stage if status is None else f"{stage} ({status.detail})"
+            for stage, status in found.items()
+            if status is None or status.state == "starting"
+        ]
+
     def _stalled(self, statuses: Mapping[str, StageStatus], now: float) -> StalledError | None:
-        """Why nothing moves, or is not ready in time. Silent processes that can be replaced are killed instead."""
-        launch, processes = self._session.config.launch, self._processes
-        begin_s, absent = self._begin_s, list[str]()
-        if self.healing is not None:
-            begin_s, absent = max(begin_s, self.healing.changed_s), self.healing.absent_servers
-        # A stage without a status is still starting, as is an absent server, and the others may wait for it.
-        stall = None if absent or set(self._stages) - statuses.keys() else self._watchdog.observe(statuses, now)
-        if stall is not None:
-            if not self._heal().kill(stall.suspects, processes.workers, processes.replaceable):
+        """Why nothing moves, or is not ready in time."""
+        if not set(self._stages) - statuses.keys():  # one without a status is still starting, and others may wait for it
+            stall = self._watchdog.observe(statuses, now)
+            if stall is not None:
                 return StalledError(stall.message)
-            self._watchdog = Watchdog(launch.watchdog_s)  # those that waited for them have time to go on
-        late = [*absent, *(text for stage in self._stages if (text := _not_ready(stage, statuses.get(stage))))]
-        if late and now - begin_s > launch.startup_timeout_s:
-            return StalledError(f"{' and '.join(late)} not ready after {now - begin_s:.0f} s (launch.startup_timeout_s)")
+        waited_s = now - max(self._begin_s, self.healing.changed_s if self.healing else 0.0)
+        if (late := self._not_ready(statuses)) and waited_s > self._session.config.launch.startup_timeout_s:
+            return StalledError(f"{' and '.join(late)} not ready after {waited_s:.0f} s (launch.startup_timeout_s)")
         return None
 
 
 def _stop(
-    session: Session, workers: Sequence[Worker], view: RunView, interrupts: Interrupts, error: PipelineRLError | None
+    session: Session, processes: Processes, view: RunView, interrupts: Interrupts, error: PipelineRLError | None
 ) -> PipelineRLError | None:
     """Stop the workers, with time to write a checkpoint. Returns the error that the run ended with, if any."""
-    patience_s = STOP_PATIENCE_S
-    hung: list[Worker] = []
+    workers, patience_s, hung, asked = processes.workers, STOP_PATIENCE_S, list[Worker](), 0
     if isinstance(error, StalledError):
         for worker in workers:
             worker.dump_stacks()
@@ -276,8 +278,7 @@ def _stop(
         patience_s = min(patience_s, session.config.launch.watchdog_s)  # a hung process will not stop cleanly either
         hung = [worker for worker in workers if worker.role in generation_roles(session.config)]
     if isinstance(error, RankLostError):  # one is stopped, perhaps, and without it the others can't save anything
-        hung = [worker for worker in workers if worker.role in (TRAINING, *rank_roles(session.config))]
-    asked = 0
+        hung = processes.ranks
     if isinstance(error, RunInterruptedError):
         asked = 1
         view.say("stopping: a checkpoint is being written (Ctrl-C again to end now)")
@@ -286,24 +287,13 @@ def _stop(
     killed = stop_all(workers, patience_s, lambda: interrupts.count > asked, hung=hung)
     if not isinstance(error, RunInterruptedError):
         return error
-    followers = rank_roles(session.config)  # while it loads, rank 0 ends at once, and they are lost without it
-    late = [
-        failure
-        for worker in workers
-        if worker not in killed
-        and (failure := worker.failure()) is not None
-        and not (worker.role in followers and isinstance(failure, RankLostError))
-    ]
-    if late:
-        return late[0]
+    failures = {worker.role: failure for worker in workers if worker not in killed and (failure := worker.failure())}
+    for role in rank_roles(session.config):  # while it loads, rank 0 ends at once, and they are lost without it
+        if isinstance(failures.get(role), RankLostError):
+            del failures[role]
+    if failures:
+        return next(iter(failures.values()))
     if killed:
         roles = " and ".join(worker.role for worker in killed)
         return RunInterruptedError(f"ended at once: {roles} had no time to finish; {interruption(session)}")
     return interruption(session)
-
-
-def _not_ready(stage: str, status: StageStatus | None) -> str | None:
-    """The stage with its status text if it is not ready yet; otherwise None."""
-    if status is None:
-        return stage
-    return f"{stage} ({status.detail})" if status.state == "starting" else None

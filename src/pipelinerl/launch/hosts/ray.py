@@ -1,17 +1,16 @@
 """A Ray cluster as host of a run. Needs the extra `ray`.
 
-Ray places, starts and watches: each process of the run has an actor on its machine (`agent.Agent`), which starts it and
-waits for its end. Everything else goes over the process's connection with the hub. Actors belong to the launcher, and Ray
-ends them with it, and their processes end with them. A machine is lost when Ray says that an actor on it has died.
+Each process of the run is an actor (`worker.WorkerActor`): Ray places and starts it, carries its two calls and notices its
+death. Everything else goes over its connection with the hub. Actors belong to the launcher, and Ray ends them with it.
 """
 
 from __future__ import annotations
 
 import os
-import secrets
+import signal
 import socket
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -22,12 +21,11 @@ from pipelinerl._version import __version__
 from pipelinerl.config.schema import LaunchConfig, RunConfig
 from pipelinerl.errors import PipelineRLError, RankLostError, RunDirectoryError, StageDiedError, UserError
 from pipelinerl.extras import require
-from pipelinerl.files import write_atomically
-from pipelinerl.launch.hosts.agent import Agent
-from pipelinerl.launch.hosts.host import Host, Worker, worker_kind
-from pipelinerl.launch.session import Session, WorkerReport, WorkerSpec
+from pipelinerl.launch.hosts.host import Host, Worker, named, worker_kind
+from pipelinerl.launch.hosts.worker import WorkerActor
+from pipelinerl.launch.session import Session, WorkerError, WorkerReport, WorkerSpec
 from pipelinerl.resources.placement import Node, Placement, place, placement_lines, roles_of, shares_on
-from pipelinerl.resources.roles import TRAINING, Share, rank_roles
+from pipelinerl.resources.roles import TRAINING, process_environment, rank_roles
 from pipelinerl.run_directory import ORPHAN_PATIENCE_S
 
 require("ray", "launch.kind ray")  # before the import, which fails without
@@ -37,16 +35,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # noq
 
 NAMESPACE = "pipelinerl"
 CONNECT_TIMEOUT_S = 10.0
-CALL_TIMEOUT_S = 60.0
-"""For calls that only start something. An agent that does not answer in this time is lost."""
-CLOSE_TIMEOUT_S = 15.0
-POLL_S = 0.02
-CAUSE_PATIENCE_S = 1.0
-"""After a failure: the time for Ray to name a lost machine, which may be its cause, if all agents answer."""
+LOOK_EVERY_S = 0.2
 LOST_S = 60.0
-"""The same if an agent does not answer: Ray's health checks take some 15 s."""
-QUIET_S = 1.5
-"""Time for agents to answer."""
+"""After a death: the time for its machine to answer, or for Ray to count it as lost, which takes some 15 s."""
 
 
 class Cluster(NamedTuple):
@@ -88,7 +79,7 @@ def connected(config: LaunchConfig) -> Iterator[Cluster]:
 
 
 def wait_until_unused(root: Path) -> None:
-    """Wait until no agent of another launcher has this run directory: Ray needs seconds to end those of one that was killed.
+    """Wait until no actor of another launcher has this run directory: Ray needs seconds to end those of one that was killed.
 
     Raises RunDirectoryError if they do not end, because that launcher still runs. The lock of a run directory excludes only
     launchers on the same machine.
@@ -113,15 +104,34 @@ def placement_of(config: RunConfig, cluster: Cluster) -> list[Placement]:
     return place(roles_of(config), cluster.machines, config.launch.place)
 
 
-class RemoteWorker(Worker):
-    """A process on another machine, as its agent reports it."""
+class RayWorker(Worker):
+    """A process that is an actor of Ray, on the machine `node`. `died`: Ray does not say whether its machine is lost."""
 
-    def __init__(self, handle: Handle, pid: int, log: Path) -> None:
-        self.role, self.machine, self._pid, self.log = handle.role, handle.machine.name, pid, log
+    def __init__(self, role: str, node: Node, strategy: Any, options: dict[str, Any], log: Path) -> None:
+        self.role, self.machine, self.node, self.log = role, node.name, node, log
         self.asked_to_stop = False
-        self._handle = handle
-        self._waiting = handle.actor.wait.remote()
+        self._strategy, self._pid = strategy, 0
+        self._actor = cast(Any, ray.remote(WorkerActor)).options(scheduling_strategy=strategy, **options).remote()
+        self._begun: Any = None
+        self._running: Any = None
         self._report: WorkerReport | None = None
+
+    def begin(self, *arguments: object) -> None:
+        """Have it look at its machine, without waiting for it."""
+        self._begun = self._actor.begin.remote(*arguments)
+
+    def start(self, records_from_s: float, timeout_s: float) -> None:
+        """Start its stages. Raises UserError for what is wrong on its machine, StageDiedError if that is lost."""
+        try:
+            self._pid, problem = ray.get(self._begun, timeout=timeout_s)
+        except exceptions.ActorDiedError as error:
+            raise StageDiedError(f"the {self.role} process on {self.machine} died as it started: {error}") from error
+        except exceptions.RayError as error:
+            problem = f"no process could be started in {timeout_s:.0f} s ({_first_line(error)})"
+            problem += f"; others may use some of the machine's {self.node.gpus} GPUs" if self.node.gpus else ""
+        if problem:
+            raise UserError(f"{named_machine(self.node)}: {problem}")
+        self._running = self._actor.run.remote(time.monotonic() - records_from_s)
 
     @property
     def pid(self) -> int:
@@ -129,185 +139,135 @@ class RemoteWorker(Worker):
 
     @property
     def running(self) -> bool:
-        """False too once the machine is lost."""
-        return self.report() is None and self._handle.lost is None
+        return self.report() is None
 
     def report(self) -> WorkerReport | None:
-        if self._report is None and self._handle.lost is None and ray.wait([self._waiting], timeout=0)[0]:
+        if self._report is None and self._running is not None and ray.wait([self._running], timeout=0)[0]:
             try:
-                self._report = msgspec.json.decode(ray.get(self._waiting), type=WorkerReport)
-            except exceptions.RayError as error:
-                self._handle.lost = _reason(error)
+                self._report = msgspec.json.decode(ray.get(self._running), type=WorkerReport)
+            except exceptions.RayError:
+                message = f"{named(self)} was killed or crashed (log: {self.log})"
+                error = WorkerError(StageDiedError.__name__, message, "")
+                self._report = WorkerReport() if self.asked_to_stop else WorkerReport(error=error, died=True)
+            self.kill()
         return self._report
 
     def dump_stacks(self) -> None:
-        self._handle.tell("stacks")
+        self.signal(signal.SIGUSR1)
 
     def ask_to_stop(self) -> None:
         if self.running:
             self.asked_to_stop = True
-            self._handle.tell("stop")
+            self.signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        self._handle.tell("kill")
+        """Its children end with it."""
+        ray.kill(self._actor)
 
     def wait(self, timeout_s: float) -> bool:
-        deadline_s = time.monotonic() + timeout_s
-        while self.running and time.monotonic() < deadline_s:
-            time.sleep(POLL_S)
+        if self._running is not None:
+            ray.wait([self._running], timeout=timeout_s)
         return not self.running
 
+    def signal(self, number: int) -> Any:
+        """Send it a signal, by a task on its machine, which returns if the machine is there. 0: no signal."""
+        task = cast(Any, ray.remote(_send_signal)).options(num_cpus=0, scheduling_strategy=self._strategy)
+        return task.remote(self._pid, int(number))
 
-class Handle:
-    """The agent of a role, as the launcher sees it. `lost` says why it is lost, if it is."""
 
-    def __init__(self, role: str, machine: Node, actor: Any) -> None:
-        self.role, self.machine, self.actor = role, machine, actor
-        self.lost: str | None = None
-
-    def call(self, method: str, *arguments: object) -> Any:
-        """Call the agent. Raises StageDiedError if it does not answer."""
-        return self.result(getattr(self.actor, method).remote(*arguments), CALL_TIMEOUT_S)
-
-    def result(self, called: Any, timeout_s: float) -> Any:
-        """What a call returned. Raises StageDiedError."""
-        try:
-            return ray.get(called, timeout=timeout_s)
-        except exceptions.RayTaskError as error:
-            raise StageDiedError(f"{self.name}: {type(error.cause).__name__}: {error.cause}") from error
-        except exceptions.RayError as error:
-            raise StageDiedError(f"{self.name} does not answer ({_first_line(error)})") from error
-
-    def tell(self, what: str) -> None:
-        """Send a signal to the process, without waiting for it."""
-        if self.lost is None:
-            self.actor.signal.remote(what)
-
-    @property
-    def name(self) -> str:
-        """The machine as messages name it."""
-        machine = self.machine
-        return f"machine {machine.name}" + (f" ({machine.address})" if machine.address != machine.name else "")
+def _send_signal(pid: int, number: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
 
 
 class RayHost(Host):
-    """The machines of a cluster. Each process of the run has an agent, which is an actor on the process's machine."""
+    """The machines of a cluster. Each process of the run is an actor on its machine."""
 
     def __init__(self, session: Session, cluster: Cluster) -> None:
-        places = placement_of(session.config, cluster)
+        self._places = {one.role: one for one in placement_of(session.config, cluster)}
         super().__init__(session)
-        self._cluster, self.placement = cluster, placement_lines(places, cluster.machines)
-        self._places = {place.role: place for place in places}
-        self._shares: dict[str, Share] = shares_on(session.config, session.schedule, places, cluster.machines)
-        self._handles: dict[str, Handle] = {}
-        self._workers: list[RemoteWorker] = []
-        self._ranks_at: tuple[str, int] | None = None
+        self._cluster, self.placement = cluster, placement_lines([*self._places.values()], cluster.machines)
+        self._shares = shares_on(session.config, session.schedule, [*self._places.values()], cluster.machines)
+        self._machines = {machine.name: machine for machine in cluster.machines}
+        self._workers: dict[str, RayWorker] = {}
+        self._lost: PipelineRLError | None = None
 
     def open(self, stack: ExitStack) -> None:
-        session = self._session
-        kinds = {role: kind for role in self._places if (kind := worker_kind(session.config, role)) is not None}
-        listener = self._server.listen(self._cluster.address, session.plan.hub_key, kinds)
+        config, plan = self._session.config, self._session.plan
+        kinds = {role: kind for role in self._places if (kind := worker_kind(config, role)) is not None}
+        listener = self._server.listen(self._cluster.address, plan.hub_key, kinds)
         stack.callback(listener.close)
         self._hub_at = listener.address
-        stack.callback(lambda: end_agents(self._handles.values()))
-        machines = {machine.name: machine for machine in self._cluster.machines}
-        for role, where in self._places.items():
-            node = self._cluster.ids[where.machine]
-            # `wait_until_unused` finds the name. It is of this session only: Ray keeps it until the launcher has ended.
-            options = {
-                "name": f"{session.run.root}:{role}:{session.plan.id}:{_launcher()}",
-                "num_cpus": 0,
-                "num_gpus": len(where.gpus),
-                "max_restarts": 0,
-                "max_concurrency": 4,  # one call waits for the end of the process
-                "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
-            }
-            actor = cast(Any, ray.remote(Agent)).options(**options).remote()
-            self._handles[role] = Handle(role, machines[where.machine], actor)
-        self._prepare()
-        trainer = self._handles[TRAINING]
-        address = trainer.machine.address
-        self._ranks_at = (address, trainer.call("listen", address))
+        stack.callback(self._end)
+        self._deadline_s = time.monotonic() + config.launch.startup_timeout_s
+        for role in self._places:
+            self._workers[role] = self._begin(role)
 
-    def start(self, role: str) -> RemoteWorker:
-        handle, share, session = self._handles[role], self._shares[role], self._session
+    def start(self, role: str) -> RayWorker:
+        worker, records_from_s = self._workers[role], self._session.records_from_s
+        try:
+            worker.start(records_from_s, max(1.0, self._deadline_s - time.monotonic()))
+        except StageDiedError as error:
+            raise self.cause(error) from error
+        return worker
+
+    def _begin(self, role: str) -> RayWorker:
+        """Create the actor of a role, and have it look at its machine, without waiting for it."""
+        session, where, share = self._session, self._places[role], self._shares[role]
+        machine = self._machines[where.machine]
+        strategy = NodeAffinitySchedulingStrategy(self._cluster.ids[machine.name], soft=False)
+        options = {
+            # `wait_until_unused` finds the name. It is of this session only: Ray keeps it until the launcher has ended.
+            "name": f"{session.run.root}:{role}:{session.plan.id}:{_launcher()}",
+            "num_cpus": 0,
+            "num_gpus": len(where.gpus),
+            "max_restarts": 0,
+            "runtime_env": {"env_vars": {**process_environment(role, share.threads), "PYTHONUNBUFFERED": "1"}},
+        }
         spec = WorkerSpec(
             session=session.plan.id,
             threads=share.threads,
             yields=share.yields,
-            machine=handle.machine.name,
-            address=handle.machine.address,
+            machine=machine.name,
+            address=machine.address,
             hub_at=self._hub_at,
-            ranks_at=self._ranks_at,
         )
-        elapsed_s = time.monotonic() - session.records_from_s
-        pid = handle.call("start", str(session.run.root), role, elapsed_s, msgspec.json.encode(spec))
-        worker = RemoteWorker(handle, pid, session.run.log(role))
-        self._workers.append(worker)
+        worker = RayWorker(role, machine, strategy, options, session.run.log(role))
+        worker.begin(str(session.run.root), role, msgspec.json.encode(spec), __version__, os.getcwd())
         return worker
 
-    def reap(self, worker: Worker) -> None:
-        self._handles[worker.role].call("reap")
-        self.settle([worker])
-
     def failure(self) -> PipelineRLError | None:
-        if self._server.failure is not None:
-            return self._server.failure
-        for worker in self._workers:
-            worker.running  # noqa: B018 - looks at it
-        for handle in self._handles.values():
-            if handle.lost is not None:
-                ranks = {TRAINING, *rank_roles(self._session.config)}
-                kind = RankLostError if len(ranks) > 1 and handle.role in ranks else StageDiedError
-                others = [one.role for one in self._handles.values() if one.machine == handle.machine]
-                return kind(f"{handle.name}, which runs {', '.join(others)}, is lost: {handle.lost}")
-        return None
+        return self._lost or self._server.failure
 
     def cause(self, failure: PipelineRLError) -> PipelineRLError:
-        """Wait for a machine that may be lost: other processes notice a broken connection sooner than Ray."""
-        calls = [handle.actor.answer.remote() for handle in self._handles.values() if handle.lost is None]
-        answered, _ = ray.wait(calls, num_returns=len(calls), timeout=QUIET_S) if calls else ([], [])
-        deadline_s = time.monotonic() + (CAUSE_PATIENCE_S if len(answered) == len(calls) else LOST_S)
-        while (lost := self.failure()) is None and time.monotonic() < deadline_s:
-            time.sleep(POLL_S)
-        return lost or failure
+        """The error that names a lost machine of the run, once each has answered or is lost; or else `failure`.
 
-    def _prepare(self) -> None:
-        """Have all agents look at their machines. Raises UserError for what is wrong there."""
-        session, run = self._session, self._session.run
-        note, contents = run.root / f"control/shared-{secrets.token_hex(8)}", secrets.token_hex(16)
-        write_atomically(note, contents.encode())
-        begin_s, bound_s = time.monotonic(), session.config.launch.startup_timeout_s
-        calls = {
-            role: one.actor.prepare.remote(__version__, str(note), contents, os.getcwd())
-            for role, one in self._handles.items()
-        }
-        try:
-            for role, handle in self._handles.items():
-                left_s = max(1.0, bound_s - (time.monotonic() - begin_s))
-                try:
-                    problem = handle.result(calls[role], left_s)
-                except StageDiedError as error:
-                    if isinstance(error.__cause__, exceptions.ActorDiedError):  # with its machine: Ray has just noticed
-                        raise
-                    problem = (
-                        f"no agent could be started in {left_s:.0f} s ({error}); it needs {len(self._places[role].gpus)} of "
-                        f"the machine's {handle.machine.gpus} GPUs, which others may use"
-                    )
-                if problem:
-                    raise UserError(f"{handle.name}: {problem}")
-        finally:
-            note.unlink(missing_ok=True)
+        Processes notice a broken connection sooner than Ray notices that a machine is lost.
+        """
+        on = {worker.machine: worker for worker in self._workers.values()}
+        waiting, deadline_s = [worker.signal(0) for worker in on.values()], time.monotonic() + LOST_S
+        while True:
+            there = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+            for name in on:
+                if self._cluster.ids[name] not in there:
+                    here = [place.role for place in self._places.values() if place.machine == name]
+                    ranks = {TRAINING, *rank_roles(self._session.config)}
+                    kind = RankLostError if len(ranks) > 1 and ranks.intersection(here) else StageDiedError
+                    machine = named_machine(self._machines[name])
+                    self._lost = kind(f"{machine}, which runs {', '.join(here)}, is lost: Ray gets no answer")
+                    return self._lost
+            if not waiting or time.monotonic() > deadline_s:
+                return failure
+            _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=LOOK_EVERY_S)
+
+    def _end(self) -> None:
+        for worker in self._workers.values():
+            worker.kill()
 
 
-def end_agents(handles: Collection[Handle]) -> None:
-    """Have them end with all their processes."""
-    ending = [handle.actor.close.remote() for handle in handles if handle.lost is None]
-    if ending:
-        with suppress(exceptions.RayError):
-            ray.wait(ending, num_returns=len(ending), timeout=CLOSE_TIMEOUT_S)
-    for handle in handles:
-        ray.kill(handle.actor)
+def named_machine(machine: Node) -> str:
+    """The machine as messages name it."""
+    return f"machine {machine.name}" + (f" ({machine.address})" if machine.address != machine.name else "")
 
 
 def _cluster() -> Cluster:
@@ -337,11 +297,3 @@ def _authenticated() -> bool:
 def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
-
-
-def _reason(error: Exception) -> str:
-    """What Ray says at the end of its message about an actor that died."""
-    lines = [line.strip() for line in str(error).strip().splitlines()]
-    return next(
-        (line for line in reversed(lines) if line.startswith("The actor")), lines[-1] if lines else "no reason known"
-    )

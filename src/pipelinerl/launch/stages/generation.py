@@ -15,32 +15,35 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, closing, nullcontext
+from functools import partial
 from math import inf
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from pipelinerl.actor.actor import Actor
 from pipelinerl.actor.client import EngineClient
-from pipelinerl.actor.evaluation import Evaluations, held_out_problems
+from pipelinerl.actor.evaluation import Evaluations
 from pipelinerl.actor.groups import GroupRunner
 from pipelinerl.actor.rollouts import RolloutContext
-from pipelinerl.config.schema import EvaluationConfig
+from pipelinerl.config.schema import EvaluationConfig, RunConfig
 from pipelinerl.environments.registry import make_environment, notes_of
 from pipelinerl.errors import RunDirectoryError, StalledError, WeightUpdateError
 from pipelinerl.files import JsonLines, OpenLines, remedy
 from pipelinerl.hub.client import Claims, HubClient
 from pipelinerl.interfaces import Admission, AsyncEngine, Board, Environment, Tokenizer, WeightReceiver
 from pipelinerl.launch.session import Session
-from pipelinerl.launch.stages.engines import EngineHandle, load_local_engine
 from pipelinerl.metrics.evaluations import EvaluatedProblem, EvaluationRecord
 from pipelinerl.metrics.sinks import JsonlSink, TimelineWriter
-from pipelinerl.models.contract import read_contract
+from pipelinerl.models.contract import Contract, read_contract
 from pipelinerl.models.loading import load_tokenizer
 from pipelinerl.process import lower_priority, stop_on_sigterm
 from pipelinerl.status.board import generation_stages, starting
-from pipelinerl.types import TRAINER, TrainerProgress, trainer_progress
+from pipelinerl.types import ENGINE, TRAINER, TrainerProgress, trainer_progress
 from pipelinerl.weights.receiving import Receiver, SharedWeightReceiver
+
+if TYPE_CHECKING:
+    from pipelinerl.engine import LocalEngine
 
 T = TypeVar("T")
 
@@ -101,18 +104,12 @@ class Generation:
         starting(board, self._stages, "makes the environment")
         self._tokenizer = load_tokenizer(config.model)
         self._environment = make_environment(config.environment.kind, config.environment.args, self._tokenizer, config.seed)
-        if self._evaluation.problems and not held_out_problems(self._environment, 1):
-            from pipelinerl.launch.stages.held_out import no_held_out  # noqa: PLC0415 - only for an error
-
-            raise no_held_out(config.environment.kind, config.evaluation.problems)
         self._sets: dict[str, Environment] = {}
-        other_data = index == 0 and session.plan.other_data and not config.evaluation.accept_trained
-        if self._evaluation.sets or other_data:
-            from pipelinerl.launch.stages.held_out import evaluation_sets, refuse_trained  # noqa: PLC0415 - few runs need them
+        if self._evaluation.problems:
+            from pipelinerl.launch.stages.held_out import evaluation_sets, require_held_out  # noqa: PLC0415 - not by default
 
+            require_held_out(config, self._environment)
             self._sets = evaluation_sets(config, self._environment, self._tokenizer)
-            if other_data:
-                refuse_trained(self._environment, self._sets.values(), session)
         servers = f"waits for the engine servers {', '.join(config.engine.urls)}".rstrip()
         starting(board, self._stages, "loads the model" if config.engine.kind == "local" else servers)
         self._engine = make_engine(session, self._stages.engine, self._tokenizer, receiver)
@@ -123,10 +120,10 @@ class Generation:
         The actor's final counts are published on the status board however this ends.
         """
         async with AsyncExitStack() as stack:
-            handle = await _unless_stopped(stack.enter_async_context(self._engine), stop)
-            if handle is None:
+            entered = await _unless_stopped(stack.enter_async_context(self._engine), stop)
+            if entered is None:
                 return
-            session, engine = self.session, handle.engine
+            session, (engine, contract) = self.session, entered
             if session.here.yields:  # not before it has loaded: nobody trains
                 lower_priority()
             starting(self._board, self._stages, "waits for the trainer's first weights")
@@ -135,7 +132,7 @@ class Generation:
                 return
             timeline = TimelineWriter(session.run.root, self._index, session.records_from_s, lines=self._lines)
             stack.enter_context(closing(timeline))
-            actor = stack.enter_context(closing(self._make_actor(handle, timeline)))
+            actor = stack.enter_context(closing(self._make_actor(engine, contract, timeline)))
             try:
                 if self._evaluation.problems and session.plan.version == 0 and not self._admission.opened:
                     await _unless_stopped(actor.evaluate("before"), stop, between)
@@ -155,17 +152,17 @@ class Generation:
             if self._evaluation.problems:
                 await _unless_stopped(actor.evaluate("after"), stop, between)
 
-    def _make_actor(self, handle: EngineHandle, timeline: TimelineWriter) -> Actor:
+    def _make_actor(self, engine: AsyncEngine, contract: Contract, timeline: TimelineWriter) -> Actor:
         session, config = self.session, self.session.config
         context = RolloutContext(
             config.actor,
             self._environment,
-            handle.engine,
+            engine,
             self._tokenizer,
             seed=config.seed,
-            slots=handle.slots,
-            stop_token_ids=handle.contract.stop_token_ids,
-            notes=(*(f"model: {note}" for note in handle.contract.notes), *notes_of(self._environment, config)),
+            slots=engine.progress().slots,
+            stop_token_ids=contract.stop_token_ids,
+            notes=(*(f"model: {note}" for note in contract.notes), *notes_of(self._environment, config)),
         )
         skips = None
         if config.actor.online_filter is not None:
@@ -239,10 +236,9 @@ class Generation:
 
 def make_engine(
     session: Session, name: str, tokenizer: Tokenizer, receiver: WeightReceiver | None = None
-) -> AbstractAsyncContextManager[EngineHandle]:
-    """The engine that the run file configures: loaded now, or over servers, which are connected with on entry.
-
-    `receiver` knows where servers join the trainer's broadcast, if weights are broadcast.
+) -> AbstractAsyncContextManager[tuple[AsyncEngine, Contract]]:
+    """The engine that the run file configures, with the contract of its model and tokenizer: loaded now, or over servers,
+    which are connected with on entry. `receiver` knows where servers join the trainer's broadcast, if weights are broadcast.
 
     Raises ModelLoadError and UnsupportedModelError; for servers also StalledError, UserError and the errors of
     `RemoteEngine.connect`.
@@ -250,11 +246,32 @@ def make_engine(
     config = session.config
     if config.engine.kind == "local":
         model, engine = load_local_engine(config, name)
-        contract = read_contract(model, tokenizer, config.engine.max_length)
-        return nullcontext(EngineHandle(EngineClient(engine), config.engine.slots, contract))
+        return nullcontext((EngineClient(engine), read_contract(model, tokenizer, config.engine.max_length)))
     from pipelinerl.launch.stages.servers import connected_engine  # noqa: PLC0415 - a run without servers does not need it
 
     return connected_engine(session, name, receiver)
+
+
+def load_local_engine(config: RunConfig, name: str = ENGINE) -> tuple[Any, LocalEngine]:
+    """The run file's model and the embedded engine over it. Raises ModelLoadError and UnsupportedModelError."""
+    from pipelinerl.engine import LocalEngine  # noqa: PLC0415 - only the process that computes needs it
+    from pipelinerl.models.loading import load_model, slot_length  # noqa: PLC0415 - as above
+
+    model = load_model(config.model, config.engine.device)
+    make: Callable[..., LocalEngine] = LocalEngine
+    if config.engine.decoding == "static" or config.engine.device != "cpu":
+        from pipelinerl.engine.static import engine_for  # noqa: PLC0415 - as above
+
+        make = partial(engine_for, decoding=config.engine.decoding)
+    engine = make(
+        model,
+        slots=config.engine.slots,
+        max_length=slot_length(model, config.engine.max_length),
+        prefill_tokens=config.engine.prefill_tokens,
+        kv_on_update=config.engine.kv_on_update,
+        name=name,
+    )
+    return model, engine
 
 
 async def _unless_stopped(

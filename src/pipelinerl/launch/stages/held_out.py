@@ -1,36 +1,25 @@
-"""Held-out problems are no training problems: those of further sets, and those of a resume with other data."""
+"""Held-out problems: there are some, and those of further sets are no training problems."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable
-
-import msgspec
-
 from pipelinerl.actor.evaluation import held_out_problems
 from pipelinerl.config.schema import RunConfig
-from pipelinerl.environments.data import ProblemSet, by_payload
+from pipelinerl.environments.data import ProblemSet
 from pipelinerl.environments.registry import make_inner
 from pipelinerl.errors import ConfigError, EnvironmentSetupError
 from pipelinerl.interfaces import Environment, Tokenizer
-from pipelinerl.launch.session import Session
-from pipelinerl.metrics.reading import read_lines
-from pipelinerl.types import Problem
 
 
-class _Sampled(msgspec.Struct):
-    """Of a group in `rollouts.jsonl`."""
-
-    index: int
-    problem: Problem
-
-
-def no_held_out(kind: str, problems: int) -> ConfigError:
-    """The error for a run that evaluates an environment without held-out problems."""
-    return ConfigError(
-        f"evaluation.problems is {problems}, but environment {kind} has no held-out problems: define "
-        "`held_out(self, count)` in its class, or set evaluation.problems to 0"
-    )
+def require_held_out(config: RunConfig, environment: Environment) -> int:
+    """The number of held-out problems that the run evaluates. Raises ConfigError if it shall and there are none."""
+    wanted = config.evaluation.problems
+    found = len(held_out_problems(environment, wanted)) if wanted else 0
+    if wanted and not found:
+        raise ConfigError(
+            f"evaluation.problems is {wanted}, but environment {config.environment.kind} has no held-out problems: define "
+            "`held_out(self, count)` in its class, or set evaluation.problems to 0"
+        )
+    return found
 
 
 def evaluation_sets(config: RunConfig, environment: Environment, tokenizer: Tokenizer) -> dict[str, Environment]:
@@ -51,25 +40,3 @@ def evaluation_sets(config: RunConfig, environment: Environment, tokenizer: Toke
                 "them out of environment.args.data"
             )
     return made
-
-
-def refuse_trained(environment: Environment, sets: Iterable[Environment], session: Session) -> None:
-    """Raise EnvironmentSetupError if the run has sampled training rollouts of a problem that is held out now.
-
-    All held-out rows of data are checked; of other environments, those that this run evaluates. Raises RunDirectoryError for
-    damaged records.
-    """
-    rows = isinstance(environment, ProblemSet) and getattr(type(environment), "held_out", None) is ProblemSet.held_out
-    wanted = session.config.evaluation.problems
-    held_out = [*held_out_problems(environment, sys.maxsize if rows else wanted)]
-    held_out += [problem for one in sets for problem in held_out_problems(one, wanted)]
-    key = environment.key if isinstance(environment, ProblemSet) else by_payload
-    taken, records = session.plan.taken, session.run.recorded
-    sampled = read_lines(records, _Sampled) if records.exists() else []
-    trained = {key(group.problem) for group in sampled if group.index in taken}
-    found = [problem.id for problem in held_out if key(problem) in trained]
-    if found:
-        raise EnvironmentSetupError(
-            f"{len(found)} of the {len(held_out)} problems that are held out now were trained on before ({found[0]}): hold "
-            "out the same as before, or accept it with --evaluation.accept_trained"
-        )

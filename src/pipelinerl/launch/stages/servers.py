@@ -12,12 +12,9 @@ import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, closing
-from http import HTTPStatus
-from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
@@ -25,9 +22,8 @@ from pipelinerl.config.schema import EngineConfig
 from pipelinerl.errors import StalledError, UserError
 from pipelinerl.extras import require
 from pipelinerl.files import SHARED_MEMORY, write_atomically
-from pipelinerl.interfaces import WeightReceiver
+from pipelinerl.interfaces import AsyncEngine, WeightReceiver
 from pipelinerl.launch.session import Session, StartPlan
-from pipelinerl.launch.stages.engines import EngineHandle
 from pipelinerl.models.contract import Contract
 from pipelinerl.ports import free_port
 from pipelinerl.process import lower_priority
@@ -41,29 +37,15 @@ if TYPE_CHECKING:
 DRAIN_S = 5.0
 """Time for requests in progress once the server is told to stop. Short: their clients have ended by then."""
 LOOK_EVERY_S = 0.05
-HEALTH_S = 3.0
-"""Time for a server to answer. It has nothing to do by then."""
 START_SHARE = 0.8
 """Share of `launch.startup_timeout_s` to wait for servers: the error that names them must precede the launcher's timeout."""
-
-
-def answers(url: str, key: str) -> bool:
-    """Whether the server answers. One that still loads its model, or hangs, does not."""
-    parts = urlsplit(url)
-    connect = HTTPConnection if parts.scheme == "http" else HTTPSConnection
-    try:
-        with closing(connect(parts.netloc, timeout=HEALTH_S)) as connection:
-            connection.request("GET", "/health", headers={"Authorization": f"Bearer {key}"})
-            return bool(connection.getresponse().status == HTTPStatus.OK)
-    except (OSError, HTTPException):
-        return False
 
 
 # ---- a server that the run starts
 
 
 def run_server(session: Session, role: str, parent_pipe: int) -> None:
-    """Run a server until it is told to stop. vLLM replaces this process.
+    """Run a server until it is told to stop.
 
     Raises MissingDependencyError and the errors of loading the model.
     """
@@ -71,7 +53,7 @@ def run_server(session: Session, role: str, parent_pipe: int) -> None:
     if engine.kind == "vllm":
         if session.here.yields:
             lower_priority()
-        _become_vllm(session, role, parent_pipe)
+        _run_vllm(session, role, parent_pipe)
     from pipelinerl.serving.server.options import Address, ServeOptions  # noqa: PLC0415 - only our own servers need it
 
     require("serve", "engine servers")
@@ -82,7 +64,7 @@ def run_server(session: Session, role: str, parent_pipe: int) -> None:
             model=config.model,
             engine=engine.model_copy(update={"threads": session.here.threads}),
             name=role,
-            listen=Address(session.here.address, _port_before(session.run.ready_file(role))),
+            listen=Address(session.here.address, 0),
             api_key=session.plan.servers_key,
             tls=_tls(engine),
             max_queue=engine.slots,
@@ -94,34 +76,22 @@ def run_server(session: Session, role: str, parent_pipe: int) -> None:
     )
 
 
-def _port_before(ready_file: Path) -> int:
-    """The port at which clients know the server, if this process replaces one that died; otherwise 0, any free port."""
-    if not ready_file.exists():
-        return 0
-    return urlsplit(msgspec.json.decode(ready_file.read_bytes(), type=ReadyFile).url).port or 0
-
-
-def _become_vllm(session: Session, role: str, parent_pipe: int) -> None:
-    """Replace this process with a small one that runs vLLM. Does not return. Raises ModelLoadError."""
+def _run_vllm(session: Session, role: str, parent_pipe: int) -> NoReturn:
+    """Run vLLM as a child, and exit with its status. Raises ModelLoadError."""
     from pipelinerl.models.folder import resolve_path  # noqa: PLC0415 - with torch
     from pipelinerl.models.loading import load_config, slot_length  # noqa: PLC0415 - as above
     from pipelinerl.resources.memory import share_for_vllm  # noqa: PLC0415 - as above
-    from pipelinerl.serving.vllm.start import (  # noqa: PLC0415 - as above
-        VllmSettings,
-        command_line,
-        environment,
-        kv_cache_bytes,
-    )
+    from pipelinerl.serving.vllm import start  # noqa: PLC0415 - as above
 
     model, engine, here = session.config.model, session.config.engine, session.here
     on_cpu, item_bytes = engine.device == "cpu", 4 if model.dtype == "float32" else 2
     sizes = {"slots": engine.slots, "max_length": engine.max_length or slot_length(load_config(model), None)}
-    settings = VllmSettings(
+    settings = start.VllmSettings(
         python=engine.python or sys.executable,
         model=resolve_path(model.path),
         **sizes,
         dtype=model.dtype,
-        kv_cache_bytes=kv_cache_bytes(model.path, **sizes, item_bytes=item_bytes) if on_cpu else None,
+        kv_cache_bytes=start.kv_cache_bytes(model.path, **sizes, item_bytes=item_bytes) if on_cpu else None,
         memory_share=None if on_cpu else share_for_vllm(session.config),
         device=engine.device,
         threads=here.threads,
@@ -129,12 +99,11 @@ def _become_vllm(session: Session, role: str, parent_pipe: int) -> None:
         arguments=engine.vllm_args,
     )
     scheme, ready = "http" if settings.tls is None else "https", session.run.ready_file(role)
-    port = _port_before(ready) or free_port(here.address)
+    port = free_port(here.address)
     write_atomically(ready, msgspec.json.encode(ReadyFile(f"{scheme}://{here.address}:{port}", os.getpid())))
     os.dup2(parent_pipe, 0)  # `start` watches it there
-    options = command_line(settings, port, here.address, guarded=True)
-    command = [sys.executable, "-m", "pipelinerl.serving.vllm.start", *options]
-    os.execve(sys.executable, command, environment(settings, os.environ, session.plan.servers_key))  # noqa: S606 - our own module
+    os.environ.update(start.environment(settings, {}, session.plan.servers_key))
+    sys.exit(start.main(start.command_line(settings, port, here.address, guarded=True)))
 
 
 def _tls(engine: EngineConfig) -> tuple[Path, Path] | None:
@@ -152,7 +121,9 @@ def _tls(engine: EngineConfig) -> tuple[Path, Path] | None:
 
 
 @asynccontextmanager
-async def connected_engine(session: Session, name: str, receiver: WeightReceiver | None) -> AsyncIterator[EngineHandle]:
+async def connected_engine(
+    session: Session, name: str, receiver: WeightReceiver | None
+) -> AsyncIterator[tuple[AsyncEngine, Contract]]:
     """The engine of a generation process over the run's servers, those in `engine.urls` or those that it starts itself."""
     from pipelinerl.serving.client.adapter import Bounds  # noqa: PLC0415 - as above
     from pipelinerl.serving.client.engine import RemoteEngine  # noqa: PLC0415 - needs httpx2, an extra
@@ -164,9 +135,7 @@ async def connected_engine(session: Session, name: str, receiver: WeightReceiver
     facts = model_facts(config.model.path)
     urls = config.engine.urls or await _wait_for_servers(session.run, server_roles(config), deadline_s - time.monotonic())
     left_s = max(1.0, deadline_s - time.monotonic())
-    again = config.launch.restarts > 0 and bool(server_roles(config)) and config.weights.kind != "collective"
-    alone_s = config.launch.startup_timeout_s if again else 0.0  # servers that die are started again (see `launch.restarts`)
-    bounds = Bounds(startup_s=left_s, join_s=left_s, alone_s=alone_s)
+    bounds = Bounds(startup_s=left_s, join_s=left_s)
     servers, first = server_clients(config.engine.kind, urls, facts, key, session.plan), session.plan.version
     async with RemoteEngine.connect(servers, name=name, first=first, bounds=bounds) as engine:
         if config.weights.kind == "collective" and receiver is not None:
@@ -177,7 +146,7 @@ async def connected_engine(session: Session, name: str, receiver: WeightReceiver
                 receiver.offered()
                 await asyncio.sleep(LOOK_EVERY_S)
             await engine.join_broadcast(meeting.host, meeting.port, session.plan.weights_key)
-        yield EngineHandle(engine, engine.slots, Contract(facts.stop_token_ids, facts.notes))
+        yield engine, Contract(facts.stop_token_ids, facts.notes)
 
 
 def server_clients(

@@ -7,33 +7,37 @@ import platform
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
+import msgspec
 import torch
 
+from pipelinerl.channel import listen
 from pipelinerl.checkpoint import Checkpoint, CheckpointState, load_checkpoint
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.config.secrets import without_secrets
 from pipelinerl.errors import UserError
 from pipelinerl.extras import version
-from pipelinerl.files import SHARED_MEMORY, JsonLines, Lines, OpenLines
+from pipelinerl.files import SHARED_MEMORY, JsonLines, Lines, OpenLines, write_atomically
 from pipelinerl.hub.client import HubClient, HubReader
 from pipelinerl.interfaces import Board, StreamReader, WeightSender
 from pipelinerl.launch.session import Session
 from pipelinerl.launch.stages.preprocessing import make_preprocessor, scores_in_the_step
 from pipelinerl.metrics.records import Computer, SessionRecord
 from pipelinerl.metrics.sinks import JsonlSink, Sink
-from pipelinerl.metrics.statistics import ENDED_ACTORS, ENDED_ENGINES
 from pipelinerl.models.loading import load_model, load_tokenizer, refuse_adapter
 from pipelinerl.ports import LOOPBACK, source_address
 from pipelinerl.process import stop_on_sigterm
 from pipelinerl.resources.machine import processor
-from pipelinerl.resources.roles import rank_roles
-from pipelinerl.status.board import generation_stages, starting
+from pipelinerl.resources.roles import TRAINING, rank_roles
+from pipelinerl.run_directory import ReadyFile
+from pipelinerl.status.board import starting
 from pipelinerl.trainer import CheckpointPlan, Learner, SampleQueue, Trainer, TrainerOutput
 from pipelinerl.trainer.saving import restore_rng, rng_state
 from pipelinerl.types import TRAINER, Group, Prepared
@@ -43,12 +47,11 @@ if TYPE_CHECKING:
     from pipelinerl.trainer.sharding.learner import ShardedPolicy
     from pipelinerl.trainer.sharding.ranks import Team
 
-ANSWER_S = 120.0
-"""How long engines may take to acknowledge weights."""
+POLL_S = 0.02
+ANSWER_S, NOTICED_S = 120.0, 30.0
+"""How long engines may take to acknowledge weights; and how much longer than the watchdog, which notices one that hangs."""
 PACKAGES = ("pipelinerl", "torch", "transformers", "numpy", "safetensors", "peft")
 """What bits may depend on."""
-KILLED_S = 30.0
-"""With restarts they may take longer: one that hangs for `launch.watchdog_s` is killed by then, and not waited for."""
 
 
 def run_training(session: Session, hub: HubClient) -> None:
@@ -57,42 +60,48 @@ def run_training(session: Session, hub: HubClient) -> None:
     With several `trainer.ranks`, this is rank 0, at which the others arrive.
     """
     torch.set_num_threads(session.here.threads)
-    stopping, team = threading.Event(), None
+    stopping = threading.Event()
     with ExitStack() as stack:
-        if session.config.trainer.ranks > 1:
-            team = stack.enter_context(lead_ranks(session, hub, session.here.ranks))
-        starting(hub, [TRAINER], "loads the model")
-        policy = load_policy(session, team)
-        if session.config.launch.preprocessor == "process":
-            reader: StreamReader[Prepared] = HubReader(hub, Prepared)
-        else:
-            reader = HubReader(hub, Group, prepare=make_preprocessor(session.config, policy.lora).process)
-        sender = stack.enter_context(closing(_sender(session, hub, stopping.is_set)))
-        stack.push(lambda error, *_: stopping.set() if error else None)  # then the sender does not wait for engines
-        logs = stack.enter_context(open_logs(session, hub.opener(session.run.root), hub.require_sync))
-        trainer = build_trainer(session, hub, policy, reader=reader, sender=sender, logs=logs)
-        stop = stop_on_sigterm(stopping)
-        with failures_on_board(trainer):
-            trainer.run(stop)
+        team = stack.enter_context(lead_ranks(session, hub)) if session.config.trainer.ranks > 1 else None
+        trainer = stack.enter_context(
+            open_trainer(
+                session,
+                hub,
+                lambda kind, prepare: HubReader(hub, kind, prepare=prepare),
+                lambda: _sender(session, hub, stopping.is_set),
+                lines=hub.opener(session.run.root),
+                settle=hub.require_sync,
+                team=team,
+            )
+        )
+        try:
+            trainer.run(stop_on_sigterm(stopping))
+        except BaseException:
+            stopping.set()  # then the sender does not wait for engines
+            raise
 
 
 def run_rank(session: Session, role: str) -> None:
     """Another rank of the trainer, to its end. It ends with rank 0, so that SIGTERM leaves time for a checkpoint."""
     torch.set_num_threads(session.here.threads)
-    if (address := session.here.ranks_at) is None:
-        with socket.socket(fileno=os.dup(session.here.ranks)) as listening:
-            address = listening.getsockname()[:2]
-    with _joined(session, 1 + rank_roles(session.config).index(role), address) as team:
+    while not (ready := session.run.ready_file(TRAINING)).exists():  # the launcher watches how long
+        time.sleep(POLL_S)
+    address = urlsplit(msgspec.json.decode(ready.read_bytes(), type=ReadyFile).url)
+    meeting = (str(address.hostname), int(address.port or 0))
+    with _joined(session, 1 + rank_roles(session.config).index(role), meeting) as team:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         learner: Any = load_policy(session, team).learner(session.config)
         learner.follow()
 
 
 @contextmanager
-def lead_ranks(session: Session, board: Board, ranks_fd: int) -> Iterator[Team]:
-    """Be rank 0 of a sharded trainer while inside; the others connect to the socket `ranks_fd`."""
+def lead_ranks(session: Session, board: Board) -> Iterator[Team]:
+    """Be rank 0 of a sharded trainer while inside. Its ready file tells the others where to connect."""
     starting(board, [TRAINER], "waits for the other ranks to start")
-    with _joined(session, 0, socket.socket(fileno=os.dup(ranks_fd))) as team:
+    meeting = listen(session.here.address)
+    url = f"tcp://{session.here.address}:{meeting.getsockname()[1]}"
+    write_atomically(session.run.ready_file(TRAINING), msgspec.json.encode(ReadyFile(url, os.getpid())))
+    with _joined(session, 0, meeting) as team:
         yield team
         team.call("end")
 
@@ -116,7 +125,7 @@ def _sender(session: Session, hub: HubClient, give_up: Callable[[], bool]) -> We
     """The trainer's end of the weight transfer. Raises UserError if there is no route to a server of a broadcast."""
     config = session.config
     engine, launch = config.engine, config.launch
-    timeout_s = max(ANSWER_S, launch.watchdog_s + KILLED_S) if launch.restarts else ANSWER_S
+    timeout_s = max(ANSWER_S, launch.watchdog_s + NOTICED_S)
     if config.weights.kind == "collective":
         from pipelinerl.weights.broadcast.sender import CollectiveWeightSender  # noqa: PLC0415 - few runs need it
 
@@ -150,27 +159,6 @@ def _broadcast_address(urls: Iterable[str]) -> str:
             raise UserError(f"engine.urls: there is no route to {url}: {error.strerror or error}") from error
         found = address if found == LOOPBACK else found
     return found
-
-
-@dataclass(frozen=True)
-class TrainingLogs:
-    """The files that the trainer writes its records to. `settle` waits until what was written is there."""
-
-    metrics: Sink
-    trained: Lines
-    published: Lines
-    lines: OpenLines
-    settle: Callable[[], object]
-
-
-@contextmanager
-def open_logs(
-    session: Session, lines: OpenLines = JsonLines, settle: Callable[[], object] = lambda: None
-) -> Iterator[TrainingLogs]:
-    run = session.run
-    metrics = JsonlSink(run.root, lines)
-    with closing(metrics), lines(run.trained) as trained, lines(run.published) as published:
-        yield TrainingLogs(metrics, trained, published, lines, settle)
 
 
 @dataclass(frozen=True)
@@ -228,6 +216,43 @@ def load_policy(session: Session, team: Team | None = None) -> Policy:
     return Policy(lora.model, lora, tokenizer, checkpoint)
 
 
+@contextmanager
+def open_trainer(
+    session: Session,
+    board: Board,
+    open_stream: Callable[[Any, Callable[[Any], Prepared]], StreamReader[Prepared]],
+    open_sender: Callable[[], WeightSender],
+    *,
+    lines: OpenLines = JsonLines,
+    settle: Callable[[], object] = lambda: None,
+    team: Team | None = None,
+) -> Iterator[Trainer]:
+    """The trainer of a session, with its model, preprocessor and files. Publishes that it failed if the block does.
+
+    `open_stream` opens a stream of items of a type, each with what prepares it. `settle`: see `build_trainer`.
+    """
+    run = session.run
+    starting(board, [TRAINER], "loads the model")
+    policy = load_policy(session, team)
+    if session.config.launch.preprocessor == "process":
+        reader = open_stream(Prepared, lambda prepared: prepared)
+    else:
+        reader = open_stream(Group, make_preprocessor(session.config, policy.lora).process)
+    with (
+        closing(open_sender()) as sender,
+        closing(JsonlSink(run.root, lines)) as metrics,
+        lines(run.trained) as trained,
+        lines(run.published) as published,
+    ):
+        logs: dict[str, Any] = {"metrics": metrics, "trained": trained, "published": published, "lines": lines}
+        trainer = build_trainer(session, board, policy, reader=reader, sender=sender, settle=settle, **logs)
+        try:
+            yield trainer
+        except BaseException as error:
+            trainer.fail(type(error).__name__)
+            raise
+
+
 def build_trainer(
     session: Session,
     board: Board,
@@ -235,9 +260,16 @@ def build_trainer(
     *,
     reader: StreamReader[Prepared],
     sender: WeightSender,
-    logs: TrainingLogs,
+    metrics: Sink,
+    trained: Lines,
+    published: Lines,
+    lines: OpenLines = JsonLines,
+    settle: Callable[[], object] = lambda: None,
 ) -> Trainer:
-    """Make the trainer of `policy`, with the state of its checkpoint, and record the session. Nothing is trained yet."""
+    """Make the trainer of `policy`, with the state of its checkpoint, and record the session. Nothing is trained yet.
+
+    `settle` waits until all that was written is there, before a checkpoint.
+    """
     config = session.config
     learner = policy.learner(config)
     state = policy.checkpoint.state if policy.checkpoint else CheckpointState(version=0)
@@ -247,7 +279,7 @@ def build_trainer(
     begun = session_record(session)
 
     def record() -> None:
-        with logs.lines(session.run.sessions) as sessions:
+        with lines(session.run.sessions) as sessions:
             sessions.write(begun)
 
     if policy.checkpoint is None:  # a resume is recorded with its first step: one that fails before changes nothing
@@ -255,30 +287,25 @@ def build_trainer(
     queue = SampleQueue(
         reader, by_index=session.schedule.trains_in_rounds(), position=state.positions, counts=state.counters.queue
     )
-    generation = generation_stages(config.engine.processes)
+    output = TrainerOutput(
+        board=board,
+        sink=metrics,
+        trained_log=trained,
+        published_log=published,
+        on_begin=record if policy.checkpoint is not None else lambda: None,
+        started_s=session.records_from_s,
+        weighs_products=config.correction.sequence == "truncate",
+    )
     return Trainer(
         config.trainer,
         learner,
         queue,
         session.schedule,
         sender,
-        output=TrainerOutput(
-            board=board,
-            sink=logs.metrics,
-            trained_log=logs.trained,
-            published_log=logs.published,
-            on_begin=record if policy.checkpoint is not None else lambda: None,
-            engines=[*(stages.engine for stages in generation), ENDED_ENGINES],
-            actors=[*(stages.actor for stages in generation), ENDED_ACTORS],
-            started_s=session.records_from_s,
-            weighs_products=config.correction.sequence == "truncate",
-        ),
+        output=output,
         stopped=session.run.stop_request.exists,
         checkpoints=CheckpointPlan(
-            directory=session.run.checkpoints,
-            tokenizer=policy.tokenizer,
-            session=session.plan.id,
-            check=logs.settle,
+            directory=session.run.checkpoints, tokenizer=policy.tokenizer, session=session.plan.id, check=settle
         ),
         state=state,
         checksum=session.plan.checksum,
@@ -304,13 +331,3 @@ def session_record(session: Session) -> SessionRecord:
 def this_computer() -> Computer:
     packages = {"python": platform.python_version()} | {name: found for name in PACKAGES if (found := version(name))}
     return Computer(processor=processor(), instructions=torch.backends.cpu.get_cpu_capability(), packages=packages)
-
-
-@contextmanager
-def failures_on_board(trainer: Trainer) -> Iterator[None]:
-    """On an exception inside, publish the failure with the final rollout counts on the status board, and re-raise."""
-    try:
-        yield
-    except BaseException as error:
-        trainer.fail(type(error).__name__)
-        raise

@@ -107,8 +107,6 @@ class Bounds(NamedTuple):
     health_every_s: float = 2.0
     refused_s: float = 3.0
     silent_s: float = 30.0
-    alone_s: float = 0.0
-    """How long all servers may fail; then the engine fails. Above 0, they are expected to be started again."""
     join_s: float = 120.0
     """For all servers and the trainer to form a group, if weights are broadcast."""
     update_s: float = 120.0

@@ -62,7 +62,7 @@ class RemoteEngine:
     def __init__(self, replicas: Sequence[Replica], *, name: str, bounds: Bounds) -> None:
         self.name = name
         self.max_length = self.vocabulary = self._version = 0
-        self._fleet, self._bounds = Fleet(replicas, bounds.alone_s), bounds
+        self._fleet, self._bounds = Fleet(replicas), bounds
         self._joined = False
         self._error: BaseException | None = None  # the first that ended the engine: open requests then get no answer
         self._arrived = asyncio.Event()  # a token, an answer or an error

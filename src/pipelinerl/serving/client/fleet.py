@@ -206,9 +206,8 @@ class Replica:
 class Fleet:
     """All servers of an engine, and the queue of requests for their slots. No server has more requests than slots."""
 
-    def __init__(self, replicas: Sequence[Replica], alone_s: float) -> None:
-        """`alone_s`: see `Bounds`."""
-        self.replicas, self._alone_s = replicas, alone_s
+    def __init__(self, replicas: Sequence[Replica]) -> None:
+        self.replicas = replicas
         self._waiting: deque[tuple[GenerationRequest, asyncio.Future[Replica]]] = deque()
 
     @property
@@ -217,8 +216,8 @@ class Fleet:
         return sum(replica.slots for replica in self.replicas)
 
     def unavailable(self) -> EngineUnavailableError | None:
-        """The error with the last error of each server, if all are gone and have failed for `alone_s`."""
-        if not all(replica.gone and replica.failing_s >= self._alone_s for replica in self.replicas):
+        """The error with the last error of each server, if all are gone."""
+        if not all(replica.gone for replica in self.replicas):
             return None
         reasons = "; ".join(f"{replica.url}: {replica.last_error}" for replica in self.replicas)
         return EngineUnavailableError(f"no engine server is left ({reasons}); look at the servers' logs")

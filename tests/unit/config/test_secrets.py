@@ -5,7 +5,6 @@ from __future__ import annotations
 from pipelinerl.config.load import load_config
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.config.secrets import REMOVED, without_secrets
-from pipelinerl.launch.stages.training import this_computer
 
 
 def test_passwords_and_keys_are_removed_and_nothing_else() -> None:
@@ -49,10 +48,3 @@ def test_passwords_and_keys_are_removed_and_nothing_else() -> None:
     assert found["engine"]["urls"] == ["http://host:8000"]
     assert found["engine"]["api_key_env"] == "MY_KEY", "the name of a variable is no secret"
     assert RunConfig.model_validate(found).trainer == config.trainer
-
-
-def test_the_machine_is_described() -> None:
-    machine = this_computer()
-    assert {"python", "torch", "transformers"} <= machine.packages.keys()
-    assert machine.processor
-    assert machine.instructions
