@@ -50,21 +50,6 @@ def update_of(seed: int, version: int) -> WeightUpdate:
     return WeightUpdate(version, checksum(tensors), tensors)
 
 
-def test_tokens_do_not_depend_on_who_shares_the_batch() -> None:
-    probe = request("probe", (9, 8, 7, 6), 40)
-    alone = engine().generate([probe])[0]
-    generator = random.Random(0)
-    for crowd in range(3):
-        others = [
-            request(f"o{i}", tuple(generator.randrange(3, VOCABULARY) for _ in range(generator.randint(1, 40))), 3 + i)
-            for i in range(11)
-        ]
-        position = generator.randrange(11)
-        found = engine(slots=5).generate([*others[:position], probe, *others[position:]])[position]
-        assert found.token_ids == alone.token_ids, crowd
-        assert found.logprobs == pytest.approx(alone.logprobs, abs=1e-4)
-
-
 def test_same_prompt_is_prefilled_once_and_sampled_apart() -> None:
     group = [request(f"g{i}", tuple(range(3, 15)), 8, temperature=1.5) for i in range(4)]
     served = engine()
@@ -130,15 +115,6 @@ def test_a_request_that_can_not_be_served_fails_alone_with_the_numbers() -> None
         with pytest.raises(RequestError, match="out of range"):
             served.submit(request("odd", **odd))
     assert set(drain(served)) == {"good"}
-
-
-def test_a_stop_token_ends_the_completion_and_is_its_last_token() -> None:
-    free = engine().generate([request("x", max_tokens=30)])[0]
-    stop = free.token_ids[7]
-    stopped = engine().generate([request("x", max_tokens=30, stop_token_ids=(stop,))])[0]
-    assert stopped.token_ids == free.token_ids[: free.token_ids.index(stop) + 1]
-    assert stopped.finish_reason == "stop"
-    assert free.finish_reason == "length"
 
 
 def test_an_update_neither_drops_nor_delays_a_sequence() -> None:

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from pipelinerl.engine import varlen
-from pipelinerl.engine.fused import join_products
 from pipelinerl.engine.static import StaticEngine
 from pipelinerl.engine.varlen import VarlenRunner
 from pipelinerl.models.state import checksum, named_weights
@@ -72,34 +71,6 @@ def test_products_of_one_input_are_joint_and_follow_what_is_written_to_their_par
     with torch.inference_mode():
         found_NV, order_N = runner._slot_logits(ids_T)
         torch.testing.assert_close(found_NV, other(input_ids=ids_T[None]).logits[0][order_N], atol=1e-4, rtol=1e-4)
-
-
-class _Shared(nn.Module):
-    """Two of its layers have the same weight, and three the same input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.third, self.fourth = (nn.Linear(4, 4) for _ in range(4))
-        self.second.weight = self.first.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.first(x) * self.third(x) + self.fourth(x) * self.second(x + 1)  # type: ignore[no-any-return]
-
-
-def test_a_weight_that_is_used_twice_stays_as_it_is() -> None:
-    model = _Shared()
-    x = torch.randn(3, 4)
-    program = torch.export.export(model, (x,))
-    own = dict(model.named_parameters(remove_duplicate=False))
-    inputs: list[Tensor] = [own[spec.target] for spec in program.graph_signature.input_specs if spec.target]
-    join_products(program.graph_module.graph, inputs)
-    program.graph_module.recompile()
-    assert (
-        len(inputs) == len(program.graph_signature.input_specs) - 1 + 2
-    )  # a weight and a bias, of the third and the fourth
-    for parameter in model.parameters():
-        parameter.data.copy_(torch.randn(parameter.shape))
-    torch.testing.assert_close(program.graph_module.forward(*inputs, x)[0], model(x))
 
 
 @pytest.mark.parametrize(

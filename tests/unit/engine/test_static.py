@@ -123,26 +123,6 @@ def test_rows_gather_when_most_have_ended() -> None:
     assert all(done[one.request_id].token_ids == one.token_ids for one in expected)
 
 
-def test_prompts_wait_for_each_other_while_others_decode_but_not_for_ever() -> None:
-    served = static(32)
-    steps = iter(range(1000))
-
-    def submit_and_step(count: int, after: int = 1) -> int:
-        """In progress `after` some steps."""
-        for _ in range(count):
-            served.submit(request(f"r{next(steps)}", max_tokens=60))
-        for _ in range(after):
-            served.step()
-        return served.in_progress
-
-    assert submit_and_step(1) == 1, "nothing decodes"
-    assert submit_and_step(1) == 1, "one has just begun, and a second could wait for a third"
-    assert submit_and_step(1) == 3, "two are a sixteenth of the slots"
-    assert submit_and_step(1, after=15) == 3
-    assert submit_and_step(0) == 4, "sixteen steps have passed"
-    assert len(drain(served)) == 4
-
-
 def test_a_row_that_ended_before_an_update_keeps_the_versions_it_was_made_with() -> None:
     served = static(kv_on_update="recompute")
     served.submit(request("short", max_tokens=2))

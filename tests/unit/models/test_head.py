@@ -145,20 +145,6 @@ def test_the_transform_of_each_family_is_found() -> None:
     }
 
 
-def test_a_cap_of_scaled_logits_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make_model("llama", torch.bfloat16)
-    forward = training_forward(model)
-    plain = type(model).forward
-
-    def capped(*arguments: Any, **options: Any) -> Any:
-        output = plain(*arguments, **options)
-        output.logits = torch.tanh(output.logits * 0.1 / 30.0) * 30.0
-        return output
-
-    monkeypatch.setattr(type(model), "forward", capped)
-    assert logit_transform(forward) == LogitTransform(0.1, 30.0)
-
-
 def test_another_transform_keeps_all_logits_and_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

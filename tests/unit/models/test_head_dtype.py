@@ -9,10 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipelinerl.cli import serve
-from pipelinerl.cli.parser import Commands
 from pipelinerl.config.load import load_config
-from pipelinerl.config.schema import ModelConfig
 from pipelinerl.engine import LocalEngine
 from pipelinerl.errors import ConfigError
 from pipelinerl.models import loading
@@ -97,13 +94,6 @@ def test_the_run_file_says_so_to_all_who_load_the_model(tmp_path: Path) -> None:
     assert isinstance(load_model(config.model).get_output_embeddings(), Float32Head)
     plain = config.model.model_copy(update={"head_dtype": None})
     assert not isinstance(load_model(plain).get_output_embeddings(), Float32Head)
-    commands = Commands()
-    serve.add_to(commands)
-    options = commands.root.parse_args(["serve", str(tmp_path)])
-    flags = ["--model.dtype", "bfloat16", "--model.head_dtype", "float32"]
-    assert serve.serve_options(options, flags).model == ModelConfig(
-        path=str(tmp_path), dtype="bfloat16", head_dtype="float32"
-    )
 
 
 def test_vllm_has_a_head_of_its_own() -> None:

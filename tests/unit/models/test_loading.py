@@ -23,8 +23,6 @@ from transformers import (
     OPTConfig,
     PreTrainedTokenizerFast,
     Qwen2VLConfig,
-    Qwen3_5Config,
-    RobertaConfig,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -74,47 +72,23 @@ TEXT = {
     "num_key_value_heads": 1,
     "max_position_embeddings": 128,
 }
-TOKENS = {"image_token_id": 30, "video_token_id": 31, "vision_start_token_id": 32, "vision_end_token_id": 33}
-WITH_VISION = {
-    "all of it, frozen": Qwen2VLConfig(
-        text_config=TEXT | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}},
-        vision_config={"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2},
-        **TOKENS,
-    ),
-    "not loaded": Qwen3_5Config(
-        text_config=TEXT
-        | {
-            "head_dim": 16,
-            "layer_types": ["linear_attention", "full_attention"],
-            "linear_num_value_heads": 2,
-            "linear_num_key_heads": 1,
-            "linear_key_head_dim": 8,
-            "linear_value_head_dim": 8,
-        },
-        vision_config={
-            "depth": 1,
-            "hidden_size": 16,
-            "intermediate_size": 32,
-            "num_heads": 2,
-            "out_hidden_size": 32,
-            "num_position_embeddings": 16,
-        },
-        **TOKENS,
-    ),
-}
-"""What becomes of the vision part, and a model that has one."""
+WITH_VISION = Qwen2VLConfig(
+    text_config=TEXT | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}},
+    vision_config={"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2},
+    image_token_id=30,
+    video_token_id=31,
+    vision_start_token_id=32,
+    vision_end_token_id=33,
+)
 
 
-@pytest.mark.parametrize("vision", WITH_VISION)
-def test_a_vision_language_model_is_trained_and_run_as_its_text_model(vision: str, tmp_path: Path) -> None:
+def test_a_vision_language_model_is_trained_and_run_as_its_text_model(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    AutoModelForImageTextToText.from_config(WITH_VISION[vision]).save_pretrained(tmp_path)
+    AutoModelForImageTextToText.from_config(WITH_VISION).save_pretrained(tmp_path)
     model = load_model(ModelConfig(path=str(tmp_path)))
     learner = Learner(model, TrainerConfig(weight_decay=0.1), temperature=1.0)
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
-    parts = ("visual", "vision", "multi_modal")
-    assert frozen == {name for name, _ in model.named_parameters() if any(part in name for part in parts)}
-    assert bool(frozen) == (vision != "not loaded")
+    assert frozen == {name for name, _ in model.named_parameters() if "visual" in name} != set()
     engine = LocalEngine(load_model(ModelConfig(path=str(tmp_path))), slots=2, max_length=64, flatten=False)
     assert engine.update_weights(WeightUpdate(1, checksum(learner.weights()), learner.weights())).version == 1
     prompt, sampling = tuple(range(3, 20)), SamplingParams(max_tokens=8)
@@ -340,7 +314,6 @@ SMALLER = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, 
 TABLES = {
     "gpt2": GPT2Config(**SMALL),
     "opt": OPTConfig(**SMALLER, ffn_dim=32, word_embed_proj_dim=32),  # counts from 2
-    "roberta": RobertaConfig(**(SMALLER | {"max_position_embeddings": 66}), is_decoder=True),  # and from its padding
     "gptj": GPTJConfig(**SMALL, rotary_dim=8),  # a buffer
     "llama": LlamaConfig(**SMALLER),
 }

@@ -11,7 +11,6 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import msgspec
-import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, models
@@ -25,14 +24,13 @@ from pipelinerl.interfaces import Schedule
 from pipelinerl.metrics.reading import read_json_lines, read_records
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.sinks import JsonlSink
-from pipelinerl.models.state import checksum, digests_of, named_weights
+from pipelinerl.models.state import checksum, named_weights
 from pipelinerl.preprocess import Preprocessor
 from pipelinerl.schedule import ConventionalSchedule, PipelineSchedule
 from pipelinerl.status.board import MemoryBoard
 from pipelinerl.trainer import CheckpointPlan, Learner, SampleQueue, Trainer, TrainerOutput, saving
-from pipelinerl.trainer.records import PublishedRecord, TrainedRecord
+from pipelinerl.trainer.records import TrainedRecord
 from pipelinerl.types import (
-    ActorProgress,
     Completion,
     Group,
     Problem,
@@ -237,45 +235,6 @@ def test_a_large_spread_of_products_is_a_warning(tmp_path: Path, noise: float, w
     assert bool(above) == (noise == 2.0)
     assert len(setup.progress.notes) == (noise == 2.0 and weighs_products)
     assert all(f"log_product_sd is above 1 since step {above[0]}:" in note for note in setup.progress.notes)
-
-
-def test_records_have_what_was_published_and_what_it_was_trained_on(tmp_path: Path) -> None:
-    setup = Setup(tmp_path, steps=2)
-    setup.drive()
-    published = read_json_lines(tmp_path / "published.jsonl", PublishedRecord)
-    assert [record.version for record in published] == [0, 1, 2]
-    held = named_weights(setup.learner.model)
-    assert published[-1].checksum == checksum(held)
-    assert published[-1].digests == {name: digest[:16] for name, digest in digests_of(held).items()}
-    assert published[0].digests.keys() == published[-1].digests.keys()
-    assert all(published[0].digests[name] != digest for name, digest in published[-1].digests.items())
-    trained = read_json_lines(tmp_path / "rollouts" / "trained.jsonl", TrainedRecord)
-    advantages = [sample.advantage for sample in trained[0].samples]
-    assert any(advantages)
-    assert sum(advantages) == 0
-    assert len({sample.logprobs_digest for record in trained for sample in record.samples}) == 8
-
-
-def test_records_tell_how_length_goes_with_lag_and_what_the_actor_dropped(tmp_path: Path) -> None:
-    setup = Setup(tmp_path, steps=2, batch_size=6)
-    counts = {"rollouts_dropped": {"timeout": 2}, "dropped_tokens": {"timeout": 90}, "started_length_mean": 7.5}
-    actor = ActorProgress(**counts)  # type: ignore[arg-type]
-    setup.board.publish(
-        StageStatus(stage="actor", pid=1, state="working", detail="", since_s=0, written_s=0, progress=actor)
-    )
-    setup.trainer.start()
-    setup.feed([0])
-    setup.feed([1])
-    setup.train_to(1)
-    setup.feed([2])
-    setup.train_to(2)
-    first, second = setup.records()
-    assert first.length_lag_correlation is None  # all of version 0
-    # 4 and 5 tokens of group 1, which lag by one, and 2 to 5 of group 2, which do not.
-    expected = np.corrcoef([4, 5, 2, 3, 4, 5], [1, 1, 0, 0, 0, 0])[0, 1]
-    assert second.length_lag_correlation == pytest.approx(expected)
-    assert (second.actor_dropped, second.actor_dropped_tokens) == ({"timeout": 2}, {"timeout": 90})
-    assert second.started_length_mean == 7.5
 
 
 def test_the_ess_guard_drops_what_is_off_policy_and_goes_on_with_fresh_rollouts(tmp_path: Path) -> None:
