@@ -15,10 +15,10 @@ from pipelinerl.config.keys import spell
 from pipelinerl.config.load import config_of_values
 from pipelinerl.config.schema import PACKAGED_MODELS, RunConfig, Section
 from pipelinerl.errors import ConfigError, UserError
-from pipelinerl.models.shape import ModelShape
 from pipelinerl.resources.machine import device_memory
 from pipelinerl.resources.memory import predict, shape_of
 from pipelinerl.resources.placement import Node, place, roles_of
+from pipelinerl.resources.shape import ModelShape
 from pipelinerl.types import MAX_RECEIVERS
 
 FILLED = 0.9

@@ -14,7 +14,6 @@ from typing import NamedTuple
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import ModelLoadError, UserError
 from pipelinerl.models.folder import downloaded, find_model
-from pipelinerl.models.shape import ModelShape, read_shape
 from pipelinerl.resources.machine import Memory, memory_of
 from pipelinerl.resources.roles import (
     PREPROCESSING,
@@ -24,6 +23,7 @@ from pipelinerl.resources.roles import (
     rank_roles,
     server_roles,
 )
+from pipelinerl.resources.shape import ModelShape, read_shape
 
 HOST = "cpu"
 BETWEEN = "weights between processes"

@@ -19,10 +19,10 @@ from pipelinerl.launch import checks, run, trial
 from pipelinerl.launch.checks import dry_run
 from pipelinerl.launch.trial import TryoutReport
 from pipelinerl.models.folder import resolve_path
-from pipelinerl.models.shape import ModelShape
 from pipelinerl.resources import gpus
 from pipelinerl.resources.gpus import choose, keys_given, may_choose
 from pipelinerl.resources.machine import Memory
+from pipelinerl.resources.shape import ModelShape
 
 ROOT = Path(__file__).parents[3]
 GB = 10**9

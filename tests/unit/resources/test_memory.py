@@ -18,7 +18,6 @@ from pipelinerl.engine.runner import ModelRunner
 from pipelinerl.errors import ModelLoadError, UserError
 from pipelinerl.models.folder import resolve_path
 from pipelinerl.models.packed import PackedRow, sampled_logits, use_packed_attention
-from pipelinerl.models.shape import ModelShape, read_shape
 from pipelinerl.models.state import named_weights
 from pipelinerl.resources import memory
 from pipelinerl.resources.machine import Memory, device_memory, host_memory, usable_gpus
@@ -32,6 +31,7 @@ from pipelinerl.resources.memory import (
     predict,
     share_for_vllm,
 )
+from pipelinerl.resources.shape import ModelShape, read_shape
 from pipelinerl.trainer import logprobs
 from pipelinerl.trainer.optimizer import Optimizer
 from pipelinerl.types import Segment
