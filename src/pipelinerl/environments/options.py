@@ -23,7 +23,7 @@ from typing import Annotated, Any, Self, TypeAlias
 from pydantic import Field, JsonValue, ValidationError
 
 from pipelinerl.config.schema import Count, Section
-from pipelinerl.environments.prompts import Message, chat_messages, check_chat, check_template_options
+from pipelinerl.environments.prompts import Message, check_template_options, has_chat_template, with_system
 from pipelinerl.environments.single_turn import JudgedTurn
 from pipelinerl.errors import EnvironmentSetupError
 from pipelinerl.interfaces import Tokenizer
@@ -96,7 +96,9 @@ class QuestionTask(JudgedTurn):
         super().__init__(tokenizer, seed)
         self.max_tokens = options.max_tokens
         self._system, self._text = options.system, options.text
-        self._chat = check_chat(tokenizer, options.chat)
+        self._chat = has_chat_template(tokenizer) if options.chat is None else options.chat
+        if self._chat and not has_chat_template(tokenizer):
+            raise EnvironmentSetupError("environment.args.chat is true, but the model's tokenizer has no chat template")
         self.template_options = check_template_options(tokenizer, options.template_options, chat=self._chat)
         if self._chat:
             options.refuse_without_effect("the question is a message of a chat", "text")
@@ -104,7 +106,9 @@ class QuestionTask(JudgedTurn):
             options.refuse_without_effect(NO_CHAT, "system")
 
     def ask(self, question: str) -> str | Sequence[Message]:
-        return chat_messages(self._system, question) if self._chat else self._text.replace("{question}", question)
+        if self._chat:
+            return with_system(self._system, [{"role": "user", "content": question}])
+        return self._text.replace("{question}", question)
 
 
 def bounds_of(name: str, value: int | tuple[Any, Any]) -> tuple[Any, Any]:

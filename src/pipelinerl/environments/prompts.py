@@ -60,12 +60,8 @@ def encode_prompt(
     return tuple(map(int, encoded["input_ids"]))
 
 
-def chat_messages(system: str, question: str) -> list[Message]:
-    """The messages that ask a question; no system message if `system` is empty."""
-    return with_system(system, [{"role": "user", "content": question}])
-
-
 def with_system(system: str, messages: list[Message]) -> list[Message]:
+    """The messages after a system message; without one if `system` is empty."""
     return [{"role": "system", "content": system}, *messages] if system else messages
 
 
@@ -79,18 +75,6 @@ def wrong_chat(messages: Sequence[Message], system: str = "") -> str | None:
     if system and any(message.get("role") == "system" for message in messages):
         return "chat messages with a system message of their own (leave out environment.args.system)"
     return None
-
-
-def check_chat(tokenizer: Tokenizer, chat: bool | None) -> bool:
-    """Whether to use the chat template: `chat`, or, if that is None, whether there is one.
-
-    Raises EnvironmentSetupError if `chat` is true without a chat template.
-    """
-    if chat and not has_chat_template(tokenizer):
-        raise EnvironmentSetupError(
-            "environment.args.chat is true, but the model's tokenizer has no chat template: set it to false, or remove it"
-        )
-    return has_chat_template(tokenizer) if chat is None else chat
 
 
 def check_template_options(tokenizer: Tokenizer, options: Mapping[str, Any] | None, *, chat: bool = True) -> dict[str, Any]:

@@ -48,8 +48,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "function": {"data": "data.jsonl", "reward": "r.py:reward"},
     "tools": {"data": "data.jsonl", "reward": "r.py:reward", "functions": "r.py:add"},
     "math": {"path": "data.jsonl", "judge": "numbers"},
-    "countdown": {},
-    "reasoning_gym": {"task": "basic_arithmetic"},
     "mixture": {"environments": {"a": {"kind": "math", "args": {"path": "data.jsonl", "judge": "numbers"}}}},
 }
 REWARDS = "def reward(completion, example):\n    return 1.0\n"
@@ -79,8 +77,6 @@ def made(kind: str, options: dict[str, Any], template: str | None = WITH_OPTION,
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_options_reach_the_template_in_every_environment_with_chats(kind: str) -> None:
-    if kind == "reasoning_gym":
-        pytest.importorskip("reasoning_gym")
     for options in ({}, {"brief": True}):
         environment, tokenizer = made(kind, options)
         client = SamplingClient.saying(tokenizer, "4")

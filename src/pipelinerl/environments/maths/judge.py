@@ -11,7 +11,6 @@ import importlib
 import importlib.util
 import logging
 import re
-from collections import OrderedDict
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -46,7 +45,7 @@ class Judge:
         # `verify` is registered so that a process imports math-verify when it starts: a call has no time for it.
         functions = {"judge": f"{__name__}:same_value", "verify": "math_verify:verify"}
         self._pool = FunctionPool(functions, workers=processes, limits=Limits(timeout_s=timeout_s))
-        self._cache: OrderedDict[tuple[str, str], JudgeVerdict] = OrderedDict()
+        self._cache: dict[tuple[str, str], JudgeVerdict] = {}
 
     async def verdict(self, expected: str, answer: str) -> JudgeVerdict:
         """Whether `answer` has the value of `expected`. Errors of the judge itself propagate: they fail the rollout."""
@@ -60,9 +59,9 @@ class Judge:
                 known = JudgeVerdict(await self._pool.call("judge", expected, answer) is True)
             except CALL_ENDED:
                 known = JudgeVerdict(right=False, failed=True)
+            if len(self._cache) >= CACHED_VERDICTS:
+                del self._cache[next(iter(self._cache))]
             self._cache[key] = known
-            if len(self._cache) > CACHED_VERDICTS:
-                self._cache.popitem(last=False)
         return known
 
 

@@ -13,7 +13,7 @@ from pipelinerl.environments.chat.messages import ChatMessage
 from pipelinerl.environments.chat.tool_use import Tool, ToolError, ToolTask, tool_of
 from pipelinerl.environments.maths.numbers import MAX_OPERAND_DIGITS, answer_in, read_expression
 from pipelinerl.environments.options import Arguments, Options, bounds_of
-from pipelinerl.environments.prompts import chat_messages, check_template_options
+from pipelinerl.environments.prompts import check_template_options, with_system
 from pipelinerl.environments.single_turn import is_held_out
 from pipelinerl.interfaces import Tokenizer
 from pipelinerl.types import Problem
@@ -86,7 +86,8 @@ class Calculator(ToolTask):
         return [self._draw(rng, f"calculator/held-out/{number}", held_out=True) for number in range(count)]
 
     def prompt(self, problem: Problem) -> Sequence[ChatMessage]:
-        return chat_messages(self._options.system, f"What is {problem.payload['expression']}?")
+        question = f"What is {problem.payload['expression']}?"
+        return with_system(self._options.system, [{"role": "user", "content": question}])
 
     def reward(self, problem: Problem, answer: str, messages: Sequence[ChatMessage]) -> float:  # noqa: ARG002
         return float(answer_in(answer) == problem.payload["value"])
