@@ -127,8 +127,6 @@ def test_steps_of_low_ess_are_counted_and_marked() -> None:
     summary = summarize(CONFIG, low, [], {}, wall_s=1.0, status="finished")
     assert (summary["ess_low_steps"], summary["ess_low_first"]) == (2, 2)
     assert "ESS │ mean 0.497, min 0.100; below 0.5 in 2 steps, first in step 2 │" in table_of(summary)
-    assert (whole_run()["ess_low_steps"], whole_run()["ess_low_first"]) == (0, None)
-    assert "below 0.5" not in table_of(whole_run())
 
 
 def test_the_keys_are_those_that_tools_rely_on() -> None:
@@ -137,34 +135,43 @@ def test_the_keys_are_those_that_tools_rely_on() -> None:
 
 
 def test_the_numbers_by_hand() -> None:
+    expected = {
+        "schedule": "pipeline",
+        "seed": 3,
+        "model": "some/model",
+        "environment": "gcd",
+        "version": 8,
+        "samples_trained": 64,
+        "samples_per_s": 64 / 50,
+        "tokens_per_s": 100,
+        "tokens_trained": 360,
+        "reward_first": 0.15,  # min(5, 8 / 4) = 2 steps
+        "reward_last": 0.75,
+        "ess_mean": 1 - (1 + 3 + 4 + 5 + 6 + 7 + 8) / 700,
+        "ess_min": 0.92,
+        "lag_mean": sum(n * n for n in range(1, 9)) / 36,  # a token weighs as a token
+        "lag_max": 16,
+        "trained_length_mean": 4.5,
+        "sampled_length_mean": 20.0,
+        "update_pause_s_p50": 0.0025,
+        "update_pause_s_p99": 0.003 + 0.97 * 0.101,
+        "update_bytes_mean": (4 * 1000 + 2 * 100) / 6,  # versions 1, 2, 3, 4, 6, 7
+        "update_s_p50": 0.35,
+        "update_delta_fraction": 2 / 6,
+        "engine_busy_fraction": 0.9,
+        "trainer_busy_fraction": 0.5,
+        "eval_reward_before": 0.35,
+        "eval_reward_after": 0.95,  # the last of two
+        "eval_before_lengths": {"mean": 20.0, "p50": 20.0, "p99": 29.8},
+        "rollouts_dropped": {"timeout": 3, "error": 1, "stale": 5},
+        "actor_dropped_length_mean": {"timeout": 45.0, "error": 0.0},
+        "rollouts_queued": 15,
+        "cut_fraction": 0.2,
+        "nothing_learned": None,
+    }
     summary = whole_run()
-    assert summary["schedule"] == "pipeline"
-    assert (summary["seed"], summary["model"], summary["environment"]) == (3, "some/model", "gcd")
-    assert (summary["version"], summary["optimizer_steps"], summary["samples_trained"]) == (8, 8, 64)
-    assert summary["samples_per_s"] == pytest.approx(64 / 50)
-    assert summary["tokens_per_s"] == pytest.approx(100)
-    assert summary["tokens_trained"] == 360
-    assert summary["reward_first"] == pytest.approx(0.15)  # min(5, 8 / 4) = 2 steps
-    assert summary["reward_last"] == pytest.approx(0.75)
-    assert summary["ess_mean"] == pytest.approx(1 - (1 + 3 + 4 + 5 + 6 + 7 + 8) / 700)
-    assert summary["ess_min"] == pytest.approx(0.92)
-    assert summary["lag_mean"] == pytest.approx(sum(n * n for n in range(1, 9)) / 36)  # a token weighs as a token
-    assert summary["lag_max"] == 16
-    assert (summary["trained_length_mean"], summary["sampled_length_mean"]) == (4.5, 20.0)
-    assert summary["update_pause_s_p50"] == pytest.approx(0.0025)
-    assert summary["update_pause_s_p99"] == pytest.approx(0.003 + 0.97 * 0.101)
-    assert summary["update_bytes_mean"] == pytest.approx((4 * 1000 + 2 * 100) / 6)  # versions 1, 2, 3, 4, 6, 7
-    assert summary["update_s_p50"] == pytest.approx(0.35)
-    assert summary["update_delta_fraction"] == pytest.approx(2 / 6)
-    assert (summary["engine_busy_fraction"], summary["trainer_busy_fraction"]) == (0.9, 0.5)
-    assert summary["eval_reward_before"] == pytest.approx(0.35)
-    assert summary["eval_reward_after"] == pytest.approx(0.95)  # the last of two
-    assert summary["eval_before_lengths"] == {"mean": 20.0, "p50": 20.0, "p99": pytest.approx(29.8)}
-    assert summary["rollouts_dropped"] == {"timeout": 3, "error": 1, "stale": 5}
-    assert summary["actor_dropped_length_mean"] == {"timeout": 45.0, "error": 0.0}
-    assert summary["rollouts_queued"] == 15
-    assert summary["cut_fraction"] == pytest.approx(0.2)
-    assert summary["nothing_learned"] is None
+    for key, value in expected.items():
+        assert summary[key] == (pytest.approx(value) if isinstance(value, float | dict) else value), key
     assert "conservation_error" not in summary  # 100 = 64 + 9 + 15 + 12
 
 
@@ -222,24 +229,16 @@ def test_evaluations_while_training_and_of_each_environment_are_in_the_summary_a
         evaluated("online", 6, 0.3, skipped=2),
     ]
     summary = summarize(CONFIG, steps(8), [*found, evaluated("after", 8, 0.4)], {}, wall_s=1.0, status="finished")
-    assert [summary["eval_online"][0][key] for key in ("version", "version_min", "version_max")] == [3, 3, 5]
-    assert [(one["version"], one["reward"]) for one in summary["eval_online"]] == [
-        (3, pytest.approx(0.25)),
-        (6, pytest.approx(0.35)),
-    ]
-    assert summary["eval_skipped"] == 2
-    assert summary["eval_after_metrics"]["words/reward"] == 0.4
+    first, last = summary["eval_online"]
+    assert (first["version"], first["version_min"], first["version_max"]) == (3, 3, 5)
+    assert (last["version"], last["reward"], summary["eval_skipped"]) == (6, pytest.approx(0.35), 2)
     table = as_text(final_table(summary))
     assert "evaluations: 2, the last 0.350 (version 6); 2 skipped" in table
     for row in (r"words +│ 0\.100 -> 0\.400", r"numbers +│ 0\.500 -> 0\.500"):
         assert re.search(row, table), row
-    older = {
-        key: value for key, value in summary.items() if key not in ("eval_online", "eval_skipped", "eval_after_metrics")
-    }
-    assert "during training" not in as_text(final_table(older))
 
 
-@pytest.mark.parametrize(("count", "edge"), [(1, 1), (3, 1), (8, 2), (19, 4), (20, 5), (100, 5)])
+@pytest.mark.parametrize(("count", "edge"), [(1, 1), (8, 2), (100, 5)])
 def test_first_and_last_reward_are_over_a_quarter_and_at_most_five_steps(count: int, edge: int) -> None:
     summary = summarize(CONFIG, steps(count), [], {}, wall_s=1.0, status="finished")
     assert summary["reward_first"] == pytest.approx(sum(n / 10 for n in range(1, edge + 1)) / edge)
@@ -312,7 +311,7 @@ def test_the_table_shows_what_matters() -> None:
 
 def test_the_metrics_of_the_environment_come_first_and_rows_on_lag_only_on_demand() -> None:
     def used(step: StepRecord, errors: float, **metrics: float) -> StepRecord:
-        calls = {"tool_calls": 2.0, "tool_errors": errors, "malformed_tool_calls": 1.0, "never": 0.0}
+        calls = {"tool_calls": 2.0, "tool_errors": errors, "never": 0.0}
         return msgspec.structs.replace(step, metrics=calls | metrics, metric_counts=dict.fromkeys(metrics, step.version))
 
     before, *_, almost, after = steps(8)
@@ -320,18 +319,14 @@ def test_the_metrics_of_the_environment_come_first_and_rows_on_lag_only_on_deman
     summary = summarize(CONFIG, [records[0], *steps(8)[1:6], *records[1:]], [], {}, wall_s=1.0, status="finished")
     assert summary["metrics_last"]["distinct"] == 0.5
     assert summary["metrics_last"]["tool_errors"] == pytest.approx(0.62)
-    rows = [line.split("│")[1:3] for line in as_text(final_table(summary)).splitlines() if line.startswith("│")]
-    names = [name.strip() for name, _ in rows]
-    assert names[:3] == ["tool errors", "metrics", "training reward"]
-    assert rows[0][1].strip() == "50% -> 31% of the calls"
-    assert rows[1][1].strip() == (
-        "distinct 0.25 -> 0.5, malformed_tool_calls 1 -> 1, tool_calls 2 -> 2, tool_errors 1 -> 0.62"
-    )
-    more = {"lag", "weight updates", "generated"}
-    assert not more & {*names}
-    assert more <= {
-        line.split("│")[1].strip() for line in as_text(final_table(summary, verbose=True)).splitlines() if "│" in line
-    }
+    shown, everything = as_text(final_table(summary)), as_text(final_table(summary, verbose=True))
+    rows = [[cell.strip() for cell in line.split("│")[1:3]] for line in shown.splitlines() if line.startswith("│")]
+    assert rows[:2] == [
+        ["tool errors", "50% -> 31% of the calls"],
+        ["metrics", "distinct 0.25 -> 0.5, tool_calls 2 -> 2, tool_errors 1 -> 0.62"],
+    ]
+    assert [name in shown for name in (" lag ", "weight updates", " generated ")] == [False] * 3
+    assert [name in everything for name in (" lag ", "weight updates", " generated ")] == [True] * 3
 
 
 def test_a_sample_is_shown_literally() -> None:

@@ -1,15 +1,14 @@
 """One simulated generation process, which advances from event to event instead of token by token.
 
 Between two events the same h sequences advance by a token every `decode_step_s[h]` seconds, so a *segment* of n steps takes
-one computation. Events are: a sequence ends, a reward arrives, or the engine is woken because something it was waiting for
-has changed. Weights that arrive during a segment split it in two, but only when the end of the segment is processed.
+one computation. Events are: a sequence ends, a reward arrives, or the engine is woken because weights were published or
+something else that it was waiting for has changed.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from bisect import bisect_right
 from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -52,13 +51,6 @@ class SimulatedRollout:
         return self.engine.update_versions[self.first_update]
 
 
-class Publication(NamedTuple):
-    """Weights that are available from `time_s` on."""
-
-    time_s: float
-    version: int
-
-
 class DecodeSegment(NamedTuple):
     """`steps` decode steps of `step_s` each, after a pause from the token boundary at `begin_s` on."""
 
@@ -83,10 +75,10 @@ class SimulatedEngine:
     If no sequence is in progress but rollouts wait for rewards, the segment is the time until the next reward.
     """
 
-    def __init__(self, index: int, scenario: Scenario, publications: list[Publication]) -> None:
+    def __init__(self, index: int, scenario: Scenario) -> None:
         self.index = index
         self.slots = scenario.slots
-        self.version = publications[0].version
+        self.version = 0
         self.active = 0
         self.steps_done = 0
         self.decode_s = self.slot_s = 0.0
@@ -97,11 +89,8 @@ class SimulatedEngine:
         self.update_steps = [0]
         self.update_versions = [self.version]
         self._costs = scenario.costs
-        self._schedule = scenario.schedule
         in_rounds = scenario.schedule.trains_in_rounds()
         self._max_open = open_limit(scenario.max_open_rollouts, scenario.slots, in_rounds=in_rounds)
-        self._publications = publications
-        self._seen = 1
         self._waiting: deque[SimulatedRollout] = deque()
         self._ends: list[int] = []
         self._ending: dict[int, list[SimulatedRollout]] = {}
@@ -122,14 +111,15 @@ class SimulatedEngine:
 
     # ---- at a token boundary
 
-    def offered(self, now_s: float) -> int | None:
-        """The version of the newest weights at `now_s`; None if the engine already has them."""
-        newest = self._newest(now_s)
-        return self._publications[newest - 1].version if newest > self._seen else None
-
-    def take_weights(self, now_s: float) -> None:
-        """Take the newest weights at `now_s`."""
-        self._take(self._newest(now_s))
+    def take_weights(self, version: int) -> None:
+        """Use the weights of `version` from the next decode step on."""
+        self.version, step = version, self.steps_done
+        self._pause_s = self._costs.update_pause_s
+        if self.update_steps[-1] == step:
+            self.update_versions[-1] = version
+        else:
+            self.update_steps.append(step)
+            self.update_versions.append(version)
 
     def submit(self, group: SimulatedGroup) -> None:
         work = group.work
@@ -166,34 +156,11 @@ class SimulatedEngine:
     # ---- within a segment
 
     def end_s(self) -> float:
-        """The end of the segment if it is not split, including the actor's work on the rollouts that end then."""
+        """The end of the segment, including the actor's work on the rollouts that end then."""
         segment = self.segment
         assert segment is not None  # noqa: S101 - called only with a segment
         ending = len(self._ending[self._ends[0]]) if self._ends and self.steps_done + segment.steps == self._ends[0] else 0
         return segment.boundary_s(segment.steps) + ending * self._costs.rollout_s
-
-    def catch_up(self, now_s: float) -> bool:
-        """Take the weights that arrived, at boundaries within the segment and before `now_s`, where the schedule allows it.
-
-        True if any were taken.
-        """
-        took = False
-        while self.segment is not None and self.active and self._seen < len(self._publications):
-            steps = self.segment.steps_until(self._publications[self._seen].time_s)
-            boundary_s = self.segment.boundary_s(steps)
-            # From `now_s` on, newer weights may still arrive before the boundary.
-            if steps >= self.segment.steps or boundary_s >= now_s:
-                break
-            # Rollouts of other engines are not known here, so only the engine's own rollouts can deny the update.
-            if not self._schedule.may_take_weights(self.running).allowed:
-                break
-            took = True
-            rest = self.segment.steps - steps
-            self._account(self.segment, steps)
-            self._take(self._newest(boundary_s))
-            self.segment = DecodeSegment(boundary_s, self._pause_s, self.segment.step_s, rest)
-            self._pause_s = 0.0
-        return took
 
     def stop_at_boundary(self, now_s: float, *, later: bool) -> bool:
         """End the segment at the first boundary at or after `now_s` (`later`: after). False if it ends there anyway."""
@@ -251,20 +218,3 @@ class SimulatedEngine:
         self.steps_done += steps
         self.decode_s += decode_s
         self.slot_s += decode_s * self.active
-
-    def _newest(self, time_s: float) -> int:
-        """The number of publications at `time_s`."""
-        if self._seen == len(self._publications):
-            return self._seen
-        return bisect_right(self._publications, time_s, lo=self._seen, key=lambda publication: publication.time_s)
-
-    def _take(self, newest: int) -> None:
-        """Use publication number `newest - 1` from the next decode step on."""
-        self._seen, step = newest, self.steps_done
-        self.version = self._publications[newest - 1].version
-        self._pause_s = self._costs.update_pause_s
-        if self.update_steps[-1] == step:
-            self.update_versions[-1] = self.version
-        else:
-            self.update_steps.append(step)
-            self.update_versions.append(self.version)

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from pipelinerl.experiments.planner.calibration import Ints
-from pipelinerl.experiments.planner.engine import Publication, SimulatedEngine, SimulatedGroup, SimulatedRollout
+from pipelinerl.experiments.planner.engine import SimulatedEngine, SimulatedGroup, SimulatedRollout
 from pipelinerl.experiments.planner.scenario import MeasuredRun, Scenario, first_fifth
 from pipelinerl.hub.admission import AdmissionState
 from pipelinerl.report import count, new_table, number, rendered
@@ -89,11 +89,12 @@ class SimulatedTrainer:
     end_s, wait_s, sampled_tokens, lag_max   one entry per optimizer step; a lag is None if no token had a gradient
     lag_tokens                               number of tokens of each lag that were trained on, with a gradient
     dropped, replaced                        dropped rollouts by reason, and those that the stream replaced by newer ones
+    published                                newest version of weights that engines may take
     finish_s                                 when the step in progress will be done; None: no step is in progress
     """
 
-    def __init__(self, scenario: Scenario, admission: AdmissionState, publications: list[Publication]) -> None:
-        self.version = 0
+    def __init__(self, scenario: Scenario, admission: AdmissionState) -> None:
+        self.version = self.published = 0
         self.trained = 0
         self.busy_s = 0.0
         self.dropped: Counter[str] = Counter()
@@ -104,7 +105,7 @@ class SimulatedTrainer:
         self.lag_max: list[int | None] = []
         self.lag_tokens = np.zeros(0, dtype=np.int64)
         self.finish_s: float | None = None
-        self._scenario, self._admission, self._publications = scenario, admission, publications
+        self._scenario, self._admission = scenario, admission
         self._stream: deque[SimulatedGroup] = deque()
         self._queue: deque[SimulatedRollout] = deque()
         self._batch: list[SimulatedRollout] = []
@@ -163,7 +164,7 @@ class SimulatedTrainer:
         self.trained += len(batch)
         self._queue = deque(self._fresh(self._queue))
         if self._scenario.schedule.publishes(self.version) or self.goal_reached:
-            self._publications.append(Publication(now_s, self.version))
+            self.published = self.version
         before_s = self.end_s[-1] if self.end_s else 0.0
         self.wait_s.append(max(0.0, now_s - before_s - (self.busy_s - self._counted_busy_s)))
         self._counted_busy_s = self.busy_s
@@ -235,12 +236,11 @@ class _Run:
 
     def __init__(self, scenario: Scenario) -> None:
         self._scenario = scenario
-        self._publications = [Publication(0.0, 0)]
         self._admission = AdmissionState(scenario.schedule, processes=scenario.engines)
         self._admission.opened = True
-        self._trainer = SimulatedTrainer(scenario, self._admission, self._publications)
+        self._trainer = SimulatedTrainer(scenario, self._admission)
         self._admission.trainer = self._trainer.progress()
-        self._engines = [SimulatedEngine(index, scenario, self._publications) for index in range(scenario.engines)]
+        self._engines = [SimulatedEngine(index, scenario) for index in range(scenario.engines)]
         self._events: list[tuple[float, int, int, int]] = []
         self._groups_at_step = 0
         self._denied: set[int] = set()
@@ -258,7 +258,7 @@ class _Run:
             if kind == TRAINER:
                 self._step_ends(now_s)
             elif number == self._engines[index].event_number:
-                self._segment_ends(self._engines[index], now_s)
+                self._boundary(self._engines[index], now_s)
         for engine in self._engines:
             engine.interrupt(now_s)
         return self._prediction(now_s)
@@ -304,25 +304,20 @@ class _Run:
         self._admission.trainer = self._trainer.progress()
         self._groups_at_step = self._admission.next_index
         self._pump(now_s)
-        for index in sorted(self._denied | self._blocked):
-            self._wake(self._engines[index], now_s, later=False)
-
-    def _segment_ends(self, engine: SimulatedEngine, now_s: float) -> None:
-        took = engine.catch_up(now_s)
-        if took and engine.end_s() > now_s:  # the pauses of the updates delay the end
-            self._schedule_end(engine)
-        else:
-            self._boundary(engine, now_s)
+        published, waiting = self._trainer.published == self._trainer.version, self._denied | self._blocked
+        for engine in self._engines:
+            if (published and engine.active) or engine.index in waiting:
+                self._wake(engine, now_s, later=False)
 
     def _boundary(self, engine: SimulatedEngine, now_s: float) -> None:
         """The actor's actions between two decode steps, in the real actor's order."""
         engine.finish_segment()
         if engine.finished:
             self._hand_over(engine, now_s)
-        version = engine.offered(now_s)
-        held = version is not None and not self._admission.may_take(version).allowed
-        if version is not None and not held:
-            engine.take_weights(now_s)
+        newest = self._trainer.published
+        held = newest > engine.version and not self._admission.may_take(newest).allowed
+        if newest > engine.version and not held:
+            engine.take_weights(newest)
         denied = False
         while engine.room > 0 and not denied:
             denied = bool(engine.finished) or not self._start_group(engine)
@@ -343,7 +338,7 @@ class _Run:
             return
         waiting = self._denied | self._blocked if took else self._denied.copy()
         if self._held:
-            older = self._admission.in_progress_before(self._publications[-1].version)
+            older = self._admission.in_progress_before(self._trainer.published)
             if self._scenario.schedule.may_take_weights(older).allowed:
                 waiting |= self._held
         for index in sorted(waiting - {engine.index}):
@@ -377,8 +372,7 @@ class _Run:
             engine.event_number += 1
             heapq.heappush(self._events, (now_s, ENGINE, engine.index, engine.event_number))
             return
-        took = engine.catch_up(now_s)
-        if engine.stop_at_boundary(now_s, later=later) or took:
+        if engine.stop_at_boundary(now_s, later=later):
             self._schedule_end(engine)
 
     def _schedule_end(self, engine: SimulatedEngine) -> None:

@@ -89,6 +89,16 @@ CASES = {
     "updates faster than tokens": scenario(
         PipelineSchedule(4), batch_size=4, costs=ticks(train_step_s=1, update_pause_s=1), engines=5, longest=60, seed=7
     ),
+    "long pauses, a limit of the stock": scenario(
+        PipelineSchedule(32, stock=64),
+        engines=5,
+        slots=16,
+        batch_size=32,
+        steps=25,
+        costs=ticks(rollout_s=1, update_pause_s=400, train_step_s=100, train_token_s=1),
+        lengths=LengthDistribution.of_histogram({5: 3, 40: 2, 200: 1}),
+        capacity=None,
+    ),
     "some dropped": scenario(PipelineSchedule(16), workload=PartlyDropped()),
     "rewards take time": scenario(PipelineSchedule(16), workload=Waiting()),
     "rewards take time, all that may be open waits": scenario(
@@ -268,18 +278,16 @@ def test_the_lag_bound_holds_without_dropping(max_lag):
         assert predicted.samples_per_s >= 0.98 * loose.samples_per_s, "the trainer is the slow side, and is always fed"
 
 
-@pytest.mark.parametrize("max_lag", [1, 2, 3, 5])
-@pytest.mark.parametrize("engines", [1, 3])
-def test_with_a_bound_and_instant_generation_a_slow_trainer_never_waits(max_lag, engines):
+@pytest.mark.parametrize(("max_lag", "engines", "stock"), [(1, 3, None), (3, 1, 32), (5, 3, 32)])
+def test_with_a_bound_and_instant_generation_a_slow_trainer_never_waits(max_lag, engines, stock):
     """A pipeline that ran in rounds would wait for each round, and its lag would be 0 again after it."""
     instant = Costs(decode_step_s=(TICK,) * 65, train_step_s=1000 * TICK)
-    for stock in (None, 32):
-        schedule = PipelineSchedule(16, max_lag, stock=stock)
-        predicted = simulate(scenario(schedule, longest=4, engines=engines, slots=64, costs=instant, capacity=64, steps=60))
-        assert predicted.lag_max <= max_lag
-        assert not predicted.rollouts_dropped
-        assert not any(predicted.step_wait_s[max_lag + 1 :])
-        assert 0 not in predicted.step_lag_max[max_lag + 1 :]
+    schedule = PipelineSchedule(16, max_lag, stock=stock)
+    predicted = simulate(scenario(schedule, longest=4, engines=engines, slots=64, costs=instant, capacity=64, steps=60))
+    assert predicted.lag_max <= max_lag
+    assert not predicted.rollouts_dropped
+    assert not any(predicted.step_wait_s[max_lag + 1 :])
+    assert 0 not in predicted.step_lag_max[max_lag + 1 :]
 
 
 @pytest.mark.parametrize("lengths", [LengthDistribution.of_lengths([60]), LengthDistribution.uniform(119)])
@@ -293,15 +301,9 @@ def test_the_limit_of_the_stock_does_not_slow_a_pipeline_with_much_more_in_progr
     assert limited.lag_mean < free.lag_mean
 
 
-@pytest.mark.parametrize(
-    ("lengths", "share"),
-    [
-        (LengthDistribution.of_histogram({50: 0.8, 1000: 0.2}), 0.85),
-        (LengthDistribution.of_histogram({20: 0.9, 2000: 0.1}), 0.8),
-    ],
-)
-def test_long_answers_in_progress_do_not_starve_the_trainer(lengths, share):
+def test_long_answers_in_progress_do_not_starve_the_trainer():
     """Both sides are equally fast. The mean latency of the groups that are done is far below that of the long ones."""
+    lengths = LengthDistribution.of_histogram({20: 0.9, 2000: 0.1})
     slots, batch, attempts, constant = 256, 64, 4, 256
     mean = lengths.mean
     costs = Costs(
@@ -312,7 +314,7 @@ def test_long_answers_in_progress_do_not_starve_the_trainer(lengths, share):
     settings = {"slots": slots, "engines": 1, "steps": 100, "costs": costs, "workload": workload, "capacity": 10_000}
     settings |= {"batch_size": batch, "group_size": attempts}
     limited = simulate(scenario(PipelineSchedule(batch, stock=2 * batch), **settings))
-    assert limited.samples_per_s_later * costs.train_step_s / batch >= share
+    assert limited.samples_per_s_later * costs.train_step_s / batch >= 0.8
 
 
 def test_deterministic_by_seed():
