@@ -292,7 +292,9 @@ def run_simulate(options: argparse.Namespace, settings: Sequence[str]) -> int:
     calibration = read_calibration(options.calibration)
     if options.compare:
         measured = read_measured(options.compare, config)
-        scenario = run_scenario(config, calibration, read_workload(options.compare, config), steps=measured.steps)
+        scenario = run_scenario(
+            config, calibration, read_workload(options.compare, config), steps=int(measured["steps"] or 0)
+        )
         source = f"each group's own, from {options.compare}"
     else:
         measured = None

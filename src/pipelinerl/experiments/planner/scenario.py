@@ -8,7 +8,6 @@ from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
-import msgspec
 import numpy as np
 
 from pipelinerl.config.schema import PreprocessConfig, RunConfig
@@ -250,47 +249,31 @@ def _work(group: RecordedGroup, config: PreprocessConfig, *, all_used: bool) -> 
     )
 
 
-class MeasuredRun(msgspec.Struct, frozen=True, kw_only=True):
-    """The measurements of a run, defined like the fields of the same name in `Prediction`.
+def read_measured(run_dir: Path, config: RunConfig) -> dict[str, float | None]:
+    """What a run measured, by the names of the same quantities in `RunPrediction`; None: not recorded.
 
     Time starts when the trainer was ready and any evaluation before training had ended. Lag and the engine's busy fraction
-    are those of `summary.json`; the latter is over a session, evaluations included. None: not recorded.
+    are those of `summary.json`; the latter is over a session, evaluations included. Raises RunDirectoryError without
+    optimizer steps, or if records can't be read.
     """
-
-    steps: int
-    time_s: float
-    samples_per_s: float
-    samples_per_s_later: float | None
-    trained_tokens_per_s_later: float | None
-    lag_mean: float | None
-    lag_max: int | None
-    engine_busy_fraction: float | None
-    trainer_busy_fraction: float
-
-
-def read_measured(run_dir: Path, config: RunConfig) -> MeasuredRun:
-    """Read what a run measured. Raises RunDirectoryError without optimizer steps, or if records can't be read."""
     run = read_run(run_dir)
-    steps, summary = run.steps, run.summary or {}
-    begin = begin_s(steps, (), run.evaluations)
+    steps, begin = run.steps, begin_s(run.steps, (), run.evaluations)
     found = measure(steps, begin)
-    fill = first_fifth(found.steps, make_schedule(config))
-    samples_per_s, tokens_per_s = (
-        (rates_after(steps, fill) or (None, None)) if fill else (found.samples_per_s, found.tokens_per_s)
-    )
+    later: tuple[float | None, float | None] = (found.samples_per_s, found.tokens_per_s)
+    if fill := first_fifth(found.steps, make_schedule(config)):
+        later = rates_after(steps, fill) or (None, None)
     ready_s = steps[0].time_s - steps[0].train_s - steps[0].wait_s
     waited_s = sum(step.wait_s for step in steps) - (begin - ready_s)
-    return MeasuredRun(
-        steps=found.steps,
-        time_s=found.training_s,
-        samples_per_s=found.samples_per_s,
-        samples_per_s_later=samples_per_s,
-        trained_tokens_per_s_later=tokens_per_s,
-        lag_mean=summary.get("lag_mean"),
-        lag_max=summary.get("lag_max"),
-        engine_busy_fraction=summary.get("engine_busy_fraction"),
-        trainer_busy_fraction=1 - max(0.0, waited_s) / found.training_s,
-    )
+    summarized = ("lag_mean", "lag_max", "engine_busy_fraction")
+    return {
+        "steps": found.steps,
+        "time_s": found.training_s,
+        "samples_per_s": found.samples_per_s,
+        "samples_per_s_later": later[0],
+        "trained_tokens_per_s_later": later[1],
+        "trainer_busy_fraction": 1 - max(0.0, waited_s) / found.training_s,
+        **{name: (run.summary or {}).get(name) for name in summarized},
+    }
 
 
 def first_fifth(steps: int, schedule: Schedule) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 import msgspec
@@ -12,7 +12,7 @@ import numpy as np
 
 from pipelinerl.experiments.planner.calibration import Ints
 from pipelinerl.experiments.planner.engine import SimulatedEngine, SimulatedGroup, SimulatedRollout
-from pipelinerl.experiments.planner.scenario import MeasuredRun, Scenario, first_fifth
+from pipelinerl.experiments.planner.scenario import Scenario, first_fifth
 from pipelinerl.hub.admission import AdmissionState
 from pipelinerl.report import count, new_table, number, rendered
 from pipelinerl.types import TrainerProgress
@@ -391,13 +391,13 @@ _ROWS = (
 )
 
 
-def prediction_text(prediction: RunPrediction, measured: MeasuredRun | None = None) -> str:
+def prediction_text(prediction: RunPrediction, measured: Mapping[str, float | None] | None = None) -> str:
     """The prediction of a run as a table, next to what the run measured if it is known."""
     engines = count(prediction.engines, "engine")
     title = f"{prediction.schedule}, {engines} of {prediction.slots} slots, {count(prediction.steps, 'step')}"
     table = new_table(title, "", "predicted", *(("measured", "off by") if measured else ()))
     for name, field, pattern in _ROWS:
-        predicted, found = getattr(prediction, field), getattr(measured, field, None)
+        predicted, found = getattr(prediction, field), (measured or {}).get(field)
         off = f"{predicted / found - 1:+.1%}" if predicted is not None and found else "-"
         table.add_row(name, number(predicted, pattern), *((number(found, pattern), off) if measured else ()))
     table.add_row("lag, 99% of the tokens at most", str(prediction.lag_p99))
