@@ -27,7 +27,7 @@ def test_a_study_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     printed = capsys.readouterr()
     assert "conventional lag 3 of 3" in printed.err
     assert [(start.version, start.target) for start in found.starts] == [(0, 3), (1, 4), (3, 6)]
-    assert found.switches == (20,)
+    assert found.edges == (0, 10, 20, 30)
     for start in found.starts:
         for policy in start.policies.values():
             assert policy.engine_gap < 1e-4

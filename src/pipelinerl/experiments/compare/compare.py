@@ -176,7 +176,7 @@ def _write_results(
     }
     write_json(folder.root / "compare.json", contents)
     title = f"Schedules compared: {request.config.environment.kind}"
-    folder.write_page(title, sections(request, target, rows, tuning), runs)
+    folder.write_page(title, sections(request, target, rows), runs)
     return findings(rows, target)
 
 

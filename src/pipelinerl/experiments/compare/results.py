@@ -8,12 +8,12 @@ any value. A spread or ratio over seeds is None if one seed lacks it, so that fa
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from statistics import median
 
 import msgspec
 
-from pipelinerl.experiments.compare.settings import CONVENTIONAL, PIPELINE, ComparisonRequest, Settings, TuningResult
+from pipelinerl.experiments.compare.settings import CONVENTIONAL, PIPELINE, ComparisonRequest, Settings
 from pipelinerl.experiments.runs import Execution
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.report import PageSection, count, number, table
@@ -231,10 +231,8 @@ def _in_words(ratio: Spread, did: str, better: str, worse: str) -> str:
     return sentence
 
 
-def sections(
-    request: ComparisonRequest, target: float | None, rows: Sequence[ScheduleRow], tuning: Mapping[str, TuningResult]
-) -> list[PageSection]:
-    """What the report says, above the runs themselves. `tuning`: the trials of each schedule, by its label."""
+def sections(request: ComparisonRequest, target: float | None, rows: Sequence[ScheduleRow]) -> list[PageSection]:
+    """What the report says, above the runs themselves."""
     config, machine = request.config, request.machine
     best = {ratio.baseline for row in rows for ratio in (row.ratio_time_to_reward, row.ratio_samples_per_s)}
     lead = (
@@ -248,22 +246,9 @@ def sections(
         "Values are medians over seeds, with the smallest and largest if they differ. Times sooner and times faster are "
         "ratios, seed by seed, to the schedule that is the best conventional one by its median; above 1 is better."
     )
-    tried = [
-        {
-            "schedule": schedule,
-            "settings": trial.settings.label,
-            "run": "full length" if trial.full else "short",
-            "tokens/s": number(trial.tokens_per_s, ".0f"),
-            "": "used" if trial.settings == tuned.used else "",
-        }
-        for schedule, tuned in tuning.items()
-        for trial in tuned.trials
-    ]
-    trials = "tokens/s excludes the first third of a short run, and the first fifth of a full-length run."
     return [
         PageSection(title="Findings", texts=[lead, *findings(rows, target)]),
         table("Schedules", list(map(_cells, rows)), legend, strong=[PIPELINE, *(one for one in best if one)]),
-        *([table("Trials of settings", tried, trials)] if request.tune else []),
     ]
 
 

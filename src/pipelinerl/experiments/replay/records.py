@@ -52,8 +52,6 @@ class RecordedRun:
 
     def __init__(self, run_dir: Path) -> None:
         self.run = RunDirectory(run_dir)
-        if not self.run.config.is_file():
-            raise RunDirectoryError(f"{run_dir} is not a run directory (there is no {self.run.config})")
         try:
             formats = {session.get("format", 0) for session in read_lines(self.run.sessions, dict[str, Any])}
             if other := sorted(formats - {FORMAT}):

@@ -87,8 +87,8 @@ class StartRecord(msgspec.Struct, frozen=True, kw_only=True):
 class StudyRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The complete results.
 
-    `lag` is g, `max_tokens` is L; `switches` are the first tokens sampled by C+1, C+2, ...; `edges` divide the tokens into
-    intervals of one optimizer step, within which a mixed policy has one version.
+    `lag` is g, `max_tokens` is L; `edges` divide the tokens into intervals of one optimizer step, within which a mixed
+    policy has one version: C up to the third edge, and then one more after each.
     """
 
     model: str
@@ -96,7 +96,6 @@ class StudyRecord(msgspec.Struct, frozen=True, kw_only=True):
     run_seed: int
     lag: int
     max_tokens: int
-    switches: tuple[int, ...]
     edges: tuple[int, ...]
     problems: int
     attempts: int
@@ -205,7 +204,6 @@ def study_kv_cache(
         run_seed=config.seed,
         lag=lag,
         max_tokens=length,
-        switches=tuple(token for token, (a, b) in enumerate(pairwise(mixed_policy(0, lag, length)), start=1) if a != b),
         edges=interval_edges(lag, length),
         problems=min(problems, len(groups)),
         attempts=attempts,

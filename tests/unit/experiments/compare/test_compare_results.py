@@ -29,9 +29,9 @@ def result(
         "samples_to_reward": 1000.0,
         "samples_per_s": rate if status == "finished" else None,
     }
-    answered = (
+    answered = [
         EvaluationRecord(when="online", version=n, time_s=n, problems=1, reward_mean=r) for n, r in enumerate(rewards)
-    )
+    ]
     return RunResult(
         schedule=schedule,
         seed=seed,
