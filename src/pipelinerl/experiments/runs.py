@@ -37,7 +37,6 @@ from pipelinerl.resources.machine import load_average
 from pipelinerl.run_directory import RunDirectory
 
 REQUEST_FILE = "request.json"
-FAILED = "failed"
 POLL_S = 0.1
 STOP_S = 180.0
 """Time for a run to write a checkpoint and end."""
@@ -99,15 +98,19 @@ class Execution(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Folder:
-    """The runs of one experiment. The name of a run contains everything in which runs of a request differ."""
+    """The runs of one experiment. The name of a run contains everything in which runs of a request differ.
+
+    `executions`, by name: how runs ended that were not interrupted and whose folders exist. Those that failed are not in the
+    file, so that the next command tries them again.
+    """
 
     def __init__(self, root: Path, train: Callable[[RunConfig], object]) -> None:
         """`train` executes a run in `config.run_dir`. Raises RunDirectoryError if `executions.jsonl` is damaged."""
         self.root = root
         self._train = train
         self._log = root / "executions.jsonl"
-        executions = read_lines(self._log, Execution) if self._log.exists() else []
-        self._done = {execution.run: execution for execution in executions}
+        recorded = read_lines(self._log, Execution) if self._log.exists() else []
+        self.executions = {execution.run: execution for execution in recorded if (root / execution.run).is_dir()}
 
     @contextlib.contextmanager
     def claimed(self, request: Mapping[str, Any], what: str) -> Iterator[None]:
@@ -142,16 +145,12 @@ class Folder:
         except RunInterruptedError as stopped:
             raise RunInterruptedError(f"stopped; to continue, run the same command with --out {out}") from stopped
 
-    def done(self, name: str) -> Execution | None:
-        """The run's execution if it was not interrupted and its folder exists."""
-        return self._done.get(name) if (self.root / name).is_dir() else None
-
     def execute(self, run: PlannedRun, *, resume: bool = False) -> Execution:
         """Execute a run unless it is done: from its checkpoint with `resume`, else from the start.
 
         A run that diverges is a result. Any other error that ends the run is raised.
         """
-        if (done := self.done(run.name)) is not None:
+        if (done := self.executions.get(run.name)) is not None:
             return done
         config, path = run.config(self.root), self.root / run.name
         if path.is_dir() and (not resume or config.stream.kind == "memory"):  # such a stream can't go on
@@ -166,7 +165,7 @@ class Folder:
         execution = Execution(run=run.name, status=status, began=began, load_before=load)
         with contextlib.closing(JsonLines(self._log)) as lines:
             lines.write(execution)
-        self._done[run.name] = execution
+        self.executions[run.name] = execution
         return execution
 
     def execute_all(
@@ -176,39 +175,34 @@ class Folder:
         ended: Callable[[PlannedRun, Execution], str],
         *,
         resume: bool = False,
-    ) -> dict[str, Execution]:
-        """Execute the runs that are not done, one after another, and return all executions by name.
+    ) -> PipelineRLError | None:
+        """Execute the runs that are not done, one after another. Returns the error of those that failed, if any did.
 
         A run that fails is a result, and the others follow; the next call tries it again. `ended` is called for every run,
         in order, and returns what there is to say of it.
         """
-        found: dict[str, Execution] = {}
-        begun_s, made = time.monotonic(), 0
+        begun_s, failed = time.monotonic(), list[Execution]()
+        waiting = [run.name for run in runs if run.name not in self.executions]
         for place, run in enumerate(runs, start=1):
-            begins = f"[{place}/{len(runs)}] {run.label}"
-            rest = ""
-            if self.done(run.name) is None:
+            begins, rest = f"[{place}/{len(runs)}] {run.label}", ""
+            if run.name in waiting:
                 say(f"{begins}: {self.root / run.name}")
-                made += 1
             try:
                 execution = self.execute(run, resume=resume)
             except RunInterruptedError:
                 raise
             except PipelineRLError as error:
-                execution = Execution(run=run.name, status=f"{FAILED}: {error}", began="", load_before=None)
-            if made and (left := sum(self.done(one.name) is None for one in runs[place:])):
-                rest = f"; about {(time.monotonic() - begun_s) / made * left / 60:.0f} min for the other {left}"
-            found[run.name] = execution
+                execution = Execution(run=run.name, status=f"failed: {error}", began="", load_before=None)
+                self.executions[run.name] = execution
+                failed.append(execution)
+            if run.name in waiting and (left := len(waiting) - 1 - waiting.index(run.name)):
+                minutes = (time.monotonic() - begun_s) / (len(waiting) - left) * left / 60
+                rest = f"; about {minutes:.0f} min for the other {left}"
             say(f"{begins}: {execution.status}{ended(run, execution)}{rest}")
-        return found
-
-    def failure(self, executions: Mapping[str, Execution]) -> PipelineRLError | None:
-        """The error of the runs that failed, if any did."""
-        failed = [one for one in executions.values() if one.status.startswith(FAILED)]
         if not failed:
             return None
         return PipelineRLError(
-            f"{len(failed)} of {len(executions)} runs failed; the same command with --out {self.root} tries them again. "
+            f"{len(failed)} of {len(runs)} runs failed; the same command with --out {self.root} tries them again. "
             f"{failed[0].run} {failed[0].status}"
         )
 

@@ -207,32 +207,34 @@ def sweep(grid: Grid, out: Path, say: Callable[[str], object]) -> tuple[SweepRes
     another sweep, and RunInterruptedError.
     """
     folder, runs = Folder(out, train_in_child), planned_runs(grid.settings, grid.seeds)
-    done = {run.name: _result(run, folder.done(run.name), grid, out) for run in runs}
-    left = {run.setting.label: run.setting for run in runs if done[run.name].status == WAITING}
+    left = {run.setting.label: run.setting for run in runs if run.name not in folder.executions}
     _check(list(left.values()), out)
 
     def found() -> SweepResults:
-        by_setting = {one.folder: [done[PlannedRun(one, seed).name] for seed in grid.seeds] for one in grid.settings}
+        by_setting = {
+            one.folder: [_result(PlannedRun(one, seed), grid, folder) for seed in grid.seeds] for one in grid.settings
+        }
         found = results(grid, by_setting)
         write_json(out / RESULTS_FILE, found)
         return found
 
     def ended(run: PlannedRun, execution: Execution) -> str:
-        result = done[run.name] = _result(run, execution, grid, out)
         found()
-        return f", {grid.reward} reward {number(result.reward, '.3f')}" if execution.finished else ""
+        reward = number(_result(run, grid, folder).reward, ".3f")
+        return f", {grid.reward} reward {reward}" if execution.finished else ""
 
     with folder.claimed(grid.to_json(), "sweep"):
-        executions = folder.execute_all(runs, say, ended, resume=True)
-    folder.write_page("Sweep", [section(found())], [run for run in runs if executions[run.name].finished])
-    return found(), folder.failure(executions)
+        failure = folder.execute_all(runs, say, ended, resume=True)
+    folder.write_page("Sweep", [section(found())], [run for run in runs if folder.executions[run.name].finished])
+    return found(), failure
 
 
-def _result(run: PlannedRun, execution: Execution | None, grid: Grid, out: Path) -> SweepRunResult:
+def _result(run: PlannedRun, grid: Grid, folder: Folder) -> SweepRunResult:
     """What a run has left in its directory."""
+    execution = folder.executions.get(run.name)
     if execution is None or not execution.finished:
         return SweepRunResult(folder=run.name, seed=run.seed, status=execution.status if execution else WAITING)
-    summary = read_summary(out / run.name) or {}
+    summary = read_summary(folder.root / run.name) or {}
     reward = summary.get("eval_reward_after" if grid.reward == "held-out" else "reward_last")
     return SweepRunResult(folder=run.name, seed=run.seed, status=FINISHED, reward=reward)
 

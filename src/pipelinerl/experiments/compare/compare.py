@@ -100,11 +100,11 @@ def compare(
             for one in request.schedules
         ]
         runs = planned_runs(settings, request.seed_numbers)
-        executions = folder.execute_all(runs, say, ended)
-    if (failure := folder.failure(executions)) is not None:
+        failure = folder.execute_all(runs, say, ended)
+    if failure is not None:
         raise failure
     runs.sort(key=lambda run: (settings.index(run.setting), run.seed))
-    return _write_results(request, folder, runs, tuning, executions=executions, target=target)
+    return _write_results(request, folder, runs, tuning, target)
 
 
 def _tuned(
@@ -142,8 +142,6 @@ def _write_results(
     folder: Folder,
     runs: Sequence[PlannedRun],
     tuning: Mapping[str, TuningResult],
-    *,
-    executions: Mapping[str, Execution],
     target: float | None,
 ) -> list[str]:
     """Read the runs and write all results. Returns the findings. Raises RunDirectoryError for records that can't be read."""
@@ -155,7 +153,7 @@ def _write_results(
                 records[run.name],
                 run.setting.label,
                 tuning[run.setting.label].used,
-                executions[run.name],
+                folder.executions[run.name],
                 goal,
             )
             for run in runs
