@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,7 @@ from safetensors.torch import load_file
 import pipelinerl
 from pipelinerl.checkpoint import by_version, load_checkpoint
 from pipelinerl.cli import main
-from pipelinerl.errors import StalledError, UserError
+from pipelinerl.errors import StalledError
 from pipelinerl.launch.run_lock import RunLock
 from pipelinerl.run_directory import RunDirectory
 from tests.integration.runs import (
@@ -161,18 +160,6 @@ def test_a_mistake_in_a_worker_reaches_the_terminal(tmp_path: Path) -> None:
     RunLock(RunDirectory(run_dir)).close()  # nobody holds it any more: the other worker has ended, too
 
 
-def test_a_run_directory_in_use(tmp_path: Path, refusal: Callable[..., str]) -> None:
-    run_dir = tmp_path / "r"
-    run_dir.mkdir()
-    lock = RunLock(RunDirectory(run_dir))
-    os.ftruncate(lock.fd, 0)
-    os.pwrite(lock.fd, str(os.getppid()).encode(), 0)  # the launcher is another process, which lives
-    try:
-        assert f"{run_dir} is in use by another run" in refusal(2, "train", *flags(run_dir))
-    finally:
-        lock.close()
-
-
 def test_somebody_elses_folder_is_left_alone(tmp_path: Path) -> None:
     """A folder that happens to have a config.yaml and folders of the same names is no failed start."""
     for name in ("rollouts", "logs", "control"):
@@ -181,13 +168,6 @@ def test_somebody_elses_folder_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("a: 1\n")
     assert main(["train", *flags(tmp_path)]) == 2
     assert len(list(tmp_path.glob("*/mine.jsonl"))) == 3
-
-
-def test_prompts_that_do_not_fit_a_slot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", *flags(tmp_path / "r", engine__max_length=240, actor__max_tokens=236)]) == 1
-    error = capsys.readouterr().err
-    assert "6 prompt tokens + 236 new tokens > 240 (engine.max_length)" in error
-    assert "prompt_too_long" in error
 
 
 def test_an_environment_that_always_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -230,10 +210,3 @@ def test_a_run_whose_answers_are_all_cut_says_that_it_learned_nothing(
         "raise actor.max_tokens, 2 now"
     )
     assert "NOTHING LEARNED" in capsys.readouterr().out
-
-
-def test_a_run_whose_servers_can_not_be_reached_has_an_outcome(tmp_path: Path) -> None:
-    settings = {"engine__kind": "http", "engine__urls": "[http://no-such-host.invalid:8000]", "weights__kind": "collective"}
-    with pytest.raises(UserError, match=r"^engine\.urls: there is no route to http://no-such-host\.invalid:8000"):
-        run(tmp_path / "r", launch__kind="processes", **settings)
-    assert summary(tmp_path / "r")["status"].startswith("failed: engine.urls: there is no route")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -64,28 +63,11 @@ def test_every_template_has_a_run_file_that_loads(template: str, tmp_path: Path,
         compile(path.read_text(), path, "exec")
 
 
-def dataset_on_disk(folder: Path) -> None:
-    """In place of the hub's data and model: two files of a folder, and a model that takes no chats."""
-    (folder / "data").mkdir()
-    for split, first in (("train", 2), ("test", 40)):
-        rows = [{"question": f"{n},{n + 2}:", "answer": f"it is #### {n}"} for n in range(first, first + 30, 2)]
-        (folder / "data" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    text = (
-        (folder / "run.yaml")
-        .read_text()
-        .replace("openai/gsm8k/main", "data")
-        .replace("HuggingFaceTB/SmolLM2-135M-Instruct", "demo")
-    )
-    (folder / "run.yaml").write_text(text.replace("prompt: rewards.py:prompt", "prompt: question"))
-
-
 @pytest.mark.slow
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("template", ["class", "tools", "agent", "chat"])
+@pytest.mark.parametrize("template", ["class", "tools", "agent"])
 def test_every_template_runs(template: str, tmp_path: Path) -> None:
     pipelinerl_init(tmp_path, "--template", template)
-    if template == "chat":
-        dataset_on_disk(tmp_path)
     tried = command("train", "run.yaml", "--dry-run", cwd=tmp_path)
     assert tried.status == 0, tried.error
     ended = command("train", "run.yaml", *SMALL, "--actor.max_tokens=60", "--engine.max_length=128", cwd=tmp_path)

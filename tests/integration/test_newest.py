@@ -25,33 +25,12 @@ SHORT = ["--trainer.steps=2", "--trainer.batch_size=32", "--evaluation.problems=
 TRAIN = ["pipelinerl", "train", "--run_dir", "{extra}", *SHORT]
 DRY = ["pipelinerl", "train", "--dry-run", "--run_dir", "{extra}", "--model.path=model"]  # the demo's reads only numbers
 PROBLEMS = [{"question": f"What is {n} + {n}?", "answer": str(2 * n)} for n in range(40)]
-SERVED = """
-import json, subprocess, sys, time, urllib.request
-server = subprocess.Popen([*sys.argv[1:], "serve", "demo", "--port", "0"], stderr=subprocess.PIPE, text=True)
-try:
-    line = next(line for line in server.stderr if "http://" in line)
-    url = line[line.index("http://"):].split()[0].rstrip("/.,")
-    body = {"prompt": "84,36:", "max_tokens": 8}
-    head = {"Content-Type": "application/json"}
-    request = urllib.request.Request(url + "/v1/completions", json.dumps(body).encode(), head)
-    for _ in range(600):
-        try:
-            answer = json.load(urllib.request.urlopen(request))
-            break
-        except OSError as error:
-            assert getattr(error, "code", 503) == 503, error.read()
-            time.sleep(0.1)
-    assert answer["choices"], answer
-finally:
-    server.terminate()
-"""
-
 COMMANDS: dict[str, list[str]] = {
     "": TRAIN,
     "gguf": ["python", "-c", "import gguf, accelerate, scripts.convert_gguf"],
     **{name: [*TRAIN, f"--metrics.trackers=[{name}]"] for name in ("tensorboard", "wandb", "trackio", "mlflow")},
     "pandas": ["python", "-c", "import pipelinerl; run = pipelinerl.Run('base'); assert len(run.metrics) == 2"],
-    "serve": ["python", "-c", SERVED, "pipelinerl"],
+    "serve": ["python", "-c", "import pipelinerl.serving.server.run"],  # `http` starts a server
     "http": [*TRAIN, "--launch.kind=processes", "--engine.kind=http", "--engine.servers=1"],
     "redis": ["python", "-c", "import pipelinerl.stream.redis"],
     "parquet": ["python", "-c", "import pyarrow.parquet"],
@@ -115,8 +94,6 @@ def test_the_newest_packages_of_an_extra_work(extra: str, place: Path) -> None:
     subprocess.run([*pip, "--constraint", "torch.txt", named], cwd=place, check=True)
     first, *rest = COMMANDS[extra]
     command = [str(programs / first), *(word.replace("{extra}", extra or "base") for word in rest)]
-    if command[-1] == "pipelinerl":
-        command[-1] = str(programs / "pipelinerl")
     own = {"WANDB_MODE": "offline", "TRACKIO_DIR": str(place / "trackio"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     environment = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"} | own
     done = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, check=False)

@@ -109,13 +109,6 @@ def run_eval(options: argparse.Namespace, settings: Sequence[str]) -> int:
     return status
 
 
-def plan_of(words: Sequence[str]) -> EvaluationPlan:
-    """The plan of `pipelinerl eval WORDS`. Raises UserError."""
-    commands = Commands()
-    add_to(commands)
-    return _plan(*commands.parse(["eval", *words]))
-
-
 def _plan(options: argparse.Namespace, settings: Sequence[str]) -> EvaluationPlan:
     config = with_flags(RunConfig(), settings, KEYS)
     find_class(config.environment.kind)  # mistakes in flags first: the imports take seconds

@@ -116,14 +116,13 @@ def dry_run(config: RunConfig) -> list[str]:
         for role, uses in memory.prediction.items()
         for use in uses
     ]
-    tokens, prompt = report.prompt_tokens, report.prompt
-    longest = f", {min(tokens)} to {max(tokens)} in the first {len(tokens)} problems" if len(tokens) > 1 else ""
+    prompt = report.prompt
     shown = prompt if len(prompt) <= SHOWN_CHARACTERS else f"{prompt[:SHOWN_CHARACTERS]}..."
     metrics = "".join(f", {name} {value:g}" for name, value in report.metrics.items())
     lines = [
         *(*chosen, *placement, memory.line, *uses, *memory.lines[1:], *report.notes),
         f"environment: {config.environment.kind} was built in {report.built_s:.1f} s",
-        f"  the first prompt has {tokens[0]} tokens{longest}: {shown!r}",
+        f"  the first prompt has {report.prompt_tokens} tokens: {shown!r}",
         f"  an empty answer to it gets reward {report.reward:g}{metrics}",
         *(f"warning: {warning}" for warning in report.warnings),
     ]

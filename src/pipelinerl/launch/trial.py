@@ -25,8 +25,8 @@ class TryoutReport(msgspec.Struct, frozen=True, kw_only=True):
 
     built_s          how long it took to build the environment
     held_out         the number of held-out problems
-    prompt           the prompt of the first problem
-    prompt_tokens    the lengths of the prompts of the first problems
+    prompt           the prompt of the first problem, and
+    prompt_tokens    its length
     reward, metrics  those of an empty answer to the first problem
     warnings         what is doubtful
     notes            what does not agree between model and tokenizer, and how many steps an epoch is
@@ -35,7 +35,7 @@ class TryoutReport(msgspec.Struct, frozen=True, kw_only=True):
     built_s: float
     held_out: int
     prompt: str = ""
-    prompt_tokens: tuple[int, ...] = ()
+    prompt_tokens: int = 0
     reward: float = 0.0
     metrics: dict[str, float] = {}
     warnings: tuple[str, ...] = ()

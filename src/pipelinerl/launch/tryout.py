@@ -34,9 +34,6 @@ from pipelinerl.launch.trial import TryoutMessage, TryoutReport
 from pipelinerl.models.contract import read_contract
 from pipelinerl.types import Completion, GenerationRequest, Problem, Rollout, SamplingParams, TokenEvent, Turn, VersionSpan
 
-PROMPTS = 16
-PROMPTS_S = 10.0
-"""How many problems are tried for the length of their prompts, and the time limit for trying them."""
 WRONG = ("nan", "0", "banana", "banana " * 1000)
 """Answers on which user functions are tried, with the texts of the example."""
 ANSWERED = 3
@@ -49,17 +46,15 @@ NOTHING = Completion(request_id="", token_ids=(), logprobs=(), weight_versions=(
 
 
 class Answers(EngineClient):
-    """An engine client that answers every request with the tokens `says` and the end-of-text token. Records the prompts."""
+    """An engine client that answers every request with the tokens `says` and the end-of-text token. Records the requests."""
 
     def __init__(self, end_id: int) -> None:
         self._end_id = end_id
         self.says: Sequence[int] = ()
-        self.prompts: list[tuple[int, ...]] = []
-        self.lengths: list[int] = []  # of each prompt with its longest completion
+        self.requests: list[GenerationRequest] = []
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        self.prompts.append(request.prompt_ids)
-        self.lengths.append(len(request.prompt_ids) + request.sampling.max_tokens)
+        self.requests.append(request)
         tokens = (*self.says, self._end_id)
         return Completion(
             request_id=request.id,
@@ -203,25 +198,17 @@ async def try_environment(
         tryout = Tryout(config, environment, tokenizer, end_id)
         send("tries the first problem with an empty answer")
         played = await tryout.play_first()
-        single_turn = isinstance(environment, JudgedTurn) and type(environment).rollout is JudgedTurn.rollout
-        until_s = time.monotonic() + PROMPTS_S
-        for index in range(1, PROMPTS if single_turn else 0):
-            if time.monotonic() < until_s:
-                await tryout.play(index)
-        asked = len(tryout.client.prompts) if single_turn else 1
-        prompts, longest = tryout.client.prompts[:asked], slot_length(model, config.engine.max_length)
-        long = sum(length > longest for length in tryout.client.lengths[:asked])
-        if config.engine.urls:  # such servers have slots of their own
-            long = 0
-        fit = f"do not fit engine.max_length ({longest}) with actor.max_tokens ({config.actor.max_tokens})"
+        first, longest = tryout.client.requests[0], slot_length(model, config.engine.max_length)
+        fits = config.engine.urls or len(first.prompt_ids) + first.sampling.max_tokens <= longest  # servers have own slots
+        fit = f"engine.max_length ({longest}) with actor.max_tokens ({config.actor.max_tokens})"
         report = msgspec.structs.replace(
             report,
-            prompt=tokenizer.decode(prompts[0]),
-            prompt_tokens=tuple(map(len, prompts)),
+            prompt=tokenizer.decode(first.prompt_ids),
+            prompt_tokens=len(first.prompt_ids),
             reward=played.reward,
             metrics=dict(played.metrics),
             notes=(*(f"model: {note}" for note in contract.notes), *notes_of(environment, config)),
-            warnings=(f"{long} of {asked} prompts {fit}: their rollouts are dropped",) if long else (),
+            warnings=() if fits else (f"the first prompt does not fit {fit}: such rollouts are dropped",),
         )
     send("tries answers that are texts")
     doubts = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import re
 import signal
 import subprocess
@@ -44,11 +43,6 @@ def test_config_prints_a_run_file(capsys: Capture, tmp_path: Path) -> None:
     assert "betas: [0.8, 0.9]" in capsys.readouterr().out
 
 
-def test_config_prints_the_schema(capsys: Capture) -> None:
-    assert main(["config", "--schema"]) == 0
-    assert "trainer" in json.loads(capsys.readouterr().out)["properties"]
-
-
 def test_version_and_help(capsys: Capture) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"pipelinerl {__version__}\n"
@@ -75,7 +69,6 @@ def test_version_and_help(capsys: Capture) -> None:
         (["frobnicate", "x"], "unknown command 'frobnicate'; there are init, config,"),
         (["--foo"], "pipelinerl without a command has no flag --foo (see `pipelinerl --help`)"),
         (["train", "trainer.steps=3"], "a key of the run file is set by a flag: `--trainer.steps=3`"),
-        (["train", "a.yaml", "b.yaml"], "unrecognized arguments: b.yaml"),
         (["train", "absent.yaml"], "can't read the run file absent.yaml"),
         (["train", "--actor.top_p", "0.9"], "actor.top_p: 0.9 truncates"),
         (
@@ -110,13 +103,6 @@ def test_resume_needs_a_run_directory_and_no_run_file(capsys: Capture, tmp_path:
     assert "leave out" in capsys.readouterr().err
     assert main(["train", "--resume", str(tmp_path), "--trainer.steps", "0"]) == 2, "flags are checked here too"
     assert "--trainer.steps: 0" in capsys.readouterr().err
-
-
-def test_debug_shows_the_traceback_above_the_line(capsys: Capture) -> None:
-    assert main(["config", "absent.yaml", "--debug"]) == 2
-    shown = capsys.readouterr().err
-    assert "Traceback" in shown
-    assert shown.rstrip().splitlines()[-1].startswith("error: can't read")
 
 
 @pytest.mark.parametrize(

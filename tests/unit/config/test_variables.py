@@ -51,11 +51,8 @@ def test_a_variable_that_is_not_set_is_one_line(run_file: Path, monkeypatch: pyt
     assert str(refused.value).startswith(f"{run_file}:3: trainer.betas")
     assert "the environment variable BETA is not set" in str(refused.value)
     assert "\n" not in str(refused.value)
-
-
-def test_a_wrong_value_of_a_variable_names_the_line(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STEPS", "many")
-    with pytest.raises(ConfigError, match=r"run.yaml:3: trainer.steps: 'many' is not allowed here"):
+    monkeypatch.setenv("BETA", "many")
+    with pytest.raises(ConfigError, match=r"run.yaml:3: trainer.betas: .*many.* is not allowed here"):
         load_config(run_file)
 
 

@@ -113,19 +113,12 @@ def test_a_tied_head_that_is_stored_as_well_counts_once(tmp_path: Path) -> None:
     assert read_shape(tmp_path).parameters == elements(model)  # type: ignore[union-attr]
 
 
-def test_a_model_that_does_not_say_its_sizes_is_not_guessed_at(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    assert not check_memory(load_config(None, ["--model.path", str(tmp_path)])).prediction
-
-
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
         ("model.safetensors", lambda whole: whole[:-100], "is cut short: 100 bytes are missing"),
         ("model.safetensors", lambda _: b"<html>not found</html>", "is damaged or not a safetensors file"),
-        ("model.safetensors", lambda _: b"", "is damaged or not a safetensors file"),
         ("config.json", lambda whole: whole[:-5], "is not a JSON object"),
-        ("config.json", lambda _: b"[1]", "is not a JSON object"),
         ("model.safetensors.index.json", lambda _: b'{"weight_map": {"a": "model-00002.safetensors"}}', "No such file"),
     ],
 )
@@ -181,7 +174,7 @@ def test_the_trainers_memory_is_what_the_trainer_allocates(tmp_path: Path, dtype
     assert parts.get("master weights in float32", item * shape.parameters) - item * shape.parameters == masters
 
 
-@pytest.mark.parametrize("changes", [{}, {"num_key_value_heads": 4}, {"intermediate_size": 512}])
+@pytest.mark.parametrize("changes", [{}, {"num_key_value_heads": 4, "intermediate_size": 512}])
 def test_activations_are_near_what_autograd_keeps(tmp_path: Path, changes: dict[str, Any]) -> None:
     model = llama(**changes)
     shape = saved(tmp_path, model)
@@ -215,26 +208,22 @@ HEAD = 4 * BILLION.vocabulary * BILLION.hidden
     ("flags", "role", "use", "size"),
     [
         ("", "training", "Adam's moments", 8 * GB),
-        ("", "training", "gradients", 4 * GB),
         ("", BETWEEN, "weights in transfer", 4 * GB),
         ("", "generation", "packed weights", 4 << 30),
         (BF16, "generation", "packed weights", 0),
         ("--model.lora={rank: 8}", "training", "Adam's moments", 8 * 8 * (1 << 16)),
-        ("--model.lora={rank: 8}", "training", "weights to be published", 4 * GB),
+        ("--model.lora={rank: 8}", "training", "weights to be published", 4 << 30),
         (KL, "training", "reference model", 4 * GB),
         (f"{KL} --model.lora={{}}", "training", "reference model", 0),
         (f"{KL} --trainer.ranks=4", "training-rank-3", "reference model", GB),
-        (f"{KL} --trainer.ranks=4 --launch.preprocessor=process", "training", "reference model", 0),
         (f"{KL} --trainer.ranks=4 --launch.preprocessor=process", "preprocessing", "reference model", 4 * GB),
         ("--trainer.ranks=4", "training-rank-1", "weights", GB),
         (f"{BF16} --trainer.ranks=4", "training-rank-1", "weights", GB),  # the master copy, in float32
-        ("--trainer.ranks=4", "training-rank-3", "Adam's moments", 2 * GB),
         ("--trainer.ranks=4", "training", "weights to be published", 4 * GB),
         ("--trainer.ranks=4", "training-rank-1", "weights to be published", 0),
         (f"{BF16} --model.head_dtype=float32", "generation", "head in float32", HEAD),
         ("--engine.kind=http", "server-0", "staged weights", 4 * GB),
         ("--engine.kind=http --weights.kind=collective", "server-0", "staged weights", 4 * GB),
-        ("--engine.kind=http --weights.kind=collective", "training", "staged weights", 4 * GB),
         ("--weights.kind=collective --weights.encoding=delta", "generation", "staged weights", 8 * GB),
         ("--weights.kind=collective --weights.encoding=delta", "training", "staged weights", 12 * GB),
         (f"{LOGITS} --trainer.head_chunk=0", "training", "logits", 8192 * BILLION.vocabulary * 4),
@@ -246,13 +235,6 @@ HEAD = 4 * BILLION.vocabulary * BILLION.hidden
 def test_each_choice_costs_or_saves_what_it_should(flags: str, role: str, use: str, size: int) -> None:
     words = [f"--{word}" for word in flags.split("--")[1:]]
     assert predicted(*(word.strip() for word in words))[role].get(use, 0) == size
-
-
-def test_choices_that_save_memory_save_it() -> None:
-    plain, ranks = predicted()["training"], predicted("--trainer.ranks=4")["training"]
-    assert predicted("--trainer.gradient_checkpointing=true")["training"]["activations"] < plain["activations"] / 5
-    kept = predicted("--trainer.ranks=4", "--trainer.reshard_after_forward=false")["training"]
-    assert 0 < ranks["gathered weights"] < kept["gathered weights"]
 
 
 @pytest.mark.parametrize(
@@ -295,9 +277,7 @@ def test_a_vllm_server_takes_what_its_slots_need_on_each_of_its_gpus() -> None:
     ("flags", "sharers", "update"),
     [
         (SHARED, 1, 0),
-        ((*SHARED, "--engine.servers=2"), 2, 0),
         ((*SHARED, "--weights.kind=collective"), 1, 2 * GB),
-        ((*SHARED, "--engine.device=cuda:1"), 0, 0),
         (APART, 0, 0),
         ((*APART, "--weights.kind=collective", "--launch.kind=ray"), 1, 2 * GB),
         ((*VLLM, "--engine.device=cuda:0", "--engine.servers=2"), 2, 0),
@@ -409,20 +389,10 @@ def test_only_what_can_not_fit_is_refused() -> None:
     assert "only 5.0 GB are free now" in judged(most + 1, 5).warnings[0]
     assert judged(most + 1, most + 0.5).warnings == judged(most + 1).warnings == []
     assert f"up to {most:.1f} GB of {most + 1:.1f} GB" in judged(most + 1).line
-
-
-def test_a_gpu_is_named_and_one_that_is_not_known_refuses_nothing() -> None:
-    prediction = predict(load_config(None, ["--trainer.device=cuda:0"]), BILLION)
-    for known, small in ((True, Memory(GB, None)), (False, None)):
-
-        def machine(device: str, gpu: Memory | None = small) -> Memory | None:
-            return Memory(10**12, None) if device == "cpu" else gpu
-
-        if known:
-            with pytest.raises(UserError, match=r"on cuda:0, and there are 1\.0 GB"):
-                judge(prediction, machine)
-        else:
-            assert "on cuda:0" in judge(prediction, machine).line
+    on_gpu = predict(load_config(None, ["--trainer.device=cuda:0"]), BILLION)
+    assert "GB on cuda:0 (" in judge(on_gpu, lambda device: Memory(10**12, None) if device == "cpu" else None).line
+    with pytest.raises(UserError, match=r"on cuda:0, and there are 1\.0 GB"):
+        judge(on_gpu, lambda device: Memory(10**12 if device == "cpu" else GB, None))
 
 
 def test_the_demo_fits_a_small_machine_and_needs_no_torch_to_say_so() -> None:
@@ -442,7 +412,6 @@ V1 = "sys/fs/cgroup/memory"
     ("group", "files", "total", "available"),
     [
         ("", {}, 1000, 600),
-        ("0::/a/b\n", {"sys/fs/cgroup/a/b/memory.max": "max\n"}, 1000, 600),
         (
             "0::/a/b\n",
             {
