@@ -7,7 +7,9 @@ and the order of all events is a function of the run file.
 
 from __future__ import annotations
 
+import faulthandler
 import logging
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -30,6 +32,7 @@ from pipelinerl.run_directory import RunDirectory
 from pipelinerl.status.board import MemoryBoard, last_statuses, write_statuses
 from pipelinerl.status.screen import RunView
 from pipelinerl.status.watchdog import Watchdog
+from pipelinerl.types import StageStatus
 from pipelinerl.weights.memory import MemoryWeightSender
 
 LOOK_EVERY_S = 0.5
@@ -37,13 +40,14 @@ LOOK_EVERY_S = 0.5
 
 def run_embedded(session: Session, view: RunView) -> Outcome:
     """Run the session to its end. Errors of the run are in the outcome, not raised."""
-    begin_s, board = time.monotonic(), MemoryBoard()
+    begin_s, board = time.monotonic(), _GuardedBoard(2 * session.config.launch.watchdog_s)
     threads = plan_threads(session.config, session.schedule, usable_cores()).training
     error: PipelineRLError | None = None
     waiting = 0
     with ExitStack() as stack:
         stack.enter_context(logging_to(session.run))
         stack.enter_context(torch_threads(threads))
+        stack.callback(faulthandler.cancel_dump_traceback_later)
         interrupts = stack.enter_context(counted_interrupts(raises_at=2))
         hub = stack.enter_context(closing(make_hub(session, board)))
         try:
@@ -91,6 +95,22 @@ def _run(session: Session, hub: Hub, interrupts: Interrupts, *, view: RunView) -
         run_to_end(generation.run(stop=lambda: interrupts.count > 0, between=after_iteration))
         trainer.finish()
         return trainer.goal_reached
+
+
+class _GuardedBoard(MemoryBoard):
+    """Ends the process with a stack dump when no stage has published a status for `patience_s`.
+
+    The watchdog runs only between two iterations. This covers code that blocks the only thread.
+    """
+
+    def __init__(self, patience_s: float) -> None:
+        super().__init__()
+        self._patience_s = patience_s
+
+    def publish(self, status: StageStatus) -> None:
+        super().publish(status)
+        if status.state != "starting":  # loading a model has no time limit
+            faulthandler.dump_traceback_later(self._patience_s, exit=True, file=sys.__stderr__ or 2)
 
 
 @contextmanager
