@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -133,6 +133,17 @@ def premature_exit(worker: Worker) -> PipelineRLError:
     return StageDiedError(f"{named(worker)} ended before the run did (was it told to stop?)")
 
 
+def replaceable_roles(config: RunConfig) -> list[str]:
+    """The processes that are started again if they die: of one machine, those with nothing that others can't do without.
+
+    An engine that is a member of a broadcast is not one: its group is formed once.
+    """
+    if not config.launch.restarts or config.launch.kind == "ray":
+        return []
+    lost = {TRAINING, *rank_roles(config), *(generation_roles(config) if config.weights.kind == "collective" else ())}
+    return [role for role in worker_roles(config) if role not in lost]
+
+
 def run_processes(session: Session, view: RunView, host: Host) -> Outcome:
     """Run the session to its end on `host`. Errors of the run are in the outcome, not raised."""
     begin_s = time.monotonic()
@@ -142,7 +153,6 @@ def run_processes(session: Session, view: RunView, host: Host) -> Outcome:
         view.say(line)
     error: PipelineRLError | None = None
     lost = False
-    statuses, waiting = dict[str, StageStatus](), 0
     with ExitStack() as stack:
         interrupts = stack.enter_context(counted_interrupts())
         try:
@@ -171,31 +181,20 @@ def run_processes(session: Session, view: RunView, host: Host) -> Outcome:
     )
 
 
-def replaceable_roles(config: RunConfig) -> list[str]:
-    """The processes that are started again if they die: of one machine, those with nothing that others can't do without.
-
-    An engine that is a member of a broadcast is not one: its group is formed once.
-    """
-    if not config.launch.restarts or config.launch.kind == "ray":
-        return []
-    lost = {TRAINING, *rank_roles(config), *(generation_roles(config) if config.weights.kind == "collective" else ())}
-    return [role for role in worker_roles(config) if role not in lost]
-
-
 class _Watch:
-    """Watches processes, statuses and interrupts until the run is over."""
+    """Watches processes, statuses and interrupts until the run is over. `healing`: once a process was replaced."""
 
     def __init__(self, session: Session, processes: Processes, view: RunView) -> None:
         self._session, self._processes, self._view = session, processes, view
         self._stages = worker_stages(session.config)
-        self._watchdog = Watchdog(session.config.launch.watchdog_s)
-        self._loaded, self._begin_s = False, 0.0
+        self._loaded = False
         self.healing: Healing | None = None
 
     def run(self, interrupts: Interrupts) -> PipelineRLError | None:
         """Returns why the run ended; None if it reached its goal."""
-        processes, self._begin_s = self._processes, time.monotonic()
+        processes, launch = self._processes, self._session.config.launch
         followers = rank_roles(self._session.config)  # which end with rank 0
+        watchdog, begin_s = Watchdog(launch.watchdog_s), time.monotonic()
         while True:
             ended = [worker for worker in processes.workers if not worker.running and worker not in processes.dead()]
             try:
@@ -206,7 +205,8 @@ class _Watch:
             if failure is not None:
                 return processes.cause(failure)
             processes.host.settle(ended)
-            statuses = self._look()
+            now = time.monotonic()
+            statuses, late = self._look(now)
             early = [worker for worker in ended if worker.role not in followers]
             if early and not goal_reached(statuses.get(TRAINER)):
                 return premature_exit(early[0])
@@ -214,8 +214,13 @@ class _Watch:
                 return None
             if interrupts.count:
                 return RunInterruptedError("stopping")
-            if stalled := self._stalled(statuses, time.monotonic()):
-                return stalled
+            if not set(self._stages) - statuses.keys():  # one without a status still starts, and others may wait for it
+                stall = watchdog.observe(statuses, now)
+                if stall is not None:
+                    return StalledError(stall.message)
+            waited_s = now - max(begin_s, self.healing.changed_s if self.healing else 0.0)
+            if late and waited_s > launch.startup_timeout_s:
+                return StalledError(f"{' and '.join(late)} not ready after {waited_s:.0f} s (launch.startup_timeout_s)")
             time.sleep(LOOK_EVERY_S)
 
     def _replace(self, now: float) -> None:
@@ -231,38 +236,23 @@ class _Watch:
         if self.healing is not None:
             processes.started += self.healing.begin(now)
 
-    def _look(self) -> dict[str, StageStatus]:
-        """The statuses of the processes that run now. Shows them, and notes when all parts have loaded."""
-        processes, now = self._processes, time.monotonic()
+    def _look(self, now: float) -> tuple[dict[str, StageStatus], list[str]]:
+        """The statuses of the processes that run now, which it shows, and the stages that have not loaded yet."""
+        processes, session = self._processes, self._session
         started = {("", os.getpid()), *((worker.machine, worker.pid) for worker in processes.workers)}
         found = last_statuses(processes.host.board)
         statuses = {stage: status for stage, status in found.items() if (status.machine, status.pid) in started}
         self._view.update(statuses, now)
-        write_statuses(self._session.run.statuses, statuses)
-        if not self._loaded and not self._not_ready(statuses):
+        write_statuses(session.run.statuses, statuses)
+        late = []
+        for stage in self._stages:
+            status = statuses.get(stage)
+            if status is None or status.state == "starting":
+                late.append(f"{stage} ({status.detail})" if status else stage)
+        if not late and not self._loaded:
             self._loaded = True
-            keep_settings(self._session.config, self._session.run)
-        return statuses
-
-    def _not_ready(self, statuses: Mapping[str, StageStatus]) -> list[str]:
-        """The stages that have not loaded yet, each with what it is doing."""
-        found = {stage: statuses.get(stage) for stage in self._stages}
-        return [
-            stage if status is None else f"{stage} ({status.detail})"
-            for stage, status in found.items()
-            if status is None or status.state == "starting"
-        ]
-
-    def _stalled(self, statuses: Mapping[str, StageStatus], now: float) -> StalledError | None:
-        """Why nothing moves, or is not ready in time."""
-        if not set(self._stages) - statuses.keys():  # one without a status is still starting, and others may wait for it
-            stall = self._watchdog.observe(statuses, now)
-            if stall is not None:
-                return StalledError(stall.message)
-        waited_s = now - max(self._begin_s, self.healing.changed_s if self.healing else 0.0)
-        if (late := self._not_ready(statuses)) and waited_s > self._session.config.launch.startup_timeout_s:
-            return StalledError(f"{' and '.join(late)} not ready after {waited_s:.0f} s (launch.startup_timeout_s)")
-        return None
+            keep_settings(session.config, session.run)
+        return statuses, late
 
 
 def _stop(

@@ -107,23 +107,18 @@ def placement_of(config: RunConfig, cluster: Cluster) -> list[Placement]:
 class RayWorker(Worker):
     """A process that is an actor of Ray, on the machine `node`. `died`: Ray does not say whether its machine is lost."""
 
-    def __init__(self, role: str, node: Node, strategy: Any, options: dict[str, Any], log: Path) -> None:
+    def __init__(self, role: str, node: Node, strategy: Any, actor: Any, log: Path) -> None:
         self.role, self.machine, self.node, self.log = role, node.name, node, log
         self.asked_to_stop = False
-        self._strategy, self._pid = strategy, 0
-        self._actor = cast(Any, ray.remote(WorkerActor)).options(scheduling_strategy=strategy, **options).remote()
-        self._begun: Any = None
+        self._strategy, self._actor, self._pid = strategy, actor, 0
+        self.begun: Any = None  # the call of `WorkerActor.begin`
         self._running: Any = None
         self._report: WorkerReport | None = None
-
-    def begin(self, *arguments: object) -> None:
-        """Have it look at its machine, without waiting for it."""
-        self._begun = self._actor.begin.remote(*arguments)
 
     def start(self, records_from_s: float, timeout_s: float) -> None:
         """Start its stages. Raises UserError for what is wrong on its machine, StageDiedError if that is lost."""
         try:
-            self._pid, problem = ray.get(self._begun, timeout=timeout_s)
+            self._pid, problem = ray.get(self.begun, timeout=timeout_s)
         except exceptions.ActorDiedError as error:
             raise StageDiedError(f"the {self.role} process on {self.machine} died as it started: {error}") from error
         except exceptions.RayError as error:
@@ -222,6 +217,7 @@ class RayHost(Host):
             "num_cpus": 0,
             "num_gpus": len(where.gpus),
             "max_restarts": 0,
+            "scheduling_strategy": strategy,
             "runtime_env": {"env_vars": {**process_environment(role, share.threads), "PYTHONUNBUFFERED": "1"}},
         }
         spec = WorkerSpec(
@@ -232,8 +228,9 @@ class RayHost(Host):
             address=machine.address,
             hub_at=self._hub_at,
         )
-        worker = RayWorker(role, machine, strategy, options, session.run.log(role))
-        worker.begin(str(session.run.root), role, msgspec.json.encode(spec), __version__, os.getcwd())
+        actor = cast(Any, ray.remote(WorkerActor)).options(**options).remote()
+        worker = RayWorker(role, machine, strategy, actor, session.run.log(role))
+        worker.begun = actor.begin.remote(str(session.run.root), role, msgspec.json.encode(spec), __version__, os.getcwd())
         return worker
 
     def failure(self) -> PipelineRLError | None:
