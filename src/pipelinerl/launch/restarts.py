@@ -19,7 +19,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import inf
 
 import msgspec
@@ -58,11 +58,17 @@ ENDED = "ended-"
 
 
 class Attempts:
-    """How often one thing has ended since it last worked, and why. It is started again at most `allowed` times."""
+    """The ends of one thing, a process or the sessions of a run, which is started again at most `allowed` times in a row.
+
+    reports    why it ended each time since it last worked
+    restarts   how often it was started again, the last time at `began_s`
+    due_s      when it will be started again; None if it was
+    """
 
     def __init__(self, allowed: int) -> None:
-        self.allowed = allowed
+        self.allowed, self.restarts, self.began_s = allowed, 0, inf
         self.reports: list[str] = []
+        self.due_s: float | None = None
 
     @property
     def exhausted(self) -> bool:
@@ -83,21 +89,6 @@ class Attempts:
         return "\n".join([head, *(f"{number}. {report}" for number, report in enumerate(self.reports, start=1))])
 
 
-@dataclass
-class History:
-    """The deaths of the process of one role.
-
-    attempts    those since it last worked for long
-    restarts    how often it was started again, the last time at `began_s`
-    due_s       when it will be started again; None if it was
-    """
-
-    attempts: Attempts
-    restarts: int = 0
-    began_s: float = inf
-    due_s: float | None = None
-
-
 class Healing:
     """The restarts of a session. The caller removes dead processes from its own list, and adds those that `begin` starts.
 
@@ -106,30 +97,29 @@ class Healing:
 
     def __init__(self, session: Session, host: Host, view: RunView) -> None:
         self._session, self._host, self._view = session, host, view
-        self._histories: dict[str, History] = {}
+        self._attempts: dict[str, Attempts] = {}  # by role
         self.changed_s = 0.0
 
     @property
     def pending(self) -> bool:
         """Whether a process waits for its restart."""
-        return any(history.due_s is not None for history in self._histories.values())
+        return any(attempts.due_s is not None for attempts in self._attempts.values())
 
     @property
     def counts(self) -> dict[str, int]:
         """By role: how often it was started again."""
-        return {role: history.restarts for role, history in self._histories.items()}
+        return {role: attempts.restarts for role, attempts in self._attempts.items()}
 
     def heal(self, dead: Sequence[Worker], now: float) -> None:
         """Count the work of processes that died, and plan their restarts. Raises CrashLoopError if they died too often."""
         self.changed_s = now
         looping = []
         for worker in dead:
-            history = self._histories.setdefault(worker.role, History(Attempts(self._session.config.launch.restarts)))
-            attempts = history.attempts
-            if now - history.began_s >= WORKED_S:
+            attempts = self._attempts.setdefault(worker.role, Attempts(self._session.config.launch.restarts))
+            if now - attempts.began_s >= WORKED_S:
                 attempts.reports.clear()
             attempts.reports.append(str(worker.failure()))
-            history.due_s = now + attempts.pause_s
+            attempts.due_s = now + attempts.pause_s
             self._host.reap(worker)
             self._count(worker)
             if attempts.exhausted:
@@ -142,15 +132,15 @@ class Healing:
 
     def begin(self, now: float) -> Iterator[Worker]:
         """Start the processes that are due, one at a time. Raises StageDiedError if one can't be started."""
-        for role, history in self._histories.items():
-            if history.due_s is not None and now >= history.due_s:
+        for role, attempts in self._attempts.items():
+            if attempts.due_s is not None and now >= attempts.due_s:
                 try:
                     self._write_plan()
                     yield self._host.start(role)
                 except OSError as error:  # a full disk, or no memory for a process
-                    raise StageDiedError(f"{history.attempts.reports[-1]}\nit can't be started again: {error}") from error
-                history.due_s, history.restarts = None, history.restarts + 1
-                history.began_s = self.changed_s = now
+                    raise StageDiedError(f"{attempts.reports[-1]}\nit can't be started again: {error}") from error
+                attempts.due_s, attempts.restarts = None, attempts.restarts + 1
+                attempts.began_s = self.changed_s = now
 
     def _count(self, worker: Worker) -> None:
         """Publish the totals of all processes of this role that died: the actors' by the hub, the engines' as published."""
@@ -191,29 +181,27 @@ class Losses:
     """The sessions of a run that lost a process which can't be replaced, and whether another session follows.
 
     attempts         those since the latest new checkpoint
-    count            of sessions that another one followed
     error            why the latest session ended, if another one follows
     records_from_s   of all these sessions: times in records include what a restart takes
     """
 
     def __init__(self, first: Session) -> None:
-        self.attempts, self.count = Attempts(first.config.launch.restarts), 0
+        self.attempts, self.records_from_s = Attempts(first.config.launch.restarts), first.records_from_s
         self.error: PipelineRLError | None = None
-        self.records_from_s = first.records_from_s
 
     def follow(self, session: Session, outcome: Outcome) -> str | None:
         """The line for the user if another session follows this one, which has ended."""
         self.error = None
         if not outcome.lost:
             return None
-        latest = max(by_version(session.run.checkpoints), default=0)
+        attempts, latest = self.attempts, max(by_version(session.run.checkpoints), default=0)
         if latest > session.plan.version:
-            self.attempts.reports.clear()
-        self.attempts.reports.append(str(outcome.error))
-        if self.attempts.exhausted:
+            attempts.reports.clear()
+        attempts.reports.append(str(outcome.error))
+        if attempts.exhausted:
             return None
-        self.error, self.count = outcome.error, self.count + 1
-        return self.attempts.line(f"the run {'goes on from its latest checkpoint' if latest else 'starts again'}")
+        self.error, attempts.restarts = outcome.error, attempts.restarts + 1
+        return attempts.line(f"the run {'goes on from its latest checkpoint' if latest else 'starts again'}")
 
     def counted(self, outcome: Outcome) -> Outcome:
         """The outcome of the last session, with the losses. If it was lost too, its error has all reports."""
@@ -221,5 +209,5 @@ class Losses:
         if error is not None and outcome.lost and len(attempts.reports) > 1:
             lost = f"{len(attempts.reports)} sessions lost a process without a new checkpoint"
             error = type(error)(attempts.all(f"{lost} (launch.restarts: {attempts.allowed}):"))
-        restarts = {**outcome.restarts, "run": self.count} if self.count else outcome.restarts
+        restarts = {**outcome.restarts, "run": attempts.restarts} if attempts.restarts else outcome.restarts
         return replace(outcome, error=error, restarts=restarts)

@@ -9,11 +9,10 @@ import msgspec
 import pytest
 
 import pipelinerl
-from pipelinerl.api import _changes, _prepare
+from pipelinerl.api import _changes
 from pipelinerl.config.load import load_config
 from pipelinerl.config.schema import RunConfig, TrainerConfig
 from pipelinerl.config.secrets import without_secrets
-from pipelinerl.environments.tasks.gcd import Gcd
 from pipelinerl.errors import RunDirectoryError, UserError
 from pipelinerl.files import JsonLines
 from pipelinerl.launch.resume import FIXED, changed_settings, resumed_config
@@ -134,24 +133,3 @@ def test_records_of_an_earlier_version_of_the_package_lack_newer_keys(run: RunDi
     del settings["trainer"]["betas"]
     run.sessions.write_bytes(msgspec.json.encode(RECORD | {"config": settings}) + b"\n")
     assert changed_settings(config, run) == []
-
-
-def scored(completion: str, example: dict[str, Any]) -> float:
-    return float(len(completion) + len(example))
-
-
-class Sums(Gcd):
-    pass
-
-
-@pytest.mark.parametrize(
-    ("given", "name"),
-    [({"reward": scored, "data": [{"prompt": "1+1="}]}, "function"), ({"environment": Sums}, "Sums"), ({}, "gcd")],
-)
-def test_a_run_from_python_is_named_after_its_environment(
-    given: dict[str, Any], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    arguments = {"model": None, "environment": None, "reward": None, "data": None} | given
-    _, inputs = _prepare(None, *arguments.values())
-    assert inputs.parent.name.endswith(f"-{name}-pipeline")
