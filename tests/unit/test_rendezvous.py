@@ -72,13 +72,10 @@ def test_members_with_the_key_use_the_store_and_the_group() -> None:
     assert in_a_group(*[with_key(KEY, 3)] * 3) == [None] * 3
 
 
-def test_who_has_taken_a_members_place_is_noticed_by_every_other_member() -> None:
+def test_who_has_taken_a_members_place_is_noticed_by_every_other_member_and_an_echo_is_no_proof() -> None:
     first, second, stranger = map(str, in_a_group(with_key(KEY, 3), with_key(KEY, 3), with_key("a guess", 3)))
     assert first == second == "member 2 of the group does not have the key of this run"
     assert stranger == "member 0 of the group does not have the key of this run"
-
-
-def test_an_echo_is_no_proof() -> None:
     found, _ = in_a_group(with_key(KEY, 2), echo)
     assert str(found) == "member 1 of the group does not have the key of this run"
 
@@ -109,9 +106,6 @@ def test_a_member_may_wait_for_a_key_longer_than_connecting_may_take() -> None:
         sleep(0.6)
         served.store.set("late", b"here")
         assert found.result(BOUND_S) == b"here"
-
-
-def test_a_store_that_accepts_and_is_silent_is_not_said_to_have_another_key() -> None:
     with closing(listen()) as silent, pytest.raises(TimeoutError, match=r"in 0\.2 s"):
         join_store("127.0.0.1", silent.getsockname()[1], KEY, 0.2)
 

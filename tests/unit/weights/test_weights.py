@@ -300,7 +300,11 @@ def test_views_hold_until_the_update_is_answered(file: Shared) -> None:
     assert checksum(update.tensors) == digest
 
 
-def test_on_gpus_both_ends_pin_the_buffers_until_they_close(file: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_gpus_pin_the_buffers_until_both_ends_close_and_the_host_hashes_what_they_will_not_verify(
+    on_gpu: bool, file: Shared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`on_gpu`: the trainer's weights. The engine is on a GPU anyway."""
     calls: list[str] = []
 
     def pin(tensor: Tensor, device: torch.device) -> Callable[[], None]:
@@ -308,31 +312,22 @@ def test_on_gpus_both_ends_pin_the_buffers_until_they_close(file: Shared, monkey
         return lambda: calls.append(f"{device} unpins")
 
     monkeypatch.setattr("pipelinerl.models.device.pin", pin)
-    monkeypatch.setattr(sending, "on_gpu", lambda _: True)
-    sender, receiver = file.sender(), file.receiver(device="cuda:1")
-    for version in range(3):
-        digest = sender.send(version, named_weights(Tied()))
-        assert receiver.poll() is not None
-        receiver.acknowledge(receipt(version, digest))
-    assert calls == ["cpu pins True", "cuda:1 pins True"]
-    receiver.close()
-    sender.close()
-    assert calls[2:] == ["cuda:1 unpins", "cpu unpins"]
-
-
-@pytest.mark.parametrize("on_gpu", [False, True])
-def test_the_host_hashes_what_a_gpu_will_not_verify(on_gpu: bool, file: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
-    hashed: list[str] = []
-    monkeypatch.setattr("pipelinerl.models.device.pin", lambda *_: lambda: None)
-    monkeypatch.setattr(receiving, "checksum", lambda tensors: hashed.append(checksum(tensors)) or hashed[-1])
+    monkeypatch.setattr(receiving, "checksum", lambda tensors: calls.append("host hashes") or checksum(tensors))
     monkeypatch.setattr(sending, "on_gpu", lambda _: on_gpu)
     monkeypatch.setattr(sending, "device_checksum", lambda _: "of the device")
     sender, receiver = file.sender(), file.receiver(device="cuda:1")
-    digest = sender.send(0, named_weights(Tied()))
-    update = receiver.poll()
-    assert update is not None
-    assert update.device_checksum == ("of the device" if on_gpu else "")
-    assert hashed == ([] if on_gpu else [digest])
+    for version in range(2):
+        digest = sender.send(version, named_weights(Tied()))
+        update = receiver.poll()
+        assert update is not None
+        assert update.device_checksum == ("of the device" if on_gpu else "")
+        receiver.acknowledge(receipt(version, digest))
+    receiver.close()
+    sender.close()
+    if on_gpu:
+        assert calls == ["cpu pins True", "cuda:1 pins True", "cuda:1 unpins", "cpu unpins"]
+    else:
+        assert calls == ["cuda:1 pins True", "host hashes", "host hashes", "cuda:1 unpins"]
 
 
 def test_damage_in_the_buffer_is_found(file: Shared) -> None:
@@ -383,22 +378,13 @@ def test_an_engine_that_does_not_answer_is_named(file: Shared) -> None:
     assert {one.engine for one in sender.receipts()} == {"left", "right"}
 
 
-def test_an_engine_that_loads_longer_than_the_trainer_gets_the_first_update_once(file: Shared) -> None:
-    sender = file.sender()
-    digest = sender.send(0, named_weights(Tied()))
-    late = SharedWeightReceiver(file.fd, file.relay.engine())
-    assert late.offered() is None, "it asks"
-    assert list(sender.unanswered()) == ["number 0"]
-    assert late.poll() is not None
-    late.acknowledge(receipt(0, digest))
-    assert not sender.unanswered()
-    assert late.offered() is None
-
-
 def test_an_engine_that_died_is_not_waited_for_until_its_replacement_asks(file: Shared) -> None:
     """The first process dies with version 1 in its hands. None takes 2, until the second one asks; then 3 waits for it."""
-    sender, first = file.sender(timeout_s=0.05), file.receiver()
+    sender = file.sender(timeout_s=0.05)
     digest = sender.send(0, named_weights(Tied()))
+    first = SharedWeightReceiver(file.fd, file.relay.engine())
+    assert first.offered() is None, "it has loaded longer than the trainer, and asks"
+    assert list(sender.unanswered()) == ["number 0"]
     assert first.poll() is not None
     first.acknowledge(receipt(0, digest))
     sender.send(1, named_weights(Tied(seed=1)))
