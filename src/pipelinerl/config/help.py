@@ -37,6 +37,7 @@ OLD_NAMES = {
     "trainer.clamp": "it is now `{prefix}correction.token_high`, with `correction.token: truncate`",
     "launch.lost_s": "Ray's health checks decide this now: remove it",
     "evaluation.accept_trained": "a resume warns of such problems now: remove it",
+    "weights.full_every": "not needed, because every receiver verifies all weights: remove it",
     "trainer.keep_versions": "it is now `{prefix}trainer.weights_every`: 1 keeps every version",
     "metrics.tensorboard": "it is now `{prefix}metrics.trackers`, as `[tensorboard]`",
     **dict.fromkeys(("resume", "continue"), "train --resume RUN_DIR"),

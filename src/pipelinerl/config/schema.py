@@ -214,8 +214,6 @@ class WeightsConfig(Section, frozen=True):
     weights if that is not more; engines get exactly the same weights. Saves most with bfloat16 and learning rates of 1e-5 or
     less, and costs a second copy of the weights in the trainer.
     """
-    full_every: Count = 100
-    """delta: every k-th update sends all weights. So does the first one, also after a resume."""
 
 
 class PreprocessConfig(Section, frozen=True):

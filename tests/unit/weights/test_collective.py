@@ -257,12 +257,6 @@ def test_an_update_that_a_delta_would_not_shorten_is_sent_in_full_and_is_the_nex
     assert fleet.send(2, others) == ("delta", 0)
 
 
-def test_every_kth_update_is_sent_in_full(rig: Rig) -> None:
-    fleet = Fleet(rig, full_every=3)
-    encodings = [fleet.send(version, weights_of(version))[0] for version in range(7)]
-    assert encodings == ["full", "delta", "delta", "full", "delta", "delta", "full"]
-
-
 def test_engines_that_join_late_and_those_of_a_new_sender_begin_with_all_weights(rig: Rig) -> None:
     sender = rig.sender(encoding="delta", timeout_s=BOUND_S)
     digest = sender.send(4, weights_of(4))

@@ -139,7 +139,6 @@ def _sender(session: Session, hub: HubClient, give_up: Callable[[], bool]) -> We
             join_timeout_s=launch.startup_timeout_s,
             device=torch.device(config.trainer.device),
             encoding=config.weights.encoding,
-            full_every=config.weights.full_every,
             give_up=give_up,
         )
     from pipelinerl.weights.sending import SharedWeightSender, WeightFolder  # noqa: PLC0415 - not for a broadcast

@@ -73,23 +73,21 @@ class CollectiveWeightSender(Sender):
         bucket_bytes: int = BUCKET_BYTES,
         device: torch.device = _CPU,
         encoding: Encoding = "full",
-        full_every: int = 100,
         **options: Any,
     ) -> None:
         """`host`: the address of this machine at which the receivers meet. They prove that they have `key`.
 
         `engines`: how many answer, if not each receiver. `stall_s`: a transfer may make no progress for twice as long.
         `join_timeout_s`: how long to wait for all receivers to connect. `device`: where this process computes; with nccl the
-        copy to send is there. `encoding` delta: send what differs from the previous update, except in the first and every
-        `full_every`-th update, or if that would not be fewer bytes. Needs a second copy of the weights. `options`: see
-        `Sender`.
+        copy to send is there. `encoding` delta: send what differs from the previous update, if that is fewer bytes. Needs a
+        second copy of the weights. `options`: see `Sender`.
         """
         super().__init__(hub, receivers if engines is None else engines, **options)
         self._receivers, self._bound_s, self._join_timeout_s = receivers, 2 * stall_s, join_timeout_s
         self._bucket_bytes, self._device, self._gpu = bucket_bytes, device, gpu_of(device)
         self._key, self._listener = key, listen(host)
         self.host, self.port = self._listener.getsockname()[:2]
-        self._encoding, self._full_every = encoding, full_every
+        self._encoding = encoding
         self._staging_U8 = self._base_U8 = torch.empty(0, dtype=torch.uint8)  # the update, and with deltas the previous one
         self._backend: Backend | None = None if self._gpu else "gloo"  # None: it depends on the receivers
         self._labels = [f"number {index}" for index in range(receivers)]
@@ -198,7 +196,7 @@ class CollectiveWeightSender(Sender):
         A delta is from the previous update, which all receivers hold.
         """
         number, delta_U8 = offer.number, None
-        if self._encoding == "delta" and (number - 1) % self._full_every:
+        if self._encoding == "delta" and number > 1:
             delta_U8 = encode(self._staging_U8, self._base_U8, below=self._staging_U8.numel())
         sent_U8 = self._staging_U8 if delta_U8 is None else delta_U8
         layout, delta_bytes = self._layout if number == 1 else None, None if delta_U8 is None else delta_U8.numel()
