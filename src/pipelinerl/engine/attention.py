@@ -309,12 +309,10 @@ def _decode(batch: StepBatch, call: LayerCall, query: Tensor, key: Tensor, value
 
 def _attend_one(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, call: LayerCall) -> Tensor:
     """One token per row: query [r, Hk, G, D], keys and values [r, Hk, L, D], mask [r, 1, 1, L] -> [r, Hk, G, D]."""
-    if call.sinks is not None:
-        sinks = call.sinks.view(query.shape[1:3])
-        return attend(query, keys, values, mask, scale=call.scale, softcap=call.softcap, causal=False, sinks=sinks)
+    sinks = None if call.sinks is None else call.sinks.view(query.shape[1:3])
     small = keys.shape[2] * keys.shape[3] <= _SMALL and keys.shape[0] >= _MANY
-    if call.softcap is not None or query.device.type != "cpu" or not small:
-        return attend(query, keys, values, mask, scale=call.scale, softcap=call.softcap, causal=False)
+    if call.softcap is not None or sinks is not None or query.device.type != "cpu" or not small:
+        return attend(query, keys, values, mask, scale=call.scale, softcap=call.softcap, causal=False, sinks=sinks)
     # With so little work per row, the fused kernel's overhead per row dominates; two batched products are faster.
     scores = torch.matmul(query, keys.transpose(2, 3)).mul_(call.scale)
     if mask is not None:

@@ -220,9 +220,7 @@ class RowTable:
         self._owners[self._used :] = [None] * (len(self._owners) - self._used)
         for row, sequence in zip(vacant.tolist(), fresh, strict=True):
             self._admit(sequence, row)
-        used = slice(0, self._used)
-        plain = (self.temperature[used] == 1) & (self.top_p[used] == 1) & (self.top_k[used] == 0)
-        self.plain = bool(plain.all())
+        self.plain = self._all_plain(slice(0, self._used))
         decoding = slice(0, self.decoding)
         self._age = 0
         self._overflow_age = 1 + min((region.limit - region.longest for region in self._regions), default=0)
@@ -254,7 +252,8 @@ class RowTable:
             return
         ids_SR, logprobs_SR = (torch.stack(tensors).numpy(force=True) for tensors in zip(*self._buffered, strict=True))
         self._buffered.clear()
-        require_finite(logprobs_SR)
+        if not np.isfinite(logprobs_SR).all():
+            raise FloatingPointError
         rows, steps = slice(0, self.decoding), len(ids_SR)
         places_SR = self._row_starts[rows] + self.counts[rows] + np.arange(steps)[:, None]
         self.tokens.reshape(-1)[places_SR] = ids_SR
@@ -266,9 +265,13 @@ class RowTable:
     def record(self, rows_n: Ints, ids_n: Ints, logprobs_n: Reals) -> None:
         """Add one token for each of `rows_n`: all decoding rows and those whose prompt this step completed."""
         self.flush()
-        require_finite(logprobs_n)
+        self._write(rows_n, ids_n, logprobs_n)
         self._age += 1
         self.positions[: self.decoding] += 1
+
+    def _write(self, rows_n: Ints, ids_n: Ints, logprobs_n: Reals) -> None:
+        if not np.isfinite(logprobs_n).all():
+            raise FloatingPointError
         places_n = self._row_starts[rows_n] + self.counts[rows_n]
         self.tokens.reshape(-1)[places_n] = ids_n
         self.logprobs.reshape(-1)[places_n] = logprobs_n
@@ -280,6 +283,9 @@ class RowTable:
         stopped_n = (self.stops[rows_n] == self.last[rows_n, None]).any(axis=1)
         ended = np.flatnonzero(stopped_n | (self.counts[rows_n] >= self.budgets[rows_n]))
         return list(zip(rows_n[ended].tolist(), stopped_n[ended].tolist(), strict=True))
+
+    def _all_plain(self, rows: slice | Ints) -> bool:
+        return bool(((self.temperature[rows] == 1) & (self.top_p[rows] == 1) & (self.top_k[rows] == 0)).all())
 
     def _move(self, sources: Ints, targets: Ints) -> list[Move]:
         """Move the rows' state. Cache copies are grouped by length: a short row is not copied at a long row's length."""
@@ -320,11 +326,6 @@ class RowTable:
         self._kinds[row] = PREFILLING
         self._owners[row] = sequence
         sequence.row = row
-
-
-def require_finite(logprobs: Reals) -> None:
-    if not np.isfinite(logprobs).all():
-        raise FloatingPointError
 
 
 # ---- Computes the KV entries of all sequences in progress again, with the weights of an update (`kv_on_update: recompute`)

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from pipelinerl.engine.attention import Move
 from pipelinerl.engine.fused import compiled
 from pipelinerl.engine.local import NOTHING, LocalEngine
-from pipelinerl.engine.rows import DECODING, FREE, Ints, Prefill, Reals, RowTable, Sequence, require_finite
+from pipelinerl.engine.rows import DECODING, FREE, Ints, Prefill, Reals, RowTable, Sequence
 from pipelinerl.engine.runner import refuse_longer
 from pipelinerl.engine.sampler import advance
 from pipelinerl.engine.varlen import COMPILERS, VarlenBatch, VarlenRunner, row_buckets
@@ -220,8 +220,7 @@ class SlotTable(RowTable):
         self._changed.clear()
         decoding_n = (self._kinds[rows_n] == DECODING).astype(np.int64)
         integers = np.vstack([self._integers[:, rows_n], self.keys[rows_n].view(np.int64), decoding_n])
-        every = self.decoding_rows()
-        self.plain = bool(((self.temperature[every] == 1) & (self.top_p[every] == 1) & (self.top_k[every] == 0)).all())
+        self.plain = self._all_plain(self.decoding_rows())
         return rows_n, integers, self._reals[:, rows_n], self.stops[rows_n]
 
     def read_oldest(self) -> None:
@@ -229,12 +228,7 @@ class SlotTable(RowTable):
         results: Results = self.pending.popleft()()
         rows_n = np.flatnonzero(results[:, 0] >= 0)
         ids_n, logprobs_n = results[rows_n, 0].astype(np.int64), results[rows_n, 1].astype(np.float32)
-        require_finite(logprobs_n)
-        counts_n = self.counts[rows_n]
-        self.tokens[rows_n, counts_n] = ids_n
-        self.logprobs[rows_n, counts_n] = logprobs_n
-        self.last[rows_n] = ids_n
-        self.counts[rows_n] += 1
+        self._write(rows_n, ids_n, logprobs_n)
         self.positions[rows_n] += 1
         self.sampled += len(rows_n)
 

@@ -7,8 +7,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelinerl.engine.attention import LayerShape, Move
-from pipelinerl.engine.varlen import SlotKV, row_buckets
+from pipelinerl.engine.varlen import row_buckets
 from pipelinerl.models.varlen import varlen_reference
 
 SLOT = 12
@@ -62,19 +61,6 @@ def test_without_used_lengths_keys_end_where_the_next_begin_and_no_key_means_zer
     found = varlen_reference(query, key, value, begins_q, begins_k, 3, 4, scale=0.3, window_size=(-1, 0))
     torch.testing.assert_close(found[:3], alone(query[:3], key, value, None))
     assert torch.equal(found[3], torch.zeros(1, 8))
-
-
-def test_rows_are_copied_as_if_all_at_once() -> None:
-    kv = SlotKV({0: LayerShape(2, 4, 4)}, 3, 5, torch.float32, torch.device("cpu"))
-    keys, _ = kv.layer(0)
-    keys.copy_(torch.randn(keys.shape))
-    rows = keys[:-1].clone().unflatten(0, (3, 5))
-    kv.move([Move([0, 1], [1, 0], 2), Move([2], [2], 0)])
-    moved = keys[:-1].unflatten(0, (3, 5))
-    assert torch.equal(moved[0, :2], rows[1, :2])
-    assert torch.equal(moved[1, :2], rows[0, :2])
-    assert torch.equal(moved[:, 2:], rows[:, 2:])
-    assert torch.equal(moved[2], rows[2])
 
 
 def test_a_step_computes_at_most_twice_the_rows_in_use() -> None:

@@ -10,7 +10,6 @@ from tokenizers import AddedToken
 from transformers import LlamaConfig
 
 from pipelinerl.config.schema import ModelConfig
-from pipelinerl.environments.prompts import hidden_ids
 from pipelinerl.errors import ModelLoadError
 from pipelinerl.models.contract import Contract, read_contract
 from pipelinerl.models.loading import load_config, load_tokenizer
@@ -128,14 +127,6 @@ def test_more_positions_than_the_model_was_made_for_are_named() -> None:
     assert read_contract(model, byte_tokenizer(None), 64).notes == ()
     (note,) = read_contract(model, byte_tokenizer(None), 65).notes
     assert "engine.max_length 65 is more than the 64 positions that the model was made for" in note
-
-
-def test_padding_that_is_the_end_of_text_is_fine() -> None:
-    tokenizer = byte_tokenizer(None)
-    tokenizer.pad_token = tokenizer.bos_token = "<eos>"
-    assert hidden_ids(tokenizer) == {EOS}
-    config = LlamaConfig(vocab_size=SIZE, eos_token_id=EOS)
-    assert read_contract(SimpleNamespace(config=config), tokenizer) == ((EOS,), ())
 
 
 @pytest.mark.parametrize("name", ["demo", "demo-tools"])

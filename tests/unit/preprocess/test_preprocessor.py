@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from itertools import chain
+from typing import Any
 
 import msgspec
 import pytest
@@ -67,52 +68,42 @@ def test_a_group_becomes_samples() -> None:
     assert (prepared.index, prepared.ids) == (9, ("a", "b"))
 
 
-def test_zero_advantage_is_dropped_only_on_request() -> None:
-    same = group(rollout("a", 0.1, 3), rollout("b", 0.1, 5), rollout("c", 0.1, 3))
-    kinds: list[Literal["skip", "keep"]] = ["skip", "keep"]
-    for kind in kinds:
-        prepared = Preprocessor(PreprocessConfig(zero_advantage=kind)).process(same)
-        assert [sample.advantage for sample in prepared.samples] == [0.0, 0.0, 0.0]
-    prepared = Preprocessor(PreprocessConfig(zero_advantage="drop")).process(same)
-    assert prepared.samples == ()
-    assert prepared.dropped == {"zero_advantage": 3}
-    assert prepared.dropped_by_length == {"zero_advantage": (3, 5, 3)}
+SAME = (rollout("a", 0.1, 3), rollout("b", 0.1, 5), rollout("c", 0.1, 3))
+MIXED = (rollout("a", 1.0), rollout("b", 0.0, 7, "length"), rollout("c", 0.5))
+ENDS = (rollout("a", 1.0, 3, "length", turns=2), Rollout(id="b", reward=0.0, turns=CUT_THEN_FINISHED))
+EMPTY = (rollout("a", 1.0), rollout("b", 0.0, length=0), Rollout(id="c", turns=(), reward=0.5))
+SEVERAL = (rollout("a", 0.0, 0, "length"), rollout("b", 0.0, 4, "length"), rollout("c", 0.0, 2))
 
 
-def test_overlong_is_dropped_only_on_request_and_advantages_are_those_of_the_whole_group() -> None:
-    mixed = group(rollout("a", 1.0), rollout("b", 0.0, 7, "length"), rollout("c", 0.5))
-    kept = Preprocessor(PreprocessConfig()).process(mixed)
-    assert [sample.finished for sample in kept.samples] == [True, False, True]
-    dropping = Preprocessor(PreprocessConfig(overlong="drop")).process(mixed)
-    assert dropping.samples == (kept.samples[0], kept.samples[2])
-    assert [sample.advantage for sample in dropping.samples] == [0.5, 0.0]
-    assert dropping.dropped_by_length == {"overlong": (7,)}
-
-
-def test_the_last_turn_decides_whether_a_rollout_finished() -> None:
-    prepared = Preprocessor(PreprocessConfig(overlong="drop")).process(
-        group(rollout("a", 1.0, 3, "length", turns=2), Rollout(id="b", reward=0.0, turns=CUT_THEN_FINISHED))
-    )
-    assert [(sample.id, sample.finished) for sample in prepared.samples] == [("b", True)]
-    assert prepared.dropped_by_length == {"overlong": (6,)}
-
-
-def test_rollouts_without_sampled_tokens_are_dropped_but_count_in_the_baseline() -> None:
-    prepared = Preprocessor(PreprocessConfig()).process(
-        group(rollout("a", 1.0), rollout("b", 0.0, length=0), Rollout(id="c", turns=(), reward=0.5))
-    )
-    assert [(sample.id, sample.advantage) for sample in prepared.samples] == [("a", 0.5)]
-    assert prepared.dropped_by_length == {"empty": (0, 0)}
-
-
-def test_each_rollout_is_dropped_for_one_reason() -> None:
-    config = PreprocessConfig(zero_advantage="drop", overlong="drop")
-    prepared = Preprocessor(config).process(
-        group(rollout("a", 0.0, 0, "length"), rollout("b", 0.0, 4, "length"), rollout("c", 0.0, 2))
-    )
-    assert prepared.dropped_by_length == {"empty": (0,), "overlong": (4,), "zero_advantage": (2,)}
-    assert prepared.dropped == {"empty": 1, "overlong": 1, "zero_advantage": 1}
-    assert prepared.dropped_ids == {"empty": ("a",), "overlong": ("b",), "zero_advantage": ("c",)}
+@pytest.mark.parametrize(
+    ("settings", "rollouts", "kept", "dropped"),
+    [
+        ({"zero_advantage": "skip"}, SAME, {"a": 0.0, "b": 0.0, "c": 0.0}, {}),
+        ({"zero_advantage": "keep"}, SAME, {"a": 0.0, "b": 0.0, "c": 0.0}, {}),
+        ({"zero_advantage": "drop"}, SAME, {}, {"zero_advantage": (3, 5, 3)}),
+        ({}, MIXED, {"a": 0.5, "b": -0.5, "c": 0.0}, {}),
+        ({"overlong": "drop"}, MIXED, {"a": 0.5, "c": 0.0}, {"overlong": (7,)}),  # advantages are of the whole group
+        ({"overlong": "drop"}, ENDS, {"b": -0.5}, {"overlong": (6,)}),  # the last turn decides
+        ({}, EMPTY, {"a": 0.5}, {"empty": (0, 0)}),
+        (
+            {"zero_advantage": "drop", "overlong": "drop"},
+            SEVERAL,
+            {},
+            {"empty": (0,), "overlong": (4,), "zero_advantage": (2,)},
+        ),
+    ],
+)
+def test_each_rollout_is_kept_or_dropped_for_one_reason(
+    settings: dict[str, Any], rollouts: Sequence[Rollout], kept: dict[str, float], dropped: dict[str, tuple[int, ...]]
+) -> None:
+    prepared = Preprocessor(PreprocessConfig(**settings)).process(group(*rollouts))
+    assert {sample.id: sample.advantage for sample in prepared.samples} == kept
+    assert [sample.finished for sample in prepared.samples] == [
+        one.turns[-1].completion.finish_reason == "stop" for one in rollouts if one.id in kept
+    ]
+    assert prepared.dropped_by_length == dropped
+    assert prepared.dropped == {reason: len(lengths) for reason, lengths in dropped.items()}
+    assert sorted([*kept, *chain(*prepared.dropped_ids.values())]) == [one.id for one in rollouts]
 
 
 def test_samples_carry_the_metrics_of_their_rollouts_and_older_streams_are_read() -> None:

@@ -344,8 +344,3 @@ def test_a_kl_penalty_without_reference_logprobs_is_refused() -> None:
     inputs = dataclasses.replace(make_inputs([4]), reference_logprobs_N=None)
     with pytest.raises(ValueError, match="reference log-probabilities"):
         loss_of("ppo", kl_coefficient=0.1)(inputs)
-
-
-def test_tensors_of_different_lengths_are_refused() -> None:
-    with pytest.raises(ValueError, match="same shape"):
-        dataclasses.replace(make_inputs([4]), advantages_N=torch.zeros(3))

@@ -33,13 +33,6 @@ class LossInputs:
     reference_logprobs_N: torch.Tensor | None = None
     """log-probabilities under the reference model; only the KL penalty reads them."""
 
-    def __post_init__(self) -> None:
-        shape = self.logprobs_N.shape
-        others = (self.behaviour_logprobs_N, self.advantages_N, self.lags_N, self.sequence_N, self.reference_logprobs_N)
-        if len(shape) != 1 or any(other is not None and other.shape != shape for other in others):
-            shapes = [tuple(shape), *(None if other is None else tuple(other.shape) for other in others)]
-            raise ValueError(f"every per-token tensor of a loss must have the same shape (N,), got {shapes}")
-
     @property
     def log_ratio_N(self) -> torch.Tensor:
         """log(pi / mu) of each token; carries the gradient."""
