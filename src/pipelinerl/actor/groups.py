@@ -44,10 +44,6 @@ class OpenGroup:
     failed: int = 0
 
     @property
-    def complete(self) -> bool:
-        return len(self.outcomes) == self.size
-
-    @property
     def in_progress(self) -> int:
         """Attempts that are running, or finished and waiting for the rest of the group. Failed ones are excluded."""
         return self.size - self.failed
@@ -199,7 +195,7 @@ class GroupRunner:
             self._failures.failure(outcome, group.rollout_name(number), length)
         else:
             self._failures.success()
-        if not group.complete:
+        if len(group.outcomes) < group.size:
             return
         if isinstance(self.context.environment, ScoresGroups) and group.failed < group.size:
             self.running += 1

@@ -13,6 +13,7 @@ import os
 import symtable
 import sys
 import sysconfig
+from contextlib import suppress
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
@@ -57,20 +58,14 @@ def _is_installed(file: Path) -> bool:
     return any(place and file.is_relative_to(Path(place).resolve()) for place in places)
 
 
-def _file_of(found: Named) -> str:
-    """The file name in the code of a function, or of a method of a class."""
-    if isinstance(found, FunctionType):
-        return found.__code__.co_filename
-    codes = [getattr(inspect.unwrap(value), "__code__", None) for value in vars(found).values() if callable(value)]
-    return next((code.co_filename for code in codes if code and code.co_filename != "<string>"), "")
-
-
 def _source_of(found: Named) -> ast.stmt:
     """The last definition of its name in the text that it was compiled from."""
-    text = "".join(linecache.getlines(_file_of(found)))
+    members = [found] if isinstance(found, FunctionType) else [*map(inspect.unwrap, filter(callable, vars(found).values()))]
+    files = [code.co_filename for one in members if (code := getattr(one, "__code__", None))]
+    file = next((file for file in files if file != "<string>"), "")
     kinds = (ast.ClassDef,) if isinstance(found, type) else (ast.FunctionDef, ast.AsyncFunctionDef)
     try:
-        nodes = ast.parse(text).body
+        nodes = ast.parse("".join(linecache.getlines(file))).body
     except SyntaxError:  # a cell with commands of IPython
         nodes = []
     for node in reversed(nodes):
@@ -122,14 +117,11 @@ class _Written:
             self._imports[name] = f"from {value.__module__} import {value.__qualname__} as {name}"
         else:
             self._begun.add(name)
-            self._parts[name] = f"{name} = {_literal(name, value, user.__name__)}"
-
-
-def _literal(name: str, value: Any, user: str) -> str:
-    text = repr(value)
-    try:
-        if ast.literal_eval(text) == value:
-            return text
-    except (ValueError, SyntaxError):
-        pass
-    raise UserError(f"{user} uses {name}, a {type(value).__name__} that can't be written to a file; {_ADVICE}")
+            text = repr(value)
+            with suppress(ValueError, SyntaxError):
+                if ast.literal_eval(text) == value:
+                    self._parts[name] = f"{name} = {text}"
+                    return
+            raise UserError(
+                f"{user.__name__} uses {name}, a {type(value).__name__} that can't be written to a file; {_ADVICE}"
+            )
