@@ -1,4 +1,4 @@
-"""Rewards and tools whose server is away for a while are called again; other errors are not repeated."""
+"""Functions whose server is away for a while are called again; other errors are not repeated."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.environments.chat.tool_use import ToolError
 from pipelinerl.environments.user.code import is_away
-from pipelinerl.environments.user.function import FunctionOptions, Functions, read_tools
+from pipelinerl.environments.user.function import FunctionOptions, Functions
 
 FILE = """
 from pathlib import Path
@@ -38,15 +37,6 @@ async def judge_async(completion, example):
 def wrong(completion, example):
     away(2, ValueError("a bad answer"))
     return 1.0
-
-def look_up(word: str) -> str:
-    '''Look up a word.
-
-    Args:
-        word: the word
-    '''
-    away(2, ConnectionError("no dictionary"))
-    return word.upper()
 """
 
 
@@ -106,19 +96,6 @@ def test_after_the_last_retry_the_error_is_that_of_the_function_and_another_erro
         called(tmp_path, "wrong", isolate=isolate)()
     assert (tmp_path / "calls").read_text() == "x"
     assert pauses == [1]
-
-
-def test_a_tool_is_called_again_and_the_model_sees_its_last_error(tmp_path: Path, pauses: list[float]) -> None:
-    (tmp_path / "rewards.py").write_text(FILE)
-    for retries in (1, 2):
-        (tmp_path / "calls").unlink(missing_ok=True)
-        (tool,) = read_tools([f"{tmp_path}/rewards.py:look_up"], options(retries=retries))
-        if retries == 2:
-            assert asyncio.run(tool.call({"word": "a"})) == "A"
-        else:
-            with pytest.raises(ToolError, match="no dictionary"):
-                asyncio.run(tool.call({"word": "a"}))
-    assert pauses == [1, 1, 4]
 
 
 def caused(error: Exception) -> Exception:
