@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 
 import pipelinerl
 from pipelinerl.cli import main
-from pipelinerl.errors import UserError
 
 REWARDS = """
 def length(completion, example):
@@ -90,19 +88,3 @@ def test_rewards_over_the_group_count_and_prompts_that_do_not_fit_are_named(rewa
     trial = tried(f"{rewards}:same", **{"engine.max_length": 20})
     assert not trial.group.rollouts
     assert all("20 (engine.max_length)" in one.failure for one in trial.attempts)
-
-
-def test_from_python_an_error_has_the_frame_of_the_user_and_no_cause(rewards: Path) -> None:
-    def wrong_reward(_: Any) -> None:
-        tried(f"{rewards}:nothing")
-
-    def wrong_key(call: Any) -> None:
-        call({"trainer.stepz": 1})
-
-    for calling, what in ((wrong_reward, None), *((wrong_key, call) for call in (pipelinerl.train, pipelinerl.start))):
-        with pytest.raises(UserError, match=r"no function 'nothing'|did you mean") as raised:
-            calling(what)
-        shown = "".join(traceback.format_exception(raised.value))
-        assert shown.count("Traceback") == 1
-        assert f"in {calling.__name__}" in shown
-        assert shown.count("src/pipelinerl/") == 1, shown
