@@ -220,7 +220,6 @@ HEAD = 4 * BILLION.vocabulary * BILLION.hidden
         ("--trainer.ranks=4", "training-rank-1", "weights", GB),
         (f"{BF16} --trainer.ranks=4", "training-rank-1", "weights", GB),  # the master copy, in float32
         ("--trainer.ranks=4", "training", "weights to be published", 4 * GB),
-        ("--trainer.ranks=4", "training-rank-1", "weights to be published", 0),
         (f"{BF16} --model.head_dtype=float32", "generation", "head in float32", HEAD),
         ("--engine.kind=http", "server-0", "staged weights", 4 * GB),
         ("--engine.kind=http --weights.kind=collective", "server-0", "staged weights", 4 * GB),
@@ -229,7 +228,6 @@ HEAD = 4 * BILLION.vocabulary * BILLION.hidden
         (f"{LOGITS} --trainer.head_chunk=0", "training", "logits", 8192 * BILLION.vocabulary * 4),
         (f"{LOGITS} --trainer.head_chunk=100", "training", "logits", 100 * BILLION.vocabulary * 12),
         (f"{LOGITS} --trainer.head_chunk=100 {BF16}", "training", "logits", 100 * BILLION.vocabulary * 10 + HEAD),
-        (f"{LOGITS} --trainer.micro_batch_tokens=2000", "training", "logits", 2000 * BILLION.vocabulary * 4),
     ],
 )
 def test_each_choice_costs_or_saves_what_it_should(flags: str, role: str, use: str, size: int) -> None:
