@@ -102,8 +102,7 @@ def test_text_of_models_is_text(tmp_path: Path, page: Any) -> None:
         assert page.locator(".attempt sup").all_text_contents() == ["3", "4"]
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [360, 1200])
+@pytest.mark.parametrize(("width", "scheme"), [(360, "light"), (1200, "dark")])
 def test_it_fits_any_width_and_is_readable_in_both_themes(tmp_path: Path, page: Any, width: int, scheme: Any) -> None:
     root = make_run(tmp_path / "a-run-with-a-name-that-is-much-too-long-for-a-telephone", steps=6)
     page.set_viewport_size({"width": width, "height": 800})

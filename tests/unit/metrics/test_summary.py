@@ -131,7 +131,11 @@ def test_steps_of_low_ess_are_counted_and_marked() -> None:
 
 def test_the_keys_are_those_that_tools_rely_on() -> None:
     assert set(whole_run()) == KEYS
-    assert set(summarize(CONFIG, [], [], {}, wall_s=0.0, status="failed: x")) == KEYS
+    empty = summarize(CONFIG, [], [], {}, wall_s=0.0, status="failed: the model can't be loaded")
+    assert set(empty) == KEYS
+    for key in ("reward_first", "ess_min", "lag_max", "tokens_per_s", "eval_after_lengths", "rollouts_started"):
+        assert empty[key] is None, key
+    assert "model can't be loaded" in as_text(final_table(empty))
 
 
 def test_the_numbers_by_hand() -> None:
@@ -243,16 +247,6 @@ def test_first_and_last_reward_are_over_a_quarter_and_at_most_five_steps(count: 
     summary = summarize(CONFIG, steps(count), [], {}, wall_s=1.0, status="finished")
     assert summary["reward_first"] == pytest.approx(sum(n / 10 for n in range(1, edge + 1)) / edge)
     assert summary["reward_last"] == pytest.approx(sum(n / 10 for n in range(count - edge + 1, count + 1)) / edge)
-
-
-def test_an_empty_run_has_nulls() -> None:
-    summary = summarize(CONFIG, [], [], {}, wall_s=0.0, status="failed: the model can't be loaded")
-    for key in ("reward_first", "ess_min", "lag_max", "tokens_per_s", "samples_per_s", "eval_after_lengths"):
-        assert summary[key] is None, key
-    assert summary["version"] == 0
-    assert summary["rollouts_started"] is None
-    assert "conservation_error" not in summary
-    assert "model can't be loaded" in as_text(final_table(summary))
 
 
 def test_a_lost_rollout_is_an_error_with_the_numbers() -> None:
