@@ -97,7 +97,7 @@ def test_ctrl_c_leaves_what_was_done(tmp_path: Path) -> None:
     summary = summary_of(out)
     (result,) = summary.models
     assert summary.status == "interrupted"
-    assert 20 <= result.attempts == len(attempts_of(out / "demo")) < 48
+    assert 0 < result.attempts == len(attempts_of(out / "demo")) < 48
     assert 0 < result.problems < 12
     rates = read_json_lines(out / "demo" / "pass_rates.jsonl", PassRate)
     assert sum(rate.attempts for rate in rates) == result.attempts
