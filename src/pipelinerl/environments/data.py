@@ -128,6 +128,26 @@ def _json_value(row: Any, place: str) -> Any:
         raise EnvironmentSetupError(f"{place} has a field that is not a text, number or list: {error}") from error
 
 
+def field_of(row: Any, name: str) -> Any:
+    """`row[name]`, or the value at the path `name`, such as `extra.answer` or `0.value`. Raises KeyError."""
+    if isinstance(row, dict) and name in row:
+        return row[name]
+    value = row
+    for step in name.split("."):
+        if isinstance(value, dict) and step in value:
+            value = value[step]
+        elif isinstance(value, list) and step.isdecimal() and int(step) < len(value):
+            value = value[int(step)]
+        else:
+            raise KeyError(name)
+    return value
+
+
+def fields_of(row: Any) -> str:
+    """The names of a row's fields, for an error message."""
+    return (", ".join(map(str, row)) if isinstance(row, dict) else f"a list of {len(row)}") or "none"
+
+
 # ---- problems: read, split, and in an endless order
 
 Check = Callable[[dict[str, Any]], str | None]

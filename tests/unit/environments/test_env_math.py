@@ -9,7 +9,7 @@ import json
 import pytest
 
 from pipelinerl.environments import make_environment
-from pipelinerl.environments.maths.environment import Maths, final_answer
+from pipelinerl.environments.maths.environment import Maths, final_answer, length_penalty
 from pipelinerl.environments.maths.judge import Judge, JudgeVerdict, quick_verdict
 from pipelinerl.environments.user.pool import FunctionPool
 from pipelinerl.errors import EnvironmentSetupError, MissingDependencyError
@@ -68,6 +68,11 @@ def test_the_final_answer_within_a_given_one(given, final):
         ({"problem": "Why?", "solution": r"So \boxed{5}.", "answer": "4"}, {}, "4"),
         ({"ID": "1", "Problem": "Why?", "Solution": "So.", "Answer": 4}, {}, "4"),
         ({"q.q": "Why?", "answer": "4"}, {"question_field": "q.q"}, "4"),
+        (
+            [{"from": "human", "value": "Why?"}, {"from": "assistant", "ground_truth": {"value": "4"}}],
+            {"question_field": "0.value", "answer_field": "1.ground_truth.value"},
+            "4",
+        ),
     ],
 )
 def test_rows_of_well_known_data_sets(tmp_path, row, arguments, answer):
@@ -92,6 +97,7 @@ def test_rows_of_well_known_data_sets(tmp_path, row, arguments, answer):
             r"p\.jsonl:2 has no field `question` or .* \(it has: text, answer\); set .*question_f",
         ),
         ({"problem": "Why?"}, {}, r"p\.jsonl:2 has no field `answer` or .*; set environment\.args\.answer_field"),
+        ({"problem": "Why?", "answer": 4}, {"answer_field": "a.b"}, r"p\.jsonl:1 has no field `a\.b`"),
         ({"problem": 7, "answer": 4}, {}, r"p\.jsonl:2: the question must be a text, not 7"),
         ({"problem": " ", "answer": 4}, {}, r"p\.jsonl:2: the question must be a text"),
         ({"problem": "Why?", "answer": [4]}, {}, r"p\.jsonl:2: `answer` has no final answer: .* it is \[4\]"),
@@ -111,6 +117,8 @@ def test_a_malformed_line_is_named(tmp_path, row, arguments, complaint):
         ({"path": "missing.jsonl"}, r"can't read missing\.jsonl: No such file"),
         ({"chat": True}, "no chat template"),
         ({"text": "no place"}, "must have {question}"),
+        ({"length_penalty_tokens": 10}, "it needs environment.args.max_tokens"),
+        ({"length_penalty_tokens": 10, "max_tokens": 9}, r"at least as many \(it is 9\)"),
     ],
 )
 def test_arguments_that_can_not_be_used(tmp_path, arguments, complaint):
@@ -129,11 +137,17 @@ def test_without_math_verify_the_message_names_the_extra(tmp_path, not_installed
 # ---------------------------------------------------------------------------------------------------- rewards
 
 
+def test_the_length_penalty_is_linear_at_the_end_only():
+    penalties = [length_penalty(length, limit=100, soft_tokens=40) for length in (0, 60, 70, 80, 100, 130)]
+    assert penalties == pytest.approx([0, 0, -0.25, -0.5, -1, -1])
+    assert length_penalty(100, limit=100, soft_tokens=0) == 0
+
+
 def test_rewards_and_metrics_of_a_rollout(tmp_path):
     environment, problem = one_problem(tmp_path, format_reward=0.1, text="P: {question}")
     right = rollout(environment, problem, r"it is \boxed{42}, not 5")
     assert right.reward == 1
-    assert right.metrics == {"right": 1, "boxed": 1, "judge_failed": 0}
+    assert right.metrics == {"right": 1, "boxed": 1, "judge_failed": 0, "length_penalty": 0}
     assert rollout(environment, problem, "it is 42").metrics["boxed"] == 0
     assert rollout(environment, problem, "it is 42").reward == 1
     assert rollout(environment, problem, r"\boxed{41}").reward == 0.1
@@ -143,15 +157,29 @@ def test_rewards_and_metrics_of_a_rollout(tmp_path):
     assert TOKENIZER.decode(right.turns[0].prompt_ids) == "P: What is it?"
 
 
+def test_the_length_counts_in_tokens_and_a_text_cut_anywhere_pays_all(tmp_path):
+    environment, problem = one_problem(tmp_path, max_tokens=20, length_penalty_tokens=10, length_penalty=0.5)
+    client = saying("4 of 42")
+    asyncio.run(environment.rollout(problem, client))
+    assert client.limits == [20]
+    assert rollout(environment, problem, "42").reward == 1
+    late = rollout(environment, problem, "......" + "it is 42.")  # 15 tokens and the stop token
+    assert late.metrics["length_penalty"] == pytest.approx(-0.3)
+    assert late.reward == pytest.approx(0.7)
+    assert rollout(environment, problem, "42", finish_reason="length").reward == pytest.approx(0.5)
+
+
 SAME = [
     ("2.5", "2 1/2", r"2\frac{1}{2}", r"2 \dfrac 12", "5/2", r"\frac{5}{2}", "2.50", "25e-1", "$2.5$"),
     ("1000", "1e3", "1,000", r"1\,000", "1{,}000", r"1,\!000", "1000.", "1000.0", "2000/2", "1E+3"),
-    ("-7", "\u22127", "-7.0", "-14/2"),
-    ("12", r"1\!2"),
+    ("-7", r"\text{So the answer is: } -7", "\u22127", "-7.0", "-14/2"),
+    ("12", "12", r"1\!2"),
     ("1 2", "1  2", r"1\,2", "1~2", r"1\ 2", r"1\;2"),
     ("1, 2", "1,  2", r"1,\,2"),
     ("1, 234",), ("1 234",), ("0.12",), ("1/2", "0.5", ".5"), ("0.001", "1e-3"), ("11/2", "5 1/2"), ("1 1/2", "1.5"),
-    (r"\leftarrow",), (r"\rightarrow",), ("1e4",), ("10",), ("21/2",), (r"\text{not }7",), ("7",), ("77",), ("1/3",),
+    ("i", r"\sqrt{-1}", r"\sqrt { -1 }"), ("2i", r"2\sqrt{-1}"), (r"\leftarrow",), (r"\rightarrow",),
+    ("5 m", r"5\text{ m}", r"5\,\text{m}"), ("5 cm",), ("5 mm",), ("5 hours", "5 h"), ("5 minutes",),
+    ("1e4",), ("10",), ("21/2",), (r"\text{not }7",), ("7",), ("77",), ("1/3",),
     ("0.333333333333",), (r"\left(1, 2\right)", "(1,2)"),
 ]  # fmt: skip
 """Notations of the same value stand together; all others differ."""
@@ -166,6 +194,8 @@ def test_notations_have_the_values_that_a_reader_gives_them():
             assert verdict is not (group != other), f"{expected} and {answer}"
     assert quick_verdict("42", "") is quick_verdict("42", "4" * 400) is False
     assert quick_verdict("x+1", "1+x") is quick_verdict("50", "50\\%") is None
+    assert quick_verdict("3 Mars", "3 Miles") is quick_verdict("5 s", "5 ss") is False
+    assert quick_verdict("2ab", "2ba") is quick_verdict("5 m", "5 meters") is quick_verdict("1 apple", "1 apples") is None
 
 
 @needs_math_verify

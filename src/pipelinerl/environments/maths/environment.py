@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal
 
-from pipelinerl.config.schema import Count, Positive, ShareBelowOne
-from pipelinerl.environments.data import ProblemSet, Split, read_problems, without
+from pipelinerl.config.schema import Count, Natural, NotNegative, Positive, ShareBelowOne
+from pipelinerl.environments.data import ProblemSet, Split, field_of, fields_of, read_problems, without
 from pipelinerl.environments.maths.judge import MAX_ANSWER, Judge, JudgeVerdict
 from pipelinerl.environments.maths.numbers import answer_in, last_boxed, marks_answer, number_of
 from pipelinerl.environments.options import Files, QuestionOptions, QuestionTask
@@ -36,7 +36,7 @@ class MathsOptions(QuestionOptions, frozen=True):
     held_out_path: Files | None = None
     """Files for evaluation. null: one problem in ten of `path`. A held-out question is never trained on."""
     question_field: str | None = None
-    """The field with the question. null: the usual names."""
+    """The field with the question, also as a path (`extra.question`). null: the usual names."""
     answer_field: str | None = None
     """The same for the answer."""
     judge: Literal["math-verify", "numbers"] = "math-verify"
@@ -47,11 +47,22 @@ class MathsOptions(QuestionOptions, frozen=True):
     """How many answers are judged at once."""
     format_reward: ShareBelowOne = 0.0
     """Reward of a wrong answer in a `\\boxed{}`; with `judge: numbers` also of a wrong number after `####`."""
+    length_penalty_tokens: Natural = 0
+    """Over how many tokens before `max_tokens` the reward falls; a text that is cut off gets the full penalty. 0: none."""
+    length_penalty: NotNegative = 1.0
+    """By how much it falls at most."""
     system: str = SYSTEM
     text: str = TEXT
 
     def model_post_init(self, context: Any) -> None:
         super().model_post_init(context)
+        if self.length_penalty_tokens > (self.max_tokens or 0):
+            raise EnvironmentSetupError(
+                f"environment.args.length_penalty_tokens is {self.length_penalty_tokens}: it needs "
+                f"environment.args.max_tokens to be at least as many (it is {self.max_tokens})"
+            )
+        if not self.length_penalty_tokens:
+            self.refuse_without_effect("`length_penalty_tokens` is 0", "length_penalty")
         if self.judge == "numbers":
             self.refuse_without_effect(
                 "it is for math-verify, and `judge` is `numbers`", "judge_timeout_s", "judge_processes"
@@ -77,7 +88,7 @@ class Maths(ProblemSet, QuestionTask):
         return self.ask(problem.payload["question"])
 
     async def judge(self, problem: Problem, turn: Turn) -> Judgement:
-        """The metrics `right`, `boxed` and `judge_failed` are 1 or 0."""
+        """Metrics: `right`, `boxed` and `judge_failed` are 1 or 0; `length_penalty` is at most 0."""
         text, expected, options = turn.text, problem.payload["answer"], self._options
         boxed = last_boxed(text) is not None
         if self._judge is None:
@@ -87,8 +98,20 @@ class Maths(ProblemSet, QuestionTask):
         else:
             verdict, marked = await self._judge.verdict(expected, answer_of(text)), boxed
         score = 1.0 if verdict.right else options.format_reward if marked else 0.0
-        metrics = {"right": float(verdict.right), "boxed": float(boxed), "judge_failed": float(verdict.failed)}
-        return Judgement(score, metrics)
+        limit = self.max_tokens or 0
+        # The text may be cut off before `max_tokens`, by `actor.max_tokens` or the slot's length.
+        length = limit if turn.completion.finish_reason == "length" else len(turn.completion.token_ids)
+        penalty = options.length_penalty * length_penalty(length, limit=limit, soft_tokens=options.length_penalty_tokens)
+        metrics = {
+            "right": float(verdict.right),
+            "boxed": float(boxed),
+            "judge_failed": float(verdict.failed),
+            "length_penalty": penalty,
+        }
+        return Judgement(score + penalty, metrics)
+
+
+# ---- parts of the reward: pure functions
 
 
 def answer_of(text: str) -> str:
@@ -101,6 +124,17 @@ def answer_of(text: str) -> str:
         return boxed.strip()
     number = answer_in(text)
     return "" if number is None else str(number)
+
+
+def length_penalty(length: int, *, limit: int, soft_tokens: int) -> float:
+    """0 up to `limit - soft_tokens` tokens, then linear down to -1 at `limit`, where a text is cut off.
+
+    The penalty warns a policy before its completions reach the limit. Without it, the first signal is the lost reward of a
+    text that was cut off.
+    """
+    if soft_tokens <= 0:
+        return 0.0
+    return -min(1.0, max(0.0, (length - (limit - soft_tokens)) / soft_tokens))
 
 
 # ---- problems
@@ -123,17 +157,15 @@ def _question(problem: Problem) -> str:
 
 def _payload(row: Any, place: str, options: MathsOptions) -> dict[str, Any]:
     """The `question` and the final `answer` of a row, as texts. Raises EnvironmentSetupError if there is none."""
-    if not isinstance(row, dict):
-        raise EnvironmentSetupError(f"{place} is not a JSON object, but {_short(row)}")
-    question = row[_field(row, place, "question_field", options.question_field, QUESTION_FIELDS)]
-    answer_field = _field(row, place, "answer_field", options.answer_field, ANSWER_FIELDS)
+    _, question = _find_field(row, place, "question_field", options.question_field, QUESTION_FIELDS)
+    answer_name, answer = _find_field(row, place, "answer_field", options.answer_field, ANSWER_FIELDS)
     if not isinstance(question, str) or not question.strip():
         raise EnvironmentSetupError(f"{place}: the question must be a text, not {_short(question)}")
-    final = final_answer(row[answer_field])
+    final = final_answer(answer)
     if not final:
         raise EnvironmentSetupError(
-            f"{place}: `{answer_field}` has no final answer: it must be a number or a short text, end with "
-            f"`#### answer`, or have a \\boxed{{answer}}; it is {_short(row[answer_field])}"
+            f"{place}: `{answer_name}` has no final answer: it must be a number or a short text, end with "
+            f"`#### answer`, or have a \\boxed{{answer}}; it is {_short(answer)}"
         )
     if options.judge == "numbers" and number_of(final) is None:
         raise EnvironmentSetupError(f"{place}: {final[:60]!r} is not a number, but `judge` is `numbers`")
@@ -157,14 +189,17 @@ def final_answer(answer: Any) -> str | None:
     return text if 0 < len(text) <= MAX_ANSWER and "\n" not in text else None
 
 
-def _field(row: dict[str, Any], place: str, option: str, name: str | None, usual: Sequence[str]) -> str:
-    """The field that `option` names, or else the first of the `usual` ones that the row has."""
-    names = [name] if name else usual
-    for candidate in names:
-        if candidate in row:
-            return candidate
-    wanted, fields = " or ".join(f"`{one}`" for one in names), ", ".join(row) or "none"
-    raise EnvironmentSetupError(f"{place} has no field {wanted} (it has: {fields}); set environment.args.{option}")
+def _find_field(row: Any, place: str, option: str, name: str | None, usual: Sequence[str]) -> tuple[str, Any]:
+    """The name and value of the field `name`, or of the first of the `usual` fields in the row."""
+    if not isinstance(row, (dict, list)):
+        raise EnvironmentSetupError(f"{place} is not a JSON object, but {_short(row)}")
+    for candidate in [name] if name else usual:
+        try:
+            return candidate, field_of(row, candidate)
+        except KeyError:
+            continue
+    wanted = f"`{name}`" if name else " or ".join(f"`{one}`" for one in usual)
+    raise EnvironmentSetupError(f"{place} has no field {wanted} (it has: {fields_of(row)}); set environment.args.{option}")
 
 
 def _short(value: Any) -> str:

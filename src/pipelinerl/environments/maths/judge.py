@@ -24,6 +24,23 @@ MAX_ANSWER = 300
 _PLAIN_NUMBER = re.compile(rf"(?P<sign>-?)\s*\\?\$?\s*{NUMBER}\s*\.?", re.VERBOSE)
 _THOUSANDS = re.compile(r"(?<=\d)\\,(?=\d{3}(?!\d))")
 _FRACTION = re.compile(r"\\[dt]?frac\s*(?:\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}|\s(\d)\s*(\d)|(\d)\s*(\d))")
+_LEAD = re.compile(
+    r"\s*\\(?:text|textbf|textrm|mathrm)\s*\{\s*"
+    r"(?:(?:so|thus|hence|therefore|the|final|answer|result|value|is|equals)\b[\s,:=]*)+\}",
+    re.IGNORECASE,
+)
+"""Words before an answer, such as `\\text{the answer is }`."""
+_IMAGINARY = re.compile(r"\\sqrt\s*\{\s*-\s*1\s*\}")
+_UNIT = re.compile(
+    r"(?P<number>.*\d)[\s~]*(?:\\[,;: ])*\s*"
+    r"(?:\\(?:text|mathrm|textrm)\s*\{\s*(?P<text>[A-Za-z]+)\s*\}|(?P<letters>[A-Za-z]+))\.?"
+)
+_UNITS = (
+    " meter:m metre:m kilometer:km kilometre:km centimeter:cm centimetre:cm millimeter:mm millimetre:mm second:s sec:s "
+    "minute:min hour:h hr:h day:d year:y yr:y gram:g kilogram:kg pound:lb liter:l litre:l L:l degree:deg mile:mi yard:yd "
+    "foot:ft feet:ft inch:in inche:in"
+)
+"""Units by their names in the singular; all others are only the same as themselves."""
 _SPACING = re.compile(r"\\[,;: ]|~|\\q?quad(?![A-Za-z])")
 _PLAIN_MARKS = str.maketrans({"\u2212": "-", "\u2013": "-", "\u00a0": " ", "\u202f": " ", "\u2009": " "})
 
@@ -76,19 +93,22 @@ def same_value(expected: str, answer: str) -> bool:
 
 
 def quick_verdict(expected: str, answer: str) -> bool | None:
-    """The verdict where no algebra is needed: the same text, plain numbers, no answer or one that is too long. Else None."""
+    """The verdict where no algebra is needed: same text, plain numbers, other units, no or too long an answer. Else None."""
     if not answer.strip() or len(answer) > MAX_ANSWER:
         return False
     expected, answer = _read(expected), _read(answer)
     if _normalised(expected) == _normalised(answer):
         return True
     one, other = _plain_number(expected), _plain_number(answer)
-    return one == other if one is not None and other is not None else None  # exactly: math-verify would round
+    if one is not None and other is not None:  # exactly: math-verify would round
+        return one == other
+    return False if _units_differ(expected, answer) else None
 
 
 def _read(text: str) -> str:
-    r"""The text with one sign for each symbol."""
-    return text.translate(_PLAIN_MARKS).replace("{,}", ",").replace("\\!", "").strip()
+    r"""The text without words before the answer, with one sign for each symbol, and `i` for `\sqrt{-1}`."""
+    text = _LEAD.sub("", text.translate(_PLAIN_MARKS), count=1).replace("{,}", ",").replace("\\!", "")
+    return _IMAGINARY.sub("i", text).strip()
 
 
 def _plain_number(text: str) -> Fraction | None:
@@ -111,3 +131,18 @@ def _normalised(text: str) -> str:
     text = " ".join(text.strip().strip("$").split())
     removable = r"(?<![\d.,]) | (?![\d.])|(?<=,) (?!\d{3}(?!\d))"
     return re.sub(removable, "", text).removesuffix(".")
+
+
+def _units_differ(expected: str, answer: str) -> bool:
+    """Whether both are numbers with units that are not known to be the same: math-verify would leave the units out."""
+    one, other = _UNIT.fullmatch(expected), _UNIT.fullmatch(answer)
+    if one is None or other is None or _plain_number(one["number"]) is None:
+        return False
+    first, second = (_unit(found["text"] or found["letters"]) for found in (one, other))
+    return sorted(first) != sorted(second)  # 2ab is 2ba
+
+
+def _unit(name: str) -> str:
+    name = name if len(name) <= 2 else name.lower().removesuffix("s")
+    known = re.search(rf" {name}:(\w+)", _UNITS)
+    return known[1] if known else name
