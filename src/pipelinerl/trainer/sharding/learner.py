@@ -134,6 +134,8 @@ class ShardedLearner(Learner):
             match call.method:
                 case "step":
                     self.step(call.samples, call.version)
+                case "logits":
+                    self.logits(call.segments)
                 case "gather":
                     self._gather()
                 case "save_optimizer":
@@ -147,6 +149,14 @@ class ShardedLearner(Learner):
         """As of `Learner`. On ranks above 0 the result has the metrics of their own samples."""
         self._team.call("step", samples=tuple(samples), version=version)
         return super().step(samples, version, on_micro_batch)
+
+    @torch.no_grad()
+    def logits(self, segments: Sequence[Segment]) -> Tensor:
+        """As of `Learner`, for the probe."""
+        self._team.call("logits", segments=tuple(segments))
+        logits_PV = super().logits(segments)
+        reshard(self.model)
+        return logits_PV
 
     def weights(self) -> Mapping[str, Tensor]:
         """All weights, on the CPU. They are valid until the next call after a step."""

@@ -26,7 +26,7 @@ from pipelinerl.channel import POLL_S, ProtocolError
 from pipelinerl.config.schema import TrainerConfig
 from pipelinerl.errors import RankLostError, UserError
 from pipelinerl.rendezvous import Rendezvous, gloo_group, join_store, prove_members, serve_store
-from pipelinerl.types import TrainingSample
+from pipelinerl.types import Segment, TrainingSample
 
 _ANY_TIME = timedelta(days=1000)
 _GLOO = "gloo_at_one_address"
@@ -36,8 +36,9 @@ _distributed: Any = distributed  # Its type declarations are incomplete.
 class RankCall(msgspec.Struct, frozen=True):
     """A method that all ranks call on their learners, with its arguments. `end`: training has ended."""
 
-    method: Literal["step", "gather", "save_optimizer", "fill_optimizer", "end"]
+    method: Literal["step", "logits", "gather", "save_optimizer", "fill_optimizer", "end"]
     samples: tuple[TrainingSample, ...] = ()
+    segments: tuple[Segment, ...] = ()
     version: int = 0
     names: tuple[str, ...] = ()
 
