@@ -26,6 +26,7 @@ from pipelinerl.environments.registry import make_environment
 from pipelinerl.errors import ConfigError
 from pipelinerl.experiments.compare.results import RunResult, findings, row, run_result, sections, target_reward
 from pipelinerl.experiments.compare.settings import (
+    CONVENTIONAL,
     PIPELINE,
     ComparisonRequest,
     Contender,
@@ -69,7 +70,8 @@ def compare(
     """
     if request.held_out:
         _check_held_out(request)
-    start = Settings(request.config.engine.processes, request.config.engine.slots)
+    engine, trainer = request.config.engine, request.config.trainer
+    start = Settings(engine.processes, engine.slots, trainer.ranks)
     for contender in request.schedules:  # before anything is run
         try:
             request.run_config(contender, start, steps=request.steps)
@@ -133,8 +135,11 @@ def _tuned(
 
     config, cores = request.config, request.machine.cores
     processes = (*powers_of_two(cores - 1), cores) if config.engine.device == "cpu" else ()
+    alone = contender.kind == CONVENTIONAL and config.trainer.device == "cpu"  # while it trains, nothing generates
+    sharded_reference = config.model.lora is not None and config.trainer.kl_coefficient > 0
+    ranks = (cores,) if alone and not sharded_reference else ()
     in_a_round = math.inf if contender.kind == PIPELINE else config.trainer.batch_size * contender.steps_per_round
-    return tune(start, measure, processes=processes, most_slots=in_a_round, finals=not request.quick)
+    return tune(start, measure, processes=processes, most_slots=in_a_round, ranks=ranks, finals=not request.quick)
 
 
 def _write_results(

@@ -1,6 +1,6 @@
 """What a user sets of a comparison, and the search for each schedule's fastest settings on a machine. Pure.
 
-engine processes on the cores ─▶ slots ─▶ one engine process or several, by runs of full length
+engine processes on the cores ─▶ slots ─▶ the trainer's ranks ─▶ one engine process or several, by runs of full length
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
 from pipelinerl.config.load import validate
 from pipelinerl.config.schema import EvaluationConfig, RunConfig
@@ -56,18 +57,20 @@ def parse_contenders(text: str) -> tuple[Contender, ...]:
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """`processes` engines of `slots` slots each. The machine's cores are divided as in any run (`plan_threads`)."""
+    """`processes` engines of `slots` slots each, and the trainer's ranks. Threads: see `plan_threads`."""
 
     processes: int
     slots: int
+    ranks: int = 1
 
     @property
     def label(self) -> str:
-        return f"{self.processes} x H {self.slots}"
+        ranks = f", {self.ranks} ranks" if self.ranks > 1 else ""
+        return f"{self.processes} x H {self.slots}{ranks}"
 
     def over(self, processes: int) -> Settings:
         """The same total number of slots, spread over `processes` engines."""
-        return Settings(processes, -(-self.processes * self.slots // processes))
+        return replace(self, processes=processes, slots=-(-self.processes * self.slots // processes))
 
 
 class ComparisonRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,7 +128,7 @@ class ComparisonRequest(msgspec.Struct, frozen=True, kw_only=True):
                 "max_lag": base.schedule.max_lag if contender.kind == PIPELINE else None,
             },
             "engine": {"processes": settings.processes, "slots": settings.slots},
-            "trainer": {"steps": steps, "checkpoint_every": 0, "weights_every": weights_every},
+            "trainer": {"ranks": settings.ranks, "steps": steps, "checkpoint_every": 0, "weights_every": weights_every},
             "metrics": {"view": "none", "plot": False, "trackers": (), "callback": None},
         }
         sections: dict[str, Any] = {name: getattr(base, name).model_copy(update=new) for name, new in changes.items()}
@@ -199,11 +202,13 @@ def tune(
     *,
     processes: Sequence[int],
     most_slots: float,
+    ranks: Sequence[int] = (),
     finals: bool,
 ) -> TuningResult:
     """The fastest settings, and all trials in order. Nothing is measured twice; a rate of None counts as the slowest.
 
-    Tries these numbers of engine `processes`, and then twice as many slots, unless these are more than `most_slots` in all.
+    Tries these numbers of engine `processes`, then twice as many slots, unless these are more than `most_slots` in all, and
+    then these numbers of the trainer's `ranks`.
     `measure` returns the rate of some settings in a run: a short one, or one of full length if its second argument is True.
     With `finals`, runs of full length decide between one engine process and several with as many slots in all: short runs
     can't, because the trainer's share of the work shrinks as the model learns and more groups are solved by all attempts.
@@ -222,7 +227,8 @@ def tune(
 
     best = fastest([start, *map(start.over, processes)])
     if 2 * best.processes * best.slots <= most_slots:
-        best = fastest([best, Settings(best.processes, 2 * best.slots)])
+        best = fastest([best, replace(best, slots=2 * best.slots)])
+    best = fastest([best, *(replace(best, ranks=number) for number in ranks)])
     others = [trial for trial in trials if trial.settings.processes != best.processes]
     if finals and others:
         other = max(others, key=lambda trial: trial.tokens_per_s or 0.0).settings

@@ -57,10 +57,10 @@ def test_budgets_are_whole_rounds_for_everyone_and_the_same_versions_are_evaluat
 
 def test_a_run_has_its_schedule_and_settings_and_nothing_that_takes_time() -> None:
     base = load_config(None, ["--schedule.max_lag", "4", "--trainer.checkpoint_every", "5"])
-    settings = Settings(processes=2, slots=32)
+    settings = Settings(processes=2, slots=32, ranks=3)
     config = request(base).run_config(Contender("conventional", 4), settings, steps=8)
     assert config.schedule == ScheduleConfig(kind="conventional", steps_per_round=4, max_lag=None)
-    assert (config.engine.processes, config.engine.slots) == (2, 32)
+    assert (config.engine.processes, config.engine.slots, config.trainer.ranks) == (2, 32, 3)
     assert (config.trainer.steps, config.trainer.checkpoint_every, config.evaluation.problems) == (8, 0, 0)
     assert config.trainer.learning_rate == base.trainer.learning_rate
     assert request(base).run_config(PIPELINE, settings, steps=8).schedule.max_lag == 4
@@ -87,6 +87,11 @@ def test_the_search_follows_what_is_faster_and_measures_nothing_twice() -> None:
     assert asked == [START, TWO, Settings(2, 8)]
     assert [trial.tokens_per_s for trial in found.trials] == [116, 208, 216]
     assert tuned(rate, most_slots=15).used == TWO, "more slots than rollouts of a round would stay empty"
+
+
+def test_a_trainer_that_has_the_cores_for_itself_may_get_a_rank_on_each() -> None:
+    found = tune(START, lambda one, _: 1.0 * one.ranks, processes=(1,), most_slots=8, ranks=(2,), finals=False)
+    assert found.used == Settings(1, 8, 2)
 
 
 @pytest.mark.parametrize(
