@@ -69,7 +69,7 @@ USER_ERRORS: dict[str, tuple[Callable[[Path], Settings], str]] = {
     "memory": (lambda _: {"engine__slots": 10**9}, "KV cache"),
     "model without weights": (model_without_weights, "model"),
     "environment class missing": (class_missing, "has no class 'Tusk'; it has Task"),
-    "held_out raises": (environment("def held_out(self, count):\n    raise KeyError('answers')"), "held_out(1)"),
+    "held_out raises": (environment("def held_out(self, count):\n    raise KeyError('answers')"), "held_out("),
     "malformed JSONL": (malformed_jsonl, "train.jsonl:2 is not JSON"),
     "run_dir below a file": (lambda folder: {"run_dir": folder / "file" / "r"}, "choose a --run_dir"),
 }

@@ -35,6 +35,7 @@ _PLAIN_VALUES = (
 )
 MOST_VALUES = 100_000
 """In a run file, each counted as often as aliases name it: with aliases of aliases, a few lines can stand for billions."""
+LONGEST_NUMBER = 1000
 REFERENCE = re.compile(r"(\$?)\$\{([A-Za-z_]\w*)(?::-([^}]*))?\}")
 
 
@@ -43,6 +44,8 @@ class _Loader(yaml.SafeLoader):
 
     def whole_number(self, node: yaml.ScalarNode) -> int:
         base = {"0o": 8, "0x": 16}.get(node.value[:2], 10)
+        if len(node.value) > LONGEST_NUMBER:
+            raise ValueError(f"line {node.start_mark.line + 1}: a number of {len(node.value)} characters")
         return int(node.value if base == 10 else node.value[2:], base)
 
 
