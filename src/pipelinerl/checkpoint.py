@@ -198,7 +198,8 @@ def install(hidden: Path, target: Path) -> None:
             os.rename(replaced, target)
         raise
     sync(target.parent)
-    remove_unfinished(target.parent)
+    if replaced.exists():
+        _remove(replaced)
 
 
 def first_line(error: Exception) -> str:
@@ -273,11 +274,13 @@ def _remove(path: Path) -> None:
     shutil.rmtree(hidden, ignore_errors=True)
 
 
-def remove_unfinished(directory: Path, own: Path | None = None) -> None:
-    """Delete the remains of interrupted writes and deletions in `directory`, except for the folder that is `own`."""
+def remove_unfinished(directory: Path) -> None:
+    """Delete the remains of interrupted writes and deletions in `directory`.
+
+    Only the launcher does this, before a session: a trainer may be late, and what is there then is of a later session.
+    """
     for path in directory.glob(HIDDEN + "*"):
-        if path != own:
-            shutil.rmtree(path, ignore_errors=True)
+        shutil.rmtree(path, ignore_errors=True)
     for path in directory.glob("step_*.old"):
         if path.with_suffix("").exists():
             _remove(path)

@@ -19,7 +19,6 @@ from pipelinerl.checkpoint import (
     first_line,
     install,
     keep_latest,
-    remove_unfinished,
     write_state,
 )
 from pipelinerl.errors import CheckpointError
@@ -102,7 +101,7 @@ def save_weights(
 def _model_written(
     directory: Path, version: int, model: Any, tokenizer: Any, check: Callable[[], object]
 ) -> tuple[Path, Path]:
-    """A new hidden folder with model and tokenizer, and the name that it will have. Unfinished folders are removed.
+    """A new hidden folder with model and tokenizer, and the name that it will have.
 
     `check` raises PipelineRLError if nothing may be written. It comes after the folder was made: a later session removes the
     folder, so what is then written in it can't be installed.
@@ -115,7 +114,6 @@ def _model_written(
         directory.mkdir(exist_ok=True)  # a run directory that was removed stays so
         hidden.mkdir()
         check()
-        remove_unfinished(directory, hidden)
         stack.callback(setattr, modeling_utils, "safe_save_file", modeling_utils.safe_save_file)
         modeling_utils.safe_save_file = write_safetensors
         model.save_pretrained(hidden)
