@@ -234,11 +234,11 @@ class VllmServer:
             try:
                 await self._load(update)
             except WeightUpdateError:
-                await self._post("/resume")
+                await self._resume()
                 raise
             self._known = msgspec.structs.replace(info, version=update.version, checksum=update.checksum)
             self._holds_of = run, epoch
-            await self._post("/resume")
+            await self._resume()
         except ServerError as error:
             self._break(update, worker_error(error.problem))
             raise ServerUnreachableError(self.url, self._broken) from error
@@ -255,7 +255,7 @@ class VllmServer:
         try:
             await self._post(f"/pause?mode={mode}&clear_cache=false")
         except ServerError as error:
-            await self._post("/resume")
+            await self._resume()
             raise self._refusal("did not pause", error) from error
 
     async def _load(self, update: WeightUpdateRequest) -> None:
@@ -271,6 +271,13 @@ class VllmServer:
                 raise self._refusal("kept its weights", error) from error
             raise
         await self._post("/finish_weight_update", {"weight_version": str(Label(update.version, update.run, update.epoch))})
+
+    async def _resume(self) -> None:
+        """Have generation go on. A second try is safe, and needed: vLLM closes the connection of a call that it refused."""
+        try:
+            await self._post("/resume")
+        except ServerError:
+            await self._post("/resume")
 
     async def _post(self, path: str, body: object = None, *, timeout_s: float = TIMEOUT_S) -> None:
         await self._http.post(path, body, msgspec.Raw, timeout_s=timeout_s)
