@@ -49,7 +49,8 @@ class FlatForward:
         self._inputs = _graph_tensors(program, model)
         for change in (_simplify_rms, *passes):
             change(graph, self._inputs)
-        self._packed = pack_linears(graph, self._inputs)
+        # Copies of weights in the dtype or layout in which the graph uses them. Small models in float32 need none.
+        self._converted, self._packed = hoist_conversions(graph, self._inputs), pack_linears(graph, self._inputs)
         self._unpacked: list[PackedLinear] = []
         _use_python_functions(graph)
         graph.eliminate_dead_code()
@@ -60,7 +61,9 @@ class FlatForward:
         self.compiled: Callable[..., tuple[Tensor]] | None = None  # see `fused.in_pieces`
 
     def weights_changed(self) -> None:
-        """Must be called after every write to the model's parameters, to drop copies in another layout."""
+        """Must be called after every write to the model's parameters, for the copies in another dtype or layout."""
+        for weight in self._converted:
+            weight.refresh()
         for linear in self._packed:
             linear.drop()
         self._unpacked = list(self._packed)
@@ -300,10 +303,40 @@ _PYTHON_FUNCTIONS: dict[object, Callable[..., Any]] = {
 }
 
 
-# ---- Copies of weights in the layout of the CPU's kernels
+# ---- Copies of weights in the dtype or layout in which the operations of an exported graph use them
 
 
 _PACK_FOR_ROWS = 16
+
+
+class ConvertedWeight:
+    """A copy of a weight in another dtype, so that it is not converted at every step (as for a float32 head)."""
+
+    def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
+        self._weight = weight
+        with torch.inference_mode(False):  # because it is later written to outside of inference mode
+            self.copy = torch.empty_like(weight, dtype=dtype, requires_grad=False)
+        self.refresh()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        self.copy.copy_(self._weight)
+
+
+def hoist_conversions(graph: fx.Graph, inputs: list[Tensor]) -> list[ConvertedWeight]:
+    """Convert the graph's own tensors once: the converted copies are appended to `inputs` as further inputs of the graph."""
+    own = dict(zip([node for node in graph.nodes if node.op == "placeholder"], inputs, strict=False))
+    found: list[ConvertedWeight] = []
+    last = list(own)[-1]
+    for node in [node for node in graph.nodes if node.target is _ATEN.to.dtype and node.args[0] in own]:
+        found.append(ConvertedWeight(own[node.args[0]], node.meta["val"].dtype))
+        inputs.append(found[-1].copy)
+        with graph.inserting_after(last):
+            last = graph.placeholder(f"converted_{len(found)}")
+        last.meta = node.meta
+        node.replace_all_uses_with(last)
+        graph.erase_node(node)
+    return found
 
 
 class PackedLinear:

@@ -393,3 +393,28 @@ def test_packed_weights_are_those_of_the_last_update(monkeypatch: pytest.MonkeyP
         assert found.token_ids == expected.token_ids
         assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
         assert found.weight_versions == expected.weight_versions
+
+
+def test_tokens_do_not_depend_on_who_shares_the_batch() -> None:
+    probe = request("probe", (9, 8, 7, 6), 40)
+    alone = engine().generate([probe])[0]
+    generator = random.Random(0)
+    for crowd in range(3):
+        others = [
+            request(f"o{i}", tuple(generator.randrange(3, VOCABULARY) for _ in range(generator.randint(1, 40))), 3 + i)
+            for i in range(11)
+        ]
+        position = generator.randrange(11)
+        found = engine(slots=5).generate([*others[:position], probe, *others[position:]])[position]
+        assert found.token_ids == alone.token_ids, crowd
+        assert found.logprobs == pytest.approx(alone.logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("sums", [True, False])
+@pytest.mark.usefixtures("on_device")
+def test_an_engine_of_another_type_than_the_update_is_found_out(sums: bool) -> None:
+    """Its weights are rounded, so they are not what the trainer has."""
+    served = LocalEngine(make_model("llama").bfloat16(), slots=4, max_length=96, flatten=False)
+    update = update_of(1, version=1)
+    with pytest.raises(WeightUpdateError, match="holds weights of checksum"):
+        served.update_weights(with_sums(update) if sums else update)

@@ -8,17 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from pipelinerl.config.load import load_config
-from pipelinerl.engine import LocalEngine
+from pipelinerl.engine import LocalEngine, flat
 from pipelinerl.errors import ConfigError
+from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models import loading
 from pipelinerl.models.loading import Float32Head, load_model, use_float32_head
 from pipelinerl.models.packed import PackedRow, sampled_logits, use_packed_attention
 from pipelinerl.models.state import checksum, named_weights
 from pipelinerl.trainer.logprobs import token_logprobs
 from pipelinerl.types import Completion, GenerationRequest, SamplingParams, Segment
-from tests.parity.models import make_model
+from tests.parity.models import CONFIGS, make_model
 
 
 def model(name: str = "llama", *, head: bool, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Any:
@@ -86,6 +88,28 @@ def test_names_weights_and_tying_stay(name: str) -> None:
     head, embedding = exact.get_output_embeddings(), exact.get_input_embeddings()
     assert isinstance(head, Float32Head)
     assert (head.weight is embedding.weight) == plain.config.tie_word_embeddings
+
+
+def test_a_flat_engine_converts_the_head_once_and_again_after_an_update(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def one_layer(seed: int) -> Any:
+        made = AutoModelForCausalLM.from_config(LlamaConfig(**{**CONFIGS["llama"].to_dict(), "num_hidden_layers": 1}))
+        named = named_weights(model(head=False, seed=seed))
+        made.load_state_dict({name: named[name] for name in made.state_dict()})
+        made = made.bfloat16().eval()
+        use_float32_head(made)
+        return made
+
+    monkeypatch.setattr(flat, "PACK_FROM", 1)
+    engine = LocalEngine(one_layer(0), slots=8, max_length=64)
+    assert "can't be exported" not in caplog.text
+    tensors = named_weights(one_layer(1))
+    assert engine.update_weights(WeightUpdate(1, checksum(tensors), tensors)).error is None
+    plain = LocalEngine(one_layer(1), slots=8, max_length=64, flatten=False)
+    (segments, ours), (expected, theirs) = generated(engine, 4), generated(plain, 4)
+    assert segments == expected
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
 
 
 def test_the_run_file_says_so_to_all_who_load_the_model(tmp_path: Path) -> None:
