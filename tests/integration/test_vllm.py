@@ -234,7 +234,7 @@ def test_a_broadcast_that_never_begins_leaves_it_as_it_was(vllm: VllmProcess) ->
             with pytest.raises(WeightUpdateError, match=r" in 0\.5 s"):
                 await client.join_broadcast(group)
         await asyncio.sleep(0.2)  # vLLM closes the connection of a request that failed
-        with pytest.raises(WeightUpdateError, match="no broadcast was joined|was broadcast, not"):
+        with pytest.raises(WeightUpdateError, match=r"no broadcast was joined|was broadcast, not"):
             await client.update_weights(WeightUpdateRequest(version=held + 1, checksum="0" * 32))
         return await client.generate(request("still"))
 
