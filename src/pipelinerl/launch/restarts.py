@@ -81,7 +81,7 @@ class Attempts:
 
     def line(self, what: str) -> str:
         """What happens next, for the user."""
-        last = self.reports[-1].splitlines()[0].removesuffix("; the end of its log:")
+        last = self.reports[-1].splitlines()[0].removesuffix("; the end of its log:").removesuffix(":")
         return f"{last}; {what} in {self.pause_s:g} s (restart {len(self.reports)} of {self.allowed})"
 
     def all(self, head: str) -> str:
