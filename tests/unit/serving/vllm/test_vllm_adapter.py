@@ -349,6 +349,6 @@ async def test_what_may_be_half_done_is_never_computed_with(
     vllm.failures = dict(failures)
     with pytest.raises((ServerUnreachableError, asyncio.CancelledError)):
         await server.update_weights(UPDATE)
-    assert vllm.asked["/resume"] in (0, 1)
+    assert vllm.asked["/resume"] in (0, 2)  # it is tried twice
     with pytest.raises(ServerError, match="half of version 1"):
         await server.generate(request("a"))
