@@ -109,11 +109,13 @@ async def guarded(code: Callable[[], Coroutine[Any, Any, T]], timeout_s: float, 
         expired = not task.done()
         if expired:
             task.cancel()
-            await asyncio.wait({task}, timeout=GRACE_S)
-        if not task.done():
-            with suppress(RuntimeError):  # if it refuses this, too, it is left suspended
-                running.close()
-            task.cancel()
+            try:
+                await asyncio.wait({task}, timeout=GRACE_S)
+            finally:  # also when this is cancelled meanwhile, as all tasks are at the end of a loop, which waits for them
+                if not task.done():
+                    with suppress(RuntimeError):  # if it refuses this, too, it is left suspended
+                        running.close()
+                    task.cancel()
             await asyncio.wait({task}, timeout=GRACE_S)
     if not expired:
         return task.result()

@@ -258,6 +258,18 @@ async def hang_in_a_request(problem, client):
     await asyncio.gather(client.generate([1]), asyncio.sleep(60))
 
 
+def test_code_that_refuses_to_be_cancelled_does_not_keep_a_loop_from_its_end():
+    """The end of the loop cancels what waits for the code a second time."""
+
+    async def main():
+        playing = asyncio.create_task(rollouts.guarded(lambda: hang_and_refuse_to_be_cancelled(None, None), 60.0, "it"))
+        await asyncio.sleep(0.01)
+        playing.cancel()
+        await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(main(), 5.0))
+
+
 @pytest.mark.parametrize("code", [hang_forever, hang_and_refuse_to_be_cancelled, hang_in_a_request])
 def test_a_rollout_that_hangs_times_out(code, monkeypatch):
     monkeypatch.setattr(rollouts, "GRACE_S", 0.02)

@@ -114,10 +114,8 @@ class AgentThreads:
 
     def __init__(self, function: Callable[..., Any], spec: str, limit: int) -> None:
         """`spec` is the function's name, for messages."""
-        self._function, self._spec, self._limit = function, spec, limit
-        self._semaphores: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._function, self._spec = function, spec
+        self._places = asyncio.Semaphore(limit)
         self._agents_loop = asyncio.new_event_loop() if inspect.iscoroutinefunction(function) else None
         if self._agents_loop is not None:
             threading.Thread(target=_keep_running, args=(self._agents_loop,), name="async agents", daemon=True).start()
@@ -128,7 +126,7 @@ class AgentThreads:
 
         Cancelling this cancels an async function. A plain one runs on, but its calls of the model are refused.
         """
-        async with self._semaphores.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._limit)):
+        async with self._places:
             result: Future[Any] = Future()
             if self._agents_loop is not None:
                 result = asyncio.run_coroutine_threadsafe(self._awaited(arguments), self._agents_loop)

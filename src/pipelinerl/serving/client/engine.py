@@ -85,7 +85,7 @@ class RemoteEngine:
         first: int | None = None,
         bounds: Bounds = Bounds(),  # noqa: B008 - immutable
     ) -> AsyncIterator[Self]:
-        """An engine over `servers`, once all of them answer. At the end, its requests are cancelled.
+        """An engine over `servers`, once all of them answer. At the end, nothing watches them any more.
 
         `first`: the version of the first weights, if these may replace later ones of another session.
 
@@ -114,8 +114,7 @@ class RemoteEngine:
         self.max_length, self.vocabulary = min(info.max_length for info in infos), infos[0].vocabulary
         held = [info.version for info in infos]
         self._version = min(held if first is None else [first, *held])
-        for replica in self._fleet.replicas:
-            self._start(self._watch(replica))
+        self._tasks.update(asyncio.create_task(self._watch(replica)) for replica in self._fleet.replicas)
 
     async def _watch(self, replica: Replica) -> None:
         """Check the health of a server periodically, until cancelled."""
@@ -264,12 +263,6 @@ class RemoteEngine:
         if self._joined and (gone := next((one for one in self._fleet.replicas if one.gone), None)):
             self._fail(BroadcastEndedError(f"engine server {gone.url} is gone, and all receive weights: {gone.last_error}"))
         self._fleet.place()
-
-    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
 
     async def _cancel_all(self) -> None:
         tasks = tuple(self._tasks)

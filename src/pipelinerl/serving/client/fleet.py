@@ -66,11 +66,6 @@ class Replica:
         return self.info.instance if self.info else ""
 
     @property
-    def failing_s(self) -> float:
-        """How long it has failed."""
-        return 0.0 if self.failing_since_s is None else self._clock() - self.failing_since_s
-
-    @property
     def slots(self) -> int:
         """The slots that are for new requests: none unless it is healthy and holds the wanted weights."""
         return self.info.slots if self.info and self.failing_since_s is None and self._up_to_date else 0
@@ -126,9 +121,10 @@ class Replica:
     def record_failure(self, error: Exception) -> None:
         """Record a missing or invalid answer. The server is gone once failures have lasted as long as `Bounds` allows."""
         self.last_error = str(error)
-        self.failing_since_s = self._clock() if self.failing_since_s is None else self.failing_since_s
+        now_s = self._clock()
+        self.failing_since_s = now_s if self.failing_since_s is None else self.failing_since_s
         refused = isinstance(error, ServerUnreachableError) and error.refused
-        if self.failing_s >= (self._bounds.refused_s if refused else self._bounds.silent_s):
+        if now_s - self.failing_since_s >= (self._bounds.refused_s if refused else self._bounds.silent_s):
             self.gone = True
             self._cancel_calls()
 

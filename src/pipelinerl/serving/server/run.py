@@ -14,10 +14,12 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
 
+from pipelinerl.environments.user.code import in_daemon_thread
 from pipelinerl.errors import UserError
 from pipelinerl.files import write_atomically
 from pipelinerl.run_directory import ReadyFile
@@ -57,8 +59,8 @@ async def _run(options: ServeOptions, listening: socket.socket, began: Callable[
         asyncio.get_running_loop().add_signal_handler(number, request_stop)
     serving = asyncio.create_task(server.serve([listening]))
     stopping = asyncio.create_task(stop.wait())
-    loading = asyncio.create_task(asyncio.to_thread(load, options))
-    first: list[asyncio.Task[Any]] = [loading, stopping, serving]
+    loading = asyncio.wrap_future(in_daemon_thread(partial(load, options)))  # a loop would wait for a pool's thread
+    first: list[asyncio.Future[Any]] = [loading, stopping, serving]
     try:
         await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
         if loading.done():

@@ -30,10 +30,11 @@ from pipelinerl.serving.vllm.messages import (
     Choices,
     InvalidAnswerError,
     Label,
+    PauseState,
     ServerDescription,
-    ServerState,
     TokenLogprob,
     VllmConfig,
+    WeightLabel,
     completion_of,
     generate_body,
     same_versions,
@@ -304,7 +305,7 @@ class VllmServer:
                 return self._known
             path = "/server_info?config_format=json"
             config = (await self._http.get(path, ServerDescription, timeout_s=3 * TIMEOUT_S)).vllm_config
-            label = (await self._http.get("/weight_info", ServerState, timeout_s=TIMEOUT_S)).weight_version
+            label = (await self._http.get("/weight_info", WeightLabel, timeout_s=TIMEOUT_S)).weight_version
             if self._known is None or self._known.instance != config.instance_id:
                 self._known = await self._attach_new(config, label)
             self._may_have_restarted = False
@@ -317,7 +318,7 @@ class VllmServer:
         """
         if found := config.problems():
             raise ServerError(self.url, f"can't be used as an engine: {'; '.join(found)}")
-        if (await self._http.get("/is_paused", ServerState, timeout_s=TIMEOUT_S)).is_paused:
+        if (await self._http.get("/is_paused", PauseState, timeout_s=TIMEOUT_S)).is_paused:
             raise ServerError(self.url, "is paused: an update of its weights may have been interrupted; restart it")
         try:
             held = Label(0) if label == UNLABELLED else Label.of(label)
@@ -325,15 +326,15 @@ class VllmServer:
             raise ServerError(self.url, f"is used by something else: its {error}") from error
         if label == UNLABELLED and self._session is None:
             await self._post("/update_weight_version", {"new_version": str(held)})
-        model = config.model_config["model"]
+        model = config.model_config.model
         facts = await asyncio.to_thread(model_facts, model) if self._facts is None else self._facts
         self._broken, self._holds_of = "", held.session
         return ServerInfo(
             instance=config.instance_id,
             name="vllm",
             model=model,
-            slots=config.scheduler_config["max_num_seqs"],
-            max_length=config.model_config["max_model_len"],
+            slots=config.scheduler_config.max_num_seqs,
+            max_length=config.model_config.max_model_len,
             vocabulary=facts.vocabulary,
             stop_token_ids=facts.stop_token_ids,
             version=held.version,

@@ -193,26 +193,41 @@ def worker_error(text: str) -> str:
 # ---- the server's configuration
 
 
-class ServerState(msgspec.Struct, frozen=True):
-    """GET /weight_info, and GET /is_paused."""
+class WeightLabel(msgspec.Struct, frozen=True):
+    """GET /weight_info."""
 
-    weight_version: str = UNLABELLED
-    is_paused: bool = False
+    weight_version: str
+
+
+class PauseState(msgspec.Struct, frozen=True):
+    """GET /is_paused."""
+
+    is_paused: bool
+
+
+class ModelSection(msgspec.Struct, frozen=True):
+    model: str
+    max_model_len: int
+    logprobs_mode: str
+
+
+class SchedulerSection(msgspec.Struct, frozen=True):
+    max_num_seqs: int
 
 
 class VllmConfig(msgspec.Struct, frozen=True):
     """The part of vLLM's configuration that is used here."""
 
     instance_id: str
-    model_config: dict[str, Any]
+    model_config: ModelSection
     cache_config: dict[str, Any]
-    scheduler_config: dict[str, Any]
+    scheduler_config: SchedulerSection
     weight_transfer_config: dict[str, Any] | None = None
 
     def problems(self) -> list[str]:
         """Settings that must be changed before the server can be used, each with the flag for it."""
         found = []
-        if self.model_config.get("logprobs_mode") != "processed_logprobs":
+        if self.model_config.logprobs_mode != "processed_logprobs":
             found.append("its log-probs are not of the sampled distribution (--logprobs-mode processed_logprobs)")
         if self.cache_config.get("enable_prefix_caching"):
             found.append("it would reuse KV entries of older weights for prompts (--no-enable-prefix-caching)")

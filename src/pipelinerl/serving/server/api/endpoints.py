@@ -69,7 +69,7 @@ async def _chunks(writer: ChoiceWriter, text: AnswerText) -> AsyncGenerator[byte
         yield writer.chunk({"role": "assistant", "content": ""}, {})
     async for tokens, shown in text.pieces():
         beyond = text.beyond(tokens)
-        if shown or beyond:
+        if shown or (tokens and beyond):
             yield writer.chunk(shown, beyond)
     yield writer.end(text.answer({}))
 
