@@ -62,7 +62,7 @@ class RunDirectory:
             folder.mkdir(parents=True, exist_ok=True)
 
     def records(self) -> list[Path]:
-        """What sessions have left here, except for the settings, checkpoints and logs."""
+        """What sessions have left here, except for config.yaml, checkpoints and logs."""
         files = (self.metrics, self.evaluations, self.sessions, self.published, self.summary, self.curves, self.trackers)
         folders = (self.rollouts, self.streams, self.control, self.root / "tensorboard")
         return [path for path in (*files, *folders, *self.root.glob("timeline-*.jsonl")) if path.exists()]

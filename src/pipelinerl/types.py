@@ -245,6 +245,17 @@ class UpdateReceipt(msgspec.Struct, frozen=True, kw_only=True):
     sequences_in_flight: int
     error: str | None = None
 
+    def problem(self, version: int, checksum: str) -> str | None:
+        """An error message if this does not prove that the engine holds the update, or None."""
+        if self.error is not None:
+            return f"engine {self.engine!r} did not apply weights of version {version}: {self.error}"
+        if self.checksum != checksum:
+            return (
+                f"engine {self.engine!r} says it took weights of version {version}, but holds others: checksum "
+                f"{self.checksum}, sent {checksum} (are its parameters of the same type as those sent?)"
+            )
+        return None
+
 
 StageState = Literal["starting", "working", "waiting", "done", "failed"]
 

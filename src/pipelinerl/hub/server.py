@@ -272,7 +272,8 @@ class HubServer:
         if self.failure is None:
             with self._failing():
                 self._grant()
-                for reader in sorted((one for one in self._connections if one.kind.reads), key=lambda one: one.kind.reads):
+                readers = [one for one in self._connections if one.kind.reads]
+                for reader in sorted(readers, key=lambda one: not one.kind.follows):
                     self._send_items(reader)  # the trainer first: it makes room for the preprocessor
                 for connection in self._connections:
                     if connection.want is not None and self._hub.admission.may_take(connection.want).allowed:

@@ -90,11 +90,17 @@ def changed_settings(config: RunConfig, run: RunDirectory) -> list[str]:
 
 
 def _set_aside(run: RunDirectory) -> Path:
-    """Move the records into a new folder of the run directory, which is returned. They are not those of the next start."""
+    """Move the records into a new folder of the run directory, which is returned. They are not those of the next start.
+
+    Streams, and what sessions have in `control`, such as keys, are removed.
+    """
     kept = next(path for number in itertools.count(1) if not (path := run.root / f"before-{number}").exists())
     kept.mkdir()
     for path in run.records():
-        path.rename(kept / path.name)
+        if path in (run.streams, run.control):
+            shutil.rmtree(path)
+        else:
+            path.rename(kept / path.name)
     shutil.copy(run.config, kept)
     run.make_folders()
     return kept

@@ -49,8 +49,11 @@ class RunLock:
     def _try_lock(self) -> bool:
         try:
             fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            return error.errno not in (errno.EAGAIN, errno.EACCES)  # some file systems have no locks
+        except BlockingIOError:
+            return False
+        except OSError as error:  # some file systems have no locks
+            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP):
+                raise
         return True
 
     def _holder_alive(self) -> bool:

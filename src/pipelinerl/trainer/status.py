@@ -19,6 +19,7 @@ from pipelinerl.trainer.queue import SampleQueue
 from pipelinerl.trainer.records import PublishedRecord, TrainedRecord, TrainedSample, batch_statistics
 from pipelinerl.trainer.step import StepResult
 from pipelinerl.types import (
+    ENGINE,
     TRAINER,
     EngineProgress,
     ProbeReading,
@@ -185,8 +186,9 @@ class TrainerStatus:
 
     def probe_readings(self) -> Iterator[ProbeReading]:
         """The weight probes that the engines have published."""
-        for status in last_statuses(self._output.board).values():
-            if isinstance(status.progress, EngineProgress):
+        board = self._output.board
+        for stage in board.stages():  # asked for at every turn: the others are not read
+            if stage.startswith(ENGINE) and (status := board.read(stage)) and isinstance(status.progress, EngineProgress):
                 yield from status.progress.probes
 
     def _progress(self) -> TrainerProgress:

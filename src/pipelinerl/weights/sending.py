@@ -24,7 +24,7 @@ from pipelinerl.errors import ReplacedError, WeightUpdateError
 from pipelinerl.files import remedy
 from pipelinerl.hub import wire
 from pipelinerl.interfaces import Messages
-from pipelinerl.models.state import checksum, device_checksum, digests_of, first_names, not_finite, on_gpu
+from pipelinerl.models.state import checksum, device_checksum, digests_of, not_finite, on_gpu
 from pipelinerl.types import UpdateReceipt, WeightTransfer
 from pipelinerl.weights.layout import Layout, layout_of, make_buffer, pin_all
 
@@ -75,7 +75,7 @@ class Sender(ABC):
             return ""
         self._begin_s = time.monotonic()
         with torch.no_grad():
-            for name in dict.fromkeys(first_names(tensors).values()):
+            for name in dict.fromkeys(layout.first_names().values()):
                 copies[name].copy_(tensors[name], non_blocking=tensors[name].is_cuda)
         for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
@@ -154,24 +154,12 @@ class Sender(ABC):
             self._hub.send(msgspec.structs.replace(sent, engine=engine))
         elif answer.number == sent.number and answer.receipt is not None:
             self._names[engine] = f"number {engine} ({answer.receipt.engine})"
-            self._problem = self._problem or complaint(answer.receipt, sent)
+            self._problem = self._problem or answer.receipt.problem(sent.version, sent.checksum)
             self._inbox.append(answer.receipt)
 
     def _raise_problem(self) -> None:
         if self._problem is not None:
             raise WeightUpdateError(self._problem)
-
-
-def complaint(receipt: UpdateReceipt, sent: wire.Offer) -> str | None:
-    """An error message if the receipt does not prove that the engine holds the update, or None."""
-    if receipt.error is not None:
-        return f"engine {receipt.engine!r} did not apply weights of version {sent.version}: {receipt.error}"
-    if receipt.checksum != sent.checksum:
-        return (
-            f"engine {receipt.engine!r} says it took weights of version {sent.version}, but holds others: checksum "
-            f"{receipt.checksum}, sent {sent.checksum} (are its parameters of the same type as those sent?)"
-        )
-    return None
 
 
 class SharedWeightSender(Sender):

@@ -52,6 +52,7 @@ from pipelinerl.run_directory import RunDirectory
 from pipelinerl.schedule import make_schedule
 from pipelinerl.serving.client.adapter import EngineUnavailableError
 from pipelinerl.stream.files import FileStream
+from pipelinerl.types import UpdateReceipt
 from pipelinerl.weights.broadcast.sender import CollectiveWeightSender
 from pipelinerl.weights.memory import DirectMessages
 from tests.unit.scripted_engine import CharTokenizer
@@ -291,11 +292,18 @@ class SlowUpdates:
         self._offer_s = time.monotonic() + 0.1
         refused = update.version == REFUSED
         self.version = self.version if refused else update.version
-        return SimpleNamespace(engine="e", version=update.version, error="out of memory" if refused else None)
+        return UpdateReceipt(
+            engine="e",
+            version=update.version,
+            checksum=update.checksum,
+            pause_s=0.0,
+            sequences_in_flight=0,
+            error="out of memory" if refused else None,
+        )
 
     def poll(self) -> Any:
         there = self._versions and time.monotonic() >= self._offer_s
-        return SimpleNamespace(version=self._versions.pop(0)) if there else None
+        return SimpleNamespace(version=self._versions.pop(0), checksum="") if there else None
 
     def acknowledge(self, receipt: Any) -> None:
         assert receipt.version in {self.version, REFUSED}

@@ -96,7 +96,7 @@ class LocalWorker(ChildProcess, Worker):
 
         Its report of an earlier session is removed; its log is appended to.
         """
-        self.role, self.machine = role, spec.machine
+        self.role, self.machine = role, ""
         self._ended: WorkerReport | None = None
         self.report_file = run.report(role)
         self.report_file.unlink(missing_ok=True)

@@ -91,8 +91,11 @@ class Processes:
         for server in self.servers:
             if not server.running:
                 return server.failure() or premature_exit(server)
-        others = [worker for worker in self.workers if worker not in self.dead()]
-        failures = {worker.role: failure for worker in others if (failure := worker.failure()) is not None}
+        failures = {
+            worker.role: failure
+            for worker in self.workers
+            if (failure := worker.failure()) is not None and not (worker.role in self.replaceable and worker.died)
+        }
         if isinstance(failures.get(TRAINING), RankLostError):  # it ended because of another rank, and may have ended engines
             failures = {role: failure for role, failure in failures.items() if role.startswith(TRAINING)}
         # The loss of a rank, or of a member of a broadcast, is noticed by the others: what the lost one died of comes first.

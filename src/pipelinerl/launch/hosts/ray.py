@@ -203,7 +203,7 @@ class RayHost(Host):
         try:
             worker.start(records_from_s, max(1.0, self._deadline_s - time.monotonic()))
         except StageDiedError as error:
-            raise self.cause(error) from error
+            raise self.cause(error) from error.__cause__
         return worker
 
     def _begin(self, role: str) -> RayWorker:

@@ -108,7 +108,7 @@ class Generation:
         if self._evaluation.problems:
             from pipelinerl.launch.stages.held_out import evaluation_sets, require_held_out  # noqa: PLC0415 - not by default
 
-            require_held_out(config, self._environment)
+            require_held_out(config, self._environment, most=1)
             self._sets = evaluation_sets(config, self._environment, self._tokenizer)
         servers = f"waits for the engine servers {', '.join(config.engine.urls)}".rstrip()
         starting(board, self._stages, "loads the model" if config.engine.kind == "local" else servers)
@@ -221,9 +221,9 @@ class Generation:
             if update is not None:
                 receipt = await engine.update_weights(update)
                 self._receiver.acknowledge(receipt)
-                if receipt.error is not None:  # the trainer may have ended, and reads no receipt of the last update
-                    refused = f"engine {receipt.engine!r} did not apply weights of version {update.version}"
-                    raise WeightUpdateError(f"{refused}: {receipt.error}")
+                # The trainer may have ended, and reads no receipt of the last update.
+                if (problem := receipt.problem(update.version, update.checksum)) is not None:
+                    raise WeightUpdateError(problem)
                 deadline_s = time.monotonic() + timeout_s  # servers that are started again may take longer than that
             elif time.monotonic() > deadline_s:
                 raise StalledError(

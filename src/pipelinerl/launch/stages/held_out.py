@@ -10,10 +10,13 @@ from pipelinerl.errors import ConfigError, EnvironmentSetupError
 from pipelinerl.interfaces import Environment, Tokenizer
 
 
-def require_held_out(config: RunConfig, environment: Environment) -> int:
-    """The number of held-out problems that the run evaluates. Raises ConfigError if it shall and there are none."""
+def require_held_out(config: RunConfig, environment: Environment, most: int | None = None) -> int:
+    """The number of held-out problems that the run evaluates. Raises ConfigError if it shall and there are none.
+
+    With `most`, no more problems are asked for.
+    """
     wanted = config.evaluation.problems
-    found = len(held_out_problems(environment, wanted)) if wanted else 0
+    found = len(held_out_problems(environment, wanted if most is None else min(wanted, most))) if wanted else 0
     if wanted and not found:
         raise ConfigError(
             f"evaluation.problems is {wanted}, but environment {config.environment.kind} has no held-out problems: define "

@@ -99,7 +99,8 @@ def lead_ranks(session: Session, board: Board) -> Iterator[Team]:
     """Be rank 0 of a sharded trainer while inside. Its ready file tells the others where to connect."""
     starting(board, [TRAINER], "waits for the other ranks to start")
     meeting = listen(session.here.address)
-    url = f"tcp://{session.here.address}:{meeting.getsockname()[1]}"
+    address = f"[{session.here.address}]" if ":" in session.here.address else session.here.address
+    url = f"tcp://{address}:{meeting.getsockname()[1]}"
     write_atomically(session.run.ready_file(TRAINING), msgspec.json.encode(ReadyFile(url, os.getpid())))
     with _joined(session, 0, meeting) as team:
         yield team
