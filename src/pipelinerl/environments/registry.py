@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, cast
 
@@ -102,6 +102,8 @@ def _try_first_prompt(environment: JudgedTurn, tokenizer: Tokenizer) -> None:
         prompt = environment.prompt(environment.problem(0))
     except Exception:  # noqa: BLE001 - may affect this problem only; failed rollouts are counted and bounded
         return
+    if not isinstance(prompt, str | Sequence):
+        raise EnvironmentSetupError(f"the first problem's prompt is a {type(prompt).__name__}, not a text or chat messages")
     if not isinstance(prompt, str) and (wrong := wrong_chat(prompt)):
         raise EnvironmentSetupError(f"the first problem's prompt has {wrong}")
     encode_or_refuse(tokenizer, prompt, environment.template_options)

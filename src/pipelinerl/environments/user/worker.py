@@ -21,7 +21,7 @@ import struct
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, cast
@@ -116,7 +116,7 @@ def reward_of(source: TaskSource) -> UserFunction:
     tokenizer = _LazyTokenizer(source)
     task: Any = build(source.kind, source.args, cast("Tokenizer", tokenizer), source.seed)
     if "tokenizer" in getattr(getattr(task.reward, "__code__", None), "co_names", ()):
-        _ = tokenizer.loaded  # a call has no time for it
+        tokenizer.load()  # a call has no time for it
 
     def reward(problem: object, *answer: Any) -> Any:
         try:
@@ -137,21 +137,29 @@ class _LazyTokenizer:
     def __init__(self, source: TaskSource) -> None:
         self._source = source
         self.chat_template = source.chat_template
+        self._loaded: Any = None
 
-    @cached_property
-    def loaded(self) -> Any:
-        from transformers import AutoTokenizer  # noqa: PLC0415 - takes seconds
+    def load(self) -> Any:
+        """The tokenizer itself."""
+        if not self._source.tokenizer:
+            raise EnvironmentSetupError(
+                f"where the tokenizer of {self._source.kind} comes from is not known, so the process of `reward` has none; "
+                "set `isolate_reward = False` in the class"
+            )
+        if self._loaded is None:
+            from transformers import AutoTokenizer  # noqa: PLC0415 - takes seconds
 
-        return AutoTokenizer.from_pretrained(self._source.tokenizer, trust_remote_code=self._source.remote_code)
+            self._loaded = AutoTokenizer.from_pretrained(self._source.tokenizer, trust_remote_code=self._source.remote_code)
+        return self._loaded
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        return self.loaded(*arguments, **options)
+        return self.load()(*arguments, **options)
 
     def __len__(self) -> int:
-        return len(self.loaded)
+        return len(self.load())
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.loaded, name)
+        return getattr(self.load(), name)
 
 
 # ---- limits
