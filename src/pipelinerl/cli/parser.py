@@ -111,7 +111,8 @@ class Commands:
         if command is not None and command not in self.parsers:
             from pipelinerl.config.help import OLD_NAMES  # noqa: PLC0415 - only for a mistake
 
-            near = OLD_NAMES.get(command) or next(iter(difflib.get_close_matches(command, self.parsers, n=1)), None)
+            old = None if "." in command else OLD_NAMES.get(command)  # a key, not a command
+            near = old or next(iter(difflib.get_close_matches(command, self.parsers, n=1)), None)
             hint = f"did you mean `{near}`?" if near else f"there are {', '.join(self.parsers)}"
             raise UserError(f"unknown command {command!r}; {hint} (see `pipelinerl --help`)")
 

@@ -192,7 +192,7 @@ def _documented(key: Key, value: Any) -> str:
     lines = [*wrap.wrap(key.description), *wrap.wrap(_values(key))]
     wrap.subsequent_indent = "#   "
     lines += [line for inner in key.inner for line in wrap.wrap(f"- {inner.name}: {inner.description} {_values(inner)}")]
-    return "\n".join(lines) + "\n" + yaml_text.dump(yaml_text.escaped({key.name: value}))
+    return "\n".join(lines) + "\n" + yaml_text.dump({key.name: value})
 
 
 def _values(key: Key) -> str:

@@ -72,7 +72,7 @@ def config_from_yaml(text: str, source: str = "config.yaml") -> RunConfig:
 
 def config_to_yaml(config: RunConfig, *, only_given: bool = False) -> str:
     """Every key, or those that were set, and its value. `config_from_yaml` reads back an equal configuration."""
-    return yaml_text.dump(yaml_text.escaped(config.model_dump(mode="json", exclude_unset=only_given)))
+    return yaml_text.dump(config.model_dump(mode="json", exclude_unset=only_given))
 
 
 def config_of_values(values: Mapping[str, Any], base: RunConfig | None = None) -> RunConfig:

@@ -110,19 +110,22 @@ def parse(text: str, source: str, *, variables: bool = False, is_text: Callable[
 
 
 def dump(value: Any) -> str:
-    """YAML text of plain values: mappings as blocks in their own order, lists and long texts on one line."""
+    """YAML text of plain values: mappings as blocks in their own order, lists and long texts on one line.
+
+    `parse` reads the same values, also with `variables`.
+    """
     text: str = yaml.dump(
-        value, Dumper=_Dumper, sort_keys=False, default_flow_style=False, allow_unicode=True, width=float("inf")
+        _escaped(value), Dumper=_Dumper, sort_keys=False, default_flow_style=False, allow_unicode=True, width=float("inf")
     )
     return text
 
 
-def escaped(value: Any) -> Any:
+def _escaped(value: Any) -> Any:
     """The same values with `$${NAME}` for `${NAME}`, as a run file has to have them."""
     if isinstance(value, dict):
-        return {key: escaped(item) for key, item in value.items()}
+        return {key: _escaped(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [escaped(item) for item in value]
+        return [_escaped(item) for item in value]
     return REFERENCE.sub(r"$\g<0>", value) if isinstance(value, str) else value
 
 
