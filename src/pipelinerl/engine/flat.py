@@ -62,8 +62,9 @@ class FlatForward:
 
     def weights_changed(self) -> None:
         """Must be called after every write to the model's parameters, for the copies in another dtype or layout."""
-        for weight in self._converted:
-            weight.refresh()
+        with torch.no_grad():
+            for weight, copy in self._converted:
+                copy.copy_(weight)
         for linear in self._packed:
             linear.drop()
         self._unpacked = list(self._packed)
@@ -309,28 +310,19 @@ _PYTHON_FUNCTIONS: dict[object, Callable[..., Any]] = {
 _PACK_FOR_ROWS = 16
 
 
-class ConvertedWeight:
-    """A copy of a weight in another dtype, so that it is not converted at every step (as for a float32 head)."""
+def hoist_conversions(graph: fx.Graph, inputs: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Convert the graph's own tensors once, and not at every step (as for a float32 head).
 
-    def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
-        self._weight = weight
-        with torch.inference_mode(False):  # because it is later written to outside of inference mode
-            self.copy = torch.empty_like(weight, dtype=dtype, requires_grad=False)
-        self.refresh()
-
-    @torch.no_grad()
-    def refresh(self) -> None:
-        self.copy.copy_(self._weight)
-
-
-def hoist_conversions(graph: fx.Graph, inputs: list[Tensor]) -> list[ConvertedWeight]:
-    """Convert the graph's own tensors once: the converted copies are appended to `inputs` as further inputs of the graph."""
+    Returns each tensor and its copy. The copies are appended to `inputs` as further inputs of the graph.
+    """
     own = dict(zip([node for node in graph.nodes if node.op == "placeholder"], inputs, strict=False))
-    found: list[ConvertedWeight] = []
+    found: list[tuple[Tensor, Tensor]] = []
     last = list(own)[-1]
     for node in [node for node in graph.nodes if node.target is _ATEN.to.dtype and node.args[0] in own]:
-        found.append(ConvertedWeight(own[node.args[0]], node.meta["val"].dtype))
-        inputs.append(found[-1].copy)
+        weight = own[node.args[0]]
+        with torch.inference_mode(False), torch.no_grad():  # because it is later written to outside of inference mode
+            found.append((weight, weight.to(node.meta["val"].dtype)))
+        inputs.append(found[-1][1])
         with graph.inserting_after(last):
             last = graph.placeholder(f"converted_{len(found)}")
         last.meta = node.meta

@@ -61,9 +61,10 @@ def _judged(what: str, found: str, fine: bool, fix: str, otherwise: Level = WRON
 
 def _machine() -> Iterator[Finding]:
     yield Finding("ok", "Python", f"{platform.python_version()}, {sys.executable}")
-    cores, load = usable_cores(), load_average() or 0.0
+    cores, load = usable_cores(), load_average()
+    loaded = "" if load is None else f", load {load}"
     fix = "other programs compute: times will be longer"
-    yield _judged("processor", f"{count(cores, 'core')}, {processor()}, load {load}", load <= cores, fix, "note")
+    yield _judged("processor", f"{count(cores, 'core')}, {processor()}{loaded}", (load or 0.0) <= cores, fix, "note")
     memory = host_memory()
     free = memory.free / GIB
     fix = f"free {LEAST_MEMORY_GIB:g} GiB for the demo"

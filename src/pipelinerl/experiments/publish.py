@@ -19,6 +19,7 @@ import secrets
 import shutil
 import tarfile
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -173,11 +174,11 @@ def export_run(run_dir: Path, out: Path, *, weights: bool = True) -> list[Path]:
 def _add(tar: tarfile.TarFile, name: str, source: Path | bytes) -> None:
     """Add a file without an owner. Raises RunDirectoryError if it can't be read."""
     entry = tarfile.TarInfo(name)
-    entry.mode = 0o644
+    entry.mode, entry.mtime = 0o644, int(time.time())
     try:
         file = io.BytesIO(source) if isinstance(source, bytes) else source.open("rb")
     except OSError as error:
-        raise RunDirectoryError(f"can't read {source!r}: {error.strerror} (is the run in progress?)") from error
+        raise RunDirectoryError(f"can't read {name}: {error.strerror} (is the run in progress?)") from error
     with file:
         entry.size = file.seek(0, os.SEEK_END)
         file.seek(0)

@@ -225,8 +225,9 @@ def sweep(grid: Grid, out: Path, say: Callable[[str], object]) -> tuple[SweepRes
 
     with folder.claimed(grid.to_json(), "sweep"):
         failure = folder.execute_all(runs, say, ended, resume=True)
-    folder.write_page("Sweep", [section(found())], [run for run in runs if folder.executions[run.name].finished])
-    return found(), failure
+    all_results = found()
+    folder.write_page("Sweep", [section(all_results)], [run for run in runs if folder.executions[run.name].finished])
+    return all_results, failure
 
 
 def _result(run: PlannedRun, grid: Grid, folder: Folder) -> SweepRunResult:

@@ -1,6 +1,7 @@
 """Experiment trackers, by their own clients: TensorBoard, Weights & Biases, Trackio, MLflow. Each is an extra of that name.
 
-Each tracker is made, used and closed in one thread. It may raise anything and take its time: see `launch.following`.
+Each tracker is made, used and closed in a process of its own. It may raise anything and take its time: see
+`report.following`.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ def followed(run: RunDirectory, metrics: MetricsConfig, say: Callable[[str], Non
         if late:
             say(f"the trackers had not finished; `pipelinerl train --resume` sends the rest (log: {log})")
         for name, process in zip(names, processes, strict=True):
-            if process.status and not late:
+            if process.status and process not in late:
                 say(f"the process of {name} {process.how_it_ended()} (log: {log})")
 
 

@@ -83,9 +83,8 @@ def compare(
         """Have the weights of a run answer the held-out problems, unless they have."""
         path, text = out / run.name, ""
         if request.held_out and execution.finished:
-            if not read_records(RunDirectory(path).evaluations, EvaluationRecord):
-                _record(path, answer(path, request))
-            last = read_records(RunDirectory(path).evaluations, EvaluationRecord)[-1]
+            found = read_records(RunDirectory(path).evaluations, EvaluationRecord)
+            last = (found or _record(path, answer(path, request)))[-1]
             text = f", held-out reward {number(last.reward_mean, '.3f')} of version {last.version}"
         shutil.rmtree(path / WEIGHTS_FOLDER, ignore_errors=True)
         return text
@@ -96,7 +95,7 @@ def compare(
         settings = [
             Setting(
                 one.label,
-                one.label.replace(":", "-"),
+                one.folder,
                 request.run_config(one, tuning[one.label].used, steps=request.steps, weights_every=every),
             )
             for one in request.schedules
@@ -229,8 +228,8 @@ def answer_held_out(run_dir: Path, request: ComparisonRequest) -> Answers:
     return answers
 
 
-def _record(run_dir: Path, answers: Answers) -> None:
-    """Write the run's evaluations, each at the time at which the trainer finished its version."""
+def _record(run_dir: Path, answers: Answers) -> list[EvaluationRecord]:
+    """Write the run's evaluations, which are returned, each at the time at which the trainer finished its version."""
     run = read_run(run_dir)
     times = {0: run.begin_s} | {step.version: step.time_s for step in run.steps}
     evaluations = [
@@ -239,3 +238,4 @@ def _record(run_dir: Path, answers: Answers) -> None:
     ]
     lines = b"".join(msgspec.json.encode(one) + b"\n" for one in evaluations)
     write_file(RunDirectory(run_dir).evaluations, lines)
+    return evaluations

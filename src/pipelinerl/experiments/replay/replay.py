@@ -161,7 +161,7 @@ def _warnings(run: RecordedRun) -> Iterator[str]:
         threads, device = segment.record.threads, segment.config.trainer.device
         for key, before, now in differences(msgspec.to_builtins(segment.record.machine), here):
             if key != "processor":  # what counts are its instructions
-                yield f"the run had {key.removeprefix('packages.')} {before}, this machine has {now}"
+                yield f"the run had {key.removeprefix('packages.')} {before or 'none'}, this machine has {now or 'none'}"
         if device != "cpu":
             yield f"the run trained on {device}, where the order of sums may vary"
         elif threads > 1:
@@ -180,7 +180,8 @@ def _damaged(weights: SavedWeights, versions: Sequence[int]) -> Iterator[str]:
 def _odd_summary(run: RecordedRun, config: RunConfig) -> Iterator[str]:
     """What differs between the numbers in `summary.json` and the records that they follow from."""
     steps, found = list(run.metrics.values()), read_summary(run.run.root) or {}
-    evaluations = read_records(run.run.evaluations, EvaluationRecord)
+    # Without evaluations in the run, those that are there were made after it, as by `lab compare`.
+    evaluations = read_records(run.run.evaluations, EvaluationRecord) if config.evaluation.problems else []
     again = msgspec.to_builtins(summarize(config, steps, evaluations, {}, wall_s=0.0, status=""))
     whole = found.get("optimizer_steps") == len(steps)  # another session may have ended without one
     odd = [key for key in _OF_RECORDS if whole and key in found and found[key] != again[key]]
