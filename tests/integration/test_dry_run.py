@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import shutil
 from pathlib import Path
@@ -13,7 +12,6 @@ import pytest
 
 import pipelinerl
 from pipelinerl.cli import main
-from pipelinerl.environments.maths.judge import Judge, JudgeVerdict
 from pipelinerl.errors import EnvironmentSetupError, UserError
 from pipelinerl.launch import trial
 from pipelinerl.launch.checks import check_before_the_start, dry_run
@@ -32,21 +30,6 @@ def right(completion, example):
 
 def raises(completion, example):
     raise ValueError("boom")
-
-def text(completion, example):
-    return "1.0"
-
-def only_numbers(completion, example):
-    return int(completion or 0)
-
-def answer(completion, example):
-    return float(completion == example["prompt"])
-
-def length(completion, example):
-    return 1.0
-
-def nan(completion, example):
-    return float("nan") if completion else 0.0
 """
 
 
@@ -159,62 +142,6 @@ def test_the_command_says_it_in_one_line(folder: Path, capsys: Capture, name: st
     assert said in shown.err
     assert (shown.err.count("\n"), shown.out) == (1, "")
     assert not (folder / "r").exists()
-
-
-def test_a_reward_that_any_answer_gets_is_doubted(folder: Path) -> None:
-    (doubt,) = tried(function(reward="rewards.py:length"), folder).warnings
-    assert doubt == "wrong answers, such as 'nan', get the reward 1, and no answer that was tried gets more"
-    assert tried(function(), folder).warnings  # 0.25 for every answer
-
-
-def mixture(**rewards: str) -> dict[str, Any]:
-    """A mixture of `easy` problems and of another mixture; each reward is a function."""
-    part = "{{kind: function, args: {{data: data.jsonl, held_out: 0, reward: rewards.py:{0}}}}}".format
-    inner = {name: part(reward) for name, reward in rewards.items()}
-    args = (
-        f"{{environments: {{easy: {inner['easy']}, numbers: {{kind: gcd}}, more: {{kind: mixture, args: {{environments: "
-        f"{{hard: {inner['hard']}}}}}}}}}}}"
-    )
-    return {"environment__kind": "mixture", "environment__args": args}
-
-
-def test_the_environments_in_a_mixture_are_tried(folder: Path) -> None:
-    said = "wrong answers, such as 'nan', get the reward 1, and no answer that was tried gets more"
-    report = tried(mixture(easy="answer", hard="length"), folder)
-    assert report.warnings == (f"more/hard: {said}",)
-    assert tried(mixture(easy="length", hard="answer"), folder).warnings == (f"easy: {said}",)
-    with pytest.raises(EnvironmentSetupError, match=r"environment mixture \(more/hard\), tried with the answer 'nan' to "):
-        tried(mixture(easy="answer", hard="only_numbers"), folder)
-    assert not [note for note in report.notes if "wrong answers" in note]
-
-
-@pytest.mark.parametrize(
-    ("body", "doubted"),
-    [
-        ("return 1.0", True),
-        ("return {'reward': float(text == str(problem.payload['answer'])), 'length': len(text)}", False),
-    ],
-)
-def test_a_class_is_tried_with_wrong_answers(folder: Path, body: str, doubted: bool) -> None:
-    settings = klass(folder, f"isolate_reward = False\ndef reward(self, problem, text):\n    {body}")
-    assert [doubt.partition(",")[0] for doubt in tried(settings, folder).warnings] == ["wrong answers"] * doubted
-
-
-@pytest.mark.parametrize("credulous", [True, False])
-def test_a_judge_of_maths_that_accepts_any_answer_is_doubted(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, credulous: bool
-) -> None:
-    async def verdict(judge: Judge, expected: str, answer: str) -> JudgeVerdict:
-        return JudgeVerdict(credulous or expected == answer)
-
-    monkeypatch.setattr(Judge, "verdict", verdict)
-    monkeypatch.setattr("pipelinerl.environments.maths.judge.require", lambda *_: None)
-    rows = [json.dumps({"question": f"What is {n} + x?", "answer": f"{n}+x"}) for n in range(20, 40)]
-    (folder / "maths.jsonl").write_text("\n".join(rows))
-    settings = {"environment__kind": "math", "environment__args": "{path: maths.jsonl}", "model__path": "demo-tools"}
-    config = small_run(folder / "r", **settings, evaluation__problems=0)
-    found = asyncio.run(try_environment(config, lambda _: None, attempts=False)).warnings
-    assert [doubt.partition(",")[0] for doubt in found] == ["wrong answers"] * credulous
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, cast
 
@@ -69,20 +69,9 @@ def make_inner(where: str, kind: str, args: Mapping[str, Any], tokenizer: Tokeni
         raise type(error)(f"{where}: {error}") from error
 
 
-def parts_of(environment: Environment, name: str = "") -> Iterator[tuple[str, Environment]]:
-    """The environments that give the rewards, by name: those in mixtures, or else `environment` itself, ""."""
-    inner: Mapping[str, Environment] = getattr(environment, "inner", {})
-    for key, part in inner.items():
-        yield from parts_of(part, f"{name}/{key}".lstrip("/"))
-    if not inner:
-        yield name, environment
-
-
 def notes_of(environment: Environment, config: RunConfig) -> tuple[str, ...]:
-    """How many steps an epoch is, if the environment says it, and what a user should know of its rewards."""
-    untried = ((name, getattr(part, "untried", Task.untried)) for name, part in parts_of(environment))
-    words = "rewards: not tried with wrong answers, as"
-    notes = tuple(f"{name}: {words} {why}".removeprefix(": ") for name, why in untried if why)
+    """Which limit on a turn is lower than `actor.max_tokens`, and how many steps an epoch is, if the environment says it."""
+    notes: tuple[str, ...] = ()
     asked, default = config.actor.max_tokens, type(config.actor).model_fields["max_tokens"].default
     for name, part in {config.environment.kind: environment, **getattr(environment, "inner", {})}.items():
         limit = getattr(part, "max_tokens", None) or asked

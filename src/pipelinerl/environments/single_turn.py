@@ -38,8 +38,6 @@ class Task(ABC):
 
     max_tokens: int | None = None
     """Maximum tokens of a turn for this task. None, or a value above `actor.max_tokens`, means `actor.max_tokens`."""
-    untried: str = "an attempt may have several turns"
-    """Why no reward is tried with wrong answers before a run; "" if it is, which needs the answer to be one text."""
     template_options: Mapping[str, Any] = NO_OPTIONS
     """Options of the model's chat template, such as `{"enable_thinking": False}`."""
     isolate_reward = True
@@ -83,8 +81,6 @@ class JudgedTurn(Task):
     `judge` may await something, such as a function in another process, while generation continues.
     """
 
-    untried = "`judge` may ask a server"
-
     def __init__(self, tokenizer: Tokenizer, seed: int) -> None:
         super().__init__(tokenizer, seed)
         self._decode = text_decoder(tokenizer)
@@ -118,8 +114,6 @@ class JudgedTurn(Task):
 
 class SingleTurn(JudgedTurn):
     """A subclass defines `problem`, `prompt` and `reward`, and `held_out` if evaluations use it."""
-
-    untried = ""
 
     @abstractmethod
     def reward(self, problem: Problem, text: str) -> Any:

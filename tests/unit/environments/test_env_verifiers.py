@@ -251,8 +251,6 @@ def test_a_judge_that_can_not_be_reached_costs_the_rollout(load) -> None:
     """)
     with pytest.raises(RolloutError, match="judged raised RuntimeError"):
         play(environment, "It is 4.")
-    reasons = ["its rubric asks another model", "an attempt may have several turns", ""]
-    assert [one.untried for one in (environment, load(MULTI), load(SINGLE))] == reasons
 
 
 def test_a_slow_reward_keeps_nothing_waiting(load) -> None:

@@ -65,7 +65,7 @@ def test_held_out_problems_do_not_depend_on_the_seed_and_are_never_trained_on(ma
     assert set(map(content, held_out)).isdisjoint(content(one.problem(index)) for index in range(1000))
 
 
-def test_a_limit_of_the_task_below_the_one_that_was_asked_for_and_rewards_that_are_not_tried_are_named(
+def test_a_limit_of_the_task_below_the_one_that_was_asked_for_is_named(
     made: tuple[list[Environment], int], request: pytest.FixtureRequest
 ) -> None:
     kind = request.node.callspec.params["made"]
@@ -75,8 +75,6 @@ def test_a_limit_of_the_task_below_the_one_that_was_asked_for_and_rewards_that_a
         limited = kind in ("gcd", "mixture") and asked == 900
         said = ["actor.max_tokens is 900, but gcd limits a turn to 240 tokens"] * limited
         assert [note for note in notes if "max_tokens" in note] == said
-        untried = ["rewards: not tried with wrong answers, as an attempt may have several turns"] * (kind == "calculator")
-        assert [note for note in notes if "wrong answers" in note] == untried
 
 
 def test_how_many_steps_an_epoch_is(made: tuple[list[Environment], int], request: pytest.FixtureRequest) -> None:

@@ -61,7 +61,6 @@ class ReasoningGym(QuestionTask):
     """
 
     Options = ReasoningGymOptions
-    untried = ""
 
     def __init__(self, tokenizer: Tokenizer, seed: int, **args: Any) -> None:
         """Raises MissingDependencyError, and EnvironmentSetupError for an unknown or refused task, or wrong arguments."""

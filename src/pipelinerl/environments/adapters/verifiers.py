@@ -70,7 +70,6 @@ class Verifiers(ProblemSet):
         super().__init__(parts, f"verifiers/{seed}")
         template_options = check_template_options(tokenizer, options.template_options)
         self._player = Player(loaded, template_options, threads=options.threads)
-        self.untried = self._player.untried
 
     async def rollout(self, problem: Problem, client: GenerationClient) -> Rollout:
         return await self._player.play(problem.payload, client)

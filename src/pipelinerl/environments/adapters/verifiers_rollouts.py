@@ -16,9 +16,7 @@ import msgspec
 from verifiers.clients.client import Client
 from verifiers.envs.env_group import EnvGroup
 from verifiers.envs.environment import Environment
-from verifiers.envs.singleturn_env import SingleTurnEnv
 from verifiers.errors import OverlongPromptError
-from verifiers.rubrics.judge_rubric import JudgeRubric
 from verifiers.rubrics.rubric import Rubric
 from verifiers.rubrics.rubric_group import RubricGroup
 from verifiers.types import Response, ResponseMessage, ResponseTokens, ToolCall, Usage
@@ -267,10 +265,6 @@ class Player:
         """Raises EnvironmentSetupError for rubrics that can't score single rollouts."""
         self._name, self._environment = loaded.name, loaded.environment
         prepare_rubrics(self._environment, self._name, threads=threads)
-        parts = self._environment.envs if isinstance(self._environment, EnvGroup) else [self._environment]
-        single = all(isinstance(part, SingleTurnEnv) for part in parts)
-        judged = any(isinstance(one, JudgeRubric) for one in _rubrics(self._environment))
-        self.untried = "its rubric asks another model" if judged else "" if single else "an attempt may have several turns"
         self._template_options = template_options
 
     async def play(self, row: Mapping[str, Any], client: GenerationClient) -> Rollout:

@@ -73,7 +73,6 @@ class Maths(ProblemSet, QuestionTask):
     r"""Reward 1 if the answer (in the last `\boxed{}`, else the last number) has the right value, else 0."""
 
     Options = MathsOptions
-    untried = ""
 
     def __init__(self, tokenizer: Tokenizer, seed: int, **args: Any) -> None:
         """Raises EnvironmentSetupError, naming file and line, for unusable data, and MissingDependencyError."""

@@ -137,12 +137,10 @@ class Function(ProblemSet, QuestionTask):
             raise EnvironmentSetupError(f"environment.args.reward: a function can't be called {GROUP_REWARD}; rename it")
         others = {GROUP_REWARD: options.group_reward} if options.group_reward else {}
         self._functions = Functions(rewards | others, options)
-        any_async = self._functions.any_async
-        self.untried = "a call of an `async def` function may cost money" if any_async else ""
         pooled = self._functions.any_pooled or (options.isolate and isinstance(options, ToolsOptions))
         if not pooled:
             options.refuse_without_effect("no function is called in a process", "workers", "memory_mb", "writes")
-        if not any_async:
+        if not self._functions.any_async:
             options.refuse_without_effect("no function is `async def`", "concurrency")
             if not pooled:
                 options.refuse_without_effect("calls in this process have no limits", "timeout_s", "ended_reward")

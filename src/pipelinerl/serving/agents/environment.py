@@ -55,7 +55,6 @@ class AgentEnvironment:
     """An attempt is a call of a user function, which gets the address of an API served by the model in training."""
 
     Options = AgentOptions
-    untried = "the agent itself computes them"
 
     def __init__(self, tokenizer: Tokenizer, seed: int, **args: Any) -> None:
         """Raises EnvironmentSetupError for a bad function, data or arguments, MissingDependencyError without the extra."""
