@@ -37,14 +37,13 @@ from pipelinerl.hub.admission import AdmissionState
 from pipelinerl.hub.client import HubClient
 from pipelinerl.hub.hub import Hub
 from pipelinerl.hub.server import HubServer, WorkerKind
-from pipelinerl.interfaces import WeightReceiver
 from pipelinerl.models.state import first_names, named_weights
 from pipelinerl.schedule import PipelineSchedule
 from pipelinerl.status.board import MemoryBoard
 from pipelinerl.stream.files import FileStream
 from pipelinerl.weights.broadcast.receiver import CollectiveWeightReceiver
 from pipelinerl.weights.broadcast.sender import CollectiveWeightSender
-from pipelinerl.weights.receiving import SharedWeightReceiver
+from pipelinerl.weights.receiving import Receiver, SharedWeightReceiver
 from pipelinerl.weights.sending import Sender, SharedWeightSender
 
 IDLE_S = 0.0005
@@ -76,7 +75,7 @@ def receive(name: str, system: str, fd: int, connected: int, index: int, updates
     engine = LocalEngine(make_model(name), slots=1, max_length=64)
     hub = HubClient(socket.socket(fileno=connected))
     shared = system == SHARED
-    receiver: WeightReceiver = SharedWeightReceiver(fd, hub) if shared else CollectiveWeightReceiver(hub, KEY, index)
+    receiver: Receiver = SharedWeightReceiver(fd, hub) if shared else CollectiveWeightReceiver(hub, KEY, index)
     print("ready", flush=True)
     times: list[Record] = []
     while len(times) < updates:

@@ -9,7 +9,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Se
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from pipelinerl.types import (
-    ACTOR,
     Completion,
     EngineProgress,
     GenerationRequest,
@@ -98,8 +97,16 @@ class StepOutput(NamedTuple):
     finished: Sequence[Completion]
 
 
-class EngineState(Protocol):
-    """What every engine says about itself."""
+CANCELLED_KEPT = 4096
+"""Number of completions of cancelled requests that an engine keeps for `AsyncEngine.take_cancelled`: the latest ones."""
+
+
+class AsyncEngine(Protocol):
+    """The engine as the actor sees it, embedded or behind HTTP: every request is a coroutine of the actor's event loop.
+
+    Cancelling the coroutine, or closing the stream early, cancels the request. The owner of the engine calls `advance` until
+    all requests are answered.
+    """
 
     @property
     def version(self) -> int: ...
@@ -116,37 +123,6 @@ class EngineState(Protocol):
 
     def progress(self) -> EngineProgress:
         """Counts since the engine was made."""
-
-
-class Engine(EngineState, Protocol):
-    """Keeps up to H sequences in progress and advances each by one token per step."""
-
-    def submit(self, request: GenerationRequest) -> None:
-        """Queue a request. Raises RequestError if it can never be served; other requests are not affected."""
-
-    def cancel(self, request_id: str) -> None:
-        """Free the request's slot at the next token boundary; its completion has finish reason "cancelled"."""
-
-    def step(self) -> StepOutput:
-        """One token boundary and one decode step. Does nothing if no request is in progress or queued."""
-
-    def update_weights(self, update: WeightUpdate) -> UpdateReceipt:
-        """Apply new weights between two decode steps: all of them, or none (then the receipt has an error)."""
-
-    def restart(self, version: int = 0) -> None:
-        """Begin again as if it had just been made with the weights that it holds, as `version`: without requests."""
-
-
-CANCELLED_KEPT = 4096
-"""Number of completions of cancelled requests that an engine keeps for `AsyncEngine.take_cancelled`: the latest ones."""
-
-
-class AsyncEngine(EngineState, Protocol):
-    """The engine as the actor sees it, embedded or behind HTTP: every request is a coroutine of the actor's event loop.
-
-    Cancelling the coroutine, or closing the stream early, cancels the request. The owner of the engine calls `advance` until
-    all requests are answered.
-    """
 
     async def generate(self, request: GenerationRequest) -> Completion:
         """One completion. Raises RequestError, at once or later, if the request can never be served."""
@@ -193,37 +169,16 @@ class WeightUpdate(NamedTuple):
 
 
 class WeightSender(Protocol):
-    def send(self, version: int, tensors: Mapping[str, torch.Tensor]) -> str:
-        """Publish the weights and return their checksum, as soon as they are copied.
+    """The trainer's end of the weight transfer: `weights.sending.Sender`, or a replay without engines."""
 
-        Raises WeightUpdateError if an engine did not acknowledge the previous update within the time limit.
-        """
+    transfer: WeightTransfer | None
+    digests: Mapping[str, str]
 
-    def unanswered(self) -> Sequence[str]:
-        """The engines that have not acknowledged the last update. While there are any, `send` would wait."""
+    def send(self, version: int, tensors: Mapping[str, torch.Tensor]) -> str: ...
 
-    def receipts(self) -> Sequence[UpdateReceipt]:
-        """Receipts since the last call. Raises WeightUpdateError if one has another checksum or an error."""
+    def unanswered(self) -> Sequence[str]: ...
 
-    @property
-    def transfer(self) -> WeightTransfer | None:
-        """The latest transfer that is complete; None before the first."""
-
-    @property
-    def digests(self) -> Mapping[str, str]:
-        """A digest of each tensor of the latest update, by name; empty before the first."""
-
-    def close(self) -> None: ...
-
-
-class WeightReceiver(Protocol):
-    def offered(self) -> int | None:
-        """The version of the update that `poll` would return, or None. Cheap: called at every token boundary."""
-
-    def poll(self) -> WeightUpdate | None:
-        """The newest complete update that was not polled yet, or None. The caller must acknowledge it."""
-
-    def acknowledge(self, receipt: UpdateReceipt) -> None: ...
+    def receipts(self) -> Sequence[UpdateReceipt]: ...
 
     def close(self) -> None: ...
 
@@ -262,13 +217,6 @@ class Verdict(NamedTuple):
 
 
 ALLOWED = Verdict(True)
-
-
-def enough(queued: int, needed: int) -> Verdict:
-    """Whether the samples that the trainer has are as many as it needs."""
-    if queued >= needed:
-        return ALLOWED
-    return Verdict(False, f"samples from the actor: {queued} of {needed} have arrived", (ACTOR,))
 
 
 class Admitted(NamedTuple):
@@ -333,46 +281,3 @@ class PipelineState(NamedTuple):
     processes: int = 1
     latency: float | None = None
     most_in_progress: int = 0
-
-
-class Schedule(Protocol):
-    """Decides which stage may proceed: the difference between pipeline, conventional and asynchronous RL."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def too_old_reason(self) -> str:
-        """The drop reason for rollouts older than `oldest_trained`."""
-
-    def oldest_trained(self, version: int) -> int:
-        """The lowest version of tokens that the trainer may train on at `version`."""
-
-    def may_start(self, state: PipelineState, rollouts: int) -> Verdict:
-        """Whether the actor may start `rollouts` more rollouts now."""
-
-    def may_take_weights(self, in_progress: int) -> Verdict:  # noqa: ARG002 - for schedules with rounds
-        """Whether an engine may apply new weights at this token boundary.
-
-        `in_progress` counts the rollouts, over all engines, that were started with older weights and are not yet in the
-        stream.
-        """
-        return ALLOWED
-
-    def may_train(self, version: int, queued: int) -> Verdict:
-        """Whether the trainer, at `version` with `queued` samples, may take its next optimizer step."""
-
-    def publishes(self, version: int) -> bool:  # noqa: ARG002 - as above
-        """Whether the weights of `version` are published to the engines."""
-        return True
-
-    def trains_in_rounds(self) -> bool:
-        """True if the samples of several steps are available before the first step; batches are then in problem order.
-
-        In completion order, the first batch of a round would hold its short rollouts and the last its long ones.
-        """
-        return False
-
-    def takes_turns(self) -> bool:
-        """True if generation and training never overlap, so that each phase can use the whole machine."""
-        return False

@@ -6,14 +6,62 @@ Pure decisions: no I/O, no tensors, no clock.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from pipelinerl.config.schema import RunConfig
-from pipelinerl.interfaces import ALLOWED, PipelineState, Schedule, Verdict, enough
+from pipelinerl.interfaces import ALLOWED, PipelineState, Verdict
 from pipelinerl.types import ACTOR, TRAINER
 
 LATENCY_MARGIN = 1.5
 """Factor on the number of rollouts in progress that Little's law gives, because latencies vary."""
+
+
+class Schedule(ABC):
+    """Decides which stage may proceed: the difference between pipeline, conventional and asynchronous RL.
+
+    batch_size       B, samples of an optimizer step
+    steps_per_round  G, steps after which weights are published to the engines
+    too_old_reason   the drop reason for rollouts older than `oldest_trained`
+    in_rounds        the samples of several steps are available before the first of them; batches are then in problem order:
+                     in completion order, the first would hold the round's short rollouts and the last its long ones
+    takes_turns      generation and training never overlap, so that each phase can use the whole machine
+    """
+
+    name: str
+    batch_size: int
+    steps_per_round: int
+    too_old_reason: str
+    in_rounds = takes_turns = False
+
+    @abstractmethod
+    def oldest_trained(self, version: int) -> int:
+        """The lowest version of tokens that the trainer may train on at `version`."""
+
+    @abstractmethod
+    def may_start(self, state: PipelineState, rollouts: int) -> Verdict:
+        """Whether the actor may start `rollouts` more rollouts now."""
+
+    def may_take_weights(self, in_progress: int) -> Verdict:
+        """Whether an engine may apply new weights at this token boundary: in rounds, only when none is in progress.
+
+        `in_progress` counts the rollouts, over all engines, that were started with older weights and are not yet in the
+        stream.
+        """
+        if not self.in_rounds or in_progress == 0:
+            return ALLOWED
+        return Verdict(False, f"the round's last {in_progress} rollouts to finish")
+
+    def may_train(self, version: int, queued: int) -> Verdict:
+        """Whether the trainer, at `version` with `queued` samples, may take its next optimizer step."""
+        needed = self.batch_size * (self.steps_per_round - version % self.steps_per_round)
+        if queued >= needed:
+            return ALLOWED
+        return Verdict(False, f"samples from the actor: {queued} of {needed} have arrived", (ACTOR,))
+
+    def publishes(self, version: int) -> bool:
+        """Whether the weights of `version` are published to the engines."""
+        return version % self.steps_per_round == 0
 
 
 @dataclass(frozen=True)
@@ -48,6 +96,7 @@ class PipelineSchedule(Schedule):
     stock: int | None = None
     name: str = "pipeline"
     too_old_reason: str = "stale"
+    steps_per_round = 1
 
     def oldest_trained(self, version: int) -> int:
         return 0 if self.max_lag is None else version - self.max_lag
@@ -81,9 +130,6 @@ class PipelineSchedule(Schedule):
         needed = state.most_in_progress if state.latency is None else self.batch_size * state.latency
         return self.stock + LATENCY_MARGIN * needed
 
-    def may_train(self, version: int, queued: int) -> Verdict:
-        return enough(queued, self.batch_size)
-
 
 # ---- schedules with rounds of several optimizer steps
 
@@ -95,20 +141,7 @@ class _Rounds(Schedule):
     batch_size: int
     steps_per_round: int
     too_old_reason: str = "round_surplus"
-
-    def may_take_weights(self, in_progress: int) -> Verdict:
-        if in_progress == 0:
-            return ALLOWED
-        return Verdict(False, f"the round's last {in_progress} rollouts to finish")
-
-    def may_train(self, version: int, queued: int) -> Verdict:
-        return enough(queued, self.batch_size * (self.steps_per_round - version % self.steps_per_round))
-
-    def publishes(self, version: int) -> bool:
-        return version % self.steps_per_round == 0
-
-    def trains_in_rounds(self) -> bool:
-        return True
+    in_rounds = True
 
 
 @dataclass(frozen=True)
@@ -121,6 +154,7 @@ class ConventionalSchedule(_Rounds):
     """
 
     name: str = "conventional"
+    takes_turns = True
 
     def oldest_trained(self, version: int) -> int:
         return version - version % self.steps_per_round
@@ -136,9 +170,6 @@ class ConventionalSchedule(_Rounds):
         if state.outstanding >= needed:
             return Verdict(False, f"the trainer to finish its round (version {state.trainer_version})", (TRAINER,))
         return _within_share(state, self.batch_size * self.steps_per_round)
-
-    def takes_turns(self) -> bool:
-        return True
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -24,10 +24,13 @@ from pipelinerl.actor.evaluation import Evaluations
 from pipelinerl.actor.groups import GroupRunner
 from pipelinerl.actor.probe import WeightProbe
 from pipelinerl.actor.rollouts import IDLE_S
-from pipelinerl.interfaces import ALLOWED, Admission, Board, Verdict, WeightReceiver
+from pipelinerl.interfaces import ALLOWED, Admission, Board, Verdict
 from pipelinerl.metrics.sinks import TimelineWriter
 from pipelinerl.status.board import ALONE, GenerationStages, StatusReporter
 from pipelinerl.types import ActorProgress, EngineProgress, StageState
+
+if TYPE_CHECKING:
+    from pipelinerl.weights.receiving import Receiver
 
 CANCELLING_PASSES = 2
 """Passes of the event loop until a cancelled attempt has cancelled the task of its environment's code."""
@@ -55,7 +58,7 @@ class Actor:
         evaluations: Evaluations,
         board: Board,
         admission: Admission,
-        receiver: WeightReceiver,
+        receiver: Receiver,
         stages: GenerationStages = ALONE,
         timeline: TimelineWriter | None = None,
         clock: Callable[[], float] = time.monotonic,

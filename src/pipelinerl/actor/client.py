@@ -10,12 +10,12 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from pipelinerl.errors import RequestError, RolloutError
-from pipelinerl.interfaces import CANCELLED_KEPT, AsyncEngine, Engine, StepOutput, Tokenizer, WeightUpdate
+from pipelinerl.interfaces import CANCELLED_KEPT, AsyncEngine, StepOutput, Tokenizer, WeightUpdate
 from pipelinerl.types import (
     Completion,
     EngineProgress,
@@ -26,6 +26,9 @@ from pipelinerl.types import (
     UpdateReceipt,
     cancelled_completion,
 )
+
+if TYPE_CHECKING:
+    from pipelinerl.engine import LocalEngine
 
 MOST_PASSES = 8
 """Passes of the event loop after which a rollout that is still awake is taken to wait for something else than tokens."""
@@ -41,7 +44,7 @@ class _Open(NamedTuple):
 class EngineClient:
     """An engine in this process as an `AsyncEngine`: `advance` runs one step and wakes the coroutines that wait for it."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: LocalEngine) -> None:
         self._engine = engine
         self._open: dict[str, _Open] = {}
         self._cancelled: deque[Completion] = deque(maxlen=CANCELLED_KEPT)

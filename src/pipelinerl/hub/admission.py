@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from pipelinerl.interfaces import Admitted, PipelineState, Schedule, Verdict
+from pipelinerl.interfaces import Admitted, PipelineState, Verdict
 from pipelinerl.ledger import GroupLedger
+from pipelinerl.schedule import Schedule
 from pipelinerl.types import ACTOR, TrainerProgress
 
 LATENCY_WEIGHT = 0.1
@@ -173,7 +174,7 @@ class AdmissionState:
 
     def own(self, process: int) -> int:
         """Rollouts in progress of a process, where a decision depends on it: in rounds, each has its share."""
-        return self._own[process] if self._processes > 1 and self.schedule.trains_in_rounds() else 0
+        return self._own[process] if self._processes > 1 and self.schedule.in_rounds else 0
 
     def may_take(self, version: int) -> Verdict:
         """Whether an engine may apply the weights of `version` now. If so, it must: they are counted as applied."""

@@ -18,7 +18,8 @@ import msgspec
 from pipelinerl.errors import ReplacedError, RunDirectoryError, StageDiedError, StalledError
 from pipelinerl.files import Lines
 from pipelinerl.hub import wire
-from pipelinerl.interfaces import Admitted, Schedule, Verdict
+from pipelinerl.interfaces import Admitted, Verdict
+from pipelinerl.schedule import Schedule
 from pipelinerl.types import Group, Prepared, StageStatus
 
 T = TypeVar("T")
@@ -140,7 +141,7 @@ class Claims:
     """
 
     def __init__(self, hub: HubClient, schedule: Schedule) -> None:
-        self.in_rounds = schedule.trains_in_rounds()
+        self.in_rounds = schedule.in_rounds
         self._hub = hub
         self._granted: deque[int] = deque()
         self._received = self._dropped = 0

@@ -141,7 +141,7 @@ class Direct:
     """The hub for the generation process that has it: the embedded launcher's. See `interfaces.Admission`."""
 
     def __init__(self, hub: Hub, process: int = 0) -> None:
-        self.in_rounds = hub.admission.schedule.trains_in_rounds()
+        self.in_rounds = hub.admission.schedule.in_rounds
         self._hub, self._process, self._dropped = hub, process, 0
         self._encoder = msgspec.json.Encoder()
 

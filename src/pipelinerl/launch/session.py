@@ -11,11 +11,10 @@ import msgspec
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import ReplacedError
 from pipelinerl.files import write_atomically
-from pipelinerl.interfaces import Schedule
 from pipelinerl.ledger import GroupLedger
 from pipelinerl.process import PeakMemory
 from pipelinerl.run_directory import RunDirectory
-from pipelinerl.schedule import make_schedule
+from pipelinerl.schedule import Schedule, make_schedule
 
 
 class KeptGroup(msgspec.Struct, frozen=True):

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import UserError
-from pipelinerl.interfaces import Schedule
 from pipelinerl.resources.machine import usable_cores, usable_gpus
 from pipelinerl.resources.roles import (
     PREPROCESSING,
@@ -25,6 +24,7 @@ from pipelinerl.resources.roles import (
     server_roles,
     shares_of,
 )
+from pipelinerl.schedule import Schedule
 
 
 class Node(NamedTuple):

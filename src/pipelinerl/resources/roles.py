@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from pipelinerl.config.schema import RunConfig
-from pipelinerl.interfaces import Schedule
+from pipelinerl.schedule import Schedule
 from pipelinerl.status.board import generation_stages
 from pipelinerl.types import PREPROCESSOR, TRAINER
 
@@ -99,7 +99,7 @@ def plan_threads(
     """
     engines = len(engine_roles(config)) if engines is None else engines
     ranks = config.trainer.ranks if ranks is None else ranks
-    if not ranks or schedule.takes_turns() or config.launch.kind == "embedded":
+    if not ranks or schedule.takes_turns or config.launch.kind == "embedded":
         generation, training = cores // max(1, engines), cores
     elif engines == 1:
         generation, training = cores // 2, cores - cores // 2
@@ -117,7 +117,7 @@ def shares_of(config: RunConfig, schedule: Schedule, roles: Sequence[str], cores
     computing, training = {*engine_roles(config)}, {TRAINING, *rank_roles(config)}
     engines, ranks = len(computing.intersection(roles)), len(training.intersection(roles))
     threads = plan_threads(config, schedule, cores, engines=engines, ranks=ranks)
-    behind = ranks > 0 and config.engine.device == "cpu" and not schedule.takes_turns() and engines + 1 > cores
+    behind = ranks > 0 and config.engine.device == "cpu" and not schedule.takes_turns and engines + 1 > cores
     shares = {role: Share(threads.training if role in training else PREPROCESSING_THREADS, False) for role in roles}
     return shares | {role: Share(threads.generation, behind) for role in roles if role in computing}
 

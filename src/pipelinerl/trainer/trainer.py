@@ -27,7 +27,8 @@ from pipelinerl.checkpoint import (
 )
 from pipelinerl.config.schema import TrainerConfig
 from pipelinerl.errors import CheckpointError, PolicyMismatchError
-from pipelinerl.interfaces import Schedule, Verdict, WeightSender
+from pipelinerl.interfaces import Verdict, WeightSender
+from pipelinerl.schedule import Schedule
 from pipelinerl.trainer.probe import ProbeCheck
 from pipelinerl.trainer.queue import SampleQueue
 from pipelinerl.trainer.saving import rng_state, save_weights, write_checkpoint

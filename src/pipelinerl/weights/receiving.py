@@ -16,7 +16,7 @@ from pipelinerl.weights.layout import mapped, pin_all
 
 
 class Receiver:
-    """A `WeightReceiver`. `taken`: an update that was not acknowledged yet. `meeting`: where receivers of a broadcast meet;
+    """`taken`: an update that was not acknowledged yet. `meeting`: where receivers of a broadcast meet;
     None until the first call of `offered` is answered.
     """
 

@@ -474,7 +474,7 @@ class Limited:
     def __init__(self, schedule, groups, size):
         self.schedule, self.left, self.size = schedule, groups, size
         self.may_take_weights = schedule.may_take_weights
-        self.trains_in_rounds = schedule.trains_in_rounds
+        self.in_rounds = schedule.in_rounds
 
     def may_start(self, state, rollouts):
         verdict = self.schedule.may_start(state, rollouts)

@@ -13,9 +13,9 @@ from pipelinerl.hub import wire
 from pipelinerl.hub.admission import AdmissionState
 from pipelinerl.hub.client import HubClient
 from pipelinerl.hub.hub import ROLLOUTS_FILE, Hub
-from pipelinerl.interfaces import Schedule, Verdict
+from pipelinerl.interfaces import Verdict
 from pipelinerl.ledger import GroupLedger
-from pipelinerl.schedule import PipelineSchedule
+from pipelinerl.schedule import PipelineSchedule, Schedule
 from pipelinerl.status.board import MemoryBoard
 from pipelinerl.stream import GroupStream
 from pipelinerl.stream.files import FileStream

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from pipelinerl.config.load import load_config
 from pipelinerl.hub.admission import AdmissionState, ProcessTotals
-from pipelinerl.interfaces import PipelineState, Schedule, Verdict
+from pipelinerl.interfaces import PipelineState, Verdict
 from pipelinerl.ledger import GroupLedger
-from pipelinerl.schedule import AsyncSchedule, ConventionalSchedule, PipelineSchedule, make_schedule
+from pipelinerl.schedule import AsyncSchedule, ConventionalSchedule, PipelineSchedule, Schedule, make_schedule
 from pipelinerl.types import TrainerProgress
 from tests.unit.hub.hub_parts import K, make_state
 

@@ -29,8 +29,8 @@ from pipelinerl.hub.admission import AdmissionState
 from pipelinerl.hub.client import Claims, HubClient, HubReader, dial
 from pipelinerl.hub.hub import ROLLOUTS_FILE, Direct
 from pipelinerl.hub.server import HubServer, WorkerKind
-from pipelinerl.interfaces import ALLOWED, Admitted, PipelineState, Schedule, Verdict
-from pipelinerl.schedule import AsyncSchedule, ConventionalSchedule, PipelineSchedule
+from pipelinerl.interfaces import ALLOWED, Admitted, PipelineState, Verdict
+from pipelinerl.schedule import AsyncSchedule, ConventionalSchedule, PipelineSchedule, Schedule
 from pipelinerl.stream.files import FileStream
 from pipelinerl.types import Group, UpdateReceipt
 from tests.limits import small_files
@@ -382,14 +382,13 @@ def test_an_error_of_the_stream_ends_the_run_wherever_it_happens(where: str, err
 class AtMost:
     """A schedule that allows so many rollouts at once."""
 
+    in_rounds = False
+
     def __init__(self, most: int) -> None:
         self.most = most
 
     def may_start(self, state: PipelineState, rollouts: int) -> Verdict:
         return ALLOWED if state.outstanding < self.most else Verdict(False, "enough", ("trainer",))
-
-    def trains_in_rounds(self) -> bool:
-        return False
 
 
 class Reference:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelinerl.interfaces import PipelineState, Schedule
-from pipelinerl.schedule import AsyncSchedule, ConventionalSchedule, PipelineSchedule
+from pipelinerl.interfaces import PipelineState
+from pipelinerl.schedule import AsyncSchedule, ConventionalSchedule, PipelineSchedule, Schedule
 from pipelinerl.status.watchdog import Stall, Watchdog, find_cycle, waits_on
 from pipelinerl.types import ActorProgress, EngineProgress, StageState, StageStatus, TrainerProgress
 

@@ -20,13 +20,12 @@ from pipelinerl.checkpoint import CheckpointState, by_version, latest_checkpoint
 from pipelinerl.config.schema import PreprocessConfig, TrainerConfig
 from pipelinerl.errors import CheckpointError, PolicyMismatchError
 from pipelinerl.files import JsonLines
-from pipelinerl.interfaces import Schedule
 from pipelinerl.metrics.reading import read_json_lines, read_records
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.sinks import JsonlSink
 from pipelinerl.models.state import checksum, named_weights
 from pipelinerl.preprocess import Preprocessor
-from pipelinerl.schedule import ConventionalSchedule, PipelineSchedule
+from pipelinerl.schedule import ConventionalSchedule, PipelineSchedule, Schedule
 from pipelinerl.status.board import MemoryBoard
 from pipelinerl.trainer import CheckpointPlan, Learner, SampleQueue, Trainer, TrainerOutput, saving
 from pipelinerl.trainer.records import TrainedRecord

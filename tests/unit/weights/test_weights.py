@@ -18,14 +18,13 @@ from torch import Tensor, nn
 
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.files import shared_memory
-from pipelinerl.interfaces import WeightReceiver, WeightSender
 from pipelinerl.models.state import checksum, device_checksum, load_weights, named_weights, not_finite
 from pipelinerl.serving.incoming import read_file
 from pipelinerl.types import UpdateReceipt
 from pipelinerl.weights import receiving, sending
 from pipelinerl.weights.memory import MemoryWeightSender
 from pipelinerl.weights.receiving import Receiver, SharedWeightReceiver
-from pipelinerl.weights.sending import SharedWeightSender, WeightFolder
+from pipelinerl.weights.sending import Sender, SharedWeightSender, WeightFolder
 from tests.limits import small_files
 from tests.unit.weights.relay import Relay
 
@@ -144,7 +143,7 @@ def file() -> Iterator[Shared]:
     os.close(shared.fd)
 
 
-Ends = tuple[WeightSender, WeightReceiver]
+Ends = tuple[Sender, Receiver]
 
 
 @pytest.fixture(params=["memory", "shared"])

@@ -89,7 +89,7 @@ class SimulatedEngine:
         self.update_steps = [0]
         self.update_versions = [self.version]
         self._costs = scenario.costs
-        in_rounds = scenario.schedule.trains_in_rounds()
+        in_rounds = scenario.schedule.in_rounds
         self._max_open = open_limit(scenario.max_open_rollouts, scenario.slots, in_rounds=in_rounds)
         self._waiting: deque[SimulatedRollout] = deque()
         self._ends: list[int] = []

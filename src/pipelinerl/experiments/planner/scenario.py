@@ -13,10 +13,9 @@ import numpy as np
 from pipelinerl.config.schema import PreprocessConfig, RunConfig
 from pipelinerl.errors import RunDirectoryError
 from pipelinerl.experiments.planner.calibration import Calibration, LengthDistribution, prompt_tokens_mean
-from pipelinerl.interfaces import Schedule
 from pipelinerl.preprocess.advantages import advantages
 from pipelinerl.report.series import RecordedGroup, begin_s, measure, name_of, rates_after, read_groups, read_run
-from pipelinerl.schedule import make_schedule, stream_capacity
+from pipelinerl.schedule import Schedule, make_schedule, stream_capacity
 
 
 @dataclass(frozen=True, kw_only=True)

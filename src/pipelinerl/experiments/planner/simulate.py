@@ -195,7 +195,7 @@ class SimulatedTrainer:
     def _begin(self, now_s: float) -> None:
         """Begin a step on the first B rollouts of the queue, in the order of the real trainer."""
         scenario, costs = self._scenario, self._scenario.costs
-        if scenario.schedule.trains_in_rounds():
+        if scenario.schedule.in_rounds:
             self._queue = deque(sorted(self._queue, key=lambda rollout: rollout.group.index))
         self._batch = [self._queue.popleft() for _ in range(scenario.batch_size)]
         used = [rollout.length for rollout in self._batch if rollout.used]

@@ -35,7 +35,7 @@ from pipelinerl.experiments.recompute import SavedWeights
 from pipelinerl.experiments.replay.generation import GenerationResult
 from pipelinerl.experiments.replay.records import Batch, RecordedRun, SessionSegment, recorded_samples
 from pipelinerl.files import JsonLines
-from pipelinerl.interfaces import Board, Schedule, Verdict
+from pipelinerl.interfaces import Board, Verdict
 from pipelinerl.launch.hosts.embedded import torch_threads
 from pipelinerl.launch.hosts.host import LocalWorker
 from pipelinerl.launch.session import Session, StartPlan, WorkerSpec, write_session
@@ -46,11 +46,11 @@ from pipelinerl.metrics.sinks import JsonlSink, Record
 from pipelinerl.models.state import checksum, digests_of
 from pipelinerl.resources.roles import PREPROCESSING_THREADS, TRAINING, rank_roles
 from pipelinerl.run_directory import RunDirectory
-from pipelinerl.schedule import make_schedule
+from pipelinerl.schedule import Schedule, make_schedule
 from pipelinerl.status.board import MemoryBoard
 from pipelinerl.trainer import Trainer
 from pipelinerl.trainer.saving import restore_rng
-from pipelinerl.types import Group, Prepared, UpdateReceipt
+from pipelinerl.types import Group, Prepared, UpdateReceipt, WeightTransfer
 
 if TYPE_CHECKING:
     from pipelinerl.trainer.sharding.ranks import Team
@@ -228,7 +228,7 @@ class TrainingReplay:
 
     # ---- the sender of its weights, without engines
 
-    transfer = None
+    transfer: WeightTransfer | None = None
     digests: Mapping[str, str] = field(default_factory=dict)
 
     def send(self, version: int, tensors: Mapping[str, Tensor]) -> str:
@@ -287,6 +287,8 @@ class TrainingReplay:
 class _OneBatch:
     """The run's schedule, for a trainer that gets one batch at a time: it need not wait for a whole round."""
 
+    in_rounds = False
+
     def __init__(self, schedule: Schedule, batch_size: int) -> None:
         self._schedule = schedule
         self._batch_size = batch_size
@@ -296,9 +298,6 @@ class _OneBatch:
 
     def may_train(self, version: int, queued: int) -> Verdict:  # noqa: ARG002 - as in every schedule
         return Verdict(queued >= self._batch_size, "a recorded batch")
-
-    def trains_in_rounds(self) -> bool:
-        return False
 
 
 def _prepare(config: RunConfig, policy: Policy) -> Callable[[Group], Prepared]:

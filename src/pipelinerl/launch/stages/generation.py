@@ -31,7 +31,7 @@ from pipelinerl.environments.registry import make_environment, notes_of
 from pipelinerl.errors import RunDirectoryError, StalledError, WeightUpdateError
 from pipelinerl.files import JsonLines, OpenLines, remedy
 from pipelinerl.hub.client import Claims, HubClient
-from pipelinerl.interfaces import Admission, AsyncEngine, Board, Environment, Tokenizer, WeightReceiver
+from pipelinerl.interfaces import Admission, AsyncEngine, Board, Environment, Tokenizer
 from pipelinerl.launch.session import Session
 from pipelinerl.metrics.evaluations import EvaluatedProblem, EvaluationRecord
 from pipelinerl.metrics.sinks import JsonlSink, TimelineWriter
@@ -63,7 +63,7 @@ def run_generation(session: Session, hub: HubClient, index: int) -> None:
         asyncio.run(generation.run(stop=stop_on_sigterm(stopping)))
 
 
-def _receiver(session: Session, hub: HubClient, index: int, engine: str) -> WeightReceiver:
+def _receiver(session: Session, hub: HubClient, index: int, engine: str) -> Receiver:
     """The engine's end of the weight transfer. The engine joins a broadcast when it has loaded its model."""
     config = session.config
     if config.engine.kind != "local":
@@ -90,7 +90,7 @@ class Generation:
         session: Session,
         board: Board,
         admission: Admission,
-        receiver: WeightReceiver,
+        receiver: Receiver,
         *,
         lines: OpenLines = JsonLines,
         index: int = 0,
@@ -235,7 +235,7 @@ class Generation:
 
 
 def make_engine(
-    session: Session, name: str, tokenizer: Tokenizer, receiver: WeightReceiver | None = None
+    session: Session, name: str, tokenizer: Tokenizer, receiver: Receiver | None = None
 ) -> AbstractAsyncContextManager[tuple[AsyncEngine, Contract]]:
     """The engine that the run file configures, with the contract of its model and tokenizer: loaded now, or over servers,
     which are connected with on entry. `receiver` knows where servers join the trainer's broadcast, if weights are broadcast.

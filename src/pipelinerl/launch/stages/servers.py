@@ -22,7 +22,7 @@ from pipelinerl.config.schema import EngineConfig
 from pipelinerl.errors import StalledError, UserError
 from pipelinerl.extras import require
 from pipelinerl.files import SHARED_MEMORY, write_atomically
-from pipelinerl.interfaces import AsyncEngine, WeightReceiver
+from pipelinerl.interfaces import AsyncEngine
 from pipelinerl.launch.session import Session, StartPlan
 from pipelinerl.models.contract import Contract
 from pipelinerl.ports import free_port
@@ -33,6 +33,7 @@ from pipelinerl.run_directory import ReadyFile, RunDirectory
 if TYPE_CHECKING:
     from pipelinerl.serving.client.adapter import EngineServer
     from pipelinerl.serving.vllm.adapter import ModelFacts
+    from pipelinerl.weights.receiving import Receiver
 
 DRAIN_S = 5.0
 """Time for requests in progress once the server is told to stop. Short: their clients have ended by then."""
@@ -122,7 +123,7 @@ def _tls(engine: EngineConfig) -> tuple[Path, Path] | None:
 
 @asynccontextmanager
 async def connected_engine(
-    session: Session, name: str, receiver: WeightReceiver | None
+    session: Session, name: str, receiver: Receiver | None
 ) -> AsyncIterator[tuple[AsyncEngine, Contract]]:
     """The engine of a generation process over the run's servers, those in `engine.urls` or those that it starts itself."""
     from pipelinerl.serving.client.adapter import Bounds  # noqa: PLC0415 - as above
@@ -139,9 +140,7 @@ async def connected_engine(
     servers, first = server_clients(config.engine.kind, urls, facts, key, session.plan), session.plan.version
     async with RemoteEngine.connect(servers, name=name, first=first, bounds=bounds) as engine:
         if config.weights.kind == "collective" and receiver is not None:
-            from pipelinerl.weights.receiving import Receiver  # noqa: PLC0415 - with torch
-
-            assert isinstance(receiver, Receiver)  # noqa: S101 - see `generation`
+            assert receiver is not None  # noqa: S101 - see `generation`
             while (meeting := receiver.meeting) is None:
                 receiver.offered()
                 await asyncio.sleep(LOOK_EVERY_S)

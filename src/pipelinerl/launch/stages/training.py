@@ -284,9 +284,7 @@ def build_trainer(
 
     if policy.checkpoint is None:  # a resume is recorded with its first step: one that fails before changes nothing
         record()
-    queue = SampleQueue(
-        reader, by_index=session.schedule.trains_in_rounds(), position=state.positions, counts=state.counters.queue
-    )
+    queue = SampleQueue(reader, by_index=session.schedule.in_rounds, position=state.positions, counts=state.counters.queue)
     output = TrainerOutput(
         board=board,
         sink=metrics,

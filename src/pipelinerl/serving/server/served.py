@@ -14,13 +14,16 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipelinerl.errors import PipelineRLError, RequestError, WeightUpdateError
-from pipelinerl.interfaces import Engine, WeightUpdate
+from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.serving.server.http import RefusedError, check_request, unavailable
 from pipelinerl.serving.wire import token_events
 from pipelinerl.types import Completion, GenerationRequest, TokenEvent, UpdateReceipt
+
+if TYPE_CHECKING:
+    from pipelinerl.engine import LocalEngine
 
 _log = logging.getLogger(__name__)
 
@@ -85,7 +88,7 @@ class ServedEngine:
     `refusing`: why requests are refused, or None if they are accepted.
     """
 
-    def __init__(self, engine: Engine, *, name: str, slots: int, max_queue: int, held: Callable[[], str]) -> None:
+    def __init__(self, engine: LocalEngine, *, name: str, slots: int, max_queue: int, held: Callable[[], str]) -> None:
         self.name, self._engine, self._held = name, engine, held
         self._slots, self._max_queue = slots, max_queue
         self.holding = Holding(engine.version, held())

@@ -98,7 +98,7 @@ class SlowSimulation:
         while not denied and len(server.running) + len(server.waiting) < self.scenario.slots:
             decoded = sum(_done(a) and a.reward_s > now_s for attempts in server.open.values() for a in attempts)
             full = len(server.running) + len(server.waiting) + decoded >= 4 * self.scenario.slots
-            if full and not self.scenario.schedule.trains_in_rounds():
+            if full and not self.scenario.schedule.in_rounds:
                 break
             denied = bool(server.finished) or not self._may_start(server)
             if not denied:
@@ -189,7 +189,7 @@ class SlowSimulation:
                     self._settle(len(group) - len(kept), now_s)
                 self._free_s = max(self._free_s, now_s) + len(group) * costs.prepare_s
                 continue
-            if scenario.schedule.trains_in_rounds():
+            if scenario.schedule.in_rounds:
                 self._queue = deque(sorted(self._queue, key=lambda attempt: attempt.group))
             self._batch = [self._queue.popleft() for _ in range(scenario.batch_size)]
             tokens = sum(a.length + scenario.workload.prompt_tokens for a in self._batch if a.used)
