@@ -121,7 +121,7 @@ def measure(workers: int, groups: int, kilobytes: int, seconds: float) -> Record
         hub = Hub(admission, FileStream(root / "stream", root / ROLLOUTS_FILE), root, MemoryBoard())
         server = HubServer(hub)
         ends = [server.connect(WorkerKind(process=number)) for number in range(workers)]
-        reader = server.connect(WorkerKind(reads="rollouts"))
+        reader = server.connect(WorkerKind(reads="groups", follows=True))
         results: multiprocessing.Queue[bytes] = context.Queue()
         started = [
             context.Process(

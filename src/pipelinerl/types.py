@@ -216,13 +216,12 @@ class TrainingSample(msgspec.Struct, frozen=True, kw_only=True):
 class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     """A prepared group. Each rollout is either in `samples` or in `dropped_by_length`.
 
-    `index` is the group's index, `ids` are the ids of all its rollouts, and `newest_version` is the newest version that
-    computed any of its tokens. `dropped_by_length` maps each reason to the number of sampled tokens of each rollout dropped
-    for it, so that a bias against a length is visible. `dropped_ids` and `dropped_rewards` are theirs, in the same order.
+    `index` is the group's index, and `ids` are the ids of all its rollouts. `dropped_by_length` maps each reason to the
+    number of sampled tokens of each rollout dropped for it, so that a bias against a length is visible. `dropped_ids` and
+    `dropped_rewards` are theirs, in the same order.
     """
 
     index: int
-    newest_version: int
     ids: tuple[str, ...]
     samples: tuple[TrainingSample, ...]
     dropped_by_length: dict[str, tuple[int, ...]] = {}

@@ -236,5 +236,5 @@ class HubReader(Generic[T]):
         self._hub.send(wire.Commit(offset))
 
     def pass_on(self, offset: int, prepared: Prepared) -> None:
-        """Put what was made of the group at `offset` in the stream of prepared groups. The hub sends no more than fit."""
+        """Hand over what was made of the group at `offset`, for the trainer."""
         self._hub.send(wire.PassOn(offset, self._encoder.encode(prepared)))

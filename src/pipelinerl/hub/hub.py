@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -37,23 +38,22 @@ class Hub:
         root: Path,
         board: Board,
         *,
-        prepared: GroupStream | None = None,
         capacity: int | None = None,
         drops: bool = False,
     ) -> None:
-        """`root` is the run directory. `prepared`: prepared groups, if the preprocessor is a process of its own.
-
-        While `capacity` groups wait, no group is started or, with `drops`, each new one replaces the oldest.
+        """`root` is the run directory. While `capacity` groups wait, no group is started or, with `drops`, each new one
+        replaces the oldest.
         """
-        self.admission, self.rollouts, self.prepared = admission, rollouts, prepared
-        self.board = board
+        self.admission, self.rollouts, self.board = admission, rollouts, board
+        self.prepared: deque[tuple[int, bytes]] = deque()  # the trainer has not taken them yet
+        self.passed_on = 0  # the offset of the next group to be prepared
         self._root, self._capacity, self._drops = root, capacity, drops
         self._files: dict[str, JsonLines] = {}
 
     @property
     def waiting(self) -> int:
-        """Rollouts that neither the trainer nor the preprocessor has read, or that it had read and not passed on."""
-        return self.rollouts.rollouts + (self.prepared.rollouts if self.prepared else 0)
+        """Rollouts that neither the trainer nor a preprocessor of its own has read, and prepared ones."""
+        return self.rollouts.rollouts + sum(self.rollouts.left[offset] for offset, _ in self.prepared)
 
     # ---- groups
 
@@ -81,10 +81,9 @@ class Hub:
         return replaced
 
     def pass_on(self, offset: int, item: bytes) -> None:
-        """The group at `offset` is prepared: `item` is what the trainer reads instead."""
-        assert self.prepared is not None  # noqa: S101 - the preprocessor is a process of its own
-        self.prepared.append(item, self.rollouts.left[offset])
-        self.rollouts.commit(offset + 1)
+        """The group at `offset` is prepared: the trainer reads `item`. After a resume it is prepared again."""
+        self.prepared.append((offset, item))
+        self.passed_on = offset + 1
 
     # ---- records
 
@@ -117,9 +116,7 @@ class Hub:
         """Close the files."""
         for file in self._files.values():
             file.close()
-        for stream in (self.rollouts, self.prepared):
-            if stream is not None:
-                stream.close()
+        self.rollouts.close()
 
 
 class DirectReader(Generic[T]):

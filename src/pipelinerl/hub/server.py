@@ -10,7 +10,8 @@ import traceback
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import islice
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 
@@ -22,10 +23,9 @@ from pipelinerl.types import TRAINER, StageStatus
 
 if TYPE_CHECKING:
     from pipelinerl.channel import Acceptor
-    from pipelinerl.stream import GroupStream
 
-PREPARED_AHEAD = 4
-"""Capacity of the prepared stream. Small, because fresher groups can no longer replace prepared ones."""
+PREPARED_AHEAD = 12
+"""Groups that are prepared before the trainer takes them. Few, because fresher groups can no longer replace them."""
 DENY_EVERY_S = 0.2
 """Interval at which a process that waits for a group learns why, while it waits for the same stages."""
 ENDING_S = 5.0
@@ -38,12 +38,12 @@ class WorkerKind(NamedTuple):
     """What the hub does for a worker.
 
     process    number of a generation process, which may start groups; None for others
-    reads      the stream that it reads: `rollouts`, `prepared` or ""
+    reads      what it reads: `groups`, or `prepared` ones
     follows    it is the trainer: it is sent the statuses of all stages, and what engines answer; others get its status
     """
 
     process: int | None = None
-    reads: str = ""
+    reads: Literal["", "groups", "prepared"] = ""
     follows: bool = False
 
 
@@ -56,13 +56,17 @@ class Connection:
         self.ended = threading.Event()
         self.ask, self.granted = wire.Ask(0, 1, 0), 0
         self.want: int | None = None
-        self.taken = self.room = self.sent = 0  # items of the stream that it reads
+        self.taken = self.room = self.sent = 0  # groups that it reads
         self.offsets: deque[int] = deque()  # of the items that were sent and not yet taken
         self.passed_on = 0
         self.writing = False  # it waits for room in the connection
         self.asks_for_weights = False
         self.unsent: set[str] = set()  # stages whose latest status it has not been sent
         self._denied: tuple[tuple[str, ...], float] = ((), 0.0)
+
+    @property
+    def prepares(self) -> bool:
+        return self.kind.reads == "groups" and not self.kind.follows
 
     def deny(self, verdict: Verdict) -> None:
         now = time.monotonic()
@@ -197,10 +201,11 @@ class HubServer:
             case wire.Take(taken, ahead):
                 for _ in range(taken - connection.taken):
                     connection.offsets.popleft()
+                    if connection.kind.reads == "prepared":
+                        hub.prepared.popleft()
                 connection.taken, connection.room = taken, taken + ahead
             case wire.Commit(offset):
-                if (stream := self._stream(connection)) is not None:
-                    stream.commit(offset)
+                hub.rollouts.commit(offset)
             case wire.PassOn(offset, item):
                 hub.pass_on(offset, item)
                 connection.passed_on += 1
@@ -240,9 +245,6 @@ class HubServer:
             if connection.kind.follows:
                 connection.wire.send(answer)
 
-    def _stream(self, connection: Connection) -> GroupStream | None:
-        return {"rollouts": self._hub.rollouts, "prepared": self._hub.prepared}.get(connection.kind.reads)
-
     def _publish(self, status: StageStatus) -> None:
         self._hub.board.publish(status)
         for connection in self._connections:
@@ -260,11 +262,10 @@ class HubServer:
             self._hub.admission.lose(connection.kind.process)
             self._tell_trainer(wire.EngineAnswer(wire.AWAY, engine=connection.kind.process))
         with self._failing():
-            stream = self._stream(connection)
-            if stream is not None and self._hub.prepared is not None and stream is self._hub.rollouts:
-                stream.return_to(0)  # also what it had read and not passed on
-            elif stream is not None and connection.offsets:
-                stream.return_to(connection.offsets[0])
+            if connection.prepares:
+                self._hub.rollouts.return_to(self._hub.passed_on)
+            elif connection.kind.reads == "groups" and connection.offsets:
+                self._hub.rollouts.return_to(connection.offsets[0])
         connection.ended.set()
 
     def _serve(self) -> None:
@@ -316,15 +317,18 @@ class HubServer:
                 self._connections.append(connection)
 
     def _send_items(self, connection: Connection) -> None:
-        """Send what the worker has room for, and a preprocessor no more than the prepared stream has."""
-        stream, prepared, room = self._stream(connection), self._hub.prepared, connection.room
-        if prepared is not None and stream is self._hub.rollouts:
-            room = min(room, connection.passed_on + PREPARED_AHEAD - prepared.waiting)
-        if stream is not None and connection.sent < room:
-            for offset, json in stream.read(room - connection.sent):
-                connection.sent += 1
-                connection.offsets.append(offset)
-                connection.wire.send(wire.Item(offset, json))
+        """Send what the worker has room for, and a preprocessor only as many as may be prepared ahead."""
+        hub, room, unread = self._hub, connection.room - connection.sent, len(connection.offsets)
+        if connection.prepares:
+            room = min(room, connection.passed_on + PREPARED_AHEAD - len(hub.prepared) - connection.sent)
+        if connection.kind.reads == "prepared":
+            items = list(islice(hub.prepared, unread, unread + room))
+        else:
+            items = list(hub.rollouts.read(max(0, room)))
+        for offset, json in items:
+            connection.sent += 1
+            connection.offsets.append(offset)
+            connection.wire.send(wire.Item(offset, json))
 
     def __enter__(self) -> HubServer:
         self._thread.start()

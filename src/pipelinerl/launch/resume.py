@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from functools import reduce
 from operator import getitem
 from pathlib import Path
@@ -24,7 +24,7 @@ from pipelinerl.files import JsonLines
 from pipelinerl.hub.wire import decoded
 from pipelinerl.launch.run_lock import last_plan
 from pipelinerl.launch.session import KeptGroup, StartPlan
-from pipelinerl.launch.streams import PREPARED, ROLLOUTS, open_stream
+from pipelinerl.launch.streams import open_stream
 from pipelinerl.ledger import GroupLedger
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.reading import read_lines, read_records
@@ -32,7 +32,7 @@ from pipelinerl.metrics.records import SessionRecord, StepRecord
 from pipelinerl.preprocess import newest_version
 from pipelinerl.run_directory import RunDirectory
 from pipelinerl.stream import GroupStream
-from pipelinerl.types import Group, Prepared
+from pipelinerl.types import Group
 
 T = TypeVar("T")
 Overrides = Sequence[str] | Mapping[str, Any]
@@ -44,7 +44,6 @@ FIXED = {
     "model.lora": "its checkpoints depend on it",
     "environment.kind": "its groups are of that environment",
     "stream.kind": "its groups are there",
-    "launch.preprocessor": "its groups are there",
 }
 """The settings that a resume from a checkpoint can't change, and why."""
 OF_DATA = ("seed", "environment.", "evaluation.sets")
@@ -111,7 +110,7 @@ def plan_resume(config: RunConfig, run: RunDirectory) -> tuple[StartPlan, str | 
 
     Without a checkpoint, the run starts again from the beginning; a message says so.
 
-    Groups in the streams are kept if the checkpoint's version is at least that of all their tokens. Groups with tokens of
+    Groups in the stream are kept if the checkpoint's version is at least that of all their tokens. Groups with tokens of
     later weights, which are lost, are started again. Raises RunDirectoryError if the stream of the run is lost, or the
     checkpoint is beyond `trainer.steps`; raises CheckpointError and StreamError if files are damaged.
     """
@@ -132,11 +131,9 @@ def plan_resume(config: RunConfig, run: RunDirectory) -> tuple[StartPlan, str | 
             f"more than {state.version} to continue"
         )
     position, counts, ledger = state.positions, state.counters.queue, state.positions.ledger.copy()
-    names = [ROLLOUTS, *([PREPARED] if config.launch.preprocessor == "process" else [])]
-    with ExitStack() as opened:
-        run_id = before.run if (before := last_plan(run)) else ""
-        streams = {name: opened.enter_context(closing(open_stream(config, run, run_id, name))) for name in names}
-        kept = take_back(streams, position, ledger, state.version)
+    before = last_plan(run)
+    with closing(open_stream(config, run, before.run if before else "")) as stream:
+        kept = take_back(stream, position, ledger, state.version)
     steps = [step for step in read_records(run.metrics, StepRecord) if step.version <= state.version]
     published = {record.version: record.checksum for record in _lines(run.published, _Published)}
     evaluated = [one for one in read_records(run.evaluations, EvaluationRecord) if one.newest_version <= state.version]
@@ -155,7 +152,7 @@ def plan_resume(config: RunConfig, run: RunDirectory) -> tuple[StartPlan, str | 
     return plan, None
 
 
-_GROUP, _PREPARED = msgspec.json.Decoder(Group), msgspec.json.Decoder(Prepared)
+_GROUP = msgspec.json.Decoder(Group)
 
 
 class _Published(msgspec.Struct):
@@ -186,33 +183,21 @@ def _size(path: Path) -> int:
     return path.stat().st_size
 
 
-def take_back(
-    streams: Mapping[str, GroupStream], position: QueuePosition, ledger: GroupLedger, version: int
-) -> list[KeptGroup]:
-    """Rewind the streams to the checkpoint of `version`. Returns the kept groups, which are also added to `ledger`.
+def take_back(stream: GroupStream, position: QueuePosition, ledger: GroupLedger, version: int) -> list[KeptGroup]:
+    """Rewind the stream to the checkpoint of `version`. Returns the kept groups, which are also added to `ledger`.
 
-    `position` is the trainer's position in the stream that it reads: the prepared one, if there is one. A group may then be
-    in both streams, if the launcher was killed between writing it to one and removing it from the other; it is kept once.
+    `position` is the trainer's position in the stream.
     """
     settled_ids = frozenset(position.settled_ids)
     kept: list[KeptGroup] = []
 
-    def keep(index: int, newest: int, ids: Iterable[str]) -> bool:
-        wanted = index not in ledger and newest <= version
-        if wanted:
-            kept.append(KeptGroup(index, sum(rollout_id not in settled_ids for rollout_id in ids)))
-            ledger.add(index)
-        return wanted
-
-    def keep_prepared(json: bytes) -> bool:
-        item = decoded(_PREPARED, 0, json)
-        return keep(item.index, item.newest_version, item.ids)
-
-    def keep_group(json: bytes) -> bool:
+    def wanted(json: bytes) -> bool:
         group = decoded(_GROUP, 0, json)
-        return keep(group.index, newest_version(group), [rollout.id for rollout in group.rollouts])
+        if group.index in ledger or newest_version(group) > version:
+            return False
+        kept.append(KeptGroup(group.index, sum(rollout.id not in settled_ids for rollout in group.rollouts)))
+        ledger.add(group.index)
+        return True
 
-    if PREPARED in streams:
-        streams[PREPARED].keep(position.offset, keep_prepared)
-    streams[ROLLOUTS].keep(0 if PREPARED in streams else position.offset, keep_group)
+    stream.keep(position.offset, wanted)
     return kept

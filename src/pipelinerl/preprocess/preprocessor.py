@@ -57,7 +57,6 @@ class Preprocessor:
             samples = _with_reference(samples, self._reference)
         return Prepared(
             index=group.index,
-            newest_version=newest_version(group),
             ids=tuple(rollout.id for rollout in group.rollouts),
             samples=tuple(samples),
             dropped_by_length={reason: tuple(out.sampled_count for out in left_out) for reason, left_out in dropped.items()},

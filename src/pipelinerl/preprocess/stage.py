@@ -1,7 +1,7 @@
 """The preprocessor in a process of its own. Otherwise the trainer's reader prepares each group.
 
 rollout stream ──▶ reader of the trainer                                                     (one process)
-rollout stream ──▶ reader ──▶ PreprocessorStage ──▶ prepared stream ──▶ trainer              (two)
+rollout stream ──▶ reader ──▶ PreprocessorStage ──▶ hub ──▶ trainer                          (two)
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ POLL_S = 0.002
 class PreprocessorStage:
     """The preprocessor as a separate stage.
 
-    consumes      groups from the rollout stream, as many as the prepared stream has room for
+    consumes      groups from the rollout stream, a few more than the trainer has taken
     produces      prepared groups, in the same order
-    waits for     the actor, when there is no group, or the trainer, when the prepared stream is full
+    waits for     the actor, when there is no group, or the trainer, when enough groups are prepared
 
     If the stage is killed, the group that it had is prepared again.
     """
@@ -43,7 +43,7 @@ class PreprocessorStage:
         self._status.report("done", "", now=True)
 
     def pump(self) -> bool:
-        """Prepare the next group, and write it to the prepared stream. False if there is none, or no room."""
+        """Prepare the next group, and pass it on. False if there is none, or no room."""
         read = self._reader.read(1)
         for offset, prepared in read:
             self._reader.pass_on(offset, prepared)

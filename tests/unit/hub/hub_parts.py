@@ -64,7 +64,6 @@ class Place:
         *,
         taken: GroupLedger | None = None,
         opened: bool = True,
-        apart: bool = False,
         capacity: int | None = None,
         drops: bool = False,
         stream: GroupStream | None = None,
@@ -73,16 +72,7 @@ class Place:
         self.records, self.board, self.stream = root / ROLLOUTS_FILE, MemoryBoard(), stream or FileStream()
         self.state = make_state(schedule, processes, taken=taken)
         self.state.opened = opened
-        self.prepared = FileStream()
-        self.hub = Hub(
-            self.state,
-            self.stream,
-            root,
-            self.board,
-            prepared=self.prepared if apart else None,
-            capacity=capacity,
-            drops=drops,
-        )
+        self.hub = Hub(self.state, self.stream, root, self.board, capacity=capacity, drops=drops)
 
     def streamed(self) -> list[int]:
         """The groups in the stream that are not committed."""

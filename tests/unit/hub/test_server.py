@@ -37,7 +37,7 @@ from tests.limits import small_files
 from tests.unit.hub.hub_parts import Asking, K, Place, Worker, group, status, trainer_status
 
 ROOT = Path(__file__).parents[3]
-TRAINER = WorkerKind(reads="rollouts", follows=True)
+TRAINER = WorkerKind(reads="groups", follows=True)
 MANY = PipelineSchedule(1_000_000)  # allows everything
 
 

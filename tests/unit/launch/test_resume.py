@@ -91,7 +91,6 @@ def test_a_run_file_is_refused_as_on_the_command_line(run: RunDirectory) -> None
         {"model.lora": {"rank": 4}},
         {"environment.kind": "calculator"},
         {"stream.kind": "files", "stream.url": None},
-        {"launch.preprocessor": "process"},
     ],
     ids=str,
 )

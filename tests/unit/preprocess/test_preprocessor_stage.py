@@ -1,14 +1,13 @@
-"""The preprocessor between two streams: order, waiting, and what becomes of its groups when it or the launcher dies."""
+"""The preprocessor between stream and trainer: order, waiting, and where its groups are when it or the session has ended."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
-from unittest import mock
 
 import msgspec
 import pytest
@@ -17,14 +16,13 @@ from hypothesis import strategies as st
 
 from pipelinerl.checkpoint import QueueCounts, QueuePosition
 from pipelinerl.config.schema import PreprocessConfig
-from pipelinerl.errors import RolloutError, StreamError
+from pipelinerl.errors import RolloutError
 from pipelinerl.hub import wire
 from pipelinerl.hub.client import HubReader
 from pipelinerl.hub.hub import ROLLOUTS_FILE, Hub
 from pipelinerl.hub.server import HubServer, WorkerKind
 from pipelinerl.launch.resume import take_back
 from pipelinerl.launch.session import KeptGroup
-from pipelinerl.launch.streams import PREPARED, ROLLOUTS
 from pipelinerl.ledger import GroupLedger
 from pipelinerl.preprocess import Preprocessor, PreprocessorStage, newest_version
 from pipelinerl.schedule import PipelineSchedule
@@ -36,7 +34,7 @@ from tests.unit.hub.hub_parts import Asking, Worker, make_state
 from tests.unit.trainer.test_queue import ids, make_group, pull_all
 
 PREPROCESSOR = Preprocessor(PreprocessConfig())
-PREPROCESSING, TRAINING = WorkerKind(reads="rollouts"), WorkerKind(reads="prepared", follows=True)
+PREPROCESSING, TRAINING = WorkerKind(reads="groups"), WorkerKind(reads="prepared", follows=True)
 
 
 class Ends:
@@ -101,19 +99,17 @@ class Run:
         self.kept: list[KeptGroup] = []
         self.taken = GroupLedger()
 
-    def streams(self) -> dict[str, FileStream]:
-        return {name: FileStream(self.root / name, self.root / ROLLOUTS_FILE) for name in (PREPARED, ROLLOUTS)}
+    def stream(self) -> FileStream:
+        return FileStream(self.root / "stream", self.root / ROLLOUTS_FILE)
 
     @contextmanager
     def session(self) -> Iterator[None]:
         position, counts, self.version, trained = self.saved
         self.trained, left = list(trained), [kept.left for kept in self.kept]
-        streams = self.streams()
-        ready = streams[PREPARED].waiting
-        streams[PREPARED].count(left[:ready])
-        streams[ROLLOUTS].count(left[ready:])
+        stream = self.stream()
+        stream.count(left)
         state = make_state(PipelineSchedule(1_000_000), taken=self.taken)
-        self.hub = Hub(state, streams[ROLLOUTS], self.root, MemoryBoard(), prepared=streams[PREPARED])
+        self.hub = Hub(state, stream, self.root, MemoryBoard())
         self.begun, self.saved_trained = sum(left), counts.trained
         with HubServer(self.hub) as self.server:
             self.actor = Asking(self.server.connect(WorkerKind(process=0)))
@@ -146,10 +142,6 @@ class Run:
                 self.preprocessor.close()
                 self.server.wait_ended(PREPROCESSING)
                 self.begin_preprocessor()
-            case "launcher":  # between the two halves of a move from one stream to the other
-                with mock.patch.object(self.hub.rollouts, "commit", side_effect=StreamError("killed")):
-                    self.act("prepare", 1)
-                    self.preprocessor.settled()
 
     def write(self) -> None:
         following = next(self.hub.admission._taken.missing_from(self.hub.admission.next_index))
@@ -185,9 +177,8 @@ class Run:
     def take_back(self) -> None:
         position, _, version, _ = self.saved
         self.taken = position.ledger.copy()
-        with ExitStack() as opened:
-            streams = {name: opened.enter_context(closing(stream)) for name, stream in self.streams().items()}
-            self.kept = take_back(streams, position, self.taken, version)
+        with closing(self.stream()) as stream:
+            self.kept = take_back(stream, position, self.taken, version)
         assert len({item.index for item in self.kept}) == len(self.kept)
         assert all(newest_version(self.groups[item.index]) <= version for item in self.kept)
 
@@ -196,7 +187,7 @@ ACTIONS = st.lists(
     st.one_of(
         st.tuples(st.just("write"), st.integers(1, 6)),
         st.tuples(st.sampled_from(["prepare", "train"]), st.integers(1, 6)),
-        st.sampled_from([("prepare", 8), ("checkpoint", 0), ("die", 0), ("launcher", 0)]),
+        st.sampled_from([("prepare", 8), ("checkpoint", 0), ("die", 0)]),
     ),
     max_size=12,
 )
@@ -205,7 +196,7 @@ ACTIONS = st.lists(
 @pytest.mark.slow
 @settings(max_examples=25)
 @given(st.lists(ACTIONS, min_size=1, max_size=3), st.lists(st.integers(0, 3), min_size=8, max_size=8))
-def test_no_group_is_lost_or_trained_on_twice_however_the_preprocessor_or_the_launcher_dies(
+def test_no_group_is_lost_or_trained_on_twice_however_the_preprocessor_or_the_session_ends(
     sessions: list[list[tuple[str, int]]], newest: list[int]
 ) -> None:
     groups = [make_group(index, 2, versions=(0, newest[index])) for index in range(8)]
@@ -215,9 +206,8 @@ def test_no_group_is_lost_or_trained_on_twice_however_the_preprocessor_or_the_la
             with run.session():
                 for action, count in actions:
                     run.act(action, count)
-            if run.server.failure is None:
-                begun, found = run.account()
-                assert begun == found
+            begun, found = run.account()
+            assert begun == found
             run.take_back()
         with run.session():
             for _ in range(20):
@@ -226,17 +216,3 @@ def test_no_group_is_lost_or_trained_on_twice_however_the_preprocessor_or_the_la
             assert sorted(run.trained) == sorted(rollout.id for group in groups for rollout in group.rollouts)
             assert run.queue.outstanding == 0
             assert run.server.failure is None
-
-
-def test_a_group_in_both_streams_counts_once(tmp_path: Path) -> None:
-    """The launcher was killed after it had written the group to one, and before it had removed it from the other."""
-    run = Run(tmp_path, [make_group(0), make_group(1)])
-    with run.session():
-        run.act("write", 2)
-        run.act("launcher", 0)
-    run.take_back()
-    assert run.kept == [KeptGroup(0, 3), KeptGroup(1, 3)]
-    with run.session():
-        run.act("prepare", 2)
-        run.act("train", 6)
-        assert run.trained == ["0/0", "0/1", "0/2", "1/0", "1/1", "1/2"]

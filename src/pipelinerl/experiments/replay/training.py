@@ -202,7 +202,7 @@ class TrainingReplay:
             number = next(self._numbers)  # which the replay has not used before
             renamed = tuple(msgspec.structs.replace(sample, group_index=number) for sample in samples)
             ids = tuple(sample.id for sample in samples)
-            self._offered = Prepared(index=number, newest_version=0, ids=ids, samples=renamed)
+            self._offered = Prepared(index=number, ids=ids, samples=renamed)
             try:
                 trainer.pump()
             except PolicyMismatchError:

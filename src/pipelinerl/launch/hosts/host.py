@@ -134,9 +134,9 @@ def worker_kind(config: RunConfig, role: str) -> WorkerKind | None:
     """What the hub does for the process of a role; None for engine servers and ranks, which do without it."""
     apart = config.launch.preprocessor == "process"
     if role == TRAINING:
-        return WorkerKind(reads="prepared" if apart else "rollouts", follows=True)
+        return WorkerKind(reads="prepared" if apart else "groups", follows=True)
     if role == PREPROCESSING:
-        return WorkerKind(reads="rollouts")
+        return WorkerKind(reads="groups")
     if role in (roles := generation_roles(config)):
         return WorkerKind(process=roles.index(role))
     return None
