@@ -239,8 +239,7 @@ def run_compare(options: argparse.Namespace, settings: Sequence[str]) -> int:
 
 def run_study(options: argparse.Namespace, settings: Sequence[str]) -> int:
     config = load_config(config_of_run(options.run_dir), settings)
-    from pipelinerl.experiments.study.kv_cache import study_kv_cache  # noqa: PLC0415 (loads torch)
-    from pipelinerl.experiments.study.page import make_folder, write_study  # noqa: PLC0415 (as above)
+    from pipelinerl.experiments.study import make_folder, study_kv_cache, write_study  # noqa: PLC0415 (loads torch)
 
     out = options.out or options.run_dir / "study"
     make_folder(out)

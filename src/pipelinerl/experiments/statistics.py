@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
+LEVEL = 0.95
 
 
 class Interval(msgspec.Struct, frozen=True):
@@ -44,17 +44,34 @@ def powers_of_two(most: int) -> tuple[int, ...]:
     return tuple(1 << exponent for exponent in range(most.bit_length()))
 
 
-def mean_intervals(values_UQ: Floats, *, resamples: int, seed: int, level: float) -> tuple[Interval, ...]:
+def resampled_means(sums_UQ: Floats, counts_UQ: Floats, *, resamples: int, seed: int) -> Floats:
+    """The mean of each quantity, its sum over problems divided by its count, [1 + R, Q]: over all problems, then in each
+    resample of them. NaN where nothing is counted. Quantities with the same seed share their resamples.
+    """
+    generator, problems = np.random.default_rng(seed), len(sums_UQ)
+    times_U, means = np.ones(problems), []
+    with np.errstate(invalid="ignore"):
+        for _ in range(1 + resamples):  # one at a time: a large data set has R x U indices
+            means.append((times_U @ sums_UQ) / (times_U @ counts_UQ))
+            times_U = np.bincount(generator.integers(0, problems, problems), minlength=problems).astype(np.float64)
+    return np.array(means)
+
+
+def intervals(means_RQ: Floats, level: float = LEVEL) -> tuple[Interval, ...]:
+    """Percentile intervals from means as of `resampled_means`, or differences of them. Resamples with NaN are ignored."""
+    found, tail = [], (1 - level) / 2
+    for point, *values in means_RQ.T.tolist():
+        low, high = (math.nan, math.nan) if math.isnan(point) else np.nanquantile(values, [tail, 1 - tail])
+        found.append(Interval(point, float(low), float(high)))
+    return tuple(found)
+
+
+def mean_intervals(values_UQ: Floats, *, resamples: int, seed: int, level: float = LEVEL) -> tuple[Interval, ...]:
     """The mean over problems of each quantity, with its interval. There is at least one problem."""
-    generator = np.random.default_rng(seed)
-    draws = range(resamples)
-    # One resample at a time: all R x U indices at once would take too much memory for a large data set.
-    means_RQ = np.array([values_UQ[generator.integers(0, len(values_UQ), len(values_UQ))].mean(axis=0) for _ in draws])
-    points_Q = values_UQ.mean(axis=0)
-    return tuple(_interval(float(point), means_R, level) for point, means_R in zip(points_Q, means_RQ.T, strict=True))
+    return intervals(resampled_means(values_UQ, np.ones_like(values_UQ), resamples=resamples, seed=seed), level)
 
 
-def mean_of_runs(values: Sequence[float], level: float = 0.95) -> Interval | None:
+def mean_of_runs(values: Sequence[float]) -> Interval | None:
     """The mean over independent runs, with Student's interval, whose limits are NaN for a single run. None without runs.
 
     Of a handful of values resampling finds too little spread: three have an interval from the lowest to the highest, which
@@ -63,7 +80,7 @@ def mean_of_runs(values: Sequence[float], level: float = 0.95) -> Interval | Non
     if len(values) < 2:
         return Interval(values[0], math.nan, math.nan) if values else None
     point, error = fmean(values), stdev(values) / math.sqrt(len(values))
-    half = student_quantile(level, len(values) - 1) * error
+    half = student_quantile(LEVEL, len(values) - 1) * error
     return Interval(point, point - half, point + half)
 
 
@@ -83,42 +100,3 @@ def student_quantile(level: float, freedom: int) -> float:
         inside = total * math.sin(x) if freedom % 2 == 0 else (x + total * math.sin(x)) * 2 / math.pi
         low, high = (x, high) if inside < level else (low, x)
     return math.sqrt(freedom) * math.tan(low)
-
-
-# ---- means over tokens: ratios of two sums over problems
-
-
-def draw_counts(units: int, resamples: int, seed: int) -> Ints:
-    """How often each problem is in each resample, [R, U]. Every row sums to U."""
-    counts: Ints = np.random.default_rng(seed).multinomial(units, np.full(units, 1 / units), size=resamples)
-    return counts
-
-
-def mean_interval(sums_U: Floats, tokens_U: Floats, counts_RU: Ints, level: float = 0.95) -> Interval:
-    """The mean over tokens, given each problem's sum and number of tokens. NaN if there are no tokens.
-
-    Resamples without tokens are ignored.
-    """
-    once_RU = np.ones((1, len(sums_U)), dtype=np.int64)
-    return _interval(float(_means(sums_U, tokens_U, once_RU)[0]), _means(sums_U, tokens_U, counts_RU), level)
-
-
-def difference_interval(
-    one: tuple[Floats, Floats], other: tuple[Floats, Floats], counts_RU: Ints, level: float = 0.95
-) -> Interval:
-    """Mean of `one` minus mean of `other`; each is (sums_U, tokens_U) over the same problems, resampled together."""
-    point = float(one[0].sum() / one[1].sum() - other[0].sum() / other[1].sum())
-    return _interval(point, _means(*one, counts_RU) - _means(*other, counts_RU), level)
-
-
-def _means(sums_U: Floats, tokens_U: Floats, counts_RU: Ints) -> Floats:
-    """The mean over tokens in each resample, [R]; NaN for a resample without tokens."""
-    with np.errstate(invalid="ignore"):
-        means_R: Floats = (counts_RU @ sums_U) / (counts_RU @ tokens_U)
-    return means_R
-
-
-def _interval(point: float, values_R: Floats, level: float) -> Interval:
-    tail = (1 - level) / 2
-    low, high = (math.nan, math.nan) if math.isnan(point) else np.nanquantile(values_R, [tail, 1 - tail])
-    return Interval(point, float(low), float(high))

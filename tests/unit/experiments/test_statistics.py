@@ -10,11 +10,10 @@ import pytest
 
 from pipelinerl.experiments.statistics import (
     Interval,
-    difference_interval,
-    draw_counts,
-    mean_interval,
+    intervals,
     mean_intervals,
     pass_at_k,
+    resampled_means,
     student_quantile,
 )
 
@@ -65,37 +64,21 @@ def test_intervals_cover_the_truth_about_as_often_as_they_say() -> None:
     assert 0.91 < covered / 200 < 0.98
 
 
-def slow_means(sums: list[float], counts: list[float], draws: np.ndarray) -> list[float]:
-    """Write every resample out, problem by problem."""
-    means = []
-    for row in draws.tolist():
-        drawn = [unit for unit, times in enumerate(row) for _ in range(times)]
-        total = sum(counts[unit] for unit in drawn)
-        means.append(sum(sums[unit] for unit in drawn) / total if total else math.nan)
-    return means
-
-
-def test_intervals_of_means_over_tokens() -> None:
+def test_means_over_tokens_are_ratios_in_each_resample() -> None:
+    """Each resample is written out. Differences share the resamples, and a resample without tokens counts for nothing."""
     rng = np.random.default_rng(0)
-    sums, counts = rng.normal(3, 2, 12), rng.integers(0, 4, 12).astype(float)
-    other = rng.normal(1, 2, 12)
-    draws = draw_counts(12, 300, seed=5)
-    assert draws.shape == (300, 12)
-    assert (draws.sum(1) == 12).all()
-    found = mean_interval(sums, counts, draws, level=0.9)
-    slow = slow_means(sums.tolist(), counts.tolist(), draws)
-    assert found.mean == pytest.approx(sums.sum() / counts.sum())
-    assert [found.low, found.high] == pytest.approx(list(np.nanquantile(slow, [0.05, 0.95])))
-    paired = difference_interval((sums, counts), (other, counts), draws, level=0.9)
-    gaps = np.array(slow) - np.array(slow_means(other.tolist(), counts.tolist(), draws))
-    assert [paired.low, paired.high] == pytest.approx(list(np.nanquantile(gaps, [0.05, 0.95])))
-
-
-def test_resamples_without_tokens_are_left_out() -> None:
-    draws = np.array([[2, 0], [1, 1], [0, 2]])
-    found = mean_interval(np.array([4.0, 0.0]), np.array([2.0, 0.0]), draws)
-    assert (found.mean, found.low, found.high) == (2.0, 2.0, 2.0)
-    assert math.isnan(mean_interval(np.zeros(2), np.zeros(2), draws).mean)
+    counts_UQ = np.array([[1.0, 0.0], [3.0, 0.0], [2.0, 3.0], [0.0, 0.0]])
+    sums_UQ = counts_UQ * rng.normal(3, 2, (4, 2))
+    means_RQ = resampled_means(sums_UQ, counts_UQ, resamples=300, seed=5)
+    draws = np.random.default_rng(5)
+    for row, means in zip([range(4), *(draws.integers(0, 4, 4) for _ in range(300))], means_RQ.tolist(), strict=True):
+        expected = [sum(sums_UQ[u, q] for u in row) / (sum(counts_UQ[u, q] for u in row) or math.nan) for q in range(2)]
+        assert means == pytest.approx(expected, nan_ok=True)
+    one, other, difference = intervals(np.column_stack([means_RQ, means_RQ[:, 0] - means_RQ[:, 1]]), level=0.9)
+    assert np.isnan(means_RQ[:, 1]).any()
+    assert [other.low, other.high] == pytest.approx(list(np.nanquantile(means_RQ[1:, 1], [0.05, 0.95])))
+    assert difference.mean == pytest.approx(one.mean - other.mean)
+    assert math.isnan(intervals(np.full((3, 1), math.nan))[0].low)
 
 
 def test_students_quantiles_are_those_of_the_tables() -> None:
