@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from pipelinerl.errors import EnvironmentSetupError, RunInterruptedError, TooManyFailuresError
-from pipelinerl.experiments.evaluate.results import AttemptRecord, EvaluationSummary, PassRate
+from pipelinerl.experiments.evaluate.evaluate import AttemptRecord, EvaluationSummary
 from pipelinerl.metrics.reading import read_json_lines
 from tests.integration.runs import run, write_environment
 from tests.integration.test_serve import serving
@@ -45,9 +46,10 @@ def test_a_model_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert result.estimates.reward.mean == result.estimates.passes[1].mean == pytest.approx(mean)
     assert result.estimates.reward.low <= mean <= result.estimates.reward.high
     assert (summary.status, result.problems, result.attempts, result.failed) == ("finished", 12, 48, {})
-    rates = read_json_lines(out / "demo" / "pass_rates.jsonl", PassRate)
-    assert [rate.id for rate in rates] == [attempts[number, 0].problem_id for number in range(12)]
-    assert sum(rate.passes for rate in rates) == sum(record.passed for record in attempts.values())
+    rates = read_json_lines(out / "demo" / "pass_rates.jsonl", dict[str, Any])
+    passes = [sum(attempts[number, k].passed for k in range(4)) for number in range(12)]
+    expected = [{"id": attempts[n, 0].problem_id, "attempts": 4, "passes": passes[n]} for n in range(12)]
+    assert rates == expected
 
     again = tmp_path / "again"
     assert run_command("demo", *GCD, *SMALL, "--out", str(again)) == 0
@@ -73,7 +75,7 @@ def test_the_checkpoints_of_a_run_are_compared(tmp_path: Path, capsys: pytest.Ca
     capsys.readouterr()
     assert run_command(str(run_dir), *SMALL, "--out", str(tmp_path / "last")) == 0  # all else as in the run
     assert [path.name for path in sorted((tmp_path / "last").iterdir())] == ["r@2", "report.html", "summary.json"]
-    assert summary_of(tmp_path / "last").settings.max_tokens == 240
+    assert summary_of(tmp_path / "last").settings["config"]["actor"]["max_tokens"] == 240
 
 
 def task(folder: Path, body: str) -> tuple[str, str]:
@@ -99,9 +101,9 @@ def test_ctrl_c_leaves_what_was_done(tmp_path: Path) -> None:
     assert summary.status == "interrupted"
     assert 0 < result.attempts == len(attempts_of(out / "demo")) < 48
     assert 0 < result.problems < 12
-    rates = read_json_lines(out / "demo" / "pass_rates.jsonl", PassRate)
-    assert sum(rate.attempts for rate in rates) == result.attempts
-    assert sum(rate.attempts == 4 for rate in rates) == result.problems
+    rates = read_json_lines(out / "demo" / "pass_rates.jsonl", dict[str, Any])
+    assert sum(rate["attempts"] for rate in rates) == result.attempts
+    assert sum(rate["attempts"] == 4 for rate in rates) == result.problems
 
 
 def test_environments_that_can_not_be_evaluated(tmp_path: Path) -> None:

@@ -95,14 +95,13 @@ def run_eval(options: argparse.Namespace, settings: Sequence[str]) -> int:
     if not math.isfinite(options.pass_at):
         raise UserError(f"--pass-at {options.pass_at:g}: give a finite number")
     plan = _plan(options, settings)
-    from pipelinerl.experiments.evaluate.evaluate import evaluate  # noqa: PLC0415 (loads torch)
-    from pipelinerl.experiments.evaluate.results import evaluation_sections  # noqa: PLC0415
+    from pipelinerl.experiments.evaluate.evaluate import evaluate, evaluation_sections  # noqa: PLC0415 (loads torch)
     from pipelinerl.process import counted_interrupts  # noqa: PLC0415
     from pipelinerl.report import in_terminal  # noqa: PLC0415
 
     with counted_interrupts(raises_at=2) as interrupts:
         summary = evaluate(plan, lambda: interrupts.count > 0, say)
-    tables = "".join(map(in_terminal, evaluation_sections(summary)))
+    tables = "".join(map(in_terminal, evaluation_sections(plan, summary)))
     status = write(f"{tables}\n{plan.out / 'summary.json'}\n")
     if summary.status == "interrupted":
         raise RunInterruptedError(f"interrupted before the evaluation was complete; the results so far are in {plan.out}")
@@ -114,7 +113,6 @@ def _plan(options: argparse.Namespace, settings: Sequence[str]) -> EvaluationPla
     find_class(config.environment.kind)  # mistakes in flags first: the imports take seconds
     from pipelinerl.experiments.evaluate.evaluate import EvaluationPlan  # noqa: PLC0415 (loads torch)
     from pipelinerl.experiments.evaluate.models import find_targets, run_config_of  # noqa: PLC0415
-    from pipelinerl.experiments.evaluate.results import EvaluationSettings  # noqa: PLC0415
 
     given = {setting.partition("=")[0] for setting in settings}
     of_run = run_config_of(options.models[0])
@@ -129,7 +127,7 @@ def _plan(options: argparse.Namespace, settings: Sequence[str]) -> EvaluationPla
             changes["environment"] = EnvironmentConfig()
         config = with_flags(of_run.model_copy(update=changes), settings, KEYS)
         find_class(config.environment.kind)
-    engine, actor = config.engine, config.actor
+    engine = config.engine
     for mistake in mistakes(RunConfig(engine=engine)):
         if mistake.startswith("engine."):
             raise UserError(f"--{mistake}")
@@ -144,22 +142,13 @@ def _plan(options: argparse.Namespace, settings: Sequence[str]) -> EvaluationPla
     name = re.sub(r"\W+", "-", Path(config.environment.kind.partition(":")[0]).stem)
     return EvaluationPlan(
         targets=targets,
-        settings=EvaluationSettings(
-            environment=config.environment.kind,
-            environment_args=config.environment.args,
-            environment_seed=config.seed,
-            problems=options.problems,
-            training_problems=options.training,
-            attempts=options.attempts,
-            temperature=config.evaluation.temperature,
-            top_p=actor.top_p,
-            top_k=actor.top_k,
-            max_tokens=actor.max_tokens,
-            pass_at=options.pass_at,
-            seed=options.seed,
-        ),
         config=config,
         out=options.out or Path("evaluations") / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}",
+        problems=options.problems,
+        training=options.training,
+        attempts=options.attempts,
+        pass_at=options.pass_at,
+        seed=options.seed,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -11,21 +12,23 @@ import pytest
 
 from pipelinerl.actor.client import EngineClient
 from pipelinerl.cli import eval as command
+from pipelinerl.config.load import load_config
 from pipelinerl.config.schema import ModelConfig
 from pipelinerl.environments.single_turn import SingleTurn
 from pipelinerl.errors import EnvironmentSetupError, PipelineRLError, RunDirectoryError, UserError
-from pipelinerl.experiments.evaluate.evaluate import Asked, answer, problems_of
-from pipelinerl.experiments.evaluate.models import EvaluationEngine, Target, find_targets, run_config_of
-from pipelinerl.experiments.evaluate.results import (
+from pipelinerl.experiments.evaluate import evaluate as module
+from pipelinerl.experiments.evaluate.evaluate import (
+    Asked,
     AttemptRecord,
-    EvaluationSettings,
+    EvaluationPlan,
     EvaluationSummary,
     ModelResult,
-    PassRate,
     Status,
     Tally,
+    answer,
     evaluation_sections,
 )
+from pipelinerl.experiments.evaluate.models import EvaluationEngine, Target, find_targets, run_config_of
 from pipelinerl.experiments.statistics import Interval, pass_at_k
 from pipelinerl.files import JsonLines
 from pipelinerl.metrics.evaluations import EvaluationRecord
@@ -35,22 +38,15 @@ from tests.unit.experiments.parts import invoke
 from tests.unit.scripted_engine import STOP, CharTokenizer, ScriptedEngine
 
 TARGET = Target("m", ModelConfig(path="somewhere"))
-TIMEOUT_S = 5.0
-SETTINGS = EvaluationSettings(
-    environment="letters",
-    environment_args={},
-    environment_seed=0,
+PLAN = EvaluationPlan(
+    targets=[TARGET],
+    config=load_config(None, ["--environment.kind", "letters", "--actor.max_tokens", "8"]),
+    out=Path("out"),
     problems=3,
-    training_problems=False,
+    training=False,
     attempts=4,
-    temperature=1.0,
-    top_p=1.0,
-    top_k=0,
-    max_tokens=8,
     pass_at=1.0,
     seed=0,
-    resamples=100,
-    level=0.95,
 )
 
 
@@ -84,16 +80,15 @@ def script(request: GenerationRequest) -> list[int]:
 def play(engine: ScriptedEngine, *, seed: int = 0, slots: int = 4) -> list[AttemptRecord]:
     environment = Letters(CharTokenizer(), 0)
     ready = EvaluationEngine(EngineClient(engine), slots, (STOP,), None)
-    settings = msgspec.structs.replace(SETTINGS, seed=seed)
     records: list[AttemptRecord] = []
     asked = Asked(environment, CharTokenizer(), environment.held_out(3))
-    work = answer(asked, ready, settings, timeout_s=TIMEOUT_S, stop=lambda: False, on_attempt=records.append)
-    assert asyncio.run(work)
+    plan = replace(PLAN, seed=seed)
+    assert asyncio.run(answer(asked, ready, plan, stop=lambda: False, on_attempt=records.append))
     return records
 
 
 def tally_of(records: list[AttemptRecord]) -> Tally:
-    tally = Tally(Letters(CharTokenizer(), 0).held_out(3), SETTINGS)
+    tally = Tally(PLAN)
     for record in records:
         tally.add(record)
     return tally
@@ -137,12 +132,11 @@ def test_the_numbers_of_a_model() -> None:
     assert result.failed["raised"] > 0
     assert result.length_mean == pytest.approx(sum(record.length for record in answered) / len(answered))
     assert (result.problems, result.attempts, result.cut, result.version) == (3, 12, 0.0, 7)
-    assert tally.pass_rates() == [PassRate(f"held-out/{n + 1}", 4, passes[n]) for n in range(3)]
 
 
 def evaluation_table(*models: ModelResult, status: Status = "finished") -> str:
-    summary = EvaluationSummary(status=status, settings=SETTINGS, models=models)
-    return "".join(map(in_terminal, evaluation_sections(summary)))
+    summary = EvaluationSummary(status=status, settings={}, models=models)
+    return "".join(map(in_terminal, evaluation_sections(PLAN, summary)))
 
 
 def made(number: int, attempt: int, reward: float, finish: str = "stop") -> AttemptRecord:
@@ -168,7 +162,6 @@ def test_a_problem_with_attempts_missing_is_left_out_of_the_estimates() -> None:
     assert (result.problems, result.attempts, result.cut) == (1, 7, 3 / 7)
     assert result.estimates is not None
     assert result.estimates.reward == Interval(1.0, 1.0, 1.0)
-    assert [(rate.attempts, rate.passes) for rate in tally.pass_rates()] == [(4, 4), (3, 0)]
 
 
 def test_differences_are_paired() -> None:
@@ -186,14 +179,16 @@ def test_differences_are_paired() -> None:
     assert second.minus_first.passes[1].mean == pytest.approx(1 / 3)
 
 
-def test_held_out_and_training_problems() -> None:
+def test_held_out_and_training_problems(monkeypatch: pytest.MonkeyPatch) -> None:
     environment = Letters(CharTokenizer(), 0)
-    assert [problem.id for problem in problems_of(environment, SETTINGS)] == [f"held-out/{n}" for n in (1, 2, 3)]
-    training = msgspec.structs.replace(SETTINGS, training_problems=True, problems=12)
-    assert [problem.id for problem in problems_of(environment, training)] == [f"letters/{n}" for n in range(5)]
+    monkeypatch.setattr(module, "load_tokenizer", lambda _: CharTokenizer())
+    monkeypatch.setattr(module, "make_environment", lambda *_: environment)
+    assert [problem.id for problem in module._load(TARGET, PLAN).problems] == [f"held-out/{n}" for n in (1, 2, 3)]
+    training = replace(PLAN, training=True, problems=12)
+    assert [problem.id for problem in module._load(TARGET, training).problems] == [f"letters/{n}" for n in range(5)]
     environment.problem = lambda index: 1 // index  # type: ignore[method-assign,assignment,return-value]
     with pytest.raises(EnvironmentSetupError, match=r"problem\(0\).*ZeroDivisionError"):
-        problems_of(environment, training)
+        module._load(TARGET, training)
 
 
 def run_dir_with(path: Path, *versions: int) -> Path:
@@ -251,17 +246,15 @@ def test_what_is_no_model(tmp_path: Path, text: str, words: str) -> None:
         find_targets(["demo", text.format(tmp_path)])
 
 
-@pytest.mark.parametrize("columns", [60, 80, 200])
-def test_the_table_is_as_wide_as_the_terminal_and_no_number_is_lost(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
-    monkeypatch.setenv("COLUMNS", str(columns))
+def test_a_table_in_a_narrow_terminal_loses_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
     tally = tally_of(play(ScriptedEngine(script)))
     models = (tally.result(TARGET, None, None), tally.result(TARGET._replace(name="other[/b]"), 5, tally))
-    lines = evaluation_table(*models, status="interrupted").splitlines()
-    assert max(map(len, lines)) <= columns
-    text = " ".join(lines)
+    text = evaluation_table(*models, status="interrupted")
     for shown in ("problems", "pass@4", "mean@4 - first", "tokens", "cut", "failed", "95% intervals", "INTERRUPTED"):
         assert shown in text
-    assert sum("other[/b]" in line for line in lines) == {60: 4, 80: 3, 200: 1}[columns]
+    assert max(map(len, text.splitlines())) <= 60
+    assert text.count("other[/b]") == 4, "the table is continued below, with its first column again"
     alone = evaluation_table(models[0])
     assert "first" not in alone
     assert "INTERRUPTED" not in alone
@@ -297,7 +290,7 @@ def run_command(*arguments: str) -> int:
 def test_mistakes_are_one_line_before_anything_is_loaded(
     arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipelinerl.experiments.evaluate.evaluate.load_tokenizer", lambda config: pytest.fail("it loads"))
+    monkeypatch.setattr(module, "load_tokenizer", lambda config: pytest.fail("it loads"))
     with pytest.raises(PipelineRLError) as caught:
         run_command(*arguments)
     assert words in str(caught.value)
