@@ -21,7 +21,7 @@ from pipelinerl.metrics.reading import read_json_lines, read_records, without_re
 from pipelinerl.metrics.records import SessionRecord, StepRecord
 from pipelinerl.preprocess import Preprocessor, newest_version
 from pipelinerl.run_directory import RunDirectory
-from pipelinerl.trainer.records import PublishedRecord, TrainedRecord, TrainedSample
+from pipelinerl.trainer.status import PublishedRecord, TrainedRecord, TrainedSample
 from pipelinerl.types import Group, TrainingSample
 
 MOST_SAID = 3

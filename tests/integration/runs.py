@@ -23,7 +23,7 @@ from pipelinerl.metrics.reading import read_json_lines, read_lines, read_records
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.run_directory import RunDirectory
 from pipelinerl.status.board import read_statuses
-from pipelinerl.trainer.records import TrainedRecord
+from pipelinerl.trainer.status import TrainedRecord
 from pipelinerl.types import Group, Rollout, StageStatus, versions_from_spans
 
 SMALL = {

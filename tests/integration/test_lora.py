@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from pipelinerl.errors import ConfigError, RunDirectoryError
 from pipelinerl.models.loading import load_model
 from pipelinerl.models.state import named_weights
-from pipelinerl.trainer import probe
+from pipelinerl.trainer import trainer
 from tests.integration.runs import (
     assert_conserved,
     assert_provenance,
@@ -33,7 +33,7 @@ def test_engines_are_right_all_along_and_the_model_under_the_adapters_is_the_ref
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The probe compares what both sides compute with after each update: here its bound is that of rounding alone."""
-    monkeypatch.setitem(probe.TOLERANCE, probe.torch.float32, 1e-4)
+    monkeypatch.setitem(trainer.TOLERANCE, trainer.torch.float32, 1e-4)
     kl = {"trainer__kl_coefficient": 0.05, "preprocess__zero_advantage": "keep"}
     counts = run(tmp_path / "r", trainer__steps=4, **LORA, **kl)
     assert counts["status"] == "finished"

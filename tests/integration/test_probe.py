@@ -15,8 +15,8 @@ from pipelinerl.errors import WeightUpdateError
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models.loading import load_model
 from pipelinerl.models.state import checksum, load_weights, named_weights
-from pipelinerl.trainer.probe import ProbeCheck
 from pipelinerl.trainer.step import Learner
+from pipelinerl.trainer.trainer import ProbeCheck
 from pipelinerl.types import GenerationRequest, ProbeReading, SamplingParams, UpdateReceipt
 from tests.integration.runs import run, summary
 

@@ -78,9 +78,9 @@ def test_the_optimizer_step_is_that_of_the_package(one_file: ModuleType) -> None
     result = package.step([as_sample(rollout) for rollout in rollouts], VERSION)
 
     assert result.metrics is not None
-    assert result.metrics.truncated_fraction > 0.1
+    assert result.metrics["truncated_fraction"] > 0.1
     assert loss == pytest.approx(result.loss, rel=1e-5, abs=1e-6)  # a small sum of large terms
-    assert ess == pytest.approx(result.metrics.ess, rel=1e-5)
+    assert ess == pytest.approx(result.metrics["ess"], rel=1e-5)
     gradients = {name: parameter.grad for name, parameter in package.model.named_parameters()}
     for name, parameter in model.named_parameters():  # clipped; AdamW's first step would blow rounding up
         torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-4, atol=1e-6)

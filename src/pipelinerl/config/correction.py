@@ -1,7 +1,7 @@
 """Defaults for null in `correction` and in the clipping keys of `trainer`.
 
 `trainer.loss` is the objective. `correction` is the treatment of tokens sampled by another policy than the trained one. The
-formulas are in `trainer/losses/corrections.py`, their sources in `docs/corrections.md`.
+formulas are in `trainer/losses.py`, their sources in `docs/corrections.md`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -20,29 +20,6 @@ def effective_sample_size(log_ratios_N: torch.Tensor) -> float:
     # Scaling all weights by one factor does not change the result; with the largest at 1, the sums are between 1 and N.
     weights_N = (logs_N - logs_N.max()).exp()
     return float(weights_N.sum().square() / (weights_N.square().sum() * weights_N.numel()))
-
-
-@dataclass(frozen=True)
-class OnPolicyMetrics:
-    """Distance between the trained policy and the behaviour policies, over all tokens of one optimizer step.
-
-    `metrics.records.StepRecord` has the same fields and says what they are.
-    """
-
-    ess: float
-    kl_behaviour_policy: float
-    kl_behaviour_policy_k3: float
-    lag_mean: float
-    lag_max: int
-    lag_p50: int
-    lag_p99: int
-    masked_fraction: float
-    truncated_fraction: float
-    entropy_mean: float
-    weight_mean: float
-    weight_max: float
-    on_policy_gap: float | None
-    log_product_sd: float
 
 
 class OnPolicyStats:
@@ -69,8 +46,8 @@ class OnPolicyStats:
             return torch.empty(COLUMNS, 0, dtype=dtype)
         return torch.stack([torch.cat(parts).to(dtype) for parts in zip(*self._parts, strict=True)]).cpu()
 
-    def result(self) -> OnPolicyMetrics | None:
-        """The metrics of all tokens added; None if there were none.
+    def result(self) -> dict[str, Any] | None:
+        """The metrics of all tokens added, by their names in `metrics.records.StepRecord`; None without tokens.
 
         Raises ValueError if a log-ratio is not finite, which means that the weights or an input are broken.
         """
@@ -84,22 +61,22 @@ class OnPolicyStats:
         lags_N = lags_N.long()
         sorted_lags_N = lags_N.sort().values
         on_policy_N = logs_N[lags_N == 0]
-        return OnPolicyMetrics(
-            ess=effective_sample_size(logs_N),
-            kl_behaviour_policy=float(-logs_N.mean()),
-            kl_behaviour_policy_k3=float((torch.expm1(logs_N) - logs_N).mean()),
-            lag_mean=float(lags_N.double().mean()),
-            lag_max=int(sorted_lags_N[-1]),
-            lag_p50=_nearest_rank(sorted_lags_N, 0.50),
-            lag_p99=_nearest_rank(sorted_lags_N, 0.99),
-            masked_fraction=float(masked_N.mean()),
-            truncated_fraction=float(truncated_N.mean()),
-            entropy_mean=float(entropy_N.mean()),
-            weight_mean=float(weights_N.mean()),
-            weight_max=float(weights_N.max()),
-            on_policy_gap=float(on_policy_N.abs().max()) if on_policy_N.numel() else None,
-            log_product_sd=_sd_by_rollout(products_N, lengths_N),
-        )
+        return {
+            "ess": effective_sample_size(logs_N),
+            "kl_behaviour_policy": float(-logs_N.mean()),
+            "kl_behaviour_policy_k3": float((torch.expm1(logs_N) - logs_N).mean()),
+            "lag_mean": float(lags_N.double().mean()),
+            "lag_max": int(sorted_lags_N[-1]),
+            "lag_p50": _nearest_rank(sorted_lags_N, 0.50),
+            "lag_p99": _nearest_rank(sorted_lags_N, 0.99),
+            "masked_fraction": float(masked_N.mean()),
+            "truncated_fraction": float(truncated_N.mean()),
+            "entropy_mean": float(entropy_N.mean()),
+            "weight_mean": float(weights_N.mean()),
+            "weight_max": float(weights_N.max()),
+            "on_policy_gap": float(on_policy_N.abs().max()) if on_policy_N.numel() else None,
+            "log_product_sd": _sd_by_rollout(products_N, lengths_N),
+        }
 
 
 def _sd_by_rollout(values_N: torch.Tensor, lengths_N: torch.Tensor) -> float:

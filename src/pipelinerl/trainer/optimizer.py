@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
+from pipelinerl.config.schema import TrainerConfig
 from pipelinerl.errors import CheckpointError, TrainingDivergedError
 from pipelinerl.models.state import is_narrow, not_finite
 
@@ -142,27 +142,26 @@ FLOOR = 0.1
 """Decaying schedules end at this fraction of the peak."""
 
 
-def learning_rate(
-    step: int, *, peak: float, schedule: Literal["constant", "linear", "cosine"], warmup_steps: int, total_steps: int
-) -> float:
+def learning_rate(config: TrainerConfig, step: int) -> float:
     """The rate of optimizer step `step` (0 is the first; it produces version `step + 1`).
 
     Warm-up rises linearly over steps 0 to `warmup_steps` - 1, strictly between 0 and the peak, so that no step has a rate of
     0. Step `warmup_steps` is the first at the peak. From there the rate is constant, or decays to `FLOOR` times the peak at
-    the last step (`total_steps` - 1) and stays there.
+    the last step (`steps` - 1) and stays there.
     """
-    if step < warmup_steps:
-        return peak * (step + 1) / (warmup_steps + 1)
-    decay_steps = total_steps - 1 - warmup_steps
-    progress = min(1.0, (step - warmup_steps) / decay_steps) if decay_steps > 0 else 0.0
-    match schedule:
+    warmup = config.warmup_steps
+    if step < warmup:
+        return config.learning_rate * (step + 1) / (warmup + 1)
+    decay_steps = config.steps - 1 - warmup
+    progress = min(1.0, (step - warmup) / decay_steps) if decay_steps > 0 else 0.0
+    match config.lr_schedule:
         case "constant":
             left = 1.0
         case "linear":
             left = 1.0 - progress
         case "cosine":
             left = (1.0 + math.cos(math.pi * progress)) / 2.0
-    return peak * (FLOOR + (1.0 - FLOOR) * left)
+    return config.learning_rate * (FLOOR + (1.0 - FLOOR) * left)
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -64,7 +64,7 @@ class SampleQueue:
         self._next_offset = position.offset
         self._retired_before = set(position.settled_ids)  # of groups that were not read again yet
         self._ledger = position.ledger.copy()
-        self._trained = counts.trained
+        self.trained = counts.trained
         self._dropped = Counter(counts.dropped)
         self._dropped_tokens = Counter(counts.dropped_tokens)
         self._latest_drops = Drops()
@@ -81,17 +81,13 @@ class SampleQueue:
         return sum(len(group.open_ids) for group in self._groups.values())
 
     @property
-    def trained(self) -> int:
-        return self._trained
-
-    @property
     def dropped(self) -> dict[str, int]:
         """Rollouts dropped so far, by reason."""
         return dict(self._dropped)
 
     @property
     def counts(self) -> QueueCounts:
-        return QueueCounts(trained=self._trained, dropped=self.dropped, dropped_tokens=dict(self._dropped_tokens))
+        return QueueCounts(trained=self.trained, dropped=self.dropped, dropped_tokens=dict(self._dropped_tokens))
 
     @property
     def sampled_length_mean(self) -> float | None:
@@ -130,7 +126,7 @@ class SampleQueue:
 
     def mark_trained(self, samples: Sequence[TrainingSample]) -> None:
         """Retire samples that an optimizer step was taken on."""
-        self._trained += len(samples)
+        self.trained += len(samples)
         for sample in samples:
             self._retire(sample)
 

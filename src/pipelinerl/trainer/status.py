@@ -6,17 +6,19 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from statistics import correlation, fmean, pstdev
+from typing import Any
 
 import msgspec
+import xxhash
 
 from pipelinerl.files import Lines
-from pipelinerl.interfaces import Board, Verdict
+from pipelinerl.interfaces import Board
 from pipelinerl.metrics.records import CollapseWatch, EngineRecord, StepRecord
 from pipelinerl.metrics.sinks import Sink
-from pipelinerl.metrics.statistics import actor_total, engine_total
+from pipelinerl.metrics.statistics import actor_total, engine_total, mean_metrics
 from pipelinerl.status.board import StatusReporter, last_statuses
-from pipelinerl.trainer.queue import SampleQueue
-from pipelinerl.trainer.records import PublishedRecord, TrainedRecord, TrainedSample, batch_statistics
+from pipelinerl.trainer.queue import Drops, SampleQueue
 from pipelinerl.trainer.step import StepResult
 from pipelinerl.types import (
     ENGINE,
@@ -39,17 +41,17 @@ PRODUCTS = (
 class TrainerOutput:
     """Where the trainer publishes its status and writes its records.
 
-    Records contain the time since `started_s` (of `time.monotonic`; by default the trainer's start). `on_begin` is called
-    before the first step, when all else has loaded. `weighs_products`: the weight of a rollout is the product of its ratios,
+    Records contain the time since `started_s` (of `time.monotonic`). `on_begin` is called before the first step, when all
+    else has loaded. `weighs_products`: the weight of a rollout is the product of its ratios,
     and the user is warned when that is unreliable.
     """
 
     board: Board
     sink: Sink
-    trained_log: Lines | None = None
-    published_log: Lines | None = None
+    trained_log: Lines
+    published_log: Lines
+    started_s: float
     on_begin: Callable[[], None] = lambda: None
-    started_s: float | None = None
     weighs_products: bool = False
 
 
@@ -64,20 +66,16 @@ class TrainerStatus:
         self._counts = progress
         self._begun = False
         self._ready_s = self._step_end_s = self._begin_s = time.monotonic()
-        self._started_s = self._ready_s if output.started_s is None else output.started_s
         self._reporter = StatusReporter(output.board, TRAINER, time.monotonic)
         self._engine_before: tuple[float, int] | None = None
-        self._busy_s = self._step_end_busy_s = self._saving_s = self._publish_s = 0.0
+        self._busy_s = self._step_end_busy_s = 0.0
+        self._spent_s = {"publish_s": 0.0, "saving_s": 0.0}
         self._latest: dict[str, float] = {}
         self._collapse = CollapseWatch()
-        self._refused: list[Sequence[TrainingSample]] = []
         self._warnings: tuple[str, ...] = ()
 
-    def report(self, state: StageState, detail: str, *, now: bool = False) -> None:
-        self._reporter.report(state, detail, self._progress, now=now)
-
-    def report_wait(self, verdict: Verdict) -> None:
-        self._reporter.report("waiting", verdict.waiting_for, self._progress, waits_for=verdict.waits_for)
+    def report(self, state: StageState, detail: str, *, now: bool = False, waits_for: tuple[str, ...] = ()) -> None:
+        self._reporter.report(state, detail, self._progress, now=now, waits_for=waits_for)
 
     def begin_session(self) -> None:
         """Call `on_begin`, once."""
@@ -87,36 +85,25 @@ class TrainerStatus:
 
     def begin(self) -> None:
         """Start to measure the time of an iteration."""
-        self._begin_s, self._publish_s = time.monotonic(), 0.0
+        self._begin_s, self._spent_s["publish_s"] = time.monotonic(), 0.0
 
     def count_as_busy(self) -> None:
         """Count the iteration as work. Without this, it counts as waiting."""
         self._busy_s += time.monotonic() - self._begin_s
 
+    @contextmanager
+    def spending(self, field: str) -> Iterator[None]:
+        """The time inside is in a record: of this step as `publish_s`, or of the next step as `saving_s`."""
+        begin_s = time.monotonic()
+        yield
+        spent_s = time.monotonic() - begin_s
+        self._spent_s[field] += spent_s
+        self._busy_s += spent_s if field == "saving_s" else 0.0  # which is between two iterations
+
     def published(self, version: int, checksum: str, digests: Mapping[str, str]) -> None:
         """Record weights that the engines get."""
-        if self._output.published_log is not None:
-            short = {name: digest[:16] for name, digest in digests.items()}
-            self._output.published_log.write(PublishedRecord(version=version, checksum=checksum, digests=short))
-
-    def refused(self, samples: Sequence[TrainingSample]) -> None:
-        """A batch that the ESS guard rejected; it is in the record of the next step."""
-        self._refused.append(samples)
-
-    @contextmanager
-    def publishing(self) -> Iterator[None]:
-        """The time inside is in the record of this step."""
-        begin_s = time.monotonic()
-        yield
-        self._publish_s = time.monotonic() - begin_s
-
-    @contextmanager
-    def saving(self) -> Iterator[None]:
-        """The time inside is in the record of the next step."""
-        begin_s = time.monotonic()
-        yield
-        self._saving_s = time.monotonic() - begin_s
-        self._busy_s += self._saving_s
+        short = {name: digest[:16] for name, digest in digests.items()}
+        self._output.published_log.write(PublishedRecord(version=version, checksum=checksum, digests=short))
 
     def record(
         self,
@@ -127,10 +114,11 @@ class TrainerStatus:
         version: int,
         update: WeightTransfer | None,
         ess_guard_trips: int,
+        refused: Sequence[Sequence[TrainingSample]],
     ) -> None:
-        """Write the records of the step to `version`, and count the iteration as work."""
+        """Write the records of the step to `version`, and count the iteration as work. `refused`: as in `TrainedRecord`."""
+        self.count_as_busy()
         now_s = time.monotonic()
-        self._busy_s += now_s - self._begin_s
         wait_s = (now_s - self._step_end_s) - (self._busy_s - self._step_end_busy_s)
         self._step_end_s, self._step_end_busy_s = now_s, self._busy_s
         output = self._output
@@ -138,12 +126,12 @@ class TrainerStatus:
         engine, actor, drops = engine_total(statuses), actor_total(statuses), queue.take_drops()
         record = StepRecord(
             version=version,
-            time_s=now_s - self._started_s,
+            time_s=now_s - output.started_s,
             train_s=now_s - self._begin_s,
             wait_s=max(0.0, wait_s),
-            publish_s=self._publish_s,
+            publish_s=self._spent_s["publish_s"],
             update=update,
-            saving_s=self._saving_s,
+            saving_s=self._spent_s["saving_s"],
             queued=queue.queued,
             dropped=queue.dropped,
             sampled_length_mean=queue.sampled_length_mean,
@@ -155,26 +143,22 @@ class TrainerStatus:
             **result.measured(),
             **batch_statistics(samples, drops, version - 1),
         )
-        self._saving_s = 0.0
+        self._spent_s["saving_s"] = 0.0
         output.sink.write(record)
         self._collapse.observe(record)
         if output.weighs_products and not self._warnings and (record.log_product_sd or 0.0) > 1:
             self._warnings = (PRODUCTS.format(version),)
         self._latest = record.headline()
-        if output.trained_log is not None:
-            batch, *refused = [
-                tuple(TrainedSample.of(sample, version - 1) for sample in one) for one in (samples, *self._refused)
-            ]
-            output.trained_log.write(
-                TrainedRecord(
-                    version=version,
-                    samples=batch,
-                    refused=tuple(refused),
-                    dropped_lengths=drops.lengths,
-                    dropped_ids=drops.ids,
-                )
+        trained, *before = (tuple(TrainedSample.of(sample, version - 1) for sample in one) for one in (samples, *refused))
+        output.trained_log.write(
+            TrainedRecord(
+                version=version,
+                samples=trained,
+                refused=tuple(before),
+                dropped_lengths=drops.lengths,
+                dropped_ids=drops.ids,
             )
-        self._refused = []
+        )
 
     def _engine_record(self, engine: EngineProgress, now_s: float) -> EngineRecord:
         """With the token rate since the previous record, unless engines were started again since then."""
@@ -197,3 +181,88 @@ class TrainerStatus:
         return msgspec.structs.replace(
             self._counts(), busy_s=self._busy_s, ready_s=ready_s, latest=self._latest, notes=notes
         )
+
+
+# ---- The records of an optimizer step
+
+
+def batch_statistics(samples: Sequence[TrainingSample], drops: Drops, version: int) -> dict[str, Any]:
+    """The fields of a `StepRecord` that follow from the batch. `version`: before the step; `drops`: since the last one."""
+    rewards = [sample.reward for sample in samples]
+    lengths = [sample.sampled_count for sample in samples]
+    lags = [version - min(sample.versions) for sample in samples]
+    vary = len(set(lengths)) > 1 and len(set(lags)) > 1
+    averaged = mean_metrics(sample.metrics for sample in samples)
+    return {
+        "reward_mean": fmean(rewards),
+        "reward_read_mean": fmean(rewards + drops.rewards),
+        "reward_std": pstdev(rewards),
+        "versions_in_batch": len({version for sample in samples for version in sample.versions}),
+        "crossing_fraction": fmean(min(sample.versions) < max(sample.versions) for sample in samples),
+        "completion_length_mean": fmean(lengths),
+        "completion_length_max": max(lengths),
+        "length_lag_correlation": correlation(lengths, lags) if vary else None,
+        "metrics": averaged.means,
+        "metric_counts": averaged.counts,
+    }
+
+
+# ---- Which rollouts were trained on: one line per optimizer step in `rollouts/trained.jsonl`
+
+
+class TrainedSample(msgspec.Struct, frozen=True, kw_only=True):
+    """One rollout of a step: its number of sampled tokens, their smallest and largest lag, and its advantage.
+
+    The digests are of what was trained on: `tokens_digest` of the token ids, which of them were sampled, and their versions;
+    `logprobs_digest` of the behaviour log-probabilities. With them a replay finds a rollout whose record was changed.
+    """
+
+    id: str
+    group_index: int
+    tokens: int
+    lag_min: int
+    lag_max: int
+    advantage: float = 0.0
+    tokens_digest: str = ""
+    logprobs_digest: str = ""
+
+    @classmethod
+    def of(cls, sample: TrainingSample, version: int) -> TrainedSample:
+        """`version`: the weights before the step."""
+        content = msgspec.msgpack.encode((sample.segments, sample.versions))
+        return cls(
+            id=sample.id,
+            group_index=sample.group_index,
+            tokens=sample.sampled_count,
+            lag_min=version - max(sample.versions),
+            lag_max=version - min(sample.versions),
+            advantage=sample.advantage,
+            tokens_digest=xxhash.xxh3_64_hexdigest(content),
+            logprobs_digest=xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(sample.behaviour_logprobs)),
+        )
+
+
+class TrainedRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One optimizer step. `version`: the weights after it, and `samples` are in the order of the batch.
+
+    `refused` are the batches that the ESS guard rejected since the previous record. `dropped_lengths` are the sampled tokens
+    of each rollout that the trainer dropped since then, by reason; `dropped_ids` are the ids of these rollouts. A resumed
+    run repeats the steps after its checkpoint: if several lines have the same version, the last one counts.
+    """
+
+    version: int
+    samples: tuple[TrainedSample, ...]
+    refused: tuple[tuple[TrainedSample, ...], ...] = ()
+    dropped_lengths: dict[str, list[int]] = {}
+    dropped_ids: dict[str, list[str]] = {}
+
+
+class PublishedRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of `published.jsonl`: weights that the engines got. `digests`: the first 16 hex digits of each tensor's.
+
+    A resumed run publishes the weights of its checkpoint again: if several lines have the same version, the last one counts.
+    """
+
+    version: int
+    checksum: str
+    digests: dict[str, str]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ from pipelinerl.models.state import named_weights, write_safetensors
 from pipelinerl.trainer.logprobs import RowLogprobs
 from pipelinerl.trainer.losses import DEFAULT_CORRECTION, LossInputs, make_loss
 from pipelinerl.trainer.micro_batch import MicroBatch, pack, padded_bins, segment_lengths
-from pipelinerl.trainer.on_policy import OnPolicyMetrics, OnPolicyStats
+from pipelinerl.trainer.on_policy import OnPolicyStats
 from pipelinerl.trainer.optimizer import Optimizer, learning_rate
 from pipelinerl.types import Segment, TrainingSample
 
@@ -43,8 +43,9 @@ class StepResult:
 
     `learning_rate` is the rate that was used: the schedule's, times the factor of `trainer.ess_lr`.
 
-    `metrics` is None if no rollout of the step had a gradient. `tokens_context` counts tokens that went through the model
-    without being trained on. `packing_efficiency` is the share of the attention's cells that are not padding.
+    `metrics` is of `OnPolicyStats`; None if no rollout of the step had a gradient. `tokens_context` counts tokens that went
+    through the model without being trained on. `packing_efficiency` is the share of the attention's cells that are not
+    padding.
     """
 
     stepped: bool
@@ -55,16 +56,15 @@ class StepResult:
     micro_batches: int
     packing_efficiency: float | None
     loss: float
-    metrics: OnPolicyMetrics | None
+    metrics: dict[str, Any] | None
     learning_rate: float
     grad_norm: float | None = None
 
     def measured(self) -> dict[str, Any]:
         """The numbers by their names in `metrics.records.StepRecord`."""
-        found = asdict(self)
-        del found["stepped"]
-        metrics = found.pop("metrics") or {}
-        return found | metrics
+        return {name: value for name, value in vars(self).items() if name not in ("stepped", "metrics")} | (
+            self.metrics or {}
+        )
 
 
 @dataclass
@@ -164,7 +164,7 @@ class Learner:
         micro_batches, sums = self._differentiate(used, version, normalizer, on_micro_batch)
         loss = float(sums.loss)
         metrics, rate, stepped = self._decide(sums.stats, loss, version)
-        norm = self._update(rate) if stepped else None
+        norm = self.optimizer.step(learning_rate=rate, max_grad_norm=self._config.max_grad_norm) if stepped else None
         tokens, trained = sum(s.length for s in used), sum(s.sampled_count for s in used)
         return StepResult(
             stepped=stepped,
@@ -190,20 +190,23 @@ class Learner:
         batches = [[used[index] for index in indices] for indices in bins]
         return len(batches), self._accumulate_all(batches, len(batches), version, normalizer, on_micro_batch)
 
-    def _decide(self, stats: OnPolicyStats, loss: float, version: int) -> tuple[OnPolicyMetrics | None, float, bool]:
-        """The metrics of the step, its learning rate, and whether it is taken."""
+    def _decide(self, stats: OnPolicyStats, loss: float, version: int) -> tuple[dict[str, Any] | None, float, bool]:
+        """The metrics of the step, its learning rate, and whether it is taken.
+
+        The rate is the schedule's; with `trainer.ess_lr: sqrt`, times the root of the batch's effective sample size. The
+        variance of an importance-weighted gradient equals the variance of an on-policy batch of ESS times the size, and
+        AdamW's learning rate scales with the square root of the batch size (VCPO, arXiv 2602.17616). VCPO divides by the ESS
+        of on-policy data, which is 1 for the weights pi / mu.
+        """
         try:
             metrics = stats.result()
         except ValueError as error:
             raise TrainingDivergedError(f"{error}: the weights or the engine's log-probabilities are broken") from error
         if not math.isfinite(loss):
             raise TrainingDivergedError(f"the loss is {loss}: lower trainer.learning_rate, or check the rewards")
-        stepped = metrics is None or metrics.ess >= self._config.ess_threshold
-        return metrics, self._learning_rate(version, metrics), stepped
-
-    def _update(self, rate: float) -> float:
-        """Change the weights by the gradient. Returns its norm before clipping."""
-        return self.optimizer.step(learning_rate=rate, max_grad_norm=self._config.max_grad_norm)
+        ess = 1.0 if metrics is None else metrics["ess"]
+        rate = learning_rate(self._config, version) * (math.sqrt(ess) if self._config.ess_lr == "sqrt" else 1.0)
+        return metrics, rate, metrics is None or ess >= self._config.ess_threshold
 
     def _accumulate_all(
         self,
@@ -256,20 +259,3 @@ class Learner:
     def _reference_logprobs(self, batch: MicroBatch) -> Tensor | None:
         """Of the reference model of a KL penalty (P,)."""
         return batch.reference_logprobs_P
-
-    def _learning_rate(self, version: int, metrics: OnPolicyMetrics | None) -> float:
-        """The schedule's rate; with `trainer.ess_lr: sqrt`, times the root of the batch's effective sample size.
-
-        The variance of an importance-weighted gradient equals the variance of an on-policy batch of ESS times the size, and
-        AdamW's learning rate scales with the square root of the batch size (VCPO, arXiv 2602.17616). VCPO divides by the ESS
-        of on-policy data, which is 1 for the weights pi / mu.
-        """
-        config = self._config
-        factor = math.sqrt(metrics.ess) if metrics is not None and config.ess_lr == "sqrt" else 1.0
-        return factor * learning_rate(
-            version,
-            peak=config.learning_rate,
-            schedule=config.lr_schedule,
-            warmup_steps=config.warmup_steps,
-            total_steps=config.steps,
-        )

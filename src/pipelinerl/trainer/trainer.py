@@ -12,12 +12,16 @@ unblocked by  the actor, when it writes groups to the stream
 
 from __future__ import annotations
 
+import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from pipelinerl.checkpoint import (
     WEIGHTS_FOLDER,
@@ -26,15 +30,15 @@ from pipelinerl.checkpoint import (
     TrainerCounters,
 )
 from pipelinerl.config.schema import TrainerConfig
-from pipelinerl.errors import CheckpointError, PolicyMismatchError
+from pipelinerl.errors import CheckpointError, PolicyMismatchError, WeightUpdateError
 from pipelinerl.interfaces import Verdict, WeightSender
+from pipelinerl.models.state import compute_dtype
 from pipelinerl.schedule import Schedule
-from pipelinerl.trainer.probe import ProbeCheck
 from pipelinerl.trainer.queue import SampleQueue
 from pipelinerl.trainer.saving import rng_state, save_weights, write_checkpoint
 from pipelinerl.trainer.status import TrainerOutput, TrainerStatus
 from pipelinerl.trainer.step import Learner, StepResult
-from pipelinerl.types import ENGINE, TrainerProgress, TrainingSample
+from pipelinerl.types import ENGINE, ProbeReading, Segment, TrainerProgress, TrainingSample
 
 POLL_S = 0.002
 
@@ -57,9 +61,8 @@ class Trainer:
 
     If `stopped()` is true at the end of a step, that step is the last one.
 
-    `state` is of a checkpoint whose weights, optimizer and random numbers have been restored; by default it is a fresh
-    run's. `queue` must continue from its positions and counters. `checksum`: of these weights, if the run has published
-    them before. Without `checkpoints`, none are written.
+    `state` is of a checkpoint whose weights, optimizer and random numbers have been restored, or of a fresh run. `queue`
+    must continue from its positions and counters. `checksum`: of these weights, if the run has published them before.
     """
 
     def __init__(
@@ -71,12 +74,11 @@ class Trainer:
         sender: WeightSender,
         *,
         output: TrainerOutput,
-        checkpoints: CheckpointPlan | None = None,
-        state: CheckpointState | None = None,
+        checkpoints: CheckpointPlan,
+        state: CheckpointState,
+        stopped: Callable[[], bool],
         checksum: str | None = None,
-        stopped: Callable[[], bool] = lambda: False,
     ) -> None:
-        state = state or CheckpointState(version=0)
         self._config, self._learner, self._queue, self._schedule = config, learner, queue, schedule
         self._sender = sender
         self._probe = ProbeCheck(learner.model, learner.logits)
@@ -89,6 +91,7 @@ class Trainer:
         self._micro_batches = state.counters.micro_batches
         self._tokens_trained = state.counters.tokens_trained
         self._ess_guard_trips = state.counters.ess_guard_trips
+        self._refused: list[list[TrainingSample]] = []  # by the ESS guard, since the last step
         self._finishing = ThreadPoolExecutor(1, "checkpoint")
         # The version and queue position of a checkpoint whose files are on their way to the disk.
         self._unfinished: tuple[int, QueuePosition, Future[Path]] | None = None
@@ -122,7 +125,7 @@ class Trainer:
         self._sender.receipts()
         if self._sender.transfer is not None and not self._sender.unanswered():
             return True
-        self._status.report_wait(Verdict(False, "the engines take their first weights", (ENGINE,)))
+        self._status.report("waiting", "the engines take their first weights", waits_for=(ENGINE,))
         return False
 
     def start(self) -> None:
@@ -147,7 +150,7 @@ class Trainer:
             return True
         if read:
             self._status.count_as_busy()
-        self._status.report_wait(verdict)
+        self._status.report("waiting", verdict.waiting_for, waits_for=verdict.waits_for)
         return read
 
     def _train(self, samples: list[TrainingSample]) -> None:
@@ -172,7 +175,9 @@ class Trainer:
             version=self._version,
             update=self._sender.transfer,
             ess_guard_trips=self._ess_guard_trips,
+            refused=self._refused,
         )
+        self._refused.clear()
         self._save()
         self._status.report("working", f"step {self._version} is done", now=True)
 
@@ -192,17 +197,17 @@ class Trainer:
         Raises PolicyMismatchError if the batch was on-policy, since waiting for other data would not help.
         """
         self._ess_guard_trips += 1
-        self._status.refused(samples)
+        self._refused.append(samples)
         self._queue.drop(samples, "ess_guard")
         self._queue.require(self._version, "ess_guard")
         # Published at once, so that the actor can start new groups.
         self._status.report("working", "a batch was rejected: its ESS is too low", now=True)
         metrics = result.metrics
-        if metrics is not None and metrics.lag_max == 0:
+        if metrics is not None and metrics["lag_max"] == 0:
             raise PolicyMismatchError(
-                f"ESS is {metrics.ess:.3f}, below trainer.ess_threshold {self._config.ess_threshold}, for tokens sampled by "
-                f"the weights being trained (version {self._version}): engine and trainer differ in log-probabilities "
-                f"by up to {metrics.on_policy_gap:.3g}; check that both run the same model and dtype"
+                f"ESS is {metrics['ess']:.3f}, below trainer.ess_threshold {self._config.ess_threshold}, for tokens sampled "
+                f"by the weights being trained (version {self._version}): engine and trainer differ in log-probabilities "
+                f"by up to {metrics['on_policy_gap']:.3g}; check that both run the same model and dtype"
             )
         self._status.count_as_busy()
 
@@ -211,7 +216,7 @@ class Trainer:
 
     def _publish(self) -> None:
         self._probe.expect(self._version)
-        with self._status.publishing():
+        with self._status.spending("publish_s"):
             checksum = self._sender.send(self._version, self._learner.weights())
         if checksum and checksum != self._published_before.pop(self._version, checksum):
             raise CheckpointError(
@@ -228,35 +233,25 @@ class Trainer:
         """Write a copy of the weights, a checkpoint, or both, if they are due."""
         if self._unfinished is not None and self._unfinished[2].done():
             self._finish_checkpoint()
-        copy, checkpoint = (
-            every and self._version % every == 0 for every in (self._config.weights_every, self._config.checkpoint_every)
-        )
-        if self._checkpoints is None or not (copy or checkpoint):
-            return
-        with self._status.saving():
-            if copy:
-                self._status.report("working", f"writing the weights of version {self._version}", now=True)
+        weights_every, checkpoint_every, version = self._config.weights_every, self._config.checkpoint_every, self._version
+        if weights_every and version % weights_every == 0:
+            with self._status.spending("saving_s"):
+                self._status.report("working", f"writing the weights of version {version}", now=True)
                 plan = self._checkpoints
-                save_weights(
-                    plan.directory.parent / WEIGHTS_FOLDER,
-                    version=self._version,
-                    model=self._learner,
-                    tokenizer=plan.tokenizer,
-                    check=plan.check,
-                )
-            if checkpoint:
+                folder = plan.directory.parent / WEIGHTS_FOLDER
+                save_weights(folder, version=version, model=self._learner, tokenizer=plan.tokenizer, check=plan.check)
+        if checkpoint_every and version % checkpoint_every == 0:
+            with self._status.spending("saving_s"):
                 self.checkpoint()
 
     def checkpoint(self) -> None:
         """Begin a checkpoint: its files are written, and another thread waits until they are on the disk.
 
-        Without a checkpoint plan, do nothing. Raises CheckpointError, also for the previous one.
+        Raises CheckpointError, also for the previous one.
         """
-        if self._checkpoints is None:
-            return
         self._finish_checkpoint()
         self._status.report("working", f"writing the checkpoint of version {self._version}", now=True)
-        position = self._queue.position()
+        plan, position = self._checkpoints, self._queue.position()
         counters = TrainerCounters(
             queue=self._queue.counts,
             micro_batches=self._micro_batches,
@@ -264,19 +259,15 @@ class Trainer:
             ess_guard_trips=self._ess_guard_trips,
         )
         finish = write_checkpoint(
-            self._checkpoints.directory,
+            plan.directory,
             CheckpointState(
-                version=self._version,
-                rng=rng_state(),
-                positions=position,
-                counters=counters,
-                session=self._checkpoints.session,
+                version=self._version, rng=rng_state(), positions=position, counters=counters, session=plan.session
             ),
             model=self._learner,
-            tokenizer=self._checkpoints.tokenizer,
+            tokenizer=plan.tokenizer,
             optimizer=self._learner.save_optimizer,
             keep=self._config.keep_checkpoints,
-            check=self._checkpoints.check,
+            check=plan.check,
         )
         self._unfinished = (self._version, position, self._finishing.submit(finish))
 
@@ -323,3 +314,63 @@ class Trainer:
             probe_ids=self._probe.prompt_ids,
             runner=self._learner.runner,
         )
+
+
+# ---- Checks that engines use the weights they acknowledged, by their log-prob of a token
+
+
+PROMPT_TOKENS = 16
+VERSIONS_KEPT = 32
+TOLERANCE = {torch.float32: 2e-3}
+"""Largest allowed difference of log-probs, by dtype. In float32, two implementations differ by 1e-5 to 1e-4."""
+COARSE_TOLERANCE = 0.3
+
+
+class ProbeCheck:
+    """Checks engines' probe readings against the trainer's model.
+
+    For each of the latest published versions it keeps the log-probs [V] of the token after `prompt_ids`, so that engines may
+    sample any token. `model` is the trainer's; `logits(segments)` are its logits [P, V] that predict the sampled tokens.
+    """
+
+    def __init__(self, model: Any, logits: Callable[[Sequence[Segment]], Tensor]) -> None:
+        self._logits = logits
+        vocabulary = int(model.get_input_embeddings().weight.shape[0])
+        draw = random.Random(0)
+        self.prompt_ids = tuple(draw.randrange(vocabulary) for _ in range(PROMPT_TOKENS))
+        self._tolerance = TOLERANCE.get(compute_dtype(model), COARSE_TOLERANCE)
+        self._expected: dict[int, Tensor] = {}
+        self._checked: dict[str, int] = {}
+
+    def expect(self, version: int) -> None:
+        """Store the expected log-probs of `version`, whose weights the model must hold now."""
+        segment = Segment(token_ids=(*self.prompt_ids, 0), sampled=((PROMPT_TOKENS, PROMPT_TOKENS + 1),))
+        self._expected[version] = self._logits([segment])[0].float().log_softmax(-1).cpu()
+        while len(self._expected) > VERSIONS_KEPT:
+            del self._expected[min(self._expected)]
+
+    def check(self, readings: Iterable[ProbeReading]) -> None:
+        """Raise WeightUpdateError for a reading that does not match its version. Each reading is checked once."""
+        for reading in readings:
+            expected_V = self._expected.get(reading.version)
+            if expected_V is None or reading.version <= self._checked.get(reading.engine, -1):
+                continue
+            self._checked[reading.engine] = reading.version
+            ours = float(expected_V[reading.token_id])
+            if not abs(reading.logprob - ours) <= self._tolerance:
+                off = {
+                    version: abs(reading.logprob - float(logprobs_V[reading.token_id]))
+                    for version, logprobs_V in self._expected.items()
+                }
+                nearest = min(off, key=off.__getitem__)  # not the reading's own version, which is beyond the tolerance
+                right = off[nearest] <= self._tolerance
+                hint = (
+                    f"version {nearest} would compute this value"
+                    if right
+                    else "check that both run the same model and dtype"
+                )
+                raise WeightUpdateError(
+                    f"engine {reading.engine!r} acknowledged weights of version {reading.version}, but does not compute "
+                    f"with them: its log-prob of token {reading.token_id} after a fixed prompt is {reading.logprob:.5f}, "
+                    f"the trainer's {ours:.5f} (bound: {self._tolerance:g}); {hint}"
+                )

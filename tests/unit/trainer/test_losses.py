@@ -12,8 +12,7 @@ import torch
 
 from pipelinerl.config.correction import Correction, resolve
 from pipelinerl.config.schema import CorrectionConfig, TrainerConfig
-from pipelinerl.trainer.losses import Loss, LossInputs, LossOutput, kl_penalty, make_loss
-from pipelinerl.trainer.losses.objectives import cispo, gspo, ppo, reinforce
+from pipelinerl.trainer.losses import Loss, LossInputs, LossOutput, cispo, gspo, kl_penalty, make_loss, reinforce
 
 LOW, HIGH, DUAL = 0.2, 0.3, 1.4
 
@@ -211,12 +210,8 @@ def test_what_is_called_masked_is_what_has_no_gradient(recipe: str) -> None:
     inputs = make_inputs(LENGTHS)
     loss, correction = RECIPES[recipe]
     output = loss_of(recipe)(inputs)
-    without_drift = make_loss(config(loss), CorrectionConfig(**{**_fields(correction), "drift": 0.0}))
+    without_drift = make_loss(config(loss), correction.model_copy(update={"drift": 0.0}))
     assert output.masked_N.tolist() == (gradient_of(without_drift, inputs) == 0).tolist()
-
-
-def _fields(correction: CorrectionConfig) -> dict[str, object]:
-    return dict(correction)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -225,27 +220,6 @@ def test_on_policy_every_loss_has_the_gradient_of_plain_reinforce(recipe: str) -
     output = loss_of(recipe)(inputs)
     torch.testing.assert_close(gradient_of(loss_of(recipe), inputs), -inputs.advantages_N)
     assert not (output.masked_N | output.truncated_N).any()
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_step_does_not_depend_on_how_rollouts_are_split_over_micro_batches(recipe: str) -> None:
-    whole = make_inputs([5, 2, 9, 1])
-    loss = loss_of(recipe, kl_coefficient=0.3)
-    expected_N = gradient_of(loss, whole)
-    for rollouts in ([0, 2], [3], [1]):
-        mine_N = torch.isin(whole.sequence_N, torch.tensor(rollouts))
-        renumbered = torch.zeros(4, dtype=torch.long)
-        renumbered[rollouts] = torch.arange(len(rollouts))
-        part = LossInputs(
-            logprobs_N=whole.logprobs_N[mine_N].detach().requires_grad_(),
-            behaviour_logprobs_N=whole.behaviour_logprobs_N[mine_N],
-            advantages_N=whole.advantages_N[mine_N],
-            lags_N=whole.lags_N[mine_N],
-            sequence_N=renumbered[whole.sequence_N[mine_N]],
-            sequence_count=len(rollouts),
-            reference_logprobs_N=whole.reference_logprobs_N[mine_N],
-        )
-        torch.testing.assert_close(gradient_of(loss, part), expected_N[mine_N])
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -272,44 +246,31 @@ def test_extreme_ratios_stay_finite(recipe: str, log_ratio: float, advantage: fl
     assert gradient_N[1].item() == pytest.approx(-advantage)
 
 
-def token_inputs(ratios: list[float], advantages: list[float], lag: int = 1) -> LossInputs:
+def token_inputs(ratios: list[float], **changes: object) -> LossInputs:
     behaviour_N = torch.full((len(ratios),), -2.0, dtype=torch.float64)
-    return LossInputs(
+    inputs = LossInputs(
         logprobs_N=(behaviour_N + torch.tensor(ratios, dtype=torch.float64).log()).requires_grad_(),
         behaviour_logprobs_N=behaviour_N,
-        advantages_N=torch.tensor(advantages, dtype=torch.float64),
-        lags_N=torch.full((len(ratios),), lag),
+        advantages_N=torch.ones(len(ratios), dtype=torch.float64),
+        lags_N=torch.ones(len(ratios), dtype=torch.long),
         sequence_N=torch.arange(len(ratios)),
         sequence_count=len(ratios),
     )
+    return dataclasses.replace(inputs, **changes)
 
 
-def test_what_counts_as_masked_or_truncated_and_what_keeps_a_gradient() -> None:
-    ratios, advantages = [2.0, 2.0, 0.5, 0.5, 1.1, 2.0], [1.0, -1.0, 1.0, -1.0, 1.0, 0.0]
-    inputs = token_inputs(ratios, advantages)
-
-    truncated = reinforce(inputs, correction=weights_up_to(1.5))
-    assert truncated.truncated_N.tolist() == [True, True, False, False, False, True]
-    assert not truncated.masked_N.any()
-
-    for output in (  # one token per rollout: the two are the same
-        ppo(inputs, clip_low=0.2, clip_high=0.3, dual_clip=None),
-        gspo(inputs, clip_low=0.2, clip_high=0.3),
+def test_a_limited_weight_is_truncated_and_keeps_a_gradient() -> None:
+    inputs = token_inputs([2.0, 0.5, 1.1])
+    for output, truncated in (
+        (reinforce(inputs, correction=weights_up_to(1.5)), [True, False, False]),
+        (cispo(inputs, clip_low=0.2, clip_high=0.3), [True, True, False]),
     ):
-        assert output.masked_N.tolist() == [True, False, False, True, False, False]
-        assert not output.truncated_N.any()
-        (gradient_N,) = torch.autograd.grad(output.loss_N.sum(), inputs.logprobs_N)
-        assert gradient_N.tolist() == pytest.approx([0.0, 2.0, -0.5, 0.0, -1.1, 0.0])
-
-    bounded = cispo(inputs, clip_low=0.2, clip_high=0.3)
-    assert bounded.truncated_N.tolist() == [True, True, True, True, False, True]
-    assert not bounded.masked_N.any()
-    (gradient_N,) = torch.autograd.grad(bounded.loss_N.sum(), inputs.logprobs_N)
-    assert gradient_N.tolist() == pytest.approx([-1.3, 1.3, -0.8, 0.8, -1.1, 0.0])
+        assert output.truncated_N.tolist() == truncated
+        assert not output.masked_N.any()
 
 
 def test_a_rollout_without_tokens_is_accepted() -> None:
-    inputs = dataclasses.replace(token_inputs([1.1], [1.0]), sequence_N=torch.tensor([2]), sequence_count=4)
+    inputs = token_inputs([1.1], sequence_N=torch.tensor([2]), sequence_count=4)
     assert gspo(inputs, clip_low=0.2, clip_high=0.2).loss_N.tolist() == pytest.approx([-1.1])
     masked = make_loss(TrainerConfig(), CorrectionConfig(sequence="geo_mask", sequence_high=1.2))
     assert gradient_of(masked, inputs).tolist() == pytest.approx([-1.1])
@@ -332,7 +293,7 @@ def test_kl_penalty_is_k3_and_estimates_the_divergence() -> None:
     assert (policy * terms).sum() == pytest.approx((policy * np.log(policy / reference)).sum())
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", ["tv, drift", "gspo"])
 def test_the_kl_penalty_is_added_with_its_coefficient(recipe: str) -> None:
     inputs = make_inputs([4, 5])
     without, with_penalty = loss_of(recipe)(inputs), loss_of(recipe, kl_coefficient=0.25)(inputs)

@@ -67,24 +67,18 @@ def ids(samples: Sequence[object] | None) -> list[str]:
     return [sample.id for sample in samples]  # type: ignore[attr-defined]
 
 
-def test_batches_come_in_order_and_only_whole() -> None:
-    queue = Setup([make_group(0), make_group(1)]).queue()
+@pytest.mark.parametrize("by_index", [False, True])
+def test_samples_are_taken_in_the_order_of_completion_or_of_their_groups(by_index: bool) -> None:
+    order = [2, 0, 3, 1]
+    queue = Setup([make_group(index) for index in order], by_index=by_index).queue()
     assert queue.queued == 0
-    assert queue.pull()
-    assert queue.queued == 3
+    for _ in range(3):
+        assert queue.pull()
+    assert ids(queue.take(4)) == (["0/0", "0/1", "0/2", "2/0"] if by_index else ["2/0", "2/1", "2/2", "0/0"])
     assert queue.pull()
     assert not queue.pull()
-    assert ids(queue.take(4)) == ["0/0", "0/1", "0/2", "1/0"]
-    assert ids(queue.take(2)) == ["1/1", "1/2"]
-
-
-def test_by_index_the_order_of_completion_does_not_matter() -> None:
-    queue = Setup([make_group(2), make_group(0), make_group(3), make_group(1)], by_index=True).queue()
-    for _ in range(3):
-        queue.pull()
-    assert ids(queue.take(4)) == ["0/0", "0/1", "0/2", "2/0"]
-    queue.pull()
-    assert ids(queue.take(8)) == ["1/0", "1/1", "1/2", "2/1", "2/2", "3/0", "3/1", "3/2"]
+    rest = ["1/0", "1/1", "1/2", "2/1", "2/2", "3/0"] if by_index else ["0/1", "0/2", "3/0", "3/1", "3/2", "1/0"]
+    assert ids(queue.take(6)) == rest
 
 
 def test_a_sample_with_a_token_that_is_too_old_is_dropped_at_hand_or_when_it_comes() -> None:
@@ -103,16 +97,6 @@ def test_a_sample_with_a_token_that_is_too_old_is_dropped_at_hand_or_when_it_com
     assert ids(queue.take(3)) == ["1/0", "1/1", "1/2"]
     assert queue.queued == 0
     assert queue.position().ledger.below == 1, "group 0 is dealt with, and 1 is in hand"
-
-
-def test_the_latest_requirement_is_the_one_that_holds() -> None:
-    queue = Setup([make_group(0, versions=(0, 0)), make_group(1, versions=(4, 4))]).queue()
-    queue.require(5, "ess_guard")
-    queue.pull()
-    queue.require(0, "stale")
-    queue.pull()
-    assert queue.dropped == {"ess_guard": 3}
-    assert queue.queued == 3
 
 
 def test_what_the_preprocessor_drops_is_counted_with_its_length() -> None:

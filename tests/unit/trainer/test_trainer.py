@@ -28,7 +28,7 @@ from pipelinerl.preprocess import Preprocessor
 from pipelinerl.schedule import ConventionalSchedule, PipelineSchedule, Schedule
 from pipelinerl.status.board import MemoryBoard
 from pipelinerl.trainer import CheckpointPlan, Learner, SampleQueue, Trainer, TrainerOutput, saving
-from pipelinerl.trainer.records import TrainedRecord
+from pipelinerl.trainer.status import TrainedRecord
 from pipelinerl.types import (
     Completion,
     Group,
@@ -136,6 +136,7 @@ class Setup:
                 sink=JsonlSink(run_dir),
                 trained_log=JsonLines(run_dir / "rollouts" / "trained.jsonl"),
                 published_log=JsonLines(run_dir / "published.jsonl"),
+                started_s=time.monotonic(),
                 weighs_products=weighs_products,
             ),
             checkpoints=CheckpointPlan(

@@ -24,7 +24,7 @@ from pipelinerl.experiments.browse import RecordedGroups
 from pipelinerl.metrics.reading import read_lines, read_records
 from pipelinerl.metrics.records import FORMAT, SessionRecord, StepRecord
 from pipelinerl.run_directory import RunDirectory
-from pipelinerl.trainer.records import PublishedRecord, TrainedRecord, TrainedSample
+from pipelinerl.trainer.status import PublishedRecord, TrainedRecord, TrainedSample
 from pipelinerl.types import Group, Prepared, TrainingSample
 
 

@@ -23,7 +23,7 @@ from pipelinerl.models.sharded import distribute, empty_model, fill, gather, res
 from pipelinerl.models.state import in_file_order, is_narrow, named_weights, not_finite, write_safetensors
 from pipelinerl.trainer.logprobs import FrozenModelScorer
 from pipelinerl.trainer.micro_batch import MicroBatch, segment_lengths
-from pipelinerl.trainer.on_policy import COLUMNS, OnPolicyMetrics, OnPolicyStats
+from pipelinerl.trainer.on_policy import COLUMNS, OnPolicyStats
 from pipelinerl.trainer.optimizer import Optimizer, local
 from pipelinerl.trainer.sharding.plan import attention_cost, plan, plan_padded, token_cost
 from pipelinerl.trainer.sharding.ranks import Team
@@ -148,6 +148,7 @@ class ShardedLearner(Learner):
     ) -> StepResult:
         """As of `Learner`. On ranks above 0 the result has the metrics of their own samples."""
         self._team.call("step", samples=tuple(samples), version=version)
+        self._host_is_current = False
         return super().step(samples, version, on_micro_batch)
 
     @torch.no_grad()
@@ -209,16 +210,12 @@ class ShardedLearner(Learner):
         counts = [sum(used[index].sampled_count for row in grid for index in row[rank]) for rank in range(size)]
         return sum(bool(place) for row in grid for place in row), _of_all(sums, counts, self._team.rank)
 
-    def _decide(self, stats: OnPolicyStats, loss: float, version: int) -> tuple[OnPolicyMetrics | None, float, bool]:
+    def _decide(self, stats: OnPolicyStats, loss: float, version: int) -> tuple[dict[str, Any] | None, float, bool]:
         """Rank 0 decides for all."""
         metrics, rate, stepped = super()._decide(stats, loss, version)
         decided = torch.tensor([rate, stepped], dtype=torch.float64)
         distributed.broadcast(decided, 0)
         return metrics, float(decided[0]), bool(decided[1])
-
-    def _update(self, rate: float) -> float:
-        self._host_is_current = False
-        return super()._update(rate)
 
     def _accumulate_all(self, *arguments: Any, **options: Any) -> Sums:
         sums = super()._accumulate_all(*arguments, **options)
