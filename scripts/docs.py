@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from pipelinerl.cli.main import COMMANDS
+from pipelinerl.cli import COMMANDS
 from pipelinerl.cli.parser import Commands
 from pipelinerl.config import yaml_text
 from pipelinerl.config.help import in_words

@@ -37,7 +37,7 @@ from typing import Any
 
 IMPORTED = (
     "transformers.models.qwen2.modeling_qwen2",
-    "pipelinerl.cli.train",
+    "pipelinerl.cli.project",
     "pipelinerl.launch.hosts.processes",
     "pipelinerl.launch.hosts.worker",
     "pipelinerl.launch.stages.generation",

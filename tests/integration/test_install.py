@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipelinerl.cli.main import COMMANDS
+from pipelinerl.cli import COMMANDS
 from pipelinerl.config.keys import run_keys
 
 ROOT = Path(__file__).parents[2]
@@ -54,7 +54,7 @@ def test_containers_name_commands_flags_and_files_that_exist() -> None:
     assert {command[0] for command in ours.values()} == {"serve", "train"} <= COMMANDS.keys()
     flags = {word[2:] for command in ours.values() for word in command if word.startswith("--") and "." in word}
     assert flags <= run_keys().keys()
-    serve_help = (ROOT / "src/pipelinerl/cli/serve.py").read_text()
+    serve_help = (ROOT / "src/pipelinerl/cli/project.py").read_text()
     assert all(f'"{word}"' in serve_help for word in ours["engine-0"] if word.startswith("--") and "." not in word)
     assert (ROOT / ours["train"][1]).is_file()
     hosts = re.findall(r"//(?:[^/@]*@)?([\w-]+):", " ".join(ours["train"]))

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import pipelinerl
-from pipelinerl.cli.main import COMMANDS
+from pipelinerl.cli import COMMANDS
 from pipelinerl.cli.parser import Commands
 
 LAUNCHER = (
@@ -22,7 +22,7 @@ LAUNCHER = (
 
 PROCESSES = {
     "launcher": (
-        "cli.train launch.run",
+        "cli.project launch.run",
         "actor.actor actor.rollouts channel engine environments.chat preprocess serving trainer weights "
         " config.help launch.tryout launch.restarts launch.resume "
         "launch.hosts.ray resources.gpus resources.placement launch.trial launch.stages.generation "
@@ -97,7 +97,7 @@ def test_a_command_is_in_the_module_that_the_table_names(module: str) -> None:
     names = {name for name, of in COMMANDS.items() if of == module}
     code = f"from pipelinerl.cli import main\nassert main(['{min(names)}', '--help']) == 0"
     cli = {name for name in imported(code) if name.startswith("pipelinerl.cli.")}
-    assert cli == {f"pipelinerl.cli.{name}" for name in ("main", "parser", module)}
+    assert cli == {f"pipelinerl.cli.{name}" for name in ("parser", module)}
     commands = Commands()
     __import__(f"pipelinerl.cli.{module}", fromlist=["add_to"]).add_to(commands)
     assert {name for name in commands.parsers if " " not in name} == names

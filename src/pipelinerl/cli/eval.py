@@ -11,15 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipelinerl.cli.parser import (
-    SETTINGS_HELP,
-    Commands,
-    api_key_from,
-    at_least,
-    config_of_run,
-    say,
-    write,
-)
+from pipelinerl.cli.parser import SETTINGS_HELP, Commands, api_key_from, at_least, config_of_run, say, write
 from pipelinerl.config.checks import mistakes
 from pipelinerl.config.load import load_config, with_flags
 from pipelinerl.config.schema import EngineConfig, EnvironmentConfig, ModelConfig, RunConfig

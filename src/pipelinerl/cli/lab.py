@@ -11,15 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from pipelinerl.cli.parser import (
-    SETTINGS_HELP,
-    Commands,
-    at_least,
-    config_of_run,
-    keyed_values,
-    say,
-    write,
-)
+from pipelinerl.cli.parser import SETTINGS_HELP, Commands, at_least, config_of_run, keyed_values, say, write
 from pipelinerl.config.load import load_config
 from pipelinerl.errors import ReplayDifferenceError, UserError
 
@@ -43,16 +35,6 @@ _REPLAY = (
 
 
 def add_to(commands: Commands) -> None:
-    _add_commands_on_runs(commands)
-    text = (
-        "Comparisons and predictions of runs: compare, study, plan, calibrate, simulate; export. "
-        "`pipelinerl lab NAME --help` has the flags of each."
-    )
-    commands.add("lab", text, run=run_lab)
-    _add_laboratory(commands)
-
-
-def _add_commands_on_runs(commands: Commands) -> None:
     text = (
         "Train with several settings and seeds, one run after another, and rank the settings. Without a run file: the demo."
     )
@@ -65,7 +47,7 @@ def _add_commands_on_runs(commands: Commands) -> None:
 
     text = "Repeat a run from its records and compare: training to the bit, generation within a tolerance."
     flag = commands.add("replay", text, _REPLAY, run=run_replay).add_argument
-    flag("run_dir", type=Path, metavar="RUN_DIR", help="a run directory, or an unpacked export")
+    flag("run_dir", type=Path, metavar="RUN_DIR", help="a run directory")
     text = "repeat only the first K optimizer steps; 0: do not train (default: all)"
     flag("--steps", type=at_least(0), metavar="K", help=text)
     text = "also repeat the generation of N groups, and compare the log-probs of their tokens (default: 0)"
@@ -75,12 +57,12 @@ def _add_commands_on_runs(commands: Commands) -> None:
     flag("--seed", type=at_least(0), default=0, help="seed of the choice of groups (default: 0)")
     flag("-o", "--out", type=Path, metavar="DIR", help="a new folder for the results, the metrics and the last weights")
 
-    text = "Write what a run recorded to one tar file, without secrets: to replay, browse or evaluate it elsewhere."
-    flag = commands.add("lab export", text, run=run_export, keys=False).add_argument
-    flag("run_dir", type=Path, metavar="RUN_DIR", help="a run directory")
-    flag("out", type=Path, metavar="OUT.tar", help="the new file")
-    text = "leave out checkpoints and copies of weights; a replay computes them again"
-    flag("--no-weights", action="store_true", help=text)
+    text = (
+        "Comparisons and predictions of runs: compare, study, plan, calibrate, simulate. "
+        "`pipelinerl lab NAME --help` has the flags of each."
+    )
+    commands.add("lab", text, run=run_lab)
+    _add_laboratory(commands)
 
 
 def _add_laboratory(commands: Commands) -> None:
@@ -146,7 +128,7 @@ def _add_laboratory(commands: Commands) -> None:
 
 
 def run_lab(_options: argparse.Namespace, _settings: Sequence[str]) -> int:
-    raise UserError("name a command: lab compare, study, plan, calibrate, simulate or export")
+    raise UserError("name a command: lab compare, study, plan, calibrate or simulate")
 
 
 def run_sweep(options: argparse.Namespace, settings: Sequence[str]) -> int:
@@ -310,12 +292,3 @@ def run_simulate(options: argparse.Namespace, settings: Sequence[str]) -> int:
     text = prediction_text(prediction, measured)
     notes = [f"lengths: {source}", *(f"doubtful: {doubt}" for doubt in doubtful)]
     return write(text + "".join(f"{note}\n" for note in notes))
-
-
-def run_export(options: argparse.Namespace, _settings: Sequence[str]) -> int:
-    config_of_run(options.run_dir)
-    from pipelinerl.experiments.publish import export_run  # noqa: PLC0415 (loads torch)
-
-    for link in export_run(options.run_dir, options.out, weights=not options.no_weights):
-        say(f"{link} is a symbolic link, and is not in the export")
-    return write(f"{options.out}: {options.out.stat().st_size / 1e6:.1f} MB\n")

@@ -77,8 +77,11 @@ class Commands:
         own, settings = self.split(arguments)
         options = self.root.parse_args(own)
         if settings and not (options.command and options.keys):
-            command = f"pipelinerl {options.command}" if options.command else "pipelinerl without a command"
-            raise UserError(f"{command} has no flag {settings[0].partition('=')[0]} (see `pipelinerl --help`)")
+            from pipelinerl.config.help import OLD_NAMES  # noqa: PLC0415 - only for a mistake
+
+            command, flag = options.command or "without a command", settings[0].partition("=")[0]
+            hint = OLD_NAMES.get(f"{command} {flag}", "see `pipelinerl --help`")
+            raise UserError(f"pipelinerl {command} has no flag {flag} ({hint})")
         return options, settings
 
     def split(self, arguments: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -27,14 +27,7 @@ def add_to(commands: Commands) -> None:
     text = "Watch runs in a browser: a page on this machine, also for finished runs and several side by side."
     flag = commands.add("watch", text, run=run_watch, keys=False).add_argument
     flag("run_dir", type=Path, nargs="+", metavar="RUN_DIR", help="a run directory, or a folder of them")
-    flag("--host", "--api-key-env", help=argparse.SUPPRESS)  # options of earlier versions
-    flag(
-        "--port",
-        type=PORTS,
-        default=PORT,
-        metavar="PORT",
-        help=f"port to listen on, 0: any free port (default: {PORT})",
-    )
+    flag("--port", type=PORTS, default=PORT, metavar="PORT", help=f"port to listen on, 0: any free port (default: {PORT})")
     flag("--listen-fd", type=int, metavar="FD", help=argparse.SUPPRESS)  # of `train --watch`, with its end as that of stdin
 
     text = "Write the page of `pipelinerl watch` for one or more runs to one HTML file that works offline."
@@ -49,8 +42,6 @@ def add_to(commands: Commands) -> None:
     text = "print a group (12) or a rollout (g12.a3) instead of the table of all groups"
     flag("--show", metavar="ID", help=text)
     flag("--find", metavar="QUERY", default="", help="only groups and rollouts that match")
-    flag("--evaluations", action="store_true", help=argparse.SUPPRESS)  # options of earlier versions
-    flag("--export", help=argparse.SUPPRESS)
 
 
 def run_watch(options: argparse.Namespace, _settings: Sequence[str]) -> int:
@@ -59,11 +50,6 @@ def run_watch(options: argparse.Namespace, _settings: Sequence[str]) -> int:
     from pipelinerl.serving.server.http import listen, url_of  # noqa: PLC0415
     from pipelinerl.serving.server.options import Address  # noqa: PLC0415
 
-    if options.host is not None:
-        raise UserError(
-            "--host, --api-key-env: the page is only for this machine; from another one: "
-            f"`ssh -L {PORT}:127.0.0.1:{options.port} MACHINE`, and http://127.0.0.1:{PORT}"
-        )
     if options.listen_fd is not None:
         return server.serve_beside(options.run_dir[0], socket.socket(fileno=options.listen_fd))
     runs = server.Runs(options.run_dir)
@@ -92,10 +78,6 @@ def run_report(options: argparse.Namespace, _settings: Sequence[str]) -> int:
 
 def run_browse(options: argparse.Namespace, _settings: Sequence[str]) -> int:
     """Returns exit status 1 if nothing matches, as grep does."""
-    if options.evaluations:
-        raise UserError("--evaluations: read rollouts/evaluation-*.jsonl of the run, which have one row per answer")
-    if options.export:
-        raise UserError("--export: `pipelinerl.Run(RUN_DIR).rollouts`, in Python, is a data frame with a row per rollout")
     from pipelinerl.experiments import browse  # noqa: PLC0415 (with the others)
     from pipelinerl.experiments.token_text import load_token_text  # noqa: PLC0415
 

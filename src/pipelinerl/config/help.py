@@ -32,6 +32,7 @@ _WORDS = {
 }
 _BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
 
+_ONLY_HERE = "the page is only for this machine; from another one: `ssh -L 7117:127.0.0.1:7117 MACHINE`"
 OLD_NAMES = {
     "actor.code_timeout_s": "code that never returns now ends a run after `{prefix}launch.watchdog_s`: remove it",
     "trainer.clamp": "it is now `{prefix}correction.token_high`, with `correction.token: truncate`",
@@ -43,9 +44,13 @@ OLD_NAMES = {
     **dict.fromkeys(("resume", "continue"), "train --resume RUN_DIR"),
     **dict.fromkeys(("run", "start"), "train RUN.yaml` or `train --resume RUN_DIR"),
     "convert-gguf": "python scripts/convert_gguf.py",
-    **{name: f"lab {name}" for name in ("compare", "study", "plan", "calibrate", "simulate", "export")},
+    **{name: f"lab {name}" for name in ("compare", "study", "plan", "calibrate", "simulate")},
+    **dict.fromkeys(("export", "lab export"), "tar --exclude=control --exclude=logs --exclude=streams -cf OUT.tar RUN_DIR"),
+    **dict.fromkeys(("watch --host", "watch --api-key-env"), _ONLY_HERE),
+    "browse --evaluations": "read rollouts/evaluation-*.jsonl of the run, which have one row per answer",
+    "browse --export": "`pipelinerl.Run(RUN_DIR).rollouts`, in Python, is a data frame with a row per rollout",
 }
-"""Keys and commands of earlier versions, and commands that users try first -> what to write now."""
+"""Keys, commands and flags of earlier versions, and commands that users try first -> what to write now."""
 
 
 # ---- a wrong key or value

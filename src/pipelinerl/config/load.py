@@ -82,14 +82,6 @@ def config_of_values(values: Mapping[str, Any], base: RunConfig | None = None) -
     return draft.checked()
 
 
-def with_own_model(config: RunConfig, run_dir: Path) -> RunConfig:
-    """The same, with an absolute path if its model is a folder in `run_dir`, as it is in an export of a run."""
-    folder = run_dir / config.model.path
-    if config.model.path in PACKAGED_MODELS or os.path.isabs(config.model.path) or not os.path.isdir(folder):
-        return config
-    return config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder.absolute())})})
-
-
 def with_flags(config: RunConfig, flags: Sequence[str], keys: Collection[str]) -> RunConfig:
     """A copy of `config` with flags on top, for commands that use only the given keys of a run file.
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from pipelinerl.config.load import config_of_file, with_own_model
+from pipelinerl.config.load import config_of_file
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import INVALID_DATA, RunDirectoryError
 from pipelinerl.metrics.evaluations import EvaluationRecord
@@ -306,7 +306,7 @@ def read_config(run_dir: Path) -> RunConfig:
     if not path.is_file():
         missing = "it has no config.yaml" if run_dir.is_dir() else "there is no such folder"
         raise RunDirectoryError(f"{run_dir} is not a run directory: {missing}")
-    return with_own_model(config_of_file(path), run_dir)
+    return config_of_file(path)
 
 
 def read_summary(run_dir: Path) -> dict[str, Any] | None:

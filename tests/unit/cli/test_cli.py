@@ -15,8 +15,7 @@ import torch
 
 import pipelinerl.cli.project
 from pipelinerl import __version__
-from pipelinerl.cli import main
-from pipelinerl.cli.main import COMMANDS
+from pipelinerl.cli import COMMANDS, main
 from pipelinerl.config.load import config_from_yaml, config_to_yaml, load_config
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import RunInterruptedError, StalledError

@@ -17,7 +17,6 @@ from typing import Any
 import msgspec
 from pydantic import ValidationError
 
-from pipelinerl.config.load import with_own_model
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import RolloutError, RunDirectoryError
 from pipelinerl.experiments.browse import RecordedGroups
@@ -94,7 +93,7 @@ def _segments(
         if end <= record.version and trained:
             continue
         try:
-            config = with_own_model(RunConfig.model_validate(record.config), run.root)
+            config = RunConfig.model_validate(record.config)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             place = ".".join(map(str, first["loc"]))
