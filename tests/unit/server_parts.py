@@ -15,8 +15,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from pipelinerl.config.schema import EngineConfig, ModelConfig
-from pipelinerl.serving.server.app import ServerApp, app_of
-from pipelinerl.serving.server.options import Address, ServeOptions
+from pipelinerl.serving.server.endpoints import app_of
+from pipelinerl.serving.server.http import ServerApp
+from pipelinerl.serving.server.run import ServeOptions
 from pipelinerl.serving.server.service import Service, loaded_from
 from tests.parity.models import CONFIGS
 
@@ -54,7 +55,7 @@ def options_of(directory: Path, **changes: Any) -> ServeOptions:
         name: changes.pop(name) for name in list(changes) if name in EngineConfig.model_fields
     }
     values = {"max_queue": 8, "weight_directories": (directory,)} | changes
-    engine, listen = EngineConfig(**of_engine), Address("127.0.0.1", 0)
+    engine, listen = EngineConfig(**of_engine), ("127.0.0.1", 0)
     return ServeOptions(model=ModelConfig(path="bytes"), engine=engine, name="bytes", listen=listen, **values)
 
 
@@ -64,7 +65,7 @@ async def running(directory: Path, *, tokenizer: Any = None, **changes: Any) -> 
     options = options_of(directory, **changes)
     service = Service(loaded_from(byte_model(), tokenizer or byte_tokenizer(), options, flatten=False), options)
     app = ServerApp(options.api_key)
-    app.open(app_of(service))
+    app.app = app_of(service)
     try:
         yield service, app
     finally:

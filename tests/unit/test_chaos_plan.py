@@ -53,7 +53,7 @@ LABELS = (
     "experiments/",
     "metrics/trackers.py",
     "serving/server/service.py",
-    "serving/server/api/",
+    "serving/server/chat.py",
 )
 """Where the wall clock is read: dates in reports, exports and trackers, and `created` in answers of OpenAI's API."""
 

@@ -134,25 +134,23 @@ def run_train(options: argparse.Namespace, settings: Sequence[str]) -> int:
 
 def run_serve(options: argparse.Namespace, settings: Sequence[str]) -> int:
     require("serve", "pipelinerl serve")
-    from pipelinerl.serving.server.options import Address, ServeOptions  # noqa: PLC0415 - only here
+    from pipelinerl.serving.server.run import ServeOptions, serve  # noqa: PLC0415 - only here
 
     base = RunConfig(model=ModelConfig(path=options.model), engine=EngineConfig(slots=SERVE_SLOTS))
     config = with_flags(base, settings, SERVE_KEYS)
-    wanted = ServeOptions(
-        model=config.model,
-        engine=config.engine,
-        name=options.served_name or options.model,
-        listen=Address(options.host, options.port),
-        api_key=api_key_from(options.api_key_env),
-        max_queue=options.max_queue,
-        weight_directories=tuple(options.weights_dir or [SHARED_MEMORY]),
-        drain_s=options.drain_s,
-        ready_file=options.ready_file,
+    return serve(
+        ServeOptions(
+            model=config.model,
+            engine=config.engine,
+            name=options.served_name or options.model,
+            listen=(options.host, options.port),
+            api_key=api_key_from(options.api_key_env),
+            max_queue=options.max_queue,
+            weight_directories=tuple(options.weights_dir or [SHARED_MEMORY]),
+            drain_s=options.drain_s,
+            ready_file=options.ready_file,
+        )
     )
-    wanted.check()
-    from pipelinerl.serving.server.run import serve  # noqa: PLC0415 (loads torch: after the checks above)
-
-    return serve(wanted)
 
 
 def run_doctor(options: argparse.Namespace, _settings: Sequence[str]) -> int:

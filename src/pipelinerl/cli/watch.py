@@ -48,12 +48,11 @@ def run_watch(options: argparse.Namespace, _settings: Sequence[str]) -> int:
     require("serve", "pipelinerl watch")
     from pipelinerl.experiments.watch import server  # noqa: PLC0415 - needs the extra `serve`
     from pipelinerl.serving.server.http import listen, url_of  # noqa: PLC0415
-    from pipelinerl.serving.server.options import Address  # noqa: PLC0415
 
     if options.listen_fd is not None:
         return server.serve_beside(options.run_dir[0], socket.socket(fileno=options.listen_fd))
     runs = server.Runs(options.run_dir)
-    with closing(listen(Address("127.0.0.1", options.port))) as listening:
+    with closing(listen(("127.0.0.1", options.port))) as listening:
         say(f"watching at {url_of(listening)} (Ctrl-C ends it)")
         return server.serve(runs, listening, end_note="The page's server was stopped.")
 

@@ -149,7 +149,7 @@ class Conversation:
         return Prompt(encode_text(self._tokenizer, text), text, given, given, bool(tools), rewritten=before is not None)
 
     def answer_of(
-        self, prompt: Prompt, completion: Completion, *, text: str | None = None, stop: str | None = None
+        self, prompt: Prompt, completion: Completion, text: str | None = None, stop: str | None = None
     ) -> ChatAnswer:
         """The completion of a prompt as an answer, which is no part of the conversation yet.
 
@@ -174,16 +174,8 @@ class Conversation:
     def add(self, answer: ChatAnswer) -> None:
         """Make the answer a turn."""
         self._answers.append(answer)
-        self._beside(answer).append(answer)
-
-    def withdraw(self, answer: ChatAnswer) -> None:
-        """Undo `add`, for an answer that nothing continues."""
-        self._answers.remove(answer)
-        self._beside(answer).remove(answer)
-
-    def _beside(self, answer: ChatAnswer) -> list[ChatAnswer]:
-        """The answers that continue what `answer` continues."""
-        return self._first if answer.prompt.before is None else answer.prompt.before.next
+        before = answer.prompt.before
+        (self._first if before is None else before.next).append(answer)
 
     @property
     def turns(self) -> tuple[Turn, ...]:

@@ -204,6 +204,8 @@ def in_daemon_thread(call: Callable[[], T]) -> Future[T]:
     def run() -> None:
         try:
             done.set_result(call())
+        except StopIteration as error:  # a coroutine can't raise it
+            done.set_exception(RuntimeError(f"it raised {error!r}"))
         except BaseException as error:  # noqa: BLE001 - raised by `Future.result`
             done.set_exception(error)
 

@@ -25,7 +25,6 @@ from pipelinerl.ports import is_this_machine
 from pipelinerl.process import lower_priority, take_stdin, when_closed
 from pipelinerl.report.series import labels_of
 from pipelinerl.serving.server.http import QuietServer, listen, server_sent_event, url_of, uvicorn_config
-from pipelinerl.serving.server.options import Address
 
 CLOSE_S = 3
 SHOWN_FIRST = 6
@@ -188,7 +187,7 @@ class Beside:
 
     def __init__(self, port: int) -> None:
         """Raises UserError if the port is taken."""
-        self._listening = listen(Address("127.0.0.1", port))
+        self._listening = listen(("127.0.0.1", port))
         self._child: ChildProcess | None = None
 
     def begin(self, run_dir: Path) -> str | None:

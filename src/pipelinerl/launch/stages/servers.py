@@ -55,17 +55,15 @@ def run_server(session: Session, role: str, parent_pipe: int) -> None:
         if session.here.yields:
             lower_priority()
         _run_vllm(session, role, parent_pipe)
-    from pipelinerl.serving.server.options import Address, ServeOptions  # noqa: PLC0415 - only our own servers need it
-
     require("serve", "engine servers")
-    from pipelinerl.serving.server.run import serve  # noqa: PLC0415 - needs an extra
+    from pipelinerl.serving.server.run import ServeOptions, serve  # noqa: PLC0415 - only our own servers need it
 
     serve(
         ServeOptions(
             model=config.model,
             engine=engine.model_copy(update={"threads": session.here.threads}),
             name=role,
-            listen=Address(session.here.address, 0),
+            listen=(session.here.address, 0),
             api_key=session.plan.servers_key,
             tls=_tls(engine),
             max_queue=engine.slots,

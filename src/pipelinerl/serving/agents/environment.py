@@ -6,9 +6,9 @@ import asyncio
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, Literal
 
 from pipelinerl.config.schema import Count, ShareBelowOne
@@ -16,7 +16,7 @@ from pipelinerl.environments.data import ProblemSet, by_payload, read_split
 from pipelinerl.environments.options import Arguments, Files, Inner, Options
 from pipelinerl.environments.prompts import check_template_options
 from pipelinerl.environments.registry import make_inner
-from pipelinerl.environments.user.code import describe, find_function, score_of
+from pipelinerl.environments.user.code import describe, find_function, in_daemon_thread, score_of
 from pipelinerl.errors import EnvironmentSetupError, RolloutError
 from pipelinerl.extras import require
 from pipelinerl.interfaces import Environment, GenerationClient, Tokenizer
@@ -59,7 +59,12 @@ class AgentEnvironment:
     def __init__(self, tokenizer: Tokenizer, seed: int, **args: Any) -> None:
         """Raises EnvironmentSetupError for a bad function, data or arguments, MissingDependencyError without the extra."""
         options = AgentOptions.read(args)
-        self._agent = AgentThreads(find_function(options.run, allow_async=True), options.run, options.threads)
+        self._function, self._spec = find_function(options.run, allow_async=True), options.run
+        self._places = asyncio.Semaphore(options.threads)
+        self._agents_loop = asyncio.new_event_loop() if inspect.iscoroutinefunction(self._function) else None
+        if self._agents_loop is not None:
+            threading.Thread(target=_keep_running, args=(self._agents_loop,), name="async agents", daemon=True).start()
+            weakref.finalize(self, self._agents_loop.call_soon_threadsafe, self._agents_loop.stop)
         self._template_options = check_template_options(tokenizer, options.template_options)
         self._ignore_sampling = options.sampling == "ignore"
         self._source: Environment | ProblemSet
@@ -90,76 +95,36 @@ class AgentEnvironment:
 
         session = AgentSession(client, self._template_options, ignore_sampling=self._ignore_sampling)
         with self._gateway.serving(session) as base_url:
-            returned = await self._agent.call(dict(problem.payload), base_url, API_KEY)
+            returned = await self._call(dict(problem.payload), base_url, API_KEY)
         reward, metrics = score_of(returned, "the agent")
         conversation = session.conversation
         if not conversation.turns:
             raise RolloutError("the agent sent no request to the model at `base_url`")
         ignored = {"sampling_ignored": float(session.ignored)} if self._ignore_sampling else {}
-        ignored["cancelled_turns"] = float(session.cancelled)
+        ignored["cancelled_turns"] = float(session.made - len(conversation.turns))
         return Rollout(turns=conversation.turns, reward=reward, metrics={**conversation.metrics, **ignored, **metrics})
 
-
-# ---- the code of agents: beside the engine, so that none blocks it
-
-
-class AgentThreads:
-    """Calls `function`, at most `limit` times at once; further calls wait.
-
-    A plain function is called in a thread of its own. Threads can't be killed: one that never returns remains until the
-    process ends (threads are daemons, so it can end). All calls of an `async def` function run in one event loop, because
-    the clients that they share belong to a loop. They can be cancelled.
-    """
-
-    def __init__(self, function: Callable[..., Any], spec: str, limit: int) -> None:
-        """`spec` is the function's name, for messages."""
-        self._function, self._spec = function, spec
-        self._places = asyncio.Semaphore(limit)
-        self._agents_loop = asyncio.new_event_loop() if inspect.iscoroutinefunction(function) else None
-        if self._agents_loop is not None:
-            threading.Thread(target=_keep_running, args=(self._agents_loop,), name="async agents", daemon=True).start()
-            weakref.finalize(self, self._agents_loop.call_soon_threadsafe, self._agents_loop.stop)
-
-    async def call(self, *arguments: Any) -> Any:
+    async def _call(self, *arguments: Any) -> Any:
         """The function's result. Raises RuntimeError, with a one-line message, if the function raised.
 
-        Cancelling this cancels an async function. A plain one runs on, but its calls of the model are refused.
+        A plain function is called in a thread of its own. Threads can't be killed: one that never returns remains until the
+        process ends (threads are daemons, so it can end), but its calls of the model are refused. All calls of an
+        `async def` function run in one event loop, because the clients that they share belong to it. They can be cancelled.
         """
         async with self._places:
-            result: Future[Any] = Future()
             if self._agents_loop is not None:
-                result = asyncio.run_coroutine_threadsafe(self._awaited(arguments), self._agents_loop)
+                result = asyncio.run_coroutine_threadsafe(self._function(*arguments), self._agents_loop)
             else:
-                result.set_running_or_notify_cancel()  # can't be cancelled from now on
-                threading.Thread(target=self._run, args=(arguments, result), name="agent", daemon=True).start()
+                result = in_daemon_thread(partial(self._function, *arguments))
             try:
                 return await asyncio.wrap_future(result)
-            except Exception as error:
-                raise RuntimeError(f"{self._spec}: {describe(error, self._spec)}") from error
-
-    def _run(self, arguments: tuple[Any, ...], result: Future[Any]) -> None:
-        """In a thread of its own."""
-        try:
-            result.set_result(self._function(*arguments))
-        except BaseException as raised:  # noqa: BLE001 - user code: raised where the result is awaited
-            result.set_exception(_of_one_call(raised))
-
-    async def _awaited(self, arguments: tuple[Any, ...]) -> Any:
-        """In the loop of all agents."""
-        try:
-            return await self._function(*arguments)
-        except BaseException as raised:
-            task = asyncio.current_task()
-            if isinstance(raised, Exception) or (task is not None and task.cancelling()):
-                raise
-            raise _of_one_call(raised) from raised
-
-
-def _of_one_call(raised: BaseException) -> Exception:
-    """An error that ends only its call, unlike `sys.exit`, and that a future can hold."""
-    if isinstance(raised, Exception) and not isinstance(raised, StopIteration):
-        return raised
-    return RuntimeError(f"it raised {type(raised).__name__}")
+            except BaseException as error:  # also `sys.exit`: it ends only this call
+                task = asyncio.current_task()
+                if task is not None and task.cancelling():
+                    raise
+                known = isinstance(error, Exception)
+                why = describe(error, self._spec) if known else f"it raised {type(error).__name__}"
+                raise RuntimeError(f"{self._spec}: {why}") from error
 
 
 def _keep_running(loop: asyncio.AbstractEventLoop) -> None:

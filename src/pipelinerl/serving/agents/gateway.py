@@ -10,13 +10,11 @@ from __future__ import annotations
 import asyncio
 import secrets
 import threading
-from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from typing import Any, cast
 
 import uvicorn
-from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -25,12 +23,11 @@ from pipelinerl.environments.chat.conversation import ChatAnswer, Conversation, 
 from pipelinerl.environments.prompts import TextStream, plain_decoder
 from pipelinerl.errors import EnvironmentSetupError, RequestError, RolloutError
 from pipelinerl.interfaces import GenerationClient
-from pipelinerl.serving.server.api import Read, api_routes
-from pipelinerl.serving.server.api.answers import Answer, StopStrings
-from pipelinerl.serving.server.api.bodies import OTHER_SAMPLING, AnyBody, ChatBody
+from pipelinerl.serving.server.chat import OTHER_SAMPLING, Answer, AnyBody, ChatBody, StopStrings
+from pipelinerl.serving.server.dialects import Read, api_routes
 from pipelinerl.serving.server.http import (
     RefusedError,
-    answer,
+    answer_of,
     application,
     body_of,
     check_stops,
@@ -45,8 +42,6 @@ HOST = "127.0.0.1"
 CLOSE_S = 5.0
 MODEL = "policy"
 """The model's name in responses. Requests may use any name."""
-RETRY_HEADER = "x-stainless-retry-count"
-"""The clients of OpenAI and Anthropic send in it how often they have sent the request before."""
 _REFUSED = "stop_token_ids ignore_eos logprobs return_token_ids return_weight_versions chat_template_kwargs"
 """What only the server supports."""
 
@@ -86,6 +81,8 @@ class AgentSession:
     """One rollout's conversation with its agent.
 
     It is made, called and closed in the event loop of the rollout; the gateway's thread submits calls to that loop.
+    `ignored`: how many requests had a sampling parameter that was ignored. `made`: how many answers were made. Those that
+    the agent never got, because it gave up its request, are no turns.
     """
 
     def __init__(
@@ -94,60 +91,44 @@ class AgentSession:
         """`ignore_sampling`: answer requests with other sampling parameters than the run's, with the run's."""
         self.loop = asyncio.get_running_loop()
         self.conversation = Conversation(client, template_options=template_options)
-        self.ignored = 0
-        """The requests of which a sampling parameter was ignored."""
+        self.ignored = self.made = 0
         self._client = client
         self._ignore_sampling = ignore_sampling
-        self._made = 0
         self._calls: set[asyncio.Task[Any]] = set()
-        self._tries: Counter[bytes] = Counter()  # by body: the requests that were no retries
-        self._sent: defaultdict[bytes, list[ChatAnswer]] = defaultdict(list)  # by body: those of the conversation
         self._closed = False
 
-    @property
-    def cancelled(self) -> int:
-        """The answers that the agent never got, because it gave up its request. They are no turns."""
-        return self._made - len(self.conversation.turns)
-
-    def delivered(self, answer: ChatAnswer, body: bytes) -> None:
+    def delivered(self, answer: ChatAnswer) -> None:
         """Add an answer to the conversation that is being sent to the agent."""
         if not self._closed:
-            self._withdraw_lost(body)
             self.conversation.add(answer)
-            self._sent[body].append(answer)
 
-    def _withdraw_lost(self, body: bytes) -> None:
-        """Drop the last answer to this request if it was sent, but lost: as many answers were sent as were asked for."""
-        sent = self._sent[body]
-        if sent and len(sent) >= self._tries[body] and not sent[-1].next:
-            self.conversation.withdraw(sent.pop())
-
-    async def answer(self, request: AnyBody, body: bytes, *, retried: bool = False) -> ChatAnswer:
+    async def answer(self, request: AnyBody) -> ChatAnswer:
         """One call of the model. `delivered` adds it to the conversation.
 
-        `body` identifies the request, in case a client sends it again. Raises RequestError for invalid requests, and
-        RefusedError (`not_found`) if the rollout has ended or ends meanwhile.
+        Raises RequestError for invalid requests, and RefusedError (`not_found`) if the rollout has ended or ends meanwhile.
         """
         task = asyncio.current_task()
         if self._closed or task is None:
             raise rollout_ended()
         self._calls.add(task)
         task.add_done_callback(retrieve)
-        if retried:
-            self._withdraw_lost(body)
-        else:
-            self._tries[body] += 1
         try:
             ignored = check(request, self._client.sampling, ignore=self._ignore_sampling)
-            answered = await self._ask(request)
-            self._made += 1
+            if isinstance(request, ChatBody):
+                prompt = self.conversation.prompt(request.messages, request.offered_tools)
+            elif isinstance(request.prompt, str):
+                prompt = self.conversation.text_prompt(request.prompt)
+            else:
+                prompt = Prompt(tuple(request.prompt), "")
+            answered = self.conversation.answer_of(prompt, *await self._generate(request, prompt.ids))
+            self.made += 1
             self.ignored += bool(ignored)
             return answered
         except RolloutError as error:  # the rollout's client is closed
             raise rollout_ended() from error
         except asyncio.CancelledError:
             if not self._closed:
-                self._made += 1
+                self.made += 1
                 raise  # the agent closed the connection
             raise rollout_ended() from None
         finally:
@@ -159,28 +140,16 @@ class AgentSession:
         for task in self._calls:
             task.cancel()
 
-    async def _ask(self, request: AnyBody) -> ChatAnswer:
-        most = request.most_tokens
-        if isinstance(request, ChatBody):
-            prompt = self.conversation.prompt(request.messages, request.offered_tools)
-        elif isinstance(request.prompt, str):
-            prompt = self.conversation.text_prompt(request.prompt)
-        else:
-            prompt = Prompt(tuple(request.prompt), "")
-        if not request.stops:
-            return self.conversation.answer_of(prompt, await self._client.generate(prompt.ids, max_tokens=most))
-        completion, text, stop = await self._generate_until(request.stops, prompt.ids, most)
-        return self.conversation.answer_of(prompt, completion, text=text, stop=stop)
+    async def _generate(self, request: AnyBody, prompt_ids: Sequence[int]) -> tuple[Completion, str | None, str | None]:
+        """A completion; with a stop string, it ends with the token that completes it, and has the text before it.
 
-    async def _generate_until(
-        self, stops: Sequence[str], prompt_ids: Sequence[int], max_tokens: int | None
-    ) -> tuple[Completion, str | None, str | None]:
-        """A completion that ends with the token that completes a stop string, the text before that string, and the string.
-
-        Without one, both are None. All tokens are trained on: they were sampled.
+        Without one, text and stop string are None. All tokens are trained on: they were sampled.
         """
-        text, stop, shown = TextStream(plain_decoder(self._client.tokenizer)), StopStrings(stops), ""
-        events = self._client.stream(prompt_ids, max_tokens=max_tokens)
+        most = request.most_tokens
+        if not request.stops:
+            return await self._client.generate(prompt_ids, max_tokens=most), None, None
+        text, stop, shown = TextStream(plain_decoder(self._client.tokenizer)), StopStrings(request.stops), ""
+        events = self._client.stream(prompt_ids, max_tokens=most)
         async with aclosing(cast("AsyncGenerator[TokenEvent]", events)):
             async for event in events:
                 if event.token_id not in self._client.sampling.stop_token_ids:
@@ -231,29 +200,25 @@ class Gateway:
             except OSError as error:
                 raise EnvironmentSetupError(f"can't listen on {HOST} for agents: {error}") from error
             self._url = f"http://{HOST}:{listening.getsockname()[1]}"
-            self._server = uvicorn.Server(uvicorn_config(self._app(), close_s=1))
+            base = "/rollouts/{secret}/v1"
+            app = application([*api_routes(base, self._respond), Route(f"{base}/models", self._models)])
+            self._server = uvicorn.Server(uvicorn_config(app, close_s=1))
             # A daemon thread, so that open requests of agents do not keep the process from exiting.
             self._thread = threading.Thread(
                 target=self._server.run, args=([listening],), name="agents' gateway", daemon=True
             )
             self._thread.start()
 
-    def _app(self) -> Starlette:
-        base = "/rollouts/{secret}/v1"
-        return application([*api_routes(base, self._respond), Route(f"{base}/models", self._models)])
-
     async def _models(self, request: Request) -> Response:
         self._session(request)
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "pipelinerl"}
-        return answer({"object": "list", "data": [model]})
+        return answer_of({"object": "list", "data": [model]})
 
     async def _respond(self, request: Request, read: Read) -> Response:
         session = self._session(request)
-        data = await body_of(request)
-        asked = read(data)
-        retried = request.headers.get(RETRY_HEADER, "0") != "0"
+        asked = read(await body_of(request))
         with _while_open():
-            call = asyncio.run_coroutine_threadsafe(session.answer(asked.body, data, retried=retried), session.loop)
+            call = asyncio.run_coroutine_threadsafe(session.answer(asked.body), session.loop)
         reply = await unless_gone(request, asyncio.wrap_future(call))
         answered = Answer(
             message=reply.message,
@@ -262,10 +227,9 @@ class Gateway:
             prompt_tokens=len(reply.prompt.ids),
             completion_tokens=len(reply.completion.token_ids),
         )
-        writer = asked.writer(reply.completion.request_id, asked.body.model or MODEL)
-        response = asked.answered(writer, answered)
+        response = asked.writer(reply.completion.request_id, asked.body.model or MODEL).response(answered)
         with _while_open():  # before the response is written: so the turn is recorded before the agent can go on or return
-            session.loop.call_soon_threadsafe(session.delivered, reply, data)
+            session.loop.call_soon_threadsafe(session.delivered, reply)
         return response
 
     def _session(self, request: Request) -> AgentSession:

@@ -1,9 +1,10 @@
-"""HTTP helpers of the endpoints: limits on requests, one shape of errors, and streams that end when the client leaves."""
+"""HTTP helpers of the endpoints: limits, one shape of errors, streams that end when the client leaves, access control."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
 import logging
 import os
 import socket
@@ -30,7 +31,7 @@ from pipelinerl.errors import (
     UserError,
     WeightUpdateError,
 )
-from pipelinerl.serving.server.options import Address
+from pipelinerl.ports import is_this_machine
 from pipelinerl.serving.wire import ErrorBody, ErrorCode, ErrorDetail
 from pipelinerl.types import GenerationRequest
 
@@ -70,16 +71,11 @@ def check_stops(stops: Sequence[str]) -> None:
 
 
 class RefusedError(PipelineRLError):
-    """One request is refused, with an `ErrorCode`. `retry_after_s`: when to retry; None: a retry would not help."""
+    """One request is refused, with an `ErrorCode`."""
 
-    def __init__(self, code: ErrorCode, message: str, *, retry_after_s: int | None = None) -> None:
+    def __init__(self, code: ErrorCode, message: str) -> None:
         super().__init__(message)
-        self.code, self.retry_after_s = code, retry_after_s
-
-
-def unavailable(reason: str) -> RefusedError:
-    """The error for a server that is starting, is stopping, or has failed."""
-    return RefusedError("unavailable", reason, retry_after_s=5)
+        self.code = code
 
 
 T = TypeVar("T")
@@ -96,6 +92,14 @@ STATUS: dict[ErrorCode, int] = {
     "not_supported": 501,
     "unavailable": 503,
 }
+_RETRY_AFTER_S = {"overloaded": 1, "unavailable": 5}
+_CODES: tuple[tuple[type[PipelineRLError], ErrorCode], ...] = (
+    (PromptTooLongError, "prompt_too_long"),
+    (RequestError, "bad_request"),
+    (StaleEpochError, "stale_epoch"),
+    (WeightUpdateError, "bad_weights"),
+    (PipelineRLError, "unavailable"),
+)
 
 _log = logging.getLogger(__name__)
 
@@ -118,12 +122,12 @@ def decoded(data: bytes, kind: type[T]) -> T:
         raise RequestError(f"the body is invalid: {error}") from error
 
 
-def answer(message: object) -> Response:
+def answer_of(message: object) -> Response:
     return Response(msgspec.json.encode(message), media_type="application/json")
 
 
 def error_body(error: PipelineRLError) -> ErrorBody:
-    code = _code(error)
+    code = error.code if isinstance(error, RefusedError) else next(code for kind, code in _CODES if isinstance(error, kind))
     kind = "invalid_request_error" if STATUS[code] < 429 else "server_error"
     message = str(error).replace("engine.max_length", "the model's max_model_len")  # clients don't see the run file
     return ErrorBody(error=ErrorDetail(message=message, type=kind, code=code))
@@ -131,26 +135,20 @@ def error_body(error: PipelineRLError) -> ErrorBody:
 
 def error_answer(error: PipelineRLError) -> Response:
     """The answer to a request that failed."""
-    retry_after_s = error.retry_after_s if isinstance(error, RefusedError) else None
-    headers = {} if retry_after_s is None else {"Retry-After": str(retry_after_s)}
     body = error_body(error)
-    status = STATUS[body.error.code]
-    return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
-
-
-def _code(error: PipelineRLError) -> ErrorCode:
-    if isinstance(error, RefusedError):
-        return error.code
-    if isinstance(error, PromptTooLongError):
-        return "prompt_too_long"
-    if isinstance(error, WeightUpdateError):
-        return "stale_epoch" if isinstance(error, StaleEpochError) else "bad_weights"
-    return "bad_request" if isinstance(error, RequestError) else "unavailable"
+    code = body.error.code
+    headers = {"Retry-After": str(_RETRY_AFTER_S[code])} if code in _RETRY_AFTER_S else {}
+    return Response(msgspec.json.encode(body), STATUS[code], headers, media_type="application/json")
 
 
 async def unless_gone(request: Request, work: Awaitable[T]) -> T:
     """Return the result of `work`. Raises ClientDisconnect as soon as the client closes the connection."""
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request))
+
+    async def disconnected() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
     try:
         done, _ = await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if gone in done:
@@ -166,11 +164,6 @@ def retrieve(task: asyncio.Future[Any]) -> None:
     """Take the exception of a task that nobody waits for any more; else asyncio logs it."""
     if not task.cancelled():
         task.exception()
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 Frame = Callable[[ErrorBody], bytes]
@@ -236,6 +229,42 @@ def _answer_bug(_: Request, error: Exception) -> Response:
     return Response(msgspec.json.encode(ErrorBody(error=detail)), 500, media_type="application/json")
 
 
+# ---- access control
+
+
+_OPEN_PATH = "/health"
+"""It needs no key, for health checks."""
+
+
+class ServerApp:
+    """Answers 503 until it has an `app`. Requires the key, sent as OpenAI's clients do or as Anthropic's do.
+
+    A server without a key answers only requests to a name of this machine itself, and none of web pages from other origins.
+    Otherwise a web page could reach it, also through a name of its own that resolves to this machine (DNS rebinding).
+    """
+
+    def __init__(self, api_key: str | None) -> None:
+        self.app: ASGIApp = error_answer(RefusedError("unavailable", "the server is starting: the model is being loaded"))
+        self._key = None if api_key is None else api_key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] != _OPEN_PATH and (reason := self._refusal_reason(scope)):
+            await error_answer(RefusedError("unauthorized", reason))(scope, receive, send)
+        else:
+            await self.app(scope, receive, send)
+
+    def _refusal_reason(self, scope: Scope) -> str | None:
+        headers = dict(scope["headers"])
+        if self._key is not None:
+            sent = ((b"authorization", b"Bearer " + self._key), (b"x-api-key", self._key))
+            right = [hmac.compare_digest(headers.get(name, b""), value) for name, value in sent]
+            return None if any(right) else "send this server's key: `Authorization: Bearer KEY`, or `x-api-key: KEY`"
+        given = [headers[name].decode("latin-1") for name in (b"host", b"origin") if name in headers]
+        if not all(map(is_this_machine, given)):
+            return "a server without a key answers only this machine's own names, and no web pages: use --api-key-env"
+        return None
+
+
 # ---- sockets and settings of our HTTP servers
 
 
@@ -281,14 +310,14 @@ def listening_for_http(address: tuple[Any, ...], family: socket.AddressFamily = 
     return listening
 
 
-def listen(address: Address) -> socket.socket:
-    """Listen at `address`. Raises UserError."""
+def listen(address: tuple[str, int]) -> socket.socket:
+    """Listen at a host's port. Raises UserError."""
     try:
         found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         return listening_for_http(found[4][:2], family=found[0])
     except OSError as error:
         reason = os.strerror(error.errno or 0)
-        raise UserError(f"can't listen on {address.host}:{address.port}: {reason}; choose another port") from error
+        raise UserError(f"can't listen on {address[0]}:{address[1]}: {reason}; choose another port") from error
 
 
 def url_of(listening: socket.socket, *, encrypted: bool = False) -> str:

@@ -1,4 +1,4 @@
-"""Runs a server process.
+"""Runs a server process. What is heavy is imported late, so that invalid options are reported at once.
 
 listen ─▶ load the model (requests get 503 meanwhile) ─▶ serve ─▶ stop signal ─▶ finish requests in progress ─▶ exit
 """
@@ -6,32 +6,71 @@ listen ─▶ load the model (requests get 503 meanwhile) ─▶ serve ─▶ st
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
+import ipaddress
 import os
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from pipelinerl.environments.user.code import in_daemon_thread
+from pipelinerl.config.schema import EngineConfig, ModelConfig
 from pipelinerl.errors import UserError
-from pipelinerl.files import write_atomically
+from pipelinerl.files import SHARED_MEMORY, write_atomically
 from pipelinerl.run_directory import ReadyFile
-from pipelinerl.serving.server.app import ServerApp, app_of
-from pipelinerl.serving.server.http import QuietServer, listen, url_of, uvicorn_config
-from pipelinerl.serving.server.options import ServeOptions
-from pipelinerl.serving.server.served import ServedEngine
-from pipelinerl.serving.server.service import Service, load
+
+if TYPE_CHECKING:
+    from pipelinerl.serving.server.service import Service
 
 CLOSE_S = 5
 """Time for connections to close after their requests have ended."""
 POLL_EVERY_S = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """`engine`: only the keys of the embedded engine are used. `name`: the model's name in OpenAI's API and the engine's
+    name in receipts. `listen`: host and port, 0: any free port. `tls`: PEM files of a certificate and its key. `drain_s`:
+    how long requests in progress may take when the server is stopped.
+    """
+
+    model: ModelConfig
+    engine: EngineConfig
+    name: str
+    listen: tuple[str, int]
+    tls: tuple[Path, Path] | None = None
+    api_key: str | None = field(default=None, repr=False)
+    max_queue: int = 256
+    weight_directories: Sequence[Path] = (SHARED_MEMORY,)
+    drain_s: float = 30.0
+    ready_file: Path | None = None
+
+    def check(self) -> None:
+        """Raises UserError for an address that is invalid, or that other machines can reach without a key."""
+        host, port = self.listen
+        if not 0 <= port <= 65535:
+            raise UserError(f"--port {port}: give 0 (any) to 65535")
+        try:
+            found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError) as error:
+            raise UserError(f"can't listen on {host!r}: {error}") from error
+        addresses = [ipaddress.ip_address(str(entry[4][0]).partition("%")[0]) for entry in found]
+        if self.api_key is None and not all(address.is_loopback for address in addresses):
+            raise UserError(
+                f"--host {host} can be reached by others: name an environment variable with a key that clients must send "
+                "(--api-key-env NAME), or listen on 127.0.0.1"
+            )
+        for directory in self.weight_directories:
+            if not directory.is_dir() and directory != SHARED_MEMORY:
+                raise UserError(f"--weights-dir {directory} is not a directory")
 
 
 def serve(options: ServeOptions, *, began: Callable[[], None] = lambda: None) -> int:
@@ -41,17 +80,29 @@ def serve(options: ServeOptions, *, began: Callable[[], None] = lambda: None) ->
     Raises UserError for an address that can't be used or a model that can't be served.
     """
     options.check()
-    with contextlib.closing(listen(options.listen)) as listening:
+    from pipelinerl.serving.server.http import listen  # noqa: PLC0415 - needs an extra
+
+    with closing(listen(options.listen)) as listening:
         asyncio.run(_run(options, listening, began))
     return 0
 
 
 async def _run(options: ServeOptions, listening: socket.socket, began: Callable[[], None]) -> None:
+    from pipelinerl.environments.user.code import in_daemon_thread  # noqa: PLC0415 - as above
+    from pipelinerl.serving.server.endpoints import app_of  # noqa: PLC0415 - as above
+    from pipelinerl.serving.server.http import QuietServer, ServerApp, uvicorn_config  # noqa: PLC0415 - as above
+    from pipelinerl.serving.server.service import Service, load  # noqa: PLC0415 - as above
+
     stop, stop_now = asyncio.Event(), asyncio.Event()
 
     def request_stop() -> None:
         """First call: finish the requests in progress, then stop. Second call: stop now."""
         (stop_now if stop.is_set() else stop).set()
+
+    async def until_idle(timeout_s: float, stop_now: asyncio.Event) -> None:
+        until_s = time.monotonic() + timeout_s
+        while service.engine.open_requests and time.monotonic() < until_s and not stop_now.is_set():
+            await asyncio.sleep(POLL_EVERY_S)
 
     app = ServerApp(options.api_key)
     server = QuietServer(uvicorn_config(app, close_s=CLOSE_S, tls=options.tls))
@@ -65,12 +116,14 @@ async def _run(options: ServeOptions, listening: socket.socket, began: Callable[
         await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
         if loading.done():
             service = Service(loading.result(), options)
-            _begin(app, service, options, listening, began)
+            app.app = app_of(service)
+            began()
+            _announce(service, options, listening)
             await asyncio.wait(first[1:], return_when=asyncio.FIRST_COMPLETED)
             service.engine.refuse("the server is stopping")
-            await _until_idle(service.engine, options.drain_s, stop_now)
+            await until_idle(options.drain_s, stop_now)
             service.engine.cancel_all()
-            await _until_idle(service.engine, CLOSE_S)
+            await until_idle(CLOSE_S, asyncio.Event())
             await asyncio.to_thread(service.engine.close, CLOSE_S)
             await service.updates.close()
     finally:
@@ -82,14 +135,12 @@ async def _run(options: ServeOptions, listening: socket.socket, began: Callable[
             os._exit(0)  # stopped during loading: the thread can't be ended
 
 
-def _begin(
-    app: ServerApp, service: Service, options: ServeOptions, listening: socket.socket, began: Callable[[], None]
-) -> None:
+def _announce(service: Service, options: ServeOptions, listening: socket.socket) -> None:
+    from pipelinerl.serving.server.http import url_of  # noqa: PLC0415 - as above
+
     # Exclude all loaded objects from garbage collection: they stay, and every full collection would visit them.
     gc.collect()
     gc.freeze()
-    app.open(app_of(service))
-    began()
     ready = ReadyFile(url=url_of(listening, encrypted=options.tls is not None), pid=os.getpid())
     slots = f"{options.engine.slots} slots of {service.loaded.max_length} tokens"
     print(f"{service.name} is served at {ready.url}, {slots}", file=sys.stderr, flush=True)
@@ -98,9 +149,3 @@ def _begin(
             write_atomically(options.ready_file, msgspec.json.encode(ready))
         except OSError as error:
             raise UserError(f"can't write --ready-file {options.ready_file}: {error}") from error
-
-
-async def _until_idle(engine: ServedEngine, timeout_s: float, stop_now: asyncio.Event | None = None) -> None:
-    until_s = time.monotonic() + timeout_s
-    while engine.open_requests and time.monotonic() < until_s and not (stop_now and stop_now.is_set()):
-        await asyncio.sleep(POLL_EVERY_S)

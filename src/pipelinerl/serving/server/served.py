@@ -12,13 +12,14 @@ import asyncio
 import logging
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipelinerl.errors import PipelineRLError, RequestError, WeightUpdateError
 from pipelinerl.interfaces import WeightUpdate
-from pipelinerl.serving.server.http import RefusedError, check_request, unavailable
+from pipelinerl.serving.server.http import RefusedError, check_request
 from pipelinerl.serving.wire import token_events
 from pipelinerl.types import Completion, GenerationRequest, TokenEvent, UpdateReceipt
 
@@ -29,25 +30,28 @@ _log = logging.getLogger(__name__)
 
 
 class ServedRequest:
-    """A submitted request. Any number of coroutines may follow it. `outcome` is None while it is in progress."""
+    """A submitted request. Any number of coroutines may follow it. `outcome` is None while it is in progress.
+
+    `changed` is set, and replaced, when there are more tokens or an outcome.
+    """
 
     def __init__(self, request: GenerationRequest) -> None:
         self.request = request
         self.outcome: Completion | PipelineRLError | None = None
         self.tokens: list[TokenEvent] = []
-        self._changed = asyncio.Event()
+        self.changed = asyncio.Event()
 
     async def begun(self) -> None:
         """Wait for the first token or the end. Raises the request's error, if it failed."""
         while not self.tokens and self.outcome is None:
-            await self._changed.wait()
+            await self.changed.wait()
         if isinstance(self.outcome, PipelineRLError):
             raise self.outcome
 
     async def completion(self) -> Completion:
         """Wait for the completion. Raises the request's error, if it failed."""
         while self.outcome is None:
-            await self._changed.wait()
+            await self.changed.wait()
         if isinstance(self.outcome, Completion):
             return self.outcome
         raise self.outcome
@@ -63,12 +67,7 @@ class ServedRequest:
             elif self.outcome is not None:
                 return
             else:
-                await self._changed.wait()
-
-    def wake(self) -> None:
-        """Wake all waiting coroutines; each checks its condition again."""
-        self._changed.set()
-        self._changed = asyncio.Event()
+                await self.changed.wait()
 
 
 class Holding(NamedTuple):
@@ -96,9 +95,8 @@ class ServedEngine:
         self.refusing: str | None = None
         self._loop = asyncio.get_running_loop()
         self._open: dict[str, ServedRequest] = {}
-        self._updates: set[asyncio.Future[UpdateReceipt]] = set()
+        self._updates: set[Future[UpdateReceipt]] = set()
         self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # None: the thread ends
-        self._failed: list[tuple[str, PipelineRLError]] = []  # used only in the engine's thread
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -116,7 +114,7 @@ class ServedEngine:
         """
         check_request(request)
         if self.refusing is not None:
-            raise unavailable(self.refusing)
+            raise RefusedError("unavailable", self.refusing)
         if request.id in self._open:
             raise RequestError(f"request {request.id!r} is already in the engine; give each request a unique id")
         if len(self._open) >= self._slots + self._max_queue:
@@ -124,7 +122,6 @@ class ServedEngine:
                 "overloaded",
                 f"{self._slots} requests are in progress and {self._max_queue} wait, the most that this server accepts "
                 "(--engine.slots, --max-queue): try again later",
-                retry_after_s=1,
             )
         served = self._open[request.id] = ServedRequest(request)
         self._commands.put(lambda: self._submit(request))
@@ -140,13 +137,14 @@ class ServedEngine:
             self.cancel(request_id)
 
     @contextmanager
-    def following(self, served: ServedRequest) -> Iterator[None]:
-        """Follow the request inside the context. At the end it is cancelled, unless it has ended."""
+    def following(self, request: GenerationRequest) -> Iterator[ServedRequest]:
+        """Submit a request. At the end of the context it is cancelled, unless it has ended."""
+        served = self.submit(request)
         try:
-            yield
+            yield served
         finally:
             if served.outcome is None:
-                self.cancel(served.request.id)
+                self.cancel(request.id)
 
     # ---- weights and the end
 
@@ -156,14 +154,17 @@ class ServedEngine:
         Raises WeightUpdateError if they do not fit (the old ones stay), RefusedError if the engine is not available.
         """
         if self.refusing is not None:
-            raise unavailable(self.refusing)
+            raise RefusedError("unavailable", self.refusing)
         if anew:
             self.cancel_all()
-        answer: asyncio.Future[UpdateReceipt] = self._loop.create_future()
+        answer: Future[UpdateReceipt] = Future()
+        answer.set_running_or_notify_cancel()  # the caller may give up, but the update goes on
         self._updates.add(answer)
-        answer.add_done_callback(self._updates.discard)
         self._commands.put(lambda: self._update(update, answer, anew))
-        return await answer
+        try:
+            return await asyncio.wrap_future(answer)
+        finally:
+            self._updates.discard(answer)
 
     def refuse(self, reason: str) -> None:
         """Refuse all requests from now on, with `reason`. Requests in progress continue."""
@@ -178,52 +179,47 @@ class ServedEngine:
 
     # ---- what the engine's thread calls in the event loop
 
-    def _deliver(
-        self, tokens: Sequence[TokenEvent], finished: Sequence[Completion], failed: Sequence[tuple[str, PipelineRLError]]
-    ) -> None:
+    def _deliver(self, tokens: Sequence[TokenEvent], ended: Sequence[tuple[str, Completion | PipelineRLError]]) -> None:
         changed: set[ServedRequest] = set()
         for event in tokens:
             served = self._open[event.request_id]
             served.tokens.append(event)
             changed.add(served)
-        ended: list[tuple[str, Completion | PipelineRLError]] = [(one.request_id, one) for one in finished]
-        for request_id, outcome in (*ended, *failed):
+        for request_id, outcome in ended:
             served = self._open.pop(request_id)
             served.outcome, served.tokens = outcome, []
             changed.add(served)
         for served in changed:
-            served.wake()
+            served.changed.set()
+            served.changed = asyncio.Event()
 
-    def _answer(self, answer: asyncio.Future[UpdateReceipt], receipt: UpdateReceipt | PipelineRLError) -> None:
-        if answer.done():
-            return  # the caller has given up
-        if isinstance(receipt, PipelineRLError):
-            answer.set_exception(receipt)
-        else:
-            answer.set_result(receipt)
-
-    def _thread_ended(self, reason: str, *, failed: bool) -> None:
+    def _thread_ended(self, reason: str, failed: bool) -> None:
         """Fail all open requests and updates."""
         self.refusing = reason if failed else self.refusing
-        self._deliver((), (), [(request_id, unavailable(reason)) for request_id in sorted(self._open)])
-        for answer in tuple(self._updates):
-            self._answer(answer, unavailable(reason))
+        error = RefusedError("unavailable", reason)
+        self._deliver((), [(request_id, error) for request_id in sorted(self._open)])
+        for answer in self._updates:
+            if not answer.done():
+                answer.set_exception(error)
 
     # ---- the engine's thread
 
     def _run(self) -> None:
         try:
             while self._run_commands():
-                self._step()
-            self._post(self._thread_ended, "the server has stopped", failed=False)
+                output = self._engine.step()
+                self.progress = self._engine.progress()
+                if output.tokens or output.finished:
+                    self._post(self._deliver, output.tokens, [(one.request_id, one) for one in output.finished])
+            self._post(self._thread_ended, "the server has stopped", False)
         except Exception as error:  # noqa: BLE001 - the thread's boundary: all waiting callers get the error
             _log.exception("the engine failed")
             reason = f"the engine failed ({type(error).__name__}: {error}): restart the server"
-            self._post(self._thread_ended, reason, failed=True)
+            self._post(self._thread_ended, reason, True)
 
-    def _post(self, call: Callable[..., None], *arguments: Any, **options: Any) -> None:
+    def _post(self, call: Callable[..., None], *arguments: Any) -> None:
         with suppress(RuntimeError):  # the event loop has ended
-            self._loop.call_soon_threadsafe(lambda: call(*arguments, **options))
+            self._loop.call_soon_threadsafe(call, *arguments)
 
     def _run_commands(self) -> bool:
         """Run the commands that wait; wait for one if there is nothing to compute. Returns False if the thread is to end."""
@@ -238,22 +234,16 @@ class ServedEngine:
             command()
             busy = True
 
-    def _step(self) -> None:
-        output = self._engine.step()
-        self.progress = self._engine.progress()
-        failed, self._failed = self._failed, []
-        if output.tokens or output.finished or failed:
-            self._post(self._deliver, output.tokens, output.finished, failed)
-
     def _submit(self, request: GenerationRequest) -> None:
         try:
             self._engine.submit(request)
         except RequestError as error:
-            self._failed.append((request.id, error))
+            self._post(self._deliver, (), [(request.id, error)])
 
-    def _update(self, update: WeightUpdate, answer: asyncio.Future[UpdateReceipt], anew: bool) -> None:
+    def _update(self, update: WeightUpdate, answer: Future[UpdateReceipt], anew: bool) -> None:
         if anew:
-            self._step()  # ends the cancelled requests
+            ended = self._engine.step().finished  # the cancelled requests
+            self._post(self._deliver, (), [(one.request_id, one) for one in ended])
             self._engine.restart()  # any version may follow
         try:
             receipt = self._engine.update_weights(update)
@@ -263,8 +253,8 @@ class ServedEngine:
                 raise
             if anew:
                 self._engine.restart(self.holding.version)
-            self._post(self._answer, answer, error)
+            answer.set_exception(error)
             return
         self.holding = Holding(receipt.version, receipt.checksum)
         self.progress = self._engine.progress()
-        self._post(self._answer, answer, receipt)
+        answer.set_result(receipt)

@@ -1,4 +1,4 @@
-"""The loaded model and the objects that the endpoints use: the engine, and weight updates, one at a time.
+"""The service: the loaded model, its engine, weight updates, one at a time, and our own endpoints (messages: `wire`).
 
 An update is verified while the engine runs, then applied between two tokens.
 """
@@ -8,12 +8,16 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 from torch import Tensor
 
 from pipelinerl.engine import LocalEngine
@@ -22,11 +26,21 @@ from pipelinerl.interfaces import Tokenizer, WeightUpdate
 from pipelinerl.models.loading import load_model, load_tokenizer, slot_length, stop_token_ids
 from pipelinerl.models.state import checksum, first_names, named_weights
 from pipelinerl.serving.incoming import IncomingWeights
-from pipelinerl.serving.server.http import RefusedError
-from pipelinerl.serving.server.options import ServeOptions
-from pipelinerl.serving.server.served import ServedEngine
-from pipelinerl.serving.wire import ProcessGroupRequest, ServerInfo, WeightUpdateRequest
-from pipelinerl.types import UpdateReceipt
+from pipelinerl.serving.server.http import (
+    RefusedError,
+    StreamedResponse,
+    answer_of,
+    body_of,
+    decoded,
+    json_line,
+    unless_gone,
+)
+from pipelinerl.serving.server.served import ServedEngine, ServedRequest
+from pipelinerl.serving.wire import CompletionLine, ProcessGroupRequest, ServerInfo, TokenLine, WeightUpdateRequest
+from pipelinerl.types import GenerationRequest, UpdateReceipt
+
+if TYPE_CHECKING:
+    from pipelinerl.serving.server.run import ServeOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +159,10 @@ class WeightUpdates:
 
 
 class Service:
-    """All parts of a running server. Starts the engine's thread. Used only in the event loop that it was created in."""
+    """All parts of a running server, and its own endpoints. Starts the engine's thread.
+
+    Used only in the event loop that it was created in.
+    """
 
     def __init__(self, loaded: LoadedModel, options: ServeOptions) -> None:
         self.name = options.name
@@ -158,23 +175,69 @@ class Service:
             held=lambda: checksum(loaded.weights),
         )
         self.updates = WeightUpdates(self.engine, loaded.weights, options.weight_directories)
-        self.created = int(time.time())
+        self._created = int(time.time())
         self._model = options.model.path
         self._instance = secrets.token_hex(8)
 
-    def info(self) -> ServerInfo:
+    def routes(self) -> list[Route]:
+        """Our own endpoints, and the list of models."""
+        posts = (self.generate, self.request_weight_update, self.init_process_group)
+        return [
+            Route("/health", self.health),
+            Route("/info", self.info),
+            Route("/v1/models", self.models),
+            *(Route(f"/{method.__name__}", method, methods=["POST"]) for method in posts),
+        ]
+
+    async def info(self, _: Request) -> Response:
         progress, holding = self.engine.progress, self.engine.holding
-        return ServerInfo(
-            instance=self._instance,
-            name=self.name,
-            model=self._model,
-            slots=self.loaded.engine.slots,
-            max_length=self.loaded.max_length,
-            vocabulary=self.loaded.vocabulary,
-            stop_token_ids=self.loaded.stop_token_ids,
-            version=holding.version,
-            checksum=holding.checksum,
-            in_progress=progress.in_progress,
-            queued=max(0, self.engine.open_requests - progress.in_progress),
-            decode_steps=progress.decode_steps,
+        return answer_of(
+            ServerInfo(
+                instance=self._instance,
+                name=self.name,
+                model=self._model,
+                slots=self.loaded.engine.slots,
+                max_length=self.loaded.max_length,
+                vocabulary=self.loaded.vocabulary,
+                stop_token_ids=self.loaded.stop_token_ids,
+                version=holding.version,
+                checksum=holding.checksum,
+                in_progress=progress.in_progress,
+                queued=max(0, self.engine.open_requests - progress.in_progress),
+                decode_steps=progress.decode_steps,
+            )
         )
+
+    async def health(self, _: Request) -> Response:
+        """200 while requests are accepted, else 503 with the reason."""
+        if self.engine.refusing is not None:
+            raise RefusedError("unavailable", self.engine.refusing)
+        return answer_of({"status": "ready", "version": self.engine.holding.version})
+
+    async def models(self, _: Request) -> Response:
+        about = {"id": self.name, "object": "model", "created": self._created, "owned_by": "pipelinerl"}
+        return answer_of({"object": "list", "data": [about | {"max_model_len": self.loaded.max_length}]})
+
+    async def generate(self, request: Request) -> Response:
+        wanted = decoded(await body_of(request), GenerationRequest)
+        with ExitStack() as stack:
+            served = stack.enter_context(self.engine.following(wanted))
+            if not wanted.stream:
+                return answer_of(await unless_gone(request, served.completion()))
+            await unless_gone(request, served.begun())  # refused requests get an error status, not a stream
+            return StreamedResponse(_lines(served), stack.pop_all(), json_line, "application/x-ndjson")
+
+    async def request_weight_update(self, request: Request) -> Response:
+        return answer_of(await self.updates.take(decoded(await body_of(request), WeightUpdateRequest)))
+
+    async def init_process_group(self, request: Request) -> Response:
+        """Answers once the trainer and all its receivers have formed the group. Gives up if the client leaves before."""
+        wanted = decoded(await body_of(request), ProcessGroupRequest)
+        await unless_gone(request, self.updates.join(wanted))
+        return answer_of({})
+
+
+async def _lines(served: ServedRequest) -> AsyncGenerator[bytes]:
+    async for batch in served.batches():
+        yield b"".join(json_line(TokenLine(token=event)) for event in batch)
+    yield json_line(CompletionLine(completion=await served.completion()))

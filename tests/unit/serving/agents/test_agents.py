@@ -18,7 +18,7 @@ from pipelinerl.actor.client import EngineClient, RolloutClient
 from pipelinerl.actor.failures import Failure
 from pipelinerl.actor.rollouts import attempt
 from pipelinerl.environments.registry import make_environment
-from pipelinerl.errors import EnvironmentSetupError, MissingDependencyError
+from pipelinerl.errors import EnvironmentSetupError
 from pipelinerl.preprocess.turns import join_turns
 from pipelinerl.serving.agents.environment import AgentEnvironment
 from pipelinerl.serving.agents.gateway import AgentSession, Gateway
@@ -249,17 +249,17 @@ def outcomes(
     [
         (None, "bad_rollout", "the agent returned None, not a number"),
         ({"reward": "1"}, "bad_rollout", "the agent['reward'] returned a str"),
-        (
-            (1.0,),
-            "bad_rollout",
-            "the agent returned a tuple, not a number, a dict of 'reward' and other ",
-        ),
+        ((1.0,), "bad_rollout", "the agent returned a tuple, not a number, a dict of 'reward' and other "),
         (KeyError("what"), "raised", "KeyError: 'what'"),
         (SystemExit(3), "raised", "it raised SystemExit"),
+        (StopIteration(), "raised", "it raised StopIteration"),
+        ("asks nothing", "bad_rollout", "sent no request to the model"),
     ],
 )
 def test_mistakes_of_an_agent_cost_its_rollout(tmp_path: Path, returned: Any, reason: str, message: str) -> None:
     def solve(problem: dict[str, Any], base_url: str, api_key: str) -> Any:
+        if returned == "asks nothing":
+            return 1.0
         at(base_url).completions.create(model="any", prompt="?")
         if isinstance(returned, BaseException):
             raise returned
@@ -269,12 +269,6 @@ def test_mistakes_of_an_agent_cost_its_rollout(tmp_path: Path, returned: Any, re
     assert isinstance(failure, Failure)
     assert failure.reason == reason
     assert message in failure.message
-
-
-def test_an_agent_that_asks_nothing_is_no_rollout(tmp_path: Path) -> None:
-    (failure,), _ = outcomes(lambda *_: 1.0, tmp_path)
-    assert isinstance(failure, Failure)
-    assert "sent no request to the model" in failure.message
 
 
 def test_an_agent_that_never_returns_costs_its_rollout_alone(tmp_path: Path) -> None:
@@ -348,25 +342,6 @@ def test_a_call_that_its_agent_gave_up_is_cancelled_and_no_part_of_the_rollout(t
     assert isinstance(made, Rollout)
     assert [turn.completion.request_id for turn in made.turns] == ["r0.t1"]
     assert engine.cancelled == ["r0.t0"]
-
-
-def test_a_retry_takes_the_place_of_the_turn_that_was_lost(tmp_path: Path) -> None:
-    """The client sends the same body again, and says so: the agent got three answers, two to the same question."""
-
-    def solve(problem: dict[str, Any], base_url: str, api_key: str) -> float:
-        ask = at(base_url).completions.create
-        ask(model="any", prompt="?")
-        ask(model="any", prompt="?")  # was lost on the way
-        ask(model="any", prompt="?", extra_headers={"x-stainless-retry-count": "1"})
-        ask(model="any", prompt="!", extra_headers={"x-stainless-retry-count": "2"})  # the first tries never arrived
-        return 1.0
-
-    (made,), engine = outcomes(solve, tmp_path)
-    assert isinstance(made, Rollout)
-    assert [turn.completion.request_id for turn in made.turns] == ["r0.t0", "r0.t2", "r0.t3"]
-    assert made.metrics["turns"] == 3
-    assert made.metrics["cancelled_turns"] == 1
-    assert len(engine.requests) == 4
 
 
 def test_attempts_of_an_async_agent_share_a_client(tmp_path: Path) -> None:
@@ -463,13 +438,6 @@ def test_mistakes_in_the_run_file_are_one_line(args: dict[str, Any], what: str) 
     with pytest.raises(EnvironmentSetupError, match=f"(?i){what}") as error:
         make_environment("agent", args, TOKENIZER, 0)
     assert "\n" not in str(error.value)
-
-
-def test_a_missing_extra_is_named(tmp_path: Path, not_installed: Callable[[str], None]) -> None:
-    (tmp_path / "data.jsonl").write_text('{"a": 1}\n{"a": 2}\n')
-    not_installed("starlette")
-    with pytest.raises(MissingDependencyError, match=r"environment.kind agent: .*pip install 'starlette>="):
-        make_environment("agent", {"run": "math:floor", "data": str(tmp_path / "data.jsonl")}, TOKENIZER, 0)
 
 
 @pytest.mark.slow

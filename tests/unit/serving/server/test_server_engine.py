@@ -156,11 +156,9 @@ async def test_a_caller_that_gave_up_waiting_for_an_update_does_not_harm_the_eng
 async def test_what_nobody_follows_any_more_is_cancelled() -> None:
     engine = scripted()
     async with served(engine) as running:
-        left = running.submit(request("a", ENDLESS))
-        with running.following(left):
+        with running.following(request("a", ENDLESS)) as left:
             pass
         assert (await left.completion()).finish_reason == "cancelled"
-        ended = running.submit(request("b"))
-        with running.following(ended):
+        with running.following(request("b")) as ended:
             await ended.completion()
         assert engine.cancelled == ["a"]

@@ -17,7 +17,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from pipelinerl.environments.chat.messages import parse_tool_calls
 from pipelinerl.environments.prompts import MOST_HELD, TextStream, plain_decoder, text_decoder
 from pipelinerl.interfaces import PART
-from pipelinerl.serving.server.api.answers import StopStrings
+from pipelinerl.serving.server.chat import StopStrings
 from tests.unit.server_parts import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import ExitStack
+from functools import partial
 
-import msgspec
+from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -22,20 +23,19 @@ from pipelinerl.environments.chat.messages import (
 from pipelinerl.environments.prompts import TextStream, has_chat_template, plain_decoder
 from pipelinerl.errors import PromptTooLongError, RequestError
 from pipelinerl.interfaces import PART
-from pipelinerl.serving.server.api import Read
-from pipelinerl.serving.server.api.answers import Answer, ChoiceWriter, StopStrings
-from pipelinerl.serving.server.api.bodies import AnyBody, ChatBody, CompletionBody, Json
+from pipelinerl.serving.server.chat import Answer, AnyBody, ChatBody, ChoiceWriter, CompletionBody, Json, StopStrings
+from pipelinerl.serving.server.dialects import Read, api_routes
 from pipelinerl.serving.server.http import (
     RefusedError,
     StreamedResponse,
+    application,
     body_of,
     server_sent_event,
-    unavailable,
     unless_gone,
 )
 from pipelinerl.serving.server.served import ServedRequest
 from pipelinerl.serving.server.service import Service
-from pipelinerl.types import GenerationRequest, TokenEvent, VersionSpan, spans_from_versions
+from pipelinerl.types import GenerationRequest, TokenEvent, spans_from_versions
 
 _COMPLETION_TOKENS = 16
 """OpenAI's default `max_tokens` for a text completion. The default for a chat is as many as fit."""
@@ -45,38 +45,40 @@ _LONG_TEXT = 20_000
 """Characters. Encoding a longer text takes more than a few milliseconds, so it is done in a thread."""
 
 
+def app_of(service: Service) -> Starlette:
+    """The endpoints of a service."""
+    return application([*service.routes(), *api_routes("/v1", partial(respond, service))])
+
+
 async def respond(service: Service, request: Request, read: Read) -> Response:
     """Answer a chat or a text. Plain ones are streamed as tokens arrive; others come in one piece, at the end."""
-    asked = read(await body_of(request))
-    body = asked.body
+    body, writer_of = read(await body_of(request))
     if body.model not in (None, service.name):
         raise RefusedError("not_found", f"there is no model {body.model!r}; this server has {service.name!r}")
-    answer_id = ("chatcmpl-" if isinstance(body, ChatBody) else "cmpl-") + secrets.token_hex(12)
+    answer_id = secrets.token_hex(12)
     wanted = await _request(service, body, answer_id)
     with ExitStack() as stack:
-        served = service.engine.submit(wanted)
-        stack.enter_context(service.engine.following(served))
-        text = AnswerText(service, body, served)
-        writer = asked.writer(answer_id, service.name)
+        served = stack.enter_context(service.engine.following(wanted))
+        text, writer = AnswerText(service, body, served), writer_of(answer_id, service.name)
         if body.stream and isinstance(writer, ChoiceWriter) and not text.tools:
             await unless_gone(request, served.begun())  # refused requests get an error status, not a stream
             return StreamedResponse(_chunks(writer, text), stack.pop_all(), server_sent_event, "text/event-stream")
-        return asked.answered(writer, await unless_gone(request, text.whole()))
+        return writer.response(await unless_gone(request, text.whole()))
 
 
 async def _chunks(writer: ChoiceWriter, text: AnswerText) -> AsyncGenerator[bytes]:
     if isinstance(text.body, ChatBody):
-        yield writer.chunk({"role": "assistant", "content": ""}, {})
-    async for tokens, shown in text.pieces():
-        beyond = text.beyond(tokens)
-        if shown or (tokens and beyond):
-            yield writer.chunk(shown, beyond)
-    yield writer.end(text.answer({}))
+        yield writer.part("", {"role": "assistant", "content": ""})
+    async for shown in text.pieces():
+        if shown:
+            yield writer.part(shown)
+    yield writer.end(text.answer())
 
 
 async def _request(service: Service, body: AnyBody, name: str) -> GenerationRequest:
     """The engine's request. Raises RequestError for an invalid prompt or parameters."""
     loaded = service.loaded
+    text = ""
     if isinstance(body, ChatBody):
         if not has_chat_template(loaded.tokenizer):
             raise RequestError("this model's tokenizer has no chat template: use /v1/completions with a plain prompt")
@@ -84,11 +86,15 @@ async def _request(service: Service, body: AnyBody, name: str) -> GenerationRequ
             raise RequestError("messages: there are none")
         messages = [plain_message(message) for message in body.messages]
         text = render(loaded.tokenizer, messages, body.offered_tools, body.template_options)
-        prompt_ids = await _encoded(service, text, special=False)
     elif isinstance(body.prompt, str):
-        prompt_ids = await _encoded(service, body.prompt, special=True)
-    else:
+        text = body.prompt
+    if len(text) > loaded.max_length * _MAX_CHARACTERS_PER_TOKEN:
+        raise PromptTooLongError(f"a prompt of {len(text)} characters can't fit into {loaded.max_length} tokens")
+    if isinstance(body, CompletionBody) and not isinstance(body.prompt, str):
         prompt_ids = tuple(body.prompt)
+    else:
+        encoded = partial(encode_text, loaded.tokenizer, text, special=isinstance(body, CompletionBody))
+        prompt_ids = await asyncio.to_thread(encoded) if len(text) > _LONG_TEXT else encoded()
     room = loaded.max_length - len(prompt_ids)
     default = room if isinstance(body, ChatBody) else min(room, _COMPLETION_TOKENS)
     sampling = body.sampling(default=default, end_ids=loaded.stop_token_ids)
@@ -96,17 +102,8 @@ async def _request(service: Service, body: AnyBody, name: str) -> GenerationRequ
     return GenerationRequest(id=name, prompt_ids=prompt_ids, sampling=sampling, stream=by_token)
 
 
-async def _encoded(service: Service, text: str, *, special: bool) -> tuple[int, ...]:
-    tokenizer, max_length = service.loaded.tokenizer, service.loaded.max_length
-    if len(text) > max_length * _MAX_CHARACTERS_PER_TOKEN:
-        raise PromptTooLongError(f"a prompt of {len(text)} characters can't fit into {max_length} tokens")
-    if len(text) > _LONG_TEXT:
-        return await asyncio.to_thread(encode_text, tokenizer, text, special=special)
-    return encode_text(tokenizer, text, special=special)
-
-
 class AnswerText:
-    """The text of a served request, and what a choice has beyond it. `tools`: the text may have calls."""
+    """The text of a served request, as it grows. `tools`: the text may have calls."""
 
     def __init__(self, service: Service, body: AnyBody, served: ServedRequest) -> None:
         self.body = body
@@ -115,10 +112,9 @@ class AnswerText:
         self._stop = StopStrings(body.stops)
         self._tokens: list[TokenEvent] = []
         self._text = self._finish_reason = ""
-        self._prompt_versions: tuple[VersionSpan, ...] = ()
 
-    async def pieces(self) -> AsyncGenerator[tuple[Sequence[TokenEvent], str]]:
-        """Yield tokens, and the text that became final with them; the last piece has no tokens.
+    async def pieces(self) -> AsyncGenerator[str]:
+        """Yield text as it becomes final.
 
         Raises the request's error if it was refused, or was cancelled because the server stops.
         """
@@ -127,77 +123,60 @@ class AnswerText:
         async for batch in served.batches():
             for tokens in ([token] for token in batch) if self.body.stops else [batch]:
                 self._tokens += tokens
-                read = [event.prompt_versions for event in tokens if event.prompt_versions]
-                self._prompt_versions = read[-1] if read else self._prompt_versions
                 shown = stop.feed(text.feed([event.token_id for event in tokens if event.token_id not in silent]))
                 self._text += shown
-                yield tokens, shown
+                yield shown
                 if stop.found is not None:
                     break
             if stop.found is not None:  # later tokens and versions are no part of the answer
                 self._engine.cancel(served.request.id)
                 break
         completion = await served.completion()
-        if stop.found is None:
-            if completion.finish_reason == "cancelled":
-                raise unavailable("the request was cancelled")
-            self._finish_reason, self._prompt_versions = completion.finish_reason, completion.prompt_versions
+        if stop.found is None and completion.finish_reason == "cancelled":
+            raise RefusedError("unavailable", "the request was cancelled")
         rest = stop.feed(text.rest()) + stop.rest()
+        self._finish_reason = completion.finish_reason if stop.found is None else "stop"
         self._text += rest
-        yield [], rest
+        yield rest
 
     async def whole(self) -> Answer:
         async for _ in self.pieces():
             pass
-        return self.answer(self.beyond(self._tokens))
+        return self.answer()
 
-    def answer(self, beyond: Json) -> Answer:
-        """The answer, once all pieces have come. `beyond`: more fields of its choice."""
+    def answer(self) -> Answer:
+        """The answer, once all pieces have come."""
         parsed = parse_tool_calls(self._text) if self.tools else ParsedText(self._text)
-        message = answer_message(parsed, f"call{secrets.token_hex(4)}")
-        reason = "stop" if self._stop.found is not None else self._finish_reason
-        beyond = dict(beyond)
+        called = parsed.calls and self._finish_reason == "stop"
+        beyond: Json = {}
+        if self.body.logprobs is not None and self.body.logprobs is not False:
+            beyond["logprobs"] = self._logprobs()
         if self.body.return_token_ids:
             beyond["prompt_token_ids"] = self._served.request.prompt_ids
+            beyond["token_ids"] = [event.token_id for event in self._tokens]
         if self.body.return_weight_versions:
             beyond["weight_versions"] = spans_from_versions(event.version for event in self._tokens)
-            beyond["prompt_versions"] = self._prompt_versions
+            read = [event.prompt_versions for event in self._tokens if event.prompt_versions]
+            beyond["prompt_versions"] = read[-1] if read else ()
         return Answer(
-            message=message,
-            finish_reason="tool_calls" if parsed.calls and reason == "stop" else reason,
+            message=answer_message(parsed, f"call{secrets.token_hex(4)}"),
+            finish_reason="tool_calls" if called else self._finish_reason,
             stop=self._stop.found,
             prompt_tokens=len(self._served.request.prompt_ids),
             completion_tokens=len(self._tokens),
             beyond=beyond,
         )
 
-    def beyond(self, tokens: Sequence[TokenEvent]) -> Json:
-        """What was asked for about these tokens. `weight_versions` counts from the completion's first token."""
-        fields: Json = {}
-        if self.body.wants_logprobs:
-            fields["logprobs"] = self._logprobs(tokens)
-        if self.body.return_token_ids:
-            fields["token_ids"] = [event.token_id for event in tokens]
-        if self.body.return_weight_versions:
-            first = tokens[0].index if tokens else 0
-            fields["weight_versions"] = [
-                msgspec.structs.replace(span, start=span.start + first, end=span.end + first)
-                for span in spans_from_versions(event.version for event in tokens)
-            ]
-        return fields
-
-    def _logprobs(self, tokens: Sequence[TokenEvent]) -> Json:
+    def _logprobs(self) -> Json:
         """As OpenAI's API has them. `bytes` is None for a token that is part of a character."""
-        names = [self._tokenizer.decode([event.token_id], skip_special_tokens=False) for event in tokens]
-        if isinstance(self.body, CompletionBody):
-            return {"tokens": names, "token_logprobs": [event.logprob for event in tokens]}
-        content = [
-            {
-                "token": name,
-                "logprob": event.logprob,
-                "bytes": None if PART in name else list(name.encode()),
-                "top_logprobs": [],
-            }
-            for name, event in zip(names, tokens, strict=True)
-        ]
-        return {"content": content, "refusal": None}
+        text = isinstance(self.body, CompletionBody)
+        found: Json = {"tokens": [], "token_logprobs": []} if text else {"content": [], "refusal": None}
+        for event in self._tokens:
+            name = self._tokenizer.decode([event.token_id], skip_special_tokens=False)
+            if text:
+                found["tokens"].append(name)
+                found["token_logprobs"].append(event.logprob)
+            else:
+                data = None if PART in name else list(name.encode())
+                found["content"].append({"token": name, "logprob": event.logprob, "bytes": data, "top_logprobs": []})
+        return found

@@ -1,4 +1,4 @@
-"""Request bodies of Chat Completions and Completions: the supported fields; and the keys that all APIs refuse.
+"""Chat Completions and Completions of OpenAI: the supported fields of a request, the keys that all APIs refuse, and answers.
 
 The keys in `_REFUSED` would change an answer, so a request is refused that sets one of them to a value with an effect. Other
 unknown keys are ignored, because clients send many.
@@ -6,15 +6,22 @@ unknown keys are ignored, because clients send many.
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeVar
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
+from starlette.responses import Response
 
 from pipelinerl.errors import RequestError
-from pipelinerl.serving.server.http import check_stops, decoded
+from pipelinerl.serving.server.http import answer_of, check_stops, decoded, server_sent_event
 from pipelinerl.types import SamplingParams
 
 Json = dict[str, Any]
+
+# ---- requests
 
 _NEVER = """
     allowed_token_ids audio background bad_words chat_template chat_template_kwargs container context_management
@@ -88,6 +95,7 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str | None = None
     max_tokens: int | None = None
+    max_completion_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -110,7 +118,7 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def most_tokens(self) -> int | None:
-        return self.max_tokens
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     def sampling(self, *, default: int, end_ids: tuple[int, ...]) -> SamplingParams:
         """The sampling parameters. `default`: the token limit if the body has none. `end_ids`: the model's end tokens.
@@ -138,10 +146,6 @@ class CompletionBody(Body, frozen=True, kw_only=True):
     prompt: str | list[int]
     logprobs: Literal[0] | None = None
 
-    @property
-    def wants_logprobs(self) -> bool:
-        return self.logprobs is not None
-
 
 class ToolFunction(msgspec.Struct, frozen=True):
     name: str
@@ -158,19 +162,10 @@ class ChatBody(Body, frozen=True, kw_only=True):
     """`chat_template_kwargs`: variables of the model's chat template, such as Qwen3's `enable_thinking`."""
 
     messages: list[Json]
-    max_completion_tokens: int | None = None
     logprobs: bool | None = None
     tools: list[Json] | None = None
     tool_choice: Literal["auto", "none"] | None = None
     chat_template_kwargs: Json | None = None
-
-    @property
-    def most_tokens(self) -> int | None:
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-
-    @property
-    def wants_logprobs(self) -> bool:
-        return bool(self.logprobs)
 
     @property
     def offered_tools(self) -> list[Json]:
@@ -191,3 +186,149 @@ class ChatBody(Body, frozen=True, kw_only=True):
 
 
 AnyBody = ChatBody | CompletionBody
+
+
+# ---- answers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """An answer to a request of any API. `message`: as in Chat Completions; a text is its `content`.
+
+    `finish_reason`: as in Chat Completions. `stop`: the stop string of the request that ended the text. `beyond`: more
+    fields of the choice, in the APIs of OpenAI that have one.
+    """
+
+    message: Json
+    finish_reason: str
+    stop: str | None = None
+    prompt_tokens: int
+    completion_tokens: int
+    beyond: Json = field(default_factory=dict)
+
+    @property
+    def text(self) -> str:
+        return self.message["content"] or ""
+
+    @property
+    def calls(self) -> Sequence[Json]:
+        calls: Sequence[Json] = self.message.get("tool_calls", ())
+        return calls
+
+
+class Writer:
+    """Writes the answer to one request, as the request's API has it. `asked`: the request's body."""
+
+    def __init__(self, asked: Any, answer_id: str, model: str) -> None:
+        self.asked, self.id, self.model, self.created = asked, answer_id, model, int(time.time())
+
+    def whole(self, answer: Answer) -> Json:
+        raise NotImplementedError
+
+    def events(self, answer: Answer) -> Iterable[bytes]:
+        """The answer as a stream."""
+        raise NotImplementedError
+
+    def response(self, answer: Answer) -> Response:
+        """Of one piece, also for a stream."""
+        if self.asked.stream:
+            return Response(b"".join(self.events(answer)), media_type="text/event-stream")
+        return answer_of(self.whole(answer))
+
+
+class ReadRequest(NamedTuple):
+    """A request, perhaps translated. `writer` makes the writer of its answer, from the answer's id and the model's name."""
+
+    body: AnyBody
+    writer: Callable[[str, str], Writer]
+
+
+class ChoiceWriter(Writer):
+    """The writer of chats and text completions."""
+
+    def whole(self, answer: Answer) -> Json:
+        choice = self._choice({"message": answer.message | {"refusal": None}}, answer.text, answer)
+        return self._body("", [choice]) | {"usage": _usage(answer)}
+
+    def events(self, answer: Answer) -> Iterable[bytes]:
+        delta = {key: value for key, value in answer.message.items() if value is not None}
+        if answer.calls:
+            delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(answer.calls)]
+        yield self.part(answer.text, delta)
+        yield self.end(answer)
+
+    def part(self, text: str, delta: Json | None = None) -> bytes:
+        """A part of a stream. `delta`: of the message, if that is more than text."""
+        return self._event([self._choice({"delta": delta or {"content": text}}, text)])
+
+    def end(self, answer: Answer) -> bytes:
+        """The end of a stream whose parts had all text. With `include_usage`, all other chunks have usage null."""
+        last = self._event([self._choice({"delta": {}}, "", answer)])
+        usage = self._event([], _usage(answer)) if self._include_usage else b""
+        return last + usage + b"data: [DONE]\n\n"
+
+    def _choice(self, content: Json, text: str, ended: Answer | None = None) -> Json:
+        """The choice, or a part of it: `content` of a chat, or `text`. `ended`: the answer, in the last part."""
+        shown = content if isinstance(self.asked, ChatBody) else {"text": text}
+        choice = {"index": 0, **shown, "logprobs": None, "finish_reason": ended.finish_reason if ended else None}
+        if ended and ended.stop is not None:
+            choice["stop_reason"] = ended.stop
+        return choice | (ended.beyond if ended else {})
+
+    def _event(self, choices: Sequence[Json], usage: Json | None = None) -> bytes:
+        chunk = self._body(".chunk", choices)
+        return server_sent_event(chunk | {"usage": usage} if self._include_usage else chunk)
+
+    def _body(self, chunk: str, choices: Sequence[Json]) -> Json:
+        chat = isinstance(self.asked, ChatBody)
+        kind = f"chat.completion{chunk}" if chat else "text_completion"
+        about = {"id": f"{'chat' if chat else ''}cmpl-{self.id}", "model": self.model, "created": self.created}
+        return {**about, "object": kind, "choices": choices}
+
+    @property
+    def _include_usage(self) -> bool:
+        options: StreamOptions | None = self.asked.stream_options
+        return options is not None and options.include_usage
+
+
+def _usage(answer: Answer) -> Json:
+    return {
+        "prompt_tokens": answer.prompt_tokens,
+        "completion_tokens": answer.completion_tokens,
+        "total_tokens": answer.prompt_tokens + answer.completion_tokens,
+    }
+
+
+def read(body_type: type[ChatBody | CompletionBody], data: bytes) -> ReadRequest:
+    body = read_body(data, body_type)
+    return ReadRequest(body, partial(ChoiceWriter, body))
+
+
+class StopStrings:
+    """Cuts a text before the first occurrence of any of `stops`. A possible beginning of one is held back.
+
+    `found`: the stop string that was found.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = stops
+        self._held = ""
+        self.found: str | None = None
+
+    def feed(self, text: str) -> str:
+        """Add text; return the text that is final. Returns "" once a stop string was `found`."""
+        if self.found is not None:
+            return ""
+        self._held += text
+        places = [(place, stop) for stop in self._stops if (place := self._held.find(stop)) >= 0]
+        if places:
+            cut, self.found = min(places)
+            return self._held[:cut]
+        begun = [size for stop in self._stops for size in range(1, len(stop)) if self._held.endswith(stop[:size])]
+        cut = len(self._held) - max(begun, default=0)
+        shown, self._held = self._held[:cut], self._held[cut:]
+        return shown
+
+    def rest(self) -> str:
+        """The text that was held back; call it at the end."""
+        return self._held if self.found is None else ""
