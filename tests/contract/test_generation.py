@@ -120,7 +120,7 @@ async def test_errors_have_the_agreed_shape(subject: Subject) -> None:
     try:
         for body in garbage:
             with pytest.raises(RefusalError) as caught:
-                await http.post("/generate", body, dict, timeout_s=ENDS_S)
+                await http.ask("POST", "/generate", dict, body, timeout_s=ENDS_S)
             assert (caught.value.status, caught.value.code) == (400, "bad_request")
     finally:
         await http.close()

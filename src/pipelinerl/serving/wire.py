@@ -4,31 +4,29 @@
     POST /generate                GenerationRequest -> Completion; with `stream`, lines: TokenLine ... CompletionLine
     POST /init_process_group      ProcessGroupRequest -> {}, once the group is formed
     POST /request_weight_update   WeightUpdateRequest -> UpdateReceipt
-    any error                     ErrorBody, with the HTTP status given at `ErrorCode`
+    any error                     ErrorBody, with a status in `STATUS`; in a stream, the last line
 
 A request whose connection breaks is cancelled. An id must not be in use by another request.
 """
 
 from __future__ import annotations
 
-from typing import Literal
-
 import msgspec
 
 from pipelinerl.types import Completion, TokenEvent, VersionSpan, versions_from_spans
 
-ErrorCode = Literal[
-    "bad_request",  # 400: the request can never be served
-    "prompt_too_long",  # 400: the same; the message has the numbers
-    "unauthorized",  # 401
-    "not_found",  # 404
-    "stale_version",  # 409: weight versions must increase
-    "stale_epoch",  # 409: a later session updates the weights now
-    "bad_weights",  # 422: checksum, names or shapes differ; the old weights stay
-    "overloaded",  # 429, with Retry-After
-    "unavailable",  # 503, with Retry-After: the server is starting or stopping, or the engine has failed
-    "not_supported",  # 501
-]
+STATUS = {
+    "bad_request": 400,  # the request can never be served
+    "prompt_too_long": 400,  # the same; the message has the numbers
+    "unauthorized": 401,
+    "not_found": 404,
+    "stale_version": 409,  # weight versions must increase
+    "stale_epoch": 409,  # a later session updates the weights now
+    "bad_weights": 422,  # checksum, names or shapes differ; the old weights stay
+    "overloaded": 429,  # with Retry-After
+    "unavailable": 503,  # with Retry-After: the server is starting or stopping, or the engine has failed
+}
+"""The codes of errors, and the HTTP status of each."""
 
 
 class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,11 +95,11 @@ class CompletionLine(msgspec.Struct, frozen=True, tag="completion"):
 class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
     message: str
     type: str
-    code: ErrorCode
+    code: str
 
 
-class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
-    """The error body of OpenAI's API."""
+class ErrorBody(msgspec.Struct, frozen=True, kw_only=True, tag="error"):
+    """The error body of OpenAI's API, and of Anthropic's."""
 
     error: ErrorDetail
 

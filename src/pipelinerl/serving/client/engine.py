@@ -22,6 +22,7 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
+from itertools import count
 from typing import Any, Self, TypeVar
 
 import msgspec
@@ -57,18 +58,22 @@ STEP_S = 0.005
 
 
 class RemoteEngine:
-    """One or more engine servers behind `interfaces.AsyncEngine`. Made by `connect`, and used in the same event loop."""
+    """One or more engine servers behind `interfaces.AsyncEngine`. Made by `connect`, and used in the same event loop.
+
+    `version`: the newest that all servers have acknowledged, except those that are gone. `copies`: the number of servers,
+    each with a replica of the model, including those that are gone.
+    """
 
     def __init__(self, replicas: Sequence[Replica], *, name: str, bounds: Bounds) -> None:
         self.name = name
-        self.max_length = self.vocabulary = self._version = 0
+        self.max_length = self.vocabulary = self.version = 0
+        self.copies = len(replicas)
         self._fleet, self._bounds = Fleet(replicas), bounds
         self._joined = False
         self._error: BaseException | None = None  # the first that ended the engine: open requests then get no answer
         self._arrived = asyncio.Event()  # a token, an answer or an error
-        self._prefix, self._started = secrets.token_hex(4), 0
+        self._names = (f"{prefix}.{number}" for prefix in (secrets.token_hex(4),) for number in count())
         self._open: set[str] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
         self._tokens_received = 0
         self._busy_s = 0.0
         self._busy_since_s = 0.0
@@ -96,25 +101,21 @@ class RemoteEngine:
             raise UserError(f"give each engine server once, and at least one: {urls}")
         replicas = [Replica(server, bounds) for server in servers]
         engine = cls(replicas, name=name, bounds=bounds)
+        watching: list[asyncio.Task[None]] = []
         try:
-            await engine._begin(first)
-            try:
-                yield engine
-            finally:
-                await engine._cancel_all()
+            infos = await _gather_or_cancel(replica.first_answer() for replica in replicas)
+            vocabularies = {url: info.vocabulary for url, info in zip(urls, infos, strict=True)}
+            if len(set(vocabularies.values())) > 1:
+                raise UserError(f"the engine servers have different models: vocabularies of {vocabularies}")
+            engine.max_length, engine.vocabulary = min(info.max_length for info in infos), infos[0].vocabulary
+            held = [info.version for info in infos]
+            engine.version = min(held if first is None else [first, *held])
+            watching += [asyncio.create_task(engine._watch(replica)) for replica in replicas]
+            yield engine
         finally:
-            await asyncio.gather(*(server.close() for server in servers), return_exceptions=True)
-
-    async def _begin(self, first: int | None) -> None:
-        """Wait until every server has answered, then watch them."""
-        infos = await _gather_or_cancel(replica.first_answer() for replica in self._fleet.replicas)
-        vocabularies = {replica.url: info.vocabulary for replica, info in zip(self._fleet.replicas, infos, strict=True)}
-        if len(set(vocabularies.values())) > 1:
-            raise UserError(f"the engine servers have different models: vocabularies of {vocabularies}")
-        self.max_length, self.vocabulary = min(info.max_length for info in infos), infos[0].vocabulary
-        held = [info.version for info in infos]
-        self._version = min(held if first is None else [first, *held])
-        self._tasks.update(asyncio.create_task(self._watch(replica)) for replica in self._fleet.replicas)
+            for task in watching:
+                task.cancel()
+            await asyncio.gather(*watching, *(server.close() for server in servers), return_exceptions=True)
 
     async def _watch(self, replica: Replica) -> None:
         """Check the health of a server periodically, until cancelled."""
@@ -125,11 +126,6 @@ class RemoteEngine:
                 self._servers_changed()
         except Exception as error:  # noqa: BLE001 - it ends the engine
             self._fail(error)
-
-    @property
-    def version(self) -> int:
-        """The newest version that all servers have acknowledged, except those that are gone."""
-        return self._version
 
     @property
     def slots(self) -> int:
@@ -144,25 +140,18 @@ class RemoteEngine:
     def queued(self) -> int:
         return len(self._open) - self.in_progress
 
-    @property
-    def copies(self) -> int:
-        """Number of model replicas: one per server, in the order of `servers`, including those that are gone."""
-        return len(self._fleet.replicas)
-
     def progress(self) -> EngineProgress:
         """Counts since the engine was created.
 
-        `tokens_generated`: tokens of received completions. `busy_s`: time with a request in progress. `decode_steps`: steps
-        of the servers, also for other clients, as of the last health checks; 0 if the servers do not count them.
+        `tokens_generated`: tokens of received completions. `busy_s`: time with a request in progress.
         """
         since_s = time.monotonic() - self._busy_since_s if self._open else 0.0
         return EngineProgress(
-            version=self._version,
+            version=self.version,
             slots=self.slots,
             in_progress=self.in_progress,
             queued=self.queued,
             tokens_generated=self._tokens_received,
-            decode_steps=sum(replica.decode_steps for replica in self._fleet.replicas),
             busy_s=self._busy_s + since_s,
             weight_updates=self._updates,
             pauses_s=tuple(self._pauses_s),
@@ -177,7 +166,7 @@ class RemoteEngine:
         does not return: the error is not the rollout's. Cancelling this ends the request at its server.
         """
         with self._admitted(request):
-            return await self._answer(Ticket(request, self._name(), lambda _: None))
+            return await self._answer(request)
 
     async def stream(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent | Completion, None]:
         """The same, with every token as it arrives."""
@@ -188,8 +177,7 @@ class RemoteEngine:
             self._arrived.set()
 
         with self._admitted(request):
-            ticket = Ticket(msgspec.structs.replace(request, stream=True), self._name(), forward)
-            task = asyncio.create_task(self._answer(ticket))
+            task = asyncio.create_task(self._answer(msgspec.structs.replace(request, stream=True), forward))
             task.add_done_callback(lambda _: tokens.put_nowait(None))
             try:
                 while (event := await tokens.get()) is not None:
@@ -221,11 +209,6 @@ class RemoteEngine:
             self._open.discard(request.id)
             if not self._open:
                 self._busy_s += time.monotonic() - self._busy_since_s
-
-    def _name(self) -> str:
-        """A name for a request that is unique also among those of the servers' other clients."""
-        self._started += 1
-        return f"{self._prefix}.{self._started}"
 
     def take_cancelled(self) -> list[Completion]:
         """None: a cancelled request ends with its connection, so nothing is known of its tokens."""
@@ -264,17 +247,12 @@ class RemoteEngine:
             self._fail(BroadcastEndedError(f"engine server {gone.url} is gone, and all receive weights: {gone.last_error}"))
         self._fleet.place()
 
-    async def _cancel_all(self) -> None:
-        tasks = tuple(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
     # ---- one request
 
-    async def _answer(self, ticket: Ticket) -> Completion:
+    async def _answer(self, request: GenerationRequest, forward: TokenListener = lambda _: None) -> Completion:
+        """`forward`: called once for each token of a stream, in order."""
         try:
-            completion = msgspec.structs.replace(await self._serve(ticket), request_id=ticket.request.id)
+            completion = msgspec.structs.replace(await self._serve(request, forward), request_id=request.id)
         except RequestError:
             raise
         except Exception as error:
@@ -286,15 +264,32 @@ class RemoteEngine:
         self._tokens_received += len(completion.token_ids)
         return completion
 
-    async def _serve(self, ticket: Ticket) -> Completion:
-        """Send the request until a server answers it. Raises RequestError, or an error that ends the engine."""
-        failures = 0
+    async def _serve(self, wanted: GenerationRequest, forward: TokenListener) -> Completion:
+        """Send the request, under another id each time, until a server answers it.
+
+        Raises RequestError, or an error that ends the engine.
+        """
+        name, failures = next(self._names), 0
+        tokens: list[TokenEvent] = []
+
+        def take(event: TokenEvent) -> None:
+            tokens.append(msgspec.structs.replace(event, request_id=wanted.id))
+            forward(tokens[-1])
+
         while True:
-            async with self._fleet.slot(ticket.request) as replica:
-                request = msgspec.structs.replace(ticket.request, id=f"{ticket.name}.{failures}", copy=None)
+            async with self._fleet.slot(wanted) as replica:
+                request = msgspec.structs.replace(wanted, id=f"{name}.{failures}", copy=None)
                 try:
-                    completion = await replica.call(replica.server.generate(request, ticket.take))
-                    if fault := find_fault(completion, request, self.vocabulary) or ticket.fault_of(completion):
+                    completion = await replica.call(replica.server.generate(request, take))
+                    fault = find_fault(completion, request, self.vocabulary)
+                    if not fault and wanted.stream:
+                        events = token_events(msgspec.structs.replace(completion, request_id=wanted.id))
+                        if tokens != events[: len(tokens)]:
+                            fault = "its tokens differ from those streamed before"
+                        else:
+                            for event in events[len(tokens) :]:  # those that were not streamed
+                                take(event)
+                    if fault:
                         why = f"returned an invalid completion for request {request.id!r}: {fault}"
                         raise ServerError(replica.url, why)
                     if completion.finish_reason != "cancelled":
@@ -302,12 +297,12 @@ class RemoteEngine:
                     error: ServerError = ServerBusyError(replica.url, "cancelled a request without being asked to")
                 except (ServerUnreachableError, ServerBusyError) as failure:
                     error = failure
-                if ticket.tokens:  # another attempt might produce other tokens
-                    return cancelled_completion(ticket.request.id, ticket.tokens)
+                if tokens:  # another attempt might produce other tokens
+                    return cancelled_completion(wanted.id, tokens)
                 failures += 1
                 if failures >= self._bounds.tries:
                     raise EngineUnavailableError(
-                        f"request {ticket.request.id!r} failed {failures} times; the last time: {error}"
+                        f"request {wanted.id!r} failed {failures} times; the last time: {error}"
                     ) from error
                 await asyncio.sleep(back_off_s(failures))
 
@@ -338,10 +333,9 @@ class RemoteEngine:
         error names them. Raises WeightUpdateError if the version decreases; EngineUnavailableError if no server is left.
         """
         self._check()
-        if update.version < self._version:
-            raise WeightUpdateError(
-                f"version {update.version} is older than the engine's {self._version}; nothing was changed"
-            )
+        if update.version < self.version:
+            older = f"version {update.version} is older than the engine's {self.version}"
+            raise WeightUpdateError(f"{older}; nothing was changed")
         weights = WeightUpdateRequest(version=update.version, checksum=update.checksum, path=update.path or None)
         receipts: list[UpdateReceipt] = []
         problems: list[str] = []
@@ -363,7 +357,7 @@ class RemoteEngine:
         if not problems:
             for replica in self._fleet.replicas:
                 replica.wanted = weights
-            self._version = update.version
+            self.version = update.version
             self._updates += 1
             self._pauses_s.append(pause_s)
         self._servers_changed()
@@ -375,32 +369,6 @@ class RemoteEngine:
             sequences_in_flight=sum(receipt.sequences_in_flight for receipt in receipts),
             error="; ".join(problems) or None,
         )
-
-
-class Ticket:
-    """A request that is being served: `name`, and a number for each attempt, is its id at the servers.
-
-    `tokens`: those of a stream, which were forwarded in order.
-    """
-
-    def __init__(self, request: GenerationRequest, name: str, forward: TokenListener) -> None:
-        self.request, self.name, self._forward = request, name, forward
-        self.tokens: list[TokenEvent] = []
-
-    def take(self, event: TokenEvent) -> None:
-        """Forward the next token."""
-        self.tokens.append(msgspec.structs.replace(event, request_id=self.request.id))
-        self._forward(self.tokens[-1])
-
-    def fault_of(self, completion: Completion) -> str | None:
-        """Forward the remaining tokens of a stream. Returns why the completion contradicts those forwarded, or None."""
-        if self.request.stream:
-            events = token_events(msgspec.structs.replace(completion, request_id=self.request.id))
-            if self.tokens != events[: len(self.tokens)]:
-                return "its tokens differ from those streamed before"
-            for event in events[len(self.tokens) :]:
-                self.take(event)
-        return None
 
 
 async def _gather_or_cancel(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

@@ -38,32 +38,27 @@ _SECOND_LOOK_S = 0.2
 class Replica:
     """The client's state of one server: its health, its weights and its load. Used in one event loop.
 
-    `decode_steps`: since its first answer, as of its last answer. `failing_since_s`: its failure clock, which the first
-    missing answer starts and a valid one stops. `gone`: it has failed for as long as `Bounds` allows. `load`: the number of
-    requests that have a slot, by prompt in `prompts`. `wanted`: the newest weights that all servers have acknowledged,
-    except those that are gone; None before the first.
+    `instance`: the id of the process that answered last; "" before the first answer. `failing_since_s`: its failure clock,
+    which the first missing answer starts and a valid one stops. `gone`: it has failed for as long as `Bounds` allows.
+    `load`: the number of requests that have a slot, by prompt in `prompts`. `wanted`: the newest weights that all servers
+    have acknowledged, except those that are gone; None before the first.
     """
 
     def __init__(self, server: EngineServer, bounds: Bounds, clock: Callable[[], float] = time.monotonic) -> None:
         self.server = server
         self.url = server.url
         self.info: ServerInfo | None = None
+        self.instance = ""
         self.gone = False
         self.failing_since_s: float | None = None
         self.last_error = "it has not answered yet"
         self.load = 0
         self.prompts: Counter[tuple[int, ...]] = Counter()
-        self.decode_steps = 0
         self.wanted: WeightUpdateRequest | None = None
         self._acknowledged = ("", 0)  # the process, and the version of the weights that it applied
         self._updating = asyncio.Lock()
         self._bounds, self._clock = bounds, clock
         self._calls: set[asyncio.Task[Any]] = set()
-
-    @property
-    def instance(self) -> str:
-        """The id of the process that answered last; "" before the first answer."""
-        return self.info.instance if self.info else ""
 
     @property
     def slots(self) -> int:
@@ -108,11 +103,9 @@ class Replica:
 
     def _record_info(self, info: ServerInfo) -> None:
         """Record an answer of the server. If the process is a new one, cancel the calls to the old one: they are lost."""
-        if self.info is not None:  # a restarted process counts from zero again
-            self.decode_steps += max(0, info.decode_steps - self.info.decode_steps)
         if info.instance != self.instance:
             self._cancel_calls()
-        self.info = info
+        self.info, self.instance = info, info.instance
 
     def recovered(self) -> None:
         """Mark it as healthy."""
@@ -172,29 +165,25 @@ class Replica:
 
     async def _send(self, weights: WeightUpdateRequest, bound_s: float) -> UpdateReceipt:
         """Raises WeightUpdateError if the server refuses, or gives no answer within `bound_s`."""
+        what = f"weights of version {weights.version}, checksum {weights.checksum}"
         async with self._updating:
             call = asyncio.ensure_future(self.server.update_weights(weights))
             try:
                 done, _ = await asyncio.wait({call}, timeout=max(0.0, bound_s))
                 if not done:  # user code may have blocked this loop past the bound: an answer that has arrived counts
                     done, _ = await asyncio.wait({call}, timeout=_SECOND_LOOK_S)
+                if not done:
+                    raise WeightUpdateError(f"it did not answer within {self._bounds.update_s:g} s; look at its log")
+                receipt = call.result()
+                if receipt.error or (receipt.version, receipt.checksum) != (weights.version, weights.checksum):
+                    held = f"it holds version {receipt.version}, checksum {receipt.checksum}"
+                    raise WeightUpdateError(receipt.error or held)
+            except (ServerUnreachableError, ServerBusyError):
+                raise
+            except (WeightUpdateError, ServerError) as error:
+                raise WeightUpdateError(f"engine server {self.url} did not apply {what}: {error}") from error
             finally:
                 call.cancel()
-        what = f"weights of version {weights.version}, checksum {weights.checksum}"
-        if not done:
-            bound = f"{self._bounds.update_s:g} s"
-            raise WeightUpdateError(f"engine server {self.url} did not answer {what} within {bound}; look at its log")
-        try:
-            receipt = call.result()
-            problem = receipt.error
-            if problem is None and (receipt.version, receipt.checksum) != (weights.version, weights.checksum):
-                problem = f"it holds version {receipt.version}, checksum {receipt.checksum}"
-        except (ServerUnreachableError, ServerBusyError):
-            raise
-        except (WeightUpdateError, ServerError) as error:
-            problem = str(error)
-        if problem is not None:
-            raise WeightUpdateError(f"{self.url} did not apply {what}: {problem}")
         self._acknowledged = (self.instance, receipt.version)
         return receipt
 
@@ -256,16 +245,15 @@ class Fleet:
         Requests with the same prompt go to the same server, so that the prompt is processed once, until the server has half
         of its slots in use and its share of all requests. Other requests go to the least loaded server.
         """
-        candidates = [replica for replica in allowed if replica.load < replica.slots]
-        if not candidates:
-            return None
         slots, total = self.slots, 1 + sum(replica.load for replica in self.replicas if replica.slots)
-
-        def shares(replica: Replica) -> bool:
-            crowded = 2 * replica.load >= replica.slots and replica.load * slots >= total * replica.slots
-            return replica.prompts[prompt] > 0 and not crowded
-
-        chosen = min(candidates, key=lambda replica: (not shares(replica), replica.load / replica.slots))
+        ranks: dict[Replica, tuple[bool, float]] = {}
+        for replica in allowed:
+            if replica.load < replica.slots:
+                crowded = 2 * replica.load >= replica.slots and replica.load * slots >= total * replica.slots
+                ranks[replica] = (crowded or not replica.prompts[prompt], replica.load / replica.slots)
+        if not ranks:
+            return None
+        chosen = min(ranks, key=ranks.__getitem__)
         chosen.load += 1
         chosen.prompts[prompt] += 1
         return chosen

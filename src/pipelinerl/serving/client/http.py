@@ -17,7 +17,9 @@ from pipelinerl.errors import INVALID_DATA, PromptTooLongError, RequestError, Us
 from pipelinerl.extras import require
 from pipelinerl.serving.client.adapter import ServerBusyError, ServerError, ServerUnreachableError, TokenListener
 from pipelinerl.serving.wire import (
+    STATUS,
     CompletionLine,
+    ErrorBody,
     ProcessGroupRequest,
     ServerInfo,
     TokenLine,
@@ -59,7 +61,7 @@ class _ErrorAnswer(msgspec.Struct, frozen=True):
 
 
 class RefusalError(ServerError):
-    """The server refused the request (4xx, 501). `detail` is its message, `code` its `ErrorCode` if it gave one."""
+    """The server refused the request (4xx, 501). `detail` is its message, `code` its code, if it gave one."""
 
     def __init__(self, url: str, status: int, detail: str, code: str = "") -> None:
         super().__init__(url, f"refused ({status}): {detail}")
@@ -95,19 +97,23 @@ class HttpClient:
         # Without the environment's proxies: engines are reached directly.
         self._client = httpx2.AsyncClient(base_url=parsed, headers=headers, transport=transport, trust_env=False)
 
-    async def get(self, path: str, answer: type[T], *, timeout_s: float) -> T:
-        """GET, decoded as `answer`."""
-        async with self._open("GET", path, None, timeout_s) as response:
-            return self._decode(await response.aread(), answer)
+    async def ask(
+        self, method: str, path: str, answer: type[T], body: object = None, *, timeout_s: float | None = None
+    ) -> T:
+        """Send `body` as JSON, if there is one, and decode the answer.
 
-    async def post(self, path: str, body: object, answer: type[T], *, timeout_s: float | None) -> T:
-        """POST `body` as JSON (None: no body). `timeout_s` limits each wait for bytes; None: the caller limits the call."""
-        async with self._open("POST", path, body, timeout_s) as response:
-            return self._decode(await response.aread(), answer)
+        `timeout_s` limits each wait for bytes; None: the caller limits the call.
+        """
+        async with self._open(method, path, body, timeout_s) as response:
+            data = await response.aread()
+        try:
+            return msgspec.json.decode(data, type=answer)
+        except INVALID_DATA as error:
+            raise self.malformed(str(error), data) from error
 
-    async def post_lines(self, path: str, body: object, *, timeout_s: float | None) -> AsyncGenerator[bytes, None]:
+    async def lines(self, path: str, body: object) -> AsyncGenerator[bytes, None]:
         """POST, and yield the lines of the answer as they arrive, without line ends. Empty lines are skipped."""
-        async with self._open("POST", path, body, timeout_s) as response:
+        async with self._open("POST", path, body, None) as response:
             rest = b""
             async for chunk in response.aiter_bytes():
                 *lines, rest = (rest + chunk).split(b"\n")
@@ -159,12 +165,6 @@ class HttpClient:
         except self._library.DecodingError as error:
             raise ServerError(self.url, f"gave an answer whose encoding is damaged: {error}") from error
 
-    def _decode(self, data: bytes, answer: type[T]) -> T:
-        try:
-            return msgspec.json.decode(data, type=answer)
-        except INVALID_DATA as error:
-            raise self.malformed(str(error), data) from error
-
 
 def _is_refusal(error: BaseException | None) -> bool:
     """Whether nothing listens at the address. The library wraps the system's error in several layers."""
@@ -178,8 +178,6 @@ def _is_refusal(error: BaseException | None) -> bool:
 
 
 _ABOUT_THE_REQUEST = (400, 409, 413, 422)
-_STATUS_IN_A_STREAM = {"overloaded": 429, "unavailable": 503}
-"""Statuses for errors that arrive in a stream; any other error is about the request."""
 
 
 class PipelineServer:
@@ -195,16 +193,17 @@ class PipelineServer:
         self.url = self._http.url
         self._run, self._epoch = run, epoch
         self._timeout_s = timeout_s
-        self._decoder: msgspec.json.Decoder[TokenLine | CompletionLine] = msgspec.json.Decoder(TokenLine | CompletionLine)
+        lines = TokenLine | CompletionLine | ErrorBody
+        self._decoder: msgspec.json.Decoder[TokenLine | CompletionLine | ErrorBody] = msgspec.json.Decoder(lines)
 
     async def info(self) -> ServerInfo:
-        return await self._http.get("/info", ServerInfo, timeout_s=self._timeout_s)
+        return await self._http.ask("GET", "/info", ServerInfo, timeout_s=self._timeout_s)
 
     async def generate(self, request: GenerationRequest, on_token: TokenListener | None = None) -> Completion:
         try:
             if request.stream:
                 return await self._stream(request, on_token)
-            return await self._http.post("/generate", request, Completion, timeout_s=None)
+            return await self._http.ask("POST", "/generate", Completion, request)
         except RefusalError as error:
             if error.code == "prompt_too_long":
                 raise PromptTooLongError(error.detail) from error
@@ -213,24 +212,19 @@ class PipelineServer:
             raise
 
     async def _stream(self, request: GenerationRequest, on_token: TokenListener | None) -> Completion:
-        async with aclosing(self._http.post_lines("/generate", request, timeout_s=None)) as lines:
+        async with aclosing(self._http.lines("/generate", request)) as lines:
             async for data in lines:
                 try:
                     line = self._decoder.decode(data)
                 except INVALID_DATA as error:
-                    raise self._error_of_line(data, error) from error
+                    raise self._http.malformed(str(error), data) from error
+                if isinstance(line, ErrorBody):
+                    raise self._http.error_of(STATUS.get(line.error.code, 400), data)
                 if isinstance(line, CompletionLine):
                     return line.completion
                 if on_token is not None:
                     on_token(line.token)
         raise ServerUnreachableError(self.url, "broke off a stream before its completion")
-
-    def _error_of_line(self, data: bytes, error: Exception) -> ServerError:
-        try:
-            code = msgspec.json.decode(data, type=_ErrorAnswer).error.code
-        except INVALID_DATA:
-            return self._http.malformed(str(error), data)
-        return self._http.error_of(_STATUS_IN_A_STREAM.get(str(code), 400), data)
 
     async def join_broadcast(self, group: ProcessGroupRequest) -> None:
         await self._for_weights("/init_process_group", group, dict, group.timeout_s + self._timeout_s)
@@ -243,7 +237,7 @@ class PipelineServer:
     ) -> T:
         request = msgspec.structs.replace(request, run=self._run, epoch=self._epoch)
         try:
-            return await self._http.post(path, request, answer, timeout_s=timeout_s)
+            return await self._http.ask("POST", path, answer, request, timeout_s=timeout_s)
         except RefusalError as error:
             raise WeightUpdateError(str(error)) from error
 

@@ -32,7 +32,7 @@ from pipelinerl.errors import (
     WeightUpdateError,
 )
 from pipelinerl.ports import is_this_machine
-from pipelinerl.serving.wire import ErrorBody, ErrorCode, ErrorDetail
+from pipelinerl.serving.wire import STATUS, ErrorBody, ErrorDetail
 from pipelinerl.types import GenerationRequest
 
 # ---- limits on requests, beyond what the engine checks
@@ -71,29 +71,17 @@ def check_stops(stops: Sequence[str]) -> None:
 
 
 class RefusedError(PipelineRLError):
-    """One request is refused, with an `ErrorCode`."""
+    """One request is refused, with one of the codes in `STATUS`."""
 
-    def __init__(self, code: ErrorCode, message: str) -> None:
+    def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
         self.code = code
 
 
 T = TypeVar("T")
 
-STATUS: dict[ErrorCode, int] = {
-    "bad_request": 400,
-    "prompt_too_long": 400,
-    "unauthorized": 401,
-    "not_found": 404,
-    "stale_version": 409,
-    "stale_epoch": 409,
-    "bad_weights": 422,
-    "overloaded": 429,
-    "not_supported": 501,
-    "unavailable": 503,
-}
 _RETRY_AFTER_S = {"overloaded": 1, "unavailable": 5}
-_CODES: tuple[tuple[type[PipelineRLError], ErrorCode], ...] = (
+_CODES: tuple[tuple[type[PipelineRLError], str], ...] = (
     (PromptTooLongError, "prompt_too_long"),
     (RequestError, "bad_request"),
     (StaleEpochError, "stale_epoch"),

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import aclosing
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -37,11 +37,10 @@ from pipelinerl.serving.vllm.messages import (
     WeightLabel,
     completion_of,
     generate_body,
-    same_versions,
     worker_error,
 )
 from pipelinerl.serving.wire import ProcessGroupRequest, ServerInfo, WeightUpdateRequest
-from pipelinerl.types import Completion, GenerationRequest, TokenEvent, UpdateReceipt
+from pipelinerl.types import Completion, GenerationRequest, TokenEvent, UpdateReceipt, versions_from_spans
 
 GENERATE = "/inference/v1/generate"
 TIMEOUT_S = 10.0
@@ -79,6 +78,7 @@ class VllmServer:
         self._http = HttpClient(url, api_key=api_key)
         self.url = self._http.url
         self._facts = facts
+        self._run, self._epoch = run, epoch
         self._session = (run, epoch) if run else None
         self._holds_of = ("", 0)  # the session of the weights that it holds
         self._attaching = asyncio.Lock()
@@ -96,7 +96,6 @@ class VllmServer:
         info = self._known if self._updating.locked() else None
         if info is None:
             info = await self._attach()
-        self._refuse_if_broken()
         in_progress = min(len(self._in_flight), info.slots)
         return msgspec.structs.replace(info, in_progress=in_progress, queued=len(self._in_flight) - in_progress)
 
@@ -131,20 +130,24 @@ class VllmServer:
         info = self._known
         if info is None or self._may_have_restarted:
             info = await self._attach(again=False)
-        self._refuse_if_broken()
         body = generate_body(request, info.max_length)
         streamed: list[TokenEvent] = []
         if request.stream:
             tokens, end = await self._stream(body, streamed, on_token)
         else:
-            end = (await self._http.post(GENERATE, body, Choices, timeout_s=None)).only
+            end = (await self._http.ask("POST", GENERATE, Choices, body)).only
             tokens = end.tokens
-        if end.unlabelled:
+        if any(span.version == UNLABELLED for span in end.weight_versions or ()):
             raise ServerUnreachableError(self.url, "was restarted: its weights have no version label")
         if end.finish_reason == "abort":
             raise ServerBusyError(self.url, f"aborted request {request.id!r} (is it shutting down?)")
         completion = completion_of(request, tokens, end, self._session)
-        same_versions(completion, streamed)
+        for event, version in zip(streamed, versions_from_spans(completion.weight_versions, len(tokens)), strict=False):
+            if event.version != version:
+                raise RequestError(
+                    f"token {event.index} of request {request.id!r} was streamed as version {event.version}, but is of "
+                    f"version {version}: vLLM took longer to report it than to change its weights"
+                )
         return completion
 
     async def _stream(
@@ -153,14 +156,19 @@ class VllmServer:
         """Return all tokens and the last choice. Each token is reported on arrival, with the version that vLLM then holds.
 
         vLLM itself reports versions only at the end. An update pauses it for much longer than a token takes to arrive, so
-        the versions reported here are right; `same_versions` verifies that.
+        the versions reported here are right; `_exchange` verifies that.
         """
         tokens: list[TokenLogprob] = []
-        async with aclosing(self._http.post_lines(GENERATE, body, timeout_s=None)) as lines:
+        async with aclosing(self._http.lines(GENERATE, body)) as lines:
             async for line in lines:
                 if not line.startswith(b"data:") or (data := line[5:].strip()) == b"[DONE]":
                     continue
-                choice = self._choice(data)
+                try:
+                    choice = msgspec.json.decode(data, type=Choices).only
+                except INVALID_DATA as error:
+                    if b'"error"' in data:
+                        raise self._http.error_of(500, data) from error
+                    raise self._http.malformed(str(error), data) from error
                 for token in choice.tokens:
                     version = self._known.version if self._known else 0
                     event = TokenEvent(body["request_id"], len(tokens), token.token_id, token.logprob, version)
@@ -172,22 +180,12 @@ class VllmServer:
                     return tokens, choice
         raise ServerUnreachableError(self.url, "broke off a stream before its completion")
 
-    def _choice(self, data: bytes) -> Choice:
-        try:
-            return msgspec.json.decode(data, type=Choices).only
-        except INVALID_DATA as error:
-            if b'"error"' in data:
-                raise self._http.error_of(500, data) from error
-            raise self._http.malformed(str(error), data) from error
-
     # ---- weights
 
     async def join_broadcast(self, group: ProcessGroupRequest) -> None:
         async with self._updating:
             await self._attach()
-            self._refuse_if_broken()
-            run, epoch = self._session or ("", 0)
-            info = msgspec.structs.replace(group, run=run, epoch=epoch)
+            info = msgspec.structs.replace(group, run=self._run, epoch=self._epoch)
             bound_s = TIMEOUT_S + group.timeout_s  # vLLM's worker generates nothing until all receivers have joined
             try:
                 await self._post("/init_weight_transfer_engine", {"init_info": info}, timeout_s=bound_s)
@@ -202,7 +200,6 @@ class VllmServer:
         """
         async with self._updating:
             info = await self._attach()
-            self._refuse_if_broken()
             anew = self._session not in (None, self._holds_of)
             if update.version < info.version and not anew:
                 raise WeightUpdateError(
@@ -227,51 +224,36 @@ class VllmServer:
         Otherwise the server may hold a mixture of old and new weights, or stay paused: raises ServerUnreachableError, and
         uses this process no more.
         """
-        run, epoch = self._session or ("", 0)
-        update = msgspec.structs.replace(update, run=run, epoch=epoch)
+        update = msgspec.structs.replace(update, run=self._run, epoch=self._epoch)
+        label = Label(update.version, self._run, self._epoch)
         started_s = time.perf_counter()
         try:
-            await self._pause("abort" if anew else "keep")
-            try:
-                await self._load(update)
-            except WeightUpdateError:
+            step = "did not pause"
+            try:  # `keep` keeps requests and their KV entries
+                await self._post(f"/pause?mode={'abort' if anew else 'keep'}&clear_cache=false")
+                step = "did not start an update"
+                await self._post("/start_weight_update")
+                step = "kept its weights"
+                await self._post("/update_weights", {"update_info": update}, timeout_s=UPDATE_TIMEOUT_S)
+            except ServerError as error:
+                if step == "kept its weights" and not worker_error(error.problem).startswith(REFUSED):
+                    raise
                 await self._resume()
-                raise
+                raise self._refusal(step, error) from error
+            await self._post("/finish_weight_update", {"weight_version": str(label)})
             self._known = msgspec.structs.replace(info, version=update.version, checksum=update.checksum)
-            self._holds_of = run, epoch
+            self._holds_of = label[1:]
             await self._resume()
-        except ServerError as error:
-            self._break(update, worker_error(error.problem))
-            raise ServerUnreachableError(self.url, self._broken) from error
-        except asyncio.CancelledError:
-            self._break(update, "the update was cancelled")
+        except (ServerError, asyncio.CancelledError) as error:
+            why = worker_error(error.problem) if isinstance(error, ServerError) else "the update was cancelled"
+            self._broken = f"may hold half of version {update.version}, whose update was interrupted ({why}); restart it"
+            self._may_have_restarted = True
+            for task in self._in_flight:  # they may be sent again: to another server, or a new process
+                task.cancel()
+            if isinstance(error, ServerError):
+                raise ServerUnreachableError(self.url, self._broken) from error
             raise
         return time.perf_counter() - started_s
-
-    async def _pause(self, mode: Literal["keep", "abort"]) -> None:
-        """Pause between two tokens. `keep` keeps requests and their KV entries.
-
-        Raises WeightUpdateError if generation goes on, ServerError if it may be paused for good.
-        """
-        try:
-            await self._post(f"/pause?mode={mode}&clear_cache=false")
-        except ServerError as error:
-            await self._resume()
-            raise self._refusal("did not pause", error) from error
-
-    async def _load(self, update: WeightUpdateRequest) -> None:
-        """Raises WeightUpdateError if nothing was changed, ServerError if the weights may have changed."""
-        try:
-            await self._post("/start_weight_update")
-        except ServerError as error:
-            raise self._refusal("did not start an update", error) from error
-        try:
-            await self._post("/update_weights", {"update_info": update}, timeout_s=UPDATE_TIMEOUT_S)
-        except ServerError as error:
-            if worker_error(error.problem).startswith(REFUSED):
-                raise self._refusal("kept its weights", error) from error
-            raise
-        await self._post("/finish_weight_update", {"weight_version": str(Label(update.version, update.run, update.epoch))})
 
     async def _resume(self) -> None:
         """Have generation go on. A second try is safe, and needed: vLLM closes the connection of a call that it refused."""
@@ -281,17 +263,10 @@ class VllmServer:
             await self._post("/resume")
 
     async def _post(self, path: str, body: object = None, *, timeout_s: float = TIMEOUT_S) -> None:
-        await self._http.post(path, body, msgspec.Raw, timeout_s=timeout_s)
+        await self._http.ask("POST", path, msgspec.Raw, body, timeout_s=timeout_s)
 
     def _refusal(self, what: str, error: ServerError) -> WeightUpdateError:
         return WeightUpdateError(f"engine server {self.url} {what}: {worker_error(error.problem)}")
-
-    def _break(self, update: WeightUpdateRequest, why: str) -> None:
-        """Use this process no more, and fail all requests. They may be sent again: to another server, or a new process."""
-        self._broken = f"may hold half of version {update.version}, whose update was interrupted ({why}); restart it"
-        self._may_have_restarted = True
-        for task in self._in_flight:
-            task.cancel()
 
     # ---- which process answers
 
@@ -301,14 +276,15 @@ class VllmServer:
         Raises ServerError if the server can't be used.
         """
         async with self._attaching:
-            if self._known is not None and not (again or self._may_have_restarted):
-                return self._known
-            path = "/server_info?config_format=json"
-            config = (await self._http.get(path, ServerDescription, timeout_s=3 * TIMEOUT_S)).vllm_config
-            label = (await self._http.get("/weight_info", WeightLabel, timeout_s=TIMEOUT_S)).weight_version
-            if self._known is None or self._known.instance != config.instance_id:
-                self._known = await self._attach_new(config, label)
-            self._may_have_restarted = False
+            if self._known is None or again or self._may_have_restarted:
+                path = "/server_info?config_format=json"
+                config = (await self._http.ask("GET", path, ServerDescription, timeout_s=3 * TIMEOUT_S)).vllm_config
+                label = (await self._http.ask("GET", "/weight_info", WeightLabel, timeout_s=TIMEOUT_S)).weight_version
+                if self._known is None or self._known.instance != config.instance_id:
+                    self._known = await self._attach_new(config, label)
+            self._may_have_restarted = bool(self._broken)
+            if self._broken:
+                raise ServerUnreachableError(self.url, self._broken)
             return self._known
 
     async def _attach_new(self, config: VllmConfig, label: str) -> ServerInfo:
@@ -318,7 +294,7 @@ class VllmServer:
         """
         if found := config.problems():
             raise ServerError(self.url, f"can't be used as an engine: {'; '.join(found)}")
-        if (await self._http.get("/is_paused", PauseState, timeout_s=TIMEOUT_S)).is_paused:
+        if (await self._http.ask("GET", "/is_paused", PauseState, timeout_s=TIMEOUT_S)).is_paused:
             raise ServerError(self.url, "is paused: an update of its weights may have been interrupted; restart it")
         try:
             held = Label(0) if label == UNLABELLED else Label.of(label)
@@ -328,7 +304,7 @@ class VllmServer:
             await self._post("/update_weight_version", {"new_version": str(held)})
         model = config.model_config.model
         facts = await asyncio.to_thread(model_facts, model) if self._facts is None else self._facts
-        self._broken, self._holds_of = "", held.session
+        self._broken, self._holds_of = "", held[1:]
         return ServerInfo(
             instance=config.instance_id,
             name="vllm",
@@ -342,7 +318,3 @@ class VllmServer:
             in_progress=0,
             queued=0,
         )
-
-    def _refuse_if_broken(self) -> None:
-        if self._broken:
-            raise ServerUnreachableError(self.url, self._broken)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from pipelinerl.errors import PromptTooLongError, RequestError
-from pipelinerl.types import Completion, FinishReason, GenerationRequest, TokenEvent, VersionSpan, versions_from_spans
+from pipelinerl.types import Completion, FinishReason, GenerationRequest, VersionSpan, versions_from_spans
 
 BACKEND = "pipelinerl"
 """The name of our weight-transfer backend in vLLM."""
@@ -43,10 +43,6 @@ class Label(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.version}@{self.run}.{self.epoch}" if self.run else str(self.version)
-
-    @property
-    def session(self) -> tuple[str, int]:
-        return self.run, self.epoch
 
     @classmethod
     def of(cls, text: str) -> Label:
@@ -112,10 +108,6 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     weight_versions: tuple[LabelSpan, ...] | None = None
 
     @property
-    def unlabelled(self) -> bool:
-        return any(span.version == UNLABELLED for span in self.weight_versions or ())
-
-    @property
     def tokens(self) -> list[TokenLogprob]:
         """Each token with its log-probability. Raises InvalidAnswerError."""
         ids = self.token_ids or ()
@@ -154,7 +146,7 @@ def completion_of(
     spans = []
     for span in end.weight_versions or ():
         label = Label.of(span.version)
-        if session not in (None, label.session):
+        if session not in (None, label[1:]):
             raise InvalidAnswerError("its tokens are of weights of another session, which updates this server")
         spans.append(VersionSpan(label.version, span.start, span.end))
     try:
@@ -168,17 +160,6 @@ def completion_of(
         weight_versions=tuple(spans),
         finish_reason=reason,
     )
-
-
-def same_versions(completion: Completion, streamed: Sequence[TokenEvent]) -> None:
-    """Raise RequestError if a token was streamed with a different version than its completion has."""
-    versions = versions_from_spans(completion.weight_versions, len(completion.token_ids))
-    for event, version in zip(streamed, versions, strict=bool(streamed)):
-        if event.version != version:
-            raise RequestError(
-                f"token {event.index} of request {completion.request_id!r} was streamed as version {event.version}, but is "
-                f"of version {version}: vLLM took longer to report it than to change its weights"
-            )
 
 
 # ---- errors

@@ -35,8 +35,6 @@ from pipelinerl.serving.incoming import IncomingWeights
 from pipelinerl.serving.vllm.messages import BACKEND, REFUSED
 from pipelinerl.serving.wire import ProcessGroupRequest, WeightUpdateRequest
 
-Shapes = Mapping[str, tuple[int, ...]]
-
 
 def register() -> None:
     """Register the backend with vLLM. vLLM may call this more than once per process."""
@@ -93,7 +91,7 @@ class TransferBackend:
         with _refusing():
             info = msgspec.convert(update_info, WeightUpdateRequest)
             tensors = self._incoming.fetch(info).tensors
-            refuse_layout(checkpoint_shapes(str(self.model_config.model)), tensors)
+            refuse_layout(str(self.model_config.model), tensors)
             if broken := not_finite(tensors):
                 raise WeightUpdateError(f"{len(broken)} weights are not finite, among them {broken[0]}")
         self.receive_weights(tensors)
@@ -132,22 +130,18 @@ def _refusing() -> Iterator[None]:
         raise WeightUpdateError(f"{REFUSED} {error}") from error
 
 
-def checkpoint_shapes(model: str) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the weights in the model's folder; empty if `model` is not a folder with safetensors files."""
+def refuse_layout(model: str, tensors: Mapping[str, Tensor]) -> None:
+    """Raise WeightUpdateError if a weight of the model that vLLM was started with is missing or has another shape.
+
+    Additional names are left to vLLM: a tied head has two names in the trainer and one in a checkpoint. A `model` that is no
+    folder with safetensors files is not checked.
+    """
     shapes: dict[str, tuple[int, ...]] = {}
     for path in sorted(Path(model).glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    return shapes
-
-
-def refuse_layout(expected: Shapes, tensors: Mapping[str, Tensor]) -> None:
-    """Raise WeightUpdateError if a tensor of the checkpoint that vLLM was started with is missing or has another shape.
-
-    Additional names are left to vLLM: a tied head has two names in the trainer and one in a checkpoint.
-    """
-    missing = sorted(expected.keys() - tensors.keys())
-    differing = sorted(name for name, shape in expected.items() if name in tensors and tensors[name].shape != shape)
+    missing = sorted(shapes.keys() - tensors.keys())
+    differing = sorted(name for name, shape in shapes.items() if name in tensors and tensors[name].shape != shape)
     if missing or differing:
         first = (missing + differing)[0]
         raise WeightUpdateError(

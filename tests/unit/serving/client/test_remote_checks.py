@@ -6,8 +6,7 @@ import msgspec
 import pytest
 
 from pipelinerl.serving.client.adapter import find_fault
-from pipelinerl.serving.client.engine import Ticket
-from pipelinerl.types import Completion, GenerationRequest, SamplingParams, TokenEvent, VersionSpan
+from pipelinerl.types import Completion, GenerationRequest, SamplingParams, VersionSpan
 
 REQUEST = GenerationRequest(id="r", prompt_ids=(1,), sampling=SamplingParams(max_tokens=4, stop_token_ids=(9,)))
 FULL = Completion(
@@ -46,27 +45,3 @@ EMPTY: dict[str, object] = {"token_ids": (), "logprobs": (), "weight_versions": 
 def test_what_can_be_the_answer_and_what_can_not(changes: dict[str, object], words: str | None) -> None:
     fault = find_fault(msgspec.structs.replace(FULL, **changes), REQUEST, 10)
     assert fault is None if words is None else words in str(fault)
-
-
-EVENTS = [TokenEvent("r.7", i, FULL.token_ids[i], FULL.logprobs[i], (2, 2, 2, 4)[i]) for i in range(4)]
-
-
-def ticket_of(passed: list[TokenEvent]) -> Ticket:
-    return Ticket(msgspec.structs.replace(REQUEST, stream=True), "1", passed.append)
-
-
-def test_tokens_that_were_not_streamed_are_passed_on_at_the_end() -> None:
-    passed: list[TokenEvent] = []
-    ticket = ticket_of(passed)
-    for event in EVENTS[:2]:
-        ticket.take(event)
-    assert ticket.fault_of(FULL) is None
-    assert passed == [msgspec.structs.replace(event, request_id="r") for event in EVENTS]
-
-
-def test_a_completion_of_other_tokens_is_noticed() -> None:
-    passed: list[TokenEvent] = []
-    ticket = ticket_of(passed)
-    ticket.take(msgspec.structs.replace(EVENTS[0], version=1))
-    assert ticket.fault_of(FULL) is not None
-    assert len(passed) == 1

@@ -278,6 +278,20 @@ async def test_streamed_tokens_come_once_and_in_order() -> None:
         assert tuple(event.logprob for event in tokens) == completion.logprobs
 
 
+@in_event_loop
+async def test_a_completion_of_other_tokens_than_its_stream_ends_the_engine() -> None:
+    class Differing(FakeServer):
+        async def generate(self, request: GenerationRequest, on_token: Any = None) -> Completion:
+            on_token(TokenEvent(request.id, 0, 7, -0.5, 0))
+            return completion_of(request)
+
+    async with engine_over(Differing("a")) as engine:
+        asked = asyncio.create_task(streamed(engine, requests(1)[0]))
+        with pytest.raises(ServerError, match="differ from those streamed"):
+            await serve_until_error(engine)
+        asked.cancel()
+
+
 @pytest.mark.parametrize("restarts", [True, False])
 @in_event_loop
 async def test_a_stream_that_breaks_ends_with_what_was_seen(restarts: bool) -> None:

@@ -16,7 +16,7 @@ import pytest
 from pipelinerl.errors import PipelineRLError, PromptTooLongError, RequestError, UserError, WeightUpdateError
 from pipelinerl.serving.client.adapter import ServerBusyError, ServerError, ServerUnreachableError
 from pipelinerl.serving.client.http import PipelineServer, RefusalError
-from pipelinerl.serving.wire import CompletionLine, TokenLine, WeightUpdateRequest
+from pipelinerl.serving.wire import CompletionLine, ErrorBody, ErrorDetail, TokenLine, WeightUpdateRequest
 from pipelinerl.types import GenerationRequest, SamplingParams, TokenEvent
 from tests.unit.fake_engine_servers import FakeServer, completion_of
 
@@ -53,7 +53,7 @@ def answering(status: str, body: bytes, *headers: str) -> Handler:
 
 
 def error_body(code: str, message: str = "because") -> bytes:
-    return msgspec.json.encode({"error": {"message": message, "type": "x", "code": code}})
+    return msgspec.json.encode(ErrorBody(error=ErrorDetail(message=message, type="x", code=code)))
 
 
 def request_of(*, stream: bool = False) -> GenerationRequest:

@@ -43,8 +43,9 @@ class FakeVllm:
         self.hold.set()
         self.reason = "length"
 
-    async def get(self, path: str, answer: Any, *, timeout_s: float) -> Any:
-        path = path.partition("?")[0]
+    async def ask(self, method: str, path: str, answer: Any, body: Any = None, *, timeout_s: float | None = None) -> Any:
+        path, _, query = path.partition("?")
+        self.bodies[path] = body
         self._note(path)
         config = {
             "instance_id": self.instance,
@@ -59,12 +60,6 @@ class FakeVllm:
             "/is_paused": {"is_paused": self.paused},
         }
         await asyncio.sleep(0)
-        return msgspec.convert(said[path], answer)
-
-    async def post(self, path: str, body: Any, answer: Any, *, timeout_s: float | None) -> Any:
-        path, _, query = path.partition("?")
-        self.bodies[path] = body
-        self._note(path)
         if path == "/inference/v1/generate":
             return msgspec.convert(await self._generate(body), answer)
         self.paused = {"/pause": True, "/resume": False}.get(path, self.paused)
@@ -76,9 +71,9 @@ class FakeVllm:
             self.label = body["new_version"]
         if path == "/finish_weight_update":
             self.label = body["weight_version"]
-        return None
+        return msgspec.convert(said[path], answer) if method == "GET" else None
 
-    async def post_lines(self, path: str, body: Any, *, timeout_s: float | None) -> AsyncGenerator[bytes, None]:
+    async def lines(self, path: str, body: Any) -> AsyncGenerator[bytes, None]:
         self._note(path)
         whole = (await self._generate(body))["choices"][0]
         for index, token in enumerate(whole["token_ids"]):
