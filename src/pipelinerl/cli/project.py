@@ -51,7 +51,6 @@ def add_to(commands: Commands) -> None:
     flag("--resume", type=Path, metavar="RUN_DIR", help="continue a run from its last checkpoint")
     text = "check the settings, the memory, and the environment (with an empty answer), without training"
     flag("--dry-run", action="store_true", help=text)
-    flag("--verbose", action="store_true", help="more rows in the table at the end (--metrics.verbose)")
     flag("--watch", action="store_true", help="also show the run in a browser, until it ends (see `pipelinerl watch`)")
     text = "port of that page, 0: any free port (default: 7117)"
     flag("--watch-port", type=PORTS, metavar="PORT", help=text)
@@ -109,7 +108,6 @@ def run_train(options: argparse.Namespace, settings: Sequence[str]) -> int:
         raise UserError(f"--resume takes the configuration from {options.resume / 'config.yaml'}; leave out {run_file}")
     if options.watch_port is not None and not options.watch:
         raise UserError("--watch-port needs --watch")
-    settings = [*settings, *(["--metrics.verbose"] if options.verbose else [])]
     if options.resume is None:
         config = load_config(run_file, settings)
     else:

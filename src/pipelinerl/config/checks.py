@@ -176,11 +176,6 @@ def _trainer(config: RunConfig) -> Iterator[str]:
         yield f"evaluation.sets: {wrong[0]!r} is no name for a set; use letters, digits, - and _"
     if trainer.compile and (trainer.ranks > 1 or trainer.gradient_checkpointing):
         yield "trainer.compile: not with several ranks or gradient_checkpointing; set it to false"
-    on_gpu = trainer.device.startswith("cuda")
-    if trainer.ranks > 1 and trainer.backend == "nccl" and not on_gpu:
-        yield "trainer.backend: nccl needs GPUs; set it to auto, or trainer.device to cuda"
-    if trainer.ranks > 1 and trainer.backend == "gloo" and on_gpu:
-        yield "trainer.backend: gloo trains on CPUs only; set it to auto, or trainer.device to cpu"
 
 
 def _correction(config: RunConfig) -> Iterator[str]:

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import difflib
 import json
-import re
 import textwrap
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import cache
-from importlib import resources
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel
@@ -32,6 +29,7 @@ _WORDS = {
 }
 _BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
 
+_ALL_KEYS = "`pipelinerl config` prints all keys; docs/coming_from.md has the names that other libraries give them"
 _ONLY_HERE = "the page is only for this machine; from another one: `ssh -L 7117:127.0.0.1:7117 MACHINE`"
 OLD_NAMES = {
     "actor.code_timeout_s": "code that never returns now ends a run after `{prefix}launch.watchdog_s`: remove it",
@@ -39,6 +37,8 @@ OLD_NAMES = {
     "launch.lost_s": "Ray's health checks decide this now: remove it",
     "evaluation.accept_trained": "a resume warns of such problems now: remove it",
     "weights.full_every": "not needed, because every receiver verifies all weights: remove it",
+    "trainer.backend": "ranks use nccl between GPUs and gloo between CPUs: remove it",
+    "metrics.verbose": "the table at the end always has all rows: remove it",
     "trainer.keep_versions": "it is now `{prefix}trainer.weights_every`: 1 keeps every version",
     "metrics.tensorboard": "it is now `{prefix}metrics.trackers`, as `[tensorboard]`",
     **dict.fromkeys(("resume", "continue"), "train --resume RUN_DIR"),
@@ -47,6 +47,7 @@ OLD_NAMES = {
     **{name: f"lab {name}" for name in ("compare", "study", "plan", "calibrate", "simulate")},
     **dict.fromkeys(("export", "lab export"), "tar --exclude=control --exclude=logs --exclude=streams -cf OUT.tar RUN_DIR"),
     **dict.fromkeys(("watch --host", "watch --api-key-env"), _ONLY_HERE),
+    "train --verbose": "the table at the end always has all rows",
     "browse --evaluations": "read rollouts/evaluation-*.jsonl of the run, which have one row per answer",
     "browse --export": "`pipelinerl.Run(RUN_DIR).rollouts`, in Python, is a data frame with a row per rollout",
 }
@@ -113,40 +114,12 @@ def _unknown_in_file(key: str) -> str:
     return f"unknown key; this takes {in_words(mapping.schema)}" if mapping.inner else f"write `{mapping}` as a mapping"
 
 
-class Counterpart(NamedTuple):
-    """What a setting of another library is here: a key and what to know of it, or without a key, why there is none."""
-
-    key: str | None
-    note: str
-
-
-@cache
-def other_names() -> dict[str, Counterpart]:
-    """What TRL, verl and other libraries call a setting -> its counterpart. docs/coming_from.md has the same table."""
-    table = (resources.files("pipelinerl") / "assets" / "other_names.md").read_text(encoding="utf-8")
-    found: dict[str, Counterpart] = {}
-    for row in table.splitlines()[2:]:
-        *names, here = row.strip("| ").split("|")
-        key, note = re.findall(r"^ (?:`([\w.]+)`[;,]? ?)?(.*)", here)[0]
-        found |= dict.fromkeys(re.findall("`(.+?)`", " ".join(names)), Counterpart(key or None, note))
-    return found
-
-
-def counterpart(key: str) -> Counterpart | None:
-    """The counterpart of a key or flag of another library, by its last parts."""
-    parts = key.replace("-", "_").split(".")
-    return next(filter(None, (other_names().get(".".join(parts[first:])) for first in range(len(parts)))), None)
-
-
 def unknown_key(key: str, prefix: str = "", *, sections: bool = False, keys: Collection[str] | None = None) -> str:
     """What is wrong with a key that does not exist. `keys`: the only ones that may be meant."""
     if "." in key and key in OLD_NAMES:
         return f"unknown key; {OLD_NAMES[key].format(prefix=prefix)}"
-    if (other := counterpart(key)) and (other.key is None or keys is None or other.key in keys):
-        note = f" ({other.note})" if other.note else ""
-        return f"unknown key; did you mean `{prefix}{other.key}`?{note}" if other.key else f"unknown key; {other.note}"
     closest = closest_key(key, sections=sections, among=keys)
-    return "unknown key; " + (f"did you mean `{prefix}{closest}`?" if closest else "`pipelinerl config` prints all keys")
+    return "unknown key; " + (f"did you mean `{prefix}{closest}`?" if closest else _ALL_KEYS)
 
 
 def closest_key(key: str, *, sections: bool = False, among: Collection[str] | None = None) -> str | None:

@@ -332,8 +332,6 @@ class TrainerConfig(Section, frozen=True):
     """Processes that train together, each with a share of the weights, gradients, optimizer state and samples (FSDP). On
     GPUs, rank k computes on the k-th from `device` on.
     """
-    backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """ranks above 1: how ranks exchange tensors. `auto`: nccl on GPUs, else gloo."""
     reshard_after_forward: bool = True
     """ranks above 1: free each layer's gathered weights after its forward pass and gather them again for the backward pass.
     false: faster, but needs memory for all weights.
@@ -365,8 +363,6 @@ class EvaluationConfig(Section, frozen=True):
 class MetricsConfig(Section, frozen=True):
     view: Literal["auto", "live", "plain", "none"] = "auto"
     """The view in the terminal; `auto`: live in a terminal, plain lines otherwise."""
-    verbose: bool = False
-    """The table at the end also has the rows on lag, weight updates, and what was generated in vain."""
     trackers: Annotated[tuple[Literal["tensorboard", "wandb", "trackio", "mlflow"], ...], Strict(False)] = ()
     """Also send curves, evaluations and samples to these trackers, like `[wandb]` (extras of the same names)."""
     callback: str | None = None

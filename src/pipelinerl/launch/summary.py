@@ -128,7 +128,7 @@ def show_result(session: Session, summary: dict[str, Any], stream: TextIO) -> No
     from pipelinerl.report.terminal import final_table, largest_gain, sample_before_after  # noqa: PLC0415
 
     console = Console(file=stream, markup=False, emoji=False)
-    console.print(final_table(summary, verbose=metrics.verbose))
+    console.print(final_table(summary))
     with only_shown("the sample of the evaluations"):
         if (sample := largest_gain(run.root)) is not None:
             console.print(sample_before_after(*sample))

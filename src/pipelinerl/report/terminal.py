@@ -20,21 +20,18 @@ from pipelinerl.status.screen import duration, pause, short
 
 Row = tuple[str, str]
 _STYLES = {"held-out reward": "bold"} | dict.fromkeys(("NOT ACCOUNTED FOR", "NOTHING LEARNED", "COLLAPSED"), "bold red")
-VERBOSE = ("lag", "weight updates", "generated")
-"""Rows that the table has only on demand."""
 
 
-def final_table(summary: Mapping[str, Any], *, verbose: bool = False) -> Table:
-    """The contents of `summary.json` as a table for the terminal; all of them if it is `verbose`."""
+def final_table(summary: Mapping[str, Any]) -> Table:
+    """The contents of `summary.json` as a table for the terminal."""
     title = f"{Path(summary['environment']).name}, {summary['schedule']}, seed {summary['seed']}: {summary['status']}"
     table = new_table(title)
     table.add_column(style="dim", no_wrap=True)
     table.add_column()
     for section in summary_sections(summary):
-        rows = [row for row in section if verbose or row[0] not in VERBOSE]
-        for line, (name, value) in enumerate(rows, start=1):
+        for line, (name, value) in enumerate(section, start=1):
             style = _STYLES.get(name, "")
-            table.add_row(Text(name, style), Text(value, style), end_section=line == len(rows))
+            table.add_row(Text(name, style), Text(value, style), end_section=line == len(section))
     return table
 
 

@@ -75,7 +75,6 @@ def test_version_and_help(capsys: Capture) -> None:
             "--metrics.plot: 'run.yaml' is not allowed here; this takes true or false",
         ),
         (["train", "--resum", "x"], "unknown flag --resum; did you mean `--resume`?"),
-        (["train", "--epsilon", "1"], "--epsilon: unknown key; did you mean `--trainer.clip_low`?"),
         (["train", "--resume"], "argument --resume: expected one argument"),
         (["config", "--resume", "x"], "--resume: unknown key; `pipelinerl config` prints all keys"),
     ],

@@ -134,9 +134,9 @@ def _form(
 ) -> Team:
     """Form the default group of torch.distributed, and prove to its members that this one has `key`, as they have."""
     device = torch.device(config.rank_device(0 if one_gpu else rank))
-    backend = ("nccl" if device.type == "cuda" else "gloo") if config.backend == "auto" else config.backend
+    backend = "nccl" if device.type == "cuda" else "gloo"
     if not distributed.is_available() or not distributed.is_backend_available(backend):
-        raise UserError(f"trainer.backend: this PyTorch ({torch.__version__}) has no {backend}")
+        raise UserError(f"trainer.ranks: this PyTorch ({torch.__version__}) has no {backend}")
     if device.type == "cuda":
         torch.cuda.init()  # type: ignore[no-untyped-call]  # otherwise the mesh chooses another GPU
         torch.cuda.set_device(device)
