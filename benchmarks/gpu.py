@@ -33,12 +33,12 @@ from pipelinerl.config.schema import TrainerConfig
 from pipelinerl.engine import LocalEngine, static
 from pipelinerl.engine.static import engine_for
 from pipelinerl.files import shared_memory
+from pipelinerl.hub.hub import DirectMessages
 from pipelinerl.models.folder import find_model
 from pipelinerl.models.state import named_weights
 from pipelinerl.models.varlen import attention_of
 from pipelinerl.trainer import Learner
 from pipelinerl.types import GenerationRequest, SamplingParams
-from pipelinerl.weights.memory import DirectMessages
 from pipelinerl.weights.receiving import SharedWeightReceiver
 from pipelinerl.weights.sending import SharedWeightSender
 
@@ -266,8 +266,8 @@ def update(options: argparse.Namespace) -> list[Record]:
     The pause is measured twice: with the checksum that the device computes, and with that of the host (`host_pause_s`).
     """
     trained = named_weights(make_model(options))
-    sender_fd, (here, there) = shared_memory(), DirectMessages.pair()
-    sender, receiver = SharedWeightSender(sender_fd, here, 1), SharedWeightReceiver(sender_fd, there, options.device)
+    sender_fd, hub = shared_memory(), DirectMessages()
+    sender, receiver = SharedWeightSender(sender_fd, hub, 1), SharedWeightReceiver(sender_fd, hub, options.device)
     engine = new_engine(options, options.contexts[0] + 64)
     fill(engine, max(options.slots), options.contexts[0], 64)
     records = []

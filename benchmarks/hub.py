@@ -28,9 +28,9 @@ from pipelinerl.hub.admission import AdmissionState
 from pipelinerl.hub.client import HubClient
 from pipelinerl.hub.hub import ROLLOUTS_FILE, Hub
 from pipelinerl.hub.server import HubServer, WorkerKind
+from pipelinerl.hub.stream import FileStream
 from pipelinerl.schedule import PipelineSchedule
 from pipelinerl.status.board import MemoryBoard
-from pipelinerl.stream.files import FileStream
 
 GROUP_SIZE = 16
 PROCESSES = 4

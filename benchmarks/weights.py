@@ -37,10 +37,10 @@ from pipelinerl.hub.admission import AdmissionState
 from pipelinerl.hub.client import HubClient
 from pipelinerl.hub.hub import Hub
 from pipelinerl.hub.server import HubServer, WorkerKind
+from pipelinerl.hub.stream import FileStream
 from pipelinerl.models.state import first_names, named_weights
 from pipelinerl.schedule import PipelineSchedule
 from pipelinerl.status.board import MemoryBoard
-from pipelinerl.stream.files import FileStream
 from pipelinerl.weights.broadcast.receiver import CollectiveWeightReceiver
 from pipelinerl.weights.broadcast.sender import CollectiveWeightSender
 from pipelinerl.weights.receiving import Receiver, SharedWeightReceiver

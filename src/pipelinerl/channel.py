@@ -1,10 +1,11 @@
-"""Authenticated connections between processes of a run, and what listens for them. Does not import torch.
+"""Authenticated connections between processes of a run, what listens for them, and addresses. Does not import torch.
 
 Both ends prove by HMAC that they know the key of the run, as in `multiprocessing.connection`. Nothing is unpickled.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import socket
 import struct
@@ -13,8 +14,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from urllib.parse import urlsplit
 
 POLL_S = 0.05
+LOOPBACK = "127.0.0.1"
 
 
 class ProtocolError(Exception):
@@ -57,7 +60,7 @@ def _bound(connected: socket.socket, seconds: float) -> None:
         connected.setsockopt(socket.SOL_SOCKET, direction, struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6)))
 
 
-def listen(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
+def listen(host: str = LOOPBACK, port: int = 0) -> socket.socket:
     """A listening socket. Port 0 chooses a free port (`getsockname()[1]`).
 
     Raises ValueError for a wildcard address, OSError if the address is not available.
@@ -99,3 +102,31 @@ class Acceptor:
             if self._key is not None:
                 connected = prove(connected, self._key, dialled=False, bound_s=self._bound_s)
             self._handle(connected)
+
+
+# ---- addresses
+
+
+def is_this_machine(address: str) -> bool:
+    """Whether the host of an address (`HOST`, `HOST:PORT`, or a URL) is a name or address of the loopback interface."""
+    try:
+        host = urlsplit(address if "//" in address else f"//{address}").hostname or ""
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def free_port(address: str = LOOPBACK) -> int:
+    """A port of this address of the machine that is free now. Another process may take it before the server does."""
+    with listen(address) as listener:
+        port: int = listener.getsockname()[1]
+    return port
+
+
+def source_address(url: str) -> str:
+    """This machine's address for packets to the host of a URL. Raises OSError if there is no route."""
+    family, kind, _, _, address = socket.getaddrinfo(urlsplit(url).hostname, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)  # connecting a datagram socket sends nothing
+        found: str = probe.getsockname()[0]
+    return LOOPBACK if found == "::1" else found

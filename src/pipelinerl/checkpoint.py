@@ -34,9 +34,9 @@ from safetensors import SafetensorError
 
 from pipelinerl.errors import INVALID_DATA, CheckpointError
 from pipelinerl.files import sync
-from pipelinerl.ledger import GroupLedger
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.reading import read_json_lines
+from pipelinerl.types import GroupLedger
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -136,74 +136,54 @@ class PipelineSchedule(Schedule):
 
 @dataclass(frozen=True)
 class _Rounds(Schedule):
-    """Rounds of G optimizer steps. Weights change between rounds only, when no rollout is in progress."""
+    """Rounds of G optimizer steps. Weights change between rounds only, when no rollout is in progress.
+
+    If rollouts of a round are dropped, whole groups are started to replace them. Rollouts left over at the end of a round
+    are dropped (`round_surplus`). A resumed run may begin within a round, which is then shorter. `ahead`: number of rounds
+    that are generated before the trainer is done with the current one.
+    """
 
     batch_size: int
     steps_per_round: int
     too_old_reason: str = "round_surplus"
     in_rounds = True
+    ahead = 0
+
+    def oldest_trained(self, version: int) -> int:
+        return (version // self.steps_per_round - self.ahead) * self.steps_per_round
+
+    def may_start(self, state: PipelineState, rollouts: int) -> Verdict:
+        due = max(state.newest_version, self.oldest_trained(state.trainer_version))
+        if state.engine_version < due:
+            why = f"the round's weights (version {due}); the engine has {state.engine_version}"
+            return Verdict(False, why, (TRAINER,))
+        # Rollouts of the round of these weights may be outstanding, and of the rounds ahead.
+        end = (state.engine_version // self.steps_per_round + 1 + self.ahead) * self.steps_per_round
+        if state.outstanding >= self.batch_size * (end - state.trainer_version):
+            return Verdict(False, f"the trainer to finish its round (version {state.trainer_version})", (TRAINER,))
+        share = -(-self.batch_size * self.steps_per_round // state.processes)  # else the first engine takes all of a round
+        if state.processes == 1 or state.own < share:
+            return ALLOWED
+        return Verdict(False, "the other engines to start the rest of the round", (ACTOR,))
 
 
 @dataclass(frozen=True)
 class ConventionalSchedule(_Rounds):
-    """Conventional RL (Algorithm 1): B*G rollouts with frozen weights, then G optimizer steps, alternately.
-
-    If rollouts of a round are dropped, whole groups are started to replace them. Rollouts left over at the end of the
-    round are dropped (`round_surplus`), so lag is at most G - 1. A resumed run may begin within a round, which is then
-    shorter.
-    """
+    """Conventional RL (Algorithm 1): B*G rollouts with frozen weights, then G steps, alternately. Lag is at most G - 1."""
 
     name: str = "conventional"
     takes_turns = True
-
-    def oldest_trained(self, version: int) -> int:
-        return version - version % self.steps_per_round
-
-    def may_start(self, state: PipelineState, rollouts: int) -> Verdict:
-        round_start = self.oldest_trained(state.trainer_version)
-        if state.engine_version < round_start:
-            return Verdict(
-                False, f"the round's weights (version {round_start}); the engine has {state.engine_version}", (TRAINER,)
-            )
-        # Rollouts that the rest of the round needs: as many as are outstanding, unless some were dropped.
-        needed = self.batch_size * (round_start + self.steps_per_round - state.trainer_version)
-        if state.outstanding >= needed:
-            return Verdict(False, f"the trainer to finish its round (version {state.trainer_version})", (TRAINER,))
-        return _within_share(state, self.batch_size * self.steps_per_round)
 
 
 @dataclass(frozen=True)
 class AsyncSchedule(_Rounds):
     """Asynchronous RL: rollouts for the next G steps are generated while the trainer processes the last round.
 
-    Weights change only between rounds, when no rollout is in progress. Rollouts left over at the end of a round are
-    dropped, as in `ConventionalSchedule`, so lag is at most 2G - 1.
+    Lag is at most 2G - 1.
     """
 
     name: str = "async"
-
-    def oldest_trained(self, version: int) -> int:
-        return (version // self.steps_per_round - 1) * self.steps_per_round
-
-    def may_start(self, state: PipelineState, rollouts: int) -> Verdict:
-        if state.engine_version < state.newest_version:
-            return Verdict(
-                False,
-                f"the round's weights (version {state.newest_version}); the engine has {state.engine_version}",
-                (TRAINER,),
-            )
-        # While the engine has the weights of round r, rollouts of rounds r (being trained on) and r + 1 may be outstanding.
-        rounds_end = (state.engine_version // self.steps_per_round + 2) * self.steps_per_round
-        if state.outstanding >= self.batch_size * (rounds_end - state.trainer_version):
-            return Verdict(False, f"the trainer to finish its round (version {state.trainer_version})", (TRAINER,))
-        return _within_share(state, self.batch_size * self.steps_per_round)
-
-
-def _within_share(state: PipelineState, round_size: int) -> Verdict:
-    """Limits each engine to its share of a round: otherwise the first would take all rollouts and the others idle."""
-    if state.processes == 1 or state.own < -(-round_size // state.processes):
-        return ALLOWED
-    return Verdict(False, "the other engines to start the rest of the round", (ACTOR,))
+    ahead = 1
 
 
 def make_schedule(config: RunConfig) -> Schedule:

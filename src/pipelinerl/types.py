@@ -6,7 +6,7 @@ another process or a file is never executed. This module does not import torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, pairwise
 from typing import Any, Literal
 
@@ -170,6 +170,38 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     dropped: dict[str, int] = {}
     started_version: int = 0
     skipped: Skip | None = None
+
+
+class GroupLedger(msgspec.Struct):
+    """A set of group indices that only grows: all under `below`, and `extras`, which are above it.
+
+    Groups finish nearly in the order in which they were started, so `extras` are few.
+    """
+
+    below: int = 0
+    extras: set[int] = set()
+
+    def copy(self) -> GroupLedger:
+        return GroupLedger(self.below, set(self.extras))
+
+    def add(self, index: int) -> None:
+        if index >= self.below:
+            self.extras.add(index)
+        while self.below in self.extras:
+            self.extras.remove(self.below)
+            self.below += 1
+
+    def __contains__(self, index: int) -> bool:
+        return 0 <= index < self.below or index in self.extras
+
+    def missing_from(self, start: int = 0) -> Iterator[int]:
+        """Endless ascending indices >= start (and >= 0) that are not in the ledger at the time they are yielded."""
+        index = max(start, 0)
+        while True:
+            index = max(index, self.below)
+            if index not in self.extras:
+                yield index
+            index += 1
 
 
 class Segment(msgspec.Struct, frozen=True, kw_only=True):

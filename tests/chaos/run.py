@@ -16,12 +16,12 @@ from typing import NamedTuple
 
 import msgspec
 
+from pipelinerl.channel import free_port
 from pipelinerl.child import ChildProcess, exit_words
 from pipelinerl.config.load import load_config
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import UserError
 from pipelinerl.extras import require
-from pipelinerl.ports import free_port
 from pipelinerl.run_directory import ORPHAN_PATIENCE_S, RunDirectory
 from tests.chaos.faults import NotInjectedError, Proxy, Undo, inject, processes_of
 from tests.chaos.invariants import check

@@ -19,6 +19,7 @@ from pipelinerl.engine.sampler import device_uniforms
 from pipelinerl.engine.static import StaticEngine
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.files import shared_memory
+from pipelinerl.hub.hub import DirectMessages
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models import packed
 from pipelinerl.models.attention import attend
@@ -29,7 +30,6 @@ from pipelinerl.models.state import checksum, device_checksum, device_digests_of
 from pipelinerl.models.varlen import attention_of, varlen_reference
 from pipelinerl.types import GenerationRequest, SamplingParams
 from pipelinerl.weights.delta import apply, encode
-from pipelinerl.weights.memory import DirectMessages
 from pipelinerl.weights.receiving import SharedWeightReceiver
 from pipelinerl.weights.sending import SharedWeightSender
 from tests.parity.models import CONFIGS, make_model
@@ -154,10 +154,10 @@ def test_an_update_is_verified_by_sums_that_devices_compute_and_nothing_is_copie
     trained = make_model("qwen3", seed=1).bfloat16().cuda()
     served = make_model("qwen3").bfloat16().cuda()
     engine = LocalEngine(served, slots=4, max_length=128)
-    fd, (here, there) = shared_memory(), DirectMessages.pair()
+    fd, hub = shared_memory(), DirectMessages()
     with (
-        closing(SharedWeightSender(fd, here, 1)) as sender,
-        closing(SharedWeightReceiver(fd, there, "cuda")) as receiver,
+        closing(SharedWeightSender(fd, hub, 1)) as sender,
+        closing(SharedWeightReceiver(fd, hub, "cuda")) as receiver,
     ):
         digest = sender.send(1, named_weights(trained))
         update = receiver.poll()

@@ -32,7 +32,7 @@ COMMANDS: dict[str, list[str]] = {
     "pandas": ["python", "-c", "import pipelinerl; run = pipelinerl.Run('base'); assert len(run.metrics) == 2"],
     "serve": ["python", "-c", "import pipelinerl.serving.server.run"],  # `http` starts a server
     "http": [*TRAIN, "--launch.kind=processes", "--engine.kind=http", "--engine.servers=1"],
-    "redis": ["python", "-c", "import pipelinerl.stream.redis"],
+    "redis": ["python", "-c", "import pipelinerl.hub.redis"],
     "parquet": ["python", "-c", "import pyarrow.parquet"],
     "math": [*DRY, "--environment.kind=math", "--environment.args.path=problems.jsonl"],
     "lora": [*TRAIN, "--model.lora.rank=4"],

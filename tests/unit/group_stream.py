@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from pipelinerl.stream.files import FileStream
+from pipelinerl.hub.stream import FileStream
 from pipelinerl.types import Group
 
 

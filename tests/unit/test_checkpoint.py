@@ -31,10 +31,9 @@ from pipelinerl.checkpoint import (
 )
 from pipelinerl.config.schema import TrainerConfig
 from pipelinerl.errors import CheckpointError
-from pipelinerl.ledger import GroupLedger
 from pipelinerl.trainer import Learner
 from pipelinerl.trainer.saving import restore_rng, rng_state, write_checkpoint
-from pipelinerl.types import Segment, TrainingSample
+from pipelinerl.types import GroupLedger, Segment, TrainingSample
 from tests.limits import small_files
 from tests.parity.models import tiny_llama
 

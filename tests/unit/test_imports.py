@@ -27,7 +27,7 @@ PROCESSES = {
         " config.help launch.tryout launch.restarts launch.resume "
         "launch.hosts.ray resources.gpus resources.placement launch.trial launch.stages.generation "
         "launch.stages.training "
-        "stream.redis report experiments torch",
+        "hub.redis report experiments torch",
     ),
     "launcher, before a run": (
         "launch.checks environments.tasks.gcd",
@@ -42,7 +42,7 @@ PROCESSES = {
     "generation": (
         "launch.hosts.worker launch.stages.generation weights.receiving engine",
         "checkpoint engine.cache_runner environments.chat environments.options models.lora "
-        "models.own_forward models.packed preprocess serving stream.redis trainer "
+        "models.own_forward models.packed preprocess serving hub.redis trainer "
         "weights.broadcast launch.stages.servers launch.stages.training "
         f"launch.stages.preprocessing weights.sending {LAUNCHER}",
     ),

@@ -21,8 +21,7 @@ import msgspec
 
 from pipelinerl.config.schema import OnlineFilterConfig
 from pipelinerl.errors import INVALID_DATA, RunDirectoryError
-from pipelinerl.ledger import GroupLedger
-from pipelinerl.types import Skip
+from pipelinerl.types import GroupLedger, Skip
 
 
 class _Rewarded(msgspec.Struct, frozen=True):

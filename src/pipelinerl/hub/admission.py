@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pipelinerl.interfaces import Admitted, PipelineState, Verdict
-from pipelinerl.ledger import GroupLedger
 from pipelinerl.schedule import Schedule
-from pipelinerl.types import ACTOR, TrainerProgress
+from pipelinerl.types import ACTOR, GroupLedger, TrainerProgress
 
 LATENCY_WEIGHT = 0.1
 """Weight of the latest group in the running mean `AdmissionState.latency`."""

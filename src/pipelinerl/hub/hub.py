@@ -6,7 +6,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
 
@@ -18,7 +18,7 @@ from pipelinerl.interfaces import Admitted, Board, Verdict
 from pipelinerl.types import TRAINER, Group, trainer_progress
 
 if TYPE_CHECKING:
-    from pipelinerl.stream import GroupStream
+    from pipelinerl.hub.stream import GroupStream
 
 T = TypeVar("T")
 
@@ -167,3 +167,19 @@ class Direct:
 
     def may_take(self, version: int) -> bool:
         return self._hub.admission.may_take(version).allowed
+
+
+class DirectMessages:
+    """The messages about weights in a process that has both ends: what is sent is handled at once. See `Messages`."""
+
+    def __init__(self) -> None:
+        self._handlers: dict[type[Any], Any] = {}
+
+    def handle(self, kind: type[Any], handler: Any) -> None:
+        self._handlers[kind] = handler
+
+    def send(self, message: Any) -> None:
+        self._handlers[type(message)](message)
+
+    def take(self) -> None:
+        """Everything was handled."""

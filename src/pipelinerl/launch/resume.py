@@ -21,18 +21,17 @@ from pipelinerl.config.schema import RunConfig
 from pipelinerl.config.secrets import without_secrets
 from pipelinerl.errors import RunDirectoryError
 from pipelinerl.files import JsonLines
+from pipelinerl.hub.stream import GroupStream
 from pipelinerl.hub.wire import decoded
 from pipelinerl.launch.run_lock import last_plan
 from pipelinerl.launch.session import KeptGroup, StartPlan
 from pipelinerl.launch.streams import open_stream
-from pipelinerl.ledger import GroupLedger
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.reading import read_lines, read_records
 from pipelinerl.metrics.records import SessionRecord, StepRecord
 from pipelinerl.preprocess import newest_version
 from pipelinerl.run_directory import RunDirectory
-from pipelinerl.stream import GroupStream
-from pipelinerl.types import Group
+from pipelinerl.types import Group, GroupLedger
 
 T = TypeVar("T")
 Overrides = Sequence[str] | Mapping[str, Any]

@@ -11,10 +11,10 @@ import msgspec
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import ReplacedError
 from pipelinerl.files import write_atomically
-from pipelinerl.ledger import GroupLedger
 from pipelinerl.process import PeakMemory
 from pipelinerl.run_directory import RunDirectory
 from pipelinerl.schedule import Schedule, make_schedule
+from pipelinerl.types import GroupLedger
 
 
 class KeptGroup(msgspec.Struct, frozen=True):

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.hub.admission import AdmissionState
 from pipelinerl.hub.hub import Hub
+from pipelinerl.hub.stream import FileStream, GroupStream
 from pipelinerl.interfaces import Board
 from pipelinerl.run_directory import RunDirectory
 from pipelinerl.schedule import stream_capacity
-from pipelinerl.stream import GroupStream
-from pipelinerl.stream.files import FileStream
 
 if TYPE_CHECKING:
     from pipelinerl.launch.session import Session
@@ -23,7 +22,7 @@ def open_stream(config: RunConfig, run: RunDirectory, run_id: str) -> GroupStrea
         return FileStream()
     if config.stream.url is None:
         return FileStream(run.streams / "rollouts", run.recorded)
-    from pipelinerl.stream.redis import RedisStream  # noqa: PLC0415 - needs the extra `redis`
+    from pipelinerl.hub.redis import RedisStream  # noqa: PLC0415 - needs the extra `redis`
 
     return RedisStream(config.stream.url, f"pipelinerl-{run_id}-rollouts")
 

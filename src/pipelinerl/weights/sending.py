@@ -162,6 +162,29 @@ class Sender(ABC):
             raise WeightUpdateError(self._problem)
 
 
+class MemoryWeightSender(Sender):
+    """Sends within one process: a `Receiver` takes `tensors` itself. A new update replaces one that was not taken yet."""
+
+    def __init__(self, hub: Messages) -> None:
+        super().__init__(hub, 1)
+        self._copies: Mapping[str, Tensor] = {}
+
+    def tensors(self, _: wire.Offer) -> Mapping[str, Tensor]:
+        return self._copies
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+    def _buffer(self, layout: Layout, source: torch.device | None) -> Mapping[str, Tensor]:
+        del source
+        self._copies = self._copies or layout.views(torch.empty(layout.buffer_bytes, dtype=torch.uint8))
+        return self._copies
+
+    def _wait_for_answers(self) -> bool:
+        self._raise_problem()
+        return True
+
+
 class SharedWeightSender(Sender):
     """Writes to a file in memory that embedded engines map, or to the files of a folder that engine servers read.
 

@@ -26,11 +26,11 @@ from pipelinerl.config.schema import ActorConfig, EvaluationConfig
 from pipelinerl.errors import PromptTooLongError, RequestError, RolloutError, TooManyFailuresError
 from pipelinerl.hub.admission import AdmissionState
 from pipelinerl.hub.hub import ROLLOUTS_FILE, Direct, DirectReader, Hub
+from pipelinerl.hub.stream import FileStream
 from pipelinerl.interfaces import Verdict, WeightUpdate
 from pipelinerl.schedule import ConventionalSchedule, PipelineSchedule
 from pipelinerl.status.board import MemoryBoard
 from pipelinerl.status.watchdog import find_cycle
-from pipelinerl.stream.files import FileStream
 from pipelinerl.types import (
     GenerationRequest,
     Group,

@@ -12,8 +12,7 @@ from pipelinerl.actor.difficulty import OnlineFilter
 from pipelinerl.config.load import load_config
 from pipelinerl.config.schema import OnlineFilterConfig
 from pipelinerl.errors import ConfigError, RunDirectoryError
-from pipelinerl.ledger import GroupLedger
-from pipelinerl.types import Group, Problem, Rollout, Skip
+from pipelinerl.types import Group, GroupLedger, Problem, Rollout, Skip
 
 SOLVED, FAILED, MIXED = [1.0, 1.0], [0.0, 0.0], [0.0, 1.0]
 

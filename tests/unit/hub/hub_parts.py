@@ -13,13 +13,21 @@ from pipelinerl.hub import wire
 from pipelinerl.hub.admission import AdmissionState
 from pipelinerl.hub.client import HubClient
 from pipelinerl.hub.hub import ROLLOUTS_FILE, Hub
+from pipelinerl.hub.stream import FileStream, GroupStream
 from pipelinerl.interfaces import Verdict
-from pipelinerl.ledger import GroupLedger
 from pipelinerl.schedule import PipelineSchedule, Schedule
 from pipelinerl.status.board import MemoryBoard
-from pipelinerl.stream import GroupStream
-from pipelinerl.stream.files import FileStream
-from pipelinerl.types import Completion, Group, Problem, Rollout, StageStatus, TrainerProgress, Turn, VersionSpan
+from pipelinerl.types import (
+    Completion,
+    Group,
+    GroupLedger,
+    Problem,
+    Rollout,
+    StageStatus,
+    TrainerProgress,
+    Turn,
+    VersionSpan,
+)
 
 K = 4
 

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from pipelinerl.config.load import load_config
 from pipelinerl.hub.admission import AdmissionState, ProcessTotals
 from pipelinerl.interfaces import PipelineState, Verdict
-from pipelinerl.ledger import GroupLedger
 from pipelinerl.schedule import AsyncSchedule, ConventionalSchedule, PipelineSchedule, Schedule, make_schedule
-from pipelinerl.types import TrainerProgress
+from pipelinerl.types import GroupLedger, TrainerProgress
 from tests.unit.hub.hub_parts import K, make_state
 
 # ---------------------------------------------------------------------------------------------- the counts

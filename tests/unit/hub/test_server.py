@@ -29,9 +29,9 @@ from pipelinerl.hub.admission import AdmissionState
 from pipelinerl.hub.client import Claims, HubClient, HubReader, dial
 from pipelinerl.hub.hub import ROLLOUTS_FILE, Direct
 from pipelinerl.hub.server import HubServer, WorkerKind
+from pipelinerl.hub.stream import FileStream
 from pipelinerl.interfaces import ALLOWED, Admitted, PipelineState, Verdict
 from pipelinerl.schedule import AsyncSchedule, ConventionalSchedule, PipelineSchedule, Schedule
-from pipelinerl.stream.files import FileStream
 from pipelinerl.types import Group, UpdateReceipt
 from tests.limits import small_files
 from tests.unit.hub.hub_parts import Asking, K, Place, Worker, group, status, trainer_status

@@ -33,6 +33,8 @@ from pipelinerl.errors import (
     UserError,
     WeightUpdateError,
 )
+from pipelinerl.hub.hub import DirectMessages
+from pipelinerl.hub.stream import FileStream
 from pipelinerl.launch.hosts.host import LocalHost
 from pipelinerl.launch.hosts.processes import Processes
 from pipelinerl.launch.hosts.worker import WorkerActor
@@ -51,10 +53,8 @@ from pipelinerl.resources.roles import (
 from pipelinerl.run_directory import RunDirectory
 from pipelinerl.schedule import make_schedule
 from pipelinerl.serving.client.adapter import EngineUnavailableError
-from pipelinerl.stream.files import FileStream
 from pipelinerl.types import UpdateReceipt
 from pipelinerl.weights.broadcast.sender import CollectiveWeightSender
-from pipelinerl.weights.memory import DirectMessages
 from tests.unit.scripted_engine import CharTokenizer
 
 LOCAL = RunConfig()

@@ -21,15 +21,14 @@ from pipelinerl.hub import wire
 from pipelinerl.hub.client import HubReader
 from pipelinerl.hub.hub import ROLLOUTS_FILE, Hub
 from pipelinerl.hub.server import HubServer, WorkerKind
+from pipelinerl.hub.stream import FileStream
 from pipelinerl.launch.resume import take_back
 from pipelinerl.launch.session import KeptGroup
-from pipelinerl.ledger import GroupLedger
 from pipelinerl.preprocess import Preprocessor, PreprocessorStage, newest_version
 from pipelinerl.schedule import PipelineSchedule
 from pipelinerl.status.board import MemoryBoard
-from pipelinerl.stream.files import FileStream
 from pipelinerl.trainer.queue import SampleQueue
-from pipelinerl.types import Group, Prepared
+from pipelinerl.types import Group, GroupLedger, Prepared
 from tests.unit.hub.hub_parts import Asking, Worker, make_state
 from tests.unit.trainer.test_queue import ids, make_group, pull_all
 

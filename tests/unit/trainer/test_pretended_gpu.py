@@ -16,13 +16,13 @@ from pipelinerl.checkpoint import CheckpointState
 from pipelinerl.config.schema import LoraConfig, TrainerConfig
 from pipelinerl.engine.static import StaticEngine
 from pipelinerl.files import shared_memory
+from pipelinerl.hub.hub import DirectMessages
 from pipelinerl.models import packed
 from pipelinerl.models.loading import use_float32_head
 from pipelinerl.models.lora import LoraModel
 from pipelinerl.models.state import checksum, named_weights
 from pipelinerl.trainer import Learner
 from pipelinerl.trainer.saving import write_checkpoint
-from pipelinerl.weights.memory import DirectMessages
 from pipelinerl.weights.receiving import SharedWeightReceiver
 from pipelinerl.weights.sending import SharedWeightSender
 from tests.parity.models import make_model
@@ -63,14 +63,14 @@ def test_steps_have_the_losses_of_the_cpu_and_a_bounded_number_of_waits(
 
 
 def test_an_update_is_verified_by_the_device_and_waits_for_it_once() -> None:
-    fd, (here, there) = shared_memory(), DirectMessages.pair()
+    fd, hub = shared_memory(), DirectMessages()
     models = [make_model("qwen3", seed=seed).bfloat16() for seed in (1, 0)]
     with pretended_cuda() as device:
         trained, served = (model.to("cuda") for model in models)
         engine: Any = StaticEngine(served, slots=4, max_length=96, flatten=False)
         with (
-            closing(SharedWeightSender(fd, here, 1)) as sender,
-            closing(SharedWeightReceiver(fd, there, "cuda")) as receiver,
+            closing(SharedWeightSender(fd, hub, 1)) as sender,
+            closing(SharedWeightReceiver(fd, hub, "cuda")) as receiver,
         ):
             device.waits.clear()
             digest = sender.send(1, named_weights(trained))

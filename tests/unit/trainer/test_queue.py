@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from pipelinerl.checkpoint import QueueCounts, QueuePosition
 from pipelinerl.config.schema import PreprocessConfig
 from pipelinerl.errors import StreamError
-from pipelinerl.ledger import GroupLedger
 from pipelinerl.preprocess import Preprocessor
 from pipelinerl.trainer.queue import Drops, SampleQueue
-from pipelinerl.types import Completion, Group, Problem, Rollout, Turn, spans_from_versions
+from pipelinerl.types import Completion, Group, GroupLedger, Problem, Rollout, Turn, spans_from_versions
 from tests.unit.group_stream import GroupStream
 
 

@@ -20,6 +20,7 @@ from pipelinerl.checkpoint import CheckpointState, by_version, latest_checkpoint
 from pipelinerl.config.schema import PreprocessConfig, TrainerConfig
 from pipelinerl.errors import CheckpointError, PolicyMismatchError
 from pipelinerl.files import JsonLines
+from pipelinerl.hub.hub import DirectMessages
 from pipelinerl.metrics.reading import read_json_lines, read_records
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.sinks import JsonlSink
@@ -40,7 +41,8 @@ from pipelinerl.types import (
     UpdateReceipt,
     spans_from_versions,
 )
-from pipelinerl.weights.memory import MemoryWeightSender
+from pipelinerl.weights.receiving import Receiver
+from pipelinerl.weights.sending import MemoryWeightSender
 from tests.parity.models import tiny_llama
 from tests.unit.group_stream import GroupStream
 
@@ -51,9 +53,9 @@ PROMPT = (1, 2, 3)
 class Engine:
     """Generates whole groups with the newest weights it was sent, recording exact log-probs (off by `noise`)."""
 
-    def __init__(self, sender: MemoryWeightSender, noise: float = 0.0) -> None:
+    def __init__(self, receiver: Receiver, noise: float = 0.0) -> None:
         self.model = tiny_llama()
-        self.receiver = sender.receiver
+        self.receiver = receiver
         self.noise = noise
         self.versions: list[int] = []
 
@@ -109,8 +111,9 @@ class Setup:
     ) -> None:
         self.config = TrainerConfig(**({"batch_size": 4, "steps": 6, "learning_rate": 1e-2} | changes))
         self.run_dir = run_dir
-        self.sender = MemoryWeightSender()
-        self.engine = Engine(self.sender, noise)
+        messages = DirectMessages()
+        self.sender = MemoryWeightSender(messages)
+        self.engine = Engine(Receiver(messages, self.sender.tensors), noise)
         self.board = MemoryBoard()
         self.writer = GroupStream(Preprocessor(PreprocessConfig()).process)
         model, state = tiny_llama(), CheckpointState(version=0)

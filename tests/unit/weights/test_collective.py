@@ -31,7 +31,6 @@ from tests.unit.weights.test_weights import (  # noqa: F401 - the contract of ev
     ends,
     receipt,
     test_a_receipt_for_anything_else_is_an_error_from_then_on,
-    test_an_update_that_was_taken_and_not_answered_stops_the_next,
     test_the_sums_of_the_trainers_gpu_come_with_an_update,
     test_updates_arrive_exactly_and_once,
     test_versions_rise_and_only_what_was_taken_is_acknowledged,

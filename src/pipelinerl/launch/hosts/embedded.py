@@ -18,7 +18,7 @@ import torch
 
 from pipelinerl.environments.user.code import run_to_end
 from pipelinerl.errors import PipelineRLError, StalledError
-from pipelinerl.hub.hub import Direct, DirectReader, Hub
+from pipelinerl.hub.hub import Direct, DirectMessages, DirectReader, Hub
 from pipelinerl.launch.run_lock import keep_settings
 from pipelinerl.launch.session import Session
 from pipelinerl.launch.stages.generation import Generation
@@ -33,7 +33,8 @@ from pipelinerl.status.board import MemoryBoard, last_statuses, write_statuses
 from pipelinerl.status.screen import RunView
 from pipelinerl.status.watchdog import Watchdog
 from pipelinerl.types import StageStatus
-from pipelinerl.weights.memory import MemoryWeightSender
+from pipelinerl.weights.receiving import Receiver
+from pipelinerl.weights.sending import MemoryWeightSender
 
 LOOK_EVERY_S = 0.5
 
@@ -72,8 +73,9 @@ def _run(session: Session, hub: Hub, interrupts: Interrupts, *, view: RunView) -
 
     Every `LOOK_EVERY_S`, the view is updated, the statuses are written for other processes, and the watchdog looks at them.
     """
-    watchdog, looked_s, sender = Watchdog(session.config.launch.watchdog_s), 0.0, MemoryWeightSender()
-    generation = Generation(session, hub.board, Direct(hub), sender.receiver)
+    watchdog, looked_s, messages = Watchdog(session.config.launch.watchdog_s), 0.0, DirectMessages()
+    sender = MemoryWeightSender(messages)
+    generation = Generation(session, hub.board, Direct(hub), Receiver(messages, sender.tensors))
     with open_trainer(session, hub.board, lambda _, prepare: DirectReader(hub, prepare), lambda: sender) as trainer:
 
         def after_iteration() -> None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
+from pipelinerl.channel import free_port
 from pipelinerl.config.schema import EngineConfig
 from pipelinerl.errors import StalledError, UserError
 from pipelinerl.extras import require
@@ -25,7 +26,6 @@ from pipelinerl.files import SHARED_MEMORY, write_atomically
 from pipelinerl.interfaces import AsyncEngine
 from pipelinerl.launch.session import Session, StartPlan
 from pipelinerl.models.contract import Contract
-from pipelinerl.ports import free_port
 from pipelinerl.process import lower_priority
 from pipelinerl.resources.roles import server_roles
 from pipelinerl.run_directory import ReadyFile, RunDirectory

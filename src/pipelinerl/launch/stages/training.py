@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import msgspec
 import torch
 
-from pipelinerl.channel import listen
+from pipelinerl.channel import LOOPBACK, listen, source_address
 from pipelinerl.checkpoint import Checkpoint, CheckpointState, load_checkpoint
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.config.secrets import without_secrets
@@ -32,7 +32,6 @@ from pipelinerl.launch.stages.preprocessing import make_preprocessor, scores_in_
 from pipelinerl.metrics.records import Computer, SessionRecord
 from pipelinerl.metrics.sinks import JsonlSink, Sink
 from pipelinerl.models.loading import load_model, load_tokenizer, refuse_adapter
-from pipelinerl.ports import LOOPBACK, source_address
 from pipelinerl.process import stop_on_sigterm
 from pipelinerl.resources.machine import processor
 from pipelinerl.resources.roles import TRAINING, rank_roles

@@ -22,6 +22,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from pipelinerl.channel import is_this_machine
 from pipelinerl.errors import (
     INVALID_DATA,
     PipelineRLError,
@@ -31,7 +32,6 @@ from pipelinerl.errors import (
     UserError,
     WeightUpdateError,
 )
-from pipelinerl.ports import is_this_machine
 from pipelinerl.serving.wire import STATUS, ErrorBody, ErrorDetail
 from pipelinerl.types import GenerationRequest
 

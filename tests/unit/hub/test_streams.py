@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 
 from pipelinerl.errors import ConfigError, StreamError
 from pipelinerl.files import JsonLines
-from pipelinerl.stream import GroupStream, files
-from pipelinerl.stream.files import FileStream
+from pipelinerl.hub import stream as module
+from pipelinerl.hub.stream import FileStream, GroupStream
 from tests.limits import small_files
 from tests.redis_server import redis_for_tests
 
@@ -47,7 +47,7 @@ def make(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         if request.param == "files":
             folder = tmp_path_factory.mktemp("stream")
             return lambda: FileStream(folder / "s")
-        from pipelinerl.stream.redis import RedisStream
+        from pipelinerl.hub.redis import RedisStream
 
         url, key = request.getfixturevalue("redis_url"), f"s-{next(NAMES)}"
         return lambda: RedisStream(url, key)
@@ -158,7 +158,7 @@ def test_the_space_of_committed_items_is_used_again(tmp_path: Path) -> None:
 
 KILLED = """
 import os, pathlib, signal, sys
-from pipelinerl.stream.files import FileStream
+from pipelinerl.hub.stream import FileStream
 
 stream = FileStream(pathlib.Path(sys.argv[1]))
 if sys.argv[2] == "keep":
@@ -205,7 +205,7 @@ def test_a_killed_resume_changes_nothing(tmp_path: Path) -> None:
 def test_items_of_a_file_of_records_are_not_written_again(
     cached: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "CACHED_BYTES", 1 << 20 if cached else 0)
+    monkeypatch.setattr(module, "CACHED_BYTES", 1 << 20 if cached else 0)
     path = tmp_path / "records.jsonl"
     with closing(JsonLines(path)) as records, closing(FileStream(tmp_path / "s", path)) as stream:
         for number in range(4):
@@ -232,7 +232,7 @@ redis_only = pytest.mark.needs_redis
 def test_lost_requests_and_answers_change_nothing(redis_url: str, seed: int) -> None:
     import redis
 
-    from pipelinerl.stream.redis import RedisStream
+    from pipelinerl.hub.redis import RedisStream
 
     random, execute = Random(seed), redis.Redis.execute_command
 
@@ -263,7 +263,7 @@ def test_lost_requests_and_answers_change_nothing(redis_url: str, seed: int) -> 
 def test_a_redis_that_keeps_its_data_may_be_killed_or_full_and_is_named_after_a_bound(tmp_path: Path) -> None:
     import redis
 
-    from pipelinerl.stream.redis import RedisStream
+    from pipelinerl.hub.redis import RedisStream
 
     with redis_for_tests(tmp_path) as url:
         stream, impatient = RedisStream(url, "s"), RedisStream(url, "t", patience_s=0.2)
@@ -283,7 +283,7 @@ def test_a_redis_that_keeps_its_data_may_be_killed_or_full_and_is_named_after_a_
 @redis_only
 @pytest.mark.parametrize("wrong", ["redis://h:70000", "http://h", "redis://:secret@h:1/x?nonsense=1", ""])
 def test_wrong_urls_and_passwords(wrong: str, tmp_path: Path) -> None:
-    from pipelinerl.stream.redis import RedisStream
+    from pipelinerl.hub.redis import RedisStream
 
     expected = r"stream\.url|no connection" if wrong else "does not let us in"
     with redis_for_tests(tmp_path, "--requirepass", "right") as url, suppress(OverflowError):

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from pipelinerl.errors import ConfigError, StreamError
 from pipelinerl.extras import require
-from pipelinerl.stream import GroupStream
+from pipelinerl.hub.stream import GroupStream
 
 require("redis", "a stream in Redis")  # before the import, which fails without
 from redis import Redis, exceptions  # noqa: E402
@@ -67,15 +67,6 @@ class RedisStream(GroupStream):
     def _commit(self, offset: int) -> None:
         self._patiently(lambda: self._client.xtrim(self._key, minid=_id(offset), approximate=False))
 
-    def keep(self, from_offset: int, wanted: Callable[[bytes], bool]) -> Sequence[bytes]:
-        entries = self._entries(0)
-        kept = {offset: item for offset, item in entries if offset >= from_offset and wanted(item)}
-        unwanted = [_id(offset) for offset, _ in entries if offset not in kept]
-        if unwanted:
-            self._patiently(lambda: self._client.xdel(self._key, *unwanted))
-        self.return_to(0)
-        return list(kept.values())
-
     def close(self) -> None:
         self._client.close()
 
@@ -90,8 +81,9 @@ class RedisStream(GroupStream):
         found = self._patiently(lambda: self._client.xrange(self._key, min=_id(start), count=limit))
         return [(_offset(entry), fields[b"item"]) for entry, fields in found]
 
-    def _remove(self, offset: int) -> None:
-        self._patiently(lambda: self._client.xdel(self._key, _id(offset)))
+    def _remove(self, offsets: Sequence[int]) -> None:
+        if offsets:
+            self._patiently(lambda: self._client.xdel(self._key, *map(_id, offsets)))
 
     def _patiently(self, operation: Callable[[], Result]) -> Result:
         """The operation's result. Repeats it while there is no connection; raises StreamError when the patience is over."""

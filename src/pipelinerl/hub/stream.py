@@ -1,13 +1,16 @@
-"""A stream in a file that survives the launcher, or in memory: an SQLite database, which only this process has open.
+"""The stream of encoded groups between stages, of which the hub has both ends: in a file that survives the launcher, or in
+memory. `hub.redis` has the same in a Redis server.
 
-Groups are in `rollouts.jsonl` anyway, so their stream has only their places there. The journal is a write-ahead log: an
-append is one write without a sync. A process that is killed leaves the last complete transaction.
+The file is an SQLite database, which only this process has open. Groups are in `rollouts.jsonl` anyway, so their stream has
+only their places there. The journal is a write-ahead log: an append is one write without a sync. A process that is killed
+leaves the last complete transaction.
 """
 
 from __future__ import annotations
 
 import errno
 import sqlite3
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +18,6 @@ from typing import Any
 
 from pipelinerl.errors import StreamError
 from pipelinerl.files import remedy
-from pipelinerl.stream import GroupStream
 
 SCHEMA = (
     "CREATE TABLE IF NOT EXISTS items (number INTEGER PRIMARY KEY AUTOINCREMENT, json BLOB, place INTEGER, size INTEGER)"
@@ -34,6 +36,94 @@ _ERRNO = {
     sqlite3.SQLITE_CANTOPEN: errno.ENOENT,
     sqlite3.SQLITE_PERM: errno.EACCES,
 }
+
+
+class GroupStream(ABC):
+    """An ordered queue of encoded groups, numbered by offsets. It keeps what was read until that is committed.
+
+    `waiting` is the number of groups that were not read, `left` the number of rollouts of each group that are left to train
+    on. All methods may raise StreamError.
+    """
+
+    waiting = 0
+    _cursor = 0  # the offset of the next group to read, or lower
+
+    def __init__(self) -> None:
+        self.left: dict[int, int] = {}
+
+    @property
+    def rollouts(self) -> int:
+        """Rollouts of the groups that are waiting."""
+        return sum(left for offset, left in self.left.items() if offset >= self._cursor)
+
+    def count(self, left: Sequence[int]) -> None:
+        """Note the rollouts that are `left` of the groups that are waiting already, in order."""
+        self.left = dict(zip(self.offsets(), left, strict=True))
+
+    def offsets(self) -> Sequence[int]:
+        """The offsets of the waiting groups."""
+        return [offset for offset, _ in self._entries(self._cursor)]
+
+    def append(self, item: bytes, rollouts: int = 0, place: int | None = None) -> int:
+        """Append a group. Returns its offset. `place`: where it begins in the run's file of records, if it is there."""
+        offset = self._append(item, place)
+        self.left[offset] = rollouts
+        self.waiting += 1
+        return offset
+
+    def read(self, limit: int) -> Sequence[tuple[int, bytes]]:
+        """Read up to `limit` of the waiting groups, oldest first, each with its offset."""
+        if not self.waiting or not limit:
+            return []
+        found = self._entries(self._cursor, limit)
+        if found:
+            self._cursor = found[-1][0] + 1
+        self.waiting -= len(found)
+        return found
+
+    def return_to(self, offset: int) -> None:
+        """Groups from `offset` on are waiting again."""
+        self._cursor = offset
+        self.waiting = len(self.offsets())
+
+    def drop(self) -> int:
+        """Remove the oldest waiting group. Returns its number of rollouts."""
+        ((offset, _),) = self._entries(self._cursor, 1)
+        self._remove([offset])
+        self.waiting -= 1
+        return self.left.pop(offset)
+
+    def commit(self, offset: int) -> None:
+        """Forget everything before `offset`."""
+        self._commit(offset)
+        self.left = {number: left for number, left in self.left.items() if number >= offset}
+
+    def keep(self, from_offset: int, wanted: Callable[[bytes], bool]) -> Sequence[bytes]:
+        """For a resume: remove all groups before `from_offset`, and unwanted groups. Returns the others."""
+        self._commit(from_offset)
+        entries = self._entries(from_offset)
+        kept = {offset: item for offset, item in entries if item and wanted(item)}  # a file of records may have lost its end
+        self._remove([offset for offset, _ in entries if offset not in kept])
+        self.return_to(0)
+        return list(kept.values())
+
+    @abstractmethod
+    def close(self) -> None:
+        """Idempotent."""
+
+    @abstractmethod
+    def _append(self, item: bytes, place: int | None) -> int: ...
+
+    @abstractmethod
+    def _commit(self, offset: int) -> None: ...
+
+    @abstractmethod
+    def _entries(self, start: int, limit: int | None = None) -> list[tuple[int, bytes]]:
+        """The first groups from the offset `start` on."""
+
+    @abstractmethod
+    def _remove(self, offsets: Sequence[int]) -> None:
+        """All of them or, if the process is killed meanwhile, none."""
 
 
 class FileStream(GroupStream):
@@ -83,17 +173,6 @@ class FileStream(GroupStream):
         self._rows("DELETE FROM items WHERE number <= ?", offset)
         self._rows("PRAGMA wal_checkpoint(PASSIVE)")
 
-    def keep(self, from_offset: int, wanted: Callable[[bytes], bool]) -> Sequence[bytes]:
-        rows = self._rows("SELECT * FROM items WHERE number > ? ORDER BY number", from_offset)
-        items = {row[0]: item for row in rows if (item := self._item(*row))}  # a file of records may have lost its end
-        kept = [row for row in rows if row[0] in items and wanted(items[row[0]])]
-        with self._errors_explained(), self._database:
-            self._database.execute("BEGIN IMMEDIATE")
-            self._database.execute("DELETE FROM items")
-            self._database.executemany("INSERT INTO items VALUES (?, ?, ?, ?)", kept)
-        self.return_to(0)
-        return [items[row[0]] for row in kept]
-
     def close(self) -> None:
         """The file is on the disk then."""
         with self._errors_explained():
@@ -104,8 +183,10 @@ class FileStream(GroupStream):
         rows = self._rows("SELECT * FROM items WHERE number > ? ORDER BY number LIMIT ?", start, most)
         return [(number - 1, self._item(number, json, place, size)) for number, json, place, size in rows]
 
-    def _remove(self, offset: int) -> None:
-        self._rows("DELETE FROM items WHERE number = ?", offset + 1)
+    def _remove(self, offsets: Sequence[int]) -> None:
+        with self._errors_explained(), self._database:
+            self._database.execute("BEGIN IMMEDIATE")
+            self._database.executemany("DELETE FROM items WHERE number = ?", [(offset + 1,) for offset in offsets])
 
     def _item(self, number: int, json: bytes | None, place: int, size: int) -> bytes:
         if json is not None:
