@@ -26,8 +26,7 @@ from pipelinerl.files import write_atomically
 from pipelinerl.launch.run_lock import errors_explained, fresh_directory
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.reading import Records, read_records
-from pipelinerl.metrics.records import StepRecord
-from pipelinerl.metrics.sinks import Record
+from pipelinerl.metrics.records import Record, StepRecord
 from pipelinerl.run_directory import RunDirectory
 
 if TYPE_CHECKING:

@@ -32,10 +32,10 @@ import msgspec
 import xxhash
 from safetensors import SafetensorError
 
-from pipelinerl.errors import INVALID_DATA, CheckpointError
+from pipelinerl.errors import INVALID_DATA, CheckpointError, RunDirectoryError
 from pipelinerl.files import sync
 from pipelinerl.metrics.evaluations import EvaluationRecord
-from pipelinerl.metrics.reading import read_json_lines
+from pipelinerl.metrics.reading import read_lines
 from pipelinerl.types import GroupLedger
 
 if TYPE_CHECKING:
@@ -240,8 +240,8 @@ def best_version(run_dir: Path, saved: Iterable[int]) -> int | None:
     evaluation is better, then the newer version.
     """
     try:
-        records = read_json_lines(run_dir / "evaluations.jsonl", EvaluationRecord)
-    except (OSError, ValueError):
+        records = read_lines(run_dir / "evaluations.jsonl", EvaluationRecord)
+    except (OSError, RunDirectoryError):
         return None
     points = [
         (one.version if one.version_mean is None else one.version_mean, one.reward_mean)

@@ -355,7 +355,6 @@ class ActorProgress(msgspec.Struct, frozen=True, kw_only=True, tag="actor"):
     rollouts_in_progress: int = 0
     started_length_mean: float | None = None
     started_lengths: int = 0
-    recent_reward: float | None = None
     evaluations: dict[str, float] = {}
     evaluated: int = 0
     evaluating: str = ""
@@ -375,7 +374,6 @@ class TrainerProgress(msgspec.Struct, frozen=True, kw_only=True, tag="trainer"):
     dropped: dict[str, int] = {}
     dropped_tokens: dict[str, int] = {}
     queued: int = 0
-    steps_target: int = 0
     micro_batches: int = 0
     tokens_trained: int = 0
     busy_s: float = 0.0

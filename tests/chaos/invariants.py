@@ -17,7 +17,7 @@ import msgspec
 
 from pipelinerl.errors import PipelineRLError
 from pipelinerl.experiments.replay.records import RecordedRun, recorded_samples
-from pipelinerl.metrics.reading import read_json_lines, read_records, without_repeated
+from pipelinerl.metrics.reading import read_lines, read_records, without_repeated
 from pipelinerl.metrics.records import SessionRecord, StepRecord
 from pipelinerl.preprocess import Preprocessor, newest_version
 from pipelinerl.run_directory import RunDirectory
@@ -68,13 +68,13 @@ class _Records:
     def __post_init__(self) -> None:
         self.run = RunDirectory(self.run_dir)
         self.recorded = RecordedRun(self.run_dir)
-        self.groups = read_json_lines(self.run.rollouts / "rollouts.jsonl", Group)
+        self.groups = read_lines(self.run.rollouts / "rollouts.jsonl", Group)
         self.metrics = read_records(self.run.metrics, StepRecord)
-        self.raw = read_json_lines(self.run.trained, TrainedRecord)
+        self.raw = read_lines(self.run.trained, TrainedRecord)
         self.trained = without_repeated(self.raw, lambda old, new: old.version >= new.version)
         self.summary: dict[str, Any] = msgspec.json.decode(self.run.summary.read_bytes(), type=dict[str, Any])
         self.config = self.recorded.segments[-1].config
-        self.sessions = read_json_lines(self.run.sessions, SessionRecord)
+        self.sessions = read_lines(self.run.sessions, SessionRecord)
         groups = (self.run.rollouts / "rollouts.jsonl").read_bytes()
         self.first_groups = [groups.count(b"\n", 0, session.rollouts_bytes) for session in self.sessions]
         steps = self.run.trained.read_bytes()
@@ -198,7 +198,7 @@ class _Records:
     def published(self) -> Found:
         """A version that is published again has the same weights, except after a resume at an earlier one."""
         history: dict[int, str] = {}
-        for record in read_json_lines(self.run.published, PublishedRecord):
+        for record in read_lines(self.run.published, PublishedRecord):
             before = history.get(record.version)
             history = {version: checksum for version, checksum in history.items() if version < record.version}
             if before is not None and before != record.checksum:

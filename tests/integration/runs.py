@@ -19,7 +19,7 @@ import xxhash
 from pipelinerl import RunConfig, load_config
 from pipelinerl.launch import trial, tryout
 from pipelinerl.launch.run import train
-from pipelinerl.metrics.reading import read_json_lines, read_lines, read_records
+from pipelinerl.metrics.reading import read_lines, read_records
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.run_directory import RunDirectory
 from pipelinerl.status.board import read_statuses
@@ -208,7 +208,7 @@ def endless(run_dir: Path, **settings: Any) -> Iterator[tuple[subprocess.Popen[s
 
 def groups(run_dir: Path) -> list[Group]:
     """Every group that was handed over, those of an abandoned past included."""
-    return read_json_lines(run_dir / "rollouts" / "rollouts.jsonl", Group)
+    return read_lines(run_dir / "rollouts" / "rollouts.jsonl", Group)
 
 
 def trained(run_dir: Path) -> list[TrainedRecord]:

@@ -10,7 +10,7 @@ import pytest
 
 from pipelinerl.errors import EnvironmentSetupError, RunInterruptedError, TooManyFailuresError
 from pipelinerl.experiments.evaluate.evaluate import AttemptRecord, EvaluationSummary
-from pipelinerl.metrics.reading import read_json_lines
+from pipelinerl.metrics.reading import read_lines
 from tests.integration.runs import run, write_environment
 from tests.integration.test_serve import serving
 from tests.unit.experiments.evaluate.test_evaluate import run_command
@@ -24,7 +24,7 @@ def summary_of(out: Path) -> EvaluationSummary:
 
 
 def attempts_of(folder: Path) -> dict[tuple[int, int], AttemptRecord]:
-    records = read_json_lines(folder / "attempts.jsonl", AttemptRecord)
+    records = read_lines(folder / "attempts.jsonl", AttemptRecord)
     found = {(record.number, record.attempt): record for record in records}
     assert len(found) == len(records)
     return found
@@ -46,7 +46,7 @@ def test_a_model_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert result.estimates.reward.mean == result.estimates.passes[1].mean == pytest.approx(mean)
     assert result.estimates.reward.low <= mean <= result.estimates.reward.high
     assert (summary.status, result.problems, result.attempts, result.failed) == ("finished", 12, 48, {})
-    rates = read_json_lines(out / "demo" / "pass_rates.jsonl", dict[str, Any])
+    rates = read_lines(out / "demo" / "pass_rates.jsonl", dict[str, Any])
     passes = [sum(attempts[number, k].passed for k in range(4)) for number in range(12)]
     expected = [{"id": attempts[n, 0].problem_id, "attempts": 4, "passes": passes[n]} for n in range(12)]
     assert rates == expected
@@ -101,7 +101,7 @@ def test_ctrl_c_leaves_what_was_done(tmp_path: Path) -> None:
     assert summary.status == "interrupted"
     assert 0 < result.attempts == len(attempts_of(out / "demo")) < 48
     assert 0 < result.problems < 12
-    rates = read_json_lines(out / "demo" / "pass_rates.jsonl", dict[str, Any])
+    rates = read_lines(out / "demo" / "pass_rates.jsonl", dict[str, Any])
     assert sum(rate["attempts"] for rate in rates) == result.attempts
     assert sum(rate["attempts"] == 4 for rate in rates) == result.problems
 

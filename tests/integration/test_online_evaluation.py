@@ -9,7 +9,7 @@ import pytest
 
 from pipelinerl.errors import EnvironmentSetupError
 from pipelinerl.metrics.evaluations import EvaluatedProblem, EvaluationRecord
-from pipelinerl.metrics.reading import read_json_lines, read_records
+from pipelinerl.metrics.reading import read_lines, read_records
 from tests.integration.runs import (
     assert_conserved,
     assert_provenance,
@@ -31,7 +31,7 @@ def evaluations(run_dir: Path) -> list[EvaluationRecord]:
 
 def assert_as_recorded(run_dir: Path, record: EvaluationRecord) -> None:
     """The line is what its answers say."""
-    answers = read_json_lines(run_dir / "rollouts" / f"evaluation-{record.name}.jsonl", EvaluatedProblem)
+    answers = read_lines(run_dir / "rollouts" / f"evaluation-{record.name}.jsonl", EvaluatedProblem)
     found = [span.version for answer in answers for span in answer.weight_versions]
     assert len({answer.problem_id for answer in answers}) == len(answers) == record.problems
     assert (min(found), max(found)) == (record.version_min, record.version_max)
@@ -108,7 +108,7 @@ def test_each_of_several_sets_has_a_reward_of_its_own(tmp_path: Path) -> None:
     records = evaluations(run_dir)
     assert {record.when for record in records} >= {"before", "after"}
     for record in records:
-        answers = read_json_lines(run_dir / "rollouts" / f"evaluation-{record.name}.jsonl", EvaluatedProblem)
+        answers = read_lines(run_dir / "rollouts" / f"evaluation-{record.name}.jsonl", EvaluatedProblem)
         by_set = {of: [one.reward for one in answers if one.evaluation_set == of] for of in ("", "hard", "longer")}
         assert [len(rewards) for rewards in by_set.values()] == [record.problems, 4, 4]
         assert record.reward_mean == sum(by_set[""]) / record.problems < 0.5

@@ -18,8 +18,7 @@ from pipelinerl.cli import main
 from pipelinerl.environments import SingleTurn
 from pipelinerl.errors import RunDirectoryError, UserError
 from pipelinerl.interfaces import Tokenizer
-from pipelinerl.metrics.records import StepRecord
-from pipelinerl.metrics.sinks import Record
+from pipelinerl.metrics.records import Record, StepRecord
 from pipelinerl.types import Problem
 
 pytestmark = pytest.mark.exhaustive

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pipelinerl.report.following import Sent
+from pipelinerl.report.trackers import Sent
 from tests.integration import runs
 
 
@@ -92,7 +92,7 @@ def test_a_tracker_that_can_not_be_reached_does_not_end_the_run(
 
 @pytest.mark.exhaustive
 def test_a_callback_that_hangs_does_not_hold_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipelinerl.report.following.FINISH_S", 1.0)
+    monkeypatch.setattr("pipelinerl.report.trackers.FINISH_S", 1.0)
     file = tmp_path / "mine.py"
     file.write_text("import time\n\ndef note(record):\n    time.sleep(1000)\n")
     summary = runs.run(tmp_path / "run", trainer__steps=2, metrics__callback=f"{file}:note")

@@ -10,8 +10,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from pipelinerl.errors import RunDirectoryError
 from pipelinerl.files import JsonLines, remedy, reserve, write_atomically
-from pipelinerl.metrics.reading import read_json_lines
+from pipelinerl.metrics.reading import read_lines
 from tests.limits import small_files
 
 
@@ -43,7 +44,7 @@ def test_json_lines_come_back_and_continue(tmp_path: Path) -> None:
     for point in points:
         with JsonLines(path) as lines:
             lines.write(point)
-    assert read_json_lines(path, Point) == points
+    assert read_lines(path, Point) == points
     assert len(path.read_text().splitlines()) == 5
 
 
@@ -51,7 +52,7 @@ def test_json_lines_come_back_and_continue(tmp_path: Path) -> None:
 def test_a_torn_last_line_is_not_read_and_cut_off_on_opening(tmp_path: Path, torn: bytes) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"x":1}\n' + torn)
-    assert read_json_lines(path, Point) == [Point(1)]
+    assert read_lines(path, Point) == [Point(1)]
     with JsonLines(path) as lines:
         lines.write(Point(2))
     assert path.read_bytes() == b'{"x":1}\n{"x":2,"note":""}\n'
@@ -60,8 +61,8 @@ def test_a_torn_last_line_is_not_read_and_cut_off_on_opening(tmp_path: Path, tor
 def test_a_bad_line_is_named(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"x":1}\n{"x":"one"}\n{"x":3}\n')
-    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2: .*\$\.x"):
-        read_json_lines(path, Point)
+    with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl, line 2: .*\$\.x"):
+        read_lines(path, Point)
 
 
 def test_a_line_that_does_not_fit_on_the_disk_is_taken_back(tmp_path: Path) -> None:

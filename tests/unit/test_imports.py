@@ -108,10 +108,10 @@ def test_a_command_is_in_the_module_that_the_table_names(module: str) -> None:
     [
         ("import pipelinerl.preprocess", HEAVY),
         (
-            "from pipelinerl.metrics import sinks, summary; from pipelinerl.status import view, watchdog",
+            "from pipelinerl.metrics import summary, timeline; from pipelinerl.status import view, watchdog",
             HEAVY | {"tensorboard"},
         ),
-        ("import pipelinerl.report.following", HEAVY | {"tensorboard", "wandb", "trackio", "mlflow"}),
+        ("import pipelinerl.report.trackers", HEAVY | {"tensorboard", "wandb", "trackio", "mlflow"}),
         ("import pipelinerl; pipelinerl.start", HEAVY | {"pandas"}),
         ("from pipelinerl.config import help, load; help.render(load.load_config(None))", HEAVY | {"numpy"}),
         (FIND_CLASSES, HEAVY),

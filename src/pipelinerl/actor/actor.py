@@ -25,7 +25,7 @@ from pipelinerl.actor.groups import GroupRunner
 from pipelinerl.actor.probe import WeightProbe
 from pipelinerl.actor.rollouts import IDLE_S
 from pipelinerl.interfaces import ALLOWED, Admission, Board, Verdict
-from pipelinerl.metrics.sinks import TimelineWriter
+from pipelinerl.metrics.timeline import TimelineWriter
 from pipelinerl.status.board import ALONE, GenerationStages, StatusReporter
 from pipelinerl.types import ActorProgress, EngineProgress, StageState
 

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 RECENT_ATTEMPTS = 1024
 """Number of attempts that `started_length_mean` is computed over."""
-RECENT_ROLLOUTS = 256
-"""Number of rollouts that `recent_reward` is computed over."""
 
 
 @dataclass
@@ -98,7 +96,6 @@ class GroupRunner:
         self._handed_over = 0
         self._cut = 0
         self._dropped_by_stream = 0
-        self._recent_rewards: deque[float] = deque(maxlen=RECENT_ROLLOUTS)
         self._tasks: set[asyncio.Task[None]] = set()
         self._crash: BaseException | None = None
 
@@ -128,7 +125,6 @@ class GroupRunner:
             rollouts_in_progress=self.in_progress,
             started_length_mean=fmean(self._started_lengths) if self._started_lengths else None,
             started_lengths=len(self._started_lengths),
-            recent_reward=fmean(self._recent_rewards) if self._recent_rewards else None,
         )
 
     def start(self, index: int, version: int) -> bool:
@@ -169,7 +165,6 @@ class GroupRunner:
             self._filter.observe(group.index, group.problem.id, [rollout.reward for rollout in group.rollouts])
         self._handed_over += len(group.rollouts)
         self._cut += sum(rollout.turns[-1].completion.finish_reason == "length" for rollout in group.rollouts)
-        self._recent_rewards.extend(rollout.reward for rollout in group.rollouts)
 
     def stream_dropped(self, rollouts: int) -> None:
         """Count `rollouts` that were handed over as dropped: the stream replaced their group by a newer one."""

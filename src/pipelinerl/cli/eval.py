@@ -159,7 +159,7 @@ def run_push(options: argparse.Namespace, _settings: Sequence[str]) -> int:
 def run_try(options: argparse.Namespace, settings: Sequence[str]) -> int:
     config = load_config(options.run_file, settings)
     from pipelinerl.experiments.trial import try_group  # noqa: PLC0415 (loads torch)
-    from pipelinerl.status.screen import printable  # noqa: PLC0415 - as above
+    from pipelinerl.status.view import printable  # noqa: PLC0415 - as above
 
     trial = try_group(config, options.problem)
     return write(f"{printable(str(trial))}\n") or int(not trial.group.rollouts)
@@ -168,7 +168,7 @@ def run_try(options: argparse.Namespace, settings: Sequence[str]) -> int:
 def run_chat(options: argparse.Namespace, settings: Sequence[str]) -> int:
     config = with_flags(RunConfig(model=ModelConfig(path=options.model)), settings, CHAT_KEYS)
     from pipelinerl.experiments.chat import Chat  # noqa: PLC0415 (loads torch)
-    from pipelinerl.status.screen import printable  # noqa: PLC0415 - as above
+    from pipelinerl.status.view import printable  # noqa: PLC0415 - as above
 
     chat = Chat(config, system=options.system, seed=options.seed)
     asking = sys.stdin.isatty()

@@ -20,7 +20,7 @@ from pipelinerl.errors import INVALID_DATA, RunDirectoryError, UserError
 from pipelinerl.experiments.token_text import TokenText
 from pipelinerl.metrics.reading import Tail, without_repeated
 from pipelinerl.run_directory import RunDirectory
-from pipelinerl.status.screen import one_line, printable
+from pipelinerl.status.view import one_line, printable
 from pipelinerl.types import Group, Skip, Turn, VersionSpan, versions_from_spans
 
 _NAME = re.compile(r"g?(\d{1,18})(?:\.a\d+)?")

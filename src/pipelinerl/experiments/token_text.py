@@ -10,7 +10,7 @@ from typing import Any
 from pipelinerl.environments.prompts import TextStream, plain_decoder
 from pipelinerl.errors import ModelLoadError
 from pipelinerl.report.series import read_config
-from pipelinerl.status.screen import one_line
+from pipelinerl.status.view import one_line
 
 _DECODE_ERRORS = (OverflowError, ValueError, IndexError, KeyError, TypeError)
 """What tokenizers raise for token ids that they do not have."""

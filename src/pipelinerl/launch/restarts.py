@@ -36,7 +36,7 @@ from pipelinerl.metrics.reading import read_records
 from pipelinerl.metrics.statistics import engine_total
 from pipelinerl.resources.roles import generation_roles, stages_of
 from pipelinerl.status.board import starting
-from pipelinerl.status.screen import RunView
+from pipelinerl.status.view import RunView
 from pipelinerl.types import (
     LOST,
     STREAM_DROP,

@@ -30,8 +30,7 @@ from pipelinerl.launch.session import Session, StartPlan, write_session
 from pipelinerl.launch.summary import Outcome, finished_summary, show_result, write_summary
 from pipelinerl.run_directory import RunDirectory
 from pipelinerl.schedule import make_schedule
-from pipelinerl.status.screen import RunView
-from pipelinerl.status.view import make_view, output_that_never_fails
+from pipelinerl.status.view import RunView, make_view, output_that_never_fails
 
 if TYPE_CHECKING:
     from pipelinerl.launch.restarts import Losses
@@ -115,7 +114,7 @@ def _train_session(
         if plan.checkpoint:
             view.say(f"resuming at version {plan.version} from {plan.checkpoint}")
         if config.metrics.trackers or config.metrics.callback:  # they also get the summary
-            from pipelinerl.report.following import followed  # noqa: PLC0415 - few runs have trackers
+            from pipelinerl.report.trackers import followed  # noqa: PLC0415 - few runs have trackers
 
             stack.enter_context(followed(run, config.metrics, view.say))
         outcome = run_stages(session, view)

@@ -11,49 +11,34 @@ import msgspec
 
 from pipelinerl.errors import INVALID_DATA, RunDirectoryError
 from pipelinerl.metrics.evaluations import EvaluationRecord
-from pipelinerl.metrics.records import StepRecord
-from pipelinerl.metrics.sinks import Record
+from pipelinerl.metrics.records import Record, StepRecord
 from pipelinerl.run_directory import RunDirectory
 
 T = TypeVar("T")
 RecordT = TypeVar("RecordT", StepRecord, EvaluationRecord)
 
 
-def read_json_lines(path: Path, record_type: type[T]) -> list[T]:
-    """All complete lines of a JSON lines file. A last line without a newline is still being written, or partial: skipped.
-
-    Raises OSError, and ValueError naming file and line for a line that is not a `record_type`.
-    """
-    decoder = msgspec.json.Decoder(record_type)
-    records = []
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.endswith(b"\n"):
-                break
-            try:
-                records.append(decoder.decode(line))
-            except INVALID_DATA as error:
-                raise ValueError(f"{path}, line {number}: {error}") from error
-    return records
-
-
 def read_lines(path: Path, kind: type[T], repeats: Callable[[T, T], bool] = lambda _old, _new: False) -> list[T]:
-    """The records of a JSON lines file of a run, without those that a later record `repeats(old, new)`.
+    """The records of a JSON lines file, without those that a later record `repeats(old, new)`.
 
     A run that resumes from a checkpoint repeats the steps after it: the later lines count. A last line without a line break
-    is left out: it was being written when the process died.
+    is left out: it is still being written, or its writer was killed.
 
     Raises FileNotFoundError, and RunDirectoryError for a file that can't be read and for any other line that is not such a
-    record.
+    record, with its number.
     """
+    decoder, written = msgspec.json.Decoder(kind), list[T]()
     try:
-        written = read_json_lines(path, kind)
+        with open(path, "rb") as file:
+            written.extend(decoder.decode(line) for line in file if line.endswith(b"\n"))
     except FileNotFoundError:
         raise
     except OSError as error:
         raise RunDirectoryError(f"can't read {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise RunDirectoryError(f"damaged records: {error}; repair or delete the line") from error
+    except INVALID_DATA as error:
+        raise RunDirectoryError(
+            f"damaged records: {path}, line {len(written) + 1}: {error}; repair or delete the line"
+        ) from error
     return without_repeated(written, repeats)
 
 

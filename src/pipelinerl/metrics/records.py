@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.statistics import flat_numbers
 from pipelinerl.types import EngineProgress, WeightTransfer
 
@@ -149,6 +150,9 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
         """`numbers` without environment metrics, whose number is unbounded; for the status board, which has little room."""
         return msgspec.structs.replace(self, metrics={}, metric_counts={}).numbers()
 
+
+Record = StepRecord | EvaluationRecord
+"""What trackers, callbacks and `StartedRun` get."""
 
 # ---- a collapse
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from pipelinerl.types import ActorProgress, EngineProgress, StageStatus, TrainerProgress
+from pipelinerl.types import ActorProgress, EngineProgress, StageStatus
 
 REWARD = "/reward"
 """Suffix of an environment's reward among the metrics of a mixture's rollouts: `NAME/reward`."""
@@ -23,7 +23,7 @@ LOW_ESS = 0.5
 """Views mark a step whose effective sample size is lower: it learns no more than from half of its batch."""
 
 
-ProgressT = TypeVar("ProgressT", EngineProgress, ActorProgress, TrainerProgress)
+ProgressT = TypeVar("ProgressT", EngineProgress, ActorProgress)
 
 
 class MetricMeans(NamedTuple):
@@ -44,6 +44,12 @@ def mean_metrics(rollouts: Iterable[Mapping[str, float]]) -> MetricMeans:
         with suppress(OverflowError):
             means[name] = fmean(values[name])
     return MetricMeans(means, {name: len(values[name]) for name in means})
+
+
+def weighted_mean(pairs: Iterable[tuple[float | None, int]]) -> float | None:
+    """The mean of values with weights, without None; None if nothing is left."""
+    known = [(value, weight) for value, weight in pairs if value is not None and weight > 0]
+    return fmean([value for value, _ in known], [weight for _, weight in known]) if known else None
 
 
 def quantile(values: Sequence[float], q: float) -> float | None:
@@ -72,7 +78,7 @@ def engine_total(statuses: Mapping[str, StageStatus]) -> EngineProgress | None:
     that any engine holds, and `weight_updates` the largest count of one engine. The last of `pauses_s` is the longest of
     the engines' latest pauses.
     """
-    engines = _all(statuses, EngineProgress)
+    engines = [one.progress for one in statuses.values() if isinstance(one.progress, EngineProgress)]
     if len(engines) < 2:
         return engines[0] if engines else None
     by_latest_pause = sorted(engines, key=lambda engine: engine.pauses_s[-1:])
@@ -85,30 +91,17 @@ def engine_total(statuses: Mapping[str, StageStatus]) -> EngineProgress | None:
 
 
 def actor_total(statuses: Mapping[str, StageStatus]) -> ActorProgress | None:
-    """The total over all actors; None if there is none. Counts are summed; `recent_reward` and `started_length_mean` are
-    means over the actors that have one, the latter weighted by `started_lengths`.
+    """The total over all actors; None if there is none. Counts are summed, and `started_length_mean` is the mean over the
+    actors that have one, weighted by `started_lengths`.
     """
-    actors = _all(statuses, ActorProgress)
+    actors = [one.progress for one in statuses.values() if isinstance(one.progress, ActorProgress)]
     if len(actors) < 2:
         return actors[0] if actors else None
-    lengths = [(actor.started_length_mean, actor.started_lengths) for actor in actors]
-    known = [(mean, count) for mean, count in lengths if mean is not None]
-    rewards = [actor.recent_reward for actor in actors if actor.recent_reward is not None]
     return _summed(
         actors,
-        recent_reward=fmean(rewards) if rewards else None,
-        started_length_mean=fmean([mean for mean, _ in known], [count for _, count in known]) if known else None,
-        started_lengths=sum(count for _, count in known),
+        started_length_mean=weighted_mean((actor.started_length_mean, actor.started_lengths) for actor in actors),
         evaluations={when: reward for actor in actors for when, reward in actor.evaluations.items()},
     )
-
-
-def trainer_progress(statuses: Mapping[str, StageStatus]) -> TrainerProgress | None:
-    return next(iter(_all(statuses, TrainerProgress)), None)
-
-
-def _all(statuses: Mapping[str, StageStatus], kind: type[ProgressT]) -> list[ProgressT]:
-    return [status.progress for status in statuses.values() if isinstance(status.progress, kind)]
 
 
 def _summed(parts: Sequence[ProgressT], **other: object) -> ProgressT:

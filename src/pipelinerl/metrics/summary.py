@@ -10,8 +10,8 @@ from typing import Any
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.records import StepRecord, collapse_of
-from pipelinerl.metrics.statistics import LOW_ESS, actor_total, engine_total, quantile, trainer_progress
-from pipelinerl.types import ActorProgress, StageStatus, TrainerProgress
+from pipelinerl.metrics.statistics import LOW_ESS, actor_total, engine_total, quantile, weighted_mean
+from pipelinerl.types import TRAINER, ActorProgress, StageStatus, TrainerProgress, trainer_progress
 
 MANY_CUT = 0.5
 """If at least this share of the completions was cut, that is the likely reason for equal rewards."""
@@ -59,7 +59,7 @@ def summarize(
     `rollouts_dropped` is the sum of the actor's and the trainer's counts. If the number of started rollouts is not the sum
     of those trained, dropped, queued and in progress, the key `conservation_error` is added, with the numbers.
     """
-    engine, actor, trainer = engine_total(statuses), actor_total(statuses), trainer_progress(statuses)
+    engine, actor, trainer = engine_total(statuses), actor_total(statuses), trainer_progress(statuses.get(TRAINER))
     session = [step for step in steps if resumed_from is None or step.version > resumed_from]
     pauses_s = engine.pauses_s if engine else ()
     updates = {step.update.version: step.update for step in steps if step.update is not None}.values()
@@ -201,15 +201,15 @@ def _quality(steps: Sequence[StepRecord]) -> dict[str, Any]:
         "reward_last": _mean(step.reward for step in last),
         "metrics_first": _metrics(first),
         "metrics_last": _metrics(last),
-        "trained_length_mean": _weighted((step.completion_length_mean, step.samples) for step in steps),
-        "sampled_length_mean": _weighted((step.sampled_length_mean, step.samples) for step in steps),
+        "trained_length_mean": weighted_mean((step.completion_length_mean, step.samples) for step in steps),
+        "sampled_length_mean": weighted_mean((step.sampled_length_mean, step.samples) for step in steps),
         "started_length_mean": started[-1] if started else None,
         "length_lag_correlation": _mean(step.length_lag_correlation for step in steps),
         "ess_mean": _mean(ess),
         "ess_min": min(ess, default=None),
         "ess_low_steps": len(low),
         "ess_low_first": low[0] if low else None,
-        "lag_mean": _weighted((step.lag_mean, step.tokens_trained) for step in steps),
+        "lag_mean": weighted_mean((step.lag_mean, step.tokens_trained) for step in steps),
         "lag_max": max((step.lag_max for step in steps if step.lag_max is not None), default=None),
     }
 
@@ -232,12 +232,9 @@ def _mean(values: Iterable[float | None]) -> float | None:
 def _metrics(steps: Sequence[StepRecord]) -> dict[str, float | None]:
     names = sorted({name for step in steps for name in step.metrics})
     known = {name: [step for step in steps if name in step.metrics] for name in names}
-    return {name: _weighted((s.metrics[name], s.metric_counts.get(name, s.samples)) for s in known[name]) for name in names}
-
-
-def _weighted(pairs: Iterable[tuple[float | None, int]]) -> float | None:
-    known = [(value, weight) for value, weight in pairs if value is not None and weight > 0]
-    return fmean([value for value, _ in known], [weight for _, weight in known]) if known else None
+    return {
+        name: weighted_mean((s.metrics[name], s.metric_counts.get(name, s.samples)) for s in known[name]) for name in names
+    }
 
 
 def _ratio(part: float, whole: float) -> float | None:

@@ -1,9 +1,9 @@
 """Reports on runs and experiments. This module writes files, tables for the terminal, and sections of pages.
 
-series.py     the steps of a run as columns, the measures for comparing runs, and the records of a run directory
-curves.py     the figure of one run
+curves.py     the steps of a run as columns, and the figure of one run
+series.py     the measures for comparing runs, and the records of a run directory
 terminal.py   the table and the sample at the end of a run
-following.py  trackers and the callback, in processes of their own
+trackers.py   trackers and the callback, in processes of their own
 
 The page of a report is `experiments/watch/page.py`.
 """

@@ -12,11 +12,11 @@ from rich.table import Table
 from rich.text import Text
 
 from pipelinerl.metrics.evaluations import EvaluatedProblem
-from pipelinerl.metrics.reading import read_json_lines
+from pipelinerl.metrics.reading import read_lines
 from pipelinerl.metrics.statistics import LOW_ESS, REWARD
 from pipelinerl.metrics.summary import edge_of
 from pipelinerl.report import count, new_table
-from pipelinerl.status.screen import duration, pause, short
+from pipelinerl.status.view import duration, pause, short
 
 Row = tuple[str, str]
 _STYLES = {"held-out reward": "bold"} | dict.fromkeys(("NOT ACCOUNTED FOR", "NOTHING LEARNED", "COLLAPSED"), "bold red")
@@ -57,7 +57,7 @@ def largest_gain(run_dir: Path) -> tuple[EvaluatedProblem, EvaluatedProblem] | N
 
 
 def _answers(path: Path) -> dict[str, EvaluatedProblem]:
-    return {one.problem_id: one for one in read_json_lines(path, EvaluatedProblem)} if path.is_file() else {}
+    return {one.problem_id: one for one in read_lines(path, EvaluatedProblem)} if path.is_file() else {}
 
 
 class _Shown:

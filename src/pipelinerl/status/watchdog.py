@@ -9,22 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from graphlib import CycleError, TopologicalSorter
-from typing import NamedTuple
 
 import msgspec
 
 from pipelinerl.types import StageStatus
 
 # Not counted as progress: seconds grow also while a stage waits, and measured values change only together with counters.
-_NOT_PROGRESS = frozenset({"busy_s", "ready_s", "pauses_s", "latest", "recent_reward", "evaluations"})
-
-
-class Stall(NamedTuple):
-    """`suspects` are stages that should report and no longer do; `message` has one line per stage."""
-
-    quiet_s: float
-    suspects: tuple[str, ...]
-    message: str
+_NOT_PROGRESS = frozenset({"busy_s", "ready_s", "pauses_s", "latest", "evaluations"})
 
 
 class Watchdog:
@@ -43,8 +34,11 @@ class Watchdog:
         self._written_s: dict[str, float] = {}
         self._silent_s: dict[str, float] = {}
 
-    def observe(self, statuses: Mapping[str, StageStatus], now: float) -> Stall | None:
-        """One observation at `now`, in seconds of the clock that the statuses were written with (`time.monotonic`)."""
+    def observe(self, statuses: Mapping[str, StageStatus], now: float) -> str | None:
+        """One observation at `now`, in seconds of the clock that the statuses were written with (`time.monotonic`).
+
+        Returns a message with one line per stage if the run is stalled. Suspects should report and no longer do.
+        """
         elapsed_s = 0.0 if self._observed_s is None else min(now - self._observed_s, self._timeout_s / 4)
         self._observed_s = now
         for stage, status in statuses.items():
@@ -78,7 +72,7 @@ class Watchdog:
             lines.append(f"  {stage} ({place}): {status.state} for {since_s:.0f} s{detail}{waits}{suspect}")
         if cycle := find_cycle(statuses):
             lines.append(f"  circular wait: {' waits on '.join([*cycle, cycle[0]])}")
-        return Stall(self._quiet_s, suspects, "\n".join(lines))
+        return "\n".join(lines)
 
 
 def waits_on(status: StageStatus, stages: Mapping[str, object]) -> tuple[str, ...]:

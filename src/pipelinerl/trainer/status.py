@@ -15,7 +15,6 @@ import xxhash
 from pipelinerl.files import Lines
 from pipelinerl.interfaces import Board
 from pipelinerl.metrics.records import CollapseWatch, EngineRecord, StepRecord
-from pipelinerl.metrics.sinks import Sink
 from pipelinerl.metrics.statistics import actor_total, engine_total, mean_metrics
 from pipelinerl.status.board import StatusReporter, last_statuses
 from pipelinerl.trainer.queue import Drops, SampleQueue
@@ -41,13 +40,13 @@ PRODUCTS = (
 class TrainerOutput:
     """Where the trainer publishes its status and writes its records.
 
-    Records contain the time since `started_s` (of `time.monotonic`). `on_begin` is called before the first step, when all
-    else has loaded. `weighs_products`: the weight of a rollout is the product of its ratios,
-    and the user is warned when that is unreliable.
+    `record` writes the record of a step. Records contain the time since `started_s` (of `time.monotonic`). `on_begin` is
+    called before the first step, when all else has loaded. `weighs_products`: the weight of a rollout is the product of its
+    ratios, and the user is warned when that is unreliable.
     """
 
     board: Board
-    sink: Sink
+    record: Callable[[StepRecord], object]
     trained_log: Lines
     published_log: Lines
     started_s: float
@@ -144,7 +143,7 @@ class TrainerStatus:
             **batch_statistics(samples, drops, version - 1),
         )
         self._spent_s["saving_s"] = 0.0
-        output.sink.write(record)
+        output.record(record)
         self._collapse.observe(record)
         if output.weighs_products and not self._warnings and (record.log_product_sd or 0.0) > 1:
             self._warnings = (PRODUCTS.format(version),)

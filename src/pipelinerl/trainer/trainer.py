@@ -306,7 +306,6 @@ class Trainer:
             dropped=self._queue.dropped,
             dropped_tokens=self._queue.counts.dropped_tokens,
             queued=self._queue.outstanding,
-            steps_target=self._config.steps,
             micro_batches=self._micro_batches,
             tokens_trained=self._tokens_trained,
             published_version=self._published_version,

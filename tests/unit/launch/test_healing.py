@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,7 +30,7 @@ from pipelinerl.metrics.statistics import actor_total
 from pipelinerl.run_directory import RunDirectory
 from pipelinerl.schedule import make_schedule
 from pipelinerl.status.board import MemoryBoard, last_statuses
-from pipelinerl.status.screen import RunView
+from pipelinerl.status.view import RunView
 from pipelinerl.types import ActorProgress, EngineProgress, TrainerProgress
 from pipelinerl.weights.sending import SharedWeightSender
 from tests.unit.hub.hub_parts import Asking, K, status
@@ -81,6 +82,7 @@ class Host:
 
 class Said(RunView):
     def __init__(self) -> None:
+        super().__init__(StringIO())
         self.lines: list[str] = []
 
     def say(self, text: str) -> None:

@@ -14,9 +14,9 @@ from pipelinerl.config.load import load_config
 from pipelinerl.launch.session import Session, StartPlan
 from pipelinerl.launch.summary import Outcome, show_result, write_summary
 from pipelinerl.metrics.records import StepRecord
-from pipelinerl.metrics.sinks import JsonlSink
 from pipelinerl.run_directory import RunDirectory
 from pipelinerl.schedule import make_schedule
+from tests.unit.record_parts import write_records
 
 
 def a_folder_is_there(run: RunDirectory) -> None:
@@ -43,9 +43,7 @@ def test_what_cannot_be_shown_is_one_line(
 ) -> None:
     run = RunDirectory(tmp_path / name)
     run.make_folders()
-    sink = JsonlSink(run.root)
-    sink.write(msgspec.convert(STEP, StepRecord))
-    sink.close()
+    write_records(run.root, msgspec.convert(STEP, StepRecord))
     spoil(run)
     config = load_config(None, ["--trainer.steps=1", "--metrics.plot=true"])
     session = Session(config, run, StartPlan(), make_schedule(config), time.monotonic())

@@ -8,38 +8,30 @@ from collections.abc import Sequence
 import pytest
 
 from pipelinerl.metrics.records import PATIENCE, CollapseWatch, StepRecord, collapse_of
+from tests.unit.record_parts import step
 
 
 def steps(rewards: Sequence[float]) -> list[StepRecord]:
     """Rewards of 0 and 1 with these means."""
-    stds = [math.sqrt(mean * (1 - mean)) for mean in rewards]
-    return [
-        StepRecord(version=version, time_s=1.0, samples=8, reward_mean=mean, reward_std=std, reward_read_mean=mean)
-        for version, (mean, std) in enumerate(zip(rewards, stds, strict=True), start=1)
-    ]
+    stds = {mean: math.sqrt(mean * (1 - mean)) for mean in rewards}
+    return [step(version, reward_read_mean=mean, reward_std=stds[mean]) for version, mean in enumerate(rewards, start=1)]
 
 
 RISEN = [0.25, 0.4, 0.6, 0.8, 0.8, 0.8, 0.8]
 
 
-def test_a_run_that_stays_at_its_floor_says_so_once_after_20_steps() -> None:
+def test_a_run_that_stays_at_its_floor_says_so_once_after_20_steps_and_which_steps_once_it_has_recovered() -> None:
     watch, notes = CollapseWatch(), []
-    for step in steps(RISEN + [0.0] * 30):
-        watch.observe(step)
+    for one in steps(RISEN + [0.0] * 30):
+        watch.observe(one)
         notes.append(watch.note)
     assert notes[: 7 + PATIENCE - 1] == [None] * (7 + PATIENCE - 1)
     (note,) = set(notes[7 + PATIENCE - 1 :])
     assert note is not None
     assert watch.now == note
     assert "lowest reward, 0, since step 8; the best 5 steps had a mean of 0.76" in note
-
-
-def test_a_run_that_recovered_tells_which_steps() -> None:
-    watch = CollapseWatch()
-    for step in steps([*RISEN, *[0.0] * 25, 0.25, 0.5]):
-        watch.observe(step)
-    assert watch.note is not None
-    assert "in steps 8 to 32" in watch.note
+    watch.observe(step(38, reward_read_mean=0.25, reward_std=0.4))
+    assert "in steps 8 to 37" in str(watch.note)
     assert not watch.now
 
 
@@ -58,5 +50,5 @@ def test_other_runs_have_not_collapsed(rewards: list[float]) -> None:
 
 
 def test_the_floor_may_be_any_reward() -> None:
-    fallen = [StepRecord(version=v, time_s=1.0, samples=8, reward_mean=-2.0, reward_std=0.0) for v in range(8, 40)]
+    fallen = [step(version, reward_mean=-2.0, reward_std=0.0) for version in range(8, 40)]
     assert collapse_of([*steps(RISEN), *fallen]) is not None

@@ -7,26 +7,19 @@ from collections import Counter
 from io import StringIO
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from rich.console import Console, RenderableType
 
 from pipelinerl.config.schema import EnvironmentConfig, ModelConfig, RunConfig
-from pipelinerl.metrics.evaluations import EvaluatedProblem, EvaluationRecord
+from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.summary import account_for_rollouts, summarize
 from pipelinerl.report.terminal import final_table, sample_before_after
-from pipelinerl.types import (
-    ActorProgress,
-    Encoding,
-    EngineProgress,
-    Progress,
-    StageStatus,
-    TrainerProgress,
-    WeightTransfer,
-)
+from pipelinerl.types import ActorProgress, EngineProgress, Progress, StageStatus, TrainerProgress, WeightTransfer
+from tests.unit.record_parts import answered, evaluation, status, statuses_of, step
 
 KEYS = {
     *("schedule", "wall_s", "optimizer_steps", "samples_trained", "tokens_generated", "tokens_trained"),
@@ -58,19 +51,15 @@ ACTOR = ActorProgress(
 TRAINER = TrainerProgress(version=8, trained=64, dropped={"stale": 5, "timeout": 1}, queued=7, busy_s=20.0, ready_s=40.0)
 
 
-def statuses(*progress: Progress) -> dict[str, StageStatus]:
-    made = {}
-    for one in progress:
-        name = str(msgspec.to_builtins(one)["type"])
-        made[name] = StageStatus(stage=name, pid=1, state="done", detail="", since_s=0, written_s=0, progress=one)
-    return made
+def statuses(actor: ActorProgress = ACTOR) -> dict[str, StageStatus]:
+    progress: dict[str, Progress] = {"engine": ENGINE, "actor": actor, "trainer": TRAINER}
+    return statuses_of(*(status(stage, "done", progress=one) for stage, one in progress.items()))
 
 
 def update(version: int) -> WeightTransfer:
     """All weights are 1000 bytes; every third update is a delta."""
-    delta = version % 3 == 0
-    encoding: Encoding = "delta" if delta else "full"
-    return WeightTransfer(version=version, bytes=100 if delta else 1000, time_s=version / 10, encoding=encoding)
+    size, encoding = (100, "delta") if version % 3 == 0 else (1000, "full")
+    return WeightTransfer(version=version, bytes=size, time_s=version / 10, encoding=encoding)
 
 
 def steps(count: int) -> list[StepRecord]:
@@ -78,10 +67,9 @@ def steps(count: int) -> list[StepRecord]:
 
     The update to version n is recorded by step n + 1; that to version 4, by two steps."""
     return [
-        StepRecord(
-            version=n,
-            time_s=float(n),
-            samples=8,
+        step(
+            n,
+            float(n),
             tokens_trained=10 * n,
             reward_mean=n / 10,
             completion_length_mean=float(n),
@@ -95,10 +83,8 @@ def steps(count: int) -> list[StepRecord]:
     ]
 
 
-def evaluation(when: Any, version: int, reward: float) -> EvaluationRecord:
-    outcomes = ((reward, 10), (reward + 0.1, 30))
-    problems = [EvaluatedProblem(problem_id="p", reward=one, length=length) for one, length in outcomes]
-    return EvaluationRecord.of(problems, when=when, version=version, time_s=0.0)
+def summary_of(records: list[StepRecord], *evaluations: EvaluationRecord, **stages: StageStatus) -> dict[str, Any]:
+    return summarize(CONFIG, records, evaluations, stages, wall_s=1.0, status="finished")
 
 
 def whole_run(**changes: Any) -> dict[str, Any]:
@@ -108,8 +94,10 @@ def whole_run(**changes: Any) -> dict[str, Any]:
         "stream_rollouts": 8,
         "peak_memory_bytes": {"generation": 2**30, "training": 2**29},
     } | changes
-    evaluations = [evaluation("before", 0, 0.3), evaluation("after", 5, 0.6), evaluation("after", 8, 0.9)]
-    return summarize(CONFIG, steps(8), evaluations, statuses(ENGINE, ACTOR, TRAINER), **arguments)
+    two = [answered(0.3, 10), answered(0.4, 30)]
+    before = EvaluationRecord.of(two, when="before", version=0, time_s=0.0)
+    last = evaluation("after", 8, reward_mean=0.95, reward_standard_error=0.05)
+    return summarize(CONFIG, steps(8), [before, evaluation("after", 5), last], statuses(), **arguments)
 
 
 def as_text(renderable: RenderableType, width: int = 140) -> str:
@@ -123,8 +111,8 @@ def table_of(summary: dict[str, Any]) -> str:
 
 
 def test_steps_of_low_ess_are_counted_and_marked() -> None:
-    low = [msgspec.structs.replace(step, ess=ess) for step, ess in zip(steps(5), (0.9, 0.49, None, 0.5, 0.1), strict=True)]
-    summary = summarize(CONFIG, low, [], {}, wall_s=1.0, status="finished")
+    low = [replace(one, ess=ess) for one, ess in zip(steps(5), (0.9, 0.49, None, 0.5, 0.1), strict=True)]
+    summary = summary_of(low)
     assert (summary["ess_low_steps"], summary["ess_low_first"]) == (2, 2)
     assert "ESS │ mean 0.497, min 0.100; below 0.5 in 2 steps, first in step 2 │" in table_of(summary)
 
@@ -180,71 +168,57 @@ def test_the_numbers_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rewards", "stds", "grad_norm", "cut", "said"),
+    ("reward", "std", "trained", "cut", "said"),
     [
-        ([0.0, 0.0], [0.0, 0.0], None, 85, "every rollout had the reward 0; 100% of the answers were cut"),
-        ([1.0, 1.0], [0.0, 0.0], 0.0, 0, "every rollout had the reward 1; check the answers"),
-        ([0.5, 0.5], [0.5, 0.5], None, 0, "in every group all rewards were equal"),
+        (0.0, 0.0, {}, 85, "every rollout had the reward 0; 100% of the answers were cut"),
+        (1.0, 0.0, {"tokens_trained": 10, "grad_norm": 0.0}, 0, "every rollout had the reward 1; check the answers"),
+        (0.5, 0.5, {}, 0, "in every group all rewards were equal"),
     ],
 )
 def test_a_run_that_could_learn_nothing_says_so_and_why(
-    rewards: list[float], stds: list[float], grad_norm: float | None, cut: int, said: str
+    reward: float, std: float, trained: dict[str, Any], cut: int, said: str
 ) -> None:
-    records = [
-        StepRecord(
-            version=version,
-            time_s=1.0,
-            samples=8,
-            tokens_trained=0 if grad_norm is None else 10,
-            grad_norm=grad_norm,
-            reward_mean=mean,
-            reward_std=std,
-        )
-        for version, (mean, std) in enumerate(zip(rewards, stds, strict=True), start=1)
-    ]
-    actor = msgspec.structs.replace(ACTOR, rollouts_cut=cut)
-    summary = summarize(CONFIG, records, [], statuses(ENGINE, actor, TRAINER), wall_s=1.0, status="finished")
+    records = [step(version, reward_mean=reward, reward_std=std, **trained) for version in (1, 2)]
+    summary = summary_of(records, **statuses(replace(ACTOR, rollouts_cut=cut)))
     assert said in summary["nothing_learned"]
     table = table_of(summary)
     assert f"NOTHING LEARNED │ {summary['nothing_learned']}" in table
     assert f"{cut / 85:.1%} cut at their limit" in table
-    learned = [*records, msgspec.structs.replace(records[-1], version=3, tokens_trained=1, grad_norm=0.1)]
-    assert summarize(CONFIG, learned, [], {}, wall_s=1.0, status="finished")["nothing_learned"] is None
+    assert summary_of([*records, step(3, tokens_trained=1, grad_norm=0.1)])["nothing_learned"] is None
 
 
 def test_rewards_are_of_all_rollouts_read_and_a_collapse_is_in_the_table() -> None:
-    def step(version: int, mean: float, std: float) -> StepRecord:
-        return StepRecord(version=version, time_s=1.0, samples=8, reward_mean=0.9, reward_read_mean=mean, reward_std=std)
-
-    records = [*(step(n, 0.5, 0.5) for n in range(1, 6)), *(step(n, 0.0, 0.0) for n in range(6, 30))]
-    summary = summarize(CONFIG, records, [], {}, wall_s=1.0, status="finished")
+    rewards = {n: 0.5 if n < 6 else 0.0 for n in range(1, 30)}
+    records = [step(n, reward_mean=0.9, reward_read_mean=mean, reward_std=mean) for n, mean in rewards.items()]
+    summary = summary_of(records)
     assert (summary["reward_first"], summary["reward_last"]) == (0.5, 0.0)
     assert "COLLAPSED │ every rollout has had the lowest reward, 0, since step 6" in table_of(summary)
 
 
 def test_evaluations_while_training_and_of_each_environment_are_in_the_summary_and_the_table() -> None:
-    def evaluated(when: Any, version: int, words: float, **fields: Any) -> EvaluationRecord:
+    def evaluated(when: str, version: int, words: float, **fields: Any) -> EvaluationRecord:
         metrics = {"words/reward": words, "numbers/reward": 0.5, "words/boxed": 1.0}
-        return msgspec.structs.replace(evaluation(when, version, words), metrics=metrics, **fields)
+        return evaluation(when, version, reward_mean=words, metrics=metrics, **fields)
 
-    found = [
+    summary = summary_of(
+        steps(8),
         evaluated("before", 0, 0.1),
         evaluated("online", 3, 0.2, version_min=3, version_max=5),
         evaluated("online", 6, 0.3, skipped=2),
-    ]
-    summary = summarize(CONFIG, steps(8), [*found, evaluated("after", 8, 0.4)], {}, wall_s=1.0, status="finished")
+        evaluated("after", 8, 0.4),
+    )
     first, last = summary["eval_online"]
     assert (first["version"], first["version_min"], first["version_max"]) == (3, 3, 5)
-    assert (last["version"], last["reward"], summary["eval_skipped"]) == (6, pytest.approx(0.35), 2)
+    assert (last["version"], last["reward"], summary["eval_skipped"]) == (6, 0.3, 2)
     table = as_text(final_table(summary))
-    assert "evaluations: 2, the last 0.350 (version 6); 2 skipped" in table
+    assert "evaluations: 2, the last 0.300 (version 6); 2 skipped" in table
     for row in (r"words +│ 0\.100 -> 0\.400", r"numbers +│ 0\.500 -> 0\.500"):
         assert re.search(row, table), row
 
 
 @pytest.mark.parametrize(("count", "edge"), [(1, 1), (8, 2), (100, 5)])
 def test_first_and_last_reward_are_over_a_quarter_and_at_most_five_steps(count: int, edge: int) -> None:
-    summary = summarize(CONFIG, steps(count), [], {}, wall_s=1.0, status="finished")
+    summary = summary_of(steps(count))
     assert summary["reward_first"] == pytest.approx(sum(n / 10 for n in range(1, edge + 1)) / edge)
     assert summary["reward_last"] == pytest.approx(sum(n / 10 for n in range(count - edge + 1, count + 1)) / edge)
 
@@ -267,14 +241,7 @@ def test_a_lost_rollout_is_an_error_with_the_numbers() -> None:
     lost=st.integers(-3, 3),
 )
 def test_conservation(
-    *,
-    trained: int,
-    queued: int,
-    in_stream: int,
-    in_progress: int,
-    at_actor: dict[str, int],
-    at_trainer: dict[str, int],
-    lost: int,
+    *, trained: int, queued: int, in_stream: int, in_progress: int, at_actor: Any, at_trainer: Any, lost: int
 ) -> None:
     dropped = Counter(at_actor) + Counter(at_trainer)
     started = trained + queued + in_stream + in_progress + dropped.total() + lost
@@ -304,13 +271,13 @@ def test_the_table_shows_what_matters() -> None:
 
 
 def test_the_metrics_of_the_environment_come_first() -> None:
-    def used(step: StepRecord, errors: float, **metrics: float) -> StepRecord:
+    def used(one: StepRecord, errors: float, **metrics: float) -> StepRecord:
         calls = {"tool_calls": 2.0, "tool_errors": errors, "never": 0.0}
-        return msgspec.structs.replace(step, metrics=calls | metrics, metric_counts=dict.fromkeys(metrics, step.version))
+        return replace(one, metrics=calls | metrics, metric_counts=dict.fromkeys(metrics, one.version))
 
     before, *_, almost, after = steps(8)
     records = [used(before, 1.0, distinct=0.25), used(almost, 0.5), used(after, 0.74, distinct=0.5)]
-    summary = summarize(CONFIG, [records[0], *steps(8)[1:6], *records[1:]], [], {}, wall_s=1.0, status="finished")
+    summary = summary_of([records[0], *steps(8)[1:6], *records[1:]])
     assert summary["metrics_last"]["distinct"] == 0.5
     assert summary["metrics_last"]["tool_errors"] == pytest.approx(0.62)
     shown = as_text(final_table(summary))
@@ -322,8 +289,8 @@ def test_the_metrics_of_the_environment_come_first() -> None:
 
 
 def test_a_sample_is_shown_literally() -> None:
-    before = EvaluatedProblem(problem_id="p", reward=0.0, prompt="84,36: [bold]", completion="12>[red]")
-    text = as_text(sample_before_after(before, EvaluatedProblem(problem_id="p", reward=1.0)))
+    before = answered(0.0, prompt="84,36: [bold]", completion="12>[red]")
+    text = as_text(sample_before_after(before, answered(1.0)))
     assert "84,36: [bold]" in text
     assert "before training, reward 0" in text
     assert "12>[red]" in text

@@ -1,40 +1,80 @@
-"""The figure of a run is drawn from any records, and an empty run is told apart."""
+"""The columns of a run's steps, the figure, and what a page gets of them."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pipelinerl.errors import RunDirectoryError
-from pipelinerl.metrics.evaluations import EvaluationRecord
-from pipelinerl.metrics.records import EngineRecord, StepRecord
-from pipelinerl.metrics.sinks import JsonlSink
-from pipelinerl.report.curves import draw_curves, smoothed
+from pipelinerl.metrics.records import EngineRecord, Record
+from pipelinerl.metrics.timeline import TimelineRecord
+from pipelinerl.report import curves as module
+from pipelinerl.report.curves import Columns, Seen, StepColumns, begin_s, draw_curves, smoothed
+from tests.unit.record_parts import evaluation, step, write_records
 
-ENGINE = EngineRecord(version=1, in_progress=8, tokens_generated=900, tokens_per_s=450.0)
-FIRST = {"reward_mean": 0.25, "ess": 1.0, "lag_mean": 0.0, "lag_max": 0, "completion_length_mean": 25.0}
-SECOND = {"reward_mean": 0.5, "completion_length_mean": 40.0, "sampled_length_mean": 42.0, "engine": ENGINE}
-STEPS = [
-    StepRecord(version=1, time_s=4.0, samples=8, tokens_trained=200, **FIRST),
-    StepRecord(version=2, time_s=6.0, samples=6, tokens_trained=300, **SECOND),
-    StepRecord(version=3, time_s=6.0, samples=8, tokens_trained=10, lag_mean=1.5, lag_max=2, metrics={"a/reward": 0.5}),
-]
-ONLINE = {"version": 2, "version_min": 1, "version_max": 3, "metrics": {"a/reward": 0.5, "hard/reward": 0.25}}
-EVALUATIONS = [
-    EvaluationRecord(when="online", time_s=5.0, problems=9, reward_mean=0.4, **ONLINE),
-    EvaluationRecord(when="before", version=0, time_s=1.0, problems=9, reward_mean=0.2, reward_standard_error=0.1),
-    EvaluationRecord(when="after", version=3, time_s=8.0, problems=1, reward_mean=0.9),
-    EvaluationRecord(when="after", version=3, time_s=9.0, problems=0),
-]
+TIMES = {"train_s": 0.5, "wait_s": 1.5}
+STEPS = [step(n, 5.0 + 2.0 * n, samples=10, **TIMES) for n in range(1, 11)]
 
 
-def write(run_dir: Path, *records: StepRecord | EvaluationRecord) -> None:
-    sink = JsonlSink(run_dir)
-    for record in records:
-        sink.write(record)
-    sink.close()
+def look(worker: int, time_s: float, in_progress: int) -> TimelineRecord:
+    return TimelineRecord(worker=worker, time_s=time_s, in_progress=in_progress, queued=0, tokens_generated=0, version=0)
+
+
+def test_time_begins_when_the_trainer_is_ready_and_engines_are() -> None:
+    assert begin_s(STEPS) == 5.0  # 7 - 0.5 - 1.5
+    engines = [look(0, 4.0, 0), look(1, 5.5, 0), look(0, 5.25, 0), look(0, 6.0, 3)]
+    assert begin_s(STEPS, engines) == 5.5
+    assert begin_s(STEPS, [look(0, 4.0, 2), look(1, 6.0, 0)]) == 5.0  # it was at work before
+    assert begin_s(STEPS, [look(0, 5.75, 2), look(1, 6.0, 0)]) == 5.75  # it came up then, and was at work by its first look
+    assert begin_s(STEPS, [], [evaluation("before", 0, 6.0), evaluation("after", 10, 30.0)]) == 6.0
+    assert begin_s(STEPS, [look(0, 99.0, 0)]) == 6.5  # never after the first step began
+
+
+def test_columns_of_steps_have_times_sums_and_rates() -> None:
+    columns = StepColumns()
+    resumed = [step(3, 20.0, samples=10, tokens_trained=100), step(4, 24.0, samples=10, tokens_trained=100, ess=0.5)]
+    for one in [*STEPS[:4], *resumed]:
+        columns.add(one, [evaluation("before", 0, 6.0)])
+    assert columns.begin_s == 6.0
+    assert list(columns["version"]) == [1, 2, 3, 4]
+    assert list(columns["rollouts"]) == [10, 20, 30, 40]
+    assert [60 * minutes for minutes in columns["minutes"]] == pytest.approx([1, 3, 14, 18])
+    assert list(columns["samples_per_s"]) == pytest.approx([10, 5, 10 / 11, 2.5])
+    assert list(columns["trained_per_s"])[2:] == pytest.approx([100 / 11, 25])
+    assert [math.isnan(ess) for ess in columns["ess"]] == [True, True, True, False]
+    assert [math.isnan(value) for value in columns["never"]] == [True] * 4
+
+
+def follow_page(columns: Columns, page: dict[str, list[Any]], at: Seen) -> Seen:
+    """What a page does with a part of the curves."""
+    part, at = columns.since(at)
+    if part is not None:
+        for name, values in part["columns"].items():
+            page[name] = [*page.get(name, [])[: part["start"]], *values]
+    return at
+
+
+def test_a_page_that_follows_has_what_a_new_page_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_POINTS", 8)
+    columns, page, at = Columns(), dict[str, list[Any]](), Seen()
+    for n in range(100):
+        columns.append({"n": n, **({"late": 2.0} if n >= 50 else {}), "bad": math.nan})
+        if n in (17, 60):
+            columns.cut(n - 4)  # resumed
+        if n % 3 == 0:
+            at = follow_page(columns, page, at)
+    at = follow_page(columns, page, at)
+    fresh: dict[str, list[Any]] = {}
+    follow_page(columns, fresh, Seen())
+    assert page == fresh
+    assert 4 < len(page["n"]) <= 8
+    assert set(page["bad"]) == {None}
+    assert page["n"] == sorted(page["n"])
+    assert (page["late"][0], page["late"][-1]) == (None, 2.0)
+    assert columns.since(at) == (None, at)
 
 
 def test_a_moving_mean_looks_back_and_skips_what_was_not_measured() -> None:
@@ -44,17 +84,23 @@ def test_a_moving_mean_looks_back_and_skips_what_was_not_measured() -> None:
     assert [math.isnan(value) for value in smoothed([nan, nan, 2.0])] == [True, True, False]
 
 
-@pytest.mark.parametrize("records", [[*STEPS, *EVALUATIONS], STEPS[:1]], ids=["all", "one step"])
-def test_a_png_is_drawn(tmp_path: Path, records: list[StepRecord | EvaluationRecord]) -> None:
-    write(tmp_path, *records)
+ALL = [
+    step(1, 4.0, tokens_trained=200, reward_mean=0.25, ess=1.0, lag_mean=0.0, lag_max=0, completion_length_mean=25.0),
+    step(2, 6.0, reward_mean=0.5, engine=EngineRecord(version=1, in_progress=8, tokens_generated=900, tokens_per_s=450.0)),
+    step(3, 6.0, tokens_trained=10, lag_mean=1.5, lag_max=2, metrics={"a/reward": 0.5}),
+    evaluation("online", 2, 5.0, metrics={"a/reward": 0.5}),
+    evaluation("before", 0, reward_standard_error=0.1),
+    evaluation("after", 3, 8.0),
+    evaluation("after", 3, 9.0, problems=0, reward_mean=None),
+]
+
+
+@pytest.mark.parametrize("records", [ALL, ALL[:1]], ids=["all", "one step"])
+def test_a_png_is_drawn(tmp_path: Path, records: list[Record]) -> None:
+    with pytest.raises(RunDirectoryError, match=r"nothing to draw: .*metrics\.jsonl"):
+        draw_curves(tmp_path, tmp_path / "curves.png")
+    write_records(tmp_path, *records)
     draw_curves(tmp_path, tmp_path / "curves.png")
     header = (tmp_path / "curves.png").read_bytes()[:24]
     assert header.startswith(b"\x89PNG\r\n\x1a\n")
     assert int.from_bytes(header[16:20], "big") > 1000
-
-
-def test_nothing_to_draw(tmp_path: Path) -> None:
-    for _ in range(2):
-        with pytest.raises(RunDirectoryError, match=r"nothing to draw: .*metrics\.jsonl"):
-            draw_curves(tmp_path, tmp_path / "curves.png")
-        (tmp_path / "metrics.jsonl").touch()

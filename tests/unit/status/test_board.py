@@ -5,43 +5,29 @@ from __future__ import annotations
 from pathlib import Path
 
 from pipelinerl.status.board import REFRESH_S, MemoryBoard, StatusReporter, last_statuses, read_statuses, write_statuses
-from pipelinerl.types import ActorProgress, EngineProgress, Progress, StageStatus, TrainerProgress
+from pipelinerl.types import ActorProgress, EngineProgress, TrainerProgress
 from tests.limits import small_files
+from tests.unit.record_parts import status, statuses_of
 
-
-def status(stage: str, detail: str = "", progress: Progress | None = None) -> StageStatus:
-    return StageStatus(stage=stage, pid=1, state="working", detail=detail, since_s=1.5, written_s=2.5, progress=progress)
-
-
-STATUSES = {
-    "actor": status("actor", "waiting", ActorProgress(rollouts_dropped={"timeout": 2})),
-    "engine": status("engine", "decoding", EngineProgress(version=2, pauses_s=(0.1, 0.2))),
-    "launcher": status("launcher"),
-    "trainer": status("trainer", "step 1", TrainerProgress(version=3, latest={"ess": 0.97})),
-}
-
-
-def test_the_last_status_of_each_stage_is_read() -> None:
-    board = MemoryBoard()
-    assert (board.read("engine"), last_statuses(board)) == (None, {})
-    for one in reversed(STATUSES.values()):
-        board.publish(status(one.stage, "before"))
-        assert board.read(one.stage) == status(one.stage, "before")
-        board.publish(one)
-    assert list(board.stages()) == list(STATUSES)
-    assert last_statuses(board) == STATUSES
+STATUSES = statuses_of(
+    status("actor", "waiting", "waiting", ActorProgress(rollouts_dropped={"timeout": 2}), machine="b"),
+    status("engine", "working", "decoding", EngineProgress(version=2, pauses_s=(0.1, 0.2))),
+    status("launcher", waits_for=("actor",)),
+    status("trainer", "working", "step 1", TrainerProgress(version=3, latest={"ess": 0.97})),
+)
 
 
 def test_other_programs_read_all_statuses_or_those_before(tmp_path: Path) -> None:
-    path = tmp_path / "statuses.json"
-    assert read_statuses(path) == {}
-    write_statuses(path, STATUSES)
+    board, path = MemoryBoard(), tmp_path / "statuses.json"
+    assert (last_statuses(board), read_statuses(path)) == ({}, {})
+    for one in STATUSES.values():
+        board.publish(status(one.stage, "starting"))
+        board.publish(one)
+    write_statuses(path, last_statuses(board))
     assert read_statuses(path) == STATUSES
     with small_files(10):
-        write_statuses(path, {"engine": status("engine", "x" * 100)})
+        write_statuses(path, {"engine": status("engine", detail="x" * 100)})
     assert read_statuses(path) == STATUSES, "a full disk leaves what was there"
-    write_statuses(path, {"engine": status("engine", "x" * 100_000)})
-    assert read_statuses(path) == {"engine": status("engine", "x" * 100_000)}
     path.write_bytes(b"{")
     assert read_statuses(path) == {}
 
@@ -55,9 +41,8 @@ def test_status_is_published_on_change_and_refreshed_in_between() -> None:
         return TrainerProgress(version=calls[0])
 
     def seen() -> tuple[str, str, float, float]:
-        status = board.read("trainer")
-        assert status is not None
-        return status.state, status.detail, status.since_s, status.written_s
+        found = last_statuses(board)["trainer"]
+        return found.state, found.detail, found.since_s, found.written_s
 
     reporter.report("working", "a", progress)
     assert seen() == ("working", "a", 100.0, 100.0)
@@ -68,7 +53,7 @@ def test_status_is_published_on_change_and_refreshed_in_between() -> None:
     reporter.report("working", "b", progress)
     assert seen() == ("working", "b", 100.0, now_s[0]), "working since 100"
     reporter.report("waiting", "c", progress)
-    assert seen() == ("waiting", "c", now_s[0], now_s[0]), "a change of state is told at once"
+    assert seen() == ("waiting", "c", now_s[0], now_s[0]), "a change of state is published at once"
     reporter.report("waiting", "d", progress, now=True)
     assert seen()[1] == "d"
     assert calls[0] == 4, "progress is put together only when it is published"

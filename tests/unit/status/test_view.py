@@ -8,15 +8,25 @@ import sys
 from io import StringIO
 from typing import Any
 
-import msgspec
 import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
-from pipelinerl.status.live import LiveView, render
-from pipelinerl.status.screen import Rate, Trends, duration, headline, printable, short
-from pipelinerl.status.view import PlainView, make_view, output_that_never_fails
+from pipelinerl.status.view import (
+    LiveView,
+    PlainView,
+    Rate,
+    Trends,
+    duration,
+    headline,
+    make_view,
+    output_that_never_fails,
+    printable,
+    render,
+    short,
+)
 from pipelinerl.types import ActorProgress, EngineProgress, StageStatus, TrainerProgress
+from tests.unit.record_parts import status, statuses_of
 
 LATEST = {"reward_read_mean": 0.625, "ess": 0.971, "lag_mean": 1.75, "lag_max": 5.0, "entropy_mean": 0.3}
 
@@ -43,17 +53,12 @@ def statuses(now: float, version: int = 37) -> dict[str, StageStatus]:
     trainer = TrainerProgress(
         version=version, trained=version * 64, dropped={"stale": 10}, queued=40, tokens_trained=500 * version, latest=LATEST
     )
-
-    def status(stage: str, state: str, detail: str, progress: object) -> StageStatus:
-        return StageStatus(
-            stage=stage, pid=1, state=state, detail=detail, since_s=now - 12, written_s=now, progress=progress
-        )
-
-    return {
-        "engine": status("engine", "working", "one token for 63 sequences", engine),
-        "actor": status("actor", "waiting", "the trainer (version 37): [64] rollouts are outstanding", actor),
-        "trainer": status("trainer", "working", "micro-batch 3", trainer),
-    }
+    times = {"since_s": now - 12, "written_s": now}
+    return statuses_of(
+        status("engine", "working", "one token for 63 sequences", engine, **times),
+        status("actor", "waiting", "the trainer (version 37): [64] rollouts are outstanding", actor, **times),
+        status("trainer", "working", "micro-batch 3", trainer, **times),
+    )
 
 
 def drawn(found: dict[str, StageStatus], now: float, *, trends: Trends | None = None, width: int = 120) -> str:
@@ -84,18 +89,15 @@ def test_the_screen_says_everything_at_a_glance() -> None:
         "4200 started, 2368 trained, 40 queued, 63 in progress, 12 dropped (stale 10, timeout 2)",
     ):
         assert shown in text, f"{shown!r} is not in\n{text}"
-
-
-def test_a_silent_stage_stands_out() -> None:
-    assert "no report for 1:40; one token" in drawn(statuses(100), 200)
-    assert "no report" not in drawn(statuses(100), 110)
+    assert "no report" not in text
+    assert "no report for 1:40; one token" in drawn(statuses(119), 219)
+    assert [headline({"ess": ess})["ess"] for ess in (0.499, 0.5)] == ["0.499 (low)", "0.500"]
 
 
 @pytest.mark.parametrize("width", [20, 60, 200])
 def test_an_early_or_narrow_screen_is_drawn_all_the_same(width: int) -> None:
-    bare = StageStatus(stage="engine", pid=1, state="starting", detail="loading", since_s=0, written_s=0)
-    for given_statuses in ({}, {"engine": bare}, statuses(5)):
-        lines = drawn(given_statuses, 5.0, width=width).splitlines()
+    for found in ({}, statuses_of(status("engine", "starting", "loading")), statuses(5)):
+        lines = drawn(found, 5.0, width=width).splitlines()
         assert lines
         assert all(len(line) <= width for line in lines)
     assert ("tok/s" in drawn(statuses(119), 119, width=width)) == (width == 200)
@@ -134,14 +136,9 @@ def test_a_collapse_is_said_once(kind: Any) -> None:
     view.close()
 
 
-def test_a_low_ess_is_marked() -> None:
-    assert [headline({"ess": ess})["ess"] for ess in (0.499, 0.5)] == ["0.499 (low)", "0.500"]
-
-
 def test_plain_lines_come_every_few_steps_or_ten_seconds() -> None:
     stream = StringIO()
     view = make_view("auto", stream, target=100)
-    assert isinstance(view, PlainView)
     for tenth in range(0, 300, 5):
         now = tenth / 10
         version = 0 if now < 12 else int(now - 12)  # twelve seconds of nothing, then a step a second
@@ -157,89 +154,62 @@ def test_plain_lines_come_every_few_steps_or_ten_seconds() -> None:
     assert lines[1].strip() == "actor waiting for 12s: the trainer (version 37): [64] rollouts are outstanding"
 
 
+def test_a_plain_log_says_what_the_first_step_waits_for() -> None:
+    stream = StringIO()
+    view = PlainView(stream, target=140)
+    for now in range(0, 21, 2):
+        evaluates = ActorProgress(evaluating="evaluates: 131 of 512 held-out problems")
+        actor = status("actor", "working", "63 rollouts running", evaluates, written_s=now)
+        loads = status("trainer", "starting", "loads the model", since_s=11, written_s=now)
+        view.update(statuses_of(loads, actor, replace(actor, stage="actor-1", state="done")) if now > 11 else {}, float(now))
+    assert [line.strip() for line in stream.getvalue().splitlines()] == [
+        "[    10s]  step 0/140  queued 0",
+        "no stage has reported yet",
+        "[    20s]  step 0/140  queued 0",
+        "trainer starting for 9s: loads the model",
+        "actor evaluates: 131 of 512 held-out problems",
+    ]
+
+
 def test_numbers_as_text() -> None:
     durations = {None: "-", 0.4: "0s", 59.4: "59s", 59.6: "1:00", 187: "3:07", 7505: "2:05:05", -3: "0s"}
     assert {seconds: duration(seconds) for seconds in durations} == durations
-    numbers = {0: "0", 7.812: "7.81", 999.4: "999", 999.9: "1k", 7812: "7.81k", 1.2e6: "1.2M"}
+    numbers = {0: "0", 7.812: "7.81", 999.4: "999", 999.9: "1k", 7812: "7.81k", 1.2e6: "1.2M", None: "-"}
     assert {value: short(value) for value in numbers} == numbers
 
 
-def test_rate_starts_with_the_first_movement() -> None:
-    rate = Rate(100.0)
-    for now in range(50):
-        rate.observe(now, 0)
-        assert rate.per_s is None
-    rate.observe(50, 10)  # the first movement: from here on
-    assert rate.per_s is None
-    rate.observe(52, 14)
-    assert rate.per_s == 2.0
-    rate.observe(54, 14)
-    assert rate.per_s == 1.0
-
-
-def test_rate_forgets_what_is_older_than_its_window_and_starts_afresh_when_a_counter_goes_back() -> None:
+def test_a_rate_starts_with_the_first_movement_and_forgets_what_is_older_than_its_window() -> None:
     rate = Rate(10.0)
-    rate.observe(0, 0)
-    for now in range(1, 100):
-        rate.observe(now, 1000 if now < 50 else 1000 + 3 * (now - 50))
+    found = []
+    for now, count in [*((now, 0) for now in range(50)), (50, 10), (52, 14), (54, 14)]:
+        rate.observe(now, count)
+        found.append(rate.per_s)
+    assert found == [None] * 51 + [2.0, 1.0]
+    for now in range(55, 100):
+        rate.observe(now, 1000 + 3 * now)
     assert rate.per_s == 3.0
     rate.observe(101, 5)
-    assert rate.per_s is None
+    assert rate.per_s is None, "the counter went back: the stage was restarted"
 
 
 HOSTILE = "\x1b]0;title\x07 \x1b[2J [red]markup[/red]\u202e\x9b31m"
 
 
-def test_nothing_reaches_the_terminal_as_a_control_code() -> None:
-    shown = printable("\x1b[2J\a\r\x9b\u202e\ud800 fine\n")
-    assert shown == "␛[2J␇␍<U+009B><U+202E><U+D800> fine\n"
-
-
 @pytest.mark.parametrize("kind", ["live", "plain", "none"])
 def test_text_of_data_and_models_never_controls_the_terminal(kind: Any) -> None:
+    assert printable("\x1b[2J\a\r\x9b\u202e\ud800 fine\n") == "␛[2J␇␍<U+009B><U+202E><U+D800> fine\n"
     stream = Terminal()
     view = make_view(kind, stream, target=50)
     view.say("before")
     before = stream.getvalue()
     view.say(f"a message\twith {HOSTILE}")
     said = stream.getvalue().removeprefix(before)
-    status = statuses(now=1000.0)
-    view.update({**status, "actor": msgspec.structs.replace(status["actor"], detail=HOSTILE)}, now=1000.0)
+    found = statuses(now=1000.0)
+    view.update({**found, "actor": replace(found["actor"], detail=HOSTILE)}, now=1000.0)
     view.close()
     assert "\x1b" not in said
     assert "[red]markup[/red]" in said
     assert not [code for code in ("\x07", "\x9b", "\u202e", "\x1b[2J", "\x1b]") if code in stream.getvalue()]
-
-
-def test_a_plain_log_says_what_the_first_step_waits_for() -> None:
-    stream = StringIO()
-    view = PlainView(stream, target=140)
-    for now in range(0, 21, 2):
-        loads = StageStatus(stage="trainer", pid=1, state="starting", detail="loads the model", since_s=11, written_s=now)
-        view.update({"trainer": loads} if now > 11 else {}, float(now))
-    assert [line.strip() for line in stream.getvalue().splitlines()] == [
-        "[    10s]  step 0/140  queued 0",
-        "no stage has reported yet",
-        "[    20s]  step 0/140  queued 0",
-        "trainer starting for 9s: loads the model",
-    ]
-
-
-@pytest.mark.parametrize("state", ["working", "waiting", "failed", "done"])
-def test_a_plain_log_shows_the_evaluation_that_runs(state: str) -> None:
-    stream = StringIO()
-    view = PlainView(stream, target=140)
-    evaluating = "evaluates, before training: 131 of 512 held-out problems"
-    for now in range(0, 11, 2):
-        last = replace(
-            statuses(now, version=0)["actor"],
-            state=state,
-            detail="63 rollouts running",
-            progress=ActorProgress(evaluating=evaluating),
-        )
-        view.update({"actor": last}, float(now))
-    shown = [line.strip() for line in stream.getvalue().splitlines()]
-    assert (f"actor {evaluating}" in shown) == (state in ("working", "waiting")), shown
 
 
 def test_logs_of_ci_are_plain_and_no_color_has_no_colour(monkeypatch: pytest.MonkeyPatch) -> None:

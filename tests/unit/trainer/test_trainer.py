@@ -21,9 +21,8 @@ from pipelinerl.config.schema import PreprocessConfig, TrainerConfig
 from pipelinerl.errors import CheckpointError, PolicyMismatchError
 from pipelinerl.files import JsonLines
 from pipelinerl.hub.hub import DirectMessages
-from pipelinerl.metrics.reading import read_json_lines, read_records
+from pipelinerl.metrics.reading import read_lines, read_records
 from pipelinerl.metrics.records import StepRecord
-from pipelinerl.metrics.sinks import JsonlSink
 from pipelinerl.models.state import checksum, named_weights
 from pipelinerl.preprocess import Preprocessor
 from pipelinerl.schedule import ConventionalSchedule, PipelineSchedule, Schedule
@@ -136,7 +135,7 @@ class Setup:
             self.sender,
             output=TrainerOutput(
                 board=self.board,
-                sink=JsonlSink(run_dir),
+                record=JsonLines(run_dir / "metrics.jsonl").write,
                 trained_log=JsonLines(run_dir / "rollouts" / "trained.jsonl"),
                 published_log=JsonLines(run_dir / "published.jsonl"),
                 started_s=time.monotonic(),
@@ -257,7 +256,7 @@ def test_the_ess_guard_drops_what_is_off_policy_and_goes_on_with_fresh_rollouts(
     assert setup.records()[-1].lag_max == 0
     assert not torch.equal(before[0], weights(setup)[0])
     assert setup.progress.trained + sum(setup.progress.dropped.values()) == 8 * K
-    first, second = read_json_lines(tmp_path / "rollouts" / "trained.jsonl", TrainedRecord)
+    first, second = read_lines(tmp_path / "rollouts" / "trained.jsonl", TrainedRecord)
     assert first.refused == ()
     assert [[sample.id for sample in batch] for batch in second.refused] == [[f"{g}/{a}" for g in (2, 3) for a in range(K)]]
 

@@ -37,7 +37,7 @@ from pipelinerl.experiments.compare.settings import (
 from pipelinerl.experiments.runs import Command, Execution, Folder, PlannedRun, Setting, planned_runs, run_commands
 from pipelinerl.experiments.statistics import powers_of_two
 from pipelinerl.metrics.evaluations import EvaluatedProblem, EvaluationRecord
-from pipelinerl.metrics.reading import read_json_lines, read_records
+from pipelinerl.metrics.reading import read_lines, read_records
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.models.loading import load_tokenizer
 from pipelinerl.report import number, write_file, write_json
@@ -224,7 +224,7 @@ def answer_held_out(run_dir: Path, request: ComparisonRequest) -> Answers:
         run_commands(commands)
         for out in outs:
             for model in msgspec.json.decode((out / "summary.json").read_bytes())["models"]:
-                answers[model["version"]] = read_json_lines(out / model["folder"] / "attempts.jsonl", EvaluatedProblem)
+                answers[model["version"]] = read_lines(out / model["folder"] / "attempts.jsonl", EvaluatedProblem)
     return answers
 
 

@@ -38,7 +38,7 @@ from pipelinerl.experiments.statistics import powers_of_two
 from pipelinerl.launch.stages.generation import load_local_engine
 from pipelinerl.metrics.reading import read_records
 from pipelinerl.metrics.records import StepRecord
-from pipelinerl.metrics.sinks import TimelineRecord
+from pipelinerl.metrics.timeline import TimelineRecord
 from pipelinerl.report.series import RecordedGroup, name_of, read_groups, read_timeline
 from pipelinerl.resources.machine import load_average, this_machine, usable_cores
 from pipelinerl.resources.roles import plan_threads

@@ -14,7 +14,8 @@ from pipelinerl.config.schema import PreprocessConfig, RunConfig
 from pipelinerl.errors import RunDirectoryError
 from pipelinerl.experiments.planner.calibration import Calibration, LengthDistribution, prompt_tokens_mean
 from pipelinerl.preprocess.advantages import advantages
-from pipelinerl.report.series import RecordedGroup, begin_s, measure, name_of, rates_after, read_groups, read_run
+from pipelinerl.report.curves import begin_s
+from pipelinerl.report.series import RecordedGroup, measure, name_of, rates_after, read_groups, read_run
 from pipelinerl.schedule import Schedule, make_schedule, stream_capacity
 
 

@@ -13,7 +13,7 @@ import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -42,7 +42,6 @@ from pipelinerl.launch.session import Session, StartPlan, WorkerSpec, write_sess
 from pipelinerl.launch.stages.preprocessing import make_preprocessor
 from pipelinerl.launch.stages.training import Policy, build_trainer, lead_ranks, load_policy
 from pipelinerl.metrics.records import StepRecord
-from pipelinerl.metrics.sinks import JsonlSink, Record
 from pipelinerl.models.state import checksum, digests_of
 from pipelinerl.resources.roles import PREPROCESSING_THREADS, TRAINING, rank_roles
 from pipelinerl.run_directory import RunDirectory
@@ -100,7 +99,7 @@ class ReplayResult(msgspec.Struct, kw_only=True):
 
 @dataclass(kw_only=True)
 class TrainingReplay:
-    """A replay of the first `result.steps` steps of `run`. It is the stream, the weight sender and the sink of the trainer.
+    """A replay of the first `result.steps` steps of `run`. It is the stream and the weight sender of the trainer.
 
     folder        gets the checkpoints and records of the replay; with `keep_last` also a checkpoint at the end
     change        changes a session's configuration. If the replay is not `exact`, the ESS guard is off, batches that it
@@ -123,7 +122,7 @@ class TrainingReplay:
     _numbers: Iterator[int] = field(default_factory=itertools.count)
     _offered: Prepared | None = None
     _said_s: float = field(default_factory=time.monotonic)
-    _sink: JsonlSink = field(init=False)
+    _metrics: JsonLines = field(init=False)
 
     def repeat(self) -> None:
         """Repeat training. The differences are the first one from the run, and all rollouts that were changed.
@@ -155,11 +154,9 @@ class TrainingReplay:
             stack.enter_context(torch_threads(config.trainer.threads or 1))
             team = stack.enter_context(_rank_processes(session, board)) if config.trainer.ranks > 1 else None
             policy = load_policy(session, team)
-            self._sink = stack.enter_context(closing(JsonlSink(self.folder.root)))
-            trained, published = (
-                stack.enter_context(JsonLines(path)) for path in (self.folder.trained, self.folder.published)
-            )
-            logs: dict[str, Any] = {"metrics": self, "trained": trained, "published": published}
+            paths = (self.folder.metrics, self.folder.trained, self.folder.published)
+            self._metrics, trained, published = (stack.enter_context(JsonLines(path)) for path in paths)
+            logs: dict[str, Any] = {"record": self.record, "trained": trained, "published": published}
             trainer = build_trainer(session, board, policy, reader=self, sender=self, **logs)
             restore_rng(segment.record.rng)
             trainer.start()
@@ -256,13 +253,11 @@ class TrainingReplay:
     def receipts(self) -> Sequence[UpdateReceipt]:
         return ()
 
-    # ---- the sink of its metrics
+    # ---- its metrics
 
-    def write(self, record: Record) -> None:
+    def record(self, record: StepRecord) -> None:
         """Raises RunDirectoryError if the run has no metrics of this step."""
-        self._sink.write(record)
-        if not isinstance(record, StepRecord):
-            return
+        self._metrics.write(record)
         recorded = self.run.metrics.get(record.version)
         if recorded is None:
             raise RunDirectoryError(f"{self.run.run.metrics} lacks step {record.version}")

@@ -20,12 +20,13 @@ from pipelinerl.experiments.watch.shown import Texts, newest_of, shown_group
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.reading import Tail, superseded, without_repeated
 from pipelinerl.metrics.records import StepRecord
-from pipelinerl.metrics.sinks import TIMELINE_STEM, TimelineRecord
 from pipelinerl.metrics.statistics import REWARD, engine_total
-from pipelinerl.report.series import Columns, Seen, StepColumns, name_of, read_config, read_summary
+from pipelinerl.metrics.timeline import TIMELINE_STEM, TimelineRecord
+from pipelinerl.report.curves import Columns, Seen, StepColumns
+from pipelinerl.report.series import name_of, read_config, read_summary
 from pipelinerl.run_directory import RunDirectory
 from pipelinerl.status.board import read_statuses
-from pipelinerl.status.screen import Trends, facts, printable, shown_stages
+from pipelinerl.status.view import Trends, facts, printable, shown_stages
 from pipelinerl.types import Group, StageStatus
 
 LOOK_EVERY_S = 0.9

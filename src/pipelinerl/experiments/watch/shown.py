@@ -12,7 +12,7 @@ import msgspec
 
 from pipelinerl.experiments.browse import skip_text
 from pipelinerl.experiments.token_text import TokenText, load_token_text
-from pipelinerl.status.screen import one_line, printable
+from pipelinerl.status.view import one_line, printable
 from pipelinerl.types import Group, Rollout, versions_from_spans
 
 GROUPS = 3

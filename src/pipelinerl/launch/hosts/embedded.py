@@ -30,7 +30,7 @@ from pipelinerl.resources.machine import usable_cores
 from pipelinerl.resources.roles import plan_threads
 from pipelinerl.run_directory import RunDirectory
 from pipelinerl.status.board import MemoryBoard, last_statuses, write_statuses
-from pipelinerl.status.screen import RunView
+from pipelinerl.status.view import RunView
 from pipelinerl.status.watchdog import Watchdog
 from pipelinerl.types import StageStatus
 from pipelinerl.weights.receiving import Receiver
@@ -91,7 +91,7 @@ def _run(session: Session, hub: Hub, interrupts: Interrupts, *, view: RunView) -
             view.update(statuses, now)
             write_statuses(session.run.statuses, statuses)
             if (stall := watchdog.observe(statuses, now)) is not None:
-                raise StalledError(stall.message)
+                raise StalledError(stall)
 
         trainer.start()
         run_to_end(generation.run(stop=lambda: interrupts.count > 0, between=after_iteration))

@@ -40,7 +40,7 @@ from pipelinerl.launch.summary import Outcome, interruption
 from pipelinerl.process import Interrupts, counted_interrupts
 from pipelinerl.resources.roles import TRAINING, generation_roles, rank_roles, server_roles, worker_roles, worker_stages
 from pipelinerl.status.board import last_statuses, write_statuses
-from pipelinerl.status.screen import RunView
+from pipelinerl.status.view import RunView
 from pipelinerl.status.watchdog import Watchdog
 from pipelinerl.types import TRAINER, StageStatus, goal_reached, trainer_progress
 
@@ -220,7 +220,7 @@ class _Watch:
             if not set(self._stages) - statuses.keys():  # one without a status still starts, and others may wait for it
                 stall = watchdog.observe(statuses, now)
                 if stall is not None:
-                    return StalledError(stall.message)
+                    return StalledError(stall)
             waited_s = now - max(begin_s, self.healing.changed_s if self.healing else 0.0)
             if late and waited_s > launch.startup_timeout_s:
                 return StalledError(f"{' and '.join(late)} not ready after {waited_s:.0f} s (launch.startup_timeout_s)")

@@ -34,7 +34,7 @@ from pipelinerl.hub.client import Claims, HubClient
 from pipelinerl.interfaces import Admission, AsyncEngine, Board, Environment, Tokenizer
 from pipelinerl.launch.session import Session
 from pipelinerl.metrics.evaluations import EvaluatedProblem, EvaluationRecord
-from pipelinerl.metrics.sinks import JsonlSink, TimelineWriter
+from pipelinerl.metrics.timeline import TimelineWriter
 from pipelinerl.models.contract import Contract, read_contract
 from pipelinerl.models.loading import load_tokenizer
 from pipelinerl.process import lower_priority, stop_on_sigterm
@@ -204,8 +204,8 @@ class Generation:
         except OSError as error:
             why = f"{error.strerror or error}; {remedy(error)} and resume"
             raise RunDirectoryError(f"can't write the answers of an evaluation: {why}") from error
-        with closing(JsonlSink(run.root, self._lines)) as sink:
-            sink.write(record)
+        with self._lines(run.evaluations) as evaluations:
+            evaluations.write(record)
 
     async def _take_weights(
         self, engine: AsyncEngine, stop: Callable[[], bool], *, until: Callable[[], bool], timeout_s: float = inf

@@ -29,8 +29,7 @@ from pipelinerl.hub.client import HubClient, HubReader
 from pipelinerl.interfaces import Board, StreamReader, WeightSender
 from pipelinerl.launch.session import Session
 from pipelinerl.launch.stages.preprocessing import make_preprocessor, scores_in_the_step
-from pipelinerl.metrics.records import Computer, SessionRecord
-from pipelinerl.metrics.sinks import JsonlSink, Sink
+from pipelinerl.metrics.records import Computer, SessionRecord, StepRecord
 from pipelinerl.models.loading import load_model, load_tokenizer, refuse_adapter
 from pipelinerl.process import stop_on_sigterm
 from pipelinerl.resources.machine import processor
@@ -239,11 +238,11 @@ def open_trainer(
         reader = open_stream(Group, make_preprocessor(session.config, policy.lora).process)
     with (
         closing(open_sender()) as sender,
-        closing(JsonlSink(run.root, lines)) as metrics,
+        lines(run.metrics) as metrics,
         lines(run.trained) as trained,
         lines(run.published) as published,
     ):
-        logs: dict[str, Any] = {"metrics": metrics, "trained": trained, "published": published, "lines": lines}
+        logs: dict[str, Any] = {"record": metrics.write, "trained": trained, "published": published, "lines": lines}
         trainer = build_trainer(session, board, policy, reader=reader, sender=sender, settle=settle, **logs)
         try:
             yield trainer
@@ -259,7 +258,7 @@ def build_trainer(
     *,
     reader: StreamReader[Prepared],
     sender: WeightSender,
-    metrics: Sink,
+    record: Callable[[StepRecord], object],
     trained: Lines,
     published: Lines,
     lines: OpenLines = JsonLines,
@@ -277,19 +276,19 @@ def build_trainer(
         restore_rng(state.rng)
     begun = session_record(session)
 
-    def record() -> None:
+    def begin() -> None:
         with lines(session.run.sessions) as sessions:
             sessions.write(begun)
 
     if policy.checkpoint is None:  # a resume is recorded with its first step: one that fails before changes nothing
-        record()
+        begin()
     queue = SampleQueue(reader, by_index=session.schedule.in_rounds, position=state.positions, counts=state.counters.queue)
     output = TrainerOutput(
         board=board,
-        sink=metrics,
+        record=record,
         trained_log=trained,
         published_log=published,
-        on_begin=record if policy.checkpoint is not None else lambda: None,
+        on_begin=begin if policy.checkpoint is not None else lambda: None,
         started_s=session.records_from_s,
         weighs_products=config.correction.sequence == "truncate",
     )

@@ -19,10 +19,10 @@ from pipelinerl.experiments.compare.settings import ComparisonRequest, make_requ
 from pipelinerl.experiments.runs import Command
 from pipelinerl.metrics.evaluations import EvaluatedProblem
 from pipelinerl.metrics.records import StepRecord
-from pipelinerl.metrics.sinks import JsonlSink
 from pipelinerl.metrics.summary import summarize
 from pipelinerl.resources.machine import Machine
 from tests.unit.experiments.watch.test_watch_report import data_of
+from tests.unit.record_parts import write_records
 
 MACHINE = Machine(cpu="a processor", cores=2, memory_gib=4.0, system="Linux", versions={"torch": "0"})
 SECONDS = {"pipeline": 1.0, "conventional": 2.0, "async": 1.5}
@@ -62,10 +62,7 @@ class Runs:
             )
             for n in range(1, config.trainer.steps + 1)
         ]
-        sink = JsonlSink(run_dir)
-        for record in steps:
-            sink.write(record)
-        sink.close()
+        write_records(run_dir, *steps)
         error = self.fail(config)
         if error is not None:
             raise error

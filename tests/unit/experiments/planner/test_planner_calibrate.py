@@ -25,7 +25,7 @@ from pipelinerl.experiments.planner.calibrate import (
 from pipelinerl.experiments.planner.calibration import LengthDistribution, calibration_text, read_calibration
 from pipelinerl.launch.stages.generation import load_local_engine
 from pipelinerl.metrics.records import StepRecord
-from pipelinerl.metrics.sinks import TimelineRecord
+from pipelinerl.metrics.timeline import TimelineRecord
 from pipelinerl.report import write_json
 from tests.unit.experiments.parts import CALIBRATION, group, turn
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from pipelinerl.errors import RunDirectoryError
-from pipelinerl.metrics.sinks import EVERY_S, TimelineRecord, TimelineWriter
-from pipelinerl.metrics.statistics import actor_total, engine_total, trainer_progress
+from pipelinerl.metrics.statistics import actor_total, engine_total
+from pipelinerl.metrics.timeline import EVERY_S, TimelineRecord, TimelineWriter
 from pipelinerl.report.series import read_timeline
-from pipelinerl.status.board import generation_stages
-from pipelinerl.types import ActorProgress, EngineProgress, Progress, StageStatus, TrainerProgress
+from pipelinerl.types import ActorProgress, EngineProgress
+from tests.unit.record_parts import status, statuses_of
 
 ENGINES = [
     EngineProgress(
@@ -22,9 +22,7 @@ ENGINES = [
 ACTORS = [
     ActorProgress(
         rollouts_started=20,
-        rollouts_handed_over=11,
         rollouts_dropped={"timeout": 2, "raised": 1},
-        rollouts_in_progress=6,
         evaluations={"before": -0.5},
         dropped_tokens={"timeout": 80, "raised": 0},
         started_length_mean=10.0,
@@ -32,31 +30,19 @@ ACTORS = [
     ),
     ActorProgress(
         rollouts_started=8,
-        rollouts_handed_over=3,
         rollouts_dropped={"timeout": 1},
-        rollouts_in_progress=4,
-        recent_reward=0.25,
         dropped_tokens={"timeout": 20},
         started_length_mean=20.0,
         started_lengths=10,
     ),
+    ActorProgress(),
 ]
-TRAINER = TrainerProgress(version=6, trained=10, queued=1, steps_target=9)
 
 
-def status(stage: str, progress: Progress) -> StageStatus:
-    return StageStatus(stage=stage, pid=1, state="working", detail="", since_s=0, written_s=0, progress=progress)
-
-
-def statuses() -> dict[str, StageStatus]:
-    found: dict[str, StageStatus] = {}
-    for (engine, actor), engine_seen, actor_seen in zip(generation_stages(2), ENGINES, ACTORS, strict=True):
-        found |= {engine: status(engine, engine_seen), actor: status(actor, actor_seen)}
-    return found | {"trainer": status("trainer", TRAINER)}
-
-
-def test_engines_add_up() -> None:
-    assert engine_total(statuses()) == EngineProgress(
+def test_engines_and_actors_add_up() -> None:
+    engines = statuses_of(*(status(f"engine-{index}", progress=one) for index, one in enumerate(ENGINES)))
+    actors = statuses_of(*(status(f"actor-{index}", progress=one) for index, one in enumerate(ACTORS)))
+    assert engine_total(engines | actors) == EngineProgress(
         version=4,
         slots=16,
         in_progress=11,
@@ -66,27 +52,16 @@ def test_engines_add_up() -> None:
         weight_updates=5,
         pauses_s=(0.2, 0.3, 0.1, 0.4),
     )
-    assert engine_total({"engine": status("engine", ENGINES[0])}) is ENGINES[0]
-    assert engine_total({}) is None
-
-
-def test_actors_add_up() -> None:
-    assert actor_total(statuses()) == ActorProgress(
+    assert actor_total(engines | actors) == ActorProgress(
         rollouts_started=28,
-        rollouts_handed_over=14,
         rollouts_dropped={"timeout": 3, "raised": 1},
-        rollouts_in_progress=10,
-        recent_reward=0.25,
         evaluations={"before": -0.5},
         dropped_tokens={"timeout": 100, "raised": 0},
         started_length_mean=12.5,
         started_lengths=40,
     )
-    assert actor_total({}) is None
-    assert trainer_progress(statuses()) is TRAINER
-
-
-# ------------------------------------------------------------------------------------------------- the timeline
+    assert engine_total({"engine": status("engine", progress=ENGINES[0])}) is ENGINES[0]
+    assert (engine_total({}), actor_total({})) == (None, None)
 
 
 def test_a_timeline_has_a_few_looks_a_second(tmp_path: Path) -> None:
@@ -119,8 +94,6 @@ def test_a_resumed_timeline_goes_on_where_the_run_does(tmp_path: Path) -> None:
             writer.note(lambda: ENGINES[0])
             now_s[0] += 1.0
         writer.close()
-    with (tmp_path / "timeline-0.jsonl").open("ab") as file:
-        file.write(b'{"worker":0,"time')
     assert [record.time_s for record in read_timeline(tmp_path)] == [0.0, 1.0, 2.0, 3.0]
     (tmp_path / "timeline-0.jsonl").write_text('{"worker":"x"}\n')
     with pytest.raises(RunDirectoryError, match=r"timeline-0\.jsonl, line 1"):

@@ -14,29 +14,21 @@ from pipelinerl.config.load import load_config
 from pipelinerl.config.schema import MetricsConfig, RunConfig
 from pipelinerl.errors import MissingDependencyError
 from pipelinerl.launch.checks import check_before_the_start
-from pipelinerl.metrics.evaluations import EvaluatedProblem, EvaluationRecord
-from pipelinerl.metrics.records import StepRecord
-from pipelinerl.metrics.sinks import JsonlSink, Record
-from pipelinerl.metrics.trackers import Tracked, Tracker
-from pipelinerl.report import following
-from pipelinerl.report.following import CALLBACK, Follower, followed
+from pipelinerl.metrics.records import Record
+from pipelinerl.report import trackers
+from pipelinerl.report.trackers import CALLBACK, MOST_ROWS, Follower, Tracker, followed
 from pipelinerl.run_directory import RunDirectory
+from tests.unit.record_parts import answered, evaluation, step, write_records
 
 
-def step(version: int) -> StepRecord:
-    return StepRecord(version=version, time_s=float(version), samples=8, loss=1 / version)
-
-
-def a_run(root: Path, steps: int = 3, **metrics: Any) -> RunDirectory:
-    """A run directory with records, as a session leaves it."""
+def a_run(root: Path, **metrics: Any) -> tuple[RunDirectory, list[str]]:
+    """A run directory with three steps, as a session leaves it; and a list for messages."""
     run = RunDirectory(root)
     run.make_folders()
     config = RunConfig.model_validate({"metrics": metrics, "environment": {"args": {"api_key": "hush"}}})
     run.settings.write_text(config.model_dump_json())
-    sink = JsonlSink(run.root)
-    for version in range(1, steps + 1):
-        sink.write(step(version))
-    return run
+    write_records(root, *(step(version, float(version), loss=1 / version) for version in (1, 2, 3)))
+    return run, []
 
 
 def ended() -> threading.Event:
@@ -65,17 +57,17 @@ class Kept(Tracker):
 
 
 def test_a_failing_tracker_is_tried_again_from_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(following, "EVERY_S", 0.001)
-    run, said, made = a_run(tmp_path), [], []
+    monkeypatch.setattr(trackers, "EVERY_S", 0.001)
+    (run, said), made = a_run(tmp_path), []
     run.summary.write_text('{"status":"finished"}')
 
-    def make(_name: str, tracked: Tracked) -> Kept:
-        made.append(Kept(tracked.id, {2}))
+    def make(_name: str, _folder: Path, _config: Mapping[str, Any], known: str | None) -> Kept:
+        made.append(Kept(known, {2}))
         if len(made) < 3:
             raise PermissionError("no key")
         return made[-1]
 
-    monkeypatch.setattr(following, "open_tracker", make)
+    monkeypatch.setattr(trackers, "open_tracker", make)
     stopping, sent = threading.Event(), run.trackers / "kept.json"
     thread = threading.Thread(target=Follower(run, "kept", said.append).follow, args=(stopping,))
     thread.start()
@@ -87,7 +79,7 @@ def test_a_failing_tracker_is_tried_again_from_where_it_was(tmp_path: Path, monk
     assert made[-1].summaries == [{"status": "finished"}]
     assert [line.partition(";")[0] for line in said] == ["kept: PermissionError: no key", "kept: 3 errors"]
 
-    JsonlSink(run.root).write(step(4))
+    write_records(run.root, step(4, 4.0))
     Follower(run, "kept", said.append).follow(ended())
     assert (made[-1].id, made[-1].got) == ("new", [4]), "a later session continues"
     sent.write_text("{")
@@ -96,18 +88,16 @@ def test_a_failing_tracker_is_tried_again_from_where_it_was(tmp_path: Path, monk
 
 
 def test_a_callback_gets_each_record_and_its_errors_end_nothing(tmp_path: Path) -> None:
-    code = """
-    seen = []
-    def note(record):
-        with open({out!r}, "a") as file:
-            print(type(record).__name__, record.version, file=file)
-        if record.version != 2:
-            raise SystemExit("enough")
-    """
     file, out = tmp_path / "mine.py", tmp_path / "out"
-    file.write_text("\n".join(line[4:] for line in code.format(out=str(out)).splitlines()))
-    run, said = a_run(tmp_path / "run", callback=f"{file}:note"), []
-    JsonlSink(run.root).write(EvaluationRecord(when="after", version=3, time_s=9.0, problems=1))
+    file.write_text(
+        "def note(record):\n"
+        f"    with open({str(out)!r}, 'a') as file:\n"
+        "        print(type(record).__name__, record.version, file=file)\n"
+        "    if record.version != 2:\n"
+        "        raise SystemExit('enough')\n"
+    )
+    run, said = a_run(tmp_path / "run", callback=f"{file}:note")
+    write_records(run.root, evaluation("after", 3, 9.0))
     Follower(run, CALLBACK, said.append).follow(ended())
     assert out.read_text().split() == ["StepRecord", "1", "StepRecord", "2", "StepRecord", "3", "EvaluationRecord", "3"]
     assert [line.partition(";")[0] for line in said] == ["callback: SystemExit: enough", "callback: 3 errors"]
@@ -118,36 +108,35 @@ def test_a_callback_gets_each_record_and_its_errors_end_nothing(tmp_path: Path) 
 def test_a_run_that_ends_while_the_process_starts_is_followed_to_its_end(tmp_path: Path) -> None:
     file, out = tmp_path / "mine.py", tmp_path / "out"
     file.write_text(f"def note(record):\n    open({str(out)!r}, 'a').write(f'{{record.version}} ')\n")
-    run, said = a_run(tmp_path / "run", callback=f"{file}:note"), []
+    run, said = a_run(tmp_path / "run", callback=f"{file}:note")
     with followed(run, MetricsConfig(callback=f"{file}:note"), said.append):
         pass
     assert (out.read_text(), said) == ("1 2 3 ", [])
 
 
-def test_tensorboard_gets_curves_texts_and_samples(tmp_path: Path) -> None:
+def test_tensorboard_gets_curves_texts_and_answers(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    run, said = a_run(tmp_path, trackers=["tensorboard"]), []
-    JsonlSink(run.root).write(EvaluationRecord(when="after", version=3, time_s=9.0, problems=1, reward_mean=0.5))
-    answer = EvaluatedProblem(problem_id="1", reward=0.5, prompt="1|1", completion="two\nlines")
-    run.evaluation("after").write_bytes(msgspec.json.encode(answer) + b"\n")
+    run, said = a_run(tmp_path, trackers=["tensorboard"])
+    write_records(run.root, evaluation("after", 3, 9.0, metrics={"hard/reward": 0.25}))
+    answers = [answered(0.5, prompt="1|1", completion="two\nlines")] * (MOST_ROWS + 4)
+    run.evaluation("after").write_bytes(msgspec.json.Encoder().encode_lines(answers))
     run.summary.write_text('{"status":"finished","reward_last":0.75}')
     Follower(run, "tensorboard", said.append).follow(ended())
     assert said == []
     events = EventAccumulator(str(run.root / "tensorboard"))
     events.Reload()
-    values = {
-        tag: [(event.step, round(event.value, 3)) for event in events.Scalars(tag)]
-        for tag in ("loss", "evaluation/reward_mean")
-    }
-    assert values == {"loss": [(1, 1.0), (2, 0.5), (3, 0.333)], "evaluation/reward_mean": [(3, 0.5)]}
+    tags = ("loss", "evaluation/reward_mean", "evaluation/metrics/hard/reward")
+    values = [[(event.step, round(event.value, 3)) for event in events.Scalars(tag)] for tag in tags]
+    assert values == [[(1, 1.0), (2, 0.5), (3, 0.333)], [(3, 0.5)], [(3, 0.25)]]
     texts = {
         tag: events.Tensors(tag)[-1].tensor_proto.string_val[0].decode() for tag in ("config", "summary", "samples/held_out")
     }
     assert "hush" not in texts["config"]
+    assert '"trainer.steps":' in texts["config"]
     assert '"reward_last": 0.75' in texts["summary"]
-    assert texts["samples/held_out"].splitlines()[-1] == "| 3 | 1\\|1 | two<br>lines | 0.5 | 0 |"
+    assert texts["samples/held_out"].splitlines()[2:] == ["| 3 | 1\\|1 | two<br>lines | 0.5 | 1 |"] * MOST_ROWS
 
 
 def test_a_tracker_that_is_not_there_is_refused_before_the_start(not_installed: Callable[[str], None]) -> None:

@@ -1,56 +1,16 @@
-"""Where a run's records are written: JSON lines in the run directory. Trackers and pages read them there."""
+"""The timeline of each engine's load: at most four small records a second, one file for each generation process."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import msgspec
 
 from pipelinerl.errors import RunDirectoryError
 from pipelinerl.files import JsonLines, Lines
-from pipelinerl.metrics.evaluations import EvaluationRecord
-from pipelinerl.run_directory import RunDirectory
 from pipelinerl.types import EngineProgress
-
-if TYPE_CHECKING:
-    from pipelinerl.metrics.records import StepRecord
-
-Record: TypeAlias = "StepRecord | EvaluationRecord"
-
-
-class Sink(Protocol):
-    def write(self, record: Record) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class JsonlSink:
-    """Appends steps to `metrics.jsonl` and evaluations to `evaluations.jsonl` in the run directory, one line each.
-
-    Each file is opened by `lines` when its first record is written.
-    """
-
-    def __init__(self, run_dir: Path, lines: Callable[[Path], Lines] = JsonLines) -> None:
-        self._run = RunDirectory(run_dir)
-        self._lines = lines
-        self._files: dict[Path, Lines] = {}
-
-    def write(self, record: Record) -> None:
-        path = self._run.evaluations if isinstance(record, EvaluationRecord) else self._run.metrics
-        if path not in self._files:
-            self._files[path] = self._lines(path)
-        self._files[path].write(record)
-
-    def close(self) -> None:
-        for file in self._files.values():
-            file.close()
-        self._files.clear()
-
-
-# ---- the timeline of each engine's load: at most four small records a second, one file for each generation process
 
 EVERY_S = 0.25
 TIMELINE_STEM = "timeline-"
@@ -81,7 +41,6 @@ class TimelineWriter:
         clock: Callable[[], float] = time.monotonic,
         lines: Callable[[Path], Lines] = JsonLines,
     ) -> None:
-        """`lines` opens the file."""
         self._lines = lines(run_dir / f"{TIMELINE_STEM}{worker}.jsonl")
         self._worker, self._origin_s, self._clock = worker, origin_s, clock
         self._due_s = clock()
