@@ -21,8 +21,7 @@ from typing import NamedTuple
 from pipelinerl.cli import COMMANDS
 from pipelinerl.cli.parser import Commands
 from pipelinerl.config import yaml_text
-from pipelinerl.config.help import in_words
-from pipelinerl.config.keys import run_keys, run_sections, spell
+from pipelinerl.config.keys import in_words, run_keys, run_sections, spell
 from pipelinerl.errors import PipelineRLError
 
 ROOT = Path(__file__).parents[1]

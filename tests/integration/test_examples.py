@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from pipelinerl import load_config
-from pipelinerl.config.help import json_schema
+from pipelinerl.config.keys import json_schema
 from pipelinerl.launch.checks import check_without_running
 from pipelinerl.launch.run import train
 from tests.integration.runs import assert_whole, flags

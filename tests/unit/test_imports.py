@@ -24,7 +24,7 @@ PROCESSES = {
     "launcher": (
         "cli.project launch.run",
         "actor.actor actor.rollouts channel engine environments.chat preprocess serving trainer weights "
-        " config.help launch.tryout launch.restarts launch.resume "
+        "launch.tryout launch.restarts launch.resume "
         "launch.hosts.ray resources.gpus resources.placement launch.trial launch.stages.generation "
         "launch.stages.training "
         "hub.redis report experiments torch",
@@ -113,7 +113,7 @@ def test_a_command_is_in_the_module_that_the_table_names(module: str) -> None:
         ),
         ("import pipelinerl.report.trackers", HEAVY | {"tensorboard", "wandb", "trackio", "mlflow"}),
         ("import pipelinerl; pipelinerl.start", HEAVY | {"pandas"}),
-        ("from pipelinerl.config import help, load; help.render(load.load_config(None))", HEAVY | {"numpy"}),
+        ("from pipelinerl.config import keys, load; keys.render(load.load_config(None))", HEAVY | {"numpy"}),
         (FIND_CLASSES, HEAVY),
         ("from pipelinerl.files import shared_memory; shared_memory()", {"torch"}),
         ("from pipelinerl.channel import listen; listen().close()", {"torch"}),

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from pipelinerl._version import __version__
 from pipelinerl.config import yaml_text
+from pipelinerl.config.keys import LIKE, OLD_NAMES
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import RunDirectoryError, UserError
 
@@ -77,8 +78,6 @@ class Commands:
         own, settings = self.split(arguments)
         options = self.root.parse_args(own)
         if settings and not (options.command and options.keys):
-            from pipelinerl.config.help import OLD_NAMES  # noqa: PLC0415 - only for a mistake
-
             command, flag = options.command or "without a command", settings[0].partition("=")[0]
             hint = OLD_NAMES.get(f"{command} {flag}", "see `pipelinerl --help`")
             raise UserError(f"pipelinerl {command} has no flag {flag} ({hint})")
@@ -112,8 +111,6 @@ class Commands:
     def _check_command(self, own: Sequence[str]) -> None:
         command = next((argument for argument in own if not argument.startswith("-")), None)
         if command is not None and command not in self.parsers:
-            from pipelinerl.config.help import OLD_NAMES  # noqa: PLC0415 - only for a mistake
-
             old = None if "." in command else OLD_NAMES.get(command)  # a key, not a command
             near = old or next(iter(difflib.get_close_matches(command, self.parsers, n=1)), None)
             hint = f"did you mean `{near}`?" if near else f"there are {', '.join(self.parsers)}"
@@ -123,7 +120,7 @@ class Commands:
 def _check_spelling(settings: Sequence[str], flags: Sequence[str]) -> None:
     """Raise UserError for what is more like one of the command's flags than like a key."""
     for flag in (setting.partition("=")[0] for setting in settings if setting.startswith("--")):
-        near = difflib.get_close_matches(flag, flags, n=1, cutoff=0.75)
+        near = difflib.get_close_matches(flag, flags, n=1, cutoff=LIKE)
         if near and "." not in flag and flag[2:] not in RunConfig.model_fields:
             raise UserError(f"unknown flag {flag}; did you mean `{near[0]}`?")
 

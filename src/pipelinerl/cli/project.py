@@ -10,6 +10,7 @@ from importlib import resources
 from pathlib import Path
 
 from pipelinerl.cli.parser import PORTS, SETTINGS_HELP, Commands, api_key_from, at_least, write
+from pipelinerl.config.keys import json_schema, render
 from pipelinerl.config.load import load_config, with_flags
 from pipelinerl.config.schema import EngineConfig, ModelConfig, RunConfig
 from pipelinerl.errors import UserError
@@ -97,8 +98,6 @@ def run_init(options: argparse.Namespace, _settings: Sequence[str]) -> int:
 
 def run_config(options: argparse.Namespace, settings: Sequence[str]) -> int:
     config = load_config(options.run_file or os.devnull, settings)  # an empty run file has the defaults
-    from pipelinerl.config.help import json_schema, render  # noqa: PLC0415 - as above
-
     return write(json_schema() if options.schema else render(config))
 
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from operator import attrgetter
+from typing import NamedTuple
 
 from pipelinerl.config.correction import SEQUENCE_WEIGHTS, THRESHOLDS, WEIGHTED_LOSSES, resolve
 from pipelinerl.config.keys import spell
@@ -63,20 +64,14 @@ VLLM_OWN = {
 
 def mistakes(config: RunConfig) -> Iterator[str]:
     """Every invalid combination of settings, as `key: what is wrong; how to fix it`."""
+    defaults = RunConfig()
     for key, other, values, why in NEEDS:
-        value, default = _value(config, key)
-        if value != default and _value(config, other)[0] not in values:
+        value, default = (attrgetter(key)(one) for one in (config, defaults))
+        if value != default and attrgetter(other)(config) not in values:
             yield f"{key}: {why}; set it to {spell(default)}, or {other} to {' or '.join(values)}"
     yield from _engine(config.engine)
     for rules in (_schedule, _stream, _sampling, _trainer, _correction, _processes):
         yield from rules(config)
-
-
-def _value(config: RunConfig, key: str) -> tuple[Any, Any]:
-    """The value of a key in a section, and its default."""
-    section, _, name = key.partition(".")
-    values = getattr(config, section)
-    return getattr(values, name), type(values).model_fields[name].default
 
 
 def _engine(engine: EngineConfig) -> Iterator[str]:

@@ -21,7 +21,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from pipelinerl.config import yaml_text
-from pipelinerl.config.keys import EXTENDS, Key, run_keys, run_sections, settable, show
+from pipelinerl.config.keys import EXTENDS, Key, explain, in_words, run_keys, run_sections, settable, show, unknown_key
 from pipelinerl.config.schema import PACKAGED_MODELS, RunConfig
 from pipelinerl.errors import ConfigError
 
@@ -46,14 +46,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] | Mapping[str,
         draft.make_absolute([Path.cwd()])
     else:
         draft = _RunFile.of_file(Path(path))
-    if isinstance(overrides, str):  # a sequence of its letters, to Python
-        raise ConfigError(
-            f"overrides: {show(overrides)} is one text; give a list of words, or a dict of values by dotted key"
-        )
-    if isinstance(overrides, Mapping):
-        draft.set_values(overrides)
-    else:
-        draft.set_flags(overrides)
+    draft.override(overrides)
     return draft.checked()
 
 
@@ -78,7 +71,7 @@ def config_to_yaml(config: RunConfig, *, only_given: bool = False) -> str:
 def config_of_values(values: Mapping[str, Any], base: RunConfig | None = None) -> RunConfig:
     """`base`, or the defaults, with values by key on top (as `overrides` of `load_config`). Raises ConfigError."""
     draft = _RunFile({} if base is None else base.model_dump(exclude_unset=True), "RunConfig")
-    draft.set_values(values)
+    draft.override(values)
     return draft.checked()
 
 
@@ -88,7 +81,7 @@ def with_flags(config: RunConfig, flags: Sequence[str], keys: Collection[str]) -
     Raises ConfigError, also for a flag of another key. Combinations are not checked.
     """
     draft = _RunFile(config.model_dump(), "RunConfig")
-    draft.set_flags(flags, keys)
+    draft.override(flags, keys)
     return draft.config()
 
 
@@ -131,29 +124,35 @@ class _RunFile:
             raise ConfigError(f"{here}: {' extends '.join(map(str, [*chain, other]))}: take one of them out")
         if not other.is_file():
             raise ConfigError(f"{here}: there is no file {other}")
-        draft.put_over(cls.of_file(other, chain))
+        under = cls.of_file(other, chain)
+        if draft.get("environment.kind") is not None and isinstance(environment := under.get("environment"), dict):
+            under.values["environment"] = {name: value for name, value in environment.items() if name != "args"}
+        draft.values, draft.origins = merged(under.values, draft.values), under.origins | draft.origins
         return draft
-
-    def put_over(self, base: _RunFile) -> None:
-        """Take from `base` what is not set here."""
-        if self.get("environment.kind") is not None and isinstance(environment := base.get("environment"), dict):
-            base.values["environment"] = {name: value for name, value in environment.items() if name != "args"}
-        self.values, self.origins = merged(base.values, self.values), base.origins | self.origins
 
     def make_absolute(self, folders: Sequence[Path]) -> None:
         for key in PATHS:
             if (before := self.get(key)) is not None:
                 self.set(key, _absolute(key, before, folders), self.origin(key))
 
-    def set_values(self, values: Mapping[str, Any]) -> None:
-        for name, of in _by_key(values):
-            if settable(name) is None and name not in run_sections():
-                raise ConfigError(f"overrides: {name}: {_unknown(name)}")
-            self.set(name, _absolute(name, of, [Path.cwd()]), f"overrides: {name}")
-
-    def set_flags(self, arguments: Sequence[str], keys: Collection[str] | None = None) -> None:
-        for key, value in _values_of_flags(arguments, keys):
-            self.set(key, _absolute(key, value, [Path.cwd()]), f"--{key}")
+    def override(self, overrides: Sequence[str] | Mapping[str, Any], keys: Collection[str] | None = None) -> None:
+        """Put flags, of `keys` only, or values by dotted key on top."""
+        if isinstance(overrides, str):  # a sequence of its letters, to Python
+            raise ConfigError(
+                f"overrides: {show(overrides)} is one text; give a list of words, or a dict of values by dotted key"
+            )
+        if not isinstance(overrides, Mapping):
+            given = [(f"--{key}", key, value) for key, value in _values_of_flags(overrides, keys)]
+        else:
+            given = []
+            for key, value in overrides.items():
+                inner = value if key in run_sections() and isinstance(value, Mapping) else None
+                values = {str(key): value} if inner is None else {f"{key}.{name}": of for name, of in inner.items()}
+                given += [(f"overrides: {name}", name, of) for name, of in values.items()]
+        for origin, key, value in given:
+            if settable(key) is None and key not in run_sections():
+                raise ConfigError(f"{origin}: {unknown_key(key)}")
+            self.set(key, _absolute(key, value, [Path.cwd()]), origin)
 
     def set(self, key: str, value: Any, origin: str) -> None:
         """Keys inside a mapping (`environment.args.x`) change that key alone. No dict is changed, as YAML may share them."""
@@ -183,8 +182,6 @@ class _RunFile:
         try:
             return RunConfig.model_validate(self.values)
         except ValidationError as error:
-            from pipelinerl.config.help import explain  # noqa: PLC0415 - only for a mistake
-
             found = [explain(each, self.get) for each in error.errors(include_url=False)]
             raise _refusal(f"{self.origin(each.place, each.key)}: {each.text}" for each in found) from error
 
@@ -199,15 +196,6 @@ class _RunFile:
         if found:
             raise _refusal(f"{self.origins.get(key, key)}: {text}" for key, text in found.items())
         return config
-
-
-def _by_key(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Dotted keys and values, also of sections that are mappings."""
-    for key, value in values.items():
-        if key in run_sections() and isinstance(value, Mapping):
-            yield from ((f"{key}.{name}", of) for name, of in value.items())
-        else:
-            yield str(key), value
 
 
 def merged(base: Any, over: Any) -> Any:
@@ -239,7 +227,7 @@ def _values_of_flags(arguments: Sequence[str], keys: Collection[str] | None) -> 
             raise ConfigError(f"{flag}: this is a section; set one of its keys, as in `--{example} VALUE`")
         key = settable(name)
         if key is None:
-            raise ConfigError(f"{flag}: {_unknown(name, '--', keys=keys)}")
+            raise ConfigError(f"{flag}: {unknown_key(name, '--', keys=keys)}")
         if keys is not None and str(key) not in keys:
             same = next((used for used in keys if used.rpartition(".")[2] == key.name), None)
             hint = f"did you mean `--{same}`?" if same else f"its keys are {', '.join(keys)}"
@@ -253,20 +241,12 @@ def _values_of_flags(arguments: Sequence[str], keys: Collection[str] | None) -> 
         elif "boolean" in key.types:
             yield name, True
         else:
-            from pipelinerl.config.help import in_words  # noqa: PLC0415 - only for a mistake
-
             raise ConfigError(f"{flag}: needs a value: {in_words(key.schema)}")
 
 
 def _takes_only_text(place: str) -> bool:
     key = settable(place)
     return key is not None and str(key) == place and key.types <= {"string", "null"}
-
-
-def _unknown(key: str, prefix: str = "", *, keys: Collection[str] | None = None) -> str:
-    from pipelinerl.config.help import unknown_key  # noqa: PLC0415 - only for a mistake
-
-    return unknown_key(key, prefix, keys=keys)
 
 
 def _read(path: Path) -> str:

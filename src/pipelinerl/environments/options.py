@@ -53,7 +53,7 @@ class Options(Section, frozen=True):
         try:
             return cls.model_validate(dict(args))
         except ValidationError as error:
-            from pipelinerl.config.help import explain_argument  # noqa: PLC0415 - only for a mistake
+            from pipelinerl.config.keys import explain_argument  # noqa: PLC0415 - only for a mistake
 
             raise EnvironmentSetupError(f"environment.args{explain_argument(cls, error.errors(), args)}") from error
 

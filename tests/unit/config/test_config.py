@@ -17,8 +17,7 @@ from pydantic import ValidationError
 
 from pipelinerl.config.checks import NEEDS, Need, mistakes
 from pipelinerl.config.correction import clip_range, resolve
-from pipelinerl.config.help import OLD_NAMES, render
-from pipelinerl.config.keys import Key, run_keys, run_sections
+from pipelinerl.config.keys import OLD_NAMES, Key, render, run_keys, run_sections
 from pipelinerl.config.load import config_from_yaml, config_to_yaml, load_config, merged, validate, with_flags
 from pipelinerl.config.schema import ActorConfig, CorrectionConfig, EnvironmentConfig, RunConfig, TrainerConfig
 from pipelinerl.errors import ConfigError

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.config.help import render
+from pipelinerl.config.keys import render
 from pipelinerl.config.load import config_from_yaml, config_to_yaml, load_config
 from pipelinerl.errors import ConfigError
 

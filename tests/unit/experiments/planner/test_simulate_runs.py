@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from pipelinerl.cli import lab as command
-from pipelinerl.config.help import render
+from pipelinerl.config.keys import render
 from pipelinerl.config.load import load_config
 from pipelinerl.errors import RunDirectoryError, UserError
 from pipelinerl.experiments.planner.scenario import (
