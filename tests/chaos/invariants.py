@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from pipelinerl.errors import PipelineRLError
-from pipelinerl.experiments.replay.records import RecordedRun, recorded_samples
+from pipelinerl.experiments.replay.training import RecordedRun, recorded_samples
 from pipelinerl.metrics.reading import read_lines, read_records, without_repeated
 from pipelinerl.metrics.records import SessionRecord, StepRecord
 from pipelinerl.preprocess import Preprocessor, newest_version
@@ -113,7 +113,7 @@ class _Records:
             config = segment.config
             # A reference model does not change the digests.
             prepare = Preprocessor(config.preprocess).process
-            for batch, samples in recorded_samples(self.recorded.groups, segment.batches, prepare, changed):
+            for batch, samples in recorded_samples(self.recorded, segment.batches, prepare, changed):
                 for record, sample in zip(batch.samples, samples, strict=True):
                     yield from self._fits(record, sample, batch.version, config.schedule.max_lag)
             yield from changes

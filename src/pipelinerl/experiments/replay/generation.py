@@ -54,29 +54,9 @@ def versions_of(group: Group, kv: KV) -> set[int]:
     return {version for sampled in recorded_completions(group) for version in feeds_of(sampled, kv)}
 
 
-class Gap(NamedTuple):
-    """The token of a completion whose log-prob differs most. `logprob` is the replay's."""
-
-    difference: float
-    group: int
-    rollout: str
-    turn: int
-    token: int
-    version: int
-    recorded: float
-    logprob: float
-
-    def __str__(self) -> str:
-        turn = f", turn {self.turn}" if self.turn else ""
-        return (
-            f"group {self.group}, rollout {self.rollout}{turn}, token {self.token} (version {self.version}): its log-prob "
-            f"is {self.recorded:.6f} in the record and {self.logprob:.6f} in the replay"
-        )
-
-
 class GenerationResult(msgspec.Struct, frozen=True, kw_only=True):
     """`switches`: weight updates within completions. `drawn`: tokens that the run's random numbers draw again; None for
-    another package's engine. `gaps`: one per completion, largest first.
+    another package's engine. `gaps`: of each completion, largest first, the largest difference of a log-prob, and where.
     """
 
     groups: int
@@ -84,7 +64,7 @@ class GenerationResult(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int
     switches: int
     drawn: int | None
-    gaps: tuple[Gap, ...]
+    gaps: tuple[tuple[float, str], ...]
 
 
 def repeat_groups(
@@ -132,10 +112,14 @@ def _drawn_again(feeds: Sequence[Feed], ids: Sequence[int], logprobs_NV: Tensor,
     return sum(one == other for one, other in zip(again_N.tolist(), ids, strict=True))
 
 
-def _gap(sampled: Sampled, again: Sequence[float]) -> Gap:
+def _gap(sampled: Sampled, again: Sequence[float]) -> tuple[float, str]:
     completion, (group, rollout, _, turn) = sampled.completion, sampled.of
     before = completion.logprobs
     differences = [abs(a - b) if math.isfinite(a - b) else math.inf for a, b in zip(before, again, strict=True)]
     token = max(range(len(differences)), key=differences.__getitem__)
     version = next(span.version for span in completion.weight_versions if span.start <= token < span.end)
-    return Gap(differences[token], group, rollout, turn, token, version, before[token], again[token])
+    place = f"group {group}, rollout {rollout}" + (f", turn {turn}" if turn else "")
+    return differences[token], (
+        f"{place}, token {token} (version {version}): its log-prob is {before[token]:.6f} in the record and "
+        f"{again[token]:.6f} in the replay"
+    )

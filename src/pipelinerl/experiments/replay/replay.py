@@ -25,8 +25,7 @@ from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import CheckpointError, ModelLoadError, ReplayDifferenceError, RunDirectoryError, UserError
 from pipelinerl.experiments.recompute import SavedWeights
 from pipelinerl.experiments.replay.generation import TOLERANCE, repeat_groups, versions_of
-from pipelinerl.experiments.replay.records import RecordedRun
-from pipelinerl.experiments.replay.training import COLUMNS, NAMED, ReplayResult, TrainingReplay
+from pipelinerl.experiments.replay.training import COLUMNS, NAMED, RecordedRun, ReplayResult, TrainingReplay
 from pipelinerl.launch.stages.training import this_computer
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.reading import read_records
@@ -120,7 +119,12 @@ def replay(
             needed=needed - set(weights.kept),
         )
         kept = sorted(set(weights.kept) & run.published.keys() - {0}) if result.exact else []
-        result.kept, result.differences = len(kept), list(_damaged(weights, kept))
+        result.kept = len(kept)
+        for version in kept:
+            try:
+                weights(version)
+            except (CheckpointError, ModelLoadError, ReplayDifferenceError) as error:
+                result.differences.append(str(error))
         if result.steps:
             training.repeat()
         result.unrecorded -= result.compared
@@ -128,18 +132,27 @@ def replay(
             result.differences += _odd_summary(run, config)
         if chosen and not result.differences:
             say(f"repeating {count(len(chosen), 'group')}")
-            bound = result.tolerance = tolerance or TOLERANCE[config.model.dtype]
-            try:
-                result.generation = repeat_groups(chosen, config, weights, stop=stop)
-                beyond = [gap for gap in result.generation.gaps if not gap.difference <= bound]
-                result.differences += [f"{gap} (tolerance {bound:g})" for gap in beyond]
-            except ReplayDifferenceError as error:
-                result.differences.append(str(error))
+            result.tolerance = tolerance or TOLERANCE[config.model.dtype]
+            _verify(result, chosen, config, weights, stop)
         result.time_s = time.monotonic() - began_s
         if out is not None:
             write_file(folder.config, config_to_yaml(config).encode())
             write_json(out / "replay.json", result)
     return result
+
+
+def _verify(
+    result: ReplayResult, groups: Sequence[Group], config: RunConfig, weights: SavedWeights, stop: Callable[[], bool]
+) -> None:
+    """Repeat the generation of groups, and add what differs to the result. Raises RunInterruptedError."""
+    bound = result.tolerance
+    try:
+        result.generation = repeat_groups(groups, config, weights, stop=stop)
+    except ReplayDifferenceError as error:
+        result.differences.append(str(error))
+        return
+    beyond = [where for gap, where in result.generation.gaps if not gap <= bound]
+    result.differences += [f"{where} (tolerance {bound:g})" for where in beyond]
 
 
 def _changed(config: RunConfig, settings: Sequence[str]) -> RunConfig:
@@ -168,15 +181,6 @@ def _warnings(run: RecordedRun) -> Iterator[str]:
             yield f"the run trained with {threads} threads; only one thread promises the same bits"
 
 
-def _damaged(weights: SavedWeights, versions: Sequence[int]) -> Iterator[str]:
-    """What differs in the checkpoints and copies of weights of these versions."""
-    for version in versions:
-        try:
-            weights(version)
-        except (CheckpointError, ModelLoadError, ReplayDifferenceError) as error:
-            yield str(error)
-
-
 def _odd_summary(run: RecordedRun, config: RunConfig) -> Iterator[str]:
     """What differs between the numbers in `summary.json` and the records that they follow from."""
     steps, found = list(run.metrics.values()), read_summary(run.run.root) or {}
@@ -195,14 +199,20 @@ def _groups_to_verify(
 
     Only of sessions that generated like the last one. Raises UserError if there are none.
     """
+
+    def generation(config: RunConfig) -> tuple[object, ...]:
+        """The settings that completions depend on, besides weights."""
+        return config.seed, config.model, config.engine.kv_on_update, config.actor.temperature
+
     since = 0
     for before, after in pairwise(run.segments):
-        if _generation(before.config) != _generation(after.config):
-            since = after.start + 1  # a group of version `start` may be from before
+        if generation(before.config) != generation(after.config):
+            since = after.record.version + 1  # a group of this version may be from before
     available = {version for version in run.published if steps and version <= steps}.union(weights.kept)
+    batches = [batch for segment in run.segments for batch in segment.batches]
     found = []
-    for index in run.trained_groups():
-        for group in run.groups.read(index)[:1]:
+    for index in sorted({sample.group_index for batch in batches for sample in batch.samples}):
+        for group in run.read_groups(index)[:1]:
             versions = versions_of(group, config.engine.kv_on_update)
             if versions <= available and min(versions, default=-1) >= since:
                 found.append(group)
@@ -212,11 +222,6 @@ def _groups_to_verify(
             "trainer.weights_every: 1"
         )
     return sorted(random.Random(seed).sample(found, min(number, len(found))), key=lambda group: group.index)
-
-
-def _generation(config: RunConfig) -> tuple[object, ...]:
-    """The settings that completions depend on, besides weights."""
-    return config.seed, config.model, config.engine.kv_on_update, config.actor.temperature
 
 
 # ---- what the command prints
@@ -240,7 +245,7 @@ def result_text(result: ReplayResult) -> str:
         parts.append(
             f"{count(made.groups, 'group')} repeated with {count(made.completions, 'completion')}, "
             f"{count(made.tokens, 'token')} and {count(made.switches, 'weight update')} within completions: log-probs "
-            f"differ by at most {made.gaps[0].difference:.2g} (tolerance {result.tolerance:g}){drawn}\n"
+            f"differ by at most {made.gaps[0][0]:.2g} (tolerance {result.tolerance:g}){drawn}\n"
         )
     return "".join(parts)
 

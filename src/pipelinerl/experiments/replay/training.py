@@ -1,5 +1,10 @@
 """Repeats the training side of a run: the run's own trainer, which reads recorded batches instead of groups from a stream.
 
+sessions.jsonl            ─▶ SessionSegment: the steps that one session took, and its configuration
+rollouts/trained.jsonl    ─▶ Batch: the rollouts of a step, in order, and whether the ESS guard rejected it
+rollouts/rollouts.jsonl   ─▶ the rollouts themselves, read from the file as they are needed
+published.jsonl           ─▶ the checksum and the digests of every published version
+
 recorded batch ──▶ TrainingReplay.read ──▶ SampleQueue ──▶ Trainer.pump ──▶ TrainingReplay.send, write
                                                                             (compared with the records)
 
@@ -12,14 +17,16 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import msgspec
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from pipelinerl.child import stop_all
@@ -27,13 +34,14 @@ from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import (
     PolicyMismatchError,
     ReplayDifferenceError,
+    RolloutError,
     RunDirectoryError,
     RunInterruptedError,
     TrainingDivergedError,
 )
+from pipelinerl.experiments.browse import RecordedGroups
 from pipelinerl.experiments.recompute import SavedWeights
 from pipelinerl.experiments.replay.generation import GenerationResult
-from pipelinerl.experiments.replay.records import Batch, RecordedRun, SessionSegment, recorded_samples
 from pipelinerl.files import JsonLines
 from pipelinerl.interfaces import Board, Verdict
 from pipelinerl.launch.hosts.embedded import torch_threads
@@ -41,7 +49,8 @@ from pipelinerl.launch.hosts.host import LocalWorker
 from pipelinerl.launch.session import Session, StartPlan, WorkerSpec, write_session
 from pipelinerl.launch.stages.preprocessing import make_preprocessor
 from pipelinerl.launch.stages.training import Policy, build_trainer, lead_ranks, load_policy
-from pipelinerl.metrics.records import StepRecord
+from pipelinerl.metrics.reading import read_lines, read_records
+from pipelinerl.metrics.records import FORMAT, SessionRecord, StepRecord
 from pipelinerl.models.state import checksum, digests_of
 from pipelinerl.resources.roles import PREPROCESSING_THREADS, TRAINING, rank_roles
 from pipelinerl.run_directory import RunDirectory
@@ -49,7 +58,8 @@ from pipelinerl.schedule import Schedule, make_schedule
 from pipelinerl.status.board import MemoryBoard
 from pipelinerl.trainer import Trainer
 from pipelinerl.trainer.saving import restore_rng
-from pipelinerl.types import Group, Prepared, UpdateReceipt, WeightTransfer
+from pipelinerl.trainer.status import PublishedRecord, TrainedRecord, TrainedSample
+from pipelinerl.types import Group, Prepared, TrainingSample, UpdateReceipt, WeightTransfer
 
 if TYPE_CHECKING:
     from pipelinerl.trainer.sharding.ranks import Team
@@ -67,6 +77,143 @@ COLUMNS = {"gradient norm": "grad_norm", "ESS": "ess", "clipped": "masked_fracti
 METRICS = (*COLUMNS.values(), "kl_behaviour_policy", "loss", "learning_rate")
 NAMED = 3
 """Number of differences, and of rollouts in one, that a message names."""
+
+
+# ---- the records of a run
+
+
+class Batch(msgspec.Struct, frozen=True, kw_only=True):
+    """The rollouts of step `version - 1` to `version`, in order. `refused`: the ESS guard rejected them, before the step."""
+
+    version: int
+    samples: tuple[TrainedSample, ...]
+    refused: bool = False
+
+
+class SessionSegment(NamedTuple):
+    """The steps of one session that count: from the weights of `record.version` to those of version `end`."""
+
+    record: SessionRecord
+    config: RunConfig
+    end: int
+    batches: Sequence[Batch]
+
+
+class RecordedRun:
+    """The records of a run directory. Raises RunDirectoryError if they are missing, damaged or of another format."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run = RunDirectory(run_dir)
+        try:
+            formats = {session.get("format", 0) for session in read_lines(self.run.sessions, dict[str, Any])}
+            if other := sorted(formats - {FORMAT}):
+                named = ", ".join(map(str, other))
+                raise RunDirectoryError(
+                    f"{run_dir} has records of format {named}; this version of pipelinerl replays {FORMAT}"
+                )
+            sessions = read_lines(self.run.sessions, SessionRecord)
+            trained = read_lines(self.run.trained, TrainedRecord, lambda old, new: old.version >= new.version)
+            published = read_lines(self.run.published, PublishedRecord, lambda old, new: old.version >= new.version)
+        except FileNotFoundError as error:
+            raise RunDirectoryError(
+                f"{run_dir} can't be replayed: it has no {Path(error.filename).name}, so it took no step, an earlier "
+                "version of pipelinerl made it, or parts of it are missing"
+            ) from error
+        if not sessions or sessions[0].version != 0:
+            raise RunDirectoryError(f"{self.run.sessions} lacks the first session of the run")
+        if [record.version for record in trained] != list(range(1, len(trained) + 1)):
+            raise RunDirectoryError(f"{self.run.trained} lacks steps: its versions are not 1, 2, 3, ...")
+        self.steps = len(trained)
+        self.published = {record.version: record for record in published}
+        self.metrics = {record.version: record for record in read_records(self.run.metrics, StepRecord)}
+        self.segments = tuple(_segments(self.run, sessions, trained))
+        self._groups = RecordedGroups(self.run.recorded)
+        self._places: dict[int, list[int]] = {}
+        for place, index in enumerate(self._groups.indices):
+            if index is None:
+                raise RunDirectoryError(f"damaged records: {self.run.recorded}, line {place + 1}")
+            self._places.setdefault(index, []).insert(0, place)
+
+    def read_groups(self, index: int) -> list[Group]:
+        """The groups of this index, the latest first: a resumed run generates a group that it lost once more.
+
+        Raises RunDirectoryError if a line is not a group.
+        """
+        return [self._groups.read(place) for place in self._places.get(index, [])]
+
+
+def _segments(
+    run: RunDirectory, sessions: Sequence[SessionRecord], trained: Sequence[TrainedRecord]
+) -> Iterator[SessionSegment]:
+    ends = [min(later.version for later in sessions[number:]) for number in range(1, len(sessions))]
+    for record, end in zip(sessions, [*ends, len(trained)], strict=True):
+        if end <= record.version and trained:
+            continue
+        try:
+            config = RunConfig.model_validate(record.config)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            place = ".".join(map(str, first["loc"]))
+            raise RunDirectoryError(
+                f"{run.sessions}: {place}: {first['msg']}: made by another version of pipelinerl"
+            ) from error
+        batches = []
+        for step in trained[record.version : end]:
+            batches += [Batch(version=step.version, samples=samples, refused=True) for samples in step.refused]
+            batches.append(Batch(version=step.version, samples=step.samples))
+        for batch in batches:
+            if len(batch.samples) != config.trainer.batch_size:
+                raise RunDirectoryError(
+                    f"{run.trained}: a batch of step {batch.version} has {len(batch.samples)} rollouts, not "
+                    f"{config.trainer.batch_size} (trainer.batch_size)"
+                )
+        yield SessionSegment(record, config, end, batches)
+
+
+def recorded_samples(
+    run: RecordedRun,
+    batches: Sequence[Batch],
+    prepare: Callable[[Group], Prepared],
+    changed: Callable[[str, int, str], None] | None,
+) -> Iterator[tuple[Batch, list[TrainingSample]]]:
+    """The samples of recorded batches, prepared again from the recorded groups when the batch is asked for.
+
+    `prepare` is the preprocessor's. `changed` is called for a sample that is not what the run trained on: with the rollout's
+    id, the version and what differs. None: advantages may differ. Raises RunDirectoryError for a rollout that is not
+    recorded.
+    """
+    prepared: dict[int, list[dict[str, TrainingSample]]] = {}
+    left = Counter(sample.group_index for batch in batches for sample in batch.samples)
+    path, parts = run.run.recorded, {"tokens or versions": "tokens_digest", "log-probs": "logprobs_digest"}
+    parts["advantages"] = "advantage"
+
+    def sample_of(recorded: TrainedSample, version: int) -> TrainingSample:
+        index = recorded.group_index
+        if index not in prepared:
+            try:
+                samples = [prepare(group).samples for group in run.read_groups(index)]
+            except RolloutError as error:
+                raise RunDirectoryError(f"step {version} can't be repeated: {path}: {error}") from error
+            prepared[index] = [{sample.id: sample for sample in some} for some in samples]
+        choices = []
+        for sample in (samples[recorded.id] for samples in prepared[index] if recorded.id in samples):
+            again = TrainedSample.of(sample, version - 1)
+            choices.append(([what for what, of in parts.items() if getattr(again, of) != getattr(recorded, of)], sample))
+        left[index] -= 1
+        if not left[index]:
+            del prepared[index]
+        if not choices:
+            raise RunDirectoryError(f"step {version} trained on rollout {recorded.id}, which is not in {path}")
+        odd, sample = next((pair for pair in choices if not {*pair[0]} - {"advantages"}), choices[0])
+        if changed is not None and odd:
+            changed(recorded.id, version, " and ".join(odd))
+        return sample
+
+    for batch in batches:
+        yield batch, [sample_of(recorded, batch.version) for recorded in batch.samples]
+
+
+# ---- the replay
 
 
 class ReplayResult(msgspec.Struct, kw_only=True):
@@ -94,7 +241,7 @@ class ReplayResult(msgspec.Struct, kw_only=True):
     warnings: list[str] = []
     metrics: list[dict[str, Any]] = []
     generation: GenerationResult | None = None
-    tolerance: float | None = None
+    tolerance: float = 0.0
 
 
 @dataclass(kw_only=True)
@@ -130,7 +277,7 @@ class TrainingReplay:
         Raises RunInterruptedError once `stop` returns True and, in a counterfactual, errors of training.
         """
         found, checkpoint = self.result.differences, None
-        segments = [segment for segment in self.run.segments if segment.start < self.result.steps]
+        segments = [segment for segment in self.run.segments if segment.record.version < self.result.steps]
         try:
             for segment in segments:
                 checkpoint = self._replay(segment, checkpoint, save=self.keep_last or segment is not segments[-1])
@@ -179,7 +326,7 @@ class TrainingReplay:
             changes["ess_threshold"] = 0.0
         launch = config.launch.model_copy(update={"kind": "processes"})  # all ranks are on this machine
         config = config.model_copy(update={"trainer": config.trainer.model_copy(update=changes), "launch": launch})
-        plan = StartPlan(checkpoint=None if checkpoint is None else str(checkpoint), version=segment.start)
+        plan = StartPlan(checkpoint=None if checkpoint is None else str(checkpoint), version=segment.record.version)
         schedule = cast("Schedule", _OneBatch(make_schedule(config), config.trainer.batch_size))
         session = Session(config, self.folder, plan, schedule, time.monotonic())
         write_session(session)
@@ -193,26 +340,26 @@ class TrainingReplay:
         def changed(rollout: str, version: int, what: str) -> None:
             self._changed.setdefault((version, what), []).append(rollout)
 
-        for batch, samples in recorded_samples(self.run.groups, wanted, prepare, changed if exact else None):
+        for batch, samples in recorded_samples(self.run, wanted, prepare, changed if exact else None):
             if self.stop():
                 raise RunInterruptedError(f"the replay was stopped at version {trainer.version}")
             number = next(self._numbers)  # which the replay has not used before
             renamed = tuple(msgspec.structs.replace(sample, group_index=number) for sample in samples)
             ids = tuple(sample.id for sample in samples)
             self._offered = Prepared(index=number, ids=ids, samples=renamed)
+            stopped: PolicyMismatchError | None = None
             try:
                 trainer.pump()
-            except PolicyMismatchError:
-                self._check_guard(batch, refused=True)
-                raise
-            self._check_guard(batch, refused=trainer.version < batch.version)
-
-    def _check_guard(self, batch: Batch, *, refused: bool) -> None:
-        if refused != batch.refused and self.result.exact:
-            did = {True: "rejected", False: "accepted"}
-            raise ReplayDifferenceError(
-                f"the ESS guard {did[refused]} a batch of step {batch.version}, which the run's {did[batch.refused]}"
-            )
+            except PolicyMismatchError as error:
+                stopped = error
+            refused = stopped is not None or trainer.version < batch.version
+            if refused != batch.refused and exact:
+                did = {True: "rejected", False: "accepted"}
+                raise ReplayDifferenceError(
+                    f"the ESS guard {did[refused]} a batch of step {batch.version}, which the run's {did[batch.refused]}"
+                )
+            if stopped is not None:
+                raise stopped
 
     # ---- the stream that the trainer reads
 
