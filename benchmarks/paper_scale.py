@@ -28,7 +28,7 @@ from matplotlib.figure import Figure
 
 from benchmarks import common
 from pipelinerl.experiments.planner.calibration import LengthDistribution
-from pipelinerl.experiments.planner.paper import TAU, case_study, compare, h100
+from pipelinerl.experiments.planner.paper import TAU, PaperWorkload, compare, h100
 from pipelinerl.experiments.planner.scenario import Costs, DrawnWorkload, Scenario
 from pipelinerl.experiments.planner.simulate import RunPrediction, simulate
 from pipelinerl.report.curves import png_of
@@ -83,7 +83,7 @@ CASES = (
 def lengths_of(kind: str) -> LengthDistribution:
     """Lengths with a mean of MEAN tokens; the longest is the mean, twice or four times the mean."""
     if kind == "equal":
-        return LengthDistribution.of_lengths([MEAN])
+        return LengthDistribution({MEAN: 1})
     if kind == "uniform":
         return LengthDistribution.uniform(2 * MEAN - 1)
     longest = 4 * MEAN
@@ -97,7 +97,7 @@ def lengths_of(kind: str) -> LengthDistribution:
 def _cut_lognormal(median: float, longest: int) -> LengthDistribution:
     lengths = np.arange(1, longest + 1)
     weights = np.exp(-0.5 * np.log(lengths / median) ** 2) / lengths
-    return LengthDistribution.of_histogram(dict(zip(lengths.tolist(), weights.tolist(), strict=True)))
+    return LengthDistribution(dict(zip(lengths.tolist(), weights.tolist(), strict=True)))
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ def case_study_curves() -> dict[str, Any]:
     simulated_at = (15, 47, PAPER_POINT["max_lag"])
     lags = sorted({*np.unique(np.geomspace(4, 400, 40).round().astype(int)).tolist(), *simulated_at})
     curve, simulated = [], []
-    for found in compare(case_study(), [int(lag) for lag in lags]):
+    for found in compare(PaperWorkload(), [int(lag) for lag in lags]):
         assert found.pipeline is not None
         row = {
             "max_lag": found.max_lag,

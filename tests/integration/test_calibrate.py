@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipelinerl.config.load import load_config
-from pipelinerl.experiments.planner.calibrate import calibrate
-from pipelinerl.experiments.planner.calibration import read_calibration
+from pipelinerl.experiments.planner.calibration import calibrate, read_calibration
 from pipelinerl.report import write_json
 
 SMALL = ["--engine.slots", "6", "--actor.group_size", "2", "--trainer.batch_size", "8", "--actor.max_tokens", "20"]
@@ -24,7 +23,7 @@ SMALL = ["--engine.slots", "6", "--actor.group_size", "2", "--trainer.batch_size
     ],
 )
 def test_a_whole_calibration(tmp_path: Path, settings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipelinerl.experiments.planner.calibrate.DECODE_SECONDS", 0.0)
+    monkeypatch.setattr("pipelinerl.experiments.planner.calibration.DECODE_SECONDS", 0.0)
     said: list[str] = []
     config = load_config(None, [*SMALL, *settings])
     found = calibrate(config, said.append, steps=16)

@@ -247,26 +247,19 @@ def run_plan(_options: argparse.Namespace, _settings: Sequence[str]) -> int:
 
 def run_calibrate(options: argparse.Namespace, settings: Sequence[str]) -> int:
     config = load_config(options.run_file, settings)
-    from pipelinerl.experiments.planner.calibrate import calibrate  # noqa: PLC0415 (loads torch)
-    from pipelinerl.experiments.planner.calibration import calibration_text  # noqa: PLC0415 (as above)
+    from pipelinerl.experiments.planner.calibration import calibrate  # noqa: PLC0415 (loads numpy)
     from pipelinerl.report import write_json  # noqa: PLC0415 (as above)
 
     calibration = calibrate(config, report=lambda text: say(f"{text} ..."), steps=options.steps)
     write_json(options.out, calibration)
-    return write(calibration_text(calibration) + f"written to {options.out}\n")
+    return write(f"{calibration}written to {options.out}\n")
 
 
 def run_simulate(options: argparse.Namespace, settings: Sequence[str]) -> int:
     compared = options.compare if options.run_file is None else None
     config = load_config(config_of_run(compared) if compared else options.run_file, settings)
     from pipelinerl.experiments.planner.calibration import read_calibration  # noqa: PLC0415 (loads numpy)
-    from pipelinerl.experiments.planner.scenario import (  # noqa: PLC0415 (as above)
-        calibrated_workload,
-        doubts,
-        read_measured,
-        read_workload,
-        run_scenario,
-    )
+    from pipelinerl.experiments.planner.scenario import read_measured, read_workload, run_scenario  # noqa: PLC0415
     from pipelinerl.experiments.planner.simulate import prediction_text, simulate  # noqa: PLC0415 (as above)
     from pipelinerl.report import write_file  # noqa: PLC0415 (as above)
 
@@ -279,13 +272,13 @@ def run_simulate(options: argparse.Namespace, settings: Sequence[str]) -> int:
         source = f"each group's own, from {options.compare}"
     else:
         measured = None
-        scenario = run_scenario(config, calibration, calibrated_workload(calibration, config))
+        scenario = run_scenario(config, calibration)
         source = "of the untrained model, from the calibration"
     try:
         prediction = simulate(scenario)
     except ValueError as error:
         raise UserError(f"this run would never end: {error}") from error
-    doubtful = doubts(config, calibration)
+    doubtful = calibration.doubts(config)
     if options.json:
         found = {"prediction": prediction, "measured": measured, "lengths": source, "doubts": doubtful}
         write_file(options.json, msgspec.json.encode(found) + b"\n")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from pipelinerl.cli.parser import Commands
-from pipelinerl.experiments.planner.calibration import Calibration, LengthDistribution
+from pipelinerl.experiments.planner.calibration import Calibration
 from pipelinerl.files import JsonLines
 from pipelinerl.resources.machine import Machine
 from pipelinerl.types import Completion, FinishReason, Group, Problem, Rollout, Turn, spans_from_versions
@@ -30,11 +30,6 @@ CALIBRATION = Calibration(
     used_share=0.5,
     lengths={10: 3, 30: 1},
 )
-
-
-def histogram_of(lengths: LengthDistribution) -> dict[int, float]:
-    """Length -> share, for lengths that occur."""
-    return {length: share for length, share in enumerate(lengths.probabilities.tolist(), start=1) if share}
 
 
 def turn(length: int, *, versions: Sequence[int] = (), prompt: int = 5, reason: FinishReason = "stop") -> Turn:

@@ -1,9 +1,9 @@
 """Predicting a run before running it: the paper's formulas, a calibration of the machine, and a simulation.
 
-paper.py        the formulas of Appendix A, and the paper's case study
-calibration.py  lengths, U(h) and measured costs, as JSON
+calibration.py  lengths, U(h) and costs, measured by a short run and by decode steps of an engine alone
     ▲
-calibrate.py    measures: a short run, and decode steps of an engine alone
-scenario.py     what is simulated: costs, workloads, from a calibration or a run
-simulate.py     the event loop and the prediction: engine.py (decode steps, many at once), trainer.py (batches, steps, lag)
+paper.py        the formulas of Appendix A, and the paper's case study
+scenario.py     what is simulated: costs and work, from a calibration or a run; and an engine's decode steps, many at once
+    ▲
+simulate.py     batches, optimizer steps and lag, the event loop and the prediction
 """

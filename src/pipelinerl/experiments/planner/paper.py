@@ -7,18 +7,16 @@ accelerator's generation rate with h sequences in progress, `tau` the training t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from pipelinerl.experiments.planner.calibration import LengthDistribution, Utilisation
-from pipelinerl.experiments.statistics import powers_of_two
+from pipelinerl.experiments.statistics import Floats, powers_of_two
 from pipelinerl.report import new_table, rendered
 
-ACCELERATORS = BATCH = 128
-LONGEST = 8192
 MAX_LAG = 133
 TAU = 128 / 26.02
 """The case study trains 26.02 tokens per flash on 128 accelerators."""
@@ -36,88 +34,69 @@ _SAME = 1 - 1e-9
 
 def h100() -> Utilisation:
     """U of the case study: the longer of reading (the fitted curve) and computing."""
-    knee, largest = STEP_FLASHES / (1 / CEILING - SEQUENCE_FLASHES), 8192.0
-    active = (0.0, knee, largest)
-    return Utilisation(active, tuple(max(STEP_FLASHES + SEQUENCE_FLASHES * h, h / CEILING) for h in active))
+    knee = STEP_FLASHES / (1 / CEILING - SEQUENCE_FLASHES)
+    return Utilisation({h: max(STEP_FLASHES + SEQUENCE_FLASHES * h, h / CEILING) for h in (0.0, knee, 8192.0)})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PaperWorkload:
-    """N `accelerators`, B sequences per optimizer step, their lengths, U(h), and training time per sampled token, tau."""
+    """N `accelerators`, B sequences per optimizer step, their lengths, U(h), and training time per sampled token, tau.
 
-    accelerators: int
-    batch_size: int
-    lengths: LengthDistribution
-    utilisation: Utilisation
-    tau: float
-
-
-def case_study() -> PaperWorkload:
-    return PaperWorkload(ACCELERATORS, BATCH, LengthDistribution.uniform(LONGEST), h100(), TAU)
-
-
-class Conventional(NamedTuple):
-    """Conventional RL with G = `steps_per_round`: all accelerators generate B*G sequences, then all train.
-
-    The phases alternate, so their times per token add up: r = 1 / (1/r_gen + 1/r_train). The last step of a round trains on
-    tokens sampled by the weights from before its first step: the lag is at most G - 1.
+    The defaults are the case study's.
     """
 
-    steps_per_round: int
-    generation_rate: float
-    training_rate: float
-
-    @property
-    def rate(self) -> float:
-        return 1 / (1 / self.generation_rate + 1 / self.training_rate)
+    accelerators: int = 128
+    batch_size: int = 128
+    lengths: LengthDistribution = field(default_factory=lambda: LengthDistribution.uniform(8192))
+    utilisation: Utilisation = field(default_factory=h100)
+    tau: float = TAU
 
 
-class Pipeline(NamedTuple):
-    """PipelineRL with I = `generating` accelerators of H = `slots` sequences each. The others train.
+class Rates(NamedTuple):
+    """Generation and training of one method, their joint `rate`, and the largest lag.
 
-    The faster phase waits for the slower: r = min(r_gen, r_train).
+    steps_per_round     G of conventional RL: all accelerators generate B*G sequences, then all train
+    slots, generating   H and I of PipelineRL: I accelerators generate with H sequences each, the others train
     """
 
-    slots: int
-    generating: int
     generation_rate: float
     training_rate: float
+    rate: float
     max_lag: int
+    steps_per_round: int = 0
+    slots: int = 0
+    generating: int = 0
 
-    @property
-    def rate(self) -> float:
-        return min(self.generation_rate, self.training_rate)
 
-
-def conventional(workload: PaperWorkload, steps_per_round: int) -> Conventional:
-    """One round at G = `steps_per_round`.
+def conventional(workload: PaperWorkload, steps_per_round: int) -> Rates:
+    """Conventional RL. The phases alternate, so their times per token add up: r = 1 / (1/r_gen + 1/r_train).
 
     r_gen = K / sum_{l=1..L} (h(l)/N) / U(h(l)/N), where S = B G sequences have K = S Lbar tokens. Each summand is the time
-    of the l-th decode step, when the h(l) sequences of at least l tokens are spread evenly. r_train = N / tau.
+    of the l-th decode step, when the h(l) sequences of at least l tokens are spread evenly. r_train = N / tau. The last step
+    of a round trains on tokens sampled by the weights from before its first step: the lag is at most G - 1.
     """
     accelerators, sequences = workload.accelerators, workload.batch_size * steps_per_round
-    running = workload.lengths.survival() * (sequences / accelerators)
-    time = float(workload.utilisation.step_time(running).sum())
-    return Conventional(steps_per_round, sequences * workload.lengths.mean / time, accelerators / workload.tau)
+    running = workload.lengths.survival * (sequences / accelerators)
+    generation = sequences * workload.lengths.mean / float(workload.utilisation.step_time(running).sum())
+    training = accelerators / workload.tau
+    rate = 1 / (1 / generation + 1 / training)
+    return Rates(generation, training, rate, steps_per_round - 1, steps_per_round=steps_per_round)
 
 
-def pipeline(workload: PaperWorkload, slots: int, generating: int) -> Pipeline:
-    """`generating` accelerators with `slots` sequences each: r_gen = U(H) I, r_train = (N - I) / tau."""
-    return Pipeline(
-        slots=slots,
-        generating=generating,
-        generation_rate=float(workload.utilisation(slots)) * generating,
-        training_rate=(workload.accelerators - generating) / workload.tau,
-        max_lag=int(pipeline_max_lag(workload, slots * generating)),
-    )
+def pipeline(workload: PaperWorkload, slots: int, generating: int) -> Rates:
+    """PipelineRL. The faster phase waits for the slower: r = min(r_gen, r_train), r_gen = U(H) I, r_train = (N - I) / tau.
 
-
-def pipeline_max_lag(workload: PaperWorkload, in_progress: npt.ArrayLike) -> npt.NDArray[np.float64]:
-    """g_max = ceil(H I L / (Lbar B)) for H I sequences `in_progress` (any shape).
-
-    This is the number of optimizer steps while the longest sequence is generated, if neither phase waits: L decode steps
-    finish H I L / Lbar sequences, and a step takes B of them.
+    g_max = ceil(H I L / (Lbar B)) is the number of optimizer steps while the longest sequence is generated, if neither phase
+    waits: L decode steps finish H I L / Lbar sequences, and a step takes B of them.
     """
+    generation = float(workload.utilisation(slots)) * generating
+    training = (workload.accelerators - generating) / workload.tau
+    max_lag = int(pipeline_max_lag(workload, slots * generating))
+    return Rates(generation, training, min(generation, training), max_lag, slots=slots, generating=generating)
+
+
+def pipeline_max_lag(workload: PaperWorkload, in_progress: npt.ArrayLike) -> Floats:
+    """g_max of `pipeline` for H I sequences `in_progress` (any shape)."""
     tail = workload.lengths.longest / workload.lengths.mean
     steps = np.asarray(in_progress, dtype=np.float64) * (tail / workload.batch_size)
     return np.ceil(steps * (1 - 1e-12))  # do not round up a whole number that is off by floating-point error
@@ -127,15 +106,15 @@ class Comparison(NamedTuple):
     """Both methods with a lag of at most `max_lag`. `pipeline` is None if no pipeline has such a low lag."""
 
     max_lag: int
-    pipeline: Pipeline | None
-    conventional: Conventional
+    pipeline: Rates | None
+    conventional: Rates
 
     @property
     def speed_up(self) -> float | None:
         return self.pipeline.rate / self.conventional.rate if self.pipeline else None
 
 
-def best_pipeline(workload: PaperWorkload, max_lag: int, most_slots: int = _MOST_SLOTS) -> Pipeline | None:
+def best_pipeline(workload: PaperWorkload, max_lag: int, most_slots: int = _MOST_SLOTS) -> Rates | None:
     """The fastest of all H and I with a lag of at most `max_lag`. Ties go to the lowest lag, then to the lowest H."""
     slots, generating = np.arange(1, most_slots + 1), np.arange(1, workload.accelerators)
     generation = workload.utilisation(slots)[:, None] * generating
@@ -164,10 +143,12 @@ def compare(workload: PaperWorkload, max_lags: Sequence[int], most_slots: int = 
 
 def plan_text() -> str:
     """The case study as a table: throughput by lag."""
-    title = f"N = {ACCELERATORS} H100, B = {BATCH}, lengths uniform up to {LONGEST}: tokens per flash"
+    study = PaperWorkload()
+    title = f"N = {study.accelerators} H100, B = {study.batch_size}, lengths uniform up to {study.lengths.longest}: "
+    title += "tokens per flash"
     caption = "A flash is the time of one token's forward at peak FLOPs. U(h) and tau are fitted to the paper's case study."
     table = new_table(title, "largest lag", "PipelineRL", "H", "I", "conventional", "G", "speed-up", caption=caption)
-    for found in compare(case_study(), sorted({*powers_of_two(4 * MAX_LAG), MAX_LAG})):
+    for found in compare(study, sorted({*powers_of_two(4 * MAX_LAG), MAX_LAG})):
         ours, theirs = found.pipeline, found.conventional
         cells = (f"{ours.rate:.4g}", f"{ours.slots}", f"{ours.generating}") if ours else ("-", "-", "-")
         speed_up = f"{found.speed_up:.2f}x" if found.speed_up is not None else "-"

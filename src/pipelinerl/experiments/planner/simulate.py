@@ -9,10 +9,15 @@ from statistics import fmean
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
-from pipelinerl.experiments.planner.calibration import Ints
-from pipelinerl.experiments.planner.engine import SimulatedEngine, SimulatedGroup, SimulatedRollout
-from pipelinerl.experiments.planner.scenario import Scenario, first_fifth
+from pipelinerl.experiments.planner.scenario import (
+    Scenario,
+    SimulatedEngine,
+    SimulatedGroup,
+    SimulatedRollout,
+    first_fifth,
+)
 from pipelinerl.hub.admission import AdmissionState
 from pipelinerl.report import count, new_table, number, rendered
 from pipelinerl.types import TrainerProgress
@@ -26,8 +31,7 @@ class RunPrediction(msgspec.Struct, frozen=True, kw_only=True):
     lag_*                 over all tokens with a gradient, equally weighted; `lag_tokens[k]` of them had lag k
     engine_busy_fraction  share of time in decode steps; the actor's own work, prefill and pauses are excluded
     slots_used            sequences in progress over H, averaged over the time of decode steps
-    step_*                one entry per optimizer step: its end, how long the trainer waited for data before it, and its
-                          largest lag, which is None if no token in the step had a gradient
+    step_*                one entry per optimizer step: its end, and how long the trainer waited for data before it
     rollouts_*            every started rollout is trained, dropped, queued or in progress
     """
 
@@ -53,13 +57,12 @@ class RunPrediction(msgspec.Struct, frozen=True, kw_only=True):
     rollouts_in_progress: int
     step_end_s: list[float]
     step_wait_s: list[float]
-    step_lag_max: list[int | None]
 
 
 # ---- stream and trainer: groups in order, batches of B, one optimizer step after another, lag of every token
 
 
-def tokens_by_lag(rollouts: Sequence[SimulatedRollout], version: int) -> Ints:
+def tokens_by_lag(rollouts: Sequence[SimulatedRollout], version: int) -> npt.NDArray[np.int64]:
     """The number of tokens of each lag 0, 1, ... that weights `version` are trained on. All rollouts have ended.
 
     Lag is constant along a version span, so tokens are not visited.
@@ -86,11 +89,11 @@ def tokens_by_lag(rollouts: Sequence[SimulatedRollout], version: int) -> Ints:
 class SimulatedTrainer:
     """Takes groups from the stream only when it needs them, like the real trainer, and publishes as the schedule says.
 
-    end_s, wait_s, sampled_tokens, lag_max   one entry per optimizer step; a lag is None if no token had a gradient
-    lag_tokens                               number of tokens of each lag that were trained on, with a gradient
-    dropped, replaced                        dropped rollouts by reason, and those that the stream replaced by newer ones
-    published                                newest version of weights that engines may take
-    finish_s                                 when the step in progress will be done; None: no step is in progress
+    end_s, wait_s, sampled_tokens   one entry per optimizer step
+    lag_tokens                      number of tokens of each lag that were trained on, with a gradient
+    dropped, replaced               dropped rollouts by reason, and rollouts that the stream replaced by newer ones
+    published                       newest version of weights that engines may take
+    finish_s                        when the step in progress will be done; None: no step is in progress
     """
 
     def __init__(self, scenario: Scenario, admission: AdmissionState) -> None:
@@ -102,7 +105,6 @@ class SimulatedTrainer:
         self.end_s: list[float] = []
         self.wait_s: list[float] = []
         self.sampled_tokens: list[int] = []
-        self.lag_max: list[int | None] = []
         self.lag_tokens = np.zeros(0, dtype=np.int64)
         self.finish_s: float | None = None
         self._scenario, self._admission = scenario, admission
@@ -113,17 +115,16 @@ class SimulatedTrainer:
         self._counted_busy_s = 0.0
 
     @property
-    def queued(self) -> int:
-        """Rollouts in the stream, in the trainer's queue or in the step in progress."""
-        return sum(len(group.rollouts) for group in self._stream) + len(self._queue) + len(self._batch)
-
-    @property
     def goal_reached(self) -> bool:
         return self.version >= self._scenario.steps
 
     def progress(self) -> TrainerProgress:
         """As of the last optimizer step, except that `dropped` is what it is at any time."""
         return TrainerProgress(version=self.version, trained=self.trained, dropped=self.dropped)
+
+    def queued(self) -> int:
+        """Rollouts in the stream, in the trainer's queue or in the step in progress."""
+        return sum(len(group.rollouts) for group in self._stream) + len(self._queue) + len(self._batch)
 
     def try_write(self, group: SimulatedGroup) -> bool:
         """Write a finished group to the stream. False if the stream is full and set to block."""
@@ -145,8 +146,14 @@ class SimulatedTrainer:
             if self._scenario.schedule.may_train(self.version, len(self._queue)).allowed:
                 self._begin(now_s)
             elif self._stream:
-                self._pull(now_s)
-                took = True
+                group, took = self._stream.popleft(), True
+                dropped = group.work.dropped or (False,) * len(group.rollouts)
+                left = [rollout for rollout, out in zip(group.rollouts, dropped, strict=True) if not out]
+                if len(left) < len(group.rollouts):
+                    self.dropped["preprocess"] += len(group.rollouts) - len(left)
+                self._queue.extend(self._fresh(left))
+                group.rollouts = []  # break the reference cycle, which would hold every group in memory
+                self._work(now_s, len(group.work.lengths) * self._scenario.costs.prepare_s)
             else:
                 break
         return took
@@ -156,7 +163,6 @@ class SimulatedTrainer:
         assert self.finish_s is not None  # noqa: S101 - called only when a step ends
         now_s, batch = self.finish_s, self._batch
         found = tokens_by_lag([rollout for rollout in batch if rollout.used], self.version)
-        self.lag_max.append(len(found) - 1 if len(found) else None)
         longer, shorter = sorted((self.lag_tokens, found), key=len, reverse=True)
         self.lag_tokens = longer.copy()
         self.lag_tokens[: len(shorter)] += shorter
@@ -172,25 +178,15 @@ class SimulatedTrainer:
         self.sampled_tokens.append(sum(rollout.length for rollout in batch))
         self._batch, self.finish_s = [], None
 
-    def _pull(self, now_s: float) -> None:
-        group = self._stream.popleft()
-        dropped = group.work.dropped or (False,) * len(group.rollouts)
-        kept = [rollout for rollout, out in zip(group.rollouts, dropped, strict=True) if not out]
-        if len(kept) < len(group.rollouts):
-            self.dropped["preprocess"] += len(group.rollouts) - len(kept)
-        self._queue.extend(self._fresh(kept))
-        group.rollouts = []  # break the reference cycle, which would keep every group in memory
-        self._work(now_s, len(group.work.lengths) * self._scenario.costs.prepare_s)
-
     def _fresh(self, rollouts: Sequence[SimulatedRollout]) -> Sequence[SimulatedRollout]:
-        """Those that may be trained on; the others are too old, and counted as dropped."""
+        """The rollouts that may be trained on; the others are too old, and counted as dropped."""
         schedule = self._scenario.schedule
         if (oldest := schedule.oldest_trained(self.version)) <= 0:
             return rollouts
-        kept = [rollout for rollout in rollouts if rollout.oldest_version >= oldest]
-        if too_old := len(rollouts) - len(kept):
+        fresh = [one for one in rollouts if one.engine.update_versions[one.first_update] >= oldest]
+        if too_old := len(rollouts) - len(fresh):
             self.dropped[schedule.too_old_reason] += too_old
-        return kept
+        return fresh
 
     def _begin(self, now_s: float) -> None:
         """Begin a step on the first B rollouts of the queue, in the order of the real trainer."""
@@ -290,11 +286,10 @@ class _Run:
             rollouts_started=self._admission.next_index * scenario.group_size,
             rollouts_trained=trainer.trained,
             rollouts_dropped=dict(+(trainer.dropped + Counter(stream_full=trainer.replaced))),
-            rollouts_queued=trainer.queued,
+            rollouts_queued=trainer.queued(),
             rollouts_in_progress=sum(self._admission.in_progress.values()),
             step_end_s=trainer.end_s,
             step_wait_s=trainer.wait_s,
-            step_lag_max=trainer.lag_max,
         )
 
     # ---- events

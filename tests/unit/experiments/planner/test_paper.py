@@ -16,57 +16,48 @@ from pipelinerl.experiments.planner.paper import (
     STEP_FLASHES,
     PaperWorkload,
     best_pipeline,
-    case_study,
     compare,
     conventional,
     h100,
     pipeline,
     pipeline_max_lag,
 )
-from tests.unit.experiments.parts import histogram_of
 
 histograms = st.dictionaries(st.integers(1, 30), st.integers(1, 9), min_size=1, max_size=6)
 
 
 def workload(histogram: dict[int, int], accelerators: int = 6, batch_size: int = 8) -> PaperWorkload:
-    return PaperWorkload(accelerators, batch_size, LengthDistribution.of_histogram(histogram), h100(), 5.0)
-
-
-# ------------------------------------------------------------------------------------------------ lengths
+    lengths = LengthDistribution(histogram)
+    return PaperWorkload(accelerators=accelerators, batch_size=batch_size, lengths=lengths, utilisation=h100(), tau=5.0)
 
 
 @given(histograms)
 def test_lengths_against_a_list_of_completions(histogram: dict[int, int]) -> None:
     completions = [length for length, count in histogram.items() for _ in range(count)]
-    lengths = LengthDistribution.of_lengths(completions)
+    lengths = LengthDistribution(histogram)
     assert lengths.longest == max(completions)
     assert lengths.mean == pytest.approx(sum(completions) / len(completions))
-    survival = [sum(c >= step for c in completions) / len(completions) for step in range(1, max(completions) + 1)]
-    assert lengths.survival() == pytest.approx(survival)
+    shares = [completions.count(step) / len(completions) for step in range(1, max(completions) + 1)]
+    assert lengths.probabilities == pytest.approx(shares)
+    assert lengths.survival == pytest.approx([sum(shares[step:]) for step in range(len(shares))])
     # At a random moment a sequence is in any of its decode steps: with as many tokens behind it as it has made steps.
     moments = [age for c in completions for age in range(c)]
-    assert lengths.ages() == pytest.approx([moments.count(age) / len(moments) for age in range(max(completions))])
-    assert histogram_of(lengths) == pytest.approx({k: v / len(completions) for k, v in histogram.items()})
+    ages = [moments.count(age) / len(moments) for age in range(max(completions))]
+    assert lengths.survival / lengths.mean == pytest.approx(ages)
 
 
-@pytest.mark.parametrize("histogram", [{}, {3: 0}, {0: 1}, {-2: 1}, {3: -1}, {3: math.nan}, {3: math.inf}])
+@pytest.mark.parametrize("histogram", [{}, {3: 0}, {0: 1}, {3: -1}, {3: math.nan}, {3: math.inf}])
 def test_what_is_no_distribution_of_lengths(histogram: dict[int, float]) -> None:
     with pytest.raises(ValueError, match=r"at least|less than 0"):
-        LengthDistribution.of_histogram(histogram)
-
-
-# ------------------------------------------------------------------------------------------------ utilisation
+        LengthDistribution(histogram)
 
 
 def test_a_table_is_straight_between_its_points_and_flat_beyond() -> None:
-    table = Utilisation((1, 4, 8), (10.0, 16.0, 20.0))
+    table = Utilisation({1: 10.0, 4: 16.0, 8: 20.0})
     assert table.step_time([0.25, 1, 2, 4, 6, 8]) == pytest.approx([10, 10, 12, 16, 18, 20])
     assert table([1, 2, 8]) == pytest.approx([0.1, 2 / 12, 0.4])
     assert table([16, 800]) == pytest.approx([0.4, 0.4])  # no more than 8 at a time
     assert float(table(0)) == 0.0
-
-
-# ------------------------------------------------------------------------------------------------ formulas
 
 
 @given(histograms, st.integers(1, 5))
@@ -94,9 +85,6 @@ def test_lag_is_rounded_up_from_the_exact_quotient(histogram: dict[int, int], in
     assert int(pipeline_max_lag(workload(histogram), in_progress)) == exact
 
 
-# ------------------------------------------------------------------------------------------------ search
-
-
 @given(histograms, st.integers(0, 12))
 def test_the_search_against_trying_everything(histogram: dict[int, int], max_lag: int) -> None:
     work = workload(histogram)
@@ -118,7 +106,7 @@ WITHIN = 0.02
 
 def test_the_fitted_curve_is_the_one_through_both_of_the_papers_figures() -> None:
     """U(192) = 0.384 and the conventional r_gen = 18.3 at G = 134 are two linear equations in the two parameters."""
-    running = LengthDistribution.uniform(8192).survival() * 134
+    running = LengthDistribution.uniform(8192).survival * 134
     mean_running = running.sum() / 8192
     step_at_192, mean_step = 192 / 0.384, running.sum() * 128 / 18.3 / 8192
     slope = (step_at_192 - mean_step) / (192 - mean_running)
@@ -127,7 +115,7 @@ def test_the_fitted_curve_is_the_one_through_both_of_the_papers_figures() -> Non
 
 
 def test_the_search_finds_the_papers_optimum() -> None:
-    (found,) = compare(case_study(), [133])
+    (found,) = compare(PaperWorkload(), [133])
     ours, theirs = found.pipeline, found.conventional
     assert ours is not None
     assert (ours.generating, theirs.steps_per_round) == (44, 134)

@@ -11,18 +11,18 @@ import pytest
 from pipelinerl.config.load import load_config
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import PipelineRLError, UserError
-from pipelinerl.experiments.planner import calibrate
-from pipelinerl.experiments.planner.calibrate import (
+from pipelinerl.experiments.planner import calibration
+from pipelinerl.experiments.planner.calibration import (
+    LengthDistribution,
     decode_round,
     decode_times,
     first_groups,
     fit_steps,
     full_rate,
-    rollout_overhead_s,
+    read_calibration,
     short_run,
     training_costs,
 )
-from pipelinerl.experiments.planner.calibration import LengthDistribution, calibration_text, read_calibration
 from pipelinerl.launch.stages.generation import load_local_engine
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.timeline import TimelineRecord
@@ -61,12 +61,6 @@ def test_the_rate_is_of_engines_that_are_as_full_as_they_get() -> None:
         full_rate(first[:1])
 
 
-def test_overhead_is_what_decode_steps_leave() -> None:
-    decode_s = {1: 0.1, 4: 0.4}
-    assert rollout_overhead_s(decode_s, 5.0, 4.0, 8.0) == pytest.approx(5 * (1 / 8 - 0.4 / 4))
-    assert rollout_overhead_s(decode_s, 5.0, 4.0, 99.0) == 0.0
-
-
 def test_steps_of_two_sizes_tell_fixed_from_token_costs() -> None:
     steps = [(tokens, 0.05 + 0.001 * tokens) for tokens in (100, 400, 110, 390, 105, 410)]
     assert fit_steps([*steps, (100, 9.0)]) == pytest.approx((0.05, 0.001), rel=0.2)  # one was disturbed
@@ -101,11 +95,11 @@ def test_decode_steps_are_those_of_all_sequences_and_nothing_else(monkeypatch: p
         return result
 
     monkeypatch.setattr(engine, "step", watched)
-    monkeypatch.setattr(calibrate, "load_local_engine", lambda _: (model, engine))
-    found = decode_times(run, LengthDistribution.of_histogram({4: 3, 60: 1}), 6, seconds=0.0)
+    monkeypatch.setattr("pipelinerl.launch.stages.generation.load_local_engine", lambda _: (model, engine))
+    found = decode_times(run, LengthDistribution({4: 3, 60: 1}), 6, seconds=0.0)
     assert list(found) == [1, 2, 4, SLOTS]
     assert all(step_s > 0 for step_s in found.values())
-    timed = calibrate.MIN_ROUNDS * (calibrate.DECODE_STEPS + 1)
+    timed = calibration.MIN_ROUNDS * (calibration.DECODE_STEPS + 1)
     assert all(steps.count(active) >= timed for active in found)
     assert (engine.in_progress, engine.queued) == (0, 0)
 
@@ -115,9 +109,6 @@ def test_a_slot_too_short_to_measure_in() -> None:
     _, engine = load_local_engine(run)
     with pytest.raises(UserError, match=r"engine\.max_length 18"):
         decode_round(engine, run, [6], 32, np.random.default_rng(0))
-
-
-# ------------------------------------------------------------------------------------------------ calibrations
 
 
 @pytest.mark.parametrize(
@@ -141,5 +132,5 @@ def test_only_a_calibration_is_read_back(tmp_path: Path, change: dict[str, objec
 
 
 def test_a_busy_machine_is_said_to_have_been_busy() -> None:
-    assert "was busy" in calibration_text(msgspec.structs.replace(CALIBRATION, load_average=4.5))
-    assert "was busy" not in calibration_text(CALIBRATION)
+    assert "was busy" in str(msgspec.structs.replace(CALIBRATION, load_average=4.5))
+    assert "was busy" not in str(CALIBRATION)

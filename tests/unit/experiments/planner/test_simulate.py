@@ -44,9 +44,6 @@ def scenario(schedule, *, lengths=None, seed=0, used_share=1.0, longest=30, work
     return Scenario(schedule=schedule, workload=workload or drawn, **values)
 
 
-# ------------------------------------------------------------------------------------------------ token by token
-
-
 class PartlyDropped:
     """Every third attempt is dropped by the preprocessor, every second has no gradient."""
 
@@ -96,7 +93,7 @@ CASES = {
         batch_size=32,
         steps=25,
         costs=ticks(rollout_s=1, update_pause_s=400, train_step_s=100, train_token_s=1),
-        lengths=LengthDistribution.of_histogram({5: 3, 40: 2, 200: 1}),
+        lengths=LengthDistribution({5: 3, 40: 2, 200: 1}),
         capacity=None,
     ),
     "some dropped": scenario(PipelineSchedule(16), workload=PartlyDropped()),
@@ -172,10 +169,7 @@ def test_any_scenario(*, kind, K, groups, G, room, seed, max_lag, engines, slots
     )
 
 
-# ------------------------------------------------------------------------------------------------ formulas
-
-
-U = Utilisation((1.0, 64.0), (1.0, 1.5))
+U = Utilisation({1: 1.0, 64: 1.5})
 
 
 def steady(schedule, *, engines, slots, batch_size, tau, lengths, steps=200, utilisation=U, seed=3):
@@ -195,7 +189,7 @@ def steady(schedule, *, engines, slots, batch_size, tau, lengths, steps=200, uti
     )
 
 
-@pytest.mark.parametrize("lengths", [LengthDistribution.of_lengths([40]), LengthDistribution.uniform(79)])
+@pytest.mark.parametrize("lengths", [LengthDistribution({40: 1}), LengthDistribution.uniform(79)])
 @pytest.mark.parametrize("tau", [0.0, 0.02])
 def test_pipeline_is_as_fast_as_its_slower_side(lengths, tau):
     predicted = steady(PipelineSchedule(32), engines=3, slots=64, batch_size=32, tau=tau, lengths=lengths)
@@ -262,9 +256,6 @@ def test_a_round_that_loses_rollouts_keeps_its_lag(schedule):
     assert predicted.rollouts_dropped["round_surplus"] > 0
 
 
-# ------------------------------------------------------------------------------------------------ invariants
-
-
 @pytest.mark.parametrize("max_lag", [0, 1, 3, 6])
 def test_the_lag_bound_holds_without_dropping(max_lag):
     predicted = simulate(scenario(PipelineSchedule(16, max_lag), slots=64, longest=50, steps=60))
@@ -280,17 +271,16 @@ def test_the_lag_bound_holds_without_dropping(max_lag):
 
 @pytest.mark.parametrize(("max_lag", "engines", "stock"), [(1, 3, None), (3, 1, 32), (5, 3, 32)])
 def test_with_a_bound_and_instant_generation_a_slow_trainer_never_waits(max_lag, engines, stock):
-    """A pipeline that ran in rounds would wait for each round, and its lag would be 0 again after it."""
+    """A pipeline that ran in rounds would wait for each round."""
     instant = Costs(decode_step_s=(TICK,) * 65, train_step_s=1000 * TICK)
     schedule = PipelineSchedule(16, max_lag, stock=stock)
     predicted = simulate(scenario(schedule, longest=4, engines=engines, slots=64, costs=instant, capacity=64, steps=60))
     assert predicted.lag_max <= max_lag
     assert not predicted.rollouts_dropped
     assert not any(predicted.step_wait_s[max_lag + 1 :])
-    assert 0 not in predicted.step_lag_max[max_lag + 1 :]
 
 
-@pytest.mark.parametrize("lengths", [LengthDistribution.of_lengths([60]), LengthDistribution.uniform(119)])
+@pytest.mark.parametrize("lengths", [LengthDistribution({60: 1}), LengthDistribution.uniform(119)])
 def test_the_limit_of_the_stock_does_not_slow_a_pipeline_with_much_more_in_progress_than_a_batch(lengths):
     """8 batches are in progress and finish in bursts; both sides are equally fast."""
     costs = Costs(decode_step_s=tuple((64 + h) * TICK for h in range(129)), train_step_s=60 * 192 / 8 * TICK)
@@ -303,7 +293,7 @@ def test_the_limit_of_the_stock_does_not_slow_a_pipeline_with_much_more_in_progr
 
 def test_long_answers_in_progress_do_not_starve_the_trainer():
     """Both sides are equally fast. The mean latency of the groups that are done is far below that of the long ones."""
-    lengths = LengthDistribution.of_histogram({20: 0.9, 2000: 0.1})
+    lengths = LengthDistribution({20: 0.9, 2000: 0.1})
     slots, batch, attempts, constant = 256, 64, 4, 256
     mean = lengths.mean
     costs = Costs(
@@ -339,9 +329,6 @@ def test_a_run_that_never_ends_is_an_error():
         simulate(scenario(Stubborn(16, 1)))
 
 
-# ------------------------------------------------------------------------------------------------ parts
-
-
 def test_drawn_work_does_not_depend_on_the_order_nor_its_lengths_on_waits():
     lengths = LengthDistribution.uniform(50)
     one, two = (DrawnWorkload(lengths, 4, seed=5, used_share=0.5) for _ in range(2))
@@ -362,5 +349,3 @@ def test_replayed_work():
     assert [replayed.group(i) for i in (0, 2)] == list(recorded.values())
     assert replayed.group(1) in recorded.values()
     assert replayed.group(10**6) in recorded.values()
-    with pytest.raises(ValueError, match="no group to replay"):
-        ReplayedWorkload({}, 1.0)
