@@ -6,11 +6,14 @@ another process or a file is never executed. This module does not import torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, pairwise
-from typing import Any, Literal
+from typing import Any, Literal, SupportsFloat
 
 import msgspec
+
+from pipelinerl.errors import RolloutError
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
@@ -47,6 +50,25 @@ def versions_from_spans(spans: Sequence[VersionSpan], length: int) -> list[int]:
     if starts != edges[:-1] or edges[-1] != length or any(a >= b for a, b in pairwise(edges)):
         raise ValueError(f"weight version spans {list(spans)} do not cover {length} tokens exactly")
     return [span.version for span in spans for _ in range(span.start, span.end)]
+
+
+def finite(value: object, what: str, wanted: str = "a number") -> float:
+    """`value` as a float: bool, int, float, or a scalar of NumPy, torch, ... Raises RolloutError unless it is finite."""
+    if type(value) is float and math.isfinite(value):  # the common case
+        return value
+    if not isinstance(value, SupportsFloat):
+        raise RolloutError(f"{what} is {type_name(value)}, not {wanted}")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise RolloutError(f"{what} is {number}, not a finite number")
+    return number
+
+
+def type_name(value: object) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):

@@ -54,8 +54,8 @@ def call(folder: Path, codes: dict[str, str], writes: list[Path]) -> dict[str, s
     (folder / "outside/old").write_text("as it was")
 
     async def run() -> dict[str, str]:
-        limits = Limits(writes=tuple(map(str, writes)))
-        pool = FunctionPool({"act": f"{folder / 'functions.py'}:act"}, workers=1, limits=limits)
+        limits = Limits(writes=tuple(map(str, writes)), workers=1)
+        pool = FunctionPool({"act": f"{folder / 'functions.py'}:act"}, limits)
         try:
             results = {}
             for name, code in codes.items():

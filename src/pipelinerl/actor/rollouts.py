@@ -9,8 +9,6 @@ attempt costs only itself.
 from __future__ import annotations
 
 import asyncio
-import math
-import numbers
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar, cast
@@ -22,7 +20,7 @@ from pipelinerl.actor.failures import Failure, failure_of
 from pipelinerl.config.schema import ActorConfig
 from pipelinerl.errors import RolloutError
 from pipelinerl.interfaces import AsyncEngine, Environment, ScoresGroups, Tokenizer
-from pipelinerl.types import Completion, Problem, Rollout, SamplingParams, Turn
+from pipelinerl.types import Completion, Problem, Rollout, SamplingParams, Turn, finite, type_name
 
 T = TypeVar("T")
 
@@ -180,25 +178,6 @@ def _check_turn(turn: object, number: int, produced: Mapping[str, Turn]) -> Turn
         raise RolloutError(f"turn {number}: `text` is {type_name(turn.text)}, not a string")
     text = turn.text.encode(errors="replace").decode()  # a lone surrogate can't be written as JSON
     return Turn(prompt_ids=prompt_ids, completion=completion, text=text)
-
-
-def finite(value: object, what: str) -> float:
-    """Convert a finite real number (bool, int, float, NumPy scalar) to float. Raises RolloutError for anything else."""
-    if type(value) is float and math.isfinite(value):  # fast path for the common case: checks of abstract types are slow
-        return value
-    if not isinstance(value, numbers.Real):
-        raise RolloutError(f"{what} is {type_name(value)}, not a number")
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number):
-        raise RolloutError(f"{what} is {value}, not a finite number")
-    return number
-
-
-def type_name(value: object) -> str:
-    return "None" if value is None else f"a {type(value).__name__}"
 
 
 async def score(

@@ -112,9 +112,13 @@ def find_class(kind: str) -> type:
         module_name, _, class_name = BUILT_IN[kind].partition(":")
         return cast("type", getattr(importlib.import_module(module_name), class_name))
     if ":" in kind:
-        from pipelinerl.environments.user import code  # noqa: PLC0415 - not for a built-in one
+        from pipelinerl.environments.user.code import find  # noqa: PLC0415 - not for a built-in one
 
-        return code.find_class(kind)
+        found: type = find(kind, "class", inspect.isclass, f" (environment.kind {kind})")
+        for name in ("problem(self, index)", "held_out(self, count)", "rollout(self, problem, client)"):
+            if not callable(getattr(found, name.partition("(")[0], None)):
+                raise EnvironmentSetupError(f"environment {kind} has no method `{name}`; see `Environment` in interfaces.py")
+        return found
     close = get_close_matches(kind, BUILT_IN, n=1)
     hint = f" {RENAMED[kind]}" if kind in RENAMED else f" Did you mean {close[0]!r}?" if close else ""
     raise EnvironmentSetupError(

@@ -41,13 +41,10 @@ class Task(ABC):
     template_options: Mapping[str, Any] = NO_OPTIONS
     """Options of the model's chat template, such as `{"enable_thinking": False}`."""
     isolate_reward = True
-    """Whether the `reward` of a user's class runs in processes with the limits below, each with an instance of its own.
-    False: in this process, for a reward that needs the state of this instance."""
-    reward_workers = 2
-    reward_timeout_s = 10.0
-    reward_retries = 2
-    reward_memory_mb = 1024
-    reward_writes: tuple[str, ...] | None = None
+    """Whether the `reward` of a user's class runs in processes with limits, each with an instance of its own. False: in this
+    process, for a reward that needs the state of this instance."""
+    reward_limits: Mapping[str, Any] = {}
+    """Limits of these processes that differ from the defaults of `user.code.Limits`."""
     reward_pool: FunctionPool | None = None
     """Set by `make_environment`."""
 

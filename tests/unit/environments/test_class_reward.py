@@ -25,9 +25,7 @@ from pipelinerl.environments.tasks.gcd import Gcd
 from pipelinerl.types import Problem
 
 class Act(SingleTurn):
-    reward_timeout_s = 1.0
-    reward_memory_mb = 256
-    reward_workers = 1
+    reward_limits = {"timeout_s": 1.0, "memory_mb": 256, "workers": 1}
 
     def __init__(self, tokenizer, seed, *, bonus=0.0):
         super().__init__(tokenizer, seed)
@@ -59,7 +57,10 @@ class Here(Act):
     isolate_reward = False
 
 class Limitless(Act):
-    reward_workers = 0
+    reward_limits = {"workers": 0}
+
+class Old(Act):
+    reward_timeout_s = 3.0
 
 class Counts(Act):
     def __init__(self, tokenizer, seed):
@@ -103,11 +104,11 @@ def test_what_a_reward_does_wrong_costs_one_rollout(file: Path) -> None:
     assert first.metrics == {"length": 3.0}
     assert [failure[:2] for failure in failures if isinstance(failure, Failure)] == [
         ("raised", "ChildProcessError: reward (own_task.py:Act): its process ended with status 3"),
-        ("timeout", "reward (own_task.py:Act): it took longer than 1 s, in line 29; its process was ended"),
+        ("timeout", "reward (own_task.py:Act): it took longer than 1 s, in line 27; its process was ended"),
         ("raised", "MemoryError: reward (own_task.py:Act): it needed more than 256 MB"),
         (
             "raised",
-            "RuntimeError: reward: own_task.py, line 33: KeyError: 'state' (`reward` has another process and instance than "
+            "RuntimeError: reward: own_task.py, line 31: KeyError: 'state' (`reward` has another process and instance than "
             "the other methods; if it needs what they have stored, set `isolate_reward = False` in the class)",
         ),
     ]
@@ -125,8 +126,10 @@ def test_it_runs_in_this_process_if_the_class_says_so_or_the_reward_is_of_this_p
 
 
 def test_what_another_process_can_not_have_is_refused(file: Path) -> None:
-    with one_line(EnvironmentSetupError, "its attribute reward_workers: Input should be greater than or equal to 1"):
+    with one_line(EnvironmentSetupError, "its attribute reward_limits: Expected `int` >= 1 - at `$.workers`"):
         made(file, "Limitless")
+    with one_line(EnvironmentSetupError, "instead of its attribute reward_timeout_s, write `reward_limits = {'timeout_s': 3.0}`"):
+        made(file, "Old")
     with one_line(EnvironmentSetupError, "are not JSON, so no other process can have them"):
         made(file, "Act", bonus=1j)
 

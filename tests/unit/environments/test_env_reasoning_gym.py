@@ -23,10 +23,10 @@ def shared_pools():
     """All environments here share their processes, since importing reasoning-gym takes a process seconds."""
     pools = {}
 
-    def shared(functions, **options):
-        key = repr((functions, options))
+    def shared(functions, limits):
+        key = repr((functions, limits))
         if key not in pools:
-            pools[key] = FunctionPool(functions, **options)
+            pools[key] = FunctionPool(functions, limits)
         return pools[key]
 
     with pytest.MonkeyPatch.context() as patch:

@@ -13,9 +13,9 @@ from pipelinerl.actor.failures import Failure
 from pipelinerl.actor.rollouts import attempt, score
 from pipelinerl.api import _named_rewards
 from pipelinerl.environments import make_environment
-from pipelinerl.environments.user.code import finite_number, names_a_function, score_of
+from pipelinerl.environments.user.code import names_a_function, score_of
 from pipelinerl.errors import EnvironmentSetupError, RolloutError
-from pipelinerl.types import Rollout, SamplingParams
+from pipelinerl.types import Rollout, SamplingParams, finite
 from tests.unit.environments.env_client import one_line
 from tests.unit.environments.test_environments import ChatTokenizer
 from tests.unit.scripted_engine import STOP, CharTokenizer, ScriptedEngine
@@ -102,8 +102,8 @@ def test_an_answer_is_worth_what_the_function_says(task, isolate):
     assert (right.reward, wrong.reward) == (1.0, 0.0)
     assert [(failure.reason, failure.message) for failure in failed] == [
         ("raised", "RuntimeError: reward: rewards.py, line 6: ValueError: no such answer"),
-        ("bad_rollout", "reward returned nan, not a finite number"),
-        ("bad_rollout", "reward returned a str, not a number, a dict of 'reward' and other numbers, or (reward, dict)"),
+        ("bad_rollout", "the result of reward is nan, not a finite number"),
+        ("bad_rollout", "the result of reward is a str, not a number, a dict of 'reward' and other numbers, or (reward, dict)"),
     ]
 
 
@@ -225,7 +225,7 @@ def test_a_prompt_that_a_function_makes_is_checked(task, made):
 
 
 def test_numbers_of_other_libraries_are_rewards():
-    assert [finite_number(value, "r") for value in (True, 2, np.float32(0.5), np.int64(3), np.array(1.5))] == [
+    assert [finite(value, "r") for value in (True, 2, np.float32(0.5), np.int64(3), np.array(1.5))] == [
         1,
         2,
         0.5,
@@ -234,7 +234,7 @@ def test_numbers_of_other_libraries_are_rewards():
     ]
     for value in ("1", None, [1.0], 1j, float("inf"), 10**400, np.float64("nan")):
         with pytest.raises(RolloutError):
-            finite_number(value, "r")
+            finite(value, "r")
 
 
 PAIR = (0.5, {"digits": 3, "short": np.bool_(True)})
@@ -253,7 +253,7 @@ def test_what_is_no_reward_is_named_with_what_one_is(returned):
     kind = "None" if returned is None else f"a {type(returned).__name__}"
     with pytest.raises(RolloutError) as caught:
         score_of(returned, "r")
-    assert str(caught.value) == f"r returned {kind}, not a number, a dict of 'reward' and other numbers, or (reward, dict)"
+    assert str(caught.value) == f"the result of r is {kind}, not a number, a dict of 'reward' and other numbers, or (reward, dict)"
 
 
 def test_what_names_a_function():

@@ -59,7 +59,7 @@ def act(what, *arguments):
     return what if arguments == () else eval(arguments[0], {})
 """
 
-LIMITS = Limits(timeout_s=5, memory_mb=256)
+LIMITS = Limits(timeout_s=5, memory_mb=256, workers=1)
 
 
 @pytest.fixture
@@ -105,13 +105,13 @@ DEADLY = {
 
 def test_a_call_that_ends_its_process_costs_that_call(file):
     calls = [[what] for deadly in DEADLY for what in ("count", deadly)]
-    outcomes = play(FunctionPool({"act": f"{file}:act"}, workers=1, limits=LIMITS), *calls)
+    outcomes = play(FunctionPool({"act": f"{file}:act"}, LIMITS), *calls)
     assert outcomes[:-1:2] == [1, 1, 1, 1]  # each time a new process
     assert [(type(error), str(error)) for error in outcomes[1::2]] == list(DEADLY.values())
 
 
 def test_what_a_call_raises_or_returns_costs_no_process(file):
-    pool = FunctionPool({"act": f"{file}:act"}, workers=1, limits=LIMITS)
+    pool = FunctionPool({"act": f"{file}:act"}, LIMITS)
     outcomes = play(
         pool,
         ["sys.exit"],
@@ -127,7 +127,7 @@ def test_what_a_call_raises_or_returns_costs_no_process(file):
     assert [str(outcome) for outcome in outcomes[:4]] == [
         "act: functions.py, line 21: SystemExit: 3",
         "act: functions.py, line 25: KeyError: 'key'",
-        "act returned nan, not a finite number",
+        "the result of act is nan, not a finite number",
         "act returned a object, which is not JSON",
     ]
     assert [type(outcome) for outcome in outcomes[:4]] == [RuntimeError, RuntimeError, RolloutError, RolloutError]
@@ -137,14 +137,14 @@ def test_what_a_call_raises_or_returns_costs_no_process(file):
 
 
 def test_a_forked_child_that_returns_from_the_call_does_not_reply(file):
-    pool = FunctionPool({"act": f"{file}:act"}, workers=1, limits=LIMITS)
+    pool = FunctionPool({"act": f"{file}:act"}, LIMITS)
     assert play(pool, ["fork"], ["fork"], ["sleep", 0.3], ["count"]) == [1, 1, 0.3, 4]
 
 
-@pytest.mark.parametrize(("what", "where"), [(["sleep", 60], ", in line 12"), (["sum"], "")])
-def test_a_call_that_takes_too_long_is_ended_and_its_line_named_if_it_runs_python_code(file, what, where):
-    limits = Limits(timeout_s=0.5)
-    dead, after = play(FunctionPool({"act": f"{file}:act"}, workers=1, limits=limits), what, ["count"])
+@pytest.mark.parametrize(("what", "where"), [(["sleep", 60], ", in line 12"), (["sum"], ", in line 15")])
+def test_a_call_that_takes_too_long_is_ended_and_its_line_named(file, what, where):
+    limits = Limits(timeout_s=0.5, workers=1)
+    dead, after = play(FunctionPool({"act": f"{file}:act"}, limits), what, ["count"])
     assert isinstance(dead, TimeoutError)
     assert str(dead) == f"act (functions.py:act): it took longer than 0.5 s{where}; its process was ended"
     assert after == 1
@@ -159,7 +159,7 @@ def test_calls_run_side_by_side_while_the_loop_goes_on(file):
         "    while not os.path.exists(other): time.sleep(0.001)\n"
         "    return os.getpid()\n"
     )
-    pool = FunctionPool({"meet": f"{file.parent}/meet.py:meet"}, workers=2, limits=LIMITS)
+    pool = FunctionPool({"meet": f"{file.parent}/meet.py:meet"}, Limits(timeout_s=5, workers=2))
     a, b = str(file.parent / "a"), str(file.parent / "b")
 
     async def main():
@@ -179,7 +179,7 @@ def test_calls_run_side_by_side_while_the_loop_goes_on(file):
 
 
 def test_a_call_that_nobody_awaits_any_more_is_ended_and_its_place_is_free(file):
-    pool = FunctionPool({"act": f"{file}:act"}, workers=1, limits=LIMITS)
+    pool = FunctionPool({"act": f"{file}:act"}, LIMITS)
 
     async def main():
         await pool.call("act", "count")
@@ -204,7 +204,7 @@ def test_a_call_that_nobody_awaits_any_more_is_ended_and_its_place_is_free(file)
 def test_processes_end_with_a_pool_that_is_closed_or_forgotten(file):
     gc.collect()
     open_files = len(os.listdir("/dev/fd"))
-    pool = FunctionPool({"act": f"{file}:act"}, workers=1, limits=LIMITS)
+    pool = FunctionPool({"act": f"{file}:act"}, LIMITS)
     child = asyncio.run(pool.call("act", "child"))
     (pid,) = pool.pids
     pool.close()
@@ -214,7 +214,7 @@ def test_processes_end_with_a_pool_that_is_closed_or_forgotten(file):
     with pytest.raises(RuntimeError, match="closed"):
         asyncio.run(pool.call("act", "count"))
 
-    forgotten = FunctionPool({"act": f"{file}:act"}, workers=1, limits=LIMITS)
+    forgotten = FunctionPool({"act": f"{file}:act"}, LIMITS)
     asyncio.run(forgotten.call("act", "count"))
     (pid,) = forgotten.pids
     del forgotten
@@ -230,7 +230,7 @@ def test_processes_end_when_that_of_the_pool_is_killed(file):
         "import asyncio\n"
         "from pipelinerl.environments.user.pool import FunctionPool, Limits\n"
         "async def main():\n"
-        f"    pool = FunctionPool({{'act': '{file}:act'}}, workers=4, limits=Limits(timeout_s=60))\n"
+        f"    pool = FunctionPool({{'act': '{file}:act'}}, Limits(timeout_s=60, workers=4))\n"
         "    child = await pool.call('act', 'child')\n"
         "    calls = (['sum'], ['sleep', 60], ['sum'], ['count'])\n"
         "    calls = [asyncio.create_task(pool.call('act', *call)) for call in calls]\n"
@@ -261,7 +261,7 @@ def test_processes_end_when_that_of_the_pool_is_killed(file):
 def test_a_file_that_fails_in_the_process_is_an_error_of_one_line(tmp_path, text, said):
     (tmp_path / "wrong.py").write_text(text)
     limits = Limits(start_timeout_s=0.7 if "sleep" in text else 30)
-    (error,) = play(FunctionPool({"act": f"{tmp_path}/wrong.py:act"}, limits=limits), ["count"])
+    (error,) = play(FunctionPool({"act": f"{tmp_path}/wrong.py:act"}, limits), ["count"])
     assert isinstance(error, EnvironmentSetupError)
     assert said in str(error)
 
@@ -272,4 +272,4 @@ def test_a_file_may_import_its_neighbours_but_shadows_nothing(tmp_path):
     (tmp_path / "rewards.py").write_text(
         "import random\nfrom helpers import BONUS\ndef act(): return BONUS * (random.random() < 1)"
     )
-    assert play(FunctionPool({"act": f"{tmp_path}/rewards.py:act"}, limits=LIMITS), []) == [2.0]
+    assert play(FunctionPool({"act": f"{tmp_path}/rewards.py:act"}, LIMITS), []) == [2.0]

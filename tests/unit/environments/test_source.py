@@ -62,7 +62,7 @@ def test_what_a_notebook_defines_is_written_with_all_that_it_uses(notebook: Modu
     ("name", "message"),
     [
         ("leaks", "uses opened, a TextIOWrapper"),
-        ("small", "a lambda has no name"),
+        ("small", "lambda.* has no name"),
         ("BONUS", "write a function with `def`"),
     ],
 )

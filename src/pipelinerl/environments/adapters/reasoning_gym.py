@@ -16,12 +16,11 @@ from pipelinerl.config.schema import Count, Positive
 from pipelinerl.environments.options import Arguments, QuestionOptions, QuestionTask
 from pipelinerl.environments.prompts import Message
 from pipelinerl.environments.single_turn import Judgement, is_held_out
-from pipelinerl.environments.user.code import finite_number
 from pipelinerl.environments.user.pool import CALL_ENDED, FunctionPool, Limits
 from pipelinerl.errors import EnvironmentSetupError, RolloutError
 from pipelinerl.extras import require
 from pipelinerl.interfaces import Tokenizer
-from pipelinerl.types import Problem, Turn
+from pipelinerl.types import Problem, Turn, finite
 
 SYSTEM = "Work the problem out. Then give the final answer, and nothing else, between <answer> and </answer>."
 TEXT = "{question}\nWork it out. Then give the final answer, and nothing else, between <answer> and </answer>.\n"
@@ -72,10 +71,10 @@ class ReasoningGym(QuestionTask):
                 f"{options.task} of reasoning-gym evaluates parts of answers as Python, so a model's text would run on this "
                 "machine; set environment.args.runs_answers to true if that is what you want"
             )
-        limits = Limits(timeout_s=options.score_timeout_s)
+        limits = Limits(timeout_s=options.score_timeout_s, workers=options.score_processes)
         # `create` is registered so that a process imports reasoning-gym when it starts: a call has no time for it.
         functions = {"score": f"{__name__}:score", "create": "reasoning_gym.factory:create_dataset"}
-        self._pool = FunctionPool(functions, workers=options.score_processes, limits=limits)
+        self._pool = FunctionPool(functions, limits)
 
     def problem(self, index: int) -> Problem:
         chunk, place = divmod(index, CHUNK)
@@ -113,7 +112,7 @@ class ReasoningGym(QuestionTask):
             except CALL_ENDED:
                 failed = True
         raised = score is None
-        reward = 0.0 if raised else finite_number(score, f"{self._options.task} of reasoning-gym")
+        reward = 0.0 if raised else finite(score, f"the score of {self._options.task}")
         metrics = {"marked": float(bool(answers)), "score_failed": float(failed), "score_raised": float(raised)}
         return Judgement(reward, metrics)
 

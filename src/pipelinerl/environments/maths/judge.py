@@ -61,7 +61,7 @@ class Judge:
         require("math", "the judge math-verify", hint)
         # `verify` is registered so that a process imports math-verify when it starts: a call has no time for it.
         functions = {"judge": f"{__name__}:same_value", "verify": "math_verify:verify"}
-        self._pool = FunctionPool(functions, workers=processes, limits=Limits(timeout_s=timeout_s))
+        self._pool = FunctionPool(functions, Limits(timeout_s=timeout_s, workers=processes))
         self._cache: dict[tuple[str, str], JudgeVerdict] = {}
 
     async def verdict(self, expected: str, answer: str) -> JudgeVerdict:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
-import math
 import re
 import signal
 import socket
@@ -16,11 +15,13 @@ from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from pipelinerl.errors import EnvironmentSetupError, RolloutError
+from pipelinerl.types import finite
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -36,15 +37,6 @@ _AWAY = re.compile("Connect|(API|Read|Write|Pool|Server)Timeout")
 # ---- finding a class or function in a file or module
 
 
-def find_class(kind: str) -> type:
-    """The environment that `environment.kind` names. Raises EnvironmentSetupError if it is none."""
-    found: type = _find(kind, "class", inspect.isclass, f" (environment.kind {kind})")
-    for name in ("problem(self, index)", "held_out(self, count)", "rollout(self, problem, client)"):
-        if not callable(getattr(found, name.partition("(")[0], None)):
-            raise EnvironmentSetupError(f"environment {kind} has no method `{name}`; see `Environment` in interfaces.py")
-    return found
-
-
 def names_a_function(text: str) -> bool:
     """Whether `text` is `file.py:name` or `package.module:name`, as opposed to the name of a field."""
     module, colon, name = text.rpartition(":")
@@ -53,13 +45,14 @@ def names_a_function(text: str) -> bool:
 
 def find_function(spec: str, *, allow_async: bool = False) -> UserFunction:
     """The function that `spec` names. Raises EnvironmentSetupError, with the line of its file, if there is none."""
-    found: UserFunction = _find(spec, "function", callable)
+    found: UserFunction = find(spec, "function", callable)
     if inspect.iscoroutinefunction(found) and not allow_async:
         raise EnvironmentSetupError(f"{spec} is `async def`; it must be a plain function, which may block")
     return found
 
 
-def _find(spec: str, what: str, is_one: Callable[[object], bool], where: str = "") -> Any:
+def find(spec: str, what: str, is_one: Callable[[object], bool], where: str = "") -> Any:
+    """What `spec` names, if `is_one`. Raises EnvironmentSetupError, which says that it is not a `what`, and `where`."""
     module_name, _, name = spec.rpartition(":")
     if not module_name or not name:
         raise EnvironmentSetupError(
@@ -164,26 +157,17 @@ def plain(value: object) -> object:
     return float(value)  # type: ignore[arg-type]  # it has `__float__`
 
 
-def finite_number(value: object, name: str, wanted: str = "a number") -> float:
-    """The value that the function `name` returned, as a reward. Raises RolloutError if it isn't a finite number."""
-    number = plain(value)
-    if not isinstance(number, bool | int | float):
-        kind = "None" if value is None else f"a {type(value).__name__}"
-        raise RolloutError(f"{name} returned {kind}, not {wanted}")
-    if not -sys.float_info.max <= number <= sys.float_info.max:
-        raise RolloutError(f"{name} returned {number if isinstance(number, float) else math.inf}, not a finite number")
-    return float(number)
-
-
 def score_of(value: object, name: str) -> tuple[float, dict[str, float]]:
     """The reward and the metrics that the function `name` returned: a number, a dict of a reward and metrics, or both."""
     if isinstance(value, tuple | list) and len(value) == 2 and isinstance(value[1], dict) and TOTAL not in value[1]:
         value = {TOTAL: value[0], **value[1]}
     if not isinstance(value, dict):
-        return finite_number(value, name, f"a number, a dict of {TOTAL!r} and other numbers, or (reward, dict)"), {}
+        return finite(
+            value, f"the result of {name}", f"a number, a dict of {TOTAL!r} and other numbers, or (reward, dict)"
+        ), {}
     if TOTAL not in value:
         raise RolloutError(f"{name} returned a dict without {TOTAL!r}; it has {', '.join(map(str, value)) or 'nothing'}")
-    metrics = {str(key): finite_number(entry, f"{name}[{key!r}]") for key, entry in value.items()}
+    metrics = {str(key): finite(entry, f"{name}[{key!r}]") for key, entry in value.items()}
     return metrics.pop(TOTAL), metrics
 
 
@@ -244,19 +228,23 @@ def run_to_end(work: Coroutine[Any, Any, T]) -> T:
 OUT_OF_MEMORY = 77
 """Exit status of a worker in which a call exceeded its memory limit."""
 LINE_SIGNAL = signal.SIGUSR1
-"""Asks a worker for the line of the user's file that it executes."""
+"""Ends a worker, which first writes its stack to the pool."""
 
 
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of a call: `timeout_s`, and `memory_mb` beyond what the process uses after importing the functions' files.
+class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Limits of calls, and of the up to `workers` processes that they are made in.
 
-    `start_timeout_s` limits that import. `writes`: the only folders below which a call can write; None: not limited.
+    `memory_mb` is what a call may use beyond what its process uses after the imports. `retries`: how often a call is made
+    again if a server that it asks is away. `writes`: the only folders below which a call can write; None: not limited.
+    `start_timeout_s` limits the import of the functions' files, or the construction of an instance of a user's class.
     """
 
-    timeout_s: float = 10.0
-    memory_mb: int = 1024
-    start_timeout_s: float = 60.0
+    workers: Annotated[int, Meta(ge=1)] = 2
+    timeout_s: Annotated[float, Meta(gt=0)] = 10.0
+    retries: Annotated[int, Meta(ge=0)] = 2
+    memory_mb: Annotated[int, Meta(ge=1)] = 1024
     writes: tuple[str, ...] | None = None
+    start_timeout_s: Annotated[float, Meta(gt=0)] = 60.0
 
 
 class TaskSource(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,7 +18,7 @@ import msgspec
 from pydantic import Field
 
 from pipelinerl.config.schema import Count, Natural, Positive, ShareBelowOne
-from pipelinerl.environments.chat.tool_use import Tool, ToolError, require_chat, tool_of, use_tools
+from pipelinerl.environments.chat.tool_use import ToolError, require_chat, tool_of, use_tools
 from pipelinerl.environments.data import ProblemSet, read_split
 from pipelinerl.environments.options import Files, QuestionOptions, QuestionTask, listed
 from pipelinerl.environments.prompts import Message, with_system, wrong_chat
@@ -27,7 +27,6 @@ from pipelinerl.environments.user.code import (
     TOTAL,
     describe,
     find_function,
-    finite_number,
     is_away,
     names_a_function,
     score_of,
@@ -35,7 +34,7 @@ from pipelinerl.environments.user.code import (
 from pipelinerl.environments.user.pool import CALL_ENDED, FunctionPool, Limits, retried
 from pipelinerl.errors import EnvironmentSetupError, RolloutError
 from pipelinerl.interfaces import GenerationClient, Tokenizer
-from pipelinerl.types import Problem, Rollout, Turn
+from pipelinerl.types import Problem, Rollout, Turn, finite
 
 GROUP_REWARD = "group_reward"
 """The name of that function in errors, and of the metric."""
@@ -78,9 +77,8 @@ class FunctionOptions(QuestionOptions, frozen=True):
 
     def pool(self, functions: Mapping[str, str]) -> FunctionPool:
         """A pool for these functions (`file.py:function`), by name."""
-        writes = None if self.writes is None else tuple(self.writes)
-        limits = Limits(timeout_s=self.timeout_s, memory_mb=self.memory_mb, writes=writes)
-        return FunctionPool(functions, workers=self.workers, limits=limits, retries=self.retries)
+        given = {name: getattr(self, name) for name in ("workers", "timeout_s", "retries", "memory_mb", "writes")}
+        return FunctionPool(functions, msgspec.convert(given, Limits))
 
 
 class Functions:
@@ -88,18 +86,18 @@ class Functions:
 
     def __init__(self, specs: Mapping[str, str], options: FunctionOptions) -> None:
         """Raises EnvironmentSetupError."""
-        self._specs, self._options = dict(specs), options
+        self._specs, self._options = specs, options
         self._found = {name: find_function(spec, allow_async=True) for name, spec in specs.items()}
         self._async = {name for name, function in self._found.items() if inspect.iscoroutinefunction(function)}
         self.any_async = bool(self._async)
-        pooled = {name: spec for name, spec in specs.items() if options.isolate and name not in self._async}
-        self.any_pooled = bool(pooled)
-        self._pool = options.pool(pooled)  # starts a process at the first call
+        self._pooled = {name: spec for name, spec in specs.items() if options.isolate and name not in self._async}
+        self.any_pooled = bool(self._pooled)
+        self._pool = options.pool(self._pooled)  # starts a process at the first call
         self._slots = asyncio.Semaphore(options.concurrency)
 
     async def call(self, name: str, *arguments: Any) -> Any:
         """What the function returns; called again if a server that it asks is away. Raises as `FunctionPool.call`."""
-        if self._options.isolate and name not in self._async:
+        if name in self._pooled:
             return await self._pool.call(name, *arguments)
         return await retried(functools.partial(self._call_here, name, *arguments), self._options.retries)
 
@@ -132,11 +130,17 @@ class Function(ProblemSet, QuestionTask):
         self._prompt_function: Callable[..., Any] | None = find_function(options.prompt) if named else None
         self._field = "" if named else options.prompt
         ProblemSet.__init__(self, read_split(options.data, options.held_out, self._check, self._key), f"function/{seed}")
-        rewards, self._weights = _named_rewards(options.reward)
-        if options.group_reward and GROUP_REWARD in rewards:
+        given = options.reward
+        weights = given if isinstance(given, dict) else dict.fromkeys([given] if isinstance(given, str) else given, 1.0)
+        # By the names in errors and metrics: of several functions, each one's own.
+        specs = {TOTAL if isinstance(given, str) else spec.rpartition(":")[2]: spec for spec in weights}
+        if not isinstance(given, str) and len(specs) < len(given):
+            raise EnvironmentSetupError("environment.args.reward: two functions have the same name; rename one of them")
+        if options.group_reward and GROUP_REWARD in specs:
             raise EnvironmentSetupError(f"environment.args.reward: a function can't be called {GROUP_REWARD}; rename it")
+        self._weights = dict(zip(specs, weights.values(), strict=True))
         others = {GROUP_REWARD: options.group_reward} if options.group_reward else {}
-        self._functions = Functions(rewards | others, options)
+        self._functions = Functions(specs | others, options)
         pooled = self._functions.any_pooled or (options.isolate and isinstance(options, ToolsOptions))
         if not pooled:
             options.refuse_without_effect("no function is called in a process", "workers", "memory_mb", "writes")
@@ -147,11 +151,12 @@ class Function(ProblemSet, QuestionTask):
 
     def prompt(self, problem: Problem) -> Prompt:
         if self._prompt_function is None:
-            return self._asked(problem.payload[self._field])
-        made = self._prompt_function(problem.payload)
-        if wrong := self._wrong_prompt(made):
-            raise RolloutError(f"prompt returned {wrong}")
-        return self._asked(made)
+            made = problem.payload[self._field]
+        else:
+            made = self._prompt_function(problem.payload)
+            if wrong := self._wrong_prompt(made):
+                raise RolloutError(f"prompt returned {wrong}")
+        return self.ask(made) if isinstance(made, str) else with_system(self._options.system, made)
 
     async def judge(self, problem: Problem, turn: Turn) -> Judgement:
         return await self._score(turn.text, problem.payload)
@@ -165,7 +170,7 @@ class Function(ProblemSet, QuestionTask):
             raise RolloutError(f"{GROUP_REWARD} returned {added!r:.60}, not a list of {len(texts)} numbers")
         scored = []
         for number, (rollout, entry) in enumerate(zip(rollouts, added, strict=True)):
-            value = finite_number(entry, f"{GROUP_REWARD}[{number}]")
+            value = finite(entry, f"{GROUP_REWARD}[{number}]")
             metrics = {**rollout.metrics, GROUP_REWARD: value}
             scored.append(msgspec.structs.replace(rollout, reward=rollout.reward + value, metrics=metrics))
         return scored
@@ -196,9 +201,6 @@ class Function(ProblemSet, QuestionTask):
             metrics |= own
         return Judgement(sum(self._weights[name] * reward for name, (reward, _) in scores.items()), metrics)
 
-    def _asked(self, value: Any) -> Prompt:
-        return self.ask(value) if isinstance(value, str) else with_system(self._options.system, value)
-
     def _check(self, example: dict[str, Any]) -> str | None:
         if self._prompt_function is not None:
             return None
@@ -228,44 +230,7 @@ class Function(ProblemSet, QuestionTask):
         return msgspec.json.encode(what, order="deterministic").decode()
 
 
-def _named_rewards(reward: str | Mapping[str, float] | Sequence[str]) -> tuple[dict[str, str], dict[str, float]]:
-    """The functions and their weights, by the name that errors and metrics use: of several functions, each one's own.
-
-    Raises EnvironmentSetupError if two functions have the same name.
-    """
-    if isinstance(reward, str):
-        return {TOTAL: reward}, {TOTAL: 1.0}
-    weights = reward if isinstance(reward, Mapping) else dict.fromkeys(reward, 1.0)
-    specs = {spec.rpartition(":")[2]: spec for spec in weights}
-    if len(specs) < len(reward):
-        raise EnvironmentSetupError("environment.args.reward: two functions have the same name; rename one of them")
-    return specs, dict(zip(specs, weights.values(), strict=True))
-
-
 # ---- user functions as tools
-
-
-def read_tools(specs: Sequence[str], options: FunctionOptions) -> list[Tool]:
-    """User functions (`path/to/file.py:function`) as tools. With `options.isolate`, they are called in processes.
-
-    Raises EnvironmentSetupError for a spec that names no function, for one that can't be described to the model, and for two
-    tools with the same name.
-    """
-    tools = [tool_of(find_function(spec)) for spec in specs]
-    names = [tool.name for tool in tools]
-    if repeated := sorted({name for name in names if names.count(name) > 1}):
-        raise EnvironmentSetupError(f"environment.args.functions has two tools called {repeated[0]!r}: rename one")
-    if not options.isolate:
-        return tools
-    pool = options.pool(dict(zip(names, specs, strict=True)))
-
-    async def call_in_pool(name: str, arguments: dict[str, Any]) -> Any:
-        try:
-            return await pool.call(name, **arguments)
-        except (*CALL_ENDED, ConnectionError, RuntimeError, RolloutError) as error:
-            raise ToolError(re.sub(rf"^{name}( \(\S*\))?:? ", "", str(error))) from None
-
-    return [tool._replace(call=functools.partial(call_in_pool, tool.name)) for tool in tools]
 
 
 class ToolsOptions(FunctionOptions, frozen=True):
@@ -288,8 +253,23 @@ class Tools(Function):
         require_chat(tokenizer, "environment.kind tools")
         super().__init__(tokenizer, seed, **args)
         options = ToolsOptions.read(args)
-        self._tools = read_tools(listed(options.functions), options)
         self._max_turns = options.max_turns
+        specs = listed(options.functions)
+        self._tools = [tool_of(find_function(spec)) for spec in specs]
+        names = [tool.name for tool in self._tools]
+        if repeated := sorted({name for name in names if names.count(name) > 1}):
+            raise EnvironmentSetupError(f"environment.args.functions has two tools called {repeated[0]!r}: rename one")
+        if not options.isolate:
+            return
+        pool = options.pool(dict(zip(names, specs, strict=True)))
+
+        async def call_in_pool(name: str, arguments: dict[str, Any]) -> Any:
+            try:
+                return await pool.call(name, **arguments)
+            except (*CALL_ENDED, ConnectionError, RuntimeError, RolloutError) as error:
+                raise ToolError(re.sub(rf"^{name}( \(\S*\))?:? ", "", str(error))) from None
+
+        self._tools = [tool._replace(call=functools.partial(call_in_pool, tool.name)) for tool in self._tools]
 
     async def rollout(self, problem: Problem, client: GenerationClient) -> Rollout:
         prompt = self.prompt(problem)

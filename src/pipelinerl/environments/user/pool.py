@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import socket
 import sys
 import time
 import weakref
 from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
-from pydantic import BaseModel, ValidationError
 
 from pipelinerl.child import ChildProcess
-from pipelinerl.config.schema import Count, Natural, Positive
 from pipelinerl.environments.user.code import (
     LINE_SIGNAL,
     OUT_OF_MEMORY,
@@ -42,9 +42,7 @@ START_TIMEOUT_S = 600.0
 """How long an instance of a user's class may take to construct. Rollouts that wait for it have their own limit."""
 CLOSE_TIMEOUT_S = 2.0
 EXIT_TIMEOUT_S = 1.0
-"""How long a process may take to exit after it closed its socket."""
-LINE_TIMEOUT_S = 1.0
-"""How long a process whose call took too long may take to say where it is."""
+"""How long a process may take to exit after it closed its socket, and to write where its call is."""
 POLL_S = 0.005
 MAX_REPLY_BYTES = 4 << 20
 """Longest reply line of a worker."""
@@ -53,7 +51,7 @@ CALL_ENDED = (TimeoutError, MemoryError, ChildProcessError)
 
 
 class FunctionPool:
-    """Calls functions (`path/to/file.py:function` or `package.module:function`) by name, in up to `workers` processes.
+    """Calls functions (`path/to/file.py:function` or `package.module:function`) by name, in processes with limits.
 
     A process is started when a call finds none idle, and imports all the files. Arguments and results are JSON. A call that
     takes too long, needs too much memory or crashes its process loses that process and nothing else. The processes end with
@@ -63,21 +61,15 @@ class FunctionPool:
     """
 
     def __init__(
-        self,
-        functions: Mapping[str, str],
-        *,
-        workers: int = 2,
-        limits: Limits | None = None,
-        retries: int = 0,
-        task: TaskSource | None = None,
+        self, functions: Mapping[str, str], limits: Limits | None = None, *, task: TaskSource | None = None
     ) -> None:
-        """`retries`: how often a call is made again if a server that it asks is away. `task`: see `Start`."""
-        self._start = Start(functions=dict(functions), limits=limits or Limits(), task=task)
-        self._retries = retries
+        """`task`: see `Start`."""
+        self._limits = limits or Limits()
+        self._start = Start(functions=dict(functions), limits=self._limits, task=task)
         self._numbers = count(1)
         self._idle: list[_Worker] = []
         self._all: set[_Worker] = set()
-        self._slots = asyncio.Semaphore(workers)
+        self._slots = asyncio.Semaphore(self._limits.workers)
         self._close = weakref.finalize(self, _kill_all, self._all)
 
     @property
@@ -92,23 +84,25 @@ class FunctionPool:
         returned something that isn't JSON (such as a number that isn't finite), TimeoutError, MemoryError, ChildProcessError
         if its process died, and EnvironmentSetupError if no process can be started.
         """
-        return await retried(partial(self._call, name, arguments, named), self._retries)
+        return await retried(partial(self._call, name, arguments, named), self._limits.retries)
 
     async def _call(self, name: str, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         async with self._slots:
-            worker = self._take_idle() or await self._start_worker()
+            while self._idle and not self._idle[-1].running:
+                self._idle.pop().kill()
+            worker = self._idle.pop() if self._idle else await self._start_worker()
             try:
                 call = FunctionCall(number=next(self._numbers), name=name, arguments=arguments, named=named)
-                reply = await worker.ask(call, self._start.limits.timeout_s)
+                reply = await worker.ask(call, self._limits.timeout_s)
             except BaseException as error:
-                ended = ""
+                file, ended = Path(self._start.functions[name]).name, ""
                 try:
                     if isinstance(error, TimeoutError):
-                        ended = f"{await worker.line()}; its process was ended"
+                        ended = f"{await worker.line(file.rpartition(':')[0])}; its process was ended"
                 finally:
                     worker.kill()
                 if isinstance(error, CALL_ENDED):
-                    raise type(error)(f"{name} ({Path(self._start.functions[name]).name}): {error}{ended}") from None
+                    raise type(error)(f"{name} ({file}): {error}{ended}") from None
                 raise
             self._idle.append(worker)
         if reply.outcome == "returned":
@@ -119,15 +113,6 @@ class FunctionPool:
     def close(self) -> None:
         """Kill all processes. Idempotent."""
         self._close()
-
-    def _take_idle(self) -> _Worker | None:
-        """An idle process that is still running, if there is one."""
-        while self._idle:
-            worker = self._idle.pop()
-            if worker.running:
-                return worker
-            worker.kill()
-        return None
 
     async def _start_worker(self) -> _Worker:
         """A new process that is ready for calls."""
@@ -141,7 +126,7 @@ class FunctionPool:
             raise EnvironmentSetupError(f"can't start a process for {specs}: {error}") from error
         self._all.add(worker)
         try:
-            reply = await worker.ask(None, self._start.limits.start_timeout_s)
+            reply = await worker.ask(None, self._limits.start_timeout_s)
         except BaseException as error:
             worker.kill()
             if isinstance(error, CALL_ENDED):
@@ -163,26 +148,14 @@ async def retried(call: Callable[[], Coroutine[Any, Any, T]], retries: int) -> T
     return await call()
 
 
-class RewardLimits(BaseModel, from_attributes=True):
-    """The attributes of a class that are the limits of its reward."""
-
-    reward_workers: Count
-    reward_timeout_s: Positive
-    reward_retries: Natural
-    reward_memory_mb: Count
-    reward_writes: tuple[str, ...] | None
-
-
 def reward_pool(task: Task, kind: str, args: Mapping[str, Any], tokenizer: Tokenizer, seed: int) -> FunctionPool:
     """A pool with the function `reward`, which is that of an instance of the user's class.
 
     Raises EnvironmentSetupError for limits that are none, and for arguments that can't be sent to a process.
     """
-    try:
-        limits = RewardLimits.model_validate(task)
-    except ValidationError as error:
-        wrong = error.errors()[0]
-        raise EnvironmentSetupError(f"environment {kind}: its attribute {wrong['loc'][0]}: {wrong['msg']}") from error
+    if old := [name for name in Limits.__struct_fields__ if hasattr(task, f"reward_{name}")]:
+        now = f"reward_limits = {{{old[0]!r}: {getattr(task, f'reward_{old[0]}')!r}}}"
+        raise EnvironmentSetupError(f"environment {kind}: instead of its attribute reward_{old[0]}, write `{now}`")
     source = TaskSource(
         kind=kind,
         args=dict(args),
@@ -193,24 +166,16 @@ def reward_pool(task: Task, kind: str, args: Mapping[str, Any], tokenizer: Token
         search=[str(place) for place in sys.path],
     )
     try:
+        limits = msgspec.convert({"start_timeout_s": START_TIMEOUT_S, **task.reward_limits}, Limits)
         msgspec.json.encode(source)
+    except msgspec.ValidationError as error:
+        raise EnvironmentSetupError(f"environment {kind}: its attribute reward_limits: {error}") from error
     except TypeError as error:
         raise EnvironmentSetupError(
             f"environment.args of {kind} are not JSON, so no other process can have them ({error}); use JSON, or set "
             "`isolate_reward = False` in the class"
         ) from error
-    return FunctionPool(
-        {"reward": kind},
-        workers=limits.reward_workers,
-        limits=Limits(
-            timeout_s=limits.reward_timeout_s,
-            memory_mb=limits.reward_memory_mb,
-            start_timeout_s=START_TIMEOUT_S,
-            writes=limits.reward_writes,
-        ),
-        retries=limits.reward_retries,
-        task=source,
-    )
+    return FunctionPool({"reward": kind}, limits, task=source)
 
 
 class _Worker(ChildProcess):
@@ -239,57 +204,47 @@ class _Worker(ChildProcess):
         Raises TimeoutError, MemoryError, or ChildProcessError if the process died or broke the protocol. The caller must
         kill the process after any of these.
         """
-        until_s = time.monotonic() + timeout_s
-        unsent = memoryview(msgspec.json.encode(call) + b"\n" if call else b"")
-        line = bytearray()
-        while unsent or not line.endswith(b"\n"):
-            try:
-                if unsent:
-                    unsent = unsent[self._socket.send(unsent) :]
-                    continue
-                received = self._socket.recv(1 << 16)
-            except BlockingIOError:
-                if not await self._ready(until_s, writing=bool(unsent)):
-                    raise TimeoutError(f"it took longer than {timeout_s:g} s") from None
-                continue
-            except OSError:
-                received = b""
-            if not received:
-                raise await self._exit_error()
-            line += received
-            if len(line) > MAX_REPLY_BYTES:
-                raise ChildProcessError(f"it replied with more than {MAX_REPLY_BYTES} bytes")
+        exchange = asyncio.ensure_future(self._exchange(msgspec.json.encode(call) + b"\n" if call else b""))
         try:
-            reply = msgspec.json.decode(line, type=Reply)
+            await asyncio.wait({exchange}, timeout=timeout_s)  # a reply counts also if the event loop comes late
+            if not exchange.done():
+                raise TimeoutError(f"it took longer than {timeout_s:g} s")
+            reply = msgspec.json.decode(exchange.result(), type=Reply)
         except INVALID_DATA:
             raise ChildProcessError("it wrote something to the pool's socket that is not a reply") from None
+        finally:
+            exchange.cancel()
         if reply.number != (number := call.number if call else 0):
             raise ChildProcessError(f"it replied to call {reply.number}, but was asked {number}")
         return reply
 
-    async def line(self) -> str:
-        """Where the call is, as in ", in line 9"; "" if the process does not answer, as while no Python code runs."""
+    async def _exchange(self, sent: bytes) -> bytes:
+        """The line that the process writes after `sent`."""
+        loop, line = asyncio.get_running_loop(), bytearray()
+        with suppress(OSError):  # as if it had closed the socket
+            await loop.sock_sendall(self._socket, sent)
+            while len(line) <= MAX_REPLY_BYTES and (received := await loop.sock_recv(self._socket, 1 << 16)):
+                line += received
+                if line.endswith(b"\n"):
+                    return bytes(line)
+        if len(line) > MAX_REPLY_BYTES:
+            raise ChildProcessError(f"it replied with more than {MAX_REPLY_BYTES} bytes")
+        raise await self._exit_error()
+
+    async def line(self, file: str) -> str:
+        """End the process. Returns the innermost line of `file` that its call had reached, as in ", in line 9", or ""."""
         self.send_signal(LINE_SIGNAL)
-        try:
-            return (await self.ask(None, LINE_TIMEOUT_S)).error
-        except CALL_ENDED:
-            return ""
+        loop, stack = asyncio.get_running_loop(), b""
+        with suppress(OSError):  # as TimeoutError is
+            async with asyncio.timeout(EXIT_TIMEOUT_S):
+                while len(stack) < MAX_REPLY_BYTES and (received := await loop.sock_recv(self._socket, 1 << 16)):
+                    stack += received
+        found = re.search(rf'{re.escape(file)}", line (\d+)'.encode(), stack)
+        return f", in line {int(found[1])}" if found else ""
 
     def kill(self) -> None:
         super().kill()
         self._socket.close()
-
-    async def _ready(self, until_s: float, *, writing: bool) -> bool:
-        """Wait until the socket is ready. If it is, it does not matter that the event loop came late."""
-        loop = asyncio.get_running_loop()
-        add, remove = (loop.add_writer, loop.remove_writer) if writing else (loop.add_reader, loop.remove_reader)
-        ready = loop.create_future()
-        add(self._socket, lambda: None if ready.done() else ready.set_result(None))
-        try:
-            await asyncio.wait({ready}, timeout=max(0.0, until_s - time.monotonic()))
-        finally:
-            remove(self._socket)
-        return ready.done()
 
     async def _exit_error(self) -> Exception:
         """The error that explains why the process closed its socket."""

@@ -16,7 +16,6 @@ import sysconfig
 from contextlib import suppress
 from pathlib import Path
 from types import FunctionType, ModuleType
-from typing import Any
 
 from pipelinerl.errors import UserError
 from pipelinerl.files import write_atomically
@@ -30,32 +29,52 @@ def name_by_file(found: object, folder: Path) -> str:
 
     If it has no file, its source is written to `folder/NAME.py`.
     """
-    if not isinstance(found, FunctionType | type):
+    name = getattr(found, "__qualname__", "<lambda>")
+    if not isinstance(found, FunctionType | type) or name == "<lambda>":
         raise UserError(f"{found!r} has no name by which other processes can import it; write a function with `def`")
-    name = found.__qualname__
-    if name == "<lambda>":
-        raise UserError("a lambda has no name by which other processes can import it; write a function with `def`")
     if "." in name:
         raise UserError(f"{name} is defined inside a function or class; define it at the top of a file or cell")
     module = sys.modules.get(found.__module__)
     dotted = getattr(getattr(module, "__spec__", None), "name", "")
     if file := getattr(module, "__file__", None):
-        path = Path(file).resolve()
-        return f"{dotted}:{name}" if "." in dotted and _is_installed(path) else f"{path}:{name}"
+        path, paths = Path(file).resolve(), sysconfig.get_paths()
+        places = [paths["purelib"], paths["platlib"], *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+        installed = "." in dotted and any(place and path.is_relative_to(Path(place).resolve()) for place in places)
+        return f"{dotted}:{name}" if installed else f"{path}:{name}"
+    imports, parts = dict[str, str](), dict[str, str]()
+    _write(found, imports, parts)
+    text = "\n\n".join(["from __future__ import annotations", "\n".join(imports.values()), *filter(None, parts.values())])
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.py"
-    write_atomically(path, _Written(found).text().encode())
+    write_atomically(path, f"{text}\n".encode())
     return f"{path.resolve()}:{name}"
 
 
-def _is_installed(file: Path) -> bool:
-    """Whether other processes find the file's module by its name."""
-    places = [
-        sysconfig.get_path("purelib"),
-        sysconfig.get_path("platlib"),
-        *os.environ.get("PYTHONPATH", "").split(os.pathsep),
-    ]
-    return any(place and file.is_relative_to(Path(place).resolve()) for place in places)
+def _write(found: Named, imports: dict[str, str], parts: dict[str, str]) -> None:
+    """Add the source of a function or class to `parts`, after all that it uses. Both are by name."""
+    parts[found.__name__] = ""  # begun
+    node = _source_of(found)
+    known = vars(sys.modules[found.__module__])
+    for name in sorted(_globals_of(node) & known.keys() - parts.keys()):
+        value = known[name]
+        if isinstance(value, ModuleType):
+            imports[name] = f"import {value.__name__} as {name}"
+        elif isinstance(value, FunctionType | type) and value.__module__ == found.__module__:
+            if name not in parts:
+                _write(value, imports, parts)
+        elif getattr(value, "__module__", None) and getattr(value, "__qualname__", None):
+            imports[name] = f"from {value.__module__} import {value.__qualname__} as {name}"
+        else:
+            text = repr(value)
+            with suppress(ValueError, SyntaxError):
+                if ast.literal_eval(text) == value:
+                    parts[name] = f"{name} = {text}"
+                    continue
+            raise UserError(
+                f"{found.__name__} uses {name}, a {type(value).__name__} that can't be written to a file; {_ADVICE}"
+            )
+    parts.pop(found.__name__)
+    parts[found.__name__] = ast.unparse(node)
 
 
 def _source_of(found: Named) -> ast.stmt:
@@ -85,43 +104,3 @@ def _globals_of(node: ast.stmt) -> set[str]:
         used = (symbol for symbol in table.get_symbols() if symbol.is_referenced())
         names |= {symbol.get_name() for symbol in used if symbol.is_global() or table is whole}
     return names
-
-
-class _Written:
-    """The source of a function or class, after all that it uses."""
-
-    def __init__(self, found: Named) -> None:
-        self._imports: dict[str, str] = {}
-        self._parts: dict[str, str] = {}
-        self._begun: set[str] = set()
-        self._add(found)
-
-    def text(self) -> str:
-        imports = "\n".join(dict.fromkeys(self._imports.values()))
-        return "\n\n".join(["from __future__ import annotations", imports, *self._parts.values()]) + "\n"
-
-    def _add(self, found: Named) -> None:
-        self._begun.add(found.__name__)
-        node = _source_of(found)
-        known = vars(sys.modules[found.__module__])
-        for name in sorted(_globals_of(node) & known.keys() - self._begun):
-            self._add_used(name, known[name], found)
-        self._parts[found.__name__] = ast.unparse(node)
-
-    def _add_used(self, name: str, value: Any, user: Named) -> None:
-        if isinstance(value, ModuleType):
-            self._imports[name] = f"import {value.__name__} as {name}"
-        elif isinstance(value, FunctionType | type) and value.__module__ == user.__module__:
-            self._add(value)
-        elif getattr(value, "__module__", None) and getattr(value, "__qualname__", None):
-            self._imports[name] = f"from {value.__module__} import {value.__qualname__} as {name}"
-        else:
-            self._begun.add(name)
-            text = repr(value)
-            with suppress(ValueError, SyntaxError):
-                if ast.literal_eval(text) == value:
-                    self._parts[name] = f"{name} = {text}"
-                    return
-            raise UserError(
-                f"{user.__name__} uses {name}, a {type(value).__name__} that can't be written to a file; {_ADVICE}"
-            )

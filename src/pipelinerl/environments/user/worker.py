@@ -12,18 +12,16 @@ kills it (see `child`), even if the call never returns to Python.
 
 from __future__ import annotations
 
-import math
+import faulthandler
 import os
 import resource
-import signal
 import socket
 import struct
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cached_property
 from pathlib import Path
-from types import FrameType
 from typing import Any, Literal, cast
 
 import msgspec
@@ -42,10 +40,10 @@ from pipelinerl.environments.user.code import (
     is_away,
     plain,
 )
-from pipelinerl.errors import EnvironmentSetupError
+from pipelinerl.errors import EnvironmentSetupError, RolloutError
 from pipelinerl.interfaces import Tokenizer
 from pipelinerl.process import take_stdin
-from pipelinerl.types import Problem
+from pipelinerl.types import Problem, finite
 
 
 def main(argument: str) -> int:
@@ -53,6 +51,7 @@ def main(argument: str) -> int:
     connection = socket.socket(fileno=take_stdin())
     os.dup2(2, 1)
     sys.stdout = sys.stderr  # which writes each line at once
+    faulthandler.register(LINE_SIGNAL, connection, all_threads=False, chain=True)
     try:
         if start.task is None:
             functions = {name: find_function(spec, allow_async=True) for name, spec in start.functions.items()}
@@ -68,40 +67,30 @@ def main(argument: str) -> int:
     decoder, process = msgspec.json.Decoder(FunctionCall), os.getpid()
     for line in connection.makefile("rb"):
         call = decoder.decode(line)
-        spec = start.functions[call.name]
-        signal.signal(LINE_SIGNAL, partial(_tell_line, connection, spec))
-        reply = answer(call, functions[call.name], spec)
+        reply = answer(call, functions[call.name], start.functions[call.name])
         if os.getpid() != process:  # the call has forked, and the child returned from it, too
             os._exit(1)
         connection.sendall(reply)
     return 0
 
 
-def _tell_line(connection: socket.socket, spec: str, _: int, frame: FrameType | None) -> None:
-    """Reply 0, with the innermost line of the file of `spec` on the stack, if there is one."""
-    file = Path(spec.rpartition(":")[0]).name
-    while frame is not None and Path(frame.f_code.co_filename).name != file:
-        frame = frame.f_back
-    connection.sendall(_encode(Reply(number=0, error=f", in line {frame.f_lineno}" if frame else "")))
-
-
 def answer(call: FunctionCall, function: UserFunction, spec: str) -> bytes:
     """The encoded reply to a call. Exits the process on MemoryError: its state is unreliable afterwards."""
     try:
         value = plain(function(*call.arguments, **call.named))
-        if isinstance(value, float) and not math.isfinite(value):  # JSON has no such number
-            return _encode(
-                Reply(number=call.number, outcome="bad_value", error=f"{call.name} returned {value}, not a finite number")
-            )
         try:
+            if isinstance(value, float):  # JSON has only finite numbers
+                finite(value, f"the result of {call.name}")
             return _encode(Reply(number=call.number, value=value))
+        except RolloutError as error:
+            return _encode(Reply(number=call.number, outcome="bad_value", error=str(error)))
         except (TypeError, ValueError, RecursionError):
             what = f"{call.name} returned a {type(value).__name__}, which is not JSON"
             return _encode(Reply(number=call.number, outcome="bad_value", error=what))
     except MemoryError:
         os._exit(OUT_OF_MEMORY)
     except BaseException as error:  # noqa: BLE001 - user code may raise anything, SystemExit included; only this call fails
-        outcome: Literal["raised", "away"] = "away" if is_away(error) else "raised"
+        outcome: Literal["away", "raised"] = "away" if is_away(error) else "raised"
         return _encode(Reply(number=call.number, outcome=outcome, error=f"{call.name}: {describe(error, spec)}"))
 
 
@@ -116,7 +105,7 @@ def reward_of(source: TaskSource) -> UserFunction:
     tokenizer = _LazyTokenizer(source)
     task: Any = build(source.kind, source.args, cast("Tokenizer", tokenizer), source.seed)
     if "tokenizer" in getattr(getattr(task.reward, "__code__", None), "co_names", ()):
-        tokenizer.load()  # a call has no time for it
+        _ = tokenizer.loaded  # a call has no time for it
 
     def reward(problem: object, *answer: Any) -> Any:
         try:
@@ -137,29 +126,26 @@ class _LazyTokenizer:
     def __init__(self, source: TaskSource) -> None:
         self._source = source
         self.chat_template = source.chat_template
-        self._loaded: Any = None
 
-    def load(self) -> Any:
-        """The tokenizer itself."""
+    @cached_property
+    def loaded(self) -> Any:
         if not self._source.tokenizer:
             raise EnvironmentSetupError(
                 f"where the tokenizer of {self._source.kind} comes from is not known, so the process of `reward` has none; "
                 "set `isolate_reward = False` in the class"
             )
-        if self._loaded is None:
-            from transformers import AutoTokenizer  # noqa: PLC0415 - takes seconds
+        from transformers import AutoTokenizer  # noqa: PLC0415 - takes seconds
 
-            self._loaded = AutoTokenizer.from_pretrained(self._source.tokenizer, trust_remote_code=self._source.remote_code)
-        return self._loaded
+        return AutoTokenizer.from_pretrained(self._source.tokenizer, trust_remote_code=self._source.remote_code)
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        return self.load()(*arguments, **options)
+        return self.loaded(*arguments, **options)
 
     def __len__(self) -> int:
-        return len(self.load())
+        return len(self.loaded)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.load(), name)
+        return getattr(self.loaded, name)
 
 
 # ---- limits
