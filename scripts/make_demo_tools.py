@@ -23,7 +23,7 @@ from pretraining import pretrain
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from pipelinerl.environments.chat.tool_use import schema_of
+from pipelinerl.environments.chat.tool_use import tool_of
 from pipelinerl.environments.tasks.calculator import Calculator, calculate
 
 PAD, END = "<pad>", "<end>"
@@ -152,7 +152,7 @@ class Examples:
             messages += [{"role": "tool", "content": calculate(called)}, {"role": "assistant", "content": said[1]}]
         text = f"<tools>calculate{END}" + "".join(f"<{one['role']}>{one['content']}{END}" for one in messages)
         if self._drawn == 1:
-            tools = [schema_of(calculate)]
+            tools = [tool_of(calculate).schema]
             assert text == self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
         return text
 

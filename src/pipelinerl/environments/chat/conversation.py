@@ -11,7 +11,7 @@ the time) or by the caller. The whole prompt is then encoded again, training get
 `new_segments` counts it.
 
 If the template only trims white space around an answer, the history is not considered rewritten: the model keeps the ids
-that it sampled. If the template ignores tools, they are described in the system message (`describe_tools`).
+that it sampled. If the template ignores tools, `render` describes them in the system message.
 
     conversation = Conversation(client)
     answer = await conversation.ask(messages, tools)
@@ -21,8 +21,8 @@ that it sampled. If the template ignores tools, they are described in the system
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from pipelinerl.environments.chat.messages import (
@@ -30,7 +30,6 @@ from pipelinerl.environments.chat.messages import (
     ParsedText,
     PlainMessage,
     ToolCall,
-    ToolParser,
     ToolSchema,
     answer_message,
     encode_text,
@@ -67,7 +66,7 @@ class ChatAnswer:
     """An answer of the model. `text` is as from `text_decoder`; `message` is parsed from it, for the caller to send back.
 
     `sampled` is the text of all ids but the stop token, which is `ended_by` ("" if it was cut off).
-    `stop`: the stop string of the caller that ended it; `text` excludes it. `next` holds the answers that continue this one.
+    `stop`: the stop string of the caller that ended it; `text` excludes it.
     """
 
     prompt: Prompt
@@ -79,7 +78,6 @@ class ChatAnswer:
     sampled: str
     ended_by: str
     stop: str | None = None
-    next: list[ChatAnswer] = field(default_factory=list, repr=False)
 
     @property
     def finish_reason(self) -> Literal["stop", "length", "tool_calls"]:
@@ -88,48 +86,30 @@ class ChatAnswer:
             return "tool_calls" if self.calls else "stop"
         return "length"
 
-    @property
-    def turn(self) -> Turn:
-        return Turn(prompt_ids=self.prompt.ids, completion=self.completion, text=self.text)
-
 
 class Conversation:
     """All chats of one rollout: one or several, which may be concurrent.
 
     A call's messages determine which chat it continues. `template_options` are passed to the chat template (such as
-    `enable_thinking`); `parser` finds the tool calls in a text, if tools were offered.
+    `enable_thinking`). `answers` are the calls so far, in order.
     """
 
-    def __init__(
-        self,
-        client: GenerationClient,
-        *,
-        template_options: Mapping[str, Any] | None = None,
-        parser: ToolParser = parse_tool_calls,
-    ) -> None:
+    def __init__(self, client: GenerationClient, *, template_options: Mapping[str, Any] | None = None) -> None:
+        self.answers: list[ChatAnswer] = []
         self._client = client
         self._tokenizer = client.tokenizer
         self._text, self._whole_text = (text_decoder(client.tokenizer, special=special) for special in (False, True))
-        self._options = dict(template_options or {})
-        self._parser = parser
-        self._answers: list[ChatAnswer] = []
-        self._first: list[ChatAnswer] = []  # answers that continue no other
+        self._options = {"add_generation_prompt": True, **(template_options or {})}
         self._made = 0  # by `answer_of`
 
     async def ask(
         self, messages: Sequence[ChatMessage], tools: Sequence[ToolSchema] = (), *, max_tokens: int | None = None
     ) -> ChatAnswer:
         """One call of the model. Raises RequestError for messages that can't be rendered, and PromptTooLongError."""
-        return await self._generate(self.prompt(messages, tools), max_tokens)
-
-    async def continue_from(self, start: str | Sequence[int], *, max_tokens: int | None = None) -> ChatAnswer:
-        """One call that continues a plain text, or token ids that the caller keeps track of. Each is a separate chat."""
-        prompt = self.text_prompt(start) if isinstance(start, str) else Prompt(tuple(start), "")
-        return await self._generate(prompt, max_tokens)
-
-    def text_prompt(self, text: str) -> Prompt:
-        """The ids of a plain text to continue. Raises RequestError."""
-        return Prompt(encode_text(self._tokenizer, text, special=True), text)
+        prompt = self.prompt(messages, tools)
+        answer = self.answer_of(prompt, await self._client.generate(prompt.ids, max_tokens=max_tokens))
+        self.answers.append(answer)
+        return answer
 
     def prompt(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSchema] = ()) -> Prompt:
         """The exact ids for these messages, continuing an earlier turn where possible.
@@ -142,22 +122,21 @@ class Conversation:
             raise RequestError("messages: there are none")
         given = tuple(map(plain_message, messages))
         before = self._find_previous(given)
-        if before is not None:
-            for prompt in self._continuations(before, given, tools):
-                return prompt
-        text = self._render(given, tools)
+        if before is not None and (prompt := self._continuation(before, given, tools)):
+            return prompt
+        text = render(self._tokenizer, given, tools, self._options)
         return Prompt(encode_text(self._tokenizer, text), text, given, given, bool(tools), rewritten=before is not None)
 
     def answer_of(
         self, prompt: Prompt, completion: Completion, text: str | None = None, stop: str | None = None
     ) -> ChatAnswer:
-        """The completion of a prompt as an answer, which is no part of the conversation yet.
+        """The completion of a prompt as an answer, which is not one of `answers` yet.
 
         `text` is what the caller gets to see, if the stop string `stop` ended the completion: the text before it.
         """
         ids = completion.answer_ids
         text = self._text(ids) if text is None else text
-        parsed = self._parser(text) if prompt.with_tools else ParsedText(text)
+        parsed = parse_tool_calls(text) if prompt.with_tools else ParsedText(text)
         self._made += 1
         return ChatAnswer(
             prompt=prompt,
@@ -171,16 +150,14 @@ class Conversation:
             stop=stop,
         )
 
-    def add(self, answer: ChatAnswer) -> None:
-        """Make the answer a turn."""
-        self._answers.append(answer)
-        before = answer.prompt.before
-        (self._first if before is None else before.next).append(answer)
-
     @property
     def turns(self) -> tuple[Turn, ...]:
         """All calls so far, chat by chat; each call follows the one that it continues."""
-        return tuple(answer.turn for first in self._first for answer in _depth_first(first))
+        paths: dict[ChatAnswer | None, tuple[int, ...]] = {None: ()}
+        for number, answer in enumerate(self.answers):
+            paths[answer] = (*paths.get(answer.prompt.before, ()), number)
+        ordered = sorted(self.answers, key=paths.__getitem__)
+        return tuple(Turn(prompt_ids=one.prompt.ids, completion=one.completion, text=one.text) for one in ordered)
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -188,23 +165,17 @@ class Conversation:
 
         `rewritten_history` counts those of them whose messages continue a turn, but whose history was rewritten.
         """
-        branches = sum(max(0, len(answer.next) - 1) for answer in self._answers)
         return {
-            "turns": float(len(self._answers)),
-            "new_segments": float(max(0, len(self._first) - 1) + branches),
-            "rewritten_history": float(sum(answer.prompt.rewritten for answer in self._answers)),
-            "malformed_tool_calls": float(sum(answer.malformed_calls for answer in self._answers)),
+            "turns": float(len(self.answers)),
+            "new_segments": float(len(self.answers) - len({answer.prompt.before for answer in self.answers})),
+            "rewritten_history": float(sum(answer.prompt.rewritten for answer in self.answers)),
+            "malformed_tool_calls": float(sum(answer.malformed_calls for answer in self.answers)),
         }
-
-    async def _generate(self, prompt: Prompt, max_tokens: int | None) -> ChatAnswer:
-        answer = self.answer_of(prompt, await self._client.generate(prompt.ids, max_tokens=max_tokens))
-        self.add(answer)
-        return answer
 
     def _find_previous(self, given: Sequence[PlainMessage]) -> ChatAnswer | None:
         """The answer with the longest history that `given` starts with; the history includes the answer. Latest on ties."""
         found: ChatAnswer | None = None
-        for answer in reversed(self._answers):
+        for answer in reversed(self.answers):
             known = len(answer.prompt.given)
             if known and (found is None or known > len(found.prompt.given)) and len(given) > known:
                 message = plain_message(answer.message)
@@ -212,29 +183,29 @@ class Conversation:
                     found = answer
         return found
 
-    def _continuations(
+    def _continuation(
         self, before: ChatAnswer, given: tuple[PlainMessage, ...], tools: Sequence[ToolSchema]
-    ) -> Iterator[Prompt]:
-        """Prompts that continue `before` by ids, best first.
+    ) -> Prompt | None:
+        """The prompt that continues `before` by ids; None if the history was rewritten.
 
-        The first renders the answer as it was sampled. The second renders it as it was parsed, for templates that reject a
-        tool's result without a parsed tool call.
+        The answer is rendered as it was sampled, or else as it was parsed, for templates that reject a tool's result without
+        a parsed tool call.
         """
-        known = len(before.prompt.given)
-        sampled: PlainMessage = {"role": "assistant", "content": before.sampled}
+        known, body = len(before.prompt.given), before.sampled
+        sampled: PlainMessage = {"role": "assistant", "content": body}
         for answer in (sampled, given[known]):
             rendered = (*before.prompt.rendered, answer, *given[known + 1 :])
             try:
-                text = self._render(rendered, tools)
+                text = render(self._tokenizer, rendered, tools, self._options)
             except RequestError:
                 continue
-            added = _text_after(text, before)
-            if added is not None:
-                ids = (*before.prompt.ids, *before.completion.token_ids, *self._encode_after(before, added))
-                yield Prompt(ids, text, given, rendered, bool(tools), before)
-
-    def _render(self, messages: Sequence[PlainMessage], tools: Sequence[ToolSchema]) -> str:
-        return render(self._tokenizer, messages, tools, {"add_generation_prompt": True, **self._options})
+            for shown in (body, body.lstrip(), body.rstrip(), body.strip()):
+                history = before.prompt.text + shown + before.ended_by
+                if text.startswith(history):
+                    added = self._encode_after(before, text[len(history) :])
+                    ids = (*before.prompt.ids, *before.completion.token_ids, *added)
+                    return Prompt(ids, text, given, rendered, bool(tools), before)
+        return None
 
     def _encode_after(self, before: ChatAnswer, added: str) -> tuple[int, ...]:
         """The ids of the text `added` after an answer.
@@ -247,22 +218,3 @@ class Conversation:
             if ids[:1] == before.completion.token_ids[-1:]:
                 return ids[1:]
         return encode_text(self._tokenizer, added)
-
-
-def _text_after(text: str, before: ChatAnswer) -> str | None:
-    """The part of `text` after the turn `before`; None if `text` doesn't start with that turn."""
-    sampled = before.sampled
-    for body in (sampled, sampled.lstrip(), sampled.rstrip(), sampled.strip()):
-        known = before.prompt.text + body + before.ended_by
-        if text.startswith(known):
-            return text[len(known) :]
-    return None
-
-
-def _depth_first(answer: ChatAnswer) -> Iterator[ChatAnswer]:
-    """An answer and all its continuations, depth first, in order of creation."""
-    pending = [answer]
-    while pending:
-        one = pending.pop()
-        yield one
-        pending += reversed(one.next)

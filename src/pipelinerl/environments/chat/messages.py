@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -33,9 +33,6 @@ class ParsedText(NamedTuple):
     malformed: int = 0
 
 
-ToolParser = Callable[[str], ParsedText]
-
-
 def parse_tool_calls(text: str) -> ParsedText:
     """The calls in a text, in order. An unclosed block counts if it is complete JSON: some models stop there."""
     calls: list[ToolCall] = []
@@ -52,16 +49,6 @@ def parse_tool_calls(text: str) -> ParsedText:
     content.append(text[read:])
     whole = "".join(content)
     return ParsedText(whole.strip() if calls else whole, tuple(calls), malformed)
-
-
-def describe_tools(tools: Sequence[ToolSchema]) -> str:
-    """A description of the tools for the system message of a model whose chat template ignores tools."""
-    described = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
-    return (
-        f"You may call these functions, described as JSON:\n<tools>\n{described}\n</tools>\n"
-        'To call one, write\n<tool_call>\n{"name": "its name", "arguments": {"an argument": "its value"}}\n</tool_call>\n'
-        "and end your turn: the next message has the result."
-    )
 
 
 def _call(written: str) -> ToolCall | None:
@@ -114,7 +101,16 @@ def answer_message(parsed: ParsedText, id_prefix: str) -> PlainMessage:
 
 
 def same_messages(some: Sequence[PlainMessage], others: Sequence[PlainMessage]) -> bool:
-    return len(some) == len(others) and all(_same(one, other) for one, other in zip(some, others, strict=True))
+    """Whether these are the same. Answers are compared by text and calls only: callers drop ids, or strip the text."""
+
+    def essence(message: PlainMessage) -> Any:
+        functions = [call["function"] for call in message.get("tool_calls", ())]
+        return (message["content"].strip(), functions) if message["role"] == "assistant" else message
+
+    return len(some) == len(others) and all(
+        one is other or (one["role"] == other["role"] and essence(one) == essence(other))
+        for one, other in zip(some, others, strict=True)
+    )
 
 
 # ---- in the model's chat template, and as ids
@@ -130,7 +126,18 @@ def render(
     if tools:
         question: list[PlainMessage] = [{"role": "user", "content": "?"}]
         if _apply(tokenizer, question, tools, options) == _apply(tokenizer, question, (), options):
-            messages, tools = _with_description(messages, describe_tools(tools)), ()
+            described = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+            system = (
+                f"You may call these functions, described as JSON:\n<tools>\n{described}\n</tools>\n"
+                'To call one, write\n<tool_call>\n{"name": "its name", "arguments": {"an argument": "its value"}}\n'
+                "</tool_call>\nand end your turn: the next message has the result."
+            )
+            tools = ()
+            if messages[0]["role"] == "system":
+                content = "\n\n".join(filter(None, [messages[0]["content"], system]))
+                messages = [{**messages[0], "content": content}, *messages[1:]]
+            else:
+                messages = [{"role": "system", "content": system}, *messages]
     return _apply(tokenizer, messages, tools, options)
 
 
@@ -153,28 +160,7 @@ def _apply(
         raise RequestError(f"messages: the model's chat template refuses them: {what}") from error
 
 
-def _with_description(messages: Sequence[PlainMessage], described: str) -> list[PlainMessage]:
-    """The messages with `described` appended to the system message."""
-    has_one = messages[0]["role"] == "system"
-    first, rest = (messages[0], messages[1:]) if has_one else ({"role": "system", "content": ""}, messages)
-    content = f"{first['content']}\n\n{described}" if first["content"] else described
-    return [{**first, "content": content}, *rest]
-
-
 # ---- parts of messages
-
-
-def _same(one: PlainMessage, other: PlainMessage) -> bool:
-    """Answers are compared by text and calls only: callers drop ids, or strip the text."""
-    if one is other:
-        return True
-    if one["role"] != "assistant" or other["role"] != "assistant":
-        return one == other
-    return one["content"].strip() == other["content"].strip() and _functions(one) == _functions(other)
-
-
-def _functions(message: PlainMessage) -> list[Any]:
-    return [call["function"] for call in message.get("tool_calls", ())]
 
 
 def _text(content: Any) -> str:

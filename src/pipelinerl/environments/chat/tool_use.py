@@ -42,24 +42,16 @@ class Tool(NamedTuple):
 def tool_of(function: Callable[..., Any]) -> Tool:
     """A function as a tool, called in this process between two engine steps: it must be fast and safe.
 
-    Raises EnvironmentSetupError as `schema_of` does.
+    The model is shown its type hints and its docstring in Google style. Raises EnvironmentSetupError that names what is
+    missing.
     """
+    from transformers.utils import get_json_schema  # noqa: PLC0415 - takes seconds, and only tools need it
 
     async def call(arguments: dict[str, Any]) -> Any:
         return function(**arguments)
 
-    return Tool(schema_of(function), call)
-
-
-def schema_of(function: Callable[..., Any]) -> ToolSchema:
-    """The description of a function for the model, from its type hints and its docstring in Google style.
-
-    Raises EnvironmentSetupError that names what is missing.
-    """
-    from transformers.utils import get_json_schema  # noqa: PLC0415 - takes seconds, and only tools need it
-
     try:
-        schema: ToolSchema = get_json_schema(function)
+        return Tool(get_json_schema(function), call)
     except Exception as error:  # two private types of transformers, and whatever unresolvable type hints raise
         name = getattr(function, "__name__", repr(function))
         what = " ".join(str(error).split())
@@ -67,7 +59,6 @@ def schema_of(function: Callable[..., Any]) -> ToolSchema:
             f"can't describe the tool {name} to the model: {what} (needed: type hints, and a docstring that says what it "
             "does and has each argument under `Args:`)"
         ) from error
-    return schema
 
 
 class ToolUse(NamedTuple):
@@ -130,24 +121,21 @@ async def use_tools(
 
 async def _result(call: ToolCall, tools: Mapping[str, Tool]) -> tuple[str, bool]:
     """The result of a call as shown to the model, and whether it failed."""
-    tool = tools.get(call.name)
+    tool, failed = tools.get(call.name), True
     if tool is None:
         return f"Error: there is no tool {call.name!r}; there are: {', '.join(tools) or 'none'}", True
     try:
         result = await tool.call(call.arguments)
         text = result if isinstance(result, str) else msgspec.json.encode(result).decode()
+        failed = False
     except (EnvironmentSetupError, RolloutError):
         raise
     except ToolError as error:
-        return _shortened(f"Error: {error}"), True
+        text = f"Error: {error}"
     except Exception as error:  # noqa: BLE001 - a failing tool, or a result that is not JSON, is shown to the model
-        return _shortened(f"Error: {type(error).__name__}: {error}"), True
-    return _shortened(text), False
-
-
-def _shortened(text: str) -> str:
+        text = f"Error: {type(error).__name__}: {error}"
     left_out = len(text) - MAX_RESULT
-    return text if left_out <= 0 else f"{text[:MAX_RESULT]}... ({left_out} more characters)"
+    return text if left_out <= 0 else f"{text[:MAX_RESULT]}... ({left_out} more characters)", failed
 
 
 def require_chat(tokenizer: Tokenizer, kind: str) -> None:

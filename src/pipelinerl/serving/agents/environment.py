@@ -98,7 +98,7 @@ class AgentEnvironment:
             returned = await self._call(dict(problem.payload), base_url, API_KEY)
         reward, metrics = score_of(returned, "the agent")
         conversation = session.conversation
-        if not conversation.turns:
+        if not conversation.answers:
             raise RolloutError("the agent sent no request to the model at `base_url`")
         ignored = {"sampling_ignored": float(session.ignored)} if self._ignore_sampling else {}
         ignored["cancelled_turns"] = float(session.made - len(conversation.turns))

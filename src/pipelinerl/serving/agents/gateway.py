@@ -19,6 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from pipelinerl.environments.chat.messages import encode_text
 from pipelinerl.environments.chat.conversation import ChatAnswer, Conversation, Prompt
 from pipelinerl.environments.prompts import TextStream, plain_decoder
 from pipelinerl.errors import EnvironmentSetupError, RequestError, RolloutError
@@ -100,7 +101,7 @@ class AgentSession:
     def delivered(self, answer: ChatAnswer) -> None:
         """Add an answer to the conversation that is being sent to the agent."""
         if not self._closed:
-            self.conversation.add(answer)
+            self.conversation.answers.append(answer)
 
     async def answer(self, request: AnyBody) -> ChatAnswer:
         """One call of the model. `delivered` adds it to the conversation.
@@ -117,7 +118,7 @@ class AgentSession:
             if isinstance(request, ChatBody):
                 prompt = self.conversation.prompt(request.messages, request.offered_tools)
             elif isinstance(request.prompt, str):
-                prompt = self.conversation.text_prompt(request.prompt)
+                prompt = Prompt(encode_text(self._client.tokenizer, request.prompt, special=True), request.prompt)
             else:
                 prompt = Prompt(tuple(request.prompt), "")
             answered = self.conversation.answer_of(prompt, *await self._generate(request, prompt.ids))

@@ -247,9 +247,13 @@ def outcomes(
 @pytest.mark.parametrize(
     ("returned", "reason", "message"),
     [
-        (None, "bad_rollout", "the agent returned None, not a number"),
-        ({"reward": "1"}, "bad_rollout", "the agent['reward'] returned a str"),
-        ((1.0,), "bad_rollout", "the agent returned a tuple, not a number, a dict of 'reward' and other "),
+        (None, "bad_rollout", "the result of the agent is None, not a number"),
+        ({"reward": "1"}, "bad_rollout", "the agent['reward'] is a str"),
+        (
+            (1.0,),
+            "bad_rollout",
+            "the result of the agent is a tuple, not a number, a dict of 'reward' and other ",
+        ),
         (KeyError("what"), "raised", "KeyError: 'what'"),
         (SystemExit(3), "raised", "it raised SystemExit"),
         (StopIteration(), "raised", "it raised StopIteration"),
