@@ -107,7 +107,9 @@ WRONG = {
         "an empty answer to its first problem: raised: RuntimeError: reward: task.py, line 9: AttributeError: 'Problem'",
     ),
     "reward loops": (
-        lambda folder: klass(folder, "reward_limits = {'timeout_s': 0.3}\ndef reward(self, problem, text):\n    while True: pass"),
+        lambda folder: klass(
+            folder, "reward_limits = {'timeout_s': 0.3}\ndef reward(self, problem, text):\n    while True: pass"
+        ),
         "timeout: reward (task.py:Task): it took longer than 0.3 s, in line 10; its process was ended",
     ),
     "problem raises": (

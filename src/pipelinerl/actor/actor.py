@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
@@ -22,12 +23,21 @@ import msgspec
 
 from pipelinerl.actor.evaluation import Evaluations
 from pipelinerl.actor.groups import GroupRunner
-from pipelinerl.actor.probe import WeightProbe
 from pipelinerl.actor.rollouts import IDLE_S
-from pipelinerl.interfaces import ALLOWED, Admission, Board, Verdict
+from pipelinerl.errors import RequestError
+from pipelinerl.interfaces import ALLOWED, Admission, AsyncEngine, Board, Verdict
 from pipelinerl.metrics.timeline import TimelineWriter
 from pipelinerl.status.board import ALONE, GenerationStages, StatusReporter
-from pipelinerl.types import ActorProgress, EngineProgress, StageState
+from pipelinerl.types import (
+    TRAINER,
+    ActorProgress,
+    EngineProgress,
+    GenerationRequest,
+    ProbeReading,
+    SamplingParams,
+    StageState,
+    trainer_progress,
+)
 
 if TYPE_CHECKING:
     from pipelinerl.weights.receiving import Receiver
@@ -38,6 +48,9 @@ LONGEST_IDLE = 8
 """The sleep of an idle actor grows up to this multiple of `idle_s`, to leave the cores to other processes."""
 OPEN_ROLLOUTS_PER_SLOT = 4
 """Default of `actor.max_open_rollouts`, per slot."""
+READINGS_KEPT = 16
+PROBE_TIMEOUT_S = 60.0
+"""Later versions have been probed by then."""
 
 
 def open_limit(configured: int | None, slots: int, *, in_rounds: bool) -> int | None:
@@ -103,7 +116,7 @@ class Actor:
         while self._groups.finished:
             self._admission.hand_over(self._groups.finished[0])
             self._groups.handed_over()
-        self._groups.stream_dropped(self._admission.take_dropped())
+        self._groups.dropped_by_stream += self._admission.take_dropped()
 
     async def _take_weights(self) -> None:
         """Apply new weights if there are any and the schedule allows it, and probe the engine once per version."""
@@ -123,26 +136,22 @@ class Actor:
         return verdict
 
     def _start_groups(self) -> Verdict:
-        """Start groups while the engine has room. Returns why no more were started, or an allowing verdict if it is full."""
+        """Start groups while the engine has room. Returns why no more were started, or an allowing verdict if it is full.
+
+        `admission` decides over all actors.
+        """
         room = self._slots - self._engine.in_progress - self._engine.queued
         while room > 0:
-            verdict = self._may_start()
-            if not verdict.allowed:
-                return verdict
+            if self._stopping:
+                return Verdict(False, "nothing: it was asked to stop")
+            if self._max_open is not None and self._groups.running >= self._max_open:
+                return Verdict(False, f"the environment: {self._groups.running} rollouts are open and request no tokens")
             size = self._groups.config.group_size
             index, verdict = self._admission.claim(self._engine.version, size, room=room)
             if index is None:
                 return verdict
             room -= size if self._groups.start(index, self._engine.version) else 0
             self._hand_over()  # a skipped problem is recorded before the next one is chosen
-        return ALLOWED
-
-    def _may_start(self) -> Verdict:
-        """Whether this actor's own state allows another group. `admission` decides over all actors."""
-        if self._stopping:
-            return Verdict(False, "nothing: it was told to stop")
-        if self._max_open is not None and self._groups.running >= self._max_open:
-            return Verdict(False, f"the environment: {self._groups.running} rollouts are open and request no tokens")
         return ALLOWED
 
     async def _idle(self, stepped: bool) -> None:
@@ -165,7 +174,7 @@ class Actor:
             self._actor_status.report("done" if self._stopping else "waiting", "", self._actor_progress)
 
     async def stop(self) -> None:
-        """Stop starting groups and cancel running rollouts, which stay counted as in progress."""
+        """Stop starting groups, cancel running rollouts, which stay counted as in progress, and publish the final counts."""
         self._stopping = True
         self._groups.cancel()
         self._evaluations.end()
@@ -176,11 +185,7 @@ class Actor:
         await self._engine.advance()  # the engine ends these requests
         self._hand_over()
         self._admission.settle()
-        self._groups.stream_dropped(self._admission.take_dropped())
-        self.close()
-
-    def close(self) -> None:
-        """Publish the final counts."""
+        self._groups.dropped_by_stream += self._admission.take_dropped()
         self._engine_status.report("done", "", self._engine_progress, now=True)
         self._actor_status.report("done", "", self._actor_progress, now=True)
 
@@ -240,3 +245,62 @@ class Actor:
             evaluated=self._evaluations.answered,
             evaluating=self._evaluations.status,
         )
+
+
+class WeightProbe:
+    """After each update, samples a token whose log-prob the trainer compares with its own model's.
+
+    Checksums prove what an engine was sent and what it stores; only its output proves which weights it uses. The probe is an
+    ordinary request for one token after the prompt that the trainer publishes on `board`, so it works with any engine.
+
+    `stage` is the engine's name there. `readings` are the latest results, oldest first. `unreported` is true if there are
+    new ones; the reader resets it.
+    """
+
+    def __init__(self, engine: AsyncEngine, board: Board, stage: str) -> None:
+        self.readings: deque[ProbeReading] = deque(maxlen=READINGS_KEPT)
+        self.unreported = False
+        self._engine = engine
+        self._board = board
+        self._stage = stage
+        self._prompt_ids: tuple[int, ...] = ()
+        self._asked = -1
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def ask(self) -> None:
+        """Probe every replica of the model, once per version. Does not wait."""
+        version = self._engine.version
+        if not self._prompt_ids and (trainer := trainer_progress(self._board.read(TRAINER))):
+            self._prompt_ids = tuple(trainer.probe_ids)
+        if version == self._asked or not self._prompt_ids:
+            return
+        self._asked = version
+        for copy in range(self._engine.copies):
+            request = GenerationRequest(
+                id=f"probe-v{version}.{copy}",
+                prompt_ids=self._prompt_ids,
+                sampling=SamplingParams(max_tokens=1),
+                copy=copy,
+            )
+            task = asyncio.create_task(self._read(request, copy))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def cancel(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _read(self, request: GenerationRequest, copy: int) -> None:
+        try:
+            completion = await asyncio.wait_for(self._engine.generate(request), PROBE_TIMEOUT_S)
+        except (RequestError, TimeoutError):
+            return
+        versions = {span.version for span in (*completion.prompt_versions, *completion.weight_versions)}
+        if len(versions) == 1 and completion.token_ids:  # otherwise an update came during the probe
+            name = self._stage if self._engine.copies == 1 else f"{self._stage}[{copy}]"
+            reading = ProbeReading(
+                engine=name, version=versions.pop(), token_id=completion.token_ids[0], logprob=completion.logprobs[0]
+            )
+            self.readings.append(reading)
+            self.unreported = True

@@ -139,25 +139,16 @@ class EngineClient:
             self._engine.cancel(request_id)
 
 
-class Awake:
+class Awake(set["RolloutClient"]):
     """The rollouts that were started or got tokens, and have neither asked for more tokens nor ended since."""
-
-    def __init__(self) -> None:
-        self._rollouts: set[RolloutClient] = set()
-
-    def add(self, rollout: RolloutClient) -> None:
-        self._rollouts.add(rollout)
-
-    def discard(self, rollout: RolloutClient) -> None:
-        self._rollouts.discard(rollout)
 
     async def settle(self) -> None:
         """Let rollouts run until none is awake. Those that are awake after `MOST_PASSES` passes are not waited for again."""
         for _ in range(MOST_PASSES):
-            if not self._rollouts:
+            if not self:
                 return
             await asyncio.sleep(0)
-        self._rollouts.clear()
+        self.clear()
 
 
 class RolloutClient:
@@ -179,7 +170,7 @@ class RolloutClient:
         awake: Awake | None = None,
     ) -> None:
         self._engine = engine
-        self._awake = awake or Awake()
+        self._awake = Awake() if awake is None else awake
         self._awake.add(self)
         self.tokenizer = tokenizer
         self.sampling = sampling

@@ -116,7 +116,8 @@ class Evaluations:
         if not self._config.problems:
             return False
         context = self._context
-        self._begin(when, context.engine.version)
+        self._current = when, context.engine.version
+        self._waiting.extend(range(len(self._questions)))
         try:
             while not self._collect():
                 self._start(context.slots)
@@ -137,20 +138,19 @@ class Evaluations:
         if version < self._until and version // self._config.every > self._due:
             self._due = version // self._config.every
             if self._current is None:
-                self._begin("online", version)
+                self._current = "online", version
+                self._waiting.extend(range(len(self._questions)))
             else:
-                self._skip(f"the evaluation due at version {version} is skipped: {self.status}")
+                self._skipped += 1
+                logger.warning("the evaluation due at version %d is skipped: %s", version, self.status)
         return self._start(self._online_slots)
 
     def end(self) -> None:
         """End of training: cancel and skip the running evaluation, unless it has just ended."""
         if not self._collect():
-            self._skip(f"the evaluation is cancelled because training is over: {self.status}")
+            self._skipped += 1
+            logger.warning("the evaluation is cancelled because training is over: %s", self.status)
             self._cancel()
-
-    def _begin(self, when: When, version: int) -> None:
-        self._current = when, version
-        self._waiting.extend(range(len(self._questions)))
 
     def _start(self, slots: int) -> bool:
         """Start attempts until `slots` are running or none are left. They begin in the next event-loop pass.
@@ -202,10 +202,6 @@ class Evaluations:
         self._current, self._answers = None, {}
         self._running.clear()
         self._waiting.clear()
-
-    def _skip(self, why: str) -> None:
-        self._skipped += 1
-        logger.warning("%s", why)
 
 
 def held_out_problems(environment: Environment, count: int) -> Sequence[Problem]:

@@ -7,7 +7,6 @@ import re
 import sysconfig
 import traceback
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -53,7 +52,10 @@ class Failure(NamedTuple):
 def failure_of(error: BaseException) -> Failure:
     """What an error of the environment means. A too long prompt takes precedence in an exception group."""
     trace = "".join(traceback.format_exception(error)).rstrip()
-    for part in _leaves(error):
+    parts = [error]
+    for part in parts:
+        if isinstance(part, BaseExceptionGroup):
+            parts += part.exceptions
         if isinstance(part, PromptTooLongError):
             return Failure("prompt_too_long", str(part))
     if isinstance(error, RolloutError):
@@ -66,14 +68,6 @@ def failure_of(error: BaseException) -> Failure:
 def user_frames(trace: str) -> list[str]:
     """The frames of the user's files in a traceback, outermost first."""
     return [frame[0] for frame in FRAME.finditer(trace) if not frame[1].startswith(NOT_USER_CODE)]
-
-
-def _leaves(error: BaseException) -> Iterator[BaseException]:
-    if isinstance(error, BaseExceptionGroup):
-        for part in error.exceptions:
-            yield from _leaves(part)
-    else:
-        yield error
 
 
 class FailureLog:

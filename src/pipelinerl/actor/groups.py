@@ -41,38 +41,16 @@ class OpenGroup:
     lengths: list[int] = field(default_factory=list)
     failed: int = 0
 
-    @property
-    def in_progress(self) -> int:
-        """Attempts that are running, or finished and waiting for the rest of the group. Failed ones are excluded."""
-        return self.size - self.failed
-
     def rollout_name(self, number: int) -> str:
         return f"g{self.index}.a{number}"
-
-    def record(self) -> Group:
-        """The finished group, with rollouts in order of attempt; without rollouts if all attempts failed."""
-        ended = sorted(self.outcomes.items())
-        rollouts = tuple(
-            msgspec.structs.replace(outcome, id=self.rollout_name(number), attempt=number)
-            for number, outcome in ended
-            if isinstance(outcome, Rollout)
-        )
-        dropped: Counter[str] = Counter(outcome.reason for _, outcome in ended if isinstance(outcome, Failure))
-        return Group(
-            index=self.index,
-            problem=self.problem,
-            rollouts=rollouts,
-            started=self.size,
-            dropped=dict(dropped),
-            started_version=self.started_version,
-        )
 
 
 class GroupRunner:
     """Runs the attempts of groups as tasks of the event loop. `skips` decides which problems are skipped.
 
     `open` has the groups by index, `finished` the complete ones in order of completion. `running` counts attempts that have
-    not ended, and groups whose rollouts are being scored together.
+    not ended, and groups whose rollouts are being scored together. `dropped_by_stream` counts rollouts of groups that were
+    handed over, and that the stream has replaced by newer ones.
     """
 
     def __init__(
@@ -95,7 +73,7 @@ class GroupRunner:
         self._started_lengths: deque[int] = deque(maxlen=RECENT_ATTEMPTS)
         self._handed_over = 0
         self._cut = 0
-        self._dropped_by_stream = 0
+        self.dropped_by_stream = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._crash: BaseException | None = None
 
@@ -103,7 +81,7 @@ class GroupRunner:
     def in_progress(self) -> int:
         """Rollouts of open groups and of groups still in `finished`, without failed attempts."""
         waiting = sum(len(group.rollouts) for group in self.finished)
-        return waiting + sum(group.in_progress for group in self.open.values())
+        return waiting + sum(group.size - group.failed for group in self.open.values())
 
     def progress(self) -> ActorProgress:
         """Counts since the actor was made, without those of evaluations.
@@ -112,13 +90,13 @@ class GroupRunner:
         group. A mean over completed attempts would be biased: of the latest groups, short attempts complete first.
         """
         dropped = dict(self._failures.counts)
-        if self._dropped_by_stream:
-            dropped[STREAM_DROP] = self._dropped_by_stream
+        if self.dropped_by_stream:
+            dropped[STREAM_DROP] = self.dropped_by_stream
         return ActorProgress(
             groups_started=self.groups_started,
             groups_skipped=self.groups_skipped,
             rollouts_started=self.groups_started * self.config.group_size,
-            rollouts_handed_over=self._handed_over - self._dropped_by_stream,
+            rollouts_handed_over=self._handed_over - self.dropped_by_stream,
             rollouts_cut=self._cut,
             rollouts_dropped=dropped,
             dropped_tokens=dict(self._failures.tokens),
@@ -166,10 +144,6 @@ class GroupRunner:
         self._handed_over += len(group.rollouts)
         self._cut += sum(rollout.turns[-1].completion.finish_reason == "length" for rollout in group.rollouts)
 
-    def stream_dropped(self, rollouts: int) -> None:
-        """Count `rollouts` that were handed over as dropped: the stream replaced their group by a newer one."""
-        self._dropped_by_stream += rollouts
-
     def cancel(self) -> None:
         """Cancel running attempts. They stay counted as in progress."""
         for task in tuple(self._tasks):
@@ -214,8 +188,23 @@ class GroupRunner:
         self._close(group)
 
     def _close(self, group: OpenGroup) -> None:
+        """The group is finished, with rollouts in order of attempt; without rollouts if all attempts failed."""
         del self.open[group.index]
-        self.finished.append(group.record())
+        ended = sorted(group.outcomes.items())
+        rollouts = tuple(
+            msgspec.structs.replace(outcome, id=group.rollout_name(number), attempt=number)
+            for number, outcome in ended
+            if isinstance(outcome, Rollout)
+        )
+        finished = Group(
+            index=group.index,
+            problem=group.problem,
+            rollouts=rollouts,
+            started=group.size,
+            dropped=dict(Counter(outcome.reason for _, outcome in ended if isinstance(outcome, Failure))),
+            started_version=group.started_version,
+        )
+        self.finished.append(finished)
         self._waiting_lengths[group.index] = group.lengths
         oldest = min(self.open, default=None)
         for index in sorted(self._waiting_lengths):

@@ -189,12 +189,12 @@ async def score(
         scored = await environment.score_group(problem, rollouts)
         if not isinstance(scored, Sequence) or len(scored) != len(rollouts):
             raise RolloutError(f"score_group returned {type_name(scored)}, not a list of {len(rollouts)} rollouts")
-        return [_rescored(before, after) for before, after in zip(rollouts, scored, strict=True)]
+        made = []
+        for before, after in zip(rollouts, scored, strict=True):
+            if not isinstance(cast("object", after), Rollout) or after.turns != before.turns:
+                raise RolloutError("score_group may change only rewards and metrics, and not the order of the rollouts")
+            reward, metrics = finite(after.reward, "the reward"), metrics_of(after.metrics)
+            made.append(msgspec.structs.replace(before, reward=reward, metrics=metrics))
+        return made
 
     return await guarded(compare, timeout_s, "score_group")
-
-
-def _rescored(before: Rollout, after: object) -> Rollout:
-    if not isinstance(after, Rollout) or after.turns != before.turns:
-        raise RolloutError("score_group may change only rewards and metrics, and not the order of the rollouts")
-    return msgspec.structs.replace(before, reward=finite(after.reward, "the reward"), metrics=metrics_of(after.metrics))

@@ -1,17 +1,34 @@
-"""Turns a finished group into training samples, and counts dropped rollouts by reason and length."""
+"""Turns a finished group into training samples, and counts dropped rollouts by reason and length.
+
+rollout stream ──▶ reader of the trainer                                                     (one process)
+rollout stream ──▶ reader ──▶ PreprocessorStage ──▶ hub ──▶ trainer                          (two)
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+import math
+import time
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import Literal, Protocol
 
 import msgspec
 
 from pipelinerl.config.schema import PreprocessConfig
 from pipelinerl.errors import RolloutError
-from pipelinerl.preprocess.advantages import advantages
+from pipelinerl.hub.client import HubReader
+from pipelinerl.interfaces import Board
 from pipelinerl.preprocess.turns import join_turns
-from pipelinerl.types import Group, Prepared, Rollout, Segment, TrainingSample
+from pipelinerl.status.board import StatusReporter
+from pipelinerl.types import ACTOR, PREPROCESSOR, TRAINER, Group, Prepared, Rollout, Segment, TrainingSample
+
+MAX_REWARD = 1e30
+"""Rewards of a larger magnitude are rejected: the loss uses float32, whose largest number is 3e38."""
+
+STD_EPSILON = 1e-6
+"""Added to the standard deviation before dividing by it, so that tiny differences in reward are not amplified."""
+
+POLL_S = 0.002
 
 
 class ReferenceScorer(Protocol):
@@ -116,3 +133,66 @@ def _with_reference(samples: Sequence[TrainingSample], reference: ReferenceScore
         )
         for sample in samples
     ]
+
+
+def advantages(
+    rewards: Sequence[float], *, baseline: Literal["group_mean", "leave_one_out"], normalize_std: bool = False
+) -> list[float]:
+    """The advantage of each of a group's K rewards; 0 for a group of one.
+
+    `group_mean`: R_i - mean(R), as in the paper. `leave_one_out`: R_i - mean of the others, which does not depend on R_i.
+    With `normalize_std`, they are divided by the rewards' population standard deviation plus `STD_EPSILON`. Sums are
+    exact (rational arithmetic): a reward that equals its baseline gets exactly 0.0, which the filters rely on.
+
+    Raises ValueError for a reward that is not finite or beyond `MAX_REWARD`.
+    """
+    for reward in rewards:
+        if not abs(reward) <= MAX_REWARD:  # true for NaN too
+            raise ValueError(f"reward {reward} is not a finite number between -{MAX_REWARD:g} and {MAX_REWARD:g}")
+    exact, size = [Fraction(reward) for reward in rewards], len(rewards)
+    mean = sum(exact, Fraction()) / max(1, size)
+    deviations = [reward - mean for reward in exact]
+    # R_i - (sum - R_i) / (K - 1) = K / (K - 1) * (R_i - mean)
+    factor = Fraction(size, size - 1) if baseline == "leave_one_out" and size > 1 else 1
+    result = [float(deviation * factor) for deviation in deviations]
+    if not normalize_std:
+        return result
+    scale = STD_EPSILON + math.hypot(*map(float, deviations)) / math.sqrt(max(1, size))
+    return [value / scale for value in result]
+
+
+class PreprocessorStage:
+    """The preprocessor as a stage in a process of its own. Otherwise the trainer's reader prepares each group.
+
+    consumes      groups from the rollout stream, a few more than the trainer has taken
+    produces      prepared groups, in the same order
+    waits for     the actor, when there is no group, or the trainer, when enough groups are prepared
+
+    If the stage is killed, the group that it had is prepared again.
+    """
+
+    def __init__(self, reader: HubReader[Prepared], *, board: Board) -> None:
+        self._reader = reader
+        self._status = StatusReporter(board, PREPROCESSOR, time.monotonic)
+
+    def run(self, stop: Callable[[], bool]) -> None:
+        """Call `pump` until `stop()` is true. The last status on the status board tells how the stage ended."""
+        try:
+            while not stop():
+                if not self.pump():
+                    time.sleep(POLL_S)
+        except BaseException as error:
+            self._status.report("failed", type(error).__name__, now=True)
+            raise
+        self._status.report("done", "", now=True)
+
+    def pump(self) -> bool:
+        """Prepare the next group, and pass it on. False if there is none, or no room."""
+        read = self._reader.read(1)
+        for offset, prepared in read:
+            self._reader.pass_on(offset, prepared)
+            self._status.report("working", f"group {prepared.index} is prepared")
+        if not read:
+            wait = "groups from the actor, or the trainer to read prepared groups"
+            self._status.report("waiting", wait, waits_for=(ACTOR, TRAINER))
+        return bool(read)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from pipelinerl.errors import RolloutError
-from pipelinerl.types import Completion, Segment, Turn, versions_from_spans
+from pipelinerl.types import Segment, Turn, versions_from_spans
 
 LOGPROB_TOLERANCE = 1e-2
 """How far rounding (a bfloat16 head) may push a log-probability above 0; higher values are rejected."""
 
 
-@dataclass(frozen=True)
-class JoinedTurns:
+class JoinedTurns(NamedTuple):
     """All turns of a rollout. `behaviour_logprobs` and `versions` have one entry per sampled token, in order."""
 
     segments: tuple[Segment, ...]
@@ -75,29 +75,24 @@ class _OpenSegment:
 
 def _check(turn: Turn, number: int) -> list[int]:
     """The version of each token of the turn's completion. Raises RolloutError if the turn is inconsistent."""
-    completion = turn.completion
+    completion, versions, wrong = turn.completion, list[int](), ""
     if not turn.prompt_ids:
-        raise RolloutError(f"turn {number} (request {completion.request_id}) has an empty prompt")
-    if len(completion.logprobs) != len(completion.token_ids):
-        raise RolloutError(
-            f"turn {number} (request {completion.request_id}) has {len(completion.token_ids)} tokens "
-            f"but {len(completion.logprobs)} log-probabilities"
-        )
-    if min(turn.prompt_ids) < 0 or min(completion.token_ids, default=0) < 0:
-        raise RolloutError(f"turn {number} (request {completion.request_id}) has a negative token id")
-    for logprob in completion.logprobs:
-        if not math.isfinite(logprob) or logprob > LOGPROB_TOLERANCE:
-            raise RolloutError(f"turn {number} (request {completion.request_id}): {logprob} is not a log-probability")
-    return _versions(completion, number)
-
-
-def _versions(completion: Completion, number: int) -> list[int]:
-    if not completion.token_ids and not completion.weight_versions:
-        return []
-    try:
-        versions = versions_from_spans(completion.weight_versions, len(completion.token_ids))
-    except ValueError as error:
-        raise RolloutError(f"turn {number} (request {completion.request_id}): {error}") from error
-    if min(versions, default=0) < 0:
-        raise RolloutError(f"turn {number} (request {completion.request_id}) has a negative weight version")
+        wrong = " has an empty prompt"
+    elif len(completion.logprobs) != len(completion.token_ids):
+        wrong = f" has {len(completion.token_ids)} tokens but {len(completion.logprobs)} log-probabilities"
+    elif min(turn.prompt_ids) < 0 or min(completion.token_ids, default=0) < 0:
+        wrong = " has a negative token id"
+    else:
+        for logprob in completion.logprobs:
+            if not math.isfinite(logprob) or logprob > LOGPROB_TOLERANCE:
+                wrong = f": {logprob} is not a log-probability"
+    if not wrong and (completion.token_ids or completion.weight_versions):
+        try:
+            versions = versions_from_spans(completion.weight_versions, len(completion.token_ids))
+        except ValueError as error:
+            wrong = f": {error}"
+        if min(versions, default=0) < 0:
+            wrong = " has a negative weight version"
+    if wrong:
+        raise RolloutError(f"turn {number} (request {completion.request_id}){wrong}")
     return versions

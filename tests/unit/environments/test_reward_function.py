@@ -22,6 +22,7 @@ from tests.unit.scripted_engine import STOP, CharTokenizer, ScriptedEngine
 
 TOKENIZER = CharTokenizer()
 TIMEOUT_S = 30.0
+WANTED = "a number, a dict of 'reward' and other numbers, or (reward, dict)"
 
 REWARDS = """
 import os, time
@@ -103,7 +104,10 @@ def test_an_answer_is_worth_what_the_function_says(task, isolate):
     assert [(failure.reason, failure.message) for failure in failed] == [
         ("raised", "RuntimeError: reward: rewards.py, line 6: ValueError: no such answer"),
         ("bad_rollout", "the result of reward is nan, not a finite number"),
-        ("bad_rollout", "the result of reward is a str, not a number, a dict of 'reward' and other numbers, or (reward, dict)"),
+        (
+            "bad_rollout",
+            "the result of reward is a str, not a number, a dict of 'reward' and other numbers, or (reward, dict)",
+        ),
     ]
 
 
@@ -253,7 +257,10 @@ def test_what_is_no_reward_is_named_with_what_one_is(returned):
     kind = "None" if returned is None else f"a {type(returned).__name__}"
     with pytest.raises(RolloutError) as caught:
         score_of(returned, "r")
-    assert str(caught.value) == f"the result of r is {kind}, not a number, a dict of 'reward' and other numbers, or (reward, dict)"
+    assert (
+        str(caught.value)
+        == f"the result of r is {kind}, not a number, a dict of 'reward' and other numbers, or (reward, dict)"
+    )
 
 
 def test_what_names_a_function():

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelinerl.preprocess.advantages import STD_EPSILON, advantages
+from pipelinerl.preprocess.preprocessor import STD_EPSILON, advantages
 
 Baseline = Literal["group_mean", "leave_one_out"]
 BASELINES: list[Baseline] = ["group_mean", "leave_one_out"]

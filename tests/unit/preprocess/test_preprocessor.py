@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pipelinerl.config.schema import PreprocessConfig
 from pipelinerl.errors import RolloutError
 from pipelinerl.preprocess import Preprocessor
-from pipelinerl.preprocess.advantages import advantages
+from pipelinerl.preprocess.preprocessor import advantages
 from pipelinerl.types import Completion, FinishReason, Group, Prepared, Problem, Rollout, Segment, Turn, spans_from_versions
 
 

@@ -21,7 +21,7 @@ from pipelinerl.actor.actor import open_limit
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import RunDirectoryError
 from pipelinerl.experiments.planner.calibration import Calibration, LengthDistribution, Utilisation, prompt_tokens_mean
-from pipelinerl.preprocess.advantages import advantages
+from pipelinerl.preprocess.preprocessor import advantages
 from pipelinerl.report.curves import begin_s
 from pipelinerl.report.series import measure, rates_after, read_groups, read_run
 from pipelinerl.schedule import Schedule, make_schedule, stream_capacity
