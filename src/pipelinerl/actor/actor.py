@@ -174,7 +174,7 @@ class Actor:
             self._actor_status.report("done" if self._stopping else "waiting", "", self._actor_progress)
 
     async def stop(self) -> None:
-        """Stop starting groups, cancel running rollouts, which stay counted as in progress, and publish the final counts."""
+        """Stop starting groups, cancel running rollouts, which stay counted as in progress."""
         self._stopping = True
         self._groups.cancel()
         self._evaluations.end()
@@ -186,6 +186,10 @@ class Actor:
         self._hand_over()
         self._admission.settle()
         self._groups.dropped_by_stream += self._admission.take_dropped()
+        self.close()
+
+    def close(self) -> None:
+        """Publish the final counts."""
         self._engine_status.report("done", "", self._engine_progress, now=True)
         self._actor_status.report("done", "", self._actor_progress, now=True)
 
