@@ -99,15 +99,13 @@ class TrainerCounters(msgspec.Struct, frozen=True, kw_only=True):
 class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
     """The contents of a checkpoint besides the model and the optimizer's moments.
 
-    `rng` is the state of torch's generators by device, in base64. `files` lists all other files in the folder, `session` is
-    the id of the session that wrote it.
+    `rng` is the state of torch's generators by device, in base64. `files` lists all other files in the folder.
     """
 
     version: int
     rng: dict[str, str] = {}
     positions: QueuePosition = msgspec.field(default_factory=QueuePosition)
     counters: TrainerCounters = TrainerCounters()
-    session: str = ""
     files: dict[str, FileRecord] = {}
     format: int = FORMAT
 

@@ -72,7 +72,6 @@ def save(directory: Path, version: int, learner: Learner | None = None, *, train
         rng=rng_state(),
         positions=QueuePosition(offset=7, settled_ids=("1/0",), ledger=GroupLedger(2, {4})),
         counters=TrainerCounters(queue=QueueCounts(trained=trained, dropped={"stale": 2})),
-        session="abc",
     )
     parts: Any = {"model": learner.model, "tokenizer": make_tokenizer(), "optimizer": learner.save_optimizer}
     return write_checkpoint(directory, state, keep=keep, **parts)()

@@ -234,12 +234,10 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
     `config` is the session's configuration without secrets, `threads` the trainer's CPU threads, and `rng` the state of
     torch's generators before the first step. If a later session begins at the same version or an earlier one, the steps of
     this one from there on do not count. `rollouts_bytes` and `trained_bytes` are the sizes of the files with these names
-    before the session. `id`: that of the session, which its checkpoints have too. `inputs`: checksums of
-    the environment's files.
+    before the session. `inputs`: checksums of the environment's files.
     """
 
     version: int
-    id: str = ""
     inputs: dict[str, str] = {}
     config: dict[str, Any]
     threads: int

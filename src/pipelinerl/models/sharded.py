@@ -153,10 +153,5 @@ def _gather(parameters: Mapping[str, DTensor], room: Mapping[str, Tensor] | None
             room[name].copy_(torch.cat(parts)[: parameter.numel()].view(parameter.shape))
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """All rows of a sharded tensor, on all ranks; any other tensor unchanged."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}

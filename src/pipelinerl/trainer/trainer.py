@@ -52,7 +52,6 @@ class CheckpointPlan:
 
     directory: Path
     tokenizer: Any
-    session: str = ""
     check: Callable[[], object] = lambda: None
 
 
@@ -260,9 +259,7 @@ class Trainer:
         )
         finish = write_checkpoint(
             plan.directory,
-            CheckpointState(
-                version=self._version, rng=rng_state(), positions=position, counters=counters, session=plan.session
-            ),
+            CheckpointState(version=self._version, rng=rng_state(), positions=position, counters=counters),
             model=self._learner,
             tokenizer=plan.tokenizer,
             optimizer=self._learner.save_optimizer,

@@ -300,9 +300,7 @@ def build_trainer(
         sender,
         output=output,
         stopped=session.run.stop_request.exists,
-        checkpoints=CheckpointPlan(
-            directory=session.run.checkpoints, tokenizer=policy.tokenizer, session=session.plan.id, check=settle
-        ),
+        checkpoints=CheckpointPlan(directory=session.run.checkpoints, tokenizer=policy.tokenizer, check=settle),
         state=state,
         checksum=session.plan.checksum,
     )
@@ -313,7 +311,6 @@ def session_record(session: Session) -> SessionRecord:
     plan = session.plan
     return SessionRecord(
         version=plan.version,
-        id=plan.id,
         inputs=plan.inputs,
         config=without_secrets(session.config),
         threads=torch.get_num_threads(),

@@ -1,1 +1,1 @@
-"""A trainer of several processes (`trainer.ranks`): `ranks` forms the group, `learner` computes, `plan` divides a step."""
+"""A trainer of several processes (`trainer.ranks`): `ranks` forms the group, `learner` divides a step and computes."""

@@ -9,23 +9,24 @@ result is the same as in one process: Z belongs to the step, and gradients are s
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from heapq import heappop, heappush
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed.tensor import DTensor
 
 from pipelinerl.checkpoint import OPTIMIZER_FILE, Checkpoint
 from pipelinerl.config.schema import ModelConfig, TrainerConfig
 from pipelinerl.models.loading import DTYPES, load_model
 from pipelinerl.models.packed import PackedRow
-from pipelinerl.models.sharded import distribute, empty_model, fill, gather, reshard, shard, whole
+from pipelinerl.models.sharded import distribute, empty_model, fill, gather, reshard, shard
 from pipelinerl.models.state import in_file_order, is_narrow, named_weights, not_finite, write_safetensors
 from pipelinerl.trainer.logprobs import FrozenModelScorer
-from pipelinerl.trainer.micro_batch import MicroBatch, segment_lengths
+from pipelinerl.trainer.micro_batch import MicroBatch, pack, padded_bins, segment_lengths
 from pipelinerl.trainer.on_policy import COLUMNS, OnPolicyStats
 from pipelinerl.trainer.optimizer import Optimizer, local
-from pipelinerl.trainer.sharding.plan import attention_cost, plan, plan_padded, token_cost
 from pipelinerl.trainer.sharding.ranks import Team
 from pipelinerl.trainer.step import Learner, OnMicroBatch, StepResult, Sums
 from pipelinerl.types import Segment, TrainingSample
@@ -176,7 +177,8 @@ class ShardedLearner(Learner):
             write_safetensors(state, folder / OPTIMIZER_FILE)
             return
         for tensor in in_file_order(state).values():
-            whole(tensor)  # as rank 0 does when it writes it
+            if isinstance(tensor, DTensor):
+                tensor.full_tensor()  # as rank 0 does when it writes it
 
     def load_optimizer(self, checkpoint: Checkpoint) -> None:
         """Rank 0 reads the state of all ranks, one tensor after the other. Raises CheckpointError like `Learner`."""
@@ -203,8 +205,7 @@ class ShardedLearner(Learner):
         if self._forward.padded:
             grid = plan_padded(lengths, size, budget)
         else:
-            costs = [token_cost(of_sample, self._attention_cost) for of_sample in lengths]
-            grid = plan([sample.length for sample in used], costs, size, budget)
+            grid = plan(lengths, self._attention_cost, size, budget)
         column = ([used[index] for index in row[self._team.rank]] for row in grid)
         sums = self._accumulate_all(column, len(grid), version, normalizer, on_micro_batch)
         counts = [sum(used[index].sampled_count for row in grid for index in row[rank]) for rank in range(size)]
@@ -252,3 +253,84 @@ def _of_all(own: Sums, counts: Sequence[int], rank: int) -> Sums:
     for count, of_one in zip(counts, found, strict=True):
         sums.stats.add(*of_one[:, 1 : 1 + count].float())
     return sums
+
+
+# ---- The plan of a step: which rank computes which samples in which micro-batch. Pure
+
+
+Grid = list[list[list[int]]]
+"""Row -> rank -> indices of samples. Only places in the last row may be empty.
+
+              rank 0   rank 1   rank 2
+    row 0      bin      bin      bin       the most expensive bins
+    row 1      bin      bin      bin
+    row 2      bin      bin     (empty)    the cheapest ones
+
+A row is one micro-batch on every rank. Sharded weights are gathered layer by layer, so ranks wait for each other within a
+row, not only at the end of the step: the bins of a *row* have to be even. Every rank has a place in every row, and an empty
+place is computed as well (with a loss of 0). So all ranks make the same number of collective calls, for any samples.
+"""
+
+
+def attention_cost(model: Any) -> float:
+    """The cost of a token's attention to one other token, in units of one token's matrix products."""
+    text = model.config.get_text_config()
+    heads = getattr(text, "num_attention_heads", 1)
+    width = getattr(text, "head_dim", None) or text.hidden_size // heads
+    matrices = sum(p.numel() for p in model.parameters() if p.ndim > 1)
+    return float(text.num_hidden_layers * heads * width / matrices)
+
+
+def plan(lengths: Sequence[Sequence[int]], attention: float, ranks: int, budget: int) -> Grid:
+    """Distribute samples over ranks, in bins of at most `budget` tokens. `lengths`: those of each sample's sequences.
+
+    There are as few rows as `pack` needs, or a few more if that many even bins don't exist. A sample longer than the budget
+    gets a bin of its own. No samples: no rows. `attention`: see `attention_cost`. Raises ValueError like `pack`.
+    """
+    tokens = [sum(of_sample) for of_sample in lengths]
+    costs = [sum(length + attention * length * length for length in of_sample) for of_sample in lengths]
+    rows = -(-len(pack(tokens, budget)) // ranks)
+    while (bins := _even_bins(tokens, costs, rows * ranks, budget)) is None:
+        rows += 1
+    bins.sort(key=lambda indices: (-sum(costs[i] for i in indices), indices))
+    grid = [bins[start : start + ranks] for start in range(0, len(bins), ranks)]
+    # Every other row is reversed, so that the first rank does not have the most expensive bin of each.
+    return [row[::-1] if number % 2 else row for number, row in enumerate(grid)]
+
+
+def plan_padded(lengths: Sequence[Sequence[int]], ranks: int, budget: int) -> Grid:
+    """Like `plan`, for a model that computes a bin as one padded batch: a bin costs its tokens with padding.
+
+    The bins are the smallest ones that need no more rows than bins of
+    `budget` tokens do. Neighbouring bins hold sequences of similar length.
+    """
+    rows = -(-len(padded_bins(lengths, budget)) // ranks)
+    low, high = 0, budget  # the smallest sufficient budget is in low < b <= high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if len(padded_bins(lengths, middle)) <= rows * ranks else (middle, high)
+    bins = padded_bins(lengths, high)
+    return [bins[start : start + ranks] + [[]] * (start + ranks - len(bins)) for start in range(0, len(bins), ranks)]
+
+
+def _even_bins(lengths: Sequence[int], costs: Sequence[float], count: int, budget: int) -> list[list[int]] | None:
+    """`count` bins of similar cost: the most expensive sample first, each into the cheapest bin with room.
+
+    None if a sample finds no room.
+    """
+    bins: list[list[int]] = [[] for _ in range(count)]
+    cheapest = [(0.0, number, 0) for number in range(count)]  # a heap of (cost, bin, tokens)
+    for index in sorted(range(len(lengths)), key=lambda i: (-costs[i], i)):
+        full = []
+        while cheapest:
+            cost, number, tokens = heappop(cheapest)
+            if not tokens or tokens + lengths[index] <= budget:
+                bins[number].append(index)
+                heappush(cheapest, (cost + costs[index], number, tokens + lengths[index]))
+                break
+            full.append((cost, number, tokens))
+        else:
+            return None
+        for entry in full:
+            heappush(cheapest, entry)
+    return [sorted(indices) for indices in bins]
