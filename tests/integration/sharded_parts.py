@@ -70,7 +70,6 @@ SCENARIOS = {
     "cispo": Scenario({"loss": "cispo"}),
     "decoupled": Scenario({"loss": "decoupled"}),
     "kl": Scenario(KL),
-    "kl_untied": Scenario(KL | {"loss": "ppo"}, untied=True),
     "kl_lora": Scenario(KL | {"loss": "gspo"}, model=LORA),
     "kl_bfloat16": Scenario(
         KL | APART | {"loss": "decoupled"},
@@ -78,11 +77,7 @@ SCENARIOS = {
         untied=True,
         samples=7,
     ),
-    "kl_lora_bfloat16": Scenario(KL | APART | {"loss": "cispo"}, model=LORA | {"dtype": "bfloat16"}, samples=7),
     "token_mask": Scenario(correction={"token": "mask"}),
-    "token_band": Scenario(correction={"token": "band"}),
-    "token_tv": Scenario(correction={"token": "tv", "token_low": 1e-4, "token_high": 1e-4}),
-    "sequence_truncate": Scenario(correction={"token": "none", "sequence": "truncate", "sequence_high": 1.5}),
     "sequence_geo_mask": Scenario(correction={"sequence": "geo_mask"}),
     "drift": Scenario(correction={"drift": 1e-2}),
     "sequences": Scenario({"loss_normalization": "sequences", "ess_lr": "sqrt", "weight_decay": 0.1}),
@@ -92,12 +87,8 @@ SCENARIOS = {
     "bfloat16": Scenario(APART, model={"dtype": "bfloat16", "head_dtype": "float32"}, samples=7),
     "lora_bfloat16": Scenario(APART, model=LORA | {"dtype": "bfloat16"}, samples=7),
     "in_chunks": Scenario({"head_chunk": 7, "loss": "ppo", "micro_batch_tokens": 60}, untied=True),
-    "in_chunks_kl": Scenario(KL | {"head_chunk": 7}),
     "in_chunks_kl_untied": Scenario(KL | {"head_chunk": 7}, untied=True),
     "in_chunks_lora": Scenario({"head_chunk": 7, "loss": "cispo"}, model=LORA, untied=True),
-    "in_chunks_bfloat16": Scenario(
-        APART | {"head_chunk": 7, "loss": "gspo"}, model={"dtype": "bfloat16", "head_dtype": "float32"}, samples=7
-    ),
     "some_in_chunks": Scenario(KL | {"loss": "gspo"}, untied=True, logits_at_once=20_000),
     "one_sample": Scenario(samples=1),
     "no_gradient": Scenario(samples=0),

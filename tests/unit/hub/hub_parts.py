@@ -88,7 +88,8 @@ class Place:
         return [msgspec.json.decode(json, type=Group).index for _, json in self.stream.read(1 << 30)]
 
     def recorded(self) -> list[int]:
-        return [msgspec.json.decode(line, type=Group).index for line in self.records.read_bytes().splitlines()]
+        lines = self.records.read_bytes().splitlines() if self.records.exists() else []
+        return [msgspec.json.decode(line, type=Group).index for line in lines]
 
 
 class Worker(HubClient):

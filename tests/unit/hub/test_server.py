@@ -30,7 +30,7 @@ from pipelinerl.hub.client import Claims, HubClient, HubReader, dial
 from pipelinerl.hub.hub import ROLLOUTS_FILE, Direct
 from pipelinerl.hub.server import HubServer, WorkerKind
 from pipelinerl.hub.stream import FileStream
-from pipelinerl.interfaces import ALLOWED, Admitted, PipelineState, Verdict
+from pipelinerl.interfaces import Admitted, Verdict
 from pipelinerl.schedule import AsyncSchedule, ConventionalSchedule, PipelineSchedule, Schedule
 from pipelinerl.types import Group, UpdateReceipt
 from tests.limits import small_files
@@ -244,7 +244,7 @@ def test_of_a_process_that_is_killed_while_it_sends_what_was_complete_counts(tmp
     random = Random(0)
     with served(tmp_path, MANY, stream=FileStream(tmp_path / "streams", tmp_path / ROLLOUTS_FILE)) as place:
         for _ in range(3):
-            before = len(place.recorded()) if place.records.exists() else 0
+            before = len(place.recorded())
             with place.server.connect(WorkerKind(process=0)) as end:
                 command = [sys.executable, "-c", SENDER, str(end.fileno())]
                 process = subprocess.Popen(command, pass_fds=[end.fileno()], cwd=ROOT)
@@ -376,172 +376,101 @@ def test_an_error_of_the_stream_ends_the_run_wherever_it_happens(where: str, err
         assert "Traceback" in failure.__notes__[0]
 
 
-# -------------------------------------------------------------------------------- against a slow literal reference
-
-
-class AtMost:
-    """A schedule that allows so many rollouts at once."""
-
-    in_rounds = False
-
-    def __init__(self, most: int) -> None:
-        self.most = most
-
-    def may_start(self, state: PipelineState, rollouts: int) -> Verdict:
-        return ALLOWED if state.outstanding < self.most else Verdict(False, "enough", ("trainer",))
-
-
-class Reference:
-    """What has become of each index: the process that has it, `returned` or the number of rollouts it ended with."""
-
-    def __init__(self, most: int) -> None:
-        self.fates: dict[int, str | int] = {}
-        self.holders: dict[int, int] = {}
-        self.most, self.trained = most, 0
-
-    @property
-    def returned(self) -> list[int]:
-        return sorted(index for index, fate in self.fates.items() if fate == "returned")
-
-    @property
-    def outstanding(self) -> int:
-        return K * len(self.holders) + sum(fate for fate in self.fates.values() if isinstance(fate, int)) - self.trained
-
-    def next(self) -> int:
-        return self.returned[0] if self.returned else len(self.fates)
-
-    def grant(self, process: int, index: int) -> None:
-        assert index == self.next(), "those of dead processes first, then in order"
-        assert self.outstanding < self.most
-        self.fates[index], self.holders[index] = "in progress", process
-
-    def die(self, process: int) -> None:
-        for index in [index for index, holder in self.holders.items() if holder == process]:
-            del self.holders[index]
-            self.fates[index] = "returned"
-
-
-class Interleaving:
-    """Processes that ask, hand over, die and come back, in any order; after each move all is compared."""
-
-    def __init__(self, place: Served, most: int, processes: int) -> None:
-        self.place, self.reference = place, Reference(most)
-        self.workers = [place.connect(process, Asking) for process in range(processes)]
-        self.asked, self.seen = [0] * processes, [0] * processes
-        self.recorded = list[int]()
-
-    def move(self, what: str, process: int, number: int) -> None:
-        worker, reference = self.workers[process], self.reference
-        mine = sorted(index for index, holder in reference.holders.items() if holder == process)
-        match what:
-            case "ask":
-                self.asked[process] = max(self.asked[process], self.seen[process] + number)
-                worker.ask(self.asked[process])
-            case "hand over" if mine:
-                index = mine[number % len(mine)]
-                worker.hand_over(index, rollouts=number % (K + 1))
-                del reference.holders[index]
-                reference.fates[index] = number % (K + 1)
-                self.recorded.append(index)
-            case "die":
-                last_words = (b"\0\0\1\0half of a message"[: number - 1], b"GET / HTTP/1.1\r\n\r\n")
-                worker._wire._socket.sendall(last_words[number % 2])
-                worker._wire.close()
-                self.place.server.wait_ended(WorkerKind(process=process))
-                reference.die(process)
-                self.workers[process] = self.place.connect(process, Asking)
-                self.asked[process] = self.seen[process] = 0
-            case "train":
-                ended = sum(fate for fate in reference.fates.values() if isinstance(fate, int))
-                reference.trained = min(ended, reference.trained + number)
-                self.place.server.publish(trainer_status(trained=reference.trained))
-        self.compare()
-
-    def compare(self) -> None:
-        for worker in (*self.workers, *self.workers):
-            worker.settled()
-        new = {
-            index: process for process, worker in enumerate(self.workers) for index in worker.granted[self.seen[process] :]
-        }
-        assert len(new) == sum(len(worker.granted) for worker in self.workers) - sum(self.seen), "each grant once"
-        while new:
-            self.reference.grant(new.pop(index := self.reference.next()), index)
-        self.seen = [len(worker.granted) for worker in self.workers]
-        state, reference = self.place.state, self.reference
-        state.settle(reference.trained)  # as the next claim does
-        assert {index: claim.process for index, claim in state.claims.items()} == reference.holders
-        assert state.returned == reference.returned
-        assert state.outstanding == reference.outstanding
-        waits = any(asked > seen for asked, seen in zip(self.asked, self.seen, strict=True))
-        assert not waits or reference.outstanding >= reference.most, "nobody waits for what is allowed"
-        assert (self.place.recorded() if self.place.records.exists() else []) == self.recorded
-        assert self.place.server.failure is None
+# --------------------------------------------------------------------------------------- equality of the carriers
 
 
 def counts(state: AdmissionState) -> list[Any]:
-    names = "next_index newest_version most_in_progress handed_over settled in_progress latency first_version returned"
+    names = (
+        "claims next_index newest_version most_in_progress handed_over settled in_progress latency first_version returned"
+    )
     return [getattr(state, name) for name in names.split()]
 
 
-MOVES = st.tuples(
-    st.sampled_from(["ask", "ask", "ask", "hand over", "hand over", "hand over", "train", "die"]),
-    st.integers(0, 2),
-    st.integers(1, 9),
-)
+class Both:
+    """Two generation processes twice: each calls the hub directly, and has a connection with another hub."""
+
+    def __init__(self, embedded: Place, apart: Served) -> None:
+        self.embedded, self.apart = embedded, apart
+        self.directs = [Direct(embedded.hub, process) for process in range(2)]
+        self.workers = [apart.connect(process, Asking) for process in range(2)]
+        self.held: list[list[int]] = [[], []]
+        self.versions = [0, 0]
+        self.trained = self.offered = 0
+
+    def claim(self, process: int) -> None:
+        worker, version = self.workers[process], self.versions[process]
+        index, before = self.directs[process].claim(version, K).group, len(worker.granted)
+        worker.ask(before + 1, version)
+        worker.settled()
+        assert worker.granted[before:] == ([] if index is None else [index])
+        self.held[process] += worker.granted[before:]
+        worker.ask(len(worker.granted), version)  # it does not wait for a group
+
+    def hand_over(self, process: int, number: int) -> None:
+        index, rollouts = self.held[process].pop(number % len(self.held[process])), number % (K + 1)
+        self.directs[process].hand_over(group(index, self.versions[process], rollouts))
+        self.workers[process].hand_over(index, self.versions[process], rollouts=rollouts)
+
+    def train(self) -> None:
+        self.trained, self.offered = self.trained + 2 * K, self.offered + 1
+        for place in (self.embedded.board, self.apart.server):
+            place.publish(trainer_status(self.offered, self.trained))
+
+    def take_weights(self, process: int) -> None:
+        worker, taken = self.workers[process], list[int]()
+        worker.handle(wire.MayTake, lambda message: taken.append(message.version))
+        allowed = self.directs[process].may_take(self.offered)
+        worker.send(wire.MayTake(self.offered))
+        worker.settled()
+        assert taken == [self.offered] * allowed
+        if allowed:
+            self.versions[process] = self.offered
+        else:
+            worker.send(wire.MayTake(-1))
+
+    def die(self, process: int, number: int) -> None:
+        """Perhaps within a message, or with words of another protocol."""
+        last_words = (b"\0\0\1\0half of a message"[: number % 9], b"GET / HTTP/1.1\r\n\r\n")
+        self.workers[process]._wire._socket.sendall(last_words[number % 2])
+        self.workers[process]._wire.close()
+        self.apart.server.wait_ended(WorkerKind(process=process))
+        self.embedded.state.lose(process)
+        self.workers[process], self.held[process] = self.apart.connect(process, Asking), []
+
+    def compare(self) -> None:
+        for worker in self.workers:
+            worker.settled()
+        assert counts(self.apart.state) == counts(self.embedded.state)
+        assert self.apart.server.failure is None
 
 
-@settings(max_examples=25)
-@given(most=st.integers(1, 8 * K), moves=st.lists(MOVES, min_size=5, max_size=30))
-def test_each_index_is_in_one_place_in_any_history(most: int, moves: list[tuple[str, int, int]]) -> None:
-    with tempfile.TemporaryDirectory() as folder, served(Path(folder), AtMost(most), 3) as place:
-        interleaving = Interleaving(place, most, 3)
-        for what, process, number in moves:
-            interleaving.move(what, process, number)
-
-
-@settings(max_examples=25)
+@settings(max_examples=30)
 @given(
     kind=st.sampled_from([PipelineSchedule(K, 1, stock=2 * K), ConventionalSchedule(2 * K, 2), AsyncSchedule(2 * K, 1)]),
     seed=st.integers(0, 1 << 30),
 )
 def test_a_connection_decides_as_the_hub_in_the_same_process_does(kind: Schedule, seed: int) -> None:
+    """For two processes in any history, also if they die."""
     random = Random(seed)
     with ExitStack() as stack:
         folders = [Path(stack.enter_context(tempfile.TemporaryDirectory())) for _ in range(2)]
-        embedded, apart = Place(folders[0], kind), stack.enter_context(served(folders[1], kind))
-        direct, worker = Direct(embedded.hub), apart.connect(0, Asking)
-        taken = list[int]()
-        worker.handle(wire.MayTake, lambda message: taken.append(message.version))
-        held, version, trained, offered = list[int](), 0, 0, 0
+        embedded = Place(folders[0], kind, 2)
+        both = Both(embedded, stack.enter_context(served(folders[1], kind, 2)))
         for _ in range(60):
-            match random.choice(("claim", "claim", "hand over", "train", "weights")):
+            process, number = random.randrange(2), random.randrange(100)
+            match random.choice(("claim", "claim", "claim", "hand over", "hand over", "train", "weights", "die")):
                 case "claim":
-                    index = direct.claim(version, K).group
-                    before = len(worker.granted)
-                    worker.ask(before + 1, version)
-                    worker.settled()
-                    assert worker.granted[before:] == ([] if index is None else [index])
-                    held += worker.granted[before:]
-                    worker.ask(len(worker.granted), version)  # it does not wait for a group
-                case "hand over" if held:
-                    index, rollouts = held.pop(random.randrange(len(held))), random.randint(0, K)
-                    direct.hand_over(group(index, version, rollouts))
-                    worker.hand_over(index, version, rollouts=rollouts)
+                    both.claim(process)
+                case "hand over" if both.held[process]:
+                    both.hand_over(process, number)
                 case "train" if embedded.state.handed_over >= 2 * K:
-                    trained, offered = trained + 2 * K, offered + 1
-                    for place in (embedded.board, apart.server):
-                        place.publish(trainer_status(offered, trained))
-                case "weights" if offered > version and kind.publishes(offered):
-                    allowed = direct.may_take(offered)
-                    worker.send(wire.MayTake(offered))
-                    worker.settled()
-                    assert (taken[-1:] == [offered]) == allowed
-                    if allowed:
-                        version = offered
-                    else:
-                        worker.send(wire.MayTake(-1))
-            worker.settled()
-            assert counts(apart.state) == counts(embedded.state)
+                    both.train()
+                case "weights" if both.offered > both.versions[process] and kind.publishes(both.offered):
+                    both.take_weights(process)
+                case "die" if number < 30:
+                    both.die(process, number)
+            both.compare()
+        assert embedded.recorded() == both.apart.recorded()
         embedded.hub.close()
 
 

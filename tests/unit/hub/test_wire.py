@@ -21,13 +21,6 @@ from tests.unit.hub.hub_parts import status
 
 
 @contextmanager
-def two_ends() -> Iterator[tuple[Wire, Wire]]:
-    with raw_end() as (here, there), closing(Wire(here.dup(), wire.ToHub)) as end:
-        here.close()
-        yield end, there
-
-
-@contextmanager
 def raw_end() -> Iterator[tuple[socket.socket, Wire]]:
     here, there = socket.socketpair()
     with here, closing(Wire(there, wire.ToHub)) as end:
@@ -68,32 +61,7 @@ def test_messages_of_any_size_arrive_whole_however_they_are_split(sizes: list[in
             found += there.receive()
         here.close()
         assert found + received(there, len(messages)) == messages
-
-
-def test_a_peer_that_does_not_read_holds_nobody_up_and_gets_all_in_order() -> None:
-    messages = [HandOver(number, 1, False, bytes(50_000)) for number in range(100)]
-    with two_ends() as (one, other):
-        for message in messages:
-            one.send(message)
-        assert one.backlog
-        assert not one.drain(0.0)
-        found = list[Any]()
-        while len(found) < len(messages):
-            found += other.receive()
-            one.flush()
-        assert found == messages
-        assert not one.backlog
-
-
-def test_what_was_complete_counts_when_the_peer_dies_within_a_message() -> None:
-    with raw_end() as (here, there):
-        here.sendall(framed(wire.MayTake(1)) + framed(HandOver(0, 1, False, b"x" * 999))[:-1])
-        here.close()
-        assert there.receive() == [wire.MayTake(1)]
-        for _ in range(2):
-            with pytest.raises(ClosedError):
-                there.receive()
-        there.send(wire.MayTake(2))  # nobody reads it, and nothing is kept
+        there.send(messages[0])  # nobody reads it, and nothing is kept
         assert not there.backlog
 
 
@@ -118,7 +86,8 @@ def test_what_is_no_message_ends_the_connection(garbage: bytes) -> None:
 
 def test_real_signals_between_any_two_instructions_break_no_message() -> None:
     found, interrupts = list[Any](), 0
-    with two_ends() as (one, other):
+    with raw_end() as (here, other), closing(Wire(here.dup(), wire.ToHub)) as one:
+        here.close()
 
         def handler(*_: object) -> None:
             nonlocal interrupts

@@ -18,23 +18,13 @@ from pipelinerl.channel import listen
 from pipelinerl.errors import BroadcastEndedError, WeightUpdateError
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models.state import checksum, named_weights
-from pipelinerl.types import UpdateReceipt
-from pipelinerl.weights.broadcast.group import PROTOCOL, BroadcastGroup
+from pipelinerl.weights.broadcast.group import PROTOCOL, BroadcastGroup, Gpu, choose_backend
 from pipelinerl.weights.broadcast.receiver import BroadcastReceiver, CollectiveWeightReceiver
 from pipelinerl.weights.broadcast.sender import CollectiveWeightSender
 from pipelinerl.weights.layout import decode_layout, layout_of
 from pipelinerl.weights.receiving import Receiver
 from tests.unit.weights.relay import Relay
-from tests.unit.weights.test_weights import (  # noqa: F401 - the contract of every hand-over, run with this module's `ends`
-    Ends,
-    Tied,
-    ends,
-    receipt,
-    test_a_receipt_for_anything_else_is_an_error_from_then_on,
-    test_the_sums_of_the_trainers_gpu_come_with_an_update,
-    test_updates_arrive_exactly_and_once,
-    test_versions_rise_and_only_what_was_taken_is_acknowledged,
-)
+from tests.unit.weights.test_weights import Tied, receipt
 
 BOUND_S = 120.0
 KEY = "a key that only this test has"
@@ -119,29 +109,6 @@ def rig() -> Iterator[Rig]:
     rig = Rig()
     yield rig
     rig.close()
-
-
-@pytest.fixture(params=["full", "delta"])
-def make_ends(request: pytest.FixtureRequest, rig: Rig) -> Callable[[], Ends]:
-    def settled_ends() -> Ends:
-        """They return when everything has arrived, as the ends of the other transports do."""
-        sender = rig.sender(encoding=request.param)
-        receiver = rig.receiver(sender)
-        send, acknowledge = sender.send, receiver.acknowledge
-
-        def send_and_wait(version: int, tensors: Mapping[str, Tensor]) -> str:
-            digest = send(version, tensors)
-            eventually(lambda: sender.unanswered() and receiver.offered() == version)
-            return digest
-
-        def acknowledge_and_wait(receipt: UpdateReceipt) -> None:
-            acknowledge(receipt)
-            eventually(lambda: not sender.unanswered())
-
-        sender.send, receiver.acknowledge = send_and_wait, acknowledge_and_wait  # type: ignore[method-assign]
-        return sender, receiver
-
-    return settled_ends
 
 
 def taken(receiver: CollectiveWeightReceiver) -> WeightUpdate:
@@ -254,17 +221,6 @@ def test_an_update_that_a_delta_would_not_shorten_is_sent_in_full_and_is_the_nex
     assert fleet.send(1, others) == ("full", 100)
     others["weight"][5] = 0.0
     assert fleet.send(2, others) == ("delta", 0)
-
-
-def test_engines_that_join_late_and_those_of_a_new_sender_begin_with_all_weights(rig: Rig) -> None:
-    sender = rig.sender(encoding="delta", timeout_s=BOUND_S)
-    digest = sender.send(4, weights_of(4))
-    time.sleep(0.05)
-    receiver = rig.receiver(sender)
-    assert taken(receiver).checksum == digest
-    assert sender.transfer is not None
-    assert sender.transfer.encoding == "full"
-    assert Fleet(rig).send(5, weights_of(5)) == ("full", 100), "a trainer that resumes is a new sender"
 
 
 @pytest.mark.parametrize(
@@ -440,3 +396,53 @@ def test_a_layout_from_outside_stays_within_its_buffer(old: str, new: str) -> No
     assert old in text
     with pytest.raises(WeightUpdateError, match=r"weight sender's description|weights of an unknown type"):
         decode_layout(text.replace(old, new, 1))
+
+
+# nccl where each end has a GPU of its own, else gloo
+
+
+A, B, C = (Gpu(f"GPU-{name}", "2.29.7") for name in "abc")
+NEWER_C = Gpu("GPU-c", "2.30.7")
+
+
+@pytest.mark.parametrize(
+    ("sender", "receivers", "why_gloo"),
+    [
+        (A, [B], ""),
+        (A, [B, C], ""),
+        (A, [A], "share a GPU"),
+        (A, [B, B], "share a GPU"),
+        (A, [B, None], "has no GPU"),
+        (None, [B], "has no GPU"),
+        (None, [None], "has no GPU"),
+        (A, [NEWER_C], r"NCCL differ \(2.29.7, 2.30.7\)"),
+        (A, [B, NEWER_C], r"NCCL differ \(2.29.7, 2.30.7\)"),
+        (NEWER_C, [A, B], r"NCCL differ \(2.29.7, 2.30.7\)"),
+    ],
+)
+def test_nccl_is_for_a_gpu_of_its_own_and_the_same_version_at_every_end(
+    sender: Gpu | None, receivers: list[Gpu | None], why_gloo: str
+) -> None:
+    backend, why = choose_backend(sender, receivers)
+    assert backend == ("gloo" if why_gloo else "nccl")
+    assert re.search(why_gloo, why) if why_gloo else not why
+
+
+@pytest.mark.parametrize(("last", "why"), [(None, "no GPU"), (NEWER_C, "NCCL differ")])
+def test_receivers_say_which_gpu_they_have(
+    rig: Rig, last: Gpu | None, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And one that has none, or another NCCL, is enough for gloo, which the sender says."""
+    gpus = {"sender": [A], "receiver": [B, last]}
+    for side, found in gpus.items():
+        monkeypatch.setattr(f"pipelinerl.weights.broadcast.{side}.gpu_of", lambda _, found=found: found.pop(0))
+    sender = rig.sender(2, timeout_s=BOUND_S)
+    first = rig.receiver(sender, 0)
+    eventually(lambda: len(gpus["receiver"]) == 1)
+    sending = threading.Thread(target=sender.send, args=(0, named_weights(Tied())))
+    sending.start()  # waits: where its copy has to be is not known yet
+    receivers = [first, rig.receiver(sender, 1)]
+    assert [taken(receiver).version for receiver in receivers] == [0, 0]
+    sending.join()
+    assert sender._backend == "gloo"
+    assert why in caplog.text
