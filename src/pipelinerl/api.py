@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -82,10 +81,9 @@ class Run:
     @property
     def rollouts(self) -> Any:
         """A data frame with a row for each rollout; columns are the fields of `RolloutRow` (`experiments/browse.py`)."""
-        from pipelinerl.experiments.browse import RunRollouts, read_rows  # noqa: PLC0415 - few need it
-        from pipelinerl.experiments.token_text import load_token_text  # noqa: PLC0415 - as above
+        from pipelinerl.experiments.browse import RunRollouts, load_token_text, read_rows  # noqa: PLC0415 - few need it
 
-        rows = read_rows(RunRollouts(self.path), load_token_text(self.path), warnings.warn)
+        rows = read_rows(RunRollouts(self.path), load_token_text(self.path))
         return _frame([msgspec.structs.asdict(row) for row in rows])
 
     def load_model(self, version: int | Literal["best"] | None = None) -> tuple[Any, Any]:

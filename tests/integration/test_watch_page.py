@@ -16,7 +16,8 @@ import pytest
 
 from pipelinerl.types import Group
 from tests.unit.experiments.browse_parts import group, rollout, turn
-from tests.unit.experiments.watch.watch_parts import HOSTILE, append, evaluation, make_run, step
+from tests.unit.experiments.watch.watch_parts import HOSTILE, a_step, append, make_run
+from tests.unit.record_parts import evaluation
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed: pip install 'pipelinerl[pages]'")
 CHROMIUM = shutil.which("chromium")
@@ -81,8 +82,8 @@ def test_a_run_is_shown_grows_and_fails(tmp_path: Path, page: Any) -> None:
         page.goto(address)
         page.wait_for_selector("#curves canvas")
         assert "step 6 of 10" in page.text_content("#times")
-        append(root / "metrics.jsonl", step(7, 10.0, 0.9))
-        append(root / "evaluations.jsonl", evaluation("after", 7, 0.75))
+        append(root / "metrics.jsonl", a_step(7, 10.0, 0.9))
+        append(root / "evaluations.jsonl", evaluation("after", 7, 9.0, reward_mean=0.75, reward_standard_error=0.1))
         page.wait_for_selector("#times:has-text('step 7 of 10')")
         page.wait_for_selector("#evaluations:has-text('0.750 ± 0.100')")
         (root / "summary.json").write_text('{"status": "failed: <b>the trainer died</b>"}')

@@ -6,11 +6,11 @@ import argparse
 import socket
 from collections.abc import Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipelinerl.cli.parser import PORTS, Commands, say, write
-from pipelinerl.errors import UserError
 from pipelinerl.extras import require
 
 if TYPE_CHECKING:
@@ -78,18 +78,15 @@ def run_report(options: argparse.Namespace, _settings: Sequence[str]) -> int:
 def run_browse(options: argparse.Namespace, _settings: Sequence[str]) -> int:
     """Returns exit status 1 if nothing matches, as grep does."""
     from pipelinerl.experiments import browse  # noqa: PLC0415 (with the others)
-    from pipelinerl.experiments.token_text import load_token_text  # noqa: PLC0415
 
     query, run, find = browse.parse(options.find), browse.RunRollouts(options.run_dir), options.find
     if options.show is None:
-        lines = browse.table_of_groups(run, query, say)
-    elif (place := run.find(options.show)) is None:
-        groups = f"the {len(run.groups.indices)} groups of {run.path}"
-        raise UserError(f"{options.show!r} is not among {groups}; `pipelinerl browse` lists them")
+        lines = browse.table_of_groups(run, query)
     elif options.show.isdecimal():
-        lines = browse.attempts_of_group(run, place, query)
+        lines = browse.attempts_of_group(run, run.find(options.show), query)
     else:
-        lines, find = browse.tokens_of_rollout(run, place, options.show, load_token_text(options.run_dir)), ""
+        load = partial(browse.load_token_text, options.run_dir)
+        lines, find = browse.tokens_of_rollout(run, run.find(options.show), options.show, load), ""
     found, status = -1, 0  # without the heading
     for line in lines:
         found += 1

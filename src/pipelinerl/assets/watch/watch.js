@@ -180,8 +180,8 @@ function swatch(i) {
 }
 
 function lastReward(run) {
-  const done = run.evaluations.filter((one) => known(one.reward));
-  return done.length ? `${reward(done[0].reward)}${done.length > 1 ? ` → ${reward(done[done.length - 1].reward)}` : ""}` : "–";
+  const done = run.evaluations.filter((one) => known(one.reward_mean));
+  return done.length ? `${reward(done[0].reward_mean)}${done.length > 1 ? ` → ${reward(done[done.length - 1].reward_mean)}` : ""}` : "–";
 }
 
 function drawRuns() {
@@ -302,9 +302,10 @@ function drawEvaluations(run) {
   fill($("#evaluations tbody"), found, () => [...found].reverse().map((one) => {
     const weights = known(one.version_max) && one.version_max !== one.version_min ? `v${one.version_min}–v${one.version_max}` : `v${one.version}`;
     const failed = Object.entries(one.failed).map(([reason, count]) => `${reason} ${count}`).join(", ");
-    const sets = Object.entries(one.sets).map(([name, value]) => `; ${name} ${reward(value)}`).join("");
+    const error = one.reward_standard_error;
+    const sets = Object.entries(one.metrics).map(([name, value]) => `; ${name} ${reward(value)}`).join("");
     const cells = [one.when === "online" ? "during training" : `${one.when} training`, weights,
-      `${reward(one.reward)}${known(one.error) ? ` ± ${one.error.toFixed(3)}` : ""}${sets}`, String(one.problems), short(one.length), failed || "–"];
+      `${reward(one.reward_mean)}${known(error) ? ` ± ${error.toFixed(3)}` : ""}${sets}`, String(one.problems), short(one.completion_length_mean), failed || "–"];
     return el("tr", {}, ...cells.map((text) => el("td", {}, text)));
   }));
 }
@@ -317,8 +318,7 @@ function drawRollouts(run) {
   $("#missing").hidden = !found.missing;
   fill($("#rollouts .groups"), found.groups, () => found.groups.map((group) => {
     const dropped = Object.entries(group.dropped).map(([reason, count]) => `${reason} ${count}`).join(", ");
-    const more = group.rest.length ? el("details", {}, el("summary", {}, `and ${group.rest.length} more attempts`),
-      el("div", { class: "attempts" }, ...group.rest.map(attempt))) : null;
+    const more = group.more ? el("p", { class: "dim" }, `and ${group.more} more attempts`) : null;
     return el("article", { class: "group" }, el("h3", {}, `Group ${group.index}`), el("pre", {}, group.problem),
       dropped ? el("p", { class: "dim" }, `dropped: ${dropped}`) : null,
       group.skipped ? el("p", { class: "dim" }, group.skipped) : null,
@@ -370,8 +370,8 @@ function linesOf(spec) {
       if (wide && !several && j === 0) found.push({ label: "", c, x, y, faint: true });
       found.push({ label: (several ? label : text) + (wide ? `, mean of ${spec.smooth} steps` : ""), c, x, y: wide ? smoothed(y, spec.smooth) : y });
     });
-    const points = spec.heldOut ? run.evaluations.filter((one) => known(one.reward)) : [];
-    const at = new Map(points.map((one) => [one[axis], one.reward]));  // several at one place: the last
+    const points = spec.heldOut ? run.evaluations.filter((one) => known(one.reward_mean)) : [];
+    const at = new Map(points.map((one) => [one[axis], one.reward_mean]));  // several at one place: the last
     if (at.size) {
       const sorted = [...at].sort((a, b) => a[0] - b[0]);
       found.push({ label: several ? "" : "held out", c: several ? i : 2, x: sorted.map((one) => one[0]), y: sorted.map((one) => one[1]), points: true });

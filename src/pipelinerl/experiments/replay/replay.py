@@ -212,7 +212,7 @@ def _groups_to_verify(
     batches = [batch for segment in run.segments for batch in segment.batches]
     found = []
     for index in sorted({sample.group_index for batch in batches for sample in batch.samples}):
-        for group in run.read_groups(index)[:1]:
+        for group in run.groups.read(index)[:1]:
             versions = versions_of(group, config.engine.kv_on_update)
             if versions <= available and min(versions, default=-1) >= since:
                 found.append(group)

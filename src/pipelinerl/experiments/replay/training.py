@@ -127,19 +127,7 @@ class RecordedRun:
         self.published = {record.version: record for record in published}
         self.metrics = {record.version: record for record in read_records(self.run.metrics, StepRecord)}
         self.segments = tuple(_segments(self.run, sessions, trained))
-        self._groups = RecordedGroups(self.run.recorded)
-        self._places: dict[int, list[int]] = {}
-        for place, index in enumerate(self._groups.indices):
-            if index is None:
-                raise RunDirectoryError(f"damaged records: {self.run.recorded}, line {place + 1}")
-            self._places.setdefault(index, []).insert(0, place)
-
-    def read_groups(self, index: int) -> list[Group]:
-        """The groups of this index, the latest first: a resumed run generates a group that it lost once more.
-
-        Raises RunDirectoryError if a line is not a group.
-        """
-        return [self._groups.read(place) for place in self._places.get(index, [])]
+        self.groups = RecordedGroups(self.run.recorded)
 
 
 def _segments(
@@ -191,7 +179,7 @@ def recorded_samples(
         index = recorded.group_index
         if index not in prepared:
             try:
-                samples = [prepare(group).samples for group in run.read_groups(index)]
+                samples = [prepare(group).samples for group in run.groups.read(index)]
             except RolloutError as error:
                 raise RunDirectoryError(f"step {version} can't be repeated: {path}: {error}") from error
             prepared[index] = [{sample.id: sample for sample in some} for some in samples]

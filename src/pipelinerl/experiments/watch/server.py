@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.resources
 import signal
 import socket
 import sys
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
-from starlette.routing import Route
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pipelinerl.channel import is_this_machine
 from pipelinerl.child import ChildProcess
 from pipelinerl.errors import RunDirectoryError
-from pipelinerl.experiments.watch.run import LOOK_EVERY_S, PageState, WatchedRun
+from pipelinerl.experiments.watch.page import LOOK_EVERY_S, PageState, WatchedRun
 from pipelinerl.process import lower_priority, take_stdin, when_closed
 from pipelinerl.report.series import labels_of
 from pipelinerl.serving.server.http import QuietServer, listen, server_sent_event, url_of, uvicorn_config
@@ -29,7 +30,6 @@ from pipelinerl.serving.server.http import QuietServer, listen, server_sent_even
 CLOSE_S = 3
 SHOWN_FIRST = 6
 """Runs that are named on the command line and shown at first, without choosing them."""
-_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
 _HEADERS = {
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
@@ -48,7 +48,7 @@ class Runs:
     def __init__(self, paths: Sequence[Path]) -> None:
         """Raises RunDirectoryError for a path that has no run."""
         self._paths = paths
-        self._watched: dict[Path, WatchedRun] = {}
+        self.watched: dict[Path, WatchedRun] = {}
         for path in paths:
             if not _runs_in(path):
                 missing = "neither it nor a folder in it has a config.yaml" if path.is_dir() else "there is no such folder"
@@ -60,16 +60,11 @@ class Runs:
         unique = list({run.resolve(): run for run in found}.values())
         return dict(zip(labels_of(unique), unique, strict=True))
 
-    def first(self) -> list[str]:
-        """The labels of the runs that a page shows until its reader chooses others."""
-        named = list(self.folders())
+    def listed(self) -> list[dict[str, Any]]:
+        """The labels. `first`: a page shows the run until its reader chooses others."""
+        labels = list(self.folders())
         alone = all((path / "config.yaml").is_file() for path in self._paths)
-        return named[:SHOWN_FIRST] if alone else named[:1]
-
-    def watched(self, root: Path) -> WatchedRun:
-        if root not in self._watched:
-            self._watched[root] = WatchedRun(root)
-        return self._watched[root]
+        return [{"label": label, "first": place < (SHOWN_FIRST if alone else 1)} for place, label in enumerate(labels)]
 
 
 def _runs_in(path: Path) -> list[Path]:
@@ -86,29 +81,18 @@ def make_app(runs: Runs, *, stopping: asyncio.Event, end_note: str = "") -> ASGI
     """The application. `end_note`: what pages show once the server has been told to stop."""
 
     async def list_runs(_: Request) -> Response:
-        first = runs.first()
-        return JSONResponse([{"label": label, "first": label in first} for label in runs.folders()])
+        return JSONResponse(runs.listed())
 
     async def events(request: Request) -> Response:
         folders = runs.folders()
         labels = request.query_params.getlist("run")
         if unknown := [label for label in labels if label not in folders]:
             return PlainTextResponse(f"no run has the label {unknown[0]!r}", 404)
-        chosen = {label: runs.watched(folders[label]) for label in labels}
+        chosen = {label: runs.watched.setdefault(folders[label], WatchedRun(folders[label])) for label in labels}
         return StreamingResponse(_events(chosen, stopping, end_note), media_type="text/event-stream")
 
-    routes = [Route("/runs", list_runs), Route("/events", events)]
-    assets = importlib.resources.files("pipelinerl").joinpath("assets", "watch").iterdir()
-    sent = [(file, kind) for file in assets if (kind := _TYPES.get(Path(file.name).suffix)) is not None]
-    routes += [_file("/" if file.name == "index.html" else f"/{file.name}", file.read_bytes(), kind) for file, kind in sent]
-    return ReaderGuard(Starlette(routes=routes))
-
-
-def _file(path: str, content: bytes, kind: str) -> Route:
-    async def send(_: Request) -> Response:
-        return Response(content, media_type=kind)
-
-    return Route(path, send)
+    assets = StaticFiles(packages=[("pipelinerl", "assets/watch")], html=True)
+    return ReaderGuard(Starlette(routes=[Route("/runs", list_runs), Route("/events", events), Mount("/", assets)]))
 
 
 async def _events(chosen: dict[str, WatchedRun], stopping: asyncio.Event, end_note: str) -> AsyncGenerator[bytes]:

@@ -16,11 +16,11 @@ import pytest
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import RunDirectoryError
 from pipelinerl.experiments.watch.page import page, report_page
-from pipelinerl.metrics.evaluations import EvaluatedProblem
 from pipelinerl.metrics.summary import summarize
 from pipelinerl.report import Chart, PageSection, table
 from pipelinerl.report.series import labels_of
-from tests.unit.experiments.watch.watch_parts import append, make_run, step
+from tests.unit.experiments.watch.watch_parts import a_step, append, make_run
+from tests.unit.record_parts import answered
 
 
 def data_of(html: str) -> dict[str, Any]:
@@ -59,10 +59,10 @@ def test_sections_have_tables_and_charts_and_runs_share_colours() -> None:
 def test_a_report_has_all_of_a_run(tmp_path: Path) -> None:
     root = make_run(tmp_path / "<b>run<b>")
     config = RunConfig()
-    summary = summarize(config, [step(n, 3.0 + n) for n in range(1, 5)], [], {}, wall_s=9.0, status="finished")
+    summary = summarize(config, [a_step(n, 3.0 + n) for n in range(1, 5)], [], {}, wall_s=9.0, status="finished")
     (root / "summary.json").write_bytes(msgspec.json.encode(summary))
     for when, text, reward in (("before", ">35", 0.0), ("after", ">07", 1.0)):
-        one = EvaluatedProblem(problem_id="p", prompt="07,35:", completion=text, reward=reward, length=2)
+        one = answered(reward, prompt="07,35:", completion=text)
         append(root / "rollouts" / f"evaluation-{when}.jsonl", one)
     html = report_page([root, make_run(tmp_path / "killed", steps=0, status=None)])
     assert "<b>" not in html
@@ -94,12 +94,12 @@ def test_a_folder_without_a_run(tmp_path: Path, made: Callable[[Path], object], 
         report_page([tmp_path / "run"])
 
 
-@pytest.mark.parametrize("content", [b"{", b'{"status": "finished"}'])
-def test_damage_is_named_or_counted(tmp_path: Path, content: bytes) -> None:
+@pytest.mark.parametrize(
+    ("name", "content"), [("summary.json", b"{"), ("summary.json", b'{"status": "finished"}'), ("metrics.jsonl", b"{}\n")]
+)
+def test_damage_is_named(tmp_path: Path, name: str, content: bytes) -> None:
     run = make_run(tmp_path / "run", status=None)
-    append(run / "metrics.jsonl", {})
-    assert data_of(report_page([run]))["news"]["run"]["now"]["damaged"] == 1
-    (run / "summary.json").write_bytes(content)
-    with pytest.raises(RunDirectoryError, match=r"summary\.json") as error:
+    (run / name).write_bytes(content)
+    with pytest.raises(RunDirectoryError, match=name) as error:
         report_page([run])
     assert "\n" not in str(error.value)

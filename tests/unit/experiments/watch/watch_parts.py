@@ -13,22 +13,18 @@ from pipelinerl.config.load import config_to_yaml, load_config
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.types import Group
 from tests.unit.experiments.browse_parts import group, lines, rollout, turn
+from tests.unit.record_parts import evaluation, step
 
 HOSTILE = "<script>document.title = 'owned'</script><img src=x onerror=\"document.title = 'owned'\">\x1b[31m\u202e"
 
 
-def step(version: int, time_s: float, reward: float = 0.5, **changed: Any) -> StepRecord:
-    values = {"samples": 8, "tokens_trained": 80, "train_s": 0.5, "wait_s": 0.5, "lag_mean": 1.0, "lag_max": 2} | changed
-    return StepRecord(version=version, time_s=time_s, reward_mean=reward, **values)
+def a_step(version: int, time_s: float, reward: float = 0.5, **changed: Any) -> StepRecord:
+    values = {"tokens_trained": 80, "train_s": 0.5, "wait_s": 0.5, "lag_mean": 1.0, "lag_max": 2} | changed
+    return step(version, time_s, reward_mean=reward, **values)
 
 
 def load(worker: int, time_s: float, in_progress: int) -> dict[str, Any]:
     return {"worker": worker, "time_s": time_s, "in_progress": in_progress, "queued": 1, "tokens_generated": 9, "version": 0}
-
-
-def evaluation(when: str, version: int, reward: float, **fields: Any) -> dict[str, Any]:
-    times = {"time_s": 2.0 + version, "problems": 16, "reward_mean": reward, "reward_standard_error": 0.1}
-    return {"when": when, "version": version, **times, **fields}
 
 
 def some_groups() -> list[Group]:
@@ -51,8 +47,8 @@ def make_run(root: Path, steps: int = 4, *, status: str | None = "finished", gro
     os.utime(root / "control" / "plan.json", (1000, 1000))
     (root / ".lock").touch()
     append(root / "sessions.jsonl", {"config": {"seed": 0, "trainer": {"steps": 10}}})
-    append(root / "evaluations.jsonl", evaluation("before", 0, 0.25))
-    append(root / "metrics.jsonl", *(step(n, 3.0 + n, n / 10, crossing_fraction=n % 2 / 2) for n in range(1, steps + 1)))
+    append(root / "evaluations.jsonl", evaluation("before", 0, 2.0, reward_mean=0.25))
+    append(root / "metrics.jsonl", *(a_step(n, 3.0 + n, n / 10, crossing_fraction=n % 2 / 2) for n in range(1, steps + 1)))
     append(root / "rollouts" / "rollouts.jsonl", *(groups or some_groups()))
     append(root / "timeline-0.jsonl", *(load(0, 2 + n / 4, n) for n in range(8)))
     if status is not None:
