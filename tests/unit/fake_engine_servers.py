@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -15,21 +14,6 @@ from pipelinerl.serving.wire import ProcessGroupRequest, ServerInfo, WeightUpdat
 from pipelinerl.types import Completion, GenerationRequest, TokenEvent, UpdateReceipt, VersionSpan
 
 VOCABULARY = 50
-PATIENCE_S = 60.0
-
-
-def in_event_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-    """Run the test in an event loop of its own, within `PATIENCE_S`."""
-
-    @functools.wraps(test)
-    def run(*arguments: Any, **options: Any) -> None:
-        async def bounded() -> None:
-            async with asyncio.timeout(PATIENCE_S):
-                await test(*arguments, **options)
-
-        asyncio.run(bounded())
-
-    return run
 
 
 async def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:

@@ -11,15 +11,14 @@ from pipelinerl.errors import BroadcastEndedError, WeightUpdateError
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.serving.client.adapter import ServerUnreachableError
 from pipelinerl.serving.wire import ProcessGroupRequest, WeightUpdateRequest
-from pipelinerl.types import GenerationRequest, SamplingParams, UpdateReceipt
-from tests.unit.fake_engine_servers import FAST, FakeServer, engine_over, in_event_loop, wait_until
+from pipelinerl.types import UpdateReceipt
+from tests.unit.fake_engine_servers import FAST, FakeServer, engine_over, wait_until
 
 
 def update(version: int) -> WeightUpdate:
     return WeightUpdate(version, f"sum of {version}", {}, path=f"/weights/{version}")
 
 
-@in_event_loop
 async def test_all_servers_take_an_update_and_the_receipt_is_for_all() -> None:
     servers = [FakeServer("a", slots=2), FakeServer("b", slots=4)]
     async with engine_over(*servers) as engine:
@@ -54,7 +53,6 @@ class Stuck(FakeServer):
 
 
 @pytest.mark.parametrize(("kind", "why"), [(Refusing, "do not fit"), (Liar, "0" * 32), (Stuck, "did not answer")])
-@in_event_loop
 async def test_a_server_that_does_not_apply_an_update_is_named_in_the_receipt(kind: type[FakeServer], why: str) -> None:
     async with engine_over(FakeServer("http://a"), kind("http://b")) as engine:
         receipt = await engine.update_weights(update(1))
@@ -64,7 +62,6 @@ async def test_a_server_that_does_not_apply_an_update_is_named_in_the_receipt(ki
         assert (receipt.checksum, engine.version) == ("", 0)
 
 
-@in_event_loop
 async def test_an_answer_that_came_while_the_event_loop_was_blocked_is_in_time() -> None:
     class Blocked(FakeServer):
         async def update_weights(self, update: WeightUpdateRequest) -> UpdateReceipt:
@@ -78,7 +75,6 @@ async def test_an_answer_that_came_while_the_event_loop_was_blocked_is_in_time()
         assert (await engine.update_weights(update(1))).error is None
 
 
-@in_event_loop
 async def test_an_update_whose_answer_was_lost_is_sent_again() -> None:
     class Breaking(FakeServer):
         async def update_weights(self, update: WeightUpdateRequest) -> UpdateReceipt:
@@ -94,7 +90,6 @@ async def test_an_update_whose_answer_was_lost_is_sent_again() -> None:
     assert len(server.updates) == 3
 
 
-@in_event_loop
 async def test_versions_do_not_go_back() -> None:
     async with engine_over(FakeServer("a")) as engine:
         await engine.update_weights(update(2))
@@ -102,36 +97,6 @@ async def test_versions_do_not_go_back() -> None:
             await engine.update_weights(update(1))
 
 
-@in_event_loop
-async def test_a_server_that_comes_back_takes_the_weights_before_it_gets_requests() -> None:
-    a, b = FakeServer("a"), FakeServer("b")
-    async with engine_over(a, b) as engine:
-        await engine.update_weights(update(1))
-        b.refuse()
-        await wait_until(lambda: engine.slots == 4)
-        await engine.update_weights(update(2))  # of those that are there
-        assert engine.version == 2
-        versions = []
-
-        async def note(request: GenerationRequest, call: int) -> None:
-            versions.append(b.version)
-
-        b.before_answer = note
-        b.restart()
-        b.problem = None
-        await wait_until(lambda: engine.slots == 8)
-        a.held = b.held = True
-        asked = []
-        for number in range(8):
-            sampling = SamplingParams(max_tokens=2)
-            request = GenerationRequest(id=f"r{number}", prompt_ids=(number,), sampling=sampling)
-            asked.append(asyncio.create_task(engine.generate(request)))
-        await wait_until(lambda: len(versions) == 4)
-        assert versions == [2] * 4
-    assert [saved.version for saved in b.updates] == [1, 2]
-
-
-@in_event_loop
 async def test_servers_that_joined_a_broadcast_are_told_only_which_weights_to_take() -> None:
     a, b = FakeServer("http://a"), FakeServer("http://b")
     async with engine_over(a, b) as engine:
@@ -146,7 +111,6 @@ async def test_servers_that_joined_a_broadcast_are_told_only_which_weights_to_ta
         assert engine.progress().pauses_s == (1.0,)
 
 
-@in_event_loop
 async def test_the_loss_of_a_server_that_receives_a_broadcast_ends_the_engine() -> None:
     a, b = FakeServer("http://a"), FakeServer("http://b")
     async with engine_over(a, b) as engine:

@@ -22,7 +22,7 @@ from pipelinerl.serving.server.http import MAX_BODY_BYTES, ServerApp, listening_
 from pipelinerl.serving.server.service import Service
 from pipelinerl.serving.wire import ErrorBody, ServerInfo
 from pipelinerl.types import Completion, GenerationRequest, SamplingParams
-from tests.unit.fake_engine_servers import in_event_loop, wait_until
+from tests.unit.fake_engine_servers import wait_until
 from tests.unit.server_parts import EOS, MAX_LENGTH, TEMPLATE, byte_tokenizer, client_of, running
 
 TOKENIZER = byte_tokenizer()
@@ -230,7 +230,6 @@ def test_what_can_not_be_honoured_is_refused_by_name_and_harms_nobody(
     assert shared.post("/v1/completions", PLAIN).status_code == 200
 
 
-@in_event_loop
 async def test_what_a_chat_may_change_about_its_template(tmp_path: Path) -> None:
     off = "{% if enable_thinking is defined and not enable_thinking %}!{% endif %}"
     tokenizer = byte_tokenizer(template=TEMPLATE.replace("{% if add", off + "{% if add"))
@@ -241,7 +240,6 @@ async def test_what_a_chat_may_change_about_its_template(tmp_path: Path) -> None
             assert tokenizer.decode(response.json()["choices"][0]["prompt_token_ids"]) == prompt
 
 
-@in_event_loop
 async def test_what_the_models_tokenizer_can_not_do_is_said(tmp_path: Path) -> None:
     of_numbers = load_tokenizer(ModelConfig(path="demo"))
     async with serving(tmp_path, tokenizer=of_numbers) as (client, _):
@@ -251,7 +249,6 @@ async def test_what_the_models_tokenizer_can_not_do_is_said(tmp_path: Path) -> N
             assert words in error_of(response).error.message
 
 
-@in_event_loop
 async def test_tools_are_rendered_and_calls_are_parsed(tmp_path: Path) -> None:
     said = 'Well.<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
     ids = [*TOKENIZER.encode(said), EOS]
@@ -297,7 +294,6 @@ def test_too_large_a_body_is_a_400(shared: Shared) -> None:
 # ---------------------------------------------------------------------------------------------- our own
 
 
-@in_event_loop
 async def test_who_it_is_and_how_it_is(tmp_path: Path) -> None:
     async with serving(tmp_path) as (client, service):
         await generate(client, native("a"))
@@ -312,7 +308,6 @@ async def test_who_it_is_and_how_it_is(tmp_path: Path) -> None:
             assert error_of(response).error.message == "the server stops"
 
 
-@in_event_loop
 async def test_overload_is_a_429_with_a_hint(tmp_path: Path) -> None:
     async with serving(tmp_path, max_queue=2) as (client, service):
         waiting = [asyncio.create_task(generate(client, native(f"r{i}", 90))) for i in range(6)]
@@ -338,7 +333,6 @@ def test_paths_methods_and_what_is_not_built(shared: Shared) -> None:
 # ---------------------------------------------------------------------------------------------- who is let in
 
 
-@in_event_loop
 async def test_a_key_is_asked_for_everywhere_but_at_the_door(tmp_path: Path) -> None:
     async with serving(tmp_path, api_key="secret") as (client, _):
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}, {"authorization": "Bearer "}):
@@ -387,7 +381,6 @@ def test_without_a_key_web_pages_of_others_are_not_answered(header: bytes, origi
     assert sent[0] == "answered" if allowed else sent[0]["status"] == 401
 
 
-@in_event_loop
 async def test_a_stream_that_breaks_off_says_why(tmp_path: Path) -> None:
     async with serving(tmp_path) as (client, service):
         body = PLAIN | {"stream": True, "max_tokens": 90, "ignore_eos": True}

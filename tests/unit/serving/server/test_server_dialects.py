@@ -9,7 +9,6 @@ import anthropic
 import openai
 import pytest
 
-from tests.unit.fake_engine_servers import in_event_loop
 from tests.unit.server_parts import client_of, running
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
@@ -20,7 +19,6 @@ def messages_of(client: Any, key: str = "any") -> Any:
     return anthropic.AsyncAnthropic(base_url="http://localhost", api_key=key, http_client=client, max_retries=0).messages
 
 
-@in_event_loop
 async def test_three_apis_give_the_same_answer(tmp_path: Path) -> None:
     async with running(tmp_path) as (_, app), client_of(app) as plain:
         client = openai.AsyncOpenAI(base_url="http://localhost/v1", api_key="any", http_client=plain, max_retries=0)
@@ -37,7 +35,6 @@ async def test_three_apis_give_the_same_answer(tmp_path: Path) -> None:
         assert message.usage.output_tokens == used.completion_tokens
 
 
-@in_event_loop
 async def test_keys_and_errors_are_those_of_each_api(tmp_path: Path) -> None:
     async with running(tmp_path, api_key="secret") as (_, app), client_of(app) as plain:
         right = messages_of(plain, "secret")

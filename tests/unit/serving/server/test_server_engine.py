@@ -19,7 +19,7 @@ from pipelinerl.serving.server.http import RefusedError
 from pipelinerl.serving.server.served import ServedEngine
 from pipelinerl.types import GenerationRequest, SamplingParams
 from tests.parity.models import make_model
-from tests.unit.fake_engine_servers import in_event_loop, wait_until
+from tests.unit.fake_engine_servers import wait_until
 from tests.unit.scripted_engine import ScriptedEngine
 
 ENDLESS = 10**8
@@ -42,7 +42,6 @@ async def served(engine: Any, held: Callable[[], str] = str) -> AsyncIterator[Se
     assert running.close()
 
 
-@in_event_loop
 async def test_requests_are_all_answered_once_and_the_engine_sleeps_afterwards() -> None:
     engine = scripted()
     async with served(engine) as running:
@@ -55,7 +54,6 @@ async def test_requests_are_all_answered_once_and_the_engine_sleeps_afterwards()
         assert engine.steps == steps
 
 
-@in_event_loop
 async def test_what_the_engine_refuses_fails_alone() -> None:
     async with served(scripted()) as running:
         good, long = running.submit(request("good")), running.submit(request("long", TOO_LONG))
@@ -68,7 +66,6 @@ async def test_what_the_engine_refuses_fails_alone() -> None:
             running.submit(request("twice", ENDLESS))
 
 
-@in_event_loop
 async def test_a_failed_engine_tells_everyone_and_takes_nothing_more() -> None:
     class Failing(ScriptedEngine):
         def step(self) -> StepOutput:
@@ -87,7 +84,6 @@ async def test_a_failed_engine_tells_everyone_and_takes_nothing_more() -> None:
             await running.update(WeightUpdate(1, "", {}))
 
 
-@in_event_loop
 async def test_closing_answers_what_is_open() -> None:
     async with served(scripted()) as running:
         generation = running.submit(request("a", ENDLESS))
@@ -112,7 +108,6 @@ def update_of(seed: int, version: int) -> WeightUpdate:
     return WeightUpdate(version, checksum(tensors), tensors)
 
 
-@in_event_loop
 async def test_an_update_that_does_not_fit_is_refused_and_one_that_was_not_kept_is_a_failure() -> None:
     engine, held = local()
     good = update_of(1, 1)
@@ -130,7 +125,6 @@ async def test_an_update_that_does_not_fit_is_refused_and_one_that_was_not_kept_
             await going.completion()
 
 
-@in_event_loop
 async def test_a_caller_that_gave_up_waiting_for_an_update_does_not_harm_the_engine() -> None:
     blocked = threading.Event()
 
@@ -152,7 +146,6 @@ async def test_a_caller_that_gave_up_waiting_for_an_update_does_not_harm_the_eng
 # ---------------------------------------------------------------------------------------------- who follows
 
 
-@in_event_loop
 async def test_what_nobody_follows_any_more_is_cancelled() -> None:
     engine = scripted()
     async with served(engine) as running:

@@ -16,7 +16,7 @@ from pipelinerl.serving.vllm import adapter
 from pipelinerl.serving.vllm.adapter import ModelFacts, VllmServer
 from pipelinerl.serving.wire import ProcessGroupRequest, WeightUpdateRequest
 from pipelinerl.types import Completion, GenerationRequest, SamplingParams, TokenEvent, VersionSpan
-from tests.unit.fake_engine_servers import in_event_loop, wait_until
+from tests.unit.fake_engine_servers import wait_until
 
 FACTS = ModelFacts(16, (1,))
 UPDATE = WeightUpdateRequest(version=1, checksum="c0ffee", path="/weights/v1.safetensors")
@@ -31,7 +31,7 @@ class FakeVllm:
     def __init__(self) -> None:
         self.instance = "a"
         self.label = "default"
-        self.logprobs_mode = "processed_logprobs"
+        self.logprobs_mode, self.prefix_caching, self.backend = "processed_logprobs", False, "pipelinerl"
         self.paused = False
         self.modes: list[str] = []  # of pauses
         self.updates: list[Any] = []
@@ -50,9 +50,9 @@ class FakeVllm:
         config = {
             "instance_id": self.instance,
             "model_config": {"model": "m", "max_model_len": 64, "logprobs_mode": self.logprobs_mode},
-            "cache_config": {"enable_prefix_caching": False},
+            "cache_config": {"enable_prefix_caching": self.prefix_caching},
             "scheduler_config": {"max_num_seqs": 4},
-            "weight_transfer_config": {"backend": "pipelinerl"},
+            "weight_transfer_config": {"backend": self.backend},
         }
         said = {
             "/server_info": {"vllm_config": config},
@@ -132,7 +132,6 @@ async def held(vllm: FakeVllm, server: VllmServer) -> asyncio.Future[Completion]
     return running
 
 
-@in_event_loop
 async def test_weights_without_a_label_are_of_version_0(vllm: FakeVllm, server: VllmServer) -> None:
     info = await server.info()
     assert vllm.label == "0"
@@ -141,20 +140,20 @@ async def test_weights_without_a_label_are_of_version_0(vllm: FakeVllm, server: 
     vllm.instance, vllm.label = "b", "default"  # restarted
     assert (await server.info()).instance == "b"
     assert vllm.label == "0"
-
-
-@in_event_loop
-async def test_labels_of_an_earlier_client_stay(vllm: FakeVllm, server: VllmServer) -> None:
-    vllm.label = "11"
+    vllm.instance, vllm.label = "c", "11"  # of an earlier client
     assert (await server.info()).version == 11
-    assert vllm.asked["/update_weight_version"] == 0
+    assert vllm.asked["/update_weight_version"] == 2
 
 
 @pytest.mark.parametrize(
     ("change", "why"),
-    [({"paused": True}, "is paused"), ({"label": "step-7"}, "something else"), ({"logprobs_mode": "raw"}, "logprobs-mode")],
+    [
+        ({"paused": True}, "is paused"),
+        ({"label": "step-7"}, "something else"),
+        ({"logprobs_mode": "raw", "prefix_caching": True}, "--logprobs-mode .*; .*--no-enable-prefix-caching"),
+        ({"backend": "nccl"}, "--weight-transfer-config"),
+    ],
 )
-@in_event_loop
 async def test_a_server_that_can_not_be_used_is_not(
     vllm: FakeVllm, server: VllmServer, change: dict[str, Any], why: str
 ) -> None:
@@ -166,7 +165,6 @@ async def test_a_server_that_can_not_be_used_is_not(
     assert vllm.asked["/pause"] == 0
 
 
-@in_event_loop
 async def test_one_look_serves_all_requests_that_wait_for_it(vllm: FakeVllm, server: VllmServer) -> None:
     completions = await asyncio.gather(*(server.generate(request(f"r{i}", stream=i % 2 == 0)) for i in range(8)))
     assert [completion.request_id for completion in completions] == [f"r{i}" for i in range(8)]
@@ -174,7 +172,6 @@ async def test_one_look_serves_all_requests_that_wait_for_it(vllm: FakeVllm, ser
     assert vllm.asked["/server_info"] == 1
 
 
-@in_event_loop
 async def test_tokens_are_reported_as_they_come(vllm: FakeVllm, server: VllmServer) -> None:
     vllm.label = "3"
     events: list[TokenEvent] = []
@@ -186,7 +183,6 @@ async def test_tokens_are_reported_as_they_come(vllm: FakeVllm, server: VllmServ
         await server.generate(request("b", stream=True), events.append)
 
 
-@in_event_loop
 async def test_a_restart_is_seen_in_the_answer(vllm: FakeVllm, server: VllmServer) -> None:
     await server.info()
     vllm.instance, vllm.label = "b", "default"
@@ -196,14 +192,12 @@ async def test_a_restart_is_seen_in_the_answer(vllm: FakeVllm, server: VllmServe
     assert vllm.label == "0"
 
 
-@in_event_loop
 async def test_an_abort_that_nobody_asked_for_is_asked_again(vllm: FakeVllm, server: VllmServer) -> None:
     vllm.reason = "abort"
     with pytest.raises(ServerBusyError, match="aborted request"):
         await server.generate(request("a"))
 
 
-@in_event_loop
 async def test_cancelling_who_waits_closes_the_connection(vllm: FakeVllm, server: VllmServer) -> None:
     running = await held(vllm, server)
     running.cancel()
@@ -212,7 +206,6 @@ async def test_cancelling_who_waits_closes_the_connection(vllm: FakeVllm, server
     assert (await server.info()).in_progress == 0
 
 
-@in_event_loop
 async def test_an_update_is_taken_once(vllm: FakeVllm, server: VllmServer) -> None:
     running = await held(vllm, server)
     receipt = await server.update_weights(UPDATE)
@@ -228,7 +221,6 @@ async def test_an_update_is_taken_once(vllm: FakeVllm, server: VllmServer) -> No
     await running
 
 
-@in_event_loop
 async def test_a_session_begins_at_any_version_and_takes_no_tokens_of_another(vllm: FakeVllm) -> None:
     vllm.label = "7@cafe.1"
     server = VllmServer("http://vllm", facts=FACTS, run="cafe", epoch=2)
@@ -252,7 +244,6 @@ async def test_a_session_begins_at_any_version_and_takes_no_tokens_of_another(vl
     assert (vllm.label, vllm.modes[-1]) == ("2@cafe.2", "abort")
 
 
-@in_event_loop
 async def test_weights_that_are_held_are_those_of_the_next_session_only_once_it_has_sent_them(vllm: FakeVllm) -> None:
     """Also if version and checksum are the same, as after a resume that lost no step."""
     first = VllmServer("http://vllm", facts=FACTS, run="cafe", epoch=1)
@@ -264,7 +255,6 @@ async def test_weights_that_are_held_are_those_of_the_next_session_only_once_it_
     assert [(one.run, one.epoch) for one in sent] == [("cafe", 1), ("cafe", 2)]
 
 
-@in_event_loop
 async def test_a_server_that_may_hold_half_an_update_is_used_no_more(vllm: FakeVllm, server: VllmServer) -> None:
     """Its requests may be sent again, and a new process takes the update."""
     running = await held(vllm, server)
@@ -293,7 +283,6 @@ def busy(message: str = "it broke") -> ServerBusyError:
     return ServerBusyError("http://vllm", f"answered 500: Worker failed with error '{message}', please check")
 
 
-@in_event_loop
 async def test_what_an_update_sends_is_what_our_backend_decodes(vllm: FakeVllm, server: VllmServer) -> None:
     await server.update_weights(UPDATE)
     assert vllm.steps == STEPS
@@ -316,7 +305,6 @@ async def test_what_an_update_sends_is_what_our_backend_decodes(vllm: FakeVllm, 
         ({"/update_weights": [busy("weights refused: another checksum")]}, [*STEPS[:3], "/resume"]),
     ],
 )
-@in_event_loop
 async def test_what_was_refused_leaves_generation_as_it_was(
     vllm: FakeVllm, server: VllmServer, failures: dict[str, Any], steps: list[str]
 ) -> None:
@@ -337,7 +325,6 @@ async def test_what_was_refused_leaves_generation_as_it_was(
         {"/update_weights": asyncio.CancelledError()},
     ],
 )
-@in_event_loop
 async def test_what_may_be_half_done_is_never_computed_with(
     vllm: FakeVllm, server: VllmServer, failures: dict[str, Any]
 ) -> None:

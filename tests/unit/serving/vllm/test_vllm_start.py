@@ -13,14 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from pipelinerl.child import ChildProcess, exit_words
 from pipelinerl.config.checks import VLLM_OWN
 from pipelinerl.config.schema import EngineConfig
 from pipelinerl.serving.vllm.adapter import model_facts
-from pipelinerl.serving.vllm.messages import ServerDescription
 from pipelinerl.serving.vllm.start import (
     KEY_VARIABLE,
     RequireKey,
@@ -129,6 +127,8 @@ def test_the_command_line_asks_for_what_the_client_requires() -> None:
     outer = {"CUDA_VISIBLE_DEVICES": "4", "OMP_NUM_THREADS": "9"}
     changed = outer | {"OMP_NUM_THREADS": "1", "VLLM_SERVER_DEV_MODE": "1"}
     assert environment(SETTINGS, outer).items() >= changed.items()
+    assert KEY_VARIABLE not in environment(SETTINGS, outer)
+    assert "--middleware" not in command
 
 
 def test_what_the_run_file_adds_comes_last_and_replaces_nothing_of_the_run_but_its_memory() -> None:
@@ -136,7 +136,10 @@ def test_what_the_run_file_adds_comes_last_and_replaces_nothing_of_the_run_but_i
     settings = dataclasses.replace(
         SETTINGS, device="cuda", tls=tls, kv_cache_bytes=5, memory_share=0.337, arguments=("--seed", "1")
     )
-    command = command_line(settings, 1, guarded=True)
+    command = command_line(settings, 1, "10.0.0.5", guarded=True)
+    assert command[command.index("--host") + 1] == "10.0.0.5"
+    assert command[command.index("--middleware") + 1] == "pipelinerl.serving.vllm.start.RequireKey"
+    assert environment(SETTINGS, {}, "secret")[KEY_VARIABLE] == "secret"
     assert command[-6:] == ["--kv-cache-memory-bytes", "5", "--gpu-memory-utilization", "0.337", "--seed", "1"]
     own = {option.replace("--no-", "--") for option in command[2:-2] if option.startswith("--")}
     assert own - VLLM_OWN.keys() == {"--kv-cache-memory-bytes", "--gpu-memory-utilization"}
@@ -158,28 +161,6 @@ def test_a_server_has_as_many_gpus_as_its_arguments_ask_for(arguments: str, work
     assert EngineConfig(kind="vllm", vllm_args=tuple(arguments.split())).vllm_workers == workers
 
 
-def description(**changes: str) -> bytes:
-    config = {
-        "instance_id": "ab12c",
-        "model_config": {"model": "m", "max_model_len": 300, "logprobs_mode": changes.get("logprobs", "processed_logprobs")},
-        "cache_config": {"enable_prefix_caching": changes.get("prefix") == "on"},
-        "scheduler_config": {"max_num_seqs": 8, "policy": "fcfs"},
-        "weight_transfer_config": {"backend": changes["backend"]} if "backend" in changes else None,
-    }
-    return msgspec.json.encode({"vllm_config": config, "vllm_env": {}})
-
-
-def test_a_server_that_is_set_up_otherwise_is_not_used() -> None:
-    def found(**changes: str) -> list[str]:
-        return msgspec.json.decode(description(**changes), type=ServerDescription).vllm_config.problems()
-
-    assert found(backend="pipelinerl") == []
-    assert "--logprobs-mode" in found(backend="pipelinerl", logprobs="raw_logprobs")[0]
-    assert "--no-enable-prefix-caching" in found(backend="pipelinerl", prefix="on")[0]
-    assert "--weight-transfer-config" in found(backend="nccl")[0]
-    assert len(found(logprobs="raw_logprobs", prefix="on")) == 3
-
-
 def test_what_the_models_folder_says() -> None:
     assert model_facts("demo") == (16, (1,), ())
     # 2 layers x (keys, values) x 3 heads x 32 x 4 bytes, for 8 slots of 3 blocks of 128, and 4 blocks to spare
@@ -189,35 +170,24 @@ def test_what_the_models_folder_says() -> None:
 # ---- every route asks for the key
 
 
-def answer(kind: str, *headers: tuple[bytes, bytes]) -> list[Any]:
+def status_for(kind: str, *headers: tuple[bytes, bytes]) -> int:
     """What a client of a guarded app gets."""
     sent: list[Any] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 200})
-
-    async def receive() -> None: ...
+        await send({"status": 200})
 
     async def send(message: Any) -> None:
         sent.append(message)
 
-    asyncio.run(RequireKey(app)({"type": kind, "headers": headers, "path": "/update_weights"}, receive, send))
-    return sent
+    asyncio.run(RequireKey(app)({"type": kind, "headers": headers, "path": "/update_weights"}, None, send))  # type: ignore[arg-type]
+    return int(sent[0]["status"])
 
 
 def test_every_route_asks_for_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(KEY_VARIABLE, "secret")
-    assert answer("http", (b"authorization", b"Bearer secret"))[0]["status"] == 200
-    assert answer("lifespan")[0]["status"] == 200
+    assert status_for("http", (b"authorization", b"Bearer secret")) == 200
+    assert status_for("lifespan") == 200
     for headers in ([], [(b"authorization", b"Bearer wrong")], [(b"authorization", b"secret")]):
-        assert answer("http", *headers)[0]["status"] == 401
-    assert answer("websocket")[0]["status"] == 401
-
-
-def test_a_guarded_server_has_its_key_in_the_environment_not_on_the_command_line() -> None:
-    command = command_line(SETTINGS, 8000, "10.0.0.5", guarded=True)
-    assert command[command.index("--host") + 1] == "10.0.0.5"
-    assert command[command.index("--middleware") + 1] == "pipelinerl.serving.vllm.start.RequireKey"
-    assert environment(SETTINGS, {}, "secret")[KEY_VARIABLE] == "secret"
-    assert KEY_VARIABLE not in environment(SETTINGS, {})
-    assert "--middleware" not in command_line(SETTINGS, 8000)
+        assert status_for("http", *headers) == 401
+    assert status_for("websocket") == 401
