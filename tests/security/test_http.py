@@ -22,7 +22,7 @@ from pipelinerl.serving.server.service import Service
 from tests.integration.test_serve import serving
 from tests.security.mutations import body, false_safetensors
 from tests.unit.chat_parts import SamplingClient, make_tokenizer
-from tests.unit.server_parts import byte_model, client_of, running
+from tests.unit.server_parts import byte_model, running
 
 PLAIN = {"model": "bytes", "prompt": "hello", "max_tokens": 3, "seed": 1, "temperature": 1.0}
 CHAT = {"model": "bytes", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 3, "seed": 1, "stop": ["x"]}
@@ -76,7 +76,7 @@ def test_mutated_requests(seed: int, count: int, tmp_path: Path) -> None:
     allowed_folder.mkdir()
 
     async def scenario() -> None:
-        async with running(allowed_folder) as (service, app), client_of(app) as client:
+        async with running(allowed_folder) as (service, client):
             before, holding = (await client.post("/v1/completions", json=PLAIN)).json()["choices"], service.engine.holding
             statuses: dict[int, int] = {}
             for _ in range(count):
@@ -110,7 +110,7 @@ def test_weight_files_with_false_headers_and_paths_outside_the_folder(seed: int,
     os.mkfifo(folder / "pipe")
 
     async def scenario() -> None:
-        async with running(folder) as (service, app), client_of(app) as client:
+        async with running(folder) as (service, client):
             version = 1
             for name in (outside, "../outside.safetensors", link, directory, folder / "pipe", "/dev/zero", "\x00", "~", ""):
                 answer = await client.post(

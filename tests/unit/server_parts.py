@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import msgspec
 import torch
-from starlette.types import ASGIApp
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -19,6 +19,7 @@ from pipelinerl.serving.server.endpoints import app_of
 from pipelinerl.serving.server.http import ServerApp
 from pipelinerl.serving.server.run import ServeOptions
 from pipelinerl.serving.server.service import Service, loaded_from
+from pipelinerl.serving.wire import ErrorBody, ErrorDetail
 from tests.parity.models import CONFIGS
 
 EOS = 2
@@ -60,18 +61,39 @@ def options_of(directory: Path, **changes: Any) -> ServeOptions:
 
 
 @asynccontextmanager
-async def running(directory: Path, *, tokenizer: Any = None, **changes: Any) -> AsyncIterator[tuple[Service, ASGIApp]]:
-    """A service with its engine's thread, and the application over it."""
+async def running(directory: Path, *, tokenizer: Any = None, **changes: Any) -> AsyncIterator[tuple[Service, Client]]:
+    """A service with its engine's thread, and a client of the application over it."""
     options = options_of(directory, **changes)
     service = Service(loaded_from(byte_model(), tokenizer or byte_tokenizer(), options, flatten=False), options)
     app = ServerApp(options.api_key)
     app.app = app_of(service)
     try:
-        yield service, app
+        async with Client(transport=httpx2.ASGITransport(app), base_url="http://localhost", timeout=30) as client:
+            yield service, client
     finally:
         assert service.engine.close()
 
 
-def client_of(app: ASGIApp, **options: Any) -> httpx2.AsyncClient:
+class Client(httpx2.AsyncClient):
     """Speaks to the application without a network; streams come whole."""
-    return httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://localhost", timeout=30, **options)
+
+    async def refusal(self, path: str, body: Any, status: int = 400) -> ErrorDetail:
+        """The error that a request is answered with."""
+        response = await self.post(path, content=body if isinstance(body, bytes) else msgspec.json.encode(body))
+        assert response.status_code == status, response.text
+        return msgspec.json.decode(response.content, type=ErrorBody).error
+
+    async def json(self, path: str, body: Any) -> Any:
+        """The answer to a request that is served."""
+        response = await self.post(path, content=msgspec.json.encode(body))
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    async def events(self, path: str, body: Any) -> list[Any]:
+        """What a stream of an API of OpenAI sends."""
+        response = await self.post(path, json=body | {"stream": True})
+        assert response.status_code == 200, response.text
+        assert response.headers["content-type"].startswith("text/event-stream")
+        *lines, done = [line for line in response.text.split("\n\n") if line]
+        assert done == "data: [DONE]"
+        return [msgspec.json.decode(line.removeprefix("data: ")) for line in lines]

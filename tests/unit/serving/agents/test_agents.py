@@ -28,16 +28,6 @@ from tests.unit.scripted_engine import STOP, CharTokenizer, ScriptedEngine
 
 TOKENIZER = make_tokenizer()
 PROBLEM = Problem(id="p", payload={"number": 5})
-TOOLS: Any = [
-    {
-        "type": "function",
-        "function": {
-            "name": "add",
-            "description": "Adds.",
-            "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
-        },
-    }
-]
 CALL = '<tool_call>\n{"name": "add",  "arguments": {"a": 2, "b": 3}}\n</tool_call>'
 CLIENT = openai.OpenAI(base_url="http://unused", api_key="unused", max_retries=0)
 
@@ -84,9 +74,6 @@ def ask(gateway: Gateway, function: Callable[[str], Any], *said: str) -> Any:
     return asyncio.run(serve())
 
 
-# ------------------------------------------------------------------------------------------------ agents
-
-
 def test_plain_text_and_token_ids(tmp_path: Path) -> None:
     ids = TOKENIZER.encode("3 + 4 =")
 
@@ -101,54 +88,6 @@ def test_plain_text_and_token_ids(tmp_path: Path) -> None:
     assert rollout.reward == 1.0
     assert [turn.prompt_ids for turn in rollout.turns] == [tuple(TOKENIZER.encode("2 + 3 =")), tuple(ids)]
     assert len(rollout.turns[1].completion.token_ids) == 1
-
-
-# ------------------------------------------------------------------------------------------------ the gateway
-
-
-def test_streams_are_answers_of_one_piece(gateway: Gateway) -> None:
-    def stream(base_url: str) -> Any:
-        chunks = list(
-            at(base_url).chat.completions.create(
-                model="mine", messages=[user("?")], tools=TOOLS, stream=True, stream_options={"include_usage": True}
-            )
-        )
-        texts = list(at(base_url).completions.create(model="mine", prompt="?", stream=True))
-        return chunks, "".join(chunk.choices[0].text for chunk in texts)
-
-    chunks, text = ask(gateway, stream, "Well. " + CALL, "so")
-    assert text == "so"
-    assert chunks[0].model == "mine"
-    assert chunks[0].choices[0].delta.content == "Well."
-    (call,) = chunks[0].choices[0].delta.tool_calls
-    assert (call.index, call.function.name, json.loads(call.function.arguments)) == (0, "add", {"a": 2, "b": 3})
-    assert chunks[1].choices[0].finish_reason == "tool_calls"
-    assert chunks[-1].usage.total_tokens == chunks[-1].usage.prompt_tokens + chunks[-1].usage.completion_tokens
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"temperature": 0.2}, "temperature 0.2: this rollout is sampled with 1"),
-        ({"seed": 1}, "seed"),
-        ({"stop": [""]}, "stop: give at most"),
-        ({"n": 2}, "n:"),
-        ({"logprobs": True}, "logprobs"),
-        ({"tool_choice": "required", "tools": TOOLS}, "tool_choice"),
-        ({"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}, "chat_template_kwargs"),
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "content"),
-    ],
-)
-def test_what_would_be_lost_is_refused_by_name(gateway: Gateway, options: dict[str, Any], named: str) -> None:
-    def refused(base_url: str) -> str:
-        with pytest.raises(openai.BadRequestError) as error:
-            at(base_url).chat.completions.create(**{"model": "any", "messages": [user("?")], **options})
-        return str(error.value)
-
-    message = ask(gateway, refused)
-    assert named in message
-    assert "\n" not in message
 
 
 def test_another_sampling_is_ignored_and_counted_if_the_run_file_says_so(tmp_path: Path) -> None:
@@ -457,12 +396,6 @@ def test_a_run_trains_the_example_agent_on_exactly_what_it_sampled(tmp_path: Pat
     runs.assert_conserved(summary)
     runs.assert_trained_once(tmp_path / "run")
     runs.assert_provenance(tmp_path / "run")
-    # Attempts run in threads, so their order is the clock's; what holds of each step does not depend on it.
-    first = runs.steps(tmp_path / "run")[0]
-    assert first.on_policy_gap is not None
-    assert first.on_policy_gap < 1e-3
-    assert first.ess is not None
-    assert first.ess > 0.999
     made = list(runs.rollouts_by_id(tmp_path / "run").values())
     assert all(rollout.metrics["attempts"] == len(rollout.turns) for rollout in made)
     assert {len(rollout.turns) for rollout in made} == {1, 2}

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 
 from pipelinerl.errors import PipelineRLError, PromptTooLongError, RequestError, UserError, WeightUpdateError
+from pipelinerl.ports import free_port
 from pipelinerl.serving.client.adapter import ServerBusyError, ServerError, ServerUnreachableError
 from pipelinerl.serving.client.http import PipelineServer, RefusalError
 from pipelinerl.serving.wire import CompletionLine, ErrorBody, ErrorDetail, TokenLine, WeightUpdateRequest
@@ -81,19 +82,6 @@ EVENTS = [
 ]
 
 
-def test_a_request_and_its_completion_go_over_unchanged() -> None:
-    seen = {}
-
-    async def handler(writer: asyncio.StreamWriter, head: str, body: bytes) -> None:
-        seen.update(head=head, request=msgspec.json.decode(body, type=GenerationRequest))
-        await answering("200 OK", msgspec.json.encode(COMPLETION))(writer, head, body)
-
-    assert outcome(handler, api_key="secret") == (COMPLETION, [])
-    assert seen["request"] == request_of()
-    assert seen["head"].startswith("POST /generate HTTP/1.1\r\n")
-    assert "authorization: bearer secret" in seen["head"].lower()
-
-
 def test_a_stream_in_any_pieces() -> None:
     lines = [TokenLine(token=event) for event in EVENTS]
     data = b"\n".join([*map(msgspec.json.encode, lines), b"", msgspec.json.encode(CompletionLine(completion=COMPLETION))])
@@ -157,44 +145,27 @@ def test_every_failure_is_told_apart(status: str, body: bytes, kind: type[Pipeli
         assert error.url in str(error)
 
 
-def test_nothing_listens_or_nothing_comes() -> None:
-    async def close_at_once(writer: asyncio.StreamWriter, head: str, _: bytes) -> None:
+@pytest.mark.parametrize(
+    ("wait_s", "words", "refused"),
+    [(0.0, "can't be reached", False), (1.0, "in time", False), (None, "can't be reached", True)],
+)
+async def test_nothing_listens_or_nothing_comes(wait_s: float | None, words: str, refused: bool) -> None:
+    async def close(writer: asyncio.StreamWriter, head: str, _: bytes) -> None:
+        await asyncio.sleep(wait_s or 0.0)
         writer.close()
 
-    async def refused() -> None:
-        async with server_of(close_at_once) as client:
-            with pytest.raises(ServerUnreachableError) as caught:
-                await client.info()
-            assert not caught.value.refused
-        listening = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
-        port = listening.sockets[0].getsockname()[1]
-        listening.close()
-        client = PipelineServer(f"http://127.0.0.1:{port}")
-        with pytest.raises(ServerUnreachableError) as caught:
-            await client.info()
-        assert caught.value.refused
-        await client.close()
-
-    async def silent(writer: asyncio.StreamWriter, head: str, _: bytes) -> None:
-        await asyncio.sleep(1)
-
-    async def late() -> None:
-        async with server_of(silent, timeout_s=0.05) as client:
-            with pytest.raises(ServerUnreachableError, match="in time"):
-                await client.info()
-
-    asyncio.run(refused())
-    asyncio.run(late())
+    async with server_of(close, timeout_s=0.05) as client:
+        asked = client if wait_s is not None else PipelineServer(f"http://127.0.0.1:{free_port()}")
+        with pytest.raises(ServerUnreachableError, match=words) as caught:
+            await asked.info()
+        assert caught.value.refused == refused
 
 
 @pytest.mark.parametrize(("status", "code"), [("409 Conflict", "stale_version"), ("422 Unprocessable", "bad_weights")])
-def test_a_refused_update_says_why(status: str, code: str) -> None:
-    async def update() -> None:
-        async with server_of(answering(status, error_body(code, "checksum differs"))) as client:
+async def test_a_refused_update_says_why(status: str, code: str) -> None:
+    async with server_of(answering(status, error_body(code, "checksum differs"))) as client:
+        with pytest.raises(WeightUpdateError, match="checksum differs"):
             await client.update_weights(WeightUpdateRequest(version=1, checksum="0" * 32, path="/x"))
-
-    with pytest.raises(WeightUpdateError, match="checksum differs"):
-        asyncio.run(update())
 
 
 @pytest.mark.parametrize("url", ["", "localhost:8000", "ftp://x", "http://", "http://a:b:c"])

@@ -5,12 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import msgspec
 import openai
 import pytest
@@ -19,34 +16,14 @@ import torch
 from pipelinerl.config.schema import ModelConfig
 from pipelinerl.models.loading import load_tokenizer
 from pipelinerl.serving.server.http import MAX_BODY_BYTES, ServerApp, listening_for_http
-from pipelinerl.serving.server.service import Service
 from pipelinerl.serving.wire import ErrorBody, ServerInfo
-from pipelinerl.types import Completion, GenerationRequest, SamplingParams
+from pipelinerl.types import GenerationRequest, SamplingParams
 from tests.unit.fake_engine_servers import wait_until
-from tests.unit.server_parts import EOS, MAX_LENGTH, TEMPLATE, byte_tokenizer, client_of, running
+from tests.unit.server_parts import EOS, MAX_LENGTH, TEMPLATE, byte_tokenizer, running
 
 TOKENIZER = byte_tokenizer()
 PLAIN = {"model": "bytes", "prompt": "hello", "max_tokens": 12, "seed": 1, "temperature": 1.0}
 CHAT = {"model": "bytes", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 12, "seed": 1}
-
-
-@asynccontextmanager
-async def serving(directory: Path, **changes: Any) -> AsyncIterator[tuple[httpx2.AsyncClient, Service]]:
-    """A client of a service of its own."""
-    async with running(directory, **changes) as (service, app), client_of(app) as client:
-        yield client, service
-
-
-def events(response: httpx2.Response) -> list[dict[str, Any]]:
-    assert response.status_code == 200, response.text
-    assert response.headers["content-type"].startswith("text/event-stream")
-    *lines, done = [line for line in response.text.split("\n\n") if line]
-    assert done == "data: [DONE]"
-    return [json.loads(line.removeprefix("data: ")) for line in lines]
-
-
-def error_of(response: httpx2.Response) -> ErrorBody:
-    return msgspec.json.decode(response.content, type=ErrorBody)
 
 
 def native(name: str, tokens: int = 10, *, stream: bool = False, **sampling: Any) -> GenerationRequest:
@@ -55,53 +32,16 @@ def native(name: str, tokens: int = 10, *, stream: bool = False, **sampling: Any
     return GenerationRequest(id=name, prompt_ids=prompt, sampling=params, stream=stream)
 
 
-async def generate(client: httpx2.AsyncClient, request: GenerationRequest) -> Completion:
-    response = await client.post("/generate", content=msgspec.json.encode(request))
-    assert response.status_code == 200, response.text
-    return msgspec.json.decode(response.content, type=Completion)
-
-
-class Shared:
-    """One service for many small tests, each call a turn of its event loop."""
-
-    def __init__(self, runner: asyncio.Runner, client: httpx2.AsyncClient, service: Service) -> None:
-        self._runner = runner
-        self._client = client
-        self.service = service
-
-    def get(self, path: str) -> httpx2.Response:
-        return self._runner.run(self._client.get(path))
-
-    def post(self, path: str, body: Any) -> httpx2.Response:
-        content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        return self._runner.run(self._client.post(path, content=content))
-
-    def choice(self, path: str, body: Any) -> Any:
-        """The only choice of the answer."""
-        (choice,) = self.post(path, body).json()["choices"]
-        return choice
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    with asyncio.Runner() as runner:
-        context = running(tmp_path_factory.mktemp("weights"))
-        service, app = runner.run(context.__aenter__())
-        yield Shared(runner, client_of(app), service)
-        runner.run(context.__aexit__(None, None, None))
-
-
-# ---------------------------------------------------------------------------------------------- OpenAI's
-
-
 @pytest.mark.parametrize(("path", "body"), [("/v1/completions", PLAIN), ("/v1/chat/completions", CHAT)])
-def test_a_stream_is_the_whole_answer_in_parts(shared: Shared, path: str, body: dict[str, Any]) -> None:
+async def test_a_stream_is_the_whole_answer_in_parts(tmp_path: Path, path: str, body: dict[str, Any]) -> None:
     chat = "chat" in path
-    wants = {"logprobs": True if chat else 0, "return_token_ids": True, "return_weight_versions": True}
-    whole = shared.post(path, body | wants).json()
-    *chunks, last, usage = events(
-        shared.post(path, body | wants | {"stream": True, "stream_options": {"include_usage": True}})
-    )
+    wants = body | {"logprobs": True if chat else 0, "return_token_ids": True, "return_weight_versions": True}
+    async with running(tmp_path) as (_, client):
+        whole = await client.json(path, wants)
+        *chunks, last, usage = await client.events(path, wants | {"stream_options": {"include_usage": True}})
+        sampling = {"max_tokens": 12, "seed": 1, "stop_token_ids": [EOS]}
+        prompt_ids = whole["choices"][0]["prompt_token_ids"]
+        own = await client.json("/generate", {"id": path, "prompt_ids": prompt_ids, "sampling": sampling})
     (choice,), (ended,) = whole["choices"], last["choices"]
     counts = {"prompt_tokens": 10 if chat else 5, "completion_tokens": 12, "total_tokens": 22 if chat else 17}
     assert whole["usage"] == usage["usage"] == counts
@@ -123,63 +63,52 @@ def test_a_stream_is_the_whole_answer_in_parts(shared: Shared, path: str, body: 
     assert choice["weight_versions"] == [{"version": 0, "start": 0, "end": 12}]
     assert choice["prompt_versions"] == [{"version": 0, "start": 0, "end": counts["prompt_tokens"]}]
     said = [token["logprob"] for token in choice["logprobs"]["content"]] if chat else choice["logprobs"]["token_logprobs"]
-    sampling = {"max_tokens": 12, "seed": 1, "stop_token_ids": [EOS]}
-    own = shared.post("/generate", {"id": path, "prompt_ids": choice["prompt_token_ids"], "sampling": sampling}).json()
     assert (own["token_ids"], own["logprobs"]) == (choice["token_ids"], pytest.approx(said, abs=1e-5))
 
 
-def test_a_stop_string_cuts_the_text_and_the_tokens_behind_it(shared: Shared) -> None:
-    wants = {"logprobs": 0, "return_token_ids": True, "return_weight_versions": True, "max_tokens": 60, "ignore_eos": True}
-    free = shared.choice("/v1/completions", PLAIN | wants)
-    stop = free["text"][20:22]
-    cut = shared.post("/v1/completions", PLAIN | wants | {"stop": [stop, "never there"]}).json()
+async def test_a_stop_string_cuts_the_text_and_the_tokens_behind_it(tmp_path: Path) -> None:
+    wants = PLAIN | {"return_token_ids": True, "return_weight_versions": True, "max_tokens": 60, "ignore_eos": True}
+    async with running(tmp_path) as (service, client):
+        (free,) = (await client.json("/v1/completions", wants))["choices"]
+        stop = free["text"][20:22]
+        cut = await client.json("/v1/completions", wants | {"stop": [stop, "never there"]})
+        streamed = await client.events("/v1/completions", wants | {"stop": stop})
+        assert service.engine.open_requests == 0
     (choice,) = cut["choices"]
-    assert choice["text"] == free["text"][: free["text"].index(stop)]
-    assert choice["finish_reason"] == "stop"
-    count = len(choice["token_ids"])
+    assert choice["text"] == "".join(chunk["choices"][0]["text"] for chunk in streamed) == free["text"].partition(stop)[0]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
+    count = cut["usage"]["completion_tokens"]
     assert choice["token_ids"] == free["token_ids"][:count]
     seen = [TOKENIZER.decode(free["token_ids"][:n], skip_special_tokens=True) for n in (count - 1, count)]
     assert [stop in text for text in seen] == [False, True]
     assert choice["weight_versions"] == [{"version": 0, "start": 0, "end": count}]
-    assert choice["logprobs"]["token_logprobs"] == pytest.approx(free["logprobs"]["token_logprobs"][:count], abs=1e-5)
-    assert choice["stop_reason"] == stop
-    assert cut["usage"]["completion_tokens"] == count
-    streamed = events(shared.post("/v1/completions", PLAIN | wants | {"stop": stop, "stream": True}))
-    assert "".join(chunk["choices"][0]["text"] for chunk in streamed) == choice["text"]
-    assert shared.service.engine.open_requests == 0
 
 
-def test_defaults_ends_and_other_parameters(shared: Shared) -> None:
-    def finish(path: str, body: dict[str, Any]) -> tuple[str, int]:
-        answer = shared.post(path, body).json()
-        return answer["choices"][0]["finish_reason"], answer["usage"]["completion_tokens"]
-
+async def test_defaults_ends_and_other_parameters(tmp_path: Path) -> None:
     endless = {"ignore_eos": True, "seed": 3}
-    assert finish("/v1/completions", {"prompt": "hello"} | endless) == ("length", 16)
-    assert finish("/v1/completions", {"prompt": TOKENIZER.encode("hello")} | endless) == ("length", 16)
-    assert finish("/v1/completions", {"prompt": "x" * 90} | endless) == ("length", MAX_LENGTH - 90)
     parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
     messages = {"messages": [{"role": "user", "content": parts}]}
-    assert finish("/v1/chat/completions", messages | endless) == ("length", MAX_LENGTH - 10)
-    assert finish("/v1/chat/completions", CHAT | {"max_completion_tokens": 3}) == ("length", 3)
-    greedy = PLAIN | {
-        "temperature": 0,
-        "top_k": -1,
-        "top_p": 0.5,
-        "user": "me",
-        "metadata": {},
-        "n": 1,
-        "tools": [],
-        "echo": False,
-        "response_format": {"type": "text"},
-        "frequency_penalty": 0,
-    }
-    ids, others = (
-        shared.choice("/v1/completions", greedy | {"seed": seed, "return_token_ids": True})["token_ids"] for seed in (1, 2)
-    )
-    assert ids == others
-    assert finish("/v1/completions", greedy | {"stop_token_ids": [ids[4]]})[0] == "stop"
-    assert shared.get("/v1/models").json()["data"][0]["id"] == "bytes"
+    without_effect = {"user": "me", "metadata": {}, "n": 1, "tools": [], "echo": False, "response_format": {"type": "text"}}
+    greedy = PLAIN | without_effect | {"temperature": 0, "top_k": -1, "top_p": 0.5, "frequency_penalty": 0}
+    async with running(tmp_path) as (_, client):
+
+        async def finish(path: str, body: dict[str, Any]) -> tuple[str, int]:
+            answer = await client.json(path, body)
+            return answer["choices"][0]["finish_reason"], answer["usage"]["completion_tokens"]
+
+        for prompt, tokens in (("hello", 16), (TOKENIZER.encode("hello"), 16), ("x" * 90, MAX_LENGTH - 90)):
+            assert await finish("/v1/completions", {"prompt": prompt} | endless) == ("length", tokens)
+        assert await finish("/v1/chat/completions", messages | endless) == ("length", MAX_LENGTH - 10)
+        assert await finish("/v1/chat/completions", CHAT | {"max_completion_tokens": 3}) == ("length", 3)
+        ids, others = [
+            (await client.json("/v1/completions", greedy | {"seed": seed, "return_token_ids": True}))["choices"][0][
+                "token_ids"
+            ]
+            for seed in (1, 2)
+        ]
+        assert ids == others
+        assert (await finish("/v1/completions", greedy | {"stop_token_ids": [ids[4]]}))[0] == "stop"
+        assert (await client.get("/v1/models")).json()["data"][0]["id"] == "bytes"
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
@@ -217,36 +146,38 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "change", "words"), REFUSED)
-def test_what_can_not_be_honoured_is_refused_by_name_and_harms_nobody(
-    shared: Shared, kind: str, change: dict[str, Any], words: str
-) -> None:
+async def test_what_can_not_be_honoured_is_refused_by_name_and_harms_nobody(tmp_path: Path) -> None:
     own: dict[str, Any] = {"id": "n", "prompt_ids": [5, 6], "sampling": {"max_tokens": 4}}
     paths = {"text": ("/v1/completions", PLAIN), "chat": ("/v1/chat/completions", CHAT), "native": ("/generate", own)}
-    path, body = paths[kind]
-    response = shared.post(path, body | change)
-    assert response.status_code == 400
-    assert words in error_of(response).error.message
-    assert shared.post("/v1/completions", PLAIN).status_code == 200
+    async with running(tmp_path) as (_, client):
+        for kind, change, words in REFUSED:
+            path, body = paths[kind]
+            content = json.dumps(body | change).encode()  # also with numbers of any size
+            assert words in (await client.refusal(path, content)).message, (kind, change)
+        too_large = b"[" + b"1," * (MAX_BODY_BYTES // 2) + b"1]"
+        assert "larger than" in (await client.refusal("/generate", too_large)).message
+        for path in ("/nowhere", "/info"):
+            assert (await client.refusal(path, {}, 404)).code == "not_found"
+        other = await client.refusal("/v1/completions", PLAIN | {"model": "gpt"}, 404)
+        assert "there is no model 'gpt'; this server has 'bytes'" in other.message
+        assert (await client.json("/v1/completions", PLAIN))["choices"]
 
 
 async def test_what_a_chat_may_change_about_its_template(tmp_path: Path) -> None:
     off = "{% if enable_thinking is defined and not enable_thinking %}!{% endif %}"
     tokenizer = byte_tokenizer(template=TEMPLATE.replace("{% if add", off + "{% if add"))
     asked = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "return_token_ids": True}
-    async with serving(tmp_path, tokenizer=tokenizer) as (client, _):
+    async with running(tmp_path, tokenizer=tokenizer) as (_, client):
         for options, prompt in (({}, "u:hi\na:"), ({"enable_thinking": False}, "u:hi\n!a:"), ({"x": 1}, "u:hi\na:")):
-            response = await client.post("/v1/chat/completions", json=asked | {"chat_template_kwargs": options})
-            assert tokenizer.decode(response.json()["choices"][0]["prompt_token_ids"]) == prompt
+            answer = await client.json("/v1/chat/completions", asked | {"chat_template_kwargs": options})
+            assert tokenizer.decode(answer["choices"][0]["prompt_token_ids"]) == prompt
 
 
 async def test_what_the_models_tokenizer_can_not_do_is_said(tmp_path: Path) -> None:
     of_numbers = load_tokenizer(ModelConfig(path="demo"))
-    async with serving(tmp_path, tokenizer=of_numbers) as (client, _):
+    async with running(tmp_path, tokenizer=of_numbers) as (_, client):
         for path, body, words in (("chat/completions", CHAT, "use /v1/completions"), ("completions", PLAIN, "can't encode")):
-            response = await client.post(f"/v1/{path}", json=body)
-            assert response.status_code == 400
-            assert words in error_of(response).error.message
+            assert words in (await client.refusal(f"/v1/{path}", body)).message
 
 
 async def test_tools_are_rendered_and_calls_are_parsed(tmp_path: Path) -> None:
@@ -254,7 +185,7 @@ async def test_tools_are_rendered_and_calls_are_parsed(tmp_path: Path) -> None:
     ids = [*TOKENIZER.encode(said), EOS]
     shows_tools = "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}" + TEMPLATE
     changes: Any = {"tokenizer": byte_tokenizer(shows_tools), "max_length": 768}
-    async with serving(tmp_path, **changes) as (plain, service):
+    async with running(tmp_path, **changes) as (service, plain):
         client = openai.AsyncOpenAI(base_url="http://localhost/v1", api_key="any", http_client=plain, max_retries=0)
         draws = iter(range(10**6))
         engine: Any = service.engine._engine
@@ -287,16 +218,12 @@ async def test_tools_are_rendered_and_calls_are_parsed(tmp_path: Path) -> None:
         assert prompt.endswith("u:hello\na:Well.\nt:2\na:")
 
 
-def test_too_large_a_body_is_a_400(shared: Shared) -> None:
-    assert "larger than" in error_of(shared.post("/generate", b"[" + b"1," * (MAX_BODY_BYTES // 2) + b"1]")).error.message
-
-
 # ---------------------------------------------------------------------------------------------- our own
 
 
 async def test_who_it_is_and_how_it_is(tmp_path: Path) -> None:
-    async with serving(tmp_path) as (client, service):
-        await generate(client, native("a"))
+    async with running(tmp_path) as (service, client):
+        await client.json("/generate", native("a"))
         info = msgspec.json.decode((await client.get("/info")).content, type=ServerInfo)
         assert (info.name, info.slots, info.max_length, info.vocabulary) == ("bytes", 4, MAX_LENGTH, 259)
         assert (info.version, info.checksum) == service.engine.holding
@@ -305,36 +232,26 @@ async def test_who_it_is_and_how_it_is(tmp_path: Path) -> None:
         for response in (await client.get("/health"), await client.post("/v1/completions", json=PLAIN)):
             assert response.status_code == 503
             assert "retry-after" in response.headers
-            assert error_of(response).error.message == "the server stops"
+            assert response.json()["error"]["message"] == "the server stops"
 
 
 async def test_overload_is_a_429_with_a_hint(tmp_path: Path) -> None:
-    async with serving(tmp_path, max_queue=2) as (client, service):
-        waiting = [asyncio.create_task(generate(client, native(f"r{i}", 90))) for i in range(6)]
+    async with running(tmp_path, max_queue=2) as (service, client):
+        waiting = [asyncio.create_task(client.json("/generate", native(f"r{i}", 90))) for i in range(6)]
         await wait_until(lambda: service.engine.open_requests == 6)
-        for path, body in (("/v1/completions", PLAIN), ("/generate", json.loads(msgspec.json.encode(native("more"))))):
-            response = await client.post(path, json=body)
-            assert response.status_code == 429
-            assert response.headers["retry-after"] == "1"
-            assert error_of(response).error.code == "overloaded"
-            assert "4 requests are in progress and 2 wait" in error_of(response).error.message
+        for path, body in (("/v1/completions", PLAIN), ("/generate", native("more"))):
+            error = await client.refusal(path, body, 429)
+            assert (error.code, "4 requests are in progress and 2 wait" in error.message) == ("overloaded", True)
+        assert (await client.post("/v1/completions", json=PLAIN)).headers["retry-after"] == "1"
         await asyncio.gather(*waiting)
         assert (await client.post("/v1/completions", json=PLAIN)).status_code == 200
-
-
-def test_paths_methods_and_what_is_not_built(shared: Shared) -> None:
-    assert error_of(shared.post("/nowhere", {})).error.code == "not_found"
-    assert shared.post("/info", {}).status_code == 404
-    other = shared.post("/v1/completions", PLAIN | {"model": "gpt"})
-    assert other.status_code == 404
-    assert "there is no model 'gpt'; this server has 'bytes'" in error_of(other).error.message
 
 
 # ---------------------------------------------------------------------------------------------- who is let in
 
 
 async def test_a_key_is_asked_for_everywhere_but_at_the_door(tmp_path: Path) -> None:
-    async with serving(tmp_path, api_key="secret") as (client, _):
+    async with running(tmp_path, api_key="secret") as (_, client):
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}, {"authorization": "Bearer "}):
             for path in ("/v1/completions", "/generate", "/request_weight_update", "/nowhere"):
                 assert (await client.post(path, json=PLAIN, headers=headers)).status_code == 401
@@ -382,7 +299,7 @@ def test_without_a_key_web_pages_of_others_are_not_answered(header: bytes, origi
 
 
 async def test_a_stream_that_breaks_off_says_why(tmp_path: Path) -> None:
-    async with serving(tmp_path) as (client, service):
+    async with running(tmp_path) as (service, client):
         body = PLAIN | {"stream": True, "max_tokens": 90, "ignore_eos": True}
         asking = asyncio.create_task(client.post("/v1/completions", json=body))
         lines = asyncio.create_task(client.post("/generate", content=msgspec.json.encode(native("a", 90, stream=True))))

@@ -9,7 +9,7 @@ import anthropic
 import openai
 import pytest
 
-from tests.unit.server_parts import client_of, running
+from tests.unit.server_parts import running
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 GREEDY: Any = {"model": "bytes", "max_tokens": 12, "messages": HELLO, "extra_body": {"temperature": 0.0}}
@@ -20,7 +20,7 @@ def messages_of(client: Any, key: str = "any") -> Any:
 
 
 async def test_three_apis_give_the_same_answer(tmp_path: Path) -> None:
-    async with running(tmp_path) as (_, app), client_of(app) as plain:
+    async with running(tmp_path) as (_, plain):
         client = openai.AsyncOpenAI(base_url="http://localhost/v1", api_key="any", http_client=plain, max_retries=0)
         chat = await client.chat.completions.create(model="bytes", messages=HELLO, max_tokens=12, temperature=0.0)
         text, used = chat.choices[0].message.content, chat.usage
@@ -36,7 +36,7 @@ async def test_three_apis_give_the_same_answer(tmp_path: Path) -> None:
 
 
 async def test_keys_and_errors_are_those_of_each_api(tmp_path: Path) -> None:
-    async with running(tmp_path, api_key="secret") as (_, app), client_of(app) as plain:
+    async with running(tmp_path, api_key="secret") as (_, plain):
         right = messages_of(plain, "secret")
         assert (await right.create(**GREEDY)).role == "assistant"
         with pytest.raises(anthropic.AuthenticationError, match="x-api-key"):

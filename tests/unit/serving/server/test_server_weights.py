@@ -25,7 +25,7 @@ from pipelinerl.serving.wire import ProcessGroupRequest, WeightUpdateRequest
 from pipelinerl.types import GenerationRequest, SamplingParams, UpdateReceipt
 from pipelinerl.weights.broadcast.sender import CollectiveWeightSender
 from tests.unit.fake_engine_servers import wait_until
-from tests.unit.server_parts import byte_model, client_of, running
+from tests.unit.server_parts import byte_model, running
 from tests.unit.weights.relay import Relay
 
 TIED = "lm_head.weight"
@@ -195,7 +195,7 @@ async def test_a_refused_request_of_another_session_changes_nothing(tmp_path: Pa
 
 async def test_a_client_that_leaves_while_its_group_is_formed_keeps_nobody_waiting(tmp_path: Path) -> None:
     """The trainer may have died then: the next session's weights do not wait until the group of the last one is given up."""
-    async with running(tmp_path) as (service, app), client_of(app) as client:
+    async with running(tmp_path) as (service, client):
         with closing(listen()) as listener:  # nobody accepts
             host, port = listener.getsockname()
             group = {"host": host, "port": port, "key": "k", "index": 0, "run": "a", "epoch": 1}
