@@ -51,12 +51,10 @@ class FakeServer:
     `before_answer` is awaited in every `generate`, with the number of the call.
     """
 
-    def __init__(self, url: str, *, slots: int = 4, max_length: int = 100) -> None:
+    def __init__(self, url: str, *, slots: int = 4, max_length: int = 100, vocabulary: int = VOCABULARY) -> None:
         self.url = url
-        self.slots = slots
-        self.max_length = max_length
-        self.instance = 0
-        self.version = 0
+        self.slots, self.max_length, self.vocabulary = slots, max_length, vocabulary
+        self.instance = self.version = 0
         self.checksum = "start"
         self.problem: Exception | None = None
         self.before_answer: Callable[[GenerationRequest, int], Awaitable[None]] | None = None
@@ -88,7 +86,7 @@ class FakeServer:
             model="fake",
             slots=self.slots,
             max_length=self.max_length,
-            vocabulary=VOCABULARY,
+            vocabulary=self.vocabulary,
             stop_token_ids=(),
             version=self.version,
             checksum=self.checksum,

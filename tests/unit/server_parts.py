@@ -18,7 +18,7 @@ from pipelinerl.config.schema import EngineConfig, ModelConfig
 from pipelinerl.serving.server.endpoints import app_of
 from pipelinerl.serving.server.http import ServerApp
 from pipelinerl.serving.server.run import ServeOptions
-from pipelinerl.serving.server.service import Service, loaded_from
+from pipelinerl.serving.server.service import Service, load
 from pipelinerl.serving.wire import ErrorBody, ErrorDetail
 from tests.parity.models import CONFIGS
 
@@ -64,7 +64,7 @@ def options_of(directory: Path, **changes: Any) -> ServeOptions:
 async def running(directory: Path, *, tokenizer: Any = None, **changes: Any) -> AsyncIterator[tuple[Service, Client]]:
     """A service with its engine's thread, and a client of the application over it."""
     options = options_of(directory, **changes)
-    service = Service(loaded_from(byte_model(), tokenizer or byte_tokenizer(), options, flatten=False), options)
+    service = Service(load(options, byte_model(), tokenizer or byte_tokenizer(), flatten=False), options)
     app = ServerApp(options.api_key)
     app.app = app_of(service)
     try:

@@ -22,7 +22,7 @@ from starlette.routing import Route
 from pipelinerl.environments.chat.conversation import ChatAnswer, Conversation, Prompt
 from pipelinerl.environments.chat.messages import encode_text
 from pipelinerl.environments.prompts import TextStream, plain_decoder
-from pipelinerl.errors import EnvironmentSetupError, RequestError, RolloutError
+from pipelinerl.errors import RequestError, RolloutError
 from pipelinerl.interfaces import GenerationClient
 from pipelinerl.serving.server.chat import OTHER_SAMPLING, Answer, AnyBody, ChatBody, StopStrings
 from pipelinerl.serving.server.dialects import Read, api_routes
@@ -32,7 +32,7 @@ from pipelinerl.serving.server.http import (
     application,
     body_of,
     check_stops,
-    listening_for_http,
+    listen,
     retrieve,
     unless_gone,
     uvicorn_config,
@@ -196,10 +196,7 @@ class Gateway:
         with self._lock:
             if self._server is not None:
                 return
-            try:
-                listening = listening_for_http((HOST, 0))
-            except OSError as error:
-                raise EnvironmentSetupError(f"can't listen on {HOST} for agents: {error}") from error
+            listening = listen((HOST, 0))
             self._url = f"http://{HOST}:{listening.getsockname()[1]}"
             base = "/rollouts/{secret}/v1"
             app = application([*api_routes(base, self._respond), Route(f"{base}/models", self._models)])

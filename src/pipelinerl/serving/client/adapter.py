@@ -5,19 +5,15 @@ To use another kind of engine, implement `EngineServer` for it.
 All methods are called in one event loop. Each has its own timeout, except `generate`, which takes as long as the server
 needs: its caller watches the server's health and cancels.
 
-Errors, the same for every kind of server:
-
-    ServerUnreachableError   no connection, a broken one, no answer in time: the server may have received the request
-    ServerBusyError          429, 503, other 5xx: the server did not accept the request
-    RequestError             only `generate` (including PromptTooLongError): this request can never be served
-    WeightUpdateError        `update_weights`, `join_broadcast`: refused, with the server's reason; or possibly half applied
-    ServerError              all others (wrong key, no such address, a malformed answer): a retry would not help
+All methods raise ServerUnreachableError, ServerBusyError, and ServerError for what a retry would not help; `generate` also
+RequestError (as PromptTooLongError) for a request that can never be served, and those for weights WeightUpdateError if the
+server refuses, with its reason, or if they may be half applied.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from pipelinerl.errors import PipelineRLError
@@ -129,30 +125,26 @@ _ROUNDING = 1e-3
 
 def find_fault(completion: Completion, request: GenerationRequest, vocabulary: int) -> str | None:
     """Describe why `completion` is not a valid answer to `request`, or return None. Nothing is guessed or repaired."""
-    return next(_faults(completion, request, vocabulary), None)
-
-
-def _faults(completion: Completion, request: GenerationRequest, vocabulary: int) -> Iterator[str]:
     ids, logprobs, limit = completion.token_ids, completion.logprobs, request.sampling.max_tokens
-    stops = set(request.sampling.stop_token_ids)
+    stops, reason = set(request.sampling.stop_token_ids), completion.finish_reason
     ended_by_stop = bool(ids) and ids[-1] in stops
-    if completion.request_id != request.id:
-        yield f"it belongs to request {completion.request_id!r}"
-    if len(ids) > limit:
-        yield f"it has {len(ids)} tokens, more than the limit of {limit}"
-    if len(logprobs) != len(ids):
-        yield f"it has {len(ids)} tokens and {len(logprobs)} log-probabilities"
-    if not all(math.isfinite(value) and value <= _ROUNDING for value in logprobs):
-        yield "it has log-probabilities that are not finite or above 0"
-    if ids and (min(ids) < 0 or max(ids) >= vocabulary):
-        yield f"it has tokens outside the vocabulary of {vocabulary}"
-    if not stops.isdisjoint(ids[:-1]):
-        yield "it continues after a stop token"
-    if completion.finish_reason == "stop" and not ended_by_stop:
-        yield 'its finish reason is "stop", but its last token is not a stop token'
-    if completion.finish_reason == "length" and (len(ids) != limit or ended_by_stop):
-        yield f'its finish reason is "length" after {len(ids)} of {limit} tokens'
+    faults = {
+        f"it belongs to request {completion.request_id!r}": completion.request_id != request.id,
+        f"it has {len(ids)} tokens, more than the limit of {limit}": len(ids) > limit,
+        f"it has {len(ids)} tokens and {len(logprobs)} log-probabilities": len(logprobs) != len(ids),
+        "it has log-probabilities that are not finite or above 0": not all(
+            math.isfinite(value) and value <= _ROUNDING for value in logprobs
+        ),
+        f"it has tokens outside the vocabulary of {vocabulary}": any(not 0 <= token < vocabulary for token in ids),
+        "it continues after a stop token": not stops.isdisjoint(ids[:-1]),
+        'its finish reason is "stop", but its last token is not a stop token': reason == "stop" and not ended_by_stop,
+        f'its finish reason is "length" after {len(ids)} of {limit} tokens': reason == "length"
+        and (len(ids) != limit or ended_by_stop),
+    }
+    if found := [fault for fault, is_so in faults.items() if is_so]:
+        return found[0]
     try:
         versions_from_spans(completion.weight_versions, len(ids))
     except ValueError as error:
-        yield str(error)
+        return str(error)
+    return None

@@ -8,9 +8,9 @@ stored: a request has the whole input. `pipelinerl serve` and the gateway of age
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
-from typing import Literal, Protocol
+from typing import Any, Literal
 
 import msgspec
 from starlette.requests import Request
@@ -52,14 +52,9 @@ def api_routes(base: str, respond: Callable[[Request, Read], Awaitable[Response]
     ]
 
 
-class Part(Protocol):
-    @property
-    def text(self) -> str: ...
-
-
-def text_of(content: str | Sequence[Part]) -> str:
+def text_of(content: str | list[Any]) -> str:
     """A text, or parts of one."""
-    return content if isinstance(content, str) else "".join([part.text for part in content])
+    return content if isinstance(content, str) else "".join(str(part.text) for part in content)
 
 
 def function_call(call_id: str, name: str, arguments: object) -> Json:

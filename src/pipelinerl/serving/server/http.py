@@ -154,10 +154,6 @@ def retrieve(task: asyncio.Future[Any]) -> None:
         task.exception()
 
 
-Frame = Callable[[ErrorBody], bytes]
-"""Encodes an error as the last frame of a stream."""
-
-
 def json_line(message: object) -> bytes:
     return msgspec.json.encode(message) + b"\n"
 
@@ -173,11 +169,21 @@ class StreamedResponse(StreamingResponse):
     """
 
     def __init__(
-        self, chunks: AsyncGenerator[bytes], following: AbstractContextManager[object], frame: Frame, media_type: str
+        self,
+        chunks: AsyncGenerator[bytes],
+        following: AbstractContextManager[object],
+        frame: Callable[[ErrorBody], bytes],
+        media_type: str,
     ) -> None:
-        super().__init__(_with_error_frame(chunks, frame), media_type=media_type)
-        self._following = following
-        self._chunks = chunks
+        async def sent() -> AsyncIterator[bytes]:
+            try:
+                async for chunk in chunks:
+                    yield chunk
+            except PipelineRLError as error:
+                yield frame(error_body(error))
+
+        super().__init__(sent(), media_type=media_type)
+        self._following, self._chunks = following, chunks
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._following:
@@ -185,36 +191,26 @@ class StreamedResponse(StreamingResponse):
                 await super().__call__(scope, receive, send)
 
 
-async def _with_error_frame(chunks: AsyncGenerator[bytes], frame: Frame) -> AsyncIterator[bytes]:
-    try:
-        async for chunk in chunks:
-            yield chunk
-    except PipelineRLError as error:
-        yield frame(error_body(error))
-
-
 def application(routes: Sequence[Route]) -> Starlette:
     """An application that answers every error in the usual shape."""
+
+    def not_found(request: Request, error: HTTPException) -> Response:
+        allowed = (error.headers or {}).get("Allow")
+        why = f"takes only {allowed}" if allowed else "this server has no such path; docs/engines.md lists all"
+        return error_answer(RefusedError("not_found", f"{request.method} {request.url.path}: {why}"))
+
+    def bug(_: Request, error: Exception) -> Response:
+        _log.error("a request failed", exc_info=error)
+        detail = ErrorDetail(message=f"internal error: {type(error).__name__}", type="server_error", code="unavailable")
+        return Response(msgspec.json.encode(ErrorBody(error=detail)), 500, media_type="application/json")
+
     handlers: dict[Any, Callable[[Request, Any], Response]] = {
         PipelineRLError: lambda _, error: error_answer(error),
-        HTTPException: _answer_not_found,
+        HTTPException: not_found,
         ClientDisconnect: lambda _, __: Response(status_code=499),
-        Exception: _answer_bug,
+        Exception: bug,
     }
     return Starlette(routes=routes, exception_handlers=handlers)
-
-
-def _answer_not_found(request: Request, error: HTTPException) -> Response:
-    allowed = (error.headers or {}).get("Allow")
-    why = f"takes only {allowed}" if allowed else "this server has no such path; docs/engines.md lists those that it has"
-    return error_answer(RefusedError("not_found", f"{request.method} {request.url.path}: {why}"))
-
-
-def _answer_bug(_: Request, error: Exception) -> Response:
-    """The answer to an unexpected exception: logs it, and answers 500 with an error in the usual shape."""
-    _log.error("a request failed", exc_info=error)
-    detail = ErrorDetail(message=f"internal error: {type(error).__name__}", type="server_error", code="unavailable")
-    return Response(msgspec.json.encode(ErrorBody(error=detail)), 500, media_type="application/json")
 
 
 # ---- access control
@@ -288,24 +284,20 @@ class QuietServer(uvicorn.Server):
         yield
 
 
-def listening_for_http(address: tuple[Any, ...], family: socket.AddressFamily = socket.AF_INET) -> socket.socket:
-    """A listening socket whose connections send at once (asyncio sets this only on sockets that name their protocol).
-
-    Otherwise a response's body waits until the client has confirmed its head: 40 ms on Linux. Raises OSError.
-    """
-    listening = socket.create_server(address, family=family, backlog=1024)
-    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return listening
-
-
 def listen(address: tuple[str, int]) -> socket.socket:
-    """Listen at a host's port. Raises UserError."""
+    """Listen at a host's port. Raises UserError.
+
+    Connections send at once (asyncio sets this only on sockets that name their protocol). Otherwise a response's body waits
+    until the client has confirmed its head: 40 ms on Linux.
+    """
     try:
-        found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        return listening_for_http(found[4][:2], family=found[0])
+        family, _, _, _, found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        listening = socket.create_server(found[:2], family=family, backlog=1024)
     except OSError as error:
         reason = os.strerror(error.errno or 0)
         raise UserError(f"can't listen on {address[0]}:{address[1]}: {reason}; choose another port") from error
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listening
 
 
 def url_of(listening: socket.socket, *, encrypted: bool = False) -> str:

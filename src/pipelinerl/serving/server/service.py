@@ -55,23 +55,23 @@ class LoadedModel:
     stop_token_ids: tuple[int, ...]
 
 
-def load(options: ServeOptions) -> LoadedModel:
-    """Load the model and create its engine; takes seconds to minutes. Raises ModelLoadError and UnsupportedModelError."""
-    if options.engine.threads is not None:
-        torch.set_num_threads(options.engine.threads)
-    tokenizer = load_tokenizer(options.model)
-    return loaded_from(load_model(options.model, options.engine.device), tokenizer, options)
+def load(options: ServeOptions, model: Any = None, tokenizer: Any = None, *, flatten: bool = True) -> LoadedModel:
+    """Load the model, unless it is given, and create its engine; takes seconds to minutes. `flatten`: see `LocalEngine`.
 
-
-def loaded_from(model: Any, tokenizer: Any, options: ServeOptions, *, flatten: bool = True) -> LoadedModel:
-    """The second half of `load`, for a model and tokenizer in memory. `flatten`: see `LocalEngine`."""
-    max_length = slot_length(model, options.engine.max_length)
+    Raises ModelLoadError and UnsupportedModelError.
+    """
+    wanted = options.engine
+    if wanted.threads is not None:
+        torch.set_num_threads(wanted.threads)
+    tokenizer = tokenizer or load_tokenizer(options.model)
+    model = model or load_model(options.model, wanted.device)
+    max_length = slot_length(model, wanted.max_length)
     engine = LocalEngine(
         model,
-        slots=options.engine.slots,
+        slots=wanted.slots,
         max_length=max_length,
-        prefill_tokens=options.engine.prefill_tokens,
-        kv_on_update=options.engine.kv_on_update,
+        prefill_tokens=wanted.prefill_tokens,
+        kv_on_update=wanted.kv_on_update,
         name=options.name,
         flatten=flatten,
     )
@@ -81,7 +81,7 @@ def loaded_from(model: Any, tokenizer: Any, options: ServeOptions, *, flatten: b
         weights=named_weights(model),
         max_length=max_length,
         vocabulary=model.get_input_embeddings().weight.shape[0],
-        stop_token_ids=stop_token_ids(model, tokenizer, options.engine.max_length),
+        stop_token_ids=stop_token_ids(model, tokenizer, wanted.max_length),
     )
 
 

@@ -119,20 +119,47 @@ async def test_without_any_server_the_engine_fails_and_says_why() -> None:
             await engine.generate(requests(9)[8])
 
 
-async def test_a_server_that_never_answers_is_named_at_the_start() -> None:
-    b = FakeServer("http://b")
-    b.refuse()
-    with pytest.raises(EngineUnavailableError, match="http://b"):
-        async with engine_over(FakeServer("http://a"), b):
-            pass
+def busy(request: GenerationRequest) -> Completion:
+    raise ServerBusyError("http://a", "answered 429")
 
 
-async def test_servers_of_different_models_are_refused() -> None:
-    class Other(FakeServer):
-        async def info(self) -> Any:
-            return msgspec.structs.replace(await super().info(), vocabulary=7)
+def breaking(request: GenerationRequest) -> Completion:
+    raise ServerUnreachableError("http://a", "broke off")
 
-    servers = [FakeServer("a"), Other("b")]
+
+def incomplete(request: GenerationRequest) -> Completion:
+    return msgspec.structs.replace(completion_of(request), logprobs=(-1.0,))
+
+
+def differing(request: GenerationRequest) -> Completion:
+    return msgspec.structs.replace(completion_of(request, offset=1), logprobs=completion_of(request).logprobs)
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (busy, "failed 3 times; the last time: .*answered 429"),
+        (breaking, "failed 3 times; the last time: .*broke off"),
+        (incomplete, "http://a.*3 tokens and 1 log-prob"),
+        (differing, "its tokens differ from those streamed before"),
+    ],
+)
+async def test_a_server_that_is_well_but_never_serves_ends_the_engine(answer: Any, words: str) -> None:
+    class Server(FakeServer):
+        async def generate(self, request: GenerationRequest, on_token: Any = None) -> Completion:
+            if answer is differing:
+                on_token(TokenEvent(request.id, 0, sum(request.prompt_ids), -1 / 8, 0))
+            return answer(request)  # type: ignore[no-any-return]
+
+    async with engine_over(Server("http://a"), bounds=FAST._replace(tries=3)) as engine:
+        asked = asyncio.ensure_future(streamed(engine, requests(1)[0]))
+        with pytest.raises((EngineUnavailableError, ServerError), match=words):
+            await serve_until_error(engine)
+        asked.cancel()
+
+
+async def test_servers_that_can_not_be_one_engine_are_refused() -> None:
+    servers = [FakeServer("a"), FakeServer("b", vocabulary=7)]
     with pytest.raises(UserError, match="different models"):
         async with engine_over(*servers):
             pass
@@ -140,27 +167,10 @@ async def test_servers_of_different_models_are_refused() -> None:
     with pytest.raises(UserError, match="once"):
         async with engine_over(FakeServer("a"), FakeServer("a")):
             pass
-
-
-@pytest.mark.parametrize("problem", [ServerBusyError("a", "answered 429"), ServerUnreachableError("a", "broke off")])
-async def test_a_server_that_is_well_but_never_serves_is_not_waited_for_for_ever(problem: Exception) -> None:
-    server = FakeServer("a")
-
-    async def fail(request: GenerationRequest, call: int) -> None:
-        raise problem
-
-    server.before_answer = fail
-    async with engine_over(server, bounds=FAST._replace(tries=3)) as engine:
-        with pytest.raises(EngineUnavailableError):
-            await serve(engine, requests(1))
-
-
-async def test_an_answer_that_can_not_be_the_completion_ends_the_engine() -> None:
-    server = FakeServer("http://a")
-    server.answer = lambda request: msgspec.structs.replace(completion_of(request), logprobs=(-1.0,))
-    async with engine_over(server) as engine:
-        with pytest.raises(ServerError, match=r"http://a.*3 tokens and 1 log-prob"):
-            await serve(engine, requests(1))
+    servers[1].refuse()
+    with pytest.raises(EngineUnavailableError, match="b refuses"):
+        async with engine_over(*servers):
+            pass
 
 
 async def test_a_request_that_its_server_refuses_fails_alone() -> None:
@@ -234,19 +244,6 @@ async def test_streamed_tokens_come_once_and_in_order() -> None:
         assert [event.index for event in tokens] == list(range(6))
         assert tuple(event.token_id for event in tokens) == completion.token_ids
         assert tuple(event.logprob for event in tokens) == completion.logprobs
-
-
-async def test_a_completion_of_other_tokens_than_its_stream_ends_the_engine() -> None:
-    class Differing(FakeServer):
-        async def generate(self, request: GenerationRequest, on_token: Any = None) -> Completion:
-            on_token(TokenEvent(request.id, 0, 7, -0.5, 0))
-            return completion_of(request)
-
-    async with engine_over(Differing("a")) as engine:
-        asked = asyncio.create_task(streamed(engine, requests(1)[0]))
-        with pytest.raises(ServerError, match="differ from those streamed"):
-            await serve_until_error(engine)
-        asked.cancel()
 
 
 @pytest.mark.parametrize("restarts", [True, False])

@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 import pytest
+from pipelinerl.ports import free_port
 
 from pipelinerl.errors import PipelineRLError, PromptTooLongError, RequestError, UserError, WeightUpdateError
-from pipelinerl.ports import free_port
 from pipelinerl.serving.client.adapter import ServerBusyError, ServerError, ServerUnreachableError
 from pipelinerl.serving.client.http import PipelineServer, RefusalError
 from pipelinerl.serving.wire import CompletionLine, ErrorBody, ErrorDetail, TokenLine, WeightUpdateRequest

@@ -15,7 +15,7 @@ import torch
 
 from pipelinerl.config.schema import ModelConfig
 from pipelinerl.models.loading import load_tokenizer
-from pipelinerl.serving.server.http import MAX_BODY_BYTES, ServerApp, listening_for_http
+from pipelinerl.serving.server.http import MAX_BODY_BYTES, ServerApp, listen
 from pipelinerl.serving.wire import ErrorBody, ServerInfo
 from pipelinerl.types import GenerationRequest, SamplingParams
 from tests.unit.fake_engine_servers import wait_until
@@ -316,7 +316,7 @@ async def test_a_stream_that_breaks_off_says_why(tmp_path: Path) -> None:
 def test_connections_to_the_server_send_at_once() -> None:
     """A response is sent in parts: without TCP_NODELAY the second one waits up to 40 ms for the client's confirmation."""
     with (
-        listening_for_http(("127.0.0.1", 0)) as listening,
+        listen(("127.0.0.1", 0)) as listening,
         socket.create_connection(listening.getsockname()) as _,
         listening.accept()[0] as connection,
     ):
