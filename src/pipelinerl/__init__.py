@@ -10,8 +10,6 @@ The engine can be used on its own: `pipelinerl.engine.LocalEngine`.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipelinerl._version import __version__
@@ -20,15 +18,9 @@ from pipelinerl.errors import StopRun
 
 if TYPE_CHECKING:
     from pipelinerl.api import Run, StartedRun, start, train, try_run
+    from pipelinerl.config.load import load_config
 
 __all__ = ["Run", "RunConfig", "StartedRun", "StopRun", "__version__", "load_config", "start", "train", "try_run"]
-
-
-def load_config(path: str | Path | None, overrides: Sequence[str] | Mapping[str, Any] = ()) -> RunConfig:
-    """The configuration of a run file (None: the demo's) with settings on top (see `pipelinerl.config.load.load_config`)."""
-    from pipelinerl.config import load  # noqa: PLC0415 - a run's processes load no run file
-
-    return load.load_config(path, overrides)
 
 
 def __getattr__(name: str) -> Any:

@@ -46,11 +46,9 @@ class Run:
     def __init__(self, path: str | Path) -> None:
         """Raises RunDirectoryError if this is not a run directory."""
         self.path = Path(path).absolute()
+        self._files = RunDirectory(self.path)
         if not self._files.config.is_file():
             raise RunDirectoryError(f"{path} is not a run directory (it has no config.yaml)")
-
-    def __repr__(self) -> str:
-        return f"Run({str(self.path)!r})"
 
     @property
     def config(self) -> RunConfig:
@@ -97,10 +95,6 @@ class Run:
         (target,) = find_targets([str(self.path) if version is None else f"{self.path}@{version}"])
         return target.load(), load_tokenizer(target.model)
 
-    @property
-    def _files(self) -> RunDirectory:
-        return RunDirectory(self.path)
-
 
 class StartedRun:
     """A run in a process of its own. Iterating over it yields the records of steps and evaluations, as they come.
@@ -128,7 +122,15 @@ class StartedRun:
             if not running:
                 break
             time.sleep(LOOK_EVERY_S)
-        self._raise_failure()
+        if not (status := self._process.status) or self._stopped:
+            return
+        text = "\n".join(self._process.log_lines())
+        _, found, message = text.rpartition("error: ")
+        errors = pipelinerl.errors
+        known = (errors.StageDiedError, errors.StalledError, errors.TrainingDivergedError, UserError)
+        kinds = {kind.exit_status: kind for kind in known}
+        message = message if found else f"the run {self._process.how_it_ended()}{self._process.log_excerpt()}"
+        raise kinds.get(status, PipelineRLError)(message)
 
     @property
     def running(self) -> bool:
@@ -155,17 +157,6 @@ class StartedRun:
         if self.running:
             self.stop()
 
-    def _raise_failure(self) -> None:
-        if not (status := self._process.status) or self._stopped:
-            return
-        text = "\n".join(self._process.log_lines())
-        _, found, message = text.rpartition("error: ")
-        errors = pipelinerl.errors
-        known = (errors.StageDiedError, errors.StalledError, errors.TrainingDivergedError, UserError)
-        kinds = {kind.exit_status: kind for kind in known}
-        message = message if found else f"the run {self._process.how_it_ended()}{self._process.log_excerpt()}"
-        raise kinds.get(status, PipelineRLError)(message)
-
 
 def train(
     config: Config = None,
@@ -191,7 +182,10 @@ def train(
         if any(value is not None for value in (model, environment, reward, data)):
             raise UserError("a resumed run keeps its model, environment, reward and data; leave them out")
         path = Path(resume)
-        run.train(resumed_config(path, _changes(config, path)), resume=path)
+        if isinstance(config, str | Path):
+            raise UserError(f"`resume` takes the configuration from {path / 'config.yaml'}; leave out {config}")
+        changes = config.model_dump(exclude_unset=True) if isinstance(config, RunConfig) else config or {}
+        run.train(resumed_config(path, changes), resume=path)
         return Run(path)
     prepared, inputs = _prepare(config, model, environment, reward, data)
     try:
@@ -297,13 +291,6 @@ def _resolved(config: Config) -> RunConfig:
     if isinstance(config, RunConfig):
         return validate(config)
     return config_of_values(config) if isinstance(config, Mapping) else load_config(config)
-
-
-def _changes(config: Config, resume: Path) -> Mapping[str, Any]:
-    """What a resumed run changes: of a `RunConfig`, the keys that it was made with."""
-    if isinstance(config, str | Path):
-        raise UserError(f"`resume` takes the configuration from {resume / 'config.yaml'}; leave out {config}")
-    return config.model_dump(exclude_unset=True) if isinstance(config, RunConfig) else config or {}
 
 
 def _named_rewards(reward: Any, inputs: Path) -> Any:

@@ -10,8 +10,9 @@ import os
 import secrets
 import tempfile
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import msgspec
 
@@ -76,9 +77,8 @@ class Lines(ABC):
         self.close()
 
 
-class OpenLines(Protocol):
-    def __call__(self, path: Path, *, empty: bool = False) -> Lines:
-        """Open a file of records, to append to it. `empty`: after removing what is there."""
+OpenLines = Callable[..., Lines]
+"""Opens the file of records at a path, to append to it; with `empty=True`, after removing what is there."""
 
 
 class JsonLines(Lines):
