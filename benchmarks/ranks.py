@@ -66,7 +66,7 @@ def run_process(name: str, rank: int, size: int, port: int, options: argparse.Na
         learner = ShardedLearner(policy, config, temperature=1.0)
         if rank == 0:
             print(json.dumps(measure(learner, policy.model.config.vocab_size, options)))
-            team.call(ranks.Call("end"))
+            team.call("end")
         else:
             learner.follow()
 

@@ -83,7 +83,7 @@ def run_trl(folder: Path, *, seed: int, steps: int, threads: int, rows: int, con
         rows = zip(*(columns[name] for name in ("a", "b", "answer", "steps")), strict=True)
         return [gcd.score(gcd.GcdProblem(*row), text) for row, text in zip(rows, completions, strict=True)]
 
-    class Clock(TrainerCallback):  # type: ignore[misc]
+    class Clock(TrainerCallback):
         def on_train_begin(self, *_: object, **__: object) -> None:
             self.begin_s = time.perf_counter()
 

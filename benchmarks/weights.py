@@ -44,7 +44,7 @@ from pipelinerl.status.board import MemoryBoard
 from pipelinerl.weights.broadcast.receiver import CollectiveWeightReceiver
 from pipelinerl.weights.broadcast.sender import CollectiveWeightSender
 from pipelinerl.weights.receiving import Receiver, SharedWeightReceiver
-from pipelinerl.weights.sending import Sender, SharedWeightSender
+from pipelinerl.weights.sending import SharedWeightSender
 
 IDLE_S = 0.0005
 KEY = "of the benchmark"
@@ -150,7 +150,7 @@ def hand_over(name: str, system: str, engines: int, repetitions: int, threads: i
     ]
 
 
-def _sender(system: str, fd: int, hub: HubClient, engines: int) -> Sender:
+def _sender(system: str, fd: int, hub: HubClient, engines: int) -> SharedWeightSender | CollectiveWeightSender:
     if system == SHARED:
         return SharedWeightSender(fd, hub, engines)
     return CollectiveWeightSender("127.0.0.1", KEY, engines, hub)

@@ -34,7 +34,9 @@ class Tiny:
     model: LlamaForCausalLM
 
 
-def write_tiny(file: Path, pre: str = "smollm", template: bool = True, leave_out: str = "") -> Tiny:
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    file = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
     sizes = {"vocab_size": len(TOKENS), "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
     model = tiny_llama(**sizes, **heads, tie_word_embeddings=True, rms_norm_eps=1e-5)
@@ -51,7 +53,7 @@ def write_tiny(file: Path, pre: str = "smollm", template: bool = True, leave_out
     writer.add_rope_dimension_count(8)
     writer.add_vocab_size(len(TOKENS))
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
+    writer.add_tokenizer_pre("smollm")
     writer.add_token_list(TOKENS)
     writer.add_token_types([3] * len(SPECIALS) + [1] * (len(TOKENS) - len(SPECIALS)))
     writer.add_token_merges(["Ċ Ċ"])
@@ -60,11 +62,9 @@ def write_tiny(file: Path, pre: str = "smollm", template: bool = True, leave_out
     writer.add_eot_token_id(END)
     writer.add_pad_token_id(TEXT_END)
     writer.add_add_bos_token(False)
-    if template:
-        writer.add_chat_template(TEMPLATE)
+    writer.add_chat_template(TEMPLATE)
     for name, tensor in gguf_tensors(model).items():
-        if name != leave_out:
-            writer.add_tensor(name, tensor.detach().contiguous().numpy())
+        writer.add_tensor(name, tensor.detach().contiguous().numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -96,38 +96,26 @@ def gguf_tensors(model: LlamaForCausalLM) -> dict[str, torch.Tensor]:
     return tensors
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    return write_tiny(tmp_path_factory.mktemp("gguf") / "tiny.gguf")
-
-
-def only_child(folder: Path, *names: str) -> bool:
-    return sorted(path.name for path in folder.iterdir()) == sorted(names)
-
-
-def test_converted_model_computes_what_the_original_does(tiny: Tiny, tmp_path: Path) -> None:
+def test_the_model_and_its_tokenizer_are_those_of_the_file(
+    tiny: Tiny, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "new" / "model"
     facts = convert_gguf(str(tiny.file), out)
-    assert facts.path == out
+    assert capfd.readouterr().err == "", "no progress bars"
     assert (facts.architecture, facts.layers, facts.vocab_size) == ("LlamaForCausalLM", 2, len(TOKENS))
     assert facts.parameters == sum(parameter.numel() for parameter in tiny.model.parameters())
-    assert only_child(out.parent, "model"), "nothing but the model is left"
+    assert [path.name for path in out.parent.iterdir()] == ["model"], "nothing but the model is left"
     converted = AutoModelForCausalLM.from_pretrained(out)
     ids = torch.randint(len(TOKENS), (2, 20), generator=torch.Generator().manual_seed(1))
     torch.testing.assert_close(converted(ids).logits, tiny.model(ids).logits, rtol=0, atol=1e-5)
     assert converted.config.tie_word_embeddings
     assert not hasattr(converted.config, "quantization_config")
-
-
-def test_tokenizer_template_and_ends_survive(tiny: Tiny, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    facts = convert_gguf(str(tiny.file), tmp_path / "model")
-    assert capfd.readouterr().err == "", "no progress bars"
     tokenizer = AutoTokenizer.from_pretrained(facts.path)
     assert facts.chat_template
     assert tokenizer.chat_template == TEMPLATE
     assert tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False) == "<|start|>a<|end|>"
     assert facts.eos_token_ids == (TEXT_END, END), "the end of a turn ends a completion too"
-    assert AutoModelForCausalLM.from_pretrained(facts.path).generation_config.eos_token_id == [TEXT_END, END]
+    assert converted.generation_config.eos_token_id == [TEXT_END, END]
     assert tokenizer.pad_token_id == TEXT_END
     text = "two\n\n12 lines"
     assert tokenizer.decode(tokenizer.encode(text)) == text

