@@ -44,13 +44,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> pipelinerl.Run:
     return pipelinerl.train(config, model="demo", reward=reward, data=DATA)
 
 
-def test_a_function_and_a_list_are_trained_on(trained: pipelinerl.Run) -> None:
+def test_a_run_is_there_as_settings_data_frames_and_a_model(trained: pipelinerl.Run) -> None:
     assert trained.summary["status"] == "finished"
-    assert trained.config.environment.kind == "function"
     assert trained.config.environment.args["reward"] == f"{Path(__file__).resolve()}:reward"
-
-
-def test_the_run_as_data_frames(trained: pipelinerl.Run) -> None:
+    model, tokenizer = trained.load_model()
+    assert tokenizer.decode(tokenizer("12,30:")["input_ids"]).startswith("12")
+    assert sum(weight.numel() for weight in model.parameters()) > 1e5
     pytest.importorskip("pandas")
     assert list(trained.metrics["version"]) == [1, 2, 3]
     assert list(trained.evaluations["when"]) == ["before", "after"]
@@ -58,15 +57,12 @@ def test_the_run_as_data_frames(trained: pipelinerl.Run) -> None:
     assert {"completion", "reward", "step"} <= set(trained.rollouts.columns)
 
 
-def test_the_trained_model_is_loaded(trained: pipelinerl.Run) -> None:
-    model, tokenizer = trained.load_model()
-    assert tokenizer.decode(tokenizer("12,30:")["input_ids"]).startswith("12")
-    assert sum(weight.numel() for weight in model.parameters()) > 1e5
-
-
 def test_a_dry_run_of_push_lists_the_weights_and_prints_the_card(
-    trained: pipelinerl.Run, capsys: pytest.CaptureFixture[str]
+    trained: pipelinerl.Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     assert main(["push", str(trained.path), "someone/my-model", "--dry-run"]) == 0
     printed = capsys.readouterr().out
     assert "model.safetensors" in printed
@@ -77,37 +73,20 @@ def test_a_dry_run_of_push_lists_the_weights_and_prints_the_card(
     assert 'from_pretrained("someone/my-model")' in printed
     assert str(trained.path) not in printed, "paths of this machine are not for others"
     assert main(["push", str(trained.path), "a/b/c", "--dry-run"]) == 2
-
-
-def test_a_chat_streams_an_answer_and_continues(
-    trained: pipelinerl.Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("12,30:\n12,30:\n/reset\n"))
-    assert main(["chat", str(trained.path), "--actor.temperature", "1e-6", "--actor.max_tokens", "5"]) == 0
-    first, second, *_ = capsys.readouterr().out.splitlines()
-    assert first == second != ""
-
-
-def test_a_chat_says_what_it_cannot_encode_and_goes_on(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n12,30:\n"))
-    assert main(["chat", "demo", "--actor.max_tokens", "5"]) == 0
-    first, second, *_ = capsys.readouterr().out.splitlines()
-    assert "can't make a prompt of 'hello'" in first
-    assert second
-    assert main(["chat", "demo", "--system", "Be brief."]) == 2
-    assert "takes no system message" in capsys.readouterr().err
-
-
-def test_a_push_without_network_is_one_line(
-    trained: pipelinerl.Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     assert main(["push", str(trained.path), "someone/my-model"]) == 2
     assert "the hub did not take someone/my-model" in capsys.readouterr().err
+
+
+def test_a_chat_streams_answers_and_says_what_it_cannot_encode(
+    trained: pipelinerl.Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("12,30:\nhello\n/reset\n12,30:\n"))
+    assert main(["chat", str(trained.path), "--actor.temperature", "1e-6", "--actor.max_tokens", "5"]) == 0
+    first, refused, again, *_ = capsys.readouterr().out.splitlines()
+    assert first == again != ""
+    assert "can't make a prompt of 'hello'" in refused
+    assert main(["chat", "demo", "--system", "Be brief."]) == 2
+    assert "takes no system message" in capsys.readouterr().err
 
 
 def test_a_started_run_is_followed_and_stopped(tmp_path: Path) -> None:
@@ -244,11 +223,8 @@ def test_a_run_keeps_the_inputs_that_it_was_trained_on(trained: pipelinerl.Run) 
     before = (trained.path / "inputs/data.jsonl").read_bytes()
     with pytest.raises(RunDirectoryError, match="already has a run"):
         pipelinerl.train({**SMALL, "run_dir": str(trained.path)}, reward=reward, data=DATA[:1])
+    with pytest.raises(RunDirectoryError, match="not a run directory"):
+        pipelinerl.Run(trained.path / "inputs")
     with pytest.raises(UserError, match="a resumed run keeps"):
         pipelinerl.train(resume=trained.path, reward=brief)
     assert (trained.path / "inputs/data.jsonl").read_bytes() == before
-
-
-def test_what_is_not_a_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RunDirectoryError, match="not a run directory"):
-        pipelinerl.Run(tmp_path)

@@ -56,18 +56,11 @@ def test_what_is_missing_is_named_with_a_command_for_this_environment(
         extras.require("serve", "serving")
 
 
-def test_a_version_that_does_not_fit_is_named(installed: dict[str, str]) -> None:
+def test_a_version_that_does_not_fit_is_named_here_and_by_the_doctor(installed: dict[str, str]) -> None:
     with pytest.raises(MissingDependencyError, match=r"verifiers 0.4.0 is installed, and this needs <0.4,>=0.3.1: .*pip"):
         extras.require("verifiers", "environment.kind verifiers")
-    installed["verifiers"] = "0.3.9"
-    extras.require("verifiers", "environment.kind verifiers")
-
-
-def test_the_doctor_has_a_line_for_each_wrong_version_and_one_for_all_missing_extras(installed: dict[str, str]) -> None:
     found = {one.what: one for one in packages()}
-    assert "0.4.0 is installed" in found["extra verifiers"].found
-    assert found["extra verifiers"].level == "WRONG"
-    assert found["extras"].found == "serve"
+    assert (found["extra verifiers"].level, found["extras"].found) == ("WRONG", "serve")
     del installed["starlette"], installed["verifiers"]
     installed["torch"] = "1.0"
     found = {one.what: one for one in packages()}

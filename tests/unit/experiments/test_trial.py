@@ -59,32 +59,22 @@ def test_attempts_are_returned_with_their_rewards(rewards: Path) -> None:
     trial = tried(f"{rewards}:length")
     assert [rollout.reward for rollout in trial.group.rollouts] == [one.reward for one in trial.attempts]
     assert len({rollout.reward for rollout in trial.group.rollouts}) > 1
-    assert trial.group.problem.payload["answer"] == "2"
-    text = str(trial)
-    assert "the rewards differ, from " in text
-    assert "commas 3" in text
-    assert "CUT at its token limit (actor.max_tokens: 16)" in text
-    assert "preprocess.overlong: keep" in text
+    for said in ("the rewards differ, from ", "commas 3", "CUT at its token limit (actor.max_tokens: 16)", "overlong: keep"):
+        assert said in str(trial)
+    trial = tried(f"{rewards}:same", **{"environment.args": {"group_reward": f"{rewards}:rank"}})
+    assert [one.reward for one in trial.attempts] == [0.5, 1.5, 2.5, 3.5]
 
 
-def test_an_error_of_the_reward_is_a_line_of_its_attempt_with_the_answer(
-    rewards: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_error_of_an_attempt_is_its_line_with_the_answer(rewards: Path, caplog: pytest.LogCaptureFixture) -> None:
     trial = tried(f"{rewards}:fussy")
     failed = [one for one in trial.attempts if one.failure]
     assert 0 < len(failed) < 4
     for one in failed:
         assert one.failure == "raised: RuntimeError: reward: rewards.py, line 7: ValueError: too long"
         assert len(one.completion) > 6
-    text = str(trial)
-    assert f"{len(failed)} of 4 attempts FAILED" in text
-    assert "every reward is 1: a group of equal rewards teaches nothing" in text
+    assert f"{len(failed)} of 4 attempts FAILED" in str(trial)
+    assert "every reward is 1: a group of equal rewards teaches nothing" in str(trial)
     assert not [one for one in caplog.records if one.name.startswith("pipelinerl")]
-
-
-def test_rewards_over_the_group_count_and_prompts_that_do_not_fit_are_named(rewards: Path) -> None:
-    trial = tried(f"{rewards}:same", **{"environment.args": {"group_reward": f"{rewards}:rank"}})
-    assert [one.reward for one in trial.attempts] == [0.5, 1.5, 2.5, 3.5]
     trial = tried(f"{rewards}:same", **{"engine.max_length": 20})
     assert not trial.group.rollouts
     assert all("20 (engine.max_length)" in one.failure for one in trial.attempts)
