@@ -14,11 +14,12 @@ import os
 import signal
 import subprocess
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self, TypeVar
+from typing import Self, TypeVar
 
 HUNG_PATIENCE_S = 5.0
 """Time to end for a process that may be stuck in user code and has nothing to save."""
@@ -27,11 +28,39 @@ KILL_TIMEOUT_S = 5.0
 LOG_TAIL_BYTES = 16 << 10
 
 
-class ChildProcess:
+class Stoppable(ABC):
+    """What `stop_all` stops: a process, which may be on another machine. `asked_to_stop`: while it ran."""
+
+    pid: int
+    asked_to_stop = False
+
+    @property
+    @abstractmethod
+    def running(self) -> bool: ...
+
+    @abstractmethod
+    def send_signal(self, number: signal.Signals) -> object:
+        """Send a signal to the process, not to its group, if it runs."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """Kill what is left of the process and of those that it started. Does not wait. Idempotent."""
+
+    @abstractmethod
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until it has ended, for at most `timeout_s`. Returns whether it has."""
+
+    def ask_to_stop(self) -> None:
+        """Send SIGTERM to the process if it runs."""
+        if self.running:
+            self.asked_to_stop = True
+            self.send_signal(signal.SIGTERM)
+
+
+class ChildProcess(Stoppable):
     """A process that leads a session of its own: Ctrl-C in the terminal does not reach it, and its children die with it.
 
     As a context manager it is stopped at the end. It ends as without a parent when this object is garbage-collected.
-    `asked_to_stop`: `ask_to_stop` was called while it ran.
     """
 
     def __init__(
@@ -55,7 +84,6 @@ class ChildProcess:
         patience_s       how long `stop` gives it to end by itself
         """
         self.log = log
-        self.asked_to_stop = False
         self._patience_s = patience_s
         pipe, write_fd = os.pipe()
         self._parent_pipe = open(write_fd, "wb", buffering=0)  # noqa: SIM115 - closed by `kill`
@@ -72,21 +100,14 @@ class ChildProcess:
                     pass_fds=fds if watches_parent else (*fds, pipe),
                     start_new_session=True,
                 )
-                if not watches_parent:
-                    _have_group_killed_at_end_of(pipe, self.pid)
+                self.pid = self._process.pid  # the id of its process group, too
+                if not watches_parent and hasattr(fcntl, "F_SETSIG"):  # the kernel kills the group when the pipe closes
+                    fcntl.fcntl(pipe, fcntl.F_SETOWN, -self.pid)
+                    fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
+                    fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
         except OSError:
             self._parent_pipe.close()
             raise
-
-    @property
-    def pid(self) -> int:
-        """The id of its process and of its process group."""
-        return self._process.pid
-
-    @property
-    def parent_fd(self) -> int:
-        """The write end of its parent-death pipe. Processes that inherit it are its parents too: the last one counts."""
-        return self._parent_pipe.fileno()
 
     @property
     def running(self) -> bool:
@@ -98,17 +119,9 @@ class ChildProcess:
         return self._process.poll()
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send a signal to the process, not to its group, if it runs."""
         self._process.send_signal(number)
 
-    def ask_to_stop(self) -> None:
-        """Send SIGTERM to the process if it runs."""
-        if self.running:
-            self.asked_to_stop = True
-            self.send_signal(signal.SIGTERM)
-
     def kill(self) -> None:
-        """Kill what is left of its process group. Does not wait. Idempotent."""
         if not self._parent_pipe.closed:
             self._parent_pipe.close()
             with suppress(ProcessLookupError):
@@ -119,7 +132,6 @@ class ChildProcess:
         stop_all([self], self._patience_s)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until it has ended, for at most `timeout_s`. Returns whether it has."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout_s)
         return not self.running
@@ -137,7 +149,13 @@ class ChildProcess:
 
     def how_it_ended(self) -> str:
         """For example "ended with status 3" or "was killed by SIGKILL"."""
-        return exit_words(self._process.returncode or 0)
+        status = self._process.returncode or 0
+        if status >= 0:
+            return f"ended with status {status}"
+        try:
+            return f"was killed by {signal.Signals(-status).name}"
+        except ValueError:  # a real-time signal
+            return f"was killed by signal {-status}"
 
     def log_lines(self) -> list[str]:
         """The last lines of its log, of 16 KiB; empty if there is no log."""
@@ -159,19 +177,6 @@ class ChildProcess:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.stop()
-
-
-class Stoppable(Protocol):
-    """What `stop_all` needs of a process, which may be on another machine. See `ChildProcess`."""
-
-    @property
-    def running(self) -> bool: ...
-
-    def ask_to_stop(self) -> None: ...
-
-    def kill(self) -> None: ...
-
-    def wait(self, timeout_s: float) -> bool: ...
 
 
 ChildT = TypeVar("ChildT", bound=Stoppable)
@@ -208,21 +213,3 @@ def stop_all(
         for child in children:
             child.kill()
     return killed
-
-
-def exit_words(status: int) -> str:
-    """What an exit status means; a negative one is minus the number of a signal."""
-    if status >= 0:
-        return f"ended with status {status}"
-    try:
-        return f"was killed by {signal.Signals(-status).name}"
-    except ValueError:  # a real-time signal
-        return f"was killed by signal {-status}"
-
-
-def _have_group_killed_at_end_of(pipe: int, group: int) -> None:
-    """Have the kernel kill a process group when the pipe's write end closes, as long as a process has the read end."""
-    if hasattr(fcntl, "F_SETSIG"):
-        fcntl.fcntl(pipe, fcntl.F_SETOWN, -group)
-        fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)

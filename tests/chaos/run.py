@@ -17,7 +17,7 @@ from typing import NamedTuple
 import msgspec
 
 from pipelinerl.channel import free_port
-from pipelinerl.child import ChildProcess, exit_words
+from pipelinerl.child import ChildProcess
 from pipelinerl.config.load import load_config
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import UserError
@@ -287,7 +287,7 @@ class _Chaos:
         if launcher.status == 0:
             return True
         reason = next((line for line in reversed(output.strip().splitlines()) if line.startswith("error")), "")
-        reason = reason or exit_words(launcher.status or 0)
+        reason = reason or launcher.how_it_ended()
         since = [one for one in self.injected[hurt:] if one.effect != "not injected"]
         if not since and not lasting:
             raise _StopError(f"session {self.sessions} ended although nothing was done to it: {reason}")

@@ -17,7 +17,7 @@ import pytest
 import xxhash
 
 from pipelinerl import RunConfig, load_config
-from pipelinerl.launch import trial, tryout
+from pipelinerl.launch import checks, tryout
 from pipelinerl.launch.run import train
 from pipelinerl.metrics.reading import read_lines, read_records
 from pipelinerl.metrics.records import StepRecord
@@ -85,7 +85,7 @@ class InThisProcess:
 
 def try_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Start no process for the trial of user code before a run."""
-    monkeypatch.setattr(trial, "ChildProcess", InThisProcess)
+    monkeypatch.setattr(checks, "ChildProcess", InThisProcess)
 
 
 # ------------------------------------------------------------------------------------------------ the command

@@ -13,10 +13,9 @@ import pytest
 import pipelinerl
 from pipelinerl.cli import main
 from pipelinerl.errors import EnvironmentSetupError, UserError
-from pipelinerl.launch import trial
-from pipelinerl.launch.checks import check_before_the_start, dry_run
-from pipelinerl.launch.trial import TryoutReport
-from pipelinerl.launch.trial import try_environment as in_a_process
+from pipelinerl.launch import checks
+from pipelinerl.launch.checks import TryoutReport, check_before_the_start, dry_run
+from pipelinerl.launch.checks import try_environment as in_a_process
 from pipelinerl.launch.tryout import try_environment
 from pipelinerl.models.folder import resolve_path
 from tests.integration.runs import flags, small_run, try_in_this_process, write_environment
@@ -66,7 +65,7 @@ def test_what_does_not_agree_in_the_model_is_reported(folder: Path) -> None:
     shutil.copytree(resolve_path("demo"), copy)
     (copy / "generation_config.json").write_text('{"eos_token_id": [1, 99]}')
     settings = function() | {"model__path": str(copy)}
-    note, epoch = tried(settings, folder).notes
+    note, epoch, *_ = tried(settings, folder).lines
     assert note.startswith("model: ")
     assert re.fullmatch(r"data: \d+ training problems: an epoch is [\d.]+ steps \(trainer.steps: \d+\)", epoch)
     assert "99 (of generation_config.json)" in note
@@ -158,7 +157,7 @@ def test_the_command_says_it_in_one_line(folder: Path, capsys: Capture, name: st
 def test_the_arguments_of_a_built_in_environment_are_checked_without_a_process(
     folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str, args: str, message: str
 ) -> None:
-    monkeypatch.setattr(trial, "try_environment", None)
+    monkeypatch.setattr(checks, "try_environment", None)
     with pytest.raises(EnvironmentSetupError) as caught:
         check_before_the_start(small_run(folder / "r", environment__kind=kind, environment__args=args))
     assert message in str(caught.value)
@@ -184,9 +183,9 @@ def test_user_code_and_files_are_tried_before_a_run_and_nothing_else(
 
     def note(_: Any, *, attempts: bool) -> TryoutReport:
         calls.append(attempts)
-        return TryoutReport(built_s=0.0, held_out=0)
+        return TryoutReport()
 
-    monkeypatch.setattr(trial, "try_environment", note)
+    monkeypatch.setattr(checks, "try_environment", note)
     check_before_the_start(small_run(folder / "r", **settings | {"launch__kind": "processes"}))
     assert calls == ([] if attempts is None else [attempts])
 
@@ -195,7 +194,7 @@ def test_user_code_and_files_are_tried_before_a_run_and_nothing_else(
 def test_a_class_is_built_before_a_run_without_an_attempt(folder: Path) -> None:
     body = "async def rollout(self, problem, client):\n    raise ValueError('not tried')"
     config = small_run(folder / "r", **klass(folder, body, evaluation__problems=1, launch__kind="processes"))
-    assert check_before_the_start(config).warnings == ()
+    assert len(check_before_the_start(config).lines) == 1
     with pytest.raises(EnvironmentSetupError, match="has no class"):
         check_before_the_start(small_run(folder / "r", environment__kind=f"{folder}/task.py:Tusk", launch__kind="processes"))
 

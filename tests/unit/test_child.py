@@ -71,7 +71,7 @@ def test_it_is_killed_with_its_children_when_its_parent_is_killed(tmp_path: Path
 
 def test_one_that_watches_its_parents_ends_with_the_last_of_them(tmp_path: Path) -> None:
     process = shell("echo ready; cat; echo closed; exit 4", tmp_path / "log", watches_parent=True)
-    other = os.dup(process.parent_fd)
+    other = os.dup(process._parent_pipe.fileno())
     assert ready(process)
     process._parent_pipe.close()
     assert not process.wait(0.1)

@@ -17,7 +17,7 @@ from pipelinerl.cli.parser import Commands
 
 LAUNCHER = (
     "config.load config.keys config.checks config.yaml_text launch.run launch.run_lock launch.checks resources.memory "
-    "launch.summary launch.hosts.processes launch.hosts.host status.view report cli experiments"
+    "launch.hosts.processes launch.hosts.host status.view report cli experiments"
 )
 
 PROCESSES = {
@@ -25,7 +25,7 @@ PROCESSES = {
         "cli.project launch.run",
         "actor.actor actor.rollouts channel engine environments.chat preprocess serving trainer weights "
         "launch.tryout launch.restarts launch.resume "
-        "launch.hosts.ray resources.gpus resources.placement launch.trial launch.stages.generation "
+        "launch.hosts.ray resources.gpus resources.placement launch.stages.generation "
         "launch.stages.training "
         "hub.redis report experiments torch",
     ),

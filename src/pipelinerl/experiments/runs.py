@@ -28,8 +28,8 @@ from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import INVALID_DATA, PipelineRLError, RunDirectoryError, RunInterruptedError, TrainingDivergedError
 from pipelinerl.experiments.watch.page import page, shown_run
 from pipelinerl.files import JsonLines
+from pipelinerl.launch.hosts.host import FINISHED
 from pipelinerl.launch.run_lock import RunLock
-from pipelinerl.launch.summary import FINISHED
 from pipelinerl.metrics.reading import read_lines
 from pipelinerl.process import counted_interrupts
 from pipelinerl.report import PageSection, only_shown, write_file, write_json, writing_to

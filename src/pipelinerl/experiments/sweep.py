@@ -22,9 +22,8 @@ from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import ConfigError, PipelineRLError, UserError
 from pipelinerl.experiments.runs import Execution, Folder, PlannedRun, Setting, planned_runs, train_in_child
 from pipelinerl.experiments.statistics import Interval, mean_of_runs
-from pipelinerl.launch.checks import check_without_running
-from pipelinerl.launch.summary import FINISHED
-from pipelinerl.launch.trial import try_environment
+from pipelinerl.launch.checks import check_without_running, try_environment
+from pipelinerl.launch.hosts.host import FINISHED
 from pipelinerl.report import PageSection, count, number, table, write_json
 from pipelinerl.report.series import read_summary
 

@@ -8,7 +8,7 @@ run.train
     hosts.worker.main                in each process: runs the stages of its role
       stages.generation, stages.training, stages.preprocessing, stages.servers
   hosts.embedded.run_embedded        or: the same stages in this process
-  summary                            summary.json, curves, the table
+  run.write_summary, show_result     summary.json, curves, the table
 """
 
 GARBAGE_THRESHOLD = 50_000  # with the default, 700, imports take a fifth longer, and rollouts trigger 10 a second

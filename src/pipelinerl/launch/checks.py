@@ -4,17 +4,24 @@ trackers are installed. `dry_run` (`train --dry-run`) reports all of them.
 
 from __future__ import annotations
 
+import sys
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+import pipelinerl.errors
+from pipelinerl.child import ChildProcess
+from pipelinerl.config.load import config_to_yaml
 from pipelinerl.config.schema import EnvironmentConfig, RunConfig
-from pipelinerl.errors import UserError
+from pipelinerl.errors import EnvironmentSetupError, UserError
 from pipelinerl.resources.machine import usable_gpus
 from pipelinerl.resources.memory import MemoryCheck, check_memory
 from pipelinerl.resources.roles import on_gpus
 
-SHOWN_CHARACTERS = 80
+OUTPUT_LINES = 5
 
 
 def settled(config: RunConfig) -> tuple[RunConfig, list[str]]:
@@ -39,10 +46,8 @@ def check_before_the_start(config: RunConfig) -> MemoryCheck:
     named = (named or bool(config.evaluation.sets)) and config.launch.kind != "embedded"
     if not (functions or named or config.metrics.callback is not None):
         return memory
-    from pipelinerl.launch.trial import try_environment  # noqa: PLC0415 - not every run needs it
-
     report = try_environment(config, attempts=functions)
-    return memory._replace(warnings=(*memory.warnings, *report.warnings))
+    return memory._replace(lines=[*memory.lines, *(f"warning: {warning}" for warning in report.warnings)])
 
 
 def check_without_running(config: RunConfig) -> MemoryCheck:
@@ -80,6 +85,60 @@ def _check_devices(config: RunConfig) -> None:
                 raise UserError(f"{setting}: {error}") from error
 
 
+# ---- the trial of an environment
+
+
+class TryoutReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of a successful trial: what it found, and what is doubtful, as lines of text."""
+
+    lines: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+
+TryoutMessage = str | tuple[str, str] | TryoutReport
+"""What the process does next, as a phrase that continues "it ..."; the class and the message of its error; its result."""
+
+
+def try_environment(config: RunConfig, *, attempts: bool = True) -> TryoutReport:
+    """Import the callback, build the environment and, with `attempts`, try an empty answer, in a process of `tryout`.
+
+    It is killed with all processes that it started. Raises the error that this ended with. Raises EnvironmentSetupError if
+    it took longer than `launch.startup_timeout_s` or crashed its process.
+    """
+    what, bound_s = f"environment {config.environment.kind}", config.launch.startup_timeout_s
+    with tempfile.TemporaryDirectory(prefix="pipelinerl-tryout-") as name:
+        settings, messages = Path(name, "config.yaml"), Path(name, "messages.jsonl")
+        settings.write_text(config_to_yaml(config), encoding="utf-8")
+        messages.touch()
+
+        def last() -> TryoutMessage:
+            """The last complete line that the process wrote."""
+            *_, line, _ = ["", *messages.read_text(encoding="utf-8").split("\n")]
+            return msgspec.json.decode(line, type=TryoutMessage) if line else "loads this package"
+
+        command = [sys.executable, "-m", "pipelinerl.launch.tryout", str(settings), str(messages)]
+        with ChildProcess([*command, *([] if attempts else ["build"])], log=Path(name, "output")) as process:
+            process.wait_until(lambda: not isinstance(last(), str), bound_s)
+            match last():
+                case TryoutReport() as report:
+                    return report
+                case (kind, message):
+                    raise getattr(pipelinerl.errors, kind, EnvironmentSetupError)(message)
+                case doing if process.running:
+                    raise EnvironmentSetupError(
+                        f"{what} was not ready after {bound_s:g} s (launch.startup_timeout_s): it {doing}"
+                    )
+                case doing:
+                    output = "\n".join(process.log_lines()[-OUTPUT_LINES:])
+                    raise EnvironmentSetupError(
+                        f"{what}: its process {process.how_it_ended()} while it {doing}"
+                        + (f"; the end of its output:\n{output}" if output else "")
+                    )
+
+
+# ---- what is reported and recorded
+
+
 def inputs_of(config: RunConfig) -> dict[str, str]:
     """Path -> checksum of each file that `environment` names: data, and code with its rewards. Not what the code imports."""
     found: dict[str, str] = {}
@@ -107,28 +166,14 @@ def dry_run(config: RunConfig) -> list[str]:
 
     Raises the error that the run would end with: UserError for settings, models and environments that can't be used.
     """
-    from pipelinerl.launch.trial import try_environment  # noqa: PLC0415 - not every run needs it
-
     config, chosen = settled(config)
     memory, placement, report = check_without_running(config), _placement(config), try_environment(config)
     uses = [
-        f"  {role:<26} {use.name:<30} {'up to ' * use.varies + f'{use.size / 1e6:.0f} MB':>18}  {use.device}"
-        for role, uses in memory.prediction.items()
-        for use in uses
+        f"  {use.role:<26} {use.name:<30} {'up to ' * use.varies + f'{use.size / 1e6:.0f} MB':>18}  {use.device}"
+        for use in memory.uses
     ]
-    prompt = report.prompt
-    shown = prompt if len(prompt) <= SHOWN_CHARACTERS else f"{prompt[:SHOWN_CHARACTERS]}..."
-    metrics = "".join(f", {name} {value:g}" for name, value in report.metrics.items())
-    lines = [
-        *(*chosen, *placement, memory.line, *uses, *memory.lines[1:], *report.notes),
-        f"environment: {config.environment.kind} was built in {report.built_s:.1f} s",
-        f"  the first prompt has {report.prompt_tokens} tokens: {shown!r}",
-        f"  an empty answer to it gets reward {report.reward:g}{metrics}",
-        *(f"warning: {warning}" for warning in report.warnings),
-    ]
-    if config.evaluation.problems:
-        lines.append(f"  {report.held_out} held-out problems (evaluation.problems: {config.evaluation.problems})")
-    return lines
+    warnings = [*memory.lines[1:], *(f"warning: {warning}" for warning in report.warnings)]
+    return [*chosen, *placement, memory.lines[0], *uses, *report.lines, *warnings]
 
 
 def _placement(config: RunConfig) -> list[str]:

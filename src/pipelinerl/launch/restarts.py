@@ -28,9 +28,8 @@ from pipelinerl.checkpoint import by_version
 from pipelinerl.errors import CrashLoopError, PipelineRLError, StageDiedError
 from pipelinerl.files import write_atomically
 from pipelinerl.hub.admission import ProcessTotals
-from pipelinerl.launch.hosts.host import Host, Worker
+from pipelinerl.launch.hosts.host import Host, Outcome, Worker
 from pipelinerl.launch.session import Session
-from pipelinerl.launch.summary import Outcome
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.reading import read_records
 from pipelinerl.metrics.statistics import engine_total
@@ -61,28 +60,23 @@ class Attempts:
     """The ends of one thing, a process or the sessions of a run, which is started again at most `allowed` times in a row.
 
     reports    why it ended each time since it last worked
+    pause_s    how long to wait before it is started again
+    due_s      when that is; None: it runs
     restarts   how often it was started again, the last time at `began_s`
-    due_s      when it will be started again; None if it was
     """
 
     def __init__(self, allowed: int) -> None:
-        self.allowed, self.restarts, self.began_s = allowed, 0, inf
+        self.allowed, self.restarts, self.began_s, self.pause_s = allowed, 0, inf, FIRST_PAUSE_S
         self.reports: list[str] = []
         self.due_s: float | None = None
 
-    @property
-    def exhausted(self) -> bool:
-        return len(self.reports) > self.allowed
-
-    @property
-    def pause_s(self) -> float:
-        """How long to wait before the next one."""
-        return float(min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(len(self.reports) - 1, 16)))
-
-    def line(self, what: str) -> str:
-        """What happens next, for the user."""
-        last = self.reports[-1].splitlines()[0].removesuffix("; the end of its log:").removesuffix(":")
-        return f"{last}; {what} in {self.pause_s:g} s (restart {len(self.reports)} of {self.allowed})"
+    def after(self, why: str, what: str) -> str | None:
+        """It has ended. Returns what happens next, for the user; None if it ended too often."""
+        self.reports.append(why)
+        self.pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(len(self.reports) - 1, 16))
+        last = why.splitlines()[0].removesuffix("; the end of its log:").removesuffix(":")
+        line = f"{last}; {what} in {self.pause_s:g} s (restart {len(self.reports)} of {self.allowed})"
+        return line if len(self.reports) <= self.allowed else None
 
     def all(self, head: str) -> str:
         """All reports, numbered."""
@@ -92,47 +86,42 @@ class Attempts:
 class Healing:
     """The restarts of a session. The caller removes dead processes from its own list, and adds those that `begin` starts.
 
-    `changed_s`: the time of the latest death or restart.
+    `attempts` is by role, `changed_s` the time of the latest death or restart.
     """
 
     def __init__(self, session: Session, host: Host, view: RunView) -> None:
         self._session, self._host, self._view = session, host, view
-        self._attempts: dict[str, Attempts] = {}  # by role
+        self.attempts: dict[str, Attempts] = {}
         self.changed_s = 0.0
 
     @property
     def pending(self) -> bool:
         """Whether a process waits for its restart."""
-        return any(attempts.due_s is not None for attempts in self._attempts.values())
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """By role: how often it was started again."""
-        return {role: attempts.restarts for role, attempts in self._attempts.items()}
+        return any(attempts.due_s is not None for attempts in self.attempts.values())
 
     def heal(self, dead: Sequence[Worker], now: float) -> None:
         """Count the work of processes that died, and plan their restarts. Raises CrashLoopError if they died too often."""
         self.changed_s = now
         looping = []
         for worker in dead:
-            attempts = self._attempts.setdefault(worker.role, Attempts(self._session.config.launch.restarts))
+            attempts = self.attempts.setdefault(worker.role, Attempts(self._session.config.launch.restarts))
             if now - attempts.began_s >= WORKED_S:
                 attempts.reports.clear()
-            attempts.reports.append(str(worker.failure()))
+            following = attempts.after(str(worker.failure()), "it is started again")
             attempts.due_s = now + attempts.pause_s
             self._host.reap(worker)
             self._count(worker)
-            if attempts.exhausted:
+            if following is None:
                 times = f"{len(attempts.reports)} times (launch.restarts: {attempts.allowed})"
                 looping.append(attempts.all(f"the {worker.role} process died {times}:"))
             else:
-                self._view.say(attempts.line("it is started again"))
+                self._view.say(following)
         if looping:
             raise CrashLoopError("\n".join(looping))
 
     def begin(self, now: float) -> Iterator[Worker]:
         """Start the processes that are due, one at a time. Raises StageDiedError if one can't be started."""
-        for role, attempts in self._attempts.items():
+        for role, attempts in self.attempts.items():
             if attempts.due_s is not None and now >= attempts.due_s:
                 try:
                     self._write_plan()
@@ -197,11 +186,10 @@ class Losses:
         attempts, latest = self.attempts, max(by_version(session.run.checkpoints), default=0)
         if latest > session.plan.version:
             attempts.reports.clear()
-        attempts.reports.append(str(outcome.error))
-        if attempts.exhausted:
-            return None
-        self.error, attempts.restarts = outcome.error, attempts.restarts + 1
-        return attempts.line(f"the run {'goes on from its latest checkpoint' if latest else 'starts again'}")
+        goes_on = "the run goes on from its latest checkpoint" if latest else "the run starts again"
+        if following := attempts.after(str(outcome.error), goes_on):
+            self.error, attempts.restarts = outcome.error, attempts.restarts + 1
+        return following
 
     def counted(self, outcome: Outcome) -> Outcome:
         """The outcome of the last session, with the losses. If it was lost too, its error has all reports."""

@@ -23,9 +23,9 @@ from pipelinerl.errors import RunDirectoryError
 from pipelinerl.files import JsonLines
 from pipelinerl.hub.stream import GroupStream
 from pipelinerl.hub.wire import decoded
+from pipelinerl.launch.hosts.host import open_stream
 from pipelinerl.launch.run_lock import last_plan
 from pipelinerl.launch.session import KeptGroup, StartPlan
-from pipelinerl.launch.streams import open_stream
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.reading import read_lines, read_records
 from pipelinerl.metrics.records import SessionRecord, StepRecord
@@ -87,27 +87,10 @@ def changed_settings(config: RunConfig, run: RunDirectory) -> list[str]:
     return lines + files
 
 
-def _set_aside(run: RunDirectory) -> Path:
-    """Move the records into a new folder of the run directory, which is returned. They are not those of the next start.
-
-    Streams, and what sessions have in `control`, such as keys, are removed.
-    """
-    kept = next(path for number in itertools.count(1) if not (path := run.root / f"before-{number}").exists())
-    kept.mkdir()
-    for path in run.records():
-        if path in (run.streams, run.control):
-            shutil.rmtree(path)
-        else:
-            path.rename(kept / path.name)
-    shutil.copy(run.config, kept)
-    run.make_folders()
-    return kept
-
-
 def plan_resume(config: RunConfig, run: RunDirectory) -> tuple[StartPlan, str | None]:
     """Rewind the run's files to its latest checkpoint. Returns the plan of the session that continues there.
 
-    Without a checkpoint, the run starts again from the beginning; a message says so.
+    Without a checkpoint, its records are moved into a folder and it starts again from the beginning; a message says so.
 
     Groups in the stream are kept if the checkpoint's version is at least that of all their tokens. Groups with tokens of
     later weights, which are lost, are started again. Raises RunDirectoryError if the stream of the run is lost, or the
@@ -115,7 +98,15 @@ def plan_resume(config: RunConfig, run: RunDirectory) -> tuple[StartPlan, str | 
     """
     if (path := latest_checkpoint(run.root)) is None:
         done = len(read_records(run.metrics, StepRecord))
-        aside = _set_aside(run)
+        aside = next(path for number in itertools.count(1) if not (path := run.root / f"before-{number}").exists())
+        aside.mkdir()
+        for path in run.records():
+            if path in (run.streams, run.control):  # the latter has the keys of a session
+                shutil.rmtree(path)
+            else:
+                path.rename(aside / path.name)
+        shutil.copy(run.config, aside)
+        run.make_folders()
         records = f"; the records of its first {done} steps are in {aside}" if done else ""
         return StartPlan(), f"{run.root} has no checkpoint: it starts again from the beginning{records}"
     if config.stream.kind == "memory":
@@ -135,6 +126,10 @@ def plan_resume(config: RunConfig, run: RunDirectory) -> tuple[StartPlan, str | 
         kept = take_back(stream, position, ledger, state.version)
     steps = [step for step in read_records(run.metrics, StepRecord) if step.version <= state.version]
     published = {record.version: record.checksum for record in _lines(run.published, _Published)}
+    # Groups of a session whose trainer ended before it recorded the session are those of the next one: they were sampled
+    # with the weights of the checkpoint, and are kept.
+    recorded = _lines(run.sessions, SessionRecord)[-1:]
+    begun = before.rollouts_bytes if before and recorded and recorded[0].rollouts_bytes != before.rollouts_bytes else 0
     evaluated = [one for one in read_records(run.evaluations, EvaluationRecord) if one.newest_version <= state.version]
     plan = StartPlan(
         checkpoint=str(path),
@@ -145,7 +140,7 @@ def plan_resume(config: RunConfig, run: RunDirectory) -> tuple[StartPlan, str | 
         settled=counts.trained + sum(counts.dropped.values()),
         evaluated=max((one.version for one in evaluated), default=0),
         elapsed_s=steps[-1].time_s if steps else 0.0,
-        rollouts_bytes=_unrecorded(run) or _size(run.recorded),
+        rollouts_bytes=begun or _size(run.recorded),
         trained_bytes=_size(run.trained),
     )
     return plan, None
@@ -161,17 +156,6 @@ class _Published(msgspec.Struct):
 
 def _lines(path: Path, kind: type[T]) -> list[T]:
     return read_lines(path, kind) if path.exists() else []
-
-
-def _unrecorded(run: RunDirectory) -> int | None:
-    """Where the groups begin of a session whose trainer ended before it recorded the session: they are the next one's.
-
-    They were sampled with the weights of the checkpoint, and are kept.
-    """
-    recorded, planned = _lines(run.sessions, SessionRecord)[-1:], last_plan(run)
-    if planned is None or not recorded or recorded[0].rollouts_bytes == planned.rollouts_bytes:
-        return None
-    return planned.rollouts_bytes
 
 
 def _size(path: Path) -> int:

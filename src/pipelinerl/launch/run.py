@@ -4,37 +4,41 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import msgspec
+from rich.console import Console
 
-from pipelinerl.checkpoint import WEIGHTS_FOLDER, remove_unfinished
+from pipelinerl.checkpoint import WEIGHTS_FOLDER, best_version, remove_unfinished, saved_versions
 from pipelinerl.config.load import validate
 from pipelinerl.config.schema import RunConfig
-from pipelinerl.errors import PipelineRLError, StageDiedError
+from pipelinerl.errors import INVALID_DATA, PipelineRLError, RunDirectoryError, StageDiedError
+from pipelinerl.files import remedy, write_atomically
 from pipelinerl.launch.checks import check_before_the_start, inputs_of, settled
-from pipelinerl.launch.hosts.host import LocalHost
+from pipelinerl.launch.hosts.host import FINISHED, LocalHost, Outcome
 from pipelinerl.launch.hosts.processes import run_processes
 from pipelinerl.launch.run_lock import (
     RunLock,
-    create_run_directory,
     errors_explained,
     keep_settings,
     last_plan,
-    open_run_directory,
+    lock_run_directory,
 )
 from pipelinerl.launch.session import Session, StartPlan, write_session
-from pipelinerl.launch.summary import Outcome, finished_summary, show_result, write_summary
+from pipelinerl.metrics.evaluations import EvaluationRecord
+from pipelinerl.metrics.reading import read_records
+from pipelinerl.metrics.records import StepRecord
+from pipelinerl.metrics.summary import summarize
+from pipelinerl.resources.memory import bytes_by
 from pipelinerl.run_directory import RunDirectory
 from pipelinerl.schedule import make_schedule
 from pipelinerl.status.view import RunView, make_view, output_that_never_fails
 
 if TYPE_CHECKING:
     from pipelinerl.launch.restarts import Losses
-    from pipelinerl.resources.memory import MemoryCheck
 
 Began = Callable[[Path], str | None]
 
@@ -55,14 +59,15 @@ def train(config: RunConfig, *, resume: Path | None = None, began: Began = lambd
 
         notices += changed_settings(config, RunDirectory(resume.absolute()))
     memory = check_before_the_start(config)
+    notices += memory.lines
+    predicted = bytes_by("role", memory.uses)
     losses: Losses | None = None
     with output_that_never_fails(), errors_explained(), ExitStack() as stack:
-        lock = create_run_directory(config) if resume is None else open_run_directory(resume)
-        stack.enter_context(closing(lock))
+        lock = stack.enter_context(closing(lock_run_directory(config, resume)))
         while True:
             try:
                 ended = _train_session(
-                    config, lock, memory, losses, started_s, resumes=resume is not None, notices=notices, began=began
+                    config, lock, predicted, losses, started_s, resumes=resume is not None, notices=notices, began=began
                 )
             except PipelineRLError as error:
                 if losses is None or losses.error is None:
@@ -77,7 +82,7 @@ def train(config: RunConfig, *, resume: Path | None = None, began: Began = lambd
 def _train_session(
     config: RunConfig,
     lock: RunLock,
-    memory: MemoryCheck,
+    predicted: Mapping[str, int],
     losses: Losses | None,
     started_s: float,
     *,
@@ -102,13 +107,16 @@ def _train_session(
             run=before.run if before else plan.run,
             epoch=before.epoch + 1 if before else 1,
             inputs=inputs_of(config),
-            predicted_memory_bytes=memory.prediction.sizes,
+            predicted_memory_bytes=dict(predicted),
         )
         records_from_s = losses.records_from_s if losses else started_s - plan.elapsed_s
         session = Session(config, run, plan, make_schedule(config), records_from_s)
         _write_start(session)
-        view = stack.enter_context(closing(_make_view(session)))
-        for line in (begins_again, *notices, *memory.lines, began(run.root)):
+        title = f"pipelinerl · {config.schedule.kind} · {Path(config.environment.kind).name} · {run.root}"
+        made = make_view(config.metrics.view, sys.stdout, target=config.trainer.steps, title=title)
+        view = stack.enter_context(closing(made))
+        view.say(f"run directory: {run.root}")
+        for line in (begins_again, *notices, began(run.root)):
             if line:
                 view.say(line)
         if plan.checkpoint:
@@ -159,14 +167,6 @@ def _write_start(session: Session) -> None:
         stale.unlink(missing_ok=True)
 
 
-def _make_view(session: Session) -> RunView:
-    config, root = session.config, session.run.root
-    title = f"pipelinerl · {config.schedule.kind} · {Path(config.environment.kind).name} · {root}"
-    view = make_view(config.metrics.view, sys.stdout, target=config.trainer.steps, title=title)
-    view.say(f"run directory: {root}")
-    return view
-
-
 def _conclude(session: Session, outcome: Outcome) -> dict[str, Any]:
     """Write and show the summary. Raises the error that ended the run, or else that of the summary."""
     try:
@@ -178,3 +178,74 @@ def _conclude(session: Session, outcome: Outcome) -> dict[str, Any]:
     if outcome.error is not None:
         raise outcome.error
     return summary
+
+
+# ---- the summary
+
+
+def write_summary(session: Session, outcome: Outcome) -> dict[str, Any]:
+    """Write `summary.json` and return its contents.
+
+    Raises RunDirectoryError if records can't be read or the summary can't be written.
+    """
+    run, plan = session.run, session.plan
+    summary = summarize(
+        session.config,
+        read_records(run.metrics, StepRecord),
+        read_records(run.evaluations, EvaluationRecord),
+        outcome.statuses,
+        wall_s=outcome.wall_s,
+        status=outcome.status,
+        stream_rollouts=outcome.stream_rollouts,
+        earlier_rollouts=plan.settled + sum(kept.left for kept in plan.kept),
+        peak_memory_bytes={role: peak.host for role, peak in outcome.peak_memory.items()},
+        peak_gpu_memory_bytes={role: peak.gpu for role, peak in outcome.peak_memory.items() if peak.gpu},
+        resumed_from=plan.version if plan.checkpoint else None,
+    ) | {
+        "stopped_by": run.stop_request.read_text(encoding="utf-8") if run.stop_request.exists() else None,
+        "best_version": best_version(run.root, saved_versions(run.root)),
+        "restarts": outcome.restarts,
+        "predicted_memory_bytes": plan.predicted_memory_bytes,
+    }
+    try:
+        write_atomically(run.summary, msgspec.json.format(msgspec.json.encode(summary)))
+    except OSError as error:
+        raise RunDirectoryError(f"can't write {run.summary}: {error.strerror}; {remedy(error)}") from error
+    return summary
+
+
+def finished_summary(run: RunDirectory) -> dict[str, Any] | None:
+    """The summary of the run's last session, if it reached its goal."""
+    try:
+        summary = msgspec.json.decode(run.summary.read_bytes(), type=dict[str, Any])
+    except (OSError, *INVALID_DATA):
+        return None
+    return summary if summary.get("status") == FINISHED else None
+
+
+def show_result(session: Session, summary: dict[str, Any], stream: TextIO) -> None:
+    """Draw the curves and, unless the view is `none`, print the table, a sample of two evaluations, and the results' paths.
+
+    After a failure nothing is printed, so that the error stays visible; the results are in the run directory.
+    """
+    from pipelinerl.report import only_shown  # noqa: PLC0415 - as below
+
+    run, metrics = session.run, session.config.metrics
+    if metrics.plot:
+        with only_shown(run.curves.name):
+            from pipelinerl.report.curves import draw_curves  # noqa: PLC0415 - matplotlib takes a second
+
+            draw_curves(run.root, run.curves)
+    if metrics.view == "none" or summary["status"].startswith("failed"):
+        return
+    from pipelinerl.report.terminal import final_table, largest_gain, sample_before_after  # noqa: PLC0415
+
+    console = Console(file=stream, markup=False, emoji=False)
+    console.print(final_table(summary))
+    with only_shown("the sample of the evaluations"):
+        if (sample := largest_gain(run.root)) is not None:
+            console.print(sample_before_after(*sample))
+    for path in (run.curves, run.summary, run.metrics, run.rollouts, run.checkpoints):
+        if path.exists():
+            console.print(f"  {path.relative_to(run.root)}", style="dim", highlight=False)
+    console.print(f"in {run.root}", style="dim", highlight=False, soft_wrap=True)

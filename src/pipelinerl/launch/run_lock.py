@@ -25,7 +25,7 @@ DYING_PATIENCE_S = 2.0
 
 
 class RunLock:
-    """A lock on a run directory, held until `close`, or until this process and all that inherited `fd` have ended."""
+    """A lock on a run directory, held until `fd` is closed: by `close` and by the end of all processes that inherited it."""
 
     def __init__(self, run: RunDirectory) -> None:
         """Waits for a killed launcher and its processes to end. Raises RunDirectoryError if another run holds the lock."""
@@ -66,32 +66,27 @@ class RunLock:
         return int(written or 0) != os.getpid()
 
 
-def create_run_directory(config: RunConfig) -> RunLock:
-    """Create and lock the directory of a new run. Files of an earlier start that never trained are removed.
+def lock_run_directory(config: RunConfig, existing: Path | None) -> RunLock:
+    """Lock the directory of a run: an `existing` one, or that of a new run, without files of a start that never trained.
 
-    Raises RunDirectoryError if `run_dir` already has a run or is in use, and OSError if it can't be written to.
+    Raises RunDirectoryError if it is in use, is no run directory, or already has a run; OSError if it can't be written to.
     """
-    kind, schedule = config.environment.kind, config.schedule.kind
-    run = RunDirectory(Path(config.run_dir).absolute() if config.run_dir else fresh_directory(kind, schedule))
-    run.root.mkdir(parents=True, exist_ok=True)
+    if existing is not None:
+        run = RunDirectory(existing.absolute())
+        if not run.config.is_file():
+            raise RunDirectoryError(f"{existing} is not a run directory (it has no config.yaml)")
+    else:
+        kind, schedule = config.environment.kind, config.schedule.kind
+        run = RunDirectory(Path(config.run_dir).absolute() if config.run_dir else fresh_directory(kind, schedule))
+        run.root.mkdir(parents=True, exist_ok=True)
     lock = RunLock(run)
     try:
-        if run.config.exists():
+        if existing is None and run.config.exists():
             _remove_failed_start(run)
         run.make_folders()
     except BaseException:
         lock.close()
         raise
-    return lock
-
-
-def open_run_directory(root: Path) -> RunLock:
-    """Lock the directory of an existing run. Raises RunDirectoryError if it is not a run directory, or is in use."""
-    run = RunDirectory(root.absolute())
-    if not run.config.is_file():
-        raise RunDirectoryError(f"{root} is not a run directory (it has no config.yaml)")
-    lock = RunLock(run)
-    run.make_folders()
     return lock
 
 

@@ -2,7 +2,7 @@
 
     python -m pipelinerl.launch.tryout CONFIG.yaml MESSAGES [build]
 
-Messages (`trial.TryoutMessage`) are appended to the file MESSAGES, one per line. `build`: without any attempt.
+Messages (`checks.TryoutMessage`) are appended to the file MESSAGES, one per line. `build`: without any attempt.
 Attempts have the time limit of a run, `actor.rollout_timeout_s`.
 """
 
@@ -27,10 +27,11 @@ from pipelinerl.environments.user.code import find_function
 from pipelinerl.errors import EnvironmentSetupError, PipelineRLError
 from pipelinerl.interfaces import Environment, ScoresGroups, Tokenizer
 from pipelinerl.launch import GARBAGE_THRESHOLD
-from pipelinerl.launch.stages.held_out import evaluation_sets, require_held_out
-from pipelinerl.launch.trial import TryoutMessage, TryoutReport
+from pipelinerl.launch.checks import TryoutMessage, TryoutReport
 from pipelinerl.models.contract import read_contract
 from pipelinerl.types import Completion, GenerationRequest, Rollout, SamplingParams, TokenEvent, VersionSpan
+
+SHOWN_CHARACTERS = 80
 
 
 class Answers(EngineClient):
@@ -112,32 +113,37 @@ async def try_environment(
     send("loads the class of the environment")
     find_class(kind)
     send("loads the tokenizer")
-    from pipelinerl.models.loading import load_config, load_tokenizer, slot_length  # noqa: PLC0415 - takes seconds
+    from pipelinerl.launch.stages.generation import held_out_sets  # noqa: PLC0415 - takes seconds
+    from pipelinerl.models.loading import load_config, load_tokenizer, slot_length  # noqa: PLC0415 - as above
 
     tokenizer = load_tokenizer(config.model)
     contract = read_contract(model := load_config(config.model), tokenizer, config.engine.max_length)
     send("builds the environment")
     began_s = time.monotonic()
     environment = make_environment(kind, config.environment.args, tokenizer, config.seed)
-    built_s = time.monotonic() - began_s
+    lines = [f"environment: {kind} was built in {time.monotonic() - began_s:.1f} s"]
     send("asks for held-out problems")
-    held_out = require_held_out(config, environment)
-    evaluation_sets(config, environment, tokenizer)
+    found, _ = held_out_sets(config, environment, tokenizer)
     if not attempts:
-        return TryoutReport(built_s=built_s, held_out=held_out)
+        return TryoutReport(lines=tuple(lines))
     send("tries the first problem with an empty answer")
     first, played = await play_first(config, environment, tokenizer, min(contract.stop_token_ids, default=0))
-    longest = slot_length(model, config.engine.max_length)
+    prompt, longest = tokenizer.decode(first.prompt_ids), slot_length(model, config.engine.max_length)
+    shown = prompt if len(prompt) <= SHOWN_CHARACTERS else f"{prompt[:SHOWN_CHARACTERS]}..."
     fits = config.engine.urls or len(first.prompt_ids) + first.sampling.max_tokens <= longest  # servers have own slots
     fit = f"engine.max_length ({longest}) with actor.max_tokens ({config.actor.max_tokens})"
+    lines += [
+        f"  the first prompt has {len(first.prompt_ids)} tokens: {shown!r}",
+        ", ".join(
+            [
+                f"  an empty answer to it gets reward {played.reward:g}",
+                *(f"{name} {value:g}" for name, value in played.metrics.items()),
+            ]
+        ),
+        *([f"  {found} held-out problems (evaluation.problems: {config.evaluation.problems})"] if found else []),
+    ]
     return TryoutReport(
-        built_s=built_s,
-        held_out=held_out,
-        prompt=tokenizer.decode(first.prompt_ids),
-        prompt_tokens=len(first.prompt_ids),
-        reward=played.reward,
-        metrics=dict(played.metrics),
-        notes=(*(f"model: {note}" for note in contract.notes), *notes_of(environment, config)),
+        lines=(*(f"model: {note}" for note in contract.notes), *notes_of(environment, config), *lines),
         warnings=() if fits else (f"the first prompt does not fit {fit}: such rollouts are dropped",),
     )
 

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
+import msgspec
+
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.records import StepRecord, collapse_of
@@ -26,6 +28,7 @@ def summarize(
     wall_s: float,
     status: str,
     stream_rollouts: int = 0,
+    earlier_rollouts: int = 0,
     peak_memory_bytes: Mapping[str, int] | None = None,
     peak_gpu_memory_bytes: Mapping[str, int] | None = None,
     resumed_from: int | None = None,
@@ -37,6 +40,7 @@ def summarize(
     wall_s               length of this session; rates divide this session's counts (steps after `resumed_from`) by it
     status               "finished", "interrupted" or "failed: WHY"
     stream_rollouts      rollouts in the stream: written by the actor and not yet taken by the trainer
+    earlier_rollouts     started rollouts of earlier sessions, settled or in the stream: trainers count them, actors do not
     resumed_from         version of the checkpoint that this session started from
 
     `reward_first` and `reward_last` are means of `reward_read_mean` over the first and last min(5, n/4) of n steps, at least
@@ -60,6 +64,8 @@ def summarize(
     of those trained, dropped, queued and in progress, the key `conservation_error` is added, with the numbers.
     """
     engine, actor, trainer = engine_total(statuses), actor_total(statuses), trainer_progress(statuses.get(TRAINER))
+    if actor:
+        actor = msgspec.structs.replace(actor, rollouts_started=actor.rollouts_started + earlier_rollouts)
     session = [step for step in steps if resumed_from is None or step.version > resumed_from]
     pauses_s = engine.pauses_s if engine else ()
     updates = {step.update.version: step.update for step in steps if step.update is not None}.values()

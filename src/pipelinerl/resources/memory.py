@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import ModelLoadError, UserError
@@ -26,7 +26,7 @@ from pipelinerl.resources.roles import (
 from pipelinerl.resources.shape import ModelShape, read_shape
 
 HOST = "cpu"
-BETWEEN = "weights between processes"
+BETWEEN, REFERENCE = "weights between processes", "reference model"
 TORCH_PROCESS = 450 << 20
 """Bytes of Python with torch and transformers imported, without a model (measured, CPU)."""
 CUDA_CONTEXT = 500 << 20
@@ -44,78 +44,77 @@ ADVICE = {
     "KV cache": "lower engine.slots or engine.max_length",
     "Adam's moments": "set model.lora to {}, or raise trainer.ranks to use more GPUs",
     "gathered weights": "set trainer.reshard_after_forward to true",
-    "reference model": "set trainer.kl_coefficient to 0",
+    REFERENCE: "set trainer.kl_coefficient to 0",
 }
 """What lowers a use of memory."""
 
 
 class Use(NamedTuple):
-    """`size` bytes of memory on `device` (`cpu`, or a torch device). `varies`: it takes less while sequences are short."""
+    """`size` bytes of memory that the process `role` takes on `device` (`cpu`, or a torch device).
+
+    `varies`: it takes less while sequences are short. The weights in transfer are of all processes: their role is `BETWEEN`.
+    """
 
     name: str
     size: int
     device: str = HOST
     varies: bool = False
-
-
-class Prediction(dict[str, Sequence[Use]]):
-    """The memory of each process, by role. `BETWEEN`: what processes share, the weights in transfer to engines."""
-
-    def on(self, gpus: Mapping[str, Sequence[int]]) -> Prediction:
-        """The prediction for one machine: for the processes in `gpus`, each on these GPUs."""
-        found = Prediction()
-        for role in filter(gpus.__contains__, self):
-            before = dict.fromkeys(use.device for use in self[role] if use.device != HOST)
-            placed = dict(zip(before, (f"cuda:{number}" for number in gpus[role]), strict=False))
-            found[role] = [use._replace(device=placed.get(use.device, use.device)) for use in self[role]]
-        return found
-
-    def uses_on(self, device: str) -> list[Use]:
-        return [use for uses in self.values() for use in uses if use.device == device]
-
-    def bytes_on(self, device: str, *, least: bool = False) -> int:
-        """With `least`: while all sequences are short."""
-        return sum(use.size for use in self.uses_on(device) if not (least and use.varies))
-
-    @property
-    def devices(self) -> list[str]:
-        """`cpu` first."""
-        return sorted({use.device for uses in self.values() for use in uses})
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """The most that each process takes, summed over devices."""
-        return {role: sum(use.size for use in uses) for role, uses in self.items()}
+    role: str = BETWEEN
 
 
 # ---- prediction
 
 
-def predict(config: RunConfig, shape: ModelShape) -> Prediction:
+def predict(config: RunConfig, shape: ModelShape) -> list[Use]:
     """The peak memory of each process of the run.
 
     A vLLM server on a GPU is there with what its slots need; it takes more, if nothing else is on its GPU. Not included: the
     groups in streams, and processes that the environment starts.
     """
     engine, trainer, size = config.engine, config.trainer, _item_bytes(config) * shape.parameters
-    if config.launch.kind == "embedded":
-        uses = [*_engine(config, shape), *_trainer(config, shape, 0), Use("weights handed over", size)]
-        return Prediction(embedded=_process(uses))
-    found, here = Prediction(), engine.kind == "local"
     broadcast, delta = config.weights.kind == "collective", config.weights.encoding == "delta"
     received = Use("staged weights", (1 + delta) * size * broadcast, _numbered(engine.device))
     sent = Use("staged weights", (1 + 2 * delta) * size * broadcast, _numbered(trainer.device))
-    for role in generation_roles(config):
-        found[role] = _process([*_engine(config, shape), received] if here else [])
-    for role in server_roles(config):
-        found[role] = _process([*_server(config, shape), received])
-    if config.launch.preprocessor == "process":
-        found[PREPROCESSING] = _process([_reference(config, size, trainer.rank_device(0))])
-    for rank, role in enumerate([TRAINING, *rank_roles(config)]):
-        found[role] = _process([*_trainer(config, shape, rank), *([] if rank else [sent])])
-    if not broadcast and not engine.weights_dir:
-        found[BETWEEN] = [Use("weights in transfer", size if here else 2 * size)]  # for engine servers, two files
+    processes: dict[str, list[Use]] = {}
+    if config.launch.kind == "embedded":
+        processes["embedded"] = [*_engine(config, shape), *_trainer(config, shape, 0), Use("weights handed over", size)]
+    else:
+        local = [*_engine(config, shape), received] if engine.kind == "local" else []
+        processes |= dict.fromkeys(generation_roles(config), local)
+        processes |= {role: [*_server(config, shape), received] for role in server_roles(config)}
+        if config.launch.preprocessor == "process":
+            processes[PREPROCESSING] = [Use(REFERENCE, size * (trainer.kl_coefficient > 0), trainer.rank_device(0))]
+        for rank, role in enumerate([TRAINING, *rank_roles(config)]):
+            processes[role] = [*_trainer(config, shape, rank), *([] if rank else [sent])]
+    found = []
+    for role, uses in processes.items():
+        there = [use._replace(role=role) for use in uses if use.size]
+        gpus = dict.fromkeys(use.device for use in there if use.device != HOST)
+        found += [Use("the process itself", TORCH_PROCESS, role=role), *there]
+        found += [Use("CUDA", CUDA_CONTEXT, gpu, role=role) for gpu in gpus]
+    if config.launch.kind != "embedded" and not broadcast and not engine.weights_dir:
+        found.append(Use("weights in transfer", size if engine.kind == "local" else 2 * size))  # for servers, two files
     return found
+
+
+def placed(uses: Sequence[Use], gpus: Mapping[str, Sequence[int]]) -> list[Use]:
+    """The uses of the processes in `gpus` on one machine, and of `BETWEEN`: each process has these GPUs of the machine."""
+    found = []
+    for role in dict.fromkeys(use.role for use in uses):
+        mine = [use for use in uses if use.role == role]
+        before = dict.fromkeys(use.device for use in mine if use.device != HOST)
+        to = dict(zip(before, (f"cuda:{number}" for number in gpus.get(role, ())), strict=False))
+        if role in gpus or role == BETWEEN:
+            found += [use._replace(device=to.get(use.device, use.device)) for use in mine]
+    return found
+
+
+def bytes_by(field: Literal["name", "device", "role"], uses: Sequence[Use]) -> Counter[str]:
+    """The sum of the uses with the same value of `field`."""
+    sizes: Counter[str] = Counter()
+    for use in uses:
+        sizes[getattr(use, field)] += use.size
+    return sizes
 
 
 def _engine(config: RunConfig, shape: ModelShape) -> list[Use]:
@@ -126,7 +125,7 @@ def _engine(config: RunConfig, shape: ModelShape) -> list[Use]:
     packed = item * sum(map(prod, shape.linears.values())) if engine.device == "cpu" and item == 4 else 0
     return [
         Use("weights", item * shape.parameters, device),
-        Use("KV cache", kv_bytes(shape, slots=engine.slots, length=length, item_bytes=item), device),
+        Use("KV cache", engine.slots * (shape.kv_width * length * item + shape.state * 4), device),  # states are in float32
         Use("activations", activations, device, varies=True),
         Use("packed weights", packed, varies=True),  # in the layout of the kernels, if the forward can be exported
         Use("head in float32", _head_bytes(config, shape), device),
@@ -144,7 +143,13 @@ def _server(config: RunConfig, shape: ModelShape) -> list[Use]:
 
 
 def _trainer(config: RunConfig, shape: ModelShape, rank: int) -> list[Use]:
-    """One rank: its rows of weights, gradients and the optimizer's state, and what a micro-batch adds."""
+    """One rank: its rows of weights, gradients and the optimizer's state, and what a micro-batch adds.
+
+    Activations are coarse: models differ. Per token, a layer of the usual decoder keeps 7 x hidden for the backward pass
+    (inputs and outputs of its two norms, of its projections and of its residual sums), 4 x query width (queries, keys and
+    values as attention uses them, and its output), and 4 x the MLP's width (between the MLP's products). With gradient
+    checkpointing it keeps the input of each layer, and all of this for one layer.
+    """
     trainer, item, lora, ranks = config.trainer, _item_bytes(config), config.model.lora, config.trainer.ranks
     device, size, rows = trainer.rank_device(rank), item * shape.parameters, -(-shape.parameters // ranks)
     adapted = [sizes for name, sizes in shape.linears.items() if name != shape.head]
@@ -156,9 +161,13 @@ def _trainer(config: RunConfig, shape: ModelShape, rank: int) -> list[Use]:
     gathered = item * (ends + 2 * layer) if trainer.reshard_after_forward else size
     gathered += (item + 5) * (ends + layer) * sharded  # as computed, joined in float32 to be sent, and what comes back
     tokens = min(trainer.micro_batch_tokens, -(-trainer.batch_size // ranks) * shape.slot_length(config.engine.max_length))
-    kept = activation_bytes(shape, tokens, item_bytes=item, checkpointing=trainer.gradient_checkpointing)
+    kept_of_layer = 7 * shape.hidden + 4 * shape.query_width + 4 * shape.feed_forward
+    whole_layers = 1 if trainer.gradient_checkpointing else shape.layers
+    kept = (shape.layers * shape.hidden * trainer.gradient_checkpointing + whole_layers * kept_of_layer) * item
+    # Norms are computed in float32: with a narrower type, their inputs and outputs exist a second time.
+    kept += 0 if item == 4 else 4 * 4 * shape.hidden * whole_layers
     published = size if lora is None else item * sum(map(prod, adapted))  # merged copies of the layers with adapters
-    refers = config.launch.preprocessor != "process" and lora is None  # with adapters, to the base model without them
+    refers = trainer.kl_coefficient > 0 and config.launch.preprocessor != "process" and lora is None
     return [
         Use("weights", (4 if sharded else item) * rows, device),  # ranks have the master copy
         Use("master weights in float32", (4 + item) * trained * (alone and item != 4), device),  # and gradients as computed
@@ -166,28 +175,14 @@ def _trainer(config: RunConfig, shape: ModelShape, rank: int) -> list[Use]:
         Use("Adam's moments", 8 * trained, device),
         Use("gathered weights", gathered * (ranks > 1), device),
         Use("weights to be published", published * (rank == 0 and not alone), HOST if ranks > 1 else device),
-        Use("activations", kept, device, varies=True),
-        Use("logits", logit_bytes(config, shape, tokens), device, varies=True),
+        Use("activations", int(ALLOCATOR * tokens * kept), device, varies=True),
+        Use("logits", _logit_bytes(config, shape, tokens), device, varies=True),
         Use("head in float32", _head_bytes(config, shape), device),
-        _reference(config, -(-size // ranks) * refers, device),
+        Use(REFERENCE, -(-size // ranks) * refers, device),  # with adapters, it is the model without them
     ]
 
 
-def activation_bytes(shape: ModelShape, tokens: int, *, item_bytes: int, checkpointing: bool) -> int:
-    """Bytes that a training forward over `tokens` keeps for the backward pass, without logits. Coarse: models differ.
-
-    Per token, a layer of the usual decoder keeps 7 x hidden (inputs and outputs of its two norms, of its projections and of
-    its residual sums), 4 x query width (queries, keys and values as attention uses them, and its output), and 4 x the MLP's
-    width (between the MLP's products). With `checkpointing`: the input of each layer, and all of this for one layer.
-    """
-    layer = 7 * shape.hidden + 4 * shape.query_width + 4 * shape.feed_forward
-    floats = shape.layers * shape.hidden + layer if checkpointing else shape.layers * layer
-    # Norms are computed in float32: with a narrower type, their inputs and outputs exist a second time.
-    narrow = 0 if item_bytes == 4 else 4 * 4 * shape.hidden * (1 if checkpointing else shape.layers)
-    return int(ALLOCATOR * tokens * (floats * item_bytes + narrow))
-
-
-def logit_bytes(config: RunConfig, shape: ModelShape, tokens: int) -> int:
+def _logit_bytes(config: RunConfig, shape: ModelShape, tokens: int) -> int:
     """The logits of a micro-batch; or those of a chunk, with two temporaries, and the head's gradient in float32."""
     item, chunk = 4 if config.model.head_dtype else _item_bytes(config), config.trainer.head_chunk
     every = tokens * shape.vocabulary
@@ -200,26 +195,9 @@ def logit_bytes(config: RunConfig, shape: ModelShape, tokens: int) -> int:
     return in_chunks if chunk != "auto" else max(in_chunks, LOGITS_AT_ONCE * item)
 
 
-def kv_bytes(shape: ModelShape, *, slots: int, length: int, item_bytes: int) -> int:
-    """Keys and values of all slots at full length, and recurrent states, which are in float32."""
-    return slots * (shape.kv_width * length * item_bytes + shape.state * 4)
-
-
 def _head_bytes(config: RunConfig, shape: ModelShape) -> int:
     """The float32 copy of a narrower model's output head: an engine keeps one, a trainer makes one for each forward."""
     return 4 * shape.vocabulary * shape.hidden if config.model.head_dtype and _item_bytes(config) != 4 else 0
-
-
-def _reference(config: RunConfig, size: int, device: str) -> Use:
-    """The frozen reference model of a KL penalty."""
-    return Use("reference model", size if config.trainer.kl_coefficient else 0, device)
-
-
-def _process(uses: Sequence[Use]) -> list[Use]:
-    """A process with these uses that are not 0, and with what it takes before it has any."""
-    there = [use for use in uses if use.size]
-    gpus = dict.fromkeys(use.device for use in there if use.device != HOST)
-    return [Use("the process itself", TORCH_PROCESS), *there, *(Use("CUDA", CUDA_CONTEXT, gpu) for gpu in gpus)]
 
 
 def _item_bytes(config: RunConfig) -> int:
@@ -234,19 +212,10 @@ def _numbered(device: str) -> str:
 
 
 class MemoryCheck(NamedTuple):
-    """`line` is shown at the start of the run; each of `warnings` is one line on what may go wrong.
+    """What the start of a run shows: a line with the sums, and one for each warning. `uses` is empty if none is known."""
 
-    `prediction` is empty if the sizes of the model are not known.
-    """
-
-    line: str
-    warnings: Sequence[str] = ()
-    prediction: Prediction = Prediction()
-
-    @property
-    def lines(self) -> list[str]:
-        """The lines shown at the start of a run."""
-        return [self.line, *(f"warning: {warning}" for warning in self.warnings)]
+    lines: list[str]
+    uses: Sequence[Use] = ()
 
 
 def check_memory(config: RunConfig) -> MemoryCheck:
@@ -255,16 +224,15 @@ def check_memory(config: RunConfig) -> MemoryCheck:
     Raises UserError for a run that can't fit or has too few GPUs, ModelLoadError if there is no model.
     """
     if (shape := shape_of(config)) is None:
-        return MemoryCheck(f"memory: not predicted (the sizes of model {config.model.path!r} are not known here)")
-    prediction = predict(config, shape)
+        return MemoryCheck([f"memory: not predicted (the sizes of model {config.model.path!r} are not known here)"])
+    uses = predict(config, shape)
     if config.launch.kind == "ray":
-        most = _gigabytes(sum(prediction.sizes.values()))
-        return MemoryCheck(f"memory: up to {most} on all machines", prediction=prediction)
+        return MemoryCheck([f"memory: up to {_gigabytes(sum(use.size for use in uses))} on all machines"], uses)
     if config.launch.kind == "processes" and on_gpus(config):
         from pipelinerl.resources.placement import place_here  # noqa: PLC0415 - only on GPUs
 
-        prediction = prediction.on({BETWEEN: ()} | {place.role: place.gpus for place in place_here(config)[0]})
-    return judge(prediction)
+        uses = placed(uses, {place.role: place.gpus for place in place_here(config)[0]})
+    return judge(uses)
 
 
 def shape_of(config: RunConfig) -> ModelShape | None:
@@ -282,40 +250,34 @@ def shape_of(config: RunConfig) -> ModelShape | None:
         return None  # missing files are downloaded when the model is loaded
 
 
-def judge(prediction: Prediction, memory_of: Callable[[str], Memory | None] = memory_of) -> MemoryCheck:
+def judge(uses: Sequence[Use], memory_of: Callable[[str], Memory | None] = memory_of) -> MemoryCheck:
     """Compare the prediction with the memory of the machine.
 
     Raises UserError only for a run that can't fit: if it exceeds the total memory of a device while all sequences are short.
     Warns if it may exceed the total memory, or the memory that other processes leave now.
     """
-    lines, warnings = [], []
-    for device in prediction.devices:
-        memory, on = memory_of(device), "" if device == HOST else f" on {device}"
-        most, least = prediction.bytes_on(device), prediction.bytes_on(device, least=True)
-        lines.append(f"up to {_gigabytes(most)}{f' of {_gigabytes(memory.total)}' if memory else ''}{on}")
+    sums, warnings = [], []
+    for device in sorted({use.device for use in uses}):
+        here, memory = [use for use in uses if use.device == device], memory_of(device)
+        on = "" if device == HOST else f" on {device}"
+        most, least = sum(use.size for use in here), sum(use.size for use in here if not use.varies)
+        sums.append(f"up to {_gigabytes(most)}{f' of {_gigabytes(memory.total)}' if memory else ''}{on}")
         if memory is None or most <= memory.free:
             continue
-        there, details = f"there are {_gigabytes(memory.total)}", _details(prediction.uses_on(device))
+        largest = bytes_by("name", here).most_common(5)
+        advice = dict.fromkeys(ADVICE[name] for name, _ in largest if name in ADVICE)
+        table = ", ".join(f"{name} {_gigabytes(size)}" for name, size in largest)
+        details = f"({table}); {'; '.join([*advice, 'set model.dtype to bfloat16'])}; or take a smaller model"
+        there = f"there are {_gigabytes(memory.total)}"
         if least > memory.total:
             raise UserError(f"the run needs at least {_gigabytes(least)} of memory{on}, and {there} {details}")
         if most > memory.total:
             why = f" if prompts and answers are as long as they may be, and {there}"
         else:
             why = f", and only {_gigabytes(memory.free)} are free now: other processes use the rest"
-        warnings.append(f"the run may need {_gigabytes(most)} of memory{on}{why} {details}")
-    by_role = ", ".join(f"{role} {_gigabytes(size)}" for role, size in prediction.sizes.items())
-    return MemoryCheck(f"memory: {' and '.join(lines)} ({by_role})", warnings, prediction)
-
-
-def _details(uses: Sequence[Use]) -> str:
-    """The five largest uses of memory, and what to change."""
-    sizes: Counter[str] = Counter()
-    for use in uses:
-        sizes[use.name] += use.size
-    largest = sizes.most_common(5)
-    advice = dict.fromkeys(ADVICE[name] for name, _ in largest if name in ADVICE)
-    table = ", ".join(f"{name} {_gigabytes(size)}" for name, size in largest)
-    return f"({table}); {'; '.join([*advice, 'set model.dtype to bfloat16'])}; or take a smaller model"
+        warnings.append(f"warning: the run may need {_gigabytes(most)} of memory{on}{why} {details}")
+    by_role = ", ".join(f"{role} {_gigabytes(size)}" for role, size in bytes_by("role", uses).items())
+    return MemoryCheck([f"memory: {' and '.join(sums)} ({by_role})", *warnings], uses)
 
 
 def _gigabytes(size: int) -> str:
@@ -332,9 +294,9 @@ def share_for_vllm(config: RunConfig, memory_of: Callable[[str], Memory | None] 
         return None
     servers = server_roles(config)[: None if numbered else 1]  # without a number, each process has GPUs of its own
     with_trainer = numbered and ":" in config.trainer.device
-    sharing = Prediction((role, uses) for role, uses in predict(config, shape).items() if with_trainer or role in servers)
-    gpus = [device for device in sharing.devices if any(use.name == VLLM for use in sharing.uses_on(device))]
-    others = max(sum(use.size for use in sharing.uses_on(gpu) if use.name != VLLM) for gpu in gpus)
-    weights = sum(use.size for use in sharing.uses_on(gpus[0]) if use.name == VLLM and not use.varies)
+    sharing = [use for use in predict(config, shape) if with_trainer or use.role in servers]
+    gpus = sorted({use.device for use in sharing if use.name == VLLM})
+    others = max(sum(use.size for use in sharing if use.device == gpu and use.name != VLLM) for gpu in gpus)
+    weights = sum(use.size for use in sharing if use.device == gpus[0] and use.name == VLLM and not use.varies)
     left = max(memory.total - others, weights)
     return None if others <= CUDA_CONTEXT else min(VLLM_SHARE, left / memory.total / len(servers))

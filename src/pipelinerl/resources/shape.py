@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from safetensors import SafetensorError, safe_open
 
+from pipelinerl.checkpoint import first_line
 from pipelinerl.config.schema import LONGEST_SLOT
 from pipelinerl.errors import INVALID_DATA, ModelLoadError
 
-_MAX_HEADER_BYTES = 100_000_000
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _HEADS = ("lm_head.weight", "embed_out.weight")
@@ -64,7 +65,7 @@ def read_shape(folder: Path) -> ModelShape | None:
     Raises ModelLoadError for files that are damaged or incomplete.
     """
     config = _json(folder / "config.json")
-    tensors = dict(_tensors(folder))
+    tensors = _tensors(folder)
     inner_config = config.get("text_config")
     text = Config(inner_config if isinstance(inner_config, dict) else config)
     hidden = text.first_int("hidden_size", "n_embd", "d_model")
@@ -78,9 +79,7 @@ def read_shape(folder: Path) -> ModelShape | None:
     if not tensors or not (hidden and layers and heads and vocabulary):
         return None
     head_dim = text.first_int("head_dim") or hidden // heads
-    inner = (
-        text.first_int("moe_intermediate_size", "intermediate_size", "n_inner", "ffn_dim", "decoder_ffn_dim") or 4 * hidden
-    )
+    inner = text.first_int("moe_intermediate_size", "intermediate_size", "n_inner", "ffn_dim", "decoder_ffn_dim")
     head = next((name for name in tensors if name.endswith(_HEADS)), None)
     if head and config.get("tie_word_embeddings") is True and len(tensors) > 1:
         del tensors[head]  # the same tensor as the embedding, stored under both names
@@ -90,13 +89,12 @@ def read_shape(folder: Path) -> ModelShape | None:
         for name, shape in tensors.items()
         if len(shape) == 2 and (name == head or not any(part in name for part in _LOOKUPS))
     }
-    tied = head is None
+    if tied := head is None:
+        head = _HEADS[0]
+        linears[head] = (vocabulary, hidden)
     kinds = _kinds(text, layers)
     recurrent = sum(kind in ("linear_attention", "mamba", "hybrid") for kind in kinds)
     with_keys = sum(kind not in ("linear_attention", "mamba", "conv", "moe", "mlp") for kind in kinds)
-    if head is None:
-        head = _HEADS[0]
-        linears[head] = (vocabulary, hidden)
     return ModelShape(
         parameters=sum(prod(shape) for shape in tensors.values()),
         linears=linears,
@@ -107,44 +105,30 @@ def read_shape(folder: Path) -> ModelShape | None:
         query_width=heads * head_dim,
         kv_width=with_keys * _kv_width(text, heads, head_dim),
         state=recurrent * _linear_state(text, hidden) + kinds.count("conv") * hidden * (text.first_int("conv_L_cache") or 0),
-        feed_forward=inner * (text.first_int("num_experts_per_tok") or 1),
+        feed_forward=(inner or 4 * hidden) * (text.first_int("num_experts_per_tok") or 1),
         vocabulary=vocabulary,
         max_length=text.first_int("max_position_embeddings", "n_positions"),
     )
 
 
-def _tensors(folder: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of all tensors in the folder's safetensors files."""
+def _tensors(folder: Path) -> dict[str, list[int]]:
+    """Names and shapes of all tensors in the folder's safetensors files, from their headers.
+
+    Raises ModelLoadError for a file that can't be read, is damaged or incomplete.
+    """
+    found: dict[str, list[int]] = {}
+    files = [folder / _SINGLE] if (folder / _SINGLE).is_file() else []
     if (folder / _INDEX).is_file():
         listed = _json(folder / _INDEX).get("weight_map")
-        names = sorted(set(listed.values())) if isinstance(listed, dict) else []
-        files = [folder / str(name) for name in names]
-    else:
-        files = [folder / _SINGLE] if (folder / _SINGLE).is_file() else []
+        files = [folder / str(name) for name in sorted(set(listed.values()))] if isinstance(listed, dict) else []
     for file in files:
-        yield from _header(file).items()
-
-
-def _header(path: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes by name from a safetensors header: 8 bytes with the header's length, then JSON with each tensor's offsets.
-
-    Raises ModelLoadError if the file can't be read, is damaged or is shorter than the header says.
-    """
-    try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = msgspec.json.decode(file.read(min(length, _MAX_HEADER_BYTES)), type=dict[str, Any])
-        header.pop("__metadata__", None)
-        end = max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
-        missing = 8 + length + end - path.stat().st_size
-        shapes = {name: tuple(tensor["shape"]) for name, tensor in header.items()}
-    except OSError as error:
-        raise ModelLoadError(f"can't read {path}: {error.strerror}; get a complete copy of the model") from error
-    except (*INVALID_DATA, KeyError, TypeError, IndexError) as error:
-        raise ModelLoadError(f"{path} is damaged or not a safetensors file; get a complete copy of the model") from error
-    if missing > 0:
-        raise ModelLoadError(f"{path} is cut short: {missing} bytes are missing; get a complete copy of the model")
-    return shapes
+        try:
+            with safe_open(file, framework="np") as opened:
+                found |= {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118 - no mapping
+        except (OSError, SafetensorError) as error:
+            what = "can't be read" if isinstance(error, OSError) else "is damaged or incomplete"
+            raise ModelLoadError(f"{file} {what} ({first_line(error)}); get a complete copy of the model") from error
+    return found
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -19,13 +19,11 @@ from pipelinerl.errors import BroadcastEndedError, CrashLoopError, PipelineRLErr
 from pipelinerl.files import shared_memory, write_atomically
 from pipelinerl.hub.client import HubClient
 from pipelinerl.hub.server import HubServer, WorkerKind
-from pipelinerl.launch.hosts.host import worker_kind
+from pipelinerl.launch.hosts.host import Outcome, make_hub, worker_kind
 from pipelinerl.launch.hosts.processes import Processes, replaceable_roles
 from pipelinerl.launch.restarts import Healing, Losses
 from pipelinerl.launch.session import Session, StartPlan, WorkerSpec
 from pipelinerl.launch.stages import training
-from pipelinerl.launch.streams import make_hub
-from pipelinerl.launch.summary import Outcome
 from pipelinerl.metrics.statistics import actor_total
 from pipelinerl.run_directory import RunDirectory
 from pipelinerl.schedule import make_schedule
@@ -231,7 +229,7 @@ def test_a_process_is_started_again_after_a_pause_that_doubles_and_not_for_ever(
     with pytest.raises(CrashLoopError, match=r"generation-1 process died 4 times \(launch.restarts: 3\):\n1. ") as raised:
         run.heal(1, now=now)
     assert str(raised.value).count("last words") == 4
-    assert run.healing.counts == {"generation-1": 6}
+    assert run.healing.attempts["generation-1"].restarts == 6
 
 
 def test_a_process_that_can_not_be_started_again_ends_the_run(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,5 +314,7 @@ def test_a_new_checkpoint_begins_the_count_again(run: Run) -> None:
 @pytest.mark.parametrize(
     ("error", "lost"), [(BroadcastEndedError("engine 1 is gone"), True), (WeightUpdateError("damaged"), False)]
 )
-def test_a_lost_member_of_a_broadcast_is_a_loss_and_damaged_weights_are_an_error(error: PipelineRLError, lost: bool) -> None:
-    assert Processes(cast(Any, None)).lost(error) is lost
+def test_a_lost_member_of_a_broadcast_is_a_loss_and_damaged_weights_are_an_error(
+    error: PipelineRLError, lost: bool, run: Run
+) -> None:
+    assert Processes(run.session, cast(Any, run.host), run.said).lost(error) is lost

@@ -41,7 +41,6 @@ from pipelinerl.launch.hosts.worker import WorkerActor
 from pipelinerl.launch.session import Session, StartPlan, WorkerSpec, read_session, write_session
 from pipelinerl.launch.stages import training
 from pipelinerl.launch.stages.generation import Generation, make_engine
-from pipelinerl.launch.stages.servers import _api_key
 from pipelinerl.resources.roles import (
     Threads,
     plan_threads,
@@ -194,8 +193,9 @@ def test_a_broadcast_comes_from_an_address_that_all_servers_reach(tmp_path: Path
     [
         (EngineConfig(kind="http", servers=2), StalledError, r"^server-1 not ready after .* s; look at .*server-1\.log$"),
         (EngineConfig(kind="http", urls=("http://127.0.0.1:9",)), EngineUnavailableError, "http://127.0.0.1:9"),
+        (EngineConfig(kind="http", urls=("http://a:1",), api_key_env="NO_KEY"), UserError, "variable NO_KEY is not set"),
     ],
-    ids=["started by the run", "attached"],
+    ids=["started by the run", "attached", "without the key"],
 )
 async def test_servers_are_awaited_for_a_while_and_named(
     engine: EngineConfig, kind: type[Exception], message: str, tmp_path: Path
@@ -205,15 +205,6 @@ async def test_servers_are_awaited_for_a_while_and_named(
     with pytest.raises(kind, match=message):
         async with make_engine(session, "engine", CharTokenizer()):
             pass
-
-
-def test_a_key_that_is_not_set_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = EngineConfig(kind="http", urls=("http://a:1",), api_key_env="THE_KEY")
-    monkeypatch.setenv("THE_KEY", "k")
-    assert _api_key(config) == "k"
-    monkeypatch.delenv("THE_KEY")
-    with pytest.raises(UserError, match="environment variable THE_KEY is not set"):
-        _api_key(config)
 
 
 class Ended:
@@ -229,6 +220,13 @@ class Ended:
 
     def cause(self, failure: Any) -> Any:
         return failure
+
+
+def processes(host: Any, started: list[Any]) -> Processes:
+    """As the launcher watches them."""
+    made = Processes(cast(Any, SimpleNamespace(config=RunConfig(launch=LaunchConfig(restarts=0)))), host, cast(Any, None))
+    made.started = started
+    return made
 
 
 LOST, BROKEN, GONE = RankLostError("no answer"), StageDiedError("a bug"), StageDiedError("the machine")
@@ -251,7 +249,7 @@ LOST, BROKEN, GONE = RankLostError("no answer"), StageDiedError("a bug"), StageD
 def test_the_first_cause_is_told(machine: Any, ends: dict[str, PipelineRLError | None], told: str | None) -> None:
     """What others depend on is looked at before them; a server has no reason to end well."""
     here: Any = Ended(machine)
-    found = Processes(here, [cast(Any, Ended(why, role)) for role, why in ends.items()]).failure()
+    found = processes(here, [Ended(why, role) for role, why in ends.items()]).failure()
     assert (found is None) == (told is None)
     assert str(found).startswith(told or "None")
 
@@ -274,7 +272,7 @@ def test_a_rank_that_the_others_have_ended_for_want_of_is_named(
     for worker in workers:
         worker.running = worker.why is None
     here: Any = Ended(None)
-    assert str(Processes(here, workers).cause(LOST)).startswith(named)
+    assert str(processes(here, workers).cause(LOST)).startswith(named)
 
 
 REFUSED = 9

@@ -11,8 +11,9 @@ import msgspec
 import pytest
 
 from pipelinerl.config.load import load_config
+from pipelinerl.launch.hosts.host import Outcome
+from pipelinerl.launch.run import show_result, write_summary
 from pipelinerl.launch.session import Session, StartPlan
-from pipelinerl.launch.summary import Outcome, show_result, write_summary
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.run_directory import RunDirectory
 from pipelinerl.schedule import make_schedule

@@ -14,6 +14,7 @@ from pipelinerl.errors import RunDirectoryError
 from pipelinerl.launch import run as run_module
 from pipelinerl.launch.hosts.embedded import logging_to
 from pipelinerl.launch.run_lock import errors_explained
+from pipelinerl.resources.memory import MemoryCheck
 from pipelinerl.run_directory import RunDirectory
 
 
@@ -21,11 +22,11 @@ from pipelinerl.run_directory import RunDirectory
 def test_any_file_that_can_not_be_used_ends_a_session_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    def failing(config: object) -> object:
+    def failing(config: object, existing: object) -> object:
         raise OSError(number, os.strerror(number), str(tmp_path / "control"))
 
-    monkeypatch.setattr(run_module, "create_run_directory", failing)
-    monkeypatch.setattr(run_module, "check_before_the_start", lambda config: None)
+    monkeypatch.setattr(run_module, "lock_run_directory", failing)
+    monkeypatch.setattr(run_module, "check_before_the_start", lambda config: MemoryCheck([]))
     with pytest.raises(RunDirectoryError, match=rf"can't use \S+/control: {os.strerror(number)}; (restore it|make it)"):
         run_module.train(RunConfig())
 

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from pipelinerl.config.load import config_from_yaml, config_of_values, config_to_yaml, load_config, validate
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import ConfigError
-from pipelinerl.launch import checks, run, trial
-from pipelinerl.launch.checks import dry_run
-from pipelinerl.launch.trial import TryoutReport
+from pipelinerl.launch import checks, run
+from pipelinerl.launch.checks import TryoutReport, dry_run
 from pipelinerl.models.folder import resolve_path
 from pipelinerl.resources import gpus
 from pipelinerl.resources.gpus import choose, keys_given, may_choose
 from pipelinerl.resources.machine import Memory
+from pipelinerl.resources.memory import MemoryCheck
 from pipelinerl.resources.shape import ModelShape
 
 ROOT = Path(__file__).parents[3]
@@ -209,7 +209,7 @@ def test_a_run_begins_with_what_was_chosen_and_records_it(monkeypatch: pytest.Mo
         return {}
 
     monkeypatch.setattr(run, "_train_session", session)
-    monkeypatch.setattr(run, "check_before_the_start", lambda _: None)
+    monkeypatch.setattr(run, "check_before_the_start", lambda _: MemoryCheck([]))
     config = load_config(os.devnull, [f"--model.path={resolve_path('demo')}", "--environment.kind=gcd"])
     run.train(config)
     run.train(config_from_yaml(config_to_yaml(seen[0][0])))  # as a resume reads it
@@ -217,7 +217,7 @@ def test_a_run_begins_with_what_was_chosen_and_records_it(monkeypatch: pytest.Mo
     assert lines[0].startswith("chosen for 2 GPUs with 85 GB free: engine.device cuda, trainer.device cuda, model.dtype ")
     assert (first.model.dtype, first.model.head_dtype, first.engine.device) == ("bfloat16", "float32", "cuda")
     assert (second, nothing) == (first, [])
-    monkeypatch.setattr(trial, "try_environment", lambda _: TryoutReport(built_s=0, held_out=0, prompt_tokens=6))
+    monkeypatch.setattr(checks, "try_environment", lambda _: TryoutReport())
     report = dry_run(config)
     assert report[0] == lines[0]
     assert "  this machine, " in report[2]

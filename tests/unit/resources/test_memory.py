@@ -23,11 +23,11 @@ from pipelinerl.resources import memory
 from pipelinerl.resources.machine import Memory, device_memory, host_memory, usable_gpus
 from pipelinerl.resources.memory import (
     BETWEEN,
-    Prediction,
-    activation_bytes,
+    MemoryCheck,
+    bytes_by,
     check_memory,
     judge,
-    kv_bytes,
+    placed,
     predict,
     share_for_vllm,
 )
@@ -80,10 +80,8 @@ def elements(model: Any) -> int:
 def predicted(*flags: str, shape: ModelShape = BILLION) -> dict[str, dict[str, int]]:
     """The sum of each use, by process."""
     found: dict[str, dict[str, int]] = {}
-    for role, parts in predict(load_config(None, flags), shape).items():
-        uses = found[role] = Counter[str]()
-        for part in parts:
-            uses[part.name] += part.size
+    for use in predict(load_config(None, flags), shape):
+        found.setdefault(use.role, Counter())[use.name] += use.size
     return found
 
 
@@ -116,8 +114,8 @@ def test_a_tied_head_that_is_stored_as_well_counts_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("model.safetensors", lambda whole: whole[:-100], "is cut short: 100 bytes are missing"),
-        ("model.safetensors", lambda _: b"<html>not found</html>", "is damaged or not a safetensors file"),
+        ("model.safetensors", lambda whole: whole[:-100], "is damaged or incomplete"),
+        ("model.safetensors", lambda _: b"<html>not found</html>", "is damaged or incomplete"),
         ("config.json", lambda whole: whole[:-5], "is not a JSON object"),
         ("model.safetensors.index.json", lambda _: b'{"weight_map": {"a": "model-00002.safetensors"}}', "No such file"),
     ],
@@ -156,7 +154,8 @@ def test_latents_and_states_take_what_the_engine_allocates(tmp_path: Path, famil
     model = make_family(family)
     shape = saved(tmp_path, model)
     engine = LocalEngine(model, slots=3, max_length=40, flatten=False)
-    assert kv_bytes(shape, slots=3, length=40, item_bytes=4) == engine._runner.kv.kv_bytes
+    flags = ("--engine.slots=3", "--engine.max_length=40", "--actor.max_tokens=20")
+    assert predicted(*flags, shape=shape)["generation"]["KV cache"] == engine._runner.kv.kv_bytes
 
 
 @pytest.mark.parametrize(("dtype", "item"), [(torch.float32, 4), (torch.bfloat16, 2)])
@@ -192,8 +191,10 @@ def test_activations_are_near_what_autograd_keeps(tmp_path: Path, changes: dict[
         logits = sampled_logits(model, row)
     measured = sum(t.untyped_storage().nbytes() for where, t in kept.items() if where not in own)
     assert logits.requires_grad
-    assert activation_bytes(shape, tokens, item_bytes=4, checkpointing=False) == pytest.approx(measured, rel=0.25)
-    assert activation_bytes(shape, tokens, item_bytes=4, checkpointing=True) < measured / 2
+    flags = (f"--trainer.micro_batch_tokens={tokens}", "--engine.max_length=64", "--actor.max_tokens=32")
+    assert predicted(*flags, shape=shape)["training"]["activations"] == pytest.approx(measured, rel=0.25)
+    saving = predicted(*flags, "--trainer.gradient_checkpointing=true", shape=shape)["training"]
+    assert saving["activations"] < measured / 2
 
 
 # ---- what settings change
@@ -265,9 +266,10 @@ def test_a_vllm_server_takes_what_its_slots_need_on_each_of_its_gpus() -> None:
     assert predicted(*VLLM, "--engine.device=cuda")["server-0"]["vLLM"] == needed
     flags = [*VLLM, "--engine.device=cuda:1", "--engine.vllm_args=[--tensor-parallel-size=2]"]
     parallel = predict(load_config(None, flags), BILLION)
-    for prediction, gpus in ((parallel, ("cuda:1", "cuda:2")), (parallel.on({"server-0": (5, 3)}), ("cuda:5", "cuda:3"))):
+    elsewhere = placed(parallel, {"server-0": (5, 3)})
+    for prediction, gpus in ((parallel, ("cuda:1", "cuda:2")), (elsewhere, ("cuda:5", "cuda:3"))):
         for gpu in gpus:
-            halves = [part for part in prediction.uses_on(gpu) if part.name == "vLLM"]
+            halves = [part for part in prediction if part.device == gpu and part.name == "vLLM"]
             assert (sum(part.size for part in halves), halves[0].size) == (needed // 2, GB)
 
 
@@ -290,9 +292,9 @@ def test_vllm_leaves_a_gpu_to_the_rest_of_the_run(
     if not sharers:
         assert share is None
         return
-    trainer = Prediction(training=predict(config, BILLION)["training"])
+    trainer = [use for use in predict(config, BILLION) if use.role == "training"]
     shared = ":" in config.engine.device and ":" in config.trainer.device
-    others = trainer.bytes_on("cuda:0") * shared + sharers * (update + memory.CUDA_CONTEXT)
+    others = bytes_by("device", trainer)["cuda:0"] * shared + sharers * (update + memory.CUDA_CONTEXT)
     assert share == pytest.approx(min(0.92, (1 - others / 80e9) / sharers))
     assert share_for_vllm(config, lambda _: None) is None
     if flags == SHARED:  # its weights have room beside a trainer that may need all
@@ -350,23 +352,23 @@ def test_what_each_process_needs_is_compared_with_its_own_gpu(monkeypatch: pytes
     assert device_memory("cuda:1") == Memory(80 * GB, None)
     apart = load_config(None, ["--engine.device=cuda", "--trainer.device=cuda"])
     both = load_config(None, ["--engine.device=cuda:0", "--trainer.device=cuda:0"])
-    ours, shared = (check_memory(config).prediction for config in (apart, both))
-    assert ours.devices == ["cpu", "cuda:0", "cuda:1"]
-    assert ours.bytes_on("cuda:0") + ours.bytes_on("cuda:1") == shared.bytes_on("cuda:0")
-    assert ours.bytes_on("cpu") == shared.bytes_on("cpu"), "with the weights between them"
+    ours, shared = (bytes_by("device", check_memory(config).uses) for config in (apart, both))
+    assert ours.keys() == {"cpu", "cuda:0", "cuda:1"}
+    assert ours["cuda:0"] + ours["cuda:1"] == shared["cuda:0"]
+    assert ours["cpu"] == shared["cpu"], "with the weights between them"
 
 
 # ---- judging
 
 
-def judged(total: float, available: float | None = None, *flags: str) -> Any:
+def judged(total: float, available: float | None = None, *flags: str) -> MemoryCheck:
     free = None if available is None else int(available * 1e9)
     return judge(predict(load_config(None, flags), BILLION), lambda _: Memory(int(total * 1e9), free))
 
 
 def sums(*flags: str) -> tuple[float, float]:
-    prediction: Prediction = predict(load_config(None, flags), BILLION)
-    return prediction.bytes_on("cpu", least=True) / 1e9, prediction.bytes_on("cpu") / 1e9
+    uses = [use for use in predict(load_config(None, flags), BILLION) if use.device == "cpu"]
+    return sum(use.size for use in uses if not use.varies) / 1e9, sum(use.size for use in uses) / 1e9
 
 
 def test_a_run_that_can_not_fit_is_refused_with_the_numbers_and_what_to_change() -> None:
@@ -383,12 +385,12 @@ def test_a_run_that_can_not_fit_is_refused_with_the_numbers_and_what_to_change()
 def test_only_what_can_not_fit_is_refused() -> None:
     least, most = sums()
     assert least < most
-    assert "if prompts and answers are as long as they may be" in judged(least + 0.1).warnings[0]
-    assert "only 5.0 GB are free now" in judged(most + 1, 5).warnings[0]
-    assert judged(most + 1, most + 0.5).warnings == judged(most + 1).warnings == []
-    assert f"up to {most:.1f} GB of {most + 1:.1f} GB" in judged(most + 1).line
+    assert "if prompts and answers are as long as they may be" in judged(least + 0.1).lines[1]
+    assert "only 5.0 GB are free now" in judged(most + 1, 5).lines[1]
+    assert len(judged(most + 1, most + 0.5).lines) == len(judged(most + 1).lines) == 1
+    assert f"up to {most:.1f} GB of {most + 1:.1f} GB" in judged(most + 1).lines[0]
     on_gpu = predict(load_config(None, ["--trainer.device=cuda:0"]), BILLION)
-    assert "GB on cuda:0 (" in judge(on_gpu, lambda device: Memory(10**12, None) if device == "cpu" else None).line
+    assert "GB on cuda:0 (" in judge(on_gpu, lambda device: Memory(10**12, None) if device == "cpu" else None).lines[0]
     with pytest.raises(UserError, match=r"on cuda:0, and there are 1\.0 GB"):
         judge(on_gpu, lambda device: Memory(10**12 if device == "cpu" else GB, None))
 
@@ -396,7 +398,7 @@ def test_only_what_can_not_fit_is_refused() -> None:
 def test_the_demo_fits_a_small_machine_and_needs_no_torch_to_say_so() -> None:
     shape = read_shape(Path(resolve_path("demo")))
     assert shape is not None
-    assert judge(predict(load_config(None), shape), lambda _: Memory(2 * GB, None)).warnings == []
+    assert judge(predict(load_config(None), shape), lambda _: Memory(2 * GB, None)).lines[1:] == []
     code = "import sys; from pipelinerl.resources.memory import *; from pipelinerl.config.load import load_config; "
     code += "check_memory(load_config(None)); assert not {'torch', 'transformers'} & sys.modules.keys()"
     assert run([sys.executable, "-c", code], check=False).returncode == 0

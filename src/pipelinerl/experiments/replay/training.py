@@ -48,7 +48,7 @@ from pipelinerl.launch.hosts.embedded import torch_threads
 from pipelinerl.launch.hosts.host import LocalWorker
 from pipelinerl.launch.session import Session, StartPlan, WorkerSpec, write_session
 from pipelinerl.launch.stages.preprocessing import make_preprocessor
-from pipelinerl.launch.stages.training import Policy, build_trainer, lead_ranks, load_policy
+from pipelinerl.launch.stages.training import Policy, lead_ranks, load_policy, open_trainer
 from pipelinerl.metrics.reading import read_lines, read_records
 from pipelinerl.metrics.records import FORMAT, SessionRecord, StepRecord
 from pipelinerl.models.state import checksum, digests_of
@@ -289,10 +289,8 @@ class TrainingReplay:
             stack.enter_context(torch_threads(config.trainer.threads or 1))
             team = stack.enter_context(_rank_processes(session, board)) if config.trainer.ranks > 1 else None
             policy = load_policy(session, team)
-            paths = (self.folder.metrics, self.folder.trained, self.folder.published)
-            self._metrics, trained, published = (stack.enter_context(JsonLines(path)) for path in paths)
-            logs: dict[str, Any] = {"record": self.record, "trained": trained, "published": published}
-            trainer = build_trainer(session, board, policy, reader=self, sender=self, **logs)
+            self._metrics = stack.enter_context(JsonLines(self.folder.metrics))
+            trainer = stack.enter_context(open_trainer(session, board, policy, self, self, record=self.record))
             restore_rng(segment.record.rng)
             trainer.start()
             self._feed(trainer, segment, _prepare(config, policy))

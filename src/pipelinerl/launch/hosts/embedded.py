@@ -12,27 +12,27 @@ import logging
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 
 import torch
 
 from pipelinerl.environments.user.code import run_to_end
 from pipelinerl.errors import PipelineRLError, StalledError
 from pipelinerl.hub.hub import Direct, DirectMessages, DirectReader, Hub
+from pipelinerl.launch.hosts.host import Outcome, interruption, make_hub
 from pipelinerl.launch.run_lock import keep_settings
 from pipelinerl.launch.session import Session
 from pipelinerl.launch.stages.generation import Generation
-from pipelinerl.launch.stages.training import open_trainer
-from pipelinerl.launch.streams import make_hub
-from pipelinerl.launch.summary import Outcome, interruption
+from pipelinerl.launch.stages.preprocessing import make_preprocessor
+from pipelinerl.launch.stages.training import load_policy, open_trainer
 from pipelinerl.process import LOG_FORMAT, Interrupts, counted_interrupts, peak_memory
 from pipelinerl.resources.machine import usable_cores
 from pipelinerl.resources.roles import plan_threads
 from pipelinerl.run_directory import RunDirectory
-from pipelinerl.status.board import MemoryBoard, last_statuses, write_statuses
+from pipelinerl.status.board import MemoryBoard, last_statuses, starting, write_statuses
 from pipelinerl.status.view import RunView
 from pipelinerl.status.watchdog import Watchdog
-from pipelinerl.types import StageStatus
+from pipelinerl.types import TRAINER, StageStatus
 from pipelinerl.weights.receiving import Receiver
 from pipelinerl.weights.sending import MemoryWeightSender
 
@@ -44,28 +44,22 @@ def run_embedded(session: Session, view: RunView) -> Outcome:
     begin_s, board = time.monotonic(), _GuardedBoard(2 * session.config.launch.watchdog_s)
     threads = plan_threads(session.config, session.schedule, usable_cores()).training
     error: PipelineRLError | None = None
-    waiting = 0
-    with ExitStack() as stack:
-        stack.enter_context(logging_to(session.run))
-        stack.enter_context(torch_threads(threads))
-        stack.callback(faulthandler.cancel_dump_traceback_later)
-        interrupts = stack.enter_context(counted_interrupts(raises_at=2))
-        hub = stack.enter_context(closing(make_hub(session, board)))
+    with (
+        logging_to(session.run),
+        torch_threads(threads),
+        counted_interrupts(raises_at=2) as interrupts,
+        closing(make_hub(session, board)) as hub,
+    ):
         try:
             if not _run(session, hub, interrupts, view=view):
                 error = interruption(session)
         except PipelineRLError as raised:
             error = raised
-        waiting = hub.waiting
-    statuses = last_statuses(board)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+        statuses, waiting, memory = last_statuses(board), hub.waiting, {"embedded": peak_memory()}
     view.update(statuses, time.monotonic())
-    return Outcome(
-        statuses=statuses,
-        error=error,
-        wall_s=time.monotonic() - begin_s,
-        stream_rollouts=waiting,
-        peak_memory={"embedded": peak_memory()},
-    )
+    return Outcome(statuses, error, time.monotonic() - begin_s, stream_rollouts=waiting, peak_memory=memory)
 
 
 def _run(session: Session, hub: Hub, interrupts: Interrupts, *, view: RunView) -> bool:
@@ -76,7 +70,10 @@ def _run(session: Session, hub: Hub, interrupts: Interrupts, *, view: RunView) -
     watchdog, looked_s, messages = Watchdog(session.config.launch.watchdog_s), 0.0, DirectMessages()
     sender = MemoryWeightSender(messages)
     generation = Generation(session, hub.board, Direct(hub), Receiver(messages, sender.tensors))
-    with open_trainer(session, hub.board, lambda _, prepare: DirectReader(hub, prepare), lambda: sender) as trainer:
+    starting(hub.board, [TRAINER], "loads the model")
+    policy = load_policy(session)
+    reader = DirectReader(hub, make_preprocessor(session.config, policy.lora).process)
+    with open_trainer(session, hub.board, policy, reader, sender) as trainer:
 
         def after_iteration() -> None:
             nonlocal looked_s
@@ -134,8 +131,7 @@ class _Log(logging.FileHandler):
 @contextmanager
 def logging_to(run: RunDirectory) -> Iterator[None]:
     """Write this package's log to a file while inside, as separate processes do: the terminal belongs to the view."""
-    logger = logging.getLogger("pipelinerl")
-    handler = _Log(run.log("embedded"))
+    logger, handler = logging.getLogger("pipelinerl"), _Log(run.log("embedded"))
     handler.setFormatter(logging.Formatter(LOG_FORMAT))
     level, propagate = logger.level, logger.propagate
     logger.addHandler(handler)

@@ -13,6 +13,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
@@ -21,12 +22,15 @@ import msgspec
 import pipelinerl.errors
 from pipelinerl.child import KILL_TIMEOUT_S, ChildProcess, Stoppable
 from pipelinerl.config.schema import RunConfig
-from pipelinerl.errors import INVALID_DATA, PipelineRLError, StageDiedError
+from pipelinerl.errors import INVALID_DATA, PipelineRLError, RunInterruptedError, StageDiedError
 from pipelinerl.files import shared_memory
+from pipelinerl.hub.admission import AdmissionState
+from pipelinerl.hub.hub import Hub
 from pipelinerl.hub.server import HubServer, WorkerKind
+from pipelinerl.hub.stream import FileStream, GroupStream
 from pipelinerl.interfaces import Board
 from pipelinerl.launch.session import Session, WorkerError, WorkerReport, WorkerSpec
-from pipelinerl.launch.streams import make_hub
+from pipelinerl.process import PeakMemory
 from pipelinerl.resources.machine import usable_cores
 from pipelinerl.resources.roles import (
     PREPROCESSING,
@@ -39,7 +43,44 @@ from pipelinerl.resources.roles import (
     worker_roles,
 )
 from pipelinerl.run_directory import RunDirectory
+from pipelinerl.schedule import stream_capacity
 from pipelinerl.status.board import MemoryBoard
+from pipelinerl.types import StageStatus
+
+FINISHED = "finished"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """`error` is None for a run that reached its goal. `stream_rollouts` are in a stream, not yet read by the trainer.
+
+    `restarts`: how often each process was started again, and the `run` from its latest checkpoint. `lost`: the session ended
+    because a process was lost, so that another session can go on.
+    """
+
+    statuses: Mapping[str, StageStatus]
+    error: PipelineRLError | None
+    wall_s: float
+    stream_rollouts: int = 0
+    peak_memory: Mapping[str, PeakMemory] = field(default_factory=dict)
+    restarts: Mapping[str, int] = field(default_factory=dict)
+    lost: bool = False
+
+    @property
+    def status(self) -> str:
+        if self.error is None:
+            return FINISHED
+        if isinstance(self.error, RunInterruptedError):
+            return "interrupted"
+        return f"failed: {self.error}"
+
+
+def interruption(session: Session) -> RunInterruptedError:
+    """The error for a run that was told to stop."""
+    run = session.run
+    if session.config.stream.kind == "memory" or not any(run.checkpoints.glob("step_*")):
+        return RunInterruptedError("stopped before its goal")
+    return RunInterruptedError(f"stopped before its goal; continue with `pipelinerl train --resume {run.root}`")
 
 
 class Worker(Stoppable):
@@ -47,20 +88,11 @@ class Worker(Stoppable):
 
     role: str
     machine: str
-    asked_to_stop: bool
     log: Path
-
-    @property
-    @abstractmethod
-    def pid(self) -> int: ...
 
     @abstractmethod
     def report(self) -> WorkerReport | None:
         """How it ended. None if it runs, or is lost with its machine."""
-
-    @abstractmethod
-    def dump_stacks(self) -> None:
-        """Have it write the stacks of all its threads to its log (see faulthandler)."""
 
     def failure(self) -> PipelineRLError | None:
         """The error that it ended with. None if it still runs, ended with status 0, or was stopped on request."""
@@ -109,9 +141,6 @@ class LocalWorker(ChildProcess, Worker):
             watches_parent=True,
         )
 
-    def dump_stacks(self) -> None:
-        self.send_signal(signal.SIGUSR1)
-
     def report(self) -> WorkerReport | None:
         if self._ended is not None or (status := self.status) is None:
             return self._ended
@@ -146,6 +175,39 @@ def named(worker: Worker) -> str:
     """A process as messages name it."""
     place = f" on {worker.machine}" if worker.machine else ""
     return f"the {worker.role} process (pid {worker.pid}{place})"
+
+
+def open_stream(config: RunConfig, run: RunDirectory, run_id: str) -> GroupStream:
+    """The stream of the run. Raises StreamError, and ConfigError for a wrong address of Redis."""
+    if config.stream.kind == "memory":
+        return FileStream()
+    if config.stream.url is None:
+        return FileStream(run.streams / "rollouts", run.recorded)
+    from pipelinerl.hub.redis import RedisStream  # noqa: PLC0415 - needs the extra `redis`
+
+    return RedisStream(config.stream.url, f"pipelinerl-{run_id}-rollouts")
+
+
+def make_hub(session: Session, board: Board) -> Hub:
+    """The hub of a session, over the run's stream. Raises StreamError."""
+    config, plan = session.config, session.plan
+    admission = AdmissionState(
+        session.schedule,
+        taken=plan.taken,
+        processes=config.engine.processes,
+        handed_over=sum(kept.left for kept in plan.kept),
+        settled=plan.settled,
+    )
+    rollouts = open_stream(config, session.run, plan.run)
+    rollouts.count([kept.left for kept in plan.kept])
+    return Hub(
+        admission,
+        rollouts,
+        session.run.root,
+        board,
+        capacity=stream_capacity(config),
+        drops=config.stream.when_full == "drop_oldest",
+    )
 
 
 class Host(ABC):

@@ -13,10 +13,9 @@ the run makes progress, and turns Ctrl-C into a clean stop. It starts some proce
 from __future__ import annotations
 
 import os
+import signal
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pipelinerl.child import stop_all
@@ -33,10 +32,9 @@ from pipelinerl.errors import (
     WeightUpdateError,
 )
 from pipelinerl.files import UNWRITABLE
-from pipelinerl.launch.hosts.host import Host, Worker, named
+from pipelinerl.launch.hosts.host import Host, Outcome, Worker, interruption, named
 from pipelinerl.launch.run_lock import keep_settings
 from pipelinerl.launch.session import Session
-from pipelinerl.launch.summary import Outcome, interruption
 from pipelinerl.process import Interrupts, counted_interrupts
 from pipelinerl.resources.roles import TRAINING, generation_roles, rank_roles, server_roles, worker_roles, worker_stages
 from pipelinerl.status.board import last_statuses, write_statuses
@@ -56,33 +54,32 @@ SERVER_PATIENCE_S = 20.0
 """Time for an engine server to stop. It is idle by then."""
 
 
-@dataclass
 class Processes:
     """The processes of a session: its workers, and engine servers, which serve the workers until these have ended.
 
-    `replaceable`: the roles whose processes are started again.
+    started       those that run, or have ended and were not replaced
+    replaceable   the roles whose processes are started again if they die
+    healing       what does that, once one has died
     """
 
-    host: Host
-    started: list[Worker] = field(default_factory=list)
-    replaceable: Sequence[str] = ()
-
-    @property
-    def servers(self) -> list[Worker]:
-        return [one for one in self.started if one.role.startswith("server-")]
+    def __init__(self, session: Session, host: Host, view: RunView) -> None:
+        self._session, self.host, self._view = session, host, view
+        self.started: list[Worker] = []
+        self.replaceable = replaceable_roles(session.config)
+        self.healing: Healing | None = None
+        self._stages, self._loaded = worker_stages(session.config), False
 
     @property
     def workers(self) -> list[Worker]:
         return [one for one in self.started if not one.role.startswith("server-")]
 
     @property
-    def ranks(self) -> list[Worker]:
-        """Those of the trainer."""
-        return [one for one in self.started if one.role.startswith(TRAINING)]
+    def servers(self) -> list[Worker]:
+        return [one for one in self.started if one.role.startswith("server-")]
 
-    def dead(self) -> list[Worker]:
-        """The processes to start again."""
-        return [one for one in self.started if one.role in self.replaceable and one.died]
+    @property
+    def ranks(self) -> list[Worker]:
+        return [one for one in self.started if one.role.startswith(TRAINING)]
 
     def failure(self) -> PipelineRLError | None:
         """Why a process ended that should not have. What others depend on comes first: its end may end the others."""
@@ -126,9 +123,103 @@ class Processes:
         if isinstance(error, StalledError):
             trainer = trainer_progress(last_statuses(self.host.board).get(TRAINER))
             return trainer is not None and trainer.busy_s > 0  # it worked before
-        if isinstance(error, RankLostError) or self.host.failure():
-            return True
-        return any(one.died for one in self.started)
+        return isinstance(error, RankLostError) or bool(self.host.failure()) or any(one.died for one in self.started)
+
+    def watch(self, interrupts: Interrupts) -> PipelineRLError | None:
+        """Watch processes, statuses and interrupts until the run is over. Returns why that is; None: it reached its goal."""
+        launch, begin_s = self._session.config.launch, time.monotonic()
+        watchdog = Watchdog(launch.watchdog_s)
+        followers = rank_roles(self._session.config)  # which end with rank 0
+        while True:
+            try:
+                ended = self._replace(time.monotonic())
+                failure = self.failure()
+            except PipelineRLError as error:
+                failure = error
+            if failure is not None:
+                return self.cause(failure)
+            self.host.settle(ended)
+            now = time.monotonic()
+            statuses, late = self._look(now)
+            early = [worker for worker in ended if worker.role not in followers]
+            if early and not goal_reached(statuses.get(TRAINER)):
+                return premature_exit(early[0])
+            if len(ended) == len(self.workers) and not (self.healing and self.healing.pending):
+                return None
+            if interrupts.count:
+                return RunInterruptedError("stopping")
+            if not set(self._stages) - statuses.keys():  # one without a status still starts, and others may wait for it
+                stall = watchdog.observe(statuses, now)
+                if stall is not None:
+                    return StalledError(stall)
+            waited_s = now - max(begin_s, self.healing.changed_s if self.healing else 0.0)
+            if late and waited_s > launch.startup_timeout_s:
+                return StalledError(f"{' and '.join(late)} not ready after {waited_s:.0f} s (launch.startup_timeout_s)")
+            time.sleep(LOOK_EVERY_S)
+
+    def _replace(self, now: float) -> list[Worker]:
+        """Replace dead processes. Returns the other workers that have ended. Raises PipelineRLError if the run must end."""
+        ended = [worker for worker in self.workers if not worker.running]
+        if dead := [one for one in self.started if one.role in self.replaceable and one.died]:
+            if self.healing is None:
+                from pipelinerl.launch.restarts import Healing  # noqa: PLC0415 - few runs need it
+
+                self.healing = Healing(self._session, self.host, self._view)
+            self.healing.heal(dead, now)
+            self.started = [one for one in self.started if one not in dead]
+        if self.healing is not None:
+            self.started += self.healing.begin(now)
+        return [worker for worker in ended if worker not in dead]
+
+    def _look(self, now: float) -> tuple[dict[str, StageStatus], list[str]]:
+        """The statuses of the processes that run now, which it shows, and the stages that have not loaded yet."""
+        started = {("", os.getpid()), *((worker.machine, worker.pid) for worker in self.workers)}
+        found = last_statuses(self.host.board)
+        statuses = {stage: status for stage, status in found.items() if (status.machine, status.pid) in started}
+        self._view.update(statuses, now)
+        write_statuses(self._session.run.statuses, statuses)
+        late = []
+        for stage in self._stages:
+            status = statuses.get(stage)
+            if status is None or status.state == "starting":
+                late.append(f"{stage} ({status.detail})" if status else stage)
+        if not late and not self._loaded:
+            self._loaded = True
+            keep_settings(self._session.config, self._session.run)
+        return statuses, late
+
+    def stop(self, interrupts: Interrupts, error: PipelineRLError | None) -> PipelineRLError | None:
+        """Stop the workers, with time to write a checkpoint. Returns the error that the run ended with, if any."""
+        config, workers, patience_s, asked = self._session.config, self.workers, STOP_PATIENCE_S, 0
+        hung: list[Worker] = []
+        if isinstance(error, StalledError):
+            for worker in workers:
+                worker.send_signal(signal.SIGUSR1)  # it writes the stacks of its threads to its log: see `worker.run_role`
+            logs = ", ".join(str(worker.log) for worker in workers)
+            error = StalledError(f"{error}\nstacks of all threads are in {logs}")
+            patience_s = min(patience_s, config.launch.watchdog_s)  # a hung process will not stop cleanly either
+            hung = [worker for worker in workers if worker.role in generation_roles(config)]
+        if isinstance(error, RankLostError):  # one is stopped, perhaps, and without it the others can't save anything
+            hung = self.ranks
+        if isinstance(error, RunInterruptedError):
+            asked = 1
+            self._view.say("stopping: a checkpoint is being written (Ctrl-C again to end now)")
+        elif any(worker.running for worker in workers):
+            self._view.say("the run has failed: stopping its other processes (Ctrl-C to end them now)")
+        killed = stop_all(workers, patience_s, lambda: interrupts.count > asked, hung=hung)
+        if not isinstance(error, RunInterruptedError):
+            return error
+        failures = {worker.role: failure for worker in workers if worker not in killed and (failure := worker.failure())}
+        for role in rank_roles(config):  # while it loads, rank 0 ends at once, and they are lost without it
+            if isinstance(failures.get(role), RankLostError):
+                del failures[role]
+        if failures:
+            return next(iter(failures.values()))
+        error = interruption(self._session)
+        if killed:
+            roles = " and ".join(worker.role for worker in killed)
+            return RunInterruptedError(f"ended at once: {roles} had no time to finish; {error}")
+        return error
 
 
 def premature_exit(worker: Worker) -> PipelineRLError:
@@ -149,25 +240,21 @@ def replaceable_roles(config: RunConfig) -> list[str]:
 
 def run_processes(session: Session, view: RunView, host: Host) -> Outcome:
     """Run the session to its end on `host`. Errors of the run are in the outcome, not raised."""
-    begin_s = time.monotonic()
-    processes = Processes(host, replaceable=replaceable_roles(session.config))
-    watch = _Watch(session, processes, view)
+    begin_s, error = time.monotonic(), None
+    processes = Processes(session, host, view)
     for line in host.placement:
         view.say(line)
-    error: PipelineRLError | None = None
-    lost = False
-    with ExitStack() as stack:
-        interrupts = stack.enter_context(counted_interrupts())
+    with counted_interrupts() as interrupts, ExitStack() as stack:
         try:
             stack.enter_context(host)
             for role in (*server_roles(session.config), *worker_roles(session.config)):
                 processes.started.append(host.start(role))
-            error = watch.run(interrupts)
-            lost = processes.lost(error)
+            error = processes.watch(interrupts)
         except PipelineRLError as raised:
-            error, lost = raised, processes.lost(raised)
+            error = raised
         finally:
-            error = _stop(session, processes, view, interrupts, error)
+            lost = processes.lost(error)
+            error = processes.stop(interrupts, error)
             asked = interrupts.count
             stop_all(processes.servers, SERVER_PATIENCE_S, lambda: interrupts.count > asked)
             host.settle(processes.workers)
@@ -179,114 +266,6 @@ def run_processes(session: Session, view: RunView, host: Host) -> Outcome:
         wall_s=time.monotonic() - begin_s,
         stream_rollouts=waiting,
         peak_memory={one.role: report.peak for one in processes.started if (report := one.report()) and report.peak},
-        restarts=watch.healing.counts if watch.healing else {},
+        restarts={role: one.restarts for role, one in healing.attempts.items()} if (healing := processes.healing) else {},
         lost=lost and not isinstance(error, RunInterruptedError),
     )
-
-
-class _Watch:
-    """Watches processes, statuses and interrupts until the run is over. `healing`: once a process was replaced."""
-
-    def __init__(self, session: Session, processes: Processes, view: RunView) -> None:
-        self._session, self._processes, self._view = session, processes, view
-        self._stages = worker_stages(session.config)
-        self._loaded = False
-        self.healing: Healing | None = None
-
-    def run(self, interrupts: Interrupts) -> PipelineRLError | None:
-        """Returns why the run ended; None if it reached its goal."""
-        processes, launch = self._processes, self._session.config.launch
-        followers = rank_roles(self._session.config)  # which end with rank 0
-        watchdog, begin_s = Watchdog(launch.watchdog_s), time.monotonic()
-        while True:
-            ended = [worker for worker in processes.workers if not worker.running and worker not in processes.dead()]
-            try:
-                self._replace(time.monotonic())
-                failure = processes.failure()
-            except PipelineRLError as error:
-                failure = error
-            if failure is not None:
-                return processes.cause(failure)
-            processes.host.settle(ended)
-            now = time.monotonic()
-            statuses, late = self._look(now)
-            early = [worker for worker in ended if worker.role not in followers]
-            if early and not goal_reached(statuses.get(TRAINER)):
-                return premature_exit(early[0])
-            if len(ended) == len(processes.workers) and not (self.healing and self.healing.pending):
-                return None
-            if interrupts.count:
-                return RunInterruptedError("stopping")
-            if not set(self._stages) - statuses.keys():  # one without a status still starts, and others may wait for it
-                stall = watchdog.observe(statuses, now)
-                if stall is not None:
-                    return StalledError(stall)
-            waited_s = now - max(begin_s, self.healing.changed_s if self.healing else 0.0)
-            if late and waited_s > launch.startup_timeout_s:
-                return StalledError(f"{' and '.join(late)} not ready after {waited_s:.0f} s (launch.startup_timeout_s)")
-            time.sleep(LOOK_EVERY_S)
-
-    def _replace(self, now: float) -> None:
-        """Replace dead processes. Raises PipelineRLError if the run must end instead."""
-        processes = self._processes
-        if dead := processes.dead():
-            if self.healing is None:
-                from pipelinerl.launch.restarts import Healing  # noqa: PLC0415 - few runs need it
-
-                self.healing = Healing(self._session, processes.host, self._view)
-            self.healing.heal(dead, now)
-            processes.started[:] = [one for one in processes.started if one not in dead]
-        if self.healing is not None:
-            processes.started += self.healing.begin(now)
-
-    def _look(self, now: float) -> tuple[dict[str, StageStatus], list[str]]:
-        """The statuses of the processes that run now, which it shows, and the stages that have not loaded yet."""
-        processes, session = self._processes, self._session
-        started = {("", os.getpid()), *((worker.machine, worker.pid) for worker in processes.workers)}
-        found = last_statuses(processes.host.board)
-        statuses = {stage: status for stage, status in found.items() if (status.machine, status.pid) in started}
-        self._view.update(statuses, now)
-        write_statuses(session.run.statuses, statuses)
-        late = []
-        for stage in self._stages:
-            status = statuses.get(stage)
-            if status is None or status.state == "starting":
-                late.append(f"{stage} ({status.detail})" if status else stage)
-        if not late and not self._loaded:
-            self._loaded = True
-            keep_settings(session.config, session.run)
-        return statuses, late
-
-
-def _stop(
-    session: Session, processes: Processes, view: RunView, interrupts: Interrupts, error: PipelineRLError | None
-) -> PipelineRLError | None:
-    """Stop the workers, with time to write a checkpoint. Returns the error that the run ended with, if any."""
-    workers, patience_s, hung, asked = processes.workers, STOP_PATIENCE_S, list[Worker](), 0
-    if isinstance(error, StalledError):
-        for worker in workers:
-            worker.dump_stacks()
-        logs = ", ".join(str(worker.log) for worker in workers)
-        error = StalledError(f"{error}\nstacks of all threads are in {logs}")
-        patience_s = min(patience_s, session.config.launch.watchdog_s)  # a hung process will not stop cleanly either
-        hung = [worker for worker in workers if worker.role in generation_roles(session.config)]
-    if isinstance(error, RankLostError):  # one is stopped, perhaps, and without it the others can't save anything
-        hung = processes.ranks
-    if isinstance(error, RunInterruptedError):
-        asked = 1
-        view.say("stopping: a checkpoint is being written (Ctrl-C again to end now)")
-    elif any(worker.running for worker in workers):
-        view.say("the run has failed: stopping its other processes (Ctrl-C to end them now)")
-    killed = stop_all(workers, patience_s, lambda: interrupts.count > asked, hung=hung)
-    if not isinstance(error, RunInterruptedError):
-        return error
-    failures = {worker.role: failure for worker in workers if worker not in killed and (failure := worker.failure())}
-    for role in rank_roles(session.config):  # while it loads, rank 0 ends at once, and they are lost without it
-        if isinstance(failures.get(role), RankLostError):
-            del failures[role]
-    if failures:
-        return next(iter(failures.values()))
-    if killed:
-        roles = " and ".join(worker.role for worker in killed)
-        return RunInterruptedError(f"ended at once: {roles} had no time to finish; {interruption(session)}")
-    return interruption(session)

@@ -7,7 +7,6 @@ death. Everything else goes over its connection with the hub. Actors belong to t
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple, cast
 import msgspec
 
 from pipelinerl._version import __version__
+from pipelinerl.checkpoint import first_line
 from pipelinerl.config.schema import LaunchConfig, RunConfig
 from pipelinerl.errors import PipelineRLError, RankLostError, RunDirectoryError, StageDiedError, UserError
 from pipelinerl.extras import require
@@ -63,7 +63,7 @@ def connected(config: LaunchConfig) -> Iterator[Cluster]:
     except (OSError, RuntimeError, ValueError, exceptions.RayError) as error:
         where = "of this machine" if address == "auto" else address
         raise UserError(
-            f"launch.ray_address: no connection with the Ray cluster {where} ({_first_line(error)}); start one with "
+            f"launch.ray_address: no connection with the Ray cluster {where} ({first_line(error)}); start one with "
             "`ray start --head`, and this command on one of its machines"
         ) from error
     try:
@@ -107,30 +107,25 @@ def placement_of(config: RunConfig, cluster: Cluster) -> list[Placement]:
 class RayWorker(Worker):
     """A process that is an actor of Ray, on the machine `node`. `died`: Ray does not say whether its machine is lost."""
 
-    def __init__(self, role: str, node: Node, strategy: Any, actor: Any, log: Path) -> None:
-        self.role, self.machine, self.node, self.log = role, node.name, node, log
-        self.asked_to_stop = False
-        self._strategy, self._actor, self._pid = strategy, actor, 0
-        self.begun: Any = None  # the call of `WorkerActor.begin`
+    def __init__(self, role: str, node: Node, log: Path, *, strategy: Any, actor: Any, begun: Any) -> None:
+        """`begun`: the call of `WorkerActor.begin`."""
+        self.role, self.machine, self.log, self.pid = role, node.name, log, 0
+        self._node, self._strategy, self._actor, self._begun = node, strategy, actor, begun
         self._running: Any = None
         self._report: WorkerReport | None = None
 
     def start(self, records_from_s: float, timeout_s: float) -> None:
         """Start its stages. Raises UserError for what is wrong on its machine, StageDiedError if that is lost."""
         try:
-            self._pid, problem = ray.get(self.begun, timeout=timeout_s)
+            self.pid, problem = ray.get(self._begun, timeout=timeout_s)
         except exceptions.ActorDiedError as error:
             raise StageDiedError(f"the {self.role} process on {self.machine} died as it started: {error}") from error
         except exceptions.RayError as error:
-            problem = f"no process could be started in {timeout_s:.0f} s ({_first_line(error)})"
-            problem += f"; others may use some of the machine's {self.node.gpus} GPUs" if self.node.gpus else ""
+            problem = f"no process could be started in {timeout_s:.0f} s ({first_line(error)})"
+            problem += f"; others may use some of the machine's {self._node.gpus} GPUs" if self._node.gpus else ""
         if problem:
-            raise UserError(f"{named_machine(self.node)}: {problem}")
+            raise UserError(f"{named_machine(self._node)}: {problem}")
         self._running = self._actor.run.remote(time.monotonic() - records_from_s)
-
-    @property
-    def pid(self) -> int:
-        return self._pid
 
     @property
     def running(self) -> bool:
@@ -147,16 +142,7 @@ class RayWorker(Worker):
             self.kill()
         return self._report
 
-    def dump_stacks(self) -> None:
-        self.signal(signal.SIGUSR1)
-
-    def ask_to_stop(self) -> None:
-        if self.running:
-            self.asked_to_stop = True
-            self.signal(signal.SIGTERM)
-
     def kill(self) -> None:
-        """Its children end with it."""
         ray.kill(self._actor)
 
     def wait(self, timeout_s: float) -> bool:
@@ -164,10 +150,10 @@ class RayWorker(Worker):
             ray.wait([self._running], timeout=timeout_s)
         return not self.running
 
-    def signal(self, number: int) -> Any:
+    def send_signal(self, number: int) -> Any:
         """Send it a signal, by a task on its machine, which returns if the machine is there. 0: no signal."""
         task = cast(Any, ray.remote(_send_signal)).options(num_cpus=0, scheduling_strategy=self._strategy)
-        return task.remote(self._pid, int(number))
+        return task.remote(self.pid, int(number))
 
 
 def _send_signal(pid: int, number: int) -> None:
@@ -179,10 +165,11 @@ class RayHost(Host):
     """The machines of a cluster. Each process of the run is an actor on its machine."""
 
     def __init__(self, session: Session, cluster: Cluster) -> None:
-        self._places = {one.role: one for one in placement_of(session.config, cluster)}
+        places = placement_of(session.config, cluster)
         super().__init__(session)
-        self._cluster, self.placement = cluster, placement_lines([*self._places.values()], cluster.machines)
-        self._shares = shares_on(session.config, session.schedule, [*self._places.values()], cluster.machines)
+        self._places = {one.role: one for one in places}
+        self._cluster, self.placement = cluster, placement_lines(places, cluster.machines)
+        self._shares = shares_on(session.config, session.schedule, places, cluster.machines)
         self._machines = {machine.name: machine for machine in cluster.machines}
         self._workers: dict[str, RayWorker] = {}
         self._lost: PipelineRLError | None = None
@@ -192,11 +179,10 @@ class RayHost(Host):
         kinds = {role: kind for role in self._places if (kind := worker_kind(config, role)) is not None}
         listener = self._server.listen(self._cluster.address, plan.hub_key, kinds)
         stack.callback(listener.close)
-        self._hub_at = listener.address
-        stack.callback(self._end)
         self._deadline_s = time.monotonic() + config.launch.startup_timeout_s
         for role in self._places:
-            self._workers[role] = self._begin(role)
+            worker = self._workers[role] = self._begin(role, listener.address)
+            stack.callback(worker.kill)
 
     def start(self, role: str) -> RayWorker:
         worker, records_from_s = self._workers[role], self._session.records_from_s
@@ -206,7 +192,7 @@ class RayHost(Host):
             raise self.cause(error) from error.__cause__
         return worker
 
-    def _begin(self, role: str) -> RayWorker:
+    def _begin(self, role: str, hub_at: tuple[str, int]) -> RayWorker:
         """Create the actor of a role, and have it look at its machine, without waiting for it."""
         session, where, share = self._session, self._places[role], self._shares[role]
         machine = self._machines[where.machine]
@@ -226,15 +212,14 @@ class RayHost(Host):
             yields=share.yields,
             machine=machine.name,
             address=machine.address,
-            hub_at=self._hub_at,
+            hub_at=hub_at,
         )
         actor = cast(Any, ray.remote(WorkerActor)).options(**options).remote()
-        worker = RayWorker(role, machine, strategy, actor, session.run.log(role))
-        worker.begun = actor.begin.remote(str(session.run.root), role, msgspec.json.encode(spec), __version__, os.getcwd())
-        return worker
+        begun = actor.begin.remote(str(session.run.root), role, msgspec.json.encode(spec), __version__, os.getcwd())
+        return RayWorker(role, machine, session.run.log(role), strategy=strategy, actor=actor, begun=begun)
 
     def failure(self) -> PipelineRLError | None:
-        return self._lost or self._server.failure
+        return self._lost or super().failure()
 
     def cause(self, failure: PipelineRLError) -> PipelineRLError:
         """The error that names a lost machine of the run, once each has answered or is lost; or else `failure`.
@@ -242,7 +227,7 @@ class RayHost(Host):
         Processes notice a broken connection sooner than Ray notices that a machine is lost.
         """
         on = {worker.machine: worker for worker in self._workers.values()}
-        waiting, deadline_s = [worker.signal(0) for worker in on.values()], time.monotonic() + LOST_S
+        waiting, deadline_s = [worker.send_signal(0) for worker in on.values()], time.monotonic() + LOST_S
         while True:
             there = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
             for name in on:
@@ -257,10 +242,6 @@ class RayHost(Host):
                 return failure
             _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=LOOK_EVERY_S)
 
-    def _end(self) -> None:
-        for worker in self._workers.values():
-            worker.kill()
-
 
 def named_machine(machine: Node) -> str:
     """The machine as messages name it."""
@@ -273,11 +254,10 @@ def _cluster() -> Cluster:
     names = [node["NodeName"] for node in nodes]
     machines, ids = [], {}
     for node in nodes:
-        unique = names.count(node["NodeName"]) == 1
+        unique, resources = names.count(node["NodeName"]) == 1, node["Resources"]
         name = node["NodeName"] if unique else f"{node['NodeName']}-{node['NodeID'][:6]}"
-        resources = node["Resources"]
-        address = node["NodeManagerAddress"]
-        machines.append(Node(name, address, max(1, int(resources.get("CPU", 0))), int(resources.get("GPU", 0))))
+        cpus, gpus = max(1, int(resources.get("CPU", 0))), int(resources.get("GPU", 0))
+        machines.append(Node(name, node["NodeManagerAddress"], cpus, gpus))
         ids[name] = node["NodeID"]
     return Cluster(tuple(machines), ids, ray.util.get_node_ip_address())
 
@@ -289,8 +269,3 @@ def _authenticated() -> bool:
     except ImportError:
         return False
     return bool(is_token_auth_enabled())
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

@@ -38,9 +38,8 @@ from pipelinerl.run_directory import ORPHAN_PATIENCE_S, RunDirectory
 
 def main(arguments: list[str]) -> int:
     """A process of this machine. Its standard input is the parent-death pipe, by which it notices its launcher's end."""
-    role, root, spec = arguments
+    (role, root, spec), parent_pipe = arguments, take_stdin()
     run = RunDirectory(Path(root))
-    parent_pipe = take_stdin()
     when_closed(parent_pipe, lambda: os.kill(os.getpid(), signal.SIGTERM), ORPHAN_PATIENCE_S)
     report = run_role(run, role, msgspec.json.decode(spec, type=WorkerSpec), parent_pipe)
     try:
@@ -135,7 +134,12 @@ def _run_stages(session: Session, role: str, parent_pipe: int) -> None:
 
         run_server(session, role, parent_pipe)
         return
-    with closing(_hub(session, role)) as hub:
+    here = session.here
+    if here.hub_at is None:
+        hub = HubClient(socket.socket(fileno=here.hub))
+    else:
+        hub = dial(here.hub_at, session.plan.hub_key, role, here.machine)
+    with closing(hub):
         if role == TRAINING:
             from pipelinerl.launch.stages.training import run_training  # noqa: PLC0415
 
@@ -148,13 +152,6 @@ def _run_stages(session: Session, role: str, parent_pipe: int) -> None:
             from pipelinerl.launch.stages.generation import run_generation  # noqa: PLC0415
 
             run_generation(session, hub, generation_roles(session.config).index(role))
-
-
-def _hub(session: Session, role: str) -> HubClient:
-    here = session.here
-    if here.hub_at is None:
-        return HubClient(socket.socket(fileno=here.hub))
-    return dial(here.hub_at, session.plan.hub_key, role, here.machine)
 
 
 if __name__ == "__main__":

@@ -23,12 +23,12 @@ import torch
 
 from pipelinerl.actor.actor import Actor
 from pipelinerl.actor.client import EngineClient
-from pipelinerl.actor.evaluation import Evaluations
+from pipelinerl.actor.evaluation import Evaluations, held_out_problems
 from pipelinerl.actor.groups import GroupRunner
 from pipelinerl.actor.rollouts import RolloutContext
 from pipelinerl.config.schema import EvaluationConfig, RunConfig
-from pipelinerl.environments.registry import make_environment, notes_of
-from pipelinerl.errors import RunDirectoryError, StalledError, WeightUpdateError
+from pipelinerl.environments.registry import make_environment, make_inner, notes_of
+from pipelinerl.errors import ConfigError, EnvironmentSetupError, RunDirectoryError, StalledError, WeightUpdateError
 from pipelinerl.files import JsonLines, OpenLines, remedy
 from pipelinerl.hub.client import Claims, HubClient
 from pipelinerl.interfaces import Admission, AsyncEngine, Board, Environment, Tokenizer
@@ -54,16 +54,15 @@ POLL_S = 0.002
 def run_generation(session: Session, hub: HubClient, index: int) -> None:
     """Generation process number `index`, to its end."""
     torch.set_num_threads(session.here.threads)
-    stage = generation_stages(session.config.engine.processes)[index].engine
     admission, stopping = Claims(hub, session.schedule), threading.Event()
-    with closing(_receiver(session, hub, index, stage)) as receiver:
+    with closing(_receiver(session, hub, index)) as receiver:
         generation = Generation(session, hub, admission, receiver, lines=hub.opener(session.run.root), index=index)
         gc.collect()
         gc.freeze()  # the objects of the model and the libraries live until the end
         asyncio.run(generation.run(stop=stop_on_sigterm(stopping)))
 
 
-def _receiver(session: Session, hub: HubClient, index: int, engine: str) -> Receiver:
+def _receiver(session: Session, hub: HubClient, index: int) -> Receiver:
     """The engine's end of the weight transfer. The engine joins a broadcast when it has loaded its model."""
     config = session.config
     if config.engine.kind != "local":
@@ -75,7 +74,7 @@ def _receiver(session: Session, hub: HubClient, index: int, engine: str) -> Rece
             hub,
             session.plan.weights_key,
             index,
-            engine=engine,
+            engine=generation_stages(config.engine.processes)[index].engine,
             join_timeout_s=config.launch.startup_timeout_s,
             device=torch.device(config.engine.device),
         )
@@ -106,10 +105,7 @@ class Generation:
         self._environment = make_environment(config.environment.kind, config.environment.args, self._tokenizer, config.seed)
         self._sets: dict[str, Environment] = {}
         if self._evaluation.problems:
-            from pipelinerl.launch.stages.held_out import evaluation_sets, require_held_out  # noqa: PLC0415 - not by default
-
-            require_held_out(config, self._environment, most=1)
-            self._sets = evaluation_sets(config, self._environment, self._tokenizer)
+            _, self._sets = held_out_sets(config, self._environment, self._tokenizer, most=1)
         servers = f"waits for the engine servers {', '.join(config.engine.urls)}".rstrip()
         starting(board, self._stages, "loads the model" if config.engine.kind == "local" else servers)
         self._engine = make_engine(session, self._stages.engine, self._tokenizer, receiver)
@@ -145,10 +141,8 @@ class Generation:
                 await actor.stop()
             if stop():
                 return
-            timeout_s = session.config.launch.watchdog_s
-            await self._take_weights(
-                engine, stop, until=lambda: engine.version == self._trainer.version, timeout_s=timeout_s
-            )
+            last, timeout_s = lambda: engine.version == self._trainer.version, session.config.launch.watchdog_s
+            await self._take_weights(engine, stop, until=last, timeout_s=timeout_s)
             if self._evaluation.problems:
                 await _unless_stopped(actor.evaluate("after"), stop, between)
 
@@ -164,11 +158,11 @@ class Generation:
             stop_token_ids=contract.stop_token_ids,
             notes=(*(f"model: {note}" for note in contract.notes), *notes_of(self._environment, config)),
         )
-        skips = None
+        skips, plan = None, session.plan
         if config.actor.online_filter is not None:
             from pipelinerl.actor.difficulty import OnlineFilter  # noqa: PLC0415 - few runs have one
 
-            plan, skips = session.plan, OnlineFilter(config.actor.online_filter, config.seed)
+            skips = OnlineFilter(config.actor.online_filter, config.seed)
             skips.read(session.run.recorded, plan.taken, plan.rollouts_bytes)
         evaluations = Evaluations(
             context,
@@ -177,7 +171,7 @@ class Generation:
             on_done=self._record,
             elapsed_s=lambda: time.monotonic() - session.records_from_s,
             until=config.trainer.steps,
-            reached=session.plan.evaluated,
+            reached=plan.evaluated,
         )
         return Actor(
             groups=GroupRunner(context, config.actor, skips),
@@ -237,8 +231,8 @@ class Generation:
 def make_engine(
     session: Session, name: str, tokenizer: Tokenizer, receiver: Receiver | None = None
 ) -> AbstractAsyncContextManager[tuple[AsyncEngine, Contract]]:
-    """The engine that the run file configures, with the contract of its model and tokenizer: loaded now, or over servers,
-    which are connected with on entry. `receiver` knows where servers join the trainer's broadcast, if weights are broadcast.
+    """The engine of the run file, with the contract of its model and tokenizer: loaded now, or over servers, which are
+    connected with on entry. `receiver` knows where servers join the trainer's broadcast, if weights are broadcast.
 
     Raises ModelLoadError and UnsupportedModelError; for servers also StalledError, UserError and the errors of
     `RemoteEngine.connect`.
@@ -272,6 +266,37 @@ def load_local_engine(config: RunConfig, name: str = ENGINE) -> tuple[Any, Local
         name=name,
     )
     return model, engine
+
+
+def held_out_sets(
+    config: RunConfig, environment: Environment, tokenizer: Tokenizer, most: int | None = None
+) -> tuple[int, dict[str, Environment]]:
+    """The number of held-out problems of `environment` that the run evaluates, and the environments of `evaluation.sets`.
+
+    With `most`, no more problems of `environment` are asked for. Raises ConfigError if it has none and the run evaluates;
+    EnvironmentSetupError for a set that can't be built, has no held-out problems, or some of the training data.
+    """
+    from pipelinerl.environments.data import ProblemSet  # noqa: PLC0415 - not every run evaluates
+
+    kind, wanted, made = config.environment.kind, config.evaluation.problems, {}
+    found = len(held_out_problems(environment, wanted if most is None else min(wanted, most))) if wanted else 0
+    if wanted and not found:
+        raise ConfigError(
+            f"evaluation.problems is {wanted}, but environment {kind} has no held-out problems: define "
+            "`held_out(self, count)` in its class, or set evaluation.problems to 0"
+        )
+    for name, args in config.evaluation.sets.items():
+        where = f"evaluation.sets.{name}"
+        made[name] = make_inner(where, kind, {**config.environment.args, **args}, tokenizer, config.seed)
+        problems = held_out_problems(made[name], wanted)
+        if not problems:
+            raise EnvironmentSetupError(f"{where}: it has no held-out problems")
+        if isinstance(environment, ProblemSet) and (trained := [one.id for one in problems if environment.trains_on(one)]):
+            raise EnvironmentSetupError(
+                f"{where}: {len(trained)} of its {len(problems)} problems are also training problems ({trained[0]}); hold "
+                "them out of environment.args.data"
+            )
+    return found, made
 
 
 async def _unless_stopped(

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -28,7 +29,7 @@ from pipelinerl.launch.session import Session, StartPlan
 from pipelinerl.models.contract import Contract
 from pipelinerl.process import lower_priority
 from pipelinerl.resources.roles import server_roles
-from pipelinerl.run_directory import ReadyFile, RunDirectory
+from pipelinerl.run_directory import ReadyFile
 
 if TYPE_CHECKING:
     from pipelinerl.serving.client.adapter import EngineServer
@@ -52,8 +53,6 @@ def run_server(session: Session, role: str, parent_pipe: int) -> None:
     """
     config, engine = session.config, session.config.engine
     if engine.kind == "vllm":
-        if session.here.yields:
-            lower_priority()
         _run_vllm(session, role, parent_pipe)
     require("serve", "engine servers")
     from pipelinerl.serving.server.run import ServeOptions, serve  # noqa: PLC0415 - only our own servers need it
@@ -83,6 +82,8 @@ def _run_vllm(session: Session, role: str, parent_pipe: int) -> NoReturn:
     from pipelinerl.serving.vllm import start  # noqa: PLC0415 - as above
 
     model, engine, here = session.config.model, session.config.engine, session.here
+    if here.yields:
+        lower_priority()
     on_cpu, item_bytes = engine.device == "cpu", 4 if model.dtype == "float32" else 2
     sizes = {"slots": engine.slots, "max_length": engine.max_length or slot_length(load_config(model), None)}
     settings = start.VllmSettings(
@@ -129,20 +130,31 @@ async def connected_engine(
     from pipelinerl.serving.vllm.adapter import model_facts  # noqa: PLC0415 - as above
 
     config = session.config
-    key = _api_key(config.engine) if config.engine.urls else session.plan.servers_key
-    deadline_s = time.monotonic() + START_SHARE * config.launch.startup_timeout_s
+    key: str | None = session.plan.servers_key
+    if config.engine.urls:
+        key = os.environ.get(named) if (named := config.engine.api_key_env) else None
+        if named and not key:
+            raise UserError(f"engine.api_key_env: the environment variable {named} is not set")
+    run, plan, roles = session.run, session.plan, server_roles(config)
+    timeout_s = START_SHARE * config.launch.startup_timeout_s
+    deadline_s = time.monotonic() + timeout_s
     facts = model_facts(config.model.path)
-    urls = config.engine.urls or await _wait_for_servers(session.run, server_roles(config), deadline_s - time.monotonic())
+    while absent := [role for role in roles if not run.ready_file(role).exists()]:
+        if time.monotonic() > deadline_s:
+            raise StalledError(f"{' and '.join(absent)} not ready after {timeout_s:.0f} s; look at {run.log(absent[0])}")
+        await asyncio.sleep(LOOK_EVERY_S)
+    urls = config.engine.urls or [
+        msgspec.json.decode(run.ready_file(role).read_bytes(), type=ReadyFile).url for role in roles
+    ]
     left_s = max(1.0, deadline_s - time.monotonic())
     bounds = Bounds(startup_s=left_s, join_s=left_s)
-    servers, first = server_clients(config.engine.kind, urls, facts, key, session.plan), session.plan.version
-    async with RemoteEngine.connect(servers, name=name, first=first, bounds=bounds) as engine:
+    servers = server_clients(config.engine.kind, urls, facts, key, plan)
+    async with RemoteEngine.connect(servers, name=name, first=plan.version, bounds=bounds) as engine:
         if config.weights.kind == "collective" and receiver is not None:
-            assert receiver is not None  # noqa: S101 - see `generation`
             while (meeting := receiver.meeting) is None:
                 receiver.offered()
                 await asyncio.sleep(LOOK_EVERY_S)
-            await engine.join_broadcast(meeting.host, meeting.port, session.plan.weights_key)
+            await engine.join_broadcast(meeting.host, meeting.port, plan.weights_key)
         yield engine, Contract(facts.stop_token_ids, facts.notes)
 
 
@@ -157,25 +169,5 @@ def server_clients(
     from pipelinerl.serving.vllm.adapter import VllmServer  # noqa: PLC0415 - as above
 
     run, epoch = (plan.run, plan.epoch) if plan else ("", 0)
-    if kind == "http":
-        return [PipelineServer(url, api_key=api_key, run=run, epoch=epoch) for url in urls]
-    return [VllmServer(url, facts=facts, api_key=api_key, run=run, epoch=epoch) for url in urls]
-
-
-async def _wait_for_servers(run: RunDirectory, roles: Sequence[str], timeout_s: float) -> list[str]:
-    """The addresses of the servers that the launcher started, once all have written their ready files."""
-    deadline_s = time.monotonic() + timeout_s
-    while absent := [role for role in roles if not run.ready_file(role).exists()]:
-        if time.monotonic() > deadline_s:
-            raise StalledError(f"{' and '.join(absent)} not ready after {timeout_s:.0f} s; look at {run.log(absent[0])}")
-        await asyncio.sleep(LOOK_EVERY_S)
-    return [msgspec.json.decode(run.ready_file(role).read_bytes(), type=ReadyFile).url for role in roles]
-
-
-def _api_key(config: EngineConfig) -> str | None:
-    if config.api_key_env is None:
-        return None
-    key = os.environ.get(config.api_key_env)
-    if not key:
-        raise UserError(f"engine.api_key_env: the environment variable {config.api_key_env} is not set")
-    return key
+    client = PipelineServer if kind == "http" else partial(VllmServer, facts=facts)
+    return [client(url, api_key=api_key, run=run, epoch=epoch) for url in urls]

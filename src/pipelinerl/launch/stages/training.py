@@ -24,7 +24,7 @@ from pipelinerl.config.schema import RunConfig
 from pipelinerl.config.secrets import without_secrets
 from pipelinerl.errors import UserError
 from pipelinerl.extras import version
-from pipelinerl.files import SHARED_MEMORY, JsonLines, Lines, OpenLines, write_atomically
+from pipelinerl.files import SHARED_MEMORY, JsonLines, OpenLines, write_atomically
 from pipelinerl.hub.client import HubClient, HubReader
 from pipelinerl.interfaces import Board, StreamReader, WeightSender
 from pipelinerl.launch.session import Session
@@ -58,20 +58,19 @@ def run_training(session: Session, hub: HubClient) -> None:
     With several `trainer.ranks`, this is rank 0, at which the others arrive.
     """
     torch.set_num_threads(session.here.threads)
-    stopping = threading.Event()
+    stopping, config = threading.Event(), session.config
     with ExitStack() as stack:
-        team = stack.enter_context(lead_ranks(session, hub)) if session.config.trainer.ranks > 1 else None
-        trainer = stack.enter_context(
-            open_trainer(
-                session,
-                hub,
-                lambda kind, prepare: HubReader(hub, kind, prepare=prepare),
-                lambda: _sender(session, hub, stopping.is_set),
-                lines=hub.opener(session.run.root),
-                settle=hub.require_sync,
-                team=team,
-            )
-        )
+        team = stack.enter_context(lead_ranks(session, hub)) if config.trainer.ranks > 1 else None
+        starting(hub, [TRAINER], "loads the model")
+        policy = load_policy(session, team)
+        reader: HubReader[Prepared]
+        if config.launch.preprocessor == "process":
+            reader = HubReader(hub, Prepared)
+        else:
+            reader = HubReader(hub, Group, prepare=make_preprocessor(config, policy.lora).process)
+        sender, files = _sender(session, hub, stopping.is_set), hub.opener(session.run.root)
+        opened = open_trainer(session, hub, policy, reader, sender, lines=files, settle=hub.require_sync)
+        trainer = stack.enter_context(opened)
         try:
             trainer.run(stop_on_sigterm(stopping))
         except BaseException:
@@ -218,92 +217,66 @@ def load_policy(session: Session, team: Team | None = None) -> Policy:
 def open_trainer(
     session: Session,
     board: Board,
-    open_stream: Callable[[Any, Callable[[Any], Prepared]], StreamReader[Prepared]],
-    open_sender: Callable[[], WeightSender],
+    policy: Policy,
+    reader: StreamReader[Prepared],
+    sender: WeightSender,
     *,
+    record: Callable[[StepRecord], object] | None = None,
     lines: OpenLines = JsonLines,
     settle: Callable[[], object] = lambda: None,
-    team: Team | None = None,
 ) -> Iterator[Trainer]:
-    """The trainer of a session, with its model, preprocessor and files. Publishes that it failed if the block does.
+    """The trainer of `policy`, with the state of its checkpoint. It publishes that it failed if the block does.
 
-    `open_stream` opens a stream of items of a type, each with what prepares it. `settle`: see `build_trainer`.
+    `sender` is closed at the end. `record` gets the metrics, in place of the run's file. `settle` waits until all that was
+    written is there, before a checkpoint.
     """
-    run = session.run
-    starting(board, [TRAINER], "loads the model")
-    policy = load_policy(session, team)
-    if session.config.launch.preprocessor == "process":
-        reader = open_stream(Prepared, lambda prepared: prepared)
-    else:
-        reader = open_stream(Group, make_preprocessor(session.config, policy.lora).process)
+    config, run, checkpoint = session.config, session.run, policy.checkpoint
+    learner = policy.learner(config)
+    state = checkpoint.state if checkpoint else CheckpointState(version=0)
+    if checkpoint:
+        learner.load_optimizer(checkpoint)
+        restore_rng(state.rng)
+    begun = session_record(session)
+
+    def begin() -> None:
+        with lines(run.sessions) as sessions:
+            sessions.write(begun)
+
+    if checkpoint is None:  # a resume is recorded with its first step: one that fails before changes nothing
+        begin()
+    queue = SampleQueue(reader, by_index=session.schedule.in_rounds, position=state.positions, counts=state.counters.queue)
     with (
-        closing(open_sender()) as sender,
+        closing(sender),
         lines(run.metrics) as metrics,
         lines(run.trained) as trained,
         lines(run.published) as published,
     ):
-        logs: dict[str, Any] = {"record": metrics.write, "trained": trained, "published": published, "lines": lines}
-        trainer = build_trainer(session, board, policy, reader=reader, sender=sender, settle=settle, **logs)
+        output = TrainerOutput(
+            board=board,
+            record=record or metrics.write,
+            trained_log=trained,
+            published_log=published,
+            on_begin=begin if checkpoint else lambda: None,
+            started_s=session.records_from_s,
+            weighs_products=config.correction.sequence == "truncate",
+        )
+        trainer = Trainer(
+            config.trainer,
+            learner,
+            queue,
+            session.schedule,
+            sender,
+            output=output,
+            stopped=run.stop_request.exists,
+            checkpoints=CheckpointPlan(directory=run.checkpoints, tokenizer=policy.tokenizer, check=settle),
+            state=state,
+            checksum=session.plan.checksum,
+        )
         try:
             yield trainer
         except BaseException as error:
             trainer.fail(type(error).__name__)
             raise
-
-
-def build_trainer(
-    session: Session,
-    board: Board,
-    policy: Policy,
-    *,
-    reader: StreamReader[Prepared],
-    sender: WeightSender,
-    record: Callable[[StepRecord], object],
-    trained: Lines,
-    published: Lines,
-    lines: OpenLines = JsonLines,
-    settle: Callable[[], object] = lambda: None,
-) -> Trainer:
-    """Make the trainer of `policy`, with the state of its checkpoint, and record the session. Nothing is trained yet.
-
-    `settle` waits until all that was written is there, before a checkpoint.
-    """
-    config = session.config
-    learner = policy.learner(config)
-    state = policy.checkpoint.state if policy.checkpoint else CheckpointState(version=0)
-    if policy.checkpoint:
-        learner.load_optimizer(policy.checkpoint)
-        restore_rng(state.rng)
-    begun = session_record(session)
-
-    def begin() -> None:
-        with lines(session.run.sessions) as sessions:
-            sessions.write(begun)
-
-    if policy.checkpoint is None:  # a resume is recorded with its first step: one that fails before changes nothing
-        begin()
-    queue = SampleQueue(reader, by_index=session.schedule.in_rounds, position=state.positions, counts=state.counters.queue)
-    output = TrainerOutput(
-        board=board,
-        record=record,
-        trained_log=trained,
-        published_log=published,
-        on_begin=begin if policy.checkpoint is not None else lambda: None,
-        started_s=session.records_from_s,
-        weighs_products=config.correction.sequence == "truncate",
-    )
-    return Trainer(
-        config.trainer,
-        learner,
-        queue,
-        session.schedule,
-        sender,
-        output=output,
-        stopped=session.run.stop_request.exists,
-        checkpoints=CheckpointPlan(directory=session.run.checkpoints, tokenizer=policy.tokenizer, check=settle),
-        state=state,
-        checksum=session.plan.checksum,
-    )
 
 
 def session_record(session: Session) -> SessionRecord:
