@@ -32,7 +32,7 @@ import msgspec
 import xxhash
 from safetensors import SafetensorError
 
-from pipelinerl.errors import INVALID_DATA, CheckpointError, RunDirectoryError
+from pipelinerl.errors import INVALID_DATA, CheckpointError, RunDirectoryError, first_line
 from pipelinerl.files import sync
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.reading import read_lines
@@ -198,10 +198,6 @@ def install(hidden: Path, target: Path) -> None:
     sync(target.parent)
     if replaced.exists():
         _remove(replaced)
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 # ---- the checkpoints of a run

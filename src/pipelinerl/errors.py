@@ -130,3 +130,7 @@ class RunInterruptedError(PipelineRLError):
 
 class StopRun(Exception):  # noqa: N818 - a request, not an error
     """A callback raises it to end the run after its current step: `raise StopRun("no gain in 5 evaluations")`."""
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

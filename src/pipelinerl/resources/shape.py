@@ -11,9 +11,8 @@ from typing import Any
 import msgspec
 from safetensors import SafetensorError, safe_open
 
-from pipelinerl.checkpoint import first_line
 from pipelinerl.config.schema import LONGEST_SLOT
-from pipelinerl.errors import INVALID_DATA, ModelLoadError
+from pipelinerl.errors import INVALID_DATA, ModelLoadError, first_line
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"

@@ -13,15 +13,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from pipelinerl.checkpoint import (
-    HIDDEN,
-    CheckpointState,
-    first_line,
-    install,
-    keep_latest,
-    write_state,
-)
-from pipelinerl.errors import CheckpointError
+from pipelinerl.checkpoint import HIDDEN, CheckpointState, install, keep_latest, write_state
+from pipelinerl.errors import CheckpointError, first_line
 from pipelinerl.files import sync
 from pipelinerl.models.loading import quiet
 from pipelinerl.models.state import write_safetensors

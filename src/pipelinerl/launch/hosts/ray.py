@@ -17,9 +17,8 @@ from typing import Any, NamedTuple, cast
 import msgspec
 
 from pipelinerl._version import __version__
-from pipelinerl.checkpoint import first_line
 from pipelinerl.config.schema import LaunchConfig, RunConfig
-from pipelinerl.errors import PipelineRLError, RankLostError, RunDirectoryError, StageDiedError, UserError
+from pipelinerl.errors import PipelineRLError, RankLostError, RunDirectoryError, StageDiedError, UserError, first_line
 from pipelinerl.extras import require
 from pipelinerl.launch.hosts.host import Host, Worker, named, worker_kind
 from pipelinerl.launch.hosts.worker import WorkerActor
